@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load-balanced long-context training with dynamic sparse attention, as a plugin for Megatron-LM.
+
+Rooms, and which way they may look (a test enforces it):
+
+- :mod:`.plan`: which sample runs where, and with which attention budget. Pure Python and numpy.
+- :mod:`.cost`: what a micro-batch will cost, in ms. Pure numpy and scipy.
+- :mod:`.attention`: block-sparse attention with budgets. Pure torch.
+- :mod:`.runtime`: the glue to Megatron; the only room that imports ``megatron``.
+- :mod:`.report`: reads what training wrote.
+
+``runtime -> {plan, cost, attention}``, ``plan -> cost``, ``report -> plan``'s data types.
+"""
+
+from sparsebalance_megatron.config import SparseBalanceConfig
+
+__all__ = ["SparseBalanceConfig", "__version__"]
+
+__version__ = "0.1.0"

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Implementations of one operation; they do not import one another."""

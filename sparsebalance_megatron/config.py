@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one configuration object; every ``--sparse-balance-*`` flag is generated from its fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Batching = Literal["arrival", "length", "latency"]
+Tuning = Literal["off", "anchor", "makespan"]
+Anchor = Literal["mean", "min", "max"]
+Granularity = Literal["query-block", "token-kv-head", "token-query-head"]
+Overlong = Literal["split", "truncate", "drop"]
+Device = Literal["auto", "cpu", "cuda"]
+AttentionImplementation = Literal["auto", "blocks", "reference"]
+
+
+class ConfigError(ValueError):
+    """A flag has a wrong value, or two flags do not work together."""
+
+
+@dataclass(kw_only=True)
+class SparseBalanceConfig:
+    """Block-sparse attention with balanced budgets (SparseBalance, arXiv:2604.13847).
+
+    The field ``name_of_field`` becomes the flag ``--sparse-balance-name-of-field``; ``enabled`` is
+    ``--sparse-balance`` itself. The text under a field is the flag's help.
+    """
+
+    enabled: bool = False
+    """Replace core attention by budgeted block-sparse attention and plan every step."""
+
+    block_size: int = 256
+    """Tokens in a KV block; blocks start anew at every document."""
+
+    base_budget: int = 32
+    """KV blocks a query may read before tuning, its own block included (MoBA's top-k)."""
+
+    selection: Granularity = "query-block"
+    """Who selects: a block of queries per KV head, a token per KV head, or a token per query head
+    (MoBA's exact semantics)."""
+
+    attention: AttentionImplementation = "auto"
+    """Attention implementation; auto takes the fastest that runs on the device, an explicit choice
+    never falls back."""
+
+    batching: Batching = "latency"
+    """How the samples of a global batch are placed: in order of arrival, by tokens, or by predicted
+    latency."""
+
+    tuning: Tuning = "makespan"
+    """How budgets follow the predicted times: not at all, towards an anchor latency (the paper), or
+    against the step's makespan."""
+
+    anchor: Anchor = "mean"
+    """Latency that anchor tuning moves every micro-batch towards, over the micro-batches of a step."""
+
+    coverage_threshold: float = 0.1
+    """Router score coverage a sample may lose against the base budget, in every layer (the paper's p)."""
+
+    max_tokens_per_micro_batch: int | None = None
+    """Token cap of a micro-batch; default: micro batch size x sequence length."""
+
+    cost_table: str | None = None
+    """Cost table measured by `sparse-balance profile`; without one, costs are counted operations."""
+
+    overlong: Overlong = "split"
+    """What happens to a document longer than the sequence length."""
+
+    window: int = 1
+    """Consecutive global batches that may exchange samples; above 1 the composition of batches changes."""
+
+    calibrate: bool = True
+    """Correct predicted times by measured ones while training."""
+
+    coverage_decay: float = 0.9
+    """Weight of the past in the moving average of coverage curves."""
+
+    device: Device = "auto"
+    """Where the model runs; auto takes the CPU only where no CUDA device is visible."""
+
+    log_dir: str | None = None
+    """Directory for the step log: one JSON line per step, written by rank 0."""
+
+    def __post_init__(self) -> None:
+        self._require(self.block_size >= 1, "block_size", "must be at least 1 token")
+        self._require(
+            self.block_size & (self.block_size - 1) == 0, "block_size", "must be a power of two"
+        )
+        self._require(self.base_budget >= 1, "base_budget", "must be at least 1 block (a query's own)")
+        self._require(
+            0.0 <= self.coverage_threshold < 1.0, "coverage_threshold", "must lie in [0, 1)"
+        )
+        self._require(0.0 <= self.coverage_decay < 1.0, "coverage_decay", "must lie in [0, 1)")
+        self._require(self.window >= 1, "window", "must be at least 1 global batch")
+        self._require(
+            self.max_tokens_per_micro_batch is None or self.max_tokens_per_micro_batch >= 1,
+            "max_tokens_per_micro_batch",
+            "must be at least 1 token",
+        )
+
+    def _require(self, condition: bool, field_name: str, rule: str) -> None:
+        if not condition:
+            value = getattr(self, field_name)
+            raise ConfigError(f"{flag_name(field_name)} {value}: {rule}")
+
+
+def flag_name(field_name: str) -> str:
+    """The command-line flag of a field of :class:`SparseBalanceConfig`."""
+    if field_name == "enabled":
+        return "--sparse-balance"
+    return "--sparse-balance-" + field_name.replace("_", "-")

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads what training wrote and shows it."""
