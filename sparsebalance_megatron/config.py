@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one configuration object; every ``--sparse-balance-*`` flag is generated from its fields."""
+"""The one configuration object; every ``--sparse-balance-*`` flag is generated from its fields.
 
-from __future__ import annotations
+Annotations stay evaluated here: Megatron's flag generator reads them as types.
+"""
 
 from dataclasses import dataclass
 from typing import Literal

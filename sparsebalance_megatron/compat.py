@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every fact that depends on a Megatron version, and nothing else (megatron-core 0.18 and 0.19)."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+
+def megatron_version() -> str:
+    """Version of the installed megatron-core."""
+    from megatron.core.package_info import __version__
+
+    return str(__version__)
+
+
+def has_model_config() -> bool:
+    """Whether GPT models are built from a config (0.19) or by a provider function (0.18)."""
+    import megatron.training.argument_utils as argument_utils
+
+    return hasattr(argument_utils, "gpt_config_from_args")
+
+
+def run_pretrain(
+    args: Namespace,
+    *,
+    dataset_provider: Callable[..., Any],
+    forward_step: Callable[..., Any],
+    layer_spec: Callable[..., Any] | None = None,
+    variable_lengths: bool = False,
+) -> None:
+    """Call Megatron's ``pretrain`` by keyword, with this plugin's layer spec where one is given.
+
+    ``layer_spec(transformer_config, vp_stage)`` returns the decoder's layer or block spec; None
+    leaves Megatron's own choice. ``variable_lengths`` lets pipeline stages exchange rows of any
+    length (``TransformerConfig.variable_seq_lengths``, which has no flag of its own).
+    """
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+    keywords: dict[str, Any] = {
+        "train_valid_test_dataset_provider": dataset_provider,
+        "model_type": ModelType.encoder_or_decoder,
+        "forward_step_func": forward_step,
+    }
+    if has_model_config():
+        model_config = _model_config(args, layer_spec, variable_lengths)
+        keywords["cfg_container"] = pretrain_cfg_container_from_args(args, model_config)
+    else:
+        keywords["cfg_container"] = pretrain_cfg_container_from_args(args)
+        keywords["model_provider"] = _model_provider(args, layer_spec, variable_lengths)
+    pretrain(**keywords)
+
+
+def _model_config(
+    args: Namespace, layer_spec: Callable[..., Any] | None, variable_lengths: bool
+) -> Any:
+    from megatron.training.argument_utils import gpt_config_from_args
+
+    model_config = gpt_config_from_args(args)
+    if layer_spec is not None:
+
+        def spec_for_builder(model_config: Any, vp_stage: int | None = None) -> Any:
+            return layer_spec(model_config.transformer, vp_stage)
+
+        model_config.transformer_layer_spec = spec_for_builder
+    if variable_lengths:
+        enable_variable_lengths(model_config.transformer)
+    return model_config
+
+
+def _model_provider(
+    args: Namespace, layer_spec: Callable[..., Any] | None, variable_lengths: bool
+) -> Callable[..., Any]:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    def provide(
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        config: Any = None,
+        pg_collection: Any = None,
+    ) -> Any:
+        transformer_config = config or core_transformer_config_from_args(args)
+        if variable_lengths:
+            enable_variable_lengths(transformer_config)
+        spec = (
+            layer_spec(transformer_config, vp_stage)
+            if layer_spec is not None
+            else default_layer_spec(transformer_config, vp_stage)
+        )
+        return GPTModel(
+            config=transformer_config,
+            transformer_layer_spec=spec,
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+            parallel_output=True,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+            rotary_percent=args.rotary_percent,
+            rotary_base=args.rotary_base,
+            rope_scaling=args.use_rope_scaling,
+            vp_stage=vp_stage,
+            pg_collection=pg_collection,
+        )
+
+    return provide
+
+
+def enable_variable_lengths(transformer_config: Any) -> None:
+    """Let pipeline stages exchange rows of any length.
+
+    Megatron refuses the combination with the allgather dispatcher, which is the default even of
+    models without experts; those never dispatch, so the dispatcher's name is free to change.
+    """
+    transformer_config.variable_seq_lengths = True
+    if transformer_config.num_moe_experts is None:
+        transformer_config.moe_token_dispatcher_type = "alltoall"
+
+
+def default_layer_spec(transformer_config: Any, vp_stage: int | None) -> Any:
+    """The decoder spec that Megatron itself would choose for this config."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    use_transformer_engine = transformer_config.transformer_impl == "transformer_engine"
+    if transformer_config.num_moe_experts is not None:
+        return gpt_layer_specs.get_gpt_decoder_block_spec(
+            transformer_config,
+            use_transformer_engine=use_transformer_engine,
+            normalization=transformer_config.normalization,
+            qk_l2_norm=transformer_config.qk_l2_norm,
+            vp_stage=vp_stage,
+        )
+    if use_transformer_engine:
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=transformer_config.qk_layernorm,
+            qk_l2_norm=transformer_config.qk_l2_norm,
+        )
+    return gpt_layer_specs.get_gpt_layer_local_spec(
+        qk_layernorm=transformer_config.qk_layernorm,
+        normalization=transformer_config.normalization,
+    )
+
+
+def stage_layers(transformer_config: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Global, zero-based layer indices of every pipeline stage and virtual chunk, by Megatron's rule."""
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    virtual = transformer_config.virtual_pipeline_model_parallel_size
+    chunks: list[int | None] = [None] if virtual is None else list(range(virtual))
+    stages = []
+    for stage in range(transformer_config.pipeline_model_parallel_size):
+        stage_chunks = []
+        for chunk in chunks:
+            offset = get_transformer_layer_offset(transformer_config, chunk, stage)
+            count = get_num_layers_to_build(transformer_config, chunk, stage)
+            stage_chunks.append(tuple(range(offset, offset + count)))
+        stages.append(tuple(stage_chunks))
+    return tuple(stages)
+
+
+def saved_arguments(args: Namespace) -> Namespace | None:
+    """The ``args`` stored in the checkpoint this run resumed from; None where it started afresh."""
+    if not args.load or not getattr(args, "iteration", 0):
+        return None
+    from megatron.core import dist_checkpointing
+    from megatron.training.checkpointing import find_checkpoint_rank_0
+
+    directory = find_checkpoint_rank_0(args.load, args.iteration, False)
+    if directory is None:
+        return None
+    return dist_checkpointing.load_common_state_dict(directory).get("args")
+
+
+def update_sequence_statistics(cu_seqlens: Any) -> None:
+    """Feed the true sequence lengths to Megatron's FLOP count, where this version has the hook."""
+    import megatron.training.training as training
+
+    hook = getattr(training, "update_seqlen_stats_from_cu_seqlens", None)
+    if hook is not None:
+        hook(cu_seqlens)

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron on a CPU over gloo: every replaced symbol, with its reason, in one place.
+
+Megatron asks CUDA for devices, streams, events and generators even where no kernel needs them.
+:func:`install` answers those questions for a machine without a GPU. It must run before ``megatron``
+is imported, changes nothing in Megatron's own files, and refuses to run where a GPU is visible.
+This file imports nothing of this package, so that it can be loaded by itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+MEGATRON_DEFAULTS: dict[str, Any] = {
+    "distributed_backend": "gloo",
+    "transformer_impl": "local",
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "no_persist_layer_norm": True,
+    "bias_swiglu_fusion": False,
+    "bias_gelu_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "num_workers": 0,
+}
+"""Argument defaults for a CPU run: each names a CUDA kernel, NCCL, or a pinned-memory worker."""
+
+_CUDA_TYPE_PREFIX = "torch.cuda."
+
+
+class CpuAdapterError(RuntimeError):
+    """The adapter cannot be installed here."""
+
+
+class _CpuForCuda(TorchFunctionMode):
+    """Maps ``device="cuda"``, ``.cuda()`` and ``.to("cuda")`` to the CPU, and tensor type strings back.
+
+    Megatron's optimizers recognise their own parameters by type strings such as
+    ``torch.cuda.FloatTensor``; a CPU tensor therefore has to answer with the CUDA name.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", _CUDA_TYPE_PREFIX, 1)
+        device = kwargs.get("device")
+        if device is not None and _is_cuda(device):
+            kwargs = {**kwargs, "device": "cpu"}
+        if func is torch.Tensor.to:
+            args = tuple("cpu" if _is_cuda(argument) else argument for argument in args)
+        return func(*args, **kwargs)
+
+
+def _is_cuda(value: object) -> bool:
+    return isinstance(value, str | torch.device) and str(value).startswith("cuda")
+
+
+class _Event:
+    """A CUDA event on the host clock."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        self._seconds = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._seconds = time.perf_counter()
+
+    def elapsed_time(self, end: _Event) -> float:
+        return (end._seconds - self._seconds) * 1e3
+
+    def synchronize(self) -> None:
+        return None
+
+    def wait(self, stream: Any = None) -> None:
+        return None
+
+    def query(self) -> bool:
+        return True
+
+
+class _Stream:
+    """A CUDA stream on which everything has already happened."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        return None
+
+    def wait_stream(self, stream: Any) -> None:
+        return None
+
+    def wait_event(self, event: Any) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        return None
+
+    def record_event(self, event: Any = None) -> _Event:
+        return _Event()
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        return None
+
+
+class _DeviceProperties:
+    """What Megatron reads of ``torch.cuda.get_device_properties``; no capability unlocks a kernel."""
+
+    name = "cpu"
+    major = 8
+    minor = 0
+    multi_processor_count = 1
+    total_memory = 1 << 34
+
+
+def _returning(value: Any) -> Callable[..., Any]:
+    """A new function for every symbol: TorchDynamo refuses one function under two names."""
+
+    def answer(*arguments: Any, **keywords: Any) -> Any:
+        return value
+
+    return answer
+
+
+def _cuda_replacements() -> dict[str, tuple[Any, str]]:
+    """Attribute of ``torch.cuda`` -> (replacement, who asks for it)."""
+    return {
+        "is_available": (_returning(True), "initialize_megatron asserts CUDA"),
+        "device_count": (_returning(1), "initialize_megatron picks the local device"),
+        "set_device": (_returning(None), "initialize_megatron"),
+        "current_device": (_returning(torch.device("cpu")), "DDP buffers, p2p receives, RoPE"),
+        "synchronize": (_returning(None), "p2p with variable lengths, timers, checkpoint writer"),
+        "empty_cache": (_returning(None), "checkpoint loading"),
+        "get_rng_state": (lambda *a, **k: torch.get_rng_state(), "checkpoint RNG state"),
+        "set_rng_state": (
+            lambda state, *a, **k: torch.set_rng_state(state),
+            "checkpoint RNG state",
+        ),
+        "manual_seed": (lambda seed: torch.manual_seed(seed), "model-parallel seeds"),
+        "memory_allocated": (_returning(0), "memory report"),
+        "max_memory_allocated": (_returning(0), "memory report"),
+        "memory_reserved": (_returning(0), "memory report"),
+        "max_memory_reserved": (_returning(0), "memory report"),
+        "memory_stats": (_returning({}), "memory report"),
+        "reset_peak_memory_stats": (_returning(None), "memory report"),
+        "get_device_capability": (_returning((8, 0)), "kernel selection"),
+        "get_device_name": (_returning("cpu"), "reports"),
+        "get_device_properties": (_returning(_DeviceProperties), "kernel selection"),
+        "Event": (_Event, "schedules and DDP"),
+        "Stream": (_Stream, "get_model, DDP"),
+        "current_stream": (lambda *a: _Stream(), "DDP start_grad_sync"),
+        "default_stream": (lambda *a: _Stream(), "DDP"),
+        "stream": (lambda stream: stream, "DDP side streams"),
+    }
+
+
+def install() -> None:
+    """Replace the symbols listed above; idempotent.
+
+    Raises:
+        CpuAdapterError: where a CUDA device is visible; nothing is replaced then.
+    """
+    if getattr(torch.cuda, "_sparse_balance_cpu", False):
+        return
+    if torch.cuda.is_available():
+        raise CpuAdapterError(
+            "--sparse-balance-device cpu: a CUDA device is visible; hide it with "
+            "CUDA_VISIBLE_DEVICES= or use --sparse-balance-device auto"
+        )
+    for name, (replacement, _) in _cuda_replacements().items():
+        setattr(torch.cuda, name, replacement)
+    torch.cuda.nvtx.range_push = _returning(None)
+    torch.cuda.nvtx.range_pop = _returning(None)
+    # DataLoader pins memory where an accelerator exists, and pinning would start CUDA.
+    torch.accelerator.is_available = _returning(False)
+    _disable_compilation()
+    _CpuForCuda().__enter__()
+    _replace_megatron_rng_access()
+    torch.cuda._sparse_balance_cpu = True
+
+
+def _disable_compilation() -> None:
+    """Megatron's jit warm-up would compile its fused functions for CUDA."""
+    import torch._dynamo
+
+    torch._dynamo.config.disable = True
+
+
+def _replace_megatron_rng_access() -> None:
+    """Megatron's RNG tracker reaches into ``torch.cuda.default_generators``, which do not exist.
+
+    ``compile_helpers`` runs ``make`` although the wheel ships the built extension without sources.
+    """
+    import megatron.core.datasets.utils as dataset_utils
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    megatron_random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
+    dataset_utils.compile_helpers = _returning(None)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What travels with a micro-batch through the model: its layout, budgets and observations.
+
+Budgets are data of the micro-batch, never of "the current micro-batch": recompute and interleaved
+schedules run layers of several micro-batches in turn, and each finds its own here.
+
+Shape legend: L layers of the whole model, S samples of the micro-batch, K grid of budgets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoverageObservation:
+    """What one layer saw of one micro-batch; tensors stay on the device until the step's end.
+
+    ``grid_SK``: coverage at the budgets of the grid. ``executed_S``, ``base_S``: at the executed
+    and at the base budget. ``grown_S``: whether the guard raised the planned budget.
+    """
+
+    grid_SK: Tensor
+    executed_S: Tensor
+    base_S: Tensor
+    grown_S: Tensor
+
+
+@dataclass(kw_only=True)
+class MicroBatchContext:
+    """Carried by :class:`BudgetedPackedSeqParams`; one per micro-batch and model chunk.
+
+    ``budgets_LS`` lives on the device, ``max_budgets`` holds each layer's largest on the host.
+    ``observations`` is keyed by layer, so that a recomputed pass overwrites what it repeats.
+    """
+
+    step: int
+    position: int
+    chunk: int
+    layout: PackedLayout
+    budgets_LS: Tensor
+    max_budgets: tuple[int, ...]
+    observe: bool
+    observations: dict[int, CoverageObservation] = field(default_factory=dict)
+
+
+@dataclass
+class BudgetedPackedSeqParams(PackedSeqParams):
+    """Megatron's ``PackedSeqParams`` with the micro-batch's budgets on board."""
+
+    micro_batch: MicroBatchContext | None = None
+
+
+def micro_batch_context(
+    plan: MicroBatchPlan,
+    cu_seqlens: tuple[int, ...],
+    *,
+    step: int,
+    position: int,
+    chunk: int,
+    block_size: int,
+    observe: bool,
+    device: torch.device,
+) -> MicroBatchContext:
+    """Build the context of one slot.
+
+    A row padded for sequence parallelism has one sequence more than the plan has samples; padding
+    gets budget 1, since nothing it computes reaches the loss.
+    """
+    budgets_LS = torch.as_tensor(plan.budgets_LS, dtype=torch.int32)
+    padding = len(cu_seqlens) - 1 - len(plan.samples)
+    if padding:
+        budgets_LS = torch.nn.functional.pad(budgets_LS, (0, padding), value=1)
+    return MicroBatchContext(
+        step=step,
+        position=position,
+        chunk=chunk,
+        layout=packed_layout(cu_seqlens, block_size, device),
+        budgets_LS=budgets_LS.to(device, non_blocking=True),
+        max_budgets=tuple(int(k) for k in plan.budgets_LS.max(axis=1)),
+        observe=observe,
+    )
+
+
+def packed_params(
+    context: MicroBatchContext, *, max_seqlen_tokens: int, device: torch.device
+) -> BudgetedPackedSeqParams:
+    """THD parameters for Megatron's attention and RoPE."""
+    cu_seqlens = torch.tensor(context.layout.cu_seqlens, dtype=torch.int32, device=device)
+    return BudgetedPackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max_seqlen_tokens,
+        max_seqlen_kv=max_seqlen_tokens,
+        micro_batch=context,
+    )
