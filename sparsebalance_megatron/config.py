@@ -13,6 +13,7 @@ Anchor = Literal["mean", "min", "max"]
 Granularity = Literal["query-block", "token-kv-head", "token-query-head"]
 Overlong = Literal["split", "truncate", "drop"]
 Device = Literal["auto", "cpu", "cuda"]
+Calibration = Literal["measured", "off"]
 AttentionImplementation = Literal["auto", "blocks", "reference"]
 
 
@@ -71,8 +72,8 @@ class SparseBalanceConfig:
     window: int = 1
     """Consecutive global batches that may exchange samples; above 1 the composition of batches changes."""
 
-    calibrate: bool = True
-    """Correct predicted times by measured ones while training."""
+    calibration: Calibration = "measured"
+    """Whether measured times correct predicted ones while training; off makes plans repeat exactly."""
 
     coverage_decay: float = 0.9
     """Weight of the past in the moving average of coverage curves."""

@@ -39,7 +39,7 @@ class CpuAdapterError(RuntimeError):
 
 
 class _CpuForCuda(TorchFunctionMode):
-    """Maps ``device="cuda"``, ``.cuda()`` and ``.to("cuda")`` to the CPU, and tensor type strings back.
+    """Maps CUDA devices, ``.cuda()`` and ``.to("cuda")`` to the CPU, and tensor type strings back.
 
     Megatron's optimizers recognise their own parameters by type strings such as
     ``torch.cuda.FloatTensor``; a CPU tensor therefore has to answer with the CUDA name.
@@ -51,6 +51,8 @@ class _CpuForCuda(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.cuda:
             return args[0]
+        if func is torch.device and args and _is_cuda(args[0]):
+            return torch.device("cpu")
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", _CUDA_TYPE_PREFIX, 1)
         device = kwargs.get("device")

@@ -31,9 +31,7 @@ class StepObserver(Protocol):
 
     def begin_micro_batch(self, micro_batch: MicroBatch, context: MicroBatchContext) -> None: ...
 
-    def add_loss(self, loss: Tensor, tokens: Tensor) -> None: ...
-
-    def report_cells(self) -> dict[str, Tensor]: ...
+    def add_loss(self, loss: Tensor, tokens: Tensor, report: dict[str, Tensor]) -> None: ...
 
 
 class ForwardStep:
@@ -62,6 +60,8 @@ class ForwardStep:
     def __call__(
         self, data_iterator: Any, model: Any
     ) -> tuple[Tensor, Callable[..., tuple[Tensor, Tensor, dict[str, Tensor]]]]:
+        if model.training:
+            self._observer.install(get_model_config(model))
         micro_batch: MicroBatch = next(data_iterator)
         context = micro_batch_context(
             micro_batch.plan,
@@ -74,7 +74,6 @@ class ForwardStep:
             device=self._device,
         )
         if micro_batch.training:
-            self._observer.install(get_model_config(model))
             self._observer.begin_micro_batch(micro_batch, context)
         params = packed_params(
             context, max_seqlen_tokens=self._max_seqlen_tokens, device=self._device
@@ -112,6 +111,5 @@ class ForwardStep:
             validate_loss(loss)
         report = {"lm loss": torch.stack([loss.detach(), tokens.detach().float()])}
         if training:
-            self._observer.add_loss(loss.detach(), tokens)
-            report |= self._observer.report_cells()
+            self._observer.add_loss(loss.detach(), tokens, report)
         return loss, tokens, report

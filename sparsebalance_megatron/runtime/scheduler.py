@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.cost.calibrate import Calibration
+from sparsebalance_megatron.cost.calibrate import Calibration, StageScales
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.planner import evaluation_plan, plan_step, sample_cost_ms
+from sparsebalance_megatron.plan.latency import step_costs
+from sparsebalance_megatron.plan.planner import evaluation_plan, plan_step
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy, StepPlan
 from sparsebalance_megatron.plan.window import assign_window
 from sparsebalance_megatron.runtime.telemetry import StepMeasurement
@@ -114,9 +115,21 @@ class Scheduler:
             return self._index.global_batch(step * size, size)
         first = step - step % self._window
         samples = self._index.global_batch(first * size, size * self._window)
-        costs = sample_cost_ms(self._index.lengths_of(samples), self.job, self.policy, self._cost)
-        batches = assign_window(costs, self._window, size)
+        batches = assign_window(
+            self._base_sample_ms(samples),
+            self._window,
+            size,
+            data_parallel_size=self.job.data_parallel_size,
+        )
         return samples[list(batches[step - first])]
+
+    def _base_sample_ms(self, samples: np.ndarray) -> np.ndarray:
+        """Uncorrected ms of every sample at base budgets, over all stages."""
+        uncorrected = StageScales.ones(self.job.pipeline_stages, self.job.virtual_stages)
+        costs = step_costs(self._index.lengths_of(samples), self.job, self._cost, uncorrected)
+        budgets_LS = np.full((self.job.layers, len(samples)), self.policy.base_budget)
+        forward_SC, backward_SC = costs.sample_ms(budgets_LS)
+        return (forward_SC + backward_SC).sum(axis=1)
 
     def finish_step(self, step: int, measured: StepMeasurement) -> None:
         """Learn from a step. A repeated call for the same step (Megatron re-runs) changes nothing."""
@@ -168,12 +181,14 @@ class EvaluationSchedule:
         job: JobShape,
         policy: PlanPolicy,
         cost: CostModel,
+        coverage: CoverageCurves,
         index: SampleIndex,
         global_batch_size: int,
     ) -> None:
         self.job = job
         self._policy = policy
         self._cost = cost
+        self._coverage = coverage
         self._index = index
         self._global_batch_size = global_batch_size
 
@@ -187,5 +202,7 @@ class EvaluationSchedule:
             job=self.job,
             policy=self._policy,
             cost=self._cost,
+            scales=StageScales.ones(self.job.pipeline_stages, self.job.virtual_stages),
+            coverage=self._coverage,
         )
         return PlannedStep(plan=plan, samples=samples, plan_ms=0.0)

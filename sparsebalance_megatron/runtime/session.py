@@ -21,9 +21,8 @@ from torch import Tensor
 from sparsebalance_megatron.compat import megatron_version, saved_arguments
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.pipeline import schedule_order
-from sparsebalance_megatron.plan.planner import schedule_name
-from sparsebalance_megatron.plan.step_plan import JobShape
+from sparsebalance_megatron.plan.pipeline import schedule_name, schedule_order
+from sparsebalance_megatron.plan.step_plan import JobShape, StepPlan
 from sparsebalance_megatron.runtime.agreement import check_ranks_agree
 from sparsebalance_megatron.runtime.data import MicroBatch, MicroBatchIterator, Schedule
 from sparsebalance_megatron.runtime.inputs import Inputs
@@ -44,6 +43,7 @@ from sparsebalance_megatron.runtime.telemetry import (
     StepReducer,
 )
 from sparsebalance_megatron.runtime.timing import (
+    FORWARD_TIMER,
     Clock,
     CudaEventClock,
     HostClock,
@@ -53,8 +53,6 @@ from sparsebalance_megatron.runtime.timing import (
 
 STATE_ATTRIBUTE = "sparse_balance_state"
 """Attribute of Megatron's ``args`` that carries the scheduler's state into checkpoints."""
-
-_LOG_KEYS = ("imbalance", "predicted-over-measured", "coverage", "tuned-samples", "padded-tokens")
 
 
 class Session:
@@ -67,7 +65,7 @@ class Session:
         self._contexts: list[tuple[MicroBatchContext, int]] = []
         self._losses: list[Tensor] = []
         self._padded_tokens = 0
-        self._cells: dict[str, Tensor] = {}
+        self._reports: list[dict[str, Tensor]] = []
         self._step_ended_s: float | None = None
         self._scheduler: Scheduler | None = None
         self._log: StepLog | None = None
@@ -114,7 +112,7 @@ class Session:
             index=inputs.train,
             global_batch_size=args.global_batch_size,
             window=inputs.config.window,
-            calibrate=inputs.config.calibrate,
+            calibrate=inputs.config.calibration == "measured",
             clock=time.perf_counter,
         )
         self._restore()
@@ -194,6 +192,7 @@ class Session:
             ),
             policy=self._inputs.policy,
             cost=self._inputs.cost,
+            coverage=self.scheduler.coverage,
             index=index,
             global_batch_size=batch_size,
         )
@@ -206,6 +205,8 @@ class Session:
         timers = model_config.timers
         if timers is not None and not isinstance(timers, RecordingTimers):
             model_config.timers = RecordingTimers(timers, self._recorder)
+            # The forward that brought us here began before its timer could be watched.
+            self._recorder.start(FORWARD_TIMER)
         finalize = model_config.finalize_model_grads_func
         if finalize is not None and not isinstance(finalize, _FinalizeThenReport):
             model_config.finalize_model_grads_func = _FinalizeThenReport(finalize, self._end_step)
@@ -217,27 +218,16 @@ class Session:
         if micro_batch.chunk == 0:
             self._padded_tokens += micro_batch.cu_seqlens[-1] - micro_batch.plan.tokens
 
-    def add_loss(self, loss: Tensor, tokens: Tensor) -> None:
+    def add_loss(self, loss: Tensor, tokens: Tensor, report: dict[str, Tensor]) -> None:
+        """Keep a micro-batch's loss, and the report that Megatron will read after the step."""
         self._losses.append(torch.stack([loss.double(), tokens.double()]))
-
-    def report_cells(self) -> dict[str, Tensor]:
-        """[value, count] per log key, shared by the step's micro-batches.
-
-        Megatron sums these over micro-batches and ranks after the step, so they are filled in place
-        when the step's measurements are known. A value of zero stays out of the log line.
-        """
-        if not self._cells:
-            self._cells = {
-                f"sparse-balance/{key}": torch.tensor([0.0, 1.0], device=self._device)
-                for key in _LOG_KEYS
-            }
-        return self._cells
+        self._reports.append(report)
 
     def _begin_step(self) -> None:
         self._contexts = []
         self._losses = []
         self._padded_tokens = 0
-        self._cells = {}
+        self._reports = []
         self._recorder.begin_step()
 
     def _end_step(self) -> None:
@@ -259,25 +249,36 @@ class Session:
         self.scheduler.finish_step(self._step, measured)
         if self._args.save:
             setattr(self._args, STATE_ATTRIBUTE, self.scheduler.state_dict())
-        self._fill_cells(planned.plan, measured)
+        self._extend_reports(planned.plan, measured)
         self._write_log(planned, measured)
         self._begin_step()
 
-    def _fill_cells(self, plan: Any, measured: StepMeasurement) -> None:
-        expectation = plan.expectation
+    def _extend_reports(self, plan: StepPlan, measured: StepMeasurement) -> None:
+        """Add the step's figures to what Megatron logs.
+
+        Megatron sums [value, count] over the micro-batches' reports and over ranks, but only after
+        the step, so the reports of the last stage can still take what is known at its end.
+        """
         busy_ms = rank_busy_ms(measured)
+        expectation = plan.expectation
         predicted_ms = stage_busy_ms(expectation.forward_ms, expectation.backward_ms)
         values = {
             "imbalance": imbalance(busy_ms),
-            "predicted-over-measured": predicted_ms.max() / busy_ms.max(),
+            "predicted-to-measured": predicted_ms.max() / busy_ms.max(),
             "coverage": coverage_summary(measured.coverage)["mean"],
             "tuned-samples": expectation.samples_cut + expectation.samples_raised,
-            "padded-tokens": self._padded_tokens,
         }
-        for key, value in values.items():
-            cell = self._cells.get(f"sparse-balance/{key}")
-            if cell is not None and value == value:
-                cell[0] = value
+        counts = self._inputs.train.counts
+        rare = {
+            "padded-tokens": self._padded_tokens,
+            "truncated-tokens": counts.truncated_tokens,
+            "dropped-tokens": counts.dropped_tokens,
+        }
+        values |= {name: count for name, count in rare.items() if count}
+        for name, value in values.items():
+            pair = torch.tensor([value, 1.0], dtype=torch.float, device=self._device)
+            for report in self._reports:
+                report[f"sparse-balance/{name}"] = pair
 
     def _write_log(self, planned: Any, measured: StepMeasurement) -> None:
         now_s = time.perf_counter()
@@ -352,7 +353,11 @@ def _rank_place() -> RankPlace:
 
 def _backward_order(job: JobShape, stage: int) -> list[tuple[int, int]]:
     order = schedule_order(
-        job.pipeline_stages, job.micro_batches, schedule_name(job), job.virtual_stages, stage
+        job.pipeline_stages,
+        job.micro_batches,
+        schedule_name(job.pipeline_stages, job.virtual_stages),
+        job.virtual_stages,
+        stage,
     )
     return [(chunk, micro_batch) for kind, chunk, micro_batch in order if kind == "backward"]
 

@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# One balanced run on two CPU ranks, with nothing around it. Takes the data and the tokenizer that
+# `sparse-balance prepare-data --tokenizer-train` wrote; scripts/quickstart.sh makes both.
+#
+#   examples/cpu_quickstart.sh [DATA_PREFIX [LOG_DIR]]
+
+set -euo pipefail
+
+DATA="${1:-runs/quickstart/data/python-stdlib}"
+LOG_DIR="${2:-runs/cpu_quickstart}"
+
+export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1
+
+DISTRIBUTED_ARGS=(
+    --nproc-per-node 2
+    --standalone
+    --local-addr 127.0.0.1
+)
+
+MODEL_ARGS=(
+    --num-layers 4
+    --hidden-size 256
+    --ffn-hidden-size 688
+    --num-attention-heads 8
+    --group-query-attention
+    --num-query-groups 2
+    --kv-channels 32
+    --seq-length 8192
+    --max-position-embeddings 8192
+    --position-embedding-type rope
+    --normalization RMSNorm
+    --swiglu
+    --disable-bias-linear
+    --untie-embeddings-and-output-weights
+    --attention-dropout 0
+    --hidden-dropout 0
+)
+
+TRAINING_ARGS=(
+    --micro-batch-size 1
+    --global-batch-size 8
+    --train-iters 30
+    --lr 1e-3
+    --lr-decay-style constant
+    --lr-warmup-iters 5
+    --clip-grad 1.0
+)
+
+DATA_ARGS=(
+    --data-path "${DATA}"
+    --split '100,0,0'
+    --tokenizer-type HuggingFaceTokenizer
+    --tokenizer-model "${DATA}_tokenizer"
+)
+
+EVAL_AND_LOGGING_ARGS=(
+    --log-interval 1
+    --eval-iters 0
+    --eval-interval 1000
+)
+
+# Without --sparse-balance-cost-table, costs are counted operations; `sparse-balance profile`
+# measures them.
+SPARSE_BALANCE_ARGS=(
+    --sparse-balance
+    --sparse-balance-block-size 128
+    --sparse-balance-base-budget 8
+    --sparse-balance-batching latency
+    --sparse-balance-tuning makespan
+    --sparse-balance-log-dir "${LOG_DIR}"
+)
+
+torchrun "${DISTRIBUTED_ARGS[@]}" -m sparsebalance_megatron.pretrain_gpt \
+    "${MODEL_ARGS[@]}" \
+    "${TRAINING_ARGS[@]}" \
+    "${DATA_ARGS[@]}" \
+    "${EVAL_AND_LOGGING_ARGS[@]}" \
+    "${SPARSE_BALANCE_ARGS[@]}"

@@ -1,0 +1,107 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Sets itself up, then trains a small GPT twice on the same samples in the same global batches: with
+# block-sparse attention at a fixed budget in order of arrival, and with balancing. Ends with a table
+# of both and runs/quickstart/summary.json.
+#
+# It is sized for two CPU cores and hides GPUs, so that every machine runs the same thing.
+
+source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
+set_up tools data
+
+export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 # one core per rank
+
+RANKS=2
+RUNS=runs/quickstart
+DATA="${RUNS}/data/python-stdlib"
+COST_TABLE="${RUNS}/cost_table.json"
+
+MODEL_ARGS=(
+    --num-layers 4
+    --hidden-size 256
+    --ffn-hidden-size 688
+    --num-attention-heads 8
+    --group-query-attention
+    --num-query-groups 2
+    --kv-channels 32
+    --seq-length 8192
+    --max-position-embeddings 8192
+    --position-embedding-type rope
+    --normalization RMSNorm
+    --swiglu
+    --disable-bias-linear
+    --untie-embeddings-and-output-weights
+    --attention-dropout 0
+    --hidden-dropout 0
+)
+
+TRAINING_ARGS=(
+    --micro-batch-size 1
+    --global-batch-size 8
+    --train-iters 30
+    --lr 1e-3
+    --lr-decay-style constant
+    --lr-warmup-iters 5
+    --clip-grad 1.0
+    --seed 1234
+    --log-interval 1
+    --eval-iters 0
+    --eval-interval 1000
+)
+
+DATA_ARGS=(
+    --data-path "${DATA}"
+    --split '100,0,0'
+    --tokenizer-type HuggingFaceTokenizer
+    --tokenizer-model "${DATA}_tokenizer"
+)
+
+SPARSE_BALANCE_ARGS=(
+    --sparse-balance
+    --sparse-balance-block-size 128
+    --sparse-balance-base-budget 8
+    --sparse-balance-device auto
+)
+
+prepare_data() {
+    if [[ -f "${DATA}.json" ]]; then # written last, so the rest is complete
+        say "data: ${DATA}, prepared before"
+        return
+    fi
+    say "data: preparing the Python standard library's sources"
+    sparse-balance prepare-data --python-stdlib --tokenizer-train 8192 \
+        --output-prefix "${DATA}" --overwrite
+}
+
+measure_costs() {
+    say "costs: measuring the model's layers on this machine"
+    sparse-balance profile --quick -o "${COST_TABLE}" -- \
+        "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${SPARSE_BALANCE_ARGS[@]}"
+}
+
+# train NAME FLAG...: the whole output goes to a file, Megatron's log lines to the terminal too.
+train() {
+    local directory="${RUNS}/$1" status=0
+    shift
+    mkdir -p "${directory}"
+    say "training: ${directory} (all output in ${directory}/train.log)"
+    torchrun --nproc-per-node "${RANKS}" --standalone --local-addr 127.0.0.1 \
+        -m sparsebalance_megatron.pretrain_gpt \
+        "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${SPARSE_BALANCE_ARGS[@]}" \
+        --sparse-balance-cost-table "${COST_TABLE}" \
+        --sparse-balance-log-dir "${directory}" "$@" 2>&1 |
+        tee "${directory}/train.log" | log_lines || status=$?
+    if ((status)); then
+        tail -n 40 "${directory}/train.log" >&2
+        fail "training failed with status ${status}: the end of ${directory}/train.log is above"
+    fi
+}
+
+log_lines() { awk '/iteration +[0-9]+\/|^sparse.balance/ { print; fflush() }'; }
+
+prepare_data
+measure_costs
+train baseline --sparse-balance-batching arrival --sparse-balance-tuning off
+train sparse_balance --sparse-balance-batching latency --sparse-balance-tuning makespan
+sparse-balance summary --baseline "${RUNS}/baseline" --run "${RUNS}/sparse_balance" \
+    -o "${RUNS}/summary.json"

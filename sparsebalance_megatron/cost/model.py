@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cost model: ms of every part of the model, affine in a micro-batch's features.
+
+Affine costs add up over documents, never fall when a feature grows, and extrapolate sensibly to
+lengths that were not measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import nnls
+
+from sparsebalance_megatron.cost.features import FEATURES
+from sparsebalance_megatron.cost.kinds import NEVER_TIMED, Direction, Kind
+from sparsebalance_megatron.cost.table import CostRow, CostTable, ModelShape
+
+__all__ = ["CostModel", "Direction", "FitError", "Kind", "fit_errors"]
+
+_PER_ROW = ("micro_batches", "sequences", "tokens")
+_DEPENDS_ON: Mapping[Kind, tuple[str, ...]] = {
+    Kind.ATTENTION: (*_PER_ROW, "block_pairs"),
+    Kind.ROUTER: (*_PER_ROW, "visible_block_pairs"),
+    Kind.LINEAR: _PER_ROW,
+    Kind.EMBEDDING: _PER_ROW,
+    Kind.HEAD: _PER_ROW,
+}
+_FULL_RECOMPUTE = frozenset({Kind.ATTENTION, Kind.ROUTER, Kind.LINEAR})
+_ATTENTION_RECOMPUTE = frozenset({Kind.ATTENTION, Kind.ROUTER})
+
+_NOMINAL_FLOPS_PER_MS = 1e11
+"""100 TFLOP/s. Plans depend on ratios of costs only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitError:
+    """How far a model is from the measurements of one (kind, direction), relative to them."""
+
+    median: float
+    p95: float
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """ms per unit of every feature, in the order of :data:`.features.FEATURES`, never negative.
+
+    ``source`` says where the numbers come from. The kinds of a layer are per layer.
+    """
+
+    block_size: int
+    forward_ms: Mapping[Kind, tuple[float, ...]]
+    backward_ms: Mapping[Kind, tuple[float, ...]]
+    source: str
+
+    def __post_init__(self) -> None:
+        for direction in Direction:
+            for kind in Kind:
+                row = self._of(direction).get(kind, ())
+                if len(row) != len(FEATURES) or not all(
+                    math.isfinite(value) and value >= 0.0 for value in row
+                ):
+                    raise ValueError(
+                        f"cost model: {kind} {direction} is {row}, expected {len(FEATURES)} "
+                        "finite costs of at least 0"
+                    )
+
+    def _of(self, direction: Direction) -> Mapping[Kind, tuple[float, ...]]:
+        return self.forward_ms if direction is Direction.FORWARD else self.backward_ms
+
+    def coefficients_ms(self, kind: Kind, direction: Direction) -> np.ndarray:
+        """[5] ms per unit of every feature."""
+        return np.array(self._of(direction)[kind], dtype=np.float64)
+
+    def predict_ms(self, kind: Kind, direction: Direction, features: np.ndarray) -> np.ndarray:
+        """ms of feature vectors [..., 5], as [...]."""
+        return np.asarray(features) @ self.coefficients_ms(kind, direction)
+
+    def with_recompute(self, *, full: bool, attention_only: bool) -> CostModel:
+        """A model whose backward contains the forward that activation recomputation repeats.
+
+        Args:
+            full: ``--recompute-granularity full``: whole layers.
+            attention_only: selective recomputation of ``core_attn``: routing and attention.
+        """
+        repeated = _FULL_RECOMPUTE if full else _ATTENTION_RECOMPUTE if attention_only else ()
+        backward_ms = dict(self.backward_ms)
+        for kind in repeated:
+            pairs = zip(self.backward_ms[kind], self.forward_ms[kind], strict=True)
+            backward_ms[kind] = tuple(backward + forward for backward, forward in pairs)
+        return replace(self, backward_ms=backward_ms)
+
+    @classmethod
+    def fit(cls, table: CostTable) -> CostModel:
+        """Non-negative least squares on relative errors, so that small and large both fit.
+
+        Raises:
+            CostTableError: if the table is invalid.
+        """
+        table.validate()
+        fitted = {
+            direction: {kind: _fit_rows(table, kind, direction) for kind in Kind}
+            for direction in Direction
+        }
+        versions = ", ".join(f"{name} {version}" for name, version in table.versions.items())
+        identity = table.identity
+        return cls(
+            block_size=identity.block_size,
+            forward_ms=fitted[Direction.FORWARD],
+            backward_ms=fitted[Direction.BACKWARD],
+            source=f"{len(table.rows)} measurements of {table.date} on {identity.device}, "
+            f"{identity.dtype} ({versions})",
+        )
+
+    @classmethod
+    def analytic(
+        cls,
+        shape: ModelShape,
+        block_size: int,
+        *,
+        selection: str = "query-block",
+        flops_per_ms: float = _NOMINAL_FLOPS_PER_MS,
+    ) -> CostModel:
+        """Counted operations over a nominal rate, for runs without a table.
+
+        Counts matrix multiplications, twice per multiply-add, of one tensor-parallel rank.
+        Backward is 2x the forward of a projection and 2.5x of attention (five products for two).
+        """
+        per_token, per_pair = _counted_flops(shape, block_size, selection)
+        forward_ms = {
+            kind: _coefficients(
+                tokens=per_token[kind] / flops_per_ms,
+                block_pairs=per_pair[kind] / flops_per_ms if kind is Kind.ATTENTION else 0.0,
+                visible_block_pairs=per_pair[kind] / flops_per_ms if kind is Kind.ROUTER else 0.0,
+            )
+            for kind in Kind
+        }
+        factor = {Kind.ATTENTION: 2.5, Kind.ROUTER: 0.0, Kind.EMBEDDING: 1.0}
+        backward_ms = {
+            kind: tuple(factor.get(kind, 2.0) * value for value in row)
+            for kind, row in forward_ms.items()
+        }
+        return cls(
+            block_size=block_size,
+            forward_ms=forward_ms,
+            backward_ms=backward_ms,
+            source=f"counted operations at {flops_per_ms:.3g} per ms",
+        )
+
+
+def fit_errors(model: CostModel, table: CostTable) -> dict[tuple[Kind, Direction], FitError]:
+    """Absolute relative error of a model on a table's rows, per kind and direction."""
+    errors = {}
+    for direction in Direction:
+        for kind in Kind:
+            rows = _rows_of(table, kind, direction)
+            if not rows:
+                continue
+            measured_ms = np.array([row.ms_median for row in rows])
+            matrix = np.stack([row.features(model.block_size) for row in rows])
+            relative = np.abs(model.predict_ms(kind, direction, matrix) / measured_ms - 1.0)
+            errors[kind, direction] = FitError(
+                median=float(np.median(relative)),
+                p95=float(np.quantile(relative, 0.95)),
+                rows=len(rows),
+            )
+    return errors
+
+
+def _rows_of(table: CostTable, kind: Kind, direction: Direction) -> list[CostRow]:
+    return [row for row in table.rows if (row.kind, row.direction) == (kind, direction)]
+
+
+def _fit_rows(table: CostTable, kind: Kind, direction: Direction) -> tuple[float, ...]:
+    rows = _rows_of(table, kind, direction)
+    if not rows and (kind, direction) in NEVER_TIMED:
+        return _coefficients()
+    names = _DEPENDS_ON[kind]
+    columns = [FEATURES.index(name) for name in names]
+    measured_ms = np.array([row.ms_median for row in rows])
+    matrix = np.stack([row.features(table.identity.block_size) for row in rows])[:, columns]
+    relative = matrix / measured_ms[:, None]
+    # Columns differ by many orders of magnitude; unit columns keep the solver accurate.
+    unit = np.linalg.norm(relative, axis=0)
+    solution, _ = nnls(relative / unit, np.ones(len(rows)))
+    return _coefficients(**dict(zip(names, (solution / unit).tolist(), strict=True)))
+
+
+def _coefficients(**ms_per_unit: float) -> tuple[float, ...]:
+    return tuple(ms_per_unit.get(name, 0.0) for name in FEATURES)
+
+
+def _counted_flops(
+    shape: ModelShape, block_size: int, selection: str
+) -> tuple[dict[Kind, float], dict[Kind, float]]:
+    """(operations per token, operations per block pair) of every kind on one TP rank."""
+    heads, groups, head_dim = shape.num_attention_heads, shape.num_query_groups, shape.head_dim
+    hidden, share = shape.hidden_size, 1.0 / shape.tensor_parallel_size
+    projections = hidden * head_dim * (2 * heads + 2 * groups)
+    mlp = hidden * shape.ffn_hidden_size * (3 if shape.gated_linear_unit else 2)
+    selecting = {
+        "query-block": groups,
+        "token-kv-head": groups * block_size,
+        "token-query-head": heads * block_size,
+    }[selection]
+    per_token = dict.fromkeys(Kind, 0.0) | {
+        Kind.ROUTER: head_dim * (heads + groups) * share,
+        Kind.LINEAR: 2.0 * (projections + mlp) * share,
+        Kind.EMBEDDING: float(hidden),
+        Kind.HEAD: 2.0 * hidden * shape.vocab_size * share,
+    }
+    per_pair = dict.fromkeys(Kind, 0.0) | {
+        Kind.ATTENTION: 4.0 * heads * head_dim * block_size**2 * share,
+        Kind.ROUTER: 2.0 * selecting * head_dim * share,
+    }
+    return per_token, per_pair

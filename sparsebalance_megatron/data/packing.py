@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packing: samples, one after another, into one row without a batch dimension (THD).
+
+Shape legend: n input tokens of a sample, T tokens of the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One sample as stored: ``tokens[:n]`` are inputs, ``tokens[1:]`` are labels.
+
+    Attributes:
+        tokens: [n + 1], any integer dtype.
+        loss_mask: [n], one weight per label, or None where every label counts.
+    """
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens.ndim != 1 or len(self.tokens) < 2:
+            raise ValueError(
+                f"a sample is a row of at least 2 tokens, an input and a label; got "
+                f"shape {self.tokens.shape}"
+            )
+        if self.loss_mask is not None and self.loss_mask.shape != (self.length_tokens,):
+            raise ValueError(
+                f"loss mask has shape {self.loss_mask.shape}, expected ({self.length_tokens},): "
+                "one entry per label"
+            )
+
+    @property
+    def length_tokens(self) -> int:
+        """Input tokens n."""
+        return len(self.tokens) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedMicroBatch:
+    """One row of samples. Attention and positions start anew at every entry of ``cu_seqlens``.
+
+    Attributes:
+        tokens: [T] int64 inputs.
+        labels: [T] int64, the token that follows each input.
+        position_ids: [T] int64, from 0 in every sample.
+        loss_mask: [T] float32, 0 on padding and on labels that a sample masks.
+        cu_seqlens: sequence boundaries from 0 to T; padding is one more sequence at the end.
+        lengths_tokens: one per sample, padding excluded.
+        padded_tokens: tokens of T that belong to no sample.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    position_ids: np.ndarray
+    loss_mask: np.ndarray
+    cu_seqlens: tuple[int, ...]
+    lengths_tokens: tuple[int, ...]
+    padded_tokens: int
+
+
+def packed_cu_seqlens(
+    lengths_tokens: Sequence[int], pad_to_multiple_of: int = 1
+) -> tuple[int, ...]:
+    """Boundaries of a packed row, as :func:`pack` lays it out, from the lengths alone.
+
+    Padding is a sequence of its own, so that no sample's attention, position or budget depends on
+    it; Megatron's ``PackedSeqParams.cu_seqlens_q`` takes these numbers.
+
+    Args:
+        lengths_tokens: input tokens per sample.
+        pad_to_multiple_of: the last boundary divides by this (sequence parallelism needs it).
+
+    Raises:
+        ValueError: if there is no sample, or a length or the multiple is below 1.
+    """
+    if not lengths_tokens or min(lengths_tokens) < 1:
+        raise ValueError(f"a row needs samples of at least 1 token, got {list(lengths_tokens)}")
+    if pad_to_multiple_of < 1:
+        raise ValueError(f"pad_to_multiple_of is {pad_to_multiple_of}, must be at least 1 token")
+    boundaries = [0, *accumulate(int(length) for length in lengths_tokens)]
+    padding = -boundaries[-1] % pad_to_multiple_of
+    if padding:
+        boundaries.append(boundaries[-1] + padding)
+    return tuple(boundaries)
+
+
+def pack(
+    samples: Sequence[Sample], *, pad_to_multiple_of: int = 1, pad_token: int = 0
+) -> PackedMicroBatch:
+    """Pack samples in the order given.
+
+    Args:
+        samples: at least one.
+        pad_to_multiple_of: T divides by this; see :func:`packed_cu_seqlens`.
+        pad_token: input and label of padding; its loss weight is 0.
+
+    Raises:
+        ValueError: if there is no sample or the multiple is below 1.
+    """
+    lengths_tokens = tuple(sample.length_tokens for sample in samples)
+    cu_seqlens = packed_cu_seqlens(lengths_tokens, pad_to_multiple_of)
+    row_tokens, sample_tokens = cu_seqlens[-1], sum(lengths_tokens)
+    tokens = np.full(row_tokens, pad_token, dtype=np.int64)
+    labels = np.full(row_tokens, pad_token, dtype=np.int64)
+    loss_mask = np.zeros(row_tokens, dtype=np.float32)
+    for sample, start in zip(samples, cu_seqlens, strict=False):
+        place = slice(start, start + sample.length_tokens)
+        tokens[place] = sample.tokens[:-1]
+        labels[place] = sample.tokens[1:]
+        loss_mask[place] = 1.0 if sample.loss_mask is None else sample.loss_mask
+    sequence_starts = np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
+    return PackedMicroBatch(
+        tokens=tokens,
+        labels=labels,
+        position_ids=np.arange(row_tokens, dtype=np.int64) - sequence_starts,
+        loss_mask=loss_mask,
+        cu_seqlens=cu_seqlens,
+        lengths_tokens=lengths_tokens,
+        padded_tokens=row_tokens - sample_tokens,
+    )

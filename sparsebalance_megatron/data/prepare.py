@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sparse-balance prepare-data``: documents to Megatron's ``.bin`` and ``.idx`` files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparsebalance_megatron.data.conversation import (
+    RenderedConversation,
+    RenderError,
+    render_conversation,
+    render_plain,
+    trained_tokens,
+)
+from sparsebalance_megatron.data.documents import LOSS_MASK_SUFFIX
+from sparsebalance_megatron.data.errors import DataError
+from sparsebalance_megatron.data.records import (
+    BadRecords,
+    JsonLines,
+    PythonStandardLibrary,
+    Record,
+    Source,
+)
+from sparsebalance_megatron.data.tokenizer import (
+    DocumentTokenizer,
+    load_tokenizer,
+    train_bpe,
+    transformers_files,
+)
+from sparsebalance_megatron.data.writer import DatasetWriter, check_output
+
+_BATCH_DOCUMENTS = 256
+_BATCH_CHARACTERS = 4_000_000
+"""Limits of one encoding batch; bounds the memory that token offsets take."""
+
+_TOKENIZER_SUFFIX = "_tokenizer"
+_PERCENTILES = (50, 90, 99)
+
+_DESCRIPTION = """\
+Tokenise documents and write them as PREFIX.bin and PREFIX.idx, which Megatron reads with
+--data-path PREFIX, and a summary as PREFIX.json.
+
+A record is {"text": "..."} or {"messages": [{"role": "...", "content": "..."}, ...]}. Conversations
+are rendered with the tokenizer's chat template, or as lines "role: content" where it has none. Only
+the assistant's turns are trained on: PREFIX_loss_mask.bin and .idx say which tokens count.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the flags of ``prepare-data``."""
+    parser = subparsers.add_parser(
+        "prepare-data",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    documents = parser.add_mutually_exclusive_group(required=True)
+    documents.add_argument(
+        "--input", nargs="+", type=Path, metavar="FILE.jsonl", help="JSON-lines files, in order"
+    )
+    documents.add_argument(
+        "--python-stdlib",
+        action="store_true",
+        help="the sources of this Python's standard library, about 1,700 documents",
+    )
+    tokenizer = parser.add_mutually_exclusive_group(required=True)
+    tokenizer.add_argument(
+        "--tokenizer", metavar="PATH", help="a HuggingFace tokenizer: directory or model name"
+    )
+    tokenizer.add_argument(
+        "--tokenizer-train",
+        type=int,
+        metavar="VOCAB_SIZE",
+        help="train a byte-level BPE on the documents and keep it in PREFIX_tokenizer",
+    )
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path to write to")
+    parser.add_argument(
+        "--append-eod",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="end every document with the tokenizer's end-of-sequence token (default: on)",
+    )
+    parser.add_argument(
+        "--on-bad-record",
+        choices=("stop", "skip"),
+        default="stop",
+        help="a record that cannot be used stops the run, or is left out and counted",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace a data set of the same prefix"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prepare the data set that the flags describe; the exit status.
+
+    Raises:
+        DataError: naming file, line and remedy.
+    """
+    try:
+        summary = prepare(
+            _source(arguments),
+            arguments.output_prefix,
+            tokenizer_name=arguments.tokenizer,
+            train_vocab_size=arguments.tokenizer_train,
+            append_eod=arguments.append_eod,
+            skip_bad_records=arguments.on_bad_record == "skip",
+            overwrite=arguments.overwrite,
+        )
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"prepare-data needs the package {error.name}; install the extra: "
+            'pip install "sparsebalance_megatron[data]"'
+        ) from error
+    except OSError as error:
+        raise DataError(str(error)) from error
+    print(_report(summary, arguments.output_prefix))
+    return 0
+
+
+def prepare(
+    source: Source,
+    prefix: str,
+    *,
+    tokenizer_name: str | None = None,
+    train_vocab_size: int | None = None,
+    append_eod: bool = True,
+    skip_bad_records: bool = False,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Tokenise all documents of a source and write the data set; its summary.
+
+    Exactly one of ``tokenizer_name`` and ``train_vocab_size`` is given.
+
+    Raises:
+        DataError: if input, tokenizer or output cannot be used; nothing is left behind then.
+    """
+    check_output(prefix, overwrite=overwrite)
+    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+    if train_vocab_size is None:
+        assert tokenizer_name is not None
+        tokenizer = load_tokenizer(tokenizer_name)
+    else:
+        training_texts = _training_texts(source, BadRecords(skip=skip_bad_records))
+        tokenizer = train_bpe(training_texts, train_vocab_size, prefix + _TOKENIZER_SUFFIX)
+    if append_eod and tokenizer.eod is None:
+        raise DataError(
+            f"--tokenizer {tokenizer.name}: it has no end-of-sequence token; pass --no-append-eod"
+        )
+    bad = BadRecords(skip=skip_bad_records)
+    with DatasetWriter(prefix, vocab_size=tokenizer.vocab_size, overwrite=overwrite) as writer:
+        loss_tokens = 0
+        records = _with_progress(source, bad, "tokenise")
+        for tokens, mask in _encoded(records, tokenizer, append_eod, bad):
+            writer.add(tokens, mask)
+            loss_tokens += int(mask.sum())
+        if not len(writer.lengths_tokens):
+            raise DataError(f"no document to write; records left out: {_counts_text(bad.counts)}")
+        summary = _summary(writer, tokenizer, append_eod, bad, loss_tokens)
+        texts = {".json": json.dumps(summary, indent=2) + "\n"}
+        if train_vocab_size is not None:
+            files = transformers_files(tokenizer)
+            texts = {f"{_TOKENIZER_SUFFIX}/{name}": text for name, text in files.items()} | texts
+        writer.commit(texts)
+    return summary
+
+
+def _source(arguments: argparse.Namespace) -> Source:
+    return PythonStandardLibrary() if arguments.python_stdlib else JsonLines(arguments.input)
+
+
+def _with_progress(source: Source, bad: BadRecords, action: str) -> Iterator[Record]:
+    from tqdm import tqdm
+
+    with tqdm(total=source.total_bytes, desc=action, unit="B", unit_scale=True) as bar:
+        for record in source.records(bad):
+            yield record
+            bar.update(record.size_bytes)
+
+
+def _training_texts(source: Source, bad: BadRecords) -> Iterator[str]:
+    for record in _with_progress(source, bad, "train tokenizer"):
+        yield record.text if record.messages is None else render_plain(record.messages, False)
+
+
+def _batches(records: Iterable[Record], bad: BadRecords, tokenizer: DocumentTokenizer) -> Any:
+    """Lists of (record, text, conversation or None) of bounded size."""
+    batch: list[tuple[Record, str, RenderedConversation | None]] = []
+    characters = 0
+    for record in records:
+        conversation = None
+        if record.messages is not None:
+            try:
+                conversation = render_conversation(record.messages, tokenizer.render)
+            except RenderError as error:
+                bad.found(record.place, "the chat template cannot render it", str(error))
+                continue
+        text = record.text if conversation is None else conversation.text
+        batch.append((record, text, conversation))
+        characters += len(text)
+        if len(batch) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _encoded(
+    records: Iterable[Record], tokenizer: DocumentTokenizer, append_eod: bool, bad: BadRecords
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Token ids (int64) and loss mask (uint8) of every document."""
+    for batch in _batches(records, bad, tokenizer):
+        encodings = tokenizer.encode(
+            [text for _, text, _ in batch],
+            with_offsets=any(conversation is not None for _, _, conversation in batch),
+        )
+        for (record, _, conversation), encoding in zip(batch, encodings, strict=True):
+            tokens = np.asarray(encoding.ids, dtype=np.int64)
+            if not len(tokens):
+                bad.found(record.place, "no tokens", "the tokenizer drops all of its text")
+                continue
+            if conversation is None:
+                mask, ends_trained = np.ones(len(tokens), dtype=np.uint8), True
+            else:
+                token_ends = [end for _, end in encoding.offsets]
+                mask = trained_tokens(token_ends, conversation.trained_spans)
+                ends_trained = conversation.ends_trained
+            if append_eod:
+                tokens = np.append(tokens, tokenizer.eod)
+                mask = np.append(mask, np.uint8(ends_trained))
+            yield tokens, mask
+
+
+def _summary(
+    writer: DatasetWriter,
+    tokenizer: DocumentTokenizer,
+    append_eod: bool,
+    bad: BadRecords,
+    loss_tokens: int,
+) -> dict[str, Any]:
+    lengths = writer.lengths_tokens
+    percentiles = np.percentile(lengths, _PERCENTILES, method="nearest")
+    return {
+        "documents": len(lengths),
+        "tokens": int(lengths.sum()),
+        "loss_tokens": loss_tokens,
+        "loss_mask": writer.any_masked,
+        "document_tokens": {
+            **{
+                f"p{rank}": int(value)
+                for rank, value in zip(_PERCENTILES, percentiles, strict=True)
+            },
+            "max": int(lengths.max()),
+        },
+        "skipped": dict(sorted(bad.counts.items())),
+        "tokenizer": {"path": tokenizer.name, "vocab_size": tokenizer.vocab_size},
+        "append_eod": append_eod,
+    }
+
+
+def _report(summary: dict[str, Any], prefix: str) -> str:
+    lengths = ", ".join(f"{name} {value:,}" for name, value in summary["document_tokens"].items())
+    lines = [
+        f"wrote {prefix}.bin and .idx: {summary['documents']:,} documents, "
+        f"{summary['tokens']:,} tokens (per document: {lengths})",
+        f"tokenizer: {summary['tokenizer']['path']} "
+        f"({summary['tokenizer']['vocab_size']:,} tokens)",
+    ]
+    if summary["loss_mask"]:
+        lines.append(
+            f"loss on {summary['loss_tokens']:,} tokens, see {prefix}{LOSS_MASK_SUFFIX}.bin"
+        )
+    lines.append(f"records left out: {_counts_text(summary['skipped'])}")
+    return "\n".join(lines)
+
+
+def _counts_text(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items())) or "none"

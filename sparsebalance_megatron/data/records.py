@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Raw documents: records of JSON-lines files, or the sources of Python's standard library."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from sparsebalance_megatron.data.errors import DataError
+
+Message = dict[str, Any]
+"""One turn of a conversation; ``role`` and ``content`` are strings, other keys are kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One document before tokenisation: either ``text`` or ``messages`` is set.
+
+    ``place`` says where it comes from, for error messages; ``size_bytes`` what it takes there.
+    """
+
+    place: str
+    size_bytes: int
+    text: str | None = None
+    messages: tuple[Message, ...] | None = None
+
+
+class BadRecords:
+    """What happens to a record that cannot be used: it stops the run, or is counted by reason."""
+
+    def __init__(self, *, skip: bool) -> None:
+        self.counts: Counter[str] = Counter()
+        self._skip = skip
+
+    def found(self, place: str, reason: str, detail: str = "") -> None:
+        """Count the record.
+
+        Raises:
+            DataError: if bad records are not to be skipped.
+        """
+        if not self._skip:
+            explanation = f"{reason} ({detail})" if detail else reason
+            raise DataError(
+                f"{place}: {explanation}; correct it, or pass --on-bad-record skip to leave such "
+                "records out and count them"
+            )
+        self.counts[reason] += 1
+
+
+class Source(Protocol):
+    """Documents that can be read more than once, each time in the same order."""
+
+    @property
+    def total_bytes(self) -> int: ...
+
+    def records(self, bad: BadRecords) -> Iterator[Record]: ...
+
+
+@dataclass(frozen=True)
+class JsonLines:
+    """Files with one JSON object per line: ``{"text": ...}`` or ``{"messages": [...]}``.
+
+    Blank lines are no records.
+    """
+
+    paths: Sequence[Path]
+
+    def __post_init__(self) -> None:
+        for path in self.paths:
+            if not path.is_file():
+                raise DataError(f"--input {path}: no such file")
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.paths)
+
+    def records(self, bad: BadRecords) -> Iterator[Record]:
+        for path in self.paths:
+            with path.open("rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if line.strip():
+                        try:
+                            yield _parse(line, f"{path}:{number}")
+                        except _BadRecordError as error:
+                            bad.found(f"{path}:{number}", error.reason, error.detail)
+
+
+@dataclass(frozen=True)
+class PythonStandardLibrary:
+    """The ``.py`` files of the running interpreter's standard library, sorted by path.
+
+    A corpus with a natural long tail that every machine has. Its empty files and its few files in
+    other encodings, some broken on purpose, are always left out and counted.
+    """
+
+    root: Path = Path(sysconfig.get_path("stdlib"))
+
+    @property
+    def paths(self) -> list[Path]:
+        installed = {"site-packages", "dist-packages"}
+        return sorted(
+            path
+            for path in self.root.rglob("*.py")
+            if installed.isdisjoint(path.relative_to(self.root).parts)
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.paths)
+
+    def records(self, bad: BadRecords) -> Iterator[Record]:
+        for path in self.paths:
+            raw = path.read_bytes()
+            try:
+                text = raw.decode("utf-8")
+            except UnicodeDecodeError:
+                bad.counts["not UTF-8"] += 1
+                continue
+            if not text:
+                bad.counts["text is empty"] += 1
+                continue
+            yield Record(place=str(path), size_bytes=len(raw), text=text)
+
+
+class _BadRecordError(Exception):
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+
+def _parse(line: bytes, place: str) -> Record:
+    """The record of one line.
+
+    Raises:
+        _BadRecordError: with the reason.
+    """
+    try:
+        content = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise _BadRecordError("not UTF-8", f"byte {error.start + 1} of the line") from error
+    except (ValueError, RecursionError) as error:
+        raise _BadRecordError("not JSON", str(error)) from error
+    if not isinstance(content, dict):
+        raise _BadRecordError("not a JSON object", f"a {type(content).__name__}")
+    if ("text" in content) == ("messages" in content):
+        keys = ", ".join(map(repr, content)) or "none"
+        raise _BadRecordError("needs one of 'text' and 'messages'", f"its keys: {keys}"[:200])
+    if "text" in content:
+        text = _text(content["text"], "text")
+        return Record(place=place, size_bytes=len(line), text=text)
+    return Record(place=place, size_bytes=len(line), messages=_messages(content["messages"]))
+
+
+def _messages(value: Any) -> tuple[Message, ...]:
+    if not isinstance(value, list) or not value:
+        raise _BadRecordError("messages is not a list of turns")
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, dict):
+            raise _BadRecordError("a message is not an object", f"message {number}")
+        for key in ("role", "content"):
+            _text(message.get(key), f"a message's {key}", f"message {number}")
+    if all(message["role"] != "assistant" for message in value):
+        raise _BadRecordError("no assistant turn", "nothing to learn from")
+    return tuple(value)
+
+
+def _text(value: Any, what: str, detail: str = "") -> str:
+    """A string that is not empty and can be encoded."""
+    if not isinstance(value, str):
+        raise _BadRecordError(f"{what} is not a string", detail)
+    if not value:
+        raise _BadRecordError(f"{what} is empty", detail)
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise _BadRecordError(
+            f"{what} holds half a surrogate pair", detail or f"character {error.start + 1}"
+        ) from error
+    return value

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sample index: which samples a data set has, how long they are, in which order they come.
+
+Lengths follow from the ``.idx`` file alone; a token is read only when a sample is.
+A sample of n input tokens takes n + 1 stored tokens: inputs are the first n, labels the last n.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+
+from sparsebalance_megatron.config import Overlong
+from sparsebalance_megatron.data.documents import Documents
+from sparsebalance_megatron.data.errors import DataError
+from sparsebalance_megatron.data.packing import Sample
+
+Split = Literal["train", "valid", "test"]
+
+_EPOCHS_KEPT = 2
+"""A global batch may begin in one epoch and end in the next."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What became of a split's documents. Tokens are stored tokens unless said otherwise.
+
+    Nothing is lost uncounted: all stored tokens = ``tokens`` + one per document kept (its first
+    token is never a label) + ``truncated_tokens`` + ``dropped_tokens``.
+
+    Attributes:
+        documents: documents of the split.
+        samples: samples of one epoch.
+        tokens: input tokens of one epoch, as many as predictions.
+        dropped_documents: documents without a sample: below 2 tokens, or overlong and dropped.
+        dropped_tokens: tokens of those documents.
+        truncated_tokens: tokens cut off the ends of overlong documents.
+        split_documents: overlong documents that became several samples.
+    """
+
+    documents: int
+    samples: int
+    tokens: int
+    dropped_documents: int
+    dropped_tokens: int
+    truncated_tokens: int
+    split_documents: int
+
+
+class SampleIndex:
+    """The samples of one split of one data set, and their order in every epoch.
+
+    Samples are numbered by document, then by piece. An overlong document that is split yields
+    pieces of ``max_tokens`` inputs that share their boundary token: every prediction is kept once.
+
+    Args:
+        documents: the stored documents.
+        document_range: (first, end) documents of the split.
+        max_tokens: input tokens of the longest sample (Megatron's ``--seq-length``).
+        overlong: what happens to documents of more than ``max_tokens`` + 1 tokens.
+        seed: of the order; together with the epoch it determines the permutation.
+
+    Raises:
+        DataError: if no sample is left.
+    """
+
+    counts: Counts
+
+    def __init__(
+        self,
+        documents: Documents,
+        document_range: tuple[int, int],
+        *,
+        max_tokens: int,
+        overlong: Overlong,
+        seed: int,
+    ) -> None:
+        if max_tokens < 1:
+            raise DataError(f"longest sample {max_tokens}: must be at least 1 token")
+        if overlong not in get_args(Overlong):
+            raise DataError(
+                f"overlong {overlong!r}: must be one of {', '.join(get_args(Overlong))}"
+            )
+        self._documents = documents
+        self._first_document, end_document = document_range
+        self._lengths_tokens = documents.lengths_tokens[self._first_document : end_document]
+        self._max_tokens = max_tokens
+        self._overlong = overlong
+        self._seed = seed
+        predictions = np.maximum(self._lengths_tokens - 1, 0)
+        pieces = _pieces(predictions, max_tokens, overlong)
+        self._sample_ends = np.cumsum(pieces)
+        self._orders: dict[int, np.ndarray] = {}
+        self.counts = _count(self._lengths_tokens, predictions, pieces, max_tokens)
+        if self.counts.samples == 0:
+            raise DataError(
+                f"{documents.prefix}: no sample left of {self.counts.documents} documents "
+                f"({self.counts.dropped_documents} shorter than 2 tokens or dropped as longer than "
+                f"{max_tokens}); use longer documents, a longer sequence length, or "
+                "--sparse-balance-overlong split"
+            )
+
+    @classmethod
+    def open(
+        cls,
+        prefix: str | Path,
+        *,
+        max_tokens: int,
+        overlong: Overlong,
+        seed: int,
+        split_weights: str = "100,0,0",
+        split: Split = "train",
+    ) -> SampleIndex | None:
+        """Open one split of a data set; None if not a single document falls into it.
+
+        Args:
+            prefix: of the ``.bin`` and ``.idx`` files.
+            split_weights: Megatron's ``--split``: weights of train, valid, test over documents.
+            split: which of the three.
+
+        Raises:
+            DataError: if a file is missing or damaged, the weights are wrong, or documents of the
+                split exist but yield no sample.
+        """
+        documents = Documents.open(prefix)
+        document_range = split_range(len(documents), split_weights, split)
+        if document_range[0] == document_range[1]:
+            return None
+        return cls(documents, document_range, max_tokens=max_tokens, overlong=overlong, seed=seed)
+
+    def __len__(self) -> int:
+        """Samples of one epoch."""
+        return self.counts.samples
+
+    def lengths_of(self, samples: np.ndarray) -> np.ndarray:
+        """Input tokens of each sample, int64, in the order given."""
+        documents, offsets = self._locate(np.asarray(samples, dtype=np.int64))
+        return np.minimum(self._max_tokens, self._lengths_tokens[documents] - 1 - offsets)
+
+    def global_batch(self, first: int, size: int) -> np.ndarray:
+        """Samples number ``first`` to ``first + size`` of training, in order of arrival, int64.
+
+        Training runs through epoch after epoch without a gap, so a batch may span epochs. The
+        result depends on the arguments alone: resuming needs only the number of consumed samples.
+        """
+        if first < 0 or size < 1:
+            raise ValueError(f"batch of {size} samples from {first}: need size >= 1 and first >= 0")
+        positions = np.arange(first, first + size)
+        epochs, within = np.divmod(positions, len(self))
+        return np.concatenate(
+            [self._order(int(epoch))[within[epochs == epoch]] for epoch in np.unique(epochs)]
+        )
+
+    def read(self, sample: int) -> Sample:
+        """Tokens of a sample, and its loss mask where the data set has one."""
+        local_document, offset = (int(value[0]) for value in self._locate(np.asarray([sample])))
+        length_tokens = int(self.lengths_of(np.asarray([sample]))[0])
+        document = self._first_document + local_document
+        mask = self._documents.read_loss_mask(document, offset + 1, length_tokens)
+        return Sample(
+            tokens=self._documents.read_tokens(document, offset, length_tokens + 1),
+            loss_mask=None if mask is None else mask.astype(np.float32),
+        )
+
+    def digest(self) -> str:
+        """Hexadecimal SHA-256 of what order and lengths depend on; equal on ranks that agree."""
+        digest = hashlib.sha256(
+            f"{self._first_document}:{self._max_tokens}:{self._overlong}:{self._seed}:"
+            f"{astuple(self.counts)}:{self._documents.loss_mask is not None}:".encode()
+        )
+        digest.update(np.ascontiguousarray(self._lengths_tokens, dtype="<i8").tobytes())
+        return digest.hexdigest()
+
+    def _locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Document within the split, and offset of the first input token in it, per sample."""
+        if samples.size and not 0 <= samples.min() <= samples.max() < len(self):
+            raise IndexError(f"sample number outside 0 to {len(self) - 1}")
+        documents = np.searchsorted(self._sample_ends, samples, side="right")
+        first_samples = np.where(documents > 0, self._sample_ends[documents - 1], 0)
+        return documents, (samples - first_samples) * self._max_tokens
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """The permutation of an epoch."""
+        if epoch not in self._orders:
+            self._orders[epoch] = epoch_permutation(len(self), self._seed, epoch)
+            for old in sorted(self._orders)[:-_EPOCHS_KEPT]:
+                del self._orders[old]
+        return self._orders[epoch]
+
+
+def epoch_permutation(samples: int, seed: int, epoch: int) -> np.ndarray:
+    """Permutation of ``range(samples)``, int64, a function of the arguments alone.
+
+    Sorts raw Philox output: numpy promises that stream for all versions, which it does not promise
+    for ``Generator.permutation``. So a run resumed under another numpy keeps its order.
+    """
+    stream = np.random.Philox(np.random.SeedSequence([seed, epoch]))
+    return np.argsort(stream.random_raw(samples), kind="stable")
+
+
+def split_range(documents: int, weights: str, split: Split) -> tuple[int, int]:
+    """(first, end) documents of a split; contiguous ranges cut where Megatron cuts them.
+
+    Same rule as ``parse_and_normalize_split`` and ``_build_megatron_dataset_splits`` in
+    ``megatron.core.datasets``: cumulated normalised weights times documents, rounded.
+
+    Raises:
+        DataError: if ``weights`` is not one to three non-negative numbers, one of them positive.
+    """
+    number = r"\s*(\d+\.?\d*|\.\d+)\s*"
+    if not re.fullmatch(rf"{number}(,{number}){{0,2}}", weights):
+        raise DataError(f"--split {weights}: must be up to three weights, such as 99,1,0")
+    numbers = [float(number) for number in weights.split(",")]
+    if sum(numbers) == 0:
+        raise DataError(f"--split {weights}: one weight must be positive, such as 99,1,0")
+    numbers += [0.0] * (3 - len(numbers))
+    bookends = np.cumsum([0.0, *(number / sum(numbers) for number in numbers)])
+    position = get_args(Split).index(split)
+    first, end = (
+        round(float(bookend) * documents) for bookend in bookends[position : position + 2]
+    )
+    return (first, end) if numbers[position] > 0 else (first, first)
+
+
+def _pieces(predictions: np.ndarray, max_tokens: int, overlong: Overlong) -> np.ndarray:
+    """Samples per document, int64."""
+    if overlong == "split":
+        return -(-predictions // max_tokens)
+    if overlong == "truncate":
+        return (predictions > 0).astype(np.int64)
+    return ((predictions > 0) & (predictions <= max_tokens)).astype(np.int64)
+
+
+def _count(
+    lengths_tokens: np.ndarray, predictions: np.ndarray, pieces: np.ndarray, max_tokens: int
+) -> Counts:
+    kept_tokens = np.minimum(predictions, pieces * max_tokens)
+    dropped = pieces == 0
+    return Counts(
+        documents=len(lengths_tokens),
+        samples=int(pieces.sum()),
+        tokens=int(kept_tokens.sum()),
+        dropped_documents=int(dropped.sum()),
+        dropped_tokens=int(lengths_tokens[dropped].sum()),
+        truncated_tokens=int((predictions - kept_tokens)[~dropped].sum()),
+        split_documents=int((pieces > 1).sum()),
+    )

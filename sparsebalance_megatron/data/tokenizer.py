@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenizers of data preparation: a byte-level BPE trained on the documents, or an existing one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparsebalance_megatron.data.conversation import Render, RenderError, render_plain
+from sparsebalance_megatron.data.errors import DataError
+from sparsebalance_megatron.data.records import Message
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+
+END_OF_TEXT = "<|endoftext|>"
+
+_SMALLEST_VOCABULARY = 257
+"""The 256 bytes and the end-of-text token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentTokenizer:
+    """A fast tokenizer and what preparation must know of it.
+
+    Attributes:
+        name: directory or model name, for the summary.
+        backend: ``tokenizers.Tokenizer``.
+        vocab_size: one more than the largest token id.
+        eod: id that ends a document, None if the tokenizer has no end-of-sequence token.
+        render: how conversations become text.
+    """
+
+    name: str
+    backend: Any
+    vocab_size: int
+    eod: int | None
+    render: Render
+
+    def encode(self, texts: Sequence[str], *, with_offsets: bool) -> list[Encoding]:
+        """Token ids per text, with character offsets if asked for; no special tokens are added."""
+        encode = self.backend.encode_batch if with_offsets else self.backend.encode_batch_fast
+        return encode(list(texts), add_special_tokens=False)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, name: str) -> DocumentTokenizer:
+    """Train a byte-level BPE; it encodes any text without an unknown token.
+
+    Raises:
+        DataError: if the vocabulary is too small for 256 bytes and ``<|endoftext|>``.
+    """
+    if vocab_size < _SMALLEST_VOCABULARY:
+        raise DataError(
+            f"--tokenizer-train {vocab_size}: at least {_SMALLEST_VOCABULARY} tokens are needed "
+            "(256 bytes and the end of text)"
+        )
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return DocumentTokenizer(
+        name=name,
+        backend=backend,
+        vocab_size=backend.get_vocab_size(),
+        eod=backend.token_to_id(END_OF_TEXT),
+        render=render_plain,
+    )
+
+
+def transformers_files(tokenizer: DocumentTokenizer) -> dict[str, str]:
+    """Contents by name of the files that ``AutoTokenizer`` reads; for trained tokenizers."""
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+    return {
+        "tokenizer.json": tokenizer.backend.to_str(pretty=False),
+        "tokenizer_config.json": json.dumps(settings, indent=2) + "\n",
+    }
+
+
+def load_tokenizer(name: str) -> DocumentTokenizer:
+    """Load a HuggingFace tokenizer from a directory, or by its name on the model hub.
+
+    Raises:
+        DataError: if it cannot be loaded, or is not backed by the ``tokenizers`` library.
+    """
+    if name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().is_dir():
+        raise DataError(f"--tokenizer {name}: no such directory")
+
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(
+            Path(name).expanduser() if name.startswith("~") else name
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise DataError(
+            f"--tokenizer {name}: {reason} Give a directory with tokenizer.json and "
+            "tokenizer_config.json, or train one with --tokenizer-train"
+        ) from error
+    if not loaded.is_fast:
+        raise DataError(
+            f"--tokenizer {name}: no tokenizer.json; convert it to a fast tokenizer first"
+        )
+    backend = loaded.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    return DocumentTokenizer(
+        name=name,
+        backend=backend,
+        vocab_size=1 + max(backend.get_vocab(with_added_tokens=True).values()),
+        eod=loaded.eos_token_id,
+        render=_template_renderer(loaded) if loaded.chat_template else render_plain,
+    )
+
+
+def _template_renderer(loaded: Any) -> Render:
+    from jinja2 import TemplateError
+
+    def render(messages: Sequence[Message], open_assistant_turn: bool) -> str:
+        try:
+            return loaded.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=open_assistant_turn
+            )
+        except (TemplateError, ValueError, IndexError, TypeError) as error:
+            raise RenderError(f"the chat template refuses it: {error}") from error
+
+    return render

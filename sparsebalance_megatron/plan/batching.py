@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples to slots: in order of arrival, balanced by tokens, or balanced by predicted latency.
+
+Every function returns ``placement[rank][slot]``, a tuple of sample indices. All are deterministic;
+ties go to the lower index.
+
+Shape legend: S samples of a global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sparsebalance_megatron.plan.step_plan import JobShape, PlanError
+
+Placement = tuple[tuple[tuple[int, ...], ...], ...]
+
+
+class _NoRoom(Exception):
+    """A sample fits in no bin that may take it."""
+
+    def __init__(self, sample: int) -> None:
+        super().__init__(sample)
+        self.sample = sample
+
+
+def arrival(lengths_tokens: Sequence[int], job: JobShape, cap_tokens: int) -> Placement:
+    """Contiguous micro-batches in the order of ``MegatronPretrainingSampler``.
+
+    Micro-batch m of rank d holds samples ``(m * D + d) * size`` to ``+ size``.
+
+    Raises:
+        PlanError: the samples do not divide evenly over the slots, or a slot exceeds the cap.
+    """
+    _check_samples(lengths_tokens, job, cap_tokens)
+    size, rest = divmod(len(lengths_tokens), job.slots)
+    if rest:
+        raise PlanError(
+            f"arrival order: {len(lengths_tokens)} samples do not divide over {job.slots} slots; "
+            "make the global batch a multiple of micro batch size x data-parallel size"
+        )
+    placement = tuple(
+        tuple(
+            tuple(range(first := (m * job.data_parallel_size + d) * size, first + size))
+            for m in range(job.micro_batches)
+        )
+        for d in range(job.data_parallel_size)
+    )
+    for rank_index, rank in enumerate(placement):
+        for m, slot in enumerate(rank):
+            tokens = sum(lengths_tokens[sample] for sample in slot)
+            if tokens > cap_tokens:
+                raise PlanError(
+                    f"arrival order: rank {rank_index}, micro-batch {m} has {tokens} tokens, the "
+                    f"cap is {cap_tokens}; raise --sparse-balance-max-tokens-per-micro-batch to "
+                    f"{tokens} or choose another --sparse-balance-batching"
+                )
+    return placement
+
+
+def balanced(
+    weights_S: np.ndarray, lengths_tokens: Sequence[int], job: JobShape, cap_tokens: int
+) -> Placement:
+    """Balance ``weights_S`` (tokens: LBB; predicted latency: SAB) under a token cap per slot.
+
+    As published, samples go to ranks first and to the slots of their rank second, heaviest first
+    to the lightest bin (LPT). Where the cap defeats that, samples go to slots first and slots to
+    ranks second. Slots of a rank run in order of their first sample, which favours no position.
+
+    Raises:
+        PlanError: too few samples, or the samples do not fit under the cap.
+    """
+    _check_samples(lengths_tokens, job, cap_tokens)
+    weights_S = np.asarray(weights_S, dtype=np.float64)
+    tokens_S = np.asarray(lengths_tokens, dtype=np.int64)
+    try:
+        ranks = _ranks_then_slots(weights_S, tokens_S, job, cap_tokens)
+    except _NoRoom:
+        ranks = _slots_then_ranks(weights_S, tokens_S, job, cap_tokens)
+    return tuple(tuple(sorted(tuple(sorted(slot)) for slot in rank)) for rank in ranks)
+
+
+def slot_of_sample(placement: Placement, samples: int) -> np.ndarray:
+    """Flat slot ``rank * M + position`` of every sample, [S]."""
+    slot_of_S = np.empty(samples, dtype=np.int64)
+    flat = [slot for rank in placement for slot in rank]
+    for index, slot in enumerate(flat):
+        slot_of_S[list(slot)] = index
+    return slot_of_S
+
+
+def _check_samples(lengths_tokens: Sequence[int], job: JobShape, cap_tokens: int) -> None:
+    if len(lengths_tokens) < job.slots:
+        raise PlanError(
+            f"{len(lengths_tokens)} samples cannot fill {job.slots} slots "
+            f"({job.data_parallel_size} ranks x {job.micro_batches} micro-batches)"
+        )
+    longest = int(np.argmax(lengths_tokens))
+    if lengths_tokens[longest] > cap_tokens:
+        raise PlanError(
+            f"sample {longest} has {lengths_tokens[longest]} tokens, the cap of a micro-batch is "
+            f"{cap_tokens}; raise --sparse-balance-max-tokens-per-micro-batch to "
+            f"{lengths_tokens[longest]} or shorten the sample"
+        )
+
+
+def _ranks_then_slots(
+    weights_S: np.ndarray, tokens_S: np.ndarray, job: JobShape, cap_tokens: int
+) -> list[list[list[int]]]:
+    by_rank = _pack(
+        weights_S,
+        tokens_S,
+        job.data_parallel_size,
+        capacity=cap_tokens * job.micro_batches,
+        minimum=job.micro_batches,
+    )
+    ranks = []
+    for rank in by_rank:
+        members = np.array(rank)
+        slots = _pack(
+            weights_S[members], tokens_S[members], job.micro_batches, capacity=cap_tokens, minimum=1
+        )
+        ranks.append([members[slot].tolist() for slot in slots])
+    return ranks
+
+
+def _slots_then_ranks(
+    weights_S: np.ndarray, tokens_S: np.ndarray, job: JobShape, cap_tokens: int
+) -> list[list[list[int]]]:
+    slots = _fit_slots(weights_S, tokens_S, job.slots, cap_tokens)
+    slot_weights = np.array([weights_S[slot].sum() for slot in slots])
+    by_rank = _pack(
+        slot_weights,
+        np.ones(job.slots, dtype=np.int64),
+        job.data_parallel_size,
+        capacity=job.micro_batches,
+        minimum=job.micro_batches,
+    )
+    return [[slots[index] for index in rank] for rank in by_rank]
+
+
+def _fit_slots(
+    weights_S: np.ndarray, tokens_S: np.ndarray, slots: int, cap_tokens: int
+) -> list[list[int]]:
+    for order_weights in (weights_S, tokens_S.astype(np.float64)):
+        try:
+            return _pack(order_weights, tokens_S, slots, capacity=cap_tokens, minimum=1)
+        except _NoRoom as problem:
+            sample = problem.sample
+    tight = _first_fit_decreasing(tokens_S, slots, cap_tokens)
+    if tight is not None:
+        return tight
+    loose = _pack(tokens_S.astype(np.float64), tokens_S, slots, capacity=None, minimum=1)
+    enough = max(int(tokens_S[slot].sum()) for slot in loose)
+    raise PlanError(
+        f"sample {sample} ({tokens_S[sample]} tokens) fits in none of {slots} slots of "
+        f"{cap_tokens} tokens; --sparse-balance-max-tokens-per-micro-batch {enough} would do"
+    )
+
+
+def _pack(
+    weights: np.ndarray,
+    tokens: np.ndarray,
+    bins: int,
+    *,
+    capacity: int | None,
+    minimum: int,
+) -> list[list[int]]:
+    """LPT under a capacity, every bin with at least ``minimum`` items; one ejection per item."""
+    load, used = np.zeros(bins), np.zeros(bins, dtype=np.int64)
+    members: list[list[int]] = [[] for _ in range(bins)]
+    missing = np.full(bins, minimum)
+    order = np.argsort(-weights, kind="stable").tolist()
+    for placed, item in enumerate(order):
+        allowed = np.ones(bins, dtype=bool)
+        if len(order) - placed <= missing.sum():
+            allowed = missing > 0
+        fits = allowed if capacity is None else allowed & (used + tokens[item] <= capacity)
+        if fits.any():
+            chosen = int(np.where(fits, load, np.inf).argmin())
+        else:
+            chosen = _eject(item, tokens, used, load, weights, members, allowed, capacity)
+        members[chosen].append(item)
+        load[chosen] += weights[item]
+        used[chosen] += tokens[item]
+        missing = np.maximum(minimum - np.array([len(held) for held in members]), 0)
+    return members
+
+
+def _eject(
+    item: int,
+    tokens: np.ndarray,
+    used: np.ndarray,
+    load: np.ndarray,
+    weights: np.ndarray,
+    members: list[list[int]],
+    allowed: np.ndarray,
+    capacity: int,
+) -> int:
+    """Move one placed item elsewhere so that ``item`` fits; returns the bin that has room now.
+
+    The bin with room ends with as many items as before, so it is the receiver of the ejected item
+    that must be among ``allowed``.
+    """
+    best = None
+    for source, held in enumerate(members):
+        for other in held:
+            if used[source] - tokens[other] + tokens[item] > capacity:
+                continue
+            room = allowed & (used + tokens[other] <= capacity)
+            room[source] = False
+            if room.any():
+                target = int(np.where(room, load, np.inf).argmin())
+                key = (load[target] + weights[other], source, other, target)
+                best = key if best is None else min(best, key)
+    if best is None:
+        raise _NoRoom(item)
+    _, source, other, target = best
+    members[source].remove(other)
+    members[target].append(other)
+    for values, amount in ((load, weights[other]), (used, tokens[other])):
+        values[source] -= amount
+        values[target] += amount
+    return source
+
+
+def _first_fit_decreasing(
+    tokens_S: np.ndarray, slots: int, cap_tokens: int
+) -> list[list[int]] | None:
+    """Fewest slots first, then empty slots take samples from the fullest; None if it fails."""
+    members: list[list[int]] = [[] for _ in range(slots)]
+    used = np.zeros(slots, dtype=np.int64)
+    for sample in np.argsort(-tokens_S, kind="stable").tolist():
+        fits = np.flatnonzero(used + tokens_S[sample] <= cap_tokens)
+        if not len(fits):
+            return None
+        members[fits[0]].append(sample)
+        used[fits[0]] += tokens_S[sample]
+    for empty in [index for index, slot in enumerate(members) if not slot]:
+        shared = [index for index, slot in enumerate(members) if len(slot) > 1]
+        donor = max(shared, key=lambda index: (used[index], -index))
+        sample = members[donor].pop()
+        members[empty].append(sample)
+        used[donor] -= tokens_S[sample]
+        used[empty] += tokens_S[sample]
+    return members

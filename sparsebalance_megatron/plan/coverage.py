@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Score coverage against budget: one curve per layer and length bucket, averaged over steps.
+
+Shape legend: L layers of the whole model, U length buckets, K grid budgets, S samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from sparsebalance_megatron.plan.step_plan import PlanError
+
+_EXACT_UNTIL_BLOCKS = 8
+_GROWTH = 1.25
+
+
+def budget_grid(max_blocks: int) -> tuple[int, ...]:
+    """Budgets (blocks) at which coverage is measured: 1..8, then steps of about x1.25, max_blocks.
+
+    Raises:
+        PlanError: ``max_blocks`` is below 1.
+    """
+    if max_blocks < 1:
+        raise PlanError(f"budget grid: max_blocks {max_blocks} is below 1 block")
+    grid = [1]
+    while grid[-1] < max_blocks:
+        last = grid[-1]
+        following = last + 1 if last < _EXACT_UNTIL_BLOCKS else round(last * _GROWTH)
+        grid.append(min(following, max_blocks))
+    return tuple(grid)
+
+
+def length_bucket(blocks: np.ndarray | int) -> np.ndarray:
+    """Index of the length bucket of documents of ``blocks`` >= 1 blocks: floor(log2(blocks))."""
+    return np.frexp(np.asarray(blocks, dtype=np.float64))[1] - 1
+
+
+class CoverageCurves:
+    """Mean coverage C(k) of every (layer, length bucket), an exponential average over steps.
+
+    ``mean_LUK`` is non-decreasing along the grid and lies in [0, 1]; rows that ``observed_LU``
+    does not mark hold zeros and no information.
+    """
+
+    def __init__(self, layers: int, max_blocks: int, decay: float) -> None:
+        if layers < 1:
+            raise PlanError(f"coverage curves: {layers} layers, at least 1 needed")
+        if not 0.0 <= decay < 1.0:
+            raise PlanError(f"coverage curves: decay {decay} must lie in [0, 1)")
+        self.grid = budget_grid(max_blocks)
+        self.decay = decay
+        self.buckets = int(length_bucket(max_blocks)) + 1
+        self.mean_LUK = np.zeros((layers, self.buckets, len(self.grid)))
+        self.observed_LU = np.zeros((layers, self.buckets), dtype=bool)
+
+    @property
+    def layers(self) -> int:
+        return self.mean_LUK.shape[0]
+
+    @property
+    def max_blocks(self) -> int:
+        return self.grid[-1]
+
+    def update(self, sums_LUK: np.ndarray, counts_LU: np.ndarray) -> None:
+        """Take in one step's coverage sums over ``counts_LU`` observations each.
+
+        Buckets with count 0 stay as they are; a first observation is taken whole. Means are
+        clipped to [0, 1] and made non-decreasing, which removes the rounding of the sums.
+
+        Raises:
+            PlanError: a shape differs, a count is negative, or a sum that counts is not finite.
+        """
+        sums_LUK = np.asarray(sums_LUK, dtype=np.float64)
+        counts_LU = np.asarray(counts_LU, dtype=np.float64)
+        if sums_LUK.shape != self.mean_LUK.shape or counts_LU.shape != self.observed_LU.shape:
+            raise PlanError(
+                f"coverage update: sums {sums_LUK.shape} and counts {counts_LU.shape}, expected "
+                f"{self.mean_LUK.shape} and {self.observed_LU.shape}"
+            )
+        if not (counts_LU >= 0).all():
+            raise PlanError("coverage update: a count is negative or not a number")
+        seen_LU = counts_LU > 0
+        broken = np.argwhere(seen_LU & ~np.isfinite(sums_LUK).all(axis=-1))
+        if len(broken):
+            layer, bucket = broken[0]
+            raise PlanError(
+                f"coverage update: non-finite sum in layer {layer}, length bucket {bucket} "
+                f"({1 << int(bucket)} blocks and more); check the router's scores of that layer"
+            )
+        step_LUK = sums_LUK[seen_LU] / counts_LU[seen_LU][:, None]
+        step_LUK = np.maximum.accumulate(np.clip(step_LUK, 0.0, 1.0), axis=-1)
+        keep = np.where(self.observed_LU[seen_LU], self.decay, 0.0)[:, None]
+        self.mean_LUK[seen_LU] = keep * self.mean_LUK[seen_LU] + (1.0 - keep) * step_LUK
+        self.observed_LU |= seen_LU
+
+    def coverage(self, layer: Any, blocks: Any, budget: Any) -> np.ndarray:
+        """Expected coverage; the arguments broadcast. Linear between grid budgets.
+
+        Exactly 1 where ``budget >= blocks``; NaN where the (layer, bucket) was never observed.
+
+        Raises:
+            PlanError: a document is longer than the grid, or a budget is below 1 block.
+        """
+        layer, blocks, budget = np.broadcast_arrays(layer, blocks, budget)
+        bucket = self._bucket(blocks)
+        if budget.size and budget.min() < 1:
+            raise PlanError(f"coverage: budget {budget.min()} is below 1 block")
+        grid = np.asarray(self.grid)
+        left = np.clip(np.searchsorted(grid, budget, side="right") - 1, 0, len(grid) - 1)
+        right = np.minimum(left + 1, len(grid) - 1)
+        span = np.maximum(grid[right] - grid[left], 1)
+        low, high = self.mean_LUK[layer, bucket, left], self.mean_LUK[layer, bucket, right]
+        fraction = np.clip((budget - grid[left]) / span, 0.0, 1.0)
+        curve = np.where(self.observed_LU[layer, bucket], low + fraction * (high - low), np.nan)
+        return np.where(budget >= blocks, 1.0, curve)
+
+    def coverage_LS(self, blocks_S: np.ndarray, budgets_LS: np.ndarray) -> np.ndarray:
+        """:meth:`coverage` of every layer of every sample."""
+        return self.coverage(np.arange(self.layers)[:, None], blocks_S, budgets_LS)
+
+    def curves_LSK(self, blocks_S: np.ndarray) -> np.ndarray:
+        """Coverage of every layer and sample at every grid budget; zeros where unobserved."""
+        curves = self.mean_LUK[:, self._bucket(blocks_S), :]
+        return np.where(np.asarray(self.grid) >= np.asarray(blocks_S)[:, None], 1.0, curves)
+
+    def observed_LS(self, blocks_S: np.ndarray) -> np.ndarray:
+        """Whether the curve of each layer and sample was ever observed."""
+        return self.observed_LU[:, self._bucket(blocks_S)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain Python lists; floats survive JSON exactly."""
+        return {
+            "grid": list(self.grid),
+            "mean": self.mean_LUK.tolist(),
+            "observed": self.observed_LU.tolist(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict`; the decay stays the constructor's.
+
+        Raises:
+            PlanError: the state was saved with another grid or number of layers.
+        """
+        if list(state["grid"]) != list(self.grid):
+            raise PlanError(
+                f"coverage state has budget grid {list(state['grid'])}, this job "
+                f"{list(self.grid)}; resume with the same sequence length and block size"
+            )
+        mean_LUK = np.array(state["mean"], dtype=np.float64)
+        observed_LU = np.array(state["observed"], dtype=bool)
+        if mean_LUK.shape != self.mean_LUK.shape or observed_LU.shape != self.observed_LU.shape:
+            raise PlanError(
+                f"coverage state has shape {mean_LUK.shape} (layers, buckets, budgets), "
+                f"this job {self.mean_LUK.shape}; resume with the same model"
+            )
+        self.mean_LUK, self.observed_LU = mean_LUK, observed_LU
+
+    def _bucket(self, blocks: np.ndarray) -> np.ndarray:
+        blocks = np.asarray(blocks)
+        if blocks.size and (blocks.max() > self.max_blocks or blocks.min() < 1):
+            raise PlanError(
+                f"a document of {blocks.max()} blocks does not fit the coverage grid of "
+                f"1 to {self.max_blocks} blocks"
+                if blocks.max() > self.max_blocks
+                else f"a document of {blocks.min()} blocks has no coverage curve"
+            )
+        return length_bucket(blocks)
+
+
+def least_feasible_budget(
+    curves: CoverageCurves, blocks_S: np.ndarray, base_budget: int, threshold: float
+) -> np.ndarray:
+    """Least budget k with C(k) >= C(k0) - p for every layer and sample (the paper's C_i(k) bound).
+
+    ``k0 = min(base_budget, blocks)`` is always feasible, so the set is never empty. Where the
+    curve was never observed the result is k0: no cut without evidence.
+
+    Returns:
+        int64 [L, S], between 1 and ``min(base_budget, blocks)``.
+    """
+    blocks_S = np.asarray(blocks_S)
+    base_LS = np.broadcast_to(np.minimum(base_budget, blocks_S), (curves.layers, len(blocks_S)))
+    observed_LS = curves.observed_LS(blocks_S)
+    target_LS = np.nan_to_num(curves.coverage_LS(blocks_S, base_LS)) - threshold
+    curves_LSK = curves.curves_LSK(blocks_S)
+    grid = np.asarray(curves.grid)
+    right_LS = np.minimum((curves_LSK < target_LS[..., None]).sum(axis=-1), len(grid) - 1)
+    left_LS = np.maximum(right_LS - 1, 0)
+    low_LS = np.take_along_axis(curves.mean_LUK[:, length_bucket(blocks_S)], left_LS[..., None], -1)
+    high_LS = np.take_along_axis(
+        curves.mean_LUK[:, length_bucket(blocks_S)], right_LS[..., None], -1
+    )
+    low_LS, high_LS = low_LS[..., 0], high_LS[..., 0]
+    rise_LS = np.where(high_LS > low_LS, high_LS - low_LS, 1.0)
+    fraction_LS = np.clip((target_LS - low_LS) / rise_LS, 0.0, 1.0)
+    fraction_LS = np.where(high_LS < target_LS, 1.0, fraction_LS)
+    steps_LS = np.ceil(fraction_LS * (grid[right_LS] - grid[left_LS]))
+    floor_LS = np.clip(grid[left_LS] + steps_LS.astype(np.int64), 1, base_LS)
+    floor_LS = np.where(observed_LS, floor_LS, base_LS)
+    short_LS = curves.coverage_LS(blocks_S, floor_LS) < target_LS
+    return np.minimum(floor_LS + short_LS, base_LS)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules for all tests: reproducible examples, poisoned memory, no test on missing hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile(
+    # Reproducible everywhere; a first example that pays for an import is not slow code.
+    "sparse-balance",
+    deadline=None,
+    derandomize=True,
+    max_examples=50,
+    print_blob=True,
+)
+settings.load_profile("sparse-balance")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked ``gpu`` where no CUDA device is visible."""
+    marked = [item for item in items if "gpu" in item.keywords]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device is visible"))
+
+
+@pytest.fixture
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """``torch.empty`` and ``empty_like`` return NaN (floats) or the least integer.
+
+    Memory that is read before it is written then shows in every result.
+    """
+    import torch
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, _poisoned(getattr(torch, name)))
+    yield
+
+
+def _poisoned(allocate: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    def allocate_poisoned(*arguments: Any, **keywords: Any) -> Any:
+        tensor = allocate(*arguments, **keywords)
+        if tensor.is_floating_point():
+            return tensor.fill_(float("nan"))
+        if tensor.dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
+            return tensor.fill_(torch.iinfo(tensor.dtype).min)
+        return tensor
+
+    return allocate_poisoned

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fitted model recovers what was planted and behaves as an affine, monotone cost must."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sparsebalance_megatron.cost.features import FEATURES, features
+from sparsebalance_megatron.cost.model import CostModel, Direction, Kind, fit_errors
+from sparsebalance_megatron.cost.table import CostRow, CostTable, RunIdentity
+
+from oracles import cost as oracle
+
+Measure = Callable[..., CostTable]
+SHARED = Path(__file__).parents[2].parent / "shared"
+
+DOCUMENTS = st.lists(st.tuples(st.integers(1, 400), st.integers(1, 6)), min_size=1, max_size=4)
+same_planted_model = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def test_fit_recovers_planted_coefficients(measure: Measure, planted: CostModel) -> None:
+    fitted = CostModel.fit(measure())
+    for direction in Direction:
+        for kind in Kind:
+            np.testing.assert_allclose(
+                fitted.coefficients_ms(kind, direction),
+                planted.coefficients_ms(kind, direction),
+                rtol=1e-6,
+                atol=1e-12,
+                err_msg=f"{kind} {direction}",
+            )
+
+
+def test_fit_error_is_that_of_the_noise(measure: Measure) -> None:
+    table = measure(noise=0.05)
+    errors = fit_errors(CostModel.fit(table), table)
+    assert set(errors) == {(row.kind, row.direction) for row in table.rows}
+    attention = errors[Kind.ATTENTION, Direction.FORWARD]
+    assert attention.rows == 32
+    assert 0.01 < attention.median < 0.05
+    assert attention.median <= attention.p95 < 0.2
+
+
+def test_fit_weighs_small_and_large_alike(measure: Measure, planted: CostModel) -> None:
+    table = measure(noise=0.05)
+    fitted = CostModel.fit(table)
+    for lengths in ([256], [16384]):
+        row = features(lengths, 16, table.identity.block_size)
+        predicted = fitted.predict_ms(Kind.ATTENTION, Direction.FORWARD, row)
+        true = planted.predict_ms(Kind.ATTENTION, Direction.FORWARD, row)
+        assert predicted == pytest.approx(true, rel=0.1)
+
+
+def test_fit_never_returns_negative_costs(measure: Measure) -> None:
+    fitted = CostModel.fit(measure(noise=0.8))
+    for direction in Direction:
+        for kind in Kind:
+            assert (fitted.coefficients_ms(kind, direction) >= 0.0).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "without"),
+    [
+        (Kind.ATTENTION, "visible_block_pairs"),
+        (Kind.ROUTER, "block_pairs"),
+        (Kind.LINEAR, "block_pairs"),
+        (Kind.HEAD, "visible_block_pairs"),
+    ],
+)
+def test_a_kind_depends_only_on_its_features(measure: Measure, kind: Kind, without: str) -> None:
+    fitted = CostModel.fit(measure(noise=0.5))
+    assert fitted.coefficients_ms(kind, Direction.FORWARD)[FEATURES.index(without)] == 0.0
+
+
+@same_planted_model
+@given(documents=DOCUMENTS)
+def test_prediction_equals_the_oracles_sum(
+    planted: CostModel, documents: list[tuple[int, int]]
+) -> None:
+    lengths, budgets = (list(column) for column in zip(*documents, strict=True))
+    row = features(lengths, budgets, planted.block_size)
+    for kind in Kind:
+        expected = oracle.micro_batch_ms(
+            lengths, budgets, planted.block_size, planted.forward_ms[kind]
+        )
+        assert planted.predict_ms(kind, Direction.FORWARD, row) == pytest.approx(expected, rel=1e-9)
+
+
+@same_planted_model
+@given(
+    row=st.lists(st.floats(0.0, 1e6), min_size=5, max_size=5),
+    feature=st.integers(0, 4),
+    growth=st.floats(0.0, 1e6),
+)
+def test_prediction_is_monotone_in_every_feature(
+    planted: CostModel, row: list[float], feature: int, growth: float
+) -> None:
+    grown = list(row)
+    grown[feature] += growth
+    for kind in Kind:
+        for direction in Direction:
+            before, after = planted.predict_ms(kind, direction, np.array([row, grown]))
+            assert after >= before >= 0.0
+
+
+def test_prediction_keeps_leading_dimensions(planted: CostModel) -> None:
+    rows = np.ones((2, 3, len(FEATURES)))
+    assert planted.predict_ms(Kind.LINEAR, Direction.FORWARD, rows).shape == (2, 3)
+
+
+def test_recompute_adds_the_forward_it_repeats(planted: CostModel) -> None:
+    for full, attention_only, repeated in (
+        (False, False, set()),
+        (True, False, {Kind.ATTENTION, Kind.ROUTER, Kind.LINEAR}),
+        (False, True, {Kind.ATTENTION, Kind.ROUTER}),
+    ):
+        model = planted.with_recompute(full=full, attention_only=attention_only)
+        assert model.forward_ms == planted.forward_ms
+        for kind in Kind:
+            expected = planted.coefficients_ms(kind, Direction.BACKWARD)
+            if kind in repeated:
+                expected = expected + planted.coefficients_ms(kind, Direction.FORWARD)
+            np.testing.assert_array_equal(model.coefficients_ms(kind, Direction.BACKWARD), expected)
+
+
+@pytest.mark.parametrize("bad", [(1.0,) * 4, (-1.0, 0, 0, 0, 0), (math.nan, 0, 0, 0, 0)])
+def test_a_model_refuses_impossible_costs(planted: CostModel, bad: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="cost model: head forward is"):
+        replace(planted, forward_ms={**planted.forward_ms, Kind.HEAD: bad})
+
+
+def test_counted_operations_of_a_layer(identity: RunIdentity) -> None:
+    """2 operations per weight and token; 4 T^2 H D for dense attention over whole blocks."""
+    shape = identity.shape
+    model = CostModel.analytic(shape, 128, flops_per_ms=1.0)
+    row = features([1024], np.inf, 128)
+    weights = 256 * (8 + 2 + 2) * 32 + 8 * 32 * 256 + 3 * 256 * 688
+    assert model.predict_ms(Kind.LINEAR, Direction.FORWARD, row) == 2 * 1024 * weights
+    assert model.predict_ms(Kind.HEAD, Direction.FORWARD, row) == 2 * 1024 * 256 * 1024
+    causal_pairs = 8 * 9 / 2 * 128**2
+    attention = model.predict_ms(Kind.ATTENTION, Direction.FORWARD, row)
+    assert attention == pytest.approx(4 * causal_pairs * 8 * 32)
+    assert model.predict_ms(Kind.ATTENTION, Direction.BACKWARD, row) == 2.5 * attention
+    assert model.predict_ms(Kind.ROUTER, Direction.BACKWARD, row) == 0.0
+
+
+def test_counted_operations_shrink_with_tensor_parallelism(identity: RunIdentity) -> None:
+    row = features([4096], 4, 128)
+    whole = CostModel.analytic(identity.shape, 128)
+    half = CostModel.analytic(replace(identity.shape, tensor_parallel_size=2), 128)
+    for kind in (Kind.ATTENTION, Kind.ROUTER, Kind.LINEAR, Kind.HEAD):
+        for direction in Direction:
+            assert half.predict_ms(kind, direction, row) == pytest.approx(
+                whole.predict_ms(kind, direction, row) / 2
+            )
+
+
+def test_token_selection_costs_more_routing(identity: RunIdentity) -> None:
+    row = features([4096], 4, 128)
+    per_block, per_token, per_head = (
+        CostModel.analytic(identity.shape, 128, selection=selection).predict_ms(
+            Kind.ROUTER, Direction.FORWARD, row
+        )
+        for selection in ("query-block", "token-kv-head", "token-query-head")
+    )
+    assert per_block < per_token < per_head
+
+
+def _h100_latencies() -> list[tuple[int, float]]:
+    path = SHARED / "data" / "h100_attention_latency.csv"
+    if not path.exists():
+        pytest.skip(f"reference latencies are absent: {path}")
+    with path.open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["cp"] == row["tp"] == "1"]
+    return [(int(row["L"]), float(row["duration_per_doc"])) for row in rows]
+
+
+@pytest.mark.parametrize("held_out", [0, 1])
+def test_dense_h100_latencies_are_predicted_within_a_tenth(measure: Measure, held_out: int) -> None:
+    """Every other length fitted, the rest predicted."""
+    latencies = [(tokens, ms) for tokens, ms in _h100_latencies() if tokens >= 2048]
+    others = [row for row in measure().rows if row.kind is not Kind.ATTENTION]
+    attention = [
+        CostRow(
+            kind=Kind.ATTENTION,
+            direction=direction,
+            lengths_tokens=(tokens,),
+            budget_blocks=None,
+            ms_median=ms,
+            ms_spread=0.0,
+            repeats=1,
+        )
+        for direction in Direction
+        for index, (tokens, ms) in enumerate(latencies)
+        if index % 2 != held_out
+    ]
+    table = replace(measure(), rows=(*others, *attention))
+    fitted = CostModel.fit(table)
+    for tokens, ms in latencies[held_out::2]:
+        row = features([tokens], np.inf, table.identity.block_size)
+        predicted_ms = fitted.predict_ms(Kind.ATTENTION, Direction.FORWARD, row)
+        assert predicted_ms == pytest.approx(ms, rel=0.1), f"{tokens} tokens"

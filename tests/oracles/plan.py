@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Naive planning: loops over events, assignments and budgets. Slow on purpose.
+
+Shape legend: P stages, V chunks per stage, M micro-batches, L layers, S samples.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+
+def pairs(tokens, budget, block_size):
+    """Block pairs of one document, block by block."""
+    total, left, j = 0.0, tokens, 1
+    while left > 0:
+        here = min(left, block_size) / block_size
+        total += here * (min(j, budget) - 1 + here)
+        left, j = left - block_size, j + 1
+    return total
+
+
+def chunk_and_micro_batch(k, stages, chunks, forward):
+    """What the k-th forward or backward of any stage of an interleaved pipeline is."""
+    group, inside = divmod(k, stages * chunks)
+    chunk = inside // stages
+    return (chunk if forward else chunks - 1 - chunk), group * stages + inside % stages
+
+
+def stage_program(stages, micro_batches, schedule, chunks, stage):
+    """("F" or "B", chunk, micro-batch) of one stage, step by step."""
+    if schedule == "no_pipeline":
+        program = []
+        for m in range(micro_batches):
+            program += [("F", c, m) for c in range(chunks)]
+            program += [("B", c, m) for c in range(chunks - 1, -1, -1)]
+        return program
+    total = micro_batches * chunks
+    warm = stages - 1 - stage
+    if schedule == "interleaved":
+        warm = 2 * warm + (chunks - 1) * stages
+    done_forward = done_backward = 0
+    program = []
+    while done_backward < total:
+        ahead = done_forward - done_backward
+        if done_forward < total and ahead <= warm:
+            kind, count = "F", done_forward
+            done_forward += 1
+        else:
+            kind, count = "B", done_backward
+            done_backward += 1
+        chunk, m = (
+            (0, count)
+            if schedule == "1f1b"
+            else chunk_and_micro_batch(count, stages, chunks, kind == "F")
+        )
+        program.append((kind, chunk, m))
+    return program
+
+
+def run_pipeline(forward, backward, schedule, p2p):
+    """{(stage, kind, chunk, micro-batch): (start, end)} of nested lists [P][V][M]."""
+    stages, chunks, micro_batches = len(forward), len(forward[0]), len(forward[0][0])
+    programs = [
+        stage_program(stages, micro_batches, schedule, chunks, p) for p in range(stages)
+    ]
+    times, clock, place = {}, [0.0] * stages, [0] * stages
+    while any(place[p] < len(programs[p]) for p in range(stages)):
+        moved = False
+        for p in range(stages):
+            if place[p] == len(programs[p]):
+                continue
+            kind, c, m = programs[p][place[p]]
+            ready = _input_time(times, stages, chunks, p, kind, c, m, p2p)
+            if ready is None:
+                continue
+            start = max(clock[p], ready)
+            end = start + (forward if kind == "F" else backward)[p][c][m]
+            times[p, kind, c, m] = (start, end)
+            clock[p], place[p], moved = end, place[p] + 1, True
+        assert moved, "deadlock"
+    return times
+
+
+def _input_time(times, stages, chunks, p, kind, c, m, p2p):
+    if kind == "F":
+        if p > 0:
+            source = (p - 1, "F", c, m)
+        elif c > 0:
+            source = (stages - 1, "F", c - 1, m)
+        else:
+            return 0.0
+    elif p < stages - 1:
+        source = (p + 1, "B", c, m)
+    elif c < chunks - 1:
+        source = (0, "B", c + 1, m)
+    else:
+        source = (p, "F", c, m)
+    if source not in times:
+        return None
+    return times[source][1] + (p2p if source[0] != p else 0.0)
+
+
+def makespan(forward, backward, schedule, p2p=0.0):
+    return max(end for _, end in run_pipeline(forward, backward, schedule, p2p).values())
+
+
+def interpolate(grid, values, budget, blocks):
+    """Coverage of a document at a budget, from the values at the grid's budgets."""
+    if budget >= blocks:
+        return 1.0
+    for left in range(len(grid) - 1):
+        if grid[left] <= budget < grid[left + 1]:
+            share = (budget - grid[left]) / (grid[left + 1] - grid[left])
+            return values[left] + share * (values[left + 1] - values[left])
+    return values[-1]
+
+
+def least_budget(grid, values, blocks, base, threshold):
+    """Least feasible budget, by trying one after the other."""
+    base = min(base, blocks)
+    target = interpolate(grid, values, base, blocks) - threshold
+    for budget in range(1, base + 1):
+        if interpolate(grid, values, budget, blocks) >= target:
+            return budget
+    raise AssertionError("the base budget is always feasible")
+
+
+def least_heaviest_bin(weights, bins):
+    """Least possible weight of the heaviest of ``bins`` bins."""
+    return min(
+        max(sum(w for w, b in zip(weights, where, strict=True) if b == bin_) for bin_ in range(bins))
+        for where in itertools.product(range(bins), repeat=len(weights))
+    )
+
+
+def most_coverage(chains, limit):
+    """Best total gain of choosing one (ms, gain) per chain with at most ``limit`` ms in all."""
+    best = -math.inf
+    for choice in itertools.product(*chains):
+        if sum(ms for ms, _ in choice) <= limit:
+            best = max(best, sum(gain for _, gain in choice))
+    return best

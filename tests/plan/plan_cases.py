@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs, cost models and curves that several tests plan with."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sparsebalance_megatron.cost.model import CostModel, Kind
+from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy
+
+FORWARD_MS = {
+    Kind.ATTENTION: (0.02, 0.005, 2e-5, 2.5e-3, 0.0),
+    Kind.ROUTER: (0.01, 0.002, 1e-6, 0.0, 1e-5),
+    Kind.LINEAR: (0.05, 0.0, 2e-4, 0.0, 0.0),
+    Kind.EMBEDDING: (0.01, 0.0, 1e-5, 0.0, 0.0),
+    Kind.HEAD: (0.1, 0.0, 1e-3, 0.0, 0.0),
+}
+
+
+def cost_model(block_size=64):
+    backward_ms = {kind: tuple(2 * ms for ms in row) for kind, row in FORWARD_MS.items()}
+    return CostModel(
+        block_size=block_size, forward_ms=FORWARD_MS, backward_ms=backward_ms, source="test"
+    )
+
+
+def job_shape(ranks, micro_batches, stages=1, chunks=1, layers_per_chunk=2):
+    return JobShape(
+        data_parallel_size=ranks,
+        micro_batches=micro_batches,
+        stage_layers=tuple(
+            tuple(
+                tuple(
+                    range(
+                        (v * stages + p) * layers_per_chunk,
+                        (v * stages + p + 1) * layers_per_chunk,
+                    )
+                )
+                for v in range(chunks)
+            )
+            for p in range(stages)
+        ),
+    )
+
+
+def policy(**changes):
+    values = {
+        "batching": "latency",
+        "tuning": "makespan",
+        "anchor": "mean",
+        "coverage_threshold": 0.1,
+        "base_budget": 8,
+        "block_size": 64,
+        "max_tokens_per_slot": 1 << 40,
+    }
+    return PlanPolicy(**(values | changes))
+
+
+def coverage_curves(layers, max_blocks=2048, *, seed=0, observed=1.0):
+    """Random non-decreasing curves, the first step often too small for concavity."""
+    generator = np.random.default_rng(seed)
+    curves = CoverageCurves(layers, max_blocks, 0.9)
+    sharpness = generator.uniform(0.5, 6.0, (*curves.observed_LU.shape, 1))
+    rises = generator.random(curves.mean_LUK.shape) / np.arange(1, len(curves.grid) + 1) ** (
+        sharpness / 3
+    )
+    values = np.cumsum(rises, axis=-1) / rises.sum(axis=-1, keepdims=True)
+    counts = generator.random(curves.observed_LU.shape) < observed
+    curves.update(values * counts[..., None], counts)
+    return curves
+
+
+def random_lengths(count, seed, *, longest=2**17, kind="spread"):
+    generator = np.random.default_rng(seed)
+    match kind:
+        case "spread":
+            lengths = np.exp(generator.uniform(0, np.log(longest), count)).astype(int).clip(1)
+        case "equal":
+            lengths = np.full(count, 3000)
+        case "giant":
+            lengths = np.r_[longest, generator.integers(1, 200, count - 1)]
+        case "tiny":
+            lengths = np.ones(count, dtype=int)
+        case _:
+            raise ValueError(kind)
+    return generator.permutation(lengths).tolist()

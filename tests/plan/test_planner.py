@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole plans: invariants, never worse than simpler batching, purity, honest expectations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import plan as oracle
+from plan.plan_cases import cost_model, coverage_curves, job_shape, policy, random_lengths
+
+from sparsebalance_megatron.cost.calibrate import StageScales
+from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.planner import evaluation_plan, plan_step
+from sparsebalance_megatron.plan.step_plan import PlanError
+
+SHAPES = st.sampled_from([(2, 4, 2, 1), (3, 2, 1, 1), (1, 4, 2, 2), (2, 3, 4, 1), (1, 1, 1, 1)])
+KINDS = st.sampled_from(["spread", "equal", "giant", "tiny"])
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def arguments(shape=(2, 4, 2, 1), seed=0, kind="spread", size=2, observed=1.0, **changes):
+    job = job_shape(*shape)
+    return {
+        "step": 7,
+        "lengths_tokens": random_lengths(job.slots * size, seed, kind=kind),
+        "job": job,
+        "policy": policy(**changes),
+        "cost": cost_model(),
+        "scales": StageScales.ones(job.pipeline_stages, job.virtual_stages),
+        "coverage": coverage_curves(job.layers, seed=seed, observed=observed),
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    SHAPES,
+    SEEDS,
+    KINDS,
+    st.integers(1, 3),
+    st.sampled_from(["length", "latency", "arrival"]),
+    st.sampled_from(["off", "anchor", "makespan"]),
+    st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_plan_invariants(shape, seed, kind, size, batching, tuning, observed):
+    given_ = arguments(shape, seed, kind, size, observed, batching=batching, tuning=tuning)
+    cap = max(given_["lengths_tokens"]) * size
+    given_["policy"] = replace(given_["policy"], max_tokens_per_slot=cap)
+    plan = plan_step(**given_)
+    plan.validate(given_["lengths_tokens"], given_["job"], given_["policy"])
+    assert plan.digest() == plan_step(**given_).digest()
+    for rank in plan.ranks:
+        for micro_batch in rank.micro_batches:
+            assert micro_batch.budgets_LS.dtype == np.int32
+            assert not micro_batch.budgets_LS.flags.writeable
+            if tuning == "off":
+                assert (micro_batch.budgets_LS == given_["policy"].base_budget).all()
+    expected = plan.expectation
+    assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-12)
+    assert expected.makespan_ms == max(expected.rank_makespan_ms)
+    assert expected.imbalance_micro_batches >= 1 - 1e-12
+    if observed == 0.0:
+        assert (expected.coverage_mean, expected.coverage_min) == (None, None)
+        assert expected.samples_cut == expected.samples_raised == 0
+    if observed == 1.0:
+        assert 0 <= expected.coverage_min <= expected.coverage_mean <= 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(SHAPES, SEEDS, KINDS, st.sampled_from(["off", "anchor", "makespan"]))
+def test_latency_never_loses_to_simpler_batching(shape, seed, kind, tuning):
+    times = {
+        batching: plan_step(
+            **arguments(shape, seed, kind, batching=batching, tuning=tuning)
+        ).expectation.makespan_ms
+        for batching in ("arrival", "length", "latency")
+    }
+    assert times["latency"] <= min(times.values()) * (1 + 1e-8)
+
+
+@settings(max_examples=25, deadline=None)
+@given(SHAPES, SEEDS, KINDS)
+def test_makespan_tuning_never_costs_time(shape, seed, kind):
+    untuned = plan_step(**arguments(shape, seed, kind, tuning="off"))
+    tuned = plan_step(**arguments(shape, seed, kind, tuning="makespan"))
+    assert tuned.expectation.makespan_ms <= untuned.expectation.makespan_ms * (1 + 1e-8)
+
+
+def test_search_improves_a_pipeline():
+    lengths = np.random.default_rng(4).integers(1000, 20000, 16).tolist()
+    found = {
+        batching: plan_step(
+            **arguments((2, 8, 4, 1), size=1, tuning="off", batching=batching)
+            | {"lengths_tokens": lengths}
+        )
+        for batching in ("arrival", "length", "latency")
+    }
+    times = {name: plan.expectation.makespan_ms for name, plan in found.items()}
+    assert found["latency"].batching == "latency+search"
+    assert times["latency"] < 0.95 * min(times["arrival"], times["length"])
+
+
+@settings(max_examples=15, deadline=None)
+@given(SHAPES, SEEDS)
+def test_expectation_is_what_a_naive_simulation_finds(shape, seed):
+    given_ = arguments(shape, seed, size=1, tuning="makespan")
+    plan = plan_step(**given_)
+    expected = plan.expectation
+    name = "no_pipeline" if shape[2] == 1 else "interleaved" if shape[3] > 1 else "1f1b"
+    naive = [
+        oracle.makespan(f.tolist(), b.tolist(), name)
+        for f, b in zip(expected.forward_ms, expected.backward_ms, strict=True)
+    ]
+    assert expected.rank_makespan_ms == pytest.approx(naive, rel=1e-9)
+    assert expected.imbalance_makespans == pytest.approx(max(naive) / np.mean(naive))
+    coverages = []
+    for rank in plan.ranks:
+        for micro_batch in rank.micro_batches:
+            blocks = np.array([-(-tokens // 64) for tokens in micro_batch.lengths_tokens])
+            coverages.append(given_["coverage"].coverage_LS(blocks, micro_batch.budgets_LS))
+    flat = np.concatenate([part.ravel() for part in coverages])
+    assert expected.coverage_mean == pytest.approx(flat.mean())
+    assert expected.coverage_min == pytest.approx(flat.min())
+
+
+def test_work_ratio_compares_with_the_base_budgets():
+    assert plan_step(**arguments(tuning="off")).expectation.work_ratio == pytest.approx(1.0)
+    given_ = arguments(tuning="makespan", coverage_threshold=0.3)
+    tuned = plan_step(**given_).expectation
+    base = plan_step(**(given_ | {"policy": replace(given_["policy"], tuning="off")})).expectation
+    work = [(e.forward_ms + e.backward_ms).sum() for e in (tuned, base)]
+    assert tuned.work_ratio == pytest.approx(work[0] / work[1])
+    assert tuned.work_ratio != pytest.approx(1.0, abs=1e-3)
+
+
+def test_digest_sees_every_change():
+    given_ = arguments(seed=1)
+    longer = list(given_["lengths_tokens"])
+    longer[3] += 1
+    variants = [
+        given_,
+        given_ | {"step": 8},
+        given_ | {"lengths_tokens": longer},
+        given_ | {"policy": replace(given_["policy"], tuning="off")},
+        given_ | {"policy": replace(given_["policy"], coverage_threshold=0.2)},
+        given_ | {"policy": replace(given_["policy"], batching="arrival")},
+    ]
+    digests = {plan_step(**variant).digest() for variant in variants}
+    assert len(digests) == len(variants)
+
+
+def test_planning_changes_none_of_its_inputs():
+    given_ = arguments()
+    state, lengths = given_["coverage"].state_dict(), list(given_["lengths_tokens"])
+    plan_step(**given_)
+    assert given_["coverage"].state_dict() == state
+    assert given_["lengths_tokens"] == lengths
+
+
+def test_capped_out_packing_gives_way_to_arrival_by_name():
+    lengths = [7, 3, 6, 4, 5, 5, 4, 6, 7, 3]
+    given_ = arguments((1, 5, 1, 1)) | {
+        "lengths_tokens": lengths,
+        "policy": policy(batching="length", max_tokens_per_slot=10),
+    }
+    assert plan_step(**given_).batching in ("length", "arrival")
+    given_["policy"] = replace(given_["policy"], max_tokens_per_slot=9)
+    with pytest.raises(PlanError, match="max-tokens-per-micro-batch 1"):
+        plan_step(**given_)
+
+
+def test_evaluation_is_arrival_at_base_budgets():
+    given_ = arguments(seed=2)
+    plan = evaluation_plan(**given_)
+    assert plan.batching == "arrival"
+    assert plan.ranks[1].micro_batches[0].samples == (2, 3)
+    budgets = [mb.budgets_LS for rank in plan.ranks for mb in rank.micro_batches]
+    assert all((b == given_["policy"].base_budget).all() for b in budgets)
+
+
+def test_contradicting_inputs():
+    given_ = arguments()
+    with pytest.raises(PlanError, match="block size 128 differs from the cost model's 64"):
+        plan_step(**(given_ | {"policy": replace(given_["policy"], block_size=128)}))
+    with pytest.raises(PlanError, match="9 layers, the job 4"):
+        plan_step(**(given_ | {"coverage": CoverageCurves(9, 2048, 0.9)}))
+    with pytest.raises(PlanError, match="batching 'random'"):
+        plan_step(**(given_ | {"policy": replace(given_["policy"], batching="random")}))
+    with pytest.raises(PlanError, match="does not fit the coverage grid"):
+        plan_step(**(given_ | {"coverage": CoverageCurves(4, 16, 0.9)}))
+    with pytest.raises(PlanError, match="multiple of 2"):
+        plan_step(**arguments((1, 3, 2, 2)))

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exchange between global batches: a partition, pure, giants side by side."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsebalance_megatron.plan.step_plan import PlanError
+from sparsebalance_megatron.plan.window import assign_window
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 20), st.integers(1, 8), st.integers(0, 2**32 - 1))
+def test_partition(batches, batch_size, ranks, seed):
+    costs = np.random.default_rng(seed).pareto(1.2, batches * batch_size)
+    shared = assign_window(costs, batches, batch_size, data_parallel_size=ranks)
+    assert [len(batch) for batch in shared] == [batch_size] * batches
+    assert sorted(i for batch in shared for i in batch) == list(range(len(costs)))
+    assert shared == assign_window(costs.copy(), batches, batch_size, data_parallel_size=ranks)
+
+
+def test_giants_meet():
+    costs = [1.0] * 16
+    for giant in (0, 3, 9, 14):
+        costs[giant] = 100.0
+    shared = assign_window(costs, 2, 8, data_parallel_size=4)
+    assert sorted(sum(costs[i] == 100.0 for i in batch) for batch in shared) == [0, 4]
+    alone = assign_window(costs, 2, 8)
+    assert [sum(costs[i] == 100.0 for i in batch) for batch in alone] == [2, 2]
+
+
+def test_window_of_one_changes_nothing():
+    assert assign_window([3.0, 1.0, 2.0], 1, 3, data_parallel_size=2) == ((0, 1, 2),)
+
+
+def test_errors():
+    with pytest.raises(PlanError, match="5 samples for 2 batches of 3"):
+        assign_window([1.0] * 5, 2, 3)
+    with pytest.raises(PlanError, match="sample 1 not finite"):
+        assign_window([1.0, np.inf], 2, 1)

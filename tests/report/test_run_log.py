@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step logs: whole, damaged, resumed, missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparsebalance_megatron.plan.step_plan import Expectation, RankPlan, StepPlan
+from sparsebalance_megatron.report.run_log import RunLogError, read_run_log
+
+HEADER = {"type": "run", "config": {"batching": "latency"}}
+
+
+def record(iteration: int, /, **changes: Any) -> dict[str, Any]:
+    return {
+        "type": "step",
+        "iteration": iteration,
+        "iteration_ms": None if iteration == 1 else 100.0,
+        "lm_loss": 9.0 - iteration,
+        "tokens": 64,
+        "predicted": {"rank_busy_ms": [80.0, 60.0], "lower_bound_ms": 70.0, "work_ratio": 1.0},
+        "measured": {"rank_busy_ms": [90.0, 70.0]},
+        "coverage": {"mean": 0.75, "min": 0.5, "base_mean": 0.75},
+    } | changes
+
+
+def write(directory: Path, *lines: Any) -> Path:
+    text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    (directory / "steps.jsonl").write_text("".join(f"{line}\n" for line in text), encoding="utf-8")
+    return directory
+
+
+def test_whole_log(tmp_path: Path) -> None:
+    log = read_run_log(write(tmp_path, HEADER, record(1), record(2)))
+    assert log.header == HEADER
+    assert log.problems == ()
+    assert [step.iteration for step in log.steps] == [1, 2]
+    first, second = log.steps
+    assert (first.iteration_ms, second.iteration_ms) == (None, 100.0)
+    assert second.lm_loss == 7.0
+    assert second.measured_rank_ms == (90.0, 70.0)
+    assert second.predicted_rank_ms == (80.0, 60.0)
+    assert (second.lower_bound_ms, second.work_ratio, second.coverage) == (70.0, 1.0, 0.75)
+
+
+def test_log_as_training_writes_it(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    step_log = pytest.importorskip("sparsebalance_megatron.runtime.step_log")
+    telemetry = pytest.importorskip("sparsebalance_megatron.runtime.telemetry")
+    times_DPVM = np.array([[[[10.0, 20.0]]], [[[30.0, np.nan]]]])
+    measured = telemetry.StepMeasurement(
+        forward_ms=times_DPVM,
+        backward_ms=2.0 * times_DPVM,
+        coverage=telemetry.CoverageTotals(
+            sums_LUK=np.zeros((1, 1, 1)),
+            counts_LU=np.zeros((1, 1)),
+            executed_sum=3.0,
+            base_sum=3.0,
+            count=4.0,
+            minimum=0.5,
+            grown=0.0,
+        ),
+        lm_loss=2.5,
+        tokens=123,
+        digest_mismatches=0,
+    )
+    planned = _Planned(plan=_plan(np.ones((2, 1, 1, 2))), plan_ms=1.0)
+    log = step_log.StepLog(tmp_path)
+    log.begin_run({"config": {}}, resumed=False)
+    log.append(
+        step_log.step_record(
+            iteration=1, iteration_ms=None, planned=planned, measured=measured, padded_tokens=0
+        )
+    )
+
+    (step,) = read_run_log(tmp_path).steps
+
+    assert step.predicted_rank_ms == (4.0, 4.0)
+    assert step.measured_rank_ms is None, "rank 1 has an unmeasured micro-batch"
+    assert (step.tokens, step.lm_loss, step.coverage) == (123, 2.5, 0.75)
+    assert (step.lower_bound_ms, step.work_ratio) == (70.0, 0.9)
+
+
+class _Planned:
+    def __init__(self, *, plan: StepPlan, plan_ms: float) -> None:
+        self.plan, self.plan_ms = plan, plan_ms
+
+
+def _plan(times_DPVM: np.ndarray) -> StepPlan:
+    expectation = Expectation(
+        makespan_ms=80.0,
+        lower_bound_ms=70.0,
+        rank_makespan_ms=(80.0, 60.0),
+        forward_ms=times_DPVM,
+        backward_ms=times_DPVM,
+        imbalance_micro_batches=1.0,
+        imbalance_rank_sums=1.0,
+        imbalance_makespans=1.0,
+        coverage_mean=None,
+        coverage_min=None,
+        work_ratio=0.9,
+        samples_cut=0,
+        samples_raised=0,
+        samples_clamped=0,
+    )
+    ranks = (RankPlan(micro_batches=()), RankPlan(micro_batches=()))
+    return StepPlan(step=0, ranks=ranks, expectation=expectation)
+
+
+def test_last_line_cut_off(tmp_path: Path) -> None:
+    cut = json.dumps(record(3))[:40]
+    log = read_run_log(write(tmp_path, HEADER, record(1), record(2), cut))
+    assert [step.iteration for step in log.steps] == [1, 2]
+    (problem,) = log.problems
+    assert "steps.jsonl line 4" in problem
+    assert "cut off" in problem
+
+
+BAD_LINES: dict[str, tuple[Any, str]] = {
+    "array": ([1, 2], 'no record of type "run" or "step"'),
+    "number": ("7", 'no record of type "run" or "step"'),
+    "unknown-type": ({"type": "stp"}, 'no record of type "run" or "step"'),
+    "no-coverage": (record(2, coverage={}), "no coverage.mean"),
+    "no-measured": (record(2, measured=None), "no measured.rank"),
+    "iteration-null": (record(2, iteration=None), "iteration or tokens is null"),
+    "loss-text": (record(2, lm_loss="3.1"), "lm_loss is '3.1', not a number"),
+    "time-true": (record(2, iteration_ms=True), "iteration_ms is True, not a number"),
+    "rank-text": (record(2, measured={"rank_busy_ms": [1.0, "x"]}), "measured.rank_busy_ms is 'x'"),
+    "rank-number": (record(2, measured={"rank_busy_ms": 5.0}), "measured.rank_busy_ms is 5.0"),
+    "rank-count": (record(2, measured={"rank_busy_ms": [5.0]}), "1 ranks measured, 2 predicted"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LINES)
+def test_damaged_line_is_named_and_the_rest_kept(tmp_path: Path, case: str) -> None:
+    line, message = BAD_LINES[case]
+    log = read_run_log(write(tmp_path, HEADER, record(1), line, record(3)))
+    assert [step.iteration for step in log.steps] == [1, 3]
+    (problem,) = log.problems
+    assert "line 3" in problem
+    assert message in problem
+
+
+def test_bytes_that_are_not_text(tmp_path: Path) -> None:
+    write(tmp_path, HEADER, record(1))
+    with (tmp_path / "steps.jsonl").open("ab") as stream:
+        stream.write(b"\xff\xfe\x00\n")
+    log = read_run_log(tmp_path)
+    assert len(log.steps) == 1
+    assert "line 3" in log.problems[0]
+
+
+def test_nan_and_null_are_unmeasured(tmp_path: Path) -> None:
+    step = record(1, lm_loss=float("nan"), measured={"rank_busy_ms": [1.0, None]})
+    (read,) = read_run_log(write(tmp_path, HEADER, step)).steps
+    assert read.lm_loss is None
+    assert read.measured_rank_ms is None
+
+
+def test_resume_replaces_steps_and_says_so(tmp_path: Path) -> None:
+    again = record(2, lm_loss=1.25)
+    log = read_run_log(
+        write(tmp_path, HEADER, record(1), record(2), record(3), HEADER, again, record(3))
+    )
+    assert [step.iteration for step in log.steps] == [1, 2, 3]
+    assert log.steps[1].lm_loss == 1.25
+    (problem,) = log.problems
+    assert "2 steps ran again" in problem
+
+
+def test_header_missing(tmp_path: Path) -> None:
+    log = read_run_log(write(tmp_path, record(1)))
+    assert len(log.steps) == 1
+    assert "no header" in log.problems[0]
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(RunLogError, match=r"steps\.jsonl: not there; .*--sparse-balance-log-dir"):
+        read_run_log(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ((), "ended before its first step"),
+        ((HEADER,), "ended before its first step"),
+        ((HEADER, "{"), "no readable step: .* line 2"),
+    ],
+)
+def test_no_step(tmp_path: Path, lines: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(RunLogError, match=message):
+        read_run_log(write(tmp_path, *lines))
+
+
+def test_directory_in_place_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "steps.jsonl").mkdir()
+    with pytest.raises(RunLogError, match="directory"):
+        read_run_log(tmp_path)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the real training loop under torchrun and reads back what it printed and logged."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+REPOSITORY = Path(__file__).parents[2]
+TIMEOUT_S = 240
+VOCABULARY = 256
+
+MODEL_FLAGS = (
+    *("--num-layers", "4", "--hidden-size", "64", "--ffn-hidden-size", "128"),
+    *("--num-attention-heads", "4", "--group-query-attention", "--num-query-groups", "2"),
+    *("--seq-length", "256", "--max-position-embeddings", "256"),
+    *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu"),
+    *("--disable-bias-linear", "--untie-embeddings-and-output-weights"),
+    *("--attention-dropout", "0", "--hidden-dropout", "0"),
+    *("--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY - 1)),
+)
+TRAINING_FLAGS = (
+    *("--micro-batch-size", "1", "--global-batch-size", "8", "--train-iters", "4"),
+    *("--lr", "1e-3", "--lr-decay-style", "constant", "--clip-grad", "1.0"),
+    *("--log-interval", "1", "--eval-iters", "0", "--eval-interval", "1000"),
+    *("--split", "100,0,0", "--seed", "1234"),
+)
+BALANCE_FLAGS = (
+    "--sparse-balance",
+    *("--sparse-balance-block-size", "16", "--sparse-balance-base-budget", "4"),
+    *("--sparse-balance-calibration", "off"),
+)
+
+_ITERATION = re.compile(
+    r"iteration +(\d+)/.*?lm loss: ([-+.\deE]+|nan) .*?grad norm: ([-+.\deE]+|nan) "
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRun:
+    """What one torchrun left behind."""
+
+    exit_code: int
+    output: str
+    steps: list[dict[str, Any]]
+
+    @property
+    def losses(self) -> list[str]:
+        """Losses as printed: seven digits, compared as text where runs must be identical."""
+        return [match[1] for match in self._iterations()]
+
+    @property
+    def grad_norms(self) -> list[str]:
+        return [match[2] for match in self._iterations()]
+
+    def _iterations(self) -> list[tuple[str, str, str]]:
+        return _ITERATION.findall(self.output)
+
+    def require_success(self) -> TrainingRun:
+        """Self; fails with the end of the output otherwise."""
+        if self.exit_code:
+            raise AssertionError(f"exit code {self.exit_code}\n{self.output[-6000:]}")
+        return self
+
+
+def write_documents(
+    prefix: Path, lengths_tokens: Sequence[int], *, vocabulary: int = VOCABULARY, seed: int = 7
+) -> Path:
+    """A real .bin/.idx pair of random documents with a learnable bias towards small tokens."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_idx_path
+
+    generator = np.random.default_rng(seed)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for length in lengths_tokens:
+        tokens = (generator.random(length) ** 3 * (vocabulary - 1)).astype(np.uint16)
+        builder.add_document(tokens, [length])
+    builder.finalize(get_idx_path(str(prefix)))
+    return prefix
+
+
+def long_tailed_lengths(documents: int, longest: int, seed: int = 3) -> list[int]:
+    """Log-normal document lengths, cut at ``longest``."""
+    generator = np.random.default_rng(seed)
+    drawn = generator.lognormal(np.log(longest / 6), 0.9, documents)
+    return [int(np.clip(length, 4, longest)) for length in drawn]
+
+
+def run_training(
+    ranks: int,
+    flags: Sequence[str],
+    *,
+    log_dir: Path | None = None,
+    timeout_s: float = TIMEOUT_S,
+    program: Sequence[str] = ("-m", "sparsebalance_megatron.pretrain_gpt"),
+) -> TrainingRun:
+    """Run ``torchrun`` with one thread per rank; kills the whole process group on a timeout."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1"),
+        *("--master-port", str(free_port()), *program, *flags),
+    ]
+    if log_dir is not None:
+        command += ["--sparse-balance-log-dir", str(log_dir)]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"no end after {timeout_s} s; the output ends\n{output[-4000:]}") from None
+    return TrainingRun(
+        exit_code=process.returncode, output=output, steps=read_steps(log_dir) if log_dir else []
+    )
+
+
+def read_steps(log_dir: Path) -> list[dict[str, Any]]:
+    """The step records of a run's log."""
+    path = log_dir / "steps.jsonl"
+    if not path.exists():
+        return []
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [record for record in records if record["type"] == "step"]
+
+
+def free_port() -> int:
+    """A TCP port on loopback that was free a moment ago."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

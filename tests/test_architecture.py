@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which room may import what, read from the source; what `import` really loads; file sizes."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGE = "sparsebalance_megatron"
+MAX_LINES = 600
+SPDX = "# SPDX-License-Identifier: Apache-2.0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What the files under a path of the package may import beside the standard library.
+
+    A name allows the module and everything below it. The package's own modules are named from the
+    package on: ``plan`` is ``sparsebalance_megatron.plan``. Of the package itself only
+    ``config`` is open to everyone.
+    """
+
+    outside: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
+
+    def allows(self, module: str) -> bool:
+        own = module.removeprefix(f"{PACKAGE}.")
+        if own != module:
+            return _within(own, (*self.inside, "config"))
+        if module == PACKAGE:
+            return False
+        return module.partition(".")[0] in sys.stdlib_module_names or _within(module, self.outside)
+
+
+ROOMS = {
+    "plan": Room(outside=("numpy",), inside=("plan", "cost")),
+    "cost": Room(outside=("numpy", "scipy"), inside=("cost",)),
+    "attention": Room(outside=("numpy", "torch", "triton"), inside=("attention",)),
+    "report": Room(outside=("matplotlib", "numpy", "rich"), inside=("report", "plan.step_plan")),
+    "data": Room(
+        outside=(
+            *("jinja2", "megatron.core.datasets", "numpy", "tokenizers", "torch", "tqdm"),
+            "transformers",
+        ),
+        inside=("data",),
+    ),
+    "runtime": Room(
+        outside=("megatron", "numpy", "torch", "tqdm"),
+        inside=("attention", "compat", "cost", "data", "plan", "runtime"),
+    ),
+    "compat.py": Room(outside=("megatron", "torch")),
+    "pretrain_gpt.py": Room(outside=("megatron", "torch"), inside=("compat", "runtime")),
+    "cli.py": Room(),
+    "config.py": Room(),
+    "__init__.py": Room(),
+}
+
+
+def _within(module: str, allowed: tuple[str, ...]) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in allowed)
+
+
+def imported_modules(source: str, module: str) -> Iterator[tuple[int, str]]:
+    """(line, absolute module name) of every import statement, those inside functions included.
+
+    ``from package import name`` counts as ``package.name``: the name may be a module.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".")[: -node.level]
+                base = ".".join([*parents, base] if base else parents)
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def broken_arrows(source: str, path: str) -> list[str]:
+    """Imports that the room of ``path`` (relative to the package) does not allow."""
+    room = ROOMS[path.partition("/")[0]]
+    module = ".".join([PACKAGE, *Path(path).with_suffix("").parts])
+    return [
+        f"{PACKAGE}/{path}:{line} imports {imported}"
+        for line, imported in imported_modules(source, module)
+        if not room.allows(imported)
+    ]
+
+
+def package_files() -> list[str]:
+    root = REPOSITORY / PACKAGE
+    return sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+
+
+def source_files() -> list[Path]:
+    folders = (PACKAGE, "tests", "benchmarks", "examples", "scripts", "patches")
+    found = [path for folder in folders for path in (REPOSITORY / folder).rglob("*")]
+    return sorted(path for path in found if path.suffix in (".py", ".sh"))
+
+
+def test_every_file_has_a_room() -> None:
+    assert {path.partition("/")[0] for path in package_files()} <= set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_arrows(room: str) -> None:
+    files = [path for path in package_files() if path.partition("/")[0] == room]
+    assert files
+    broken = [
+        arrow
+        for path in files
+        for arrow in broken_arrows((REPOSITORY / PACKAGE / path).read_text("utf-8"), path)
+    ]
+    assert broken == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("plan/x.py", "import torch"),
+        ("plan/x.py", "import numpy, megatron.core"),
+        ("plan/x.py", "def f():\n    from torch import Tensor"),
+        ("plan/x.py", f"from {PACKAGE} import attention"),
+        ("plan/x.py", f"import {PACKAGE}"),
+        ("plan/x.py", "from ..attention import router"),
+        ("plan/x.py", "from .. import runtime"),
+        ("cost/x.py", f"from {PACKAGE}.plan.step_plan import StepPlan"),
+        ("attention/impl/x.py", f"from {PACKAGE}.plan import step_plan"),
+        ("attention/impl/x.py", "from ...cost import table"),
+        ("report/x.py", f"from {PACKAGE}.plan.planner import plan_step"),
+        ("report/x.py", "import torch"),
+        ("data/x.py", "from megatron.core import parallel_state"),
+        ("data/x.py", "import megatron.core.datasets_other"),
+        ("data/x.py", f"from {PACKAGE}.runtime import session"),
+        ("runtime/x.py", f"from {PACKAGE}.report import summary"),
+        ("cli.py", "import numpy"),
+        ("config.py", "import torch"),
+        ("__init__.py", f"from {PACKAGE}.plan import step_plan"),
+    ],
+)
+def test_a_broken_arrow_is_found(path: str, source: str) -> None:
+    assert len(broken_arrows(source, path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("plan/x.py", f"from {PACKAGE}.cost.model import CostModel\nimport json, numpy.linalg"),
+        ("plan/x.py", "from . import pipeline\nfrom .step_plan import StepPlan"),
+        ("attention/impl/x.py", "from ..layout import Layout\nimport torch.nn.functional as F"),
+        ("report/x.py", f"from {PACKAGE}.plan.step_plan import StepPlan"),
+        ("data/x.py", "from megatron.core.datasets.indexed_dataset import IndexedDataset"),
+        ("runtime/x.py", f"from {PACKAGE}.compat import run_pretrain\nimport megatron.core"),
+    ],
+)
+def test_an_allowed_arrow_is_allowed(path: str, source: str) -> None:
+    assert broken_arrows(source, path) == []
+
+
+@pytest.mark.parametrize("module", [PACKAGE, f"{PACKAGE}.config", f"{PACKAGE}.cli"])
+def test_import_is_light(module: str) -> None:
+    """`import` and `sparse-balance --help` load no heavy library."""
+    program = (
+        f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); before = set(sys.modules); "
+        f"import {module}; new = {{name.partition('.')[0] for name in set(sys.modules) - before}}; "
+        "print(*sorted(new & {'torch', 'megatron', 'numpy', 'scipy', 'rich', 'transformers'}))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == []
+
+
+def test_files_are_short() -> None:
+    lengths = {path: len(path.read_text("utf-8").splitlines()) for path in source_files()}
+    assert {str(path): n for path, n in lengths.items() if n > MAX_LINES} == {}
+
+
+def test_files_carry_the_licence() -> None:
+    files = [*source_files(), REPOSITORY / "setup.py", REPOSITORY / ".ci" / "run"]
+    unmarked = [str(path) for path in files if SPDX not in path.read_text("utf-8").splitlines()[:2]]
+    assert unmarked == []

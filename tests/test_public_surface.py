@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users depend on, frozen: a failure here means that somebody's script would break.
+
+Change it together with CHANGELOG.md.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, distribution
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+import sparsebalance_megatron
+from sparsebalance_megatron import cli
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+
+FLAGS: dict[str, tuple[Any, Any]] = {
+    "--sparse-balance": (bool, False),
+    "--sparse-balance-block-size": (int, 256),
+    "--sparse-balance-base-budget": (int, 32),
+    "--sparse-balance-selection": (
+        ("query-block", "token-kv-head", "token-query-head"),
+        "query-block",
+    ),
+    "--sparse-balance-attention": (("auto", "blocks", "reference"), "auto"),
+    "--sparse-balance-batching": (("arrival", "length", "latency"), "latency"),
+    "--sparse-balance-tuning": (("off", "anchor", "makespan"), "makespan"),
+    "--sparse-balance-anchor": (("mean", "min", "max"), "mean"),
+    "--sparse-balance-coverage-threshold": (float, 0.1),
+    "--sparse-balance-max-tokens-per-micro-batch": (int | None, None),
+    "--sparse-balance-cost-table": (str | None, None),
+    "--sparse-balance-overlong": (("split", "truncate", "drop"), "split"),
+    "--sparse-balance-window": (int, 1),
+    "--sparse-balance-calibration": (("measured", "off"), "measured"),
+    "--sparse-balance-coverage-decay": (float, 0.9),
+    "--sparse-balance-device": (("auto", "cpu", "cuda"), "auto"),
+    "--sparse-balance-log-dir": (str | None, None),
+}
+"""Flag -> (type or choices, default)."""
+
+EXPORTS = ["SparseBalanceConfig", "__version__"]
+COMMANDS = ["prepare-data", "profile", "summary"]
+DISTRIBUTION = "sparsebalance-megatron"
+EXTRAS = {"data", "flash", "te", "test", "tools", "wandb"}
+REQUIREMENTS = {"torch", "megatron-core", "numpy", "scipy", "psutil"}
+
+
+def test_flags() -> None:
+    assert {
+        flag_name(field.name): (
+            get_args(field.type) if get_origin(field.type) is Literal else field.type,
+            field.default,
+        )
+        for field in fields(SparseBalanceConfig)
+    } == FLAGS
+
+
+def test_exports() -> None:
+    assert sorted(sparsebalance_megatron.__all__) == sorted(EXPORTS)
+    assert [name for name in EXPORTS if not hasattr(sparsebalance_megatron, name)] == []
+    assert re.fullmatch(r"\d+\.\d+\.\d+", sparsebalance_megatron.__version__)
+
+
+def test_commands() -> None:
+    assert sorted(cli.COMMANDS) == COMMANDS
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block_size", 0),
+        ("block_size", 96),
+        ("base_budget", 0),
+        ("coverage_threshold", -0.1),
+        ("coverage_threshold", 1.0),
+        ("coverage_threshold", float("nan")),
+        ("coverage_decay", 1.0),
+        ("window", 0),
+        ("max_tokens_per_micro_batch", 0),
+    ],
+)
+def test_a_wrong_value_is_an_error_that_names_the_flag(field: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"^{flag_name(field)} {value}: must"):
+        SparseBalanceConfig(**{field: value})
+
+
+def test_installed_metadata() -> None:
+    try:
+        installed = distribution(DISTRIBUTION)
+    except PackageNotFoundError:
+        pytest.skip("the package is not installed, only on the path")
+    assert installed.version == sparsebalance_megatron.__version__
+    scripts = {script.name: script.value for script in installed.entry_points}
+    assert scripts == {"sparse-balance": "sparsebalance_megatron.cli:main"}
+    assert set(installed.metadata.get_all("Provides-Extra")) == EXTRAS
+    required = [line for line in installed.requires or [] if "extra ==" not in line]
+    assert {re.match(r"[\w-]+", line)[0] for line in required} == REQUIREMENTS  # type: ignore[index]
+    assert not any(re.match(r"apex\b", line) for line in installed.requires or [])
