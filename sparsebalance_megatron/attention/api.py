@@ -95,9 +95,7 @@ def _check_tensors(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selec
             "the selection's layout"
         )
     if k_TGD.shape[1] == 0 or q_THD.shape[1] % k_TGD.shape[1]:
-        raise _error(
-            f"{q_THD.shape[1]} query heads are no multiple of {k_TGD.shape[1]} KV heads"
-        )
+        raise _error(f"{q_THD.shape[1]} query heads are no multiple of {k_TGD.shape[1]} KV heads")
     if not q_THD.dtype == k_TGD.dtype == v_TGD.dtype or q_THD.dtype not in _DTYPES:
         raise _error(
             f"q, k, v have dtypes {q_THD.dtype}, {k_TGD.dtype}, {v_TGD.dtype}: must share one of "
@@ -105,7 +103,9 @@ def _check_tensors(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selec
         )
     devices = {x.device for x in (q_THD, k_TGD, v_TGD, selection.indices_RCK, selection.counts_RC)}
     if len(devices) > 1:
-        raise _error(f"q, k, v and the selection lie on {sorted(map(str, devices))}: must share one")
+        raise _error(
+            f"q, k, v and the selection lie on {sorted(map(str, devices))}: must share one"
+        )
 
 
 def _check_selection(q_THD: Tensor, k_TGD: Tensor, selection: Selection) -> None:

@@ -73,9 +73,7 @@ def router_scores(
         scores_RN = queries_RCD[:, head] @ keys_NGD[:, head // heads_per_key].t()
         scores_RJ = scores_RN if layout.documents == 1 else scores_RN.gather(1, block_RJ)
         scores_RCJ[:, head] = scores_RJ.masked_fill(~visible_RJ, -torch.inf)
-    return RouterScores(
-        granularity=granularity, scores_RCJ=scores_RCJ, softmax_scale=softmax_scale
-    )
+    return RouterScores(granularity=granularity, scores_RCJ=scores_RCJ, softmax_scale=softmax_scale)
 
 
 @torch.no_grad()
@@ -270,9 +268,7 @@ def _masses_by_rank(logits_RCJ: Tensor, own_R: Tensor) -> Tensor:
     return torch.cat((own_RC1, others_RCJ[..., :-1]), dim=-1)
 
 
-def _sum_of_block_tokens(
-    x_RJ: Tensor, layout: PackedLayout, granularity: Granularity
-) -> Tensor:
+def _sum_of_block_tokens(x_RJ: Tensor, layout: PackedLayout, granularity: Granularity) -> Tensor:
     """[N, J]: sums over a block's tokens; a query block speaks for all of its tokens."""
     if granularity == "query-block":
         return x_RJ * layout.length_N[:, None]

@@ -186,7 +186,9 @@ def _fit_rows(table: CostTable, kind: Kind, direction: Direction) -> tuple[float
     # Columns differ by many orders of magnitude; unit columns keep the solver accurate.
     unit = np.linalg.norm(relative, axis=0)
     solution, _ = nnls(relative / unit, np.ones(len(rows)))
-    return _coefficients(**dict(zip(names, (solution / unit).tolist(), strict=True)))
+    # Six digits, so that ranks whose linear algebra rounds differently still agree on the model.
+    rounded = [float(f"{value:.6g}") for value in solution / unit]
+    return _coefficients(**dict(zip(names, rounded, strict=True)))
 
 
 def _coefficients(**ms_per_unit: float) -> tuple[float, ...]:

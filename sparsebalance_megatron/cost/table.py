@@ -108,7 +108,9 @@ class CostTable:
         try:
             document = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
-            raise CostTableError(f"{place}: cannot be read ({error.strerror})") from error
+            raise CostTableError(
+                f"{place}: cannot be read ({error.strerror}); check the path, or {_REMEDY}"
+            ) from error
         except ValueError as error:
             raise CostTableError(f"{place}: not valid JSON ({error}); {_REMEDY}") from error
         table = _Reader(place).table(document, os.fspath(path))

@@ -19,19 +19,20 @@ class RenderError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RenderedConversation:
-    """Text of a whole conversation.
+class RenderedDocument:
+    """Text of a document, as the model sees it, without an end-of-document token.
 
     Attributes:
-        text: as the model sees it, without an end-of-document token.
-        trained_spans: (start, end) characters of the assistant's turns; their opening (the role) is
-            given and not trained, what closes them is trained.
-        ends_trained: whether the last turn is the assistant's.
+        text: all of it.
+        trained_spans: (start, end) characters that are trained on; None for all of them. Of a
+            conversation these are the assistant's turns: their opening (the role) is given and not
+            trained, what closes them is trained.
+        ends_trained: whether an end-of-document token is trained too.
     """
 
     text: str
-    trained_spans: tuple[tuple[int, int], ...]
-    ends_trained: bool
+    trained_spans: tuple[tuple[int, int], ...] | None = None
+    ends_trained: bool = True
 
 
 def render_plain(messages: Sequence[Message], open_assistant_turn: bool) -> str:
@@ -40,7 +41,7 @@ def render_plain(messages: Sequence[Message], open_assistant_turn: bool) -> str:
     return turns + "assistant: " if open_assistant_turn else turns
 
 
-def render_conversation(messages: Sequence[Message], render: Render) -> RenderedConversation:
+def render_conversation(messages: Sequence[Message], render: Render) -> RenderedDocument:
     """Render, and find the assistant's turns by rendering the conversation up to each of them.
 
     Raises:
@@ -57,7 +58,7 @@ def render_conversation(messages: Sequence[Message], render: Render) -> Rendered
         if not (text.startswith(through) and through.startswith(before)):
             raise RenderError(f"the chat template does not render turn {position + 1} as a suffix")
         spans.append((len(before), len(through)))
-    return RenderedConversation(
+    return RenderedDocument(
         text=text,
         trained_spans=tuple(spans),
         ends_trained=messages[-1]["role"] == "assistant",

@@ -105,14 +105,18 @@ class Documents:
         return len(self.lengths_tokens)
 
     def read_tokens(self, document: int, offset: int, count: int) -> np.ndarray:
-        """``count`` tokens of a document from ``offset`` on, in the stored dtype."""
-        return self.dataset.get(int(self.first_sequences[document]), offset, count)
+        """A copy of ``count`` tokens of a document from ``offset`` on, in the stored dtype.
+
+        Megatron returns a view of its memory map and unmaps that when the data set goes away, even
+        if views are left; hence the copy.
+        """
+        return np.array(self.dataset.get(int(self.first_sequences[document]), offset, count))
 
     def read_loss_mask(self, document: int, offset: int, count: int) -> np.ndarray | None:
-        """The stored mask of the same tokens, uint8; None where the data set has no masks."""
+        """A copy of the mask of the same tokens, uint8; None where the data set has no masks."""
         if self.loss_mask is None:
             return None
-        return self.loss_mask.get(int(self.first_sequences[document]), offset, count)
+        return np.array(self.loss_mask.get(int(self.first_sequences[document]), offset, count))
 
 
 def _open_checked(prefix: str) -> tuple[_Index, Any]:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from sparsebalance_megatron.data.conversation import (
-    RenderedConversation,
+    Render,
+    RenderedDocument,
     RenderError,
     render_conversation,
     render_plain,
@@ -140,7 +141,7 @@ def prepare(
     Raises:
         DataError: if input, tokenizer or output cannot be used; nothing is left behind then.
     """
-    check_output(prefix, overwrite=overwrite)
+    check_output(prefix, overwrite=overwrite, inputs=source.paths)
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     if train_vocab_size is None:
         assert tokenizer_name is not None
@@ -185,24 +186,31 @@ def _with_progress(source: Source, bad: BadRecords, action: str) -> Iterator[Rec
 
 def _training_texts(source: Source, bad: BadRecords) -> Iterator[str]:
     for record in _with_progress(source, bad, "train tokenizer"):
-        yield record.text if record.messages is None else render_plain(record.messages, False)
+        yield record.text or render_plain(record.messages or (), False)
 
 
-def _batches(records: Iterable[Record], bad: BadRecords, tokenizer: DocumentTokenizer) -> Any:
-    """Lists of (record, text, conversation or None) of bounded size."""
-    batch: list[tuple[Record, str, RenderedConversation | None]] = []
-    characters = 0
+def _rendered(
+    records: Iterable[Record], render: Render, bad: BadRecords
+) -> Iterator[tuple[Record, RenderedDocument]]:
     for record in records:
-        conversation = None
-        if record.messages is not None:
-            try:
-                conversation = render_conversation(record.messages, tokenizer.render)
-            except RenderError as error:
-                bad.found(record.place, "the chat template cannot render it", str(error))
-                continue
-        text = record.text if conversation is None else conversation.text
-        batch.append((record, text, conversation))
-        characters += len(text)
+        if record.messages is None:
+            yield record, RenderedDocument(text=record.text or "")
+            continue
+        try:
+            yield record, render_conversation(record.messages, render)
+        except RenderError as error:
+            bad.found(record.place, "the chat template cannot render it", str(error))
+
+
+def _batches(
+    documents: Iterable[tuple[Record, RenderedDocument]],
+) -> Iterator[list[tuple[Record, RenderedDocument]]]:
+    """Consecutive documents, bounded in number and characters."""
+    batch: list[tuple[Record, RenderedDocument]] = []
+    characters = 0
+    for record, document in documents:
+        batch.append((record, document))
+        characters += len(document.text)
         if len(batch) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -214,25 +222,24 @@ def _encoded(
     records: Iterable[Record], tokenizer: DocumentTokenizer, append_eod: bool, bad: BadRecords
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Token ids (int64) and loss mask (uint8) of every document."""
-    for batch in _batches(records, bad, tokenizer):
+    for batch in _batches(_rendered(records, tokenizer.render, bad)):
         encodings = tokenizer.encode(
-            [text for _, text, _ in batch],
-            with_offsets=any(conversation is not None for _, _, conversation in batch),
+            [document.text for _, document in batch],
+            with_offsets=any(document.trained_spans is not None for _, document in batch),
         )
-        for (record, _, conversation), encoding in zip(batch, encodings, strict=True):
+        for (record, document), encoding in zip(batch, encodings, strict=True):
             tokens = np.asarray(encoding.ids, dtype=np.int64)
             if not len(tokens):
                 bad.found(record.place, "no tokens", "the tokenizer drops all of its text")
                 continue
-            if conversation is None:
-                mask, ends_trained = np.ones(len(tokens), dtype=np.uint8), True
+            if document.trained_spans is None:
+                mask = np.ones(len(tokens), dtype=np.uint8)
             else:
                 token_ends = [end for _, end in encoding.offsets]
-                mask = trained_tokens(token_ends, conversation.trained_spans)
-                ends_trained = conversation.ends_trained
+                mask = trained_tokens(token_ends, document.trained_spans)
             if append_eod:
                 tokens = np.append(tokens, tokenizer.eod)
-                mask = np.append(mask, np.uint8(ends_trained))
+                mask = np.append(mask, np.uint8(document.ends_trained))
             yield tokens, mask
 
 

@@ -56,6 +56,9 @@ class Source(Protocol):
     """Documents that can be read more than once, each time in the same order."""
 
     @property
+    def paths(self) -> Sequence[Path]: ...
+
+    @property
     def total_bytes(self) -> int: ...
 
     def records(self, bad: BadRecords) -> Iterator[Record]: ...

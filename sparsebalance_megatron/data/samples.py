@@ -187,9 +187,9 @@ class SampleIndex:
     def _order(self, epoch: int) -> np.ndarray:
         """The permutation of an epoch."""
         if epoch not in self._orders:
+            while len(self._orders) >= _EPOCHS_KEPT:
+                del self._orders[next(iter(self._orders))]
             self._orders[epoch] = epoch_permutation(len(self), self._seed, epoch)
-            for old in sorted(self._orders)[:-_EPOCHS_KEPT]:
-                del self._orders[old]
         return self._orders[epoch]
 
 

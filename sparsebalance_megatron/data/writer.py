@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -92,7 +92,7 @@ class DatasetWriter:
             path = Path(self._partial(suffix))
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        for suffix in (*reversed(_TOKEN_SUFFIXES), *_MASK_SUFFIXES, *texts):
+        for suffix in reversed((*_MASK_SUFFIXES, *_TOKEN_SUFFIXES, *texts)):
             Path(self._prefix + suffix).unlink(missing_ok=True)
         masks = _MASK_SUFFIXES if self._any_masked else ()
         for suffix in (*masks, *_TOKEN_SUFFIXES, *texts):
@@ -102,10 +102,20 @@ class DatasetWriter:
         return f"{self._prefix}{suffix}.partial"
 
 
-def check_output(prefix: str, *, overwrite: bool) -> None:
-    """Raise :class:`DataError` if a data set of that name exists and may not be replaced."""
-    if not overwrite and Path(f"{prefix}.idx").exists():
+def check_output(prefix: str, *, overwrite: bool, inputs: Sequence[Path] = ()) -> None:
+    """Whether a data set of that name may be written.
+
+    Raises:
+        DataError: if it would replace an input, or an existing one that may not be replaced.
+    """
+    outputs = [Path(prefix + suffix) for suffix in (*_TOKEN_SUFFIXES, ".json")]
+    read = {path.resolve() for path in inputs}
+    for path in outputs:
+        if path.resolve() in read:
+            raise DataError(f"--output-prefix {prefix}: would replace the input {path}")
+    existing = [str(path) for path in outputs if path.exists()]
+    if existing and not overwrite:
         raise DataError(
-            f"--output-prefix {prefix}: {prefix}.idx exists; choose another prefix or pass "
-            "--overwrite"
+            f"--output-prefix {prefix}: {', '.join(existing)} exists; choose another prefix or "
+            "pass --overwrite"
         )

@@ -18,7 +18,7 @@ from sparsebalance_megatron.plan.step_plan import JobShape, PlanError
 Placement = tuple[tuple[tuple[int, ...], ...], ...]
 
 
-class _NoRoom(Exception):
+class _NoRoomError(Exception):
     """A sample fits in no bin that may take it."""
 
     def __init__(self, sample: int) -> None:
@@ -77,7 +77,7 @@ def balanced(
     tokens_S = np.asarray(lengths_tokens, dtype=np.int64)
     try:
         ranks = _ranks_then_slots(weights_S, tokens_S, job, cap_tokens)
-    except _NoRoom:
+    except _NoRoomError:
         ranks = _slots_then_ranks(weights_S, tokens_S, job, cap_tokens)
     return tuple(tuple(sorted(tuple(sorted(slot)) for slot in rank)) for rank in ranks)
 
@@ -147,7 +147,7 @@ def _fit_slots(
     for order_weights in (weights_S, tokens_S.astype(np.float64)):
         try:
             return _pack(order_weights, tokens_S, slots, capacity=cap_tokens, minimum=1)
-        except _NoRoom as problem:
+        except _NoRoomError as problem:
             sample = problem.sample
     tight = _first_fit_decreasing(tokens_S, slots, cap_tokens)
     if tight is not None:
@@ -169,61 +169,74 @@ def _pack(
     minimum: int,
 ) -> list[list[int]]:
     """LPT under a capacity, every bin with at least ``minimum`` items; one ejection per item."""
-    load, used = np.zeros(bins), np.zeros(bins, dtype=np.int64)
-    members: list[list[int]] = [[] for _ in range(bins)]
-    missing = np.full(bins, minimum)
+    packing = _Packing(weights, tokens, bins, capacity)
     order = np.argsort(-weights, kind="stable").tolist()
     for placed, item in enumerate(order):
+        missing = np.maximum(minimum - packing.count, 0)
         allowed = np.ones(bins, dtype=bool)
         if len(order) - placed <= missing.sum():
             allowed = missing > 0
-        fits = allowed if capacity is None else allowed & (used + tokens[item] <= capacity)
-        if fits.any():
-            chosen = int(np.where(fits, load, np.inf).argmin())
-        else:
-            chosen = _eject(item, tokens, used, load, weights, members, allowed, capacity)
-        members[chosen].append(item)
-        load[chosen] += weights[item]
-        used[chosen] += tokens[item]
-        missing = np.maximum(minimum - np.array([len(held) for held in members]), 0)
-    return members
+        packing.place(item, allowed)
+    return packing.members
 
 
-def _eject(
-    item: int,
-    tokens: np.ndarray,
-    used: np.ndarray,
-    load: np.ndarray,
-    weights: np.ndarray,
-    members: list[list[int]],
-    allowed: np.ndarray,
-    capacity: int,
-) -> int:
-    """Move one placed item elsewhere so that ``item`` fits; returns the bin that has room now.
+class _Packing:
+    """Bins that items are placed into one by one, each in the lightest bin that may take it."""
 
-    The bin with room ends with as many items as before, so it is the receiver of the ejected item
-    that must be among ``allowed``.
-    """
-    best = None
-    for source, held in enumerate(members):
-        for other in held:
-            if used[source] - tokens[other] + tokens[item] > capacity:
-                continue
-            room = allowed & (used + tokens[other] <= capacity)
-            room[source] = False
-            if room.any():
-                target = int(np.where(room, load, np.inf).argmin())
-                key = (load[target] + weights[other], source, other, target)
-                best = key if best is None else min(best, key)
-    if best is None:
-        raise _NoRoom(item)
-    _, source, other, target = best
-    members[source].remove(other)
-    members[target].append(other)
-    for values, amount in ((load, weights[other]), (used, tokens[other])):
-        values[source] -= amount
-        values[target] += amount
-    return source
+    def __init__(
+        self, weights: np.ndarray, tokens: np.ndarray, bins: int, capacity: int | None
+    ) -> None:
+        self.weights, self.tokens = weights, tokens
+        self.capacity = int(tokens.sum()) if capacity is None else capacity
+        self.load = np.zeros(bins)
+        self.used = np.zeros(bins, dtype=np.int64)
+        self.count = np.zeros(bins, dtype=np.int64)
+        self.members: list[list[int]] = [[] for _ in range(bins)]
+
+    def place(self, item: int, allowed: np.ndarray) -> None:
+        chosen = self._lightest(allowed & (self.used + self.tokens[item] <= self.capacity))
+        self._add(item, self._make_room(item, allowed) if chosen is None else chosen)
+
+    def _lightest(self, fits: np.ndarray) -> int | None:
+        return int(np.where(fits, self.load, np.inf).argmin()) if fits.any() else None
+
+    def _make_room(self, item: int, allowed: np.ndarray) -> int:
+        """Move one placed item so that ``item`` fits; returns the bin that has room now.
+
+        The bin with room ends with as many items as before, so it is the receiver of the ejected
+        item that must be among ``allowed``.
+        """
+        best = None
+        for source, held in enumerate(self.members):
+            for other in held:
+                freed = self.used[source] - self.tokens[other]
+                if freed + self.tokens[item] > self.capacity:
+                    continue
+                room = allowed & (self.used + self.tokens[other] <= self.capacity)
+                room[source] = False
+                target = self._lightest(room)
+                if target is not None:
+                    key = (self.load[target] + self.weights[other], source, other, target)
+                    best = key if best is None else min(best, key)
+        if best is None:
+            raise _NoRoomError(item)
+        _, source, other, target = best
+        self._remove(other, source)
+        self._add(other, target)
+        return source
+
+    def _add(self, item: int, chosen: int) -> None:
+        self.members[chosen].append(item)
+        self._account(item, chosen, 1)
+
+    def _remove(self, item: int, chosen: int) -> None:
+        self.members[chosen].remove(item)
+        self._account(item, chosen, -1)
+
+    def _account(self, item: int, chosen: int, sign: int) -> None:
+        self.load[chosen] += sign * self.weights[item]
+        self.used[chosen] += sign * self.tokens[item]
+        self.count[chosen] += sign
 
 
 def _first_fit_decreasing(

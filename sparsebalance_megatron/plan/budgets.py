@@ -5,26 +5,24 @@ Both policies trade in *steps*: from one grid budget of a (layer, sample) to the
 in ms and a gain in coverage. Steps are ranked by gain per ms on the concave envelope of the curve,
 so that a ranking by gain never asks for a later step before an earlier one.
 
-Shape legend: S samples, L layers, K grid budgets, Q price levels, D ranks, M micro-batches,
-C = P x V chunks, P stages, V chunks per stage, X candidates.
+Shape legend: S samples, L layers, K grid budgets, I chosen chains or steps, Q price levels,
+D ranks, M micro-batches, J = D x M slots, C = P x V chunks, U = J x C units, P stages, V chunks.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
 
 from sparsebalance_megatron.plan.coverage import CoverageCurves, least_feasible_budget
+from sparsebalance_megatron.plan.filling import LEVELS, Filling
 from sparsebalance_megatron.plan.latency import StepCosts
 from sparsebalance_megatron.plan.pipeline import makespans_ms
 from sparsebalance_megatron.plan.step_plan import PlanError, PlanPolicy
 
-_LEVELS = 64
-_COARSE = 8
 _LEAST_MS = 1e-30
-_MAX_ROUNDS = 24
-_MAX_EVALUATED_TIMES = 1 << 21
 _ROUNDING = 1.0 + 1e-9
 
 
@@ -125,7 +123,9 @@ def _steps(
     """Clipping grid, coverage and pairs to [low, high] alike works since all three only grow."""
     grid = np.asarray(coverage.grid)
     points_LSK = np.clip(grid, low_LS[..., None], high_LS[..., None])
-    grid_pairs_SK = costs.block_pairs(np.broadcast_to(grid[:, None], (len(grid), low_LS.shape[1]))).T
+    grid_pairs_SK = costs.block_pairs(
+        np.broadcast_to(grid[:, None], (len(grid), low_LS.shape[1]))
+    ).T
     low_pairs_LS, high_pairs_LS = costs.block_pairs(low_LS), costs.block_pairs(high_LS)
     low_gain_LS = np.nan_to_num(coverage.coverage_LS(costs.blocks_S, low_LS))
     high_gain_LS = np.nan_to_num(coverage.coverage_LS(costs.blocks_S, high_LS))
@@ -188,17 +188,13 @@ def _anchor(
     the step with the most first. The latency of a micro-batch is its forward and backward ms over
     all chunks.
     """
-    latency_J = sum(part.sum(axis=(1, 2)) for part in _slots(costs, allowed.base_LS, slot_of_S))
-    target = {"mean": np.mean, "min": np.min, "max": np.max}.get(anchor)
-    if target is None:
-        raise PlanError(f"anchor {anchor!r} is not one of mean, min, max")
-    latency_J = latency_J.ravel()
-    anchor_ms = float(target(latency_J))
+    latency_J = _latency_ms_J(costs, allowed.base_LS, slot_of_S)
+    anchor_ms = _anchor_ms(anchor, latency_J)
     slower_S = (latency_J > anchor_ms)[slot_of_S]
     low_LS = np.where(slower_S, allowed.floor_LS, allowed.base_LS)
     high_LS = np.where(slower_S, allowed.base_LS, allowed.top_LS)
     steps = _steps(costs, coverage, low_LS, high_LS)
-    start_J = sum(part.sum(axis=(1, 2)) for part in _slots(costs, low_LS, slot_of_S)).ravel()
+    start_J = _latency_ms_J(costs, low_LS, slot_of_S)
 
     index_I = np.flatnonzero(steps.pairs_LSK > 0)
     layer_I, sample_I, _ = np.unravel_index(index_I, steps.pairs_LSK.shape)
@@ -209,7 +205,7 @@ def _anchor(
     taken = np.zeros(steps.pairs_LSK.size, dtype=bool)
     reached_J = start_J.copy()
     bounds = np.searchsorted(slot_I, np.arange(len(latency_J) + 1))
-    for slot, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for slot, (first, last) in enumerate(itertools.pairwise(bounds)):
         path = start_J[slot] + np.concatenate([[0.0], np.cumsum(ms_I[first:last])])
         nearest = int(np.abs(path - anchor_ms).argmin())
         taken[index_I[first : first + nearest]] = True
@@ -217,6 +213,23 @@ def _anchor(
         reached_J[slot] = path[nearest] if at_end else anchor_ms
     clamped_J = np.abs(reached_J - anchor_ms) > 1e-9 * anchor_ms
     return steps.budgets_LS(taken.reshape(steps.pairs_LSK.shape)), clamped_J[slot_of_S]
+
+
+def _anchor_ms(anchor: str, latency_J: np.ndarray) -> float:
+    match anchor:
+        case "mean":
+            return float(latency_J.mean())
+        case "min":
+            return float(latency_J.min())
+        case "max":
+            return float(latency_J.max())
+        case other:
+            raise PlanError(f"anchor {other!r} is not one of mean, min, max")
+
+
+def _latency_ms_J(costs: StepCosts, budgets_LS: np.ndarray, slot_of_S: np.ndarray) -> np.ndarray:
+    forward_DPVM, backward_DPVM = _slots(costs, budgets_LS, slot_of_S)
+    return (forward_DPVM + backward_DPVM).sum(axis=(1, 2)).ravel()
 
 
 def _slots(
@@ -235,14 +248,14 @@ def _makespan(
     """The least step time above the floors, then the most coverage in that time.
 
     Makespans only grow with durations, so all budgets at their floors give the least T. Raising
-    then fills what every rank has left until T; see :class:`_Filling`.
+    then fills what every rank has left until T; see :class:`Filling`.
     """
     steps = _steps(costs, coverage, allowed.floor_LS, allowed.top_LS)
     level_LSK = _levels(steps, costs)
     forward_DPVM, backward_DPVM = _slots(costs, allowed.floor_LS, slot_of_S)
     floor_ms_D = makespans_ms(forward_DPVM, backward_DPVM, schedule=schedule)
     unit_LS = slot_of_S * costs.chunks + costs.chunk_of_layer_L[:, None]
-    filling = _Filling(
+    filling = Filling(
         costs, schedule, forward_DPVM, backward_DPVM, _growth_UQ(costs, steps, level_LSK, unit_LS)
     )
     level_U = filling.run(floor_ms_D.max() * _ROUNDING)
@@ -253,16 +266,17 @@ def _makespan(
 
 
 def _levels(steps: _Steps, costs: StepCosts) -> np.ndarray:
-    """Price level 1.._LEVELS of every step, best slope first; beyond that: never worth taking.
+    """Price level 1..LEVELS of every step, best slope first; beyond that: never worth taking.
 
     Levels are quantiles of the slope, so that each holds about as many steps. Steps that gain
     nothing are worth nothing.
     """
     worth_LSK = (steps.pairs_LSK > 0) & (steps.slope_LSK > 0)
     slopes_I = steps.slope_LSK[worth_LSK]
-    level_LSK = np.full(worth_LSK.shape, _LEVELS + 1)
+    level_LSK = np.full(worth_LSK.shape, LEVELS + 1)
     if len(slopes_I):
-        edges = np.unique(np.quantile(slopes_I, np.linspace(0, 1, _LEVELS), method="lower"))
+        ranks = np.linspace(0, len(slopes_I) - 1, LEVELS).astype(np.int64)
+        edges = np.unique(np.sort(slopes_I)[ranks])
         level_LSK[worth_LSK] = len(edges) - np.searchsorted(edges, slopes_I, side="right") + 1
     return level_LSK
 
@@ -270,107 +284,10 @@ def _levels(steps: _Steps, costs: StepCosts) -> np.ndarray:
 def _growth_UQ(
     costs: StepCosts, steps: _Steps, level_LSK: np.ndarray, unit_LS: np.ndarray
 ) -> np.ndarray:
-    """Block pairs that each unit (slot, chunk) adds above its floors at price level 0.._LEVELS."""
+    """Block pairs that each unit (slot, chunk) adds above its floors at price level 0..LEVELS."""
     units = costs.data_parallel_size * costs.micro_batches * costs.chunks
-    worth_LSK = level_LSK <= _LEVELS
-    place_I = (unit_LS[..., None] * (_LEVELS + 1) + level_LSK)[worth_LSK]
-    size = units * (_LEVELS + 1)
+    worth_LSK = level_LSK <= LEVELS
+    place_I = (unit_LS[..., None] * (LEVELS + 1) + level_LSK)[worth_LSK]
+    size = units * (LEVELS + 1)
     added = np.bincount(place_I, weights=steps.pairs_LSK[worth_LSK], minlength=size)
-    return np.cumsum(added.reshape(units, _LEVELS + 1), axis=1)
-
-
-class _Filling:
-    """Progressive filling of every rank up to a step time, all ranks at once.
-
-    A unit is one chunk of one slot; its budgets follow one price level: all steps at least that
-    good are taken. All units of a rank that still move share their level. In each round the level
-    goes as far as the rank's simulated makespan allows; units whose next level alone would exceed
-    the step time then stop; of the rest as many as fit together move on by one level and the first
-    that does not fit stops. So every round stops a unit or advances a level, and what stops early
-    by the limit on rounds is merely left unfilled. Without a pipeline this is greedy by slope.
-    """
-
-    def __init__(
-        self,
-        costs: StepCosts,
-        schedule: str,
-        forward_DPVM: np.ndarray,
-        backward_DPVM: np.ndarray,
-        growth_UQ: np.ndarray,
-    ) -> None:
-        self.costs = costs
-        self.schedule = schedule
-        self.forward_DPVM, self.backward_DPVM = forward_DPVM, backward_DPVM
-        ranks = costs.data_parallel_size
-        self.growth_DUQ = growth_UQ.reshape(ranks, -1, growth_UQ.shape[1])
-        self.units = self.growth_DUQ.shape[1]
-        self.level_DU = np.zeros((ranks, self.units), dtype=np.int64)
-        self.moving_DU = self.growth_DUQ[..., -1] > 0
-
-    def run(self, limit_ms: float) -> np.ndarray:
-        """Price level of every unit, flat [D * M * C]."""
-        for _ in range(_MAX_ROUNDS):
-            active_D = np.flatnonzero(self.moving_DU.any(axis=1))
-            if not len(active_D):
-                break
-            self._advance_together(active_D, limit_ms)
-            active_D = active_D[self.moving_DU[active_D].any(axis=1)]
-            if len(active_D):
-                self._stop_single(active_D, limit_ms)
-                self._advance_prefix(active_D, limit_ms)
-        return self.level_DU.ravel()
-
-    def _fits(self, ranks_I: np.ndarray, level_IXU: np.ndarray, limit_ms: float) -> np.ndarray:
-        """Whether rank ``ranks_I[i]`` meets the limit at each of X candidate level vectors."""
-        fits_IX = np.empty(level_IXU.shape[:2], dtype=bool)
-        per_rank = level_IXU.shape[1] * self.units
-        batch = max(1, _MAX_EVALUATED_TIMES // per_rank)
-        for first in range(0, len(ranks_I), batch):
-            part = slice(first, first + batch)
-            ranks = ranks_I[part]
-            pairs_IXU = self.growth_DUQ[
-                ranks[:, None, None], np.arange(self.units), level_IXU[part]
-            ]
-            pairs_XMC = pairs_IXU.reshape(-1, self.costs.micro_batches, self.costs.chunks)
-            repeat = level_IXU.shape[1]
-            forward = np.repeat(self.forward_DPVM[ranks], repeat, axis=0)
-            backward = np.repeat(self.backward_DPVM[ranks], repeat, axis=0)
-            forward += self.costs.grid_DPVM(pairs_XMC * self.costs.pair_forward_C)
-            backward += self.costs.grid_DPVM(pairs_XMC * self.costs.pair_backward_C)
-            ms = makespans_ms(forward, backward, schedule=self.schedule)
-            fits_IX[part] = (ms <= limit_ms).reshape(len(ranks), repeat)
-        return fits_IX
-
-    def _advance_together(self, ranks_I: np.ndarray, limit_ms: float) -> None:
-        """The furthest common level that fits: first among coarse levels, then the fine ones."""
-        reached_I = np.zeros(len(ranks_I), dtype=np.int64)
-        for offsets_X in (np.arange(0, _LEVELS + 1, _COARSE), np.arange(_COARSE)):
-            target_IX = np.minimum(reached_I[:, None] + offsets_X, _LEVELS)
-            now_I1U = self.level_DU[ranks_I][:, None, :]
-            moved_IXU = np.maximum(target_IX[..., None], now_I1U)
-            level_IXU = np.where(self.moving_DU[ranks_I][:, None, :], moved_IXU, now_I1U)
-            fits_IX = self._fits(ranks_I, level_IXU, limit_ms)
-            best_I = fits_IX.shape[1] - 1 - fits_IX[:, ::-1].argmax(axis=1)
-            rows = np.arange(len(ranks_I))
-            reached_I = target_IX[rows, best_I]
-        self.level_DU[ranks_I] = level_IXU[rows, best_I]
-        self.moving_DU &= self.level_DU < _LEVELS
-
-    def _stop_single(self, ranks_I: np.ndarray, limit_ms: float) -> None:
-        moving_IU = self.moving_DU[ranks_I]
-        one_more = np.eye(self.units, dtype=np.int64) * moving_IU[:, None, :]
-        level_IXU = self.level_DU[ranks_I][:, None, :] + one_more
-        self.moving_DU[ranks_I] &= self._fits(ranks_I, level_IXU, limit_ms)
-
-    def _advance_prefix(self, ranks_I: np.ndarray, limit_ms: float) -> None:
-        moving_IU = self.moving_DU[ranks_I]
-        prefix = np.tril(np.ones((self.units, self.units), dtype=np.int64))
-        level_IXU = self.level_DU[ranks_I][:, None, :] + prefix * moving_IU[:, None, :]
-        fits_IX = self._fits(ranks_I, level_IXU, limit_ms)
-        count_I = fits_IX.sum(axis=1)
-        for row, rank in enumerate(ranks_I.tolist()):
-            if count_I[row]:
-                self.level_DU[rank] = level_IXU[row, count_I[row] - 1]
-            if count_I[row] < self.units:
-                self.moving_DU[rank, count_I[row]] = False
-        self.moving_DU &= self.level_DU < _LEVELS
+    return np.cumsum(added.reshape(units, LEVELS + 1), axis=1)

@@ -2,10 +2,12 @@
 """What every sample costs on every chunk of the pipeline, in ms, as a function of its budgets.
 
 Costs are affine in the features, so a slot costs a constant plus the sum over its samples, and only
-the block pairs depend on budgets. Everything the planner optimises is built from these terms.
+the block pairs depend on budgets. Everything the planner optimises is built from these terms. Sums
+run in a fixed order and not through BLAS, whose rounding differs between processors: ranks must
+agree to the last bit.
 
 Shape legend: S samples of a global batch, L layers, C = P x V chunks (chunk v of stage p is
-``p * V + v``), D ranks, M micro-batches, P stages, V chunks per stage.
+``p * V + v``), D ranks, M micro-batches, P stages, V chunks per stage, J = D x M slots, F features.
 """
 
 from __future__ import annotations
@@ -66,8 +68,9 @@ class StepCosts:
 
     def sample_ms(self, budgets_LS: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Forward and backward ms of every sample on every chunk, [S, C] each."""
-        layer_in_chunk_LC = self.chunk_of_layer_L[:, None] == np.arange(self.chunks)
-        pairs_SC = self.block_pairs(budgets_LS).T @ layer_in_chunk_LC
+        pairs_CS = np.zeros((self.chunks, len(self.lengths_tokens_S)))
+        np.add.at(pairs_CS, self.chunk_of_layer_L, self.block_pairs(budgets_LS))
+        pairs_SC = pairs_CS.T
         return (
             self.fixed_forward_SC + pairs_SC * self.pair_forward_C,
             self.fixed_backward_SC + pairs_SC * self.pair_backward_C,
@@ -78,16 +81,16 @@ class StepCosts:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Forward and backward ms [D, P, V, M]; slot ``d * M + m`` is micro-batch m of rank d."""
         slots = self.data_parallel_size * self.micro_batches
-        inside = (np.arange(slots)[:, None] == slot_of_S).astype(np.float64)
-        return (
-            self.grid_DPVM(self.constant_forward_C + inside @ sample_forward_SC),
-            self.grid_DPVM(self.constant_backward_C + inside @ sample_backward_SC),
-        )
+        forward_JC = np.tile(self.constant_forward_C, (slots, 1))
+        backward_JC = np.tile(self.constant_backward_C, (slots, 1))
+        np.add.at(forward_JC, slot_of_S, sample_forward_SC)
+        np.add.at(backward_JC, slot_of_S, sample_backward_SC)
+        return self.grid_DPVM(forward_JC), self.grid_DPVM(backward_JC)
 
-    def grid_DPVM(self, slots_C: np.ndarray) -> np.ndarray:
-        """[..., D * M, C] -> [..., D, P, V, M], merging the leading axes with D."""
+    def grid_DPVM(self, values_JC: np.ndarray) -> np.ndarray:
+        """[D, P, V, M] of values per slot and chunk; any number of whole ranks D."""
         shape = (-1, self.micro_batches, self.pipeline_stages, self.virtual_stages)
-        return slots_C.reshape(shape).transpose(0, 2, 3, 1)
+        return values_JC.reshape(shape).transpose(0, 2, 3, 1)
 
 
 def step_costs(
@@ -115,17 +118,22 @@ def step_costs(
         (Direction.FORWARD, scales.forward_PV),
         (Direction.BACKWARD, scales.backward_PV),
     ):
-        layer = sum(cost.coefficients_ms(kind, direction) for kind in _LAYER_KINDS)
+        layer = np.zeros(len(FEATURES))
+        for kind in _LAYER_KINDS:
+            layer += cost.coefficients_ms(kind, direction)
         coefficients_CF = layers_C[:, None] * layer
         coefficients_CF[0] += cost.coefficients_ms(Kind.EMBEDDING, direction)
         coefficients_CF[-1] += cost.coefficients_ms(Kind.HEAD, direction)
         scale_C = np.asarray(scale_PV, dtype=np.float64).ravel()
         visible_S = visible_block_pairs(lengths_S, cost.block_size)
-        features_SF = np.stack([np.ones(len(lengths_S)), lengths_S, visible_S], axis=1)
-        fixed_CF = coefficients_CF[:, [_SEQUENCES, _TOKENS, _VISIBLE]]
+        fixed_SC = (
+            coefficients_CF[:, _SEQUENCES]
+            + lengths_S[:, None] * coefficients_CF[:, _TOKENS]
+            + visible_S[:, None] * coefficients_CF[:, _VISIBLE]
+        )
         parts[direction] = (
             scale_C * coefficients_CF[:, _MICRO_BATCHES],
-            scale_C * (features_SF @ fixed_CF.T),
+            scale_C * fixed_SC,
             scale_C * layer[_PAIRS],
         )
     forward, backward = parts[Direction.FORWARD], parts[Direction.BACKWARD]

@@ -12,6 +12,7 @@ candidates), N operations.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -74,9 +75,7 @@ def schedule_order(
     total = micro_batches * virtual_stages
     if schedule == "no_pipeline":
         return [
-            operation
-            for m in range(micro_batches)
-            for operation in _whole_model(m, virtual_stages)
+            operation for m in range(micro_batches) for operation in _whole_model(m, virtual_stages)
         ]
     if schedule == "1f1b":
         warm_up = stages - stage - 1
@@ -168,7 +167,7 @@ def _graph(stages: int, micro_batches: int, schedule: str, virtual_stages: int) 
     before = {
         (stage, following): number[stage, previous]
         for stage, order in enumerate(orders)
-        for previous, following in zip(order, order[1:], strict=False)
+        for previous, following in itertools.pairwise(order)
     }
     inputs = [_input_of(stage, operation, stages, virtual_stages) for stage, operation in nodes]
     per_kind = stages * virtual_stages * micro_batches
@@ -196,9 +195,7 @@ def _graph(stages: int, micro_batches: int, schedule: str, virtual_stages: int) 
     )
 
 
-def _waves(
-    orders: list[list[Operation]], virtual_stages: int
-) -> dict[tuple[int, Operation], int]:
+def _waves(orders: list[list[Operation]], virtual_stages: int) -> dict[tuple[int, Operation], int]:
     """Length of the longest chain of operations that ends just before each operation."""
     stages = len(orders)
     wave: dict[tuple[int, Operation], int] = {}
@@ -212,8 +209,10 @@ def _waves(
                 source = _input_of(stage, operation, stages, virtual_stages)
                 if source is not None and source not in wave:
                     break
-                previous = (stage, order[position[stage] - 1]) if position[stage] else None
-                wave[stage, operation] = 1 + max(wave.get(previous, -1), wave.get(source, -1))
+                after = -1 if source is None else wave[source]
+                if position[stage]:
+                    after = max(after, wave[stage, order[position[stage] - 1]])
+                wave[stage, operation] = after + 1
                 position[stage] += 1
                 progressed = True
         if not progressed:
@@ -225,14 +224,14 @@ def _finish_NX(
     graph: _Graph, forward_XPVM: np.ndarray, backward_XPVM: np.ndarray, p2p_ms: float
 ) -> np.ndarray:
     """End of every operation, [N + 1, X]; the last row is the start of the step."""
-    pipelines = len(forward_XPVM)
-    durations = np.concatenate(
-        [forward_XPVM.reshape(pipelines, -1), backward_XPVM.reshape(pipelines, -1)], axis=1
-    )
-    finish = np.ascontiguousarray(durations.T[graph.source_N])
-    finish = np.concatenate([finish, np.zeros((1, pipelines))])
+    pipelines, per_kind = len(forward_XPVM), forward_XPVM[0].size
+    durations = np.empty((2 * per_kind, pipelines))
+    durations[:per_kind] = forward_XPVM.reshape(pipelines, -1).T
+    durations[per_kind:] = backward_XPVM.reshape(pipelines, -1).T
+    finish = np.zeros((len(graph.source_N) + 1, pipelines))
+    durations.take(graph.source_N, axis=0, out=finish[:-1], mode="clip")
     delay = np.where(graph.remote_N, p2p_ms, 0.0)[:, None]
-    for start, stop in zip(graph.waves, graph.waves[1:], strict=False):
+    for start, stop in itertools.pairwise(graph.waves):
         arrival = finish.take(graph.input_N[start:stop], axis=0)
         if p2p_ms:
             arrival += delay[start:stop]
@@ -256,7 +255,7 @@ def makespans_ms(
     p2p_ms: float = 0.0,
 ) -> np.ndarray:
     """Makespan of X independent pipelines at once, [X] ms. Trusts its input to be finite."""
-    pipelines, stages, virtual_stages, micro_batches = forward_XPVM.shape
+    _, stages, virtual_stages, micro_batches = forward_XPVM.shape
     if schedule == "no_pipeline":
         _check_schedule(stages, micro_batches, schedule, virtual_stages)
         return (forward_XPVM + backward_XPVM).sum(axis=(1, 2, 3))
@@ -298,8 +297,7 @@ def simulate(
         busy_ms=tuple(busy_ms.tolist()),
         bubble_ms=tuple((makespan_ms - busy_ms).tolist()),
         critical_path=tuple(
-            _event(graph, n, start_N, end_N)
-            for n in _critical(graph, start_N, end_N)
+            _event(graph, n, start_N, end_N) for n in _critical(graph, start_N, end_N)
         ),
     )
 

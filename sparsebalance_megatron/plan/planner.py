@@ -144,35 +144,30 @@ def _candidates(problem: _Problem) -> dict[str, batching.Placement]:
         case "arrival":
             return {"arrival": _arrival(problem)}
         case "length":
-            attempts = {"length": _length}
+            methods = {"length": _length}
         case "latency":
-            attempts = {"arrival": _arrival, "length": _length, "latency": _latency}
+            methods = {"arrival": _arrival, "length": _length, "latency": _latency}
         case other:
             raise PlanError(f"batching {other!r} is not one of arrival, length, latency")
-    found, failure = _attempt(problem, attempts)
+    found: dict[str, batching.Placement] = {}
+    failures: list[PlanError] = []
+    for name, method in methods.items():
+        try:
+            found[name] = method(problem)
+        except PlanError as error:
+            failures.append(error)
     if not found:
-        found, _ = _attempt(problem, {"arrival": _arrival})
-    if not found:
-        raise failure
+        try:
+            return {"arrival": _arrival(problem)}
+        except PlanError:
+            raise failures[-1] from None
     if "latency" in found:
         found["latency+search"] = _searched(problem, found["latency"])
     return found
 
 
-def _attempt(problem: _Problem, attempts: dict) -> tuple[dict, PlanError | None]:
-    found, failure = {}, None
-    for name, attempt in attempts.items():
-        try:
-            found[name] = attempt(problem)
-        except PlanError as error:
-            failure = error
-    return found, failure
-
-
 def _arrival(problem: _Problem) -> batching.Placement:
-    return batching.arrival(
-        problem.lengths_tokens, problem.job, problem.policy.max_tokens_per_slot
-    )
+    return batching.arrival(problem.lengths_tokens, problem.job, problem.policy.max_tokens_per_slot)
 
 
 def _length(problem: _Problem) -> batching.Placement:
@@ -228,10 +223,15 @@ def _best_candidate(
         if problem.policy.tuning == "anchor":
             budgets_LS = tuned_for(name).budgets_LS
         ms_D = problem.makespans_ms(candidates[name], budgets_LS)
-        return float(ms_D.max()), float(ms_D.sum())
+        return _rounded(ms_D.max()), _rounded(ms_D.sum())
 
     name = next(iter(candidates)) if len(candidates) == 1 else min(candidates, key=key)
     return name, candidates[name], tuned_for(name)
+
+
+def _rounded(ms: float) -> float:
+    """To nine digits: sums of the same times in another order are a tie."""
+    return float(f"{ms:.8e}")
 
 
 def _assemble(

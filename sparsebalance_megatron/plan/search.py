@@ -18,7 +18,7 @@ from sparsebalance_megatron.plan.pipeline import makespans_ms
 
 _ORDER_ROUNDS = 6
 _EXCHANGE_ROUNDS = 12
-_MAX_EVALUATED_TIMES = 1 << 15
+_MAX_EVALUATED_TIMES = 1 << 14
 _GAIN = 1e-9
 
 
@@ -114,39 +114,51 @@ class _Search:
     def exchange(self) -> bool:
         """Trade samples between the slowest rank and the fastest ones while that helps."""
         changed = False
-        if len(self.ranks) == 1:
-            return changed
         for _ in range(_EXCHANGE_ROUNDS):
             moves = self._moves(int(self.makespans_D.argmax()))
-            if not moves or not self._take_best_move(moves):
+            if not len(moves) or not self._take_best_move(moves):
                 break
             changed = True
         return changed
 
-    def _moves(self, slow: int) -> list[tuple[int, int, int, int, int, int]]:
-        """(slow rank, slot, sample, other rank, slot, sample or -1) within cap and not emptying."""
-        per_candidate = 2 * self.costs.micro_batches * self.costs.chunks
-        most = max(1, _MAX_EVALUATED_TIMES // per_candidate)
-        used_DM = [[int(self.tokens_S[slot].sum()) for slot in rank] for rank in self.ranks]
-        moves = []
-        for other in np.argsort(self.makespans_D, kind="stable").tolist():
-            if other == slow or len(moves) >= most:
-                break
-            for m, mine in enumerate(self.ranks[slow]):
-                for n, theirs in enumerate(self.ranks[other]):
-                    spare_mine = self.cap_tokens - used_DM[slow][m]
-                    spare_theirs = self.cap_tokens - used_DM[other][n]
-                    for give in mine:
-                        for take in [*theirs, -1]:
-                            gained = 0 if take < 0 else int(self.tokens_S[take])
-                            change = int(self.tokens_S[give]) - gained
-                            if change <= spare_theirs and -change <= spare_mine:
-                                if take >= 0 or len(mine) > 1:
-                                    moves.append((slow, m, give, other, n, take))
-        return moves[:most]
+    def _moves(self, slow: int) -> np.ndarray:
+        """Moves (slow rank, slot, sample, other rank, slot, sample or -1) that obey cap and slots.
 
-    def _take_best_move(self, moves: list[tuple[int, int, int, int, int, int]]) -> bool:
-        slow, m, give, other, n, take = np.array(moves).T
+        -1 takes nothing in return, from a slot that keeps other samples. Partners in the fastest
+        ranks come first; what is too much to simulate at once is left out.
+        """
+        most = max(1, _MAX_EVALUATED_TIMES // (2 * self.costs.micro_batches * self.costs.chunks))
+        gives = self._members(slow, nothing=False)
+        takes = np.empty((0, 3), dtype=np.int64)
+        for other in np.argsort(self.makespans_D, kind="stable").tolist():
+            if other != slow and len(gives) * len(takes) < 4 * most:
+                takes = np.concatenate([takes, self._members(other, nothing=True)])
+        pairs = np.indices((len(gives), len(takes))).reshape(2, -1)
+        moves = np.concatenate([gives[pairs[0]], takes[pairs[1]]], axis=1)
+        _, m, give, other, n, take = moves.T
+        alone_M = np.array([len(slot) == 1 for slot in self.ranks[slow]])
+        used_DM = np.array(
+            [[self.tokens_S[slot].sum() for slot in rank] for rank in self.ranks], dtype=np.int64
+        )
+        change = self.tokens_S[give] - np.where(take >= 0, self.tokens_S[take], 0)
+        legal = (used_DM[other, n] + change <= self.cap_tokens) & (
+            used_DM[slow, m] - change <= self.cap_tokens
+        )
+        legal &= (take >= 0) | ~alone_M[m]
+        chosen = np.flatnonzero(legal)
+        return moves[chosen[np.argsort(pairs[1][chosen], kind="stable")][:most]]
+
+    def _members(self, rank: int, *, nothing: bool) -> np.ndarray:
+        """(rank, slot, sample) of all samples of a rank, [I, 3]; -1 per slot for nothing."""
+        rows = [
+            (rank, m, sample)
+            for m, slot in enumerate(self.ranks[rank])
+            for sample in ([*slot, -1] if nothing else slot)
+        ]
+        return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+    def _take_best_move(self, moves: np.ndarray) -> bool:
+        slow, m, give, other, n, take = moves.T
         taken = np.where((take >= 0)[:, None, None], self.sample_SC2[take], 0.0)
         difference = self.sample_SC2[give] - taken
         rows = np.arange(len(moves))
@@ -157,13 +169,11 @@ class _Search:
         best = int(ms_X.max(axis=0).argmin())
         if ms_X[:, best].max() >= self.makespans_D[slow[0]] * (1 - _GAIN):
             return False
-        self._apply(moves[best], slow_slots[best], other_slots[best])
+        self._apply(moves[best].tolist(), slow_slots[best], other_slots[best])
         self.makespans_D[[slow[best], other[best]]] = ms_X[:, best]
         return True
 
-    def _apply(
-        self, move: tuple[int, int, int, int, int, int], slow_MC2: np.ndarray, other_MC2: np.ndarray
-    ) -> None:
+    def _apply(self, move: list[int], slow_MC2: np.ndarray, other_MC2: np.ndarray) -> None:
         slow, m, give, other, n, take = move
         self.ranks[slow][m].remove(give)
         self.ranks[other][n].append(give)

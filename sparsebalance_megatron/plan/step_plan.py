@@ -124,16 +124,19 @@ class StepPlan:
     ranks: tuple[RankPlan, ...]
     expectation: Expectation
     batching: str = field(default="arrival")
-    """Name of the batching that won."""
+    """The batching that won: arrival, length, latency or latency+search."""
 
     def digest(self) -> bytes:
         """32 bytes that are equal exactly when step, placement and budgets are equal."""
         digest = hashlib.sha256(f"{self.step}:{len(self.ranks)}".encode())
         for rank in self.ranks:
             for micro_batch in rank.micro_batches:
-                digest.update(np.asarray(micro_batch.samples, dtype=np.int64).tobytes() + b"|")
+                digest.update(repr(micro_batch.budgets_LS.shape).encode())
+                digest.update(np.asarray(micro_batch.samples, dtype=np.int64).tobytes())
                 digest.update(np.asarray(micro_batch.lengths_tokens, dtype=np.int64).tobytes())
-                digest.update(np.ascontiguousarray(micro_batch.budgets_LS, dtype=np.int32).tobytes())
+                digest.update(
+                    np.ascontiguousarray(micro_batch.budgets_LS, dtype=np.int32).tobytes()
+                )
         return digest.digest()
 
     def validate(self, lengths_tokens: Sequence[int], job: JobShape, policy: PlanPolicy) -> None:
@@ -146,8 +149,8 @@ class StepPlan:
         for rank_index, rank in enumerate(self.ranks):
             if len(rank.micro_batches) != job.micro_batches:
                 raise PlanError(
-                    f"step {self.step}, rank {rank_index}: {len(rank.micro_batches)} micro-batches, "
-                    f"job has {job.micro_batches}"
+                    f"step {self.step}, rank {rank_index}: {len(rank.micro_batches)} "
+                    f"micro-batches, job has {job.micro_batches}"
                 )
             for position, micro_batch in enumerate(rank.micro_batches):
                 place = f"step {self.step}, rank {rank_index}, micro-batch {position}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -30,22 +29,12 @@ from sparsebalance_megatron.compat import enable_variable_lengths
 from sparsebalance_megatron.cost.kinds import Kind
 from sparsebalance_megatron.runtime.core_attention import AttentionOptions, BudgetedCoreAttention
 from sparsebalance_megatron.runtime.layer_spec import sparse_balance_layer_spec
+from sparsebalance_megatron.runtime.measuring import Timed
 from sparsebalance_megatron.runtime.packed_params import (
     BudgetedPackedSeqParams,
     MicroBatchContext,
     packed_params,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pass:
-    """A part of the model on one micro-batch.
-
-    ``forward`` returns what ``backward`` starts from; without a backward the part has no gradient.
-    """
-
-    forward: Callable[[], Any]
-    backward: Callable[[Any], None] | None
 
 
 class ProfiledModel:
@@ -72,9 +61,7 @@ class ProfiledModel:
         self._layer.self_attention.core_attention = _PassQueries()
         self._generator = torch.Generator(device=device).manual_seed(args.seed)
 
-    def passes(
-        self, lengths_tokens: Sequence[int], budget_blocks: int
-    ) -> dict[Kind, Pass]:
+    def passes(self, lengths_tokens: Sequence[int], budget_blocks: int) -> dict[Kind, Timed]:
         """Every part on a micro-batch of random data, all samples at one budget."""
         context = self._context(lengths_tokens, budget_blocks)
         params = packed_params(
@@ -103,7 +90,7 @@ class ProfiledModel:
             observe=True,
         )
 
-    def _attention_passes(self, tokens: int, context: MicroBatchContext) -> dict[Kind, Pass]:
+    def _attention_passes(self, tokens: int, context: MicroBatchContext) -> dict[Kind, Timed]:
         heads, groups = self._config.num_attention_heads, self._config.num_query_groups
         head_dim = self._config.kv_channels
         q_THD, k_TGD, v_TGD = (
@@ -118,16 +105,166 @@ class ProfiledModel:
                 k_TGD,
                 v_TGD,
                 selection,
-                softmax_scale=self._core_attention.softmax_scale,
+                softmax_scale=head_dim**-0.5,
                 implementation=self._options.implementation,
             )
             return out_THD
 
         return {
-            Kind.ATTENTION: Pass(
+            Kind.ATTENTION: Timed(
                 forward=attend, backward=_backward_from(self._random(tokens, heads, head_dim))
             ),
-            Kind.ROUTER: Pass(
+            Kind.ROUTER: Timed(
                 forward=lambda: self._select(q_THD, k_TGD, context, guarded=True), backward=None
             ),
         }
+
+    def _select(
+        self, q_THD: Tensor, k_TGD: Tensor, context: MicroBatchContext, *, guarded: bool
+    ) -> Selection:
+        """What core attention does before it attends; unguarded, the budgets stay as they are."""
+        budgets_S = context.budgets_LS[0]
+        with torch.no_grad():
+            scores = router_scores(
+                q_THD,
+                k_TGD,
+                context.layout,
+                granularity=self._options.granularity,
+                softmax_scale=q_THD.shape[-1] ** -0.5,
+            )
+            if guarded:
+                budgets_S = self._core_attention._guard_and_observe(scores, budgets_S, context)
+            return select_blocks(
+                scores,
+                context.layout,
+                budgets_S,
+                max_budget=max(context.max_budgets[0], self._options.base_budget),
+            )
+
+    def _linear_pass(self, tokens: int, params: BudgetedPackedSeqParams) -> Timed:
+        hidden_T1h = self._hidden(tokens)
+        rotary = self._rotary(hidden_T1h, params)
+
+        def layer() -> Tensor:
+            out_T1h, _ = self._layer(
+                hidden_states=hidden_T1h,
+                attention_mask=None,
+                rotary_pos_emb=rotary,
+                packed_seq_params=params,
+            )
+            return out_T1h
+
+        return Timed(forward=layer, backward=_backward_from(torch.ones_like(hidden_T1h)))
+
+    def _embedding_pass(self, tokens: int) -> Timed:
+        tokens_1T = self._token_ids(tokens)
+        positions_1T = torch.arange(tokens, device=self._device)[None] % self._max_seqlen_tokens
+        gradient_T1h = torch.ones_like(self._hidden(tokens))
+        return Timed(
+            forward=lambda: self._model.embedding(tokens_1T, positions_1T),
+            backward=_backward_from(gradient_T1h),
+        )
+
+    def _head_pass(self, tokens: int) -> Timed:
+        """Final norm, vocabulary projection and loss; the gradient of the summed loss is ones."""
+        model = self._model
+        hidden_T1h = self._hidden(tokens)
+        labels_1T = self._token_ids(tokens)
+
+        def head() -> Tensor:
+            norm = model.decoder.final_layernorm
+            normed_T1h = hidden_T1h if norm is None else norm(hidden_T1h)
+            shared = model.share_embeddings_and_output_weights
+            weight = model.shared_embedding_or_output_weight() if shared else None
+            logits, _ = model.output_layer(normed_T1h, weight=weight)
+            return model.compute_language_model_loss(labels_1T, logits).float().sum()
+
+        return Timed(forward=head, backward=lambda loss: loss.backward())
+
+    def _rotary(self, hidden_T1h: Tensor, params: BudgetedPackedSeqParams) -> Any:
+        embedding = getattr(self._model, "rotary_pos_emb", None)
+        if embedding is None:
+            return None
+        length = embedding.get_rotary_seq_len(
+            None, self._model.decoder, hidden_T1h, self._config, params
+        )
+        rotary = embedding(length, packed_seq=True)
+        return rotary[0] if isinstance(rotary, tuple) else rotary
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(
+            shape, generator=self._generator, dtype=self._config.params_dtype, device=self._device
+        )
+
+    def _hidden(self, tokens: int) -> Tensor:
+        hidden_T1h = self._random(tokens, 1, self._config.hidden_size)
+        if self._config.fp32_residual_connection:
+            hidden_T1h = hidden_T1h.float()
+        return hidden_T1h.requires_grad_()
+
+    def _token_ids(self, tokens: int) -> Tensor:
+        return torch.randint(
+            self._vocabulary, (1, tokens), generator=self._generator, device=self._device
+        )
+
+
+class _ReturnQueries(torch.autograd.Function):
+    """Queries as attention's output; keys and values get zero gradients, so that what made them
+    runs its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+        ctx.shapes = (q_THD.shape, k_TGD.shape, v_TGD.shape)
+        return q_THD.flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q_shape, k_shape, v_shape = ctx.shapes
+        return gradient.view(q_shape), gradient.new_zeros(k_shape), gradient.new_zeros(v_shape)
+
+
+class _PassQueries(torch.nn.Module):
+    """Core attention that costs nothing."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any) -> Tensor:
+        return _ReturnQueries.apply(query, key, value)
+
+
+def _backward_from(gradient: Tensor) -> Callable[[Tensor], None]:
+    return lambda output: output.backward(gradient)
+
+
+def _start_single_process(args: Namespace, device: torch.device) -> None:
+    """A world of one rank, as far as Megatron's modules need it."""
+    torch.distributed.init_process_group(
+        backend="gloo" if device.type == "cpu" else "nccl",
+        store=torch.distributed.HashStore(),
+        rank=0,
+        world_size=1,
+    )
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(args.seed)
+    model_parallel_cuda_manual_seed(args.seed)
+
+
+def _build(
+    args: Namespace, config: Any, options: AttentionOptions, device: torch.device
+) -> GPTModel:
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=sparse_balance_layer_spec(options)(config, None),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+    ).to(device=device, dtype=config.params_dtype)
+    if config.gradient_accumulation_fusion:
+        for parameter in model.parameters():
+            # Where Megatron's data-parallel wrapper would have the fused kernels accumulate.
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+            parameter.grad_added_to_main_grad = False
+    return model.train()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import cost as oracle
 
 from sparsebalance_megatron.cost.features import (
     FEATURES,
@@ -16,8 +17,6 @@ from sparsebalance_megatron.cost.features import (
     features,
     visible_block_pairs,
 )
-
-from oracles import cost as oracle
 
 TOKENS = st.integers(0, 90)
 BUDGETS = st.integers(1, 12)

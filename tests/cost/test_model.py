@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from oracles import cost as oracle
 
 from sparsebalance_megatron.cost.features import FEATURES, features
 from sparsebalance_megatron.cost.model import CostModel, Direction, Kind, fit_errors
 from sparsebalance_megatron.cost.table import CostRow, CostTable, RunIdentity
-
-from oracles import cost as oracle
 
 Measure = Callable[..., CostTable]
 SHARED = Path(__file__).parents[2].parent / "shared"
@@ -36,7 +35,7 @@ def test_fit_recovers_planted_coefficients(measure: Measure, planted: CostModel)
             np.testing.assert_allclose(
                 fitted.coefficients_ms(kind, direction),
                 planted.coefficients_ms(kind, direction),
-                rtol=1e-6,
+                rtol=1e-5,  # of which rounding to six digits takes half
                 atol=1e-12,
                 err_msg=f"{kind} {direction}",
             )

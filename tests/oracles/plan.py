@@ -61,9 +61,7 @@ def stage_program(stages, micro_batches, schedule, chunks, stage):
 def run_pipeline(forward, backward, schedule, p2p):
     """{(stage, kind, chunk, micro-batch): (start, end)} of nested lists [P][V][M]."""
     stages, chunks, micro_batches = len(forward), len(forward[0]), len(forward[0][0])
-    programs = [
-        stage_program(stages, micro_batches, schedule, chunks, p) for p in range(stages)
-    ]
+    programs = [stage_program(stages, micro_batches, schedule, chunks, p) for p in range(stages)]
     times, clock, place = {}, [0.0] * stages, [0] * stages
     while any(place[p] < len(programs[p]) for p in range(stages)):
         moved = False
@@ -129,7 +127,9 @@ def least_budget(grid, values, blocks, base, threshold):
 def least_heaviest_bin(weights, bins):
     """Least possible weight of the heaviest of ``bins`` bins."""
     return min(
-        max(sum(w for w, b in zip(weights, where, strict=True) if b == bin_) for bin_ in range(bins))
+        max(
+            sum(w for w, b in zip(weights, where, strict=True) if b == bin_) for bin_ in range(bins)
+        )
         for where in itertools.product(range(bins), repeat=len(weights))
     )
 

@@ -16,9 +16,7 @@ NO_CAP = 1 << 40
 
 
 def job(ranks, micro_batches):
-    return JobShape(
-        data_parallel_size=ranks, micro_batches=micro_batches, stage_layers=(((0,),),)
-    )
+    return JobShape(data_parallel_size=ranks, micro_batches=micro_batches, stage_layers=(((0,),),))
 
 
 def check(placement, lengths, shape, cap):
@@ -49,7 +47,7 @@ def test_arrival_errors():
         arrival([1, 1, 4, 5], job(2, 1), 8)
     with pytest.raises(PlanError, match="3 samples cannot fill 4 slots"):
         arrival([1] * 3, job(2, 2), 8)
-    with pytest.raises(PlanError, match="sample 2 has 9 tokens.*to 9"):
+    with pytest.raises(PlanError, match=r"sample 2 has 9 tokens.*to 9"):
         arrival([1, 1, 9, 5], job(2, 1), 8)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 
 import numpy as np
 import pytest
@@ -151,9 +152,7 @@ def test_coverage_is_within_one_step_of_the_best(seed, share):
     low, high = rank_ms(costs, allowed.floor_LS)[1], rank_ms(costs, allowed.top_LS)[1]
     giants = range(256 * 64, 4096 * 64)
     wanted = low + share * (high - low)
-    giant = giants[
-        bisect.bisect(giants, wanted, key=lambda g: rank_ms(*_floors(*prepared(g)))[0])
-    ]
+    giant = giants[bisect.bisect(giants, wanted, key=lambda g: rank_ms(*_floors(*prepared(g)))[0])]
     costs, allowed = prepared(giant)
     limit = rank_ms(costs, allowed.floor_LS)[0]
     assert low < limit < high
@@ -176,7 +175,7 @@ def test_coverage_is_within_one_step_of_the_best(seed, share):
     floor_ms = sum(chain[0][0] for chain in chains)
     best = oracle.most_coverage(chains, limit - low + floor_ms)
     reached = coverage.coverage_LS(costs.blocks_S, tuned.budgets_LS)[0, 1:].sum()
-    largest = max(b[1] - a[1] for chain in chains for a, b in zip(chain, chain[1:], strict=False))
+    largest = max(b[1] - a[1] for chain in chains for a, b in itertools.pairwise(chain))
     assert reached >= best - largest - 1e-9
 
 

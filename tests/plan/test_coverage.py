@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
@@ -36,7 +37,7 @@ def test_grid(max_blocks):
     grid = budget_grid(max_blocks)
     assert grid[: min(8, max_blocks)] == tuple(range(1, min(8, max_blocks) + 1))
     assert grid[-1] == max_blocks
-    steps = list(zip(grid, grid[1:], strict=False))
+    steps = list(itertools.pairwise(grid))
     assert all(low < high <= max(low + 1, 1.3 * low) for low, high in steps)
 
 

@@ -66,9 +66,7 @@ def test_blocks_round_up():
 
 
 def test_stages_without_layers_cost_only_their_ends():
-    job = JobShape(
-        data_parallel_size=1, micro_batches=1, stage_layers=(((),), ((0, 1),), ((),))
-    )
+    job = JobShape(data_parallel_size=1, micro_batches=1, stage_layers=(((),), ((0, 1),), ((),)))
     costs = step_costs([100], job, cost_model(BLOCK), StageScales.ones(3))
     forward, _ = costs.slot_ms(*costs.sample_ms(np.full((2, 1), 4)), np.array([0]))
     assert forward[0, 0, 0, 0] == pytest.approx(0.01 + 100 * 1e-5)

@@ -90,7 +90,7 @@ def test_makespan_grows_with_every_duration(pipeline, seed):
 @settings(max_examples=60, deadline=None)
 @given(pipelines(), st.integers(1, 3), st.integers(0, 2**32 - 1))
 def test_no_arrangement_beats_the_lower_bound(pipeline, ranks, seed):
-    schedule, forward, backward, p2p_ms = pipeline
+    schedule, forward, _, p2p_ms = pipeline
     stages, chunks, micro_batches = forward.shape
     generator = np.random.default_rng(seed)
     shape = (ranks, stages, chunks, micro_batches)

@@ -179,9 +179,7 @@ class _Tiling:
 
     def scores(self, chunk: _Chunk, q_PMD: Tensor, k_PWD: Tensor, scratch: Tensor) -> Tensor:
         """Masked scores [P, M, W] of a chunk, in ``scratch``."""
-        s_PMW = _product(
-            q_PMD.index_select(0, chunk.tiles_P), k_PWD, scratch, self._score_scale
-        )
+        s_PMW = _product(q_PMD.index_select(0, chunk.tiles_P), k_PWD, scratch, self._score_scale)
         own_PBHB = s_PMW.unflatten(1, (self._slots, self._group))[..., : self._slots]
         own_PBHB.add_(self._causal_B1B)
         if chunk.padding_P1K1 is not None:
@@ -219,7 +217,9 @@ class _Tiling:
 
     def _chunks_at_full_width(self, lists_PK: Tensor, first_P1: Tensor) -> Iterator[_Chunk]:
         absent_PK = lists_PK < 0
-        padding_PK = torch.zeros_like(lists_PK, dtype=self.dtype).masked_fill_(absent_PK, -torch.inf)
+        padding_PK = torch.zeros_like(lists_PK, dtype=self.dtype).masked_fill_(
+            absent_PK, -torch.inf
+        )
         blocks_PK = lists_PK.clamp(min=0) + first_P1
         tiles, width = lists_PK.shape
         for tiles_P in torch.arange(tiles, device=self._device).split(self._chunk_tiles(width)):

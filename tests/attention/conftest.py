@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every test of this room runs with uninitialised memory filled with NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """Torch's deterministic mode fills what ``torch.empty`` and its kin return with NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(8).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)

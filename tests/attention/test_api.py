@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every implementation against attention in Python loops, in float64 and in training precision."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import attention as oracle
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from sparsebalance_megatron.attention.api import block_sparse_attention
+from sparsebalance_megatron.attention.impl import blocks as blocks_module
+from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.router import (
+    coverage_curves,
+    router_scores,
+    select_blocks,
+)
+from sparsebalance_megatron.attention.selection import Selection
+
+BLOCK, HEAD_DIM, SCALE = 8, 8, 0.4
+CASES = [
+    pytest.param([0, 40], [1], id="own-block-only"),
+    pytest.param([0, 37], [2], id="odd-length"),
+    pytest.param([0, 1, 2, 30, 51], [1, 3, 2, 3], id="one-token-documents-mixed-budgets"),
+    pytest.param([0, 21, 48], [9, 9], id="everything"),
+    pytest.param([0, 3, 5, 6], [1, 2, 1], id="shorter-than-a-block"),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    q_THD: Tensor
+    k_TGD: Tensor
+    v_TGD: Tensor
+    dout_THD: Tensor
+    selection: Selection
+    mask_HTT: Tensor
+
+    def run(self, function, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """out, lse, dq, dk, dv of ``function(q, k, v)`` in ``dtype``."""
+        leaves = [
+            x.to(dtype, copy=True).requires_grad_() for x in (self.q_THD, self.k_TGD, self.v_TGD)
+        ]
+        out_THD, lse_TH = function(*leaves)
+        # Not autograd.grad, which reentrant checkpoints refuse.
+        out_THD.backward(self.dout_THD.to(dtype))
+        return out_THD.detach(), lse_TH.detach(), *(leaf.grad for leaf in leaves)
+
+    def ours(self, implementation: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return self.run(
+            lambda q, k, v: block_sparse_attention(
+                q, k, v, self.selection, softmax_scale=SCALE, implementation=implementation
+            ),
+            dtype,
+        )
+
+    def exact(self) -> tuple[Tensor, ...]:
+        return self.run(
+            lambda q, k, v: oracle.loop_attention(q, k, v, self.mask_HTT, SCALE), torch.float64
+        )
+
+    def plain(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return self.run(
+            lambda q, k, v: oracle.plain_attention(q, k, v, self.mask_HTT, SCALE), dtype
+        )
+
+
+def _case(
+    cu_seqlens: list[int],
+    budgets: list[int],
+    *,
+    granularity: str = "query-block",
+    heads: int = 4,
+    kv_heads: int = 2,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    generator = torch.Generator().manual_seed(cu_seqlens[-1] + kv_heads)
+    tokens = cu_seqlens[-1]
+    shapes = ((heads,), (kv_heads,), (kv_heads,), (heads,))
+    q, k, v, dout = (
+        torch.randn(tokens, *shape, HEAD_DIM, generator=generator).to(dtype) for shape in shapes
+    )
+    layout = packed_layout(cu_seqlens, BLOCK, "cpu")
+    scores = router_scores(q, k, layout, granularity=granularity, softmax_scale=SCALE)
+    selection = select_blocks(scores, layout, torch.tensor(budgets), max_budget=max(budgets))
+    lists = oracle.moba_lists(q, k, cu_seqlens, BLOCK, budgets, granularity)
+    mask_HTT = oracle.token_mask(
+        lists, heads, scores.scores_RCJ.shape[1], cu_seqlens, BLOCK, granularity
+    )
+    return Case(q, k, v, dout, selection, mask_HTT)
+
+
+def _assert_as_good_as_plain(case: Case, ours: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+    """At most twice the error of plain torch in the same precision, and a few roundings.
+
+    exp turns the absolute rounding error of a score into a relative error of its probability, so
+    the roundings grow with the largest score.
+    """
+    k_THD = case.k_TGD.repeat_interleave(case.q_THD.shape[1] // case.k_TGD.shape[1], 1)
+    largest_score = float(torch.einsum("qhd,khd->hqk", case.q_THD, k_THD).abs().max()) * SCALE
+    rounding = 4 * torch.finfo(torch.float32).eps * max(1.0, largest_score)
+    names = ("out", "lse", "dq", "dk", "dv")
+    for name, a, b, c in zip(names, ours, case.plain(dtype), case.exact(), strict=True):
+        error = (a.double() - c).abs().max()
+        allowed = 2 * (b.double() - c).abs().max() + rounding * c.abs().max()
+        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
+
+
+def _serving(granularity: str) -> tuple[str, ...]:
+    return ("blocks", "reference") if granularity == "query-block" else ("reference",)
+
+
+@pytest.mark.parametrize(("cu_seqlens", "budgets"), CASES)
+@pytest.mark.parametrize("implementation", ["blocks", "reference"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_float64_equals_the_loops(
+    cu_seqlens: list[int], budgets: list[int], implementation: str, kv_heads: int
+) -> None:
+    case = _case(cu_seqlens, budgets, kv_heads=kv_heads)
+    for ours, exact in zip(case.ours(implementation, torch.float64), case.exact(), strict=True):
+        torch.testing.assert_close(ours, exact, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("granularity", ["token-kv-head", "token-query-head"])
+@pytest.mark.parametrize(("cu_seqlens", "budgets"), CASES)
+def test_selections_by_token_equal_the_loops(
+    granularity: str, cu_seqlens: list[int], budgets: list[int]
+) -> None:
+    case = _case(cu_seqlens, budgets, granularity=granularity)
+    for ours, exact in zip(case.ours("auto", torch.float64), case.exact(), strict=True):
+        torch.testing.assert_close(ours, exact, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("cu_seqlens", "budgets"), CASES)
+@pytest.mark.parametrize("implementation", ["blocks", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_precision_is_as_good_as_plain_torch(
+    cu_seqlens: list[int], budgets: list[int], implementation: str, dtype: torch.dtype
+) -> None:
+    case = _case(cu_seqlens, budgets, dtype=dtype)
+    ours = case.ours(implementation, dtype)
+    assert [x.dtype for x in ours] == [dtype, torch.float32, dtype, dtype, dtype]
+    _assert_as_good_as_plain(case, ours, dtype)
+
+
+@pytest.mark.parametrize("implementation", ["blocks", "reference"])
+def test_full_budgets_are_dense_causal_attention(implementation: str) -> None:
+    cu_seqlens = [0, 33, 80]
+    case = _case(cu_seqlens, [5, 99])
+    out_THD = case.ours(implementation, torch.float64)[0]
+    for begin, end in ((0, 33), (33, 80)):
+        dense = scaled_dot_product_attention(
+            *(x[begin:end].double().transpose(0, 1) for x in (case.q_THD, case.k_TGD, case.v_TGD)),
+            is_causal=True,
+            enable_gqa=True,
+            scale=SCALE,
+        )
+        torch.testing.assert_close(out_THD[begin:end], dense.transpose(0, 1))
+
+
+@st.composite
+def _random_cases(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    lengths = draw(st.lists(st.integers(1, 45), min_size=1, max_size=3))
+    budgets = draw(st.lists(st.integers(1, 7), min_size=len(lengths), max_size=len(lengths)))
+    return [0, *torch.tensor(lengths).cumsum(0).tolist()], budgets
+
+
+@given(_random_cases())
+@settings(max_examples=25, deadline=None)
+def test_blocks_equals_reference(case_inputs: tuple[list[int], list[int]]) -> None:
+    case = _case(*case_inputs)
+    blocks, reference = (case.ours(i, torch.float64) for i in ("blocks", "reference"))
+    for a, b in zip(blocks, reference, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+
+
+def _with_lists_changed(selection: Selection, indices_RCK: Tensor, counts_RC: Tensor) -> Selection:
+    return dataclasses.replace(selection, indices_RCK=indices_RCK, counts_RC=counts_RC)
+
+
+@pytest.mark.parametrize(("implementation", "kept"), [("blocks", 1), ("reference", 0)])
+def test_order_of_a_list_does_not_matter(implementation: str, kept: int) -> None:
+    """``blocks`` needs the own block first; ``reference`` needs nothing."""
+    case = _case([0, 61], [5])
+    indices_RCK = case.selection.indices_RCK.clone()
+    for row in range(indices_RCK.shape[0]):
+        count = int(case.selection.counts_RC[row, 0])
+        indices_RCK[row, :, kept:count] = indices_RCK[row, :, kept:count].flip(-1)
+    assert not torch.equal(indices_RCK, case.selection.indices_RCK)
+    changed = _with_lists_changed(case.selection, indices_RCK, case.selection.counts_RC)
+    flipped = dataclasses.replace(case, selection=changed)
+    pairs = zip(
+        case.ours(implementation, torch.float64),
+        flipped.ours(implementation, torch.float64),
+        strict=True,
+    )
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("implementation", ["blocks", "reference"])
+def test_a_query_without_keys_gives_zero_and_finite_gradients(implementation: str) -> None:
+    case = _case([0, 40], [3])
+    indices_RCK, counts_RC = case.selection.indices_RCK.clone(), case.selection.counts_RC.clone()
+    indices_RCK[2], counts_RC[2] = -1, 0
+    changed = _with_lists_changed(case.selection, indices_RCK, counts_RC)
+    out, lse, *gradients = dataclasses.replace(case, selection=changed).ours(
+        implementation, torch.float32
+    )
+    assert (out[16:24] == 0).all()
+    assert (lse[16:24] == -torch.inf).all()
+    assert lse[:16].isfinite().all()
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert (gradients[0][16:24] == 0).all()
+
+
+@pytest.mark.parametrize("empty_row", [None, 2])
+def test_lists_masked_at_full_width_equal_sorted_lists(
+    empty_row: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way of devices whose list lengths the host does not read."""
+    case = _case([0, 1, 2, 30, 51], [1, 3, 2, 3])
+    indices_RCK, counts_RC = case.selection.indices_RCK.clone(), case.selection.counts_RC.clone()
+    if empty_row is not None:
+        indices_RCK[empty_row], counts_RC[empty_row] = -1, 0
+    changed = _with_lists_changed(case.selection, indices_RCK, counts_RC)
+    case = dataclasses.replace(case, selection=changed)
+    by_length = case.ours("blocks", torch.float64)
+    monkeypatch.setattr(
+        blocks_module._Tiling,
+        "_chunks_by_length",
+        lambda self, lists_PK, counts_NG: self._chunks_at_full_width(
+            case.selection.indices_RCK.transpose(0, 1).flatten(0, 1).long(),
+            torch.arange(2).repeat_interleave(counts_NG.shape[0])[:, None] * counts_NG.shape[0],
+        ),
+    )
+    for a, b in zip(case.ours("blocks", torch.float64), by_length, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 700, 3000])
+def test_results_do_not_depend_on_the_chunks(
+    chunk_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = _case([0, 30, 77], [3, 4])
+    whole = case.ours("blocks", torch.float64)
+    monkeypatch.setattr(blocks_module, "_CHUNK_ELEMENTS", chunk_elements)
+    for a, b in zip(case.ours("blocks", torch.float64), whole, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("granularity", ["query-block", "token-query-head"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_passes_repeat_every_bit(granularity: str, reentrant: bool) -> None:
+    case = _case([0, 30, 51], [3, 2], granularity=granularity)
+    for implementation in _serving(granularity):
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, name: str = implementation):
+            return block_sparse_attention(
+                q, k, v, case.selection, softmax_scale=SCALE, implementation=name
+            )
+
+        once = case.run(attend, torch.float32)
+        twice = case.run(
+            lambda q, k, v, f=attend: checkpoint(f, q, k, v, use_reentrant=reentrant), torch.float32
+        )
+        for a, b in zip(once, twice, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("implementation", ["blocks", "reference"])
+def test_gradients_of_two_calls_add_up(implementation: str) -> None:
+    case = _case([0, 40], [2])
+    single = case.ours(implementation, torch.float64)
+
+    def attend_twice(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        results = [
+            block_sparse_attention(
+                *leaves, case.selection, softmax_scale=SCALE, implementation=implementation
+            )
+            for _ in range(2)
+        ]
+        return results[0][0] + results[1][0], results[0][1]
+
+    double = case.run(attend_twice, torch.float64)
+    for a, b in zip(double[2:], single[2:], strict=True):
+        torch.testing.assert_close(a, 2 * b)
+
+
+@pytest.mark.parametrize("implementation", ["blocks", "reference"])
+def test_without_gradients_the_values_are_the_same(implementation: str) -> None:
+    case = _case([0, 40], [2])
+    expected = case.ours(implementation, torch.float32)
+    with torch.no_grad():
+        out_THD, lse_TH = block_sparse_attention(
+            case.q_THD,
+            case.k_TGD,
+            case.v_TGD,
+            case.selection,
+            softmax_scale=SCALE,
+            implementation=implementation,
+        )
+    assert torch.equal(out_THD, expected[0])
+    assert torch.equal(lse_TH, expected[1])
+    assert not out_THD.requires_grad
+
+
+@pytest.mark.parametrize("implementation", ["blocks", "reference"])
+def test_lse_carries_no_gradient_and_inputs_stay_as_they_were(implementation: str) -> None:
+    case = _case([0, 8], [1], heads=1, kv_heads=1)
+    copies = [x.clone() for x in (case.q_THD, case.k_TGD, case.v_TGD)]
+    q_THD = case.q_THD.clone().requires_grad_()
+    _, lse_TH = block_sparse_attention(
+        q_THD,
+        case.k_TGD,
+        case.v_TGD,
+        case.selection,
+        softmax_scale=SCALE,
+        implementation=implementation,
+    )
+    assert not lse_TH.requires_grad
+    case.ours(implementation, torch.float32)
+    for x, copy in zip((case.q_THD, case.k_TGD, case.v_TGD), copies, strict=True):
+        assert torch.equal(x, copy)
+
+
+@pytest.mark.parametrize("implementation", ["blocks", "reference"])
+def test_large_scores_stay_finite(implementation: str) -> None:
+    case = _case([0, 50], [3])
+    case = dataclasses.replace(case, q_THD=case.q_THD * 300)
+    ours = case.ours(implementation, torch.float32)
+    assert all(x.isfinite().all() for x in ours)
+    _assert_as_good_as_plain(case, ours, torch.float32)
+
+
+def test_lse_difference_is_the_mass_covered() -> None:
+    case, dense = _case([0, 60], [2]), _case([0, 60], [99])
+    _, sparse_lse_TH, *_ = case.ours("blocks", torch.float64)
+    _, dense_lse_TH, *_ = dense.ours("blocks", torch.float64)
+    k_THD = case.k_TGD.double().repeat_interleave(2, 1)
+    logits_HTT = torch.einsum("qhd,khd->hqk", case.q_THD.double(), k_THD) * SCALE
+    p_HTT = logits_HTT.masked_fill(~dense.mask_HTT, -torch.inf).softmax(-1)
+    mass_TH = p_HTT.masked_fill(~case.mask_HTT, 0.0).sum(-1).t()
+    assert mass_TH.min() < 0.9
+    torch.testing.assert_close((sparse_lse_TH - dense_lse_TH).exp(), mass_TH)
+
+
+def test_router_coverage_is_the_true_mass_where_keys_of_a_block_agree() -> None:
+    """One key per block, one query per block: the router's scores are attention's, block by block."""
+    tokens, head_dim = 48, 8
+    generator = torch.Generator().manual_seed(0)
+    q, k = (
+        torch.randn(tokens // BLOCK, 1, head_dim, generator=generator).repeat_interleave(BLOCK, 0)
+        for _ in range(2)
+    )
+    layout = packed_layout([0, tokens], BLOCK, "cpu")
+    scores = router_scores(q, k, layout, granularity="query-block", softmax_scale=SCALE)
+    lse = [
+        block_sparse_attention(
+            q, k, k, select_blocks(scores, layout, torch.tensor([budget])), softmax_scale=SCALE
+        )[1]
+        for budget in (2, 99)
+    ]
+    # Only a block's last token sees all of its block, as the router does.
+    mass = (lse[0] - lse[1]).exp()[BLOCK - 1 :: BLOCK].mean()
+    torch.testing.assert_close(coverage_curves(scores, layout)[0, 1], mass)
+
+
+def test_wrong_arguments_are_named() -> None:
+    case = _case([0, 20], [2])
+
+    def attend(q=case.q_THD, k=case.k_TGD, v=case.v_TGD, selection=case.selection, name="auto"):
+        block_sparse_attention(q, k, v, selection, softmax_scale=1.0, implementation=name)
+
+    by_token = _case([0, 20], [2], granularity="token-kv-head").selection
+    with pytest.raises(ValueError, match='"blocks" serves selections by query-block'):
+        attend(selection=by_token, name="blocks")
+    with pytest.raises(ValueError, match="implementation 'fast'"):
+        attend(name="fast")
+    with pytest.raises(ValueError, match="k and v must agree"):
+        attend(v=case.v_TGD[:, :1])
+    with pytest.raises(ValueError, match="20 tokens of the selection's layout"):
+        attend(q=case.q_THD[:9])
+    with pytest.raises(ValueError, match="no multiple"):
+        attend(q=case.q_THD[:, :3])
+    with pytest.raises(ValueError, match="must share one of float16"):
+        attend(q=case.q_THD.double())
+    with pytest.raises(ValueError, match="must share one of float16"):
+        attend(q=case.q_THD.int(), k=case.k_TGD.int(), v=case.v_TGD.int())
+    with pytest.raises(ValueError, match=r"must be \[3 rows, 1 heads, width\]"):
+        attend(k=case.k_TGD[:, :1], v=case.v_TGD[:, :1])
+    with pytest.raises(ValueError, match="must be \\[tokens, heads, head dim\\]"):
+        attend(q=case.q_THD[0])
+    with pytest.raises(ValueError, match="must share one"):
+        attend(q=case.q_THD.to("meta"))
+
+
+def test_scale_enters_as_given() -> None:
+    """With one key of score s, lse is scale * s."""
+    layout = packed_layout([0, 1], BLOCK, "cpu")
+    q = torch.full((1, 1, 4), 2.0)
+    scores = router_scores(q, q, layout, granularity="query-block", softmax_scale=1.0)
+    selection = select_blocks(scores, layout, torch.tensor([1]))
+    for implementation in ("blocks", "reference"):
+        _, lse = block_sparse_attention(
+            q, q, q, selection, softmax_scale=0.25, implementation=implementation
+        )
+        assert math.isclose(float(lse), 4.0, rel_tol=1e-6)

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The console tool: light help, one line for users' errors, tracebacks for bugs."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from sparsebalance_megatron import cli
+from sparsebalance_megatron.config import ConfigError
+
+HELP_IMPORTS = """
+import sys
+from sparsebalance_megatron.cli import main
+try:
+    main(["--help"])
+finally:
+    heavy = {"torch", "megatron", "numpy", "scipy", "transformers", "tokenizers"} & set(sys.modules)
+    assert not heavy, heavy
+"""
+
+
+def fake_command(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
+    """Put a module of one command, ``profile``, in place of the real one."""
+    module = ModuleType("fake_command")
+
+    def add_parser(subparsers: Any) -> None:
+        subparsers.add_parser("profile").add_argument("--quick", action="store_true")
+
+    module.add_parser = add_parser  # type: ignore[attr-defined]
+    module.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fake_command", module)
+    monkeypatch.setitem(cli.COMMANDS, "profile", ("fake_command", "a fake"))
+
+
+def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-c", HELP_IMPORTS], capture_output=True, text=True, timeout=60
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert all(name in shown.stdout for name in cli.COMMANDS)
+
+
+def test_flags_after_dashes_are_passed_on_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[argparse.Namespace] = []
+    fake_command(monkeypatch, lambda arguments: seen.append(arguments) or 0)
+    assert cli.main(["profile", "--quick", "--", "--num-layers", "4", "--", "--quick"]) == 0
+    assert seen[0].quick
+    assert seen[0].passed_on == ["--num-layers", "4", "--", "--quick"]
+    assert cli.main(["profile"]) == 0
+    assert seen[1].passed_on == []
+
+
+def test_status_of_the_command_is_the_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_command(monkeypatch, lambda arguments: 3)
+    assert cli.main(["profile"]) == 3
+
+
+def test_users_errors_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(arguments: argparse.Namespace) -> int:
+        raise ConfigError("--flag 0: must be 1")
+
+    fake_command(monkeypatch, run)
+    assert cli.main(["profile"]) == 2
+    assert capsys.readouterr().err == "sparse-balance: error: --flag 0: must be 1\n"
+
+
+def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(arguments: argparse.Namespace) -> int:
+        raise ValueError("a bug")
+
+    fake_command(monkeypatch, run)
+    with pytest.raises(ValueError, match="a bug"):
+        cli.main(["profile"])
+
+
+def test_interruption_has_the_shells_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(arguments: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    fake_command(monkeypatch, run)
+    assert cli.main(["profile"]) == 130
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["nonsense"], "invalid choice: 'nonsense'"),
+        (["profile", "--unknown"], "unrecognized arguments: --unknown"),
+        (
+            [
+                "prepare-data",
+                "--input",
+                "f",
+                "--tokenizer",
+                "t",
+                "--output-prefix",
+                "p",
+                "--",
+                "--x",
+            ],
+            "prepare-data takes no flags after --: --x",
+        ),
+    ],
+)
+def test_wrong_usage_exits_with_2(
+    argv: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fake_command(monkeypatch, lambda arguments: 0)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err

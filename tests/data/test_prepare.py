@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""prepare-data end to end: real files, read back by the sample index and by transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparsebalance_megatron.cli import main
+from sparsebalance_megatron.data.documents import Documents
+from sparsebalance_megatron.data.errors import DataError
+from sparsebalance_megatron.data.prepare import prepare
+from sparsebalance_megatron.data.records import JsonLines
+from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.data.tokenizer import DocumentTokenizer
+
+TEXTS = ["def f(x):\n    return x\n", "é ü 你好 🎉\n", "a", "def g(y):\n    return y + 1\n" * 20]
+CONVERSATION = [
+    {"role": "user", "content": "How much is 1 + 1?"},
+    {"role": "assistant", "content": "It is 2."},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "Yes, it is."},
+]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+VOCABULARY = 300
+
+
+def jsonl(path: Path, records: Sequence[Any]) -> JsonLines:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return JsonLines([path])
+
+
+def texts_source(directory: Path) -> JsonLines:
+    return jsonl(directory / "in.jsonl", [{"text": text} for text in TEXTS])
+
+
+def stored_documents(prefix: str) -> list[np.ndarray]:
+    documents = Documents.open(prefix)
+    return [
+        documents.read_tokens(i, 0, int(length))
+        for i, length in enumerate(documents.lengths_tokens)
+    ]
+
+
+def decode(prefix: str, tokens: Sequence[int] | np.ndarray) -> str:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(f"{prefix}_tokenizer/tokenizer.json")
+    return tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
+
+
+def trained_text(prefix: str, document: int) -> str:
+    documents = Documents.open(prefix)
+    length = int(documents.lengths_tokens[document])
+    mask = documents.read_loss_mask(document, 0, length)
+    assert mask is not None
+    return decode(prefix, documents.read_tokens(document, 0, length)[mask == 1])
+
+
+def test_stored_tokens_decode_to_the_texts(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "out" / "data")
+    summary = prepare(texts_source(tmp_path), prefix, train_vocab_size=VOCABULARY)
+    stored = stored_documents(prefix)
+    assert [decode(prefix, tokens) for tokens in stored] == [f"{t}<|endoftext|>" for t in TEXTS]
+    assert all(tokens.dtype == np.uint16 for tokens in stored)
+    lengths = sorted(map(len, stored))
+    assert summary["documents"] == len(TEXTS)
+    assert summary["tokens"] == summary["loss_tokens"] == sum(lengths)
+    assert summary["document_tokens"]["max"] == lengths[-1]
+    assert summary["document_tokens"]["p50"] in lengths[1:3]
+    assert summary["skipped"] == {}
+    assert json.loads(Path(f"{prefix}.json").read_text()) == summary
+    assert sorted(path.name for path in Path(prefix).parent.iterdir()) == [
+        "data.bin",
+        "data.idx",
+        "data.json",
+        "data_tokenizer",
+    ]
+
+
+def test_sample_index_reads_what_was_prepared(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "data")
+    prepare(texts_source(tmp_path), prefix, train_vocab_size=VOCABULARY)
+    index = SampleIndex.open(prefix, max_tokens=16, overlong="split", seed=1)
+    assert index is not None
+    stored_tokens = sum(map(len, stored_documents(prefix)))
+    assert index.counts.tokens == stored_tokens - len(TEXTS)
+    assert index.read(0).loss_mask is None
+
+
+def test_transformers_loads_the_trained_tokenizer(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    prefix = str(tmp_path / "data")
+    prepare(texts_source(tmp_path), prefix, train_vocab_size=VOCABULARY)
+    tokenizer = AutoTokenizer.from_pretrained(f"{prefix}_tokenizer")
+    assert tokenizer.eos_token == "<|endoftext|>"
+    expected = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in TEXTS]
+    assert [tokens.tolist() for tokens in stored_documents(prefix)] == expected
+
+    again = str(tmp_path / "again")
+    prepare(texts_source(tmp_path), again, tokenizer_name=f"{prefix}_tokenizer")
+    assert Path(f"{again}.bin").read_bytes() == Path(f"{prefix}.bin").read_bytes()
+
+
+def test_without_eod_nothing_is_appended(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "data")
+    prepare(texts_source(tmp_path), prefix, train_vocab_size=VOCABULARY, append_eod=False)
+    assert [decode(prefix, tokens) for tokens in stored_documents(prefix)] == TEXTS
+
+
+def test_conversations_train_the_assistants_turns(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "data")
+    records = [
+        {"messages": CONVERSATION},
+        {"messages": CONVERSATION[:3]},
+        {"text": "all of this counts"},
+    ]
+    summary = prepare(jsonl(tmp_path / "in.jsonl", records), prefix, train_vocab_size=VOCABULARY)
+    assert trained_text(prefix, 0) == " It is 2.\n Yes, it is.\n<|endoftext|>"
+    assert trained_text(prefix, 1) == " It is 2.\n"
+    assert trained_text(prefix, 2) == "all of this counts<|endoftext|>"
+    assert summary["loss_mask"]
+    assert 0 < summary["loss_tokens"] < summary["tokens"]
+    index = SampleIndex.open(prefix, max_tokens=64, overlong="truncate", seed=1)
+    assert index is not None
+    sample = index.read(1)
+    assert sample.loss_mask is not None
+    assert decode(prefix, sample.tokens[1:][sample.loss_mask == 1]) == " It is 2.\n"
+
+
+def chat_tokenizer(directory: Path, source: JsonLines) -> str:
+    """A tokenizer with a chat template and special tokens for its turns."""
+    prefix = str(directory / "base")
+    prepare(source, prefix, train_vocab_size=VOCABULARY)
+    folder = Path(f"{prefix}_tokenizer")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {
+        "chat_template": CHAT_TEMPLATE,
+        "additional_special_tokens": ["<|user|>", "<|assistant|>", "<|end|>"],
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_chat_template_is_used_where_there_is_one(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    source = jsonl(tmp_path / "in.jsonl", [{"messages": CONVERSATION}])
+    folder = chat_tokenizer(tmp_path, source)
+    prefix = str(tmp_path / "data")
+    prepare(source, prefix, tokenizer_name=folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    documents = Documents.open(prefix)
+    length = int(documents.lengths_tokens[0])
+    tokens, mask = documents.read_tokens(0, 0, length), documents.read_loss_mask(0, 0, length)
+    assert tokenizer.decode(tokens) == (
+        "<|user|>How much is 1 + 1?<|end|><|assistant|>It is 2.<|end|>"
+        "<|user|>Sure?<|end|><|assistant|>Yes, it is.<|end|><|endoftext|>"
+    )
+    assert tokenizer.decode(tokens[mask == 1]) == ("It is 2.<|end|>Yes, it is.<|end|><|endoftext|>")
+
+
+def test_bad_records_stop_or_are_counted(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "in.jsonl", [{"text": "good"}, {"text": ""}, {"tex": "bad"}, 7])
+    prefix = str(tmp_path / "data")
+    with pytest.raises(DataError, match=r"in.jsonl:2: text is empty"):
+        prepare(source, prefix, train_vocab_size=VOCABULARY)
+    assert not list(tmp_path.glob("data*"))
+    summary = prepare(source, prefix, train_vocab_size=VOCABULARY, skip_bad_records=True)
+    assert summary["documents"] == 1
+    assert summary["skipped"] == {
+        "needs one of 'text' and 'messages'": 1,
+        "not a JSON object": 1,
+        "text is empty": 1,
+    }
+
+
+def test_no_usable_record_is_an_error(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "in.jsonl", [{"text": ""}])
+    with pytest.raises(DataError, match=r"no document to write; records left out: 1 text is empty"):
+        prepare(source, str(tmp_path / "data"), train_vocab_size=VOCABULARY, skip_bad_records=True)
+
+
+def test_interruption_leaves_nothing_and_keeps_the_old_data_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, prefix = texts_source(tmp_path), str(tmp_path / "out" / "data")
+
+    def interrupt(*arguments: Any, **keywords: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(DocumentTokenizer, "encode", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(source, prefix, train_vocab_size=VOCABULARY)
+    assert not list(Path(prefix).parent.iterdir())
+
+    prepare(source, prefix, train_vocab_size=VOCABULARY)
+    before = {path: path.read_bytes() for path in Path(prefix).parent.glob("*.*")}
+    with monkeypatch.context() as patched:
+        patched.setattr(DocumentTokenizer, "encode", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(source, prefix, train_vocab_size=VOCABULARY, overwrite=True)
+    assert {path: path.read_bytes() for path in Path(prefix).parent.glob("*.*")} == before
+
+
+def test_data_set_is_replaced_only_when_asked_for(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "data")
+    conversations = jsonl(tmp_path / "chat.jsonl", [{"messages": CONVERSATION}])
+    prepare(conversations, prefix, train_vocab_size=VOCABULARY)
+    assert Documents.open(prefix).loss_mask is not None
+    with pytest.raises(DataError, match=r"data.idx.* exists; choose another prefix or pass"):
+        prepare(texts_source(tmp_path), prefix, train_vocab_size=VOCABULARY)
+    prepare(texts_source(tmp_path), prefix, train_vocab_size=VOCABULARY, overwrite=True)
+    assert Documents.open(prefix).loss_mask is None, "the old data set's mask is gone"
+
+
+def test_input_is_never_replaced(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "data.json", [{"text": "precious"}])
+    with pytest.raises(DataError, match=r"would replace the input .*data.json"):
+        prepare(source, str(tmp_path / "data"), train_vocab_size=VOCABULARY, overwrite=True)
+    assert "precious" in (tmp_path / "data.json").read_text()
+
+
+def test_flags_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts_source(tmp_path)
+    flags = ["prepare-data", "--input", str(tmp_path / "in.jsonl")]
+    flags += ["--output-prefix", str(tmp_path / "data"), "--tokenizer-train"]
+    assert main([*flags, str(VOCABULARY)]) == 0
+    output = capsys.readouterr().out
+    assert f"wrote {tmp_path}/data.bin and .idx: 4 documents" in output
+    assert "records left out: none" in output
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--tokenizer-train", "100"), "--tokenizer-train 100: at least 257 tokens"),
+        (("--tokenizer", "/nowhere"), "--tokenizer /nowhere: no such directory"),
+        (("--tokenizer", "."), "--tokenizer .: "),
+    ],
+)
+def test_bad_tokenizers_are_one_line(
+    flags: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts_source(tmp_path)
+    status = main(["prepare-data", "--input", "in.jsonl", "--output-prefix", "out/data", *flags])
+    assert status == 2
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert last_line.startswith(f"sparse-balance: error: {message}")
+    assert not list(tmp_path.glob("out/*"))

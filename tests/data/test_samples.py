@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sample index against token-by-token construction, and its order against its contract."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import data as oracle
+
+from sparsebalance_megatron.data.documents import Documents
+from sparsebalance_megatron.data.errors import DataError
+from sparsebalance_megatron.data.packing import Sample
+from sparsebalance_megatron.data.samples import SampleIndex, epoch_permutation, split_range
+
+WriteDataset = Callable[..., Path]
+OVERLONG = ("split", "truncate", "drop")
+
+document_lengths = st.lists(st.integers(0, 23), min_size=1, max_size=12)
+
+
+def distinct_documents(lengths: list[int]) -> list[list[int]]:
+    """Documents in which no token occurs twice, so that every pair says where it comes from."""
+    ends = np.cumsum(lengths)
+    return [
+        list(range(int(end) - length, int(end))) for end, length in zip(ends, lengths, strict=True)
+    ]
+
+
+def open_index(prefix: Path, *, max_tokens: int = 8, overlong: str = "split") -> SampleIndex:
+    index = SampleIndex.open(prefix, max_tokens=max_tokens, overlong=overlong, seed=1)
+    assert index is not None
+    return index
+
+
+def pairs_of(sample: Sample) -> list[oracle.Pair]:
+    return list(pairwise(sample.tokens.tolist()))
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory, write_dataset: WriteDataset) -> SampleIndex:
+    """7 samples of one epoch."""
+    documents = distinct_documents([9, 3, 20, 2, 5])
+    return open_index(write_dataset(tmp_path_factory.mktemp("index") / "data", documents))
+
+
+@given(
+    lengths=document_lengths,
+    max_tokens=st.integers(1, 9),
+    overlong=st.sampled_from(OVERLONG),
+    sequences=st.integers(1, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_samples_equal_naive_construction(
+    lengths: list[int],
+    max_tokens: int,
+    overlong: str,
+    sequences: int,
+    write_dataset: WriteDataset,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    documents = distinct_documents(lengths)
+    expected = [
+        sample
+        for document in documents
+        for sample in oracle.samples(document, max_tokens, overlong)
+    ]
+    prefix = tmp_path_factory.mktemp("samples") / "data"
+    write_dataset(prefix, documents, sequences_per_document=sequences)
+    if not expected:
+        with pytest.raises(DataError, match=r"no sample left|holds no token"):
+            open_index(prefix, max_tokens=max_tokens, overlong=overlong)
+        return
+    built = open_index(prefix, max_tokens=max_tokens, overlong=overlong)
+    everything = np.arange(len(built))
+    assert [pairs_of(built.read(i)) for i in everything] == expected
+    assert built.lengths_of(everything).tolist() == [len(sample) for sample in expected]
+    if overlong == "split":
+        kept = Counter(pair for sample in everything for pair in pairs_of(built.read(sample)))
+        assert kept == Counter(
+            pair for document in documents for pair in oracle.predictions(document)
+        )
+    check_counts(built, documents, expected, max_tokens, overlong)
+
+
+def check_counts(
+    built: SampleIndex,
+    documents: list[list[int]],
+    expected: list[list[oracle.Pair]],
+    max_tokens: int,
+    overlong: str,
+) -> None:
+    counts = built.counts
+    per_document = [oracle.samples(document, max_tokens, overlong) for document in documents]
+    kept = sum(bool(pieces) for pieces in per_document)
+    assert counts.documents == len(documents)
+    assert counts.samples == len(built) == len(expected)
+    assert counts.tokens == sum(map(len, expected))
+    assert counts.dropped_documents == len(documents) - kept
+    assert counts.dropped_tokens == sum(
+        len(document)
+        for document, pieces in zip(documents, per_document, strict=True)
+        if not pieces
+    )
+    assert counts.split_documents == sum(len(pieces) > 1 for pieces in per_document)
+    stored = sum(map(len, documents))
+    assert stored == counts.tokens + kept + counts.truncated_tokens + counts.dropped_tokens
+    assert all(isinstance(value, int) for value in vars(counts).values())
+
+
+@given(samples=st.integers(1, 50), seed=st.integers(0, 2**31), epoch=st.integers(0, 99))
+@settings(max_examples=50)
+def test_epochs_are_permutations(samples: int, seed: int, epoch: int) -> None:
+    order = epoch_permutation(samples, seed, epoch)
+    assert sorted(order.tolist()) == list(range(samples))
+    assert np.array_equal(order, epoch_permutation(samples, seed, epoch))
+
+
+def test_order_is_frozen() -> None:
+    """A change here would reorder the data of every run that is resumed."""
+    assert epoch_permutation(8, 1234, 0).tolist() == [1, 6, 2, 0, 3, 5, 7, 4]
+    assert epoch_permutation(8, 1234, 1).tolist() == [3, 6, 7, 0, 5, 4, 1, 2]
+
+
+@given(consumed=st.integers(0, 40), size=st.integers(1, 20))
+@settings(max_examples=40)
+def test_resuming_continues_the_same_order(consumed: int, size: int, index: SampleIndex) -> None:
+    never_stopped = index.global_batch(0, consumed + size)
+    assert np.array_equal(index.global_batch(consumed, size), never_stopped[consumed:])
+
+
+def test_every_epoch_has_every_sample_once(index: SampleIndex) -> None:
+    epochs = index.global_batch(0, 4 * len(index)).reshape(4, len(index))
+    assert all(sorted(epoch) == list(range(len(index))) for epoch in epochs.tolist())
+    assert len({tuple(epoch) for epoch in epochs.tolist()}) > 1
+
+
+def test_going_back_to_an_earlier_epoch_gives_its_order_again(index: SampleIndex) -> None:
+    first = index.global_batch(0, 5)
+    index.global_batch(10 * len(index), 5)
+    assert np.array_equal(index.global_batch(0, 5), first)
+
+
+@pytest.mark.parametrize("weights", ["99,1,0", "969,30,1", "1", "0,1,1", "50,50", ".5,.25,.25"])
+def test_split_equals_megatrons(weights: str) -> None:
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+
+    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(weights))
+    for documents in range(1, 400):
+        ranges = [split_range(documents, weights, name) for name in ("train", "valid", "test")]
+        for bookends, ours in zip(matrix, ranges, strict=True):
+            if bookends is None:
+                assert ours[0] == ours[1]
+            else:
+                assert ours == tuple(round(bookend * float(documents)) for bookend in bookends)
+
+
+def test_splits_partition_the_documents(tmp_path: Path, write_dataset: WriteDataset) -> None:
+    documents = distinct_documents([5] * 10)
+    prefix = write_dataset(tmp_path / "data", documents)
+    seen = []
+    for split in ("train", "valid", "test"):
+        part = SampleIndex.open(
+            prefix, max_tokens=8, overlong="split", seed=1, split_weights="6,3,1", split=split
+        )
+        assert part is not None
+        seen += [part.read(i).tokens.tolist() for i in range(len(part))]
+    assert seen == documents
+
+
+def test_split_without_documents_is_none(tmp_path: Path, write_dataset: WriteDataset) -> None:
+    prefix = write_dataset(tmp_path / "data", distinct_documents([5, 5]))
+    for weights in ("1,0,0", "99,1,0"):
+        assert (
+            SampleIndex.open(
+                prefix,
+                max_tokens=8,
+                overlong="split",
+                seed=1,
+                split_weights=weights,
+                split="valid",
+            )
+            is None
+        )
+
+
+@pytest.mark.parametrize("weights", ["", "a,b", "1,2,3,4", "-1,1", "0,0,0", "1;2"])
+def test_bad_split_weights_are_named(weights: str) -> None:
+    with pytest.raises(DataError, match=r"--split .*such as 99,1,0"):
+        split_range(10, weights, "train")
+
+
+def test_digest_tells_data_and_options_apart(tmp_path: Path, write_dataset: WriteDataset) -> None:
+    prefix = write_dataset(tmp_path / "data", distinct_documents([5, 9, 30]))
+    other = write_dataset(tmp_path / "other", distinct_documents([9, 5, 30]))
+    digests = {
+        open_index(prefix).digest(),
+        open_index(other).digest(),
+        open_index(prefix, max_tokens=9).digest(),
+        open_index(prefix, overlong="truncate").digest(),
+    }
+    assert len(digests) == 4
+    assert open_index(prefix).digest() in digests
+
+
+def test_samples_keep_their_dtype_and_outlive_the_index(
+    tmp_path: Path, write_dataset: WriteDataset
+) -> None:
+    prefix = write_dataset(tmp_path / "data", [[60000, 65499, 3]], dtype=np.uint16)
+    sample = open_index(prefix).read(0)
+    assert sample.tokens.dtype == np.uint16
+    assert sample.tokens.tolist() == [60000, 65499, 3]
+
+
+def test_loss_mask_follows_the_labels(tmp_path: Path, write_dataset: WriteDataset) -> None:
+    documents = [list(range(10)), list(range(20, 25))]
+    masks = [[0, 1, 0, 0, 1, 1, 1, 0, 0, 1], [0, 0, 1, 1, 0]]
+    prefix = write_dataset(tmp_path / "data", documents)
+    write_dataset(tmp_path / "data_loss_mask", masks, dtype=np.uint8)
+    built = open_index(prefix, max_tokens=4)
+    trained = [
+        token
+        for i in range(len(built))
+        for token, weight in zip(built.read(i).tokens[1:], built.read(i).loss_mask, strict=True)
+        if weight
+    ]
+    assert trained == [1, 4, 5, 6, 9, 22, 23]
+
+
+def test_samples_out_of_range_are_refused(index: SampleIndex) -> None:
+    for sample in (-1, len(index)):
+        with pytest.raises(IndexError):
+            index.read(sample)
+    with pytest.raises(ValueError, match="batch of 0 samples"):
+        index.global_batch(0, 0)
+
+
+def remove_index(prefix: Path) -> None:
+    Path(f"{prefix}.idx").unlink()
+
+
+def remove_data(prefix: Path) -> None:
+    Path(f"{prefix}.bin").unlink()
+
+
+def cut(suffix: str, remaining_bytes: int) -> Callable[[Path], None]:
+    def damage(prefix: Path) -> None:
+        path = Path(f"{prefix}{suffix}")
+        path.write_bytes(path.read_bytes()[:remaining_bytes])
+
+    return damage
+
+
+def extend(suffix: str, added: bytes) -> Callable[[Path], None]:
+    def damage(prefix: Path) -> None:
+        path = Path(f"{prefix}{suffix}")
+        path.write_bytes(path.read_bytes() + added)
+
+    return damage
+
+
+def overwrite(offset: int, content: bytes) -> Callable[[Path], None]:
+    def damage(prefix: Path) -> None:
+        path = Path(f"{prefix}.idx")
+        raw = bytearray(path.read_bytes())
+        raw[offset : offset + len(content)] = content
+        path.write_bytes(raw)
+
+    return damage
+
+
+# The index of three sequences: header of 34 bytes, 3 lengths i32, 3 offsets i64, 4 boundaries i64.
+DAMAGES = {
+    "index missing": (remove_index, "data.idx: no such file; give the common prefix"),
+    "data missing": (remove_data, "data.bin: no such file"),
+    "index of 0 bytes": (cut(".idx", 0), "data.idx: not a Megatron index"),
+    "index cut in its magic": (cut(".idx", 5), "data.idx: cut short inside its header"),
+    "index cut in its header": (cut(".idx", 20), "data.idx: cut short inside its header"),
+    "index cut in its body": (cut(".idx", 60), "data.idx: cut short: 60 bytes"),
+    "index too long": (extend(".idx", b"12345"), "data.idx: .* do not match its header"),
+    "bad magic": (overwrite(0, b"NOTMEGATR"), "data.idx: not a Megatron index"),
+    "bad version": (overwrite(9, b"\x02"), "data.idx: index version 2"),
+    "float tokens": (overwrite(17, b"\x06"), "data.idx: dtype code 6"),
+    "negative length": (overwrite(34, b"\xff\xff\xff\xff"), "sequence length is negative"),
+    "wrong offset": (overwrite(46, b"\x01"), "sequences do not follow one another"),
+    "wrong boundary": (overwrite(70 + 8, b"\x09"), "document boundaries are out of order"),
+    "data cut short": (cut(".bin", 9), "data.bin: cut short: it has 9 bytes"),
+    "data empty": (cut(".bin", 0), "data.bin: cut short: it has 0 bytes"),
+    "data of another index": (extend(".bin", b"1234"), "data.bin: not the file of this index"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_damaged_files_are_named_with_a_remedy(
+    case: str, tmp_path: Path, write_dataset: WriteDataset
+) -> None:
+    damage, message = DAMAGES[case]
+    prefix = write_dataset(tmp_path / "data", distinct_documents([4, 6, 5]))
+    Documents.open(prefix)
+    damage(prefix)
+    with pytest.raises(DataError, match=message) as caught:
+        Documents.open(prefix)
+    assert ";" in str(caught.value), "a remedy follows the problem"
+
+
+def test_data_set_without_documents_is_empty(tmp_path: Path, write_dataset: WriteDataset) -> None:
+    with pytest.raises(DataError, match="the data set is empty"):
+        open_index(write_dataset(tmp_path / "data", []))
+
+
+def test_prefix_with_suffix_says_so(tmp_path: Path, write_dataset: WriteDataset) -> None:
+    prefix = write_dataset(tmp_path / "data", [[1, 2, 3]])
+    with pytest.raises(DataError, match=r"without .bin: .*data$"):
+        Documents.open(f"{prefix}.bin")
+
+
+def test_loss_mask_of_other_documents_is_refused(
+    tmp_path: Path, write_dataset: WriteDataset
+) -> None:
+    prefix = write_dataset(tmp_path / "data", [[1, 2, 3], [4, 5]])
+    write_dataset(tmp_path / "data_loss_mask", [[1, 1], [1, 1, 1]], dtype=np.uint8)
+    with pytest.raises(DataError, match=r"data_loss_mask.idx: its documents differ"):
+        Documents.open(prefix)
+
+
+def test_loss_mask_without_index_is_refused(tmp_path: Path, write_dataset: WriteDataset) -> None:
+    prefix = write_dataset(tmp_path / "data", [[1, 2, 3]])
+    Path(f"{prefix}_loss_mask.bin").write_bytes(b"\x01\x01\x01")
+    with pytest.raises(DataError, match=r"data_loss_mask.idx: no such file"):
+        Documents.open(prefix)
+
+
+def test_no_sample_left_says_why(tmp_path: Path, write_dataset: WriteDataset) -> None:
+    prefix = write_dataset(tmp_path / "data", [[1], [2] * 9])
+    with pytest.raises(DataError, match=r"no sample left of 2 documents \(2 shorter"):
+        open_index(prefix, max_tokens=4, overlong="drop")

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block-sparse attention written from its definition, one number at a time.
+
+Takes and returns plain Python where it can. A block is (document, begin, end) in tokens of the row;
+lists map (selecting row, selecting head) to numbers of blocks in the row.
+
+Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+Block = tuple[int, int, int]
+Lists = dict[tuple[int, int], list[int]]
+
+
+def blocks_of(cu_seqlens: list[int], block_size: int) -> list[Block]:
+    blocks = []
+    for document in range(len(cu_seqlens) - 1):
+        begin = cu_seqlens[document]
+        while begin < cu_seqlens[document + 1]:
+            end = min(begin + block_size, cu_seqlens[document + 1])
+            blocks.append((document, begin, end))
+            begin = end
+    return blocks
+
+
+def selectors(
+    q_THD: Tensor, kv_heads: int, blocks: list[Block], granularity: str
+) -> list[tuple[int, int, int, int, Tensor]]:
+    """Every selector as (row, head, own block, KV head, query vector), in float64."""
+    group = q_THD.shape[1] // kv_heads
+    found = []
+    for own, (_, begin, end) in enumerate(blocks):
+        if granularity == "query-block":
+            for head in range(kv_heads):
+                heads = slice(head * group, (head + 1) * group)
+                vector = q_THD[begin:end, heads].double().mean(dim=(0, 1))
+                found.append((own, head, own, head, vector))
+            continue
+        for token in range(begin, end):
+            if granularity == "token-kv-head":
+                for head in range(kv_heads):
+                    vector = q_THD[token, head * group : (head + 1) * group].double().mean(0)
+                    found.append((token, head, own, head, vector))
+            else:
+                for head in range(q_THD.shape[1]):
+                    found.append((token, head, own, head // group, q_THD[token, head].double()))
+    return found
+
+
+def visible_scores(
+    vector: Tensor, k_TGD: Tensor, kv_head: int, own: int, blocks: list[Block]
+) -> dict[int, float]:
+    """Scores of the own block and the earlier blocks of its document, by number in the row."""
+    scores = {}
+    for number in range(own + 1):
+        document, begin, end = blocks[number]
+        if document == blocks[own][0]:
+            mean = k_TGD[begin:end, kv_head].mean(dim=0)
+            scores[number] = float(vector @ mean.double())
+    return scores
+
+
+def moba_lists(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    cu_seqlens: list[int],
+    block_size: int,
+    budgets: list[int],
+    granularity: str,
+) -> Lists:
+    blocks = blocks_of(cu_seqlens, block_size)
+    lists = {}
+    for row, head, own, kv_head, vector in selectors(q_THD, k_TGD.shape[1], blocks, granularity):
+        scores = visible_scores(vector, k_TGD, kv_head, own, blocks)
+        past = sorted((number for number in scores if number != own), key=lambda n: (-scores[n], n))
+        lists[row, head] = [own, *past[: budgets[blocks[own][0]] - 1]]
+    return lists
+
+
+def coverage(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    cu_seqlens: list[int],
+    block_size: int,
+    granularity: str,
+    softmax_scale: float,
+    budget: int,
+) -> list[float]:
+    """Mean router mass per document inside the own and the best ``budget`` - 1 other blocks."""
+    blocks = blocks_of(cu_seqlens, block_size)
+    covered = [0.0] * (len(cu_seqlens) - 1)
+    weights = [0.0] * (len(cu_seqlens) - 1)
+    for _, _, own, kv_head, vector in selectors(q_THD, k_TGD.shape[1], blocks, granularity):
+        scores = visible_scores(vector, k_TGD, kv_head, own, blocks)
+        peak = max(scores.values())
+        mass = {n: math.exp(softmax_scale * (s - peak)) for n, s in scores.items()}
+        others = sorted((mass[n] for n in mass if n != own), reverse=True)
+        document, begin, end = blocks[own]
+        weight = end - begin if granularity == "query-block" else 1
+        inside = mass[own] + sum(others[: budget - 1])
+        covered[document] += weight * inside / sum(mass.values())
+        weights[document] += weight
+    return [c / w for c, w in zip(covered, weights, strict=True)]
+
+
+def token_mask(
+    lists: Lists,
+    query_heads: int,
+    selecting_heads: int,
+    cu_seqlens: list[int],
+    block_size: int,
+    granularity: str,
+) -> Tensor:
+    """bool [H, T, T]: which key (column) a query (row) reads."""
+    blocks = blocks_of(cu_seqlens, block_size)
+    tokens = cu_seqlens[-1]
+    mask = torch.zeros(query_heads, tokens, tokens, dtype=torch.bool)
+    for own, (_, own_begin, own_end) in enumerate(blocks):
+        for token in range(own_begin, own_end):
+            row = own if granularity == "query-block" else token
+            for head in range(query_heads):
+                for number in lists[row, head * selecting_heads // query_heads]:
+                    _, begin, end = blocks[number]
+                    mask[head, token, begin : min(end, token + 1)] = True
+    return mask
+
+
+def loop_attention(
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, mask_HTT: Tensor, softmax_scale: float
+) -> tuple[Tensor, Tensor]:
+    """One query of one head after the other, in the dtype given; differentiable. Out and LSE."""
+    tokens, query_heads, _ = q_THD.shape
+    group = query_heads // k_TGD.shape[1]
+    out, lse = [], []
+    for token in range(tokens):
+        for head in range(query_heads):
+            keys = mask_HTT[head, token].nonzero()[:, 0]
+            logits = k_TGD[keys, head // group] @ q_THD[token, head] * softmax_scale
+            out.append(logits.softmax(0) @ v_TGD[keys, head // group])
+            lse.append(logits.logsumexp(0))
+    out_THD = torch.stack(out).view(tokens, query_heads, -1)
+    return out_THD, torch.stack(lse).view(tokens, query_heads)
+
+
+def plain_attention(
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, mask_HTT: Tensor, softmax_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Masked dense attention in the dtype given: its error is what rounding alone costs."""
+    group = q_THD.shape[1] // k_TGD.shape[1]
+    q, k, v = q_THD, k_TGD.repeat_interleave(group, 1), v_TGD.repeat_interleave(group, 1)
+    logits = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale
+    logits = logits.masked_fill(~mask_HTT, -torch.inf)
+    out_THD = torch.einsum("hqk,khd->qhd", logits.softmax(-1), v)
+    return out_THD, logits.float().logsumexp(-1).t()
