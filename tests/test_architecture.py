@@ -23,8 +23,8 @@ class Room:
     """What the files under a path of the package may import beside the standard library.
 
     A name allows the module and everything below it. The package's own modules are named from the
-    package on: ``plan`` is ``sparsebalance_megatron.plan``. Of the package itself only
-    ``config`` is open to everyone.
+    package on: ``plan`` is ``sparsebalance_megatron.plan``. Of the package itself only ``config``
+    and the version are open to everyone.
     """
 
     outside: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class Room:
     def allows(self, module: str) -> bool:
         own = module.removeprefix(f"{PACKAGE}.")
         if own != module:
-            return _within(own, (*self.inside, "config"))
+            return _within(own, (*self.inside, "config", "__version__"))
         if module == PACKAGE:
             return False
         return module.partition(".")[0] in sys.stdlib_module_names or _within(module, self.outside)
@@ -140,6 +140,7 @@ def test_arrows(room: str) -> None:
         ("data/x.py", "import megatron.core.datasets_other"),
         ("data/x.py", f"from {PACKAGE}.runtime import session"),
         ("runtime/x.py", f"from {PACKAGE}.report import summary"),
+        ("runtime/x.py", f"from {PACKAGE}.pretrain_gpt import main"),
         ("cli.py", "import numpy"),
         ("config.py", "import torch"),
         ("__init__.py", f"from {PACKAGE}.plan import step_plan"),
@@ -156,6 +157,7 @@ def test_a_broken_arrow_is_found(path: str, source: str) -> None:
         ("plan/x.py", "from . import pipeline\nfrom .step_plan import StepPlan"),
         ("attention/impl/x.py", "from ..layout import Layout\nimport torch.nn.functional as F"),
         ("report/x.py", f"from {PACKAGE}.plan.step_plan import StepPlan"),
+        ("runtime/x.py", f"from {PACKAGE} import __version__"),
         ("data/x.py", "from megatron.core.datasets.indexed_dataset import IndexedDataset"),
         ("runtime/x.py", f"from {PACKAGE}.compat import run_pretrain\nimport megatron.core"),
     ],

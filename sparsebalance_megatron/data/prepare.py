@@ -157,7 +157,8 @@ def prepare(
     with DatasetWriter(prefix, vocab_size=tokenizer.vocab_size, overwrite=overwrite) as writer:
         loss_tokens = 0
         records = _with_progress(source, bad, "tokenise")
-        for tokens, mask in _encoded(records, tokenizer, append_eod, bad):
+        eod = tokenizer.eod if append_eod else None
+        for tokens, mask in _encoded(records, tokenizer, eod, bad):
             writer.add(tokens, mask)
             loss_tokens += int(mask.sum())
         if not len(writer.lengths_tokens):
@@ -219,9 +220,9 @@ def _batches(
 
 
 def _encoded(
-    records: Iterable[Record], tokenizer: DocumentTokenizer, append_eod: bool, bad: BadRecords
+    records: Iterable[Record], tokenizer: DocumentTokenizer, eod: int | None, bad: BadRecords
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Token ids (int64) and loss mask (uint8) of every document."""
+    """Token ids (int64) and loss mask (uint8) of every document; ``eod`` ends each, if given."""
     for batch in _batches(_rendered(records, tokenizer.render, bad)):
         encodings = tokenizer.encode(
             [document.text for _, document in batch],
@@ -237,8 +238,8 @@ def _encoded(
             else:
                 token_ends = [end for _, end in encoding.offsets]
                 mask = trained_tokens(token_ends, document.trained_spans)
-            if append_eod:
-                tokens = np.append(tokens, tokenizer.eod)
+            if eod is not None:
+                tokens = np.append(tokens, eod)
                 mask = np.append(mask, np.uint8(document.ends_trained))
             yield tokens, mask
 

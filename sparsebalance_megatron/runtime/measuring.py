@@ -27,7 +27,7 @@ class Effort:
     divisors: tuple[int, ...]
     """Rows of one document are the sequence length over each of these."""
     documents: tuple[int, ...]
-    """The longest of those rows is also measured cut into this many documents."""
+    """A row half as long as the longest of those is also measured cut into this many."""
     most_dense_blocks: int
     """Blocks of a document up to which dense attention is measured too."""
 
@@ -45,7 +45,7 @@ QUICK = Effort(
     warm_up=1,
     least_repeats=2,
     most_repeats=10,
-    seconds_per_cell=0.2,
+    seconds_per_cell=0.1,
     divisors=(2, 4, 8, 16),
     documents=(6,),
     most_dense_blocks=16,
@@ -79,9 +79,9 @@ def plan_cells(longest_tokens: int, config: SparseBalanceConfig, effort: Effort)
     other kinds do not depend on the budget and run at the base budget only.
     """
     rows = [(longest_tokens // divisor,) for divisor in effort.divisors]
-    rows += [_cut(max(rows)[0], documents) for documents in effort.documents]
+    rows += [_cut(max(rows)[0] // 2, documents) for documents in effort.documents]
     cells = []
-    for lengths in sorted({row for row in rows if min(row) >= 1}, key=sum):
+    for lengths in sorted({row for row in rows if min(row) >= 1}, key=lambda row: (sum(row), row)):
         blocks = -(-max(lengths) // config.block_size)
         base = min(config.base_budget, blocks)
         dense = {blocks} if blocks <= effort.most_dense_blocks else set()

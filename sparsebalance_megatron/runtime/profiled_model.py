@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's Megatron modules, part by part, as pairs of a forward and a backward to time.
+"""One rank's Megatron modules, part by part, ready to be timed.
 
 Import only after the CPU adapter has been installed where it is needed.
 
@@ -61,19 +61,21 @@ class ProfiledModel:
         self._layer.self_attention.core_attention = _PassQueries()
         self._generator = torch.Generator(device=device).manual_seed(args.seed)
 
-    def passes(self, lengths_tokens: Sequence[int], budget_blocks: int) -> dict[Kind, Timed]:
-        """Every part on a micro-batch of random data, all samples at one budget."""
+    def timed(self, kind: Kind, lengths_tokens: Sequence[int], budget_blocks: int) -> Timed:
+        """A part on a micro-batch of random data, all samples at one budget."""
         context = self._context(lengths_tokens, budget_blocks)
-        params = packed_params(
-            context, max_seqlen_tokens=self._max_seqlen_tokens, device=self._device
-        )
-        tokens = sum(lengths_tokens)
-        return {
-            **self._attention_passes(tokens, context),
-            Kind.LINEAR: self._linear_pass(tokens, params),
-            Kind.EMBEDDING: self._embedding_pass(tokens),
-            Kind.HEAD: self._head_pass(tokens),
-        }
+        tokens = context.layout.tokens
+        match kind:
+            case Kind.ATTENTION:
+                return self._attention(tokens, context)
+            case Kind.ROUTER:
+                return self._router(tokens, context)
+            case Kind.LINEAR:
+                return self._linear(tokens, context)
+            case Kind.EMBEDDING:
+                return self._embedding(tokens)
+            case Kind.HEAD:
+                return self._head(tokens)
 
     def _context(self, lengths_tokens: Sequence[int], budget_blocks: int) -> MicroBatchContext:
         return MicroBatchContext(
@@ -90,13 +92,8 @@ class ProfiledModel:
             observe=True,
         )
 
-    def _attention_passes(self, tokens: int, context: MicroBatchContext) -> dict[Kind, Timed]:
-        heads, groups = self._config.num_attention_heads, self._config.num_query_groups
-        head_dim = self._config.kv_channels
-        q_THD, k_TGD, v_TGD = (
-            self._random(tokens, count, head_dim).requires_grad_()
-            for count in (heads, groups, groups)
-        )
+    def _attention(self, tokens: int, context: MicroBatchContext) -> Timed:
+        q_THD, k_TGD, v_TGD = self._queries_keys_values(tokens)
         selection = self._select(q_THD, k_TGD, context, guarded=False)
 
         def attend() -> Tensor:
@@ -105,19 +102,28 @@ class ProfiledModel:
                 k_TGD,
                 v_TGD,
                 selection,
-                softmax_scale=head_dim**-0.5,
+                softmax_scale=q_THD.shape[-1] ** -0.5,
                 implementation=self._options.implementation,
             )
             return out_THD
 
-        return {
-            Kind.ATTENTION: Timed(
-                forward=attend, backward=_backward_from(self._random(tokens, heads, head_dim))
-            ),
-            Kind.ROUTER: Timed(
-                forward=lambda: self._select(q_THD, k_TGD, context, guarded=True), backward=None
-            ),
-        }
+        backward = _backward_from(torch.ones_like(q_THD), inputs=(q_THD, k_TGD, v_TGD))
+        return Timed(forward=attend, backward=backward)
+
+    def _router(self, tokens: int, context: MicroBatchContext) -> Timed:
+        q_THD, k_TGD, _ = self._queries_keys_values(tokens)
+        return Timed(
+            forward=lambda: self._select(q_THD, k_TGD, context, guarded=True), backward=None
+        )
+
+    def _queries_keys_values(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        config = self._config
+        heads, groups = config.num_attention_heads, config.num_query_groups
+        q_THD, k_TGD, v_TGD = (
+            self._random(tokens, count, config.kv_channels).requires_grad_()
+            for count in (heads, groups, groups)
+        )
+        return q_THD, k_TGD, v_TGD
 
     def _select(
         self, q_THD: Tensor, k_TGD: Tensor, context: MicroBatchContext, *, guarded: bool
@@ -141,7 +147,10 @@ class ProfiledModel:
                 max_budget=max(context.max_budgets[0], self._options.base_budget),
             )
 
-    def _linear_pass(self, tokens: int, params: BudgetedPackedSeqParams) -> Timed:
+    def _linear(self, tokens: int, context: MicroBatchContext) -> Timed:
+        params = packed_params(
+            context, max_seqlen_tokens=self._max_seqlen_tokens, device=self._device
+        )
         hidden_T1h = self._hidden(tokens)
         rotary = self._rotary(hidden_T1h, params)
 
@@ -154,9 +163,10 @@ class ProfiledModel:
             )
             return out_T1h
 
-        return Timed(forward=layer, backward=_backward_from(torch.ones_like(hidden_T1h)))
+        backward = _backward_from(torch.ones_like(hidden_T1h), inputs=(hidden_T1h,))
+        return Timed(forward=layer, backward=backward)
 
-    def _embedding_pass(self, tokens: int) -> Timed:
+    def _embedding(self, tokens: int) -> Timed:
         tokens_1T = self._token_ids(tokens)
         positions_1T = torch.arange(tokens, device=self._device)[None] % self._max_seqlen_tokens
         gradient_T1h = torch.ones_like(self._hidden(tokens))
@@ -165,7 +175,7 @@ class ProfiledModel:
             backward=_backward_from(gradient_T1h),
         )
 
-    def _head_pass(self, tokens: int) -> Timed:
+    def _head(self, tokens: int) -> Timed:
         """Final norm, vocabulary projection and loss; the gradient of the summed loss is ones."""
         model = self._model
         hidden_T1h = self._hidden(tokens)
@@ -179,7 +189,7 @@ class ProfiledModel:
             logits, _ = model.output_layer(normed_T1h, weight=weight)
             return model.compute_language_model_loss(labels_1T, logits).float().sum()
 
-        return Timed(forward=head, backward=lambda loss: loss.backward())
+        return Timed(forward=head, backward=_backward_from(None, inputs=(hidden_T1h,)))
 
     def _rotary(self, hidden_T1h: Tensor, params: BudgetedPackedSeqParams) -> Any:
         embedding = getattr(self._model, "rotary_pos_emb", None)
@@ -230,8 +240,17 @@ class _PassQueries(torch.nn.Module):
         return _ReturnQueries.apply(query, key, value)
 
 
-def _backward_from(gradient: Tensor) -> Callable[[Tensor], None]:
-    return lambda output: output.backward(gradient)
+def _backward_from(
+    gradient: Tensor | None, *, inputs: Sequence[Tensor] = ()
+) -> Callable[[Tensor], None]:
+    """Backward from ``gradient``. Parameters accumulate, as in training; inputs start afresh."""
+
+    def backward(output: Tensor) -> None:
+        for leaf in inputs:
+            leaf.grad = None
+        output.backward(gradient)
+
+    return backward
 
 
 def _start_single_process(args: Namespace, device: torch.device) -> None:

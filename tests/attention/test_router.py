@@ -219,7 +219,7 @@ def test_bad_arguments_are_named() -> None:
         select_blocks(scores, layout, torch.tensor([1, 2]))
     with pytest.raises(ValueError, match="max_budget 0"):
         select_blocks(scores, layout, torch.tensor([1]), max_budget=0)
-    with pytest.raises(ValueError, match="threshold 1.0"):
+    with pytest.raises(ValueError, match=r"threshold 1\.0"):
         guard_budgets(torch.ones(1, 3), torch.tensor([1]), base_budget=1, threshold=1.0)
     with pytest.raises(ValueError, match="base_budget 0"):
         guard_budgets(torch.ones(1, 3), torch.tensor([1]), base_budget=0, threshold=0.5)

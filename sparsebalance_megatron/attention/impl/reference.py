@@ -53,7 +53,7 @@ def attention(
 
 
 def _lists(selection: Selection, document: int, head: int, query_heads: int) -> Tensor:
-    """A head's lists per token of a document, as block numbers inside the document; -1 past the end."""
+    """A head's list for every token of a document, numbered inside it; -1 past a list's end."""
     layout = selection.layout
     begin, end = layout.cu_seqlens[document : document + 2]
     selecting_head = head * selection.indices_RCK.shape[1] // query_heads
