@@ -6,10 +6,11 @@ Rooms, and which way they may look (a test enforces it):
 - :mod:`.plan`: which sample runs where, and with which attention budget. Pure Python and numpy.
 - :mod:`.cost`: what a micro-batch will cost, in ms. Pure numpy and scipy.
 - :mod:`.attention`: block-sparse attention with budgets. Pure torch.
+- :mod:`.data`: documents, samples, packed rows; imports only Megatron's dataset readers.
 - :mod:`.runtime`: the glue to Megatron; the only room that imports ``megatron``.
 - :mod:`.report`: reads what training wrote.
 
-``runtime -> {plan, cost, attention}``, ``plan -> cost``, ``report -> plan``'s data types.
+``runtime -> {plan, cost, attention, data}``, ``plan -> cost``, ``report -> plan``'s data types.
 """
 
 from sparsebalance_megatron.config import SparseBalanceConfig

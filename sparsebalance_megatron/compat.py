@@ -149,7 +149,7 @@ def default_layer_spec(transformer_config: Any, vp_stage: int | None) -> Any:
 
 
 def stage_layers(transformer_config: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Global, zero-based layer indices of every pipeline stage and virtual chunk, by Megatron's rule."""
+    """Global, zero-based layer indices of every stage and virtual chunk, by Megatron's rule."""
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 

@@ -55,25 +55,30 @@ class SparseBalanceConfig:
     against the step's makespan."""
 
     anchor: Anchor = "mean"
-    """Latency that anchor tuning moves every micro-batch towards, over the micro-batches of a step."""
+    """Latency that anchor tuning moves every micro-batch towards, taken over a step's
+    micro-batches."""
 
     coverage_threshold: float = 0.1
-    """Router score coverage a sample may lose against the base budget, in every layer (the paper's p)."""
+    """Router score coverage that a sample may lose against the base budget, in every layer (the
+    paper's p)."""
 
     max_tokens_per_micro_batch: int | None = None
     """Token cap of a micro-batch; default: micro batch size x sequence length."""
 
     cost_table: str | None = None
-    """Cost table measured by `sparse-balance profile`; without one, costs are counted operations."""
+    """Cost table measured by `sparse-balance profile`; without one, costs are counted
+    operations."""
 
     overlong: Overlong = "split"
     """What happens to a document longer than the sequence length."""
 
     window: int = 1
-    """Consecutive global batches that may exchange samples; above 1 the composition of batches changes."""
+    """Consecutive global batches that may exchange samples; above 1 the composition of batches
+    changes."""
 
     calibration: Calibration = "measured"
-    """Whether measured times correct predicted ones while training; off makes plans repeat exactly."""
+    """Whether measured times correct predicted ones while training; off makes plans repeat
+    exactly."""
 
     coverage_decay: float = 0.9
     """Weight of the past in the moving average of coverage curves."""
@@ -89,7 +94,9 @@ class SparseBalanceConfig:
         self._require(
             self.block_size & (self.block_size - 1) == 0, "block_size", "must be a power of two"
         )
-        self._require(self.base_budget >= 1, "base_budget", "must be at least 1 block (a query's own)")
+        self._require(
+            self.base_budget >= 1, "base_budget", "must be at least 1 block (a query's own)"
+        )
         self._require(
             0.0 <= self.coverage_threshold < 1.0, "coverage_threshold", "must lie in [0, 1)"
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a GPT: ``torchrun -m sparsebalance_megatron.pretrain_gpt <Megatron flags> --sparse-balance``.
+"""Train a GPT: ``torchrun -m sparsebalance_megatron.pretrain_gpt FLAGS... --sparse-balance``.
 
 Without ``--sparse-balance`` this is Megatron's own training, unchanged.
 """
@@ -12,37 +12,25 @@ from collections.abc import Sequence
 
 import torch
 
-from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.runtime.device import early_flags
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse, check, train. A wrong flag ends the process with one line and status 2."""
+    """Parse, check, train.
+
+    What the user can mend (this package's own ValueErrors: flags, data, cost tables) ends the
+    process with one line and status 2; anything else keeps its traceback.
+    """
     argv = sys.argv[1:] if argv is None else argv
     try:
-        enabled, device_type = _early_flags(argv)
+        enabled, device_type = early_flags(argv)
         _train(enabled=enabled, device_type=device_type)
-    except ConfigError as error:
+    except ValueError as error:
+        if type(error).__module__.partition(".")[0] != __package__:
+            raise
         print(f"sparse balance: error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
-
-
-def _early_flags(argv: Sequence[str]) -> tuple[bool, str]:
-    """The two flags that decide how Megatron is imported: (enabled, "cpu" or "cuda").
-
-    Raises:
-        ConfigError: if CUDA is asked for and not there.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(flag_name("enabled"), dest="enabled", action="store_true")
-    parser.add_argument(flag_name("device"), dest="device", default=SparseBalanceConfig().device)
-    early, _ = parser.parse_known_args(argv)
-    visible = torch.cuda.is_available()
-    if early.device == "cuda" and not visible:
-        raise ConfigError(
-            f"{flag_name('device')} cuda: no CUDA device is visible; use auto or cpu"
-        )
-    device_type = "cuda" if visible and early.device != "cpu" else "cpu"
-    return early.enabled, device_type
 
 
 def _train(*, enabled: bool, device_type: str) -> None:
@@ -62,7 +50,9 @@ def _train(*, enabled: bool, device_type: str) -> None:
         extra_args_provider=args_provider(enabled=enabled, on_cpu=device_type == "cpu")
     )
     if args.rank == 0:
-        print(f"sparse balance: {'on' if enabled else 'off'}, training on {device_type}", flush=True)
+        print(
+            f"sparse balance: {'on' if enabled else 'off'}, training on {device_type}", flush=True
+        )
     if not enabled:
         _train_plain(args)
         return

@@ -236,10 +236,11 @@ class _Reader:
         )
 
     def _shape(self, shape: dict[str, Any]) -> ModelShape:
-        types = {f.name: bool if f.type == "bool" else int for f in fields(ModelShape)}
-        return ModelShape(
-            **{name: self._value(shape, name, kind, "shape") for name, kind in types.items()}
-        )
+        values: dict[str, Any] = {
+            f.name: self._value(shape, f.name, bool if f.type == "bool" else int, "shape")
+            for f in fields(ModelShape)
+        }
+        return ModelShape(**values)
 
     def _row(self, row: Any, where: str) -> CostRow:
         lengths = self._value(row, "lengths_tokens", list, where)
@@ -266,7 +267,7 @@ class _Reader:
             raise self._error(where, f"{key} is {value!r}, expected one of {allowed}")
         return choices(value)
 
-    def _value[T](self, mapping: Any, key: Any, kind: type[T], where: str) -> T:
+    def _value(self, mapping: Any, key: Any, kind: type, where: str) -> Any:
         if not isinstance(mapping, dict):
             raise self._error(where, f"expected an object, found {type(mapping).__name__}")
         if key not in mapping:

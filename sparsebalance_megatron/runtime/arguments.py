@@ -23,7 +23,7 @@ on how samples are grouped, and attention without dropout."""
 
 
 class _PrefixedGroupFactory(ArgumentGroupFactory):
-    """Megatron's flag generator with this plugin's prefix, so that no upstream field can collide."""
+    """Megatron's flag generator with this plugin's prefix: no upstream field can collide."""
 
     def _format_arg_name(self, config_attr_name: str, prefix: str | None = None) -> str:
         name = flag_name(config_attr_name).removeprefix("--")
@@ -64,9 +64,11 @@ def config_from_args(args: Namespace) -> SparseBalanceConfig:
     """Read the plugin's config back from Megatron's ``args``.
 
     Raises:
-        ConfigError: if a value is wrong, or the flags vanished because ``--yaml-cfg`` replaced them.
+        ConfigError: if a value is wrong, or if ``--yaml-cfg`` replaced the command line.
     """
-    missing = [f.name for f in fields(SparseBalanceConfig) if not hasattr(args, destination(f.name))]
+    missing = [
+        f.name for f in fields(SparseBalanceConfig) if not hasattr(args, destination(f.name))
+    ]
     if missing:
         raise ConfigError(
             f"{flag_name(missing[0])} is not among the parsed arguments: --yaml-cfg replaces the "
@@ -88,9 +90,7 @@ def check_supported(args: Namespace, config: SparseBalanceConfig) -> None:
             raise ConfigError(f"--sparse-balance with {other_flag}: {remedy}")
 
 
-def _conflicts(
-    args: Namespace, config: SparseBalanceConfig
-) -> Sequence[tuple[bool, str, str]]:
+def _conflicts(args: Namespace, config: SparseBalanceConfig) -> Sequence[tuple[bool, str, str]]:
     """(whether it is there, the other flag as given, what to do)."""
 
     def value(name: str, default: Any = None) -> Any:
@@ -161,8 +161,7 @@ def _conflicts(
             "logits of unselected blocks are never computed; drop it",
         ),
         (
-            value("rampup_batch_size") is not None
-            or value("step_batch_size_schedule") is not None,
+            value("rampup_batch_size") is not None or value("step_batch_size_schedule") is not None,
             "--rampup-batch-size / --step-batch-size-schedule",
             "the global batch size must stay fixed; drop it",
         ),

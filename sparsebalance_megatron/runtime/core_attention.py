@@ -33,7 +33,7 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """What the layers of one model share; ``grid`` are the budgets at which coverage is observed."""
+    """What the layers of one model share; coverage is observed at the budgets in ``grid``."""
 
     block_size: int
     base_budget: int
@@ -114,7 +114,9 @@ class BudgetedCoreAttention(MegatronModule):
             return self._packed(query, key, value, packed_seq_params)
         return self._batched(query, key, value)
 
-    def _packed(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, packed_seq_params: Any) -> Tensor:
+    def _packed(
+        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, packed_seq_params: Any
+    ) -> Tensor:
         context = getattr(packed_seq_params, "micro_batch", None)
         if context is None:
             cu_seqlens = tuple(packed_seq_params.cu_seqlens_q.tolist())
@@ -123,7 +125,9 @@ class BudgetedCoreAttention(MegatronModule):
 
     def _batched(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         sequence, batch, heads, head_dim = query.shape
-        rows = [x.transpose(0, 1).reshape(batch * sequence, x.shape[2], -1) for x in (query, key, value)]
+        rows = [
+            x.transpose(0, 1).reshape(batch * sequence, x.shape[2], -1) for x in (query, key, value)
+        ]
         cu_seqlens = tuple(range(0, (batch + 1) * sequence, sequence))
         out = self._attend(*rows, self._base_context(cu_seqlens, query.device))
         return out.view(batch, sequence, heads * head_dim).transpose(0, 1).contiguous()

@@ -115,7 +115,7 @@ class _Stream:
 
 
 class _DeviceProperties:
-    """What Megatron reads of ``torch.cuda.get_device_properties``; no capability unlocks a kernel."""
+    """What Megatron reads of ``torch.cuda.get_device_properties``."""
 
     name = "cpu"
     major = 8

@@ -103,5 +103,5 @@ class MicroBatchIterator:
         return pack(samples, pad_to_multiple_of=self._pad_to_multiple_of)
 
     def save_state(self) -> dict[str, Any]:
-        """Position, for Megatron's ``--dataloader-save``; consumed samples alone suffice to resume."""
+        """Position, for Megatron's ``--dataloader-save``; resuming needs consumed samples only."""
         return {"consumed_samples": self._step * self._global_batch_size}

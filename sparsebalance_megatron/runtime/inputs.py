@@ -41,17 +41,24 @@ def read_inputs(args: Namespace, config: SparseBalanceConfig, device_type: str) 
     from megatron.training.arguments import core_transformer_config_from_args
 
     transformer_config = core_transformer_config_from_args(args)
-    train, valid, test = (_sample_index(args, config, split) for split in ("train", "valid", "test"))
+    train = _sample_index(args, config, "train")
     if train is None:
         raise ConfigError(f"--split {args.split}: no document is left for training")
+    valid = _sample_index(args, config, "valid") if args.eval_iters else None
+    test = _sample_index(args, config, "test") if args.eval_iters else None
+    if args.eval_iters and valid is None:
+        raise ConfigError(
+            f"--eval-iters {args.eval_iters} with --split {args.split}: no document is left for "
+            "validation; give it a weight, or use --eval-iters 0"
+        )
     return Inputs(
         config=config,
         job=job_shape(args, transformer_config),
         policy=plan_policy(args, config),
         cost=_cost_model(args, config, device_type),
         train=train,
-        valid=valid if args.eval_iters else None,
-        test=test if args.eval_iters else None,
+        valid=valid,
+        test=test,
         grid=budget_grid(-(-args.seq_length // config.block_size)),
     )
 
@@ -65,8 +72,9 @@ def job_shape(args: Namespace, transformer_config: Any) -> JobShape:
     per_slot = args.micro_batch_size * args.data_parallel_size
     if args.global_batch_size < per_slot or args.global_batch_size % per_slot:
         raise ConfigError(
-            f"--global-batch-size {args.global_batch_size} must be a multiple of --micro-batch-size "
-            f"{args.micro_batch_size} x data-parallel size {args.data_parallel_size} = {per_slot}"
+            f"--global-batch-size {args.global_batch_size} must be a multiple of "
+            f"--micro-batch-size {args.micro_batch_size} x data-parallel size "
+            f"{args.data_parallel_size} = {per_slot}"
         )
     return JobShape(
         data_parallel_size=args.data_parallel_size,
@@ -137,7 +145,7 @@ def _cost_model(args: Namespace, config: SparseBalanceConfig, device_type: str) 
             "plans will be worse. Run `sparse-balance profile` with this model's flags.",
             stacklevel=2,
         )
-        cost = CostModel.analytic(identity.shape, config.block_size)
+        cost = CostModel.analytic(identity.shape, config.block_size, selection=config.selection)
     else:
         table = CostTable.load(config.cost_table)
         table.check_matches(identity)

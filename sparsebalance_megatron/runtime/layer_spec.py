@@ -38,7 +38,7 @@ def replace_core_attention(spec: Any, options: AttentionOptions) -> Any:
         submodules = getattr(self_attention, "submodules", None)
         if not hasattr(submodules, "core_attention"):
             raise ConfigError(
-                f"--sparse-balance: layer {layer.module.__name__} has no core attention to replace; "
+                f"--sparse-balance: {layer.module.__name__} has no core attention to replace; "
                 "use plain or grouped-query attention layers"
             )
         submodules.core_attention = ModuleSpec(

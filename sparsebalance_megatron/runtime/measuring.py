@@ -78,7 +78,7 @@ def plan_cells(longest_tokens: int, config: SparseBalanceConfig, effort: Effort)
     Attention runs at powers of four, at the base budget, and densely where that is affordable; the
     other kinds do not depend on the budget and run at the base budget only.
     """
-    rows = [(longest_tokens // divisor,) for divisor in effort.divisors]
+    rows: list[tuple[int, ...]] = [(longest_tokens // divisor,) for divisor in effort.divisors]
     rows += [_cut(max(rows)[0] // 2, documents) for documents in effort.documents]
     cells = []
     for lengths in sorted({row for row in rows if min(row) >= 1}, key=lambda row: (sum(row), row)):

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.model import CostModel, fit_errors
 from sparsebalance_megatron.cost.table import CostRow, CostTable, RunIdentity
+from sparsebalance_megatron.runtime.device import early_flags
 from sparsebalance_megatron.runtime.measuring import FULL, QUICK, Cell, Effort, measure, plan_cells
 from sparsebalance_megatron.runtime.timing import Clock, CudaEventClock, HostClock
 
@@ -123,7 +124,7 @@ def profile(
         threads: host threads in use; recorded in the table.
         progress: wraps the list of cells in an iterator, and may draw a bar.
     """
-    device_type = _device_type(flags)
+    _, device_type = early_flags(flags)
     if device_type == "cpu":
         from sparsebalance_megatron.runtime import cpu
 
@@ -144,17 +145,6 @@ def profile(
         threads=threads,
         rows=tuple(rows),
     )
-
-
-def _device_type(flags: Sequence[str]) -> str:
-    """ "cpu" or "cuda", known before Megatron is imported: the CPU adapter has to come first."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(flag_name("device"), dest="device", default=SparseBalanceConfig().device)
-    wanted = parser.parse_known_args(flags)[0].device
-    visible = torch.cuda.is_available()
-    if wanted == "cuda" and not visible:
-        raise ConfigError(f"{flag_name('device')} cuda: no CUDA device is visible; use auto or cpu")
-    return "cuda" if visible and wanted != "cpu" else "cpu"
 
 
 def _read_flags(

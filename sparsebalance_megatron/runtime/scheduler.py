@@ -132,7 +132,7 @@ class Scheduler:
         return (forward_SC + backward_SC).sum(axis=1)
 
     def finish_step(self, step: int, measured: StepMeasurement) -> None:
-        """Learn from a step. A repeated call for the same step (Megatron re-runs) changes nothing."""
+        """Learn from a step. Megatron may run a step again; a repeated call changes nothing."""
         if step <= self._finished_step:
             return
         self._finished_step = step

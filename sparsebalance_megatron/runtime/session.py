@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training run with ``--sparse-balance``: built from flags, then driven by Megatron's loop.
 
-:class:`.inputs.Inputs` is what could be checked before a process group exists; :class:`Session` adds
-what needs one. Megatron calls back in three places: the dataset provider (once), the forward
+:class:`.inputs.Inputs` is what could be checked before a process group exists; :class:`Session`
+adds what needs one. Megatron calls back in three places: the dataset provider (once), the forward
 step (per micro-batch) and ``finalize_model_grads_func`` (per step, on every rank).
 """
 
@@ -56,7 +56,7 @@ STATE_ATTRIBUTE = "sparse_balance_state"
 
 
 class Session:
-    """State of a run on one rank; the observer that :class:`.forward_step.ForwardStep` reports to."""
+    """State of a run on one rank, and the observer of its :class:`.forward_step.ForwardStep`."""
 
     def __init__(self, args: Namespace, inputs: Inputs, device: torch.device) -> None:
         self._args = args

@@ -131,7 +131,9 @@ def run_training(
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        raise AssertionError(f"no end after {timeout_s} s; the output ends\n{output[-4000:]}") from None
+        raise AssertionError(
+            f"no end after {timeout_s} s; the output ends\n{output[-4000:]}"
+        ) from None
     return TrainingRun(
         exit_code=process.returncode, output=output, steps=read_steps(log_dir) if log_dir else []
     )

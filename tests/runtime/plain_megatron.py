@@ -59,9 +59,7 @@ def loss_function(mask, output):
 
 def forward_step(data_iterator, model):
     row = next(data_iterator)
-    output = model(
-        row["tokens"], row["position_ids"], row["attention_mask"], labels=row["labels"]
-    )
+    output = model(row["tokens"], row["position_ids"], row["attention_mask"], labels=row["labels"])
     return output, partial(loss_function, row["loss_mask"])
 
 

@@ -35,7 +35,10 @@ CASES = {
     "attention dropout": (("--attention-dropout", "0.1"), "use --attention-dropout 0"),
     "two data prefixes": (("--data-path", "one", "two"), "blends are not supported"),
     "missing data": (("--data-path", "/nonexistent/prefix"), "/nonexistent/prefix"),
-    "missing cost table": (("--sparse-balance-cost-table", "/nonexistent.json"), "nonexistent.json"),
+    "missing cost table": (
+        ("--sparse-balance-cost-table", "/nonexistent.json"),
+        "nonexistent.json",
+    ),
 }
 
 

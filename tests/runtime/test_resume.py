@@ -32,9 +32,7 @@ def test_resumed_run_equals_one_that_never_stopped(tmp_path: Path) -> None:
     )
     whole = run_training(2, flags, log_dir=tmp_path / "whole").require_success()
     save = ("--save", str(tmp_path / "checkpoints"), "--save-interval", "3")
-    killed = run_training(
-        2, (*flags, *save, "--exit-interval", "3"), log_dir=tmp_path / "resumed"
-    )
+    killed = run_training(2, (*flags, *save, "--exit-interval", "3"), log_dir=tmp_path / "resumed")
     assert len(killed.losses) == 3
     resumed = run_training(
         2,

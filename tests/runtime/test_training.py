@@ -33,8 +33,16 @@ LAYOUTS = {
     ),
     "dp2-full-recompute": (
         2,
-        *[("--recompute-granularity", "full", "--recompute-method", "uniform",
-           "--recompute-num-layers", "1")],
+        *[
+            (
+                "--recompute-granularity",
+                "full",
+                "--recompute-method",
+                "uniform",
+                "--recompute-num-layers",
+                "1",
+            )
+        ],
     ),
     "dp2-selective-recompute": (2, ("--recompute-granularity", "selective")),
 }
@@ -48,7 +56,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def start(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of the untrained model: initialisation depends on the layout, loading does not."""
+    """A checkpoint of the untrained model: unlike initialising, loading ignores the layout."""
     directory = tmp_path_factory.mktemp("start")
     save = ("--save", str(directory), "--save-interval", "1", "--ckpt-format", "torch_dist")
     flags = (*_flags(documents, "arrival", "off"), *save)
@@ -69,7 +77,7 @@ def reference(
 def test_layouts_train_to_the_losses_of_one_rank(
     layout: str, documents: Path, start: Path, reference: TrainingRun, tmp_path: Path
 ) -> None:
-    """Invariants 3 and 4: batching changes no mathematics, on any layout, with recompute or without."""
+    """Invariants 3 and 4: batching changes no mathematics, on any layout, recomputed or not."""
     ranks, extra = LAYOUTS[layout]
     run = _train(ranks, documents, start, "latency", "off", *extra, log_dir=tmp_path)
     assert len(run.losses) == len(reference.losses) == 4
@@ -106,7 +114,9 @@ def test_budgets_that_cover_everything_are_dense_attention(documents: Path, star
     """Invariant 4: whatever the block size, a budget of all blocks is dense causal attention."""
     dense = ("--sparse-balance-base-budget", "1000")
     small = _train(1, documents, start, "arrival", "off", *dense)
-    large = _train(1, documents, start, "arrival", "off", *dense, "--sparse-balance-block-size", "256")
+    large = _train(
+        1, documents, start, "arrival", "off", *dense, "--sparse-balance-block-size", "256"
+    )
     assert [float(x) for x in small.losses] == pytest.approx(
         [float(x) for x in large.losses], rel=2e-6
     )
