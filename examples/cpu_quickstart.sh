@@ -19,10 +19,10 @@ DISTRIBUTED_ARGS=(
 )
 
 MODEL_ARGS=(
-    --num-layers 4
-    --hidden-size 256
-    --ffn-hidden-size 688
-    --num-attention-heads 8
+    --num-layers 3
+    --hidden-size 128
+    --ffn-hidden-size 384
+    --num-attention-heads 4
     --group-query-attention
     --num-query-groups 2
     --kv-channels 32
@@ -40,8 +40,8 @@ MODEL_ARGS=(
 TRAINING_ARGS=(
     --micro-batch-size 1
     --global-batch-size 8
-    --train-iters 30
-    --lr 1e-3
+    --train-iters 20
+    --lr 2e-3
     --lr-decay-style constant
     --lr-warmup-iters 5
     --clip-grad 1.0
