@@ -110,6 +110,24 @@ def test_anchor_tuning_trains(documents: Path, start: Path, tmp_path: Path) -> N
     assert len(run.losses) == 4
 
 
+def test_evaluation_between_steps_leaves_training_as_it_was(
+    documents: Path, start: Path, tmp_path: Path
+) -> None:
+    """Evaluation has plans of its own, and Megatron takes the hooks out around it."""
+    extra = ("--split", "80,10,10", "--eval-iters", "2", "--eval-interval", "2")
+    with_evaluation = _train(
+        2, documents, start, "latency", "makespan", *extra, log_dir=tmp_path / "with"
+    )
+    without = _train(
+        2, documents, start, "latency", "makespan", *extra[:2], log_dir=tmp_path / "without"
+    )
+    assert "validation loss at iteration 2" in with_evaluation.output
+    assert [step["lm_loss"] for step in with_evaluation.steps] == [
+        step["lm_loss"] for step in without.steps
+    ]
+    assert all(time > 0 for time in _flatten(with_evaluation.steps[-1]["measured"]["forward_ms"]))
+
+
 def test_budgets_that_cover_everything_are_dense_attention(documents: Path, start: Path) -> None:
     """Invariant 4: whatever the block size, a budget of all blocks is dense causal attention."""
     dense = ("--sparse-balance-base-budget", "1000")
