@@ -2,7 +2,7 @@
 """Megatron's core attention, replaced: route, guard, select, attend.
 
 Shape legend: T tokens of the packed row, H query heads and G KV heads of this tensor-parallel rank,
-D head dim, S samples, s sequence, b batch.
+D head dim, S samples, K budgets, s sequence, b batch.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class BudgetedCoreAttention(MegatronModule):
         self._softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         if config.apply_query_key_layer_scaling:
             self._softmax_scale /= layer_number
+        self._grid_K: Tensor | None = None
         self._tensor_parallel_group = getattr(pg_collection, "tp", None)
 
     def forward(
@@ -163,7 +164,7 @@ class BudgetedCoreAttention(MegatronModule):
                 softmax_scale=self._softmax_scale,
             )
             if context.observe:
-                budgets_S = self._guard_and_observe(scores, budgets_S, context)
+                budgets_S = self.guard_and_observe(scores, budgets_S, context)
                 # A guarded sample never needs more than the base budget.
                 max_budget = max(max_budget, options.base_budget)
             selection = select_blocks(scores, layout, budgets_S, max_budget=max_budget)
@@ -177,10 +178,13 @@ class BudgetedCoreAttention(MegatronModule):
         )
         return out_THD.reshape(out_THD.shape[0], -1)
 
-    def _guard_and_observe(
+    def guard_and_observe(
         self, scores: Any, budgets_S: Tensor, context: MicroBatchContext
     ) -> Tensor:
-        """Raise budgets that would lose too much coverage, by this micro-batch's own scores."""
+        """Raise budgets that would lose too much coverage, by this micro-batch's own scores.
+
+        Returns the budgets [S] to execute; what was seen goes into the context's observations.
+        """
         options = self._options
         curves_SK = self._mean_over_tensor_parallel(coverage_curves(scores, context.layout))
         guarded_S, grown_S = guard_budgets(
@@ -189,14 +193,19 @@ class BudgetedCoreAttention(MegatronModule):
             base_budget=options.base_budget,
             threshold=options.coverage_threshold,
         )
-        grid = torch.tensor(options.grid, device=budgets_S.device)
         context.observations[self._layer_index] = CoverageObservation(
-            grid_SK=coverage_at(curves_SK, grid.expand(curves_SK.shape[0], -1)),
+            grid_SK=coverage_at(curves_SK, self._grid_on(curves_SK)),
             executed_S=coverage_at(curves_SK, guarded_S),
             base_S=coverage_at(curves_SK, torch.full_like(guarded_S, options.base_budget)),
             grown_S=grown_S,
         )
         return guarded_S
+
+    def _grid_on(self, curves_SK: Tensor) -> Tensor:
+        """[S, K] budgets of the grid; copied to the device once."""
+        if self._grid_K is None or self._grid_K.device != curves_SK.device:
+            self._grid_K = torch.tensor(self._options.grid, device=curves_SK.device)
+        return self._grid_K.expand(curves_SK.shape[0], -1)
 
     def _mean_over_tensor_parallel(self, curves_SK: Tensor) -> Tensor:
         """Heads are spread over ranks, budgets are not: every rank must see the same coverage."""

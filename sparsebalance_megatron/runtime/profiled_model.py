@@ -139,7 +139,7 @@ class ProfiledModel:
                 softmax_scale=q_THD.shape[-1] ** -0.5,
             )
             if guarded:
-                budgets_S = self._core_attention._guard_and_observe(scores, budgets_S, context)
+                budgets_S = self._core_attention.guard_and_observe(scores, budgets_S, context)
             return select_blocks(
                 scores,
                 context.layout,

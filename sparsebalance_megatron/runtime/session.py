@@ -208,8 +208,10 @@ class Session:
             # The forward that brought us here began before its timer could be watched.
             self._recorder.start(FORWARD_TIMER)
         finalize = model_config.finalize_model_grads_func
-        if finalize is not None and not isinstance(finalize, _FinalizeThenReport):
-            model_config.finalize_model_grads_func = _FinalizeThenReport(finalize, self._end_step)
+        if finalize is not None and not isinstance(finalize, _ReportingFinalize):
+            model_config.finalize_model_grads_func = _ReportingFinalize(
+                self._recorder.end_schedule, finalize, self._end_step
+            )
 
     def begin_micro_batch(self, micro_batch: MicroBatch, context: MicroBatchContext) -> None:
         self._step = micro_batch.step
@@ -237,6 +239,7 @@ class Session:
         measured = self._reducer.reduce(
             forward_VM=forward_VM,
             backward_VM=backward_VM,
+            schedule_ms=self._recorder.schedule_ms(),
             contexts=self._contexts,
             loss_and_tokens=torch.stack(self._losses).sum(dim=0) if self._losses else None,
             digest=planned.plan.digest(),
@@ -296,16 +299,23 @@ class Session:
         )
 
 
-class _FinalizeThenReport:
+class _ReportingFinalize:
     """Wraps ``finalize_model_grads_func``: the one place every rank passes once per step."""
 
-    def __init__(self, finalize: Callable[..., Any], report: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        before: Callable[[], None],
+        finalize: Callable[..., Any],
+        after: Callable[[], None],
+    ) -> None:
+        self._before = before
         self._finalize = finalize
-        self._report = report
+        self._after = after
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        self._before()
         result = self._finalize(*arguments, **keywords)
-        self._report()
+        self._after()
         return result
 
 

@@ -81,6 +81,7 @@ def step_record(
             "forward_ms": measured.forward_ms.tolist(),
             "backward_ms": measured.backward_ms.tolist(),
             "rank_busy_ms": busy_ms.tolist(),
+            "schedule_ms": measured.schedule_ms.tolist(),
             "imbalance_rank_sums": imbalance(busy_ms),
             "imbalance_micro_batches": imbalance(
                 (measured.forward_ms + measured.backward_ms).sum(axis=(1, 2)).ravel()

@@ -68,6 +68,8 @@ class StepMeasurement:
     """[D, P, V, M]"""
     backward_ms: np.ndarray
     """[D, P, V, M]"""
+    schedule_ms: np.ndarray
+    """[D, P] from the start of the step to the stage's last backward."""
     coverage: CoverageTotals
     lm_loss: float
     tokens: int
@@ -115,8 +117,8 @@ def local_coverage(
 class StepReducer:
     """Sums every rank's contribution in one all-reduce of one float64 buffer.
 
-    The buffer has a slot for every (D, P) pair's times, every world rank's plan digest and every
-    reporting rank's minimum, so that a plain sum also gathers.
+    The buffer has slots for the times and the least coverage of every (D, P) pair and for the plan
+    digest of every world rank, so that a plain sum also gathers.
 
     Args:
         group: process group of all ranks; None is the default group.
@@ -146,6 +148,7 @@ class StepReducer:
             math.prod(self._times_shape),
             place.world_size,
             math.prod(stages),
+            math.prod(stages),
             self._coverage_size,
             2,
         )
@@ -155,6 +158,7 @@ class StepReducer:
         *,
         forward_VM: np.ndarray,
         backward_VM: np.ndarray,
+        schedule_ms: float,
         contexts: Iterable[tuple[MicroBatchContext, int]],
         loss_and_tokens: torch.Tensor | None,
         digest: bytes,
@@ -163,11 +167,12 @@ class StepReducer:
 
         Args:
             forward_VM, backward_VM: this rank's ms, NaN where unmeasured.
+            schedule_ms: from the start of the step to this rank's last backward.
             contexts: this rank's micro-batches and their sample counts.
             loss_and_tokens: [2] sum of losses and tokens, on last stages; None elsewhere.
             digest: of the plan this rank executed.
         """
-        times, digests, minima, coverage, loss = self._empty_parts()
+        times, digests, minima, schedule, coverage, loss = self._empty_parts()
         place = self._place
         digests[place.world_rank] = int.from_bytes(digest[:_DIGEST_BYTES], "big")
         if place.reports:
@@ -176,10 +181,14 @@ class StepReducer:
             times[1][here] = torch.as_tensor(backward_VM)
             local = local_coverage(contexts, self._job.layers, self._buckets, self._grid_size)
             coverage = local[:-1].to(self._device)
-            minima[here[0] * self._job.pipeline_stages + here[1]] = local[-1].to(self._device)
+            slot = here[0] * self._job.pipeline_stages + here[1]
+            minima[slot] = local[-1].to(self._device)
+            schedule[slot] = schedule_ms
             if loss_and_tokens is not None:
                 loss = loss_and_tokens.to(device=self._device, dtype=torch.float64)
-        flat = torch.cat([times.flatten().to(self._device), digests, minima, coverage, loss])
+        flat = torch.cat(
+            [times.flatten().to(self._device), digests, minima, schedule, coverage, loss]
+        )
         torch.distributed.all_reduce(flat, group=self._group)
         return self._unpack(flat.cpu().numpy())
 
@@ -188,11 +197,14 @@ class StepReducer:
         return (times.view(self._times_shape), *(part.to(self._device) for part in others))
 
     def _unpack(self, flat: np.ndarray) -> StepMeasurement:
-        times, digests, minima, coverage, loss = np.split(flat, np.cumsum(self._sizes)[:-1])
+        times, digests, minima, schedule, coverage, loss = np.split(
+            flat, np.cumsum(self._sizes)[:-1]
+        )
         forward, backward = times.reshape(self._times_shape)
         return StepMeasurement(
             forward_ms=forward,
             backward_ms=backward,
+            schedule_ms=schedule.reshape(self._times_shape[1:3]),
             coverage=self._coverage(coverage, float(minima.min())),
             lm_loss=float(loss[0] / loss[1]) if loss[1] else math.nan,
             tokens=int(loss[1]),

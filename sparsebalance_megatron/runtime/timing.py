@@ -8,6 +8,7 @@ CUDA events or host times, so that recording never waits for the device.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ import torch
 
 FORWARD_TIMER = "forward-compute"
 BACKWARD_TIMER = "backward-compute"
+SCHEDULE_TIMER = "forward-backward"
 
 
 class Clock(Protocol):
@@ -81,6 +83,7 @@ class MicroBatchRecorder:
         self._bound: tuple[int, int] | None = None
         self._backwards = 0
         self._spans: dict[tuple[str, int, int], tuple[Any, Any]] = {}
+        self._schedule: tuple[Any, Any] | None = None
 
     def bind_forward(self, chunk: int, micro_batch: int) -> None:
         """Name the forward that is running."""
@@ -91,6 +94,8 @@ class MicroBatchRecorder:
 
     def stop(self, timer_name: str) -> None:
         """End a span. A stop without a start (timers installed in between) leaves it unmeasured."""
+        if timer_name == SCHEDULE_TIMER:
+            return
         begin = self._open.pop(timer_name, None)
         identity = self._identity(timer_name)
         if begin is not None and identity is not None:
@@ -102,6 +107,15 @@ class MicroBatchRecorder:
             return identity
         index, self._backwards = self._backwards, self._backwards + 1
         return self._backward_order[index] if index < len(self._backward_order) else None
+
+    def end_schedule(self) -> None:
+        """The last backward of this rank is done; what follows is gradient reduction."""
+        begin = self._open.pop(SCHEDULE_TIMER, None)
+        self._schedule = None if begin is None else (begin, self._clock.mark())
+
+    def schedule_ms(self) -> float:
+        """From the schedule's start to this rank's last backward; NaN where unmeasured."""
+        return math.nan if self._schedule is None else self._clock.elapsed_ms(*self._schedule)
 
     def elapsed_ms(self) -> tuple[np.ndarray, np.ndarray]:
         """(forward, backward) ms, each [V, M]; NaN where unmeasured."""
@@ -122,7 +136,7 @@ class RecordingTimers:
 
     def __call__(self, name: str, *arguments: Any, **keywords: Any) -> Any:
         timer = self.inner(name, *arguments, **keywords)
-        if name in (FORWARD_TIMER, BACKWARD_TIMER):
+        if name in (FORWARD_TIMER, BACKWARD_TIMER, SCHEDULE_TIMER):
             return _RecordingTimer(timer, name, self.recorder)
         return timer
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -69,7 +71,7 @@ def dense(
     q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, boundaries
 ) -> torch.Tensor:
     parts = []
-    for start, end in zip(boundaries[:-1], boundaries[1:], strict=True):
+    for start, end in itertools.pairwise(boundaries):
         q, k, v = (x[start:end].transpose(0, 1)[None] for x in (q_THD, k_TGD, v_TGD))
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=True

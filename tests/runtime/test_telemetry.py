@@ -63,6 +63,7 @@ def reduce_on_rank(rank: int, directory: str, digests: tuple[bytes, bytes]) -> N
     measured = reducer.reduce(
         forward_VM=np.array([[1.0 + rank, math.nan if rank else 2.0]]),
         backward_VM=np.array([[10.0 + rank, 20.0 + rank]]),
+        schedule_ms=40.0 + rank,
         contexts=[(observed_context(rank, layer), 2) for layer in (0, 1)],
         loss_and_tokens=torch.tensor([6.0 * (rank + 1), 3.0]),
         digest=digests[rank],
@@ -81,6 +82,7 @@ def test_all_ranks_learn_the_same_sums(tmp_path: Path) -> None:
     np.testing.assert_array_equal(first.forward_ms, second.forward_ms)
     np.testing.assert_array_equal(first.forward_ms, [[[[1.0, 2.0]]], [[[2.0, math.nan]]]])
     np.testing.assert_array_equal(first.backward_ms, [[[[10.0, 20.0]]], [[[11.0, 21.0]]]])
+    np.testing.assert_array_equal(first.schedule_ms, [[40.0], [41.0]])
     assert first.lm_loss == 3.0
     assert first.tokens == 6
     assert first.digest_mismatches == 0

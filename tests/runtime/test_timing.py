@@ -95,9 +95,21 @@ def test_a_new_step_forgets_the_last() -> None:
     assert all(np.isnan(times).all() for times in recorder.elapsed_ms())
 
 
+def test_the_schedule_lasts_until_its_last_backward() -> None:
+    order, clock, recorder = recorder_for(1, 1, 2, 0)
+    timers = RecordingTimers(SilentTimers(), recorder)
+    assert np.isnan(recorder.schedule_ms())
+    timers("forward-backward", log_level=1).start(barrier=True)
+    run(order, clock, recorder, lambda *_: 5.0)
+    recorder.end_schedule()
+    clock.now_ms += 500.0
+    timers("forward-backward").stop()
+    assert recorder.schedule_ms() == 4 * (5.0 + 1000.0)
+
+
 def test_other_timers_and_attributes_pass_through() -> None:
     _, _, recorder = recorder_for(1, 1, 1, 0)
     timers = RecordingTimers(SilentTimers(), recorder)
-    timers("forward-backward", log_level=1).start(barrier=True)
+    timers("optimizer", log_level=1).start(barrier=True)
     assert timers.log_level == 0
     assert np.isnan(recorder.elapsed_ms()[0]).all()
