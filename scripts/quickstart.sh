@@ -104,4 +104,4 @@ measure_costs
 train baseline --sparse-balance-batching arrival --sparse-balance-tuning off
 train sparse_balance --sparse-balance-batching latency --sparse-balance-tuning makespan
 sparse-balance summary --baseline "${RUNS}/baseline" --run "${RUNS}/sparse_balance" \
-    -o "${RUNS}/summary.json"
+    -o "${RUNS}/summary.json" --picture "${RUNS}/timeline.svg"

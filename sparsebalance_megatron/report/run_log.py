@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 STEP_LOG_NAME = "steps.jsonl"
 
 
@@ -26,6 +28,7 @@ class Step:
 
     ``measured_rank_ms`` and ``predicted_rank_ms`` hold, per data-parallel rank, the computing time
     of its busiest pipeline stage. ``lower_bound_ms`` and ``work_ratio`` are the planner's.
+    ``micro_batch_ms`` is measured: [rank][stage][micro-batch], forward and backward together.
     """
 
     iteration: int
@@ -37,6 +40,7 @@ class Step:
     predicted_rank_ms: tuple[float, ...] | None
     lower_bound_ms: float | None
     work_ratio: float | None
+    micro_batch_ms: tuple[tuple[tuple[float, ...], ...], ...] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +140,28 @@ def _step(record: Mapping[str, Any]) -> Step:
         predicted_rank_ms=predicted,
         lower_bound_ms=_number(record, "predicted", "lower_bound_ms"),
         work_ratio=_number(record, "predicted", "work_ratio"),
+        micro_batch_ms=_micro_batch_times(record),
     )
+
+
+def _micro_batch_times(record: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """Sum of forward and backward over virtual stages; None as soon as one is missing."""
+    try:
+        forward, backward = (
+            np.array(_field(record, "measured", f"{name}_ms"), dtype=np.float64)
+            for name in ("forward", "backward")
+        )
+    except (TypeError, ValueError):
+        raise _BadLineError("measured.forward_ms or .backward_ms is not an array") from None
+    if forward.ndim != 4 or forward.shape != backward.shape:
+        raise _BadLineError(
+            f"measured.forward_ms {forward.shape} and .backward_ms {backward.shape} must both be "
+            "[rank][stage][virtual stage][micro-batch]"
+        )
+    times_DPM = (forward + backward).sum(axis=2)
+    if not np.isfinite(times_DPM).all():
+        return None
+    return tuple(tuple(tuple(stage) for stage in rank) for rank in times_DPM.tolist())
 
 
 def _rank_times(record: Mapping[str, Any], side: str) -> tuple[float, ...] | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
+from sparsebalance_megatron.report.picture import draw_step
 from sparsebalance_megatron.report.run_log import RunLog, Step, read_run_log
 
 if TYPE_CHECKING:
@@ -85,6 +86,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--baseline", type=Path, required=True, metavar="DIR")
     parser.add_argument("--run", type=Path, required=True, metavar="DIR", dest="run_directory")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write JSON here")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE.svg", help="also draw a typical step of both here"
+    )
 
 
 def run(arguments: Namespace) -> int:
@@ -93,8 +97,10 @@ def run(arguments: Namespace) -> int:
     Raises:
         RunLogError: if a run left no usable log.
         SummaryError: if rich is not installed.
+        PictureError: if no step can be drawn.
     """
-    comparison = compare(read_run_log(arguments.baseline), read_run_log(arguments.run_directory))
+    baseline, balanced = read_run_log(arguments.baseline), read_run_log(arguments.run_directory)
+    comparison = compare(baseline, balanced)
     if arguments.output is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(
@@ -103,6 +109,9 @@ def run(arguments: Namespace) -> int:
     show(comparison)
     if arguments.output is not None:
         print(f"written to {arguments.output}")
+    if arguments.picture is not None:
+        iteration = draw_step(baseline, balanced, arguments.picture)
+        print(f"iteration {iteration} of both runs drawn in {arguments.picture}")
     return 0
 
 

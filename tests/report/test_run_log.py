@@ -16,6 +16,12 @@ from sparsebalance_megatron.report.run_log import RunLogError, read_run_log
 HEADER = {"type": "run", "config": {"batching": "latency"}}
 
 
+TIMES = {
+    "forward_ms": [[[[10.0, 20.0]]], [[[10.0, 10.0]]]],
+    "backward_ms": [[[[20.0, 40.0]]], [[[20.0, 30.0]]]],
+}
+
+
 def record(iteration: int, /, **changes: Any) -> dict[str, Any]:
     return {
         "type": "step",
@@ -24,7 +30,7 @@ def record(iteration: int, /, **changes: Any) -> dict[str, Any]:
         "lm_loss": 9.0 - iteration,
         "tokens": 64,
         "predicted": {"rank_busy_ms": [80.0, 60.0], "lower_bound_ms": 70.0, "work_ratio": 1.0},
-        "measured": {"rank_busy_ms": [90.0, 70.0]},
+        "measured": {"rank_busy_ms": [90.0, 70.0], **TIMES},
         "coverage": {"mean": 0.75, "min": 0.5, "base_mean": 0.75},
     } | changes
 
@@ -54,6 +60,7 @@ def test_log_as_training_writes_it(tmp_path: Path) -> None:
     telemetry = pytest.importorskip("sparsebalance_megatron.runtime.telemetry")
     times_DPVM = np.array([[[[10.0, 20.0]]], [[[30.0, np.nan]]]])
     measured = telemetry.StepMeasurement(
+        schedule_ms=np.full((2, 1), 42.0),
         forward_ms=times_DPVM,
         backward_ms=2.0 * times_DPVM,
         coverage=telemetry.CoverageTotals(
@@ -132,6 +139,14 @@ BAD_LINES: dict[str, tuple[Any, str]] = {
     "time-true": (record(2, iteration_ms=True), "iteration_ms is True, not a number"),
     "rank-text": (record(2, measured={"rank_busy_ms": [1.0, "x"]}), "measured.rank_busy_ms is 'x'"),
     "rank-number": (record(2, measured={"rank_busy_ms": 5.0}), "measured.rank_busy_ms is 5.0"),
+    "times-text": (
+        record(2, measured={"rank_busy_ms": [1.0, 2.0], **TIMES, "forward_ms": "x"}),
+        "measured.forward_ms",
+    ),
+    "times-shape": (
+        record(2, measured={"rank_busy_ms": [1.0, 2.0], **TIMES, "backward_ms": [[[[1.0]]]]}),
+        "must both be [rank][stage][virtual stage][micro-batch]",
+    ),
     "rank-count": (record(2, measured={"rank_busy_ms": [5.0]}), "1 ranks measured, 2 predicted"),
 }
 
@@ -155,8 +170,15 @@ def test_bytes_that_are_not_text(tmp_path: Path) -> None:
     assert "line 3" in log.problems[0]
 
 
+def test_micro_batch_times_add_both_directions(tmp_path: Path) -> None:
+    unmeasured = {"rank_busy_ms": None, **TIMES, "forward_ms": [[[[None, 1.0]]], [[[1.0, 1.0]]]]}
+    log = read_run_log(write(tmp_path, HEADER, record(1), record(2, measured=unmeasured)))
+    assert log.steps[0].micro_batch_ms == (((30.0, 60.0),), ((30.0, 40.0),))
+    assert log.steps[1].micro_batch_ms is None
+
+
 def test_nan_and_null_are_unmeasured(tmp_path: Path) -> None:
-    step = record(1, lm_loss=float("nan"), measured={"rank_busy_ms": [1.0, None]})
+    step = record(1, lm_loss=float("nan"), measured={"rank_busy_ms": [1.0, None], **TIMES})
     (read,) = read_run_log(write(tmp_path, HEADER, step)).steps
     assert read.lm_loss is None
     assert read.measured_rank_ms is None

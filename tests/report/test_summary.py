@@ -28,6 +28,7 @@ def step(iteration: int, **changes: Any) -> Step:
         "predicted_rank_ms": (81.0, 77.0),
         "lower_bound_ms": 60.0,
         "work_ratio": 1.0,
+        "micro_batch_ms": None,
     }
     return Step(**(values | changes))
 
@@ -119,7 +120,11 @@ def write_log(directory: Path, iteration_ms: float, end: str = "") -> None:
             "lm_loss": 9.0 - 0.1 * iteration,
             "tokens": 64,
             "predicted": {"rank_busy_ms": [8e3, 6e3], "lower_bound_ms": 7e3, "work_ratio": 0.98},
-            "measured": {"rank_busy_ms": [9e3, 7e3]},
+            "measured": {
+                "rank_busy_ms": [9e3, 7e3],
+                "forward_ms": [[[[3e3]]], [[[2e3]]]],
+                "backward_ms": [[[[6e3]]], [[[5e3]]]],
+            },
             "coverage": {"mean": 0.9876},
         }
         for iteration in range(1, 31)
