@@ -15,10 +15,12 @@ import numpy as np
 from scipy.optimize import nnls
 
 from sparsebalance_megatron.cost.features import FEATURES
-from sparsebalance_megatron.cost.kinds import NEVER_TIMED, Direction, Kind
+from sparsebalance_megatron.cost.kinds import Direction, Kind
 from sparsebalance_megatron.cost.table import CostRow, CostTable, ModelShape
 
-__all__ = ["CostModel", "Direction", "FitError", "Kind", "fit_errors"]
+__all__ = ["CostModel", "Direction", "FitError", "Kind", "fit_errors", "held_out_errors"]
+
+_FOLDS = 5
 
 _PER_ROW = ("micro_batches", "sequences", "tokens")
 _DEPENDS_ON: Mapping[Kind, tuple[str, ...]] = {
@@ -102,7 +104,10 @@ class CostModel:
         """
         table.validate()
         fitted = {
-            direction: {kind: _fit_rows(table, kind, direction) for kind in Kind}
+            direction: {
+                kind: _fit_rows(_rows_of(table, kind, direction), kind, table.identity.block_size)
+                for kind in Kind
+            }
             for direction in Direction
         }
         versions = ", ".join(f"{name} {version}" for name, version in table.versions.items())
@@ -153,35 +158,70 @@ class CostModel:
 
 def fit_errors(model: CostModel, table: CostTable) -> dict[tuple[Kind, Direction], FitError]:
     """Absolute relative error of a model on a table's rows, per kind and direction."""
-    errors = {}
-    for direction in Direction:
-        for kind in Kind:
-            rows = _rows_of(table, kind, direction)
-            if not rows:
-                continue
-            measured_ms = np.array([row.ms_median for row in rows])
-            matrix = np.stack([row.features(model.block_size) for row in rows])
-            relative = np.abs(model.predict_ms(kind, direction, matrix) / measured_ms - 1.0)
-            errors[kind, direction] = FitError(
-                median=float(np.median(relative)),
-                p95=float(np.quantile(relative, 0.95)),
-                rows=len(rows),
+    return {
+        (kind, direction): _error(
+            _relative_errors(
+                np.array(model.coefficients_ms(kind, direction)), rows, model.block_size
             )
+        )
+        for kind, direction, rows in _timed_parts(table)
+    }
+
+
+def held_out_errors(table: CostTable) -> dict[tuple[Kind, Direction], FitError]:
+    """Like :func:`fit_errors`, but every row is predicted from a fit that has not seen it.
+
+    Rows are left out a fifth at a time, every fifth row in the table's order; the order follows
+    length, so that each fit has to interpolate and the outer ones to extrapolate.
+    """
+    block_size = table.identity.block_size
+    errors = {}
+    for kind, direction, rows in _timed_parts(table):
+        folds = min(_FOLDS, len(rows))
+        parts = []
+        for fold in range(folds):
+            seen = [row for index, row in enumerate(rows) if index % folds != fold]
+            coefficients = np.array(_fit_rows(seen or rows, kind, block_size))
+            parts.append(_relative_errors(coefficients, rows[fold::folds], block_size))
+        errors[kind, direction] = _error(np.concatenate(parts))
     return errors
+
+
+def _timed_parts(table: CostTable) -> list[tuple[Kind, Direction, list[CostRow]]]:
+    parts = [
+        (kind, direction, _rows_of(table, kind, direction))
+        for direction in Direction
+        for kind in Kind
+    ]
+    return [part for part in parts if part[2]]
+
+
+def _relative_errors(coefficients: np.ndarray, rows: list[CostRow], block_size: int) -> np.ndarray:
+    measured_ms = np.array([row.ms_median for row in rows])
+    matrix = np.stack([row.features(block_size) for row in rows])
+    return np.abs(matrix @ coefficients / measured_ms - 1.0)
+
+
+def _error(relative: np.ndarray) -> FitError:
+    return FitError(
+        median=float(np.median(relative)),
+        p95=float(np.quantile(relative, 0.95)),
+        rows=len(relative),
+    )
 
 
 def _rows_of(table: CostTable, kind: Kind, direction: Direction) -> list[CostRow]:
     return [row for row in table.rows if (row.kind, row.direction) == (kind, direction)]
 
 
-def _fit_rows(table: CostTable, kind: Kind, direction: Direction) -> tuple[float, ...]:
-    rows = _rows_of(table, kind, direction)
-    if not rows and (kind, direction) in NEVER_TIMED:
+def _fit_rows(rows: list[CostRow], kind: Kind, block_size: int) -> tuple[float, ...]:
+    """Coefficients of one kind in one direction; no rows mean that it is never timed."""
+    if not rows:
         return _coefficients()
     names = _DEPENDS_ON[kind]
     columns = [FEATURES.index(name) for name in names]
     measured_ms = np.array([row.ms_median for row in rows])
-    matrix = np.stack([row.features(table.identity.block_size) for row in rows])[:, columns]
+    matrix = np.stack([row.features(block_size) for row in rows])[:, columns]
     relative = matrix / measured_ms[:, None]
     # Columns differ by many orders of magnitude; unit columns keep the solver accurate.
     unit = np.linalg.norm(relative, axis=0)

@@ -94,6 +94,7 @@ def plan_policy(args: Namespace, config: SparseBalanceConfig) -> PlanPolicy:
         base_budget=config.base_budget,
         block_size=config.block_size,
         max_tokens_per_slot=config.max_tokens_per_micro_batch or default_cap,
+        plan_ms=config.plan_ms,
     )
 
 

@@ -20,7 +20,14 @@ from typing import Any
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
-from sparsebalance_megatron.cost.model import CostModel, fit_errors
+from sparsebalance_megatron.cost.model import (
+    CostModel,
+    Direction,
+    FitError,
+    Kind,
+    fit_errors,
+    held_out_errors,
+)
 from sparsebalance_megatron.cost.table import CostRow, CostTable, RunIdentity
 from sparsebalance_megatron.runtime.device import early_flags
 from sparsebalance_megatron.runtime.measuring import FULL, QUICK, Cell, Effort, measure, plan_cells
@@ -71,13 +78,19 @@ def add_parser(subparsers: Any) -> None:
         description="Measure a model's layers on this machine and write a cost table for "
         "--sparse-balance-cost-table. Everything after -- is what training gets: Megatron's flags "
         "and --sparse-balance-*.",
-        usage="sparse-balance profile -o TABLE.json [--quick] [--threads N] -- <flags of training>",
+        usage="sparse-balance profile -o TABLE.json [--quick] [--check] [--threads N] "
+        "-- <flags of training>",
     )
     parser.add_argument(
         "-o", "--output", required=True, type=Path, metavar="TABLE.json", help="file to write"
     )
     parser.add_argument(
         "--quick", action="store_true", help="fewer lengths and repeats, for small models and tests"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="also report how well rows are predicted that the fit has not seen",
     )
     parser.add_argument(
         "--threads",
@@ -106,7 +119,10 @@ def run(arguments: argparse.Namespace) -> int:
         progress=_progress_bar,
     )
     table.save(arguments.output)
-    print(_report(table, arguments.output))
+    print(f"{arguments.output}: {len(table.rows)} measurements")
+    print(_report("the fitted cost model", fit_errors(CostModel.fit(table), table)))
+    if arguments.check:
+        print(_report("the cost model on rows left out of the fit", held_out_errors(table)))
     return 0
 
 
@@ -242,9 +258,8 @@ def _progress_bar(cells: list[Cell]) -> Iterator[Cell]:
     yield from tqdm(cells, desc="profile", unit="cell")
 
 
-def _report(table: CostTable, path: Path) -> str:
-    errors = fit_errors(CostModel.fit(table), table)
-    lines = [f"{path}: {len(table.rows)} measurements", "relative error of the fitted cost model:"]
+def _report(what: str, errors: dict[tuple[Kind, Direction], FitError]) -> str:
+    lines = [f"relative error of {what}:"]
     lines += [
         f"  {kind:<10} {direction:<9} median {error.median:6.1%}  p95 {error.p95:6.1%}  "
         f"of {error.rows} rows"

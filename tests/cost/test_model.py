@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from oracles import cost as oracle
 
 from sparsebalance_megatron.cost.features import FEATURES, features
-from sparsebalance_megatron.cost.model import CostModel, Direction, Kind, fit_errors
+from sparsebalance_megatron.cost.model import (
+    CostModel,
+    Direction,
+    Kind,
+    fit_errors,
+    held_out_errors,
+)
 from sparsebalance_megatron.cost.table import CostRow, CostTable, RunIdentity
 
 Measure = Callable[..., CostTable]
@@ -49,6 +55,19 @@ def test_fit_error_is_that_of_the_noise(measure: Measure) -> None:
     assert attention.rows == 32
     assert 0.01 < attention.median < 0.05
     assert attention.median <= attention.p95 < 0.2
+
+
+def test_held_out_error_is_zero_without_noise_and_sees_what_a_fit_hides(measure: Measure) -> None:
+    clean = measure()
+    assert all(error.p95 < 1e-4 for error in held_out_errors(clean).values())
+    rows = list(clean.rows)
+    index = next(i for i, row in enumerate(rows) if row.kind is Kind.HEAD)
+    rows[index] = replace(rows[index], ms_median=rows[index].ms_median * 1.5)
+    bent = replace(clean, rows=tuple(rows))
+    key = (Kind.HEAD, rows[index].direction)
+    hidden = fit_errors(CostModel.fit(bent), bent)[key].p95
+    assert held_out_errors(bent)[key].p95 > hidden
+    assert held_out_errors(bent)[key].rows == fit_errors(CostModel.fit(bent), bent)[key].rows
 
 
 def test_fit_weighs_small_and_large_alike(measure: Measure, planted: CostModel) -> None:
