@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from sparsebalance_megatron.compat import megatron_version, saved_arguments
-from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.data.samples import Counts, SampleIndex
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.pipeline import schedule_name, schedule_order
 from sparsebalance_megatron.plan.step_plan import JobShape, StepPlan
@@ -132,6 +132,7 @@ class Session:
             device=self._device,
         )
         self._begin_step()
+        _print_rank_0(f"sparse balance: {_describe(inputs.train.counts)}")
         if inputs.config.log_dir is not None and self._place.world_rank == 0:
             self._log = StepLog(inputs.config.log_dir)
             self._log.begin_run(_run_header(inputs, args), resumed=args.iteration > 0)
@@ -333,6 +334,16 @@ def fingerprint(inputs: Inputs) -> dict[str, str]:
         "megatron-core": megatron_version(),
         "torch": torch.__version__,
     }
+
+
+def _describe(counts: Counts) -> str:
+    """What became of the training documents, in one line."""
+    return (
+        f"{counts.documents:,} documents gave {counts.samples:,} samples of {counts.tokens:,} "
+        f"tokens; {counts.split_documents:,} overlong documents split, "
+        f"{counts.truncated_tokens:,} tokens truncated, {counts.dropped_documents:,} documents "
+        f"({counts.dropped_tokens:,} tokens) dropped"
+    )
 
 
 def _run_header(inputs: Inputs, args: Namespace) -> dict[str, Any]:

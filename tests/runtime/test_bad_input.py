@@ -22,12 +22,18 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_documents(tmp_path_factory.mktemp("documents") / "train", [100, 60, 200, 30] * 4)
 
 
+@pytest.fixture(scope="module")
+def damaged(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with an index file cut short, and a cost table that is no table."""
+    directory = tmp_path_factory.mktemp("damaged")
+    (directory / "train.bin").write_bytes(documents.with_suffix(".bin").read_bytes())
+    (directory / "train.idx").write_bytes(documents.with_suffix(".idx").read_bytes()[:-9])
+    (directory / "costs.json").write_text('{"format_version": 1, "rows": [')
+    return directory
+
+
 CASES = {
     "block size 0": (("--sparse-balance-block-size", "0"), "--sparse-balance-block-size 0"),
-    "global batch smaller than slots": (
-        ("--global-batch-size", "2", "--micro-batch-size", "2"),
-        "global",
-    ),
     "cap below the longest sample": (
         ("--sparse-balance-max-tokens-per-micro-batch", "100"),
         "use at least 256",
@@ -39,12 +45,18 @@ CASES = {
         ("--sparse-balance-cost-table", "/nonexistent.json"),
         "nonexistent.json",
     ),
+    "index file cut short": (("--data-path", "{damaged}/train"), "train.idx"),
+    "corrupt cost table": (
+        ("--sparse-balance-cost-table", "{damaged}/costs.json"),
+        "costs.json: not valid JSON",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_flags_name_flag_and_remedy(case: str, documents: Path) -> None:
+def test_bad_input_ends_in_one_clear_line(case: str, documents: Path, damaged: Path) -> None:
     extra, expected = CASES[case]
+    extra = tuple(flag.format(damaged=damaged) for flag in extra)
     flags = (
         *MODEL_FLAGS,
         *TRAINING_FLAGS,
@@ -54,5 +66,18 @@ def test_bad_flags_name_flag_and_remedy(case: str, documents: Path) -> None:
     )
     run = run_training(2, flags, timeout_s=90)
     assert run.exit_code != 0
-    assert expected in run.output
+    (line,) = {line for line in run.output.splitlines() if "sparse balance: error:" in line}
+    assert expected in line
+    assert "[rank0]: Traceback" not in run.output
     assert "before the start of training step" not in run.output
+
+
+def test_a_global_batch_smaller_than_its_slots_is_refused(documents: Path) -> None:
+    """Megatron finds it first, while it validates its own flags."""
+    batch = ("--global-batch-size", "2", "--micro-batch-size", "2")
+    flags = (*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, "--data-path", str(documents), *batch)
+    run = run_training(2, flags, timeout_s=90)
+    assert run.exit_code != 0
+    assert (
+        "(2) must be divisible by eval_micro_batch_size (2) * data_parallel_size (2)" in run.output
+    )

@@ -15,6 +15,7 @@ from harness import (
     run_training,
     write_documents,
 )
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.distributed
 
@@ -105,9 +106,18 @@ def test_tuned_training_measures_every_micro_batch_and_holds_coverage(
     assert run.steps[-1]["predicted"]["samples_cut"] + run.steps[-1]["predicted"]["samples_raised"]
 
 
-def test_anchor_tuning_trains(documents: Path, start: Path, tmp_path: Path) -> None:
-    run = _train(2, documents, start, "length", "anchor", log_dir=tmp_path)
+def test_anchor_tuning_trains_and_reaches_the_log_line_and_tensorboard(
+    documents: Path, start: Path, tmp_path: Path
+) -> None:
+    tensorboard = ("--tensorboard-dir", str(tmp_path / "tensorboard"))
+    run = _train(2, documents, start, "length", "anchor", *tensorboard, log_dir=tmp_path)
     assert len(run.losses) == 4
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    for name in ("imbalance", "predicted-to-measured", "coverage", "tuned-samples"):
+        assert f"| sparse-balance/{name}: " in run.output
+        assert len(events.Scalars(f"sparse-balance/{name}")) == 4
+    logged = [scalar.value for scalar in events.Scalars("sparse-balance/coverage")]
+    assert logged == pytest.approx([step["coverage"]["mean"] for step in run.steps], rel=1e-6)
 
 
 def test_evaluation_between_steps_leaves_training_as_it_was(
