@@ -7,7 +7,7 @@ Annotations stay evaluated here: Megatron's flag generator reads them as types.
 from dataclasses import dataclass
 from typing import Literal
 
-Batching = Literal["arrival", "length", "latency"]
+Batching = Literal["arrival", "length", "latency", "makespan"]
 Tuning = Literal["off", "anchor", "makespan"]
 Anchor = Literal["mean", "min", "max"]
 Granularity = Literal["query-block", "token-kv-head", "token-query-head"]
@@ -46,9 +46,13 @@ class SparseBalanceConfig:
     """Attention implementation; auto takes the fastest that runs on the device, an explicit choice
     never falls back."""
 
-    batching: Batching = "latency"
-    """How the samples of a global batch are placed: in order of arrival, by tokens, or by predicted
-    latency."""
+    batching: Batching = "makespan"
+    """How the samples of a global batch are placed: in order of arrival, by tokens, by predicted
+    latency (the paper), or by simulated makespan."""
+
+    plan_ms: float = 5.0
+    """Search for makespan batching, in ms of a typical core; counted, never timed, so that all ranks
+    find the same plan."""
 
     tuning: Tuning = "makespan"
     """How budgets follow the predicted times: not at all, towards an anchor latency (the paper), or
@@ -66,8 +70,8 @@ class SparseBalanceConfig:
     """Token cap of a micro-batch; default: micro batch size x sequence length."""
 
     cost_table: str | None = None
-    """Cost table measured by `sparse-balance profile`; without one, costs are counted
-    operations."""
+    """Cost table measured by `sparse-balance profile`, or auto to measure at start-up on rank 0;
+    without one, costs are counted operations."""
 
     overlong: Overlong = "split"
     """What happens to a document longer than the sequence length."""
@@ -101,6 +105,7 @@ class SparseBalanceConfig:
             0.0 <= self.coverage_threshold < 1.0, "coverage_threshold", "must lie in [0, 1)"
         )
         self._require(0.0 <= self.coverage_decay < 1.0, "coverage_decay", "must lie in [0, 1)")
+        self._require(0.0 <= self.plan_ms < float("inf"), "plan_ms", "must be finite, at least 0 ms")
         self._require(self.window >= 1, "window", "must be at least 1 global batch")
         self._require(
             self.max_tokens_per_micro_batch is None or self.max_tokens_per_micro_batch >= 1,

@@ -15,6 +15,7 @@ from sparsebalance_megatron.cost.table import CostTable, ModelShape, RunIdentity
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.plan.coverage import budget_grid
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy
+from sparsebalance_megatron.runtime.startup_profile import AUTO
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,8 @@ class Inputs:
     config: SparseBalanceConfig
     job: JobShape
     policy: PlanPolicy
-    cost: CostModel
+    cost: CostModel | None
+    """None until it has been measured at start-up (``--sparse-balance-cost-table auto``)."""
     train: SampleIndex
     valid: SampleIndex | None
     test: SampleIndex | None
@@ -138,19 +140,25 @@ def run_identity(args: Namespace, config: SparseBalanceConfig, device_type: str)
     )
 
 
-def _cost_model(args: Namespace, config: SparseBalanceConfig, device_type: str) -> CostModel:
-    identity = run_identity(args, config, device_type)
+def _cost_model(args: Namespace, config: SparseBalanceConfig, device_type: str) -> CostModel | None:
+    if config.cost_table == AUTO:
+        return None
     if config.cost_table is None:
         warnings.warn(
             f"no {flag_name('cost_table')}: latencies are counted operations, not measurements; "
             "plans will be worse. Run `sparse-balance profile` with this model's flags.",
             stacklevel=2,
         )
-        cost = CostModel.analytic(identity.shape, config.block_size, selection=config.selection)
-    else:
-        table = CostTable.load(config.cost_table)
-        table.check_matches(identity)
-        cost = CostModel.fit(table)
+        shape = model_shape(args)
+        analytic = CostModel.analytic(shape, config.block_size, selection=config.selection)
+        return with_recompute(analytic, args)
+    table = CostTable.load(config.cost_table)
+    table.check_matches(run_identity(args, config, device_type))
+    return with_recompute(CostModel.fit(table), args)
+
+
+def with_recompute(cost: CostModel, args: Namespace) -> CostModel:
+    """The model for this run's activation recomputation."""
     return cost.with_recompute(
         full=args.recompute_granularity == "full",
         attention_only=args.recompute_granularity == "selective"

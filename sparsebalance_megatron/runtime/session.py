@@ -8,10 +8,11 @@ step (per micro-batch) and ``finalize_model_grads_func`` (per step, on every ran
 
 from __future__ import annotations
 
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -19,15 +20,17 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from sparsebalance_megatron.compat import megatron_version, saved_arguments
+from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.data.samples import Counts, SampleIndex
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.pipeline import schedule_name, schedule_order
 from sparsebalance_megatron.plan.step_plan import JobShape, StepPlan
 from sparsebalance_megatron.runtime.agreement import check_ranks_agree
 from sparsebalance_megatron.runtime.data import MicroBatch, MicroBatchIterator, Schedule
-from sparsebalance_megatron.runtime.inputs import Inputs
+from sparsebalance_megatron.runtime.inputs import Inputs, with_recompute
 from sparsebalance_megatron.runtime.packed_params import MicroBatchContext
 from sparsebalance_megatron.runtime.scheduler import EvaluationSchedule, Scheduler
+from sparsebalance_megatron.runtime.startup_profile import shared_cost_table
 from sparsebalance_megatron.runtime.step_log import (
     StepLog,
     coverage_summary,
@@ -99,7 +102,8 @@ class Session:
 
     def _start(self) -> None:
         """Build what needs process groups; runs after Megatron has loaded any checkpoint."""
-        inputs, args = self._inputs, self._args
+        args = self._args
+        inputs = self._inputs = _with_measured_cost(self._inputs, args)
         check_ranks_agree(fingerprint(inputs))
         self._place = _rank_place()
         self._scheduler = Scheduler(
@@ -334,6 +338,15 @@ def fingerprint(inputs: Inputs) -> dict[str, str]:
         "megatron-core": megatron_version(),
         "torch": torch.__version__,
     }
+
+
+def _with_measured_cost(inputs: Inputs, args: Namespace) -> Inputs:
+    """Inputs with a cost model, profiling now if the user left that to start-up."""
+    if inputs.cost is not None:
+        return inputs
+    _print_rank_0("sparse balance: measuring the model's layers on rank 0")
+    table = shared_cost_table(sys.argv[1:], inputs.config.log_dir)
+    return replace(inputs, cost=with_recompute(CostModel.fit(table), args))
 
 
 def _describe(counts: Counts) -> str:
