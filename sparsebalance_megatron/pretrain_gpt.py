@@ -87,7 +87,7 @@ def _train_balanced(
         args,
         dataset_provider=distributed_provider(session),
         forward_step=ForwardStep(
-            session,
+            lambda: session.monitor,
             block_size=config.block_size,
             max_seqlen_tokens=args.seq_length,
             device=device,

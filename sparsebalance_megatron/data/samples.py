@@ -51,6 +51,15 @@ class Counts:
     truncated_tokens: int
     split_documents: int
 
+    def describe(self) -> str:
+        """All of it in one line."""
+        return (
+            f"{self.documents:,} documents gave {self.samples:,} samples of {self.tokens:,} "
+            f"tokens; {self.split_documents:,} overlong documents split, "
+            f"{self.truncated_tokens:,} tokens truncated, {self.dropped_documents:,} documents "
+            f"({self.dropped_tokens:,} tokens) dropped"
+        )
+
 
 class SampleIndex:
     """The samples of one split of one data set, and their order in every epoch.

@@ -38,13 +38,14 @@ class ForwardStep:
     """Callable ``(data_iterator, model) -> (output, loss_func)``, as Megatron's schedules want it.
 
     Args:
-        observer: hears of training micro-batches; evaluation stays unobserved.
+        observer: gives who hears of training micro-batches; asked within a step, because it
+            exists only once Megatron has process groups. Evaluation stays unobserved.
         check_for_nan: validate losses through Megatron's re-run machinery.
     """
 
     def __init__(
         self,
-        observer: StepObserver,
+        observer: Callable[[], StepObserver],
         *,
         block_size: int,
         max_seqlen_tokens: int,
@@ -61,7 +62,7 @@ class ForwardStep:
         self, data_iterator: Any, model: Any
     ) -> tuple[Tensor, Callable[..., tuple[Tensor, Tensor, dict[str, Tensor]]]]:
         if model.training:
-            self._observer.install(get_model_config(model))
+            self._observer().install(get_model_config(model))
         micro_batch: MicroBatch = next(data_iterator)
         context = micro_batch_context(
             micro_batch.plan,
@@ -74,7 +75,7 @@ class ForwardStep:
             device=self._device,
         )
         if micro_batch.training:
-            self._observer.begin_micro_batch(micro_batch, context)
+            self._observer().begin_micro_batch(micro_batch, context)
         params = packed_params(
             context, max_seqlen_tokens=self._max_seqlen_tokens, device=self._device
         )
@@ -111,5 +112,5 @@ class ForwardStep:
             validate_loss(loss)
         report = {"lm loss": torch.stack([loss.detach(), tokens.detach().float()])}
         if training:
-            self._observer.add_loss(loss.detach(), tokens, report)
+            self._observer().add_loss(loss.detach(), tokens, report)
         return loss, tokens, report

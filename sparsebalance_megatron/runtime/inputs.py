@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import warnings
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from sparsebalance_megatron.compat import stage_layers
+import torch
+
+from sparsebalance_megatron.compat import megatron_version, stage_layers
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import CostTable, ModelShape, RunIdentity
@@ -63,6 +65,22 @@ def read_inputs(args: Namespace, config: SparseBalanceConfig, device_type: str) 
         test=test,
         grid=budget_grid(-(-args.seq_length // config.block_size)),
     )
+
+
+def fingerprint(inputs: Inputs) -> dict[str, str]:
+    """What all ranks must share for their plans to agree: flag or file -> value or digest."""
+    flags = {
+        f"flag {name}": str(value)
+        for name, value in asdict(inputs.config).items()
+        if name not in ("log_dir", "cost_table")
+    }
+    return flags | {
+        "job shape": str(inputs.job),
+        "training samples": inputs.train.digest(),
+        "cost model": str(inputs.cost),
+        "megatron-core": megatron_version(),
+        "torch": str(torch.__version__),
+    }
 
 
 def job_shape(args: Namespace, transformer_config: Any) -> JobShape:
@@ -129,8 +147,6 @@ def model_shape(args: Namespace) -> ModelShape:
 
 def run_identity(args: Namespace, config: SparseBalanceConfig, device_type: str) -> RunIdentity:
     """What a cost table must have been measured on to be valid for this run."""
-    import torch
-
     return RunIdentity(
         device="cpu" if device_type == "cpu" else torch.cuda.get_device_name(),
         dtype=str(args.params_dtype).removeprefix("torch."),
