@@ -52,6 +52,8 @@ setup(
             "pytest-timeout",
             "hypothesis",
             "mypy",
+            # Proves optima that tests hold the planner against.
+            "ortools",
             "ruff",
             "tensorboard",
         ],

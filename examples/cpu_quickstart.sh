@@ -66,7 +66,7 @@ SPARSE_BALANCE_ARGS=(
     --sparse-balance
     --sparse-balance-block-size 128
     --sparse-balance-base-budget 8
-    --sparse-balance-batching latency
+    --sparse-balance-batching makespan
     --sparse-balance-tuning makespan
     --sparse-balance-log-dir "${LOG_DIR}"
 )

@@ -102,6 +102,6 @@ log_lines() { awk '/iteration +[0-9]+\/|^sparse.balance/ { print; fflush() }'; }
 prepare_data
 measure_costs
 train baseline --sparse-balance-batching arrival --sparse-balance-tuning off
-train sparse_balance --sparse-balance-batching latency --sparse-balance-tuning makespan
+train sparse_balance --sparse-balance-batching makespan --sparse-balance-tuning makespan
 sparse-balance summary --baseline "${RUNS}/baseline" --run "${RUNS}/sparse_balance" \
     -o "${RUNS}/summary.json" --picture "${RUNS}/timeline.svg"

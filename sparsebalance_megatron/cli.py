@@ -18,6 +18,14 @@ COMMANDS = {
         "sparsebalance_megatron.data.prepare",
         "tokenise documents into Megatron's .bin and .idx files",
     ),
+    "plan": (
+        "sparsebalance_megatron.report.plan_command",
+        "predict step times of your sample lengths under every way to plan",
+    ),
+    "simulate": (
+        "sparsebalance_megatron.report.simulate_command",
+        "predict the paper's setups, baseline to ours",
+    ),
     "profile": (
         "sparsebalance_megatron.runtime.profile",
         "measure a model's layers on this machine and write a cost table",

@@ -14,7 +14,7 @@ Granularity = Literal["query-block", "token-kv-head", "token-query-head"]
 Overlong = Literal["split", "truncate", "drop"]
 Device = Literal["auto", "cpu", "cuda"]
 Calibration = Literal["measured", "off"]
-AttentionImplementation = Literal["auto", "blocks", "reference"]
+AttentionImplementation = Literal["auto", "triton", "blocks", "flex", "reference"]
 
 
 class ConfigError(ValueError):
@@ -50,9 +50,9 @@ class SparseBalanceConfig:
     """How the samples of a global batch are placed: in order of arrival, by tokens, by predicted
     latency (the paper), or by simulated makespan."""
 
-    plan_ms: float = 5.0
-    """Search for makespan batching, in ms of a typical core; counted, never timed, so that all ranks
-    find the same plan."""
+    plan_ms: float = 4.0
+    """Search for makespan batching, in ms of a typical core; counted in simulated operations and
+    never timed, so that all ranks find the same plan."""
 
     tuning: Tuning = "makespan"
     """How budgets follow the predicted times: not at all, towards an anchor latency (the paper), or
@@ -105,7 +105,9 @@ class SparseBalanceConfig:
             0.0 <= self.coverage_threshold < 1.0, "coverage_threshold", "must lie in [0, 1)"
         )
         self._require(0.0 <= self.coverage_decay < 1.0, "coverage_decay", "must lie in [0, 1)")
-        self._require(0.0 <= self.plan_ms < float("inf"), "plan_ms", "must be finite, at least 0 ms")
+        self._require(
+            0.0 <= self.plan_ms < float("inf"), "plan_ms", "must be finite, at least 0 ms"
+        )
         self._require(self.window >= 1, "window", "must be at least 1 global batch")
         self._require(
             self.max_tokens_per_micro_batch is None or self.max_tokens_per_micro_batch >= 1,

@@ -43,7 +43,10 @@ ROOMS = {
     "plan": Room(outside=("numpy",), inside=("plan", "cost")),
     "cost": Room(outside=("numpy", "scipy"), inside=("cost",)),
     "attention": Room(outside=("numpy", "torch", "triton"), inside=("attention",)),
-    "report": Room(outside=("matplotlib", "numpy", "rich"), inside=("report", "plan.step_plan")),
+    "workload": Room(outside=("numpy",), inside=("workload", "plan", "cost")),
+    "report": Room(
+        outside=("matplotlib", "numpy", "rich"), inside=("report", "plan.step_plan", "workload")
+    ),
     "data": Room(
         outside=(
             *("jinja2", "megatron.core.datasets", "numpy", "tokenizers", "torch", "tqdm"),
@@ -136,6 +139,8 @@ def test_arrows(room: str) -> None:
         ("attention/impl/x.py", "from ...cost import table"),
         ("report/x.py", f"from {PACKAGE}.plan.planner import plan_step"),
         ("report/x.py", "import torch"),
+        ("workload/x.py", "import rich"),
+        ("workload/x.py", f"from {PACKAGE}.report import plan_tables"),
         ("data/x.py", "from megatron.core import parallel_state"),
         ("data/x.py", "import megatron.core.datasets_other"),
         ("data/x.py", f"from {PACKAGE}.runtime import session"),

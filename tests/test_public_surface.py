@@ -25,8 +25,12 @@ FLAGS: dict[str, tuple[Any, Any]] = {
         ("query-block", "token-kv-head", "token-query-head"),
         "query-block",
     ),
-    "--sparse-balance-attention": (("auto", "blocks", "reference"), "auto"),
-    "--sparse-balance-batching": (("arrival", "length", "latency"), "latency"),
+    "--sparse-balance-attention": (("auto", "triton", "blocks", "flex", "reference"), "auto"),
+    "--sparse-balance-batching": (
+        ("arrival", "length", "latency", "makespan"),
+        "makespan",
+    ),
+    "--sparse-balance-plan-ms": (float, 4.0),
     "--sparse-balance-tuning": (("off", "anchor", "makespan"), "makespan"),
     "--sparse-balance-anchor": (("mean", "min", "max"), "mean"),
     "--sparse-balance-coverage-threshold": (float, 0.1),
@@ -42,7 +46,7 @@ FLAGS: dict[str, tuple[Any, Any]] = {
 """Flag -> (type or choices, default)."""
 
 EXPORTS = ["SparseBalanceConfig", "__version__"]
-COMMANDS = ["prepare-data", "profile", "summary"]
+COMMANDS = ["plan", "prepare-data", "profile", "simulate", "summary"]
 DISTRIBUTION = "sparsebalance-megatron"
 EXTRAS = {"data", "flash", "te", "test", "tools", "wandb"}
 REQUIREMENTS = {"torch", "megatron-core", "numpy", "scipy", "psutil"}
@@ -79,6 +83,8 @@ def test_commands() -> None:
         ("coverage_threshold", float("nan")),
         ("coverage_decay", 1.0),
         ("window", 0),
+        ("plan_ms", -1.0),
+        ("plan_ms", float("inf")),
         ("max_tokens_per_micro_batch", 0),
     ],
 )

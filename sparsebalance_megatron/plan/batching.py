@@ -9,6 +9,8 @@ Shape legend: S samples of a global batch.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -84,10 +86,10 @@ def balanced(
 
 def slot_of_sample(placement: Placement, samples: int) -> np.ndarray:
     """Flat slot ``rank * M + position`` of every sample, [S]."""
-    slot_of_S = np.empty(samples, dtype=np.int64)
     flat = [slot for rank in placement for slot in rank]
-    for index, slot in enumerate(flat):
-        slot_of_S[list(slot)] = index
+    sample_I = np.fromiter(itertools.chain.from_iterable(flat), dtype=np.int64, count=samples)
+    slot_of_S = np.empty(samples, dtype=np.int64)
+    slot_of_S[sample_I] = np.repeat(np.arange(len(flat)), [len(slot) for slot in flat])
     return slot_of_S
 
 
@@ -169,8 +171,11 @@ def _pack(
     minimum: int,
 ) -> list[list[int]]:
     """LPT under a capacity, every bin with at least ``minimum`` items; one ejection per item."""
-    packing = _Packing(weights, tokens, bins, capacity)
     order = np.argsort(-weights, kind="stable").tolist()
+    quick = _pack_without_ejection(weights, tokens, order, bins, capacity, minimum)
+    if quick is not None:
+        return quick
+    packing = _Packing(weights, tokens, bins, capacity)
     for placed, item in enumerate(order):
         missing = np.maximum(minimum - packing.count, 0)
         allowed = np.ones(bins, dtype=bool)
@@ -178,6 +183,45 @@ def _pack(
             allowed = missing > 0
         packing.place(item, allowed)
     return packing.members
+
+
+def _pack_without_ejection(
+    weights: np.ndarray,
+    tokens: np.ndarray,
+    order: list[int],
+    bins: int,
+    capacity: int | None,
+    minimum: int,
+) -> list[list[int]] | None:
+    """The same packing from a heap, S log S; None where an item finds no room."""
+    if minimum == 1 and len(order) == bins and (capacity is None or tokens.max() <= capacity):
+        return [[item] for item in order]
+    members: list[list[int]] = [[] for _ in range(bins)]
+    used = [0] * bins
+    heap = [(0.0, index) for index in range(bins)]
+    missing = bins * minimum
+    weight_of, tokens_of = weights.tolist(), tokens.tolist()
+    for placed, item in enumerate(order):
+        only_missing = len(order) - placed <= missing
+        passed_over = []
+        chosen = None
+        while heap:
+            load, index = heapq.heappop(heap)
+            if only_missing and len(members[index]) >= minimum:
+                continue
+            if capacity is None or used[index] + tokens_of[item] <= capacity:
+                chosen = index
+                heapq.heappush(heap, (load + weight_of[item], index))
+                break
+            passed_over.append((load, index))
+        if chosen is None:
+            return None
+        for entry in passed_over:
+            heapq.heappush(heap, entry)
+        missing -= len(members[chosen]) < minimum
+        members[chosen].append(item)
+        used[chosen] += tokens_of[item]
+    return members
 
 
 class _Packing:

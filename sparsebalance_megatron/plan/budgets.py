@@ -6,13 +6,14 @@ in ms and a gain in coverage. Steps are ranked by gain per ms on the concave env
 so that a ranking by gain never asks for a later step before an earlier one.
 
 Shape legend: S samples, L layers, K grid budgets, I chosen chains or steps, Q price levels,
-D ranks, M micro-batches, J = D x M slots, C = P x V chunks, U = J x C units, P stages, V chunks.
+R rows (samples of as many blocks), D ranks, M micro-batches, J = D x M slots, C = P x V chunks,
+U = J x C units, P stages, V chunks.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from sparsebalance_megatron.plan.pipeline import makespans_ms
 from sparsebalance_megatron.plan.step_plan import PlanError, PlanPolicy
 
 _LEAST_MS = 1e-30
+_NO_TIME = 1e-14
 _ROUNDING = 1.0 + 1e-9
 
 
@@ -59,9 +61,10 @@ def feasible_range(costs: StepCosts, coverage: CoverageCurves, policy: PlanPolic
     base_LS = np.broadcast_to(base_S, (coverage.layers, len(base_S)))
     if policy.tuning == "off":
         return BudgetRange(floor_LS=base_LS, base_LS=base_LS, top_LS=base_LS)
+    blocks_R, row_S = np.unique(costs.blocks_S, return_inverse=True)
     floor_LS = least_feasible_budget(
-        coverage, costs.blocks_S, policy.base_budget, policy.coverage_threshold
-    )
+        coverage, blocks_R, policy.base_budget, policy.coverage_threshold
+    )[:, row_S]
     observed_LS = coverage.observed_LS(costs.blocks_S)
     top_LS = np.where(observed_LS, np.maximum(costs.blocks_S, base_LS), base_LS)
     return BudgetRange(floor_LS=floor_LS, base_LS=base_LS, top_LS=top_LS)
@@ -74,8 +77,12 @@ def tune(
     allowed: BudgetRange,
     slot_of_S: np.ndarray,
     schedule: str,
+    hold_ms: float = 0.0,
 ) -> TunedBudgets:
     """Budgets of a placed global batch under ``policy.tuning``.
+
+    Tuning ``makespan`` spends on coverage what the step has until ``hold_ms`` or until the least
+    step time, whichever is later.
 
     Raises:
         PlanError: the policy names an unknown tuning or anchor.
@@ -86,7 +93,7 @@ def tune(
         case "anchor":
             tuned_LS, clamped_S = _anchor(policy.anchor, costs, coverage, allowed, slot_of_S)
         case "makespan":
-            tuned_LS, clamped_S = _makespan(costs, coverage, allowed, slot_of_S, schedule)
+            tuned_LS, clamped_S = _makespan(costs, coverage, allowed, slot_of_S, schedule, hold_ms)
         case other:
             raise PlanError(f"tuning {other!r} is not one of off, anchor, makespan")
     same_LS = tuned_LS == allowed.base_LS
@@ -120,8 +127,15 @@ class _Steps:
 def _steps(
     costs: StepCosts, coverage: CoverageCurves, low_LS: np.ndarray, high_LS: np.ndarray
 ) -> _Steps:
-    """Clipping grid, coverage and pairs to [low, high] alike works since all three only grow."""
-    grid = np.asarray(coverage.grid)
+    """Clipping grid, coverage and pairs to [low, high] alike works since all three only grow.
+
+    Grid budgets below every low and above every high are left out.
+    """
+    every_K = np.asarray(coverage.grid)
+    first = np.searchsorted(every_K, low_LS.min(), side="right")
+    last = np.searchsorted(every_K, high_LS.max())
+    inside = slice(min(first, last), last + 1)
+    grid = every_K[inside]
     points_LSK = np.clip(grid, low_LS[..., None], high_LS[..., None])
     grid_pairs_SK = costs.block_pairs(
         np.broadcast_to(grid[:, None], (len(grid), low_LS.shape[1]))
@@ -136,7 +150,7 @@ def _steps(
         return np.diff(inner, axis=-1, prepend=low[..., None])
 
     pairs_LSK = between(grid_pairs_SK, low_pairs_LS, high_pairs_LS)
-    gain_LSK = between(coverage.curves_LSK(costs.blocks_S), low_gain_LS, high_gain_LS)
+    gain_LSK = between(coverage.curves_LSK(costs.blocks_S)[..., inside], low_gain_LS, high_gain_LS)
     ms_LSK = pairs_LSK * costs.pair_ms_L[:, None, None]
     return _Steps(
         low_LS=low_LS,
@@ -164,14 +178,17 @@ def _rises(slope_LSK: np.ndarray, real_LSK: np.ndarray) -> np.ndarray:
 
 def _envelope_of_chains(gain_IK: np.ndarray, ms_IK: np.ndarray, real_IK: np.ndarray) -> np.ndarray:
     """From each point the best average slope ahead; its running minimum is the envelope's slope."""
-    start_I1 = np.zeros((len(gain_IK), 1))
-    gain_KI = np.cumsum(np.hstack([start_I1, gain_IK]), axis=1).T.copy()
-    ms_KI = np.cumsum(np.hstack([start_I1, ms_IK]), axis=1).T.copy()
+    gain_KI = np.zeros((gain_IK.shape[1] + 1, len(gain_IK)))
+    ms_KI = np.zeros_like(gain_KI)
+    np.cumsum(gain_IK.T, axis=0, out=gain_KI[1:])
+    np.cumsum(np.maximum(ms_IK.T, _LEAST_MS), axis=0, out=ms_KI[1:])
+    # Steps that are none, beside large ones, may leave no difference at all.
+    ms_KI += np.arange(len(ms_KI))[:, None] * (ms_KI[-1] * _NO_TIME)
     best_KI = np.full(gain_IK.T.shape, np.inf)
-    for first, best_I in enumerate(best_KI):
-        gain, ms = gain_KI[first + 1 :] - gain_KI[first], ms_KI[first + 1 :] - ms_KI[first]
-        np.maximum(ms, _LEAST_MS, out=ms)
-        best_I[real_IK[:, first]] = np.divide(gain, ms, out=gain).max(axis=0)[real_IK[:, first]]
+    for first, (best_I, real_I) in enumerate(zip(best_KI, real_IK.T, strict=True)):
+        gain = gain_KI[first + 1 :] - gain_KI[first]
+        gain /= ms_KI[first + 1 :] - ms_KI[first]
+        np.copyto(best_I, gain.max(axis=0), where=real_I)
     return np.where(real_IK, np.minimum.accumulate(best_KI, axis=0).T, -np.inf)
 
 
@@ -209,8 +226,8 @@ def _anchor(
         path = start_J[slot] + np.concatenate([[0.0], np.cumsum(ms_I[first:last])])
         nearest = int(np.abs(path - anchor_ms).argmin())
         taken[index_I[first : first + nearest]] = True
-        at_end = nearest in ((0,) if latency_J[slot] > anchor_ms else (last - first,))
-        reached_J[slot] = path[nearest] if at_end else anchor_ms
+        slower = latency_J[slot] > anchor_ms
+        reached_J[slot] = max(path[0], anchor_ms) if slower else min(path[-1], anchor_ms)
     clamped_J = np.abs(reached_J - anchor_ms) > 1e-9 * anchor_ms
     return steps.budgets_LS(taken.reshape(steps.pairs_LSK.shape)), clamped_J[slot_of_S]
 
@@ -244,28 +261,56 @@ def _makespan(
     allowed: BudgetRange,
     slot_of_S: np.ndarray,
     schedule: str,
+    hold_ms: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The least step time above the floors, then the most coverage in that time.
 
     Makespans only grow with durations, so all budgets at their floors give the least T. Raising
     then fills what every rank has left until T; see :class:`Filling`.
     """
-    steps = _steps(costs, coverage, allowed.floor_LS, allowed.top_LS)
-    level_LSK = _levels(steps, costs)
+    ladder = _ladder(costs, coverage, allowed)
     forward_DPVM, backward_DPVM = _slots(costs, allowed.floor_LS, slot_of_S)
     floor_ms_D = makespans_ms(forward_DPVM, backward_DPVM, schedule=schedule)
-    unit_LS = slot_of_S * costs.chunks + costs.chunk_of_layer_L[:, None]
     filling = Filling(
-        costs, schedule, forward_DPVM, backward_DPVM, _growth_UQ(costs, steps, level_LSK, unit_LS)
+        costs, schedule, forward_DPVM, backward_DPVM, _growth_UQ(costs, ladder, slot_of_S)
     )
-    level_U = filling.run(floor_ms_D.max() * _ROUNDING)
-    tuned_LS = steps.budgets_LS(level_LSK <= level_U[unit_LS][..., None])
+    level_U = filling.run(max(floor_ms_D.max() * _ROUNDING, hold_ms))
+    unit_LS = slot_of_S * costs.chunks + costs.chunk_of_layer_L[:, None]
+    layer_L1 = np.arange(len(unit_LS))[:, None]
+    tuned_LS = ladder.budgets_QLR[level_U[unit_LS], layer_L1, ladder.row_S]
     waited_for_S = (floor_ms_D * _ROUNDING >= floor_ms_D.max())[slot_of_S // costs.micro_batches]
     stuck_S = ((tuned_LS == allowed.floor_LS) & (tuned_LS < allowed.top_LS)).all(axis=0)
     return tuned_LS, waited_for_S & stuck_S
 
 
-def _levels(steps: _Steps, costs: StepCosts) -> np.ndarray:
+@dataclass(frozen=True, kw_only=True)
+class _Ladder:
+    """Budgets by price level, 0 (the floors) to LEVELS (everything that gains coverage).
+
+    Samples of as many blocks share a row R: curves, floors and prices are theirs alike.
+    """
+
+    row_S: np.ndarray
+    budgets_QLR: np.ndarray
+
+
+def _ladder(costs: StepCosts, coverage: CoverageCurves, allowed: BudgetRange) -> _Ladder:
+    blocks_R, first_R, row_S = np.unique(costs.blocks_S, return_index=True, return_inverse=True)
+    whole = replace(costs, lengths_tokens_S=blocks_R * costs.block_size, blocks_S=blocks_R)
+    steps = _steps(whole, coverage, allowed.floor_LS[:, first_R], allowed.top_LS[:, first_R])
+    points = steps.points_LSK.shape[-1]
+    level_KI = _levels(steps).reshape(-1, points).T
+    points_KI = steps.points_LSK.reshape(-1, points).T
+    budgets_QI = np.zeros((LEVELS + 2, level_KI.shape[1]), dtype=np.int64)
+    chain_I = np.arange(level_KI.shape[1])
+    for level_I, point_I in zip(level_KI, points_KI, strict=True):
+        budgets_QI[level_I, chain_I] = point_I
+    budgets_QI[0] = steps.low_LS.ravel()
+    budgets_QI = np.maximum.accumulate(budgets_QI[: LEVELS + 1], axis=0)
+    return _Ladder(row_S=row_S.reshape(-1), budgets_QLR=budgets_QI.reshape(-1, *steps.low_LS.shape))
+
+
+def _levels(steps: _Steps) -> np.ndarray:
     """Price level 1..LEVELS of every step, best slope first; beyond that: never worth taking.
 
     Levels are quantiles of the slope, so that each holds about as many steps. Steps that gain
@@ -281,13 +326,23 @@ def _levels(steps: _Steps, costs: StepCosts) -> np.ndarray:
     return level_LSK
 
 
-def _growth_UQ(
-    costs: StepCosts, steps: _Steps, level_LSK: np.ndarray, unit_LS: np.ndarray
-) -> np.ndarray:
-    """Block pairs that each unit (slot, chunk) adds above its floors at price level 0..LEVELS."""
-    units = costs.data_parallel_size * costs.micro_batches * costs.chunks
-    worth_LSK = level_LSK <= LEVELS
-    place_I = (unit_LS[..., None] * (LEVELS + 1) + level_LSK)[worth_LSK]
-    size = units * (LEVELS + 1)
-    added = np.bincount(place_I, weights=steps.pairs_LSK[worth_LSK], minlength=size)
-    return np.cumsum(added.reshape(units, LEVELS + 1), axis=1)
+def _growth_UQ(costs: StepCosts, ladder: _Ladder, slot_of_S: np.ndarray) -> np.ndarray:
+    """Block pairs that each unit (slot, chunk) adds above its floors at price level 0..LEVELS.
+
+    At budgets up to the sample's blocks, the pairs of x blocks (fractional) at budget k are
+    ``x k - k (k - 1) / 2`` and a term without k, so a chunk needs two sums over its layers only.
+    """
+    order_S = np.argsort(slot_of_S, kind="stable")
+    slots = costs.data_parallel_size * costs.micro_batches
+    first_J = np.searchsorted(slot_of_S[order_S], np.arange(slots))
+    length_S = (costs.lengths_tokens_S / costs.block_size)[order_S]
+    row_S = ladder.row_S[order_S]
+    growth_QJC = np.empty((LEVELS + 1, slots, costs.chunks))
+    for chunk in range(costs.chunks):
+        budgets_QIR = ladder.budgets_QLR[:, costs.chunk_of_layer_L == chunk]
+        sum_QR = budgets_QIR.sum(axis=1)
+        lost_QR = (budgets_QIR * (budgets_QIR - 1) // 2).sum(axis=1)
+        sum_QR, lost_QR = sum_QR - sum_QR[0], lost_QR - lost_QR[0]
+        pairs_QS = length_S * sum_QR[:, row_S] - lost_QR[:, row_S]
+        growth_QJC[..., chunk] = np.add.reduceat(pairs_QS, first_J, axis=1)
+    return growth_QJC.reshape(LEVELS + 1, slots * costs.chunks).T.copy()

@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from sparsebalance_megatron.plan.latency import StepCosts
-from sparsebalance_megatron.plan.pipeline import makespans_ms
+from sparsebalance_megatron.plan.pipeline import longest_through_ms, makespans_ms
 
-LEVELS = 64
-_COARSE = 8
+LEVELS = 48
+_STRIDES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32])
 _MAX_ROUNDS = 24
 _MAX_EVALUATED_TIMES = 1 << 21
 
@@ -23,10 +23,11 @@ class Filling:
 
     A unit is one chunk of one slot; its budgets follow one price level: all steps at least that
     good are taken. All units of a rank that still move share their level. In each round the level
-    goes as far as the rank's simulated makespan allows; units whose next level alone would exceed
-    the step time then stop; of the rest as many as fit together move on by one level and the first
-    that does not fit stops. So every round stops a unit or advances a level, and what stops early
-    by the limit on rounds is merely left unfilled. Without a pipeline this is greedy by slope.
+    goes as far as the rank's simulated makespan allows, by one of a few strides. Then units stop
+    whose next level alone would exceed the step time, by the longest chain through them. Where
+    each fits alone but the level could not move, the more expensive half stops of those that could
+    exceed it together. So every round stops a unit or advances a level, and what stops early by
+    the limit on rounds is merely left unfilled. Without a pipeline this is greedy by slope.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Filling:
         self.units = self.growth_DUQ.shape[1]
         self.level_DU = np.zeros((ranks, self.units), dtype=np.int64)
         self.moving_DU = self.growth_DUQ[..., -1] > 0
+        self.pair_ms_U = np.tile(costs.pair_forward_C + costs.pair_backward_C, costs.micro_batches)
 
     def run(self, limit_ms: float) -> np.ndarray:
         """Price level of every unit, flat [D * M * C]."""
@@ -52,64 +54,67 @@ class Filling:
             active_D = np.flatnonzero(self.moving_DU.any(axis=1))
             if not len(active_D):
                 break
-            self._advance_together(active_D, limit_ms)
-            active_D = active_D[self.moving_DU[active_D].any(axis=1)]
-            if len(active_D):
-                self._stop_single(active_D, limit_ms)
-                self._advance_prefix(active_D, limit_ms)
+            stalled_I = self._advance(active_D, limit_ms)
+            self._stop(active_D, stalled_I, limit_ms)
         return self.level_DU.ravel()
+
+    def _times(self, ranks_I: np.ndarray, level_IXU: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Forward and backward ms [I * X, P, V, M] of ranks at X level vectors each."""
+        pairs_IXU = self.growth_DUQ[ranks_I[:, None, None], np.arange(self.units), level_IXU]
+        pairs_XMC = pairs_IXU.reshape(-1, self.costs.micro_batches, self.costs.chunks)
+        repeat = level_IXU.shape[1]
+        forward = np.repeat(self.forward_DPVM[ranks_I], repeat, axis=0)
+        backward = np.repeat(self.backward_DPVM[ranks_I], repeat, axis=0)
+        forward += self.costs.grid_DPVM(pairs_XMC * self.costs.pair_forward_C)
+        backward += self.costs.grid_DPVM(pairs_XMC * self.costs.pair_backward_C)
+        return forward, backward
 
     def _fits(self, ranks_I: np.ndarray, level_IXU: np.ndarray, limit_ms: float) -> np.ndarray:
         """Whether rank ``ranks_I[i]`` meets the limit at each of X candidate level vectors."""
         fits_IX = np.empty(level_IXU.shape[:2], dtype=bool)
-        per_rank = level_IXU.shape[1] * self.units
-        batch = max(1, _MAX_EVALUATED_TIMES // per_rank)
+        batch = max(1, _MAX_EVALUATED_TIMES // (level_IXU.shape[1] * self.units))
         for first in range(0, len(ranks_I), batch):
             part = slice(first, first + batch)
-            ranks = ranks_I[part]
-            pairs_IXU = self.growth_DUQ[
-                ranks[:, None, None], np.arange(self.units), level_IXU[part]
-            ]
-            pairs_XMC = pairs_IXU.reshape(-1, self.costs.micro_batches, self.costs.chunks)
-            repeat = level_IXU.shape[1]
-            forward = np.repeat(self.forward_DPVM[ranks], repeat, axis=0)
-            backward = np.repeat(self.backward_DPVM[ranks], repeat, axis=0)
-            forward += self.costs.grid_DPVM(pairs_XMC * self.costs.pair_forward_C)
-            backward += self.costs.grid_DPVM(pairs_XMC * self.costs.pair_backward_C)
-            ms = makespans_ms(forward, backward, schedule=self.schedule)
-            fits_IX[part] = (ms <= limit_ms).reshape(len(ranks), repeat)
+            ms = makespans_ms(*self._times(ranks_I[part], level_IXU[part]), schedule=self.schedule)
+            fits_IX[part] = (ms <= limit_ms).reshape(-1, level_IXU.shape[1])
         return fits_IX
 
-    def _advance_together(self, ranks_I: np.ndarray, limit_ms: float) -> None:
-        """The furthest common level that fits: first among coarse levels, then the fine ones."""
-        reached_I = np.zeros(len(ranks_I), dtype=np.int64)
-        for offsets_X in (np.arange(0, LEVELS + 1, _COARSE), np.arange(_COARSE)):
-            target_IX = np.minimum(reached_I[:, None] + offsets_X, LEVELS)
-            now_I1U = self.level_DU[ranks_I][:, None, :]
-            moved_IXU = np.maximum(target_IX[..., None], now_I1U)
-            level_IXU = np.where(self.moving_DU[ranks_I][:, None, :], moved_IXU, now_I1U)
-            fits_IX = self._fits(ranks_I, level_IXU, limit_ms)
-            best_I = fits_IX.shape[1] - 1 - fits_IX[:, ::-1].argmax(axis=1)
-            rows = np.arange(len(ranks_I))
-            reached_I = target_IX[rows, best_I]
-        self.level_DU[ranks_I] = level_IXU[rows, best_I]
-        self.moving_DU &= self.level_DU < LEVELS
-
-    def _stop_single(self, ranks_I: np.ndarray, limit_ms: float) -> None:
-        moving_IU = self.moving_DU[ranks_I]
-        one_more = np.eye(self.units, dtype=np.int64) * moving_IU[:, None, :]
-        level_IXU = self.level_DU[ranks_I][:, None, :] + one_more
-        self.moving_DU[ranks_I] &= self._fits(ranks_I, level_IXU, limit_ms)
-
-    def _advance_prefix(self, ranks_I: np.ndarray, limit_ms: float) -> None:
-        moving_IU = self.moving_DU[ranks_I]
-        prefix = np.tril(np.ones((self.units, self.units), dtype=np.int64))
-        level_IXU = self.level_DU[ranks_I][:, None, :] + prefix * moving_IU[:, None, :]
+    def _advance(self, ranks_I: np.ndarray, limit_ms: float) -> np.ndarray:
+        """Move the common level by the largest stride that fits; which ranks did not move, [I]."""
+        moving_I1U = self.moving_DU[ranks_I][:, None, :]
+        now_I1U = self.level_DU[ranks_I][:, None, :]
+        level_IXU = now_I1U + np.where(moving_I1U, _STRIDES[:, None], 0)
+        np.minimum(level_IXU, LEVELS, out=level_IXU)
         fits_IX = self._fits(ranks_I, level_IXU, limit_ms)
-        count_I = fits_IX.sum(axis=1)
-        for row, rank in enumerate(ranks_I.tolist()):
-            if count_I[row]:
-                self.level_DU[rank] = level_IXU[row, count_I[row] - 1]
-            if count_I[row] < self.units:
-                self.moving_DU[rank, count_I[row]] = False
+        moved_I = fits_IX[:, 0]
+        best_I = fits_IX.sum(axis=1) - 1
+        self.level_DU[ranks_I[moved_I]] = level_IXU[moved_I, best_I[moved_I]]
         self.moving_DU &= self.level_DU < LEVELS
+        return ~moved_I
+
+    def _stop(self, ranks_I: np.ndarray, stalled_I: np.ndarray, limit_ms: float) -> None:
+        moving_IU, level_IU = self.moving_DU[ranks_I], self.level_DU[ranks_I]
+        times = self._times(ranks_I, level_IU[:, None, :])
+        through_IPVM = longest_through_ms(*times, schedule=self.schedule)
+        through_IU = through_IPVM.transpose(0, 3, 1, 2).reshape(len(ranks_I), -1)
+        units = np.arange(self.units)
+        following_IU = np.minimum(level_IU + 1, LEVELS)
+        added_IU = (
+            self.growth_DUQ[ranks_I[:, None], units, following_IU]
+            - self.growth_DUQ[ranks_I[:, None], units, level_IU]
+        ) * self.pair_ms_U
+        fits_IU = through_IU + added_IU <= limit_ms
+        together_I1 = np.where(moving_IU, added_IU, 0.0).sum(axis=1, keepdims=True)
+        in_conflict_IU = moving_IU & (through_IU + together_I1 > limit_ms)
+        in_conflict_IU &= stalled_I[:, None] & (fits_IU | ~moving_IU).all(axis=1, keepdims=True)
+        largest_IU = _larger_half(added_IU, in_conflict_IU)
+        self.moving_DU[ranks_I] = moving_IU & fits_IU & ~largest_IU
+
+
+def _larger_half(values_IU: np.ndarray, among_IU: np.ndarray) -> np.ndarray:
+    """The larger half of each row's marked entries, rounded up."""
+    order_IU = np.argsort(np.where(among_IU, -values_IU, np.inf), axis=1, kind="stable")
+    count_I1 = (among_IU.sum(axis=1, keepdims=True) + 1) // 2
+    chosen_IU = np.zeros_like(among_IU)
+    np.put_along_axis(chosen_IU, order_IU, np.arange(values_IU.shape[1]) < count_I1, axis=1)
+    return chosen_IU

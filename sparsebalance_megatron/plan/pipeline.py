@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Event simulator of Megatron's pipeline schedules: makespan, bubbles, critical path, bounds.
+"""Event simulator of Megatron's pipeline schedules: makespan, bubbles, critical path.
 
 An operation is a forward or a backward of one model chunk for one micro-batch. It starts when its
 stage has finished the operation before it and its input has arrived: a forward waits for the
@@ -127,13 +127,15 @@ class _Graph:
     """Operations numbered so that wave w is the slice ``waves[w] : waves[w + 1]``.
 
     ``source_N`` indexes forward [P, V, M] followed by backward [P, V, M]. ``before_N`` is the
-    previous operation on the same stage, ``input_N`` the one on another stage or chunk; N stands
-    for none. ``remote_N``: the input crosses stages.
+    previous operation on the same stage, ``input_N`` the one on another stage or chunk; ``after_N``
+    and ``output_N`` are their inverses; N stands for none. ``remote_N``: the input crosses stages.
     """
 
     source_N: np.ndarray
     before_N: np.ndarray
     input_N: np.ndarray
+    after_N: np.ndarray
+    output_N: np.ndarray
     remote_N: np.ndarray
     waves: tuple[int, ...]
     by_stage: tuple[np.ndarray, ...]
@@ -176,10 +178,14 @@ def _graph(stages: int, micro_batches: int, schedule: str, virtual_stages: int) 
         for stage, (kind, chunk, m) in nodes
     ]
     wave_numbers = np.array([wave_of[node] for node in nodes])
+    before_N = np.array([before.get(node, none) for node in nodes])
+    input_N = np.array([none if node is None else number[node] for node in inputs])
     return _Graph(
         source_N=np.array(source),
-        before_N=np.array([before.get(node, none) for node in nodes]),
-        input_N=np.array([none if node is None else number[node] for node in inputs]),
+        before_N=before_N,
+        input_N=input_N,
+        after_N=_inverse(before_N),
+        output_N=_inverse(input_N),
         remote_N=np.array(
             [
                 node is not None and node[0] != stage
@@ -193,6 +199,13 @@ def _graph(stages: int, micro_batches: int, schedule: str, virtual_stages: int) 
         ),
         operations=tuple(nodes),
     )
+
+
+def _inverse(previous_N: np.ndarray) -> np.ndarray:
+    """Every operation precedes at most one on its stage and feeds at most one; N for none."""
+    following = np.full(len(previous_N) + 1, len(previous_N))
+    following[previous_N] = np.arange(len(previous_N))
+    return following[:-1]
 
 
 def _waves(orders: list[list[Operation]], virtual_stages: int) -> dict[tuple[int, Operation], int]:
@@ -220,16 +233,22 @@ def _waves(orders: list[list[Operation]], virtual_stages: int) -> dict[tuple[int
     return wave
 
 
-def _finish_NX(
-    graph: _Graph, forward_XPVM: np.ndarray, backward_XPVM: np.ndarray, p2p_ms: float
-) -> np.ndarray:
-    """End of every operation, [N + 1, X]; the last row is the start of the step."""
+def _durations_NX(graph: _Graph, forward_XPVM: np.ndarray, backward_XPVM: np.ndarray) -> np.ndarray:
+    """Every operation's time, [N + 1, X]; the last row is zero, for none."""
     pipelines, per_kind = len(forward_XPVM), forward_XPVM[0].size
     durations = np.empty((2 * per_kind, pipelines))
     durations[:per_kind] = forward_XPVM.reshape(pipelines, -1).T
     durations[per_kind:] = backward_XPVM.reshape(pipelines, -1).T
-    finish = np.zeros((len(graph.source_N) + 1, pipelines))
-    durations.take(graph.source_N, axis=0, out=finish[:-1], mode="clip")
+    by_node = np.zeros((len(graph.source_N) + 1, pipelines))
+    durations.take(graph.source_N, axis=0, out=by_node[:-1], mode="clip")
+    return by_node
+
+
+def _finish_NX(
+    graph: _Graph, forward_XPVM: np.ndarray, backward_XPVM: np.ndarray, p2p_ms: float
+) -> np.ndarray:
+    """End of every operation, [N + 1, X]; the last row is the start of the step."""
+    finish = _durations_NX(graph, forward_XPVM, backward_XPVM)
     delay = np.where(graph.remote_N, p2p_ms, 0.0)[:, None]
     for start, stop in itertools.pairwise(graph.waves):
         arrival = finish.take(graph.input_N[start:stop], axis=0)
@@ -261,6 +280,34 @@ def makespans_ms(
         return (forward_XPVM + backward_XPVM).sum(axis=(1, 2, 3))
     graph = _graph(stages, micro_batches, schedule, virtual_stages)
     return _finish_NX(graph, forward_XPVM, backward_XPVM, p2p_ms)[:-1].max(axis=0)
+
+
+def longest_through_ms(
+    forward_XPVM: np.ndarray, backward_XPVM: np.ndarray, *, schedule: str
+) -> np.ndarray:
+    """Longest chain through the forward or the backward of each (chunk, micro-batch), [X, P, V, M].
+
+    The makespan less this is by how much both together may grow without delaying the step: a chain
+    that uses either of them, or both, is no longer than this.
+    """
+    pipelines, stages, virtual_stages, micro_batches = forward_XPVM.shape
+    if schedule == "no_pipeline":
+        total_X = (forward_XPVM + backward_XPVM).sum(axis=(1, 2, 3))
+        return np.broadcast_to(total_X[:, None, None, None], forward_XPVM.shape)
+    graph = _graph(stages, micro_batches, schedule, virtual_stages)
+    finish = _finish_NX(graph, forward_XPVM, backward_XPVM, 0.0)[:-1]
+    tail = _durations_NX(graph, forward_XPVM, backward_XPVM)
+    rest = np.zeros_like(finish)
+    for start, stop in reversed(list(itertools.pairwise(graph.waves))):
+        after = tail.take(graph.after_N[start:stop], axis=0)
+        output = tail.take(graph.output_N[start:stop], axis=0)
+        rest[start:stop] = np.maximum(after, output, out=after)
+        tail[start:stop] += after
+    through = np.empty_like(finish)
+    through[graph.source_N] = finish + rest
+    per_kind = len(through) // 2
+    both = np.maximum(through[:per_kind], through[per_kind:])
+    return both.T.reshape(pipelines, stages, virtual_stages, micro_batches)
 
 
 def simulate(
@@ -328,37 +375,3 @@ def _critical(graph: _Graph, start_N: np.ndarray, end_N: np.ndarray) -> list[int
         before, source = int(graph.before_N[n]), int(graph.input_N[n])
         n = before if end_N[before] >= start_N[n] else source
     return path[::-1]
-
-
-def lower_bound_ms(
-    forward_DPVM: np.ndarray, backward_DPVM: np.ndarray, *, p2p_ms: float = 0.0
-) -> float:
-    """No arrangement of these micro-batches over ranks and positions finishes a step sooner.
-
-    Holds for every schedule of this file and unequal stages. Two bounds, the larger one counts:
-
-    *Stage.* The first operation of stage p is a forward of its first chunk, which some micro-batch
-    reaches through the first chunks of stages 0..p-1; the last is a backward of the first chunk,
-    after which stages p-1..0 still run theirs. In between stage p of a rank does all its work, and
-    some rank has at least the average. So T >= mean work + least head + least tail.
-
-    *Chain.* Micro-batch i runs forward and backward through all chunks one after the other. On
-    stage 0 the first chunk runs forward for every earlier micro-batch before that chain starts and
-    backward for every later one after it ends; each of the M - 1 others is earlier or later. So
-    T >= chain(i) + the sum of the M - 1 least min(forward, backward) of the others.
-    """
-    data_parallel, stages, virtual_stages, micro_batches = forward_DPVM.shape
-    work_P = (forward_DPVM + backward_DPVM).sum(axis=(0, 2, 3)) / data_parallel
-    hops_P = p2p_ms * np.arange(stages)
-    bound_P = work_P + 2 * hops_P
-    for times_DPVM in (forward_DPVM, backward_DPVM):
-        first_PDM = times_DPVM[:, :, 0, :].transpose(1, 0, 2)
-        until_PDM = np.cumsum(first_PDM, axis=0) - first_PDM
-        bound_P = bound_P + until_PDM.min(axis=(1, 2))
-    chain_I = (forward_DPVM + backward_DPVM).sum(axis=(1, 2)).ravel()
-    if stages > 1:
-        chain_I = chain_I + 2 * (stages * virtual_stages - 1) * p2p_ms
-    beside_I = np.minimum(forward_DPVM[:, 0, 0, :], backward_DPVM[:, 0, 0, :]).ravel()
-    least = np.sort(beside_I)[:micro_batches]
-    others_I = least.sum() - np.minimum(beside_I, least[-1])
-    return float(max(bound_P.max(), (chain_I + others_I).max()))

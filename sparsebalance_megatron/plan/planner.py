@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from sparsebalance_megatron.cost.calibrate import StageScales
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.plan import batching
+from sparsebalance_megatron.plan.bounds import sample_bounds
 from sparsebalance_megatron.plan.budgets import (
     BudgetRange,
     TunedBudgets,
@@ -22,7 +24,7 @@ from sparsebalance_megatron.plan.budgets import (
 )
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.latency import StepCosts, step_costs
-from sparsebalance_megatron.plan.pipeline import lower_bound_ms, makespans_ms, schedule_name
+from sparsebalance_megatron.plan.pipeline import makespans_ms, schedule_name
 from sparsebalance_megatron.plan.search import improve
 from sparsebalance_megatron.plan.step_plan import (
     Expectation,
@@ -44,18 +46,20 @@ def plan_step(
     cost: CostModel,
     scales: StageScales,
     coverage: CoverageCurves,
+    hold_ms: float = 0.0,
 ) -> StepPlan:
     """The plan of one step: place the samples, then tune their budgets.
 
-    Batching ``latency`` keeps the best of arrival order, token balance, latency balance and the
+    Batching ``makespan`` keeps the best of arrival order, token balance, latency balance and the
     latter improved by search, by simulated makespan at the budgets expected after tuning;
-    ``StepPlan.batching`` names the winner. ``arrival`` and ``length`` mean just that, except that a
-    balanced packing which the token cap defeats gives way to arrival order where that fits.
+    ``StepPlan.batching`` names the winner. ``arrival``, ``length`` and ``latency`` mean just that,
+    except that a balanced packing which the token cap defeats gives way to arrival order where that
+    fits. Tuning ``makespan`` may take until ``hold_ms`` where the least step time is shorter.
 
     Raises:
         PlanError: no placement exists, or the inputs contradict one another.
     """
-    problem = _problem(lengths_tokens, job, policy, cost, scales, coverage)
+    problem = _problem(lengths_tokens, job, policy, cost, scales, coverage, hold_ms)
     name, placement, tuned = _best_candidate(problem, _candidates(problem))
     plan = _assemble(step, problem, name, placement, tuned)
     plan.validate(problem.lengths_tokens, job, policy)
@@ -93,15 +97,65 @@ class _Problem:
     coverage: CoverageCurves
     allowed: BudgetRange
     schedule: str
+    hold_ms: float
+
+    @cached_property
+    def expected_LS(self) -> np.ndarray:
+        """Budgets to place by, those expected after tuning.
+
+        The makespan policy ends where the slowest rank is at its floors. What an anchor does to a
+        sample depends on its micro-batch; one round of packing and tuning from the base budgets
+        takes the part of the paper's average over recent steps.
+        """
+        match self.policy.tuning:
+            case "makespan":
+                return self.allowed.floor_LS
+            case "anchor":
+                try:
+                    placement = self.balanced_by(self.allowed.base_LS)
+                except PlanError:
+                    return self.allowed.base_LS
+                return self.tuned(placement).budgets_LS
+            case _:
+                return self.allowed.base_LS
+
+    @cached_property
+    def expected_ms(self) -> tuple[np.ndarray, np.ndarray]:
+        """Forward and backward ms [S, C] at the expected budgets."""
+        return self.costs.sample_ms(self.expected_LS)
+
+    def balanced_by(self, budgets_LS: np.ndarray) -> batching.Placement:
+        """Latency-balanced placement at these budgets."""
+        forward_SC, backward_SC = self.costs.sample_ms(budgets_LS)
+        return batching.balanced(
+            (forward_SC + backward_SC).sum(axis=1),
+            self.lengths_tokens,
+            self.job,
+            self.policy.max_tokens_per_slot,
+        )
+
+    def tuned(self, placement: batching.Placement) -> TunedBudgets:
+        return tune(
+            self.policy,
+            self.costs,
+            self.coverage,
+            self.allowed,
+            batching.slot_of_sample(placement, len(self.lengths_tokens)),
+            self.schedule,
+            self.hold_ms,
+        )
 
     def times_ms(
-        self, placement: batching.Placement, budgets_LS: np.ndarray
+        self, placement: batching.Placement, sample_ms: tuple[np.ndarray, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
+        """Forward and backward ms [D, P, V, M], from those of every sample, [S, C]."""
         slot_of_S = batching.slot_of_sample(placement, len(self.lengths_tokens))
-        return self.costs.slot_ms(*self.costs.sample_ms(budgets_LS), slot_of_S)
+        return self.costs.slot_ms(*sample_ms, slot_of_S)
 
-    def makespans_ms(self, placement: batching.Placement, budgets_LS: np.ndarray) -> np.ndarray:
-        return makespans_ms(*self.times_ms(placement, budgets_LS), schedule=self.schedule)
+    def makespans_ms(
+        self, placement: batching.Placement, sample_ms: tuple[np.ndarray, np.ndarray]
+    ) -> np.ndarray:
+        return makespans_ms(*self.times_ms(placement, sample_ms), schedule=self.schedule)
 
 
 def _problem(
@@ -111,6 +165,7 @@ def _problem(
     cost: CostModel,
     scales: StageScales,
     coverage: CoverageCurves,
+    hold_ms: float,
 ) -> _Problem:
     if policy.block_size != cost.block_size:
         raise PlanError(
@@ -128,14 +183,8 @@ def _problem(
         coverage=coverage,
         allowed=feasible_range(costs, coverage, policy),
         schedule=schedule_name(job.pipeline_stages, job.virtual_stages),
+        hold_ms=hold_ms,
     )
-
-
-def _expected_budgets(problem: _Problem) -> np.ndarray:
-    """Budgets to place by. The makespan policy ends where the slowest rank is at its floors."""
-    if problem.policy.tuning == "makespan":
-        return problem.allowed.floor_LS
-    return problem.allowed.base_LS
 
 
 def _candidates(problem: _Problem) -> dict[str, batching.Placement]:
@@ -146,9 +195,11 @@ def _candidates(problem: _Problem) -> dict[str, batching.Placement]:
         case "length":
             methods = {"length": _length}
         case "latency":
+            methods = {"latency": _latency}
+        case "makespan":
             methods = {"arrival": _arrival, "length": _length, "latency": _latency}
         case other:
-            raise PlanError(f"batching {other!r} is not one of arrival, length, latency")
+            raise PlanError(f"batching {other!r} is not one of arrival, length, latency, makespan")
     found: dict[str, batching.Placement] = {}
     failures: list[PlanError] = []
     for name, method in methods.items():
@@ -161,8 +212,9 @@ def _candidates(problem: _Problem) -> dict[str, batching.Placement]:
             return {"arrival": _arrival(problem)}
         except PlanError:
             raise failures[-1] from None
-    if "latency" in found:
-        found["latency+search"] = _searched(problem, found["latency"])
+    if problem.policy.batching == "makespan":
+        start = found.get("latency") or next(iter(found.values()))
+        found["makespan"] = _searched(problem, start)
     return found
 
 
@@ -180,53 +232,43 @@ def _length(problem: _Problem) -> batching.Placement:
 
 
 def _latency(problem: _Problem) -> batching.Placement:
-    forward_SC, backward_SC = problem.costs.sample_ms(_expected_budgets(problem))
-    return batching.balanced(
-        (forward_SC + backward_SC).sum(axis=1),
-        problem.lengths_tokens,
-        problem.job,
-        problem.policy.max_tokens_per_slot,
-    )
+    return problem.balanced_by(problem.expected_LS)
 
 
 def _searched(problem: _Problem, placement: batching.Placement) -> batching.Placement:
     return improve(
         placement,
         problem.costs,
-        *problem.costs.sample_ms(_expected_budgets(problem)),
+        *problem.expected_ms,
         cap_tokens=problem.policy.max_tokens_per_slot,
         schedule=problem.schedule,
+        plan_ms=problem.policy.plan_ms,
     )
 
 
 def _best_candidate(
     problem: _Problem, candidates: dict[str, batching.Placement]
 ) -> tuple[str, batching.Placement, TunedBudgets]:
-    """Least makespan, then least sum of the ranks' makespans, then the simplest."""
-    tuned: dict[str, TunedBudgets] = {}
+    """Least makespan, then least sum of the ranks' makespans, then the simplest.
 
-    def tuned_for(name: str) -> TunedBudgets:
-        if name not in tuned:
-            slot_of_S = batching.slot_of_sample(candidates[name], len(problem.lengths_tokens))
-            tuned[name] = tune(
-                problem.policy,
-                problem.costs,
-                problem.coverage,
-                problem.allowed,
-                slot_of_S,
-                problem.schedule,
-            )
-        return tuned[name]
+    Only the winner is tuned, except where tuning towards an anchor decides who wins.
+    """
+    if len(candidates) == 1:
+        ((name, placement),) = candidates.items()
+        return name, placement, problem.tuned(placement)
+    by_tuning = problem.policy.tuning == "anchor"
+    tuned = {name: problem.tuned(where) for name, where in candidates.items()} if by_tuning else {}
 
     def key(name: str) -> tuple[float, float]:
-        budgets_LS = _expected_budgets(problem)
-        if problem.policy.tuning == "anchor":
-            budgets_LS = tuned_for(name).budgets_LS
-        ms_D = problem.makespans_ms(candidates[name], budgets_LS)
+        sample_ms = (
+            problem.costs.sample_ms(tuned[name].budgets_LS) if by_tuning else problem.expected_ms
+        )
+        ms_D = problem.makespans_ms(candidates[name], sample_ms)
         return _rounded(ms_D.max()), _rounded(ms_D.sum())
 
-    name = next(iter(candidates)) if len(candidates) == 1 else min(candidates, key=key)
-    return name, candidates[name], tuned_for(name)
+    name = min(candidates, key=key)
+    placement = candidates[name]
+    return name, placement, tuned[name] if by_tuning else problem.tuned(placement)
 
 
 def _rounded(ms: float) -> float:
@@ -241,9 +283,22 @@ def _assemble(
     placement: batching.Placement,
     tuned: TunedBudgets,
 ) -> StepPlan:
+    slots = [slot for rank in placement for slot in rank]
+    ends = np.cumsum([len(slot) for slot in slots]).tolist()
+    budgets_LS = np.ascontiguousarray(tuned.budgets_LS[:, [s for slot in slots for s in slot]])
+    budgets_LS.flags.writeable = False
+    micro_batches = [
+        MicroBatchPlan(
+            samples=slot,
+            lengths_tokens=tuple(problem.lengths_tokens[sample] for sample in slot),
+            budgets_LS=budgets_LS[:, end - len(slot) : end],
+        )
+        for slot, end in zip(slots, ends, strict=True)
+    ]
+    per_rank = problem.job.micro_batches
     ranks = tuple(
-        RankPlan(micro_batches=tuple(_micro_batch(problem, slot, tuned) for slot in rank))
-        for rank in placement
+        RankPlan(micro_batches=tuple(micro_batches[first : first + per_rank]))
+        for first in range(0, len(slots), per_rank)
     )
     return StepPlan(
         step=step,
@@ -253,31 +308,23 @@ def _assemble(
     )
 
 
-def _micro_batch(
-    problem: _Problem, samples: tuple[int, ...], tuned: TunedBudgets
-) -> MicroBatchPlan:
-    budgets_LS = tuned.budgets_LS[:, list(samples)].copy()
-    budgets_LS.flags.writeable = False
-    return MicroBatchPlan(
-        samples=samples,
-        lengths_tokens=tuple(problem.lengths_tokens[sample] for sample in samples),
-        budgets_LS=budgets_LS,
-    )
-
-
 def _expectation(
     problem: _Problem, placement: batching.Placement, tuned: TunedBudgets
 ) -> Expectation:
-    forward_DPVM, backward_DPVM = problem.times_ms(placement, tuned.budgets_LS)
+    costs = problem.costs
+    forward_DPVM, backward_DPVM = problem.times_ms(placement, costs.sample_ms(tuned.budgets_LS))
     work_DPVM = forward_DPVM + backward_DPVM
-    base_work = sum(part.sum() for part in problem.times_ms(placement, problem.allowed.base_LS))
+    constant_C = costs.constant_forward_C + costs.constant_backward_C
+    base_work = problem.job.slots * constant_C.sum() + sum(
+        part.sum() for part in costs.sample_ms(problem.allowed.base_LS)
+    )
     makespans_D = makespans_ms(forward_DPVM, backward_DPVM, schedule=problem.schedule)
     coverage_mean, coverage_min = _coverage(problem, tuned.budgets_LS)
     for times_DPVM in (forward_DPVM, backward_DPVM):
         times_DPVM.flags.writeable = False
     return Expectation(
         makespan_ms=float(makespans_D.max()),
-        lower_bound_ms=lower_bound_ms(forward_DPVM, backward_DPVM),
+        lower_bound_ms=_lower_bound_ms(problem),
         rank_makespan_ms=tuple(makespans_D.tolist()),
         forward_ms=forward_DPVM,
         backward_ms=backward_DPVM,
@@ -291,6 +338,19 @@ def _expectation(
         samples_raised=int(tuned.raised_S.sum()),
         samples_clamped=int(tuned.clamped_S.sum()),
     )
+
+
+def _lower_bound_ms(problem: _Problem) -> float:
+    """Of every placement of these samples at every budget the policy allows."""
+    costs = problem.costs
+    return sample_bounds(
+        *costs.sample_ms(problem.allowed.floor_LS),
+        costs.constant_forward_C,
+        costs.constant_backward_C,
+        data_parallel_size=costs.data_parallel_size,
+        micro_batches=costs.micro_batches,
+        virtual_stages=costs.virtual_stages,
+    ).bound_ms
 
 
 def _imbalance(values: np.ndarray) -> float:

@@ -59,6 +59,7 @@ class PlanPolicy:
     base_budget: int
     block_size: int
     max_tokens_per_slot: int
+    plan_ms: float = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,8 @@ class Expectation:
     ``forward_ms[d][p][v][m]`` and ``backward_ms`` likewise: rank, stage, chunk, micro-batch.
     ``rank_makespan_ms[d]``: until the last backward of rank d. ``work_ratio``: predicted work over
     the predicted work of the same samples at base budgets, so that balance and less attention are
-    never confounded. Coverages are None until curves have been observed.
+    never confounded. ``lower_bound_ms``: of every placement of these samples at every budget that
+    the policy allows. Coverages are None until curves have been observed.
     """
 
     makespan_ms: float
@@ -124,7 +126,7 @@ class StepPlan:
     ranks: tuple[RankPlan, ...]
     expectation: Expectation
     batching: str = field(default="arrival")
-    """The batching that won: arrival, length, latency or latency+search."""
+    """The batching that won: arrival, length, latency or makespan."""
 
     def digest(self) -> bytes:
         """32 bytes that are equal exactly when step, placement and budgets are equal."""
@@ -145,6 +147,7 @@ class StepPlan:
             raise PlanError(
                 f"step {self.step}: plan has {len(self.ranks)} ranks, job {job.data_parallel_size}"
             )
+        layers = job.layers
         seen: Counter[int] = Counter()
         for rank_index, rank in enumerate(self.ranks):
             if len(rank.micro_batches) != job.micro_batches:
@@ -154,7 +157,7 @@ class StepPlan:
                 )
             for position, micro_batch in enumerate(rank.micro_batches):
                 place = f"step {self.step}, rank {rank_index}, micro-batch {position}"
-                _validate_micro_batch(micro_batch, lengths_tokens, job, policy, place)
+                _validate_micro_batch(micro_batch, lengths_tokens, layers, policy, place)
                 seen.update(micro_batch.samples)
         if seen != Counter(range(len(lengths_tokens))):
             missing = sorted(set(range(len(lengths_tokens))) - set(seen))
@@ -165,7 +168,7 @@ class StepPlan:
 def _validate_micro_batch(
     micro_batch: MicroBatchPlan,
     lengths_tokens: Sequence[int],
-    job: JobShape,
+    layers: int,
     policy: PlanPolicy,
     place: str,
 ) -> None:
@@ -180,10 +183,10 @@ def _validate_micro_batch(
     expected_lengths = tuple(lengths_tokens[sample] for sample in micro_batch.samples)
     if micro_batch.lengths_tokens != expected_lengths:
         raise PlanError(f"{place}: lengths differ from the samples' lengths")
-    if micro_batch.budgets_LS.shape != (job.layers, len(micro_batch.samples)):
+    if micro_batch.budgets_LS.shape != (layers, len(micro_batch.samples)):
         raise PlanError(
             f"{place}: budgets have shape {micro_batch.budgets_LS.shape}, "
-            f"expected {(job.layers, len(micro_batch.samples))}"
+            f"expected {(layers, len(micro_batch.samples))}"
         )
     if micro_batch.budgets_LS.min() < 1:
         raise PlanError(f"{place}: a budget is below 1 block")

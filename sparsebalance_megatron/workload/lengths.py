@@ -26,16 +26,30 @@ def longalign_like(samples: int, seed: int) -> np.ndarray:
 
 
 def chatqa2_like(samples: int, seed: int) -> np.ndarray:
-    """ChatQA2-Long-SFT (arXiv:2407.14482) in shape: half below 4K, half from 16K on.
+    """ChatQA2-Long-SFT (arXiv:2407.14482) in shape: half below 4K, half from 16K to 32K.
 
     No quantiles are published; known are the two modes and that at least 44 % of the samples have
     16K tokens and more. The short half is log-normal (median 1,024, sigma 0.8) below 4,096, the
-    long half 16,384 + Exp(8,000), truncated at 64K.
+    long half uniform.
     """
+    long = np.random.default_rng([seed, 3]).integers(16384, 32769, samples)
+    return _bimodal(samples, seed, long)
+
+
+def chatqa2_tail_like(samples: int, seed: int) -> np.ndarray:
+    """As :func:`chatqa2_like`, but the long half is 16,384 + Exp(8,000), truncated at 64K.
+
+    How far the long half reaches is not published, and the largest sample bounds what balance can
+    do; this shows how much depends on it.
+    """
+    long = 16384 + _truncated_exponential(samples, seed, mean=8000.0, limit=MAX_TOKENS - 16384)
+    return _bimodal(samples, seed, long)
+
+
+def _bimodal(samples: int, seed: int, long: np.ndarray) -> np.ndarray:
     generator = np.random.default_rng([seed, 2])
     short = np.exp(np.log(1024.0) + 0.8 * generator.standard_normal(samples))
     short = np.clip(short, 16, 4095).astype(np.int64)
-    long = 16384 + _truncated_exponential(samples, seed, mean=8000.0, limit=MAX_TOKENS - 16384)
     return np.where(generator.random(samples) < 0.5, short, long)
 
 
@@ -48,6 +62,7 @@ def _truncated_exponential(samples: int, seed: int, *, mean: float, limit: int) 
 GENERATORS: Mapping[str, Callable[[int, int], np.ndarray]] = {
     "longalign": longalign_like,
     "chatqa2": chatqa2_like,
+    "chatqa2-tail": chatqa2_tail_like,
 }
 """Name to ``generator(samples, seed) -> int64 lengths``."""
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from sparsebalance_megatron.cost.model import CostModel, Kind
-from sparsebalance_megatron.cost.table import ModelShape
+from sparsebalance_megatron.cost.table import CostTable, ModelShape
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.workload.lengths import WorkloadError
 
@@ -84,6 +85,30 @@ def h200_cost(name: str, *, block_size: int, tensor_parallel_size: int = 1) -> C
         source=f"{name}: counted operations on an H200, {LINEAR_EFFICIENCY:.0%} of peak in "
         f"projections, {ATTENTION_EFFICIENCY:.0%} in attention",
     )
+
+
+def cost_of(
+    model: str,
+    *,
+    cost_table: Path | None,
+    layers: int | None,
+    block_size: int,
+    tensor_parallel_size: int,
+) -> tuple[CostModel, int]:
+    """Costs and number of layers: fitted to a measured table, or else of a public model.
+
+    Raises:
+        CostTableError: the table cannot be used.
+        WorkloadError: the number of layers is missing or wrong.
+    """
+    if layers is not None and layers < 1:
+        raise WorkloadError(f"--layers {layers}: at least 1 needed")
+    if cost_table is None:
+        cost = h200_cost(model, block_size=block_size, tensor_parallel_size=tensor_parallel_size)
+        return cost, layers or preset(model).layers
+    if layers is None:
+        raise WorkloadError(f"--cost-table {cost_table}: costs are per layer; add --layers")
+    return CostModel.fit(CostTable.load(cost_table)), layers
 
 
 def _scaled(

@@ -46,13 +46,14 @@ def job_shape(ranks, micro_batches, stages=1, chunks=1, layers_per_chunk=2):
 
 def policy(**changes):
     values = {
-        "batching": "latency",
+        "batching": "makespan",
         "tuning": "makespan",
         "anchor": "mean",
         "coverage_threshold": 0.1,
         "base_budget": 8,
         "block_size": 64,
         "max_tokens_per_slot": 1 << 40,
+        "plan_ms": 20.0,
     }
     return PlanPolicy(**(values | changes))
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import plan as oracle
 
+from sparsebalance_megatron.plan.bounds import micro_batch_bounds
 from sparsebalance_megatron.plan.pipeline import (
-    lower_bound_ms,
     makespans_ms,
     schedule_name,
     schedule_order,
@@ -97,7 +97,7 @@ def test_no_arrangement_beats_the_lower_bound(pipeline, ranks, seed):
     skew = generator.exponential(1.0, (1, stages, chunks, 1))
     forwards = generator.exponential(1.0, shape) * skew
     backwards = generator.exponential(2.0, shape) * skew
-    bound = lower_bound_ms(forwards, backwards, p2p_ms=p2p_ms)
+    bound = micro_batch_bounds(forwards, backwards, p2p_ms=p2p_ms).bound_ms
     for _ in range(8):
         order = generator.permutation(ranks * micro_batches)
         mixed = [
@@ -114,11 +114,11 @@ def test_bounds_are_attained():
     uniform = np.ones((3, 4, 1, 8))
     balanced = makespans_ms(uniform, 2 * uniform).max()
     assert balanced == pytest.approx((8 + 4 - 1) * 3)
-    assert lower_bound_ms(uniform, 2 * uniform) == pytest.approx(balanced)
+    assert micro_batch_bounds(uniform, 2 * uniform).bound_ms == pytest.approx(balanced)
     giant = np.full((1, 4, 1, 2), 1e-3)
     giant[..., 0] = 10.0
     assert makespans_ms(giant, giant).max() == pytest.approx(80.0, rel=1e-3)
-    assert lower_bound_ms(giant, giant) == pytest.approx(80.0, rel=1e-3)
+    assert micro_batch_bounds(giant, giant).bound_ms == pytest.approx(80.0, rel=1e-3)
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 1), (2, 5), (4, 3), (4, 8)])

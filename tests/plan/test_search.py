@@ -19,13 +19,13 @@ from sparsebalance_megatron.plan.pipeline import makespans_ms, schedule_name
 from sparsebalance_megatron.plan.search import improve
 
 
-def searched(lengths, job, cap):
+def searched(lengths, job, cap, plan_ms=20.0):
     scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
     costs = step_costs(lengths, job, cost_model(), scales)
     sample_ms = costs.sample_ms(np.full((job.layers, len(lengths)), 8))
     schedule = schedule_name(job.pipeline_stages, job.virtual_stages)
     before = arrival(lengths, job, cap)
-    after = improve(before, costs, *sample_ms, cap_tokens=cap, schedule=schedule)
+    after = improve(before, costs, *sample_ms, cap_tokens=cap, schedule=schedule, plan_ms=plan_ms)
     times = [
         costs.slot_ms(*sample_ms, slot_of_sample(placement, len(lengths)))
         for placement in (before, after)

@@ -32,6 +32,18 @@ def test_giants_meet():
     assert [sum(costs[i] == 100.0 for i in batch) for batch in alone] == [2, 2]
 
 
+def test_giants_get_company_that_hides_them():
+    """A batch with a heavier heaviest sample gets more of the rest, to within one run."""
+    costs = np.r_[np.full(4, 20.0), np.full(4, 10.0), np.full(8, 6.0), np.full(16, 3.0)]
+    shared = assign_window(costs, 2, 16, data_parallel_size=2)
+    totals = [costs[list(batch)].sum() for batch in shared]
+    heaviest = [costs[list(batch)].max() for batch in shared]
+    assert heaviest == [20.0, 10.0]
+    assert totals[0] > 1.4 * totals[1]
+    shares = [16 * most / total for most, total in zip(heaviest, totals, strict=True)]
+    assert max(shares) < 2.5, "with equal totals it is 3"
+
+
 def test_window_of_one_changes_nothing():
     assert assign_window([3.0, 1.0, 2.0], 1, 3, data_parallel_size=2) == ((0, 1, 2),)
 

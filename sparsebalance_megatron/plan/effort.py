@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planning time as a count of simulated operations, so that every rank searches equally far."""
+
+from __future__ import annotations
+
+OPERATIONS_PER_MS = 80_000
+"""Forwards and backwards of one chunk and micro-batch that numpy simulates in a ms on one core of a
+2020s server CPU. A constant, not a measurement: ranks must agree on it to the last bit."""
+
+_CALL_OPERATIONS = 4_000
+"""What a call of the simulator costs beside its operations."""
+
+
+class Effort:
+    """What a search may still simulate.
+
+    A clock would stop ranks at different moments, and they would run different plans. Instead
+    ``plan_ms`` buys a fixed number of simulated operations; a slower machine takes longer over
+    them, and finds the same plan.
+    """
+
+    def __init__(self, plan_ms: float) -> None:
+        self.operations = plan_ms * OPERATIONS_PER_MS
+
+    def affordable(self, operations_each: int) -> int:
+        """How many pipelines of so many operations one more call may simulate."""
+        return max(0, int((self.operations - _CALL_OPERATIONS) // operations_each))
+
+    def spend(self, operations: int) -> None:
+        """Count one call of the simulator."""
+        self.operations -= operations + _CALL_OPERATIONS

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole placements against the proven optimum of small cases, and against bounds where tight."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from oracles.placement import best_makespan_ms
+from plan.plan_cases import cost_model, coverage_curves, job_shape, policy
+
+from sparsebalance_megatron.cost.calibrate import StageScales
+from sparsebalance_megatron.plan.bounds import unhideable_limit
+from sparsebalance_megatron.plan.latency import step_costs
+from sparsebalance_megatron.plan.planner import plan_step
+
+
+def planned(lengths, job, **changes):
+    return plan_step(
+        step=0,
+        lengths_tokens=lengths,
+        job=job,
+        policy=policy(**changes),
+        cost=cost_model(),
+        scales=StageScales.ones(job.pipeline_stages),
+        coverage=coverage_curves(job.layers),
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "samples"),
+    [((2, 2, 2), 5), ((2, 3, 2), 6), ((3, 2, 2), 7), ((2, 3, 1), 8), ((2, 3, 2), 9)],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_within_three_percent_of_the_optimum(shape, samples, seed):
+    pytest.importorskip("ortools", reason="the oracle needs ortools: pip install ortools")
+    job = job_shape(*shape)
+    generator = np.random.default_rng(seed)
+    lengths = np.exp(generator.uniform(np.log(500), np.log(30000), samples)).astype(int).tolist()
+    costs = step_costs(lengths, job, cost_model(), StageScales.ones(job.pipeline_stages))
+    forward_SC, backward_SC = costs.sample_ms(np.full((job.layers, samples), 8))
+    constant_2P = [costs.constant_forward_C.tolist(), costs.constant_backward_C.tolist()]
+    best = best_makespan_ms(
+        forward_SC.tolist(), backward_SC.tolist(), constant_2P, shape[0], shape[1]
+    )
+    assert best is not None, "CP-SAT proved no optimum in time"
+    found = planned(lengths, job, tuning="off").expectation.makespan_ms
+    assert best * (1 - 1e-3) <= found <= best * 1.03
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_within_five_percent_of_the_bound_below_the_unhideable_limit(seed):
+    job = job_shape(4, 16, 4)
+    lengths = np.random.default_rng(seed).integers(2000, 12000, 64).tolist()
+    assert max(lengths) / np.mean(lengths) < unhideable_limit(4, 16)
+    expected = planned(lengths, job).expectation
+    assert expected.makespan_ms <= 1.05 * expected.lower_bound_ms

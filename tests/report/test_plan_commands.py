@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sparse-balance plan`` and ``simulate`` from the command line: JSON keys, tables, errors."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sparsebalance_megatron import cli
+
+KEYS = {
+    "makespan_ms",
+    "speedup",
+    "bound_ratio",
+    "imbalance_microbatch",
+    "imbalance_rank",
+    "coverage_mean",
+    "coverage_min_drop",
+    "work_ratio",
+    "plan_ms",
+}
+
+
+@pytest.fixture
+def lengths(tmp_path):
+    path = tmp_path / "lengths.json"
+    path.write_text(json.dumps([400 * (1 + i % 13) for i in range(40)]))
+    return str(path)
+
+
+def plan(lengths, *more):
+    sizes = ("--dp", "2", "--pp", "2", "--micro-batches", "4", "--model", "qwen2.5-0.5b")
+    return cli.main(["plan", "--lengths", lengths, *sizes, *more])
+
+
+def test_plan_json(lengths, capsys):
+    assert plan(lengths, "--json", "--steps", "3") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["steps"] == 3
+    assert {"baseline", "SAB+DST", "ours"} < set(found["variants"])
+    for variant in found["variants"].values():
+        assert set(variant) > KEYS
+    assert found["variants"]["baseline"]["speedup"] == 1.0
+    assert found["variants"]["ours"]["speedup"] > 1.0
+
+
+def test_plan_of_one_choice(lengths, capsys):
+    chosen = ("--batching", "latency", "--tuning", "anchor", "--anchor", "min", "--seed", "3")
+    assert plan(lengths, "--json", *chosen) == 0
+    assert set(json.loads(capsys.readouterr().out)["variants"]) == {"baseline", "latency+anchor"}
+
+
+def test_plan_table_fits_eighty_columns(lengths, capsys, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "80")
+    assert plan(lengths, "--global-batch", "16") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not any("…" in line for line in lines)
+    assert any(line.strip().startswith("ours, held") for line in lines)
+
+
+def test_simulate_prints_the_papers_numbers(capsys, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["simulate", "--setup", "paper-ablation", "--steps", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not any("…" in line for line in lines)
+    row = next(line for line in lines if line.strip().startswith("SAB+DST"))
+    assert "1.35" in row.split()
+    assert "1.34" in row.split()
+
+
+def test_simulate_json(capsys):
+    assert cli.main(["simulate", "--setup", "paper-main", "--steps", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["data"]) == {"longalign", "chatqa2", "chatqa2-tail"}
+    for part in found["data"].values():
+        assert set(part["variants"]["ours"]) > KEYS
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--global-batch", "12"), "--global-batch 12 must be a multiple"),
+        (("--steps", "0"), "--steps 0"),
+        (("--global-batch", "800"), "a step needs 800"),
+        (("--max-tokens-per-micro-batch", "100"), "raise --sparse-balance-max-tokens"),
+        (("--pp", "99"), "24 layers only"),
+    ],
+)
+def test_wrong_input_is_one_line(lengths, capsys, more, words):
+    assert plan(lengths, *more) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert len(error.splitlines()) == 1
