@@ -7,7 +7,7 @@ C heads that select, K width of lists.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from sparsebalance_megatron.attention.selection import (
     selecting_rows,
 )
 
-Implementation = Literal["auto", "blocks", "reference"]
+Implementation = Literal["auto", "triton", "blocks", "tokens", "flex", "reference"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -41,13 +41,24 @@ def block_sparse_attention(
     Args:
         q_THD: queries; H is a multiple of G, query head h reads KV head h // (H / G).
         k_TGD, v_TGD: keys and values, same dtype and device.
-        selection: which blocks are read, on the same device. "blocks" relies on the own block
-            coming first in each list.
+        selection: which blocks are read, on the same device. The own block, where it is listed,
+            comes first; the order of past blocks does not matter. Lists without it are parts, whose
+            results :func:`..merge.merge_partials` puts together.
         softmax_scale: factor on q . k.
-        implementation: "blocks" computes the selected block pairs only, for selections by query
-            block; "reference" masks dense attention, for every selection, in time quadratic in a
-            document's length. "auto" takes "blocks" for selections by query block and "reference"
-            for those by token, on the CPU and on CUDA alike.
+        implementation: who computes.
+
+            - "triton": kernels, for selections by query block on CUDA; blocks of at least 16
+              tokens, a power of two, head dims up to 256, no float64. Deterministic, and without a
+              host synchronisation.
+            - "blocks": gathered blocks through torch's products; for selections by query block on
+              any device.
+            - "tokens": gathered tokens through torch's products; for every selection by token.
+            - "flex": torch's compiled FlexAttention with a block mask made from the selection, for
+              selections by query block on CUDA: a cross-check.
+            - "reference": masked dense attention, for every selection, in time quadratic in a
+              document's length.
+            - "auto": for selections by query block "triton" wherever it serves, else "blocks"; for
+              selections by token "tokens".
 
     Returns:
         out_THD in the inputs' dtype, and lse_TH: natural log-sum-exp of the scaled scores read,
@@ -60,27 +71,70 @@ def block_sparse_attention(
     """
     _check_tensors(q_THD, k_TGD, v_TGD, selection)
     _check_selection(q_THD, k_TGD, selection)
-    match _resolve(implementation, selection):
+    match _resolve(implementation, q_THD, selection):
+        case "triton":
+            from sparsebalance_megatron.attention.impl.triton.autograd import attention
         case "blocks":
             from sparsebalance_megatron.attention.impl.blocks import attention
+        case "tokens":
+            from sparsebalance_megatron.attention.impl.tokens import attention
+        case "flex":
+            from sparsebalance_megatron.attention.impl.flex import attention
         case "reference":
             from sparsebalance_megatron.attention.impl.reference import attention
     return attention(q_THD, k_TGD, v_TGD, selection, softmax_scale=softmax_scale)
 
 
-def _resolve(implementation: str, selection: Selection) -> Literal["blocks", "reference"]:
-    by_query_block = selection.granularity == "query-block"
-    match implementation:
-        case "auto":
-            return "blocks" if by_query_block else "reference"
-        case "blocks" if not by_query_block:
-            raise _error(
-                f'implementation "blocks" serves selections by query-block, not by '
-                f'{selection.granularity}: use "reference" or "auto"'
-            )
-        case "blocks" | "reference":
-            return implementation
-    raise _error(f'implementation {implementation!r}: must be "auto", "blocks" or "reference"')
+def _resolve(implementation: str, q_THD: Tensor, selection: Selection) -> str:
+    if implementation == "auto":
+        if selection.granularity != "query-block":
+            return "tokens"
+        on_cuda = q_THD.device.type == "cuda"
+        return "triton" if on_cuda and _obstacle("triton", q_THD, selection) is None else "blocks"
+    if implementation not in get_args(Implementation):
+        known = ", ".join(f'"{name}"' for name in get_args(Implementation))
+        raise _error(f"implementation {implementation!r}: must be one of {known}")
+    obstacle = _obstacle(implementation, q_THD, selection)
+    if obstacle is not None:
+        raise _error(f'implementation "{implementation}" {obstacle}')
+    return implementation
+
+
+def _obstacle(implementation: str, q_THD: Tensor, selection: Selection) -> str | None:
+    """Why an implementation does not serve, with the remedy; None if it does."""
+    granularity, block_size = selection.granularity, selection.layout.block_size
+    by_query_block = granularity == "query-block"
+    if implementation == "tokens" and by_query_block:
+        return 'serves selections by token, not by query-block: use "auto"'
+    if implementation in ("triton", "blocks", "flex") and not by_query_block:
+        return f'serves selections by query-block, not by {granularity}: use "tokens" or "auto"'
+    if implementation == "flex" and q_THD.device.type != "cuda":
+        return f'needs CUDA, and q lies on {q_THD.device}: use "blocks" or "auto"'
+    if implementation == "flex" and selection.layout.slots % 128:
+        return (
+            f"needs blocks of a multiple of 128 tokens, and those of this row have "
+            f'{selection.layout.slots}: use "triton" or "blocks"'
+        )
+    if implementation != "triton":
+        return None
+    if q_THD.device.type != "cuda" and not _triton_interprets():
+        return f'needs CUDA, and q lies on {q_THD.device}: use "blocks" or "auto"'
+    if q_THD.dtype == torch.float64:
+        return 'does not compute in float64: use "blocks"'
+    if block_size < 16 or block_size & (block_size - 1):
+        return f'needs blocks of 16 tokens or more, a power of two, not {block_size}: use "blocks"'
+    if q_THD.shape[2] > 256:
+        return f'serves head dims up to 256, not {q_THD.shape[2]}: use "blocks"'
+    return None
+
+
+def _triton_interprets() -> bool:
+    """Whether kernels run on the CPU, in Triton's interpreter."""
+    try:
+        import triton
+    except ImportError:
+        return False
+    return bool(triton.knobs.runtime.interpret)
 
 
 def _check_tensors(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selection) -> None:

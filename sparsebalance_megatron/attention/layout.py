@@ -28,6 +28,7 @@ class PackedLayout:
         blocks_per_document: S entries.
         document_N, index_N: a block's document, and its number inside that document.
         start_N, length_N: a block's first token, and its tokens.
+        document_end_N: one past the last token of a block's document.
         first_block_S, blocks_S, tokens_S: a document's first block, its blocks and its tokens.
         block_T: a token's block.
         slot_T: a token's place in a buffer of N blocks with B slots each.
@@ -40,6 +41,7 @@ class PackedLayout:
     index_N: Tensor
     start_N: Tensor
     length_N: Tensor
+    document_end_N: Tensor
     first_block_S: Tensor
     blocks_S: Tensor
     tokens_S: Tensor
@@ -121,6 +123,7 @@ def packed_layout(
         "index_N": index_N,
         "start_N": start_N,
         "length_N": length_N,
+        "document_end_N": boundaries[document_N + 1],
         "first_block_S": first_block_S,
         "blocks_S": blocks_S,
         "tokens_S": tokens_S,

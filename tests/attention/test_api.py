@@ -4,31 +4,31 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from attention.cases import SCALE, Case, assert_as_good_as_plain, make_case, with_lists
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import attention as oracle
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.impl import blocks as blocks_module
+from sparsebalance_megatron.attention.impl import tokens as tokens_module
 from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.merge import merge_partials
 from sparsebalance_megatron.attention.router import (
     coverage_curves,
     router_scores,
     select_blocks,
 )
-from sparsebalance_megatron.attention.selection import Selection
 
-BLOCK, HEAD_DIM, SCALE = 8, 8, 0.4
+BLOCK, HEAD_DIM = 8, 8
 CASES = [
     pytest.param([0, 40], [1], id="own-block-only"),
     pytest.param([0, 37], [2], id="odd-length"),
@@ -38,94 +38,12 @@ CASES = [
 ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    q_THD: Tensor
-    k_TGD: Tensor
-    v_TGD: Tensor
-    dout_THD: Tensor
-    budgets: list[int]
-    selection: Selection
-
-    @functools.cached_property
-    def mask_HTT(self) -> Tensor:
-        """What the router's definition lets every query read."""
-        layout, granularity = self.selection.layout, self.selection.granularity
-        cu_seqlens = list(layout.cu_seqlens)
-        lists = oracle.moba_lists(
-            self.q_THD, self.k_TGD, cu_seqlens, BLOCK, self.budgets, granularity
-        )
-        heads, selecting_heads = self.q_THD.shape[1], self.selection.indices_RCK.shape[1]
-        return oracle.token_mask(lists, heads, selecting_heads, cu_seqlens, BLOCK, granularity)
-
-    def run(self, function: Callable[..., Any], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """out, lse, dq, dk, dv of ``function(q, k, v)`` in ``dtype``."""
-        leaves = [
-            x.to(dtype, copy=True).requires_grad_() for x in (self.q_THD, self.k_TGD, self.v_TGD)
-        ]
-        out_THD, lse_TH = function(*leaves)
-        # Not autograd.grad, which reentrant checkpoints refuse.
-        out_THD.backward(self.dout_THD.to(dtype))
-        return out_THD.detach(), lse_TH.detach(), *(leaf.grad for leaf in leaves)
-
-    def ours(self, implementation: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return self.run(
-            lambda q, k, v: block_sparse_attention(
-                q, k, v, self.selection, softmax_scale=SCALE, implementation=implementation
-            ),
-            dtype,
-        )
-
-    def exact(self) -> tuple[Tensor, ...]:
-        return self.run(
-            lambda q, k, v: oracle.loop_attention(q, k, v, self.mask_HTT, SCALE), torch.float64
-        )
-
-    def plain(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return self.run(
-            lambda q, k, v: oracle.plain_attention(q, k, v, self.mask_HTT, SCALE), dtype
-        )
-
-
-def _case(
-    cu_seqlens: list[int],
-    budgets: list[int],
-    *,
-    granularity: str = "query-block",
-    heads: int = 4,
-    kv_heads: int = 2,
-    dtype: torch.dtype = torch.float32,
-) -> Case:
-    generator = torch.Generator().manual_seed(cu_seqlens[-1] + kv_heads)
-    tokens = cu_seqlens[-1]
-    shapes = ((heads,), (kv_heads,), (kv_heads,), (heads,))
-    q, k, v, dout = (
-        torch.randn(tokens, *shape, HEAD_DIM, generator=generator).to(dtype) for shape in shapes
-    )
-    layout = packed_layout(cu_seqlens, BLOCK, "cpu")
-    scores = router_scores(q, k, layout, granularity=granularity, softmax_scale=SCALE)
-    selection = select_blocks(scores, layout, torch.tensor(budgets), max_budget=max(budgets))
-    return Case(q, k, v, dout, budgets, selection)
-
-
-def _assert_as_good_as_plain(case: Case, ours: tuple[Tensor, ...], dtype: torch.dtype) -> None:
-    """At most twice the error of plain torch in the same precision, and a few roundings.
-
-    exp turns the absolute rounding error of a score into a relative error of its probability, so
-    the roundings grow with the largest score.
-    """
-    k_THD = case.k_TGD.repeat_interleave(case.q_THD.shape[1] // case.k_TGD.shape[1], 1)
-    largest_score = float(torch.einsum("qhd,khd->hqk", case.q_THD, k_THD).abs().max()) * SCALE
-    rounding = 4 * torch.finfo(torch.float32).eps * max(1.0, largest_score)
-    names = ("out", "lse", "dq", "dk", "dv")
-    for name, a, b, c in zip(names, ours, case.plain(dtype), case.exact(), strict=True):
-        error = (a.double() - c).abs().max()
-        allowed = 2 * (b.double() - c).abs().max() + rounding * c.abs().max()
-        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
+def _case(cu_seqlens: list[int], budgets: list[int], **settings: Any) -> Case:
+    return make_case(cu_seqlens, budgets, block=BLOCK, head_dim=HEAD_DIM, **settings)
 
 
 def _serving(granularity: str) -> tuple[str, ...]:
-    return ("blocks", "reference") if granularity == "query-block" else ("reference",)
+    return ("blocks" if granularity == "query-block" else "tokens", "reference")
 
 
 @pytest.mark.parametrize(("cu_seqlens", "budgets"), CASES)
@@ -140,11 +58,23 @@ def test_float64_equals_the_loops(
 
 
 @pytest.mark.parametrize("granularity", ["token-kv-head", "token-query-head"])
+@pytest.mark.parametrize("implementation", ["auto", "tokens", "reference"])
 @pytest.mark.parametrize(("cu_seqlens", "budgets"), CASES)
 def test_selections_by_token_equal_the_loops(
-    granularity: str, cu_seqlens: list[int], budgets: list[int]
+    granularity: str, implementation: str, cu_seqlens: list[int], budgets: list[int]
 ) -> None:
     case = _case(cu_seqlens, budgets, granularity=granularity)
+    for ours, exact in zip(case.ours(implementation, torch.float64), case.exact(), strict=True):
+        torch.testing.assert_close(ours, exact, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 16])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_moba_at_its_budgets(budget: int, kv_heads: int) -> None:
+    """The own block counts; at 1 a query reads nothing but its own block."""
+    case = _case([0, 90, 103], [budget, budget], granularity="token-query-head", kv_heads=kv_heads)
+    read_H = case.mask_HTT[:, 89].sum(-1)
+    assert read_H.tolist() == [8 * (min(budget, 12) - 1) + 2] * 4
     for ours, exact in zip(case.ours("auto", torch.float64), case.exact(), strict=True):
         torch.testing.assert_close(ours, exact, atol=1e-12, rtol=1e-12)
 
@@ -158,7 +88,7 @@ def test_training_precision_is_as_good_as_plain_torch(
     case = _case(cu_seqlens, budgets, dtype=dtype)
     ours = case.ours(implementation, dtype)
     assert [x.dtype for x in ours] == [dtype, torch.float32, dtype, dtype, dtype]
-    _assert_as_good_as_plain(case, ours, dtype)
+    assert_as_good_as_plain(case, ours, dtype, case.exact())
 
 
 @pytest.mark.parametrize("implementation", ["blocks", "reference"])
@@ -192,10 +122,6 @@ def test_blocks_equals_reference(case_inputs: tuple[list[int], list[int]]) -> No
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
 
 
-def _with_lists_changed(selection: Selection, indices_RCK: Tensor, counts_RC: Tensor) -> Selection:
-    return dataclasses.replace(selection, indices_RCK=indices_RCK, counts_RC=counts_RC)
-
-
 @pytest.mark.parametrize(("implementation", "kept"), [("blocks", 1), ("reference", 0)])
 def test_order_of_a_list_does_not_matter(implementation: str, kept: int) -> None:
     """``blocks`` needs the own block first; ``reference`` needs nothing."""
@@ -205,8 +131,7 @@ def test_order_of_a_list_does_not_matter(implementation: str, kept: int) -> None
         count = int(case.selection.counts_RC[row, 0])
         indices_RCK[row, :, kept:count] = indices_RCK[row, :, kept:count].flip(-1)
     assert not torch.equal(indices_RCK, case.selection.indices_RCK)
-    changed = _with_lists_changed(case.selection, indices_RCK, case.selection.counts_RC)
-    flipped = dataclasses.replace(case, selection=changed)
+    flipped = with_lists(case, indices_RCK, case.selection.counts_RC)
     pairs = zip(
         case.ours(implementation, torch.float64),
         flipped.ours(implementation, torch.float64),
@@ -221,8 +146,7 @@ def test_a_query_without_keys_gives_zero_and_finite_gradients(implementation: st
     case = _case([0, 40], [3])
     indices_RCK, counts_RC = case.selection.indices_RCK.clone(), case.selection.counts_RC.clone()
     indices_RCK[2], counts_RC[2] = -1, 0
-    changed = _with_lists_changed(case.selection, indices_RCK, counts_RC)
-    out, lse, *gradients = dataclasses.replace(case, selection=changed).ours(
+    out, lse, *gradients = with_lists(case, indices_RCK, counts_RC).ours(
         implementation, torch.float32
     )
     assert (out[16:24] == 0).all()
@@ -241,8 +165,7 @@ def test_lists_masked_at_full_width_equal_sorted_lists(
     indices_RCK, counts_RC = case.selection.indices_RCK.clone(), case.selection.counts_RC.clone()
     if empty_row is not None:
         indices_RCK[empty_row], counts_RC[empty_row] = -1, 0
-    changed = _with_lists_changed(case.selection, indices_RCK, counts_RC)
-    case = dataclasses.replace(case, selection=changed)
+    case = with_lists(case, indices_RCK, counts_RC)
     by_length = case.ours("blocks", torch.float64)
     monkeypatch.setattr(
         blocks_module._Tiling,
@@ -257,14 +180,101 @@ def test_lists_masked_at_full_width_equal_sorted_lists(
 
 
 @pytest.mark.parametrize("chunk_elements", [1, 700, 3000])
-def test_results_do_not_depend_on_the_chunks(
-    chunk_elements: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("least_span_rows", [1, 6, 256])
+def test_results_do_not_depend_on_chunks_and_spans(
+    chunk_elements: int, least_span_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = _case([0, 30, 77], [3, 4])
     whole = case.ours("blocks", torch.float64)
     monkeypatch.setattr(blocks_module, "_CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(blocks_module, "_LEAST_SPAN_ROWS", least_span_rows)
     for a, b in zip(case.ours("blocks", torch.float64), whole, strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("granularity", ["token-kv-head", "token-query-head"])
+def test_selections_by_token_in_training_precision(granularity: str, dtype: torch.dtype) -> None:
+    case = _case([0, 1, 2, 30, 51], [1, 3, 2, 3], granularity=granularity, dtype=dtype)
+    ours = case.ours("tokens", dtype)
+    assert [x.dtype for x in ours] == [dtype, torch.float32, dtype, dtype, dtype]
+    assert_as_good_as_plain(case, ours, dtype, case.exact())
+
+
+@pytest.mark.parametrize("tile_tokens", [1, 16, 64])
+def test_tiles_of_tokens_may_be_padded_and_cut(
+    tile_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way of devices that the host does not read: as many tiles as there may be at most."""
+    case = _case([0, 30, 77], [3, 4], granularity="token-kv-head")
+    expected = case.ours("tokens", torch.float64)
+    monkeypatch.setattr(tokens_module, "_TILE_TOKENS", tile_tokens)
+    monkeypatch.setattr(tokens_module, "_tile_count", lambda end_N, most: most)
+    monkeypatch.setattr(tokens_module, "_CHUNK_ELEMENTS", 700)
+    for a, b in zip(case.ours("tokens", torch.float64), expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+
+
+def test_a_token_without_keys_gives_zero_and_finite_gradients() -> None:
+    case = _case([0, 40], [3], granularity="token-kv-head")
+    indices_TGK, counts_TG = case.selection.indices_RCK.clone(), case.selection.counts_RC.clone()
+    indices_TGK[20], counts_TG[20] = -1, 0
+    changed = with_lists(case, indices_TGK, counts_TG)
+    out, lse, *gradients = changed.ours("tokens", torch.float32)
+    assert (out[20] == 0).all()
+    assert (lse[20] == -torch.inf).all()
+    assert lse[:20].isfinite().all()
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert (gradients[0][20] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("implementation", "granularity"),
+    [("blocks", "query-block"), ("tokens", "token-kv-head"), ("reference", "token-query-head")],
+)
+def test_merged_parts_of_lists_are_the_union(implementation: str, granularity: str) -> None:
+    case = _case([0, 1, 60], [1, 5], granularity=granularity)
+    indices_RCK = case.selection.indices_RCK
+    results = []
+    for begin in (0, 1):
+        taken_RCK = torch.full_like(indices_RCK, -1)
+        places = indices_RCK[..., begin::2]
+        taken_RCK[..., : places.shape[-1]] = places
+        part = with_lists(case, taken_RCK, (taken_RCK >= 0).sum(-1).int())
+        results.append(part.ours(implementation, torch.float64)[:2])
+    assert (results[1][1] == -torch.inf).any()
+    merged = merge_partials(*results[0], *results[1])
+    for a, b in zip(merged, case.exact()[:2], strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+
+
+def test_32_blocks_of_256_are_dense_up_to_8192_tokens() -> None:
+    tokens, head_dim = 8192, 4
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(tokens, 1, head_dim, generator=generator) for _ in range(3))
+    layout = packed_layout([0, tokens], 256, "cpu")
+    scores = router_scores(q, k, layout, granularity="query-block", softmax_scale=SCALE)
+    out_THD, _ = block_sparse_attention(
+        q, k, v, select_blocks(scores, layout, torch.tensor([32])), softmax_scale=SCALE
+    )
+    dense_HTD = scaled_dot_product_attention(
+        *(x.transpose(0, 1) for x in (q, k, v)), is_causal=True, scale=SCALE
+    )
+    torch.testing.assert_close(out_THD, dense_HTD.transpose(0, 1))
+    one_less = select_blocks(scores, layout, torch.tensor([31]))
+    sparse_THD, _ = block_sparse_attention(q, k, v, one_less, softmax_scale=SCALE)
+    assert (sparse_THD[:-256] - out_THD[:-256]).abs().max() < 1e-5
+    assert (sparse_THD[-256:] - out_THD[-256:]).abs().max() > 1e-3
+
+
+def test_mass_covered_grows_with_the_budget() -> None:
+    """More blocks never lose what fewer had: LSE rises to the dense one."""
+    lse = [
+        _case([0, 100], [budget]).ours("blocks", torch.float64)[1] for budget in (1, 2, 3, 5, 8, 13)
+    ]
+    for less, more in itertools.pairwise(lse):
+        assert (more >= less - 1e-12).all()
+        assert (more > less + 1e-3).any()
 
 
 @pytest.mark.parametrize("granularity", ["query-block", "token-query-head"])
@@ -348,7 +358,7 @@ def test_large_scores_stay_finite(implementation: str) -> None:
     case = dataclasses.replace(case, q_THD=case.q_THD * 300)
     ours = case.ours(implementation, torch.float32)
     assert all(x.isfinite().all() for x in ours)
-    _assert_as_good_as_plain(case, ours, torch.float32)
+    assert_as_good_as_plain(case, ours, torch.float32, case.exact())
 
 
 def test_lse_difference_is_the_mass_covered() -> None:
@@ -393,6 +403,13 @@ def test_wrong_arguments_are_named() -> None:
     by_token = _case([0, 20], [2], granularity="token-kv-head").selection
     with pytest.raises(ValueError, match='"blocks" serves selections by query-block'):
         attend(selection=by_token, name="blocks")
+    with pytest.raises(ValueError, match='"tokens" serves selections by token'):
+        attend(name="tokens")
+    for name in ("triton", "flex"):
+        with pytest.raises(ValueError, match=f'"{name}" needs CUDA, and q lies on cpu: use'):
+            attend(name=name)
+        with pytest.raises(ValueError, match=f'"{name}" serves selections by query-block'):
+            attend(name=name, selection=by_token)
     with pytest.raises(ValueError, match="implementation 'fast'"):
         attend(name="fast")
     with pytest.raises(ValueError, match="k and v must agree"):

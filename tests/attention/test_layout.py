@@ -31,6 +31,7 @@ def test_blocks_are_cut_as_defined(row: tuple[list[int], int]) -> None:
     assert layout.document_N.tolist() == [document for document, _, _ in blocks]
     assert layout.start_N.tolist() == [begin for _, begin, _ in blocks]
     assert layout.length_N.tolist() == [end - begin for _, begin, end in blocks]
+    assert layout.document_end_N.tolist() == [cu_seqlens[block[0] + 1] for block in blocks]
     firsts = [
         next(n for n, block in enumerate(blocks) if block[0] == document)
         for document in range(layout.documents)

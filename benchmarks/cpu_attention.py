@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block-sparse attention on one CPU thread against dense SDPA, in the same run.
+
+    python benchmarks/cpu_attention.py --json results.json
+
+Every round times each contender once, so that what disturbs the machine disturbs all; time is this
+process's processor time, so turns that other processes take do not count. Per case:
+median and spread of forward + backward, the speedup over dense, and how the time compares with what
+the selected block pairs would take at dense SDPA's rate (1.0 is that rate).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from sparsebalance_megatron.attention.api import block_sparse_attention
+from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.router import router_scores, select_blocks
+from sparsebalance_megatron.attention.selection import Selection
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    tokens: int = 8192
+    query_heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseCase:
+    granularity: str
+    block_size: int
+    budget: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.granularity} block {self.block_size} budget {self.budget}"
+
+
+CASES = (
+    SparseCase(granularity="query-block", block_size=128, budget=8),
+    SparseCase(granularity="query-block", block_size=256, budget=8),
+    SparseCase(granularity="query-block", block_size=256, budget=32),
+)
+TOKEN_CASES = (
+    SparseCase(granularity="token-kv-head", block_size=128, budget=8),
+    SparseCase(granularity="token-query-head", block_size=128, budget=8),
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _options(arguments)
+    torch.set_num_threads(1)
+    shape = Shape(tokens=options.tokens)
+    q, k, v, dout = _inputs(shape)
+    cases = CASES + (TOKEN_CASES if options.by_token else ())
+    selections = [_selection(case, q, k) for case in cases]
+    scale = shape.head_dim**-0.5
+
+    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=scale)
+        return out[0].transpose(0, 1)
+
+    def sparse(selection: Selection) -> Callable[..., Tensor]:
+        return lambda q, k, v: block_sparse_attention(q, k, v, selection, softmax_scale=scale)[0]
+
+    contenders = [dense, *(sparse(selection) for selection in selections)]
+    dense_ms, *sparse_ms = _measure(contenders, (q, k, v), dout, options.rounds)
+    results = {
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "torch": torch.__version__,
+            "threads": 1,
+        },
+        "shape": vars(shape),
+        "dtype": "float32",
+        "rounds": options.rounds,
+        "dense": _summary(dense_ms),
+        "cases": {
+            case.name: _compared(_summary(times), _summary(dense_ms), selection)
+            for case, selection, times in zip(cases, selections, sparse_ms, strict=True)
+        },
+    }
+    text = json.dumps(results, indent=2)
+    if options.json is None:
+        print(text)
+    else:
+        options.json.write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="file to write; default: standard output")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds, after one untimed")
+    parser.add_argument("--tokens", type=int, default=Shape.tokens)
+    parser.add_argument(
+        "--by-token", action="store_true", help="time selections by token too (slow)"
+    )
+    return parser.parse_args(arguments)
+
+
+def _inputs(shape: Shape) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    heads = (shape.query_heads, shape.kv_heads, shape.kv_heads, shape.query_heads)
+    return tuple(torch.randn(shape.tokens, n, shape.head_dim, generator=generator) for n in heads)
+
+
+def _selection(case: SparseCase, q_THD: Tensor, k_TGD: Tensor) -> Selection:
+    layout = packed_layout([0, q_THD.shape[0]], case.block_size, "cpu")
+    scores = router_scores(q_THD, k_TGD, layout, granularity=case.granularity, softmax_scale=1.0)
+    return select_blocks(scores, layout, torch.tensor([case.budget]), max_budget=case.budget)
+
+
+def _measure(
+    contenders: list[Callable[..., Tensor]],
+    inputs: tuple[Tensor, ...],
+    dout_THD: Tensor,
+    rounds: int,
+) -> list[list[float]]:
+    """Processor ms of forward + backward, per contender and round."""
+    leaves = [x.requires_grad_() for x in inputs]
+    times: list[list[float]] = [[] for _ in contenders]
+    for timed in [False] + [True] * rounds:
+        for contender, spent in zip(contenders, times, strict=True):
+            begin = time.process_time()
+            torch.autograd.grad(contender(*leaves), leaves, dout_THD)
+            if timed:
+                spent.append(1e3 * (time.process_time() - begin))
+    return times
+
+
+def _summary(times_ms: list[float]) -> dict[str, float]:
+    return {
+        "median_ms": statistics.median(times_ms),
+        "min_ms": min(times_ms),
+        "max_ms": max(times_ms),
+    }
+
+
+def _compared(
+    sparse: dict[str, float], dense: dict[str, float], selection: Selection
+) -> dict[str, float]:
+    layout = selection.layout
+    lists = selection.counts_RC.numel()
+    causal = sum(n * (n + 1) // 2 for n in layout.blocks_per_document)
+    causal *= lists // layout.blocks if selection.granularity == "query-block" else 1
+    density = float(selection.counts_RC.sum()) / causal
+    if selection.granularity != "query-block":
+        visible_T1 = layout.index_N[layout.block_T][:, None] + 1
+        density = float(selection.counts_RC.sum()) / float(
+            visible_T1.expand_as(selection.counts_RC).sum()
+        )
+    return sparse | {
+        "density": density,
+        "speedup_over_dense": dense["median_ms"] / sparse["median_ms"],
+        "time_over_dense_rate": sparse["median_ms"] / (density * dense["median_ms"]),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def"
+"""Backward kernels: dq over a query block's list, dk and dv over a KV block's readers.
+
+Nothing is added from two programs to one place, so there are no atomics, and results repeat bit by
+bit. The gradient of a KV block sums over the heads of its group inside one program. A long list of
+readers is cut into items; their float32 parts are added in a second pass, in the order of the list.
+
+Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, N blocks of the
+row, K width of lists, I items, B slots of a block; in kernels M query rows of a tile, C columns
+(keys) of a tile.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsebalance_megatron.attention.impl.triton.forward import (
+    LOG2_E,
+    block_extent,
+    block_list,
+    load_rows,
+    packed_rows,
+    tile_constants,
+    with_dense_rows,
+)
+from sparsebalance_megatron.attention.impl.triton.index import InverseLists, inverse_lists
+from sparsebalance_megatron.attention.impl.triton.tiles import tiles_for
+from sparsebalance_megatron.attention.selection import Selection
+
+_WANTED_PROGRAMS = 512
+"""Programs that fill a device of 132 multiprocessors a few times over."""
+_LOG2_E = tl.constexpr(LOG2_E)
+
+
+def backward_attention(
+    dout_THD: Tensor,
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    out_THD: Tensor,
+    lse_TH: Tensor,
+    selection: Selection,
+    *,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq_THD, dk_TGD and dv_TGD in the inputs' dtype.
+
+    With ``out_THD`` and ``lse_TH`` of a merged attention, the results for its parts' selections add
+    up to the gradients of the whole.
+    """
+    dout_THD, q_THD, k_TGD, v_TGD = (with_dense_rows(x) for x in (dout_THD, q_THD, k_TGD, v_TGD))
+    out_THD, lse_TH = out_THD.contiguous(), lse_TH.contiguous()
+    with torch.cuda.device_of(q_THD):
+        dq_THD, delta_TH = _query_gradient(
+            dout_THD, q_THD, k_TGD, v_TGD, out_THD, lse_TH, selection, softmax_scale
+        )
+        dk_TGD, dv_TGD = _key_gradient(
+            dout_THD, q_THD, k_TGD, v_TGD, lse_TH, delta_TH, selection, softmax_scale
+        )
+    return dq_THD, dk_TGD, dv_TGD
+
+
+def _query_gradient(
+    dout_THD: Tensor,
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    out_THD: Tensor,
+    lse_TH: Tensor,
+    selection: Selection,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """dq, and delta_TH = sum over D of dout * out, which dk needs too."""
+    layout, kv_heads = selection.layout, k_TGD.shape[1]
+    group = q_THD.shape[1] // kv_heads
+    dq_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    delta_TH = torch.empty_like(lse_TH)
+    tile = tiles_for(q_THD.shape[2], q_THD.element_size()).query_gradient
+    rows = packed_rows(tile, group, layout.block_size)
+    grid = (layout.blocks * kv_heads * (group * layout.block_size // rows),)
+    _query_gradient_kernel[grid](
+        q_THD,
+        k_TGD,
+        v_TGD,
+        dout_THD,
+        out_THD,
+        lse_TH,
+        dq_THD,
+        delta_TH,
+        selection.indices_RCK.contiguous(),
+        selection.counts_RC.contiguous(),
+        layout.start_N,
+        layout.document_end_N,
+        *(stride for x in (q_THD, k_TGD, v_TGD, dout_THD) for stride in x.stride()[:2]),
+        softmax_scale,
+        layout.blocks,
+        selection.indices_RCK.shape[2],
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        **tile_constants(q_THD, layout.block_size, rows, tile),
+    )
+    return dq_THD, delta_TH
+
+
+def _key_gradient(
+    dout_THD: Tensor,
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    lse_TH: Tensor,
+    delta_TH: Tensor,
+    selection: Selection,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor]:
+    layout = selection.layout
+    tokens, kv_heads, head_dim = k_TGD.shape
+    tile = tiles_for(head_dim, q_THD.element_size()).key_gradient
+    constants = tile_constants(q_THD, layout.block_size, min(tile.rows, layout.block_size), tile)
+    column_tiles = layout.block_size // min(tile.columns, layout.block_size)
+    lists = inverse_lists(selection, wanted_items=-(-_WANTED_PROGRAMS // column_tiles))
+    dk_TGD = torch.empty(tokens, kv_heads, head_dim, dtype=k_TGD.dtype, device=k_TGD.device)
+    dv_TGD = torch.empty_like(dk_TGD)
+    parts_I2BD = torch.empty(
+        lists.cut_items, 2, layout.block_size, head_dim, dtype=torch.float32, device=k_TGD.device
+    )
+    _key_gradient_kernel[(lists.items * column_tiles,)](
+        q_THD,
+        k_TGD,
+        v_TGD,
+        dout_THD,
+        lse_TH,
+        delta_TH,
+        dk_TGD,
+        dv_TGD,
+        parts_I2BD,
+        lists.offsets_L,
+        lists.queries_E,
+        lists.item_list_I,
+        lists.item_part_I,
+        lists.item_parts_I,
+        layout.start_N,
+        layout.document_end_N,
+        *(stride for x in (q_THD, k_TGD, v_TGD, dout_THD) for stride in x.stride()[:2]),
+        softmax_scale,
+        layout.blocks,
+        lists.entries_per_item,
+        KV_HEADS=kv_heads,
+        GROUP=q_THD.shape[1] // kv_heads,
+        **constants,
+    )
+    if lists.cut_lists:
+        _add_parts(lists, parts_I2BD, dk_TGD, dv_TGD, selection)
+    return dk_TGD, dv_TGD
+
+
+def _add_parts(
+    lists: InverseLists,
+    parts_I2BD: Tensor,
+    dk_TGD: Tensor,
+    dv_TGD: Tensor,
+    selection: Selection,
+) -> None:
+    layout, head_dim = selection.layout, dk_TGD.shape[2]
+    rows = min(32, layout.block_size)
+    _add_parts_kernel[(min(lists.cut_lists, lists.order_L.shape[0]), layout.block_size // rows)](
+        parts_I2BD,
+        dk_TGD,
+        dv_TGD,
+        lists.order_L,
+        lists.parts_L,
+        lists.first_item_L,
+        layout.start_N,
+        layout.blocks,
+        KV_HEADS=dk_TGD.shape[1],
+        HEAD_DIM=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_SIZE=layout.block_size,
+        ROWS=rows,
+        enable_fp_fusion=True,
+    )
+
+
+@triton.jit
+def _query_step(q_MD, dout_MD, lse_M, delta_M, k_CD, v_CD, visible_MC, dq_MD, score_scale,
+                MASKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    s_MC = tl.dot(q_MD, tl.trans(k_CD), input_precision=PRECISION) * score_scale
+    p_MC = tl.exp2(s_MC - lse_M[:, None])
+    if MASKED:
+        p_MC = tl.where(visible_MC, p_MC, 0.0)
+    dp_MC = tl.dot(dout_MD, tl.trans(v_CD), input_precision=PRECISION)
+    ds_MC = p_MC * (dp_MC - delta_M[:, None])
+    return tl.dot(ds_MC.to(k_CD.dtype), k_CD, dq_MD, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["blocks", "width"])
+def _query_gradient_kernel(
+    q, k, v, dout, out, lse, dq, delta, indices, counts, starts, ends,
+    q_stride_T, q_stride_H, k_stride_T, k_stride_G, v_stride_T, v_stride_G,
+    dout_stride_T, dout_stride_H, softmax_scale, blocks, width,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    ROW_TILES: tl.constexpr = GROUP * BLOCK_SIZE // BLOCK_M
+    COLUMN_TILES: tl.constexpr = BLOCK_SIZE // BLOCK_N
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    program = tl.program_id(0)
+    row_tile = program % ROW_TILES
+    block = blocks - 1 - (program // ROW_TILES) % blocks
+    kv_head = program // ROW_TILES // blocks
+    start, length = block_extent(starts, ends, block, BLOCK_SIZE)
+    first_slot = (row_tile * BLOCK_M) % BLOCK_SIZE
+    if first_slot >= length:
+        return
+
+    score_scale = softmax_scale * _LOG2_E
+    row_M = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    slot_M = row_M % BLOCK_SIZE
+    head_M = kv_head * GROUP + row_M // BLOCK_SIZE
+    token_M = start + slot_M
+    valid_M = slot_M < length
+    place_M = token_M * HEADS + head_M
+    column_C = tl.arange(0, BLOCK_N)
+    q_MD = load_rows(q + head_M.to(tl.int64)[:, None] * q_stride_H, q_stride_T, token_M, valid_M,
+                     True, HEAD_DIM, BLOCK_D)  # fmt: skip
+    dout_MD = load_rows(dout + head_M.to(tl.int64)[:, None] * dout_stride_H, dout_stride_T,
+                        token_M, valid_M, True, HEAD_DIM, BLOCK_D)  # fmt: skip
+    out_MD = load_rows(out, HEAD_DIM, place_M, valid_M, True, HEAD_DIM, BLOCK_D)
+    delta_M = tl.sum(dout_MD.to(tl.float32) * out_MD.to(tl.float32), 1)
+    tl.store(delta + place_M, delta_M, mask=valid_M)
+    lse_M = tl.load(lse + place_M, mask=valid_M, other=0.0) * _LOG2_E
+    k_head = k + kv_head.to(tl.int64) * k_stride_G
+    v_head = v + kv_head.to(tl.int64) * v_stride_G
+    dq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    entries, count, own = block_list(indices, counts, block, kv_head, width, KV_HEADS)
+    for step in range(own * COLUMN_TILES, count * COLUMN_TILES):
+        past = tl.load(entries + step // COLUMN_TILES)
+        first = start + (past - block) * BLOCK_SIZE + (step % COLUMN_TILES) * BLOCK_N
+        token_C = first + column_C
+        k_CD = load_rows(k_head, k_stride_T, token_C, token_C >= 0, False, HEAD_DIM, BLOCK_D)
+        v_CD = load_rows(v_head, v_stride_T, token_C, token_C >= 0, False, HEAD_DIM, BLOCK_D)
+        dq_MD = _query_step(q_MD, dout_MD, lse_M, delta_M, k_CD, v_CD, True, dq_MD, score_scale,
+                            False, PRECISION)  # fmt: skip
+
+    last_slot = tl.minimum(first_slot + BLOCK_M, BLOCK_SIZE)
+    for first_column in range(0, own * tl.minimum(last_slot, length), BLOCK_N):
+        slot_C = first_column + column_C
+        token_C = start + slot_C
+        k_CD = load_rows(k_head, k_stride_T, token_C, slot_C < length, True, HEAD_DIM, BLOCK_D)
+        v_CD = load_rows(v_head, v_stride_T, token_C, slot_C < length, True, HEAD_DIM, BLOCK_D)
+        visible_MC = slot_C[None, :] <= slot_M[:, None]
+        dq_MD = _query_step(q_MD, dout_MD, lse_M, delta_M, k_CD, v_CD, visible_MC, dq_MD,
+                            score_scale, True, PRECISION)  # fmt: skip
+
+    dim_D = tl.arange(0, BLOCK_D)
+    tl.store(dq + place_M[:, None] * HEAD_DIM + dim_D[None, :],
+             (dq_MD * softmax_scale).to(dq.dtype.element_ty),
+             mask=valid_M[:, None] & (dim_D < HEAD_DIM)[None, :])  # fmt: skip
+
+
+@triton.jit
+def _key_step(q, dout, lse, delta, k_CD, v_CD, slot_C, dk_CD, dv_CD,
+              q_stride_T, q_stride_H, dout_stride_T, dout_stride_H, score_scale,
+              first_token, first_slot, document_end, head,
+              MASKED: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+              BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Add what one tile of query rows of one head gives. Probabilities lie transposed."""
+    slot_M = first_slot + tl.arange(0, BLOCK_M)
+    token_M = first_token + slot_M
+    valid_M = token_M < document_end
+    place_M = token_M * HEADS + head
+    q_MD = load_rows(q + head.to(tl.int64) * q_stride_H, q_stride_T, token_M, valid_M, True,
+                     HEAD_DIM, BLOCK_D)  # fmt: skip
+    dout_MD = load_rows(dout + head.to(tl.int64) * dout_stride_H, dout_stride_T, token_M, valid_M,
+                        True, HEAD_DIM, BLOCK_D)  # fmt: skip
+    # Past the document's end q, dout and delta are 0, so that such rows add nothing.
+    lse_M = tl.load(lse + place_M, mask=valid_M, other=0.0) * _LOG2_E
+    delta_M = tl.load(delta + place_M, mask=valid_M, other=0.0)
+    s_CM = tl.dot(k_CD, tl.trans(q_MD), input_precision=PRECISION) * score_scale
+    p_CM = tl.exp2(s_CM - lse_M[None, :])
+    if MASKED:
+        p_CM = tl.where(slot_C[:, None] <= slot_M[None, :], p_CM, 0.0)
+    dv_CD = tl.dot(p_CM.to(dout_MD.dtype), dout_MD, dv_CD, input_precision=PRECISION)
+    dp_CM = tl.dot(v_CD, tl.trans(dout_MD), input_precision=PRECISION)
+    ds_CM = p_CM * (dp_CM - delta_M[None, :])
+    dk_CD = tl.dot(ds_CM.to(q_MD.dtype), q_MD, dk_CD, input_precision=PRECISION)
+    return dk_CD, dv_CD
+
+
+@triton.jit(do_not_specialize=["blocks", "entries_per_item"])
+def _key_gradient_kernel(
+    q, k, v, dout, lse, delta, dk, dv, parts, offsets, queries, item_list, item_part, item_parts,
+    starts, ends,
+    q_stride_T, q_stride_H, k_stride_T, k_stride_G, v_stride_T, v_stride_G,
+    dout_stride_T, dout_stride_H, softmax_scale, blocks, entries_per_item,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    ROW_TILES: tl.constexpr = BLOCK_SIZE // BLOCK_M
+    COLUMN_TILES: tl.constexpr = BLOCK_SIZE // BLOCK_N
+    STEPS: tl.constexpr = GROUP * ROW_TILES
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    program = tl.program_id(0)
+    item = program // COLUMN_TILES
+    first_column = (program % COLUMN_TILES) * BLOCK_N
+    inverse_list = tl.load(item_list + item)
+    if inverse_list < 0:
+        return
+    kv_head = inverse_list // blocks
+    block = inverse_list % blocks
+    start, length = block_extent(starts, ends, block, BLOCK_SIZE)
+    if first_column >= length:
+        return
+
+    score_scale = softmax_scale * _LOG2_E
+    document_end = tl.load(ends + block)
+    begin = tl.load(offsets + inverse_list) + tl.load(item_part + item) * entries_per_item
+    stop = tl.minimum(begin + entries_per_item, tl.load(offsets + inverse_list + 1))
+    # Readers rise, and none comes before the block: its own queries are the first, if they read it.
+    own = (tl.load(queries + begin, mask=begin < stop, other=-1) == block).to(tl.int32)
+    slot_C = first_column + tl.arange(0, BLOCK_N)
+    token_C = start + slot_C
+    valid_C = slot_C < length
+    k_CD = load_rows(k + kv_head.to(tl.int64) * k_stride_G, k_stride_T, token_C, valid_C, True,
+                     HEAD_DIM, BLOCK_D)  # fmt: skip
+    v_CD = load_rows(v + kv_head.to(tl.int64) * v_stride_G, v_stride_T, token_C, valid_C, True,
+                     HEAD_DIM, BLOCK_D)  # fmt: skip
+    dk_CD = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_CD = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+
+    # Of the own block, rows before the first column read nothing here.
+    first_tile = first_column // BLOCK_M
+    own_tiles = ROW_TILES - first_tile
+    for step in range(0, own * GROUP * own_tiles):
+        head = kv_head * GROUP + step // own_tiles
+        first_slot = (first_tile + step % own_tiles) * BLOCK_M
+        dk_CD, dv_CD = _key_step(
+            q, dout, lse, delta, k_CD, v_CD, slot_C, dk_CD, dv_CD, q_stride_T, q_stride_H,
+            dout_stride_T, dout_stride_H, score_scale, start, first_slot, document_end, head,
+            True, HEADS, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION,
+        )  # fmt: skip
+    for step in range(own * STEPS, (stop - begin) * STEPS):
+        reader = tl.load(queries + begin + step // STEPS)
+        head = kv_head * GROUP + (step % STEPS) // ROW_TILES
+        first_slot = (step % ROW_TILES) * BLOCK_M
+        first_token = start + (reader - block) * BLOCK_SIZE
+        dk_CD, dv_CD = _key_step(
+            q, dout, lse, delta, k_CD, v_CD, slot_C, dk_CD, dv_CD, q_stride_T, q_stride_H,
+            dout_stride_T, dout_stride_H, score_scale, first_token, first_slot, document_end, head,
+            False, HEADS, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION,
+        )  # fmt: skip
+
+    dk_CD = dk_CD * softmax_scale
+    dim_D = tl.arange(0, BLOCK_D)
+    stored_CD = valid_C[:, None] & (dim_D < HEAD_DIM)[None, :]
+    if tl.load(item_parts + item) > 1:
+        row_C = item.to(tl.int64) * (2 * BLOCK_SIZE) + slot_C
+        place_CD = row_C[:, None] * HEAD_DIM + dim_D[None, :]
+        tl.store(parts + place_CD, dk_CD, mask=stored_CD)
+        tl.store(parts + place_CD + BLOCK_SIZE * HEAD_DIM, dv_CD, mask=stored_CD)
+    else:
+        place_CD = (token_C * KV_HEADS + kv_head)[:, None] * HEAD_DIM + dim_D[None, :]
+        tl.store(dk + place_CD, dk_CD.to(dk.dtype.element_ty), mask=stored_CD)
+        tl.store(dv + place_CD, dv_CD.to(dv.dtype.element_ty), mask=stored_CD)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _add_parts_kernel(
+    parts, dk, dv, order, part_counts, first_items, starts, blocks,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Second pass over lists that were cut. Their blocks have later readers, hence are full."""
+    position = tl.program_id(0)
+    count = tl.load(part_counts + position)
+    if count <= 1:
+        return
+    inverse_list = tl.load(order + position)
+    first_item = tl.load(first_items + position)
+    kv_head = inverse_list // blocks
+    slot_C = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    dim_D = tl.arange(0, BLOCK_D)
+    inside_CD = (slot_C >= 0)[:, None] & (dim_D < HEAD_DIM)[None, :]
+    dk_CD = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    dv_CD = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for part in range(0, count):
+        row_C = (first_item + part).to(tl.int64) * (2 * BLOCK_SIZE) + slot_C
+        place_CD = row_C[:, None] * HEAD_DIM + dim_D[None, :]
+        dk_CD += tl.load(parts + place_CD, mask=inside_CD, other=0.0)
+        dv_CD += tl.load(parts + place_CD + BLOCK_SIZE * HEAD_DIM, mask=inside_CD, other=0.0)
+    token_C = tl.load(starts + inverse_list % blocks) + slot_C
+    place_CD = (token_C * KV_HEADS + kv_head)[:, None] * HEAD_DIM + dim_D[None, :]
+    tl.store(dk + place_CD, dk_CD.to(dk.dtype.element_ty), mask=inside_CD)
+    tl.store(dv + place_CD, dv_CD.to(dv.dtype.element_ty), mask=inside_CD)

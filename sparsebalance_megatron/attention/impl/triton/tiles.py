@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tile shapes of the kernels: one table.
+
+Chosen by head dim and element size alone, never by timing at run time: a choice that depends on a
+clock would change the order of sums, hence the bits, from run to run. ``benchmarks/kernels.py``
+measures alternatives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """Shape of a kernel's inner product and how it is compiled.
+
+    ``rows``: queries of one tile; ``columns``: keys of one tile. Both shrink to fit a block.
+    """
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """One tile shape per kernel."""
+
+    forward: Tile
+    query_gradient: Tile
+    key_gradient: Tile
+
+
+# Hopper, sized by its 227 KiB of shared memory and 64 K registers per multiprocessor.
+_HALF_UP_TO_128 = Tiles(
+    forward=Tile(rows=128, columns=128, warps=8, stages=2),
+    query_gradient=Tile(rows=128, columns=64, warps=8, stages=2),
+    key_gradient=Tile(rows=64, columns=128, warps=8, stages=2),
+)
+_HALF_256 = Tiles(
+    forward=Tile(rows=128, columns=64, warps=8, stages=2),
+    query_gradient=Tile(rows=64, columns=32, warps=8, stages=2),
+    key_gradient=Tile(rows=32, columns=64, warps=8, stages=2),
+)
+_FLOAT32 = Tiles(
+    forward=Tile(rows=32, columns=32, warps=4, stages=1),
+    query_gradient=Tile(rows=32, columns=32, warps=4, stages=1),
+    key_gradient=Tile(rows=32, columns=32, warps=4, stages=1),
+)
+
+
+def tiles_for(head_dim: int, element_bytes: int) -> Tiles:
+    """The table's row for a head dim and a dtype's size."""
+    if element_bytes > 2:
+        return _FLOAT32
+    return _HALF_UP_TO_128 if head_dim <= 128 else _HALF_256

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Readers of every KV block, and the items their lists are cut into."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsebalance_megatron.attention.impl.triton.index import InverseLists, inverse_lists
+from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.router import RouterScores, select_blocks
+from sparsebalance_megatron.attention.selection import Selection
+
+
+@st.composite
+def _selections(draw: st.DrawFn) -> Selection:
+    """Random lists; where drawn, every query block also reads its document's first block."""
+    lengths = draw(st.lists(st.integers(1, 90), min_size=1, max_size=4))
+    budgets = draw(st.lists(st.integers(1, 9), min_size=len(lengths), max_size=len(lengths)))
+    kv_heads, popular = draw(st.integers(1, 3)), draw(st.booleans())
+    layout = packed_layout([0, *itertools.accumulate(lengths)], 4, "cpu")
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    scores = torch.randn(layout.blocks, kv_heads, layout.max_blocks, generator=generator)
+    if popular:
+        scores[:, :, 0] = 100.0
+    later_NJ = torch.arange(layout.max_blocks) > layout.index_N[:, None]
+    return select_blocks(
+        RouterScores(
+            granularity="query-block",
+            scores_RCJ=scores.masked_fill(later_NJ[:, None], -torch.inf),
+            softmax_scale=1.0,
+        ),
+        layout,
+        torch.tensor(budgets),
+        max_budget=max(budgets),
+    )
+
+
+def _readers(selection: Selection) -> list[list[int]]:
+    blocks, heads, _ = selection.indices_RCK.shape
+    readers: list[list[int]] = [[] for _ in range(heads * blocks)]
+    for head in range(heads):
+        for query_block in range(blocks):
+            count = int(selection.counts_RC[query_block, head])
+            for number in selection.indices_RCK[query_block, head, :count].tolist():
+                readers[head * blocks + number].append(query_block)
+    return readers
+
+
+def _items(lists: InverseLists) -> list[tuple[int, int, int]]:
+    fields = (lists.item_list_I, lists.item_part_I, lists.item_parts_I)
+    return list(zip(*(field.tolist() for field in fields), strict=True))
+
+
+@given(_selections(), st.sampled_from([1, 3, 20, 1000]))
+@settings(max_examples=60)
+def test_lists_and_items_are_as_defined(selection: Selection, wanted_items: int) -> None:
+    lists = inverse_lists(selection, wanted_items=wanted_items)
+    expected = _readers(selection)
+    offsets = lists.offsets_L.tolist()
+    found = [lists.queries_E[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+    assert found == expected
+
+    most = lists.entries_per_item
+    assert 1 <= most <= 4 * selection.indices_RCK.shape[2]
+    parts = [max(1, -(-len(readers) // most)) for readers in expected]
+    items = _items(lists)
+    existing = [item for item in items if item[0] >= 0]
+    assert items[: len(existing)] == existing
+    assert sorted(existing) == sorted(
+        (number, part, count) for number, count in enumerate(parts) for part in range(count)
+    )
+    lengths = [len(expected[number]) for number, _, _ in existing]
+    assert lengths == sorted(lengths, reverse=True)
+
+    # The second pass finds a cut list's items side by side, inside the buffers' capacity.
+    cut = sum(count > 1 for count in parts)
+    assert cut <= lists.cut_lists
+    assert sum(count for count in parts if count > 1) <= lists.cut_items
+    for place in range(cut):
+        number, first = int(lists.order_L[place]), int(lists.first_item_L[place])
+        assert int(lists.parts_L[place]) == parts[number]
+        taken = items[first : first + parts[number]]
+        assert taken == [(number, part, parts[number]) for part in range(parts[number])]
+
+
+def test_a_block_that_all_read_is_cut() -> None:
+    layout = packed_layout([0, 4 * 200], 4, "cpu")
+    own_N = torch.arange(200, dtype=torch.int32)
+    indices_NGK = torch.stack([own_N, torch.zeros_like(own_N)], dim=1)[:, None]
+    counts_NG = torch.full((200, 1), 2, dtype=torch.int32)
+    indices_NGK[0, 0, 1], counts_NG[0] = -1, 1
+    selection = Selection(
+        granularity="query-block", indices_RCK=indices_NGK, counts_RC=counts_NG, layout=layout
+    )
+    lists = inverse_lists(selection, wanted_items=1)
+    assert lists.entries_per_item == 8
+    assert _items(lists)[:25] == [(0, part, 25) for part in range(25)]

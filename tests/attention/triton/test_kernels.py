@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels against float64: by Triton's interpreter on the CPU, compiled on a GPU.
+
+With ``TRITON_INTERPRET=1`` in the environment (see ../test_triton_interpreted.py) these tests run
+on the CPU; without it they need a CUDA device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from attention.cases import (
+    NAMES,
+    SCALE,
+    Case,
+    assert_as_good_as_plain,
+    make_case,
+    on_device,
+    with_lists,
+)
+from torch import Tensor
+
+from sparsebalance_megatron.attention.api import block_sparse_attention
+from sparsebalance_megatron.attention.merge import merge_partials
+from sparsebalance_megatron.attention.selection import Selection
+
+triton = pytest.importorskip("triton")
+from sparsebalance_megatron.attention.impl.triton import backward as backward_module  # noqa: E402
+from sparsebalance_megatron.attention.impl.triton import forward as forward_module  # noqa: E402
+from sparsebalance_megatron.attention.impl.triton.backward import backward_attention  # noqa: E402
+from sparsebalance_megatron.attention.impl.triton.forward import forward_attention  # noqa: E402
+from sparsebalance_megatron.attention.impl.triton.tiles import Tile, Tiles  # noqa: E402
+
+INTERPRETED = triton.knobs.runtime.interpret
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+
+CASES = [
+    pytest.param([0, 130], [1], 32, id="own-block-only"),
+    pytest.param([0, 201], [2], 32, id="odd-length"),
+    pytest.param([0, 1, 2, 30, 151], [1, 3, 2, 3], 16, id="one-token-documents-mixed-budgets"),
+    pytest.param([0, 101, 230], [99, 99], 32, id="everything"),
+    pytest.param([0, 3, 5, 6], [1, 2, 1], 64, id="shorter-than-a-block"),
+    pytest.param([0, 300], [3], 64, id="wide-blocks"),
+]
+
+
+def _case(cu_seqlens: list[int], budgets: list[int], block: int = 32, **settings) -> Case:
+    return make_case(cu_seqlens, budgets, block=block, device=DEVICE, **{"head_dim": 64} | settings)
+
+
+def _assert_right(case: Case, dtype: torch.dtype) -> None:
+    ours = case.ours("triton", dtype)
+    assert [x.dtype for x in ours] == [dtype, torch.float32, dtype, dtype, dtype]
+    assert_as_good_as_plain(case, ours, dtype, case.plain(torch.float64))
+
+
+def _assert_identical(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> None:
+    for name, x, y in zip(NAMES, a, b, strict=True):
+        assert torch.equal(x, y), name
+
+
+@pytest.mark.parametrize(("cu_seqlens", "budgets", "block"), CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_every_result_is_as_good_as_plain_torch(
+    cu_seqlens: list[int], budgets: list[int], block: int, dtype: torch.dtype
+) -> None:
+    _assert_right(_case(cu_seqlens, budgets, block, dtype=dtype), dtype)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (3, 1), (4, 1)])
+def test_head_dims_and_groups(head_dim: int, heads: int, kv_heads: int) -> None:
+    case = _case([0, 20, 97], [1, 2], head_dim=head_dim, heads=heads, kv_heads=kv_heads)
+    _assert_right(case, torch.float32)
+
+
+def test_a_group_of_sixteen() -> None:
+    _assert_right(_case([0, 45], [2], 16, heads=16, kv_heads=1), torch.float32)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(16, 16), (16, 32), (64, 16), (128, 64)])
+def test_tiles_smaller_and_larger_than_a_head_of_a_block(
+    rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tile = Tile(rows=rows, columns=columns, warps=4, stages=1)
+    tiles = Tiles(forward=tile, query_gradient=tile, key_gradient=tile)
+    for module in (forward_module, backward_module):
+        monkeypatch.setattr(module, "tiles_for", lambda *_: tiles)
+    _assert_right(_case([0, 17, 150], [1, 3], 64, heads=4, kv_heads=2), torch.float32)
+
+
+@pytest.mark.parametrize("wanted_programs", [1, 6, 10_000])
+def test_cut_lists_of_readers_add_up(wanted_programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every query block reads block 0: one long list beside short ones."""
+    monkeypatch.setattr(backward_module, "_WANTED_PROGRAMS", wanted_programs)
+    case = _case([0, 20, 190], [2, 2], 16, heads=2, kv_heads=2)
+    indices_NGK = case.selection.indices_RCK.clone()
+    indices_NGK[3:, :, 1] = 2
+    _assert_right(with_lists(case, indices_NGK, case.selection.counts_RC), torch.float32)
+
+
+def test_results_repeat_bit_by_bit() -> None:
+    case = _case([0, 33, 190], [2, 3], 16)
+    _assert_identical(case.ours("triton", torch.float32), case.ours("triton", torch.float32))
+
+
+def test_order_of_past_blocks_does_not_matter() -> None:
+    case = _case([0, 150], [9], 16)
+    indices_NGK, counts_NG = case.selection.indices_RCK.clone(), case.selection.counts_RC
+    for row in range(indices_NGK.shape[0]):
+        count = int(counts_NG[row, 0])
+        indices_NGK[row, :, 1:count] = indices_NGK[row, :, 1:count].flip(-1)
+    assert not torch.equal(indices_NGK, case.selection.indices_RCK)
+    flipped = with_lists(case, indices_NGK, counts_NG)
+    ours = flipped.ours("triton", torch.float32)
+    assert_as_good_as_plain(case, ours, torch.float32, case.plain(torch.float64))
+    # Readers are sorted, so dk and dv do not even round differently but for the statistics.
+    torch.testing.assert_close(ours[4], case.ours("triton", torch.float32)[4])
+
+
+def test_what_lies_past_a_list_is_not_read() -> None:
+    case = _case([0, 70], [2], 16)
+    indices_NGK = case.selection.indices_RCK.clone()
+    width = torch.arange(indices_NGK.shape[2])
+    indices_NGK[width.expand_as(indices_NGK) >= case.selection.counts_RC[:, :, None]] = 1 << 30
+    garbage = with_lists(case, indices_NGK, case.selection.counts_RC)
+    _assert_identical(garbage.ours("triton", torch.float32), case.ours("triton", torch.float32))
+
+
+def test_a_query_without_keys_gives_zero_and_finite_gradients() -> None:
+    case = _case([0, 80], [3], 16)
+    indices_NGK, counts_NG = case.selection.indices_RCK.clone(), case.selection.counts_RC.clone()
+    indices_NGK[2], counts_NG[2] = -1, 0
+    out, lse, *gradients = with_lists(case, indices_NGK, counts_NG).ours("triton", torch.float32)
+    assert (out[32:48] == 0).all()
+    assert (lse[32:48] == -torch.inf).all()
+    assert lse[:32].isfinite().all()
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert (gradients[0][32:48] == 0).all()
+    assert (gradients[2][:16] != 0).any()
+
+
+def _parts(selection: Selection) -> list[Selection]:
+    """Every list's even places and its odd places."""
+    parts = []
+    for begin in (0, 1):
+        indices = torch.full_like(selection.indices_RCK, -1)
+        taken = selection.indices_RCK[..., begin::2]
+        indices[..., : taken.shape[-1]] = taken
+        counts = (indices >= 0).sum(-1).int()
+        parts.append(dataclasses.replace(selection, indices_RCK=indices, counts_RC=counts))
+    return parts
+
+
+def test_merged_parts_are_the_union_forward_and_backward() -> None:
+    case = _case([0, 1, 140], [1, 5], 16)
+    q, k, v, dout = (x.to(DEVICE) for x in (case.q_THD, case.k_TGD, case.v_TGD, case.dout_THD))
+    parts = [on_device(part, DEVICE) for part in _parts(case.selection)]
+    results = [forward_attention(q, k, v, part, softmax_scale=SCALE) for part in parts]
+    assert (results[1][1] == -torch.inf).any()
+    out, lse = merge_partials(*results[0], *results[1])
+    gradients = [
+        sum(parts)
+        for parts in zip(
+            *(
+                backward_attention(dout, q, k, v, out, lse, part, softmax_scale=SCALE)
+                for part in parts
+            ),
+            strict=True,
+        )
+    ]
+    merged = tuple(x.cpu() for x in (out, lse, *gradients))
+    assert_as_good_as_plain(case, merged, torch.float32, case.plain(torch.float64))
+
+
+def test_strided_inputs_are_read_in_place() -> None:
+    """Megatron's q, k and v are views of one projection."""
+    case = _case([0, 75], [2], 16)
+    group = case.q_THD.shape[1] // 2
+    mixed = torch.cat(
+        [case.q_THD.unflatten(1, (2, group)), case.k_TGD[:, :, None], case.v_TGD[:, :, None]], dim=2
+    ).to(DEVICE)
+    q, k, v = mixed.split([group, 1, 1], dim=2)
+    q, k, v = mixed[:, :, :group].flatten(1, 2), k[:, :, 0], v[:, :, 0]
+    assert not k.is_contiguous()
+    selection = on_device(case.selection, DEVICE)
+    expected = case.ours("triton", torch.float32)
+    out, lse = forward_attention(q, k, v, selection, softmax_scale=SCALE)
+    dout = case.dout_THD.to(DEVICE).transpose(0, 1).contiguous().transpose(0, 1)
+    gradients = backward_attention(dout, q, k, v, out, lse, selection, softmax_scale=SCALE)
+    _assert_identical(tuple(x.cpu() for x in (out, lse, *gradients)), expected)
+
+
+def test_large_scores_stay_finite() -> None:
+    case = _case([0, 50], [3], 16)
+    case = dataclasses.replace(case, q_THD=case.q_THD * 300)
+    ours = case.ours("triton", torch.float32)
+    assert all(x.isfinite().all() for x in ours)
+    assert_as_good_as_plain(case, ours, torch.float32, case.plain(torch.float64))
+
+
+def test_a_scale_that_is_not_positive_is_refused() -> None:
+    case = _case([0, 20], [1], 16)
+    q, k, v = (x.to(DEVICE) for x in (case.q_THD, case.k_TGD, case.v_TGD))
+    for scale in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"softmax_scale .*: must be positive"):
+            block_sparse_attention(
+                q,
+                k,
+                v,
+                on_device(case.selection, DEVICE),
+                softmax_scale=scale,
+                implementation="triton",
+            )
