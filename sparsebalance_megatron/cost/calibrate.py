@@ -41,8 +41,10 @@ class StageScales:
 class Calibration:
     """Learns :class:`StageScales` from what every micro-batch took.
 
-    Per stage, chunk and direction a step yields one ratio, the median over its micro-batches. The
-    median of the last nine steps outvotes odd steps; an exponential average smooths what is left.
+    Per stage, chunk and direction a step yields one ratio, the median over its micro-batches, each
+    weighing as much as its predicted time: many short ones must not speak for the long ones that
+    make up the step. The median of the last nine steps outvotes odd steps; an exponential average
+    smooths what is left.
     Nothing moves before three steps have been seen; the first estimate is taken whole. Without
     randomness or clocks: equal inputs give equal scales on every rank.
 
@@ -92,7 +94,7 @@ class Calibration:
         self._remember(used_2PV * np.stack([forward_PV, backward_PV]))
 
     def _step_ratio(self, predicted_DPVM: np.ndarray, measured_DPVM: np.ndarray) -> np.ndarray:
-        """[P, V] median of measured / predicted over a step's micro-batches; NaN if none counts."""
+        """[P, V] weighted median of measured / predicted over a step; NaN if nothing counts."""
         predicted_DPVM = np.asarray(predicted_DPVM, dtype=np.float64)
         measured_DPVM = np.asarray(measured_DPVM, dtype=np.float64)
         job = self._scales_2PV.shape[1:]
@@ -105,7 +107,12 @@ class Calibration:
         self.ignored_measurements += int(usable.size - usable.sum())
         ratio_DPVM = np.full(usable.shape, np.nan)
         np.divide(measured_DPVM, predicted_DPVM, out=ratio_DPVM, where=usable)
-        return _median_over_known(np.moveaxis(ratio_DPVM, (1, 2), (-2, -1)).reshape(-1, *job))
+        weight_DPVM = np.where(usable, predicted_DPVM, 0.0)
+        ratio_NPV, weight_NPV = (
+            np.moveaxis(values, (1, 2), (-2, -1)).reshape(-1, *job)
+            for values in (ratio_DPVM, weight_DPVM)
+        )
+        return _weighted_median(ratio_NPV, weight_NPV)
 
     def _remember(self, ratio_2PV: np.ndarray) -> None:
         """Shift each cell's history by its own new ratio, then follow the median."""
@@ -160,6 +167,18 @@ class Calibration:
 
 def _finite_and_positive(values: np.ndarray) -> np.ndarray:
     return np.isfinite(values) & (values > 0.0)
+
+
+def _weighted_median(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Least value, along the first axis, that half of the weight does not exceed.
+
+    Values of weight 0 may be NaN; the result is NaN where all weights are 0.
+    """
+    order = np.argsort(values, axis=0, kind="stable")
+    values, weights = (np.take_along_axis(x, order, axis=0) for x in (values, weights))
+    reached = np.cumsum(weights, axis=0)
+    middle = (reached >= 0.5 * reached[-1]).argmax(axis=0)
+    return np.take_along_axis(values, middle[None], axis=0)[0]
 
 
 def _median_over_known(values: np.ndarray) -> np.ndarray:

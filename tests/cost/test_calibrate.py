@@ -92,6 +92,21 @@ def test_one_outlier_moves_nothing(factor: float, whole_step: bool) -> None:
     np.testing.assert_allclose(drill.scales_2PV(), before, rtol=1e-12)
 
 
+def test_long_micro_batches_outweigh_many_short_ones() -> None:
+    calibration = Calibration(1)
+    predicted = np.array([[[[1.0, 1.0, 1.0, 1.0, 100.0]]]])
+    measured = predicted * np.array([3.0, 3.0, 3.0, 3.0, 1.25])
+    for _ in range(3):
+        calibration.update(
+            predicted_forward_DPVM=predicted,
+            measured_forward_DPVM=measured,
+            predicted_backward_DPVM=predicted,
+            measured_backward_DPVM=measured,
+            predicted_with=StageScales.ones(1),
+        )
+    assert calibration.scales().forward_PV[0, 0] == 1.25
+
+
 def test_a_slow_first_step_is_outvoted() -> None:
     drill = Drill()
     drill.step(lambda forward_DPVM, backward_DPVM: forward_DPVM.__imul__(20.0))
