@@ -65,14 +65,16 @@ class Comparison:
     """Two runs over the same samples.
 
     ``speedup``: baseline's median iteration time over the run's. ``speedup_paired``: median of that
-    ratio step by step; None unless both runs saw the same number of tokens in every step, for then
-    the steps hold different samples.
+    ratio step by step. ``speedup_total``: of the time all these steps took together. The last two
+    are None unless both runs saw the same number of tokens in every step; otherwise the steps hold
+    different samples.
     """
 
     baseline: RunSummary
     sparse_balance: RunSummary
     speedup: float | None
     speedup_paired: float | None
+    speedup_total: float | None
     problems: tuple[str, ...]
 
 
@@ -136,6 +138,7 @@ def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
         sparse_balance=after,
         speedup=_ratio(before.iteration_ms_median, after.iteration_ms_median),
         speedup_paired=None if differing else _paired_speedup(pairs),
+        speedup_total=None if differing else _total_speedup(pairs),
         problems=tuple(problems),
     )
 
@@ -179,7 +182,8 @@ def show(comparison: Comparison, console: Console | None = None) -> None:
     console.print(_table(comparison))
     console.print(
         f"speedup {_text(comparison.speedup, '.3f')} (ratio of medians), "
-        f"{_text(comparison.speedup_paired, '.3f')} (median of ratios, step by step)"
+        f"{_text(comparison.speedup_total, '.3f')} (total time), "
+        f"{_text(comparison.speedup_paired, '.3f')} (median step)"
     )
     for problem in comparison.problems[:_PROBLEMS_SHOWN]:
         console.print(f"note: {problem}", markup=False, highlight=False, soft_wrap=True)
@@ -234,6 +238,15 @@ def _pairs(baseline: RunLog, balanced: RunLog) -> list[tuple[Step, Step]]:
 
 def _paired_speedup(pairs: Iterable[tuple[Step, Step]]) -> float | None:
     return _middle(_ratio(old.iteration_ms, new.iteration_ms) for old, new in pairs)
+
+
+def _total_speedup(pairs: Iterable[tuple[Step, Step]]) -> float | None:
+    timed = [
+        (old.iteration_ms, new.iteration_ms)
+        for old, new in pairs
+        if old.iteration_ms is not None and new.iteration_ms is not None
+    ]
+    return _ratio(sum(old for old, _ in timed), sum(new for _, new in timed))
 
 
 def _ratio(numerator: float | None, denominator: float | None) -> float | None:

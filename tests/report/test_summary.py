@@ -83,6 +83,7 @@ def test_speedup_of_medians_and_step_by_step() -> None:
     comparison = compare(log("slow", *slow), log("fast", *fast))
     assert comparison.speedup == pytest.approx(200.0 / 100.0)
     assert comparison.speedup_paired == pytest.approx(2.0)
+    assert comparison.speedup_total == pytest.approx(600.0 / 310.0)
     assert comparison.problems == ()
 
 
@@ -100,6 +101,7 @@ def test_other_samples_are_not_compared_step_by_step() -> None:
     comparison = compare(log("slow", *slow), log("fast", *fast))
     assert comparison.speedup == pytest.approx(2.0)
     assert comparison.speedup_paired is None
+    assert comparison.speedup_total is None
     assert "differ in 1 of 2 steps, first in iteration 2" in comparison.problems[0]
 
 
@@ -149,6 +151,7 @@ def test_command_writes_json_and_an_80_column_table(
         "sparse_balance",
         "speedup",
         "speedup_paired",
+        "speedup_total",
         "problems",
     }
     required = {
