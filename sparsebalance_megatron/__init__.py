@@ -8,9 +8,11 @@ Rooms, and which way they may look (a test enforces it):
 - :mod:`.attention`: block-sparse attention with budgets. Pure torch.
 - :mod:`.data`: documents, samples, packed rows; imports only Megatron's dataset readers.
 - :mod:`.runtime`: the glue to Megatron; the only room that imports ``megatron``.
-- :mod:`.report`: reads what training wrote.
+- :mod:`.workload`: length distributions and model presets, to plan without training. Pure numpy.
+- :mod:`.report`: reads what training wrote, and prints plans of workloads.
 
-``runtime -> {plan, cost, attention, data}``, ``plan -> cost``, ``report -> plan``'s data types.
+``runtime -> {plan, cost, attention, data}``, ``plan -> cost``, ``workload -> {plan, cost}``,
+``report -> {workload, plan's data types}``.
 """
 
 from sparsebalance_megatron.config import SparseBalanceConfig
