@@ -19,6 +19,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 pytestmark = pytest.mark.distributed
 
+FEW_ROUNDINGS = 8 * 2.0**-23
+"""Layouts differ in the order of float32 sums only."""
+LAST_PRINTED_DIGIT = 1.01e-3
+"""Of gradient norms."""
+LAST_PRINTED_LOSS_DIGIT = 1e-6
+"""Relative: seven digits."""
+
 LAYOUTS = {
     "dp2": (2, ()),
     "pp2": (2, ("--pipeline-model-parallel-size", "2")),
@@ -82,11 +89,11 @@ def test_layouts_train_to_the_losses_of_one_rank(
     ranks, extra = LAYOUTS[layout]
     run = _train(ranks, documents, start, "latency", "off", *extra, log_dir=tmp_path)
     assert len(run.losses) == len(reference.losses) == 4
-    assert [float(x) for x in run.losses] == pytest.approx(
-        [float(x) for x in reference.losses], rel=2e-5
+    assert [step["lm_loss"] for step in run.steps] == pytest.approx(
+        [step["lm_loss"] for step in reference.steps], rel=FEW_ROUNDINGS
     )
     assert [float(x) for x in run.grad_norms] == pytest.approx(
-        [float(x) for x in reference.grad_norms], abs=2e-3
+        [float(x) for x in reference.grad_norms], abs=LAST_PRINTED_DIGIT
     )
     assert [step["tokens"] for step in run.steps] == [step["tokens"] for step in reference.steps]
 
@@ -146,7 +153,7 @@ def test_budgets_that_cover_everything_are_dense_attention(documents: Path, star
         1, documents, start, "arrival", "off", *dense, "--sparse-balance-block-size", "256"
     )
     assert [float(x) for x in small.losses] == pytest.approx(
-        [float(x) for x in large.losses], rel=2e-6
+        [float(x) for x in large.losses], rel=FEW_ROUNDINGS + LAST_PRINTED_LOSS_DIGIT
     )
 
 
