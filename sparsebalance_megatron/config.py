@@ -14,6 +14,7 @@ Granularity = Literal["query-block", "token-kv-head", "token-query-head"]
 Overlong = Literal["split", "truncate", "drop"]
 Device = Literal["auto", "cpu", "cuda"]
 Calibration = Literal["measured", "off"]
+CoverageTarget = Literal["threshold", "base"]
 AttentionImplementation = Literal["auto", "triton", "blocks", "flex", "reference"]
 
 
@@ -65,6 +66,10 @@ class SparseBalanceConfig:
     coverage_threshold: float = 0.1
     """Router score coverage that a sample may lose against the base budget, in every layer (the
     paper's p)."""
+
+    coverage_target: CoverageTarget = "threshold"
+    """What makespan tuning keeps besides the threshold: nothing (the fastest step), or mean coverage
+    of the global batch at least that of the base budgets."""
 
     max_tokens_per_micro_batch: int | None = None
     """Token cap of a micro-batch; default: micro batch size x sequence length."""

@@ -44,12 +44,12 @@ class Filling:
         ranks = costs.data_parallel_size
         self.growth_DUQ = growth_UQ.reshape(ranks, -1, growth_UQ.shape[1])
         self.units = self.growth_DUQ.shape[1]
-        self.level_DU = np.zeros((ranks, self.units), dtype=np.int64)
-        self.moving_DU = self.growth_DUQ[..., -1] > 0
         self.pair_ms_U = np.tile(costs.pair_forward_C + costs.pair_backward_C, costs.micro_batches)
 
     def run(self, limit_ms: float) -> np.ndarray:
-        """Price level of every unit, flat [D * M * C]."""
+        """Price level of every unit, flat [D * M * C]; from the floors, whatever ran before."""
+        self.level_DU = np.zeros(self.growth_DUQ.shape[:2], dtype=np.int64)
+        self.moving_DU = self.growth_DUQ[..., -1] > 0
         for _ in range(_MAX_ROUNDS):
             active_D = np.flatnonzero(self.moving_DU.any(axis=1))
             if not len(active_D):

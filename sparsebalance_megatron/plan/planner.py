@@ -16,13 +16,9 @@ from sparsebalance_megatron.cost.calibrate import StageScales
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.plan import batching
 from sparsebalance_megatron.plan.bounds import sample_bounds
-from sparsebalance_megatron.plan.budgets import (
-    BudgetRange,
-    TunedBudgets,
-    feasible_range,
-    tune,
-)
+from sparsebalance_megatron.plan.budgets import TunedBudgets, expected_budgets, tune
 from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.feasible import BudgetRange, feasible_range
 from sparsebalance_megatron.plan.latency import StepCosts, step_costs
 from sparsebalance_megatron.plan.pipeline import makespans_ms, schedule_name
 from sparsebalance_megatron.plan.search import improve
@@ -103,13 +99,12 @@ class _Problem:
     def expected_LS(self) -> np.ndarray:
         """Budgets to place by, those expected after tuning.
 
-        The makespan policy ends where the slowest rank is at its floors. What an anchor does to a
-        sample depends on its micro-batch; one round of packing and tuning from the base budgets
-        takes the part of the paper's average over recent steps.
+        What an anchor does to a sample depends on its micro-batch; one round of packing and tuning
+        from the base budgets takes the part of the paper's average over recent steps.
         """
         match self.policy.tuning:
             case "makespan":
-                return self.allowed.floor_LS
+                return expected_budgets(self.policy, self.costs, self.coverage, self.allowed)
             case "anchor":
                 try:
                     placement = self.balanced_by(self.allowed.base_LS)

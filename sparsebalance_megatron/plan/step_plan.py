@@ -60,6 +60,7 @@ class PlanPolicy:
     block_size: int
     max_tokens_per_slot: int
     plan_ms: float = 4.0
+    coverage_target: str = "threshold"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,6 +78,7 @@ _LEGEND = {
     "bound ratio": "step time over the least that any placement and allowed budgets could take",
     "imbal": "largest over mean time, of slots (micro-batches) and of ranks",
     "work ratio": "predicted work over that at base budgets: below 1 attention was cut",
+    "base coverage": "the fastest step whose mean coverage is not below the base budgets'",
     "held": "our placement, budgets raised until the step takes what SAB+DST takes",
 }
 

@@ -111,6 +111,7 @@ def plan_policy(args: Namespace, config: SparseBalanceConfig) -> PlanPolicy:
         tuning=config.tuning,
         anchor=config.anchor,
         coverage_threshold=config.coverage_threshold,
+        coverage_target=config.coverage_target,
         base_budget=config.base_budget,
         block_size=config.block_size,
         max_tokens_per_slot=config.max_tokens_per_micro_batch or default_cap,

@@ -14,8 +14,8 @@ import numpy as np
 from sparsebalance_megatron.cost.calibrate import StageScales
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.plan.bounds import sample_bounds
-from sparsebalance_megatron.plan.budgets import feasible_range
 from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.feasible import feasible_range
 from sparsebalance_megatron.plan.latency import step_costs
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy, StepPlan
@@ -28,6 +28,7 @@ class Variant:
 
     batching: str
     tuning: str
+    coverage_target: str = "threshold"
     window: int = 1
     held_to: str | None = None
 
@@ -46,6 +47,7 @@ OURS = "ours"
 ALL_ROWS: Mapping[str, Variant] = {
     **PAPER_ROWS,
     OURS: Variant(batching="makespan", tuning="makespan"),
+    "ours, base coverage": Variant(batching="makespan", tuning="makespan", coverage_target="base"),
     "ours, held": Variant(batching="makespan", tuning="makespan", held_to="SAB+DST"),
     "ours, window 8": Variant(batching="makespan", tuning="makespan", window=8),
 }
@@ -135,7 +137,12 @@ def _planned(
     hold_ms: float,
     clock: Callable[[], float],
 ) -> _Run:
-    policy = replace(workload.policy, batching=variant.batching, tuning=variant.tuning)
+    policy = replace(
+        workload.policy,
+        batching=variant.batching,
+        tuning=variant.tuning,
+        coverage_target=variant.coverage_target,
+    )
     started = clock()
     plan = plan_step(
         step=0,

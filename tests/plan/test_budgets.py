@@ -14,8 +14,9 @@ from oracles import plan as oracle
 from plan.plan_cases import cost_model, coverage_curves, job_shape, policy, random_lengths
 
 from sparsebalance_megatron.cost.calibrate import StageScales
-from sparsebalance_megatron.plan.budgets import feasible_range, tune
+from sparsebalance_megatron.plan.budgets import expected_budgets, tune
 from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.feasible import feasible_range
 from sparsebalance_megatron.plan.latency import step_costs
 from sparsebalance_megatron.plan.pipeline import makespans_ms, schedule_name
 from sparsebalance_megatron.plan.step_plan import PlanError
@@ -112,6 +113,32 @@ def test_makespan_is_the_least_above_the_floors(seed, shape):
     assert reached <= case.makespan(case.allowed.base_LS) * (1 + 1e-8)
     gained = case.covered(case.tuned.budgets_LS) - case.covered(case.allowed.floor_LS)
     assert gained.min() >= -1e-12
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS, SHAPES, st.sampled_from([0.5, 1.0]))
+def test_base_target_keeps_mean_coverage_and_is_never_slower_than_base_budgets(
+    seed, shape, observed
+):
+    case = Case(seed, "makespan", shape=shape, observed=observed, coverage_target="base")
+    fastest = Case(seed, "makespan", shape=shape, observed=observed)
+    mean = np.nanmean(case.covered(case.tuned.budgets_LS))
+    assert mean >= np.nanmean(case.covered(case.allowed.base_LS)) * (1 - 1e-8)
+    lost = np.nan_to_num(case.covered(case.allowed.base_LS) - case.covered(case.tuned.budgets_LS))
+    assert lost.max() <= case.policy.coverage_threshold + 1e-12
+    reached = case.makespan(case.tuned.budgets_LS)
+    assert reached <= case.makespan(case.allowed.base_LS) * (1 + 1e-8)
+    assert reached >= fastest.makespan(fastest.tuned.budgets_LS) * (1 - 1e-8)
+
+
+def test_base_target_costs_less_than_base_budgets_where_samples_bear_cuts_unequally():
+    """Two equal ranks leave nothing to balance: what is gained, better chosen budgets gain."""
+    lengths = [16000, 6000, 16000, 6000]
+    case = Case(5, "makespan", shape=(2, 2, 1, 1), lengths=lengths, coverage_target="base")
+    assert case.makespan(case.tuned.budgets_LS) < 0.99 * case.makespan(case.allowed.base_LS)
+    expected_LS = expected_budgets(case.policy, case.costs, case.coverage, case.allowed)
+    assert case.covered(expected_LS).mean() >= case.covered(case.allowed.base_LS).mean()
+    assert case.makespan(case.tuned.budgets_LS) <= case.makespan(expected_LS) * (1 + 1e-9)
 
 
 def test_makespan_raises_what_waits():
