@@ -4,7 +4,7 @@
 Annotations stay evaluated here: Megatron's flag generator reads them as types.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Batching = Literal["arrival", "length", "latency", "makespan"]
@@ -15,6 +15,7 @@ Overlong = Literal["split", "truncate", "drop"]
 Device = Literal["auto", "cpu", "cuda"]
 Calibration = Literal["measured", "off"]
 CoverageTarget = Literal["threshold", "base"]
+Planning = Literal["ahead", "on-demand"]
 AttentionImplementation = Literal["auto", "triton", "blocks", "flex", "reference"]
 
 
@@ -55,6 +56,10 @@ class SparseBalanceConfig:
     """Search for makespan batching, in ms of a typical core; counted in simulated operations and
     never timed, so that all ranks find the same plan."""
 
+    planning: Planning = "ahead"
+    """When a step is planned: while the one before it runs, from what was known when that began; or
+    on demand, when it begins itself and waits."""
+
     tuning: Tuning = "makespan"
     """How budgets follow the predicted times: not at all, towards an anchor latency (the paper), or
     against the step's makespan."""
@@ -68,8 +73,8 @@ class SparseBalanceConfig:
     paper's p)."""
 
     coverage_target: CoverageTarget = "threshold"
-    """What makespan tuning keeps besides the threshold: nothing (the fastest step), or mean coverage
-    of the global batch at least that of the base budgets."""
+    """What makespan tuning keeps besides the threshold: nothing (the fastest step), or the global
+    batch's mean coverage at that of the base budgets or above."""
 
     max_tokens_per_micro_batch: int | None = None
     """Token cap of a micro-batch; default: micro batch size x sequence length."""
@@ -98,6 +103,14 @@ class SparseBalanceConfig:
     log_dir: str | None = None
     """Directory for the step log: one JSON line per step, written by rank 0."""
 
+    dry_run: int | None = field(
+        default=None,
+        metadata={"argparse_meta": {"nargs": "?", "const": 0, "metavar": "WORLD_SIZE"}},
+    )
+    """Check flags, data and cost table, print the plan of the first step and stop. Plans for
+    WORLD_SIZE ranks, none of which need exist, or without a number (0) for as many as are
+    launched."""
+
     def __post_init__(self) -> None:
         self._require(self.block_size >= 1, "block_size", "must be at least 1 token")
         self._require(
@@ -118,6 +131,9 @@ class SparseBalanceConfig:
             self.max_tokens_per_micro_batch is None or self.max_tokens_per_micro_batch >= 1,
             "max_tokens_per_micro_batch",
             "must be at least 1 token",
+        )
+        self._require(
+            self.dry_run is None or self.dry_run >= 0, "dry_run", "must be a number of ranks"
         )
 
     def _require(self, condition: bool, field_name: str, rule: str) -> None:

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler: from what is known after step t to the plan of step t + 1, alike on every rank.
 
-A plan is a pure function of the sample lengths and of the scheduler's state (coverage curves and
-cost corrections); the state changes only in :meth:`Scheduler.finish_step`, from measurements that
-are identical on all ranks.
+A plan is a pure function of the sample lengths and of what was known when it was made (coverage
+curves and cost corrections); knowledge changes only in :meth:`Scheduler.finish_step`, from
+measurements that are identical on all ranks. Ahead of time, step t + 1 is planned while step t
+runs, from what was known when t began: always that, however fast the planner, so that ranks agree.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,13 +39,30 @@ class StateError(ValueError):
 class PlannedStep:
     """A plan together with the samples it places.
 
-    ``samples[i]`` is the training sample that the plan calls ``i``; ``plan_ms`` is how long
-    planning took on this rank.
+    ``samples[i]`` is the training sample that the plan calls ``i``; ``scales`` are the cost
+    corrections that its expectation contains. ``plan_ms`` is how long planning took on this rank,
+    ``wait_ms`` how long the step waited for it.
     """
 
     plan: StepPlan
     samples: np.ndarray
+    scales: StageScales
     plan_ms: float
+    wait_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Knowledge:
+    """What a plan is made from besides lengths; later learning does not change it."""
+
+    coverage: CoverageCurves
+    scales: StageScales
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "coverage": self.coverage.state_dict(),
+            "scales_2PV": np.stack([self.scales.forward_PV, self.scales.backward_PV]).tolist(),
+        }
 
 
 class Scheduler:
@@ -54,6 +74,7 @@ class Scheduler:
         window: consecutive global batches that may exchange samples.
         calibrate: whether measured times correct predicted ones.
         clock: seconds, for the time planning takes.
+        worker: plans the following step while one runs; None plans every step when it begins.
     """
 
     def __init__(
@@ -68,6 +89,7 @@ class Scheduler:
         window: int,
         calibrate: bool,
         clock: Callable[[], float],
+        worker: Executor | None = None,
     ) -> None:
         self.job = job
         self.policy = policy
@@ -79,29 +101,61 @@ class Scheduler:
         self._window = window
         self._calibrate = calibrate
         self._clock = clock
+        self._worker = worker
         self._planned: dict[int, PlannedStep] = {}
+        self._ahead: dict[int, Future[PlannedStep]] = {}
+        self._next_knowledge: _Knowledge | None = None
         self._finished_step = -1
 
     def planned(self, step: int) -> PlannedStep:
-        """The plan of a step; made on first use, from the state of that moment."""
+        """The plan of a step; where a worker plans ahead, first use starts on the next one."""
         if step not in self._planned:
             started = self._clock()
-            samples = self._samples(step)
-            plan = plan_step(
-                step=step,
-                lengths_tokens=tuple(int(n) for n in self._index.lengths_of(samples)),
-                job=self.job,
-                policy=self.policy,
-                cost=self._cost,
-                scales=self.calibration.scales(),
-                coverage=self.coverage,
-            )
-            self._planned[step] = PlannedStep(
-                plan=plan, samples=samples, plan_ms=(self._clock() - started) * 1e3
-            )
+            planned = self._plan_ahead(step)
+            self._planned[step] = replace(planned, wait_ms=(self._clock() - started) * 1e3)
             for old in [known for known in self._planned if known <= step - _PLANS_KEPT]:
                 del self._planned[old]
         return self._planned[step]
+
+    def _plan_ahead(self, step: int) -> PlannedStep:
+        known = _Knowledge(coverage=copy.deepcopy(self.coverage), scales=self.calibration.scales())
+        if self._worker is None:
+            return self._plan(step, known)
+        future = self._ahead.pop(step, None)
+        self._wait_for_worker()
+        if future is None:
+            planned = self._plan(step, self._next_knowledge or known)
+        else:
+            planned = future.result()
+        self._next_knowledge = known
+        self._ahead = {step + 1: self._worker.submit(self._plan, step + 1, known)}
+        return planned
+
+    def _wait_for_worker(self) -> None:
+        """Let go of what was planned for a step that does not come: after going back, say."""
+        for future in self._ahead.values():
+            future.exception()
+        self._ahead.clear()
+
+    def _plan(self, step: int, known: _Knowledge) -> PlannedStep:
+        started = self._clock()
+        samples = self._samples(step)
+        plan = plan_step(
+            step=step,
+            lengths_tokens=tuple(int(n) for n in self._index.lengths_of(samples)),
+            job=self.job,
+            policy=self.policy,
+            cost=self._cost,
+            scales=known.scales,
+            coverage=known.coverage,
+        )
+        return PlannedStep(
+            plan=plan,
+            samples=samples,
+            scales=known.scales,
+            plan_ms=(self._clock() - started) * 1e3,
+            wait_ms=0.0,
+        )
 
     def _samples(self, step: int) -> np.ndarray:
         """Training samples of a step, in order of arrival.
@@ -138,12 +192,14 @@ class Scheduler:
         self._finished_step = step
         self.coverage.update(measured.coverage.sums_LUK, measured.coverage.counts_LU)
         if self._calibrate:
-            expectation = self._planned[step].plan.expectation
+            planned = self._planned[step]
+            expectation = planned.plan.expectation
             self.calibration.update(
                 predicted_forward_DPVM=expectation.forward_ms,
                 measured_forward_DPVM=measured.forward_ms,
                 predicted_backward_DPVM=expectation.backward_ms,
                 measured_backward_DPVM=measured.backward_ms,
+                predicted_with=planned.scales,
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -153,6 +209,7 @@ class Scheduler:
             "finished_step": self._finished_step,
             "coverage": self.coverage.state_dict(),
             "calibration": self.calibration.state_dict(),
+            "next_plan": self._next_knowledge.state_dict() if self._next_knowledge else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -166,10 +223,20 @@ class Scheduler:
         try:
             self.coverage.load_state_dict(state["coverage"])
             self.calibration.load_state_dict(state["calibration"])
+            if self._worker is not None:
+                self._next_knowledge = self._knowledge_of(state.get("next_plan"))
         except (KeyError, ValueError) as error:
             raise StateError(f"scheduler state of the checkpoint does not fit: {error}") from error
         self._finished_step = int(state["finished_step"])
+        self._wait_for_worker()
         self._planned.clear()
+
+    def _knowledge_of(self, state: dict[str, Any] | None) -> _Knowledge | None:
+        if state is None:
+            return None
+        coverage = copy.deepcopy(self.coverage)
+        coverage.load_state_dict(state["coverage"])
+        return _Knowledge(coverage=coverage, scales=StageScales.of(np.array(state["scales_2PV"])))
 
 
 class EvaluationSchedule:
@@ -205,4 +272,10 @@ class EvaluationSchedule:
             scales=StageScales.ones(self.job.pipeline_stages, self.job.virtual_stages),
             coverage=self._coverage,
         )
-        return PlannedStep(plan=plan, samples=samples, plan_ms=0.0)
+        return PlannedStep(
+            plan=plan,
+            samples=samples,
+            scales=StageScales.ones(self.job.pipeline_stages, self.job.virtual_stages),
+            plan_ms=0.0,
+            wait_ms=0.0,
+        )

@@ -61,6 +61,7 @@ def step_record(
         "iteration_ms": iteration_ms,
         "lm_loss": measured.lm_loss,
         "plan_ms": planned.plan_ms,
+        "plan_wait_ms": planned.wait_ms,
         "batching": planned.plan.batching,
         "predicted": {
             "makespan_ms": expectation.makespan_ms,

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans follow what was known when they were made: on demand, ahead, and after a resume."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import long_tailed_lengths, write_documents
+from plan.plan_cases import cost_model, job_shape, policy
+
+from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.step_plan import PlanError
+from sparsebalance_megatron.runtime.scheduler import Scheduler
+from sparsebalance_megatron.runtime.telemetry import CoverageTotals, StepMeasurement
+
+LONGEST_TOKENS = 2048
+BLOCK_TOKENS = 64
+JOB = job_shape(2, 2, stages=2)
+GLOBAL_BATCH = 8
+STEPS = 6
+
+
+class LateExecutor(Executor):
+    """Runs nothing until its result is wanted: the slowest worker there could be."""
+
+    def submit(self, function: Any, /, *arguments: Any, **keywords: Any) -> Future:
+        class Late(Future):
+            def result(self, timeout: float | None = None) -> Any:
+                return function(*arguments, **keywords)
+
+            def exception(self, timeout: float | None = None) -> None:
+                return None
+
+        return Late()
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> SampleIndex:
+    lengths = long_tailed_lengths(100, longest=LONGEST_TOKENS)
+    prefix = write_documents(tmp_path_factory.mktemp("scheduler") / "train", lengths)
+    found = SampleIndex.open(prefix, max_tokens=LONGEST_TOKENS, overlong="split", seed=1)
+    assert found is not None
+    return found
+
+
+def scheduler(index: SampleIndex, worker: Executor | None) -> Scheduler:
+    ticks = itertools.count()
+    return Scheduler(
+        job=JOB,
+        policy=policy(block_size=BLOCK_TOKENS, base_budget=6),
+        cost=cost_model(BLOCK_TOKENS),
+        coverage=CoverageCurves(JOB.layers, LONGEST_TOKENS // BLOCK_TOKENS, 0.5),
+        index=index,
+        global_batch_size=GLOBAL_BATCH,
+        window=1,
+        calibrate=True,
+        clock=lambda: float(next(ticks)),
+        worker=worker,
+    )
+
+
+def measurement(schedule: Scheduler, step: int) -> StepMeasurement:
+    """Curves that rise from step to step; stage 1 is twice as slow as predicted."""
+    expectation = schedule.planned(step).plan.expectation
+    slow_P11 = np.array([1.0, 2.0])[:, None, None]
+    grid = np.asarray(schedule.coverage.grid, dtype=np.float64)
+    curve_K = np.minimum(grid / grid[-1], 1.0) ** (0.6 / (step + 1))
+    counts_LU = np.ones(schedule.coverage.observed_LU.shape)
+    coverage = CoverageTotals(
+        sums_LUK=np.broadcast_to(curve_K, schedule.coverage.mean_LUK.shape),
+        counts_LU=counts_LU,
+        executed_sum=1.0,
+        base_sum=1.0,
+        count=1.0,
+        minimum=1.0,
+        grown=0.0,
+    )
+    return StepMeasurement(
+        forward_ms=expectation.forward_ms * slow_P11,
+        backward_ms=expectation.backward_ms * slow_P11,
+        schedule_ms=np.ones((2, 2)),
+        coverage=coverage,
+        lm_loss=1.0,
+        tokens=1,
+        digest_mismatches=0,
+    )
+
+
+def run(schedule: Scheduler, steps: range) -> list[bytes]:
+    digests = []
+    for step in steps:
+        digests.append(schedule.planned(step).plan.digest())
+        schedule.finish_step(step, measurement(schedule, step))
+    return digests
+
+
+@pytest.fixture
+def worker() -> Any:
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+def test_a_plan_made_ahead_knows_what_was_known_a_step_earlier(
+    index: SampleIndex, worker: Executor
+) -> None:
+    ahead = scheduler(index, worker)
+    known = [ahead.state_dict(), ahead.state_dict()]
+    plans = []
+    for step in range(STEPS):
+        plans.append(ahead.planned(step).plan.digest())
+        on_demand = scheduler(index, None)
+        on_demand.load_state_dict(known[step])
+        assert on_demand.planned(step).plan.digest() == plans[step]
+        ahead.finish_step(step, measurement(ahead, step))
+        known.append(ahead.state_dict())
+    assert len(set(plans)) == STEPS
+
+
+def test_ranks_with_fast_and_slow_planners_agree(index: SampleIndex, worker: Executor) -> None:
+    assert run(scheduler(index, worker), range(STEPS)) == run(
+        scheduler(index, LateExecutor()), range(STEPS)
+    )
+
+
+@pytest.mark.parametrize("planned_ahead", [True, False])
+def test_a_restored_scheduler_goes_on_as_if_never_stopped(
+    index: SampleIndex, worker: Executor, planned_ahead: bool
+) -> None:
+    whole = run(scheduler(index, worker if planned_ahead else None), range(STEPS))
+    for stop in range(1, STEPS):
+        first = scheduler(index, worker if planned_ahead else None)
+        begun = run(first, range(stop))
+        second = scheduler(index, worker if planned_ahead else None)
+        second.load_state_dict(first.state_dict())
+        assert begun + run(second, range(stop, STEPS)) == whole
+
+
+def test_state_of_planning_ahead_loads_on_demand_and_back(
+    index: SampleIndex, worker: Executor
+) -> None:
+    ahead, on_demand = scheduler(index, worker), scheduler(index, None)
+    run(ahead, range(3))
+    on_demand.load_state_dict(ahead.state_dict())
+    assert on_demand.state_dict()["next_plan"] is None
+    assert on_demand.state_dict()["coverage"] == ahead.state_dict()["coverage"]
+    ahead.load_state_dict(on_demand.state_dict())
+    on_demand.planned(3)
+    assert ahead.planned(3).plan.digest() == on_demand.planned(3).plan.digest()
+
+
+def test_waiting_and_planning_are_told_apart(index: SampleIndex, worker: Executor) -> None:
+    """The clock ticks once a reading: a plan takes 1 s, waiting for a finished one 1 s too."""
+    on_demand = scheduler(index, None).planned(0)
+    assert on_demand.plan_ms == 1000.0
+    assert on_demand.wait_ms == 3000.0
+
+
+def test_errors_of_planning_ahead_reach_the_step_that_needs_the_plan(index: SampleIndex) -> None:
+    class Failing(Executor):
+        def submit(self, function: Any, /, *arguments: Any, **keywords: Any) -> Future:
+            future: Future = Future()
+            future.set_exception(PlanError(f"step {arguments[0]} has no plan"))
+            return future
+
+    schedule = scheduler(index, Failing())
+    schedule.planned(0)
+    with pytest.raises(PlanError, match="step 1 has no plan"):
+        schedule.planned(1)
