@@ -51,9 +51,11 @@ def tune(
     slot_of_S: np.ndarray,
     schedule: str,
     hold_ms: float = 0.0,
+    owed_coverage: float = 0.0,
 ) -> TunedBudgets:
     """Budgets of a placed global batch under ``policy.tuning``.
 
+    See :func:`.planner.plan_step` for ``owed_coverage``.
     Tuning ``makespan`` spends on coverage what the step has until ``hold_ms`` or until the least
     step time, whichever is later.
 
@@ -67,7 +69,7 @@ def tune(
             tuned_LS, clamped_S = _anchor(policy.anchor, costs, coverage, allowed, slot_of_S)
         case "makespan":
             tuned_LS, clamped_S = _makespan(
-                policy, costs, coverage, allowed, slot_of_S, schedule, hold_ms
+                policy, costs, coverage, allowed, slot_of_S, schedule, hold_ms, owed_coverage
             )
         case other:
             raise PlanError(f"tuning {other!r} is not one of off, anchor, makespan")
@@ -151,6 +153,7 @@ def _makespan(
     slot_of_S: np.ndarray,
     schedule: str,
     hold_ms: float,
+    owed_coverage: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The least step time that the policy allows, then the most coverage in that time.
 
@@ -171,8 +174,14 @@ def _makespan(
 
     least_ms = max(floor_ms_D.max() * _ROUNDING, hold_ms)
     tuned_LS = filled_LS(least_ms)
-    if policy.coverage_target == "base" and not _covers(coverage, costs, tuned_LS, allowed):
-        enough = [expected_budgets(policy, costs, coverage, allowed), allowed.base_LS]
+    if policy.coverage_target == "base" and not _covers(
+        coverage, costs, tuned_LS, allowed, owed_coverage
+    ):
+        # Never slower than base budgets, whatever is owed.
+        enough = [
+            expected_budgets(policy, costs, coverage, allowed, owed_coverage),
+            allowed.base_LS,
+        ]
         enough_ms, tuned_LS = min(
             (
                 (makespans_ms(*_slots(costs, each_LS, slot_of_S), schedule=schedule).max(), each_LS)
@@ -183,7 +192,7 @@ def _makespan(
         for _ in range(_TARGET_HALVINGS):
             middle_ms = (least_ms + enough_ms) / 2
             middle_LS = filled_LS(middle_ms)
-            if _covers(coverage, costs, middle_LS, allowed):
+            if _covers(coverage, costs, middle_LS, allowed, owed_coverage):
                 tuned_LS, enough_ms = middle_LS, middle_ms
             else:
                 least_ms = middle_ms
@@ -193,7 +202,11 @@ def _makespan(
 
 
 def expected_budgets(
-    policy: PlanPolicy, costs: StepCosts, coverage: CoverageCurves, allowed: BudgetRange
+    policy: PlanPolicy,
+    costs: StepCosts,
+    coverage: CoverageCurves,
+    allowed: BudgetRange,
+    owed_coverage: float = 0.0,
 ) -> np.ndarray:
     """[L, S] budgets to place samples by, before tuning ``makespan`` knows their places.
 
@@ -206,15 +219,20 @@ def expected_budgets(
     low, high = -1, LEVELS
     while high - low > 1:
         middle = (low + high) // 2
-        enough = _covers(coverage, costs, ladder.common_LS(middle), allowed)
+        enough = _covers(coverage, costs, ladder.common_LS(middle), allowed, owed_coverage)
         low, high = (low, middle) if enough else (middle, high)
     return ladder.common_LS(high)
 
 
 def _covers(
-    coverage: CoverageCurves, costs: StepCosts, budgets_LS: np.ndarray, allowed: BudgetRange
+    coverage: CoverageCurves,
+    costs: StepCosts,
+    budgets_LS: np.ndarray,
+    allowed: BudgetRange,
+    owed_coverage: float,
 ) -> bool:
-    """Whether mean expected coverage is at least that of the base budgets."""
-    reached = np.nansum(coverage.coverage_LS(costs.blocks_S, budgets_LS))
-    wanted = np.nansum(coverage.coverage_LS(costs.blocks_S, allowed.base_LS))
-    return bool(reached * _ROUNDING >= wanted)
+    """Whether mean expected coverage is that of the base budgets and what is owed, at least."""
+    reached_LS = coverage.coverage_LS(costs.blocks_S, budgets_LS)
+    wanted_LS = coverage.coverage_LS(costs.blocks_S, allowed.base_LS)
+    owed = owed_coverage * np.isfinite(wanted_LS).sum()
+    return bool(np.nansum(reached_LS) * _ROUNDING >= np.nansum(wanted_LS) + owed)

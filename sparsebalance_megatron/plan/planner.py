@@ -43,6 +43,7 @@ def plan_step(
     scales: StageScales,
     coverage: CoverageCurves,
     hold_ms: float = 0.0,
+    owed_coverage: float = 0.0,
 ) -> StepPlan:
     """The plan of one step: place the samples, then tune their budgets.
 
@@ -50,12 +51,14 @@ def plan_step(
     latter improved by search, by simulated makespan at the budgets expected after tuning;
     ``StepPlan.batching`` names the winner. ``arrival``, ``length`` and ``latency`` mean just that,
     except that a balanced packing which the token cap defeats gives way to arrival order where that
-    fits. Tuning ``makespan`` may take until ``hold_ms`` where the least step time is shorter.
+    fits. Tuning ``makespan`` may take until ``hold_ms`` where the least step time is shorter. With
+    the coverage target ``base``, mean coverage exceeds that of the base budgets by
+    ``owed_coverage``, as far as a step at base budgets has the time.
 
     Raises:
         PlanError: no placement exists, or the inputs contradict one another.
     """
-    problem = _problem(lengths_tokens, job, policy, cost, scales, coverage, hold_ms)
+    problem = _problem(lengths_tokens, job, policy, cost, scales, coverage, hold_ms, owed_coverage)
     name, placement, tuned = _best_candidate(problem, _candidates(problem))
     plan = _assemble(step, problem, name, placement, tuned)
     plan.validate(problem.lengths_tokens, job, policy)
@@ -94,6 +97,7 @@ class _Problem:
     allowed: BudgetRange
     schedule: str
     hold_ms: float
+    owed_coverage: float
 
     @cached_property
     def expected_LS(self) -> np.ndarray:
@@ -104,7 +108,9 @@ class _Problem:
         """
         match self.policy.tuning:
             case "makespan":
-                return expected_budgets(self.policy, self.costs, self.coverage, self.allowed)
+                return expected_budgets(
+                    self.policy, self.costs, self.coverage, self.allowed, self.owed_coverage
+                )
             case "anchor":
                 try:
                     placement = self.balanced_by(self.allowed.base_LS)
@@ -138,6 +144,7 @@ class _Problem:
             batching.slot_of_sample(placement, len(self.lengths_tokens)),
             self.schedule,
             self.hold_ms,
+            self.owed_coverage,
         )
 
     def times_ms(
@@ -161,6 +168,7 @@ def _problem(
     scales: StageScales,
     coverage: CoverageCurves,
     hold_ms: float,
+    owed_coverage: float,
 ) -> _Problem:
     if policy.block_size != cost.block_size:
         raise PlanError(
@@ -179,6 +187,7 @@ def _problem(
         allowed=feasible_range(costs, coverage, policy),
         schedule=schedule_name(job.pipeline_stages, job.virtual_stages),
         hold_ms=hold_ms,
+        owed_coverage=owed_coverage,
     )
 
 

@@ -131,6 +131,20 @@ def test_base_target_keeps_mean_coverage_and_is_never_slower_than_base_budgets(
     assert reached >= fastest.makespan(fastest.tuned.budgets_LS) * (1 - 1e-8)
 
 
+@settings(max_examples=40, deadline=None)
+@given(SEEDS, SHAPES, st.floats(0.0, 0.05))
+def test_owed_coverage_is_paid_as_far_as_base_budgets_have_time(seed, shape, owed):
+    case = Case(seed, "makespan", shape=shape, coverage_target="base")
+    base_LS = case.allowed.base_LS
+    tuned_LS = tune(
+        *(case.policy, case.costs, case.coverage, case.allowed, case.slot_of_S, case.schedule),
+        owed_coverage=owed,
+    ).budgets_LS
+    assert case.makespan(tuned_LS) <= case.makespan(base_LS) * (1 + 1e-8)
+    paid = case.covered(tuned_LS).mean() - case.covered(base_LS).mean()
+    assert paid >= owed - 1e-8 or np.isclose(case.makespan(tuned_LS), case.makespan(base_LS))
+
+
 def test_base_target_costs_less_than_base_budgets_where_samples_bear_cuts_unequally():
     """Two equal ranks leave nothing to balance: what is gained, better chosen budgets gain."""
     lengths = [16000, 6000, 16000, 6000]
