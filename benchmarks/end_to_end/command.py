@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training step times of dense, fixed-budget and balanced attention, in Megatron's own loop.
+
+One model trains under all variants in turn: consecutive steps run the same global batch under
+every variant, in an order that changes from batch to batch, so that what disturbs the machine
+disturbs all, and times can be compared in pairs. A variant plans from its own past steps only.
+
+``dp2`` and ``pp2`` run two processes over gloo, one thread each: they need two idle cores. In
+``gpu-dp4`` one device plays four data-parallel ranks in turn: every micro-batch is timed for real,
+a step is the slowest rank's computation plus what all ranks share, and nothing is communicated.
+Flags after -- go to Megatron, last, so that they win over the benchmark's.
+
+Documents are the sources of Python's standard library, up to --seq-length tokens; --directory
+keeps them, the cost table and all logs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from end_to_end import launch, show
+from end_to_end.evaluation import FORMULAS, bounds_ms, judge, summarise
+from end_to_end.layouts import LAYOUTS, Layout, model_flags
+from end_to_end.results import read_steps
+from end_to_end.variants import FIXED, VARIANTS, WARM_UP_BATCHES, StepOrder
+
+BUSY_LOAD = 0.5
+QUICK = {"batches": 4, "warm_up": 2, "seq_length": 2048}
+SEQ_LENGTH = {"cpu": 8192, "cuda": 32768}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(list(sys.argv[1:] if argv is None else argv))
+    load_at_start = os.getloadavg()[0]
+    if load_at_start > BUSY_LOAD:
+        print(f"the machine is not idle: load {load_at_start:.2f}; times will be blurred")
+    try:
+        layouts = measure(options)
+    except launch.BenchmarkError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    found = {
+        "benchmark": "end_to_end",
+        "quick": options.quick,
+        "machine": machine(options.device) | {"load_at_start": load_at_start},
+        "formulas": FORMULAS,
+        "layouts": layouts,
+    }
+    for name, layout in layouts.items():
+        show.print_layout(name, layout)
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if options.plot is not None:
+        show.draw(layouts, options.plot)
+    return 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The options, with ``megatron_flags`` from after --. Exits on wrong usage."""
+    split = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layout", choices=("both", *LAYOUTS), default="both")
+    parser.add_argument("--batches", type=int, help="measured global batches (default: 30)")
+    parser.add_argument("--warm-up", type=int, help=f"before those (default: {WARM_UP_BATCHES})")
+    parser.add_argument("--seq-length", type=int, help="tokens (default: 8192; on a GPU 32768)")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=[variant.name for variant in VARIANTS],
+        default=[variant.name for variant in VARIANTS],
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: as the layout says")
+    parser.add_argument("--data", type=Path, help="prefix of .bin and .idx; default: made once")
+    parser.add_argument("--cost-table", type=Path, help="default: measured now")
+    parser.add_argument("--directory", type=Path, default=Path("runs/end_to_end"))
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw them here")
+    parser.add_argument(
+        "--quick", action="store_true", help="a few short steps, to see that it works"
+    )
+    options = parser.parse_args(argv[:split])
+    options.megatron_flags = argv[split + 1 :]
+    options.device = options.device or ("cuda" if options.layout == "gpu-dp4" else "cpu")
+    usual = {"batches": 30, "warm_up": WARM_UP_BATCHES, "seq_length": SEQ_LENGTH[options.device]}
+    for name, value in (QUICK if options.quick else usual).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    if options.device == "cuda" and options.layout != "gpu-dp4":
+        parser.error(f"--device cuda: only --layout gpu-dp4 runs on a GPU, not {options.layout}")
+    if options.plot is not None and FIXED not in options.variants:
+        parser.error(f"--plot draws times relative to the variant {FIXED}; add it")
+    if options.plot is not None and find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install 'sparsebalance-megatron[tools]'")
+    if options.batches < 1 or options.warm_up < 0:
+        parser.error("--batches must be at least 1 and --warm-up at least 0")
+    return options
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Prepare, profile, train and evaluate; results by layout.
+
+    Raises:
+        BenchmarkError: if a part fails.
+    """
+    names = ("dp2", "pp2") if options.layout == "both" else (options.layout,)
+    prefix = launch.prepared_data(options.data or options.directory / "data" / "python-stdlib")
+    flags = model_flags(device=options.device, seq_length=options.seq_length)
+    data = launch.data_flags(prefix, options.megatron_flags)
+    table = options.cost_table or launch.profile(
+        [*flags, *data, *LAYOUTS[names[0]].flags, *options.megatron_flags],
+        options.directory / "cost_table.json",
+        device=options.device,
+        quick=options.quick,
+    )
+    costs = ["--sparse-balance-cost-table", str(table)]
+    return {
+        name: measure_layout(
+            LAYOUTS[name],
+            [*flags, *options.megatron_flags],
+            [*data, *costs],
+            options,
+        )
+        for name in names
+    }
+
+
+def measure_layout(
+    layout: Layout, flags: Sequence[str], paths: Sequence[str], options: argparse.Namespace
+) -> dict[str, Any]:
+    """Train one layout and evaluate it. ``flags`` go into the result, ``paths`` do not."""
+    variants = [variant for variant in VARIANTS if variant.name in options.variants]
+    order = StepOrder(len(variants), options.warm_up + options.batches)
+    directory = options.directory / layout.name
+    print(f"{layout.name}: training {order.steps} steps, logs in {directory}", flush=True)
+    began_s = time.perf_counter()
+    launch.train(
+        layout, variants, order, [*paths, *flags], directory=directory, device=options.device
+    )
+    training_s = time.perf_counter() - began_s
+    batches = read_steps(
+        directory,
+        order,
+        variants,
+        warm_up=options.warm_up,
+        ranks_in_turn=layout.ranks_in_turn,
+    )
+    summaries = summarise(batches)
+    return {
+        "title": layout.title,
+        "processes": layout.processes,
+        "ranks_in_turn": layout.ranks_in_turn,
+        "emulated": layout.ranks_in_turn > 1,
+        "seq_length": options.seq_length,
+        "batches": options.batches,
+        "warm_up_batches": options.warm_up,
+        "training_s": round(training_s, 1),
+        "tokens": sum(next(iter(batch.values())).tokens for batch in batches),
+        "flags": [*layout.flags, *flags],
+        "variants": summaries,
+        "goals": judge(layout.name, summaries),
+        "step_ms": {
+            name: [round(batch[name].step_ms, 3) for batch in batches] for name in summaries
+        },
+        "bound_ms": bounds_ms(batches).round(3).tolist() if FIXED in summaries else None,
+    }
+
+
+def machine(device: str) -> dict[str, Any]:
+    packages = ("torch", "numpy", "megatron-core", "sparsebalance-megatron")
+    return {
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "device": gpu_name() if device == "cuda" else "cpu",
+        "threads_per_process": 1,
+        "python": platform.python_version(),
+        **{package: version(package) for package in packages},
+        "load_at_end": os.getloadavg()[0],
+    }
+
+
+def gpu_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
+def cpu_name() -> str:
+    """What the kernel calls it; the architecture where it does not say."""
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text("utf-8").splitlines() if information.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paired statistics of measured steps, and the goals they are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from end_to_end.results import StepResult
+from end_to_end.variants import DENSE, FIXED, OURS_BASE
+
+RESAMPLES = 10_000
+CONFIDENCE = 0.95
+FORMULAS = {
+    "step_ms": "slowest process, from a common beginning to the end of Megatron's train_step",
+    "speedup": "total of the reference's step times over the variant's, same global batches",
+    "interval": f"{CONFIDENCE:.0%} percentile bootstrap of that, {RESAMPLES} resamples of batches",
+    "median_ratio": "median over global batches of reference step over variant step",
+    "imbalance": "max/mean of computation over ranks and stages, mean over steps",
+    "waiting": "share of rank time without computation, over all steps",
+    "work_ratio": "predicted work over that of the same samples at base budgets, mean over steps",
+    "bound_ms": "step of the fixed budget - makespan of its measured micro-batch times + makespan "
+    "with every micro-batch at its stage's mean; without a pipeline: step - slowest rank's "
+    "computation + mean of the ranks' computation",
+    "over_bound": "total of the variant's step times over total of bound_ms",
+}
+
+Batches = Sequence[Mapping[str, StepResult]]
+
+
+def summarise(batches: Batches, *, seed: int = 0) -> dict[str, dict[str, Any]]:
+    """Every variant in numbers, over the batches given (warm-up left out by the caller)."""
+    references = {name: _step_ms(batches, name) for name in (FIXED, DENSE) if name in batches[0]}
+    bound_ms = bounds_ms(batches) if FIXED in references else None
+    return {
+        name: _summary([batch[name] for batch in batches])
+        | {
+            f"versus_{reference}": compare(times_ms, _step_ms(batches, name), seed=seed)
+            for reference, times_ms in references.items()
+        }
+        | (
+            {}
+            if bound_ms is None
+            else {"over_bound": float(_step_ms(batches, name).sum() / bound_ms.sum())}
+        )
+        for name in batches[0]
+    }
+
+
+def bounds_ms(batches: Batches) -> np.ndarray:
+    """Per batch: the fixed budget's step, had its work been spread evenly."""
+    return np.array([batch[FIXED].balanced_ms for batch in batches])
+
+
+def _step_ms(batches: Batches, name: str) -> np.ndarray:
+    return np.array([batch[name].step_ms for batch in batches])
+
+
+def _summary(results: Sequence[StepResult]) -> dict[str, Any]:
+    step_ms = np.array([result.step_ms for result in results])
+    busy_ms = np.array([result.busy_ms for result in results])
+    low, middle, high = np.quantile(step_ms, (0.25, 0.5, 0.75)).tolist()
+    return {
+        "total_ms": float(step_ms.sum()),
+        "median_ms": middle,
+        "quartiles_ms": [low, high],
+        "imbalance": float((busy_ms.max(axis=1) / busy_ms.mean(axis=1)).mean()),
+        "waiting": float(1.0 - busy_ms.sum() / (step_ms.sum() * busy_ms.shape[1])),
+        "coverage": _mean_of_known([result.coverage for result in results]),
+        "base_coverage": _mean_of_known([result.base_coverage for result in results]),
+        "work_ratio": _mean_of_known([result.work_ratio for result in results]),
+        "guarded_samples": sum(result.guarded_samples for result in results),
+        "plan_ms": fmean(result.plan_ms for result in results),
+        "plan_wait_ms": fmean(result.plan_wait_ms for result in results),
+        "lm_loss": fmean(result.lm_loss for result in results),
+    }
+
+
+def _mean_of_known(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def compare(reference_ms: np.ndarray, variant_ms: np.ndarray, *, seed: int) -> dict[str, Any]:
+    """Paired speedup of a variant over a reference; entry i of both is global batch i."""
+    ratio = reference_ms / variant_ms
+    picks = np.random.default_rng(seed).integers(len(ratio), size=(RESAMPLES, len(ratio)))
+    tail = (1.0 - CONFIDENCE) / 2
+    totals = reference_ms[picks].sum(axis=1) / variant_ms[picks].sum(axis=1)
+    return {
+        "speedup": float(reference_ms.sum() / variant_ms.sum()),
+        "interval": np.quantile(totals, (tail, 1.0 - tail)).tolist(),
+        "median_ratio": float(np.median(ratio)),
+        "least_ratio": float(ratio.min()),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """A number of a variant's summary and what it should be; ``path`` leads to it."""
+
+    text: str
+    path: tuple[str, ...]
+    at_least: float | None = None
+    at_most: float | None = None
+
+
+_DENSE_GOAL = Goal(
+    text="speedup over dense attention", path=(f"versus_{DENSE}", "speedup"), at_least=1.8
+)
+GOALS: Mapping[str, Sequence[Goal]] = {
+    "dp2": (
+        Goal(text="speedup over fixed budget", path=(f"versus_{FIXED}", "speedup"), at_least=1.2),
+        Goal(
+            text="time over perfect balance of the fixed budget's work",
+            path=("over_bound",),
+            at_most=1.05,
+        ),
+        _DENSE_GOAL,
+    ),
+    "pp2": (
+        Goal(text="speedup over fixed budget", path=(f"versus_{FIXED}", "speedup"), at_least=1.15),
+        _DENSE_GOAL,
+    ),
+}
+"""Of the variant that keeps the coverage of the base budgets."""
+
+
+def judge(layout: str, summaries: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every goal of a layout with what was reached; nothing for a layout without goals."""
+    goals = GOALS.get(layout, ())
+    if not goals or OURS_BASE not in summaries:
+        return []
+    ours = summaries[OURS_BASE]
+    base = ours["base_coverage"]
+    coverage = Goal(
+        text="coverage, of base budgets on the same scores", path=("coverage",), at_least=base
+    )
+    return [_judged(goal, ours) for goal in (coverage, *goals)]
+
+
+def _judged(goal: Goal, summary: Mapping[str, Any]) -> dict[str, Any]:
+    value: Any = summary
+    for key in goal.path:
+        value = value[key]
+    met = (goal.at_least is None or value >= goal.at_least) and (
+        goal.at_most is None or value <= goal.at_most
+    )
+    limit = {"at_least": goal.at_least} if goal.at_most is None else {"at_most": goal.at_most}
+    return {"goal": goal.text, "value": value, **limit, "met": met}

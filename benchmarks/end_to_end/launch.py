@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts what the benchmark needs, one process after the other: data, cost table, training."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from end_to_end.layouts import Layout, training_flags
+from end_to_end.variants import StepOrder, Variant
+
+PROGRESS = "end to end:"
+"""How lines of the first rank begin that are shown while it trains."""
+VOCABULARY = "2048"
+TOOL_LIMIT_S = 900
+_TAIL_CHARACTERS = 5000
+
+
+class BenchmarkError(ValueError):
+    """The benchmark cannot run, or a part of it failed."""
+
+
+def prepared_data(prefix: Path) -> Path:
+    """The data set at ``prefix``; Python's standard library, where nothing is there."""
+    if not Path(f"{prefix}.bin").exists():
+        print("preparing the Python standard library's sources", flush=True)
+        _tool(
+            *("prepare-data", "--python-stdlib", "--tokenizer-train", VOCABULARY),
+            *("--output-prefix", str(prefix), "--overwrite"),
+        )
+    return prefix
+
+
+def data_flags(prefix: Path, given: Sequence[str]) -> list[str]:
+    """The data set and its tokenizer, unless the flags given bring one.
+
+    Raises:
+        BenchmarkError: if there is no tokenizer.
+    """
+    flags = ["--data-path", str(prefix)]
+    tokenizer = Path(f"{prefix}_tokenizer")
+    if "--tokenizer-type" in given:
+        return flags
+    if not tokenizer.is_dir():
+        raise BenchmarkError(
+            f"{tokenizer}: no such directory; prepare the data with --tokenizer-train, or give "
+            "--tokenizer-type after --"
+        )
+    return [
+        *flags,
+        *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)),
+    ]
+
+
+def profile(flags: Sequence[str], table: Path, *, device: str, quick: bool) -> Path:
+    """Measure a cost table for these flags; with ``quick`` fewer lengths and repeats."""
+    print("measuring the model's layers on this machine", flush=True)
+    effort = ["--quick"] if quick else []
+    _tool("profile", "-o", str(table), *effort, "--", *flags, device=device)
+    return table
+
+
+def train(
+    layout: Layout,
+    variants: Sequence[Variant],
+    order: StepOrder,
+    flags: Sequence[str],
+    *,
+    directory: Path,
+    device: str,
+) -> None:
+    """Train all steps; leaves steps.jsonl, rank<R>.jsonl and train.log in ``directory``.
+
+    Raises:
+        BenchmarkError: with the end of the output, if training fails.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for old in directory.glob("*.jsonl"):
+        old.unlink()
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--local-addr", "127.0.0.1", "--nproc-per-node", str(layout.processes)),
+        *("-m", "end_to_end.worker", "--paired-directory", str(directory)),
+        *("--paired-batches", str(order.batches)),
+        *("--paired-ranks-in-turn", str(layout.ranks_in_turn)),
+        *("--paired-variants", *(variant.name for variant in variants)),
+        *("--sparse-balance-log-dir", str(directory)),
+        *(*training_flags(steps=order.steps), *layout.flags, *flags),
+    ]
+    log = directory / "train.log"
+    with _started(command, device) as process, log.open("w", encoding="utf-8") as file:
+        assert process.stdout is not None
+        for line in process.stdout:
+            file.write(line)
+            if line.startswith(PROGRESS):
+                print(f"  {layout.name}: {line.removeprefix(PROGRESS).strip()}", flush=True)
+        if process.wait():
+            file.flush()
+            tail = log.read_text(encoding="utf-8", errors="replace")[-_TAIL_CHARACTERS:]
+            raise BenchmarkError(f"training failed; the end of {log}:\n{tail}")
+
+
+@contextmanager
+def _started(command: Sequence[str], device: str) -> Iterator[subprocess.Popen[str]]:
+    """A process group that does not outlive the block."""
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=_environment(device),
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _tool(*arguments: str, device: str = "cpu") -> None:
+    """The ``sparse-balance`` tool; its output only if it fails."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "sparsebalance_megatron.cli", *arguments],
+            env=_environment(device),
+            capture_output=True,
+            text=True,
+            timeout=TOOL_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise BenchmarkError(
+            f"sparse-balance {arguments[0]}: no end after {TOOL_LIMIT_S} s; is the machine idle?"
+        ) from None
+    if done.returncode:
+        raise BenchmarkError(
+            f"sparse-balance {arguments[0]} failed:\n{done.stderr[-_TAIL_CHARACTERS:]}"
+        )
+
+
+def _environment(device: str) -> dict[str, str]:
+    """One thread per process, no GPU unless asked for, and this folder's modules."""
+    benchmarks = Path(__file__).parents[1]
+    paths = [str(benchmarks), str(benchmarks.parent), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+    }
+    return environment | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training session in which every step belongs to one of several variants. Imports Megatron.
+
+Shape legend: D data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from end_to_end.attention import peer_layer_spec
+from end_to_end.variants import StepOrder, Variant
+from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.step_plan import RankPlan, StepPlan
+from sparsebalance_megatron.runtime.core_attention import AttentionOptions
+from sparsebalance_megatron.runtime.inputs import Inputs
+from sparsebalance_megatron.runtime.scheduler import PlannedStep, Scheduler
+from sparsebalance_megatron.runtime.session import Session
+from sparsebalance_megatron.runtime.telemetry import StepMeasurement
+from sparsebalance_megatron.runtime.training_hooks import TrainingHooks
+
+
+class PairedScheduler:
+    """Stands in for :class:`Scheduler`: one of them per variant, each for its own steps.
+
+    A variant plans from what was observed in its own steps, and learns from nothing else. Its
+    scheduler counts global batches where Megatron counts steps.
+
+    Args:
+        order: which batch and variant a step trains.
+        schedulers: one per variant.
+        ranks_in_turn: data-parallel ranks that the plans are for and one process plays.
+
+    ``coverage``, which the step log shows, is that of the last variant.
+    """
+
+    def __init__(
+        self, order: StepOrder, schedulers: Sequence[Scheduler], ranks_in_turn: int
+    ) -> None:
+        self._order = order
+        self._schedulers = schedulers
+        self._ranks_in_turn = ranks_in_turn
+        self.job = in_one_rank(schedulers[0].job, ranks_in_turn)
+        self.coverage = schedulers[-1].coverage
+
+    def planned(self, step: int) -> PlannedStep:
+        planned = self._of(step).planned(self._order.batch(step))
+        if self._ranks_in_turn == 1:
+            return planned
+        return replace(planned, plan=one_rank_after_another(planned.plan))
+
+    def finish_step(self, step: int, measured: StepMeasurement) -> None:
+        if self._ranks_in_turn > 1:
+            measured = replace(
+                measured,
+                forward_ms=by_rank(measured.forward_ms, self._ranks_in_turn),
+                backward_ms=by_rank(measured.backward_ms, self._ranks_in_turn),
+            )
+        self._of(step).finish_step(self._order.batch(step), measured)
+
+    def _of(self, step: int) -> Scheduler:
+        return self._schedulers[self._order.variant(step)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairing:
+    """What a run of paired steps consists of."""
+
+    order: StepOrder
+    variants: Sequence[Variant]
+    ranks_in_turn: int
+
+    def is_dense(self, step: int) -> bool:
+        return self.variants[self.order.variant(step)].dense
+
+
+class PairedSession(Session):
+    """A session whose scheduler is a :class:`PairedScheduler`."""
+
+    def __init__(self, pairing: Pairing, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._pairing = pairing
+
+    def make_scheduler(self, coverage: CoverageCurves) -> Any:
+        """One scheduler per variant, each with curves of its own in the shape of ``coverage``."""
+        shared, pairing = self.inputs, self._pairing
+        job = over_ranks(shared.job, pairing.ranks_in_turn)
+        schedulers = []
+        for variant in pairing.variants:
+            policy = replace(
+                shared.policy,
+                batching=variant.batching,
+                tuning=variant.tuning,
+                coverage_target=variant.coverage_target,
+            )
+            self.inputs = replace(shared, job=job, policy=policy)
+            schedulers.append(super().make_scheduler(copy.deepcopy(coverage)))
+        self.inputs = shared
+        return PairedScheduler(pairing.order, schedulers, pairing.ranks_in_turn)
+
+
+class PairedHooks(TrainingHooks):
+    """The plugin's hooks with a paired session, and attention that is dense where it has to be."""
+
+    def __init__(self, pairing: Pairing, args: Any, inputs: Inputs, device: torch.device) -> None:
+        super().__init__(args, inputs, device, make_session=partial(PairedSession, pairing))
+        options = AttentionOptions.from_config(inputs.config, inputs.grid)
+        self.layer_spec = peer_layer_spec(options, pairing.is_dense)
+
+
+def over_ranks(job: Any, ranks: int) -> Any:
+    """The same slots as the job's, dealt to ``ranks`` times as many data-parallel ranks."""
+    return replace(
+        job,
+        data_parallel_size=job.data_parallel_size * ranks,
+        micro_batches=job.micro_batches // ranks,
+    )
+
+
+def in_one_rank(job: Any, ranks: int) -> Any:
+    """The inverse of :func:`over_ranks`."""
+    return replace(
+        job,
+        data_parallel_size=job.data_parallel_size // ranks,
+        micro_batches=job.micro_batches * ranks,
+    )
+
+
+def one_rank_after_another(plan: StepPlan) -> StepPlan:
+    """All slots on one rank: those of rank 0 first, then those of rank 1, and so on.
+
+    The expectation keeps the makespan and the bounds of the ranks planned for.
+    """
+    slots = tuple(slot for rank in plan.ranks for slot in rank.micro_batches)
+    expectation = replace(
+        plan.expectation,
+        forward_ms=_joined(plan.expectation.forward_ms),
+        backward_ms=_joined(plan.expectation.backward_ms),
+    )
+    return replace(plan, ranks=(RankPlan(micro_batches=slots),), expectation=expectation)
+
+
+def _joined(times_DPVM: np.ndarray) -> np.ndarray:
+    """[1, P, V, D * M], rank after rank."""
+    stages, virtual_stages = times_DPVM.shape[1:3]
+    return np.moveaxis(times_DPVM, 0, 2).reshape(1, stages, virtual_stages, -1)
+
+
+def by_rank(times_1PVM: np.ndarray, ranks: int) -> np.ndarray:
+    """[1, P, V, D * M] to [D, P, V, M]: the inverse of playing the ranks in turn."""
+    _, stages, virtual_stages, _ = times_1PVM.shape
+    return np.moveaxis(times_1PVM.reshape(stages, virtual_stages, ranks, -1), 2, 0)

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The variants that are compared, and which of them trains in which step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+WARM_UP_BATCHES = 4
+"""Of every variant. Planned ahead, a batch knows what was observed up to the last but one: budgets
+are tuned from the third on, costs corrected from the fifth on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way to run a step. The names are those of ``SparseBalanceConfig``."""
+
+    name: str
+    label: str
+    batching: str
+    tuning: str
+    coverage_target: str = "threshold"
+    dense: bool = False
+    """Dense attention instead of block-sparse; its plan then says only which sample runs where."""
+
+
+DENSE, FIXED, OURS, OURS_BASE = "dense", "fixed", "ours", "ours-base"
+
+VARIANTS = (
+    Variant(
+        name=DENSE,
+        label="dense attention, order of arrival",
+        batching="arrival",
+        tuning="off",
+        dense=True,
+    ),
+    Variant(name=FIXED, label="fixed budget, order of arrival", batching="arrival", tuning="off"),
+    Variant(name="length", label="balanced by tokens", batching="length", tuning="off"),
+    Variant(name="latency", label="balanced by latency (SAB)", batching="latency", tuning="off"),
+    Variant(name="makespan", label="balanced by makespan", batching="makespan", tuning="off"),
+    Variant(
+        name="paper",
+        label="the paper: SAB, tuned to the mean",
+        batching="latency",
+        tuning="anchor",
+    ),
+    Variant(name=OURS, label="ours", batching="makespan", tuning="makespan"),
+    Variant(
+        name=OURS_BASE,
+        label="ours, coverage of base budgets",
+        batching="makespan",
+        tuning="makespan",
+        coverage_target="base",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class StepOrder:
+    """Which global batch and which variant every step of a run trains.
+
+    Consecutive steps train the same global batch under every variant, so that what disturbs the
+    machine disturbs all. Their order follows a Williams design: over as many batches as there are
+    variants (twice as many if their number is odd) every variant runs in every place equally often
+    and follows every other equally often within a batch.
+    """
+
+    variants: int
+    batches: int
+
+    @property
+    def steps(self) -> int:
+        return self.variants * self.batches
+
+    def batch(self, step: int) -> int:
+        return step // self.variants
+
+    def variant(self, step: int) -> int:
+        """Index of the variant that runs in ``step``."""
+        return self._row(self.batch(step))[step % self.variants]
+
+    def _row(self, batch: int) -> Sequence[int]:
+        zigzag = [(k + 1) // 2 if k % 2 else -(k // 2) for k in range(self.variants)]
+        row = [(place + batch) % self.variants for place in zigzag]
+        turned = self.variants % 2 == 1 and batch // self.variants % 2 == 1
+        return row[::-1] if turned else row

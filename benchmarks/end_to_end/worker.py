@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of the benchmark, under torchrun: the plugin's entry point with paired steps.
+
+Megatron's flags follow this program's own. Every rank appends ``{"step": ..., "ms": ...}`` to
+DIRECTORY/rank<R>.jsonl: the whole of ``megatron.training``'s ``train_step``, which holds planning,
+packing, forward and backward, gradient reduction and the optimizer. All ranks begin it together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from end_to_end.launch import PROGRESS
+from end_to_end.variants import VARIANTS, StepOrder, Variant
+from sparsebalance_megatron import pretrain_gpt
+from sparsebalance_megatron.runtime.device import early_flags
+
+
+def main() -> None:
+    own, flags = _options().parse_known_args()
+    sys.argv = [sys.argv[0], *flags]
+    variants = [variant for variant in VARIANTS if variant.name in own.variants]
+    order = StepOrder(len(variants), own.batches)
+    _, device_type = early_flags(flags)
+    if device_type == "cpu":
+        from sparsebalance_megatron.runtime import cpu
+
+        cpu.install()
+    pair_steps(order, variants, own.ranks_in_turn)
+    time_steps(order, own.directory)
+    pretrain_gpt.main(flags)
+
+
+def _options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--paired-variants", dest="variants", nargs="+", required=True)
+    parser.add_argument("--paired-batches", dest="batches", type=int, required=True)
+    parser.add_argument("--paired-directory", dest="directory", type=Path, required=True)
+    parser.add_argument("--paired-ranks-in-turn", dest="ranks_in_turn", type=int, default=1)
+    return parser
+
+
+def pair_steps(order: StepOrder, variants: Sequence[Variant], ranks_in_turn: int) -> None:
+    """Put the benchmark's hooks where the entry point looks for the plugin's."""
+    from end_to_end.paired_session import PairedHooks, Pairing
+    from sparsebalance_megatron.runtime import training_hooks
+
+    pairing = Pairing(order=order, variants=variants, ranks_in_turn=ranks_in_turn)
+    training_hooks.TrainingHooks = partial(PairedHooks, pairing)
+
+
+def time_steps(order: StepOrder, directory: Path) -> None:
+    """Wrap Megatron's ``train_step``, which its loop looks up in the module at every step."""
+    import torch
+    from megatron.training import training
+
+    rank = int(os.environ["RANK"])
+    train_step: Callable[..., Any] = training.train_step
+    file = (directory / f"rank{rank}.jsonl").open("w", encoding="utf-8", buffering=1)
+    steps = iter(range(order.steps))
+
+    def timed(*arguments: Any, **keywords: Any) -> Any:
+        torch.distributed.barrier()
+        torch.cuda.synchronize()
+        begin_s = time.perf_counter()
+        result = train_step(*arguments, **keywords)
+        torch.cuda.synchronize()
+        ms = (time.perf_counter() - begin_s) * 1e3
+        step = next(steps)
+        file.write(json.dumps({"step": step, "ms": ms}) + "\n")
+        if rank == 0 and (step + 1) % order.variants == 0:
+            print(f"{PROGRESS} batch {order.batch(step) + 1} of {order.batches}", flush=True)
+        return result
+
+    training.train_step = timed
+
+
+if __name__ == "__main__":
+    main()

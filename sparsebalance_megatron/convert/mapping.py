@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tensors of Hugging Face make which parameter of Megatron's GPTModel.
+
+Megatron's names are those of the local layer spec. In checkpoints its norms carry the names of the
+Transformer Engine spec, because Megatron maps them (``sharded_state_dict_keys_map``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import Tensor
+
+from sparsebalance_megatron.convert.dense_model import DenseModel
+from sparsebalance_megatron.convert.packing import (
+    pack_gate_up,
+    pack_qkv,
+    pad_vocabulary,
+    unpack_gate_up,
+    unpack_qkv,
+)
+
+EMBEDDING = "model.embed_tokens.weight"
+OUTPUT = "lm_head.weight"
+"""Hugging Face's names of the vocabulary's two matrices."""
+
+_RECOMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")
+"""Tensors of old checkpoints that follow from config.json."""
+
+
+class Packing(Enum):
+    """How the sources lie in the parameter."""
+
+    SAME = "same"
+    VOCABULARY = "vocabulary"
+    QKV = "qkv"
+    GATE_UP = "gate_up"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One parameter of Megatron's model.
+
+    Attributes:
+        name: in Megatron's GPTModel.
+        sources: names in Hugging Face's model, in the order that ``packing`` takes them.
+        shapes: of the sources.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    packing: Packing = Packing.SAME
+
+
+def parameters(model: DenseModel) -> tuple[Parameter, ...]:
+    """Every parameter of the model once, in the order of the layers."""
+    hidden, vocabulary = model.hidden_size, (model.vocab_size, model.hidden_size)
+    ends = [
+        Parameter(
+            name="embedding.word_embeddings.weight",
+            sources=(EMBEDDING,),
+            shapes=(vocabulary,),
+            packing=Packing.VOCABULARY,
+        ),
+        Parameter(
+            name="decoder.final_layernorm.weight",
+            sources=("model.norm.weight",),
+            shapes=((hidden,),),
+        ),
+    ]
+    if not model.tied:
+        ends.append(
+            Parameter(
+                name="output_layer.weight",
+                sources=(OUTPUT,),
+                shapes=(vocabulary,),
+                packing=Packing.VOCABULARY,
+            )
+        )
+    layers = (parameter for layer in range(model.layers) for parameter in _layer(model, layer))
+    return (ends[0], *layers, *ends[1:])
+
+
+def _layer(model: DenseModel, layer: int) -> list[Parameter]:
+    hidden, columns = model.hidden_size, model.ffn_hidden_size
+    q_rows = model.attention_heads * model.head_dim
+    kv_rows = model.query_groups * model.head_dim
+    megatron, hugging_face = f"decoder.layers.{layer}", f"model.layers.{layer}"
+    attention, mlp = f"{hugging_face}.self_attn", f"{hugging_face}.mlp"
+    projections = tuple(f"{attention}.{name}_proj" for name in "qkv")
+    qkv = [
+        Parameter(
+            name=f"{megatron}.self_attention.linear_qkv.weight",
+            sources=tuple(f"{projection}.weight" for projection in projections),
+            shapes=((q_rows, hidden), (kv_rows, hidden), (kv_rows, hidden)),
+            packing=Packing.QKV,
+        )
+    ]
+    if model.qkv_bias:
+        qkv.append(
+            Parameter(
+                name=f"{megatron}.self_attention.linear_qkv.bias",
+                sources=tuple(f"{projection}.bias" for projection in projections),
+                shapes=((q_rows,), (kv_rows,), (kv_rows,)),
+                packing=Packing.QKV,
+            )
+        )
+    return [
+        Parameter(
+            name=f"{megatron}.input_layernorm.weight",
+            sources=(f"{hugging_face}.input_layernorm.weight",),
+            shapes=((hidden,),),
+        ),
+        *qkv,
+        Parameter(
+            name=f"{megatron}.self_attention.linear_proj.weight",
+            sources=(f"{attention}.o_proj.weight",),
+            shapes=((hidden, q_rows),),
+        ),
+        Parameter(
+            name=f"{megatron}.pre_mlp_layernorm.weight",
+            sources=(f"{hugging_face}.post_attention_layernorm.weight",),
+            shapes=((hidden,),),
+        ),
+        Parameter(
+            name=f"{megatron}.mlp.linear_fc1.weight",
+            sources=(f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"),
+            shapes=((columns, hidden), (columns, hidden)),
+            packing=Packing.GATE_UP,
+        ),
+        Parameter(
+            name=f"{megatron}.mlp.linear_fc2.weight",
+            sources=(f"{mlp}.down_proj.weight",),
+            shapes=((hidden, columns),),
+        ),
+    ]
+
+
+def to_megatron(
+    parameter: Parameter, sources: Sequence[Tensor], model: DenseModel, *, padded_vocab_size: int
+) -> Tensor:
+    """The parameter's value from its sources, which have ``parameter.shapes``."""
+    match parameter.packing:
+        case Packing.QKV:
+            q, k, v = sources
+            return pack_qkv(q, k, v, query_groups=model.query_groups)
+        case Packing.GATE_UP:
+            gate, up = sources
+            return pack_gate_up(gate, up)
+        case Packing.VOCABULARY:
+            return pad_vocabulary(sources[0], padded_vocab_size)
+        case Packing.SAME:
+            return sources[0]
+
+
+def to_hugging_face(parameter: Parameter, value: Tensor, model: DenseModel) -> tuple[Tensor, ...]:
+    """The sources from the parameter's value; padding rows of the vocabulary fall away."""
+    match parameter.packing:
+        case Packing.QKV:
+            return unpack_qkv(value, query_groups=model.query_groups, head_dim=model.head_dim)
+        case Packing.GATE_UP:
+            return unpack_gate_up(value)
+        case Packing.VOCABULARY:
+            return (value[: model.vocab_size],)
+        case Packing.SAME:
+            return (value,)
+
+
+def is_recomputed(name: str) -> bool:
+    """Whether a tensor of Hugging Face follows from config.json and needs no conversion."""
+    return _RECOMPUTED.fullmatch(name) is not None

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of a Hugging Face directory: one safetensors file, or shards with an index.
+
+Tensors are read one at a time, and written one file at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebalance_megatron.convert.errors import ConvertError, listed
+from sparsebalance_megatron.convert.mapping import Parameter, is_recomputed
+
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_FILE_BYTES = 5 * 10**9
+"""Largest file written, unless one tensor alone is larger."""
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_METADATA = {"format": "pt"}
+"""transformers refuses files without it."""
+
+
+class WeightFiles:
+    """The tensors of a directory, by name; a context manager that holds the files open.
+
+    Attributes:
+        dtypes: of every tensor.
+        recomputed: tensors that follow from config.json, and need not be read.
+
+    Raises:
+        ConvertError: if files are missing or damaged, or a tensor has a dtype that is not
+            supported (quantised weights).
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._stack = ExitStack()
+        self._files: dict[Path, Any] = {}
+        self._where = {name: path for path in _paths(directory) for name in self._open(path)}
+        self.dtypes = {name: self._dtype(name) for name in self._where}
+        self.recomputed = sum(is_recomputed(name) for name in self._where)
+
+    def __enter__(self) -> WeightFiles:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.close()
+
+    def read(self, name: str) -> Tensor:
+        return self._files[self._where[name]].get_tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[self._where[name]].get_slice(name).get_shape())
+
+    def check_matches(self, parameters: Sequence[Parameter], *, spare: Iterable[str] = ()) -> None:
+        """Every source of the parameters is here with its shape, and nothing else.
+
+        Args:
+            spare: names that may be here or not.
+
+        Raises:
+            ConvertError: with the names.
+        """
+        expected = {
+            name: shape
+            for parameter in parameters
+            for name, shape in zip(parameter.sources, parameter.shapes, strict=True)
+        }
+        if missing := expected.keys() - self._where.keys():
+            raise ConvertError(f"{self._directory}: tensors are missing: {listed(missing)}")
+        unknown = self._where.keys() - expected.keys() - set(spare)
+        if unknown := {name for name in unknown if not is_recomputed(name)}:
+            raise ConvertError(
+                f"{self._directory}: tensors that config.json does not account for: "
+                f"{listed(unknown)}"
+            )
+        for name, shape in expected.items():
+            if self.shape(name) != shape:
+                raise ConvertError(
+                    f"{self._directory}: {name} has shape {list(self.shape(name))}, config.json "
+                    f"says {list(shape)}"
+                )
+
+    def common_dtype(self) -> torch.dtype:
+        """The narrowest dtype that holds every tensor exactly."""
+        return reduce(torch.promote_types, self.dtypes.values())
+
+    def has(self, name: str) -> bool:
+        return name in self._where
+
+    def _open(self, path: Path) -> list[str]:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            file = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+        except (OSError, SafetensorError) as error:
+            raise ConvertError(f"{path}: {error}") from error
+        self._files[path] = file
+        return list(file.keys())
+
+    def _dtype(self, name: str) -> torch.dtype:
+        stored = self._files[self._where[name]].get_slice(name).get_dtype()
+        if stored not in _DTYPES:
+            raise ConvertError(
+                f"{self._where[name]}: {name} is stored as {stored}; supported are "
+                f"{', '.join(_DTYPES)}"
+            )
+        return _DTYPES[stored]
+
+
+def _paths(directory: Path) -> list[Path]:
+    index = directory / INDEX
+    if not index.exists():
+        if not (directory / WHOLE).exists():
+            raise ConvertError(
+                f"{directory}: neither {WHOLE} nor {INDEX}; save the model with "
+                "save_pretrained (safe serialisation) first"
+            )
+        return [directory / WHOLE]
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConvertError(f"{index}: no weight_map ({error})") from error
+    if absent := [name for name in names if not (directory / name).exists()]:
+        raise ConvertError(f"{index}: files are missing: {listed(absent)}")
+    return [directory / name for name in names]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPlan:
+    """A tensor to be written: ``make`` gives it when its file's turn has come."""
+
+    name: str
+    bytes: int
+    make: Callable[[], Tensor]
+
+
+def write_weights(
+    directory: Path, tensors: Sequence[TensorPlan], *, max_file_bytes: int = MAX_FILE_BYTES
+) -> int:
+    """Write the tensors in their order, and an index where they fill several files.
+
+    Returns:
+        The number of files with weights.
+    """
+    from safetensors.torch import save_file
+
+    files = _fill(tensors, max_file_bytes)
+    weight_map: dict[str, str] = {}
+    for number, plans in enumerate(files, start=1):
+        name = WHOLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+        save_file(_contents(plans), directory / name, metadata=_METADATA)
+        weight_map |= {plan.name: name for plan in plans}
+    if len(files) > 1:
+        total = {"total_size": sum(plan.bytes for plan in tensors)}
+        _write_json(directory / INDEX, {"metadata": total, "weight_map": weight_map})
+    return len(files)
+
+
+def _fill(tensors: Sequence[TensorPlan], max_file_bytes: int) -> list[list[TensorPlan]]:
+    files: list[list[TensorPlan]] = [[]]
+    filled_bytes = 0
+    for plan in tensors:
+        if files[-1] and filled_bytes + plan.bytes > max_file_bytes:
+            files.append([])
+            filled_bytes = 0
+        files[-1].append(plan)
+        filled_bytes += plan.bytes
+    return files
+
+
+def _contents(plans: Sequence[TensorPlan]) -> dict[str, Tensor]:
+    """safetensors writes whole tensors only, and no two that share memory."""
+    return {plan.name: plan.make().clone(memory_format=torch.contiguous_format) for plan in plans}
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Save and load a whole model as a ``torch_dist`` checkpoint of Megatron, in one process.
+
+Import only after the CPU adapter has been installed.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    apply_factories,
+)
+from megatron.training.checkpointing import (
+    find_checkpoint_rank_0,
+    get_checkpoint_tracker_filename,
+    read_metadata,
+    save_checkpoint,
+)
+from megatron.training.global_vars import set_global_variables
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from sparsebalance_megatron.convert.errors import ConvertError, listed
+
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+_EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def save_release(args: Namespace, model: Any, directory: Path) -> None:
+    """Write ``directory`` as Megatron writes a checkpoint that no training run made.
+
+    Megatron calls it a release: its iteration is 0, and it has no optimizer and no random state.
+    """
+    args.save = str(directory)
+    set_global_variables(args, build_tokenizer=False)
+    save_checkpoint(0, [model], None, None, 0, release=True)
+
+
+class SavedModel:
+    """The model's tensors of one iteration of a checkpoint directory.
+
+    Args:
+        directory: what ``--save`` named.
+        iteration: None takes the latest.
+
+    Raises:
+        ConvertError: if there is no such ``torch_dist`` checkpoint.
+    """
+
+    def __init__(self, directory: Path, iteration: int | None) -> None:
+        found = _find(directory, iteration)
+        if found is None or not dist_checkpointing.check_is_distributed_checkpoint(found):
+            what = "the latest iteration" if iteration is None else f"iteration {iteration}"
+            raise ConvertError(
+                f"{directory}: {what} is not a torch_dist checkpoint; give a directory that "
+                "--save named in a run with --ckpt-format torch_dist"
+            )
+        self.path = Path(found)
+        stored = FileSystemReader(found).read_metadata().state_dict_metadata
+        self._tensors = {
+            name: tensor
+            for name, tensor in stored.items()
+            if isinstance(tensor, TensorStorageMetadata)
+        }
+
+    @property
+    def vocabulary_rows(self) -> int:
+        """Rows of the embedding, padding included."""
+        return int(self._embedding().size[0])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return self._embedding().properties.dtype
+
+    def load(self, model: Any) -> dict[str, Tensor]:
+        """The values of all parameters, by their names in ``model``; the model is overwritten.
+
+        Raises:
+            ConvertError: if the checkpoint's tensors are not those of the model, by name or shape.
+        """
+        self._check_matches(_without_extra_state(self._sharded(model)))
+        requested = _without_extra_state(self._sharded(model))
+        loaded = dist_checkpointing.load({"model": requested}, str(self.path))
+        return loaded["model"]
+
+    def _embedding(self) -> TensorStorageMetadata:
+        if _EMBEDDING not in self._tensors:
+            raise ConvertError(f"{self.path}: no {_EMBEDDING}; it does not hold a GPT model")
+        return self._tensors[_EMBEDDING]
+
+    def _sharded(self, model: Any) -> dict[str, Any]:
+        """What the model would load, under the layout that the checkpoint was written with."""
+        metadata = dist_checkpointing.load_content_metadata(str(self.path)) or {}
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return model.sharded_state_dict(metadata={**metadata, "dp_cp_group": group})
+
+    def _check_matches(self, sharded: dict[str, Any]) -> None:
+        apply_factories(sharded)
+        asked = {
+            tensor.key: tensor
+            for tensor in nested_values(sharded)
+            if isinstance(tensor, ShardedTensor)
+        }
+        stored = {name for name in self._tensors if not _OPTIMIZER.match(name)}
+        if missing := asked.keys() - stored:
+            raise ConvertError(f"{self.path}: tensors are missing: {listed(missing)}")
+        if unknown := stored - asked.keys():
+            raise ConvertError(
+                f"{self.path}: tensors that --hf-config does not account for: {listed(unknown)}"
+            )
+        for name, tensor in asked.items():
+            shape, expected = self._tensors[name].size, tensor.global_shape
+            if tuple(shape) != tuple(expected):
+                raise ConvertError(
+                    f"{self.path}: {name} has shape {list(shape)}, --hf-config makes it "
+                    f"{list(expected)}"
+                )
+
+
+def _find(directory: Path, iteration: int | None) -> str | None:
+    release = False
+    if iteration is None:
+        tracker = get_checkpoint_tracker_filename(str(directory))
+        if not Path(tracker).is_file():
+            return None
+        iteration, release = read_metadata(tracker)
+    return find_checkpoint_rank_0(str(directory), iteration, release)
+
+
+def _without_extra_state(sharded: dict[str, Any]) -> dict[str, Any]:
+    """Tensors only: extra states hold the FP8 history of Transformer Engine, or nothing."""
+    return {name: value for name, value in sharded.items() if not isinstance(value, ShardedObject)}

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's flags of a model, as words and as text to source."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from convert.tiny_models import tiny_config
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsebalance_megatron.convert.hf_config import read_config
+from sparsebalance_megatron.convert.megatron_flags import (
+    bash_array,
+    default_divisor,
+    model_flags,
+    padded_rows,
+    words,
+)
+
+
+def flags_of(variant: str, directory: Path, **changes) -> dict[str, tuple[str, ...]]:
+    tiny_config(variant, **changes).save_pretrained(directory)
+    flags = model_flags(read_config(directory), divisor=128, padded_vocab_size=256)
+    named = {name: values for name, *values in flags}
+    assert len(named) == len(flags)
+    return {name: tuple(values) for name, values in named.items()}
+
+
+def test_all_flags_of_a_qwen2_model(tmp_path: Path) -> None:
+    assert flags_of("qwen2-tied", tmp_path) == {
+        "--num-layers": ("2",),
+        "--hidden-size": ("64",),
+        "--ffn-hidden-size": ("96",),
+        "--num-attention-heads": ("4",),
+        "--group-query-attention": (),
+        "--num-query-groups": ("2",),
+        "--kv-channels": ("16",),
+        "--max-position-embeddings": ("512",),
+        "--position-embedding-type": ("rope",),
+        "--rotary-base": ("10000",),
+        "--normalization": ("RMSNorm",),
+        "--norm-epsilon": ("1e-06",),
+        "--swiglu": (),
+        "--disable-bias-linear": (),
+        "--attention-dropout": ("0.0",),
+        "--hidden-dropout": ("0.0",),
+        "--vocab-size": ("250",),
+        "--make-vocab-size-divisible-by": ("128",),
+        "--padded-vocab-size": ("256",),
+        "--add-qkv-bias": (),
+    }
+
+
+@pytest.mark.parametrize(
+    ("variant", "expected"),
+    [
+        (
+            "llama-llama3",
+            {"--use-rope-scaling": (), "--rope-scaling-factor": ("32.0",)},
+        ),
+        ("llama-linear", {"--rotary-seq-len-interpolation-factor": ("4",)}),
+        (
+            "qwen2-yarn",
+            {
+                "--position-embedding-type": ("yarn",),
+                "--rotary-scaling-factor": ("4.0",),
+                "--yarn-original-max-position-embeddings": ("128",),
+                "--yarn-beta-fast": ("32.0",),
+                "--yarn-beta-slow": ("1.0",),
+                "--mscale": ("1.0",),
+                "--mscale-all-dim": ("0.0",),
+            },
+        ),
+        ("mistral-wide-heads", {"--kv-channels": ("24",)}),
+    ],
+)
+def test_what_else_a_model_needs(
+    variant: str, expected: dict[str, tuple[str, ...]], tmp_path: Path
+) -> None:
+    flags = flags_of(variant, tmp_path)
+    assert {name: flags[name] for name in expected} == expected
+    assert flags["--untie-embeddings-and-output-weights"] == ()
+    assert ("--add-qkv-bias" in flags) == variant.startswith("qwen2")
+
+
+@given(vocab_size=st.integers(1, 300_000), divisor=st.integers(1, 1024))
+def test_padding_is_the_least_multiple(vocab_size: int, divisor: int) -> None:
+    rows = padded_rows(vocab_size, divisor)
+    assert rows % divisor == 0 and 0 <= rows - vocab_size < divisor
+
+
+@given(vocab_size=st.integers(1, 300_000))
+def test_the_default_pads_nothing(vocab_size: int) -> None:
+    divisor = default_divisor(vocab_size)
+    assert padded_rows(vocab_size, divisor) == vocab_size
+    assert 128 % divisor == 0 and (vocab_size % (2 * divisor) or divisor == 128)
+
+
+def test_bash_reads_the_array_as_the_same_words(tmp_path: Path) -> None:
+    tiny_config("qwen2-yarn").save_pretrained(tmp_path)
+    flags = model_flags(read_config(tmp_path), divisor=2, padded_vocab_size=250)
+    (tmp_path / "model_args.sh").write_text(bash_array(flags))
+    script = 'source "$1" && printf "%s\\n" "${MODEL_ARGS[@]}"'
+    result = subprocess.run(
+        ["bash", "-c", script, "bash", str(tmp_path / "model_args.sh")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert tuple(result.stdout.split()) == words(flags)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights from files into parameters and back: to the bit, every number written, counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from convert.tiny_models import VOCABULARY, save, tiny_model
+from safetensors.torch import load_file, save_file
+
+from sparsebalance_megatron.convert.dense_model import DenseModel
+from sparsebalance_megatron.convert.errors import ConvertError
+from sparsebalance_megatron.convert.hf_config import read_config
+from sparsebalance_megatron.convert.mapping import parameters, to_megatron
+from sparsebalance_megatron.convert.transfer import Counts, plan_weights, read_weights
+from sparsebalance_megatron.convert.weight_files import WHOLE, WeightFiles, write_weights
+
+PADDED = 256
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def poisoned_targets(model: DenseModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Parameters of the right shapes, full of NaN."""
+    return {
+        parameter.name: torch.full_like(
+            to_megatron(
+                parameter,
+                [torch.empty(shape, dtype=dtype) for shape in parameter.shapes],
+                model,
+                padded_vocab_size=PADDED,
+            ),
+            float("nan"),
+        )
+        for parameter in parameters(model)
+    }
+
+
+def transfer(
+    directory: Path, dtype: torch.dtype
+) -> tuple[DenseModel, dict[str, torch.Tensor], Counts]:
+    model = read_config(directory)
+    targets = poisoned_targets(model, dtype)
+    with WeightFiles(directory) as files:
+        counts = read_weights(files, targets, model, iter)
+    return model, targets, counts
+
+
+@pytest.mark.parametrize("variant", ["qwen2-tied", "llama-plain"])
+def test_files_into_parameters_into_files(variant: str, tmp_path: Path) -> None:
+    source = tiny_model(variant).to(torch.bfloat16)
+    directory = save(source, tmp_path / "in", max_shard_size="40KB")
+    model, targets, counts = transfer(directory, torch.bfloat16)
+    assert not any(target.isnan().any() for target in targets.values())
+    assert not targets[EMBEDDING][VOCABULARY:].any()
+    numbers = sum(parameter.numel() for parameter in source.parameters())
+    padding = (PADDED - VOCABULARY) * 64 * (1 if model.tied else 2)
+    assert sum(target.numel() for target in targets.values()) == numbers + padding
+    assert counts == Counts(
+        tensors=len(list(source.parameters())),
+        parameters=len(targets),
+        numbers=numbers,
+        padding_rows=PADDED - VOCABULARY,
+        cast=0,
+        left_out=0,
+    )
+    out = tmp_path / "out"
+    out.mkdir()
+    assert write_weights(out, plan_weights(targets, model, torch.bfloat16)) == 1
+    written = load_file(out / WHOLE)
+    expected = dict(source.named_parameters())
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], expected[name]) for name in expected)
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+
+
+def test_a_cast_is_counted(tmp_path: Path) -> None:
+    source = tiny_model("llama-plain")
+    _, targets, counts = transfer(save(source, tmp_path), torch.bfloat16)
+    assert counts.cast == counts.tensors == 21
+    embedding = source.get_parameter("model.embed_tokens.weight")
+    assert torch.equal(targets[EMBEDDING][:VOCABULARY], embedding.to(torch.bfloat16))
+
+
+def test_numbers_beyond_the_range_of_the_dtype_are_an_error(tmp_path: Path) -> None:
+    source = tiny_model("llama-plain")
+    source.get_parameter("model.norm.weight").data[3] = 1e6
+    with pytest.raises(ConvertError, match=r"final_layernorm.*exceed the range of torch.float16"):
+        transfer(save(source, tmp_path), torch.float16)
+    model, targets, _ = transfer(tmp_path, torch.bfloat16)
+    with pytest.raises(ConvertError, match=r"final_layernorm.*exceed the range of torch.float16"):
+        plan_weights(targets, model, torch.float16)
+    assert plan_weights(targets, model, torch.float32)
+
+
+def test_a_tied_output_layer_must_be_the_embedding(tmp_path: Path) -> None:
+    directory = save(tiny_model("qwen2-tied"), tmp_path)
+    tensors = load_file(directory / WHOLE)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, directory / WHOLE)
+    assert transfer(directory, torch.float32)[2].left_out == 1
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, directory / WHOLE)
+    with pytest.raises(ConvertError, match="tie_word_embeddings true"):
+        transfer(directory, torch.float32)
+
+
+def test_a_parameter_of_another_shape_is_an_error(tmp_path: Path) -> None:
+    directory = save(tiny_model("llama-plain"), tmp_path)
+    model = read_config(directory)
+    targets = poisoned_targets(model, torch.float32)
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    targets[name] = torch.empty(96, 64)
+    with (
+        WeightFiles(directory) as files,
+        pytest.raises(ConvertError, match=rf"{name}.*\[96, 64\].*\[192, 64\]"),
+    ):
+        read_weights(files, targets, model, iter)
