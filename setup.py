@@ -46,12 +46,14 @@ setup(
     ],
     extras_require={
         "tools": ["rich", "matplotlib", "tqdm"],
-        "data": ["jinja2", "tokenizers", "transformers", "tqdm"],
+        "data": ["jinja2", "safetensors", "tokenizers", "transformers", "tqdm"],
         "test": [
             "pytest>=8",
             "pytest-timeout",
             "hypothesis",
             "mypy",
+            # Reads traces back; its trace_processor_shell is fetched on first use.
+            "perfetto",
             # Proves optima that tests hold the planner against.
             "ortools",
             "ruff",

@@ -30,14 +30,30 @@ COMMANDS = {
         "sparsebalance_megatron.runtime.profile",
         "measure a model's layers on this machine and write a cost table",
     ),
+    "convert": (
+        "sparsebalance_megatron.runtime.convert",
+        "turn Hugging Face weights into a Megatron checkpoint, and back",
+    ),
     "summary": (
         "sparsebalance_megatron.report.summary",
         "compare the step logs of two runs",
     ),
+    "report": (
+        "sparsebalance_megatron.report.report_command",
+        "show a run's logs as one HTML page",
+    ),
+    "trace": (
+        "sparsebalance_megatron.report.trace_command",
+        "write steps of a run as a trace for Perfetto",
+    ),
+    "env": (
+        "sparsebalance_megatron.runtime.environment",
+        "show versions, devices and usable attention implementations",
+    ),
 }
 """Subcommand to (module, one line of help)."""
 
-TAKES_FLAGS_AFTER_DASHES = frozenset({"profile"})
+TAKES_FLAGS_AFTER_DASHES = frozenset({"convert", "profile"})
 """Subcommands that hand what follows ``--`` to Megatron's own parser."""
 
 _PACKAGE = "sparsebalance_megatron"

@@ -9,10 +9,14 @@ from typing import Any
 
 
 def megatron_version() -> str:
-    """Version of the installed megatron-core."""
+    """Version of the installed megatron-core, such as 0.19.2.
+
+    Megatron appends the commit of whatever git repository surrounds the installation; that says
+    nothing about Megatron and is cut off.
+    """
     from megatron.core.package_info import __version__
 
-    return str(__version__)
+    return str(__version__).partition("+")[0]
 
 
 def has_model_config() -> bool:
@@ -20,6 +24,13 @@ def has_model_config() -> bool:
     import megatron.training.argument_utils as argument_utils
 
     return hasattr(argument_utils, "gpt_config_from_args")
+
+
+def has_yarn_flags() -> bool:
+    """Whether YaRN's settings reach GPT models from the command line (0.19)."""
+    import megatron.training.argument_utils as argument_utils
+
+    return hasattr(argument_utils, "_apply_yarn_config_from_args")
 
 
 def run_pretrain(
@@ -50,7 +61,7 @@ def run_pretrain(
         keywords["cfg_container"] = pretrain_cfg_container_from_args(args, model_config)
     else:
         keywords["cfg_container"] = pretrain_cfg_container_from_args(args)
-        keywords["model_provider"] = _model_provider(args, layer_spec, variable_lengths)
+        keywords["model_provider"] = model_provider(args, layer_spec, variable_lengths)
     pretrain(**keywords)
 
 
@@ -61,19 +72,27 @@ def _model_config(
 
     model_config = gpt_config_from_args(args)
     if layer_spec is not None:
-
-        def spec_for_builder(model_config: Any, vp_stage: int | None = None) -> Any:
-            return layer_spec(model_config.transformer, vp_stage)
-
-        model_config.transformer_layer_spec = spec_for_builder
+        use_layer_spec(args, model_config, layer_spec)
     if variable_lengths:
         enable_variable_lengths(model_config.transformer)
     return model_config
 
 
-def _model_provider(
+def use_layer_spec(args: Namespace, model_config: Any, layer_spec: Callable[..., Any]) -> None:
+    """Have a ``GPTModelConfig`` (0.19) ask ``layer_spec(transformer_config, vp_stage)``."""
+    # Megatron parses the flag and leaves the config at its default.
+    model_config.rope_scaling_factor = args.rope_scaling_factor
+
+    def spec_for_builder(model_config: Any, vp_stage: int | None = None) -> Any:
+        return layer_spec(model_config.transformer, vp_stage)
+
+    model_config.transformer_layer_spec = spec_for_builder
+
+
+def model_provider(
     args: Namespace, layer_spec: Callable[..., Any] | None, variable_lengths: bool
 ) -> Callable[..., Any]:
+    """Megatron's ``model_provider`` for a GPT (0.18); arguments as for :func:`run_pretrain`."""
     from megatron.core.models.gpt import GPTModel
     from megatron.training.arguments import core_transformer_config_from_args
 
@@ -106,6 +125,8 @@ def _model_provider(
             rotary_percent=args.rotary_percent,
             rotary_base=args.rotary_base,
             rope_scaling=args.use_rope_scaling,
+            rope_scaling_factor=args.rope_scaling_factor,
+            seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
             vp_stage=vp_stage,
             pg_collection=pg_collection,
         )
@@ -141,6 +162,8 @@ def default_layer_spec(transformer_config: Any, vp_stage: int | None) -> Any:
         return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=transformer_config.qk_layernorm,
             qk_l2_norm=transformer_config.qk_l2_norm,
+            use_te_activation_func=transformer_config.use_te_activation_func,
+            use_grouped_gemm_for_dense_mlp=transformer_config.use_grouped_gemm_for_dense_mlp,
         )
     return gpt_layer_specs.get_gpt_layer_local_spec(
         qk_layernorm=transformer_config.qk_layernorm,
@@ -150,6 +173,8 @@ def default_layer_spec(transformer_config: Any, vp_stage: int | None) -> Any:
 
 def stage_layers(transformer_config: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Global, zero-based layer indices of every stage and virtual chunk, by Megatron's rule."""
+    if transformer_config.pipeline_model_parallel_layout is not None:
+        return _custom_layout(transformer_config.pipeline_model_parallel_layout)
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -166,15 +191,36 @@ def stage_layers(transformer_config: Any) -> tuple[tuple[tuple[int, ...], ...], 
     return tuple(stages)
 
 
+def _custom_layout(layout: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Layers of every stage and chunk of a ``--pipeline-model-parallel-layout``.
+
+    Megatron's own functions answer only once process groups exist. Layers are numbered chunk by
+    chunk, and within a chunk stage by stage.
+    """
+    from megatron.core.transformer.enums import LayerType
+
+    counts_PV = [[chunk.count(LayerType.decoder) for chunk in stage] for stage in layout.layout]
+    stages: list[list[tuple[int, ...]]] = [[] for _ in counts_PV]
+    first = 0
+    for counts_P in zip(*counts_PV, strict=True):
+        for stage, count in zip(stages, counts_P, strict=True):
+            stage.append(tuple(range(first, first + count)))
+            first += count
+    return tuple(tuple(stage) for stage in stages)
+
+
 def saved_arguments(args: Namespace) -> Namespace | None:
-    """The ``args`` stored in the checkpoint this run resumed from; None where it started afresh."""
+    """The ``args`` stored in the checkpoint this run resumed from; None where it started afresh.
+
+    None also for a checkpoint of another format than ``torch_dist``.
+    """
     if not args.load or not getattr(args, "iteration", 0):
         return None
     from megatron.core import dist_checkpointing
     from megatron.training.checkpointing import find_checkpoint_rank_0
 
     directory = find_checkpoint_rank_0(args.load, args.iteration, False)
-    if directory is None:
+    if directory is None or not dist_checkpointing.check_is_distributed_checkpoint(directory):
         return None
     return dist_checkpointing.load_common_state_dict(directory).get("args")
 

@@ -14,6 +14,7 @@ Granularity = Literal["query-block", "token-kv-head", "token-query-head"]
 Overlong = Literal["split", "truncate", "drop"]
 Device = Literal["auto", "cpu", "cuda"]
 Calibration = Literal["measured", "off"]
+EvaluationAttention = Literal["sparse", "dense"]
 CoverageTarget = Literal["threshold", "base"]
 Planning = Literal["ahead", "on-demand"]
 AttentionImplementation = Literal["auto", "triton", "blocks", "flex", "reference"]
@@ -47,6 +48,9 @@ class SparseBalanceConfig:
     attention: AttentionImplementation = "auto"
     """Attention implementation; auto takes the fastest that runs on the device, an explicit choice
     never falls back."""
+
+    eval_attention: EvaluationAttention = "sparse"
+    """Attention of validation and test: sparse at base budgets, or dense. Never tuned."""
 
     batching: Batching = "makespan"
     """How the samples of a global batch are placed: in order of arrival, by tokens, by predicted
@@ -101,7 +105,11 @@ class SparseBalanceConfig:
     """Where the model runs; auto takes the CPU only where no CUDA device is visible."""
 
     log_dir: str | None = None
-    """Directory for the step log: one JSON line per step, written by rank 0."""
+    """Directory for the logs, JSON lines: steps.jsonl by rank 0, ranks/ with a file of every
+    rank."""
+
+    log_megabytes: int = 64
+    """Size that no log exceeds, per file and its predecessor together; the oldest lines go."""
 
     dry_run: int | None = field(
         default=None,
@@ -127,6 +135,7 @@ class SparseBalanceConfig:
             0.0 <= self.plan_ms < float("inf"), "plan_ms", "must be finite, at least 0 ms"
         )
         self._require(self.window >= 1, "window", "must be at least 1 global batch")
+        self._require(self.log_megabytes >= 1, "log_megabytes", "must be at least 1 MB")
         self._require(
             self.max_tokens_per_micro_batch is None or self.max_tokens_per_micro_batch >= 1,
             "max_tokens_per_micro_batch",

@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, distribution
+from inspect import signature
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
 import sparsebalance_megatron
-from sparsebalance_megatron import cli
+from sparsebalance_megatron import cli, integration
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 
 FLAGS: dict[str, tuple[Any, Any]] = {
@@ -26,6 +27,7 @@ FLAGS: dict[str, tuple[Any, Any]] = {
         "query-block",
     ),
     "--sparse-balance-attention": (("auto", "triton", "blocks", "flex", "reference"), "auto"),
+    "--sparse-balance-eval-attention": (("sparse", "dense"), "sparse"),
     "--sparse-balance-batching": (
         ("arrival", "length", "latency", "makespan"),
         "makespan",
@@ -42,11 +44,37 @@ FLAGS: dict[str, tuple[Any, Any]] = {
     "--sparse-balance-coverage-decay": (float, 0.9),
     "--sparse-balance-device": (("auto", "cpu", "cuda"), "auto"),
     "--sparse-balance-log-dir": (str | None, None),
+    "--sparse-balance-log-megabytes": (int, 64),
+    "--sparse-balance-dry-run": (int | None, None),
 }
 """Flag -> (type or choices, default)."""
 
 EXPORTS = ["SparseBalanceConfig", "__version__"]
-COMMANDS = ["plan", "prepare-data", "profile", "simulate", "summary"]
+INTEGRATION = {
+    "arguments_provider": ["other"],
+    "begin_run": [
+        *("config", "transformer_config", "vocab_size", "data_prefix", "seq_length"),
+        *("micro_batch_size", "global_batch_size", "split", "seed", "device"),
+    ],
+    "is_enabled": ["args"],
+    "on_step_end": ["run"],
+    "sparse_balance_layer_spec": ["run", "spec", "vp_stage"],
+    "train_data_iterator": ["run", "consumed_samples", "vp_stage"],
+    "training_hooks": ["args"],
+    "wrap_forward_step": ["run", "forward_step"],
+}
+"""Function of sparsebalance_megatron.integration -> its parameters."""
+COMMANDS = [
+    "convert",
+    "env",
+    "plan",
+    "prepare-data",
+    "profile",
+    "report",
+    "simulate",
+    "summary",
+    "trace",
+]
 DISTRIBUTION = "sparsebalance-megatron"
 EXTRAS = {"data", "flash", "te", "test", "tools", "wandb"}
 REQUIREMENTS = {"torch", "megatron-core", "numpy", "scipy", "psutil"}
@@ -68,6 +96,13 @@ def test_exports() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", sparsebalance_megatron.__version__)
 
 
+def test_integration() -> None:
+    assert sorted(integration.__all__) == sorted(INTEGRATION)
+    assert {
+        name: list(signature(getattr(integration, name)).parameters) for name in INTEGRATION
+    } == INTEGRATION
+
+
 def test_commands() -> None:
     assert sorted(cli.COMMANDS) == COMMANDS
 
@@ -86,6 +121,7 @@ def test_commands() -> None:
         ("plan_ms", -1.0),
         ("plan_ms", float("inf")),
         ("max_tokens_per_micro_batch", 0),
+        ("log_megabytes", 0),
     ],
 )
 def test_a_wrong_value_is_an_error_that_names_the_flag(field: str, value: float) -> None:

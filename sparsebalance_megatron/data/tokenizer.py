@@ -128,6 +128,10 @@ def _template_renderer(loaded: Any) -> Render:
     from jinja2 import TemplateError
 
     def render(messages: Sequence[Message], open_assistant_turn: bool) -> str:
+        if not messages:
+            raise RenderError(
+                "it begins with the assistant's turn; begin with a user or system turn"
+            )
         try:
             return loaded.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=open_assistant_turn

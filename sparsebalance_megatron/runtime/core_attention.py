@@ -80,9 +80,9 @@ class BudgetedCoreAttention(MegatronModule):
             raise ConfigError(f"--sparse-balance: {attention_type} attention is not supported")
         self._layer_index = layer_number - 1
         self._options = options
+        # Query-key layer scaling needs nothing: Megatron divides scores by the layer's number, for
+        # fp16's sake, and multiplies them back inside the softmax.
         self._softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        if config.apply_query_key_layer_scaling:
-            self._softmax_scale /= layer_number
         self._grid_K: Tensor | None = None
         self._tensor_parallel_group = getattr(pg_collection, "tp", None)
 

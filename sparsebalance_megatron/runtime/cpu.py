@@ -165,13 +165,18 @@ def _cuda_replacements() -> dict[str, tuple[Any, str]]:
     }
 
 
+def installed() -> bool:
+    """Whether :func:`install` has run in this process."""
+    return getattr(torch.cuda, "_sparse_balance_cpu", False)
+
+
 def install() -> None:
     """Replace the symbols listed above; idempotent.
 
     Raises:
         CpuAdapterError: where a CUDA device is visible; nothing is replaced then.
     """
-    if getattr(torch.cuda, "_sparse_balance_cpu", False):
+    if installed():
         return
     if torch.cuda.is_available():
         raise CpuAdapterError(
@@ -187,6 +192,7 @@ def install() -> None:
     _disable_compilation()
     _CpuForCuda().__enter__()
     _replace_megatron_rng_access()
+    _replace_expert_dispatch_copies()
     torch.cuda._sparse_balance_cpu = True
 
 
@@ -208,3 +214,16 @@ def _replace_megatron_rng_access() -> None:
     megatron_random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
     dataset_utils.compile_helpers = _returning(None)
+
+
+def _replace_expert_dispatch_copies() -> None:
+    """Megatron copies expert counts to the host as numpy arrays, but only if they are on a GPU.
+
+    ``all_to_all_single`` takes split sizes as numpy arrays and refuses tensors.
+    """
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    def host_copy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = host_copy

@@ -167,11 +167,16 @@ def _read_flags(
     flags: Sequence[str], device_type: str
 ) -> tuple[argparse.Namespace, SparseBalanceConfig, RunIdentity]:
     """Megatron's arguments of one rank's share, and what the table will be valid for."""
-    from megatron.training.arguments import parse_args, validate_args
+    from megatron.training.arguments import (
+        core_transformer_config_from_args,
+        parse_args,
+        validate_args,
+    )
     from megatron.training.global_vars import set_global_variables
 
     from sparsebalance_megatron.runtime.arguments import args_provider, config_from_args
     from sparsebalance_megatron.runtime.inputs import run_identity
+    from sparsebalance_megatron.runtime.settings import model_shape
 
     with _command_line(flags):
         args = parse_args(args_provider(enabled=True, on_cpu=device_type == "cpu"))
@@ -183,7 +188,9 @@ def _read_flags(
     args.make_vocab_size_divisible_by *= ranks
     validate_args(args)
     set_global_variables(args)
-    identity = run_identity(args, config, device_type)
+    shape = model_shape(core_transformer_config_from_args(args), args.padded_vocab_size)
+    dtype = str(args.params_dtype).removeprefix("torch.")
+    identity = run_identity(shape, dtype, config, device_type)
     identity = replace(identity, shape=replace(identity.shape, tensor_parallel_size=ranks))
     _cut_to_share(args, ranks)
     return args, config, identity

@@ -10,6 +10,7 @@ runs, from what was known when t began: always that, however fast the planner, s
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
@@ -25,10 +26,14 @@ from sparsebalance_megatron.plan.latency import step_costs
 from sparsebalance_megatron.plan.planner import evaluation_plan, plan_step
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy, StepPlan
 from sparsebalance_megatron.plan.window import assign_window
-from sparsebalance_megatron.runtime.telemetry import StepMeasurement
+from sparsebalance_megatron.runtime.telemetry import CoverageTotals, StepMeasurement
 
 _PLANS_KEPT = 2
 """The step that runs and the one after it."""
+
+_STATE_VERSION = 2
+_ACCOUNT_LIMIT = 0.05
+"""Of coverage saved up or owed: what happened long ago is not made up for."""
 
 
 class StateError(ValueError):
@@ -57,9 +62,11 @@ class _Knowledge:
 
     coverage: CoverageCurves
     scales: StageScales
+    owed_coverage: float
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            "owed_coverage": self.owed_coverage,
             "coverage": self.coverage.state_dict(),
             "scales_2PV": np.stack([self.scales.forward_PV, self.scales.backward_PV]).tolist(),
         }
@@ -106,6 +113,8 @@ class Scheduler:
         self._ahead: dict[int, Future[PlannedStep]] = {}
         self._next_knowledge: _Knowledge | None = None
         self._finished_step = -1
+        self._owed_coverage = 0.0
+        self._dealt: dict[int, tuple[np.ndarray, ...]] = {}
 
     def planned(self, step: int) -> PlannedStep:
         """The plan of a step; where a worker plans ahead, first use starts on the next one."""
@@ -118,7 +127,11 @@ class Scheduler:
         return self._planned[step]
 
     def _plan_ahead(self, step: int) -> PlannedStep:
-        known = _Knowledge(coverage=copy.deepcopy(self.coverage), scales=self.calibration.scales())
+        known = _Knowledge(
+            coverage=copy.deepcopy(self.coverage),
+            scales=self.calibration.scales(),
+            owed_coverage=max(0.0, self._owed_coverage),
+        )
         if self._worker is None:
             return self._plan(step, known)
         future = self._ahead.pop(step, None)
@@ -148,6 +161,7 @@ class Scheduler:
             cost=self._cost,
             scales=known.scales,
             coverage=known.coverage,
+            owed_coverage=known.owed_coverage,
         )
         return PlannedStep(
             plan=plan,
@@ -167,15 +181,32 @@ class Scheduler:
         size = self._global_batch_size
         if self._window == 1:
             return self._index.global_batch(step * size, size)
-        first = step - step % self._window
-        samples = self._index.global_batch(first * size, size * self._window)
-        batches = assign_window(
-            self._base_sample_ms(samples),
-            self._window,
-            size,
-            data_parallel_size=self.job.data_parallel_size,
-        )
-        return samples[list(batches[step - first])]
+        return self._dealt_window(step - step % self._window)[step % self._window]
+
+    def _dealt_window(self, first: int) -> tuple[np.ndarray, ...]:
+        """The global batches of the window that begins with step ``first``; kept until the next."""
+        dealt = self._dealt.get(first)
+        if dealt is None:
+            size = self._global_batch_size
+            samples = self._index.global_batch(first * size, size * self._window)
+            batches = assign_window(
+                self._base_sample_ms(samples),
+                self._window,
+                size,
+                data_parallel_size=self.job.data_parallel_size,
+            )
+            dealt = tuple(samples[list(batch)] for batch in batches)
+            before = first - self._window
+            kept = {before: self._dealt[before]} if before in self._dealt else {}
+            self._dealt = kept | {first: dealt}
+        return dealt
+
+    def _open_window(self, step: int) -> str | None:
+        """Digest of what is left of the window that ``step`` continues; None where one begins."""
+        if step % self._window == 0:
+            return None
+        left = self._dealt_window(step - step % self._window)[step % self._window :]
+        return hashlib.sha256(np.concatenate(left).astype("<i8").tobytes()).hexdigest()
 
     def _base_sample_ms(self, samples: np.ndarray) -> np.ndarray:
         """Uncorrected ms of every sample at base budgets, over all stages."""
@@ -191,6 +222,7 @@ class Scheduler:
             return
         self._finished_step = step
         self.coverage.update(measured.coverage.sums_LUK, measured.coverage.counts_LU)
+        self._settle(measured.coverage)
         if self._calibrate:
             planned = self._planned[step]
             expectation = planned.plan.expectation
@@ -202,45 +234,86 @@ class Scheduler:
                 predicted_with=planned.scales,
             )
 
+    def _settle(self, totals: CoverageTotals) -> None:
+        """Keep account of executed against base coverage; curves only predict either."""
+        if totals.count:
+            short = (totals.base_sum - totals.executed_sum) / totals.count
+            self._owed_coverage = float(
+                np.clip(self._owed_coverage + short, -_ACCOUNT_LIMIT, _ACCOUNT_LIMIT)
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """Plain Python types; saved inside Megatron's ``args``."""
+        following = self._finished_step + 1
         return {
-            "version": 1,
-            "finished_step": self._finished_step,
+            "version": _STATE_VERSION,
+            "consumed_samples": following * self._global_batch_size,
+            "open_window": self._open_window(following),
+            "owed_coverage": self._owed_coverage,
             "coverage": self.coverage.state_dict(),
             "calibration": self.calibration.state_dict(),
             "next_plan": self._next_knowledge.state_dict() if self._next_knowledge else None,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over saved state.
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[str, ...]:
+        """Take over saved state, of a run that may have been laid out otherwise.
+
+        Nothing in it depends on the number of data-parallel or tensor-parallel ranks.
+
+        Returns:
+            What does not fit this run and starts afresh, one sentence each.
 
         Raises:
-            StateError: if it was written by another version or for another model or pipeline.
+            StateError: if it was written by another version, or stops inside a window that this
+                run deals out otherwise.
         """
-        if state.get("version") != 1:
-            raise StateError(f"scheduler state has version {state.get('version')}, expected 1")
-        try:
-            self.coverage.load_state_dict(state["coverage"])
-            self.calibration.load_state_dict(state["calibration"])
-            if self._worker is not None:
-                self._next_knowledge = self._knowledge_of(state.get("next_plan"))
-        except (KeyError, ValueError) as error:
-            raise StateError(f"scheduler state of the checkpoint does not fit: {error}") from error
-        self._finished_step = int(state["finished_step"])
+        if state.get("version") != _STATE_VERSION:
+            raise StateError(
+                f"the plugin's state in the checkpoint has version {state.get('version')}, not "
+                f"{_STATE_VERSION}; resume with the release that wrote it, or with --finetune"
+            )
+        following = int(state["consumed_samples"]) // self._global_batch_size
+        if state["open_window"] != self._open_window(following):
+            raise StateError(
+                "the checkpoint stops between steps that exchange samples, and this run would deal "
+                "them out otherwise; resume with the same --sparse-balance-window, "
+                "--global-batch-size, cost table and data-parallel size, or from a checkpoint at a "
+                "multiple of the window"
+            )
+        self._finished_step = following - 1
+        self._owed_coverage = float(state["owed_coverage"])
         self._wait_for_worker()
         self._planned.clear()
+        afresh = []
+        parts = {"coverage": self.coverage, "calibration": self.calibration}
+        for name, part in parts.items():
+            try:
+                part.load_state_dict(state[name])
+            except ValueError as error:
+                afresh.append(f"{name} starts afresh: {error}")
+        self._next_knowledge = None
+        if self._worker is not None and not afresh:
+            self._next_knowledge = self._knowledge_of(state["next_plan"])
+        return tuple(afresh)
 
     def _knowledge_of(self, state: dict[str, Any] | None) -> _Knowledge | None:
         if state is None:
             return None
         coverage = copy.deepcopy(self.coverage)
         coverage.load_state_dict(state["coverage"])
-        return _Knowledge(coverage=coverage, scales=StageScales.of(np.array(state["scales_2PV"])))
+        return _Knowledge(
+            coverage=coverage,
+            scales=StageScales.of(np.array(state["scales_2PV"])),
+            owed_coverage=float(state["owed_coverage"]),
+        )
 
 
 class EvaluationSchedule:
-    """Plans of evaluation steps: order of arrival, base budgets, never tuned."""
+    """Plans of evaluation steps: order of arrival, never tuned.
+
+    Args:
+        dense: budgets cover all blocks of the longest sample, instead of the base budgets.
+    """
 
     def __init__(
         self,
@@ -251,9 +324,10 @@ class EvaluationSchedule:
         coverage: CoverageCurves,
         index: SampleIndex,
         global_batch_size: int,
+        dense: bool,
     ) -> None:
         self.job = job
-        self._policy = policy
+        self._policy = replace(policy, base_budget=coverage.max_blocks) if dense else policy
         self._cost = cost
         self._coverage = coverage
         self._index = index

@@ -1,24 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training run with ``--sparse-balance``: built from flags, then driven by Megatron's loop.
+"""One training run on one rank: plans, iterators and state, whoever owns the loop.
 
 :class:`.inputs.Inputs` is what could be checked before a process group exists; :class:`Session`
-adds what needs one. Megatron calls back in three places: the dataset provider (once), the forward
-step (per micro-batch) and, in the monitor, ``finalize_model_grads_func`` (per step, on every rank).
+adds what needs one. :mod:`.training_hooks` puts it into ``megatron.training``, :mod:`.own_loop`
+into a trainer that calls Megatron's schedules itself.
 """
 
 from __future__ import annotations
 
-import sys
 import time
-from argparse import Namespace
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
-from sparsebalance_megatron.compat import saved_arguments
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.plan.coverage import CoverageCurves
@@ -27,122 +25,189 @@ from sparsebalance_megatron.plan.step_plan import JobShape
 from sparsebalance_megatron.runtime.agreement import check_ranks_agree
 from sparsebalance_megatron.runtime.data import MicroBatchIterator, Schedule
 from sparsebalance_megatron.runtime.inputs import Inputs, fingerprint, with_recompute
-from sparsebalance_megatron.runtime.monitor import STATE_ATTRIBUTE, StepMonitor
-from sparsebalance_megatron.runtime.scheduler import EvaluationSchedule, Scheduler
+from sparsebalance_megatron.runtime.monitor import StepMonitor
+from sparsebalance_megatron.runtime.outputs import StepOutputs, open_outputs
+from sparsebalance_megatron.runtime.resume import compare_runs, run_record
+from sparsebalance_megatron.runtime.scheduler import EvaluationSchedule, Scheduler, StateError
 from sparsebalance_megatron.runtime.startup_profile import shared_cost_table
-from sparsebalance_megatron.runtime.step_log import StepLog
 from sparsebalance_megatron.runtime.telemetry import RankPlace, StepReducer
 from sparsebalance_megatron.runtime.timing import CudaEventClock, HostClock, MicroBatchRecorder
 
 
 class Session:
-    """A run on one rank. ``monitor`` exists once the dataset provider has run."""
+    """A run on one rank. ``scheduler`` and ``monitor`` exist once it has started.
 
+    Args:
+        device: where the model runs.
+        after_step: called when a step has been learnt from, where :meth:`state_dict` may be kept.
+    """
+
+    scheduler: Scheduler
     monitor: StepMonitor
 
-    def __init__(self, args: Namespace, inputs: Inputs, device: torch.device) -> None:
-        self._args = args
-        self._inputs = inputs
-        self._device = device
-        self._pad_to_multiple_of = args.tensor_model_parallel_size if args.sequence_parallel else 1
-        self._scheduler: Scheduler | None = None
+    def __init__(
+        self, inputs: Inputs, device: torch.device, after_step: Callable[[], None] = lambda: None
+    ) -> None:
+        self.inputs = inputs
+        self.device = device
+        self._after_step = after_step
+        self._started = False
+        self._loaded_state: dict[str, Any] | None = None
 
-    def dataset_provider(
-        self, sample_counts: Any, vp_stage: int | None = None
-    ) -> tuple[MicroBatchIterator, MicroBatchIterator | None, MicroBatchIterator | None]:
-        """Megatron's ``train_valid_test_dataset_provider`` for external iterators."""
-        scheduler = self._scheduler or self._start()
-        inputs, args = self._inputs, self._args
-        valid = test = None
-        if inputs.valid is not None:
-            valid = self._evaluation_iterator(inputs.valid, args.consumed_valid_samples, vp_stage)
-        if inputs.test is not None:
-            test = self._evaluation_iterator(inputs.test, 0, vp_stage)
-        train = self._iterator(
-            scheduler,
-            inputs.train,
+    def train_iterator(
+        self, vp_stage: int | None = None, *, consumed_samples: int
+    ) -> MicroBatchIterator:
+        """This rank's training micro-batches for one model chunk; starts the session if need be.
+
+        Args:
+            consumed_samples: trained on before, a multiple of the global batch size.
+
+        Raises:
+            StateError, CostTableError, RankDisagreementError: at the start, on all ranks alike.
+        """
+        batch_size = self.inputs.settings.global_batch_size
+        if consumed_samples % batch_size:
+            raise StateError(
+                f"the checkpoint has consumed {consumed_samples} samples, no multiple of "
+                f"--global-batch-size {batch_size}; resume with another global batch size"
+            )
+        self._start(resumed=consumed_samples > 0)
+        return self._iterator(
+            self.scheduler,
+            self.inputs.train,
             vp_stage,
             training=True,
-            consumed=args.consumed_train_samples,
-            batch_size=args.global_batch_size,
+            consumed=consumed_samples,
+            batch_size=batch_size,
         )
-        return train, valid, test
 
-    def _start(self) -> Scheduler:
-        """Build what needs process groups; runs after Megatron has loaded any checkpoint."""
-        args = self._args
-        inputs = self._inputs = _with_measured_cost(self._inputs, args)
-        check_ranks_agree(fingerprint(inputs))
-        self._place = _rank_place()
-        self._coverage = CoverageCurves(
-            inputs.job.layers, inputs.grid[-1], inputs.config.coverage_decay
+    def evaluation_iterator(
+        self, index: SampleIndex, vp_stage: int | None = None, *, consumed_samples: int
+    ) -> MicroBatchIterator:
+        """Micro-batches of validation or test samples, at base budgets; the session has started."""
+        settings, job = self.inputs.settings, self.inputs.job
+        batch_size = settings.eval_global_batch_size or settings.global_batch_size
+        micro_batch_size = settings.eval_micro_batch_size or settings.micro_batch_size
+        micro_batches = batch_size // (micro_batch_size * job.data_parallel_size)
+        schedule = EvaluationSchedule(
+            job=replace(job, micro_batches=micro_batches),
+            policy=self.inputs.policy,
+            cost=self.inputs.cost,
+            coverage=self.scheduler.coverage,
+            index=index,
+            global_batch_size=batch_size,
+            dense=self.inputs.config.eval_attention == "dense",
         )
-        self._scheduler = Scheduler(
+        return self._iterator(
+            schedule,
+            index,
+            vp_stage,
+            training=False,
+            consumed=consumed_samples,
+            batch_size=batch_size,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What resuming needs besides the number of consumed samples; plain Python types."""
+        if self._started:
+            return self.scheduler.state_dict() | {"run": self._record}
+        if self._loaded_state is None:
+            raise StateError("nothing to save: the training iterator has not been asked for yet")
+        return self._loaded_state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the state of an earlier run, on every rank the same, before iterators exist.
+
+        Raises:
+            StateError: here or at the start, if it does not fit this model and layout.
+        """
+        self._loaded_state = state
+        if self._started:
+            self._take_over(state)
+
+    def _take_over(self, state: dict[str, Any]) -> None:
+        """Go on from loaded state, and say what differs from the run that wrote it."""
+        differences = compare_runs(state.get("run", self._record), self._record)
+        for note in (*differences, *self.scheduler.load_state_dict(state)):
+            print_rank_0(f"sparse balance: resumed: {note}")
+
+    def make_scheduler(self, coverage: CoverageCurves) -> Scheduler:
+        """What plans this run; the place to put another scheduler."""
+        inputs = self.inputs
+        return Scheduler(
             job=inputs.job,
             policy=inputs.policy,
             cost=inputs.cost,
-            coverage=self._coverage,
+            coverage=coverage,
             index=inputs.train,
-            global_batch_size=args.global_batch_size,
+            global_batch_size=inputs.settings.global_batch_size,
             window=inputs.config.window,
             calibrate=inputs.config.calibration == "measured",
             clock=time.perf_counter,
+            worker=ThreadPoolExecutor(1, "sparse-balance-plan")
+            if inputs.config.planning == "ahead"
+            else None,
         )
-        self._restore(self._scheduler)
+
+    def _start(self, *, resumed: bool) -> None:
+        """Build what needs process groups, once; collective over all ranks."""
+        if self._started:
+            return
+        inputs = self.inputs = _with_measured_cost(self.inputs)
+        check_ranks_agree(fingerprint(inputs))
+        self._record = run_record(inputs)
+        self._place = _rank_place()
+        coverage = CoverageCurves(inputs.job.layers, inputs.grid[-1], inputs.config.coverage_decay)
+        self.scheduler = self.make_scheduler(coverage)
+        if self._loaded_state is not None:
+            self._take_over(self._loaded_state)
+        elif resumed:
+            print_rank_0(
+                "sparse balance: the checkpoint has no plugin state; coverage curves and cost "
+                "corrections start afresh"
+            )
         counts = inputs.train.counts
         print_rank_0(f"sparse balance: {counts.describe()}")
         self.monitor = StepMonitor(
-            args,
-            scheduler=self._scheduler,
+            after_step=self._after_step,
+            scheduler=self.scheduler,
             recorder=self._recorder(),
             reducer=StepReducer(
                 inputs.job,
                 self._place,
-                buckets=self._coverage.buckets,
+                buckets=coverage.buckets,
                 grid_size=len(inputs.grid),
                 group=None,
-                device=self._device,
+                device=self.device,
             ),
             lost_tokens={
                 "truncated-tokens": counts.truncated_tokens,
                 "dropped-tokens": counts.dropped_tokens,
             },
-            pad_to_multiple_of=self._pad_to_multiple_of,
-            device=self._device,
-            log=self._open_log(),
+            pad_to_multiple_of=inputs.settings.pad_to_multiple_of,
+            device=self.device,
+            outputs=self._open_log(resumed=resumed),
         )
-        return self._scheduler
-
-    def _restore(self, scheduler: Scheduler) -> None:
-        saved = saved_arguments(self._args)
-        if saved is None:
-            return
-        state = getattr(saved, STATE_ATTRIBUTE, None)
-        if state is None:
-            print_rank_0(
-                f"sparse balance: the checkpoint in {self._args.load} has no plugin state; "
-                "coverage curves and cost corrections start afresh"
-            )
-            return
-        scheduler.load_state_dict(state)
-        setattr(self._args, STATE_ATTRIBUTE, state)
+        self._started = True
 
     def _recorder(self) -> MicroBatchRecorder:
-        job = self._inputs.job
+        job = self.inputs.job
         return MicroBatchRecorder(
-            HostClock() if self._device.type == "cpu" else CudaEventClock(),
+            HostClock() if self.device.type == "cpu" else CudaEventClock(),
             virtual_stages=job.virtual_stages,
             micro_batches=job.micro_batches,
             backward_order=_backward_order(job, self._place.pipeline_rank),
         )
 
-    def _open_log(self) -> StepLog | None:
-        directory = self._inputs.config.log_dir
-        if directory is None or self._place.world_rank != 0:
-            return None
-        log = StepLog(directory)
-        log.begin_run(_run_header(self._inputs, self._args), resumed=self._args.iteration > 0)
-        return log
+    def _open_log(self, *, resumed: bool) -> StepOutputs:
+        return open_outputs(
+            self.inputs,
+            self._place,
+            self.scheduler.coverage,
+            self.device,
+            header=_run_header(self.inputs),
+            resumed=resumed,
+        )
 
     def _iterator(
         self,
@@ -155,7 +220,7 @@ class Session:
         batch_size: int,
     ) -> MicroBatchIterator:
         chunk = vp_stage or 0
-        stage, job = self._place.pipeline_rank, self._inputs.job
+        stage, job = self._place.pipeline_rank, self.inputs.job
         embeds = (stage, chunk) == (0, 0)
         computes_loss = (stage, chunk) == (job.pipeline_stages - 1, job.virtual_stages - 1)
         return MicroBatchIterator(
@@ -167,37 +232,8 @@ class Session:
             training=training,
             consumed_samples=consumed,
             global_batch_size=batch_size,
-            pad_to_multiple_of=self._pad_to_multiple_of,
+            pad_to_multiple_of=self.inputs.settings.pad_to_multiple_of,
         )
-
-    def _evaluation_iterator(
-        self, index: SampleIndex, consumed: int, vp_stage: int | None
-    ) -> MicroBatchIterator:
-        args, job = self._args, self._inputs.job
-        batch_size = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
-        micro_batch_size = getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size
-        micro_batches = batch_size // (micro_batch_size * job.data_parallel_size)
-        schedule = EvaluationSchedule(
-            job=replace(job, micro_batches=micro_batches),
-            policy=self._inputs.policy,
-            cost=self._inputs.cost,
-            coverage=self._coverage,
-            index=index,
-            global_batch_size=batch_size,
-        )
-        return self._iterator(
-            schedule, index, vp_stage, training=False, consumed=consumed, batch_size=batch_size
-        )
-
-
-def distributed_provider(session: Session) -> Callable[..., Any]:
-    """The session's dataset provider, marked for Megatron as called on every rank."""
-
-    def provide(sample_counts: Any, vp_stage: int | None = None) -> Any:
-        return session.dataset_provider(sample_counts, vp_stage)
-
-    provide.is_distributed = True  # type: ignore[attr-defined]
-    return provide
 
 
 def print_rank_0(message: str) -> None:
@@ -206,16 +242,16 @@ def print_rank_0(message: str) -> None:
         print(message, flush=True)
 
 
-def _with_measured_cost(inputs: Inputs, args: Namespace) -> Inputs:
+def _with_measured_cost(inputs: Inputs) -> Inputs:
     """Inputs with a cost model, profiling now if the user left that to start-up."""
     if inputs.cost is not None:
         return inputs
     print_rank_0("sparse balance: measuring the model's layers on rank 0")
-    table = shared_cost_table(sys.argv[1:], inputs.config.log_dir)
-    return replace(inputs, cost=with_recompute(CostModel.fit(table), args))
+    table = shared_cost_table(inputs.settings.command_line or (), inputs.config.log_dir)
+    return replace(inputs, cost=with_recompute(CostModel.fit(table), inputs.settings))
 
 
-def _run_header(inputs: Inputs, args: Namespace) -> dict[str, Any]:
+def _run_header(inputs: Inputs) -> dict[str, Any]:
     return {
         "config": asdict(inputs.config),
         "cost_source": inputs.cost.source,
@@ -224,8 +260,8 @@ def _run_header(inputs: Inputs, args: Namespace) -> dict[str, Any]:
         "virtual_stages": inputs.job.virtual_stages,
         "micro_batches": inputs.job.micro_batches,
         "layers": inputs.job.layers,
-        "global_batch_size": args.global_batch_size,
-        "seq_length": args.seq_length,
+        "global_batch_size": inputs.settings.global_batch_size,
+        "seq_length": inputs.settings.seq_length,
         "grid": list(inputs.grid),
         "counts": asdict(inputs.train.counts),
     }

@@ -1,47 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step log: one JSON line per step, written by one rank, never in the way of training."""
+"""The step log: one JSON line per step of what all ranks did, written by one of them.
+
+Shape legend: D data-parallel ranks, P stages, V chunks, M micro-batches, L layers, U length
+buckets, K grid of budgets.
+"""
 
 from __future__ import annotations
 
-import json
-import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from sparsebalance_megatron.runtime.log_file import DEFAULT_MAX_BYTES, JsonLinesFile
 from sparsebalance_megatron.runtime.scheduler import PlannedStep
 from sparsebalance_megatron.runtime.telemetry import CoverageTotals, StepMeasurement
 
 STEP_LOG_NAME = "steps.jsonl"
+_COVERAGE_DIGITS = 5
 
-_logger = logging.getLogger(__name__)
 
+class StepLog(JsonLinesFile):
+    """``DIR/steps.jsonl``."""
 
-class StepLog:
-    """Appends records to ``DIR/steps.jsonl``; a full disk costs one warning, not the run."""
+    def __init__(self, directory: str | Path, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+        super().__init__(Path(directory) / STEP_LOG_NAME, max_bytes=max_bytes)
 
-    def __init__(self, directory: str | Path) -> None:
-        self._path = Path(directory) / STEP_LOG_NAME
-        self._broken = False
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-
-    def begin_run(self, header: dict[str, Any], *, resumed: bool) -> None:
+    def begin_run(self, header: Mapping[str, Any], *, resumed: bool) -> None:
         """Start the file, or go on with it after a resume."""
-        if not resumed:
-            self._path.unlink(missing_ok=True)
-        self.append({"type": "run", **header})
-
-    def append(self, record: dict[str, Any]) -> None:
-        if self._broken:
-            return
-        try:
-            with self._path.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(_finite(record)) + "\n")
-        except OSError as error:
-            self._broken = True
-            _logger.warning("step log %s stops here: %s", self._path, error)
+        self.begin({"type": "run", **header}, resumed=resumed)
 
 
 def step_record(
@@ -51,16 +40,22 @@ def step_record(
     planned: PlannedStep,
     measured: StepMeasurement,
     padded_tokens: int,
+    host_ms: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """One line of the log; times in ms, imbalances are max/mean."""
+    """One line of the log; times in ms, imbalances are max/mean.
+
+    Args:
+        host_ms: see :class:`.host_time.HostTime`; of the rank that writes.
+    """
     expectation = planned.plan.expectation
-    busy_ms = rank_busy_ms(measured)
+    work_DPVM = measured.forward_ms + measured.backward_ms
     return {
         "type": "step",
         "iteration": iteration,
         "iteration_ms": iteration_ms,
         "lm_loss": measured.lm_loss,
         "plan_ms": planned.plan_ms,
+        "host_ms": host_ms,
         "plan_wait_ms": planned.wait_ms,
         "batching": planned.plan.batching,
         "predicted": {
@@ -81,17 +76,37 @@ def step_record(
         "measured": {
             "forward_ms": measured.forward_ms.tolist(),
             "backward_ms": measured.backward_ms.tolist(),
-            "rank_busy_ms": busy_ms.tolist(),
+            "rank_busy_ms": rank_busy_ms(measured).tolist(),
             "schedule_ms": measured.schedule_ms.tolist(),
-            "imbalance_rank_sums": imbalance(busy_ms),
-            "imbalance_micro_batches": imbalance(
-                (measured.forward_ms + measured.backward_ms).sum(axis=(1, 2)).ravel()
-            ),
+            "imbalance_rank_sums": imbalance(work_DPVM.sum(axis=(1, 2, 3))),
+            "imbalance_micro_batches": imbalance(work_DPVM.sum(axis=(1, 2))),
         },
         "coverage": coverage_summary(measured.coverage),
         "guarded_samples": int(measured.coverage.grown),
         "tokens": measured.tokens,
         "padded_tokens": padded_tokens,
+    }
+
+
+def coverage_record(
+    *,
+    iteration: int,
+    grid: tuple[int, ...],
+    mean_LUK: np.ndarray,
+    observed_LU: np.ndarray,
+) -> dict[str, Any]:
+    """The coverage curves as they stand; null in place of one that was never observed."""
+    buckets = observed_LU.shape[1]
+    rounded = np.round(mean_LUK, _COVERAGE_DIGITS).tolist()
+    return {
+        "type": "coverage",
+        "iteration": iteration,
+        "grid": list(grid),
+        "bucket_blocks": [min((2 << bucket) - 1, grid[-1]) for bucket in range(buckets)],
+        "curves": [
+            [curve if known else None for curve, known in zip(layer, seen, strict=True)]
+            for layer, seen in zip(rounded, observed_LU.tolist(), strict=True)
+        ],
     }
 
 
@@ -118,14 +133,3 @@ def rank_busy_ms(measured: StepMeasurement) -> np.ndarray:
 def imbalance(times_ms: np.ndarray) -> float:
     """max/mean; NaN where a time is missing."""
     return float(times_ms.max() / times_ms.mean())
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: what was not measured becomes null."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float | np.floating):
-        return float(value) if math.isfinite(value) else None
-    return value

@@ -2,21 +2,28 @@
 """One reduction per step: what every rank measured, known to all ranks alike.
 
 Shape legend: D data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, W world
-ranks, L layers, U length buckets, K grid of budgets, S samples.
+ranks, L layers, U length buckets, K grid of budgets, C = K + 3 columns, R rows of observations.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from sparsebalance_megatron.plan.coverage import length_bucket
 from sparsebalance_megatron.plan.step_plan import JobShape
-from sparsebalance_megatron.runtime.packed_params import MicroBatchContext
+from sparsebalance_megatron.runtime.observed import (
+    BASE,
+    EXECUTED,
+    EXTRA_COLUMNS,
+    GROWN,
+    ObservedCoverage,
+)
+from sparsebalance_megatron.runtime.timing import StepTimes
 
 _DIGEST_BYTES = 6
 """Leading digest bytes compared: the largest count that float64 holds exactly."""
@@ -46,13 +53,15 @@ class RankPlace:
 class CoverageTotals:
     """Sums over samples and layers; divide by the counts to get means.
 
-    ``sums_LUK`` and ``counts_LU`` feed the coverage curves. ``executed_sum``, ``base_sum`` and
-    ``count`` cover every (sample, layer) pair, ``minimum`` is the least executed coverage and
-    ``grown`` counts pairs whose budget the guard raised.
+    ``sums_LUK`` and ``counts_LU`` feed the coverage curves. ``executed_sum``, of which
+    ``executed_L`` is each layer's part, ``base_sum`` and ``count`` cover every (sample, layer)
+    pair, ``minimum`` is the least executed coverage and ``grown`` counts pairs whose budget the
+    guard raised.
     """
 
     sums_LUK: np.ndarray
     counts_LU: np.ndarray
+    executed_L: np.ndarray
     executed_sum: float
     base_sum: float
     count: float
@@ -76,44 +85,6 @@ class StepMeasurement:
     digest_mismatches: int
 
 
-def local_coverage(
-    contexts: Iterable[tuple[MicroBatchContext, int]], layers: int, buckets: int, grid_size: int
-) -> torch.Tensor:
-    """Coverage totals of this rank as one flat float64 tensor on the device.
-
-    Args:
-        contexts: (context, number of planned samples) of this rank's micro-batches; padding
-            sequences come after the planned samples and are left out.
-
-    Returns:
-        sums [L * U * K], counts [L * U], executed sum, base sum, count, grown; then the minimum.
-    """
-    pieces = [
-        (layer, context, samples, observation)
-        for context, samples in contexts
-        for layer, observation in context.observations.items()
-    ]
-    device = pieces[0][3].grid_SK.device if pieces else torch.device("cpu")
-    sums_LUK = torch.zeros(layers, buckets, grid_size, dtype=torch.float64, device=device)
-    counts_LU = torch.zeros(layers, buckets, dtype=torch.float64, device=device)
-    totals = torch.zeros(4, dtype=torch.float64, device=device)
-    minimum = torch.full((1,), math.inf, dtype=torch.float64, device=device)
-    for layer, context, samples, observation in pieces:
-        bucket_S = torch.tensor(
-            [length_bucket(blocks) for blocks in context.layout.blocks_per_document[:samples]],
-            device=device,
-        )
-        executed_S = observation.executed_S[:samples].double()
-        sums_LUK[layer].index_add_(0, bucket_S, observation.grid_SK[:samples].double())
-        counts_LU[layer].index_add_(0, bucket_S, torch.ones_like(executed_S))
-        totals[0] += executed_S.sum()
-        totals[1] += observation.base_S[:samples].double().sum()
-        totals[2] += samples
-        totals[3] += observation.grown_S[:samples].double().sum()
-        minimum = torch.minimum(minimum, executed_S.min())
-    return torch.cat([sums_LUK.flatten(), counts_LU.flatten(), totals, minimum])
-
-
 class StepReducer:
     """Sums every rank's contribution in one all-reduce of one float64 buffer.
 
@@ -123,6 +94,10 @@ class StepReducer:
     Args:
         group: process group of all ranks; None is the default group.
         device: where the buffer lives; the group's backend must reach it.
+        clock: seconds, for the time that the reduction waits.
+
+    Attributes:
+        waited_ms: of the last reduction, spent in the collective: until the slowest rank came.
     """
 
     def __init__(
@@ -134,95 +109,125 @@ class StepReducer:
         grid_size: int,
         group: torch.distributed.ProcessGroup | None,
         device: torch.device,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._job = job
         self._place = place
         self._group = group
         self._device = device
+        self._clock = clock
         self._buckets = buckets
-        self._grid_size = grid_size
         stages = (job.data_parallel_size, job.pipeline_stages)
         self._times_shape = (2, *stages, job.virtual_stages, job.micro_batches)
-        self._coverage_size = job.layers * buckets * (grid_size + 1) + 4
-        self._sizes = (
-            math.prod(self._times_shape),
-            place.world_size,
-            math.prod(stages),
-            math.prod(stages),
-            self._coverage_size,
-            2,
-        )
+        self._coverage_shape = (job.layers, buckets, grid_size + EXTRA_COLUMNS)
+        sizes = {
+            "times": math.prod(self._times_shape),
+            "digests": place.world_size,
+            "schedule": math.prod(stages),
+            "counts": job.layers * buckets,
+            "minima": math.prod(stages),
+            "coverage": math.prod(self._coverage_shape),
+            "loss": 2,
+        }
+        ends = np.cumsum(list(sizes.values())).tolist()
+        self._parts = {
+            name: slice(end - size, end)
+            for (name, size), end in zip(sizes.items(), ends, strict=True)
+        }
+        self._size = ends[-1]
+        self.waited_ms = 0.0
 
     def reduce(
         self,
         *,
-        forward_VM: np.ndarray,
-        backward_VM: np.ndarray,
-        schedule_ms: float,
-        contexts: Iterable[tuple[MicroBatchContext, int]],
+        times: StepTimes,
+        observed: ObservedCoverage,
         loss_and_tokens: torch.Tensor | None,
         digest: bytes,
     ) -> StepMeasurement:
         """Collective over the group: every rank must call it once per step.
 
         Args:
-            forward_VM, backward_VM: this rank's ms, NaN where unmeasured.
-            schedule_ms: from the start of the step to this rank's last backward.
-            contexts: this rank's micro-batches and their sample counts.
+            times, observed: of this rank.
             loss_and_tokens: [2] sum of losses and tokens, on last stages; None elsewhere.
             digest: of the plan this rank executed.
         """
-        times, digests, minima, schedule, coverage, loss = self._empty_parts()
-        place = self._place
-        digests[place.world_rank] = int.from_bytes(digest[:_DIGEST_BYTES], "big")
-        if place.reports:
-            here = (place.data_parallel_rank, place.pipeline_rank)
-            times[0][here] = torch.as_tensor(forward_VM)
-            times[1][here] = torch.as_tensor(backward_VM)
-            local = local_coverage(contexts, self._job.layers, self._buckets, self._grid_size)
-            coverage = local[:-1].to(self._device)
-            slot = here[0] * self._job.pipeline_stages + here[1]
-            minima[slot] = local[-1].to(self._device)
-            schedule[slot] = schedule_ms
-            if loss_and_tokens is not None:
-                loss = loss_and_tokens.to(device=self._device, dtype=torch.float64)
-        flat = torch.cat(
-            [times.flatten().to(self._device), digests, minima, schedule, coverage, loss]
+        host = np.zeros(self._size)
+        host[self._parts["digests"]][self._place.world_rank] = int.from_bytes(
+            digest[:_DIGEST_BYTES], "big"
         )
-        torch.distributed.all_reduce(flat, group=self._group)
-        return self._unpack(flat.cpu().numpy())
+        if self._place.reports:
+            group_R = observed.group_R(self._buckets)
+            self._put_on_host(host, times, group_R)
+            flat = torch.from_numpy(host).to(self._device)
+            self._put_on_device(flat, observed, group_R, loss_and_tokens)
+        else:
+            flat = torch.from_numpy(host).to(self._device)
+        return self._unpack(self._sum(flat))
 
-    def _empty_parts(self) -> tuple[torch.Tensor, ...]:
-        times, *others = (torch.zeros(size, dtype=torch.float64) for size in self._sizes)
-        return (times.view(self._times_shape), *(part.to(self._device) for part in others))
+    def _put_on_host(self, host: np.ndarray, times: StepTimes, group_R: np.ndarray) -> None:
+        times_2DPVM = host[self._parts["times"]].reshape(self._times_shape)
+        times_2DPVM[(slice(None), *self._here)] = times.forward_VM, times.backward_VM
+        host[self._parts["schedule"]][self._slot] = times.schedule_ms
+        counts = host[self._parts["counts"]]
+        counts += np.bincount(group_R, minlength=len(counts))
+
+    def _put_on_device(
+        self,
+        flat: torch.Tensor,
+        observed: ObservedCoverage,
+        group_R: np.ndarray,
+        loss_and_tokens: torch.Tensor | None,
+    ) -> None:
+        minima = flat[self._parts["minima"]]
+        if observed.values_RC is None:
+            minima[self._slot] = math.inf
+        else:
+            values_RC = observed.values_RC.to(self._device)
+            sums = flat[self._parts["coverage"]].view(-1, self._coverage_shape[-1])
+            sums.index_add_(0, torch.from_numpy(group_R).to(self._device), values_RC)
+            minima[self._slot] = values_RC[:, EXECUTED].min()
+        if loss_and_tokens is not None:
+            flat[self._parts["loss"]] = loss_and_tokens.to(self._device)
+
+    @property
+    def _here(self) -> tuple[int, int]:
+        return self._place.data_parallel_rank, self._place.pipeline_rank
+
+    @property
+    def _slot(self) -> int:
+        return self._here[0] * self._job.pipeline_stages + self._here[1]
+
+    def _sum(self, flat: torch.Tensor) -> np.ndarray:
+        """The buffer summed over ranks, on the host."""
+        began = self._clock()
+        torch.distributed.all_reduce(flat, group=self._group)
+        summed = flat.cpu().numpy()
+        self.waited_ms = (self._clock() - began) * 1e3
+        return summed
 
     def _unpack(self, flat: np.ndarray) -> StepMeasurement:
-        times, digests, minima, schedule, coverage, loss = np.split(
-            flat, np.cumsum(self._sizes)[:-1]
-        )
-        forward, backward = times.reshape(self._times_shape)
+        part = {name: flat[place] for name, place in self._parts.items()}
+        forward, backward = part["times"].reshape(self._times_shape)
+        digests, loss = part["digests"], part["loss"]
+        sums_LUC = part["coverage"].reshape(self._coverage_shape)
+        extra_LC = sums_LUC[..., -EXTRA_COLUMNS:].sum(axis=1)
+        counts_LU = part["counts"].reshape(self._coverage_shape[:2])
         return StepMeasurement(
             forward_ms=forward,
             backward_ms=backward,
-            schedule_ms=schedule.reshape(self._times_shape[1:3]),
-            coverage=self._coverage(coverage, float(minima.min())),
+            schedule_ms=part["schedule"].reshape(self._times_shape[1:3]),
+            coverage=CoverageTotals(
+                sums_LUK=sums_LUC[..., :-EXTRA_COLUMNS],
+                counts_LU=counts_LU,
+                executed_L=extra_LC[:, EXECUTED],
+                executed_sum=float(extra_LC[:, EXECUTED].sum()),
+                base_sum=float(extra_LC[:, BASE].sum()),
+                count=float(counts_LU.sum()),
+                minimum=float(part["minima"].min()),
+                grown=float(extra_LC[:, GROWN].sum()),
+            ),
             lm_loss=float(loss[0] / loss[1]) if loss[1] else math.nan,
             tokens=int(loss[1]),
             digest_mismatches=int((digests != digests[0]).sum()),
-        )
-
-    def _coverage(self, flat: np.ndarray, minimum: float) -> CoverageTotals:
-        layers, buckets, grid_size = self._job.layers, self._buckets, self._grid_size
-        sums, counts, totals = np.split(
-            flat, np.cumsum([layers * buckets * grid_size, layers * buckets])
-        )
-        executed_sum, base_sum, count, grown = (float(total) for total in totals)
-        return CoverageTotals(
-            sums_LUK=sums.reshape(layers, buckets, grid_size),
-            counts_LU=counts.reshape(layers, buckets),
-            executed_sum=executed_sum,
-            base_sum=base_sum,
-            count=count,
-            minimum=minimum,
-            grown=grown,
         )

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,12 +22,40 @@ BACKWARD_TIMER = "backward-compute"
 SCHEDULE_TIMER = "forward-backward"
 
 
+class Span(NamedTuple):
+    """A forward or a backward of one micro-batch on this rank, in ms since its step's start."""
+
+    direction: str
+    chunk: int
+    position: int
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """What one rank took for one step. Times in ms, NaN where unmeasured.
+
+    ``forward_VM``, ``backward_VM``: per chunk and micro-batch. ``schedule_ms``: from the schedule's
+    start to this rank's last backward. ``spans``: what was measured, by start, in ms since
+    ``start_unix_s``, the schedule's start; of a step whose schedule began unseen, that is the start
+    of the first span. None where nothing was seen.
+    """
+
+    forward_VM: np.ndarray
+    backward_VM: np.ndarray
+    schedule_ms: float
+    start_unix_s: float | None
+    spans: tuple[Span, ...]
+
+
 class Clock(Protocol):
     """Takes marks without waiting; resolves differences when the step is over."""
 
     def mark(self) -> Any: ...
 
-    def elapsed_ms(self, start: Any, end: Any) -> float: ...
+    def elapsed_ms(self, start: Any, end: Any) -> float:
+        """Waits until the device has come to ``end``."""
 
 
 class HostClock:
@@ -62,6 +91,7 @@ class MicroBatchRecorder:
         clock: takes the marks.
         virtual_stages, micro_batches: V and M of the job.
         backward_order: (chunk, micro-batch) of every backward of this pipeline stage, in order.
+        unix_clock: seconds since 1970, to set the ranks' steps side by side.
     """
 
     def __init__(
@@ -71,18 +101,21 @@ class MicroBatchRecorder:
         virtual_stages: int,
         micro_batches: int,
         backward_order: Sequence[tuple[int, int]],
+        unix_clock: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
+        self._unix_clock = unix_clock
         self._shape = (virtual_stages, micro_batches)
         self._backward_order = tuple(backward_order)
         self.begin_step()
 
     def begin_step(self) -> None:
         """Forget the last step."""
+        self._origin: tuple[Any, float] | None = None
         self._open: dict[str, Any] = {}
         self._bound: tuple[int, int] | None = None
         self._backwards = 0
-        self._spans: dict[tuple[str, int, int], tuple[Any, Any]] = {}
+        self._spans: list[tuple[str, int, int, Any, Any]] = []
         self._schedule: tuple[Any, Any] | None = None
 
     def bind_forward(self, chunk: int, micro_batch: int) -> None:
@@ -90,16 +123,23 @@ class MicroBatchRecorder:
         self._bound = (chunk, micro_batch)
 
     def start(self, timer_name: str) -> None:
-        self._open[timer_name] = self._clock.mark()
+        mark = self._open[timer_name] = self._clock.mark()
+        # A schedule without a backward, evaluation, may have run before.
+        if self._origin is None or (timer_name == SCHEDULE_TIMER and not self._spans):
+            self._origin = (mark, self._unix_clock())
 
     def stop(self, timer_name: str) -> None:
         """End a span. A stop without a start (timers installed in between) leaves it unmeasured."""
         if timer_name == SCHEDULE_TIMER:
+            # Nothing has finalised gradients: the schedule ends here.
+            if self._schedule is None and self._backwards:
+                self.end_schedule()
             return
         begin = self._open.pop(timer_name, None)
         identity = self._identity(timer_name)
         if begin is not None and identity is not None:
-            self._spans[(timer_name, *identity)] = (begin, self._clock.mark())
+            direction = "forward" if timer_name == FORWARD_TIMER else "backward"
+            self._spans.append((direction, *identity, begin, self._clock.mark()))
 
     def _identity(self, timer_name: str) -> tuple[int, int] | None:
         if timer_name == FORWARD_TIMER:
@@ -113,18 +153,30 @@ class MicroBatchRecorder:
         begin = self._open.pop(SCHEDULE_TIMER, None)
         self._schedule = None if begin is None else (begin, self._clock.mark())
 
-    def schedule_ms(self) -> float:
-        """From the schedule's start to this rank's last backward; NaN where unmeasured."""
-        return math.nan if self._schedule is None else self._clock.elapsed_ms(*self._schedule)
+    def wait(self) -> None:
+        """Until the device has come to the end of the last span."""
+        if self._spans:
+            self._clock.elapsed_ms(*self._spans[-1][-2:])
 
-    def elapsed_ms(self) -> tuple[np.ndarray, np.ndarray]:
-        """(forward, backward) ms, each [V, M]; NaN where unmeasured."""
-        forward_VM = np.full(self._shape, np.nan)
-        backward_VM = np.full(self._shape, np.nan)
-        for (timer_name, chunk, micro_batch), (begin, end) in self._spans.items():
-            target_VM = forward_VM if timer_name == FORWARD_TIMER else backward_VM
-            target_VM[chunk, micro_batch] = self._clock.elapsed_ms(begin, end)
-        return forward_VM, backward_VM
+    def times(self) -> StepTimes:
+        """Everything measured since :meth:`begin_step`; after :meth:`wait`."""
+        forward_VM, backward_VM = np.full((2, *self._shape), np.nan)
+        spans = []
+        if self._origin is not None:
+            origin, elapsed_ms = self._origin[0], self._clock.elapsed_ms
+            for direction, chunk, position, begin, end in self._spans:
+                start_ms, ms = elapsed_ms(origin, begin), elapsed_ms(begin, end)
+                spans.append(Span(direction, chunk, position, start_ms, start_ms + ms))
+                (forward_VM if direction == "forward" else backward_VM)[chunk, position] = ms
+        return StepTimes(
+            forward_VM=forward_VM,
+            backward_VM=backward_VM,
+            schedule_ms=math.nan
+            if self._schedule is None
+            else self._clock.elapsed_ms(*self._schedule),
+            start_unix_s=None if self._origin is None else self._origin[1],
+            spans=tuple(spans),
+        )
 
 
 class RecordingTimers:

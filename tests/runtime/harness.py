@@ -104,26 +104,23 @@ def run_training(
     timeout_s: float = TIMEOUT_S,
     program: Sequence[str] = ("-m", "sparsebalance_megatron.pretrain_gpt"),
 ) -> TrainingRun:
-    """Run ``torchrun`` with one thread per rank; kills the whole process group on a timeout."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1"),
-        *("--master-port", str(free_port()), *program, *flags),
+    """Run ``torchrun`` with one thread per rank; kills the whole process group on a timeout.
+
+    A single rank is started without torchrun, which takes seconds to do nothing.
+    """
+    launcher = [
+        *("-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
+        *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
     ]
+    command = [sys.executable, *(launcher if ranks > 1 else []), *program, *flags]
     if log_dir is not None:
         command += ["--sparse-balance-log-dir", str(log_dir)]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "PYTHONPATH": str(REPOSITORY),
-    }
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=environment,
+        env=python_environment() | (_only_rank() if ranks == 1 else {}),
         start_new_session=True,
     )
     try:
@@ -137,6 +134,23 @@ def run_training(
     return TrainingRun(
         exit_code=process.returncode, output=output, steps=read_steps(log_dir) if log_dir else []
     )
+
+
+def _only_rank() -> dict[str, str]:
+    """What torchrun would tell the only rank of a job."""
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    return place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+
+def python_environment() -> dict[str, str]:
+    """For a process of a CPU run: this repository comes before what PYTHONPATH names already."""
+    paths = [str(REPOSITORY), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+    }
 
 
 def read_steps(log_dir: Path) -> list[dict[str, Any]]:

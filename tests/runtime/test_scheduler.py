@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -48,11 +49,11 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> SampleIndex:
     return found
 
 
-def scheduler(index: SampleIndex, worker: Executor | None) -> Scheduler:
+def scheduler(index: SampleIndex, worker: Executor | None, **choices: Any) -> Scheduler:
     ticks = itertools.count()
     return Scheduler(
         job=JOB,
-        policy=policy(block_size=BLOCK_TOKENS, base_budget=6),
+        policy=policy(block_size=BLOCK_TOKENS, base_budget=6, **choices),
         cost=cost_model(BLOCK_TOKENS),
         coverage=CoverageCurves(JOB.layers, LONGEST_TOKENS // BLOCK_TOKENS, 0.5),
         index=index,
@@ -64,16 +65,17 @@ def scheduler(index: SampleIndex, worker: Executor | None) -> Scheduler:
     )
 
 
-def measurement(schedule: Scheduler, step: int) -> StepMeasurement:
-    """Curves that rise from step to step; stage 1 is twice as slow as predicted."""
-    expectation = schedule.planned(step).plan.expectation
+def measurement(schedule: Scheduler, rise: int, step: int | None = None) -> StepMeasurement:
+    """Of step ``rise`` or another one: higher curves with ``rise``; stage 1 is twice as slow."""
+    expectation = schedule.planned(rise if step is None else step).plan.expectation
     slow_P11 = np.array([1.0, 2.0])[:, None, None]
     grid = np.asarray(schedule.coverage.grid, dtype=np.float64)
-    curve_K = np.minimum(grid / grid[-1], 1.0) ** (0.6 / (step + 1))
+    curve_K = np.minimum(grid / grid[-1], 1.0) ** (0.6 / (rise + 1))
     counts_LU = np.ones(schedule.coverage.observed_LU.shape)
     coverage = CoverageTotals(
         sums_LUK=np.broadcast_to(curve_K, schedule.coverage.mean_LUK.shape),
         counts_LU=counts_LU,
+        executed_L=np.ones(schedule.job.layers),
         executed_sum=1.0,
         base_sum=1.0,
         count=1.0,
@@ -158,6 +160,26 @@ def test_waiting_and_planning_are_told_apart(index: SampleIndex, worker: Executo
     on_demand = scheduler(index, None).planned(0)
     assert on_demand.plan_ms == 1000.0
     assert on_demand.wait_ms == 3000.0
+
+
+@pytest.mark.parametrize("planned_ahead", [True, False])
+def test_coverage_lost_in_steps_is_made_up_for_in_later_ones(
+    index: SampleIndex, worker: Executor, planned_ahead: bool
+) -> None:
+    """Every step executes less than its plan expects; the account has the next ones expect more."""
+    schedules = [
+        scheduler(index, worker if planned_ahead else None, coverage_target="base")
+        for _ in range(2)
+    ]
+    expected = []
+    for schedule, short in zip(schedules, (0.0, 0.02), strict=True):
+        for step in range(STEPS):
+            measured = measurement(schedule, 0, step)
+            lost = replace(measured.coverage, executed_sum=measured.coverage.base_sum - short)
+            schedule.finish_step(step, replace(measured, coverage=lost))
+        mean = schedule.planned(STEPS).plan.expectation.coverage_mean
+        expected.append(mean)
+    assert expected[1] > expected[0] + 0.02
 
 
 def test_errors_of_planning_ahead_reach_the_step_that_needs_the_plan(index: SampleIndex) -> None:

@@ -15,8 +15,10 @@ import torch.multiprocessing as multiprocessing
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.plan.coverage import budget_grid
 from sparsebalance_megatron.plan.step_plan import JobShape
+from sparsebalance_megatron.runtime.observed import ObservedCoverage, Piece
 from sparsebalance_megatron.runtime.packed_params import CoverageObservation
 from sparsebalance_megatron.runtime.telemetry import RankPlace, StepMeasurement, StepReducer
+from sparsebalance_megatron.runtime.timing import StepTimes
 
 pytestmark = pytest.mark.distributed
 
@@ -37,7 +39,9 @@ def observed_context(rank: int, layer: int) -> SimpleNamespace:
         grown_S=torch.tensor([False, rank == 1, True]),
     )
     return SimpleNamespace(
-        observations={layer: observation}, layout=packed_layout((0, 5, 69, 72), 16, "cpu")
+        position=layer,
+        observations={layer: observation},
+        layout=packed_layout((0, 5, 69, 72), 16, "cpu"),
     )
 
 
@@ -61,10 +65,14 @@ def reduce_on_rank(rank: int, directory: str, digests: tuple[bytes, bytes]) -> N
         device=torch.device("cpu"),
     )
     measured = reducer.reduce(
-        forward_VM=np.array([[1.0 + rank, math.nan if rank else 2.0]]),
-        backward_VM=np.array([[10.0 + rank, 20.0 + rank]]),
-        schedule_ms=40.0 + rank,
-        contexts=[(observed_context(rank, layer), 2) for layer in (0, 1)],
+        times=StepTimes(
+            forward_VM=np.array([[1.0 + rank, math.nan if rank else 2.0]]),
+            backward_VM=np.array([[10.0 + rank, 20.0 + rank]]),
+            schedule_ms=40.0 + rank,
+            start_unix_s=None,
+            spans=(),
+        ),
+        observed=ObservedCoverage.gather((observed_context(rank, layer), 2) for layer in (0, 1)),
         loss_and_tokens=torch.tensor([6.0 * (rank + 1), 3.0]),
         digest=digests[rank],
     )
@@ -91,6 +99,7 @@ def test_all_ranks_learn_the_same_sums(tmp_path: Path) -> None:
     np.testing.assert_allclose(coverage.sums_LUK[:, 0], 2.0)
     np.testing.assert_allclose(coverage.sums_LUK[0, 2], 0.5 + 0.6, rtol=1e-6)
     np.testing.assert_allclose(coverage.sums_LUK[1, 2], 0.51 + 0.61, rtol=1e-6)
+    np.testing.assert_allclose(coverage.executed_L, [2 + 0.5 + 0.6, 2 + 0.51 + 0.61], rtol=1e-6)
     assert coverage.count == 8
     assert coverage.executed_sum == pytest.approx(4 + 0.5 + 0.6 + 0.51 + 0.61)
     assert coverage.base_sum == pytest.approx(coverage.executed_sum + 4 * 0.05)
@@ -101,3 +110,16 @@ def test_all_ranks_learn_the_same_sums(tmp_path: Path) -> None:
 def test_a_differing_plan_is_counted_on_every_rank(tmp_path: Path) -> None:
     measurements = run(tmp_path, (b"one digest", b"another digest"))
     assert [measured.digest_mismatches for measured in measurements] == [1, 1]
+
+
+def test_observations_keep_their_place_without_padding() -> None:
+    contexts = [(observed_context(1, layer), 2) for layer in (0, 1)]
+    observed = ObservedCoverage.gather(contexts)
+    assert observed.pieces == (Piece(0, 0, 2), Piece(1, 1, 2))
+    np.testing.assert_array_equal(observed.group_R(BUCKETS), [0, 2, BUCKETS, BUCKETS + 2])
+    np.testing.assert_allclose(
+        observed.executed_and_grown(), [[1.0, 0], [0.6, 1], [1.0, 0], [0.61, 1]], rtol=1e-6
+    )
+    nothing = ObservedCoverage.gather([])
+    assert nothing.executed_and_grown().shape == (0, 2)
+    assert nothing.group_R(BUCKETS).shape == (0,)

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For scripts and trainers that keep their own entry point; docs/INTEGRATION.md shows both uses.
+
+A script around ``megatron.training`` adds flags (:func:`arguments_provider`), asks whether they
+turn the plugin on (:func:`is_enabled`), and hands :func:`training_hooks` to ``pretrain``.
+
+A trainer that calls Megatron's schedules itself begins a run (:func:`begin_run`), builds its model
+with :func:`sparse_balance_layer_spec`, trains through :func:`wrap_forward_step` on
+:func:`train_data_iterator`, and says when a step has ended (:func:`on_step_end`).
+
+Importing this module loads neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+
+if TYPE_CHECKING:
+    import torch
+
+    from sparsebalance_megatron.runtime.own_loop import OwnLoopRun
+    from sparsebalance_megatron.runtime.training_hooks import TrainingHooks
+
+__all__ = [
+    "arguments_provider",
+    "begin_run",
+    "is_enabled",
+    "on_step_end",
+    "sparse_balance_layer_spec",
+    "train_data_iterator",
+    "training_hooks",
+    "wrap_forward_step",
+]
+
+
+def arguments_provider(
+    other: Callable[[ArgumentParser], ArgumentParser] | None = None,
+) -> Callable[[ArgumentParser], ArgumentParser]:
+    """An ``extra_args_provider`` for Megatron's parser that adds ``--sparse-balance-*``.
+
+    Where the command line has ``--sparse-balance``, some of Megatron's defaults change to what the
+    plugin needs; explicit flags win.
+
+    Args:
+        other: the script's own provider, applied first.
+    """
+    from sparsebalance_megatron.runtime import cpu
+    from sparsebalance_megatron.runtime.arguments import args_provider, check_typed_flags
+    from sparsebalance_megatron.runtime.user_errors import one_line_errors
+
+    enabled = _flag_given()
+    own = args_provider(enabled=enabled, on_cpu=cpu.installed(), report=_print_on_first_rank)
+
+    def provide(parser: ArgumentParser) -> ArgumentParser:
+        parser = own(parser if other is None else other(parser))
+        if enabled:
+            with one_line_errors():
+                check_typed_flags(parser, sys.argv[1:])
+        return parser
+
+    return provide
+
+
+def is_enabled(args: Namespace) -> bool:
+    """Whether the plugin is to train; asks Megatron's validated ``args``."""
+    if not _flag_given():
+        return False
+    from sparsebalance_megatron.runtime.arguments import config_from_args
+    from sparsebalance_megatron.runtime.user_errors import one_line_errors
+
+    with one_line_errors():
+        return config_from_args(args).enabled
+
+
+def training_hooks(args: Namespace) -> TrainingHooks:
+    """What replaces a script's dataset provider, forward step and layer spec.
+
+    Flags, data and cost table are checked here. A mistake in them ends the process with one line
+    and status 2.
+
+    Args:
+        args: Megatron's, validated.
+
+    Returns:
+        ``dataset_provider`` and ``forward_step`` for ``pretrain``; ``configure_model`` for the
+        model's config (megatron-core 0.19) or ``model_provider`` for ``pretrain`` (0.18).
+    """
+    from sparsebalance_megatron.runtime.user_errors import one_line_errors
+
+    with one_line_errors():
+        return _training_hooks(args)
+
+
+def _training_hooks(args: Namespace) -> TrainingHooks:
+    import torch
+
+    from sparsebalance_megatron.runtime import cpu, training_hooks
+    from sparsebalance_megatron.runtime.arguments import check_supported, config_from_args
+    from sparsebalance_megatron.runtime.inputs import read_inputs
+    from sparsebalance_megatron.runtime.settings import RunSettings
+
+    config = config_from_args(args)
+    device_type = "cpu" if cpu.installed() else "cuda"
+    for name, unusable in (
+        ("device", config.device not in ("auto", device_type)),
+        ("dry_run", config.dry_run is not None),
+    ):
+        if unusable:
+            raise ConfigError(
+                f"{flag_name(name)} {getattr(config, name)}: this script leaves no choice; use "
+                "`-m sparsebalance_megatron.pretrain_gpt`, or drop the flag"
+            )
+    check_supported(args, config)
+    inputs = read_inputs(RunSettings.from_args(args), config, device_type)
+    device = torch.device("cpu" if device_type == "cpu" else f"cuda:{args.local_rank}")
+    return training_hooks.TrainingHooks(args, inputs, device)
+
+
+def begin_run(
+    config: SparseBalanceConfig,
+    transformer_config: Any,
+    *,
+    vocab_size: int,
+    data_prefix: str,
+    seq_length: int,
+    micro_batch_size: int,
+    global_batch_size: int,
+    split: str = "100,0,0",
+    seed: int = 1234,
+    device: torch.device | None = None,
+) -> OwnLoopRun:
+    """Begin a run in a trainer that owns its loop; on every rank, once Megatron's groups exist.
+
+    Args:
+        config: the plugin's choices; ``enabled`` is taken for granted.
+        transformer_config: the model's, before the model is built. Its pipeline stages will
+            exchange rows of any length: ``variable_seq_lengths`` is set.
+        vocab_size: rows of the embedding, padding included.
+        data_prefix: names a pair of .bin and .idx files, whose documents are the samples.
+        seq_length: tokens of the longest sample.
+        micro_batch_size: samples that a micro-batch holds on average.
+        global_batch_size: samples of a training step.
+        split: weights of training, validation and test documents; the first are trained on.
+        seed: of the order of samples.
+        device: where the model runs; None is the current CUDA device.
+
+    Returns:
+        The run: ``micro_batches`` is the ``num_microbatches`` of every step; ``state_dict()`` and
+        ``load_state_dict()`` go with a checkpoint.
+
+    Raises:
+        ConfigError, DataError, CostTableError: naming the field or file and the remedy.
+    """
+    from sparsebalance_megatron.runtime import own_loop
+
+    return own_loop.begin_run(
+        config,
+        transformer_config,
+        vocab_size=vocab_size,
+        data_prefix=data_prefix,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=global_batch_size,
+        split=split,
+        seed=seed,
+        device=device,
+    )
+
+
+def sparse_balance_layer_spec(
+    run: OwnLoopRun, spec: Any = None, *, vp_stage: int | None = None
+) -> Any:
+    """The decoder's layer spec with core attention replaced; for ``GPTModel``.
+
+    Args:
+        spec: the trainer's own, left as it is: a ``ModuleSpec`` of a transformer layer, or
+            ``TransformerBlockSubmodules``. None is what Megatron chooses for the model's config.
+        vp_stage: model chunk, with virtual pipeline stages.
+
+    Raises:
+        ConfigError: if a layer has no core attention to replace.
+    """
+    return run.layer_spec(spec, vp_stage)
+
+
+def wrap_forward_step(run: OwnLoopRun, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward step of planned, measured micro-batches around the trainer's own.
+
+    Args:
+        forward_step: ``(data_iterator, model) -> (output, loss_func)``. Its iterator yields one
+            dict: ``tokens``, ``position_ids``, ``labels`` and ``loss_mask``, [1, tokens] or None on
+            stages that read none, and ``packed_seq_params``, which the model must be given.
+            ``loss_func(output)`` returns (sum of token losses, number of tokens, report).
+
+    Returns:
+        The ``forward_step_func`` of training steps. Evaluate with the trainer's own.
+    """
+    return run.wrap(forward_step)
+
+
+def train_data_iterator(
+    run: OwnLoopRun, *, consumed_samples: int = 0, vp_stage: int | None = None
+) -> Iterator[Any]:
+    """The ``data_iterator`` of training steps, for one model chunk; collective at the first call.
+
+    It has no end: after the last sample of an epoch comes the first of the next.
+
+    Args:
+        consumed_samples: trained on before, a multiple of ``global_batch_size``.
+        vp_stage: model chunk, with virtual pipeline stages.
+
+    Raises:
+        IntegrationError: if ``consumed_samples`` does not begin a step.
+        StateError: if loaded state does not fit this run.
+    """
+    return run.train_iterator(consumed_samples, vp_stage)
+
+
+def on_step_end(run: OwnLoopRun) -> dict[str, float]:
+    """Learn from a training step; collective: once per step, on every rank, after the schedule.
+
+    Returns:
+        The step's figures, for the trainer's own log: name -> value, alike on all ranks.
+
+    Raises:
+        IntegrationError: if no whole step has run, or its model was not given the plugin's
+            ``packed_seq_params``.
+        PlanMismatchError: on all ranks alike, if they executed different plans.
+    """
+    return run.end_step()
+
+
+def _flag_given() -> bool:
+    """Megatron's parser reads the same words and accepts no abbreviations."""
+    return flag_name("enabled") in sys.argv[1:]
+
+
+def _print_on_first_rank(message: str) -> None:
+    """Process groups do not exist yet; torchrun says which rank this is."""
+    if os.environ.get("RANK", "0") == "0":
+        print(message, flush=True)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint says of the run that wrote it, and what a run that resumes may differ in."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from sparsebalance_megatron.runtime.inputs import Inputs, fingerprint
+from sparsebalance_megatron.runtime.scheduler import StateError
+
+_SAMPLES = "training samples"
+_LONGEST_VALUE = 80
+"""Characters; of longer values a digest is kept."""
+
+
+def run_record(inputs: Inputs) -> dict[str, str]:
+    """What plans depend on, as text: flag, file or software -> value or digest."""
+    return {name: _short(value) for name, value in fingerprint(inputs).items()}
+
+
+def compare_runs(saved: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
+    """What differs from the run that wrote the checkpoint, one sentence each; all of it allowed.
+
+    Raises:
+        StateError: if the training samples differ: the number of samples consumed, by which a run
+            finds its place, means nothing in other data.
+    """
+    if saved[_SAMPLES] != now[_SAMPLES]:
+        raise StateError(
+            "--data-path: the training samples are not those of the checkpoint (the files, "
+            "--split, --seq-length, --seed or --sparse-balance-overlong changed); resume with the "
+            "same ones, or begin anew on these from the checkpoint's weights with --finetune"
+        )
+    return tuple(
+        f"{name} is {now.get(name, 'absent')}, in the checkpoint {saved.get(name, 'absent')}"
+        for name in sorted(saved.keys() | now.keys())
+        if saved.get(name) != now.get(name)
+    )
+
+
+def _short(value: str) -> str:
+    if len(value) <= _LONGEST_VALUE:
+        return value
+    return f"digest {hashlib.sha256(value.encode()).hexdigest()[:12]}"

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counted operations against counts by loops over tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsebalance_megatron.cost.features import attended_block_pairs
+from sparsebalance_megatron.cost.flops import (
+    attended_token_pairs,
+    causal_token_pairs,
+    training_flops,
+)
+from sparsebalance_megatron.cost.table import ModelShape
+
+SHAPE = ModelShape(
+    hidden_size=24,
+    ffn_hidden_size=40,
+    num_attention_heads=6,
+    num_query_groups=2,
+    head_dim=5,
+    vocab_size=77,
+    gated_linear_unit=True,
+    tensor_parallel_size=1,
+)
+
+
+def naive_pairs(tokens: int, budget: int, block_size: int) -> int:
+    """Every query reads its own block up to itself, and whole blocks before it."""
+    pairs = 0
+    for query in range(tokens):
+        block = query // block_size
+        pairs += query % block_size + 1
+        pairs += min(budget - 1, block) * block_size
+    return pairs
+
+
+@given(st.integers(0, 70), st.integers(1, 12), st.sampled_from([1, 2, 8, 16]))
+def test_pairs_are_those_of_a_loop_over_queries(tokens: int, budget: int, block_size: int) -> None:
+    assert attended_token_pairs(tokens, budget, block_size) == naive_pairs(
+        tokens, budget, block_size
+    )
+
+
+@given(st.integers(0, 500), st.sampled_from([1, 4, 32]))
+def test_a_budget_of_all_blocks_is_dense(tokens: int, block_size: int) -> None:
+    blocks = max(1, -(-tokens // block_size))
+    assert attended_token_pairs(tokens, blocks, block_size) == causal_token_pairs(tokens)
+    assert causal_token_pairs(tokens) == sum(range(1, tokens + 1))
+
+
+@given(st.integers(1, 3000), st.integers(1, 40))
+def test_pairs_never_fall_when_the_budget_grows(tokens: int, budget: int) -> None:
+    pairs = attended_token_pairs(tokens, [budget, budget + 1], 64)
+    assert pairs[0] <= pairs[1] <= causal_token_pairs(tokens)
+
+
+def test_whole_blocks_are_the_planner_s_block_pairs_without_what_is_masked() -> None:
+    """The planner prices a diagonal block as a whole one; causality masks almost half of it."""
+    blocks, block_size = np.arange(1, 30), 16
+    masked = blocks * (block_size * (block_size - 1) // 2)
+    np.testing.assert_array_equal(
+        attended_token_pairs(blocks * block_size, 4, block_size) + masked,
+        attended_block_pairs(blocks * block_size, 4, block_size) * block_size**2,
+    )
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_flops_of_a_small_model_counted_matrix_by_matrix(gated: bool) -> None:
+    shape = ModelShape(**(vars(SHAPE) | {"gated_linear_unit": gated}))
+    lengths, layers, block_size = [5, 33, 64], 2, 8
+    budgets_LS = np.array([[1, 3, 2], [4, 1, 8]])
+    forward = 0
+    for layer in range(layers):
+        for length, budget in zip(lengths, budgets_LS[layer], strict=True):
+            for rows, columns in (
+                *((24, 6 * 5), (24, 2 * 5), (24, 2 * 5), (6 * 5, 24)),
+                *((24, 40), (40, 24), *([(24, 40)] if gated else [])),
+            ):
+                forward += 2 * length * rows * columns
+            for _head in range(6):
+                # Scores, and the sum of values weighted by them.
+                forward += 2 * (2 * 5 * naive_pairs(length, int(budget), block_size))
+    forward += sum(2 * length * 24 * 77 for length in lengths)
+    counted = training_flops(
+        shape, layers=2, lengths_tokens_S=lengths, budgets_LS=budgets_LS, block_size=block_size
+    )
+    assert counted == 3 * forward
+
+
+def test_dense_flops_are_those_of_the_largest_budgets_on_any_tensor_parallel_size() -> None:
+    lengths = [7, 100, 1000]
+    all_blocks = np.full((4, 3), 1000)
+    dense = training_flops(
+        SHAPE, layers=4, lengths_tokens_S=lengths, budgets_LS=None, block_size=16
+    )
+    split = ModelShape(**(vars(SHAPE) | {"tensor_parallel_size": 2}))
+    assert dense == training_flops(
+        split, layers=4, lengths_tokens_S=lengths, budgets_LS=all_blocks, block_size=16
+    )

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every loss weight of conversations, from JSON lines to the packed row, against naive reading."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles.conversations import Layout, Turn, characters
+
+from sparsebalance_megatron.cli import main
+from sparsebalance_megatron.data.documents import LOSS_MASK_SUFFIX
+from sparsebalance_megatron.data.errors import DataError
+from sparsebalance_megatron.data.packing import PackedMicroBatch, pack
+from sparsebalance_megatron.data.prepare import prepare
+from sparsebalance_megatron.data.records import JsonLines
+from sparsebalance_megatron.data.samples import SampleIndex
+
+CHATML = Layout(opening="<|im_start|>ROLE\n", closing="<|im_end|>\n")
+LAYOUTS = {
+    "chatml": CHATML,
+    "chatml, default system turn": Layout(
+        opening="<|im_start|>ROLE\n", closing="<|im_end|>\n", default_system="You help."
+    ),
+    "plain text, content stripped": Layout(
+        opening="[ROLE]\n\n", closing="[end]", strips_content=True
+    ),
+}
+Prediction = tuple[int, int, float]
+"""Input token, label, and the weight of predicting that label."""
+
+contents = st.lists(
+    st.sampled_from(
+        [
+            *("a", "is 2", " ", "\n", "\n\n", "...", "é", "e\u0301", "你好", "🎉", "x" * 9),
+            *("[end]\n", "<|im_end|>", "<|im_start|>assistant\n"),
+        ]
+    ),
+    min_size=1,
+    max_size=6,
+).map("".join)
+later_turns = st.lists(
+    st.tuples(st.sampled_from(["user", "assistant", "system", "tool"]), contents), max_size=5
+)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[Turn]:
+    """Turns in any order of roles; the first is not the assistant's, some turn is."""
+    first = (draw(st.sampled_from(["user", "system"])), draw(contents))
+    others = draw(later_turns)
+    spoken = ("assistant", draw(contents))
+    position = draw(st.integers(0, len(others)))
+    return [first, *others[:position], spoken, *others[position:]]
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By layout, a byte-level BPE of merges over role names, blanks and line ends."""
+    from tokenizers import normalizers
+    from transformers import AutoTokenizer
+
+    directory = tmp_path_factory.mktemp("tokenizers")
+    text = "user assistant system is 2\n\n... you help. xxxxxxxxx é 你好 [end]\n" * 20
+    (directory / "text.jsonl").write_text(json.dumps({"text": text}))
+    flags = ["--input", str(directory / "text.jsonl"), "--tokenizer-train", "330"]
+    assert main(["prepare-data", *flags, "--output-prefix", str(directory / "base")]) == 0
+    paths = {}
+    for number, (name, layout) in enumerate(LAYOUTS.items()):
+        tokenizer = AutoTokenizer.from_pretrained(directory / "base_tokenizer")
+        special = ["<|im_start|>", "<|im_end|>"]
+        tokenizer.add_special_tokens({"additional_special_tokens": special})
+        tokenizer.chat_template = layout.jinja()
+        if layout.strips_content:  # composed characters: fewer than in the text
+            tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+        paths[name] = directory / str(number)
+        tokenizer.save_pretrained(paths[name])
+    return paths
+
+
+def expected_documents(
+    tokenizer_path: Path, layout: Layout, turns_of: Sequence[Sequence[Turn]], append_eod: bool
+) -> list[list[Prediction]]:
+    """All predictions of every conversation, from its characters and the tokens' last ones."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(tokenizer_path / "tokenizer.json"))
+    documents = []
+    for turns in turns_of:
+        read = characters(turns, layout)
+        encoding = tokenizer.encode("".join(character for character, _ in read))
+        tokens = list(encoding.ids)
+        trained = [read[end - 1][1] for _, end in encoding.offsets]
+        if append_eod:
+            tokens.append(tokenizer.token_to_id("<|endoftext|>"))
+            trained.append(turns[-1][0] == "assistant")
+        documents.append(
+            [
+                (tokens[i], tokens[i + 1], 1.0 if trained[i + 1] else 0.0)
+                for i in range(len(tokens) - 1)
+            ]
+        )
+    return documents
+
+
+def prepared(
+    directory: Path, tokenizer: Path, turns_of: Sequence[Sequence[Turn]], append_eod: bool
+) -> str:
+    """Write the conversations as JSON lines and prepare them; the data set's prefix."""
+    records: list[dict[str, Any]] = [
+        {"messages": [{"role": role, "content": content} for role, content in turns]}
+        for turns in turns_of
+    ]
+    (directory / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    prefix = str(directory / "data")
+    prepare(
+        JsonLines([directory / "in.jsonl"]),
+        prefix,
+        tokenizer_name=str(tokenizer),
+        append_eod=append_eod,
+    )
+    return prefix
+
+
+def packed(prefix: str, *, max_tokens: int, overlong: Any, multiple: int) -> PackedMicroBatch:
+    """All samples in one row, in stored order."""
+    index = SampleIndex.open(prefix, max_tokens=max_tokens, overlong=overlong, seed=1)
+    assert index is not None
+    return pack([index.read(i) for i in range(len(index))], pad_to_multiple_of=multiple)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@settings(max_examples=40)
+@given(
+    turns_of=st.lists(conversations(), min_size=1, max_size=4),
+    max_tokens=st.integers(4, 80),
+    overlong=st.sampled_from(["split", "truncate"]),
+    append_eod=st.booleans(),
+    multiple=st.sampled_from([1, 8]),
+)
+def test_every_weight_of_the_packed_row(
+    tokenizers: dict[str, Path],
+    layout: str,
+    turns_of: list[list[Turn]],
+    max_tokens: int,
+    overlong: str,
+    append_eod: bool,
+    multiple: int,
+) -> None:
+    tokenizer = tokenizers[layout]
+    with TemporaryDirectory() as directory:
+        prefix = prepared(Path(directory), tokenizer, turns_of, append_eod)
+        row = packed(prefix, max_tokens=max_tokens, overlong=overlong, multiple=multiple)
+    expected: list[tuple[int, int, int, float]] = []
+    for document in expected_documents(tokenizer, LAYOUTS[layout], turns_of, append_eod):
+        kept = document[:max_tokens] if overlong == "truncate" else document
+        for position, (token, label, weight) in enumerate(kept):
+            expected.append((token, label, position % max_tokens, weight))
+    padding = -len(expected) % multiple
+    assert row.padded_tokens == padding
+    expected += [(0, 0, position, 0.0) for position in range(padding)]
+    found = zip(row.tokens, row.labels, row.position_ids, row.loss_mask, strict=True)
+    assert [tuple(place) for place in found] == expected
+
+
+def test_a_conversation_by_hand(tokenizers: dict[str, Path], tmp_path: Path) -> None:
+    """The text that is trained on, read off the packed row; two conversations in one row."""
+    from tokenizers import Tokenizer
+
+    tokenizer_path = tokenizers["chatml"]
+    first = [("system", "Be kind."), ("user", "1 + 1?"), ("assistant", "2."), ("user", "Sure?")]
+    turns_of = [[*first, ("assistant", "Yes")], [("user", "Bye"), ("assistant", "Bye bye")]]
+    prefix = prepared(tmp_path, tokenizer_path, turns_of, append_eod=False)
+    assert Path(f"{prefix}{LOSS_MASK_SUFFIX}.idx").is_file()
+    row = packed(prefix, max_tokens=1000, overlong="split", multiple=1)
+    tokenizer = Tokenizer.from_file(str(tokenizer_path / "tokenizer.json"))
+
+    def decoded(tokens: Any) -> str:
+        return tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
+
+    trained = decoded(row.labels[row.loss_mask == 1])
+    assert trained == "2.<|im_end|>\nYes<|im_end|>\nBye bye<|im_end|>\n"
+    starts = row.cu_seqlens[:-1]
+    assert decoded(row.tokens[list(starts)]) == "<|im_start|><|im_start|>"
+    # The last label of a conversation is its own last token, never the next one's first.
+    assert decoded(row.labels[[end - 1 for end in row.cu_seqlens[1:]]]) == "\n\n"
+    assert row.loss_mask[list(starts)].tolist() == [0.0, 0.0]
+    # What opens an answer is the model's first prediction.
+    opening = tokenizer.encode("assistant\n").ids[-1]
+    first_trained = int(row.loss_mask.argmax())
+    assert row.tokens[first_trained] == opening
+
+
+def test_splitting_keeps_every_weight_once(tokenizers: dict[str, Path], tmp_path: Path) -> None:
+    turns = [("user", "q" * 50), ("assistant", "a is 2 " * 30), ("user", "…"), ("assistant", "é")]
+    prefix = prepared(tmp_path, tokenizers["chatml"], [turns], append_eod=True)
+    whole = packed(prefix, max_tokens=10_000, overlong="split", multiple=1)
+    for max_tokens in (1, 7, 50, len(whole.tokens) - 1):
+        pieces = packed(prefix, max_tokens=max_tokens, overlong="split", multiple=1)
+        assert pieces.labels.tolist() == whole.labels.tolist()
+        assert pieces.loss_mask.tolist() == whole.loss_mask.tolist()
+        cut = packed(prefix, max_tokens=max_tokens, overlong="truncate", multiple=1)
+        assert cut.loss_mask.tolist() == whole.loss_mask[:max_tokens].tolist()
+
+
+def test_a_conversation_that_the_assistant_begins_is_named(
+    tokenizers: dict[str, Path], tmp_path: Path
+) -> None:
+    turns = [("assistant", "Hello"), ("user", "Hi"), ("assistant", "Yes?")]
+    with pytest.raises(DataError, match=r"in.jsonl:1: .*begin with a user or system turn"):
+        prepared(tmp_path, tokenizers["chatml"], [turns], append_eod=True)
