@@ -1,81 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``sparse-balance summary``: a run with balancing beside its baseline, as a table and as JSON."""
+"""``sparse-balance summary``: two runs over the same samples as a table and as JSON."""
 
 from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from sparsebalance_megatron.report.comparison import Comparison, RunSummary, compare
 from sparsebalance_megatron.report.picture import draw_step
-from sparsebalance_megatron.report.run_log import RunLog, Step, read_run_log
+from sparsebalance_megatron.report.run_log import read_run_log
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-WARM_UP_STEPS = 5
-_PROBLEMS_SHOWN = 8
+_NOTES_SHOWN = 8
 
 
 class SummaryError(ValueError):
     """A comparison cannot be made or shown."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSummary:
-    """One run in numbers; None where nothing was measured.
-
-    All but the losses and the list of times leave out the warm-up: the first
-    :data:`WARM_UP_STEPS` steps, or the first fifth of a short run. Medians are over steps.
-
-    - ``iteration_ms``: every step that has a time, warm-up included.
-    - ``rank_imbalance``: median of max/mean over the data-parallel ranks' measured busy times, a
-      rank's busy time being that of its busiest pipeline stage.
-    - ``predicted_ms``, ``measured_ms``: median busy time of the busiest rank.
-    - ``predicted_error``: median of ``|predicted / measured - 1|`` over steps and ranks, busy time
-      against busy time, so that waiting is in neither.
-    - ``lower_bound_ms``: median of the planner's bound on a step: no placement can be faster.
-    - ``work_ratio``: median of predicted work over that of the same samples at base budgets; below
-      1 attention was cut, so a speedup is not balance alone.
-    - ``coverage_mean``: mean over steps of the mean score coverage of samples and layers.
-    """
-
-    steps: int
-    warm_up_steps: int
-    iteration_ms_median: float | None
-    iteration_ms: tuple[float, ...]
-    loss_first: float | None
-    loss_last: float | None
-    rank_imbalance: float | None
-    coverage_mean: float | None
-    predicted_error: float | None
-    predicted_ms: float | None
-    measured_ms: float | None
-    lower_bound_ms: float | None
-    work_ratio: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Two runs over the same samples.
-
-    ``speedup``: baseline's median iteration time over the run's. ``speedup_paired``: median of that
-    ratio step by step. ``speedup_total``: of the time all these steps took together. The last two
-    are None unless both runs saw the same number of tokens in every step; otherwise the steps hold
-    different samples.
-    """
-
-    baseline: RunSummary
-    sparse_balance: RunSummary
-    speedup: float | None
-    speedup_paired: float | None
-    speedup_total: float | None
-    problems: tuple[str, ...]
 
 
 def add_parser(subparsers: Any) -> None:
@@ -117,168 +64,84 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
-    """Both runs in numbers, and how much faster the second is."""
-    problems = [*baseline.problems, *balanced.problems]
-    if len(baseline.steps) != len(balanced.steps):
-        problems.append(
-            f"{len(baseline.steps)} steps in {baseline.directory}, {len(balanced.steps)} in "
-            f"{balanced.directory}: last losses are not of the same step"
-        )
-    pairs = _pairs(baseline, balanced)
-    differing = [old for old, new in pairs if old.tokens != new.tokens]
-    if differing:
-        problems.append(
-            f"token counts differ in {len(differing)} of {len(pairs)} steps, first in iteration "
-            f"{differing[0].iteration}: other samples, so steps are not compared one by one"
-        )
-    before, after = summarize(baseline.steps), summarize(balanced.steps)
-    return Comparison(
-        baseline=before,
-        sparse_balance=after,
-        speedup=_ratio(before.iteration_ms_median, after.iteration_ms_median),
-        speedup_paired=None if differing else _paired_speedup(pairs),
-        speedup_total=None if differing else _total_speedup(pairs),
-        problems=tuple(problems),
-    )
-
-
-def summarize(steps: Sequence[Step]) -> RunSummary:
-    """One run in numbers; see :class:`RunSummary`."""
-    warm_up = warm_up_steps(len(steps))
-    settled = steps[warm_up:]
-    losses = [step.lm_loss for step in steps if step.lm_loss is not None]
-    return RunSummary(
-        steps=len(steps),
-        warm_up_steps=warm_up,
-        iteration_ms_median=_middle(step.iteration_ms for step in settled),
-        iteration_ms=tuple(step.iteration_ms for step in steps if step.iteration_ms is not None),
-        loss_first=losses[0] if losses else None,
-        loss_last=losses[-1] if losses else None,
-        rank_imbalance=_middle(_imbalance(step.measured_rank_ms) for step in settled),
-        coverage_mean=_mean(step.coverage for step in settled),
-        predicted_error=_middle(error for step in settled for error in _errors(step)),
-        predicted_ms=_middle(_largest(step.predicted_rank_ms) for step in settled),
-        measured_ms=_middle(_largest(step.measured_rank_ms) for step in settled),
-        lower_bound_ms=_middle(step.lower_bound_ms for step in settled),
-        work_ratio=_middle(step.work_ratio for step in settled),
-    )
-
-
-def warm_up_steps(steps: int) -> int:
-    """Steps left out at the start: five, or a fifth of a run shorter than 25 steps."""
-    return min(WARM_UP_STEPS, steps // 5)
-
-
 def show(comparison: Comparison, console: Console | None = None) -> None:
     """Print the table, the speedups, and what was wrong with the logs."""
+    console = console or _console()
+    console.print(
+        _table({"baseline": comparison.baseline, "sparse balance": comparison.sparse_balance})
+    )
+    console.print(
+        f"speedup {_text(comparison.speedup, '.3f')} (ratio of medians), "
+        f"{_text(comparison.speedup_total, '.3f')} (total time), "
+        f"{_text(comparison.speedup_paired, '.3f')} (median step)"
+    )
+    show_notes(comparison.problems, console)
+
+
+def show_run(run: RunSummary, console: Console | None = None) -> None:
+    """Print one run's numbers."""
+    (console or _console()).print(_table({"this run": run}))
+
+
+def show_notes(notes: Sequence[str], console: Console | None = None) -> None:
+    """Print the first few, and how many more there are."""
+    console = console or _console()
+    for note in notes[:_NOTES_SHOWN]:
+        console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
+    hidden = len(notes) - _NOTES_SHOWN
+    if hidden > 0:
+        console.print(f"note: {hidden} more like these")
+
+
+def _console() -> Console:
     try:
         from rich.console import Console
     except ImportError:
         raise SummaryError(
             "the table needs rich: pip install 'sparsebalance-megatron[tools]'"
         ) from None
-    console = console or Console()
-    console.print(_table(comparison))
-    console.print(
-        f"speedup {_text(comparison.speedup, '.3f')} (ratio of medians), "
-        f"{_text(comparison.speedup_total, '.3f')} (total time), "
-        f"{_text(comparison.speedup_paired, '.3f')} (median step)"
-    )
-    for problem in comparison.problems[:_PROBLEMS_SHOWN]:
-        console.print(f"note: {problem}", markup=False, highlight=False, soft_wrap=True)
-    hidden = len(comparison.problems) - _PROBLEMS_SHOWN
-    if hidden > 0:
-        console.print(f"note: {hidden} more like these")
+    return Console()
 
 
-_Value = Callable[[RunSummary], str]
-_ROWS: tuple[tuple[str, _Value], ...] = (
-    ("iteration, ms (median)", lambda run: _text(run.iteration_ms_median, ".1f")),
-    ("imbalance of ranks, max/mean", lambda run: _text(run.rank_imbalance, ".3f")),
-    ("busiest rank, ms: measured", lambda run: _text(run.measured_ms, ".1f")),
-    ("busiest rank, ms: predicted", lambda run: _text(run.predicted_ms, ".1f")),
-    ("step, ms: predicted lower bound", lambda run: _text(run.lower_bound_ms, ".1f")),
-    ("error of predicted rank times", lambda run: _text(run.predicted_error, ".1%")),
-    ("work, of that at base budgets", lambda run: _text(run.work_ratio, ".1%")),
-    ("score coverage (mean)", lambda run: _text(run.coverage_mean, ".4f")),
-    ("loss, first step", lambda run: _text(run.loss_first, ".4f")),
-    ("loss, last step", lambda run: _text(run.loss_last, ".4f")),
-    ("steps, of them warm-up", lambda run: f"{run.steps}, {run.warm_up_steps}"),
+class Row(NamedTuple):
+    """One line of the comparison; ``kind``: where the number comes from."""
+
+    name: str
+    kind: Literal["measured", "predicted", "both", "logged"]
+    value: Callable[[RunSummary], str]
+
+
+ROWS = (
+    Row("iteration, ms (median)", "measured", lambda run: _ms(run.iteration_ms_median)),
+    Row("imbalance of ranks, max/mean", "measured", lambda run: _text(run.rank_imbalance, ".3f")),
+    Row("busiest rank, ms: measured", "measured", lambda run: _ms(run.measured_ms)),
+    Row("busiest rank, ms: predicted", "predicted", lambda run: _ms(run.predicted_ms)),
+    Row("step, ms: predicted lower bound", "predicted", lambda run: _ms(run.lower_bound_ms)),
+    Row("error of predicted rank times", "both", lambda run: _text(run.predicted_error, ".1%")),
+    Row("work, of that at base budgets", "predicted", lambda run: _text(run.work_ratio, ".1%")),
+    Row("score coverage (mean)", "measured", lambda run: _text(run.coverage_mean, ".4f")),
+    Row("loss, first step", "measured", lambda run: _text(run.loss_first, ".4f")),
+    Row("loss, last step", "measured", lambda run: _text(run.loss_last, ".4f")),
+    Row("steps, of them warm-up", "logged", lambda run: f"{run.steps}, {run.warm_up_steps}"),
 )
 
 
-def _table(comparison: Comparison) -> Table:
+def _table(columns: Mapping[str, RunSummary]) -> Table:
     from rich.table import Table
 
     table = Table()
     table.add_column("")
-    table.add_column("baseline", justify="right")
-    table.add_column("sparse balance", justify="right")
-    for name, value in _ROWS:
-        table.add_row(name, value(comparison.baseline), value(comparison.sparse_balance))
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in ROWS:
+        table.add_row(row.name, *(row.value(run) for run in columns.values()))
     return table
+
+
+def _ms(value: float | None) -> str:
+    """Counted operations predict relative times, which can be far below a millisecond."""
+    return _text(value, ".1f" if value is None or value >= 1.0 else ".3g")
 
 
 def _text(value: float | None, layout: str) -> str:
     return "not measured" if value is None else format(value, layout)
-
-
-def _pairs(baseline: RunLog, balanced: RunLog) -> list[tuple[Step, Step]]:
-    """Steps of the same iteration, after both runs' warm-up."""
-    settled = {
-        step.iteration: step for step in baseline.steps[warm_up_steps(len(baseline.steps)) :]
-    }
-    return [
-        (settled[step.iteration], step)
-        for step in balanced.steps[warm_up_steps(len(balanced.steps)) :]
-        if step.iteration in settled
-    ]
-
-
-def _paired_speedup(pairs: Iterable[tuple[Step, Step]]) -> float | None:
-    return _middle(_ratio(old.iteration_ms, new.iteration_ms) for old, new in pairs)
-
-
-def _total_speedup(pairs: Iterable[tuple[Step, Step]]) -> float | None:
-    timed = [
-        (old.iteration_ms, new.iteration_ms)
-        for old, new in pairs
-        if old.iteration_ms is not None and new.iteration_ms is not None
-    ]
-    return _ratio(sum(old for old, _ in timed), sum(new for _, new in timed))
-
-
-def _ratio(numerator: float | None, denominator: float | None) -> float | None:
-    return numerator / denominator if numerator is not None and denominator else None
-
-
-def _imbalance(times_ms: Sequence[float] | None) -> float | None:
-    """max/mean."""
-    return _ratio(max(times_ms), fmean(times_ms)) if times_ms else None
-
-
-def _largest(times_ms: Sequence[float] | None) -> float | None:
-    return max(times_ms) if times_ms else None
-
-
-def _errors(step: Step) -> list[float]:
-    """Relative error of every rank's predicted time; empty where a side is missing."""
-    if step.measured_rank_ms is None or step.predicted_rank_ms is None:
-        return []
-    pairs = zip(step.predicted_rank_ms, step.measured_rank_ms, strict=True)
-    return [abs(predicted / measured - 1.0) for predicted, measured in pairs if measured > 0.0]
-
-
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
-
-
-def _middle(values: Iterable[float | None]) -> float | None:
-    known = _known(values)
-    return median(known) if known else None
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = _known(values)
-    return fmean(known) if known else None

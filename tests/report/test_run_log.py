@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from sparsebalance_megatron.plan.step_plan import Expectation, RankPlan, StepPlan
 from sparsebalance_megatron.report.run_log import RunLogError, read_run_log
 
 HEADER = {"type": "run", "config": {"batching": "latency"}}
@@ -52,71 +52,6 @@ def test_whole_log(tmp_path: Path) -> None:
     assert second.measured_rank_ms == (90.0, 70.0)
     assert second.predicted_rank_ms == (80.0, 60.0)
     assert (second.lower_bound_ms, second.work_ratio, second.coverage) == (70.0, 1.0, 0.75)
-
-
-def test_log_as_training_writes_it(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core")
-    step_log = pytest.importorskip("sparsebalance_megatron.runtime.step_log")
-    telemetry = pytest.importorskip("sparsebalance_megatron.runtime.telemetry")
-    times_DPVM = np.array([[[[10.0, 20.0]]], [[[30.0, np.nan]]]])
-    measured = telemetry.StepMeasurement(
-        schedule_ms=np.full((2, 1), 42.0),
-        forward_ms=times_DPVM,
-        backward_ms=2.0 * times_DPVM,
-        coverage=telemetry.CoverageTotals(
-            sums_LUK=np.zeros((1, 1, 1)),
-            counts_LU=np.zeros((1, 1)),
-            executed_sum=3.0,
-            base_sum=3.0,
-            count=4.0,
-            minimum=0.5,
-            grown=0.0,
-        ),
-        lm_loss=2.5,
-        tokens=123,
-        digest_mismatches=0,
-    )
-    planned = _Planned(plan=_plan(np.ones((2, 1, 1, 2))), plan_ms=1.0)
-    log = step_log.StepLog(tmp_path)
-    log.begin_run({"config": {}}, resumed=False)
-    log.append(
-        step_log.step_record(
-            iteration=1, iteration_ms=None, planned=planned, measured=measured, padded_tokens=0
-        )
-    )
-
-    (step,) = read_run_log(tmp_path).steps
-
-    assert step.predicted_rank_ms == (4.0, 4.0)
-    assert step.measured_rank_ms is None, "rank 1 has an unmeasured micro-batch"
-    assert (step.tokens, step.lm_loss, step.coverage) == (123, 2.5, 0.75)
-    assert (step.lower_bound_ms, step.work_ratio) == (70.0, 0.9)
-
-
-class _Planned:
-    def __init__(self, *, plan: StepPlan, plan_ms: float) -> None:
-        self.plan, self.plan_ms = plan, plan_ms
-
-
-def _plan(times_DPVM: np.ndarray) -> StepPlan:
-    expectation = Expectation(
-        makespan_ms=80.0,
-        lower_bound_ms=70.0,
-        rank_makespan_ms=(80.0, 60.0),
-        forward_ms=times_DPVM,
-        backward_ms=times_DPVM,
-        imbalance_micro_batches=1.0,
-        imbalance_rank_sums=1.0,
-        imbalance_makespans=1.0,
-        coverage_mean=None,
-        coverage_min=None,
-        work_ratio=0.9,
-        samples_cut=0,
-        samples_raised=0,
-        samples_clamped=0,
-    )
-    ranks = (RankPlan(micro_batches=()), RankPlan(micro_batches=()))
-    return StepPlan(step=0, ranks=ranks, expectation=expectation)
 
 
 def test_last_line_cut_off(tmp_path: Path) -> None:
@@ -223,3 +158,63 @@ def test_directory_in_place_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "steps.jsonl").mkdir()
     with pytest.raises(RunLogError, match="directory"):
         read_run_log(tmp_path)
+
+
+COVERAGE = {
+    "type": "coverage",
+    "iteration": 2,
+    "grid": [1, 2],
+    "bucket_blocks": [1, 2],
+    "curves": [[None, [0.5, 1.0]], [[None, None], [0.25, 1.0]]],
+}
+
+
+def test_the_last_coverage_curves_count(tmp_path: Path) -> None:
+    earlier = COVERAGE | {"iteration": 1, "curves": [[None, None]]}
+    log = read_run_log(write(tmp_path, HEADER, record(1), earlier, record(2), COVERAGE))
+    assert log.problems == ()
+    assert log.coverage is not None
+    assert (log.coverage.iteration, log.coverage.grid) == (2, (1, 2))
+    assert log.coverage.bucket_blocks == (1, 2)
+    missing, known = [np.nan, np.nan], [[0.5, 1.0], [0.25, 1.0]]
+    expected_LUK = np.stack([np.array([missing, missing]), np.array(known)], axis=1)
+    np.testing.assert_array_equal(log.coverage.curves_LUK, expected_LUK)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"curves": [[[0.5, 1.0]]]}, r"curves \(1, 1, 2\) must be .* 2 buckets and 2 budgets"),
+        ({"curves": [[1.0, 2.0]]}, "curves"),
+        ({"curves": "x"}, "curves is not an array of numbers"),
+        ({"curves": []}, "curves"),
+        ({"grid": [1, None]}, "grid or bucket_blocks holds null"),
+        ({"iteration": None}, "iteration is None"),
+    ],
+)
+def test_damaged_coverage_is_left_out(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    log = read_run_log(write(tmp_path, HEADER, record(1), COVERAGE, COVERAGE | change))
+    assert log.coverage is not None
+    (problem,) = log.problems
+    assert re.search(rf"line 4: .*{message}", problem)
+
+
+def test_the_older_file_comes_first(tmp_path: Path) -> None:
+    write(tmp_path, HEADER, record(1, lm_loss=1.0), record(2, lm_loss=1.0))
+    (tmp_path / "steps.jsonl").rename(tmp_path / "steps.1.jsonl")
+    newer = HEADER | {"config": {"batching": "length"}, "lines_discarded": 7}
+    late = record(3) | {"lines_dropped": 2}
+    log = read_run_log(write(tmp_path, newer, record(2, lm_loss=5.0), late))
+    assert [step.iteration for step in log.steps] == [1, 2, 3]
+    assert [step.lm_loss for step in log.steps] == [1.0, 5.0, 6.0]
+    assert log.header["config"] == {"batching": "length"}
+    discarded, dropped, repeated = log.problems
+    assert "the 7 oldest lines were discarded" in discarded
+    assert "2 lines could not be written" in dropped
+    assert "1 steps ran again" in repeated
+
+
+def test_the_older_file_alone_is_enough(tmp_path: Path) -> None:
+    write(tmp_path, HEADER, record(1))
+    (tmp_path / "steps.jsonl").rename(tmp_path / "steps.1.jsonl")
+    assert len(read_run_log(tmp_path).steps) == 1

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from sparsebalance_megatron.report import summary
+from sparsebalance_megatron.report import comparison, summary
+from sparsebalance_megatron.report.comparison import compare, summarize
 from sparsebalance_megatron.report.run_log import RunLog, RunLogError, Step
-from sparsebalance_megatron.report.summary import compare, summarize
 
 
 def step(iteration: int, **changes: Any) -> Step:
@@ -39,7 +39,7 @@ def log(name: str, *steps: Step, problems: tuple[str, ...] = ()) -> RunLog:
 
 @pytest.mark.parametrize(("steps", "skipped"), [(1, 0), (4, 0), (5, 1), (24, 4), (25, 5), (90, 5)])
 def test_warm_up(steps: int, skipped: int) -> None:
-    assert summary.warm_up_steps(steps) == skipped
+    assert comparison.warm_up_steps(steps) == skipped
     times_ms = [1000.0] * skipped + [10.0] * (steps - skipped)
     run = summarize([step(i + 1, iteration_ms=ms) for i, ms in enumerate(times_ms)])
     assert run.iteration_ms_median == 10.0
@@ -80,29 +80,29 @@ def test_unmeasured_is_none_and_not_zero() -> None:
 def test_speedup_of_medians_and_step_by_step() -> None:
     slow = [step(i + 1, iteration_ms=ms) for i, ms in enumerate((None, 100.0, 200.0, 300.0))]
     fast = [step(i + 1, iteration_ms=ms) for i, ms in enumerate((None, 50.0, 160.0, 100.0))]
-    comparison = compare(log("slow", *slow), log("fast", *fast))
-    assert comparison.speedup == pytest.approx(200.0 / 100.0)
-    assert comparison.speedup_paired == pytest.approx(2.0)
-    assert comparison.speedup_total == pytest.approx(600.0 / 310.0)
-    assert comparison.problems == ()
+    found = compare(log("slow", *slow), log("fast", *fast))
+    assert found.speedup == pytest.approx(200.0 / 100.0)
+    assert found.speedup_paired == pytest.approx(2.0)
+    assert found.speedup_total == pytest.approx(600.0 / 310.0)
+    assert found.problems == ()
 
 
 def test_pairs_are_of_the_same_iteration() -> None:
     slow = [step(1), step(2, iteration_ms=100.0), step(3, iteration_ms=900.0)]
     fast = [step(1), step(3, iteration_ms=300.0)]
-    comparison = compare(log("slow", *slow), log("fast", *fast))
-    assert comparison.speedup_paired == pytest.approx(3.0)
-    assert "3 steps in slow, 2 in fast" in comparison.problems[0]
+    found = compare(log("slow", *slow), log("fast", *fast))
+    assert found.speedup_paired == pytest.approx(3.0)
+    assert "3 steps in slow, 2 in fast" in found.problems[0]
 
 
 def test_other_samples_are_not_compared_step_by_step() -> None:
     slow = [step(1), step(2)]
     fast = [step(1), step(2, tokens=65, iteration_ms=50.0)]
-    comparison = compare(log("slow", *slow), log("fast", *fast))
-    assert comparison.speedup == pytest.approx(2.0)
-    assert comparison.speedup_paired is None
-    assert comparison.speedup_total is None
-    assert "differ in 1 of 2 steps, first in iteration 2" in comparison.problems[0]
+    found = compare(log("slow", *slow), log("fast", *fast))
+    assert found.speedup == pytest.approx(2.0)
+    assert found.speedup_paired is None
+    assert found.speedup_total is None
+    assert "differ in 1 of 2 steps, first in iteration 2" in found.problems[0]
 
 
 def parse(*flags: str) -> argparse.Namespace:

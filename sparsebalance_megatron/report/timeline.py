@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every stage of every rank did in one step, and when: as predicted, and as measured.
+
+Shape legend: D data-parallel ranks, P stages, V virtual stages, M micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparsebalance_megatron.plan.pipeline import schedule_name, simulate
+from sparsebalance_megatron.plan.step_plan import PlanError
+from sparsebalance_megatron.report.rank_log import Place, RankStep
+from sparsebalance_megatron.report.step_times import StepTimes
+
+PREDICTED = "the schedule simulated with the predicted times"
+SIMULATED = (
+    "times are measured, but starts were not logged: the schedule is simulated with the times"
+)
+MEASURED = "starts and ends by the clocks of the ranks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A forward or a backward of one chunk for one micro-batch, in ms since the step began."""
+
+    place: Place
+    kind: str
+    chunk: int
+    position: int
+    start_ms: float
+    end_ms: float
+
+    @property
+    def ms(self) -> float:
+        return self.end_ms - self.start_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """One step of one run.
+
+    ``source``: how starts are known, :data:`PREDICTED`, :data:`SIMULATED` or :data:`MEASURED`.
+    ``remarks``: what is not in it.
+    """
+
+    bars: tuple[Bar, ...]
+    source: str
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def makespan_ms(self) -> float:
+        return max(bar.end_ms for bar in self.bars)
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return tuple(sorted({bar.place for bar in self.bars}))
+
+    @property
+    def busy_share(self) -> float:
+        """Computing time over the time that all stages together have until the step's end."""
+        available_ms = self.makespan_ms * len(self.places)
+        return sum(bar.ms for bar in self.bars) / available_ms if available_ms else 1.0
+
+
+def predicted_timeline(times: StepTimes) -> Timeline | None:
+    """The schedule simulated with predicted times; None where a log holds totals only."""
+    if times.predicted_forward_DPVM is None or times.predicted_backward_DPVM is None:
+        return None
+    return _simulated(times.predicted_forward_DPVM, times.predicted_backward_DPVM, PREDICTED)
+
+
+def measured_timeline(
+    times: StepTimes | None,
+    ranks: Mapping[Place, RankStep],
+    expected: Iterable[Place] = (),
+) -> Timeline | None:
+    """True starts where ranks logged them, or else the schedule simulated with measured times.
+
+    Args:
+        times: of the step log, if there is one.
+        ranks: what every rank logged of this step.
+        expected: all stages of all ranks, to say which are missing.
+
+    Returns:
+        None where neither is complete enough.
+    """
+    if any(step.spans for step in ranks.values()):
+        return _measured(ranks, expected)
+    if times is None:
+        return None
+    return _simulated(times.measured_forward_DPVM, times.measured_backward_DPVM, SIMULATED)
+
+
+def _simulated(forward_DPVM: np.ndarray, backward_DPVM: np.ndarray, source: str) -> Timeline | None:
+    """None where a time is missing or negative."""
+    ranks, stages, virtual_stages, _ = forward_DPVM.shape
+    schedule = schedule_name(stages, virtual_stages)
+    try:
+        traces = [
+            simulate(
+                forward_DPVM[d],
+                backward_DPVM[d],
+                schedule=schedule,
+                virtual_stages=virtual_stages,
+            )
+            for d in range(ranks)
+        ]
+    except PlanError:
+        return None
+    return Timeline(
+        bars=tuple(
+            Bar(
+                place=(d, event.stage),
+                kind=event.kind,
+                chunk=event.chunk,
+                position=event.micro_batch,
+                start_ms=event.start_ms,
+                end_ms=event.end_ms,
+            )
+            for d, trace in enumerate(traces)
+            for event in trace.events
+        ),
+        source=source,
+    )
+
+
+def _measured(ranks: Mapping[Place, RankStep], expected: Iterable[Place]) -> Timeline:
+    """Ranks are set side by side by the wall clocks of their hosts."""
+    spoken = {place: step for place, step in ranks.items() if step.spans}
+    origins_s = {place: step.start_unix_s for place, step in spoken.items()}
+    known_s = [start for start in origins_s.values() if start is not None]
+    remarks = [
+        f"{_named(missing)}: nothing logged of this step"
+        for missing in [sorted(set(expected) - set(spoken))]
+        if missing
+    ]
+    unmeasured = sum(step.unmeasured for step in ranks.values())
+    if unmeasured:
+        remarks.append(f"{unmeasured} forwards or backwards have no time")
+    if len(known_s) < len(spoken):
+        remarks.append("ranks without a wall-clock time are drawn from the step's start")
+    first_s = min(known_s, default=0.0)
+    return Timeline(
+        bars=tuple(
+            Bar(
+                place=place,
+                kind=span.kind,
+                chunk=span.chunk,
+                position=span.position,
+                start_ms=offset_ms + span.start_ms,
+                end_ms=offset_ms + span.end_ms,
+            )
+            for place, step in sorted(spoken.items())
+            for offset_ms in [_since(first_s, origins_s[place])]
+            for span in step.spans
+        ),
+        source=MEASURED,
+        remarks=tuple(remarks),
+    )
+
+
+def _since(first_s: float, start_s: float | None) -> float:
+    """ms"""
+    return 0.0 if start_s is None else (start_s - first_s) * 1e3
+
+
+def _named(places: list[Place]) -> str:
+    shown = ", ".join(f"rank {d} stage {p}" for d, p in places[:4])
+    return shown + (f" and {len(places) - 4} more" if len(places) > 4 else "")

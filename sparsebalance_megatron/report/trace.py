@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps as Chrome trace events, which Perfetto and chrome://tracing open.
+
+Format: "Trace Event Format", Google; complete events ("X"), counters ("C"), metadata ("M").
+Times are microseconds with three decimals, so whole nanoseconds: neighbours never overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+from sparsebalance_megatron.report.history import max_over_mean
+from sparsebalance_megatron.report.rank_log import Place, RankMicroBatch, RankStep
+from sparsebalance_megatron.report.run_log import Step
+from sparsebalance_megatron.report.step_times import StepTimes
+from sparsebalance_megatron.report.timeline import Bar, Timeline
+
+_RUN_PROCESS = 1
+_SIDES = ("predicted", "measured")
+_PAUSE_NS = 1_000
+"""Between steps that would touch."""
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedStep:
+    """One step: its timelines where they are known, and what it held.
+
+    ``start_unix_s``: when the first rank began, None where no rank said so.
+    """
+
+    iteration: int
+    timelines: Mapping[str, Timeline]
+    step: Step | None
+    times: StepTimes | None
+    contents: Mapping[Place, RankStep]
+    start_unix_s: float | None
+
+
+@dataclass
+class Tracer:
+    """Turns steps, given in order, into events.
+
+    Predicted and measured are processes of their own, one per data-parallel rank, with a thread per
+    stage. The measured steps keep their distance where the ranks logged when they began, and follow
+    one another where not. A predicted step begins with its measured one, or when the predicted step
+    before it has ended, if that is later.
+    """
+
+    _ids: dict[tuple[str, int], int] = field(default_factory=dict)
+    _threads: dict[tuple[str, Place], int] = field(default_factory=dict)
+    _end_ns: dict[str, int] = field(default_factory=dict)
+    _first_unix_s: float | None = None
+
+    def begin(self) -> Iterator[Event]:
+        """Metadata that every trace starts with."""
+        yield _name("process_name", _RUN_PROCESS, 0, "run")
+        yield _sort("process_sort_index", _RUN_PROCESS, 0, 0)
+        yield _name("thread_name", _RUN_PROCESS, _RUN_PROCESS, "steps")
+
+    def add(self, traced: TracedStep) -> Iterator[Event]:
+        """The events of one step."""
+        start_ns = self._start(traced)
+        longest_ns = 0
+        for side in _SIDES:
+            timeline = traced.timelines.get(side)
+            if timeline is None:
+                continue
+            origin_ns = max(start_ns, self._end_ns.get(side, 0))
+            for place in timeline.places:
+                yield from self._introduce(side, place)
+            for bar in timeline.bars:
+                yield self._slice(side, bar, origin_ns, traced)
+            length_ns = _ns(timeline.makespan_ms)
+            self._end_ns[side] = origin_ns + length_ns + _PAUSE_NS
+            if side == "measured" or not longest_ns:
+                longest_ns = length_ns
+        yield _complete(
+            f"iteration {traced.iteration}",
+            "step",
+            (_RUN_PROCESS, _RUN_PROCESS),
+            (start_ns, start_ns + longest_ns),
+            _step_arguments(traced),
+        )
+        yield from _counters(traced.step, start_ns)
+        self._end_ns["run"] = start_ns + longest_ns + _PAUSE_NS
+
+    def _start(self, traced: TracedStep) -> int:
+        """By the wall clock where it is known, but never before the last step has ended."""
+        earliest_ns = max(self._end_ns.get("run", 0), self._end_ns.get("measured", 0))
+        if traced.start_unix_s is None:
+            return earliest_ns
+        if self._first_unix_s is None:
+            self._first_unix_s = traced.start_unix_s - earliest_ns * 1e-9
+        return max(earliest_ns, round((traced.start_unix_s - self._first_unix_s) * 1e9))
+
+    def _introduce(self, side: str, place: Place) -> Iterator[Event]:
+        """Name the process and the thread of a stage when they first appear."""
+        rank, stage = place
+        if (side, rank) not in self._ids:
+            process = self._ids[side, rank] = _RUN_PROCESS + 1 + len(self._ids)
+            yield _name("process_name", process, 0, f"{side}, rank {rank}")
+            order = 1 + rank + (1_000_000 if side == "measured" else 0)
+            yield _sort("process_sort_index", process, 0, order)
+        if (side, place) not in self._threads:
+            # Perfetto keeps threads apart by their number alone.
+            thread = self._threads[side, place] = 1_000_000 + len(self._threads)
+            process = self._ids[side, rank]
+            yield _name("thread_name", process, thread, f"stage {stage}")
+            yield _sort("thread_sort_index", process, thread, stage)
+
+    def _slice(self, side: str, bar: Bar, origin_ns: int, traced: TracedStep) -> Event:
+        chunk = f" chunk {bar.chunk}" if traced.times and traced.times.shape[2] > 1 else ""
+        return _complete(
+            f"{bar.kind} {bar.position}{chunk}",
+            side,
+            (self._ids[side, bar.place[0]], self._threads[side, bar.place]),
+            (origin_ns + _ns(bar.start_ms), origin_ns + _ns(bar.end_ms)),
+            _bar_arguments(bar, traced),
+        )
+
+
+def _bar_arguments(bar: Bar, traced: TracedStep) -> Event:
+    found: Event = {
+        "iteration": traced.iteration,
+        "micro_batch": bar.position,
+        "chunk": bar.chunk,
+        "ms": round(bar.ms, 4),
+    }
+    for side in _SIDES:
+        ms = _side_ms(traced.times, side, bar)
+        if ms is not None:
+            found[f"{side}_ms"] = round(ms, 4)
+    held = _micro_batch(traced.contents.get(bar.place), bar.position)
+    if held is not None:
+        found["tokens"] = held.tokens
+        found["lengths_tokens"] = list(held.lengths_tokens)
+        if held.budgets_LS.size:
+            found["budgets_blocks_mean"] = held.budgets_LS.mean(axis=0).round(2).tolist()
+            found["budgets_blocks_min"] = held.budgets_LS.min(axis=0).astype(int).tolist()
+            found["budgets_blocks_max"] = held.budgets_LS.max(axis=0).astype(int).tolist()
+        coverage = [value for value in held.coverage_S if value is not None]
+        if coverage:
+            found["coverage_mean"] = round(sum(coverage) / len(coverage), 5)
+    return found
+
+
+def _side_ms(times: StepTimes | None, side: str, bar: Bar) -> float | None:
+    """The time that the step log has for it; None where there is none."""
+    if times is None:
+        return None
+    times_DPVM = getattr(times, f"{side}_{bar.kind}_DPVM")
+    if times_DPVM is None:
+        return None
+    ranks, stages, chunks, micro_batches = times_DPVM.shape
+    rank, stage = bar.place
+    if rank >= ranks or stage >= stages or bar.chunk >= chunks or bar.position >= micro_batches:
+        return None
+    ms = float(times_DPVM[rank, stage, bar.chunk, bar.position])
+    return ms if isfinite(ms) else None
+
+
+def _micro_batch(step: RankStep | None, position: int) -> RankMicroBatch | None:
+    micro_batches: Sequence[RankMicroBatch] = () if step is None else step.micro_batches
+    return next((each for each in micro_batches if each.position == position), None)
+
+
+def _step_arguments(traced: TracedStep) -> Event:
+    found: Event = {"iteration": traced.iteration}
+    for side, timeline in traced.timelines.items():
+        found[f"{side}_ms"] = round(timeline.makespan_ms, 4)
+        found[f"{side}_known_from"] = timeline.source
+    if traced.step is not None:
+        step = traced.step
+        values = {
+            "iteration_ms": step.iteration_ms,
+            "lm_loss": step.lm_loss,
+            "tokens": step.tokens,
+            "lower_bound_ms": step.lower_bound_ms,
+            "work_ratio": step.work_ratio,
+        }
+        found |= {name: value for name, value in values.items() if value is not None}
+    return found
+
+
+def _counters(step: Step | None, start_ns: int) -> Iterator[Event]:
+    if step is None:
+        return
+    tracks = {
+        "coverage": {"executed": step.coverage, "at base budgets": step.coverage_base},
+        "imbalance of ranks": {
+            "predicted": max_over_mean(step.predicted_rank_ms),
+            "measured": max_over_mean(step.measured_rank_ms),
+        },
+    }
+    for name, values in tracks.items():
+        known = {key: value for key, value in values.items() if value is not None}
+        if known:
+            yield {"name": name, "ph": "C", "pid": _RUN_PROCESS, "ts": _us(start_ns), "args": known}
+
+
+def _complete(
+    name: str, category: str, where: tuple[int, int], span_ns: tuple[int, int], arguments: Event
+) -> Event:
+    start_ns, end_ns = span_ns
+    return {
+        "name": name,
+        "cat": category,
+        "ph": "X",
+        "pid": where[0],
+        "tid": where[1],
+        "ts": _us(start_ns),
+        "dur": _us(end_ns - start_ns),
+        "args": arguments,
+    }
+
+
+def _name(kind: str, process: int, thread: int, name: str) -> Event:
+    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _sort(kind: str, process: int, thread: int, index: int) -> Event:
+    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"sort_index": index}}
+
+
+def _ns(ms: float) -> int:
+    return round(ms * 1e6)
+
+
+def _us(ns: int) -> float:
+    return ns / 1_000

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timelines: simulated ones against the simulator, measured ones against the spans."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsebalance_megatron.plan.pipeline import simulate
+from sparsebalance_megatron.report.rank_log import RankStep, Span
+from sparsebalance_megatron.report.step_times import StepTimes
+from sparsebalance_megatron.report.timeline import (
+    MEASURED,
+    PREDICTED,
+    SIMULATED,
+    measured_timeline,
+    predicted_timeline,
+)
+
+
+def times(measured: np.ndarray, predicted: np.ndarray | None = None) -> StepTimes:
+    """Backwards take twice as long as forwards."""
+    return StepTimes(
+        measured_forward_DPVM=measured,
+        measured_backward_DPVM=2 * measured,
+        predicted_forward_DPVM=predicted,
+        predicted_backward_DPVM=None if predicted is None else 2 * predicted,
+    )
+
+
+def rank_step(start_unix_s: float | None, *spans: Span, unmeasured: int = 0) -> RankStep:
+    return RankStep(start_unix_s=start_unix_s, micro_batches=(), spans=spans, unmeasured=unmeasured)
+
+
+def span(kind: str, start_ms: float, end_ms: float) -> Span:
+    return Span(kind=kind, chunk=0, position=0, start_ms=start_ms, end_ms=end_ms)
+
+
+@given(
+    stages=st.integers(1, 3),
+    virtual_stages=st.integers(1, 2),
+    groups=st.integers(1, 2),
+    ranks=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_a_simulated_timeline_holds_everything_once(
+    stages: int, virtual_stages: int, groups: int, ranks: int, seed: int
+) -> None:
+    shape = (ranks, stages, virtual_stages, stages * groups)
+    predicted = np.random.default_rng(seed).uniform(0.1, 5.0, shape)
+    found = predicted_timeline(times(predicted, predicted))
+    assert found is not None and found.source == PREDICTED
+    durations = {
+        (bar.place, bar.kind, bar.chunk, bar.position): bar.end_ms - bar.start_ms
+        for bar in found.bars
+    }
+    assert len(durations) == len(found.bars) == 2 * predicted.size
+    for (d, p, v, m), ms in np.ndenumerate(predicted):
+        assert durations[(d, p), "forward", v, m] == pytest.approx(ms)
+        assert durations[(d, p), "backward", v, m] == pytest.approx(2 * ms)
+    assert len(found.places) == ranks * stages
+    assert found.busy_share == pytest.approx(
+        3 * predicted.sum() / (found.makespan_ms * ranks * stages)
+    )
+
+
+def test_a_simulated_timeline_is_the_simulators() -> None:
+    forward_PM = np.array([[1.0, 2.0], [3.0, 1.0]])
+    found = measured_timeline(times(forward_PM[None, :, None, :]), {})
+    trace = simulate(forward_PM, 2 * forward_PM)
+    assert found is not None and found.source == SIMULATED
+    assert found.makespan_ms == trace.makespan_ms
+    assert [(bar.place[1], bar.start_ms, bar.end_ms) for bar in found.bars] == [
+        (event.stage, event.start_ms, event.end_ms) for event in trace.events
+    ]
+
+
+@pytest.mark.parametrize("wrong", [np.nan, -1.0])
+def test_nothing_is_simulated_from_a_time_that_is_missing_or_wrong(wrong: float) -> None:
+    broken = np.ones((1, 2, 1, 2))
+    broken[0, 1, 0, 1] = wrong
+    assert measured_timeline(times(broken), {}) is None
+    assert predicted_timeline(times(np.ones((1, 2, 1, 2)), broken)) is None
+    assert predicted_timeline(times(broken)) is None
+    assert measured_timeline(None, {}) is None
+
+
+def test_spans_are_set_side_by_side_by_the_wall_clock() -> None:
+    found = measured_timeline(
+        times(np.ones((2, 1, 1, 1))),
+        {
+            (0, 0): rank_step(100.002, span("forward", 1.0, 2.0)),
+            (1, 0): rank_step(100.0, span("forward", 0.5, 3.0), span("backward", 3.0, 4.0)),
+        },
+        [(0, 0), (1, 0)],
+    )
+    assert found is not None and found.source == MEASURED
+    starts = [(bar.place, bar.kind, bar.start_ms, bar.end_ms) for bar in found.bars]
+    assert starts == [
+        ((0, 0), "forward", pytest.approx(3.0, abs=1e-3), pytest.approx(4.0, abs=1e-3)),
+        ((1, 0), "forward", 0.5, 3.0),
+        ((1, 0), "backward", 3.0, 4.0),
+    ]
+    assert found.remarks == ()
+
+
+def test_what_a_measured_timeline_lacks_is_said() -> None:
+    found = measured_timeline(
+        None,
+        {(0, 0): rank_step(None, span("forward", 0.0, 1.0), unmeasured=2)},
+        [(0, 0), (0, 1), (1, 0)],
+    )
+    assert found is not None
+    assert found.remarks == (
+        "rank 0 stage 1, rank 1 stage 0: nothing logged of this step",
+        "2 forwards or backwards have no time",
+        "ranks without a wall-clock time are drawn from the step's start",
+    )
