@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# One balanced run on two CPU ranks, with nothing around it. Takes the data and the tokenizer that
-# `sparse-balance prepare-data --tokenizer-train` wrote; scripts/quickstart.sh makes both.
+# One balanced run of a small GPT on two CPU ranks, with nothing around it.
 #
-#   examples/cpu_quickstart.sh [DATA_PREFIX [LOG_DIR]]
+#   examples/cpu_quickstart.sh prepare   once: the standard library's sources, and a tokenizer
+#   examples/cpu_quickstart.sh           train
+#
+# Other arguments are flags of training, such as --sparse-balance-dry-run. Every variable below can
+# be set from outside.
 
 set -euo pipefail
 
-DATA="${1:-runs/quickstart/data/python-stdlib}"
-LOG_DIR="${2:-runs/cpu_quickstart}"
+RUN="${RUN:-runs/cpu_quickstart}"
+DATA="${DATA:-${RUN}/data/python-stdlib}"
+TRAIN_ITERS="${TRAIN_ITERS:-20}"
 
 export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1
 
@@ -40,7 +44,7 @@ MODEL_ARGS=(
 TRAINING_ARGS=(
     --micro-batch-size 1
     --global-batch-size 8
-    --train-iters 20
+    --train-iters "${TRAIN_ITERS}"
     --lr 2e-3
     --lr-decay-style constant
     --lr-warmup-iters 5
@@ -64,16 +68,25 @@ EVAL_AND_LOGGING_ARGS=(
 # measures them.
 SPARSE_BALANCE_ARGS=(
     --sparse-balance
+    --sparse-balance-device cpu
     --sparse-balance-block-size 128
     --sparse-balance-base-budget 8
     --sparse-balance-batching makespan
     --sparse-balance-tuning makespan
-    --sparse-balance-log-dir "${LOG_DIR}"
+    --sparse-balance-log-dir "${RUN}/log"
 )
 
-torchrun "${DISTRIBUTED_ARGS[@]}" -m sparsebalance_megatron.pretrain_gpt \
-    "${MODEL_ARGS[@]}" \
-    "${TRAINING_ARGS[@]}" \
-    "${DATA_ARGS[@]}" \
-    "${EVAL_AND_LOGGING_ARGS[@]}" \
-    "${SPARSE_BALANCE_ARGS[@]}"
+case "${1:-}" in
+    prepare)
+        sparse-balance prepare-data --python-stdlib --tokenizer-train 2048 --output-prefix "${DATA}"
+        ;;
+    *)
+        torchrun "${DISTRIBUTED_ARGS[@]}" -m sparsebalance_megatron.pretrain_gpt \
+            "${MODEL_ARGS[@]}" \
+            "${TRAINING_ARGS[@]}" \
+            "${DATA_ARGS[@]}" \
+            "${EVAL_AND_LOGGING_ARGS[@]}" \
+            "${SPARSE_BALANCE_ARGS[@]}" \
+            "${@}"
+        ;;
+esac

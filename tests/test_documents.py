@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What documents tell people to type exists, and links lead somewhere.
+
+bash expands every ``bash`` block of every document, with recorders in the place of all programs; a
+program without a rule below is "command not found" and fails. The rules:
+
+- ``sparse-balance``: the real parsers accept it; planning commands are run;
+- ``torchrun``: its own parser and Megatron's, with this plugin's flags, know every flag;
+- a script: it exists, is executable, and is run by the test or program named in ``RUN_BY``;
+- ``python FILE``: the file exists and knows the flags; ``python -m``: the module exists;
+- ``git`` and ``pip``: not ours; not checked.
+
+The commands inside scripts/quickstart.sh go through the same rules.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from sparsebalance_megatron import cli
+
+REPOSITORY = Path(__file__).parents[1]
+DOCUMENTS = sorted(
+    path.relative_to(REPOSITORY).as_posix()
+    for pattern in ("*.md", "docs/*.md", "patches/*.md", "examples/*.md", "benchmarks/*.md")
+    for path in REPOSITORY.glob(pattern)
+)
+RUN_BY: dict[str, str | None] = {
+    "scripts/quickstart.sh": "tests/test_documents.py",
+    "scripts/test.sh": ".ci/run",
+    "scripts/lint.sh": ".ci/run",
+    ".ci/run": None,
+    "examples/cpu_quickstart.sh": "tests/test_examples.py",
+    "examples/longcontext_pretrain.sh": "tests/test_examples.py",
+    "examples/qwen2.5_0.5b_sft.sh": "tests/test_examples.py",
+    "examples/qwen2.5_3b_sft.sh": "tests/test_examples.py",
+    "examples/slurm.sh": "tests/test_examples.py",
+}
+"""Script -> the file that runs it; None is what continuous integration starts."""
+RUN_HERE = frozenset({"plan", "simulate"})
+"""Subcommands fast enough to be run as documented, in a folder with ``INPUTS``."""
+INPUTS = {"lengths.txt": "\n".join(str(400 + 977 * n % 30_000) for n in range(400))}
+
+PROGRAMS = ("git", "pip", "python", "sbatch", "sparse-balance", "torchrun")
+RECORDER = """#!{python}
+import json, sys
+with open({log!r}, "a") as log:
+    log.write(json.dumps([{name!r}, *sys.argv[1:]]) + "\\n")
+"""
+PRELUDE = """
+set -euo pipefail
+DISTRIBUTED_ARGS=(--nproc-per-node 2) MODEL_ARGS=(--num-layers 2) TRAINING_ARGS=(--lr 1e-3)
+MODEL_PARALLEL_ARGS=(--sequence-parallel) DATA_ARGS=(--data-path prefix)
+EVAL_AND_LOGGING_ARGS=(--log-interval 1) SPARSE_BALANCE_ARGS=(--sparse-balance)
+PATCH=patch
+source() { :; }
+"""
+
+Command = list[str]
+
+
+def program_folder(folder: Path) -> Path:
+    """Recorders for all programs, and at their own paths for all scripts; the file they write."""
+    log = folder / "calls.jsonl"
+    names = [f"bin/{name}" for name in PROGRAMS]
+    for name in [*names, *RUN_BY]:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        program = Path(name).name if name in names else name
+        path.write_text(RECORDER.format(python=sys.executable, log=str(log), name=program))
+        path.chmod(0o755)
+    log.touch()
+    return log
+
+
+def recorded(folder: Path, script: str) -> list[Command]:
+    """The calls that a piece of bash makes; fails if it does."""
+    log = program_folder(folder)
+    run_bash(folder, script)
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def run_bash(folder: Path, script: str) -> None:
+    result = subprocess.run(
+        ["bash", "-c", script],
+        cwd=folder,
+        env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 0, script + result.stderr[-2000:]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def flags_of(words: Sequence[str]) -> list[str]:
+    return [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
+
+
+class Checks:
+    """Applies the rules; what Megatron's parser must know is collected and asked at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._place = ""
+        self._megatron: list[tuple[str, Command]] = []
+
+    def check(self, place: str, command: Command) -> None:
+        """``place`` names the document in what :meth:`finish` reports."""
+        self._place = place
+        program, *words = command
+        match program:
+            case "sparse-balance":
+                self._check_tool(words)
+            case "torchrun":
+                self._check_torchrun(words)
+            case "python":
+                check_python(words)
+                if words[:2] == ["-m", "sparsebalance_megatron.pretrain_gpt"]:
+                    self._megatron.append((self._place, words[2:]))
+            case "sbatch":
+                check_script(next(word for word in words if word.endswith(".sh")))
+            case "git" | "pip":
+                pass
+            case script:
+                check_script(script)
+                check_paths(words)
+
+    def _check_tool(self, words: Command) -> None:
+        arguments = cli.parse(words)
+        if arguments.command == "profile":
+            self._megatron.append((self._place, arguments.passed_on))
+        if arguments.command in RUN_HERE:
+            for name, text in INPUTS.items():
+                (self._folder / name).write_text(text)
+            done = subprocess.run(
+                [sys.executable, "-m", "sparsebalance_megatron.cli", *words],
+                cwd=self._folder,
+                env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+                capture_output=True,
+                text=True,
+            )
+            assert done.returncode == 0, done.stderr
+
+    def _check_torchrun(self, words: Command) -> None:
+        from torch.distributed.run import get_args_parser
+
+        launch = get_args_parser().parse_args(words)
+        if launch.module:
+            assert importlib.util.find_spec(launch.training_script) is not None
+        else:
+            assert launch.training_script == "pretrain_gpt.py"
+        self._megatron.append((self._place, launch.training_script_args))
+
+    def finish(self) -> None:
+        """Ask Megatron's parser, in a process of its own: the CPU adapter changes torch."""
+        program = (
+            "import argparse, json, sys\n"
+            "from sparsebalance_megatron.runtime import cpu\n"
+            "cpu.install()\n"
+            "from megatron.training.arguments import add_megatron_arguments\n"
+            "from sparsebalance_megatron.runtime.arguments import add_sparse_balance_args\n"
+            "parser = argparse.ArgumentParser(allow_abbrev=False)\n"
+            "add_sparse_balance_args(add_megatron_arguments(parser))\n"
+            "for place, words in json.loads(sys.argv[1]):\n"
+            "    _, unknown = parser.parse_known_args(words)\n"
+            "    assert not unknown, (place, unknown)\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", program, json.dumps(self._megatron)],
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+
+
+def check_script(name: str) -> None:
+    name = name.removeprefix("./")
+    path = REPOSITORY / name
+    assert path.is_file() and os.access(path, os.X_OK), name
+    runner = RUN_BY[name]
+    assert runner is None or Path(name).name in (REPOSITORY / runner).read_text()
+
+
+def check_paths(words: Sequence[str]) -> None:
+    for word in words:
+        if word.startswith(("tests/", "examples/")):
+            assert (REPOSITORY / word.partition("::")[0]).exists(), word
+
+
+def check_python(words: Sequence[str]) -> None:
+    if words[0] == "-m":
+        assert importlib.util.find_spec(words[1]) is not None, words[1]
+        return
+    source = (REPOSITORY / words[0]).read_text()
+    assert [flag for flag in flags_of(words) if f'"{flag}"' not in source] == []
+
+
+def test_commands_in_blocks(tmp_path: Path) -> None:
+    checks = Checks(tmp_path)
+    found = 0
+    for document in DOCUMENTS:
+        for number, block in enumerate(blocks((REPOSITORY / document).read_text(), "bash")):
+            folder = tmp_path / document / str(number)
+            for command in recorded(folder, PRELUDE + block):
+                checks.check(f"{document}, block {number + 1}", command)
+                found += 1
+    for command in quickstart_commands(tmp_path / "quickstart"):
+        checks.check("scripts/quickstart.sh", command)
+    assert found > 10
+    checks.finish()
+
+
+def quickstart_commands(folder: Path) -> list[Command]:
+    """What scripts/quickstart.sh calls to its end, where an environment is there already."""
+    log = program_folder(folder)
+    script = (REPOSITORY / "scripts/quickstart.sh").read_text()
+    (folder / "scripts" / "quickstart.sh").write_text(script)
+    (folder / "scripts" / "_setup.sh").write_text(
+        "set -euo pipefail\nsay() { :; }\nfail() { exit 1; }\nset_up() { :; }\n"
+    )
+    run_bash(folder, "bash scripts/quickstart.sh")
+    commands = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [command[1] for command in commands if command[0] == "sparse-balance"] == [
+        *("prepare-data", "profile", "summary"),
+    ]
+    assert [command[0] for command in commands].count("torchrun") == 2
+    return commands
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_in_sentences(document: str) -> None:
+    """Their program, subcommand and flags exist; what stands for a value is free."""
+    text = re.sub(r"^```.*?^```$", "", (REPOSITORY / document).read_text(), flags=re.S | re.M)
+    for span in re.findall(r"`([^`]+)`", text):
+        program, *words = span.split() or [""]
+        if program == "sparse-balance" and words:
+            check_mentioned_tool(words)
+        elif program == "python" and words:
+            check_python([word.strip("[]") for word in words])
+        elif program.startswith(("./scripts/", "scripts/", "examples/", "./.ci/")):
+            assert (REPOSITORY / program.rstrip("/")).exists(), span
+
+
+def check_mentioned_tool(words: Sequence[str]) -> None:
+    if words[0].startswith("--"):
+        assert words[0] == "--help"
+        return
+    assert words[0] in cli.COMMANDS, words[0]
+    own = [word.strip("[]") for word in words[1:]]
+    own = own[: own.index("--")] if "--" in own else own
+    module = cli.COMMANDS[words[0]][0].replace(".", "/")
+    source = (REPOSITORY / f"{module}.py").read_text()
+    assert [flag for flag in flags_of(own) if f'"{flag}"' not in source] == []
+
+
+def anchors(path: Path) -> set[str]:
+    """What a heading can be linked by, as GitHub names it."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.S | re.M)
+    titles = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document: str) -> None:
+    path = REPOSITORY / document
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        linked = (path.parent / name).resolve() if name else path
+        if not linked.exists() or (anchor and anchor not in anchors(linked)):
+            broken.append(target)
+    assert broken == []

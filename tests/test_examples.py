@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every example, run: its preparation, its profile, and its training command as a dry run.
+
+The model and parallel flags stay as they are; data is tiny, and one launched process stands for all
+ranks. Where a step is only looked at, a recording stand-in takes the place of its program on PATH.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from sparsebalance_megatron import cli
+from sparsebalance_megatron.workload.models import preset
+
+REPOSITORY = Path(__file__).parents[1]
+EXAMPLES = sorted(path.name for path in (REPOSITORY / "examples").glob("*.sh"))
+MODELS = {"qwen2.5_0.5b_sft.sh": "qwen2.5-0.5b", "qwen2.5_3b_sft.sh": "qwen2.5-3b"}
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+RECORDER = """#!{python}
+import json, os, sys
+with open({log!r}, "a") as log:
+    log.write(json.dumps([{name!r}, *sys.argv[1:]]) + "\\n")
+"""
+
+pytestmark = pytest.mark.distributed
+
+
+def run_script(
+    name: str,
+    *arguments: str,
+    directory: Path,
+    variables: Mapping[str, str] | None = None,
+    path_first: Path | None = None,
+) -> str:
+    """Output of an example started in ``directory``; fails with its end if the status is not 0."""
+    path = [str(path_first)] if path_first else []
+    path += [str(Path(sys.executable).parent), os.environ["PATH"]]
+    environment = {
+        "PATH": ":".join(path),
+        "HOME": str(directory),
+        "PYTHONPATH": str(REPOSITORY),
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+    }
+    result = subprocess.run(
+        ["bash", str(REPOSITORY / "examples" / name), *arguments],
+        cwd=directory,
+        env=environment | dict(variables or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+    )
+    assert result.returncode == 0, result.stdout[-4000:]
+    return result.stdout
+
+
+def recorders(directory: Path, *names: str) -> tuple[Path, Path]:
+    """A folder of programs that write down how they were called, and the file they write to."""
+    directory.mkdir()
+    log = directory / "calls.jsonl"
+    for name in names:
+        program = directory / name
+        program.write_text(RECORDER.format(python=sys.executable, log=str(log), name=name))
+        program.chmod(0o755)
+    return directory, log
+
+
+def calls(log: Path) -> list[list[str]]:
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with documents, conversations, and a tokenizer with a chat template."""
+    directory = tmp_path_factory.mktemp("examples")
+    turns = [("user", "How many?"), ("assistant", "Four."), ("user", "Sure?"), ("assistant", "Yes")]
+    conversations, documents = [], []
+    for number in range(40):
+        messages = [
+            {"role": role, "content": content * (1 + number % 5)} for role, content in turns
+        ]
+        conversations.append(json.dumps({"messages": messages[: 2 + 2 * (number % 2)]}))
+        documents.append(json.dumps({"text": f"document {number} " * (1 + number * 7 % 30)}))
+    (directory / "conversations.jsonl").write_text("\n".join(conversations))
+    (directory / "documents.jsonl").write_text("\n".join(documents * 5))
+    assert (
+        cli.main(
+            [
+                *("prepare-data", "--input", str(directory / "documents.jsonl")),
+                *("--tokenizer-train", "300", "--output-prefix", str(directory / "small")),
+            ]
+        )
+        == 0
+    )
+    settings_path = directory / "small_tokenizer" / "tokenizer_config.json"
+    settings = json.loads(settings_path.read_text()) | {"chat_template": CHAT_TEMPLATE}
+    settings_path.write_text(json.dumps(settings))
+    return directory
+
+
+def one_process(**others: str) -> dict[str, str]:
+    """Variables of a machine that has no GPU and is alone."""
+    return {"NNODES": "1", "GPUS_PER_NODE": "1", "MODEL": "small_tokenizer"} | others
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_syntax_and_mode(name: str) -> None:
+    path = REPOSITORY / "examples" / name
+    assert subprocess.run(["bash", "-n", str(path)]).returncode == 0
+    assert os.access(path, os.X_OK)
+
+
+def test_fine_tuning_0_5b_prepare_profile_plan(work: Path) -> None:
+    name, variables = "qwen2.5_0.5b_sft.sh", one_process(SEQ_LENGTH="256")
+    prepared = run_script(name, "prepare", directory=work, variables=variables)
+    assert "40 documents" in prepared and "loss on" in prepared
+    profiled = run_script(name, "profile", "--quick", directory=work, variables=variables)
+    assert "runs/qwen2.5_0.5b_sft/cost_table.json:" in profiled
+    planned = run_script(name, "--sparse-balance-dry-run", "8", directory=work, variables=variables)
+    assert "dry run of 8 ranks: tensor 2 x pipeline 1 x data 4" in planned
+    assert re.search(r"costs: \d+ measurements of .* on cpu", planned)
+    assert "makespan: " in planned
+
+
+@pytest.mark.parametrize(
+    ("variables", "ranks", "layout"),
+    [
+        ({}, "32", "tensor 2 x pipeline 4 x data 4"),
+        ({"TP": "1", "MICRO_BATCH_SIZE": "2"}, "8", "tensor 1 x pipeline 4 x data 2"),
+    ],
+)
+def test_fine_tuning_3b_plans(
+    work: Path, variables: dict[str, str], ranks: str, layout: str
+) -> None:
+    name = "qwen2.5_3b_sft.sh"
+    everything = one_process(COST_TABLE="auto", DATA="small", RUN=f"runs/{ranks}", **variables)
+    planned = run_script(
+        name, "--sparse-balance-dry-run", ranks, directory=work, variables=everything
+    )
+    assert f"dry run of {ranks} ranks: {layout}" in planned
+    assert "layers per pipeline stage: 9 9 9 9" in planned
+    assert not (work / "runs" / ranks).exists()
+
+
+def test_pretraining_plans(work: Path) -> None:
+    name = "longcontext_pretrain.sh"
+    variables = one_process(COST_TABLE="auto", TOKENIZER="small_tokenizer")
+    run_script(name, "prepare", directory=work, variables=variables)
+    planned = run_script(name, "--sparse-balance-dry-run", "8", directory=work, variables=variables)
+    assert "dry run of 8 ranks: tensor 2 x pipeline 2 x data 2" in planned
+    assert "first step: 64 samples in 32 micro-batches" in planned
+
+
+def test_cpu_quickstart_trains(work: Path) -> None:
+    variables = {"DATA": "small", "TRAIN_ITERS": "1"}
+    planned = run_script(
+        "cpu_quickstart.sh",
+        *("--lr-warmup-iters", "0", "--sparse-balance-dry-run"),
+        directory=work,
+        variables=variables,
+    )
+    assert "dry run of 2 ranks: tensor 1 x pipeline 1 x data 2" in planned
+    trained = run_script(
+        "cpu_quickstart.sh", "--lr-warmup-iters", "0", directory=work, variables=variables
+    )
+    assert "iteration        1/       1 |" in trained
+    assert (work / "runs/cpu_quickstart/log/steps.jsonl").is_file()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_is_the_public_one(name: str, tmp_path: Path) -> None:
+    """The flags are those that ``convert from-hf`` prints for the model's config.json."""
+    shape = preset(MODELS[name]).shape
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.ffn_hidden_size,
+        "num_hidden_layers": preset(MODELS[name]).layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_query_groups,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "vocab_size": shape.vocab_size,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    printed = subprocess.run(
+        [
+            *(sys.executable, "-m", "sparsebalance_megatron.cli"),
+            *("convert", "from-hf", str(tmp_path), "--print-flags"),
+        ],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    )
+    assert printed.returncode == 0, printed.stderr
+    array = re.search(r"MODEL_ARGS=\((.*?)\)", printed.stdout, re.DOTALL)
+    assert array is not None
+    expected = flag_values(array[1].split())
+    # Lengths are the example's choice; the vocabulary's two other sizes only concern padding.
+    for free in ("--max-position-embeddings", "--vocab-size", "--make-vocab-size-divisible-by"):
+        expected.pop(free, None)
+    programs, log = recorders(tmp_path / "programs", "torchrun")
+    run_script(name, directory=tmp_path, path_first=programs)
+    given = flag_values(calls(log)[0][1:])
+    assert {flag: given.get(flag) for flag in expected} == expected
+    assert "--untie-embeddings-and-output-weights" not in given
+
+
+def flag_values(words: Sequence[str]) -> dict[str, tuple[float | str, ...]]:
+    """Flag -> its values, numbers as numbers."""
+    values: dict[str, tuple[float | str, ...]] = {}
+    flag = ""
+    for word in words:
+        if word.startswith("--"):
+            flag = word
+            values[flag] = ()
+        else:
+            number = re.fullmatch(r"[-+]?\d+\.?\d*(e[-+]?\d+)?", word)
+            values[flag] += (float(word) if number else word,)
+    return values
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_step_hands_its_result_to_training(name: str, tmp_path: Path) -> None:
+    programs, log = recorders(tmp_path / "programs", "sparse-balance", "torchrun")
+    for step in (["prepare"], ["convert"], ["profile", "--quick"], ["--exit-interval", "1"]):
+        run_script(name, *step, directory=tmp_path, path_first=programs)
+    *tools, (_, *launched) = calls(log)
+    prepare, convert, profile = (cli.parse(words) for _, *words in tools)
+    assert [prepare.command, convert.command, profile.command] == [
+        *("prepare-data", "convert", "profile"),
+    ]
+    trained = flag_values(launched)
+    assert trained["--data-path"] == (prepare.output_prefix,)
+    assert trained["--tokenizer-model"] == (prepare.tokenizer,) == (str(convert.hf_dir),)
+    assert trained["--pretrained-checkpoint"] == (str(convert.output),)
+    assert trained["--sparse-balance-cost-table"] == (str(profile.output),)
+    assert profile.quick and not prepare.append_eod
+    assert trained["--exit-interval"] == (1.0,)
+    measured = flag_values(profile.passed_on)
+    assert {flag: trained[flag] for flag in measured} == measured
+
+
+def test_slurm_starts_every_node_once(tmp_path: Path) -> None:
+    programs, log = recorders(tmp_path / "programs", "torchrun")
+    stand_ins = {
+        "scontrol": '[[ "$*" == "show hostnames first[1-2]" ]] && printf "first1\\nfirst2\\n"',
+        "srun": 'shift; for id in 0 1; do SLURM_NODEID="$id" "$@" || exit; done',
+    }
+    for program, text in stand_ins.items():
+        (programs / program).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (programs / program).chmod(0o755)
+    run_script(
+        "slurm.sh",
+        *(str(REPOSITORY / "examples/qwen2.5_3b_sft.sh"), "--sparse-balance-dry-run"),
+        directory=tmp_path,
+        variables={
+            "SLURM_NNODES": "2",
+            "SLURM_GPUS_ON_NODE": "8",
+            "SLURM_JOB_NODELIST": "first[1-2]",
+            "SLURM_JOB_ID": "123456",
+        },
+        path_first=programs,
+    )
+    started = [flag_values(words[1:]) for words in calls(log)]
+    assert [flags["--node-rank"] for flags in started] == [(0.0,), (1.0,)]
+    for flags in started:
+        assert flags["--nnodes"] == (2.0,) and flags["--nproc-per-node"] == (8.0,)
+        assert (flags["--master-addr"][0], flags["--master-port"][0]) == ("first1", 23456.0)
+        assert "--sparse-balance-dry-run" in flags

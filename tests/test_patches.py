@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The patches for Megatron-LM's own script: what they say, and what they do to a real checkout."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import (
+    BALANCE_FLAGS,
+    MODEL_FLAGS,
+    REPOSITORY,
+    TRAINING_FLAGS,
+    TrainingRun,
+    long_tailed_lengths,
+    run_training,
+    write_documents,
+)
+
+from sparsebalance_megatron import integration
+from sparsebalance_megatron.runtime.training_hooks import TrainingHooks
+
+PATCHES = sorted((REPOSITORY / "patches").glob("*.patch"))
+MAX_ADDED_LINES = 40
+RUNNER = REPOSITORY / "tests" / "runtime" / "upstream_pretrain.py"
+FLAGS = (
+    *MODEL_FLAGS,
+    *TRAINING_FLAGS,
+    *("--train-iters", "3", "--pipeline-model-parallel-size", "2", "--ckpt-format", "torch_dist"),
+)
+
+
+def lines_of(patch: Path, kinds: str) -> list[str]:
+    """Lines of the hunks, the headers left out: "+" added, "-" removed, " " context."""
+    body = patch.read_text("utf-8").partition("@@")[2]
+    return [line[1:] for line in body.splitlines() if line[:1] in tuple(kinds)]
+
+
+def test_every_supported_minor_release_has_a_patch() -> None:
+    assert [re.search(r"v0\.(\d+)", patch.name)[1] for patch in PATCHES] == ["18", "19"]
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
+def test_a_patch_is_small_and_touches_only_the_script(patch: Path) -> None:
+    text = patch.read_text("utf-8")
+    assert re.findall(r"^(?:---|\+\+\+) (.*)$", text, re.M) == [
+        "a/pretrain_gpt.py",
+        "b/pretrain_gpt.py",
+    ]
+    assert len(lines_of(patch, "+")) <= MAX_ADDED_LINES
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
+def test_a_patch_calls_public_names_that_exist(patch: Path) -> None:
+    added = "\n".join(lines_of(patch, "+"))
+    called = set(re.findall(r"sparse_balance\.(\w+)", added))
+    assert called == {"arguments_provider", "is_enabled", "training_hooks"}
+    assert called <= set(integration.__all__)
+    attributes = set(re.findall(r"hooks\.(\w+)", added))
+    assert {"dataset_provider", "forward_step"} < attributes
+    # Set in the constructor, not on the class.
+    assert all(hasattr(TrainingHooks, name) for name in attributes - {"forward_step"})
+    assert re.findall(r"sparsebalance_megatron.*", added) == [
+        "sparsebalance_megatron import integration as sparse_balance"
+    ]
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
+def test_off_the_script_is_the_one_before_the_patch(patch: Path) -> None:
+    """Without the import, the flags and the lines under ``is_enabled``, the old lines are left."""
+    after = "\n".join(lines_of(patch, " +"))
+    after = after.replace("from sparsebalance_megatron import integration as sparse_balance", "")
+    after = re.sub(r"\n( +)if sparse_balance\.is_enabled\(args\):(?:\n\1 +.*)+", "", after)
+    after = re.sub(r"sparse_balance\.arguments_provider\(([^()]*)\)", r"\1", after)
+    assert "sparse_balance" not in after
+    named = re.search(r"\n +gpt_provider = (.*)", after)
+    if named is not None:
+        after = after.replace(named[0], "").replace("gpt_provider,", f"{named[1]},")
+    before = "\n".join(lines_of(patch, " -"))
+    assert "".join(after.split()) == "".join(before.split())
+
+
+def test_without_the_flag_nothing_is_asked_and_no_default_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--sparse-balance-block-size", "64"])
+    assert not integration.is_enabled(Namespace())
+
+    def script_flags(parser: ArgumentParser) -> ArgumentParser:
+        parser.add_argument("--dataloader-type", default=None)
+        return parser
+
+    parser = integration.arguments_provider(script_flags)(ArgumentParser())
+    args = parser.parse_args(["--sparse-balance-block-size", "64"])
+    assert args.dataloader_type is None
+    assert args.sparse_balance is False
+
+
+def test_with_the_flag_defaults_change_and_mistakes_end_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--sparse-balance", "--data-path", "prefix"]
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *flags])
+    parser = ArgumentParser()
+    parser.add_argument("--dataloader-type", default=None)
+    parser.add_argument("--data-path", nargs="*")
+    args = integration.arguments_provider()(parser).parse_args(flags)
+    assert args.dataloader_type == "external"
+    assert integration.is_enabled(args)
+    args.sparse_balance_device = "cpu"
+    for ask, arguments, message in (
+        (integration.is_enabled, Namespace(), "--yaml-cfg"),
+        (integration.training_hooks, args, "--sparse-balance-device cpu"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            ask(arguments)
+        assert end.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("sparse balance: error: ")
+        assert message in line
+
+
+def apply(patch: Path, checkout: Path, *options: str) -> None:
+    command = ["git", "apply", "--unsafe-paths", *options, str(patch)]
+    # Nothing above the copy may be taken for its repository.
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(checkout.parent)}
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+def copy_checkout(source: Path, target: Path) -> None:
+    """The script, what it imports from beside it, and Megatron; of a repository as of HEAD."""
+    target.mkdir()
+    if (source / ".git").exists():
+        archive = subprocess.run(
+            ["git", "-C", str(source), "archive", "HEAD", "megatron", ":(glob)*.py"],
+            capture_output=True,
+            check=True,
+        )
+        subprocess.run(["tar", "-x", "-C", str(target)], input=archive.stdout, check=True)
+        return
+    shutil.copytree(source / "megatron", target / "megatron")
+    for path in source.glob("*.py"):
+        shutil.copy(path, target)
+
+
+def patch_for(checkout: Path) -> Path:
+    """By the version in ``megatron/core/package_info.py``."""
+    text = (checkout / "megatron" / "core" / "package_info.py").read_text("utf-8")
+    version = ".".join(
+        re.search(rf"^{part} = (\d+)$", text, re.M)[1] for part in ("MAJOR", "MINOR")
+    )
+    found = [patch for patch in PATCHES if f"_v{version}." in patch.name]
+    if not found:
+        pytest.skip(f"MEGATRON_LM_PATH holds megatron-core {version}, which has no patch")
+    return found[0]
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(
+    "MEGATRON_LM_PATH" not in os.environ,
+    reason="MEGATRON_LM_PATH names no Megatron-LM checkout whose pretrain_gpt.py to patch",
+)
+class TestRealCheckout:
+    @pytest.fixture(scope="class")
+    def directory(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return tmp_path_factory.mktemp("patches")
+
+    @pytest.fixture(scope="class")
+    def unpatched(self, directory: Path) -> Path:
+        copy_checkout(Path(os.environ["MEGATRON_LM_PATH"]), directory / "unpatched")
+        return directory / "unpatched"
+
+    @pytest.fixture(scope="class")
+    def patched(self, directory: Path, unpatched: Path) -> Path:
+        shutil.copytree(unpatched, directory / "patched")
+        apply(patch_for(unpatched), directory / "patched")
+        return directory / "patched"
+
+    @pytest.fixture
+    def run(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+        def train(
+            checkout: Path, *flags: str, log_dir: Path | None = None, module: str = ""
+        ) -> TrainingRun:
+            monkeypatch.setenv("MEGATRON_LM_PATH", str(checkout))
+            program = (str(RUNNER), *(("-m", module) if module else ()))
+            done = run_training(2, (*FLAGS, *flags), log_dir=log_dir, program=program)
+            return done.require_success()
+
+        yield train
+
+    def test_it_applies_and_comes_out_again(self, unpatched: Path, patched: Path) -> None:
+        patch = patch_for(unpatched)
+        apply(patch, unpatched, "--check")
+        apply(patch, patched, "--check", "--reverse")
+
+    def test_off_it_trains_bit_by_bit_as_unpatched(
+        self, unpatched: Path, patched: Path, directory: Path, run: Any
+    ) -> None:
+        """Weights and moments of the optimizer, and what was printed on the way."""
+        runs = {}
+        for checkout in (unpatched, patched):
+            save = ("--save", str(directory / f"{checkout.name}-weights"), "--save-interval", "3")
+            runs[checkout.name] = run(checkout, "--mock-data", *save)
+        plain, off = runs["unpatched"], runs["patched"]
+        assert len(plain.losses) == 3
+        assert (off.losses, off.grad_norms) == (plain.losses, plain.grad_norms)
+        saved, same = (
+            saved_tensors(directory / f"{name}-weights" / "iter_0000003", directory)
+            for name in runs
+        )
+        assert len(saved) > 3 * 10
+        assert saved.keys() == same.keys()
+        assert all(saved[name].equal(same[name]) for name in saved)
+
+    def test_on_it_trains_as_the_plugins_own_entry_point(
+        self, unpatched: Path, patched: Path, directory: Path, run: Any
+    ) -> None:
+        documents = write_documents(directory / "train", long_tailed_lengths(30, longest=250))
+        flags = (*BALANCE_FLAGS, "--data-path", str(documents))
+        on = run(patched, *flags, log_dir=directory / "on")
+        entry_point = "sparsebalance_megatron.pretrain_gpt"
+        own = run(unpatched, *flags, log_dir=directory / "own", module=entry_point)
+        assert len(on.losses) == 3
+        assert (on.losses, on.grad_norms) == (own.losses, own.grad_norms)
+        for quantity in ("lm_loss", "predicted", "coverage", "tokens"):
+            assert [step[quantity] for step in on.steps] == [
+                step[quantity] for step in own.steps
+            ], quantity
+        predicted = on.steps[-1]["predicted"]
+        assert predicted["samples_cut"] + predicted["samples_raised"] > 0
+        for step in on.steps:
+            (stages,) = step["measured"]["forward_ms"]
+            assert all(time > 0 for (chunk,) in stages for time in chunk)
+
+
+def saved_tensors(checkpoint: Path, scratch: Path) -> dict[str, Any]:
+    """Every tensor of a torch_dist checkpoint, by its path in the saved tree."""
+    import torch
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    file = scratch / "whole.pt"
+    dcp_to_torch_save(checkpoint, file)
+    tree = torch.load(file, weights_only=False)
+
+    def tensors(node: Any, name: str) -> Iterator[tuple[str, Any]]:
+        if torch.is_tensor(node):
+            yield name, node
+        elif isinstance(node, dict | list):
+            children = node.items() if isinstance(node, dict) else enumerate(node)
+            for key, child in children:
+                yield from tensors(child, f"{name}/{key}")
+
+    return dict(tensors(tree, ""))
