@@ -7,12 +7,14 @@ Rooms, and which way they may look (a test enforces it):
 - :mod:`.cost`: what a micro-batch will cost, in ms. Pure numpy and scipy.
 - :mod:`.attention`: block-sparse attention with budgets. Pure torch.
 - :mod:`.data`: documents, samples, packed rows; imports only Megatron's dataset readers.
+- :mod:`.convert`: Hugging Face weights in Megatron's names and shapes, and back. Pure torch.
 - :mod:`.runtime`: the glue to Megatron; the only room that imports ``megatron``.
 - :mod:`.workload`: length distributions and model presets, to plan without training. Pure numpy.
 - :mod:`.report`: reads what training wrote, and prints plans of workloads.
 
-``runtime -> {plan, cost, attention, data}``, ``plan -> cost``, ``workload -> {plan, cost}``,
-``report -> {workload, plan's data types}``.
+``runtime -> {plan, cost, attention, data, convert}``, ``plan -> cost``,
+``workload -> {plan, cost}``, ``report -> {workload, plan's data types and simulator}``.
+:mod:`.integration` is for scripts and trainers that keep their own entry point.
 """
 
 from sparsebalance_megatron.config import SparseBalanceConfig

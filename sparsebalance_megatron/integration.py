@@ -216,8 +216,8 @@ def train_data_iterator(
         vp_stage: model chunk, with virtual pipeline stages.
 
     Raises:
-        IntegrationError: if ``consumed_samples`` does not begin a step.
-        StateError: if loaded state does not fit this run.
+        IntegrationError: if loaded state goes on from another sample.
+        StateError: if no step begins there, or loaded state cannot be continued in this run.
     """
     return run.train_iterator(consumed_samples, vp_stage)
 

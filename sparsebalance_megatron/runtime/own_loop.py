@@ -51,6 +51,8 @@ class OwnLoopRun:
         self._session = make_session(inputs, device)
         self._observer = _LoopObserver(self._session)
         self._transformer_config = transformer_config
+        self._saved_samples: int | None = None
+        self._iterates = False
 
     @property
     def micro_batches(self) -> int:
@@ -81,14 +83,15 @@ class OwnLoopRun:
         """Training micro-batches of one model chunk of this rank.
 
         Raises:
-            IntegrationError: if training cannot go on from that sample.
+            IntegrationError: if loaded state goes on from another sample.
+            StateError: if no step begins there, or loaded state cannot be continued in this run.
         """
-        batch_size = self._session.inputs.settings.global_batch_size
-        if consumed_samples % batch_size:
+        if self._saved_samples not in (None, consumed_samples):
             raise IntegrationError(
-                f"consumed_samples {consumed_samples}: must be a multiple of global_batch_size "
-                f"{batch_size}; resume at the start of a step"
+                f"consumed_samples {consumed_samples}: the loaded state goes on after "
+                f"{self._saved_samples} samples; give the number that was saved with it"
             )
+        self._iterates = True
         return self._session.train_iterator(vp_stage, consumed_samples=consumed_samples)
 
     def end_step(self) -> dict[str, float]:
@@ -111,8 +114,12 @@ class OwnLoopRun:
         """Take over :meth:`state_dict` of an earlier run, before the iterator is asked for.
 
         Raises:
-            StateError: here or with the iterator, if it does not fit this model and layout.
+            IntegrationError: if the iterator exists: its first plan was made without this state.
+            StateError: with the iterator, if it cannot be continued from here.
         """
+        if self._iterates:
+            raise IntegrationError("load_state_dict: call it before train_data_iterator")
+        self._saved_samples = int(state["consumed_samples"])
         self._session.load_state_dict(state)
 
 
@@ -131,15 +138,9 @@ def begin_run(
 ) -> OwnLoopRun:
     """See :func:`sparsebalance_megatron.integration.begin_run`."""
     config = replace(config, enabled=True)
-    for name, unusable, remedy in (
-        ("cost_table", config.cost_table == AUTO, "give a table of `sparse-balance profile`"),
-        ("dry_run", config.dry_run is not None, "dry-run sparsebalance_megatron.pretrain_gpt"),
-    ):
-        if unusable:
-            flag = f"{flag_name(name)} {getattr(config, name)}"
-            raise ConfigError(f"{flag}: needs Megatron's command line; {remedy}")
-    _check_model(transformer_config, config, seq_length=seq_length, data_prefix=data_prefix)
     device = device or torch.device(torch.cuda.current_device())
+    _check_config(config, device)
+    _check_model(transformer_config, config, seq_length=seq_length, data_prefix=data_prefix)
     settings = RunSettings.from_transformer_config(
         transformer_config,
         vocab_size=vocab_size,
@@ -154,6 +155,19 @@ def begin_run(
     inputs = read_inputs(settings, config, device.type)
     enable_variable_lengths(transformer_config)
     return OwnLoopRun(inputs, device, transformer_config)
+
+
+def _check_config(config: SparseBalanceConfig, device: torch.device) -> None:
+    """Refuse what only Megatron's own loop, or its command line, could follow."""
+    for name, unusable, remedy in (
+        ("cost_table", config.cost_table == AUTO, "give a table of `sparse-balance profile`"),
+        ("dry_run", config.dry_run is not None, "dry-run sparsebalance_megatron.pretrain_gpt"),
+        ("eval_attention", config.eval_attention != "sparse", "evaluate with a dense model"),
+        ("device", config.device not in ("auto", device.type), "the model's device counts"),
+    ):
+        if unusable:
+            flag = f"{flag_name(name)} {getattr(config, name)}"
+            raise ConfigError(f"{flag}: not for a trainer with its own loop; {remedy}")
 
 
 def _check_model(transformer_config: Any, config: SparseBalanceConfig, **others: Any) -> None:

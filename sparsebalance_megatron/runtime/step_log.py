@@ -62,6 +62,8 @@ def step_record(
             "makespan_ms": expectation.makespan_ms,
             "lower_bound_ms": expectation.lower_bound_ms,
             "rank_makespan_ms": list(expectation.rank_makespan_ms),
+            "forward_ms": expectation.forward_ms.tolist(),
+            "backward_ms": expectation.backward_ms.tolist(),
             "rank_busy_ms": stage_busy_ms(expectation.forward_ms, expectation.backward_ms)
             .max(axis=1)
             .tolist(),

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entry point with a fault, named by the first two arguments; the rest is the command line.
 
-``kill STEP`` ends rank 1 with SIGKILL in the middle of that step (the first is 0).
+``kill STEP`` ends rank 1 with SIGKILL in the middle of that step (the first is 0), together with
+the processes that Megatron's checkpoint writer has left it, which nobody would end otherwise.
 ``file-size BYTES`` lets no file grow beyond that, as a full disk would. Start with
 ``--sparse-balance-device cpu``.
 """
@@ -25,7 +26,7 @@ def die_in(step: int) -> None:
     def next_or_die(iterator):
         micro_batch = next_micro_batch(iterator)
         if (micro_batch.step, micro_batch.position) == (step, 1) and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.killpg(os.getpgrp(), signal.SIGKILL)
         return micro_batch
 
     MicroBatchIterator.__next__ = next_or_die

@@ -10,7 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ import numpy as np
 
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 240
+_GRACE_S = 40
+"""More than torchrun gives its ranks to end by themselves."""
 VOCABULARY = 256
 
 MODEL_FLAGS = (
@@ -115,24 +119,34 @@ def run_training(
     command = [sys.executable, *(launcher if ranks > 1 else []), *program, *flags]
     if log_dir is not None:
         command += ["--sparse-balance-log-dir", str(log_dir)]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=python_environment() | (_only_rank() if ranks == 1 else {}),
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        raise AssertionError(
-            f"no end after {timeout_s} s; the output ends\n{output[-4000:]}"
-        ) from None
+    # A file has no reader that would wait for orphans of a killed rank, as a pipe has.
+    with tempfile.TemporaryFile() as printed:
+        process = subprocess.Popen(
+            command,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            env=python_environment() | (_only_rank() if ranks == 1 else {}),
+            start_new_session=True,
+        )
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            # torchrun passes SIGTERM on to ranks, which are not in its process group.
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_S)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            exit_code = None
+        else:
+            exit_code = process.returncode
+        printed.seek(0)
+        output = printed.read().decode(errors="replace")
+    if exit_code is None:
+        raise AssertionError(f"no end after {timeout_s} s; the output ends\n{output[-4000:]}")
     return TrainingRun(
-        exit_code=process.returncode, output=output, steps=read_steps(log_dir) if log_dir else []
+        exit_code=exit_code, output=output, steps=read_steps(log_dir) if log_dir else []
     )
 
 

@@ -299,11 +299,17 @@ def bare(trainer: Any, data: dict[str, Any], directory: Path) -> dict[str, Any]:
                 loop.run, consumed_samples=3
             ),
             "nothing to save": lambda: begin(data).state_dict(),
-            "state of another model": partial(_foreign_state, loop.run.state_dict(), data),
+            "resumed elsewhere": partial(_resume, loop.run.state_dict(), data, 8),
+            "state of other data": partial(
+                _resume, loop.run.state_dict(), {**data, "split": "80,20,0"}, 16
+            ),
+            "state after the iterator": lambda: loop.run.load_state_dict(loop.run.state_dict()),
             "attention dropout": lambda: begin(data, model={"attention_dropout": 0.1}),
             "loss per micro-batch": lambda: begin(data, model={"calculate_per_token_loss": False}),
             "profile at start-up": lambda: begin(data, balance={"cost_table": "auto"}),
             "dry run": lambda: begin(data, balance={"dry_run": 0}),
+            "dense evaluation": lambda: begin(data, balance={"eval_attention": "dense"}),
+            "another device": lambda: begin(data, balance={"device": "cuda"}),
             "no such data": lambda: begin({**data, "data_prefix": "/nonexistent/prefix"}),
             "uneven batch": lambda: begin({**data, "micro_batch_size": 3}),
         }
@@ -350,10 +356,10 @@ def _two_values(loop: BareTrainer) -> None:
     loop.schedule()
 
 
-def _foreign_state(state: dict[str, Any], data: dict[str, Any]) -> None:
-    run = begin(data, model={"num_layers": 2})
+def _resume(state: dict[str, Any], data: dict[str, Any], consumed_samples: int) -> None:
+    run = begin(data)
     run.load_state_dict(state)
-    integration.train_data_iterator(run)
+    integration.train_data_iterator(run, consumed_samples=consumed_samples)
 
 
 def _message(mistake: Callable[[], Any]) -> str:

@@ -151,7 +151,7 @@ def test_the_plan_is_the_one_that_training_starts_with(documents: Path, tmp_path
     ("flags", "expected"),
     [
         (
-            ("--tensor-model-parallel-size", "3", "--sparse-balance-dry-run", "32"),
+            ("--pipeline-model-parallel-size", "3", "--sparse-balance-dry-run", "32"),
             "Megatron refuses the flags (arguments.py:",
         ),
         (
