@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -223,6 +224,15 @@ def saved_arguments(args: Namespace) -> Namespace | None:
     if directory is None or not dist_checkpointing.check_is_distributed_checkpoint(directory):
         return None
     return dist_checkpointing.load_common_state_dict(directory).get("args")
+
+
+def last_saved_iteration(directory: str) -> int | None:
+    """Iteration of the last complete checkpoint in a ``--save`` directory; None without one."""
+    from megatron.training.checkpointing import get_checkpoint_tracker_filename
+
+    tracker = Path(get_checkpoint_tracker_filename(directory))
+    content = tracker.read_text().strip() if tracker.is_file() else ""
+    return int(content) if content.isdigit() else None
 
 
 def update_sequence_statistics(cu_seqlens: Any) -> None:

@@ -46,14 +46,17 @@ def _train(device_type: str) -> None:
             f"sparse balance: {'on' if enabled else 'off'}, training on {device_type}", flush=True
         )
     if enabled:
+        from sparsebalance_megatron.runtime.resume import advice_after_a_crash
+
         hooks = integration.training_hooks(args)
-        run_pretrain(
-            args,
-            dataset_provider=hooks.dataset_provider,
-            forward_step=hooks.forward_step,
-            layer_spec=hooks.layer_spec,
-            variable_lengths=True,
-        )
+        with advice_after_a_crash(args):
+            run_pretrain(
+                args,
+                dataset_provider=hooks.dataset_provider,
+                forward_step=hooks.forward_step,
+                layer_spec=hooks.layer_spec,
+                variable_lengths=True,
+            )
     else:
         from sparsebalance_megatron.runtime import plain_gpt
 

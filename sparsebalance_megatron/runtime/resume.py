@@ -4,8 +4,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import shutil
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
+from sparsebalance_megatron.compat import last_saved_iteration
 from sparsebalance_megatron.runtime.inputs import Inputs, fingerprint
 from sparsebalance_megatron.runtime.scheduler import StateError
 
@@ -43,3 +49,29 @@ def _short(value: str) -> str:
     if len(value) <= _LONGEST_VALUE:
         return value
     return f"digest {hashlib.sha256(value.encode()).hexdigest()[:12]}"
+
+
+@contextmanager
+def advice_after_a_crash(args: Namespace) -> Iterator[None]:
+    """Where training ends by an error, say what it can go on from; the error goes its way.
+
+    The user's mistakes, which end in one line of their own, need no advice.
+    """
+    try:
+        yield
+    except BaseException as error:  # as PyTorch's CheckpointException is, without being more
+        if args.save and not isinstance(error, ValueError | SystemExit | KeyboardInterrupt):
+            print(_advice(args, error), file=sys.stderr, flush=True)
+        raise
+
+
+def _advice(args: Namespace, error: BaseException) -> str:
+    iteration = last_saved_iteration(args.save)
+    ended = f"sparse balance: rank {args.rank} ended by {type(error).__name__}; "
+    if iteration is None:
+        return f"{ended}there is no complete checkpoint in {args.save}"
+    free_gigabytes = shutil.disk_usage(Path(args.save)).free / 1e9
+    return (
+        f"{ended}the last complete checkpoint in {args.save} is of iteration {iteration}, with "
+        f"{free_gigabytes:.1f} GB free there; mend the cause and resume with --load {args.save}"
+    )
