@@ -107,11 +107,12 @@ def model_provider(
         transformer_config = config or core_transformer_config_from_args(args)
         if variable_lengths:
             enable_variable_lengths(transformer_config)
-        spec = (
-            layer_spec(transformer_config, vp_stage)
-            if layer_spec is not None
-            else default_layer_spec(transformer_config, vp_stage)
-        )
+        spec = (layer_spec or default_layer_spec)(transformer_config, vp_stage)
+        # Megatron parses these and leaves the model at its defaults.
+        unheard = {
+            "rope_scaling_factor": args.rope_scaling_factor,
+            "seq_len_interpolation_factor": args.rotary_seq_len_interpolation_factor,
+        }
         return GPTModel(
             config=transformer_config,
             transformer_layer_spec=spec,
@@ -126,10 +127,9 @@ def model_provider(
             rotary_percent=args.rotary_percent,
             rotary_base=args.rotary_base,
             rope_scaling=args.use_rope_scaling,
-            rope_scaling_factor=args.rope_scaling_factor,
-            seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
             vp_stage=vp_stage,
             pg_collection=pg_collection,
+            **({} if layer_spec is None else unheard),
         )
 
     return provide

@@ -25,7 +25,7 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.training.arguments import parse_args, validate_args  # noqa: E402
 
-from sparsebalance_megatron.compat import model_provider  # noqa: E402
+from sparsebalance_megatron.compat import default_layer_spec, model_provider  # noqa: E402
 from sparsebalance_megatron.config import SparseBalanceConfig  # noqa: E402
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan  # noqa: E402
 from sparsebalance_megatron.runtime.arguments import args_provider  # noqa: E402
@@ -59,13 +59,16 @@ def compare(flags: list[str]) -> dict[str, dict[str, float]]:
     validate_args(args)
     args.padded_vocab_size = VOCABULARY
     torch.manual_seed(7)
-    exact = build(args, None).double()
+    exact = build(args, default_layer_spec).double()
     with torch.no_grad():
         # Initial weights give nearly equal scores, on which no temperature shows.
         for name, parameter in exact.named_parameters():
             if "linear_qkv.weight" in name:
                 parameter.mul_(8)
-    models = {"megatron": build(args, None), "plugin": build(args, plugin_layer_spec())}
+    models = {
+        "megatron": build(args, default_layer_spec),
+        "plugin": build(args, plugin_layer_spec(), variable_lengths=True),
+    }
     truth = losses_and_gradients(exact, on_documents)
     result = {}
     for name, model in models.items():
@@ -79,9 +82,8 @@ def compare(flags: list[str]) -> dict[str, dict[str, float]]:
     return result
 
 
-def build(args, layer_spec):
-    provide = model_provider(args, layer_spec, variable_lengths=layer_spec is not None)
-    return provide().float().train()
+def build(args, layer_spec, variable_lengths=False):
+    return model_provider(args, layer_spec, variable_lengths)().float().train()
 
 
 def plugin_layer_spec():

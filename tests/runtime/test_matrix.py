@@ -148,6 +148,7 @@ LAYOUTS = {
         ranks=4,
         flags=(
             *(*PIPELINE, "--decoder-first-pipeline-num-layers", "1"),
+            *("--decoder-last-pipeline-num-layers", "3"),
             *("--use-distributed-optimizer", "--use-tp-pp-dp-mapping"),
         ),
     ),
@@ -160,7 +161,7 @@ LAYOUTS = {
     "tensor-pipeline": Layout(
         model="gpt2",
         ranks=4,
-        flags=(*TENSOR, *PIPELINE, "--decoder-last-pipeline-num-layers", "1"),
+        flags=(*TENSOR, *PIPELINE, "--account-for-loss-in-pipeline-split"),
     ),
     "experts-pipeline": Layout(
         model="experts", ranks=4, flags=("--expert-model-parallel-size", "2", *PIPELINE)

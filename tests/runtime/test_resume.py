@@ -55,7 +55,7 @@ def test_checkpoints_go_from_megatron_to_the_plugin_to_two_ranks_and_back(
         *("--sparse-balance-tuning", "off", "--data-path", str(documents)),
     )
     train("megatron", 1, 2, None, "--mock-data")
-    plugin_run = train("plugin", 1, 4, "megatron", *plugin)
+    plugin_run = train("plugin", 1, 4, "megatron", *plugin, "--async-save")
     assert "the checkpoint has no plugin state" in plugin_run.output
     two_ranks = train("two-ranks", 2, 6, "plugin", *plugin)
     one_rank = train("one-rank", 1, 6, "plugin", *plugin)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/SUPPORT.md: the tests it names exist, its refusals are the code's, its flags are real."""
+
+from __future__ import annotations
+
+import ast
+import re
+from argparse import ArgumentParser
+from pathlib import Path
+
+import pytest
+
+from sparsebalance_megatron.runtime.refusals import REFUSALS
+
+REPOSITORY = Path(__file__).parents[1]
+PAGE = (REPOSITORY / "docs" / "SUPPORT.md").read_text("utf-8")
+
+SINCE_0_19 = {
+    "--attention-output-gate",
+    "--dataloader-inter-document-masking",
+    "--yarn-original-max-position-embeddings",
+}
+
+
+def table(heading: str) -> list[list[str]]:
+    """Cells of the first table under a heading, without its head."""
+    section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    assert len(rows) > 2, heading
+    return rows[2:]
+
+
+TESTED = table("Tested")
+
+
+@pytest.mark.parametrize("row", TESTED, ids=[row[0] for row in TESTED])
+def test_the_test_of_a_feature_exists(row: list[str]) -> None:
+    path, name = re.fullmatch(r"`(\S+)` (.+)", row[2]).groups()  # type: ignore[union-attr]
+    source = (REPOSITORY / "tests" / path).read_text("utf-8")
+    tree = ast.parse(source)
+    if name.startswith("["):
+        assert name.strip("[]") in keys_of_parameters(tree)
+    else:
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert row[3] == "in CI"
+    assert row[4] == "not yet" or re.fullmatch(r"20\d\d-\d\d-\d\d", row[4])
+
+
+def keys_of_parameters(tree: ast.Module) -> set[str]:
+    """Keys of the dictionaries that tests of a file are parametrised with."""
+    by_name = {
+        node.targets[0].id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    used = {
+        decorator.args[1].id
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        for decorator in node.decorator_list
+        if isinstance(decorator, ast.Call)
+        and len(decorator.args) == 2
+        and isinstance(decorator.args[1], ast.Name)
+    }
+    dictionaries = [by_name[name] for name in used if isinstance(by_name.get(name), ast.Dict)]
+    return {ast.literal_eval(key) for found in dictionaries for key in found.keys if key}
+
+
+def test_every_layout_and_model_of_the_matrix_is_listed() -> None:
+    listed = {row[2] for row in TESTED}
+    for path in ("runtime/test_matrix.py", "runtime/test_dense_models.py"):
+        tree = ast.parse((REPOSITORY / "tests" / path).read_text("utf-8"))
+        assert {f"`{path}` [{key}]" for key in keys_of_parameters(tree)} <= listed
+
+
+def test_refusals_are_those_of_the_code() -> None:
+    assert table("Refused") == [[f"`{refusal.flag}`", refusal.remedy] for refusal in REFUSALS]
+
+
+def test_what_is_untested_is_not_refused() -> None:
+    named = {flag for row in table("Untested") for flag in re.findall(r"--[\w-]+", row[1])}
+    assert named
+    always = {r.flag for r in REFUSALS if r.found is None}
+    assert named & always == set()
+
+
+def test_flags_are_flags() -> None:
+    from megatron.training.arguments import add_megatron_arguments
+
+    from sparsebalance_megatron.runtime.arguments import add_sparse_balance_args
+
+    parser = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
+    known = set(add_sparse_balance_args(parser)._option_string_actions) | SINCE_0_19
+    refused = {refusal.flag.partition(" ")[0] for refusal in REFUSALS}
+    named = set(re.findall(r"`(--[\w-]+)", PAGE))
+    assert len(named) > 60
+    assert named - known - refused == set()
