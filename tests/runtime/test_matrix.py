@@ -35,7 +35,6 @@ LAST_PRINTED_DIGIT = 1.01e-3
 
 STEPS = 4
 PROGRAM = ("-m", "sparsebalance_megatron.pretrain_gpt")
-SAVING = (str(Path(__file__).with_name("save_then_train.py")),)
 WITH_NORMS = (str(Path(__file__).with_name("sequence_parallel.py")),)
 
 PIPELINE = ("--pipeline-model-parallel-size", "2")
@@ -127,6 +126,14 @@ LAYOUTS = {
         ranks=2,
         flags=(*OVERLAP, *FULL_RECOMPUTE, "--recompute-method", "uniform"),
     ),
+    "tensor": Layout(
+        model="llama",
+        ranks=2,
+        flags=(
+            *(*TENSOR, *FULL_RECOMPUTE, "--recompute-method", "block"),
+            "--distribute-saved-activations",
+        ),
+    ),
     "tensor-sequence": Layout(
         model="llama",
         ranks=2,
@@ -154,10 +161,7 @@ LAYOUTS = {
     "tensor-pipeline": Layout(
         model="gpt2",
         ranks=4,
-        flags=(
-            *(*TENSOR, *PIPELINE, "--account-for-loss-in-pipeline-split"),
-            *(*FULL_RECOMPUTE, "--recompute-method", "block", "--distribute-saved-activations"),
-        ),
+        flags=(*TENSOR, *PIPELINE, "--account-for-loss-in-pipeline-split"),
     ),
     "experts-pipeline": Layout(
         model="experts", ranks=4, flags=("--expert-model-parallel-size", "2", *PIPELINE)
@@ -186,33 +190,37 @@ def models(request: pytest.FixtureRequest) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def weights(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Where the untrained model is: unlike initialising, loading ignores the layout."""
+def weights(
+    models: list[str], documents: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """A checkpoint of every untrained model: unlike initialising, loading ignores the layout."""
     sources = {name: MODELS[name].weights or name for name in models}
-    directories = {source: tmp_path_factory.mktemp("start") for source in set(sources.values())}
-    return {name: directories[source] for name, source in sources.items()}
+    untrained = {source: tmp_path_factory.mktemp("start") for source in set(sources.values())}
+
+    def save(name: str) -> None:
+        keep = ("--save", str(untrained[name]), "--save-interval", "1")
+        one_step = (*without(TRAINING_FLAGS, "--train-iters", "--lr"), "--train-iters", "1")
+        flags = (*MODELS[name].flags, *one_step, "--lr", "1e-30", *keep)
+        run_training(1, (*flags, *_plugin(documents, name, "arrival"))).require_success()
+
+    on_two_cores([lambda source=source: save(source) for source in untrained])
+    return {name: untrained[source] for name, source in sources.items()}
 
 
 @pytest.fixture(scope="module")
 def one_rank(
-    documents: Path, weights: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    models: list[str],
+    documents: Path,
+    weights: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, TrainingRun]:
-    """Every model on a single rank, samples in order of arrival; two runs at a time.
+    """Every model on a single rank, samples in order of arrival."""
 
-    Those with weights of their own save them before they train.
-    """
-    runs: dict[str, TrainingRun] = {}
-    own = {MODELS[name].weights or name for name in weights}
-    for names in (sorted(own), sorted(weights.keys() - own)):
-        with ThreadPoolExecutor(2) as pool:
-            log_dirs = [tmp_path_factory.mktemp("one") for _ in names]
-            found = pool.map(
-                lambda name, log_dir: _train(1, name, (), documents, weights, "arrival", log_dir),
-                names,
-                log_dirs,
-            )
-            runs |= dict(zip(names, found, strict=True))
-    return runs
+    def train(name: str) -> TrainingRun:
+        return _train(1, name, (), documents, weights, "arrival", tmp_path_factory.mktemp("one"))
+
+    runs = on_two_cores([lambda name=name: train(name) for name in models])
+    return dict(zip(models, runs, strict=True))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -263,14 +271,9 @@ def _train(
     log_dir: Path,
     program: tuple[str, ...] = PROGRAM,
 ) -> TrainingRun:
-    if ranks == 1 and MODELS[model].weights is None:
-        program = SAVING
-        start = ("--save", str(weights[model]), "--save-interval", str(STEPS))
-        start = (*start, "--sparse-balance-device", "cpu")
-    else:
-        start = ("--load", str(weights[model]), "--finetune")
+    load = ("--load", str(weights[model]), "--finetune")
     plugin = _plugin(documents, model, batching)
-    flags = (*MODELS[model].flags, *TRAINING_FLAGS, *start, *plugin, *flags)
+    flags = (*MODELS[model].flags, *TRAINING_FLAGS, *load, *plugin, *flags)
     return run_training(ranks, flags, log_dir=log_dir, program=program).require_success()
 
 
@@ -279,3 +282,9 @@ def _plugin(documents: Path, model: str, batching: str) -> tuple[str, ...]:
     data = ("--data-path", str(prefix), "--ckpt-format", "torch_dist")
     policy = ("--sparse-balance-batching", batching, "--sparse-balance-tuning", "off")
     return (*BALANCE_FLAGS, *data, *policy)
+
+
+def on_two_cores(calls: list) -> list:
+    """Results of ``calls``, which run a single rank each, two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
