@@ -121,10 +121,9 @@ def _selection(case: Case) -> Selection:
         granularity="query-block",
         scores_RCJ=scores_NGJ.masked_fill_(later_NJ[:, None], -torch.inf),
         softmax_scale=SCALE,
+        layout=layout,
     )
-    return select_blocks(
-        scores, layout, torch.tensor(budgets, device="cuda"), max_budget=max(budgets)
-    )
+    return select_blocks(scores, torch.tensor(budgets, device="cuda"), max_budget=max(budgets))
 
 
 def _inputs(tokens: int) -> list[Tensor]:
@@ -249,7 +248,7 @@ def _router_ms(
         scores = router_scores(
             inputs[0], inputs[1], layout, granularity="query-block", softmax_scale=SCALE
         )
-        select_blocks(scores, layout, budgets_S, max_budget=budget)
+        select_blocks(scores, budgets_S, max_budget=budget)
 
     return _summary(_times({"router": route}, rounds)["router"])
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -35,11 +36,27 @@ class RouterScores:
 
     ``scores_RCJ``: float32, before ``softmax_scale``; column j is block j of the row's document,
     -inf where that block lies in the future or the document has no block j.
+    ``layout``: the blocks that are scored.
     """
 
     granularity: Granularity
     scores_RCJ: Tensor
     softmax_scale: float
+    layout: PackedLayout
+
+    @cached_property
+    def ranked(self) -> tuple[Tensor, Tensor]:
+        """Scores, and block numbers inside the document (int64), of the own block, then of the
+        others by falling score; both [R, C, J]. Equal scores: the lower number comes first.
+
+        Coverage and selection share it: the sort is most of what either costs.
+        """
+        column_RC1 = self.layout.index_N[_row_block(self.layout, self.granularity)][:, None, None]
+        column_RC1 = column_RC1.expand(-1, self.scores_RCJ.shape[1], 1)
+        forced_RCJ = self.scores_RCJ.scatter(-1, column_RC1, torch.inf)
+        ranked_RCJ, number_RCJ = forced_RCJ.sort(dim=-1, descending=True, stable=True)
+        ranked_RCJ[..., :1] = self.scores_RCJ.gather(-1, column_RC1)
+        return ranked_RCJ, number_RCJ
 
 
 @torch.no_grad()
@@ -73,11 +90,13 @@ def router_scores(
         scores_RN = queries_RCD[:, head] @ keys_NGD[:, head // heads_per_key].t()
         scores_RJ = scores_RN if layout.documents == 1 else scores_RN.gather(1, block_RJ)
         scores_RCJ[:, head] = scores_RJ.masked_fill(~visible_RJ, -torch.inf)
-    return RouterScores(granularity=granularity, scores_RCJ=scores_RCJ, softmax_scale=softmax_scale)
+    return RouterScores(
+        granularity=granularity, scores_RCJ=scores_RCJ, softmax_scale=softmax_scale, layout=layout
+    )
 
 
 @torch.no_grad()
-def coverage_curves(scores: RouterScores, layout: PackedLayout) -> Tensor:
+def coverage_curves(scores: RouterScores) -> Tensor:
     """Score coverage of every budget, per document.
 
     C[s, k-1] is the router's softmax mass inside the own block and the best k - 1 other visible
@@ -87,11 +106,12 @@ def coverage_curves(scores: RouterScores, layout: PackedLayout) -> Tensor:
     Returns:
         C_SK: float32 [S, J].
     """
-    own_R = _own_index(layout, scores.granularity)
-    mass_NJ = scores.scores_RCJ.new_zeros(layout.blocks, layout.max_blocks, dtype=torch.float64)
-    for scores_RcJ in _head_chunks(scores.scores_RCJ):
+    layout = scores.layout
+    ranked_RCJ, _ = scores.ranked
+    mass_NJ = ranked_RCJ.new_zeros(layout.blocks, layout.max_blocks, dtype=torch.float64)
+    for ranked_RcJ in _head_chunks(ranked_RCJ):
         # The mean over rows commutes with the running sum over k, and leaves little to sum.
-        mass_RJ = _masses_by_rank(scores_RcJ * scores.softmax_scale, own_R).sum(1)
+        mass_RJ = (ranked_RcJ * scores.softmax_scale).softmax(-1).sum(1)
         mass_NJ += _sum_of_block_tokens(mass_RJ, layout, scores.granularity)
     selectors_S = layout.tokens_S * scores.scores_RCJ.shape[1]
     mass_SJ = _sum_of_documents(mass_NJ, layout) / selectors_S[:, None]
@@ -153,11 +173,7 @@ def guard_budgets(
 
 @torch.no_grad()
 def select_blocks(
-    scores: RouterScores,
-    layout: PackedLayout,
-    budgets_S: Tensor,
-    *,
-    max_budget: int | None = None,
+    scores: RouterScores, budgets_S: Tensor, *, max_budget: int | None = None
 ) -> Selection:
     """Take the own block and the best visible others, as many as the document's budget says.
 
@@ -165,7 +181,6 @@ def select_blocks(
 
     Args:
         scores: from :func:`router_scores`.
-        layout: the same layout.
         budgets_S: integers on the device, at least 1: KV blocks a query reads, its own included.
         max_budget: no budget is above it; sets the width of the lists, so the host must know it.
             Default: J, which holds every list. Budgets above it are cut to it.
@@ -173,6 +188,7 @@ def select_blocks(
     Raises:
         ValueError: ``budgets_S`` has not one entry per document, or ``max_budget`` is below 1.
     """
+    layout = scores.layout
     if budgets_S.shape != (layout.documents,):
         raise ValueError(
             f"select_blocks: budgets_S has shape {tuple(budgets_S.shape)}: must hold one budget "
@@ -183,12 +199,11 @@ def select_blocks(
     width = min(layout.max_blocks, max_budget or layout.max_blocks)
     block_R = _row_block(layout, scores.granularity)
     document_R = layout.document_N[block_R]
-    own_R = layout.index_N[block_R]
     budget_R = budgets_S[document_R].clamp(max=width)
-    counts_R1 = torch.minimum(own_R + 1, budget_R)[:, None]
-    ranked_RCK = _ranked_blocks(scores.scores_RCJ, own_R, width)
+    counts_R1 = torch.minimum(layout.index_N[block_R] + 1, budget_R)[:, None]
+    number_RCK = scores.ranked[1][..., :width]
     padding_R1K = torch.arange(width, device=budgets_S.device) >= counts_R1[:, :, None]
-    indices_RCK = (ranked_RCK + layout.first_block_S[document_R, None, None]).int()
+    indices_RCK = (number_RCK + layout.first_block_S[document_R, None, None]).int()
     heads = scores.scores_RCJ.shape[1]
     return Selection(
         granularity=scores.granularity,
@@ -240,11 +255,6 @@ def _row_block(layout: PackedLayout, granularity: Granularity) -> Tensor:
     return layout.block_T
 
 
-def _own_index(layout: PackedLayout, granularity: Granularity) -> Tensor:
-    """Number [R] of each row's own block inside its document."""
-    return layout.index_N[_row_block(layout, granularity)]
-
-
 def _columns(layout: PackedLayout, granularity: Granularity) -> tuple[Tensor, Tensor]:
     """Per row and block of its document: whether it is visible, and its number in the row."""
     block_R = _row_block(layout, granularity)
@@ -259,15 +269,6 @@ def _head_chunks(scores_RCJ: Tensor) -> Iterator[Tensor]:
     yield from scores_RCJ.split(max(1, _CHUNK_ELEMENTS // (rows * columns)), dim=1)
 
 
-def _masses_by_rank(logits_RCJ: Tensor, own_R: Tensor) -> Tensor:
-    """Softmax masses: the own block's first, then the others' falling."""
-    mass_RCJ = logits_RCJ.softmax(-1)
-    column_RC1 = own_R[:, None, None].expand(-1, mass_RCJ.shape[1], 1)
-    own_RC1 = mass_RCJ.gather(-1, column_RC1)
-    others_RCJ = mass_RCJ.scatter(-1, column_RC1, -1.0).sort(-1, descending=True).values
-    return torch.cat((own_RC1, others_RCJ[..., :-1]), dim=-1)
-
-
 def _sum_of_block_tokens(x_RJ: Tensor, layout: PackedLayout, granularity: Granularity) -> Tensor:
     """[N, J]: sums over a block's tokens; a query block speaks for all of its tokens."""
     if granularity == "query-block":
@@ -279,10 +280,3 @@ def _sum_of_documents(x_NJ: Tensor, layout: PackedLayout) -> Tensor:
     """[S, J]; a product, since scattered sums are not reproducible on CUDA."""
     document_S1 = torch.arange(layout.documents, device=x_NJ.device)[:, None]
     return (document_S1 == layout.document_N).to(x_NJ.dtype) @ x_NJ
-
-
-def _ranked_blocks(scores_RCJ: Tensor, own_R: Tensor, width: int) -> Tensor:
-    """Block numbers inside the document: the own one, then the others by falling score."""
-    column_RC1 = own_R[:, None, None].expand(-1, scores_RCJ.shape[1], 1)
-    forced_RCJ = scores_RCJ.scatter(-1, column_RC1, torch.inf)
-    return forced_RCJ.sort(dim=-1, descending=True, stable=True).indices[..., :width]

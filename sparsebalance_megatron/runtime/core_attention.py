@@ -83,7 +83,7 @@ class BudgetedCoreAttention(MegatronModule):
         # Query-key layer scaling needs nothing: Megatron divides scores by the layer's number, for
         # fp16's sake, and multiplies them back inside the softmax.
         self._softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        self._grid_K: Tensor | None = None
+        self._observed_at_K: Tensor | None = None
         self._tensor_parallel_group = getattr(pg_collection, "tp", None)
 
     def forward(
@@ -167,7 +167,7 @@ class BudgetedCoreAttention(MegatronModule):
                 budgets_S = self.guard_and_observe(scores, budgets_S, context)
                 # A guarded sample never needs more than the base budget.
                 max_budget = max(max_budget, options.base_budget)
-            selection = select_blocks(scores, layout, budgets_S, max_budget=max_budget)
+            selection = select_blocks(scores, budgets_S, max_budget=max_budget)
         out_THD, _ = block_sparse_attention(
             q_THD,
             k_TGD,
@@ -186,26 +186,30 @@ class BudgetedCoreAttention(MegatronModule):
         Returns the budgets [S] to execute; what was seen goes into the context's observations.
         """
         options = self._options
-        curves_SK = self._mean_over_tensor_parallel(coverage_curves(scores, context.layout))
+        curves_SK = self._mean_over_tensor_parallel(coverage_curves(scores))
         guarded_S, grown_S = guard_budgets(
             curves_SK,
             budgets_S,
             base_budget=options.base_budget,
             threshold=options.coverage_threshold,
         )
+        seen_SK = coverage_at(
+            curves_SK, torch.cat((self._grid_and_base_on(curves_SK), guarded_S[:, None]), dim=1)
+        )
         context.observations[self._layer_index] = CoverageObservation(
-            grid_SK=coverage_at(curves_SK, self._grid_on(curves_SK)),
-            executed_S=coverage_at(curves_SK, guarded_S),
-            base_S=coverage_at(curves_SK, torch.full_like(guarded_S, options.base_budget)),
+            grid_SK=seen_SK[:, :-2],
+            executed_S=seen_SK[:, -1],
+            base_S=seen_SK[:, -2],
             grown_S=grown_S,
         )
         return guarded_S
 
-    def _grid_on(self, curves_SK: Tensor) -> Tensor:
-        """[S, K] budgets of the grid; copied to the device once."""
-        if self._grid_K is None or self._grid_K.device != curves_SK.device:
-            self._grid_K = torch.tensor(self._options.grid, device=curves_SK.device)
-        return self._grid_K.expand(curves_SK.shape[0], -1)
+    def _grid_and_base_on(self, curves_SK: Tensor) -> Tensor:
+        """[S, K + 1] budgets of the grid, then the base budget; copied to the device once."""
+        if self._observed_at_K is None or self._observed_at_K.device != curves_SK.device:
+            budgets = (*self._options.grid, self._options.base_budget)
+            self._observed_at_K = torch.tensor(budgets, dtype=torch.int32, device=curves_SK.device)
+        return self._observed_at_K.expand(curves_SK.shape[0], -1)
 
     def _mean_over_tensor_parallel(self, curves_SK: Tensor) -> Tensor:
         """Heads are spread over ranks, budgets are not: every rank must see the same coverage."""

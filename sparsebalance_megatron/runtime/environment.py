@@ -268,7 +268,7 @@ def _forward_and_backward(implementation: Any, device: str) -> None:
         q,
         k,
         v,
-        select_blocks(scores, layout, budgets_S, max_budget=2),
+        select_blocks(scores, budgets_S, max_budget=2),
         softmax_scale=0.125,
         implementation=implementation,
     )

@@ -142,7 +142,6 @@ class ProfiledModel:
                 budgets_S = self._core_attention.guard_and_observe(scores, budgets_S, context)
             return select_blocks(
                 scores,
-                context.layout,
                 budgets_S,
                 max_budget=max(context.max_budgets[0], self._options.base_budget),
             )

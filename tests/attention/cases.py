@@ -131,7 +131,7 @@ def make_case(
     )
     layout = packed_layout(cu_seqlens, block, "cpu")
     scores = router_scores(q, k, layout, granularity=granularity, softmax_scale=SCALE)
-    selection = select_blocks(scores, layout, torch.tensor(budgets), max_budget=max(budgets))
+    selection = select_blocks(scores, torch.tensor(budgets), max_budget=max(budgets))
     return Case(q, k, v, dout, budgets, selection, device)
 
 

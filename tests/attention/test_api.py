@@ -255,13 +255,13 @@ def test_32_blocks_of_256_are_dense_up_to_8192_tokens() -> None:
     layout = packed_layout([0, tokens], 256, "cpu")
     scores = router_scores(q, k, layout, granularity="query-block", softmax_scale=SCALE)
     out_THD, _ = block_sparse_attention(
-        q, k, v, select_blocks(scores, layout, torch.tensor([32])), softmax_scale=SCALE
+        q, k, v, select_blocks(scores, torch.tensor([32])), softmax_scale=SCALE
     )
     dense_HTD = scaled_dot_product_attention(
         *(x.transpose(0, 1) for x in (q, k, v)), is_causal=True, scale=SCALE
     )
     torch.testing.assert_close(out_THD, dense_HTD.transpose(0, 1))
-    one_less = select_blocks(scores, layout, torch.tensor([31]))
+    one_less = select_blocks(scores, torch.tensor([31]))
     sparse_THD, _ = block_sparse_attention(q, k, v, one_less, softmax_scale=SCALE)
     assert (sparse_THD[:-256] - out_THD[:-256]).abs().max() < 1e-5
     assert (sparse_THD[-256:] - out_THD[-256:]).abs().max() > 1e-3
@@ -385,13 +385,13 @@ def test_router_coverage_is_the_true_mass_where_keys_of_a_block_agree() -> None:
     scores = router_scores(q, k, layout, granularity="query-block", softmax_scale=SCALE)
     lse = [
         block_sparse_attention(
-            q, k, k, select_blocks(scores, layout, torch.tensor([budget])), softmax_scale=SCALE
+            q, k, k, select_blocks(scores, torch.tensor([budget])), softmax_scale=SCALE
         )[1]
         for budget in (2, 99)
     ]
     # Only a block's last token sees all of its block, as the router does.
     mass = (lse[0] - lse[1]).exp()[BLOCK - 1 :: BLOCK].mean()
-    torch.testing.assert_close(coverage_curves(scores, layout)[0, 1], mass)
+    torch.testing.assert_close(coverage_curves(scores)[0, 1], mass)
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -435,7 +435,7 @@ def test_scale_enters_as_given() -> None:
     layout = packed_layout([0, 1], BLOCK, "cpu")
     q = torch.full((1, 1, 4), 2.0)
     scores = router_scores(q, q, layout, granularity="query-block", softmax_scale=1.0)
-    selection = select_blocks(scores, layout, torch.tensor([1]))
+    selection = select_blocks(scores, torch.tensor([1]))
     for implementation in ("blocks", "reference"):
         _, lse = block_sparse_attention(
             q, q, q, selection, softmax_scale=0.25, implementation=implementation

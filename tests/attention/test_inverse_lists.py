@@ -32,8 +32,8 @@ def _selections(draw: st.DrawFn) -> Selection:
             granularity="query-block",
             scores_RCJ=scores.masked_fill(later_NJ[:, None], -torch.inf),
             softmax_scale=1.0,
+            layout=layout,
         ),
-        layout,
         torch.tensor(budgets),
         max_budget=max(budgets),
     )

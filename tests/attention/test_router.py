@@ -53,7 +53,7 @@ def test_selection_is_mobas(granularity: str, cu_seqlens: list[int], budget: int
     scores = router_scores(q_THD, k_TGD, layout, granularity=granularity, softmax_scale=0.3)
     budgets_S = torch.full((layout.documents,), budget, dtype=torch.int32)
     budgets_S[-1] = 2
-    selection = select_blocks(scores, layout, budgets_S)
+    selection = select_blocks(scores, budgets_S)
     expected = oracle.moba_lists(q_THD, k_TGD, cu_seqlens, BLOCK, budgets_S.tolist(), granularity)
     assert _as_lists(selection) == expected
     past_end_K = torch.arange(selection.indices_RCK.shape[2]) >= selection.counts_RC[..., None]
@@ -87,12 +87,12 @@ def test_narrow_lists_are_the_wide_ones_cut() -> None:
     layout = packed_layout([0, 50, 90], BLOCK, "cpu")
     scores = router_scores(*_inputs(90), layout, granularity="token-kv-head", softmax_scale=0.3)
     budgets_S = torch.tensor([3, 2])
-    wide = select_blocks(scores, layout, budgets_S)
-    narrow = select_blocks(scores, layout, budgets_S, max_budget=3)
+    wide = select_blocks(scores, budgets_S)
+    narrow = select_blocks(scores, budgets_S, max_budget=3)
     assert narrow.indices_RCK.shape[2] == 3
     assert torch.equal(narrow.indices_RCK, wide.indices_RCK[..., :3])
     assert torch.equal(narrow.counts_RC, wide.counts_RC)
-    capped = select_blocks(scores, layout, budgets_S, max_budget=2)
+    capped = select_blocks(scores, budgets_S, max_budget=2)
     assert torch.equal(capped.indices_RCK[40], wide.indices_RCK[40, :, :2])
     assert capped.counts_RC.max() == 2
 
@@ -101,7 +101,7 @@ def test_equal_scores_go_to_the_lower_block() -> None:
     layout = packed_layout([0, 320], BLOCK, "cpu")
     q_THD, k_TGD = torch.ones(320, 2, 4), torch.ones(320, 1, 4)
     scores = router_scores(q_THD, k_TGD, layout, granularity="query-block", softmax_scale=1.0)
-    selection = select_blocks(scores, layout, torch.tensor([4]))
+    selection = select_blocks(scores, torch.tensor([4]))
     assert selection.indices_RCK[30, 0, :4].tolist() == [30, 0, 1, 2]
 
 
@@ -115,7 +115,7 @@ def test_coverage_is_the_router_mass_inside(
     layout = packed_layout(cu_seqlens, BLOCK, "cpu")
     q_THD, k_TGD = _inputs(cu_seqlens[-1])
     scores = router_scores(q_THD, k_TGD, layout, granularity=granularity, softmax_scale=2.0)
-    curves_SK = coverage_curves(scores, layout)
+    curves_SK = coverage_curves(scores)
     assert curves_SK.dtype == torch.float32
     assert (curves_SK.diff(dim=1) >= 0).all()
     for budget in range(1, layout.max_blocks + 1):
@@ -191,8 +191,8 @@ def test_a_second_pass_repeats_every_bit() -> None:
 
     def run() -> tuple[Tensor, Tensor]:
         scores = router_scores(q_THD, k_TGD, layout, granularity="query-block", softmax_scale=0.3)
-        selection = select_blocks(scores, layout, torch.tensor([3, 2]))
-        return coverage_curves(scores, layout), selection.indices_RCK
+        selection = select_blocks(scores, torch.tensor([3, 2]))
+        return coverage_curves(scores), selection.indices_RCK
 
     for first, second in zip(run(), run(), strict=True):
         assert torch.equal(first, second)
@@ -213,12 +213,15 @@ def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="20 tokens as in the layout"):
         router_scores(q_THD[:9], k_TGD[:9], layout, granularity="query-block", softmax_scale=1.0)
     scores = RouterScores(
-        granularity="query-block", scores_RCJ=torch.zeros(3, 1, 3), softmax_scale=1.0
+        granularity="query-block",
+        scores_RCJ=torch.zeros(3, 1, 3),
+        softmax_scale=1.0,
+        layout=layout,
     )
     with pytest.raises(ValueError, match="each of the 1 documents"):
-        select_blocks(scores, layout, torch.tensor([1, 2]))
+        select_blocks(scores, torch.tensor([1, 2]))
     with pytest.raises(ValueError, match="max_budget 0"):
-        select_blocks(scores, layout, torch.tensor([1]), max_budget=0)
+        select_blocks(scores, torch.tensor([1]), max_budget=0)
     with pytest.raises(ValueError, match=r"threshold 1\.0"):
         guard_budgets(torch.ones(1, 3), torch.tensor([1]), base_budget=1, threshold=1.0)
     with pytest.raises(ValueError, match="base_budget 0"):

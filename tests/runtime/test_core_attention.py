@@ -114,7 +114,7 @@ def test_observed_grid_is_the_routers_coverage() -> None:
     scores = router_scores(
         q_THD, k_TGD, context.layout, granularity="query-block", softmax_scale=HEAD_DIM**-0.5
     )
-    curves_SK = coverage_curves(scores, context.layout)
+    curves_SK = coverage_curves(scores)
     observed_SK = context.observations[0].grid_SK
     torch.testing.assert_close(observed_SK, curves_SK[:, [0, 1, 3, 7, 14]])
 

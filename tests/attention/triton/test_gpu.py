@@ -50,10 +50,9 @@ def _random_selection(layout: PackedLayout, budgets: list[int], kv_heads: int) -
         granularity="query-block",
         scores_RCJ=scores_NGJ.masked_fill(~visible_NJ[:, None], -torch.inf),
         softmax_scale=1.0,
+        layout=layout,
     )
-    return select_blocks(
-        scores, layout, torch.tensor(budgets, device="cuda"), max_budget=max(budgets)
-    )
+    return select_blocks(scores, torch.tensor(budgets, device="cuda"), max_budget=max(budgets))
 
 
 def _attend(inputs: list[Tensor], selection: Selection) -> tuple[Tensor, ...]:
