@@ -7,7 +7,7 @@ Shape legend: D data-parallel ranks, P pipeline stages, V virtual stages, M micr
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -55,6 +55,12 @@ class PairedScheduler:
         if self._ranks_in_turn == 1:
             return planned
         return replace(planned, plan=one_rank_after_another(planned.plan))
+
+    def follow(self, then: Callable[[PlannedStep], None]) -> None:
+        """A variant's next plan is not the next step's."""
+
+    def plan_following(self, step: int) -> None:
+        self._of(step).plan_following(self._order.batch(step))
 
     def finish_step(self, step: int, measured: StepMeasurement) -> None:
         if self._ranks_in_turn > 1:

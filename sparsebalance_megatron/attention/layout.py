@@ -13,6 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_ALIGNED_ELEMENTS = 16
+"""int64 elements in 128 bytes."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedLayout:
@@ -134,8 +137,22 @@ def packed_layout(
         cu_seqlens=tuple(int(boundary) for boundary in boundaries),
         block_size=block_size,
         blocks_per_document=tuple(int(blocks) for blocks in blocks_S),
-        **{name: torch.from_numpy(x).to(device, non_blocking=True) for name, x in tensors.items()},
+        **_on_device(tensors, device),
     )
+
+
+def _on_device(arrays: dict[str, np.ndarray], device: torch.device | str) -> dict[str, Tensor]:
+    """Copy int64 arrays in one transfer; all are views of one tensor.
+
+    Each begins at a multiple of 128 bytes: Triton compiles a kernel anew for pointers that are
+    aligned otherwise than before.
+    """
+    pieces = []
+    for x in arrays.values():
+        pieces += [x, np.zeros(-len(x) % _ALIGNED_ELEMENTS, dtype=np.int64)]
+    copied = torch.from_numpy(np.concatenate(pieces)).to(device, non_blocking=True)
+    parts = copied.split([len(piece) for piece in pieces])
+    return dict(zip(arrays, parts[::2], strict=True))
 
 
 def _check(boundaries: np.ndarray, block_size: int) -> None:

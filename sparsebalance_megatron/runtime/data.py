@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sparsebalance_megatron.data.packing import PackedMicroBatch, pack, packed_cu_seqlens
-from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.data.packing import PackedMicroBatch, packed_cu_seqlens
 from sparsebalance_megatron.plan.step_plan import JobShape, MicroBatchPlan
+from sparsebalance_megatron.runtime.reading import RowReader
 from sparsebalance_megatron.runtime.scheduler import PlannedStep
 
 
@@ -18,6 +19,9 @@ class Schedule(Protocol):
     job: JobShape
 
     def planned(self, step: int) -> PlannedStep: ...
+
+    def follow(self, then: Callable[[PlannedStep], None]) -> None:
+        """Have ``then`` called with the next step's plan, if it is made ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +50,8 @@ class MicroBatchIterator:
     Args:
         data_parallel_rank: whose slots to yield.
         chunk: virtual stage, 0 without virtual pipelines.
-        reads_tokens: whether this chunk embeds tokens or computes the loss.
+        reader: of this rank's rows; None where the chunk neither embeds tokens nor computes the
+            loss.
         consumed_samples: where to start, a multiple of the global batch size.
         global_batch_size: samples per step.
         pad_to_multiple_of: row length in tokens divides by this (sequence parallelism).
@@ -55,21 +60,19 @@ class MicroBatchIterator:
     def __init__(
         self,
         schedule: Schedule,
-        index: SampleIndex,
         *,
         data_parallel_rank: int,
         chunk: int,
-        reads_tokens: bool,
+        reader: RowReader | None,
         training: bool,
         consumed_samples: int,
         global_batch_size: int,
         pad_to_multiple_of: int,
     ) -> None:
         self._schedule = schedule
-        self._index = index
         self._data_parallel_rank = data_parallel_rank
         self._chunk = chunk
-        self._reads_tokens = reads_tokens
+        self._reader = reader
         self._training = training
         self._global_batch_size = global_batch_size
         self._pad_to_multiple_of = pad_to_multiple_of
@@ -83,7 +86,6 @@ class MicroBatchIterator:
         planned = self._schedule.planned(self._step)
         rank_plan = planned.plan.ranks[self._data_parallel_rank]
         plan = rank_plan.micro_batches[self._position]
-        row = self._read(planned, plan) if self._reads_tokens else None
         micro_batch = MicroBatch(
             step=self._step,
             position=self._position,
@@ -91,16 +93,21 @@ class MicroBatchIterator:
             training=self._training,
             plan=plan,
             cu_seqlens=packed_cu_seqlens(plan.lengths_tokens, self._pad_to_multiple_of),
-            row=row,
+            row=self._row(planned),
         )
         self._position += 1
         if self._position == len(rank_plan.micro_batches):
             self._step, self._position = self._step + 1, 0
         return micro_batch
 
-    def _read(self, planned: PlannedStep, plan: MicroBatchPlan) -> PackedMicroBatch:
-        samples = [self._index.read(int(planned.samples[i])) for i in plan.samples]
-        return pack(samples, pad_to_multiple_of=self._pad_to_multiple_of)
+    def _row(self, planned: PlannedStep) -> PackedMicroBatch | None:
+        """The current row; at a step's first, reading of the whole step and the next begins."""
+        if self._reader is None:
+            return None
+        if self._position == 0:
+            self._reader.begin(planned)
+            self._schedule.follow(self._reader.begin)
+        return self._reader.row(planned, self._position)
 
     def save_state(self) -> dict[str, Any]:
         """Position, for Megatron's ``--dataloader-save``; resuming needs consumed samples only."""

@@ -34,11 +34,13 @@ _ROW_KEYS = ("tokens", "position_ids", "labels", "loss_mask")
 
 
 class StepObserver(Protocol):
-    """What the forward step tells: hooks to install, micro-batches begun, losses computed."""
+    """What the forward step tells: hooks to install, micro-batches begun and launched, losses."""
 
     def install(self, model_config: Any) -> None: ...
 
     def begin_micro_batch(self, micro_batch: MicroBatch, context: MicroBatchContext) -> None: ...
+
+    def end_forward(self, micro_batch: MicroBatch) -> None: ...
 
     def add_loss(self, loss: Tensor, tokens: Tensor, report: dict[str, Tensor]) -> None: ...
 
@@ -86,6 +88,8 @@ class ForwardStep:
             self._observer().begin_micro_batch(micro_batch, context)
         batch = self._batch(micro_batch, context)
         output, loss_function = self._inner(iter((batch,)), model)
+        if micro_batch.training:
+            self._observer().end_forward(micro_batch)
         return output, partial(self._loss, loss_function, micro_batch.training)
 
     def _batch(self, micro_batch: MicroBatch, context: MicroBatchContext) -> Batch:

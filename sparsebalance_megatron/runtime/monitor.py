@@ -107,6 +107,10 @@ class StepMonitor:
         self._contexts.append((context, len(micro_batch.plan.samples)))
         self._count_forward_step()
 
+    def end_forward(self, micro_batch: MicroBatch) -> None:
+        """The model's kernels are launched: time to think about the next step."""
+        self._scheduler.plan_following(micro_batch.step)
+
     def _count_forward_step(self) -> None:
         """Everything since the forward step began; the step's first one waited for the plan."""
         began_s, self._forward_step_began_s = self._forward_step_began_s, None

@@ -205,6 +205,9 @@ class _LoopObserver:
         self._contexts.append(context)
         self._session.monitor.begin_micro_batch(micro_batch, context)
 
+    def end_forward(self, micro_batch: MicroBatch) -> None:
+        self._session.monitor.end_forward(micro_batch)
+
     def add_loss(self, loss: Tensor, tokens: Tensor, report: dict[str, Tensor]) -> None:
         """The trainer's report stays its own; :meth:`OwnLoopRun.end_step` gives the figures."""
         self._session.monitor.add_loss(loss, tokens, {})

@@ -93,7 +93,9 @@ def packed_params(
     context: MicroBatchContext, *, max_seqlen_tokens: int, device: torch.device
 ) -> BudgetedPackedSeqParams:
     """THD parameters for Megatron's attention and RoPE."""
-    cu_seqlens = torch.tensor(context.layout.cu_seqlens, dtype=torch.int32, device=device)
+    # Made on the host first: torch.tensor(..., device=device) would wait for the device.
+    cu_seqlens = torch.tensor(context.layout.cu_seqlens, dtype=torch.int32)
+    cu_seqlens = cu_seqlens.to(device, non_blocking=True)
     return BudgetedPackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,

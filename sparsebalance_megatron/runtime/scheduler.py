@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -111,13 +112,14 @@ class Scheduler:
         self._worker = worker
         self._planned: dict[int, PlannedStep] = {}
         self._ahead: dict[int, Future[PlannedStep]] = {}
+        self._followers: list[Callable[[PlannedStep], None]] = []
         self._next_knowledge: _Knowledge | None = None
         self._finished_step = -1
         self._owed_coverage = 0.0
         self._dealt: dict[int, tuple[np.ndarray, ...]] = {}
 
     def planned(self, step: int) -> PlannedStep:
-        """The plan of a step; where a worker plans ahead, first use starts on the next one."""
+        """The plan of a step."""
         if step not in self._planned:
             started = self._clock()
             planned = self._plan_ahead(step)
@@ -125,6 +127,28 @@ class Scheduler:
             for old in [known for known in self._planned if known <= step - _PLANS_KEPT]:
                 del self._planned[old]
         return self._planned[step]
+
+    def plan_following(self, step: int) -> None:
+        """Let the worker start on the step after ``step``, which runs; once, and if there is one.
+
+        Best called when the first micro-batch computes: a thread that plans and one that launches
+        kernels take turns, and before that the device has nothing to do. Where it is not called,
+        :meth:`planned` plans when asked, and makes the same plan.
+        """
+        if self._worker is None or step + 1 in self._ahead or step not in self._planned:
+            return
+        future = self._worker.submit(self._plan, step + 1, self._next_knowledge)
+        self._ahead = {step + 1: future}
+        for then in self._followers:
+            future.add_done_callback(partial(_pass_on, then=then))
+        self._followers.clear()
+
+    def follow(self, then: Callable[[PlannedStep], None]) -> None:
+        """Call ``then`` with the next plan that the worker makes, on its thread.
+
+        Never without a worker, nor if planning fails, which :meth:`planned` will raise.
+        """
+        self._followers.append(then)
 
     def _plan_ahead(self, step: int) -> PlannedStep:
         known = _Knowledge(
@@ -141,7 +165,7 @@ class Scheduler:
         else:
             planned = future.result()
         self._next_knowledge = known
-        self._ahead = {step + 1: self._worker.submit(self._plan, step + 1, known)}
+        self._followers.clear()
         return planned
 
     def _wait_for_worker(self) -> None:
@@ -308,6 +332,11 @@ class Scheduler:
         )
 
 
+def _pass_on(made: Future[PlannedStep], *, then: Callable[[PlannedStep], None]) -> None:
+    if made.exception() is None:
+        then(made.result())
+
+
 class EvaluationSchedule:
     """Plans of evaluation steps: order of arrival, never tuned.
 
@@ -353,3 +382,6 @@ class EvaluationSchedule:
             plan_ms=0.0,
             wait_ms=0.0,
         )
+
+    def follow(self, then: Callable[[PlannedStep], None]) -> None:
+        """Nothing is planned ahead."""

@@ -27,6 +27,7 @@ from sparsebalance_megatron.runtime.data import MicroBatchIterator, Schedule
 from sparsebalance_megatron.runtime.inputs import Inputs, fingerprint, with_recompute
 from sparsebalance_megatron.runtime.monitor import StepMonitor
 from sparsebalance_megatron.runtime.outputs import StepOutputs, open_outputs
+from sparsebalance_megatron.runtime.reading import RowReader
 from sparsebalance_megatron.runtime.resume import compare_runs, run_record
 from sparsebalance_megatron.runtime.scheduler import EvaluationSchedule, Scheduler, StateError
 from sparsebalance_megatron.runtime.startup_profile import shared_cost_table
@@ -223,12 +224,19 @@ class Session:
         stage, job = self._place.pipeline_rank, self.inputs.job
         embeds = (stage, chunk) == (0, 0)
         computes_loss = (stage, chunk) == (job.pipeline_stages - 1, job.virtual_stages - 1)
+        reader = None
+        if embeds or computes_loss:
+            reader = RowReader(
+                index,
+                data_parallel_rank=self._place.data_parallel_rank,
+                pad_to_multiple_of=self.inputs.settings.pad_to_multiple_of,
+                worker=ThreadPoolExecutor(1, "sparse-balance-read"),
+            )
         return MicroBatchIterator(
             schedule,
-            index,
             data_parallel_rank=self._place.data_parallel_rank,
             chunk=chunk,
-            reads_tokens=embeds or computes_loss,
+            reader=reader,
             training=training,
             consumed_samples=consumed,
             global_batch_size=batch_size,

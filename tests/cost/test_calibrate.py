@@ -4,13 +4,19 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
-from sparsebalance_megatron.cost.calibrate import Calibration, StageScales
+from sparsebalance_megatron.cost.calibrate import (
+    Calibration,
+    StageScales,
+    _median_over_known,
+)
 
 SHAPE_DPVM = (2, 3, 2, 4)
 STAGES, CHUNKS = SHAPE_DPVM[1:3]
@@ -222,3 +228,17 @@ def test_wrong_shapes_are_refused() -> None:
 def test_impossible_decay_is_refused(decay: float) -> None:
     with pytest.raises(ValueError, match="must lie in"):
         Calibration(1, decay=decay)
+
+
+@given(
+    arrays(
+        np.float64,
+        st.tuples(st.integers(1, 9), st.integers(1, 3), st.integers(1, 2)),
+        elements=st.one_of(st.just(np.nan), st.floats(0.1, 10.0)),
+    )
+)
+def test_median_leaves_out_what_is_not_known(values: np.ndarray) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, where nothing is known
+        expected = np.nanmedian(values, axis=0)
+    np.testing.assert_array_equal(_median_over_known(values), expected)

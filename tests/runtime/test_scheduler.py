@@ -97,6 +97,7 @@ def run(schedule: Scheduler, steps: range) -> list[bytes]:
     digests = []
     for step in steps:
         digests.append(schedule.planned(step).plan.digest())
+        schedule.plan_following(step)
         schedule.finish_step(step, measurement(schedule, step))
     return digests
 
@@ -115,6 +116,7 @@ def test_a_plan_made_ahead_knows_what_was_known_a_step_earlier(
     plans = []
     for step in range(STEPS):
         plans.append(ahead.planned(step).plan.digest())
+        ahead.plan_following(step)
         on_demand = scheduler(index, None)
         on_demand.load_state_dict(known[step])
         assert on_demand.planned(step).plan.digest() == plans[step]
@@ -127,6 +129,36 @@ def test_ranks_with_fast_and_slow_planners_agree(index: SampleIndex, worker: Exe
     assert run(scheduler(index, worker), range(STEPS)) == run(
         scheduler(index, LateExecutor()), range(STEPS)
     )
+
+
+def test_a_plan_that_nobody_asked_for_early_is_the_same(
+    index: SampleIndex, worker: Executor
+) -> None:
+    late = scheduler(index, worker)
+    digests = []
+    for step in range(STEPS):
+        digests.append(late.planned(step).plan.digest())
+        late.finish_step(step, measurement(late, step))
+    assert digests == run(scheduler(index, worker), range(STEPS))
+
+
+def test_the_following_step_is_planned_once_and_not_before_it_is_asked_for(
+    index: SampleIndex,
+) -> None:
+    class Counting(LateExecutor):
+        submitted = 0
+
+        def submit(self, *arguments: Any, **keywords: Any) -> Future:
+            Counting.submitted += 1
+            return super().submit(*arguments, **keywords)
+
+    schedule = scheduler(index, Counting())
+    schedule.plan_following(0)
+    schedule.planned(0)
+    assert Counting.submitted == 0
+    schedule.plan_following(0)
+    schedule.plan_following(0)
+    assert Counting.submitted == 1
 
 
 @pytest.mark.parametrize("planned_ahead", [True, False])
@@ -176,6 +208,7 @@ def test_coverage_lost_in_steps_is_made_up_for_in_later_ones(
         for step in range(STEPS):
             measured = measurement(schedule, 0, step)
             lost = replace(measured.coverage, executed_sum=measured.coverage.base_sum - short)
+            schedule.plan_following(step)
             schedule.finish_step(step, replace(measured, coverage=lost))
         mean = schedule.planned(STEPS).plan.expectation.coverage_mean
         expected.append(mean)
@@ -191,5 +224,6 @@ def test_errors_of_planning_ahead_reach_the_step_that_needs_the_plan(index: Samp
 
     schedule = scheduler(index, Failing())
     schedule.planned(0)
+    schedule.plan_following(0)
     with pytest.raises(PlanError, match="step 1 has no plan"):
         schedule.planned(1)
