@@ -50,6 +50,7 @@ setup(
         "test": [
             "pytest>=8",
             "pytest-timeout",
+            "pytest-xdist",
             "hypothesis",
             "mypy",
             # Reads traces back; its trace_processor_shell is fetched on first use.

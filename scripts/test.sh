@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Sets itself up and runs the tests; arguments go to pytest:
+# Sets itself up and runs the tests, two files at a time; arguments go to pytest:
 #
 #   scripts/test.sh                          all of them
 #   scripts/test.sh -m "not distributed"     without those that start torchrun
 #   scripts/test.sh tests/plan -k batching   some
+#   scripts/test.sh -n 0 --pdb               one after another, in this process
 
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 set_up tools data test
-exec python -m pytest --durations=10 "$@"
+export OMP_NUM_THREADS=1 # files and training ranks run side by side
+exec python -m pytest --numprocesses 2 --dist loadfile --durations=10 "$@"

@@ -45,4 +45,5 @@ set_up tools data test
 install_megatron
 export PYTHONPATH="${MEGATRON_DIR}${PYTHONPATH:+:${PYTHONPATH}}"
 check_version
-exec python -m pytest --durations=10 "${LEG[@]}" "$@"
+export OMP_NUM_THREADS=1
+exec python -m pytest --numprocesses 2 --dist loadfile --durations=10 "${LEG[@]}" "$@"

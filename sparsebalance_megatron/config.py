@@ -76,9 +76,9 @@ class SparseBalanceConfig:
     """Router score coverage that a sample may lose against the base budget, in every layer (the
     paper's p)."""
 
-    coverage_target: CoverageTarget = "threshold"
-    """What makespan tuning keeps besides the threshold: nothing (the fastest step), or the global
-    batch's mean coverage at that of the base budgets or above."""
+    coverage_target: CoverageTarget = "base"
+    """What makespan tuning keeps besides the threshold: the global batch's mean coverage at that of
+    the base budgets or above, or nothing (the fastest step)."""
 
     max_tokens_per_micro_batch: int | None = None
     """Token cap of a micro-batch; default: micro batch size x sequence length."""

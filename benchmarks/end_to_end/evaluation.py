@@ -131,7 +131,10 @@ GOALS: Mapping[str, Sequence[Goal]] = {
 
 
 def judge(layout: str, summaries: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every goal of a layout with what was reached; nothing for a layout without goals."""
+    """Goals of a layout with what was reached; none for a layout without any.
+
+    Those against a reference that did not run are left out.
+    """
     goals = GOALS.get(layout, ())
     if not goals or OURS_BASE not in summaries:
         return []
@@ -140,7 +143,7 @@ def judge(layout: str, summaries: Mapping[str, dict[str, Any]]) -> list[dict[str
     coverage = Goal(
         text="coverage, of base budgets on the same scores", path=("coverage",), at_least=base
     )
-    return [_judged(goal, ours) for goal in (coverage, *goals)]
+    return [_judged(goal, ours) for goal in (coverage, *goals) if goal.path[0] in ours]
 
 
 def _judged(goal: Goal, summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,10 +44,10 @@ VARIANTS = (
         batching="latency",
         tuning="anchor",
     ),
-    Variant(name=OURS, label="ours", batching="makespan", tuning="makespan"),
+    Variant(name=OURS, label="ours, threshold only", batching="makespan", tuning="makespan"),
     Variant(
         name=OURS_BASE,
-        label="ours, coverage of base budgets",
+        label="ours (the default): base coverage",
         batching="makespan",
         tuning="makespan",
         coverage_target="base",

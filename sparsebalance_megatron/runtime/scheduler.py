@@ -35,6 +35,8 @@ _PLANS_KEPT = 2
 _STATE_VERSION = 2
 _ACCOUNT_LIMIT = 0.05
 """Of coverage saved up or owed: what happened long ago is not made up for."""
+_SPENT_SHARE = 0.5
+"""Of what is saved up, for one step: planned ahead, two plans may count on the same savings."""
 
 
 class StateError(ValueError):
@@ -154,7 +156,7 @@ class Scheduler:
         known = _Knowledge(
             coverage=copy.deepcopy(self.coverage),
             scales=self.calibration.scales(),
-            owed_coverage=max(0.0, self._owed_coverage),
+            owed_coverage=self._owed_coverage * (_SPENT_SHARE if self._owed_coverage < 0 else 1.0),
         )
         if self._worker is None:
             return self._plan(step, known)

@@ -215,6 +215,36 @@ def test_coverage_lost_in_steps_is_made_up_for_in_later_ones(
     assert expected[1] > expected[0] + 0.02
 
 
+@pytest.mark.parametrize("planned_ahead", [True, False])
+def test_coverage_saved_in_steps_may_be_spent_in_later_ones_half_at_a_time(
+    index: SampleIndex, worker: Executor, planned_ahead: bool
+) -> None:
+    """Two plans may be made before the first is executed: together they spend what there is."""
+    saved = 0.04
+    expected = []
+    for savings in (0.0, saved):
+        schedule = scheduler(index, worker if planned_ahead else None, coverage_target="base")
+        for step in range(STEPS):
+            measured = measurement(schedule, 0, step)
+            executed_sum = measured.coverage.base_sum + (savings if step == 0 else 0.0)
+            covered = replace(measured.coverage, executed_sum=executed_sum)
+            schedule.plan_following(step)
+            schedule.finish_step(step, replace(measured, coverage=covered))
+        assert schedule.state_dict()["owed_coverage"] == pytest.approx(-savings)
+        expected.append(schedule.planned(STEPS).plan.expectation.coverage_mean)
+    assert base_mean(schedule, STEPS) - saved / 2 - 1e-9 <= expected[1] < expected[0]
+
+
+def base_mean(schedule: Scheduler, step: int) -> float:
+    """Expected coverage of a step's samples at base budgets."""
+    ranks = schedule.planned(step).plan.ranks
+    lengths = [n for rank in ranks for slot in rank.micro_batches for n in slot.lengths_tokens]
+    blocks_S = -(-np.array(lengths) // BLOCK_TOKENS)
+    base_S = np.minimum(schedule.policy.base_budget, blocks_S)
+    base_LS = np.broadcast_to(base_S, (JOB.layers, len(base_S)))
+    return float(schedule.coverage.coverage_LS(blocks_S, base_LS).mean())
+
+
 def test_errors_of_planning_ahead_reach_the_step_that_needs_the_plan(index: SampleIndex) -> None:
     class Failing(Executor):
         def submit(self, function: Any, /, *arguments: Any, **keywords: Any) -> Future:
