@@ -77,8 +77,8 @@ class SparseBalanceConfig:
     paper's p)."""
 
     coverage_target: CoverageTarget = "base"
-    """What makespan tuning keeps besides the threshold: the global batch's mean coverage at that of
-    the base budgets or above, or nothing (the fastest step)."""
+    """What makespan tuning keeps besides the threshold: the samples' mean coverage at that of the
+    base budgets or above, counted over steps, or nothing (the fastest step)."""
 
     max_tokens_per_micro_batch: int | None = None
     """Token cap of a micro-batch; default: micro batch size x sequence length."""

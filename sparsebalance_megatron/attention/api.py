@@ -7,6 +7,7 @@ C heads that select, K width of lists.
 
 from __future__ import annotations
 
+import warnings
 from typing import Literal, get_args
 
 import torch
@@ -57,8 +58,8 @@ def block_sparse_attention(
               selections by query block on CUDA: a cross-check.
             - "reference": masked dense attention, for every selection, in time quadratic in a
               document's length.
-            - "auto": for selections by query block "triton" wherever it serves, else "blocks"; for
-              selections by token "tokens".
+            - "auto": for selections by query block "triton" wherever it serves, else "blocks", with
+              a warning on CUDA; for selections by token "tokens".
 
     Returns:
         out_THD in the inputs' dtype, and lse_TH: natural log-sum-exp of the scaled scores read,
@@ -89,8 +90,16 @@ def _resolve(implementation: str, q_THD: Tensor, selection: Selection) -> str:
     if implementation == "auto":
         if selection.granularity != "query-block":
             return "tokens"
-        on_cuda = q_THD.device.type == "cuda"
-        return "triton" if on_cuda and _obstacle("triton", q_THD, selection) is None else "blocks"
+        if q_THD.device.type != "cuda":
+            return "blocks"
+        obstacle = _obstacle("triton", q_THD, selection)
+        if obstacle is None:
+            return "triton"
+        warnings.warn(
+            f'block_sparse_attention: "auto" takes "blocks", far slower: "triton" {obstacle}',
+            stacklevel=3,
+        )
+        return "blocks"
     if implementation not in get_args(Implementation):
         known = ", ".join(f'"{name}"' for name in get_args(Implementation))
         raise _error(f"implementation {implementation!r}: must be one of {known}")

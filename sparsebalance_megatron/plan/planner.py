@@ -53,7 +53,8 @@ def plan_step(
     except that a balanced packing which the token cap defeats gives way to arrival order where that
     fits. Tuning ``makespan`` may take until ``hold_ms`` where the least step time is shorter. With
     the coverage target ``base``, mean coverage exceeds that of the base budgets by
-    ``owed_coverage``, as far as a step at base budgets has the time.
+    ``owed_coverage``, as far as a step at base budgets has the time, or may fall below it by as
+    much if that is negative.
 
     Raises:
         PlanError: no placement exists, or the inputs contradict one another.

@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from sparsebalance_megatron.attention.api import block_sparse_attention
+from sparsebalance_megatron.attention.api import _resolve, block_sparse_attention
 from sparsebalance_megatron.attention.impl import blocks as blocks_module
 from sparsebalance_megatron.attention.impl import tokens as tokens_module
 from sparsebalance_megatron.attention.layout import packed_layout
@@ -441,3 +443,17 @@ def test_scale_enters_as_given() -> None:
             q, q, q, selection, softmax_scale=0.25, implementation=implementation
         )
         assert math.isclose(float(lse), 4.0, rel_tol=1e-6)
+
+
+def test_auto_says_when_it_cannot_take_the_fast_kernels_on_a_gpu() -> None:
+    """Stands in for a query on a GPU, which this choice only looks at."""
+    selection = make_case([0, 40], [2], block=16, head_dim=64).selection
+    half, double = (
+        SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(40, 2, 64))
+        for dtype in (torch.bfloat16, torch.float64)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _resolve("auto", half, selection) == "triton"
+    with pytest.warns(UserWarning, match='far slower: "triton" does not compute in float64'):
+        assert _resolve("auto", double, selection) == "blocks"
