@@ -50,7 +50,11 @@ class RowReader:
                 self._rows.pop(place).cancel()
             slots = plan.ranks[self._data_parallel_rank].micro_batches
             for position, slot in enumerate(slots):
-                row = self._worker.submit(self._read, planned, slot)
+                try:
+                    row = self._worker.submit(self._read, planned, slot)
+                except RuntimeError:
+                    # The process ends: executors take nothing more, and nobody will ask.
+                    return
                 self._rows[plan.step, position] = row
 
     def row(self, planned: PlannedStep, position: int) -> PackedMicroBatch:

@@ -131,6 +131,16 @@ def test_what_reading_raises_is_raised_where_the_row_is_needed(
             reader.row(planned, 0)
 
 
+def test_a_process_that_ends_begins_nothing(index: SampleIndex) -> None:
+    planned = scheduler(index, None).planned(0)
+    worker = ThreadPoolExecutor(1)
+    worker.shutdown()
+    reader = reader_of(index, worker)
+    reader.begin(planned)
+    slot = planned.plan.ranks[1].micro_batches[0]
+    assert_holds(reader.row(planned, 0), index, planned, slot)
+
+
 def test_two_threads_may_begin_the_same_step(index: SampleIndex) -> None:
     planned = scheduler(index, None).planned(0)
     for _ in range(50):
