@@ -137,6 +137,8 @@ def test_summary_and_goals_follow_the_times() -> None:
     assert (found[DENSE]["coverage"], found[DENSE]["work_ratio"]) == (None, None)
     assert [goal["met"] for goal in judge("dp2", found)] == [True] * 4
     assert judge("gpu-dp4", found) == []
+    without_dense = {name: step for name, step in steps.items() if name != DENSE}
+    assert len(judge("dp2", summarise([without_dense]))) == 3
 
     slower = {**steps, OURS_BASE: replace(RESULT, step_ms=9.0, coverage=0.69)}
     met = {goal["goal"]: goal["met"] for goal in judge("dp2", summarise([slower]))}
