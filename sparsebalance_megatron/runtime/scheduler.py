@@ -150,7 +150,8 @@ class Scheduler:
 
         Never without a worker, nor if planning fails, which :meth:`planned` will raise.
         """
-        self._followers.append(then)
+        if self._worker is not None:
+            self._followers.append(then)
 
     def _plan_ahead(self, step: int) -> PlannedStep:
         known = _Knowledge(

@@ -99,6 +99,16 @@ def test_the_next_steps_rows_are_read_before_they_are_asked_for(
     assert worker.submitted == 2 * slots
 
 
+def test_without_a_planner_ahead_nothing_is_called_or_kept(index: SampleIndex) -> None:
+    schedule, told = scheduler(index, None), []
+    for step in range(3):
+        schedule.planned(step)
+        schedule.follow(told.append)
+        schedule.plan_following(step)
+    assert not told
+    assert not schedule._followers
+
+
 def test_rows_are_read_once_and_kept_for_two_steps(index: SampleIndex) -> None:
     schedule, worker = scheduler(index, None), CountingExecutor()
     reader = reader_of(index, worker)
