@@ -96,7 +96,7 @@ def _resolve(implementation: str, q_THD: Tensor, selection: Selection) -> str:
         if obstacle is None:
             return "triton"
         warnings.warn(
-            f'block_sparse_attention: "auto" takes "blocks", far slower: "triton" {obstacle}',
+            f'block_sparse_attention: "auto" takes "blocks" on CUDA: "triton" {obstacle}',
             stacklevel=3,
         )
         return "blocks"

@@ -49,7 +49,7 @@ class RouterScores:
         """Scores, and block numbers inside the document (int64), of the own block, then of the
         others by falling score; both [R, C, J]. Equal scores: the lower number comes first.
 
-        Coverage and selection share it: the sort is most of what either costs.
+        Sorted once, for coverage and for selection.
         """
         column_RC1 = self.layout.index_N[_row_block(self.layout, self.granularity)][:, None, None]
         column_RC1 = column_RC1.expand(-1, self.scores_RCJ.shape[1], 1)

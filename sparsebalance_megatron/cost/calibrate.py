@@ -184,7 +184,7 @@ def _weighted_median(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
 def _median_over_known(values: np.ndarray) -> np.ndarray:
     """Median over the first axis of what is not NaN; NaN where nothing is known."""
     known = np.isfinite(values).sum(axis=0, keepdims=True)
-    # NaN sorts last. Beside numpy's nanmedian this takes a tenth of the time.
+    # NaN sorts last. numpy's nanmedian goes through masked arrays, and this runs in every step.
     rising = np.sort(values, axis=0)
     middle = [np.maximum(known - 1, 0) // 2, known // 2]
     middle = np.minimum(np.concatenate(middle), len(values) - 1)

@@ -455,5 +455,5 @@ def test_auto_says_when_it_cannot_take_the_fast_kernels_on_a_gpu() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert _resolve("auto", half, selection) == "triton"
-    with pytest.warns(UserWarning, match='far slower: "triton" does not compute in float64'):
+    with pytest.warns(UserWarning, match='"blocks" on CUDA: "triton" does not compute in float64'):
         assert _resolve("auto", double, selection) == "blocks"

@@ -48,7 +48,7 @@ def packed_qkv(tokens: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
     return tuple(2.0 * torch.randn(shape, generator=generator) for shape in shapes)
 
 
-def context_with(budgets_LS: np.ndarray, *, padding: int = 0):
+def context_with(budgets_LS: np.ndarray, *, padding: int = 0, device: torch.device = CPU):
     boundaries = (0, *np.cumsum(LENGTHS).tolist())
     if padding:
         boundaries += (boundaries[-1] + padding,)
@@ -63,7 +63,7 @@ def context_with(budgets_LS: np.ndarray, *, padding: int = 0):
         chunk=0,
         block_size=BLOCK,
         observe=True,
-        device=CPU,
+        device=device,
     )
 
 
@@ -169,43 +169,15 @@ def test_masks_and_biases_that_are_not_causal_attention_are_refused() -> None:
 
 @pytest.mark.gpu
 def test_a_micro_batch_never_makes_the_host_wait_for_the_device() -> None:
-    cuda, block, head_dim = torch.device("cuda"), 64, 64
-    config = TransformerConfig(
-        num_layers=2, hidden_size=256, num_attention_heads=4, num_query_groups=2
-    )
-    options = AttentionOptions(
-        block_size=block,
-        base_budget=3,
-        granularity="query-block",
-        coverage_threshold=0.1,
-        implementation="triton",
-        grid=(1, 2, 4),
-    )
-    module = BudgetedCoreAttention(config, 1, AttnMaskType.causal, "self", options=options)
-    plan = MicroBatchPlan(
-        samples=tuple(range(len(LENGTHS))),
-        lengths_tokens=LENGTHS,
-        budgets_LS=np.full((2, len(LENGTHS)), 2, dtype=np.int32),
-    )
-    boundaries = (0, *np.cumsum(LENGTHS).tolist())
-    q_THD, k_TGD, v_TGD = (
-        torch.randn(sum(LENGTHS), heads, head_dim, device=cuda, dtype=torch.bfloat16)
-        for heads in (4, 2, 2)
-    )
+    cuda = torch.device("cuda")
+    module = attention()
+    qkv = [x.to(cuda, torch.bfloat16) for x in packed_qkv(sum(LENGTHS))]
+    budgets_LS = np.full((2, len(LENGTHS)), 2, dtype=np.int32)
 
     def micro_batch() -> torch.Tensor:
-        context = micro_batch_context(
-            plan,
-            boundaries,
-            step=0,
-            position=0,
-            chunk=0,
-            block_size=block,
-            observe=True,
-            device=cuda,
-        )
+        context = context_with(budgets_LS, device=cuda)
         params = packed_params(context, max_seqlen_tokens=256, device=cuda)
-        return module(q_THD, k_TGD, v_TGD, None, packed_seq_params=params)
+        return module(*qkv, None, packed_seq_params=params)
 
     expected = micro_batch()  # compiles kernels, copies the grid
     torch.cuda.synchronize()
