@@ -78,7 +78,7 @@ class SparseBalanceConfig:
 
     coverage_target: CoverageTarget = "base"
     """What makespan tuning keeps besides the threshold: the samples' mean coverage at that of the
-    base budgets or above, counted over steps, or nothing (the fastest step)."""
+    base budgets or above, over this step's and the next samples, or nothing (the fastest step)."""
 
     max_tokens_per_micro_batch: int | None = None
     """Token cap of a micro-batch; default: micro batch size x sequence length."""

@@ -51,11 +51,12 @@ def tune(
     slot_of_S: np.ndarray,
     schedule: str,
     hold_ms: float = 0.0,
-    owed_coverage: float = 0.0,
+    coverage_aim: float = 0.0,
 ) -> TunedBudgets:
     """Budgets of a placed global batch under ``policy.tuning``.
 
-    See :func:`.planner.plan_step` for ``owed_coverage``.
+    ``coverage_aim``: by how much mean coverage should exceed that of the base budgets, with the
+    coverage target ``base``; see :mod:`.horizon`.
     Tuning ``makespan`` spends on coverage what the step has until ``hold_ms`` or until the least
     step time, whichever is later.
 
@@ -69,7 +70,7 @@ def tune(
             tuned_LS, clamped_S = _anchor(policy.anchor, costs, coverage, allowed, slot_of_S)
         case "makespan":
             tuned_LS, clamped_S = _makespan(
-                policy, costs, coverage, allowed, slot_of_S, schedule, hold_ms, owed_coverage
+                policy, costs, coverage, allowed, slot_of_S, schedule, hold_ms, coverage_aim
             )
         case other:
             raise PlanError(f"tuning {other!r} is not one of off, anchor, makespan")
@@ -153,7 +154,7 @@ def _makespan(
     slot_of_S: np.ndarray,
     schedule: str,
     hold_ms: float,
-    owed_coverage: float,
+    coverage_aim: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The least step time that the policy allows, then the most coverage in that time.
 
@@ -174,12 +175,11 @@ def _makespan(
 
     least_ms = max(floor_ms_D.max() * _ROUNDING, hold_ms)
     tuned_LS = filled_LS(least_ms)
-    if policy.coverage_target == "base" and not _covers(
-        coverage, costs, tuned_LS, allowed, owed_coverage
-    ):
-        # Never slower than base budgets, whatever is owed.
+    wanted = _wanted_coverage(coverage, costs, allowed, coverage_aim)
+    if policy.coverage_target == "base" and not _covers(coverage, costs, tuned_LS, wanted):
+        # Never slower than base budgets, whatever the aim.
         enough = [
-            expected_budgets(policy, costs, coverage, allowed, owed_coverage),
+            expected_budgets(policy, costs, coverage, allowed, coverage_aim),
             allowed.base_LS,
         ]
         enough_ms, tuned_LS = min(
@@ -192,7 +192,7 @@ def _makespan(
         for _ in range(_TARGET_HALVINGS):
             middle_ms = (least_ms + enough_ms) / 2
             middle_LS = filled_LS(middle_ms)
-            if _covers(coverage, costs, middle_LS, allowed, owed_coverage):
+            if _covers(coverage, costs, middle_LS, wanted):
                 tuned_LS, enough_ms = middle_LS, middle_ms
             else:
                 least_ms = middle_ms
@@ -206,7 +206,7 @@ def expected_budgets(
     costs: StepCosts,
     coverage: CoverageCurves,
     allowed: BudgetRange,
-    owed_coverage: float = 0.0,
+    coverage_aim: float = 0.0,
 ) -> np.ndarray:
     """[L, S] budgets to place samples by, before tuning ``makespan`` knows their places.
 
@@ -215,24 +215,38 @@ def expected_budgets(
     """
     if policy.coverage_target != "base":
         return allowed.floor_LS
+    return least_work_budgets(costs, coverage, allowed, coverage_aim)[1]
+
+
+def least_work_budgets(
+    costs: StepCosts, coverage: CoverageCurves, allowed: BudgetRange, coverage_aim: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """[L, S] budgets at the last price level that misses the aim, and at the first that meets it.
+
+    One level for all samples and layers. Both are the floors where those meet the aim already; the
+    second takes all that gains coverage where nothing meets it.
+    """
     ladder = price_ladder(costs, coverage, allowed)
+    wanted = _wanted_coverage(coverage, costs, allowed, coverage_aim)
     low, high = -1, LEVELS
     while high - low > 1:
         middle = (low + high) // 2
-        enough = _covers(coverage, costs, ladder.common_LS(middle), allowed, owed_coverage)
+        enough = _covers(coverage, costs, ladder.common_LS(middle), wanted)
         low, high = (low, middle) if enough else (middle, high)
-    return ladder.common_LS(high)
+    return ladder.common_LS(max(low, 0)), ladder.common_LS(high)
+
+
+def _wanted_coverage(
+    coverage: CoverageCurves, costs: StepCosts, allowed: BudgetRange, coverage_aim: float
+) -> float:
+    """Expected coverage of the base budgets and the aim above it, summed where curves are known."""
+    base_LS = coverage.coverage_LS(costs.blocks_S, allowed.base_LS)
+    return float(np.nansum(base_LS + coverage_aim))
 
 
 def _covers(
-    coverage: CoverageCurves,
-    costs: StepCosts,
-    budgets_LS: np.ndarray,
-    allowed: BudgetRange,
-    owed_coverage: float,
+    coverage: CoverageCurves, costs: StepCosts, budgets_LS: np.ndarray, wanted: float
 ) -> bool:
-    """Whether mean expected coverage is that of the base budgets and what is owed, at least."""
+    """Whether expected coverage, summed where curves are known, is at least what is wanted."""
     reached_LS = coverage.coverage_LS(costs.blocks_S, budgets_LS)
-    wanted_LS = coverage.coverage_LS(costs.blocks_S, allowed.base_LS)
-    owed = owed_coverage * np.isfinite(wanted_LS).sum()
-    return bool(np.nansum(reached_LS) * _ROUNDING >= np.nansum(wanted_LS) + owed)
+    return bool(np.nansum(reached_LS) * _ROUNDING >= wanted)

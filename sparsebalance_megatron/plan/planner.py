@@ -19,6 +19,7 @@ from sparsebalance_megatron.plan.bounds import sample_bounds
 from sparsebalance_megatron.plan.budgets import TunedBudgets, expected_budgets, tune
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.feasible import BudgetRange, feasible_range
+from sparsebalance_megatron.plan.horizon import coverage_aim
 from sparsebalance_megatron.plan.latency import StepCosts, step_costs
 from sparsebalance_megatron.plan.pipeline import makespans_ms, schedule_name
 from sparsebalance_megatron.plan.search import improve
@@ -44,6 +45,7 @@ def plan_step(
     coverage: CoverageCurves,
     hold_ms: float = 0.0,
     owed_coverage: float = 0.0,
+    later_lengths_tokens: Sequence[int] = (),
 ) -> StepPlan:
     """The plan of one step: place the samples, then tune their budgets.
 
@@ -52,14 +54,27 @@ def plan_step(
     ``StepPlan.batching`` names the winner. ``arrival``, ``length`` and ``latency`` mean just that,
     except that a balanced packing which the token cap defeats gives way to arrival order where that
     fits. Tuning ``makespan`` may take until ``hold_ms`` where the least step time is shorter. With
-    the coverage target ``base``, mean coverage exceeds that of the base budgets by
-    ``owed_coverage``, as far as a step at base budgets has the time, or may fall below it by as
-    much if that is negative.
+    the coverage target ``base``, coverage summed over this step's samples and the later ones
+    exceeds that of the base budgets by ``owed_coverage``, or may fall below it by as much if that
+    is negative; this step's share follows from one price for all (:mod:`.horizon`), and is paid as
+    far as a step at base budgets has the time.
 
     Raises:
         PlanError: no placement exists, or the inputs contradict one another.
     """
-    problem = _problem(lengths_tokens, job, policy, cost, scales, coverage, hold_ms, owed_coverage)
+    problem = _problem(lengths_tokens, job, policy, cost, scales, coverage, hold_ms)
+    if (policy.tuning, policy.coverage_target) == ("makespan", "base"):
+        aim = coverage_aim(
+            lengths_tokens=problem.lengths_tokens,
+            later_lengths_tokens=later_lengths_tokens,
+            job=job,
+            policy=policy,
+            cost=cost,
+            scales=scales,
+            coverage=coverage,
+            owed_coverage=owed_coverage,
+        )
+        problem = replace(problem, coverage_aim=aim)
     name, placement, tuned = _best_candidate(problem, _candidates(problem))
     plan = _assemble(step, problem, name, placement, tuned)
     plan.validate(problem.lengths_tokens, job, policy)
@@ -98,7 +113,7 @@ class _Problem:
     allowed: BudgetRange
     schedule: str
     hold_ms: float
-    owed_coverage: float
+    coverage_aim: float = 0.0
 
     @cached_property
     def expected_LS(self) -> np.ndarray:
@@ -110,7 +125,7 @@ class _Problem:
         match self.policy.tuning:
             case "makespan":
                 return expected_budgets(
-                    self.policy, self.costs, self.coverage, self.allowed, self.owed_coverage
+                    self.policy, self.costs, self.coverage, self.allowed, self.coverage_aim
                 )
             case "anchor":
                 try:
@@ -145,7 +160,7 @@ class _Problem:
             batching.slot_of_sample(placement, len(self.lengths_tokens)),
             self.schedule,
             self.hold_ms,
-            self.owed_coverage,
+            self.coverage_aim,
         )
 
     def times_ms(
@@ -169,7 +184,6 @@ def _problem(
     scales: StageScales,
     coverage: CoverageCurves,
     hold_ms: float,
-    owed_coverage: float,
 ) -> _Problem:
     if policy.block_size != cost.block_size:
         raise PlanError(
@@ -188,7 +202,6 @@ def _problem(
         allowed=feasible_range(costs, coverage, policy),
         schedule=schedule_name(job.pipeline_stages, job.virtual_stages),
         hold_ms=hold_ms,
-        owed_coverage=owed_coverage,
     )
 
 

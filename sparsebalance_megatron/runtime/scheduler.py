@@ -23,6 +23,7 @@ from sparsebalance_megatron.cost.calibrate import Calibration, StageScales
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.horizon import horizon_steps
 from sparsebalance_megatron.plan.latency import step_costs
 from sparsebalance_megatron.plan.planner import evaluation_plan, plan_step
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy, StepPlan
@@ -32,11 +33,11 @@ from sparsebalance_megatron.runtime.telemetry import CoverageTotals, StepMeasure
 _PLANS_KEPT = 2
 """The step that runs and the one after it."""
 
-_STATE_VERSION = 2
+_STATE_VERSION = 3
 _ACCOUNT_LIMIT = 0.05
-"""Of coverage saved up or owed: what happened long ago is not made up for."""
-_SPENT_SHARE = 0.5
-"""Of what is saved up, for one step: planned ahead, two plans may count on the same savings."""
+"""Of coverage saved up or owed, per sample of a horizon: what was long ago is not made up for."""
+_RESERVE = 0.005
+"""Of coverage to be saved up, per sample of a horizon: a single step's estimate may be off."""
 
 
 class StateError(ValueError):
@@ -157,7 +158,7 @@ class Scheduler:
         known = _Knowledge(
             coverage=copy.deepcopy(self.coverage),
             scales=self.calibration.scales(),
-            owed_coverage=self._owed_coverage * (_SPENT_SHARE if self._owed_coverage < 0 else 1.0),
+            owed_coverage=self._account_share(),
         )
         if self._worker is None:
             return self._plan(step, known)
@@ -170,6 +171,18 @@ class Scheduler:
         self._next_knowledge = known
         self._followers.clear()
         return planned
+
+    def _account_share(self) -> float:
+        """Coverage that the next horizon owes; with the account alone in view, half of it.
+
+        Planned ahead, two plans are made before the first is executed and enters the account.
+        """
+        owed = self._owed_coverage + _RESERVE * self._horizon_samples
+        return owed / 2 if self._horizon_samples == self._global_batch_size else owed
+
+    @property
+    def _horizon_samples(self) -> int:
+        return horizon_steps(self._global_batch_size) * self._global_batch_size
 
     def _wait_for_worker(self) -> None:
         """Let go of what was planned for a step that does not come: after going back, say."""
@@ -189,6 +202,7 @@ class Scheduler:
             scales=known.scales,
             coverage=known.coverage,
             owed_coverage=known.owed_coverage,
+            later_lengths_tokens=self._later_lengths_tokens(step),
         )
         return PlannedStep(
             plan=plan,
@@ -197,6 +211,14 @@ class Scheduler:
             plan_ms=(self._clock() - started) * 1e3,
             wait_ms=0.0,
         )
+
+    def _later_lengths_tokens(self, step: int) -> tuple[int, ...]:
+        """Of the horizon's later steps, in order of arrival: a window changes little in the sum."""
+        size = self._global_batch_size
+        if self._horizon_samples == size:
+            return ()
+        later = self._index.global_batch((step + 1) * size, self._horizon_samples - size)
+        return tuple(self._index.lengths_of(later).tolist())
 
     def _samples(self, step: int) -> np.ndarray:
         """Training samples of a step, in order of arrival.
@@ -262,12 +284,14 @@ class Scheduler:
             )
 
     def _settle(self, totals: CoverageTotals) -> None:
-        """Keep account of executed against base coverage; curves only predict either."""
+        """Keep account of executed against base coverage; curves only predict either.
+
+        Summed over samples, a mean over layers; unobserved layers count like the observed ones.
+        """
         if totals.count:
-            short = (totals.base_sum - totals.executed_sum) / totals.count
-            self._owed_coverage = float(
-                np.clip(self._owed_coverage + short, -_ACCOUNT_LIMIT, _ACCOUNT_LIMIT)
-            )
+            short = (totals.base_sum - totals.executed_sum) / totals.count * self._global_batch_size
+            limit = _ACCOUNT_LIMIT * self._horizon_samples
+            self._owed_coverage = float(np.clip(self._owed_coverage + short, -limit, limit))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain Python types; saved inside Megatron's ``args``."""

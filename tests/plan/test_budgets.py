@@ -133,16 +133,16 @@ def test_base_target_keeps_mean_coverage_and_is_never_slower_than_base_budgets(
 
 @settings(max_examples=40, deadline=None)
 @given(SEEDS, SHAPES, st.floats(0.0, 0.05))
-def test_owed_coverage_is_paid_as_far_as_base_budgets_have_time(seed, shape, owed):
+def test_the_aim_above_base_is_met_as_far_as_base_budgets_have_time(seed, shape, aim):
     case = Case(seed, "makespan", shape=shape, coverage_target="base")
     base_LS = case.allowed.base_LS
     tuned_LS = tune(
         *(case.policy, case.costs, case.coverage, case.allowed, case.slot_of_S, case.schedule),
-        owed_coverage=owed,
+        coverage_aim=aim,
     ).budgets_LS
     assert case.makespan(tuned_LS) <= case.makespan(base_LS) * (1 + 1e-8)
-    paid = case.covered(tuned_LS).mean() - case.covered(base_LS).mean()
-    assert paid >= owed - 1e-8 or np.isclose(case.makespan(tuned_LS), case.makespan(base_LS))
+    above = case.covered(tuned_LS).mean() - case.covered(base_LS).mean()
+    assert above >= aim - 1e-8 or np.isclose(case.makespan(tuned_LS), case.makespan(base_LS))
 
 
 def test_base_target_costs_less_than_base_budgets_where_samples_bear_cuts_unequally():

@@ -15,6 +15,7 @@ from plan.plan_cases import cost_model, job_shape, policy
 
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_plan import PlanError
 from sparsebalance_megatron.runtime.scheduler import Scheduler
 from sparsebalance_megatron.runtime.telemetry import CoverageTotals, StepMeasurement
@@ -49,7 +50,12 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> SampleIndex:
     return found
 
 
-def scheduler(index: SampleIndex, worker: Executor | None, **choices: Any) -> Scheduler:
+def scheduler(
+    index: SampleIndex,
+    worker: Executor | None,
+    global_batch_size: int = GLOBAL_BATCH,
+    **choices: Any,
+) -> Scheduler:
     ticks = itertools.count()
     return Scheduler(
         job=JOB,
@@ -57,7 +63,7 @@ def scheduler(index: SampleIndex, worker: Executor | None, **choices: Any) -> Sc
         cost=cost_model(BLOCK_TOKENS),
         coverage=CoverageCurves(JOB.layers, LONGEST_TOKENS // BLOCK_TOKENS, 0.5),
         index=index,
-        global_batch_size=GLOBAL_BATCH,
+        global_batch_size=global_batch_size,
         window=1,
         calibrate=True,
         clock=lambda: float(next(ticks)),
@@ -195,24 +201,37 @@ def test_waiting_and_planning_are_told_apart(index: SampleIndex, worker: Executo
 
 
 @pytest.mark.parametrize("planned_ahead", [True, False])
-def test_coverage_lost_in_steps_is_made_up_for_in_later_ones(
-    index: SampleIndex, worker: Executor, planned_ahead: bool
+@pytest.mark.parametrize(
+    ("global_batch_size", "steps_per_horizon", "lost"), [(8, 16, 0.3), (128, 1, 0.02)]
+)
+def test_coverage_lost_in_steps_is_made_up_for_in_the_next_horizon(
+    index: SampleIndex,
+    worker: Executor,
+    planned_ahead: bool,
+    global_batch_size: int,
+    steps_per_horizon: int,
+    lost: float,
 ) -> None:
-    """Every step executes less than its plan expects; the account has the next ones expect more."""
-    schedules = [
-        scheduler(index, worker if planned_ahead else None, coverage_target="base")
-        for _ in range(2)
-    ]
+    """Spread over the horizon; where that is one step, half of it, for a second one pays too.
+
+    Nothing enters the account after the first step, so all that follow pay the same on average.
+    """
     expected = []
-    for schedule, short in zip(schedules, (0.0, 0.02), strict=True):
-        for step in range(STEPS):
-            measured = measurement(schedule, 0, step)
-            lost = replace(measured.coverage, executed_sum=measured.coverage.base_sum - short)
-            schedule.plan_following(step)
-            schedule.finish_step(step, replace(measured, coverage=lost))
-        mean = schedule.planned(STEPS).plan.expectation.coverage_mean
-        expected.append(mean)
-    assert expected[1] > expected[0] + 0.02
+    for short in (0.0, lost):
+        schedule = scheduler(
+            index,
+            worker if planned_ahead else None,
+            global_batch_size=global_batch_size,
+            coverage_target="base",
+        )
+        means = []
+        for step in range(3 * STEPS):
+            keep_account(schedule, step, executed=-short if step == 0 else 0.0)
+            means.append(schedule.planned(step).plan.expectation.coverage_mean)
+        assert schedule.state_dict()["owed_coverage"] == pytest.approx(short * global_batch_size)
+        expected.append(np.mean(means[STEPS:]))
+    repaid = lost / max(2, steps_per_horizon)
+    assert repaid / 2 < expected[1] - expected[0] < 2 * repaid
 
 
 @pytest.mark.parametrize("planned_ahead", [True, False])
@@ -223,16 +242,53 @@ def test_coverage_saved_in_steps_may_be_spent_in_later_ones_half_at_a_time(
     saved = 0.04
     expected = []
     for savings in (0.0, saved):
-        schedule = scheduler(index, worker if planned_ahead else None, coverage_target="base")
+        schedule = scheduler(
+            index,
+            worker if planned_ahead else None,
+            global_batch_size=128,
+            coverage_target="base",
+        )
         for step in range(STEPS):
-            measured = measurement(schedule, 0, step)
-            executed_sum = measured.coverage.base_sum + (savings if step == 0 else 0.0)
-            covered = replace(measured.coverage, executed_sum=executed_sum)
-            schedule.plan_following(step)
-            schedule.finish_step(step, replace(measured, coverage=covered))
-        assert schedule.state_dict()["owed_coverage"] == pytest.approx(-savings)
+            keep_account(schedule, step, executed=savings if step == 0 else 0.0)
+        assert schedule.state_dict()["owed_coverage"] == pytest.approx(-savings * 128)
         expected.append(schedule.planned(STEPS).plan.expectation.coverage_mean)
     assert base_mean(schedule, STEPS) - saved / 2 - 1e-9 <= expected[1] < expected[0]
+
+
+def keep_account(schedule: Scheduler, step: int, *, executed: float) -> None:
+    """Run a step whose executed coverage is so much above that of base budgets.
+
+    Every layer and length has another curve: at equal prices budgets would move all at once.
+    """
+    measured = measurement(schedule, 0, step)
+    grid = np.asarray(schedule.coverage.grid, dtype=np.float64)
+    shape = schedule.coverage.observed_LU.shape
+    exponents_LU1 = np.linspace(0.3, 0.9, shape[0] * shape[1]).reshape(*shape, 1)
+    coverage = replace(
+        measured.coverage,
+        sums_LUK=np.minimum(grid / grid[-1], 1.0) ** exponents_LU1,
+        executed_sum=measured.coverage.base_sum + executed,
+    )
+    schedule.plan_following(step)
+    schedule.finish_step(step, replace(measured, coverage=coverage))
+
+
+def test_small_global_batches_look_ahead_to_the_samples_of_later_steps(
+    index: SampleIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan depends on what comes later, and on nothing beyond the horizon."""
+    from sparsebalance_megatron.runtime import scheduler as module
+
+    asked: list[list[int]] = []
+
+    def recording(**given: Any) -> Any:
+        asked.append(list(given["later_lengths_tokens"]))
+        return plan_step(**given)
+
+    monkeypatch.setattr(module, "plan_step", recording)
+    scheduler(index, None, coverage_target="base").planned(3)
+    later = index.lengths_of(index.global_batch(4 * GLOBAL_BATCH, 15 * GLOBAL_BATCH))
+    assert asked == [later.tolist()]
 
 
 def base_mean(schedule: Scheduler, step: int) -> float:
