@@ -22,10 +22,12 @@ from typing import Any
 
 import numpy as np
 
+from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.calibrate import StageScales
 from sparsebalance_megatron.plan.bounds import unhideable_limit
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.planner import plan_step
+from sparsebalance_megatron.plan.pricing import horizon_steps
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy, StepPlan
 from sparsebalance_megatron.workload.lengths import MAX_TOKENS, longalign_like
 from sparsebalance_megatron.workload.models import h200_cost
@@ -97,9 +99,9 @@ def measure(
         policy = replace(_policy(samples), batching=batching)
         cpu_ms: list[float] = []
         while len(cpu_ms) < 3 or (sum(cpu_ms) < 100.0 * repeats and len(cpu_ms) < repeats):
-            lengths = longalign_like(samples, len(cpu_ms)).tolist()
+            lengths = longalign_like(samples * horizon_steps(samples), len(cpu_ms)).tolist()
             started = time.process_time()
-            _plan(lengths, job, policy, coverage)
+            _plan(lengths[:samples], job, policy, coverage, lengths[samples:])
             cpu_ms.append((time.process_time() - started) * 1e3)
         low, middle, high = np.quantile(cpu_ms[1:], (0.25, 0.5, 0.75))
         row[batching] = {
@@ -119,7 +121,9 @@ def bound_ratios(coverage: CoverageCurves) -> Iterator[dict[str, Any]]:
         for seed in range(24):
             lengths = np.random.default_rng(seed).integers(2048, longest + 1, samples)
             largest = max(largest, lengths.max() / lengths.mean())
-            plan = _plan(lengths.tolist(), job, _policy(samples), coverage)
+            # The bound is over all budgets that the threshold allows.
+            policy = replace(_policy(samples), coverage_target="threshold")
+            plan = _plan(lengths.tolist(), job, policy, coverage, [])
             ratios.append(plan.expectation.makespan_ms / plan.expectation.lower_bound_ms)
         yield {
             "ranks": ranks,
@@ -133,16 +137,23 @@ def bound_ratios(coverage: CoverageCurves) -> Iterator[dict[str, Any]]:
 
 
 def _policy(samples: int) -> PlanPolicy:
-    return default_policy(
-        block_size=BLOCK_SIZE,
-        base_budget=BASE_BUDGET,
-        coverage_threshold=0.1,
-        cap_tokens=samples * MAX_TOKENS,
+    return replace(
+        default_policy(
+            block_size=BLOCK_SIZE,
+            base_budget=BASE_BUDGET,
+            coverage_threshold=0.1,
+            cap_tokens=samples * MAX_TOKENS,
+        ),
+        coverage_target=SparseBalanceConfig().coverage_target,
     )
 
 
 def _plan(
-    lengths: list[int], job: JobShape, policy: PlanPolicy, coverage: CoverageCurves
+    lengths: list[int],
+    job: JobShape,
+    policy: PlanPolicy,
+    coverage: CoverageCurves,
+    later_lengths: list[int],
 ) -> StepPlan:
     return plan_step(
         step=0,
@@ -152,6 +163,7 @@ def _plan(
         cost=COST,
         scales=StageScales.ones(STAGES),
         coverage=coverage,
+        later_lengths_tokens=later_lengths,
     )
 
 

@@ -17,10 +17,11 @@ import numpy as np
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.envelope import budget_steps
 from sparsebalance_megatron.plan.feasible import BudgetRange
-from sparsebalance_megatron.plan.filling import LEVELS, Filling
-from sparsebalance_megatron.plan.ladder import growth_UQ, price_ladder
+from sparsebalance_megatron.plan.filling import Filling
+from sparsebalance_megatron.plan.ladder import growth_UQ
 from sparsebalance_megatron.plan.latency import StepCosts
 from sparsebalance_megatron.plan.pipeline import makespans_ms
+from sparsebalance_megatron.plan.pricing import Pricing, price, reaches
 from sparsebalance_megatron.plan.step_plan import PlanError, PlanPolicy
 
 _ROUNDING = 1.0 + 1e-9
@@ -50,15 +51,15 @@ def tune(
     allowed: BudgetRange,
     slot_of_S: np.ndarray,
     schedule: str,
+    pricing: Pricing | None = None,
     hold_ms: float = 0.0,
-    coverage_aim: float = 0.0,
 ) -> TunedBudgets:
     """Budgets of a placed global batch under ``policy.tuning``.
 
-    ``coverage_aim``: by how much mean coverage should exceed that of the base budgets, with the
-    coverage target ``base``; see :mod:`.horizon`.
-    Tuning ``makespan`` spends on coverage what the step has until ``hold_ms`` or until the least
-    step time, whichever is later.
+    Args:
+        pricing: what tuning ``makespan`` goes by; by default that of these samples alone.
+        hold_ms: tuning ``makespan`` spends on coverage what the step has until then or until the
+            least step time, whichever is later.
 
     Raises:
         PlanError: the policy names an unknown tuning or anchor.
@@ -69,8 +70,9 @@ def tune(
         case "anchor":
             tuned_LS, clamped_S = _anchor(policy.anchor, costs, coverage, allowed, slot_of_S)
         case "makespan":
+            pricing = pricing or price(policy, costs, coverage, allowed)
             tuned_LS, clamped_S = _makespan(
-                policy, costs, coverage, allowed, slot_of_S, schedule, hold_ms, coverage_aim
+                pricing, costs, coverage, allowed, slot_of_S, schedule, hold_ms
             )
         case other:
             raise PlanError(f"tuning {other!r} is not one of off, anchor, makespan")
@@ -147,22 +149,21 @@ def _slots(
 
 
 def _makespan(
-    policy: PlanPolicy,
+    pricing: Pricing,
     costs: StepCosts,
     coverage: CoverageCurves,
     allowed: BudgetRange,
     slot_of_S: np.ndarray,
     schedule: str,
     hold_ms: float,
-    coverage_aim: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The least step time that the policy allows, then the most coverage in that time.
 
     Makespans only grow with durations, so all budgets at their floors give the least T. Raising
-    then fills what every rank has left until T; see :class:`Filling`. Where mean coverage has to
-    reach that of the base budgets, T grows until it does.
+    then fills what every rank has left until T; see :class:`Filling`. Where coverage is wanted, T
+    grows until it is reached.
     """
-    ladder = price_ladder(costs, coverage, allowed)
+    ladder, wanted = pricing.ladder, pricing.wanted_coverage
     forward_DPVM, backward_DPVM = _slots(costs, allowed.floor_LS, slot_of_S)
     floor_ms_D = makespans_ms(forward_DPVM, backward_DPVM, schedule=schedule)
     filling = Filling(
@@ -175,78 +176,22 @@ def _makespan(
 
     least_ms = max(floor_ms_D.max() * _ROUNDING, hold_ms)
     tuned_LS = filled_LS(least_ms)
-    wanted = _wanted_coverage(coverage, costs, allowed, coverage_aim)
-    if policy.coverage_target == "base" and not _covers(coverage, costs, tuned_LS, wanted):
-        # Never slower than base budgets, whatever the aim.
-        enough = [
-            expected_budgets(policy, costs, coverage, allowed, coverage_aim),
-            allowed.base_LS,
-        ]
+    if not reaches(coverage, costs, tuned_LS, wanted):
+        # Never slower than base budgets, whatever is wanted.
         enough_ms, tuned_LS = min(
             (
                 (makespans_ms(*_slots(costs, each_LS, slot_of_S), schedule=schedule).max(), each_LS)
-                for each_LS in enough
+                for each_LS in (pricing.expected_LS, allowed.base_LS)
             ),
             key=lambda found: found[0],
         )
         for _ in range(_TARGET_HALVINGS):
             middle_ms = (least_ms + enough_ms) / 2
             middle_LS = filled_LS(middle_ms)
-            if _covers(coverage, costs, middle_LS, wanted):
+            if reaches(coverage, costs, middle_LS, wanted):
                 tuned_LS, enough_ms = middle_LS, middle_ms
             else:
                 least_ms = middle_ms
     waited_for_S = (floor_ms_D * _ROUNDING >= floor_ms_D.max())[slot_of_S // costs.micro_batches]
     stuck_S = ((tuned_LS == allowed.floor_LS) & (tuned_LS < allowed.top_LS)).all(axis=0)
     return tuned_LS, waited_for_S & stuck_S
-
-
-def expected_budgets(
-    policy: PlanPolicy,
-    costs: StepCosts,
-    coverage: CoverageCurves,
-    allowed: BudgetRange,
-    coverage_aim: float = 0.0,
-) -> np.ndarray:
-    """[L, S] budgets to place samples by, before tuning ``makespan`` knows their places.
-
-    The slowest rank ends at its floors, unless mean coverage has to reach that of the base budgets:
-    then the least work that does, all at one price.
-    """
-    if policy.coverage_target != "base":
-        return allowed.floor_LS
-    return least_work_budgets(costs, coverage, allowed, coverage_aim)[1]
-
-
-def least_work_budgets(
-    costs: StepCosts, coverage: CoverageCurves, allowed: BudgetRange, coverage_aim: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """[L, S] budgets at the last price level that misses the aim, and at the first that meets it.
-
-    One level for all samples and layers. Both are the floors where those meet the aim already; the
-    second takes all that gains coverage where nothing meets it.
-    """
-    ladder = price_ladder(costs, coverage, allowed)
-    wanted = _wanted_coverage(coverage, costs, allowed, coverage_aim)
-    low, high = -1, LEVELS
-    while high - low > 1:
-        middle = (low + high) // 2
-        enough = _covers(coverage, costs, ladder.common_LS(middle), wanted)
-        low, high = (low, middle) if enough else (middle, high)
-    return ladder.common_LS(max(low, 0)), ladder.common_LS(high)
-
-
-def _wanted_coverage(
-    coverage: CoverageCurves, costs: StepCosts, allowed: BudgetRange, coverage_aim: float
-) -> float:
-    """Expected coverage of the base budgets and the aim above it, summed where curves are known."""
-    base_LS = coverage.coverage_LS(costs.blocks_S, allowed.base_LS)
-    return float(np.nansum(base_LS + coverage_aim))
-
-
-def _covers(
-    coverage: CoverageCurves, costs: StepCosts, budgets_LS: np.ndarray, wanted: float
-) -> bool:
-    """Whether expected coverage, summed where curves are known, is at least what is wanted."""
-    reached_LS = coverage.coverage_LS(costs.blocks_S, budgets_LS)
-    return bool(np.nansum(reached_LS) * _ROUNDING >= wanted)

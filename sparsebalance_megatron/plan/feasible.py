@@ -26,6 +26,14 @@ class BudgetRange:
     base_LS: np.ndarray
     top_LS: np.ndarray
 
+    def of(self, samples: slice) -> BudgetRange:
+        """That of some of the samples."""
+        return BudgetRange(
+            floor_LS=self.floor_LS[:, samples],
+            base_LS=self.base_LS[:, samples],
+            top_LS=self.top_LS[:, samples],
+        )
+
 
 def feasible_range(costs: StepCosts, coverage: CoverageCurves, policy: PlanPolicy) -> BudgetRange:
     """Budgets that keep coverage within the policy's threshold of the base budget's."""

@@ -23,10 +23,12 @@ from sparsebalance_megatron.plan.latency import StepCosts
 class Ladder:
     """Budgets by price level, 0 (the floors) to LEVELS (everything that gains coverage).
 
-    Samples of as many blocks share a row R: curves, floors and prices are theirs alike.
+    Samples of as many blocks share a row R: curves, floors and prices are theirs alike. The first
+    of them is ``first_R``, wherever the ladder was priced.
     """
 
     row_S: np.ndarray
+    first_R: np.ndarray
     budgets_QLR: np.ndarray
 
     def budgets_LS(self, level_LS: np.ndarray) -> np.ndarray:
@@ -34,9 +36,18 @@ class Ladder:
         layer_L1 = np.arange(len(level_LS))[:, None]
         return self.budgets_QLR[level_LS, layer_L1, self.row_S]
 
+    def of(self, samples: slice) -> Ladder:
+        """That of some of the samples."""
+        return replace(self, row_S=self.row_S[samples])
+
     def common_LS(self, level: int) -> np.ndarray:
         """Budgets with all at one level: no other budgets cover as much in as little time."""
         return self.budgets_QLR[level][:, self.row_S]
+
+    @property
+    def samples_R(self) -> np.ndarray:
+        """How many samples are of each row."""
+        return np.bincount(self.row_S, minlength=len(self.first_R))
 
 
 def price_ladder(costs: StepCosts, coverage: CoverageCurves, allowed: BudgetRange) -> Ladder:
@@ -53,7 +64,11 @@ def price_ladder(costs: StepCosts, coverage: CoverageCurves, allowed: BudgetRang
         budgets_QI[level_I, chain_I] = point_I
     budgets_QI[0] = steps.low_LS.ravel()
     budgets_QI = np.maximum.accumulate(budgets_QI[: LEVELS + 1], axis=0)
-    return Ladder(row_S=row_S.reshape(-1), budgets_QLR=budgets_QI.reshape(-1, *steps.low_LS.shape))
+    return Ladder(
+        row_S=row_S.reshape(-1),
+        first_R=first_R,
+        budgets_QLR=budgets_QI.reshape(-1, *steps.low_LS.shape),
+    )
 
 
 def _levels(steps: BudgetSteps) -> np.ndarray:

@@ -13,7 +13,7 @@ Shape legend: S samples of a global batch, L layers, C = P x V chunks (chunk v o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -52,6 +52,16 @@ class StepCosts:
     micro_batches: int
     pipeline_stages: int
     virtual_stages: int
+
+    def of(self, samples: slice) -> StepCosts:
+        """Those of some of the samples."""
+        return replace(
+            self,
+            lengths_tokens_S=self.lengths_tokens_S[samples],
+            blocks_S=self.blocks_S[samples],
+            fixed_forward_SC=self.fixed_forward_SC[samples],
+            fixed_backward_SC=self.fixed_backward_SC[samples],
+        )
 
     @property
     def chunks(self) -> int:

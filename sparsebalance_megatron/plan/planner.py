@@ -16,12 +16,12 @@ from sparsebalance_megatron.cost.calibrate import StageScales
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.plan import batching
 from sparsebalance_megatron.plan.bounds import sample_bounds
-from sparsebalance_megatron.plan.budgets import TunedBudgets, expected_budgets, tune
+from sparsebalance_megatron.plan.budgets import TunedBudgets, tune
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.feasible import BudgetRange, feasible_range
-from sparsebalance_megatron.plan.horizon import coverage_aim
 from sparsebalance_megatron.plan.latency import StepCosts, step_costs
 from sparsebalance_megatron.plan.pipeline import makespans_ms, schedule_name
+from sparsebalance_megatron.plan.pricing import Pricing, price
 from sparsebalance_megatron.plan.search import improve
 from sparsebalance_megatron.plan.step_plan import (
     Expectation,
@@ -56,25 +56,23 @@ def plan_step(
     fits. Tuning ``makespan`` may take until ``hold_ms`` where the least step time is shorter. With
     the coverage target ``base``, coverage summed over this step's samples and the later ones
     exceeds that of the base budgets by ``owed_coverage``, or may fall below it by as much if that
-    is negative; this step's share follows from one price for all (:mod:`.horizon`), and is paid as
+    is negative; this step's share follows from one price for all (:mod:`.pricing`), and is paid as
     far as a step at base budgets has the time.
 
     Raises:
         PlanError: no placement exists, or the inputs contradict one another.
     """
-    problem = _problem(lengths_tokens, job, policy, cost, scales, coverage, hold_ms)
-    if (policy.tuning, policy.coverage_target) == ("makespan", "base"):
-        aim = coverage_aim(
-            lengths_tokens=problem.lengths_tokens,
-            later_lengths_tokens=later_lengths_tokens,
-            job=job,
-            policy=policy,
-            cost=cost,
-            scales=scales,
-            coverage=coverage,
-            owed_coverage=owed_coverage,
-        )
-        problem = replace(problem, coverage_aim=aim)
+    problem = _problem(
+        lengths_tokens,
+        job,
+        policy,
+        cost,
+        scales,
+        coverage,
+        hold_ms,
+        owed_coverage,
+        later_lengths_tokens,
+    )
     name, placement, tuned = _best_candidate(problem, _candidates(problem))
     plan = _assemble(step, problem, name, placement, tuned)
     plan.validate(problem.lengths_tokens, job, policy)
@@ -113,7 +111,8 @@ class _Problem:
     allowed: BudgetRange
     schedule: str
     hold_ms: float
-    coverage_aim: float = 0.0
+    pricing: Pricing | None
+    """Of tuning ``makespan``."""
 
     @cached_property
     def expected_LS(self) -> np.ndarray:
@@ -122,19 +121,15 @@ class _Problem:
         What an anchor does to a sample depends on its micro-batch; one round of packing and tuning
         from the base budgets takes the part of the paper's average over recent steps.
         """
-        match self.policy.tuning:
-            case "makespan":
-                return expected_budgets(
-                    self.policy, self.costs, self.coverage, self.allowed, self.coverage_aim
-                )
-            case "anchor":
-                try:
-                    placement = self.balanced_by(self.allowed.base_LS)
-                except PlanError:
-                    return self.allowed.base_LS
-                return self.tuned(placement).budgets_LS
-            case _:
-                return self.allowed.base_LS
+        if self.pricing is not None:
+            return self.pricing.expected_LS
+        if self.policy.tuning != "anchor":
+            return self.allowed.base_LS
+        try:
+            placement = self.balanced_by(self.allowed.base_LS)
+        except PlanError:
+            return self.allowed.base_LS
+        return self.tuned(placement).budgets_LS
 
     @cached_property
     def expected_ms(self) -> tuple[np.ndarray, np.ndarray]:
@@ -159,8 +154,8 @@ class _Problem:
             self.allowed,
             batching.slot_of_sample(placement, len(self.lengths_tokens)),
             self.schedule,
+            self.pricing,
             self.hold_ms,
-            self.coverage_aim,
         )
 
     def times_ms(
@@ -184,6 +179,8 @@ def _problem(
     scales: StageScales,
     coverage: CoverageCurves,
     hold_ms: float,
+    owed_coverage: float,
+    later_lengths_tokens: Sequence[int],
 ) -> _Problem:
     if policy.block_size != cost.block_size:
         raise PlanError(
@@ -192,16 +189,22 @@ def _problem(
         )
     if coverage.layers != job.layers:
         raise PlanError(f"coverage curves have {coverage.layers} layers, the job {job.layers}")
-    costs = step_costs(lengths_tokens, job, cost, scales)
+    prices, base = policy.tuning == "makespan", policy.coverage_target == "base"
+    later = later_lengths_tokens if prices and base else ()
+    horizon = step_costs((*lengths_tokens, *later), job, cost, scales)
+    allowed = feasible_range(horizon, coverage, policy)
+    own = slice(len(lengths_tokens))
+    pricing = price(policy, horizon, coverage, allowed, own, owed_coverage) if prices else None
     return _Problem(
         lengths_tokens=tuple(int(length) for length in lengths_tokens),
         job=job,
         policy=policy,
-        costs=costs,
+        costs=horizon.of(own),
         coverage=coverage,
-        allowed=feasible_range(costs, coverage, policy),
+        allowed=allowed.of(own),
         schedule=schedule_name(job.pipeline_stages, job.virtual_stages),
         hold_ms=hold_ms,
+        pricing=pricing,
     )
 
 

@@ -22,22 +22,19 @@ import numpy as np
 from sparsebalance_megatron.cost.calibrate import Calibration, StageScales
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.plan.account import CoverageAccount
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.horizon import horizon_steps
 from sparsebalance_megatron.plan.latency import step_costs
 from sparsebalance_megatron.plan.planner import evaluation_plan, plan_step
+from sparsebalance_megatron.plan.pricing import horizon_steps
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy, StepPlan
 from sparsebalance_megatron.plan.window import assign_window
-from sparsebalance_megatron.runtime.telemetry import CoverageTotals, StepMeasurement
+from sparsebalance_megatron.runtime.telemetry import StepMeasurement
 
 _PLANS_KEPT = 2
 """The step that runs and the one after it."""
 
 _STATE_VERSION = 3
-_ACCOUNT_LIMIT = 0.05
-"""Of coverage saved up or owed, per sample of a horizon: what was long ago is not made up for."""
-_RESERVE = 0.005
-"""Of coverage to be saved up, per sample of a horizon: a single step's estimate may be off."""
 
 
 class StateError(ValueError):
@@ -118,7 +115,7 @@ class Scheduler:
         self._followers: list[Callable[[PlannedStep], None]] = []
         self._next_knowledge: _Knowledge | None = None
         self._finished_step = -1
-        self._owed_coverage = 0.0
+        self._account = CoverageAccount(global_batch_size)
         self._dealt: dict[int, tuple[np.ndarray, ...]] = {}
 
     def planned(self, step: int) -> PlannedStep:
@@ -158,7 +155,7 @@ class Scheduler:
         known = _Knowledge(
             coverage=copy.deepcopy(self.coverage),
             scales=self.calibration.scales(),
-            owed_coverage=self._account_share(),
+            owed_coverage=self._account.owed_coverage,
         )
         if self._worker is None:
             return self._plan(step, known)
@@ -171,18 +168,6 @@ class Scheduler:
         self._next_knowledge = known
         self._followers.clear()
         return planned
-
-    def _account_share(self) -> float:
-        """Coverage that the next horizon owes; with the account alone in view, half of it.
-
-        Planned ahead, two plans are made before the first is executed and enters the account.
-        """
-        owed = self._owed_coverage + _RESERVE * self._horizon_samples
-        return owed / 2 if self._horizon_samples == self._global_batch_size else owed
-
-    @property
-    def _horizon_samples(self) -> int:
-        return horizon_steps(self._global_batch_size) * self._global_batch_size
 
     def _wait_for_worker(self) -> None:
         """Let go of what was planned for a step that does not come: after going back, say."""
@@ -215,9 +200,10 @@ class Scheduler:
     def _later_lengths_tokens(self, step: int) -> tuple[int, ...]:
         """Of the horizon's later steps, in order of arrival: a window changes little in the sum."""
         size = self._global_batch_size
-        if self._horizon_samples == size:
+        later_steps = horizon_steps(size) - 1
+        if later_steps == 0:
             return ()
-        later = self._index.global_batch((step + 1) * size, self._horizon_samples - size)
+        later = self._index.global_batch((step + 1) * size, later_steps * size)
         return tuple(self._index.lengths_of(later).tolist())
 
     def _samples(self, step: int) -> np.ndarray:
@@ -271,7 +257,12 @@ class Scheduler:
             return
         self._finished_step = step
         self.coverage.update(measured.coverage.sums_LUK, measured.coverage.counts_LU)
-        self._settle(measured.coverage)
+        totals = measured.coverage
+        if totals.count:
+            self._account.settle(
+                base_mean=totals.base_sum / totals.count,
+                executed_mean=totals.executed_sum / totals.count,
+            )
         if self._calibrate:
             planned = self._planned[step]
             expectation = planned.plan.expectation
@@ -283,16 +274,6 @@ class Scheduler:
                 predicted_with=planned.scales,
             )
 
-    def _settle(self, totals: CoverageTotals) -> None:
-        """Keep account of executed against base coverage; curves only predict either.
-
-        Summed over samples, a mean over layers; unobserved layers count like the observed ones.
-        """
-        if totals.count:
-            short = (totals.base_sum - totals.executed_sum) / totals.count * self._global_batch_size
-            limit = _ACCOUNT_LIMIT * self._horizon_samples
-            self._owed_coverage = float(np.clip(self._owed_coverage + short, -limit, limit))
-
     def state_dict(self) -> dict[str, Any]:
         """Plain Python types; saved inside Megatron's ``args``."""
         following = self._finished_step + 1
@@ -300,7 +281,7 @@ class Scheduler:
             "version": _STATE_VERSION,
             "consumed_samples": following * self._global_batch_size,
             "open_window": self._open_window(following),
-            "owed_coverage": self._owed_coverage,
+            "coverage_balance": self._account.balance,
             "coverage": self.coverage.state_dict(),
             "calibration": self.calibration.state_dict(),
             "next_plan": self._next_knowledge.state_dict() if self._next_knowledge else None,
@@ -332,7 +313,7 @@ class Scheduler:
                 "multiple of the window"
             )
         self._finished_step = following - 1
-        self._owed_coverage = float(state["owed_coverage"])
+        self._account.balance = float(state["coverage_balance"])
         self._wait_for_worker()
         self._planned.clear()
         afresh = []

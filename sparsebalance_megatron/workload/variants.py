@@ -13,11 +13,13 @@ import numpy as np
 
 from sparsebalance_megatron.cost.calibrate import StageScales
 from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.plan.account import CoverageAccount
 from sparsebalance_megatron.plan.bounds import sample_bounds
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.feasible import feasible_range
 from sparsebalance_megatron.plan.latency import step_costs
 from sparsebalance_megatron.plan.planner import plan_step
+from sparsebalance_megatron.plan.pricing import horizon_steps
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy, StepPlan
 from sparsebalance_megatron.plan.window import assign_window
 
@@ -108,10 +110,15 @@ def evaluate(
     for name, variant in variants.items():
         batches = _regrouped(workload, variant.window)
         held_ms = outcomes[variant.held_to].step_ms if variant.held_to else [0.0] * len(batches)
-        runs = [
-            _planned(workload, variant, batch, hold_ms, clock)
-            for batch, hold_ms in zip(batches, held_ms, strict=True)
-        ]
+        account = CoverageAccount(len(batches[0]))
+        runs = []
+        for step, (batch, hold_ms) in enumerate(zip(batches, held_ms, strict=True)):
+            later = _later(batches, step)
+            owed = account.owed_coverage
+            runs.append(_planned(workload, variant, batch, later, owed, hold_ms, clock))
+            reached = runs[-1].plan.expectation.coverage_mean
+            if reached is not None:
+                account.settle(base_mean=_base_coverage(workload, batch), executed_mean=reached)
         baseline = next(iter(outcomes.values())) if outcomes else None
         outcomes[name] = _outcome(runs, baseline, mixed=variant.window > 1)
     return outcomes
@@ -134,6 +141,8 @@ def _planned(
     workload: Workload,
     variant: Variant,
     batch: tuple[int, ...],
+    later_lengths_tokens: tuple[int, ...],
+    owed_coverage: float,
     hold_ms: float,
     clock: Callable[[], float],
 ) -> _Run:
@@ -153,6 +162,8 @@ def _planned(
         scales=workload.scales,
         coverage=workload.coverage,
         hold_ms=hold_ms,
+        owed_coverage=owed_coverage,
+        later_lengths_tokens=later_lengths_tokens,
     )
     return _Run(
         plan=plan,
@@ -160,6 +171,21 @@ def _planned(
         largest_drop=_largest_drop(workload, plan),
         hideable=not _unhideable(workload, batch),
     )
+
+
+def _later(batches: Sequence[tuple[int, ...]], step: int) -> tuple[int, ...]:
+    """Samples of the steps after one, as far as its horizon goes; the last one's come anew."""
+    steps = horizon_steps(len(batches[step]))
+    return tuple(
+        length for after in range(1, steps) for length in batches[(step + after) % len(batches)]
+    )
+
+
+def _base_coverage(workload: Workload, batch: tuple[int, ...]) -> float:
+    """Mean over the samples and layers whose curves are known."""
+    blocks_S = -(-np.array(batch) // workload.policy.block_size)
+    base_LS = np.full((workload.job.layers, len(batch)), workload.policy.base_budget)
+    return float(np.nanmean(workload.coverage.coverage_LS(blocks_S, base_LS)))
 
 
 def _outcome(runs: Sequence[_Run], baseline: Outcome | None, *, mixed: bool) -> Outcome:

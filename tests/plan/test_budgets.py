@@ -14,11 +14,12 @@ from oracles import plan as oracle
 from plan.plan_cases import cost_model, coverage_curves, job_shape, policy, random_lengths
 
 from sparsebalance_megatron.cost.calibrate import StageScales
-from sparsebalance_megatron.plan.budgets import expected_budgets, tune
+from sparsebalance_megatron.plan.budgets import tune
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.feasible import feasible_range
 from sparsebalance_megatron.plan.latency import step_costs
 from sparsebalance_megatron.plan.pipeline import makespans_ms, schedule_name
+from sparsebalance_megatron.plan.pricing import price
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 
@@ -133,16 +134,23 @@ def test_base_target_keeps_mean_coverage_and_is_never_slower_than_base_budgets(
 
 @settings(max_examples=40, deadline=None)
 @given(SEEDS, SHAPES, st.floats(0.0, 0.05))
-def test_the_aim_above_base_is_met_as_far_as_base_budgets_have_time(seed, shape, aim):
+def test_owed_coverage_is_paid_as_far_as_base_budgets_have_time(seed, shape, owed):
     case = Case(seed, "makespan", shape=shape, coverage_target="base")
     base_LS = case.allowed.base_LS
+    samples = len(case.slot_of_S)
+    pricing = price(
+        *(case.policy, case.costs, case.coverage, case.allowed), owed_coverage=owed * samples
+    )
     tuned_LS = tune(
         *(case.policy, case.costs, case.coverage, case.allowed, case.slot_of_S, case.schedule),
-        coverage_aim=aim,
+        pricing,
     ).budgets_LS
     assert case.makespan(tuned_LS) <= case.makespan(base_LS) * (1 + 1e-8)
-    above = case.covered(tuned_LS).mean() - case.covered(base_LS).mean()
-    assert above >= aim - 1e-8 or np.isclose(case.makespan(tuned_LS), case.makespan(base_LS))
+    most = case.covered(case.allowed.top_LS).mean() - case.covered(base_LS).mean()
+    paid = case.covered(tuned_LS).mean() - case.covered(base_LS).mean()
+    assert paid >= min(owed, most) - 1e-8 or np.isclose(
+        case.makespan(tuned_LS), case.makespan(base_LS)
+    )
 
 
 def test_base_target_costs_less_than_base_budgets_where_samples_bear_cuts_unequally():
@@ -150,7 +158,7 @@ def test_base_target_costs_less_than_base_budgets_where_samples_bear_cuts_unequa
     lengths = [16000, 6000, 16000, 6000]
     case = Case(5, "makespan", shape=(2, 2, 1, 1), lengths=lengths, coverage_target="base")
     assert case.makespan(case.tuned.budgets_LS) < 0.99 * case.makespan(case.allowed.base_LS)
-    expected_LS = expected_budgets(case.policy, case.costs, case.coverage, case.allowed)
+    expected_LS = price(case.policy, case.costs, case.coverage, case.allowed).expected_LS
     assert case.covered(expected_LS).mean() >= case.covered(case.allowed.base_LS).mean()
     assert case.makespan(case.tuned.budgets_LS) <= case.makespan(expected_LS) * (1 + 1e-9)
 

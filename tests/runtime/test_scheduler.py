@@ -202,7 +202,7 @@ def test_waiting_and_planning_are_told_apart(index: SampleIndex, worker: Executo
 
 @pytest.mark.parametrize("planned_ahead", [True, False])
 @pytest.mark.parametrize(
-    ("global_batch_size", "steps_per_horizon", "lost"), [(8, 16, 0.3), (128, 1, 0.02)]
+    ("global_batch_size", "steps_per_horizon", "lost"), [(8, 8, 0.3), (128, 1, 0.02)]
 )
 def test_coverage_lost_in_steps_is_made_up_for_in_the_next_horizon(
     index: SampleIndex,
@@ -228,7 +228,7 @@ def test_coverage_lost_in_steps_is_made_up_for_in_the_next_horizon(
         for step in range(3 * STEPS):
             keep_account(schedule, step, executed=-short if step == 0 else 0.0)
             means.append(schedule.planned(step).plan.expectation.coverage_mean)
-        assert schedule.state_dict()["owed_coverage"] == pytest.approx(short * global_batch_size)
+        assert schedule.state_dict()["coverage_balance"] == pytest.approx(short * global_batch_size)
         expected.append(np.mean(means[STEPS:]))
     repaid = lost / max(2, steps_per_horizon)
     assert repaid / 2 < expected[1] - expected[0] < 2 * repaid
@@ -250,7 +250,7 @@ def test_coverage_saved_in_steps_may_be_spent_in_later_ones_half_at_a_time(
         )
         for step in range(STEPS):
             keep_account(schedule, step, executed=savings if step == 0 else 0.0)
-        assert schedule.state_dict()["owed_coverage"] == pytest.approx(-savings * 128)
+        assert schedule.state_dict()["coverage_balance"] == pytest.approx(-savings * 128)
         expected.append(schedule.planned(STEPS).plan.expectation.coverage_mean)
     assert base_mean(schedule, STEPS) - saved / 2 - 1e-9 <= expected[1] < expected[0]
 
@@ -287,7 +287,7 @@ def test_small_global_batches_look_ahead_to_the_samples_of_later_steps(
 
     monkeypatch.setattr(module, "plan_step", recording)
     scheduler(index, None, coverage_target="base").planned(3)
-    later = index.lengths_of(index.global_batch(4 * GLOBAL_BATCH, 15 * GLOBAL_BATCH))
+    later = index.lengths_of(index.global_batch(4 * GLOBAL_BATCH, 7 * GLOBAL_BATCH))
     assert asked == [later.tolist()]
 
 
