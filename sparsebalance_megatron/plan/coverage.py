@@ -55,6 +55,12 @@ class CoverageCurves:
         self.buckets = int(length_bucket(max_blocks)) + 1
         self.mean_LUK = np.zeros((layers, self.buckets, len(self.grid)))
         self.observed_LU = np.zeros((layers, self.buckets), dtype=bool)
+        # Where every budget from 0 up lies: the grid budget below, and how far to the next.
+        grid, budgets = np.asarray(self.grid), np.arange(max_blocks + 1)
+        self._left_of = np.maximum(np.searchsorted(grid, budgets, side="right") - 1, 0)
+        self._right_of = np.minimum(self._left_of + 1, len(grid) - 1)
+        span = np.maximum(grid[self._right_of] - grid[self._left_of], 1)
+        self._fraction_of = np.clip((budgets - grid[self._left_of]) / span, 0.0, 1.0)
 
     @property
     def layers(self) -> int:
@@ -108,13 +114,11 @@ class CoverageCurves:
         bucket = self._bucket(blocks)
         if budget.size and budget.min() < 1:
             raise PlanError(f"coverage: budget {budget.min()} is below 1 block")
-        grid = np.asarray(self.grid)
-        left = np.clip(np.searchsorted(grid, budget, side="right") - 1, 0, len(grid) - 1)
-        right = np.minimum(left + 1, len(grid) - 1)
-        span = np.maximum(grid[right] - grid[left], 1)
-        low, high = self.mean_LUK[layer, bucket, left], self.mean_LUK[layer, bucket, right]
-        fraction = np.clip((budget - grid[left]) / span, 0.0, 1.0)
-        curve = np.where(self.observed_LU[layer, bucket], low + fraction * (high - low), np.nan)
+        inside = np.minimum(budget, self.max_blocks)
+        low = self.mean_LUK[layer, bucket, self._left_of[inside]]
+        high = self.mean_LUK[layer, bucket, self._right_of[inside]]
+        curve = low + self._fraction_of[inside] * (high - low)
+        curve = np.where(self.observed_LU[layer, bucket], curve, np.nan)
         return np.where(budget >= blocks, 1.0, curve)
 
     def coverage_LS(self, blocks_S: np.ndarray, budgets_LS: np.ndarray) -> np.ndarray:
