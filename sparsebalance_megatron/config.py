@@ -13,7 +13,7 @@ Anchor = Literal["mean", "min", "max"]
 Granularity = Literal["query-block", "token-kv-head", "token-query-head"]
 Overlong = Literal["split", "truncate", "drop"]
 Device = Literal["auto", "cpu", "cuda"]
-Calibration = Literal["measured", "off"]
+Calibration = Literal["measured", "stages", "off"]
 EvaluationAttention = Literal["sparse", "dense"]
 CoverageTarget = Literal["threshold", "base"]
 Planning = Literal["ahead", "on-demand"]
@@ -95,8 +95,8 @@ class SparseBalanceConfig:
     changes."""
 
     calibration: Calibration = "measured"
-    """Whether measured times correct predicted ones while training; off makes plans repeat
-    exactly."""
+    """Which predicted times measured ones correct while training: those of stages and of single
+    slow devices, those of stages, or none, which makes plans repeat exactly."""
 
     coverage_decay: float = 0.9
     """Weight of the past in the moving average of coverage curves."""

@@ -42,7 +42,7 @@ FLAGS: dict[str, tuple[Any, Any]] = {
     "--sparse-balance-cost-table": (str | None, None),
     "--sparse-balance-overlong": (("split", "truncate", "drop"), "split"),
     "--sparse-balance-window": (int, 1),
-    "--sparse-balance-calibration": (("measured", "off"), "measured"),
+    "--sparse-balance-calibration": (("measured", "stages", "off"), "measured"),
     "--sparse-balance-coverage-decay": (float, 0.9),
     "--sparse-balance-device": (("auto", "cpu", "cuda"), "auto"),
     "--sparse-balance-log-dir": (str | None, None),

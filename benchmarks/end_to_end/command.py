@@ -6,6 +6,7 @@ every variant, in an order that changes from batch to batch, so that what distur
 disturbs all, and times can be compared in pairs. A variant plans from its own past steps only.
 
 ``dp2`` and ``pp2`` run two processes over gloo, one thread each: they need two idle cores. In
+``dp2-slow`` another job runs on the core of the second one; that takes some warm-up to find out. In
 ``gpu-dp4`` one device plays four data-parallel ranks in turn: every micro-batch is timed for real,
 a step is the slowest rank's computation plus what all ranks share, and nothing is communicated.
 Flags after -- go to Megatron, last, so that they win over the benchmark's.
@@ -32,7 +33,7 @@ from end_to_end import launch, show
 from end_to_end.evaluation import FORMULAS, bounds_ms, judge, summarise
 from end_to_end.layouts import LAYOUTS, Layout, model_flags
 from end_to_end.results import read_steps
-from end_to_end.variants import FIXED, VARIANTS, WARM_UP_BATCHES, StepOrder
+from end_to_end.variants import ALL_VARIANTS, FIXED, VARIANTS, WARM_UP_BATCHES, StepOrder
 
 BUSY_LOAD = 0.5
 QUICK = {"batches": 4, "warm_up": 2, "seq_length": 2048}
@@ -79,7 +80,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--variants",
         nargs="+",
-        choices=[variant.name for variant in VARIANTS],
+        choices=[variant.name for variant in ALL_VARIANTS],
         default=[variant.name for variant in VARIANTS],
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: as the layout says")
@@ -141,7 +142,7 @@ def measure_layout(
     layout: Layout, flags: Sequence[str], paths: Sequence[str], options: argparse.Namespace
 ) -> dict[str, Any]:
     """Train one layout and evaluate it. ``flags`` go into the result, ``paths`` do not."""
-    variants = [variant for variant in VARIANTS if variant.name in options.variants]
+    variants = [variant for variant in ALL_VARIANTS if variant.name in options.variants]
     order = StepOrder(len(variants), options.warm_up + options.batches)
     directory = options.directory / layout.name
     print(f"{layout.name}: training {order.steps} steps, logs in {directory}", flush=True)

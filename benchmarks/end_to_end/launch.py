@@ -88,6 +88,7 @@ def train(
         *("-m", "end_to_end.worker", "--paired-directory", str(directory)),
         *("--paired-batches", str(order.batches)),
         *("--paired-ranks-in-turn", str(layout.ranks_in_turn)),
+        *(["--paired-disturbed"] if layout.disturbed else []),
         *("--paired-variants", *(variant.name for variant in variants)),
         *("--sparse-balance-log-dir", str(directory)),
         *(*training_flags(steps=order.steps), *layout.flags, *flags),

@@ -10,13 +10,17 @@ GPU_RANKS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a run is spread. ``processes`` run at once; each plays ``ranks_in_turn`` ranks."""
+    """How a run is spread. ``processes`` run at once; each plays ``ranks_in_turn`` ranks.
+
+    ``disturbed``: every process has a core of its own, and the last one shares it with another job.
+    """
 
     name: str
     title: str
     processes: int
     flags: tuple[str, ...]
     ranks_in_turn: int = 1
+    disturbed: bool = False
 
 
 LAYOUTS = {
@@ -27,6 +31,13 @@ LAYOUTS = {
             title="two data-parallel ranks, four micro-batches each",
             processes=2,
             flags=("--micro-batch-size", "1", "--global-batch-size", "8"),
+        ),
+        Layout(
+            name="dp2-slow",
+            title="two data-parallel ranks, one of which shares its core with another job",
+            processes=2,
+            flags=("--micro-batch-size", "1", "--global-batch-size", "8"),
+            disturbed=True,
         ),
         Layout(
             name="pp2",

@@ -106,7 +106,10 @@ class PairedSession(Session):
                 tuning=variant.tuning,
                 coverage_target=variant.coverage_target,
             )
-            self.inputs = replace(shared, job=job, policy=policy)
+            config = replace(
+                shared.config, calibration=variant.calibration or shared.config.calibration
+            )
+            self.inputs = replace(shared, job=job, policy=policy, config=config)
             schedulers.append(super().make_scheduler(copy.deepcopy(coverage)))
         self.inputs = shared
         return PairedScheduler(pairing.order, schedulers, pairing.ranks_in_turn)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from end_to_end.variants import DENSE, FIXED, VARIANTS
+from end_to_end.variants import ALL_VARIANTS, DENSE, FIXED
 
-_LABELS = {variant.name: variant.label for variant in VARIANTS}
+_LABELS = {variant.name: variant.label for variant in ALL_VARIANTS}
 _INCHES_PER_ROW = 0.36
 _TICKS = (0.25, 0.5, 0.6, 0.7, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0)
 

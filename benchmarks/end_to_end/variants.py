@@ -20,6 +20,8 @@ class Variant:
     batching: str
     tuning: str
     coverage_target: str = "threshold"
+    calibration: str | None = None
+    """None: as the flags say."""
     dense: bool = False
     """Dense attention instead of block-sparse; its plan then says only which sample runs where."""
 
@@ -53,6 +55,17 @@ VARIANTS = (
         coverage_target="base",
     ),
 )
+"""What a run compares unless told otherwise."""
+
+EQUAL_DEVICES = Variant(
+    name="ours-equal-devices",
+    label="ours, devices taken for equal",
+    batching="makespan",
+    tuning="makespan",
+    coverage_target="base",
+    calibration="stages",
+)
+ALL_VARIANTS = (*VARIANTS, EQUAL_DEVICES)
 
 
 @dataclass(frozen=True)

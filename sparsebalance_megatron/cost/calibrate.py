@@ -20,10 +20,15 @@ _FIRST_ESTIMATE_STEPS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class StageScales:
-    """Factors on the predicted ms of every stage and chunk; read-only arrays."""
+    """Factors on the predicted ms of every stage and chunk; read-only arrays.
+
+    ``slowness_DP``: factors on top, of every data-parallel rank's device in a stage; None where
+    all are alike.
+    """
 
     forward_PV: np.ndarray
     backward_PV: np.ndarray
+    slowness_DP: np.ndarray | None = None
 
     @classmethod
     def ones(cls, stages: int, virtual_stages: int = 1) -> StageScales:
@@ -31,11 +36,27 @@ class StageScales:
         return cls.of(np.ones((2, stages, virtual_stages)))
 
     @classmethod
-    def of(cls, scales_2PV: np.ndarray) -> StageScales:
+    def of(cls, scales_2PV: np.ndarray, slowness_DP: np.ndarray | None = None) -> StageScales:
         """From forward and backward stacked; copies."""
         scales_2PV = np.array(scales_2PV, dtype=np.float64)
         scales_2PV.setflags(write=False)
-        return cls(forward_PV=scales_2PV[0], backward_PV=scales_2PV[1])
+        if slowness_DP is not None:
+            slowness_DP = np.array(slowness_DP, dtype=np.float64)
+            slowness_DP.setflags(write=False)
+        return cls(forward_PV=scales_2PV[0], backward_PV=scales_2PV[1], slowness_DP=slowness_DP)
+
+    @property
+    def device_slowness_DP(self) -> np.ndarray:
+        """``slowness_DP``; ones, and D is 1, where all are alike."""
+        if self.slowness_DP is None:
+            return np.ones((1, len(self.forward_PV)))
+        return self.slowness_DP
+
+    @property
+    def factors_2DPV(self) -> np.ndarray:
+        """All factors on predicted times, forward and backward; D may be 1."""
+        scales_2PV = np.stack([self.forward_PV, self.backward_PV])
+        return scales_2PV[:, None] * self.device_slowness_DP[..., None]
 
 
 class Calibration:

@@ -63,13 +63,18 @@ def arrival(lengths_tokens: Sequence[int], job: JobShape, cap_tokens: int) -> Pl
 
 
 def balanced(
-    weights_S: np.ndarray, lengths_tokens: Sequence[int], job: JobShape, cap_tokens: int
+    weights_S: np.ndarray,
+    lengths_tokens: Sequence[int],
+    job: JobShape,
+    cap_tokens: int,
+    slowness_D: np.ndarray | None = None,
 ) -> Placement:
     """Balance ``weights_S`` (tokens: LBB; predicted latency: SAB) under a token cap per slot.
 
     As published, samples go to ranks first and to the slots of their rank second, heaviest first
     to the lightest bin (LPT). Where the cap defeats that, samples go to slots first and slots to
     ranks second. Slots of a rank run in order of their first sample, which favours no position.
+    The load of a rank counts ``slowness_D`` times, by default once.
 
     Raises:
         PlanError: too few samples, or the samples do not fit under the cap.
@@ -77,10 +82,11 @@ def balanced(
     _check_samples(lengths_tokens, job, cap_tokens)
     weights_S = np.asarray(weights_S, dtype=np.float64)
     tokens_S = np.asarray(lengths_tokens, dtype=np.int64)
+    slowness_D = np.ones(job.data_parallel_size) if slowness_D is None else slowness_D
     try:
-        ranks = _ranks_then_slots(weights_S, tokens_S, job, cap_tokens)
+        ranks = _ranks_then_slots(weights_S, tokens_S, job, cap_tokens, slowness_D)
     except _NoRoomError:
-        ranks = _slots_then_ranks(weights_S, tokens_S, job, cap_tokens)
+        ranks = _slots_then_ranks(weights_S, tokens_S, job, cap_tokens, slowness_D)
     return tuple(tuple(sorted(tuple(sorted(slot)) for slot in rank)) for rank in ranks)
 
 
@@ -109,7 +115,11 @@ def _check_samples(lengths_tokens: Sequence[int], job: JobShape, cap_tokens: int
 
 
 def _ranks_then_slots(
-    weights_S: np.ndarray, tokens_S: np.ndarray, job: JobShape, cap_tokens: int
+    weights_S: np.ndarray,
+    tokens_S: np.ndarray,
+    job: JobShape,
+    cap_tokens: int,
+    slowness_D: np.ndarray,
 ) -> list[list[list[int]]]:
     by_rank = _pack(
         weights_S,
@@ -117,6 +127,7 @@ def _ranks_then_slots(
         job.data_parallel_size,
         capacity=cap_tokens * job.micro_batches,
         minimum=job.micro_batches,
+        slowness=slowness_D,
     )
     ranks = []
     for rank in by_rank:
@@ -129,7 +140,11 @@ def _ranks_then_slots(
 
 
 def _slots_then_ranks(
-    weights_S: np.ndarray, tokens_S: np.ndarray, job: JobShape, cap_tokens: int
+    weights_S: np.ndarray,
+    tokens_S: np.ndarray,
+    job: JobShape,
+    cap_tokens: int,
+    slowness_D: np.ndarray,
 ) -> list[list[list[int]]]:
     slots = _fit_slots(weights_S, tokens_S, job.slots, cap_tokens)
     slot_weights = np.array([weights_S[slot].sum() for slot in slots])
@@ -139,6 +154,7 @@ def _slots_then_ranks(
         job.data_parallel_size,
         capacity=job.micro_batches,
         minimum=job.micro_batches,
+        slowness=slowness_D,
     )
     return [[slots[index] for index in rank] for rank in by_rank]
 
@@ -169,13 +185,18 @@ def _pack(
     *,
     capacity: int | None,
     minimum: int,
+    slowness: np.ndarray | None = None,
 ) -> list[list[int]]:
-    """LPT under a capacity, every bin with at least ``minimum`` items; one ejection per item."""
+    """LPT under a capacity, every bin with at least ``minimum`` items; one ejection per item.
+
+    A bin's load counts ``slowness`` times.
+    """
     order = np.argsort(-weights, kind="stable").tolist()
-    quick = _pack_without_ejection(weights, tokens, order, bins, capacity, minimum)
+    slowness = np.ones(bins) if slowness is None else slowness
+    quick = _pack_without_ejection(weights, tokens, order, slowness, capacity, minimum)
     if quick is not None:
         return quick
-    packing = _Packing(weights, tokens, bins, capacity)
+    packing = _Packing(weights, tokens, slowness, capacity)
     for placed, item in enumerate(order):
         missing = np.maximum(minimum - packing.count, 0)
         allowed = np.ones(bins, dtype=bool)
@@ -189,18 +210,19 @@ def _pack_without_ejection(
     weights: np.ndarray,
     tokens: np.ndarray,
     order: list[int],
-    bins: int,
+    slowness: np.ndarray,
     capacity: int | None,
     minimum: int,
 ) -> list[list[int]] | None:
     """The same packing from a heap, S log S; None where an item finds no room."""
+    bins = len(slowness)
     if minimum == 1 and len(order) == bins and (capacity is None or tokens.max() <= capacity):
         return [[item] for item in order]
     members: list[list[int]] = [[] for _ in range(bins)]
     used = [0] * bins
     heap = [(0.0, index) for index in range(bins)]
     missing = bins * minimum
-    weight_of, tokens_of = weights.tolist(), tokens.tolist()
+    weight_of, tokens_of, slowness_of = weights.tolist(), tokens.tolist(), slowness.tolist()
     for placed, item in enumerate(order):
         only_missing = len(order) - placed <= missing
         passed_over = []
@@ -211,7 +233,7 @@ def _pack_without_ejection(
                 continue
             if capacity is None or used[index] + tokens_of[item] <= capacity:
                 chosen = index
-                heapq.heappush(heap, (load + weight_of[item], index))
+                heapq.heappush(heap, (load + weight_of[item] * slowness_of[index], index))
                 break
             passed_over.append((load, index))
         if chosen is None:
@@ -228,9 +250,14 @@ class _Packing:
     """Bins that items are placed into one by one, each in the lightest bin that may take it."""
 
     def __init__(
-        self, weights: np.ndarray, tokens: np.ndarray, bins: int, capacity: int | None
+        self,
+        weights: np.ndarray,
+        tokens: np.ndarray,
+        slowness: np.ndarray,
+        capacity: int | None,
     ) -> None:
-        self.weights, self.tokens = weights, tokens
+        self.weights, self.tokens, self.slowness = weights, tokens, slowness
+        bins = len(slowness)
         self.capacity = int(tokens.sum()) if capacity is None else capacity
         self.load = np.zeros(bins)
         self.used = np.zeros(bins, dtype=np.int64)
@@ -260,7 +287,8 @@ class _Packing:
                 room[source] = False
                 target = self._lightest(room)
                 if target is not None:
-                    key = (self.load[target] + self.weights[other], source, other, target)
+                    load = self.load[target] + self.weights[other] * self.slowness[target]
+                    key = (load, source, other, target)
                     best = key if best is None else min(best, key)
         if best is None:
             raise _NoRoomError(item)
@@ -278,7 +306,7 @@ class _Packing:
         self._account(item, chosen, -1)
 
     def _account(self, item: int, chosen: int, sign: int) -> None:
-        self.load[chosen] += sign * self.weights[item]
+        self.load[chosen] += sign * self.weights[item] * self.slowness[chosen]
         self.used[chosen] += sign * self.tokens[item]
         self.count[chosen] += sign
 

@@ -44,7 +44,9 @@ class Filling:
         ranks = costs.data_parallel_size
         self.growth_DUQ = growth_UQ.reshape(ranks, -1, growth_UQ.shape[1])
         self.units = self.growth_DUQ.shape[1]
-        self.pair_ms_U = np.tile(costs.pair_forward_C + costs.pair_backward_C, costs.micro_batches)
+        pair_ms_C = costs.pair_forward_C + costs.pair_backward_C
+        slowness_DC = np.repeat(costs.slowness_DP, costs.virtual_stages, axis=1)
+        self.pair_ms_DU = np.tile(pair_ms_C * slowness_DC, (1, costs.micro_batches))
 
     def run(self, limit_ms: float) -> np.ndarray:
         """Price level of every unit, flat [D * M * C]; from the floors, whatever ran before."""
@@ -65,8 +67,9 @@ class Filling:
         repeat = level_IXU.shape[1]
         forward = np.repeat(self.forward_DPVM[ranks_I], repeat, axis=0)
         backward = np.repeat(self.backward_DPVM[ranks_I], repeat, axis=0)
-        forward += self.costs.grid_DPVM(pairs_XMC * self.costs.pair_forward_C)
-        backward += self.costs.grid_DPVM(pairs_XMC * self.costs.pair_backward_C)
+        ranks_X = np.repeat(ranks_I, repeat)
+        forward += self.costs.grid_IPVM(pairs_XMC * self.costs.pair_forward_C, ranks_X)
+        backward += self.costs.grid_IPVM(pairs_XMC * self.costs.pair_backward_C, ranks_X)
         return forward, backward
 
     def _fits(self, ranks_I: np.ndarray, level_IXU: np.ndarray, limit_ms: float) -> np.ndarray:
@@ -102,7 +105,7 @@ class Filling:
         added_IU = (
             self.growth_DUQ[ranks_I[:, None], units, following_IU]
             - self.growth_DUQ[ranks_I[:, None], units, level_IU]
-        ) * self.pair_ms_U
+        ) * self.pair_ms_DU[ranks_I]
         fits_IU = through_IU + added_IU <= limit_ms
         together_I1 = np.where(moving_IU, added_IU, 0.0).sum(axis=1, keepdims=True)
         in_conflict_IU = moving_IU & (through_IU + together_I1 > limit_ms)

@@ -7,7 +7,8 @@ run in a fixed order and not through BLAS, whose rounding differs between proces
 agree to the last bit.
 
 Shape legend: S samples of a global batch, L layers, C = P x V chunks (chunk v of stage p is
-``p * V + v``), D ranks, M micro-batches, P stages, V chunks per stage, J = D x M slots, F features.
+``p * V + v``), D ranks, M micro-batches, P stages, V chunks per stage, J = D x M slots, F features,
+I ranks looked at.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class StepCosts:
     """Predicted cost terms of the samples of one step.
 
     ``constant_*``: ms of a micro-batch whatever it holds. ``fixed_*``: ms of a sample whatever its
-    budgets. ``pair_*``: ms of a block pair in one layer of the chunk.
+    budgets. ``pair_*``: ms of a block pair in one layer of the chunk. ``slowness_DP``: factors on
+    all times of a rank in a stage.
     """
 
     block_size: int
@@ -48,6 +50,7 @@ class StepCosts:
     pair_forward_C: np.ndarray
     pair_backward_C: np.ndarray
     chunk_of_layer_L: np.ndarray
+    slowness_DP: np.ndarray
     data_parallel_size: int
     micro_batches: int
     pipeline_stages: int
@@ -95,12 +98,19 @@ class StepCosts:
         backward_JC = np.tile(self.constant_backward_C, (slots, 1))
         np.add.at(forward_JC, slot_of_S, sample_forward_SC)
         np.add.at(backward_JC, slot_of_S, sample_backward_SC)
-        return self.grid_DPVM(forward_JC), self.grid_DPVM(backward_JC)
+        ranks_D = np.arange(self.data_parallel_size)
+        return self.grid_IPVM(forward_JC, ranks_D), self.grid_IPVM(backward_JC, ranks_D)
 
-    def grid_DPVM(self, values_JC: np.ndarray) -> np.ndarray:
-        """[D, P, V, M] of values per slot and chunk; any number of whole ranks D."""
+    def grid_IPVM(self, ms_JC: np.ndarray, ranks_I: np.ndarray) -> np.ndarray:
+        """[I, P, V, M] ms of the slots of whole ranks, from what an average device would take."""
         shape = (-1, self.micro_batches, self.pipeline_stages, self.virtual_stages)
-        return values_JC.reshape(shape).transpose(0, 2, 3, 1)
+        ms_IPVM = ms_JC.reshape(shape).transpose(0, 2, 3, 1)
+        return ms_IPVM * self.slowness_DP[ranks_I][..., None, None]
+
+    @property
+    def slowness_D(self) -> np.ndarray:
+        """Of whole ranks: that of their slowest stage, which the others wait for."""
+        return self.slowness_DP.max(axis=1)
 
 
 def step_costs(
@@ -147,6 +157,13 @@ def step_costs(
             scale_C * layer[_PAIRS],
         )
     forward, backward = parts[Direction.FORWARD], parts[Direction.BACKWARD]
+    devices = (job.data_parallel_size, job.pipeline_stages)
+    if scales.slowness_DP is not None and scales.slowness_DP.shape != devices:
+        raise PlanError(
+            f"slowness of devices has shape {scales.slowness_DP.shape}, the job {devices} (ranks, "
+            "stages)"
+        )
+    slowness_DP = np.broadcast_to(scales.device_slowness_DP, devices)
     return StepCosts(
         block_size=cost.block_size,
         lengths_tokens_S=lengths_S,
@@ -158,6 +175,7 @@ def step_costs(
         pair_forward_C=forward[2],
         pair_backward_C=backward[2],
         chunk_of_layer_L=chunk_of_layer_L,
+        slowness_DP=slowness_DP,
         data_parallel_size=job.data_parallel_size,
         micro_batches=job.micro_batches,
         pipeline_stages=job.pipeline_stages,

@@ -144,6 +144,7 @@ class _Problem:
             self.lengths_tokens,
             self.job,
             self.policy.max_tokens_per_slot,
+            self.costs.slowness_D,
         )
 
     def tuned(self, placement: batching.Placement) -> TunedBudgets:
@@ -336,8 +337,9 @@ def _expectation(
     forward_DPVM, backward_DPVM = problem.times_ms(placement, costs.sample_ms(tuned.budgets_LS))
     work_DPVM = forward_DPVM + backward_DPVM
     constant_C = costs.constant_forward_C + costs.constant_backward_C
-    base_work = problem.job.slots * constant_C.sum() + sum(
-        part.sum() for part in costs.sample_ms(problem.allowed.base_LS)
+    tuned_work, base_work = (
+        problem.job.slots * constant_C.sum() + sum(part.sum() for part in costs.sample_ms(each_LS))
+        for each_LS in (tuned.budgets_LS, problem.allowed.base_LS)
     )
     makespans_D = makespans_ms(forward_DPVM, backward_DPVM, schedule=problem.schedule)
     coverage_mean, coverage_min = _coverage(problem, tuned.budgets_LS)
@@ -354,7 +356,7 @@ def _expectation(
         imbalance_makespans=_imbalance(makespans_D),
         coverage_mean=coverage_mean,
         coverage_min=coverage_min,
-        work_ratio=float(work_DPVM.sum() / base_work) if base_work else 1.0,
+        work_ratio=float(tuned_work / base_work) if base_work else 1.0,
         samples_cut=int(tuned.cut_S.sum()),
         samples_raised=int(tuned.raised_S.sum()),
         samples_clamped=int(tuned.clamped_S.sum()),
@@ -364,14 +366,32 @@ def _expectation(
 def _lower_bound_ms(problem: _Problem) -> float:
     """Of every placement of these samples at every budget the policy allows."""
     costs = problem.costs
-    return sample_bounds(
-        *costs.sample_ms(problem.allowed.floor_LS),
+    floor_ms = costs.sample_ms(problem.allowed.floor_LS)
+    bounds = sample_bounds(
+        *floor_ms,
         costs.constant_forward_C,
         costs.constant_backward_C,
         data_parallel_size=costs.data_parallel_size,
         micro_batches=costs.micro_batches,
         virtual_stages=costs.virtual_stages,
-    ).bound_ms
+    )
+    work_P = _work_of_stages_ms(problem, floor_ms)
+    return max(
+        bounds.bound_ms * float(costs.slowness_DP.min()),
+        float((work_P / (1.0 / costs.slowness_DP).sum(axis=0)).max()),
+    )
+
+
+def _work_of_stages_ms(problem: _Problem, sample_ms: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """[P] of all ranks together, on average devices.
+
+    Within T, rank d of stage p does work T / slowness[d, p] at most; so T is at least the work over
+    the sum of what the ranks do in one ms.
+    """
+    costs = problem.costs
+    constant_C = costs.constant_forward_C + costs.constant_backward_C
+    work_C = sum(part.sum(axis=0) for part in sample_ms) + problem.job.slots * constant_C
+    return np.asarray(work_C).reshape(costs.pipeline_stages, -1).sum(axis=1)
 
 
 def _imbalance(values: np.ndarray) -> float:

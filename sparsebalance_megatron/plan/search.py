@@ -74,11 +74,13 @@ class _Search:
         self.used_DM = np.add.reduceat(self.tokens_S[samples], first_J).reshape(grid)
         self.rank_operations = 2 * costs.micro_batches * costs.chunks
         self.effort = Effort(plan_ms)
-        self.makespans_D = self._simulate(self.slot_DMC2)
+        self.every_D = np.arange(len(self.ranks))
+        self.makespans_D = self._simulate(self.slot_DMC2, self.every_D)
 
-    def _simulate(self, slot_XMC2: np.ndarray) -> np.ndarray:
+    def _simulate(self, slot_XMC2: np.ndarray, ranks_X: np.ndarray) -> np.ndarray:
+        """Makespans [X] of the ranks ``ranks_X`` with these slots."""
         self.effort.spend(slot_XMC2.size)
-        times = [self.costs.grid_DPVM(slot_XMC2[..., side]) for side in (0, 1)]
+        times = [self.costs.grid_IPVM(slot_XMC2[..., side], ranks_X) for side in (0, 1)]
         return makespans_ms(*times, schedule=self.schedule)
 
     def _affordable(self, pipelines_each: int) -> int:
@@ -128,18 +130,20 @@ class _Search:
             return np.broadcast_to(every_XM, (len(slot_XMC2), *every_XM.shape))
         return self._shapes(slot_XMC2)
 
-    def _simulate_orders(self, slot_XMC2: np.ndarray, orders_XOM: np.ndarray) -> np.ndarray:
+    def _simulate_orders(
+        self, slot_XMC2: np.ndarray, ranks_X: np.ndarray, orders_XOM: np.ndarray
+    ) -> np.ndarray:
         """[X, O] ms."""
         rows = np.arange(len(slot_XMC2))[:, None, None]
         ordered = slot_XMC2[rows, orders_XOM]
-        ms = self._simulate(ordered.reshape(-1, *slot_XMC2.shape[1:]))
+        ranks = np.repeat(ranks_X, orders_XOM.shape[1])
+        ms = self._simulate(ordered.reshape(-1, *slot_XMC2.shape[1:]), ranks)
         return ms.reshape(orders_XOM.shape[:2])
 
     def _take_best_order(self, orders_DXM: np.ndarray) -> bool:
-        ms_DX = self._simulate_orders(self.slot_DMC2, orders_DXM)
-        ranks = np.arange(len(self.ranks))
+        ms_DX = self._simulate_orders(self.slot_DMC2, self.every_D, orders_DXM)
         best_D = ms_DX.argmin(axis=1)
-        improved = np.flatnonzero(ms_DX[ranks, best_D] < self.makespans_D * (1 - _GAIN))
+        improved = np.flatnonzero(ms_DX[self.every_D, best_D] < self.makespans_D * (1 - _GAIN))
         for rank in improved.tolist():
             self._reorder(rank, orders_DXM[rank, best_D[rank]])
             self.makespans_D[rank] = ms_DX[rank, best_D[rank]]
@@ -211,7 +215,8 @@ class _Search:
         slow_slots, other_slots = self.slot_DMC2[slow], self.slot_DMC2[other]
         slow_slots[rows, m] -= difference
         other_slots[rows, n] += difference
-        ms_2X = self._simulate(np.concatenate([slow_slots, other_slots])).reshape(2, -1)
+        both = np.concatenate([slow_slots, other_slots])
+        ms_2X = self._simulate(both, np.concatenate([slow, other])).reshape(2, -1)
         limit_ms = self.makespans_D[slow[0]] * (1 - _GAIN)
         best = int(ms_2X.max(axis=0).argmin())
         if ms_2X[:, best].max() < limit_ms:
@@ -235,8 +240,9 @@ class _Search:
         if not len(promising):
             return False
         slots = np.concatenate([slow_slots[promising], other_slots[promising]])
+        ranks = moves[promising][:, [0, 3]].T.ravel()
         orders_XOM = self._orders(slots)
-        ms_XO = self._simulate_orders(slots, orders_XOM)
+        ms_XO = self._simulate_orders(slots, ranks, orders_XOM)
         best_ms_2X = ms_XO.min(axis=1).reshape(2, -1)
         best = int(best_ms_2X.max(axis=0).argmin())
         if best_ms_2X[:, best].max() >= limit_ms:

@@ -122,8 +122,12 @@ def _stages(planned: PlannedStep, measured: StepMeasurement) -> dict[str, float]
     bubble_P = (1.0 - busy_DP / makespan_D1).mean(axis=0)
     # Without what calibration has learnt: that a stage is slow.
     table_DP = stage_busy_ms(
-        expectation.forward_ms / scales.forward_PV[..., None],
-        expectation.backward_ms / scales.backward_PV[..., None],
+        *(
+            times_DPVM / factors_DPV[..., None]
+            for times_DPVM, factors_DPV in zip(
+                (expectation.forward_ms, expectation.backward_ms), scales.factors_2DPV, strict=True
+            )
+        )
     )
     ratio_DP = busy_DP / table_DP
     relative_DP = ratio_DP / ratio_DP.mean()
@@ -131,6 +135,7 @@ def _stages(planned: PlannedStep, measured: StepMeasurement) -> dict[str, float]
         **_numbered("bubble-fraction-stage", bubble_P),
         **_numbered("relative-time-stage", relative_DP.mean(axis=0)),
         "relative-time-max": float(relative_DP.max()),
+        "slowness-planned-max": float(scales.device_slowness_DP.max()),
     }
 
 

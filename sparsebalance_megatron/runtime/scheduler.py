@@ -19,8 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from sparsebalance_megatron.config import Calibration as CalibrationChoice
 from sparsebalance_megatron.cost.calibrate import Calibration, StageScales
 from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.slowness import DeviceSlowness
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.plan.account import CoverageAccount
 from sparsebalance_megatron.plan.coverage import CoverageCurves
@@ -80,7 +82,7 @@ class Scheduler:
         index: the training samples and their lengths.
         global_batch_size: samples per step.
         window: consecutive global batches that may exchange samples.
-        calibrate: whether measured times correct predicted ones.
+        calibrate: which predicted times measured ones correct.
         clock: seconds, for the time planning takes.
         worker: plans the following step while one runs; None plans every step when it begins.
     """
@@ -95,7 +97,7 @@ class Scheduler:
         index: SampleIndex,
         global_batch_size: int,
         window: int,
-        calibrate: bool,
+        calibrate: CalibrationChoice,
         clock: Callable[[], float],
         worker: Executor | None = None,
     ) -> None:
@@ -103,11 +105,12 @@ class Scheduler:
         self.policy = policy
         self.coverage = coverage
         self.calibration = Calibration(job.pipeline_stages, job.virtual_stages)
+        self._slowness = DeviceSlowness(job.data_parallel_size, job.pipeline_stages)
+        self._learners = _learners(calibrate, self.calibration, self._slowness)
         self._cost = cost
         self._index = index
         self._global_batch_size = global_batch_size
         self._window = window
-        self._calibrate = calibrate
         self._clock = clock
         self._worker = worker
         self._planned: dict[int, PlannedStep] = {}
@@ -154,7 +157,7 @@ class Scheduler:
     def _plan_ahead(self, step: int) -> PlannedStep:
         known = _Knowledge(
             coverage=copy.deepcopy(self.coverage),
-            scales=self.calibration.scales(),
+            scales=replace(self.calibration.scales(), slowness_DP=self._slowness.factors_DP()),
             owed_coverage=self._account.owed_coverage,
         )
         if self._worker is None:
@@ -263,10 +266,10 @@ class Scheduler:
                 base_mean=totals.base_sum / totals.count,
                 executed_mean=totals.executed_sum / totals.count,
             )
-        if self._calibrate:
-            planned = self._planned[step]
-            expectation = planned.plan.expectation
-            self.calibration.update(
+        planned = self._planned[step]
+        expectation = planned.plan.expectation
+        for learner in self._learners:
+            learner.update(
                 predicted_forward_DPVM=expectation.forward_ms,
                 measured_forward_DPVM=measured.forward_ms,
                 predicted_backward_DPVM=expectation.backward_ms,
@@ -338,6 +341,18 @@ class Scheduler:
             scales=StageScales.of(np.array(state["scales_2PV"])),
             owed_coverage=float(state["owed_coverage"]),
         )
+
+
+def _learners(
+    choice: CalibrationChoice, calibration: Calibration, slowness: DeviceSlowness
+) -> tuple[Calibration | DeviceSlowness, ...]:
+    match choice:
+        case "off":
+            return ()
+        case "stages":
+            return (calibration,)
+        case "measured":
+            return (calibration, slowness)
 
 
 def _pass_on(made: Future[PlannedStep], *, then: Callable[[PlannedStep], None]) -> None:

@@ -143,7 +143,7 @@ class Session:
             index=inputs.train,
             global_batch_size=inputs.settings.global_batch_size,
             window=inputs.config.window,
-            calibrate=inputs.config.calibration == "measured",
+            calibrate=inputs.config.calibration,
             clock=time.perf_counter,
             worker=ThreadPoolExecutor(1, "sparse-balance-plan")
             if inputs.config.planning == "ahead"

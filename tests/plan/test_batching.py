@@ -108,6 +108,24 @@ def test_lpt_is_within_its_proven_factor(weights, ranks):
     assert heaviest <= (4 / 3 - 1 / (3 * ranks)) * best + 1e-9
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(2, 5), st.sampled_from([NO_CAP, 3000]))
+def test_slow_ranks_get_less(seed, ranks, cap):
+    """Loads, counted by slowness, differ by less than a sample; the cap is obeyed as ever."""
+    generator = np.random.default_rng(seed)
+    lengths = generator.integers(500, 1001, 40 * ranks).tolist()
+    slowness = generator.uniform(0.7, 1.6, ranks)
+    shape = job(ranks, 20)
+    placement = balanced(np.array(lengths), lengths, shape, cap, slowness)
+    check(placement, lengths, shape, cap)
+    loads = [
+        slow * sum(lengths[sample] for slot in rank for sample in slot)
+        for slow, rank in zip(slowness, placement, strict=True)
+    ]
+    if min(len(slot) for rank in placement for slot in rank) > 1:
+        assert max(loads) - min(loads) <= 1000 * 1.6
+
+
 def test_every_slot_of_a_rank_is_filled_when_one_sample_dominates():
     lengths = [1000, 1, 1, 1, 1, 1, 1, 1]
     placement = balanced(np.array(lengths), lengths, job(2, 4), NO_CAP)

@@ -49,13 +49,14 @@ def test_matches_naive_sum(seed, pipeline):
     budgets = generator.integers(1, 40, (job.layers, 6))
     slot_of = np.array([0, 1, 2, 3, *generator.integers(0, 4, 2)])
     scale = generator.uniform(0.5, 2.0, (2, *pipeline))
-    scales = StageScales(forward_PV=scale[0], backward_PV=scale[1])
+    slowness = generator.uniform(0.5, 2.0, (2, pipeline[0]))
+    scales = StageScales.of(scale, slowness)
     costs = step_costs(lengths, job, cost_model(BLOCK), scales)
     forward, backward = costs.slot_ms(*costs.sample_ms(budgets), slot_of)
     assert forward.shape == (2, *pipeline, 2)
     for d, p, v, m in np.ndindex(forward.shape):
         samples = np.flatnonzero(slot_of == d * 2 + m).tolist()
-        expected = naive_slot_ms(samples, lengths, budgets.tolist(), job, p, v)
+        expected = naive_slot_ms(samples, lengths, budgets.tolist(), job, p, v) * slowness[d, p]
         assert forward[d, p, v, m] == pytest.approx(expected * scale[0, p, v], rel=1e-9)
         assert backward[d, p, v, m] == pytest.approx(2 * expected * scale[1, p, v], rel=1e-9)
 

@@ -15,6 +15,8 @@ from plan.plan_cases import cost_model, coverage_curves, job_shape, policy, rand
 from sparsebalance_megatron.cost.calibrate import StageScales
 from sparsebalance_megatron.plan.batching import arrival
 from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.latency import step_costs
+from sparsebalance_megatron.plan.pipeline import makespans_ms
 from sparsebalance_megatron.plan.planner import evaluation_plan, plan_step
 from sparsebalance_megatron.plan.step_plan import PlanError
 
@@ -23,15 +25,22 @@ KINDS = st.sampled_from(["spread", "equal", "giant", "tiny"])
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-def arguments(shape=(2, 4, 2, 1), seed=0, kind="spread", size=2, observed=1.0, **changes):
+def arguments(
+    shape=(2, 4, 2, 1), seed=0, kind="spread", size=2, observed=1.0, uneven=False, **changes
+):
+    """``uneven``: devices differ in speed."""
     job = job_shape(*shape)
+    scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
+    if uneven:
+        devices = (job.data_parallel_size, job.pipeline_stages)
+        scales = replace(scales, slowness_DP=np.random.default_rng(seed).uniform(0.7, 1.6, devices))
     return {
         "step": 7,
         "lengths_tokens": random_lengths(job.slots * size, seed, kind=kind),
         "job": job,
         "policy": policy(**changes),
         "cost": cost_model(),
-        "scales": StageScales.ones(job.pipeline_stages, job.virtual_stages),
+        "scales": scales,
         "coverage": coverage_curves(job.layers, seed=seed, observed=observed),
     }
 
@@ -45,9 +54,10 @@ def arguments(shape=(2, 4, 2, 1), seed=0, kind="spread", size=2, observed=1.0, *
     st.sampled_from(["length", "latency", "arrival", "makespan"]),
     st.sampled_from(["off", "anchor", "makespan"]),
     st.sampled_from([0.0, 0.5, 1.0]),
+    st.booleans(),
 )
-def test_plan_invariants(shape, seed, kind, size, batching, tuning, observed):
-    given_ = arguments(shape, seed, kind, size, observed, batching=batching, tuning=tuning)
+def test_plan_invariants(shape, seed, kind, size, batching, tuning, observed, uneven):
+    given_ = arguments(shape, seed, kind, size, observed, uneven, batching=batching, tuning=tuning)
     cap = max(given_["lengths_tokens"]) * size
     given_["policy"] = replace(given_["policy"], max_tokens_per_slot=cap)
     plan = plan_step(**given_)
@@ -71,11 +81,11 @@ def test_plan_invariants(shape, seed, kind, size, batching, tuning, observed):
 
 
 @settings(max_examples=25, deadline=None)
-@given(SHAPES, SEEDS, KINDS, st.sampled_from(["off", "anchor", "makespan"]))
-def test_makespan_never_loses_to_simpler_batching(shape, seed, kind, tuning):
+@given(SHAPES, SEEDS, KINDS, st.sampled_from(["off", "anchor", "makespan"]), st.booleans())
+def test_makespan_never_loses_to_simpler_batching(shape, seed, kind, tuning, uneven):
     times = {
         batching: plan_step(
-            **arguments(shape, seed, kind, batching=batching, tuning=tuning)
+            **arguments(shape, seed, kind, uneven=uneven, batching=batching, tuning=tuning)
         ).expectation.makespan_ms
         for batching in ("arrival", "length", "latency", "makespan")
     }
@@ -83,10 +93,10 @@ def test_makespan_never_loses_to_simpler_batching(shape, seed, kind, tuning):
 
 
 @settings(max_examples=25, deadline=None)
-@given(SHAPES, SEEDS, KINDS)
-def test_makespan_tuning_never_costs_time(shape, seed, kind):
-    untuned = plan_step(**arguments(shape, seed, kind, tuning="off"))
-    tuned = plan_step(**arguments(shape, seed, kind, tuning="makespan"))
+@given(SHAPES, SEEDS, KINDS, st.booleans())
+def test_makespan_tuning_never_costs_time(shape, seed, kind, uneven):
+    untuned = plan_step(**arguments(shape, seed, kind, uneven=uneven, tuning="off"))
+    tuned = plan_step(**arguments(shape, seed, kind, uneven=uneven, tuning="makespan"))
     assert tuned.expectation.makespan_ms <= untuned.expectation.makespan_ms * (1 + 1e-8)
 
 
@@ -125,6 +135,49 @@ def test_expectation_is_what_a_naive_simulation_finds(shape, seed):
     flat = np.concatenate([part.ravel() for part in coverages])
     assert expected.coverage_mean == pytest.approx(flat.mean())
     assert expected.coverage_min == pytest.approx(flat.min())
+
+
+@settings(max_examples=20, deadline=None)
+@given(SHAPES, SEEDS, st.sampled_from(["off", "makespan"]))
+def test_times_contain_how_slow_a_device_is_and_work_does_not(shape, seed, tuning):
+    given_ = arguments(shape, seed, uneven=True, tuning=tuning)
+    plan = plan_step(**given_)
+    nominal = dict(given_, scales=replace(given_["scales"], slowness_DP=None))
+    placed = [slot for rank in plan.ranks for slot in rank.micro_batches]
+    forward, backward = plan.expectation.forward_ms, plan.expectation.backward_ms
+    lengths = given_["lengths_tokens"]
+    costs = step_costs(lengths, given_["job"], given_["cost"], nominal["scales"])
+    budgets_LS = np.empty((given_["job"].layers, len(lengths)), dtype=np.int64)
+    slot_of_S = np.empty(len(lengths), dtype=np.int64)
+    for place, slot in enumerate(placed):
+        budgets_LS[:, list(slot.samples)] = slot.budgets_LS
+        slot_of_S[list(slot.samples)] = place
+    work = costs.slot_ms(*costs.sample_ms(budgets_LS), slot_of_S)
+    slowness = given_["scales"].slowness_DP[..., None, None]
+    np.testing.assert_allclose(forward, work[0] * slowness, rtol=1e-12)
+    np.testing.assert_allclose(backward, work[1] * slowness, rtol=1e-12)
+    base_LS = np.full_like(budgets_LS, given_["policy"].base_budget)
+    base = costs.slot_ms(*costs.sample_ms(base_LS), slot_of_S)
+    ratio = sum(part.sum() for part in work) / sum(part.sum() for part in base)
+    assert plan.expectation.work_ratio == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+@pytest.mark.parametrize("tuning", ["off", "makespan"])
+def test_a_slow_device_gets_less_to_do(stages, tuning):
+    """Ranks finish together, sooner than where nobody knows of the slow one."""
+    given_ = arguments((4, 8, stages, 1), seed=3, size=4, tuning=tuning)
+    given_["lengths_tokens"] = np.random.default_rng(0).integers(500, 4000, 128).tolist()
+    slowness_DP = np.ones((4, stages))
+    slowness_DP[1, -1] = 1.5
+    known = plan_step(**given_ | {"scales": replace(given_["scales"], slowness_DP=slowness_DP)})
+    unknown = plan_step(**given_).expectation
+    slowed = [
+        times * slowness_DP[..., None, None] for times in (unknown.forward_ms, unknown.backward_ms)
+    ]
+    schedule = "no_pipeline" if stages == 1 else "1f1b"
+    assert known.expectation.makespan_ms < 0.8 * makespans_ms(*slowed, schedule=schedule).max()
+    assert known.expectation.imbalance_makespans < 1.02
 
 
 def test_work_ratio_compares_with_the_base_budgets():

@@ -101,7 +101,7 @@ def scheduler(
         index=index,
         global_batch_size=global_batch_size,
         window=window,
-        calibrate=True,
+        calibrate="measured",
         clock=lambda: 0.0,
     )
 

@@ -65,7 +65,7 @@ def scheduler(
         index=index,
         global_batch_size=global_batch_size,
         window=1,
-        calibrate=True,
+        calibrate="measured",
         clock=lambda: float(next(ticks)),
         worker=worker,
     )
