@@ -238,7 +238,9 @@ def test_a_tiny_run_trains_every_batch_under_every_variant(layout: str, tmp_path
         directory=tmp_path,
         device="cpu",
     )
-    batches = read_steps(tmp_path, order, ALL_VARIANTS, warm_up=1, ranks_in_turn=chosen.ranks_in_turn)
+    batches = read_steps(
+        tmp_path, order, ALL_VARIANTS, warm_up=1, ranks_in_turn=chosen.ranks_in_turn
+    )
     for batch in batches:
         assert list(batch) == [variant.name for variant in ALL_VARIANTS]
         assert {len(result.busy_ms) for result in batch.values()} == {
