@@ -25,9 +25,9 @@ class DeviceSlowness:
     """Learns how much longer every device takes for the same work than its stage's other ones.
 
     A step yields one ratio of measured to predicted time per device, relative to the median of its
-    stage. Its median over the last steps counts as far as it exceeds three of its standard errors,
-    so that equal devices keep a factor of exactly 1 and noise moves nothing. Deterministic: equal
-    inputs give equal factors on every rank.
+    stage. How far its median over the last steps is from 1 counts beyond three standard errors, so
+    that equal devices keep a factor of exactly 1 and noise moves nothing. Equal inputs give equal
+    factors on every rank: nothing here is rounded differently by different processors.
 
     Nothing is saved: after a restart a rank may run on another device.
     """
@@ -44,7 +44,7 @@ class DeviceSlowness:
         spread_DP = np.median(np.abs(self._history_HDP - median_DP), axis=0)
         error_DP = _MAD_TO_DEVIATION * spread_DP / np.sqrt(steps)
         doubt_DP = np.maximum(_CERTAIN_DEVIATIONS * error_DP, _LEAST)
-        return np.exp(np.sign(median_DP) * np.maximum(np.abs(median_DP) - doubt_DP, 0.0))
+        return median_DP - np.clip(median_DP - 1.0, -doubt_DP, doubt_DP)
 
     def update(
         self,
@@ -65,7 +65,7 @@ class DeviceSlowness:
         times_2DP = np.stack([predicted_DP, measured_DP])
         if not (np.isfinite(times_2DP) & (times_2DP > 0.0)).all():
             return
-        ratio_DP = np.log(measured_DP / predicted_DP * predicted_with.device_slowness_DP)
-        relative_DP = ratio_DP - np.median(ratio_DP, axis=0)
+        ratio_DP = measured_DP / predicted_DP * predicted_with.device_slowness_DP
+        relative_DP = ratio_DP / np.median(ratio_DP, axis=0)
         kept = self._history_HDP[-(_HISTORY_STEPS - 1) :]
         self._history_HDP = np.concatenate([kept, relative_DP[None]])

@@ -18,7 +18,7 @@ class CoverageAccount:
         global_batch_size: samples of a step.
 
     Attributes:
-        balance: of base budgets less of what was executed, over all steps; negative is saved.
+        balance: coverage of base budgets less what was executed, over all steps; negative is saved.
     """
 
     def __init__(self, global_batch_size: int) -> None:

@@ -190,14 +190,15 @@ def _problem(
         )
     if coverage.layers != job.layers:
         raise PlanError(f"coverage curves have {coverage.layers} layers, the job {job.layers}")
-    prices, base = policy.tuning == "makespan", policy.coverage_target == "base"
-    later = later_lengths_tokens if prices and base else ()
-    horizon = step_costs((*lengths_tokens, *later), job, cost, scales)
-    allowed = feasible_range(horizon, coverage, policy)
     own = slice(len(lengths_tokens))
-    pricing = price(policy, horizon, coverage, allowed, own, owed_coverage) if prices else None
+    tunes = policy.tuning == "makespan"
+    if tunes and policy.coverage_target == "base":
+        lengths_tokens = (*lengths_tokens, *later_lengths_tokens)
+    horizon = step_costs(lengths_tokens, job, cost, scales)
+    allowed = feasible_range(horizon, coverage, policy)
+    pricing = price(policy, horizon, coverage, allowed, own, owed_coverage) if tunes else None
     return _Problem(
-        lengths_tokens=tuple(int(length) for length in lengths_tokens),
+        lengths_tokens=tuple(int(length) for length in lengths_tokens[own]),
         job=job,
         policy=policy,
         costs=horizon.of(own),
