@@ -177,15 +177,20 @@ def _makespan(
     least_ms = max(floor_ms_D.max() * _ROUNDING, hold_ms)
     tuned_LS = filled_LS(least_ms)
     if not reaches(coverage, costs, tuned_LS, wanted):
-        # Never slower than base budgets, whatever is wanted.
-        enough_ms, tuned_LS = min(
-            (
-                (makespans_ms(*_slots(costs, each_LS, slot_of_S), schedule=schedule).max(), each_LS)
-                for each_LS in (pricing.expected_LS, allowed.base_LS)
-            ),
-            key=lambda found: found[0],
+        enough_ms, base_ms = (
+            makespans_ms(*_slots(costs, each_LS, slot_of_S), schedule=schedule).max()
+            for each_LS in (pricing.expected_LS, allowed.base_LS)
         )
-        for _ in range(_TARGET_HALVINGS):
+        tuned_LS = pricing.expected_LS
+        if base_ms < enough_ms:
+            # Never slower than base budgets, whatever is wanted: the most coverage in their time.
+            enough_ms, tuned_LS = base_ms, filled_LS(max(base_ms, least_ms))
+            base_coverage = float(np.nansum(coverage.coverage_LS(costs.blocks_S, allowed.base_LS)))
+            if not reaches(coverage, costs, tuned_LS, min(base_coverage, wanted)):
+                tuned_LS = allowed.base_LS
+            if not reaches(coverage, costs, tuned_LS, wanted):
+                least_ms = enough_ms
+        for _ in range(_TARGET_HALVINGS if least_ms < enough_ms else 0):
             middle_ms = (least_ms + enough_ms) / 2
             middle_LS = filled_LS(middle_ms)
             if reaches(coverage, costs, middle_LS, wanted):
