@@ -7,8 +7,8 @@ bit. The gradient of a KV block sums over the heads of its group inside one prog
 readers is cut into items; their float32 parts are added in a second pass, in the order of the list.
 
 Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, N blocks of the
-row, K width of lists, I items, B slots of a block; in kernels M query rows of a tile, C columns
-(keys) of a tile.
+row, K width of lists, I items, B slots of a block, P slots of all blocks, full or not; in kernels M
+query rows of a tile, C columns (keys) of a tile.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from sparsebalance_megatron.attention.impl.triton.forward import (
     LOG2_E,
     block_extent,
     block_list,
+    entry_at,
     load_rows,
     packed_rows,
     tile_constants,
@@ -55,11 +56,11 @@ def backward_attention(
     dout_THD, q_THD, k_TGD, v_TGD = (with_dense_rows(x) for x in (dout_THD, q_THD, k_TGD, v_TGD))
     out_THD, lse_TH = out_THD.contiguous(), lse_TH.contiguous()
     with torch.cuda.device_of(q_THD):
-        dq_THD, delta_TH = _query_gradient(
+        dq_THD, statistics_2HP = _query_gradient(
             dout_THD, q_THD, k_TGD, v_TGD, out_THD, lse_TH, selection, softmax_scale
         )
         dk_TGD, dv_TGD = _key_gradient(
-            dout_THD, q_THD, k_TGD, v_TGD, lse_TH, delta_TH, selection, softmax_scale
+            dout_THD, q_THD, k_TGD, v_TGD, statistics_2HP, selection, softmax_scale
         )
     return dq_THD, dk_TGD, dv_TGD
 
@@ -74,11 +75,14 @@ def _query_gradient(
     selection: Selection,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """dq, and delta_TH = sum over D of dout * out, which dk needs too."""
+    """dq, and of every query row, by block, what dk needs: LSE in units of log2, and delta, the sum
+    over D of dout * out. Slots past a short block's end hold 0."""
     layout, kv_heads = selection.layout, k_TGD.shape[1]
     group = q_THD.shape[1] // kv_heads
     dq_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    delta_TH = torch.empty_like(lse_TH)
+    statistics_2HP = torch.zeros(
+        2, q_THD.shape[1], layout.blocks * layout.block_size, device=q_THD.device
+    )
     tile = tiles_for(q_THD.shape[2], q_THD.element_size()).query_gradient
     rows = packed_rows(tile, group, layout.block_size)
     grid = (layout.blocks * kv_heads * (group * layout.block_size // rows),)
@@ -90,7 +94,7 @@ def _query_gradient(
         out_THD,
         lse_TH,
         dq_THD,
-        delta_TH,
+        statistics_2HP,
         selection.indices_RCK.contiguous(),
         selection.counts_RC.contiguous(),
         layout.start_N,
@@ -103,7 +107,7 @@ def _query_gradient(
         GROUP=group,
         **tile_constants(q_THD, layout.block_size, rows, tile),
     )
-    return dq_THD, delta_TH
+    return dq_THD, statistics_2HP
 
 
 def _key_gradient(
@@ -111,8 +115,7 @@ def _key_gradient(
     q_THD: Tensor,
     k_TGD: Tensor,
     v_TGD: Tensor,
-    lse_TH: Tensor,
-    delta_TH: Tensor,
+    statistics_2HP: Tensor,
     selection: Selection,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
@@ -132,8 +135,7 @@ def _key_gradient(
         k_TGD,
         v_TGD,
         dout_THD,
-        lse_TH,
-        delta_TH,
+        statistics_2HP,
         dk_TGD,
         dv_TGD,
         parts_I2BD,
@@ -198,7 +200,7 @@ def _query_step(q_MD, dout_MD, lse_M, delta_M, k_CD, v_CD, visible_MC, dq_MD, sc
 
 @triton.jit(do_not_specialize=["blocks", "width"])
 def _query_gradient_kernel(
-    q, k, v, dout, out, lse, dq, delta, indices, counts, starts, ends,
+    q, k, v, dout, out, lse, dq, statistics, indices, counts, starts, ends,
     q_stride_T, q_stride_H, k_stride_T, k_stride_G, v_stride_T, v_stride_G,
     dout_stride_T, dout_stride_H, softmax_scale, blocks, width,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -231,19 +233,25 @@ def _query_gradient_kernel(
                         token_M, valid_M, True, HEAD_DIM, BLOCK_D)  # fmt: skip
     out_MD = load_rows(out, HEAD_DIM, place_M, valid_M, True, HEAD_DIM, BLOCK_D)
     delta_M = tl.sum(dout_MD.to(tl.float32) * out_MD.to(tl.float32), 1)
-    tl.store(delta + place_M, delta_M, mask=valid_M)
     lse_M = tl.load(lse + place_M, mask=valid_M, other=0.0) * _LOG2_E
+    statistic_M = (head_M.to(tl.int64) * blocks + block) * BLOCK_SIZE + slot_M
+    tl.store(statistics + statistic_M, lse_M, mask=valid_M)
+    delta = statistics + HEADS * blocks.to(tl.int64) * BLOCK_SIZE
+    tl.store(delta + statistic_M, delta_M, mask=valid_M)
     k_head = k + kv_head.to(tl.int64) * k_stride_G
     v_head = v + kv_head.to(tl.int64) * v_stride_G
     dq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     entries, count, own = block_list(indices, counts, block, kv_head, width, KV_HEADS)
+    next_past = entry_at(entries, own, count)
     for step in range(own * COLUMN_TILES, count * COLUMN_TILES):
-        past = tl.load(entries + step // COLUMN_TILES)
+        past = next_past
+        next_past = entry_at(entries, (step + 1) // COLUMN_TILES, count)
         first = start + (past - block) * BLOCK_SIZE + (step % COLUMN_TILES) * BLOCK_N
-        token_C = first + column_C
-        k_CD = load_rows(k_head, k_stride_T, token_C, token_C >= 0, False, HEAD_DIM, BLOCK_D)
-        v_CD = load_rows(v_head, v_stride_T, token_C, token_C >= 0, False, HEAD_DIM, BLOCK_D)
+        k_CD = load_rows(k_head + first * k_stride_T, k_stride_T, column_C, column_C >= 0, False,
+                         HEAD_DIM, BLOCK_D)  # fmt: skip
+        v_CD = load_rows(v_head + first * v_stride_T, v_stride_T, column_C, column_C >= 0, False,
+                         HEAD_DIM, BLOCK_D)  # fmt: skip
         dq_MD = _query_step(q_MD, dout_MD, lse_M, delta_M, k_CD, v_CD, True, dq_MD, score_scale,
                             False, PRECISION)  # fmt: skip
 
@@ -264,23 +272,24 @@ def _query_gradient_kernel(
 
 
 @triton.jit
-def _key_step(q, dout, lse, delta, k_CD, v_CD, slot_C, dk_CD, dv_CD,
+def _key_step(q, dout, statistics, k_CD, v_CD, slot_C, dk_CD, dv_CD,
               q_stride_T, q_stride_H, dout_stride_T, dout_stride_H, score_scale,
-              first_token, first_slot, document_end, head,
+              first_token, first_slot, document_end, head, query_block, blocks,
               MASKED: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-              BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+              BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+              PRECISION: tl.constexpr):  # fmt: skip
     """Add what one tile of query rows of one head gives. Probabilities lie transposed."""
     slot_M = first_slot + tl.arange(0, BLOCK_M)
     token_M = first_token + slot_M
-    valid_M = token_M < document_end
-    place_M = token_M * HEADS + head
-    q_MD = load_rows(q + head.to(tl.int64) * q_stride_H, q_stride_T, token_M, valid_M, True,
-                     HEAD_DIM, BLOCK_D)  # fmt: skip
-    dout_MD = load_rows(dout + head.to(tl.int64) * dout_stride_H, dout_stride_T, token_M, valid_M,
-                        True, HEAD_DIM, BLOCK_D)  # fmt: skip
+    valid_M = slot_M < (document_end - first_token).to(tl.int32)
+    head = head.to(tl.int64)
+    q_MD = load_rows(q + head * q_stride_H, q_stride_T, token_M, valid_M, True, HEAD_DIM, BLOCK_D)
+    dout_MD = load_rows(dout + head * dout_stride_H, dout_stride_T, token_M, valid_M, True,
+                        HEAD_DIM, BLOCK_D)  # fmt: skip
     # Past the document's end q, dout and delta are 0, so that such rows add nothing.
-    lse_M = tl.load(lse + place_M, mask=valid_M, other=0.0) * _LOG2_E
-    delta_M = tl.load(delta + place_M, mask=valid_M, other=0.0)
+    lse = statistics + (head * blocks + query_block) * BLOCK_SIZE
+    lse_M = tl.load(lse + slot_M)
+    delta_M = tl.load(lse + HEADS * blocks.to(tl.int64) * BLOCK_SIZE + slot_M)
     s_CM = tl.dot(k_CD, tl.trans(q_MD), input_precision=PRECISION) * score_scale
     p_CM = tl.exp2(s_CM - lse_M[None, :])
     if MASKED:
@@ -294,7 +303,7 @@ def _key_step(q, dout, lse, delta, k_CD, v_CD, slot_C, dk_CD, dv_CD,
 
 @triton.jit(do_not_specialize=["blocks", "entries_per_item"])
 def _key_gradient_kernel(
-    q, k, v, dout, lse, delta, dk, dv, parts, offsets, queries, item_list, item_part, item_parts,
+    q, k, v, dout, statistics, dk, dv, parts, offsets, queries, item_list, item_part, item_parts,
     starts, ends,
     q_stride_T, q_stride_H, k_stride_T, k_stride_G, v_stride_T, v_stride_G,
     dout_stride_T, dout_stride_H, softmax_scale, blocks, entries_per_item,
@@ -323,7 +332,9 @@ def _key_gradient_kernel(
     begin = tl.load(offsets + inverse_list) + tl.load(item_part + item) * entries_per_item
     stop = tl.minimum(begin + entries_per_item, tl.load(offsets + inverse_list + 1))
     # Readers rise, and none comes before the block: its own queries are the first, if they read it.
-    own = (tl.load(queries + begin, mask=begin < stop, other=-1) == block).to(tl.int32)
+    readers = queries + begin
+    count = stop - begin
+    own = (tl.load(readers, mask=count > 0, other=-1) == block).to(tl.int32)
     slot_C = first_column + tl.arange(0, BLOCK_N)
     token_C = start + slot_C
     valid_C = slot_C < length
@@ -341,19 +352,21 @@ def _key_gradient_kernel(
         head = kv_head * GROUP + step // own_tiles
         first_slot = (first_tile + step % own_tiles) * BLOCK_M
         dk_CD, dv_CD = _key_step(
-            q, dout, lse, delta, k_CD, v_CD, slot_C, dk_CD, dv_CD, q_stride_T, q_stride_H,
+            q, dout, statistics, k_CD, v_CD, slot_C, dk_CD, dv_CD, q_stride_T, q_stride_H,
             dout_stride_T, dout_stride_H, score_scale, start, first_slot, document_end, head,
-            True, HEADS, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION,
+            block, blocks, True, HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, PRECISION,
         )  # fmt: skip
-    for step in range(own * STEPS, (stop - begin) * STEPS):
-        reader = tl.load(queries + begin + step // STEPS)
+    next_reader = entry_at(readers, own, count)
+    for step in range(own * STEPS, count * STEPS):
+        reader = next_reader
+        next_reader = entry_at(readers, (step + 1) // STEPS, count)
         head = kv_head * GROUP + (step % STEPS) // ROW_TILES
         first_slot = (step % ROW_TILES) * BLOCK_M
         first_token = start + (reader - block) * BLOCK_SIZE
         dk_CD, dv_CD = _key_step(
-            q, dout, lse, delta, k_CD, v_CD, slot_C, dk_CD, dv_CD, q_stride_T, q_stride_H,
+            q, dout, statistics, k_CD, v_CD, slot_C, dk_CD, dv_CD, q_stride_T, q_stride_H,
             dout_stride_T, dout_stride_H, score_scale, first_token, first_slot, document_end, head,
-            False, HEADS, HEAD_DIM, BLOCK_D, BLOCK_M, PRECISION,
+            reader, blocks, False, HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, PRECISION,
         )  # fmt: skip
 
     dk_CD = dk_CD * softmax_scale

@@ -99,7 +99,10 @@ def load_rows(
     pointer_MD, row_stride, row_M, valid_M, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """[rows, BLOCK_D] of a matrix; zeros where invalid and past the head dim."""
+    """[rows, BLOCK_D] of a matrix; zeros where invalid and past the head dim.
+
+    In a loop, let the pointer move and the rows stand still: then addresses cost one addition.
+    """
     dim_D = tl.arange(0, BLOCK_D)
     address_MD = pointer_MD + row_M[:, None] * row_stride + dim_D[None, :]
     if MASKED:
@@ -125,6 +128,16 @@ def block_list(indices, counts, block, kv_head, width, KV_HEADS: tl.constexpr):
     entries = indices + row * width
     first = tl.load(entries, mask=count > 0, other=-1)
     return entries, count, (first == block).to(tl.int32)
+
+
+@triton.jit
+def entry_at(entries, place, count):
+    """An entry of a list; 0 past its end.
+
+    Loops load the entry of their next turn. Were it loaded in the turn that needs it, tiles could
+    not be copied ahead of it, and the copy would be waited for right after it was started.
+    """
+    return tl.load(entries + place, mask=place < count, other=0)
 
 
 @triton.jit
@@ -180,13 +193,16 @@ def _forward_kernel(
     out_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     entries, count, own = block_list(indices, counts, block, kv_head, width, KV_HEADS)
+    next_past = entry_at(entries, own, count)
     for step in range(own * COLUMN_TILES, count * COLUMN_TILES):
-        past = tl.load(entries + step // COLUMN_TILES)
+        past = next_past
+        next_past = entry_at(entries, (step + 1) // COLUMN_TILES, count)
         # All blocks before the own one are full, so their starts need no look-up.
         first = start + (past - block) * BLOCK_SIZE + (step % COLUMN_TILES) * BLOCK_N
-        token_C = first + column_C
-        k_CD = load_rows(k_head, k_stride_T, token_C, token_C >= 0, False, HEAD_DIM, BLOCK_D)
-        v_CD = load_rows(v_head, v_stride_T, token_C, token_C >= 0, False, HEAD_DIM, BLOCK_D)
+        k_CD = load_rows(k_head + first * k_stride_T, k_stride_T, column_C, column_C >= 0, False,
+                         HEAD_DIM, BLOCK_D)  # fmt: skip
+        v_CD = load_rows(v_head + first * v_stride_T, v_stride_T, column_C, column_C >= 0, False,
+                         HEAD_DIM, BLOCK_D)  # fmt: skip
         peak_M, total_M, out_MD = _online_softmax(
             q_MD, k_CD, v_CD, True, peak_M, total_M, out_MD, score_scale, False, PRECISION
         )

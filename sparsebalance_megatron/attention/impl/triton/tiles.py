@@ -33,16 +33,23 @@ class Tiles:
     key_gradient: Tile
 
 
-# Hopper, sized by its 227 KiB of shared memory and 64 K registers per multiprocessor.
+# For Hopper: of the shapes that fit its 227 KiB of shared memory and 64 K registers, those that
+# keep copies of the next tiles in flight, hardly spill in the loop, and have the least instructions
+# per product. ``benchmarks/kernel_resources.py --candidates`` lists them all.
+_HALF_UP_TO_64 = Tiles(
+    forward=Tile(rows=128, columns=128, warps=8, stages=3),
+    query_gradient=Tile(rows=128, columns=128, warps=8, stages=3),
+    key_gradient=Tile(rows=64, columns=128, warps=8, stages=3),
+)
 _HALF_UP_TO_128 = Tiles(
-    forward=Tile(rows=128, columns=128, warps=8, stages=2),
-    query_gradient=Tile(rows=128, columns=64, warps=8, stages=2),
-    key_gradient=Tile(rows=64, columns=128, warps=8, stages=2),
+    forward=Tile(rows=128, columns=128, warps=8, stages=3),
+    query_gradient=Tile(rows=128, columns=64, warps=8, stages=3),
+    key_gradient=Tile(rows=64, columns=128, warps=8, stages=3),
 )
 _HALF_256 = Tiles(
-    forward=Tile(rows=128, columns=64, warps=8, stages=2),
-    query_gradient=Tile(rows=64, columns=32, warps=8, stages=2),
-    key_gradient=Tile(rows=32, columns=64, warps=8, stages=2),
+    forward=Tile(rows=128, columns=32, warps=8, stages=3),
+    query_gradient=Tile(rows=128, columns=32, warps=8, stages=3),
+    key_gradient=Tile(rows=32, columns=64, warps=8, stages=3),
 )
 _FLOAT32 = Tiles(
     forward=Tile(rows=32, columns=32, warps=4, stages=1),
@@ -55,4 +62,6 @@ def tiles_for(head_dim: int, element_bytes: int) -> Tiles:
     """The table's row for a head dim and a dtype's size."""
     if element_bytes > 2:
         return _FLOAT32
+    if head_dim <= 64:
+        return _HALF_UP_TO_64
     return _HALF_UP_TO_128 if head_dim <= 128 else _HALF_256

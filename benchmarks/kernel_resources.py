@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the attention kernels take of a Hopper GPU, read from their machine code. Needs no GPU.
+
+    python benchmarks/kernel_resources.py --json results.json
+    python benchmarks/kernel_resources.py --candidates --json results.json
+
+Triton brings the compiler, the assembler and the disassembler for sm_90a. Per kernel: registers,
+spilled bytes and shared memory; and of its hot loop, the one over past blocks: instructions of a
+warp by kind, copies of later tiles that stay in flight, and the cycles of one turn that the tensor
+cores need for its products and the schedulers to issue its instructions. Cycles rank versions
+before a GPU is at hand; they are no times. ``--candidates`` takes other tile shapes than the
+table's too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sparsebalance_megatron.attention.impl.triton import backward, forward
+from sparsebalance_megatron.attention.impl.triton.tiles import Tile, tiles_for
+
+SHARED_BYTES = 227 * 1024
+"""What one block of threads may have on an H100 or H200."""
+MATRIX_OPERATIONS_PER_CYCLE = 4096
+"""Of one multiprocessor, dense bf16: the datasheet's 989 TFLOP/s over 132 of them at 1.83 GHz."""
+SCHEDULERS = 4
+"""Of one multiprocessor; each issues one instruction a cycle."""
+
+KERNELS = {
+    "forward": forward._forward_kernel,
+    "query_gradient": backward._query_gradient_kernel,
+    "key_gradient": backward._key_gradient_kernel,
+}
+PRODUCTS = {"forward": 2, "query_gradient": 3, "key_gradient": 4}
+
+_POINTERS = {
+    "*i64": {"starts", "ends"},
+    "*i32": {"indices", "counts", "offsets", "queries", "item_list", "item_part", "item_parts"},
+    "*fp32": {"lse", "statistics", "parts"},
+    "element": {"q", "k", "v", "out", "dout", "dq", "dk", "dv"},
+}
+_KINDS = {
+    "products": r"HGMMA",
+    "exponentials": r"MUFU",
+    "floating point": r"F|HADD|HMUL|HFMA",
+    "copies": r"LDGSTS",
+    "shared memory": r"LDS|STS|LDSM|STSM",
+    "spills": r"LDL|STL",
+    "uniform": r"U|R2UR",
+    "integer": r"IMAD|IADD|LEA|ISETP|LOP3|SHF|SEL|VIADD|PRMT|MOV|IABS|PLOP|SGXT|CS2R",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """Of one kernel. ``loop_*``: of a warp, in one turn of the hot loop.
+
+    ``loop_groups_in_flight``: groups of copies that the loop does not wait for at its head; 0 where
+    it waits for all, hence for those it started last.
+    """
+
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    loop_instructions: int
+    loop_kinds: dict[str, int]
+    loop_groups_in_flight: int
+    loop_matrix_cycles: int
+    loop_issue_cycles: int
+
+    @property
+    def matrix_share(self) -> float:
+        """Share of the tensor cores' peak if products overlapped with no other instruction."""
+        return self.loop_matrix_cycles / (self.loop_matrix_cycles + self.loop_issue_cycles)
+
+
+def compiled(
+    name: str, tile: Tile, *, element: str, block_size: int, head_dim: int, group: int = 8
+) -> Any:
+    """A kernel of ``KERNELS`` compiled for sm_90a, with the specialisations of training rows."""
+    kernel = KERNELS[name]
+    if name == "key_gradient":
+        rows = min(tile.rows, block_size)
+    else:
+        rows = forward.packed_rows(tile, group, block_size)
+    constants = {
+        "KV_HEADS": 2,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": triton.next_power_of_2(head_dim),
+        "BLOCK_SIZE": block_size,
+        "BLOCK_M": rows,
+        "BLOCK_N": min(tile.columns, block_size),
+        "PRECISION": "ieee",
+    }
+    names = kernel.arg_names
+    signature = {name: _type(name, element) for name in names}
+    source = ASTSource(
+        kernel,
+        signature,
+        {(names.index(name),): value for name, value in constants.items()},
+        {
+            (place,): [["tt.divisibility", 16]]
+            for place, name in enumerate(names)
+            if signature[name].startswith("*") or "_stride_" in name
+        },
+    )
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def resources(
+    name: str, tile: Tile, *, element: str = "bf16", block_size: int = 256, head_dim: int = 128
+) -> Resources:
+    """Compile a kernel and read its machine code.
+
+    Raises:
+        RuntimeError: no loop of the machine code has products of Hopper's tensor cores.
+    """
+    kernel = compiled(name, tile, element=element, block_size=block_size, head_dim=head_dim)
+    with tempfile.TemporaryDirectory() as directory:
+        cubin = Path(directory, "kernel.cubin")
+        cubin.write_bytes(kernel.asm["cubin"])
+        usage = _output(triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin)
+        code = _output(triton.knobs.nvidia.nvdisasm.path, "-c", cubin)
+    used = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    loop = _hot_loop(code)
+    if used is None or loop is None:
+        raise RuntimeError(f"{name} kernel: no registers or no loop with products in {tile}")
+    rows = min(tile.rows, block_size) if name == "key_gradient" else tile.rows
+    columns = min(tile.columns, block_size)
+    operations = PRODUCTS[name] * 2 * rows * columns * triton.next_power_of_2(head_dim)
+    waits = [int(m[1], 16) for m in re.finditer(r"DEPBAR\.LE SB0, (0x\w+)", "\n".join(loop))]
+    return Resources(
+        registers=int(used[1]),
+        spilled_bytes=int(used[2]),
+        shared_bytes=kernel.metadata.shared,
+        loop_instructions=len(loop),
+        loop_kinds=dict(Counter(_kind(instruction) for instruction in loop)),
+        loop_groups_in_flight=min(waits, default=0),
+        loop_matrix_cycles=operations // MATRIX_OPERATIONS_PER_CYCLE,
+        loop_issue_cycles=len(loop) * tile.warps // SCHEDULERS,
+    )
+
+
+def candidates(name: str, head_dim: int) -> Iterator[Tile]:
+    """Tile shapes around the table's; most do not fit."""
+    own = getattr(tiles_for(head_dim, 2), name)
+    for rows, columns, warps, stages in itertools.product((64, 128), (64, 128), (4, 8), (2, 3, 4)):
+        yield replace(own, rows=rows, columns=columns, warps=warps, stages=stages)
+
+
+def _type(name: str, element: str) -> str:
+    for kind, names in _POINTERS.items():
+        if name in names:
+            return f"*{element}" if kind == "element" else kind
+    if name.isupper():
+        return "constexpr"
+    return "fp32" if name.endswith("_scale") else "i32"
+
+
+def _output(*command: Any) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _hot_loop(code: str) -> list[str] | None:
+    """Instructions of the shortest loop with products: the other one masks, which takes more."""
+    instructions: list[str] = []
+    places: dict[str, int] = {}
+    loops = []
+    for line in code.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            places[label[1]] = len(instructions)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?);", line):
+            instructions.append(instruction[1])
+            target = re.search(r"^BRA.*`\((\.L_x_\d+)\)", instruction[1])
+            if target and target[1] in places:
+                loops.append(instructions[places[target[1]] :])
+    with_products = [x for x in loops if any(line.startswith("HGMMA") for line in x)]
+    return min(with_products, key=len, default=None)
+
+
+def _kind(instruction: str) -> str:
+    return next((k for k, pattern in _KINDS.items() if re.match(pattern, instruction)), "other")
+
+
+def _tiles(name: str, head_dim: int, every: bool) -> Iterator[Tile]:
+    own = getattr(tiles_for(head_dim, 2), name)
+    yield own
+    if every:
+        yield from (tile for tile in candidates(name, head_dim) if tile != own)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _options(arguments)
+    rows = []
+    for head_dim, block_size, name in itertools.product(
+        options.head_dims, options.block_sizes, KERNELS
+    ):
+        for tile in _tiles(name, head_dim, options.candidates):
+            found = resources(name, tile, block_size=block_size, head_dim=head_dim)
+            rows.append(
+                {"kernel": name, "head_dim": head_dim, "block_size": block_size}
+                | {"tile": asdict(tile), "fits": found.shared_bytes <= SHARED_BYTES}
+                | asdict(found)
+                | {"matrix_share": round(found.matrix_share, 3)}
+            )
+            print(_line(rows[-1]), flush=True)
+    if options.json is not None:
+        results = {"triton": triton.__version__, "target": "sm_90a", "kernels": rows}
+        options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _line(row: dict[str, Any]) -> str:
+    tile = "{rows} x {columns}, {warps} warps, {stages} stages".format(**row["tile"])
+    return (
+        f"{row['kernel']:<15} head dim {row['head_dim']:>3}, block {row['block_size']:>3}, "
+        f"tile {tile}: {row['registers']} registers, {row['spilled_bytes']} bytes spilled "
+        f"({row['loop_kinds'].get('spills', 0)} in the loop), {row['shared_bytes'] // 1024} KiB "
+        f"shared{'' if row['fits'] else ' (too much)'}, {row['loop_instructions']} instructions, "
+        f"{row['loop_groups_in_flight']} groups in flight, matrix share {row['matrix_share']:.2f}"
+    )
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="file to write too")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[128])
+    parser.add_argument("--block-sizes", type=int, nargs="+", default=[256])
+    parser.add_argument("--candidates", action="store_true", help="other tile shapes too")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

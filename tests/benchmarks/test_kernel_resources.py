@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels compile for Hopper on any machine, and their machine code is what was meant."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+if triton.knobs.runtime.interpret:
+    pytest.skip("kernels are interpreted", allow_module_level=True)
+
+import kernel_resources as resources  # noqa: E402
+
+from sparsebalance_megatron.attention.impl.triton.tiles import tiles_for  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def fresh_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(triton.knobs.cache, "dir", os.fspath(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("element", "block_size", "head_dim"),
+    [
+        ("bf16", 256, 128),
+        ("bf16", 64, 128),
+        ("fp16", 128, 64),
+        ("bf16", 128, 96),
+        ("bf16", 128, 256),
+    ],
+)
+@pytest.mark.parametrize("name", resources.KERNELS)
+def test_kernels_fit_hopper_and_copy_ahead(
+    name: str, element: str, block_size: int, head_dim: int
+) -> None:
+    tile = getattr(tiles_for(head_dim, 2), name)
+    found = resources.resources(
+        name, tile, element=element, block_size=block_size, head_dim=head_dim
+    )
+    assert found.shared_bytes <= resources.SHARED_BYTES
+    assert found.loop_kinds["products"] > 0
+    # Of the next tile, copies of both matrices are under way while this one is worked on.
+    assert found.loop_groups_in_flight >= 2
+    # A few values kept in memory, not a loop that lives there.
+    assert found.loop_kinds.get("spills", 0) <= 0.05 * found.loop_instructions
+
+
+def test_float32_kernels_fit() -> None:
+    tiles = tiles_for(128, 4)
+    for name in resources.KERNELS:
+        kernel = resources.compiled(
+            name, getattr(tiles, name), element="fp32", block_size=128, head_dim=128
+        )
+        assert 0 < kernel.metadata.shared <= resources.SHARED_BYTES
+
+
+def test_the_command_writes_what_it_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--json", os.fspath(tmp_path / "results.json"), "--head-dims", "64"]
+    assert resources.main(arguments) == 0
+    written: dict[str, Any] = json.loads((tmp_path / "results.json").read_text())
+    printed = capsys.readouterr().out.splitlines()
+    assert [row["kernel"] for row in written["kernels"]] == list(resources.KERNELS)
+    for row, line in zip(written["kernels"], printed, strict=True):
+        assert f"{row['registers']} registers" in line
+        assert sum(row["loop_kinds"].values()) == row["loop_instructions"]
