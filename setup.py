@@ -37,7 +37,7 @@ setup(
     packages=find_packages(include=["sparsebalance_megatron", "sparsebalance_megatron.*"]),
     python_requires=">=3.12",
     install_requires=[
-        "torch>=2.6",
+        "torch>=2.8",
         "megatron-core>=0.18,<0.20",
         "numpy",
         "scipy",

@@ -5,6 +5,7 @@
 # since the last time it does nothing. pip's own configuration (index, wheels, proxy) applies.
 #
 #   PYTHON=/path/to/python   the interpreter that .venv is made from (3.12 or newer)
+#   SETUP=skip               install nothing; use python, torchrun and sparse-balance on PATH
 
 set -euo pipefail
 
@@ -96,8 +97,13 @@ show_progress() {
 }
 
 set_up() {
+    cd "${ROOT}"
+    if [[ "${SETUP:-}" == skip ]]; then
+        python -c 'import sparsebalance_megatron, megatron.core, torch' ||
+            fail "SETUP=skip: $(command -v python || echo python) lacks what is named above"
+        return
+    fi
     make_venv
     install_package "$@"
     export VIRTUAL_ENV="${VENV}" PATH="${VENV}/bin:${PATH}"
-    cd "${ROOT}"
 }

@@ -4,15 +4,34 @@
 # block-sparse attention at a fixed budget in order of arrival, and with balancing. Ends with a table
 # of both and runs/quickstart/summary.json.
 #
-# It is sized for two CPU cores and hides GPUs, so that every machine runs the same thing.
+#   scripts/quickstart.sh         two ranks on two CPU cores; GPUs are hidden, so that every machine
+#                                 runs the same thing
+#   scripts/quickstart.sh --gpu   one rank per visible GPU, over NCCL, in runs/quickstart_gpu; needs
+#                                 neither Transformer Engine nor apex
 
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 set_up tools data
 
-export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 # one core per rank
-
-RANKS=2
-RUNS=runs/quickstart
+export OMP_NUM_THREADS=1 # one core per rank
+DEVICE_ARGS=()
+if [[ "${1:-}" == --gpu ]]; then
+    RANKS="$(python -c 'import torch; print(torch.cuda.device_count())')"
+    ((RANKS)) || fail "--gpu: no CUDA device is visible; without it the quickstart runs on the CPU"
+    RUNS=runs/quickstart_gpu
+    DEVICE_ARGS=(
+        --bf16
+        --transformer-impl local
+        --no-gradient-accumulation-fusion
+        --no-persist-layer-norm
+        --no-bias-swiglu-fusion
+        --no-bias-dropout-fusion
+        --no-rope-fusion
+    )
+else
+    export CUDA_VISIBLE_DEVICES=''
+    RANKS=2
+    RUNS=runs/quickstart
+fi
 DATA="${RUNS}/data/python-stdlib"
 COST_TABLE="${RUNS}/cost_table.json"
 
@@ -63,6 +82,14 @@ SPARSE_BALANCE_ARGS=(
     --sparse-balance-device auto
 )
 
+TRAINING_FLAGS=(
+    "${MODEL_ARGS[@]}"
+    "${TRAINING_ARGS[@]}"
+    "${DATA_ARGS[@]}"
+    "${SPARSE_BALANCE_ARGS[@]}"
+    "${DEVICE_ARGS[@]}"
+)
+
 prepare_data() {
     if [[ -f "${DATA}.json" ]]; then # written last, so the rest is complete
         say "data: ${DATA}, prepared before"
@@ -76,7 +103,7 @@ prepare_data() {
 measure_costs() {
     say "costs: measuring the model's layers on this machine"
     sparse-balance profile --quick -o "${COST_TABLE}" -- \
-        "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${SPARSE_BALANCE_ARGS[@]}"
+        "${TRAINING_FLAGS[@]}"
 }
 
 # train NAME FLAG...: the whole output goes to a file, Megatron's log lines to the terminal too.
@@ -87,7 +114,7 @@ train() {
     say "training: ${directory} (all output in ${directory}/train.log)"
     torchrun --nproc-per-node "${RANKS}" --standalone --local-addr 127.0.0.1 \
         -m sparsebalance_megatron.pretrain_gpt \
-        "${MODEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${SPARSE_BALANCE_ARGS[@]}" \
+        "${TRAINING_FLAGS[@]}" \
         --sparse-balance-cost-table "${COST_TABLE}" \
         --sparse-balance-log-dir "${directory}" "$@" 2>&1 |
         tee "${directory}/train.log" | log_lines || status=$?

@@ -218,21 +218,25 @@ def test_commands_in_blocks(tmp_path: Path) -> None:
             for command in recorded(folder, PRELUDE + block):
                 checks.check(f"{document}, block {number + 1}", command)
                 found += 1
-    for command in quickstart_commands(tmp_path / "quickstart"):
-        checks.check("scripts/quickstart.sh", command)
+    for argument in ("", "--gpu"):
+        for command in quickstart_commands(tmp_path / f"quickstart{argument}", argument):
+            checks.check(f"scripts/quickstart.sh {argument}", command)
     assert found > 10
     checks.finish()
 
 
-def quickstart_commands(folder: Path) -> list[Command]:
-    """What scripts/quickstart.sh calls to its end, where an environment is there already."""
+def quickstart_commands(folder: Path, argument: str) -> list[Command]:
+    """What scripts/quickstart.sh calls to its end, with an environment and one GPU."""
     log = program_folder(folder)
     script = (REPOSITORY / "scripts/quickstart.sh").read_text()
+    count = "$(python -c 'import torch; print(torch.cuda.device_count())')"
+    assert count in script
+    script = script.replace(count, "1")
     (folder / "scripts" / "quickstart.sh").write_text(script)
     (folder / "scripts" / "_setup.sh").write_text(
         "set -euo pipefail\nsay() { :; }\nfail() { exit 1; }\nset_up() { :; }\n"
     )
-    run_bash(folder, "bash scripts/quickstart.sh")
+    run_bash(folder, f"bash scripts/quickstart.sh {argument}")
     commands = [json.loads(line) for line in log.read_text().splitlines()]
     assert [command[1] for command in commands if command[0] == "sparse-balance"] == [
         *("prepare-data", "profile", "summary"),

@@ -157,6 +157,7 @@ def _cuda_replacements() -> dict[str, tuple[Any, str]]:
         "get_device_capability": (_returning((8, 0)), "kernel selection"),
         "get_device_name": (_returning("cpu"), "reports"),
         "get_device_properties": (_returning(_DeviceProperties), "kernel selection"),
+        "is_current_stream_capturing": (_returning(False), "torch.optim, which asks the driver"),
         "Event": (_Event, "schedules and DDP"),
         "Stream": (_Stream, "get_model, DDP"),
         "current_stream": (lambda *a: _Stream(), "DDP start_grad_sync"),

@@ -38,7 +38,7 @@ def attention(
     layout = selection.layout
     group = q_THD.shape[1] // k_TGD.shape[1]
     q, k, v = (_padded(x, layout) for x in (q_THD, k_TGD, v_TGD))
-    out, statistics = _compiled()(
+    out, statistics = compiled_flex_attention()(
         q,
         k,
         v,
@@ -83,7 +83,7 @@ def block_mask(selection: Selection, group: int) -> BlockMask:
 
 
 @functools.cache
-def _compiled() -> Callable[..., Any]:
+def compiled_flex_attention() -> Callable[..., Any]:
     return torch.compile(flex.flex_attention)
 
 

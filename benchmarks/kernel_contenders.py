@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is compared in ``kernels.py``, and on what rows and selections.
+
+Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from sparsebalance_megatron.attention.api import block_sparse_attention
+from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.router import RouterScores, select_blocks
+from sparsebalance_megatron.attention.selection import Selection
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""out_THD of q_THD, k_TGD and v_TGD."""
+
+DEFAULT_TOKENS = 8192
+"""Tokens that the default budget reads: 32 blocks of 256."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The default is the attention of Qwen2.5-3B."""
+
+    query_heads: int = 16
+    kv_heads: int = 2
+    head_dim: int = 128
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.head_dim**-0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Where budgets are skewed the row holds two documents, and the second one has a quarter."""
+
+    tokens: int
+    block_size: int
+    budget: int
+    skewed: bool
+
+    @property
+    def name(self) -> str:
+        kind = "skewed" if self.skewed else "uniform"
+        return f"{self.tokens} tokens, block {self.block_size}, budget {self.budget}, {kind}"
+
+    @property
+    def boundaries(self) -> list[int]:
+        return [0, self.tokens // 2, self.tokens] if self.skewed else [0, self.tokens]
+
+    @property
+    def budgets(self) -> list[int]:
+        return [self.budget, max(1, self.budget // 4)] if self.skewed else [self.budget]
+
+
+def cases(tokens: list[int], block_sizes: list[int]) -> Iterator[Case]:
+    """Densities of 6, 25 and 75 %, and the default budget."""
+    for row, block_size in itertools.product(tokens, block_sizes):
+        default = max(1, DEFAULT_TOKENS // block_size)
+        budgets = {max(1, round(row / block_size * share)) for share in (0.03, 0.13, 0.5)}
+        for budget in sorted(budgets | {default}):
+            yield Case(tokens=row, block_size=block_size, budget=budget, skewed=False)
+        yield Case(tokens=row, block_size=block_size, budget=default, skewed=True)
+
+
+def selection_of(case: Case, shape: Shape, device: torch.device) -> Selection:
+    """The own block and random past ones."""
+    layout = packed_layout(case.boundaries, case.block_size, device)
+    generator = torch.Generator(device).manual_seed(0)
+    scores_NGJ = torch.randn(
+        layout.blocks, shape.kv_heads, layout.max_blocks, generator=generator, device=device
+    )
+    later_NJ = torch.arange(layout.max_blocks, device=device) > layout.index_N[:, None]
+    scores = RouterScores(
+        granularity="query-block",
+        scores_RCJ=scores_NGJ.masked_fill_(later_NJ[:, None], -torch.inf),
+        softmax_scale=shape.softmax_scale,
+        layout=layout,
+    )
+    budgets_S = torch.tensor(case.budgets, device=device)
+    return select_blocks(scores, budgets_S, max_budget=case.budget)
+
+
+def inputs_of(case: Case, shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Random q_THD, k_TGD and v_TGD that require gradients."""
+    generator = torch.Generator(device).manual_seed(1)
+    return [
+        torch.randn(
+            case.tokens, heads, shape.head_dim, generator=generator, device=device, dtype=dtype
+        ).requires_grad_()
+        for heads in (shape.query_heads, shape.kv_heads, shape.kv_heads)
+    ]
+
+
+def selected_pairs(selection: Selection, shape: Shape) -> int:
+    """Query, key pairs that the selection lets be read, summed over query heads."""
+    layout = selection.layout
+    length_N1 = layout.length_N[:, None]
+    past_NG = (selection.counts_RC - 1) * length_N1 * layout.block_size
+    own_NG = length_N1 * (length_N1 + 1) // 2
+    return int((past_NG + own_NG).sum()) * (shape.query_heads // shape.kv_heads)
+
+
+def causal_pairs(case: Case, shape: Shape) -> int:
+    """Query, key pairs of dense causal attention in every document, summed over query heads."""
+    lengths = (b - a for a, b in itertools.pairwise(case.boundaries))
+    return shape.query_heads * sum(n * (n + 1) // 2 for n in lengths)
+
+
+def ours(selection: Selection, shape: Shape, implementation: Any) -> Attend:
+    """This package's attention."""
+    return lambda q, k, v: block_sparse_attention(
+        q, k, v, selection, softmax_scale=shape.softmax_scale, implementation=implementation
+    )[0]
+
+
+def dense(case: Case, shape: Shape) -> dict[str, Attend]:
+    """Contenders that read every pair."""
+    contenders = {
+        "dense cudnn": _dense(case, shape, SDPBackend.CUDNN_ATTENTION),
+        "dense flash": _dense(case, shape, SDPBackend.FLASH_ATTENTION),
+    }
+    if importlib.util.find_spec("flash_attn") is not None:
+        contenders["dense flash-attn"] = _flash_attn(case, shape)
+    return contenders
+
+
+def sparse(case: Case, shape: Shape, selection: Selection) -> dict[str, Attend]:
+    """Contenders that read the selected pairs, or as many."""
+    contenders = {"triton": ours(selection, shape, "triton"), "flex": _flex(selection, shape)}
+    if importlib.util.find_spec("flash_moba") is not None and not case.skewed:
+        contenders["FlashMoBA"] = _flash_moba(case)
+    if importlib.util.find_spec("fla") is not None:
+        contenders["fla nsa"] = _fla_nsa(selection, shape)
+    return contenders
+
+
+def on_cpu(selection: Selection, case: Case, shape: Shape) -> dict[str, Attend]:
+    """What can be run where there is no GPU; "triton" needs Triton's interpreter."""
+    names = ("triton", "blocks", "reference")
+    return {name: ours(selection, shape, name) for name in names} | {
+        "dense math": _dense(case, shape, SDPBackend.MATH)
+    }
+
+
+def _dense(case: Case, shape: Shape, backend: SDPBackend) -> Attend:
+    """Causal attention of every document of its own."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = []
+        with sdpa_kernel(backend):
+            for begin, end in itertools.pairwise(case.boundaries):
+                rows = (x[begin:end].transpose(0, 1)[None] for x in (q, k, v))
+                out = scaled_dot_product_attention(
+                    *rows, is_causal=True, scale=shape.softmax_scale, enable_gqa=True
+                )
+                parts.append(out[0].transpose(0, 1))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    return attend
+
+
+def _flex(selection: Selection, shape: Shape) -> Attend:
+    """FlexAttention with its mask made beforehand, as one makes it that serves many layers.
+
+    Rows are of whole blocks, so that nothing needs to be padded.
+    """
+    from sparsebalance_megatron.attention.impl.flex import block_mask, compiled_flex_attention
+
+    mask = block_mask(selection, shape.query_heads // shape.kv_heads)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = compiled_flex_attention()(
+            *heads_first, block_mask=mask, scale=shape.softmax_scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+
+    return attend
+
+
+def _flash_attn(case: Case, shape: Shape) -> Attend:
+    from flash_attn import flash_attn_varlen_func
+
+    ends, longest = _boundaries(case)
+    return lambda q, k, v: flash_attn_varlen_func(
+        q, k, v, ends, ends, longest, longest, softmax_scale=shape.softmax_scale, causal=True
+    )
+
+
+def _flash_moba(case: Case) -> Attend:
+    """Selects for itself, per token and query head; its router is within its forward time."""
+    from flash_moba import flash_moba_varlen_func
+
+    ends, longest = _boundaries(case)
+    return lambda q, k, v: flash_moba_varlen_func(
+        q, k, v, ends, ends, longest, longest, case.block_size, case.budget, causal=True
+    )
+
+
+def _fla_nsa(selection: Selection, shape: Shape) -> Attend:
+    """The selection, spread to tokens. For groups of 16 query heads or more: ``--kv-heads 1``."""
+    from fla.ops.nsa.parallel import parallel_nsa
+
+    layout = selection.layout
+    # It counts blocks from the document's first.
+    first_N = layout.first_block_S[layout.document_N]
+    indices_NGK = (selection.indices_RCK - first_N[:, None, None]).clamp(min=0)
+    indices_TGK = indices_NGK[layout.block_T].long()[None]
+    counts_TG = selection.counts_RC[layout.block_T].long()[None]
+    ends = torch.tensor(layout.cu_seqlens, device=indices_TGK.device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return parallel_nsa(
+            q[None],
+            k[None],
+            v[None],
+            block_indices=indices_TGK,
+            block_counts=counts_TG,
+            block_size=layout.block_size,
+            scale=shape.softmax_scale,
+            cu_seqlens=ends,
+        )[0]
+
+    return attend
+
+
+def _boundaries(case: Case) -> tuple[Tensor, int]:
+    ends = torch.tensor(case.boundaries, dtype=torch.int32, device="cuda")
+    return ends, max(b - a for a, b in itertools.pairwise(case.boundaries))

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel benchmark: what it counts, and that all of it runs, here in Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import kernels
+from kernel_contenders import Case, Shape, cases, causal_pairs, selected_pairs, selection_of
+
+REPOSITORY = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+TINY = ["--device", "cpu", "--block-sizes", "32", "--rounds", "1", "--query-heads", "4"]
+TINY += ["--kv-heads", "2", "--head-dim", "16"]
+
+
+def _run(tmp_path: Path, *arguments: str, interpreted: bool = True) -> dict[str, Any]:
+    results = tmp_path / "results.json"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    if interpreted:
+        environment["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, "benchmarks/kernels.py", "--json", os.fspath(results), *TINY]
+    done = subprocess.run(
+        [*command, *arguments],
+        cwd=REPOSITORY,
+        env=environment | {"PYTHONPATH": os.fspath(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    read: dict[str, Any] = json.loads(results.read_text())
+    return read
+
+
+@pytest.mark.parametrize("skewed", [False, True])
+def test_counted_pairs_are_those_that_are_read(skewed: bool) -> None:
+    case = Case(tokens=300, block_size=32, budget=4, skewed=skewed)
+    shape = Shape(query_heads=6, kv_heads=2, head_dim=16)
+    selection = selection_of(case, shape, CPU)
+    layout = selection.layout
+    read = total = 0
+    for query in range(case.tokens):
+        block = int(layout.block_T[query])
+        start = layout.cu_seqlens[int(layout.document_N[block])]
+        total += (query - start + 1) * 6
+        for kv_head in range(2):
+            count = int(selection.counts_RC[block, kv_head])
+            assert count <= case.budgets[int(layout.document_N[block])]
+            listed = set(selection.indices_RCK[block, kv_head, :count].tolist())
+            keys = range(start, query + 1)
+            read += 3 * sum(int(layout.block_T[key]) in listed for key in keys)
+    assert selected_pairs(selection, shape) == read
+    assert causal_pairs(case, shape) == total
+
+
+def test_cases_reach_from_few_blocks_to_the_default_budget() -> None:
+    found = list(cases([65536], [128, 256]))
+    assert Case(tokens=65536, block_size=256, budget=32, skewed=False) in found
+    assert Case(tokens=65536, block_size=128, budget=64, skewed=True) in found
+    assert len(set(found)) == len(found)
+
+
+def test_every_case_measures_every_contender(tmp_path: Path) -> None:
+    results = _run(tmp_path, "--tokens", "128")
+    assert [case.name for case in cases([128], [32])] == list(results["cases"])
+    for case in results["cases"].values():
+        assert 0 < case["density"] <= 1
+        for name in ("triton", "blocks", "reference", "dense math"):
+            for part in ("forward", "backward", "both"):
+                measured = case[name][part]
+                assert 0 < measured["min_ms"] <= measured["median_ms"] <= measured["max_ms"]
+                assert measured["tflops"] > 0
+        assert case["router"]["median_ms"] > 0
+        assert case["index"]["median_ms"] > 0
+
+
+def test_tuning_times_every_promising_tile(tmp_path: Path) -> None:
+    results = _run(tmp_path, "--tokens", "32", "--tune")
+    promising = sum(len(tiles) for tiles in kernels.PROMISING_TILES.values())
+    for case in results["cases"].values():
+        assert len(case) == 1 + promising
+        assert all("both" in tile for tile in case.values()), case
+
+
+def test_a_contender_that_fails_is_a_result(tmp_path: Path) -> None:
+    results = _run(tmp_path, "--tokens", "64", interpreted=False)
+    for case in results["cases"].values():
+        assert "needs CUDA" in case["triton"]["error"]
+        assert case["blocks"]["both"]["median_ms"] > 0
+
+
+def test_what_no_time_is_left_for_is_listed(tmp_path: Path) -> None:
+    results = _run(tmp_path, "--tokens", "64", "--minutes", "0")
+    assert results["cases"] == {}
+    assert results["left_out"] == [case.name for case in cases([64], [32])]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is visible")
+def test_without_a_gpu_it_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert kernels.main([]) == 2
+    assert "no CUDA device is visible" in capsys.readouterr().err
