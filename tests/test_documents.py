@@ -10,7 +10,7 @@ program without a rule below is "command not found" and fails. The rules:
 - ``python FILE``: the file exists and knows the flags; ``python -m``: the module exists;
 - ``git`` and ``pip``: not ours; not checked.
 
-The commands inside scripts/quickstart.sh go through the same rules.
+The commands inside scripts/quickstart.sh and scripts/gpu_check.sh go through the same rules.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ DOCUMENTS = sorted(
 )
 RUN_BY: dict[str, str | None] = {
     "scripts/quickstart.sh": "tests/test_documents.py",
+    "scripts/gpu_check.sh": "tests/test_documents.py",
     "scripts/test.sh": ".ci/run",
     "scripts/lint.sh": ".ci/run",
     ".ci/run": None,
@@ -221,6 +222,8 @@ def test_commands_in_blocks(tmp_path: Path) -> None:
     for argument in ("", "--gpu"):
         for command in quickstart_commands(tmp_path / f"quickstart{argument}", argument):
             checks.check(f"scripts/quickstart.sh {argument}", command)
+    for command in gpu_check_commands(tmp_path / "gpu_check"):
+        checks.check("scripts/gpu_check.sh", command)
     assert found > 10
     checks.finish()
 
@@ -228,14 +231,11 @@ def test_commands_in_blocks(tmp_path: Path) -> None:
 def quickstart_commands(folder: Path, argument: str) -> list[Command]:
     """What scripts/quickstart.sh calls to its end, with an environment and one GPU."""
     log = program_folder(folder)
-    script = (REPOSITORY / "scripts/quickstart.sh").read_text()
+    script = scripts_folder(folder, "quickstart.sh")
     count = "$(python -c 'import torch; print(torch.cuda.device_count())')"
     assert count in script
     script = script.replace(count, "1")
     (folder / "scripts" / "quickstart.sh").write_text(script)
-    (folder / "scripts" / "_setup.sh").write_text(
-        "set -euo pipefail\nsay() { :; }\nfail() { exit 1; }\nset_up() { :; }\n"
-    )
     run_bash(folder, f"bash scripts/quickstart.sh {argument}")
     commands = [json.loads(line) for line in log.read_text().splitlines()]
     assert [command[1] for command in commands if command[0] == "sparse-balance"] == [
@@ -243,6 +243,29 @@ def quickstart_commands(folder: Path, argument: str) -> list[Command]:
     ]
     assert [command[0] for command in commands].count("torchrun") == 2
     return commands
+
+
+def gpu_check_commands(folder: Path) -> list[Command]:
+    """What scripts/gpu_check.sh calls, all stages; the recorders leave no results to copy."""
+    log = program_folder(folder)
+    (folder / "scripts" / "gpu_check.sh").write_text(scripts_folder(folder, "gpu_check.sh"))
+    (folder / "runs" / "quickstart_gpu").mkdir(parents=True)
+    (folder / "runs" / "quickstart_gpu" / "summary.json").write_text("{}")
+    run_bash(folder, "bash scripts/gpu_check.sh results")
+    commands = [json.loads(line) for line in log.read_text().splitlines()]
+    assert commands[0][:2] == ["python", "-c"]
+    assert [command[0] for command in commands[1:]] == [
+        *("python", "python", "python", "sparse-balance", "scripts/quickstart.sh"),
+    ]
+    return commands[1:]
+
+
+def scripts_folder(folder: Path, name: str) -> str:
+    """The text of a script; beside where it goes, what it sources, for an environment in place."""
+    (folder / "scripts" / "_setup.sh").write_text(
+        "set -euo pipefail\nsay() { :; }\nfail() { exit 1; }\nset_up() { :; }\n"
+    )
+    return (REPOSITORY / "scripts" / name).read_text()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
