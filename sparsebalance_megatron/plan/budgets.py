@@ -21,10 +21,9 @@ from sparsebalance_megatron.plan.filling import Filling
 from sparsebalance_megatron.plan.ladder import growth_UQ
 from sparsebalance_megatron.plan.latency import StepCosts
 from sparsebalance_megatron.plan.pipeline import makespans_ms
-from sparsebalance_megatron.plan.pricing import Pricing, price, reaches
+from sparsebalance_megatron.plan.pricing import ROUNDING, Pricing, price, reaches
 from sparsebalance_megatron.plan.step_plan import PlanError, PlanPolicy
 
-_ROUNDING = 1.0 + 1e-9
 _TARGET_HALVINGS = 2
 """Of the step time between too little coverage and enough: more gain below 0.1 % of a step."""
 
@@ -174,7 +173,7 @@ def _makespan(
     def filled_LS(limit_ms: float) -> np.ndarray:
         return ladder.budgets_LS(filling.run(limit_ms)[unit_LS])
 
-    least_ms = max(floor_ms_D.max() * _ROUNDING, hold_ms)
+    least_ms = max(floor_ms_D.max() * ROUNDING, hold_ms)
     tuned_LS = filled_LS(least_ms)
     if not reaches(coverage, costs, tuned_LS, wanted):
         enough_ms, base_ms = (
@@ -197,6 +196,6 @@ def _makespan(
                 tuned_LS, enough_ms = middle_LS, middle_ms
             else:
                 least_ms = middle_ms
-    waited_for_S = (floor_ms_D * _ROUNDING >= floor_ms_D.max())[slot_of_S // costs.micro_batches]
+    waited_for_S = (floor_ms_D * ROUNDING >= floor_ms_D.max())[slot_of_S // costs.micro_batches]
     stuck_S = ((tuned_LS == allowed.floor_LS) & (tuned_LS < allowed.top_LS)).all(axis=0)
     return tuned_LS, waited_for_S & stuck_S

@@ -64,14 +64,14 @@ def plan_step(
     """
     problem = _problem(
         lengths_tokens,
-        job,
-        policy,
-        cost,
-        scales,
-        coverage,
-        hold_ms,
-        owed_coverage,
-        later_lengths_tokens,
+        job=job,
+        policy=policy,
+        cost=cost,
+        scales=scales,
+        coverage=coverage,
+        hold_ms=hold_ms,
+        owed_coverage=owed_coverage,
+        later_lengths_tokens=later_lengths_tokens,
     )
     name, placement, tuned = _best_candidate(problem, _candidates(problem))
     plan = _assemble(step, problem, name, placement, tuned)
@@ -174,6 +174,7 @@ class _Problem:
 
 def _problem(
     lengths_tokens: Sequence[int],
+    *,
     job: JobShape,
     policy: PlanPolicy,
     cost: CostModel,

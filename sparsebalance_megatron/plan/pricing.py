@@ -24,7 +24,8 @@ from sparsebalance_megatron.plan.step_plan import PlanPolicy
 HORIZON_SAMPLES = 64
 """At least; longer horizons gain little and take longer to plan."""
 
-_ROUNDING = 1.0 + 1e-9
+ROUNDING = 1.0 + 1e-9
+"""Above what sums of the same numbers in another order differ by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,7 @@ def price(
     low, high = -1, LEVELS
     while high - low > 1:
         middle = (low + high) // 2
-        enough = sum_at(middle) * _ROUNDING >= wanted
+        enough = sum_at(middle) * ROUNDING >= wanted
         low, high = (low, middle) if enough else (middle, high)
     # Where many steps of budgets have one price, its level takes all of them: go there in part.
     less_R, more_R = (sum_R(ladder.budgets_QLR[level]) for level in (max(low, 0), high))
@@ -100,4 +101,4 @@ def reaches(
 ) -> bool:
     """Whether expected coverage, summed where curves are known, is at least what is wanted."""
     reached_LS = coverage.coverage_LS(costs.blocks_S, budgets_LS)
-    return bool(np.nansum(reached_LS) * _ROUNDING >= wanted_coverage)
+    return bool(np.nansum(reached_LS) * ROUNDING >= wanted_coverage)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,22 @@ def test_the_report_reads_what_is_written(tmp_path: Path) -> None:
     assert first.measured_rank_ms == pytest.approx(first.predicted_rank_ms)
     assert first.coverage == pytest.approx(0.45)
     assert first.tokens == sum(LENGTHS_TOKENS)
+
+
+def test_every_device_has_the_slowness_it_was_planned_with() -> None:
+    equal = planned_step()
+    slowness_DP = np.ones((JOB.data_parallel_size, JOB.pipeline_stages))
+    slowness_DP[0, 1] = 1.25
+    uneven = replace(equal, scales=replace(equal.scales, slowness_DP=slowness_DP))
+    for planned, expected_DP in ((equal, np.ones_like(slowness_DP)), (uneven, slowness_DP)):
+        record = step_record(
+            iteration=1,
+            iteration_ms=None,
+            planned=planned,
+            measured=measured_as_planned(planned),
+            padded_tokens=0,
+        )
+        assert record["predicted"]["device_slowness"] == expected_DP.tolist()
 
 
 def test_coverage_curves_are_null_where_nothing_was_observed() -> None:
