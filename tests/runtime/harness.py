@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the real training loop under torchrun and reads back what it printed and logged."""
+"""Runs the real training loop on several ranks and reads back what it printed and logged."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from forked_ranks import run_ranks
 
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 240
@@ -53,7 +54,7 @@ _ITERATION = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRun:
-    """What one torchrun left behind."""
+    """What one run left behind."""
 
     exit_code: int
     output: str
@@ -107,29 +108,57 @@ def run_training(
     log_dir: Path | None = None,
     timeout_s: float = TIMEOUT_S,
     program: Sequence[str] = ("-m", "sparsebalance_megatron.pretrain_gpt"),
+    torchrun: bool = False,
 ) -> TrainingRun:
-    """Run ``torchrun`` with one thread per rank; kills the whole process group on a timeout.
+    """Run a program on ranks of one thread each, until the first of them fails or all end.
 
-    A single rank is started without torchrun, which takes seconds to do nothing.
+    Args:
+        torchrun: start them with it, for what it does itself, and where processes must differ in
+            all they can; else they are forked, which takes a third of the time.
     """
-    launcher = [
-        *("-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
-        *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
-    ]
-    command = [sys.executable, *(launcher if ranks > 1 else []), *program, *flags]
+    command = [*program, *flags]
     if log_dir is not None:
         command += ["--sparse-balance-log-dir", str(log_dir)]
+    with tempfile.TemporaryDirectory() as directory:
+        printed = Path(directory, "output")
+        if torchrun:
+            exit_code = _run_torchrun(ranks, command, printed, timeout_s)
+        else:
+            exit_code = run_ranks(
+                ranks,
+                command,
+                environment=python_environment(),
+                master_port=free_port(),
+                output=printed,
+                timeout_s=timeout_s,
+            )
+        output = printed.read_text(errors="replace")
+    if exit_code is None:
+        raise AssertionError(f"no end after {timeout_s} s; the output ends\n{output[-4000:]}")
+    return TrainingRun(
+        exit_code=exit_code, output=output, steps=read_steps(log_dir) if log_dir else []
+    )
+
+
+def _run_torchrun(
+    ranks: int, command: Sequence[str], printed: Path, timeout_s: float
+) -> int | None:
+    """The exit code; None after a timeout, when the whole process group is killed."""
+    launcher = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
+        *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
+    ]
     # A file has no reader that would wait for orphans of a killed rank, as a pipe has.
-    with tempfile.TemporaryFile() as printed:
+    with printed.open("wb") as file:
         process = subprocess.Popen(
-            command,
-            stdout=printed,
+            [*launcher, *command],
+            stdout=file,
             stderr=subprocess.STDOUT,
-            env=python_environment() | (_only_rank() if ranks == 1 else {}),
+            env=python_environment(),
             start_new_session=True,
         )
         try:
-            process.wait(timeout_s)
+            return process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             # torchrun passes SIGTERM on to ranks, which are not in its process group.
             process.terminate()
@@ -138,22 +167,7 @@ def run_training(
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            exit_code = None
-        else:
-            exit_code = process.returncode
-        printed.seek(0)
-        output = printed.read().decode(errors="replace")
-    if exit_code is None:
-        raise AssertionError(f"no end after {timeout_s} s; the output ends\n{output[-4000:]}")
-    return TrainingRun(
-        exit_code=exit_code, output=output, steps=read_steps(log_dir) if log_dir else []
-    )
-
-
-def _only_rank() -> dict[str, str]:
-    """What torchrun would tell the only rank of a job."""
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    return place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            return None
 
 
 def python_environment() -> dict[str, str]:

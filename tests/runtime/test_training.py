@@ -55,7 +55,7 @@ def test_tuned_training_measures_every_micro_batch_and_holds_coverage(
 ) -> None:
     """After the first step (hooks go in with its first forward) every time is known."""
     ranks, extra = LAYOUTS[layout]
-    run = _train(ranks, documents, "latency", "makespan", *extra, log_dir=tmp_path)
+    run = _train(ranks, documents, "latency", "makespan", *extra, log_dir=tmp_path, torchrun=True)
     for step in run.steps[1:]:
         forward = _flatten(step["measured"]["forward_ms"])
         backward = _flatten(step["measured"]["backward_ms"])
@@ -139,6 +139,7 @@ def _train(
     tuning: str,
     *extra: str,
     log_dir: Path | None = None,
+    torchrun: bool = False,
 ) -> TrainingRun:
     flags = (
         *MODEL_FLAGS,
@@ -148,7 +149,7 @@ def _train(
         *("--sparse-balance-batching", batching, "--sparse-balance-tuning", tuning),
         *extra,
     )
-    return run_training(ranks, flags, log_dir=log_dir).require_success()
+    return run_training(ranks, flags, log_dir=log_dir, torchrun=torchrun).require_success()
 
 
 def _flatten(nested: list) -> list[float]:

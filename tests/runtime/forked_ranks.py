@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of a test run, forked from a process that has imported PyTorch and its compiler.
+
+A small run spends most of its time on imports. Here they are made once per test process. What
+matters is as under torchrun: every rank is a process of its own, with the environment that torchrun
+would give it, in which Megatron and the plugin are imported anew; when one fails, the others are
+ended. Only the seed of string hashes is the same in all: runs that may not depend on it take
+torchrun.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+_IMPORTED_BEFOREHAND = [
+    "torch",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.distributed.tensor",
+    "torch.utils.tensorboard",
+    "transformers",
+    "triton",
+    "scipy.optimize",
+]
+_POLL_S = 0.05
+_TERMINATION_S = 30.0
+"""What torchrun gives ranks to end when one has failed."""
+
+
+def run_ranks(
+    ranks: int,
+    program: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    master_port: int,
+    output: Path,
+    timeout_s: float,
+) -> int | None:
+    """Run ``python PROGRAM...`` as all ranks of a job.
+
+    Args:
+        environment: of every rank, whole.
+        output: a file that gets what they print.
+
+    Returns:
+        0, the exit code of the rank that failed first, or None after ``timeout_s`` seconds.
+    """
+    context = _server(json.dumps(dict(environment)))
+    output.touch()
+    started = []
+    for rank in range(ranks):
+        place = {
+            **{"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"},
+            **{"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(master_port)},
+        }
+        arguments = (list(program), {**environment, **place}, os.getcwd(), _path(), str(output))
+        process = context.Process(target=_rank, args=arguments)
+        process.start()
+        started.append(process)
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        exit_codes = [process.exitcode for process in started]
+        failed = [code for code in exit_codes if code not in (None, 0)]
+        late = time.monotonic() > deadline_s
+        if failed or late or None not in exit_codes:
+            break
+        time.sleep(_POLL_S)
+    _end(started)
+    if failed:
+        return failed[0]
+    return None if late else 0
+
+
+def _end(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
+    for process in processes:
+        if process.exitcode is None:
+            process.terminate()
+    limit_s = time.monotonic() + _TERMINATION_S
+    for process in processes:
+        process.join(max(0.0, limit_s - time.monotonic()))
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        process.close()
+
+
+@functools.cache
+def _server(environment: str) -> ForkServerContext:
+    """The forking process, started with the environment that decides how libraries load."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED_BEFOREHAND)
+    own = dict(os.environ)
+    os.environ.update(json.loads(environment))
+    try:
+        from multiprocessing import forkserver
+
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(own)
+    return context
+
+
+@functools.cache
+def _path() -> list[str]:
+    """``sys.path`` as an interpreter starts with it, without the entry for its program."""
+    from harness import python_environment
+
+    command = [sys.executable, "-c", "import json, sys; print(json.dumps(sys.path[1:]))"]
+    printed = subprocess.run(
+        command, env=python_environment(), capture_output=True, text=True, check=True
+    ).stdout
+    found: list[str] = json.loads(printed)
+    return found
+
+
+def _rank(
+    program: list[str], environment: dict[str, str], folder: str, path: list[str], output: str
+) -> None:
+    """What ``python PROGRAM...`` does in a process of its own."""
+    os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    os.close(descriptor)
+    # Whole lines, so that those of several ranks do not mix.
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    try:
+        if program[0] == "-m":
+            sys.path[:] = [folder, *path]
+            sys.argv = program[1:]
+            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[:] = [os.path.dirname(program[0]), *path]
+            sys.argv = program
+            runpy.run_path(program[0], run_name="__main__")
+    except SystemExit:
+        raise
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
+    finally:
+        atexit._run_exitfuncs()

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forked ranks behave as programs that torchrun starts."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from forked_ranks import run_ranks
+from harness import free_port, python_environment
+
+pytestmark = pytest.mark.distributed
+
+
+def _run(tmp_path: Path, text: str, *, ranks: int = 2, timeout_s: float = 60.0) -> int | None:
+    program = tmp_path / "program.py"
+    program.write_text(f"import os, sys, time\nrank = int(os.environ['RANK'])\n{text}\n")
+    return run_ranks(
+        ranks,
+        (str(program), "--flag"),
+        environment=python_environment(),
+        master_port=free_port(),
+        output=tmp_path / "output",
+        timeout_s=timeout_s,
+    )
+
+
+def test_every_rank_is_a_fresh_program_in_its_place(tmp_path: Path) -> None:
+    text = (
+        "assert __name__ == '__main__' and sys.argv[1:] == ['--flag']\n"
+        "assert not {'megatron', 'sparsebalance_megatron'} & {*sys.modules}\n"
+        "assert sys.path[0] == os.path.dirname(sys.argv[0])\n"
+        "assert os.environ['OMP_NUM_THREADS'] == '1'\n"
+        "import torch\n"
+        "torch.distributed.init_process_group('gloo')\n"
+        "total = torch.tensor([1.0 + rank])\n"
+        "torch.distributed.all_reduce(total)\n"
+        "print('rank', rank, 'of', torch.distributed.get_world_size(), float(total))\n"
+        "import atexit\n"
+        "atexit.register(print, 'rank', rank, 'ends')\n"
+        "torch.distributed.destroy_process_group()"
+    )
+    assert _run(tmp_path, text, ranks=3) == 0, (tmp_path / "output").read_text()
+    lines = set((tmp_path / "output").read_text().splitlines())
+    assert lines >= {f"rank {rank} of 3 6.0" for rank in range(3)}
+    assert lines >= {f"rank {rank} ends" for rank in range(3)}
+
+
+@pytest.mark.parametrize(
+    ("ending", "exit_code", "printed"),
+    [
+        ("sys.exit(5)", 5, ""),
+        ("sys.exit('what is wrong')", 1, "what is wrong\n"),
+        ("raise ValueError('what is wrong')", 1, "ValueError: what is wrong\n"),
+        ("os.kill(os.getpid(), 9)", -9, ""),
+    ],
+)
+def test_the_first_failure_ends_the_others(
+    ending: str, exit_code: int, printed: str, tmp_path: Path
+) -> None:
+    begin_s = time.monotonic()
+    text = f"if rank == 1:\n    {ending}\ntime.sleep(60)\nprint('too late')"
+    assert _run(tmp_path, text) == exit_code
+    assert time.monotonic() - begin_s < 50
+    output = (tmp_path / "output").read_text()
+    assert output.endswith(printed)
+    assert "too late" not in output
+
+
+def test_a_run_that_does_not_end_is_ended(tmp_path: Path) -> None:
+    text = f"open({str(tmp_path)!r} + f'/{{rank}}', 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    assert _run(tmp_path, text, timeout_s=3.0) is None
+    for rank in range(2):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / str(rank)).read_text()), 0)
