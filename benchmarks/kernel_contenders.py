@@ -68,8 +68,9 @@ class Case:
 def cases(tokens: list[int], block_sizes: list[int]) -> Iterator[Case]:
     """Densities of 6, 25 and 75 %, and the default budget."""
     for row, block_size in itertools.product(tokens, block_sizes):
-        default = max(1, DEFAULT_TOKENS // block_size)
-        budgets = {max(1, round(row / block_size * share)) for share in (0.03, 0.13, 0.5)}
+        blocks = -(-row // block_size)
+        default = min(blocks, max(1, DEFAULT_TOKENS // block_size))
+        budgets = {max(1, round(blocks * share)) for share in (0.03, 0.13, 0.5)}
         for budget in sorted(budgets | {default}):
             yield Case(tokens=row, block_size=block_size, budget=budget, skewed=False)
         yield Case(tokens=row, block_size=block_size, budget=default, skewed=True)

@@ -17,8 +17,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 mkdir -p "$1"
 OUT="$(cd "$1" && pwd)"
 shift
-STAGES=("${@:-tests}")
-(($#)) || STAGES=(tests kernels tiles profile quickstart)
+(($#)) || set -- tests kernels tiles profile quickstart
+STAGES=("$@")
 LIMIT_MINUTES="${STAGE_MINUTES:-9}"
 set_up tools data test
 python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||

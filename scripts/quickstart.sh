@@ -13,12 +13,12 @@ source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 set_up tools data
 
 export OMP_NUM_THREADS=1 # one core per rank
-DEVICE_ARGS=()
+DEVICE_ARGS=(--sparse-balance-device auto)
 if [[ "${1:-}" == --gpu ]]; then
     RANKS="$(python -c 'import torch; print(torch.cuda.device_count())')"
     ((RANKS)) || fail "--gpu: no CUDA device is visible; without it the quickstart runs on the CPU"
     RUNS=runs/quickstart_gpu
-    DEVICE_ARGS=(
+    DEVICE_ARGS+=(
         --bf16
         --transformer-impl local
         --no-gradient-accumulation-fusion
@@ -79,7 +79,6 @@ SPARSE_BALANCE_ARGS=(
     --sparse-balance
     --sparse-balance-block-size 128
     --sparse-balance-base-budget 8
-    --sparse-balance-device auto
 )
 
 TRAINING_FLAGS=(

@@ -28,6 +28,8 @@ from sparsebalance_megatron.attention.selection import (
 
 _CHUNK_ELEMENTS = 1 << 26
 """Elements of a temporary [R, heads, J]: 256 MiB in float32."""
+_PRODUCT_ELEMENTS = 1 << 19
+"""Elements of a product [heads, R, N]: many heads if rows are blocks, one if they are tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,14 +84,18 @@ def router_scores(
     queries_RCD = _selecting_queries(q_THD, k_TGD.shape[1], layout, granularity)
     keys_NGD = _block_means(k_TGD, layout)
     rows, heads, _ = queries_RCD.shape
-    heads_per_key = heads // keys_NGD.shape[1]
+    keys_NCD = keys_NGD.repeat_interleave(heads // keys_NGD.shape[1], dim=1)
     visible_RJ, block_RJ = _columns(layout, granularity)
     scores_RCJ = queries_RCD.new_empty(rows, heads, layout.max_blocks)
-    # One head at a time: the product over all blocks of the row is wider than a document.
-    for head in range(heads):
-        scores_RN = queries_RCD[:, head] @ keys_NGD[:, head // heads_per_key].t()
-        scores_RJ = scores_RN if layout.documents == 1 else scores_RN.gather(1, block_RJ)
-        scores_RCJ[:, head] = scores_RJ.masked_fill(~visible_RJ, -torch.inf)
+    # Some heads at a time: the product over all blocks of the row is wider than a document.
+    at_once = max(1, _PRODUCT_ELEMENTS // (rows * layout.blocks))
+    for first in range(0, heads, at_once):
+        some = slice(first, first + at_once)
+        scores_CRN = queries_RCD[:, some].transpose(0, 1) @ keys_NCD[:, some].permute(1, 2, 0)
+        if layout.documents > 1:
+            scores_CRN = scores_CRN.gather(2, block_RJ.expand(len(scores_CRN), -1, -1))
+        hidden_CRJ = scores_CRN.masked_fill(~visible_RJ, -torch.inf)
+        scores_RCJ[:, some] = hidden_CRJ.transpose(0, 1)
     return RouterScores(
         granularity=granularity, scores_RCJ=scores_RCJ, softmax_scale=softmax_scale, layout=layout
     )
@@ -235,17 +241,19 @@ def _selecting_queries(
     """float32 [R, C, D]."""
     tokens, query_heads, head_dim = q_THD.shape
     heads = selecting_heads(granularity, query_heads, kv_heads)
-    q_TCD = q_THD.float().reshape(tokens, heads, query_heads // heads, head_dim).mean(2)
-    if granularity == "query-block":
-        return layout.to_blocks(q_TCD).sum(1) / layout.length_N[:, None, None]
-    return q_TCD
+    group = query_heads // heads
+    if granularity != "query-block":
+        return q_THD.float().reshape(tokens, heads, group, head_dim).mean(2)
+    sum_NHD = layout.to_blocks(q_THD).sum(1, dtype=torch.float32)
+    sum_NCD = sum_NHD.unflatten(1, (heads, group)).sum(2)
+    return sum_NCD / (layout.length_N * group)[:, None, None]
 
 
 def _block_means(k_TGD: Tensor, layout: PackedLayout) -> Tensor:
     """float32 [N, G, D], rounded to the dtype of the keys in between."""
-    wide_TGD = k_TGD.to(torch.promote_types(k_TGD.dtype, torch.float32))
-    mean_NGD = layout.to_blocks(wide_TGD).sum(1) / layout.length_N[:, None, None]
-    return mean_NGD.to(k_TGD.dtype).float()
+    wide = torch.promote_types(k_TGD.dtype, torch.float32)
+    sum_NGD = layout.to_blocks(k_TGD).sum(1, dtype=wide)
+    return (sum_NGD / layout.length_N[:, None, None]).to(k_TGD.dtype).float()
 
 
 def _row_block(layout: PackedLayout, granularity: Granularity) -> Tensor:

@@ -74,9 +74,7 @@ def step_record(
             "samples_cut": expectation.samples_cut,
             "samples_raised": expectation.samples_raised,
             "samples_clamped": expectation.samples_clamped,
-            "device_slowness": np.broadcast_to(
-                planned.scales.device_slowness_DP, expectation.forward_ms.shape[:2]
-            ).tolist(),
+            "device_slowness": planned.scales.device_slowness_DP.tolist(),
         },
         "measured": {
             "forward_ms": measured.forward_ms.tolist(),

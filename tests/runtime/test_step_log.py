@@ -59,7 +59,7 @@ def test_every_device_has_the_slowness_it_was_planned_with() -> None:
     slowness_DP = np.ones((JOB.data_parallel_size, JOB.pipeline_stages))
     slowness_DP[0, 1] = 1.25
     uneven = replace(equal, scales=replace(equal.scales, slowness_DP=slowness_DP))
-    for planned, expected_DP in ((equal, np.ones_like(slowness_DP)), (uneven, slowness_DP)):
+    for planned, expected_DP in ((equal, np.ones((1, 2))), (uneven, slowness_DP)):
         record = step_record(
             iteration=1,
             iteration_ms=None,
