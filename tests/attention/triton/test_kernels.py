@@ -102,6 +102,15 @@ def test_cut_lists_of_readers_add_up(wanted_programs: int, monkeypatch: pytest.M
     _assert_right(with_lists(case, indices_NGK, case.selection.counts_RC), torch.float32)
 
 
+def test_rows_too_far_apart_for_32_bits_are_copied() -> None:
+    """A tile has up to 128 rows. Strides of a meta tensor need no memory."""
+    for stride, copied in ((1 << 22, False), (1 << 24, True)):
+        rows = torch.empty(200 << 24, device="meta").as_strided((200, 2, 64), (stride, 64, 1))
+        dense = forward_module.with_dense_rows(rows)
+        assert (dense.stride(0) == 128) == copied
+        assert 128 * dense.stride(0) < 2**31
+
+
 def test_results_repeat_bit_by_bit() -> None:
     case = _case([0, 33, 190], [2, 3], 16)
     _assert_identical(case.ours("triton", torch.float32), case.ours("triton", torch.float32))

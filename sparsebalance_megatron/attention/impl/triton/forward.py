@@ -25,6 +25,7 @@ from sparsebalance_megatron.attention.selection import Selection
 
 LOG2_E = math.log2(math.e)
 _LN_2 = tl.constexpr(math.log(2.0))
+_LARGEST_ROW_STRIDE = 1 << 23
 
 
 def forward_attention(
@@ -66,8 +67,11 @@ def forward_attention(
 
 
 def with_dense_rows(x: Tensor) -> Tensor:
-    """The same values with neighbouring head dims in neighbouring places."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """The same values with neighbouring head dims in neighbouring places.
+
+    Rows keep a distance whose multiple within a tile takes 32 bits.
+    """
+    return x if x.stride(-1) == 1 and x.stride(0) < _LARGEST_ROW_STRIDE else x.contiguous()
 
 
 def packed_rows(tile: Tile, group: int, block_size: int) -> int:
