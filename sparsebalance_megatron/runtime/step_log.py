@@ -74,7 +74,7 @@ def step_record(
             "samples_cut": expectation.samples_cut,
             "samples_raised": expectation.samples_raised,
             "samples_clamped": expectation.samples_clamped,
-            "device_slowness": planned.scales.device_slowness_DP.tolist(),
+            "device_slowness": _unless_alike(planned.scales.device_slowness_DP),
         },
         "measured": {
             "forward_ms": measured.forward_ms.tolist(),
@@ -89,6 +89,10 @@ def step_record(
         "tokens": measured.tokens,
         "padded_tokens": padded_tokens,
     }
+
+
+def _unless_alike(slowness_DP: np.ndarray) -> list[list[float]] | None:
+    return None if (slowness_DP == 1.0).all() else slowness_DP.tolist()
 
 
 def coverage_record(

@@ -54,12 +54,16 @@ def test_the_report_reads_what_is_written(tmp_path: Path) -> None:
     assert first.tokens == sum(LENGTHS_TOKENS)
 
 
-def test_every_device_has_the_slowness_it_was_planned_with() -> None:
-    equal = planned_step()
-    slowness_DP = np.ones((JOB.data_parallel_size, JOB.pipeline_stages))
-    slowness_DP[0, 1] = 1.25
-    uneven = replace(equal, scales=replace(equal.scales, slowness_DP=slowness_DP))
-    for planned, expected_DP in ((equal, np.ones((1, 2))), (uneven, slowness_DP)):
+def test_devices_that_are_not_alike_have_the_slowness_they_were_planned_with() -> None:
+    unknown = planned_step()
+    equal_DP = np.ones((JOB.data_parallel_size, JOB.pipeline_stages))
+    uneven_DP = equal_DP.copy()
+    uneven_DP[0, 1] = 1.25
+    equal, uneven = (
+        replace(unknown, scales=replace(unknown.scales, slowness_DP=x))
+        for x in (equal_DP, uneven_DP)
+    )
+    for planned, expected in ((unknown, None), (equal, None), (uneven, uneven_DP.tolist())):
         record = step_record(
             iteration=1,
             iteration_ms=None,
@@ -67,7 +71,7 @@ def test_every_device_has_the_slowness_it_was_planned_with() -> None:
             measured=measured_as_planned(planned),
             padded_tokens=0,
         )
-        assert record["predicted"]["device_slowness"] == expected_DP.tolist()
+        assert record["predicted"]["device_slowness"] == expected
 
 
 def test_coverage_curves_are_null_where_nothing_was_observed() -> None:
