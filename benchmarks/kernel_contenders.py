@@ -25,6 +25,8 @@ from sparsebalance_megatron.attention.selection import Selection
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """out_THD of q_THD, k_TGD and v_TGD."""
 
+OPTIONAL = ("flash_attn", "flash_moba", "fla")
+"""Packages whose attention takes part where they are installed."""
 DEFAULT_TOKENS = 8192
 """Tokens that the default budget reads: 32 blocks of 256."""
 
@@ -139,7 +141,7 @@ def dense(case: Case, shape: Shape) -> dict[str, Attend]:
 
 
 def sparse(case: Case, shape: Shape, selection: Selection) -> dict[str, Attend]:
-    """Contenders that read the selected pairs, or as many."""
+    """Contenders that read the selected pairs, or as many. FlashMoBA knows one budget a row."""
     contenders = {"triton": ours(selection, shape, "triton"), "flex": _flex(selection, shape)}
     if importlib.util.find_spec("flash_moba") is not None and not case.skewed:
         contenders["FlashMoBA"] = _flash_moba(case)

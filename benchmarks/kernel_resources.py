@@ -57,7 +57,7 @@ _POINTERS = {
 _KINDS = {
     "products": r"HGMMA",
     "exponentials": r"MUFU",
-    "floating point": r"F|HADD|HMUL|HFMA",
+    "floating point": r"F(?!ENCE)|HADD|HMUL|HFMA",
     "copies": r"LDGSTS",
     "shared memory": r"LDS|STS|LDSM|STSM",
     "spills": r"LDL|STL",
@@ -94,10 +94,7 @@ def compiled(
 ) -> Any:
     """A kernel of ``KERNELS`` compiled for sm_90a, with the specialisations of training rows."""
     kernel = KERNELS[name]
-    if name == "key_gradient":
-        rows = min(tile.rows, block_size)
-    else:
-        rows = forward.packed_rows(tile, group, block_size)
+    rows, columns = _fitted(name, tile, block_size, group)
     constants = {
         "KV_HEADS": 2,
         "GROUP": group,
@@ -105,7 +102,7 @@ def compiled(
         "BLOCK_D": triton.next_power_of_2(head_dim),
         "BLOCK_SIZE": block_size,
         "BLOCK_M": rows,
-        "BLOCK_N": min(tile.columns, block_size),
+        "BLOCK_N": columns,
         "PRECISION": "ieee",
     }
     names = kernel.arg_names
@@ -125,14 +122,22 @@ def compiled(
 
 
 def resources(
-    name: str, tile: Tile, *, element: str = "bf16", block_size: int = 256, head_dim: int = 128
+    name: str,
+    tile: Tile,
+    *,
+    element: str = "bf16",
+    block_size: int = 256,
+    head_dim: int = 128,
+    group: int = 8,
 ) -> Resources:
     """Compile a kernel and read its machine code.
 
     Raises:
         RuntimeError: no loop of the machine code has products of Hopper's tensor cores.
     """
-    kernel = compiled(name, tile, element=element, block_size=block_size, head_dim=head_dim)
+    kernel = compiled(
+        name, tile, element=element, block_size=block_size, head_dim=head_dim, group=group
+    )
     with tempfile.TemporaryDirectory() as directory:
         cubin = Path(directory, "kernel.cubin")
         cubin.write_bytes(kernel.asm["cubin"])
@@ -142,8 +147,7 @@ def resources(
     loop = _hot_loop(code)
     if used is None or loop is None:
         raise RuntimeError(f"{name} kernel: no registers or no loop with products in {tile}")
-    rows = min(tile.rows, block_size) if name == "key_gradient" else tile.rows
-    columns = min(tile.columns, block_size)
+    rows, columns = _fitted(name, tile, block_size, group)
     operations = PRODUCTS[name] * 2 * rows * columns * triton.next_power_of_2(head_dim)
     waits = [int(m[1], 16) for m in re.finditer(r"DEPBAR\.LE SB0, (0x\w+)", "\n".join(loop))]
     return Resources(
@@ -161,8 +165,18 @@ def resources(
 def candidates(name: str, head_dim: int) -> Iterator[Tile]:
     """Tile shapes around the table's; most do not fit."""
     own = getattr(tiles_for(head_dim, 2), name)
-    for rows, columns, warps, stages in itertools.product((64, 128), (64, 128), (4, 8), (2, 3, 4)):
+    sides = (64, 128) if head_dim <= 128 else (32, 64, 128)
+    for rows, columns, warps, stages in itertools.product(sides, sides, (4, 8), (2, 3, 4)):
         yield replace(own, rows=rows, columns=columns, warps=warps, stages=stages)
+
+
+def _fitted(name: str, tile: Tile, block_size: int, group: int) -> tuple[int, int]:
+    """Rows and columns of a tile that fit a block, as the launchers of the kernels choose them."""
+    if name == "key_gradient":
+        rows = min(tile.rows, block_size)
+    else:
+        rows = forward.packed_rows(tile, group, block_size)
+    return rows, min(tile.columns, block_size)
 
 
 def _type(name: str, element: str) -> str:
@@ -213,7 +227,11 @@ def main(arguments: list[str] | None = None) -> int:
         options.head_dims, options.block_sizes, KERNELS
     ):
         for tile in _tiles(name, head_dim, options.candidates):
-            found = resources(name, tile, block_size=block_size, head_dim=head_dim)
+            try:
+                found = resources(name, tile, block_size=block_size, head_dim=head_dim)
+            except RuntimeError as error:
+                print(error, file=sys.stderr)
+                continue
             rows.append(
                 {"kernel": name, "head_dim": head_dim, "block_size": block_size}
                 | {"tile": asdict(tile), "fits": found.shared_bytes <= SHARED_BYTES}

@@ -20,6 +20,7 @@ device is visible.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 import sys
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 import triton
 from kernel_contenders import (
+    OPTIONAL,
     Attend,
     Case,
     Shape,
@@ -157,6 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
         "shape": asdict(bench.shape),
         "dtype": str(bench.dtype).removeprefix("torch."),
         "rounds": bench.rounds,
+        "not_installed": [name for name in OPTIONAL if importlib.util.find_spec(name) is None],
         "cases": {},
         "left_out": [],
     }

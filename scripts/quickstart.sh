@@ -27,6 +27,8 @@ if [[ "${1:-}" == --gpu ]]; then
         --no-bias-dropout-fusion
         --no-rope-fusion
     )
+elif (($#)); then
+    fail "unknown argument $1: --gpu, or none"
 else
     export CUDA_VISIBLE_DEVICES=''
     RANKS=2

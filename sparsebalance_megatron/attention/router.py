@@ -84,7 +84,9 @@ def router_scores(
     queries_RCD = _selecting_queries(q_THD, k_TGD.shape[1], layout, granularity)
     keys_NGD = _block_means(k_TGD, layout)
     rows, heads, _ = queries_RCD.shape
-    keys_NCD = keys_NGD.repeat_interleave(heads // keys_NGD.shape[1], dim=1)
+    per_key = heads // keys_NGD.shape[1]
+    # A view where every KV head selects for itself.
+    keys_NCD = keys_NGD[:, :, None].expand(-1, -1, per_key, -1).flatten(1, 2)
     visible_RJ, block_RJ = _columns(layout, granularity)
     scores_RCJ = queries_RCD.new_empty(rows, heads, layout.max_blocks)
     # Some heads at a time: the product over all blocks of the row is wider than a document.

@@ -56,7 +56,8 @@ def run_ranks(
     Returns:
         0, the exit code of the rank that failed first, or None after ``timeout_s`` seconds.
     """
-    context = _server(json.dumps(dict(environment)))
+    told = json.dumps(dict(environment))
+    context, path = _server(told), _path(told)
     output.touch()
     started = []
     for rank in range(ranks):
@@ -65,7 +66,7 @@ def run_ranks(
             **{"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)},
             **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(master_port)},
         }
-        arguments = (list(program), {**environment, **place}, os.getcwd(), _path(), str(output))
+        arguments = (list(program), {**environment, **place}, os.getcwd(), path, str(output))
         process = context.Process(target=_rank, args=arguments)
         process.start()
         started.append(process)
@@ -114,13 +115,11 @@ def _server(environment: str) -> ForkServerContext:
 
 
 @functools.cache
-def _path() -> list[str]:
+def _path(environment: str) -> list[str]:
     """``sys.path`` as an interpreter starts with it, without the entry for its program."""
-    from harness import python_environment
-
     command = [sys.executable, "-c", "import json, sys; print(json.dumps(sys.path[1:]))"]
     printed = subprocess.run(
-        command, env=python_environment(), capture_output=True, text=True, check=True
+        command, env=json.loads(environment), capture_output=True, text=True, check=True
     ).stdout
     found: list[str] = json.loads(printed)
     return found

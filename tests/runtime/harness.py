@@ -114,7 +114,7 @@ def run_training(
 
     Args:
         torchrun: start them with it, for what it does itself, and where processes must differ in
-            all they can; else they are forked, which takes a third of the time.
+            all they can; else they are forked, which spares them most imports.
     """
     command = [*program, *flags]
     if log_dir is not None:
