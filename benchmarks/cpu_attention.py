@@ -27,8 +27,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.router import router_scores, select_blocks
 from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.selectors.block_topk import router_scores, select_blocks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.router import RouterScores, select_blocks
 from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.selectors.block_topk import RouterScores, select_blocks
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """out_THD of q_THD, k_TGD and v_TGD."""

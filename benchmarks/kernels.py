@@ -53,7 +53,7 @@ from sparsebalance_megatron.attention.impl.triton import backward, forward
 from sparsebalance_megatron.attention.impl.triton.index import inverse_lists
 from sparsebalance_megatron.attention.impl.triton.tiles import Tile, tiles_for
 from sparsebalance_megatron.attention.layout import PackedLayout
-from sparsebalance_megatron.attention.router import (
+from sparsebalance_megatron.attention.selectors.block_topk import (
     coverage_curves,
     guard_budgets,
     router_scores,

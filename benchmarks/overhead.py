@@ -133,12 +133,12 @@ class Instruments:
         self._ms[part] += (time.perf_counter() - began_s) * 1e3
 
     def install(self) -> None:
-        from sparsebalance_megatron.runtime.core_attention import BudgetedCoreAttention
-        from sparsebalance_megatron.runtime.forward_step import ForwardStep
-        from sparsebalance_megatron.runtime.log_writer import BackgroundWriter
-        from sparsebalance_megatron.runtime.monitor import StepMonitor
-        from sparsebalance_megatron.runtime.telemetry import StepReducer
-        from sparsebalance_megatron.runtime.timing import RecordingTimers, _RecordingTimer
+        from sparsebalance_megatron.megatron.core_attention import BudgetedCoreAttention
+        from sparsebalance_megatron.telemetry.log_writer import BackgroundWriter
+        from sparsebalance_megatron.training.forward_step import ForwardStep
+        from sparsebalance_megatron.training.step_monitor import StepMonitor
+        from sparsebalance_megatron.training.step_reducer import StepReducer
+        from sparsebalance_megatron.training.timing import RecordingTimers, _RecordingTimer
 
         self._wrap(ForwardStep, "__call__", self._forward_step)
         self._wrap(StepMonitor, "end_step", self._end_step)

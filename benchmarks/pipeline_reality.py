@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.plan.pipeline import simulate
+from sparsebalance_megatron.plan.schedules.simulator import simulate
 
 WARM_UP_STEPS = 5
 MODEL_FLAGS = (

@@ -23,15 +23,15 @@ from typing import Any
 import numpy as np
 
 from sparsebalance_megatron.config import SparseBalanceConfig
-from sparsebalance_megatron.cost.calibrate import StageScales
-from sparsebalance_megatron.plan.bounds import unhideable_limit
+from sparsebalance_megatron.cost.stage_calibration import StageScales
+from sparsebalance_megatron.plan.budgets.price import horizon_steps
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.planner import plan_step
-from sparsebalance_megatron.plan.pricing import horizon_steps
+from sparsebalance_megatron.plan.schedules.bounds import unhideable_limit
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy, StepPlan
-from sparsebalance_megatron.workload.lengths import MAX_TOKENS, longalign_like
-from sparsebalance_megatron.workload.models import h200_cost
-from sparsebalance_megatron.workload.setups import (
+from sparsebalance_megatron.simulate.lengths import MAX_TOKENS, longalign_like
+from sparsebalance_megatron.simulate.models import h200_cost
+from sparsebalance_megatron.simulate.setups import (
     BASE_BUDGET,
     BLOCK_SIZE,
     default_policy,

@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.plan import batching
-from sparsebalance_megatron.plan.feasible import feasible_range
-from sparsebalance_megatron.plan.latency import step_costs
-from sparsebalance_megatron.plan.pipeline import makespans_ms, schedule_name
-from sparsebalance_megatron.plan.search import improve
-from sparsebalance_megatron.workload.setups import SETUPS, workload_of
-from sparsebalance_megatron.workload.variants import Workload
+from sparsebalance_megatron.plan.budgets.feasible import feasible_range
+from sparsebalance_megatron.plan.placement import balance as batching
+from sparsebalance_megatron.plan.placement.search import improve
+from sparsebalance_megatron.plan.schedules.simulator import makespans_ms, schedule_name
+from sparsebalance_megatron.plan.step_costs import step_costs
+from sparsebalance_megatron.simulate.setups import SETUPS, workload_of
+from sparsebalance_megatron.simulate.variants import Workload
 
 CASES = (("paper-main", "longalign"), ("paper-main", "chatqa2"), ("paper-ablation", "chatqa2"))
 THRESHOLD = 0.1

@@ -34,11 +34,11 @@ PYTHON
 
 LEG=(
     tests/test_compat.py
-    tests/runtime/test_arguments.py
-    tests/runtime/test_flag_off.py
-    tests/runtime/test_resume.py
-    "tests/runtime/test_matrix.py::test_layout_trains_to_the_losses_of_one_rank[pipeline]"
-    "tests/runtime/test_matrix.py::test_layout_trains_to_the_losses_of_one_rank[data-overlapped]"
+    tests/megatron/test_arguments.py
+    tests/training/test_flag_off.py
+    tests/training/test_resume.py
+    "tests/training/test_matrix.py::test_layout_trains_to_the_losses_of_one_rank[pipeline]"
+    "tests/training/test_matrix.py::test_layout_trains_to_the_losses_of_one_rank[data-overlapped]"
 )
 
 set_up tools data test

@@ -3,17 +3,22 @@
 
 Rooms, and which way they may look (a test enforces it):
 
-- :mod:`.plan`: which sample runs where, and with which attention budget. Pure Python and numpy.
-- :mod:`.cost`: what a micro-batch will cost, in ms. Pure numpy and scipy.
-- :mod:`.attention`: block-sparse attention with budgets. Pure torch.
+- :mod:`.plan`: which sample runs where, and with which attention budget. Python and numpy.
+- :mod:`.cost`: what a micro-batch will cost, in ms. numpy and scipy.
+- :mod:`.attention`: block-sparse attention with budgets. torch.
+- :mod:`.megatron`: adapters to Megatron that know no run: flags, layer specs, core attention.
+- :mod:`.training`: one training run on one rank.
+- :mod:`.telemetry`: what a run writes, and what reads it back; one file per format.
+- :mod:`.profiling`: measures the cost table.
 - :mod:`.data`: documents, samples, packed rows; imports only Megatron's dataset readers.
-- :mod:`.convert`: Hugging Face weights in Megatron's names and shapes, and back. Pure torch.
-- :mod:`.runtime`: the glue to Megatron; the only room that imports ``megatron``.
-- :mod:`.workload`: length distributions and model presets, to plan without training. Pure numpy.
-- :mod:`.report`: reads what training wrote, and prints plans of workloads.
+- :mod:`.convert`: Hugging Face weights in Megatron's names and shapes, and back.
+- :mod:`.simulate`: workloads planned without training.
+- :mod:`.report`: pictures and pages of what training wrote.
+- :mod:`.cli`: one file per command.
 
-``runtime -> {plan, cost, attention, data, convert}``, ``plan -> cost``,
-``workload -> {plan, cost}``, ``report -> {workload, plan's data types and simulator}``.
+``plan -> cost``; ``telemetry -> plan, cost``; ``megatron -> attention, plan, cost``;
+``profiling -> megatron``; ``training -> megatron, profiling, telemetry, data``;
+``report -> telemetry, plan``; ``simulate -> plan, cost``; ``cli -> all``.
 :mod:`.integration` is for scripts and trainers that keep their own entry point.
 """
 

@@ -24,8 +24,8 @@ from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag
 if TYPE_CHECKING:
     import torch
 
-    from sparsebalance_megatron.runtime.own_loop import OwnLoopRun
-    from sparsebalance_megatron.runtime.training_hooks import TrainingHooks
+    from sparsebalance_megatron.training.own_loop import OwnLoopRun
+    from sparsebalance_megatron.training.training_hooks import TrainingHooks
 
 __all__ = [
     "arguments_provider",
@@ -50,9 +50,9 @@ def arguments_provider(
     Args:
         other: the script's own provider, applied first.
     """
-    from sparsebalance_megatron.runtime import cpu
-    from sparsebalance_megatron.runtime.arguments import args_provider, check_typed_flags
-    from sparsebalance_megatron.runtime.user_errors import one_line_errors
+    from sparsebalance_megatron.megatron import cpu
+    from sparsebalance_megatron.megatron.arguments import args_provider, check_typed_flags
+    from sparsebalance_megatron.training.user_errors import one_line_errors
 
     enabled = _flag_given()
     own = args_provider(enabled=enabled, on_cpu=cpu.installed(), report=_print_on_first_rank)
@@ -71,8 +71,8 @@ def is_enabled(args: Namespace) -> bool:
     """Whether the plugin is to train; asks Megatron's validated ``args``."""
     if not _flag_given():
         return False
-    from sparsebalance_megatron.runtime.arguments import config_from_args
-    from sparsebalance_megatron.runtime.user_errors import one_line_errors
+    from sparsebalance_megatron.megatron.arguments import config_from_args
+    from sparsebalance_megatron.training.user_errors import one_line_errors
 
     with one_line_errors():
         return config_from_args(args).enabled
@@ -91,7 +91,7 @@ def training_hooks(args: Namespace) -> TrainingHooks:
         ``dataset_provider`` and ``forward_step`` for ``pretrain``; ``configure_model`` for the
         model's config (megatron-core 0.19) or ``model_provider`` for ``pretrain`` (0.18).
     """
-    from sparsebalance_megatron.runtime.user_errors import one_line_errors
+    from sparsebalance_megatron.training.user_errors import one_line_errors
 
     with one_line_errors():
         return _training_hooks(args)
@@ -100,10 +100,11 @@ def training_hooks(args: Namespace) -> TrainingHooks:
 def _training_hooks(args: Namespace) -> TrainingHooks:
     import torch
 
-    from sparsebalance_megatron.runtime import cpu, training_hooks
-    from sparsebalance_megatron.runtime.arguments import check_supported, config_from_args
-    from sparsebalance_megatron.runtime.inputs import read_inputs
-    from sparsebalance_megatron.runtime.settings import RunSettings
+    from sparsebalance_megatron.megatron import cpu
+    from sparsebalance_megatron.megatron.arguments import check_supported, config_from_args
+    from sparsebalance_megatron.megatron.settings import RunSettings
+    from sparsebalance_megatron.training import training_hooks
+    from sparsebalance_megatron.training.inputs import read_inputs
 
     config = config_from_args(args)
     device_type = "cpu" if cpu.installed() else "cuda"
@@ -157,7 +158,7 @@ def begin_run(
     Raises:
         ConfigError, DataError, CostTableError: naming the field or file and the remedy.
     """
-    from sparsebalance_megatron.runtime import own_loop
+    from sparsebalance_megatron.training import own_loop
 
     return own_loop.begin_run(
         config,

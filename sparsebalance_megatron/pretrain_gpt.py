@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from sparsebalance_megatron import integration
-from sparsebalance_megatron.runtime import dry_run
-from sparsebalance_megatron.runtime.device import early_flags
-from sparsebalance_megatron.runtime.user_errors import one_line_errors
+from sparsebalance_megatron.megatron.device import early_flags
+from sparsebalance_megatron.training import dry_run
+from sparsebalance_megatron.training.user_errors import one_line_errors
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -32,12 +32,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _train(device_type: str) -> None:
     if device_type == "cpu":
-        from sparsebalance_megatron.runtime import cpu
+        from sparsebalance_megatron.megatron import cpu
 
         cpu.install()
     from megatron.training.arguments import parse_and_validate_args
 
-    from sparsebalance_megatron.compat import run_pretrain
+    from sparsebalance_megatron.megatron.compat import run_pretrain
 
     args = parse_and_validate_args(extra_args_provider=integration.arguments_provider())
     enabled = integration.is_enabled(args)
@@ -46,7 +46,7 @@ def _train(device_type: str) -> None:
             f"sparse balance: {'on' if enabled else 'off'}, training on {device_type}", flush=True
         )
     if enabled:
-        from sparsebalance_megatron.runtime.resume import advice_after_a_crash
+        from sparsebalance_megatron.training.resume import advice_after_a_crash
 
         hooks = integration.training_hooks(args)
         with advice_after_a_crash(args):
@@ -58,7 +58,7 @@ def _train(device_type: str) -> None:
                 variable_lengths=True,
             )
     else:
-        from sparsebalance_megatron.runtime import plain_gpt
+        from sparsebalance_megatron.megatron import plain_gpt
 
         run_pretrain(
             args, dataset_provider=plain_gpt.dataset_provider, forward_step=plain_gpt.forward_step

@@ -22,12 +22,12 @@ from typing import Any
 
 import pytest
 
-from sparsebalance_megatron import compat
-from sparsebalance_megatron.runtime.arguments import PLUGIN_DEFAULTS
-from sparsebalance_megatron.runtime.core_attention import BudgetedCoreAttention
-from sparsebalance_megatron.runtime.cpu import MEGATRON_DEFAULTS
+from sparsebalance_megatron.megatron import compat
+from sparsebalance_megatron.megatron.arguments import PLUGIN_DEFAULTS
+from sparsebalance_megatron.megatron.core_attention import BudgetedCoreAttention
+from sparsebalance_megatron.megatron.cpu import MEGATRON_DEFAULTS
 
-PACKAGE = Path(compat.__file__).parent
+PACKAGE = Path(compat.__file__).parents[1]
 NEWEST = (0, 19)
 
 USES = {
@@ -311,10 +311,10 @@ def test_custom_layouts_are_lists_of_layer_types() -> None:
 def test_schedules_start_the_timers_that_are_watched() -> None:
     from megatron.core.pipeline_parallel import schedules
 
-    from sparsebalance_megatron.runtime import timing
+    from sparsebalance_megatron.megatron import timers
 
     source = inspect.getsource(schedules)
-    watched = {value for name, value in vars(timing).items() if name.endswith("_TIMER")}
+    watched = {value for name, value in vars(timers).items() if name.endswith("_TIMER")}
     assert watched
     assert all(f"'{name}'" in source or f'"{name}"' in source for name in watched)
 
@@ -325,9 +325,9 @@ def test_the_version_has_no_commit_of_the_surrounding_repository() -> None:
 
 
 def test_processes_that_tests_start_use_the_same_megatron() -> None:
-    from runtime.harness import python_environment
+    from harness import python_environment
 
-    program = "from sparsebalance_megatron.compat import megatron_version as v; print(v())"
+    program = "from sparsebalance_megatron.megatron.compat import megatron_version as v; print(v())"
     found = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
         env=python_environment(),

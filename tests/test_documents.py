@@ -169,10 +169,10 @@ class Checks:
         """Ask Megatron's parser, in a process of its own: the CPU adapter changes torch."""
         program = (
             "import argparse, json, sys\n"
-            "from sparsebalance_megatron.runtime import cpu\n"
+            "from sparsebalance_megatron.megatron import cpu\n"
             "cpu.install()\n"
             "from megatron.training.arguments import add_megatron_arguments\n"
-            "from sparsebalance_megatron.runtime.arguments import add_sparse_balance_args\n"
+            "from sparsebalance_megatron.megatron.arguments import add_sparse_balance_args\n"
             "parser = argparse.ArgumentParser(allow_abbrev=False)\n"
             "add_sparse_balance_args(add_megatron_arguments(parser))\n"
             "for place, words in json.loads(sys.argv[1]):\n"

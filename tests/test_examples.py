@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from sparsebalance_megatron import cli
-from sparsebalance_megatron.workload.models import preset
+from sparsebalance_megatron.simulate.models import preset
 
 REPOSITORY = Path(__file__).parents[1]
 EXAMPLES = sorted(path.name for path in (REPOSITORY / "examples").glob("*.sh"))

@@ -25,12 +25,12 @@ from harness import (
 )
 
 from sparsebalance_megatron import integration
-from sparsebalance_megatron.runtime.training_hooks import TrainingHooks
+from sparsebalance_megatron.training.training_hooks import TrainingHooks
 
 PATCHES = sorted((REPOSITORY / "patches").glob("*.patch"))
 MAX_ADDED_LINES = 14
 """Fewer than 15, says patches/README.md."""
-RUNNER = REPOSITORY / "tests" / "runtime" / "upstream_pretrain.py"
+RUNNER = REPOSITORY / "tests" / "programs" / "upstream_pretrain.py"
 FLAGS = (
     *MODEL_FLAGS,
     *TRAINING_FLAGS,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsebalance_megatron.runtime.refusals import REFUSALS
+from sparsebalance_megatron.megatron.unsupported import REFUSALS
 
 REPOSITORY = Path(__file__).parents[1]
 PAGE = (REPOSITORY / "docs" / "SUPPORT.md").read_text("utf-8")
@@ -69,7 +69,7 @@ def keys_of_parameters(tree: ast.Module) -> set[str]:
 
 def test_every_layout_and_model_of_the_matrix_is_listed() -> None:
     listed = {row[2] for row in TESTED}
-    for path in ("runtime/test_matrix.py", "runtime/test_dense_models.py"):
+    for path in ("training/test_matrix.py", "megatron/test_dense_models.py"):
         tree = ast.parse((REPOSITORY / "tests" / path).read_text("utf-8"))
         assert {f"`{path}` [{key}]" for key in keys_of_parameters(tree)} <= listed
 
@@ -88,7 +88,7 @@ def test_what_is_untested_is_not_refused() -> None:
 def test_flags_are_flags() -> None:
     from megatron.training.arguments import add_megatron_arguments
 
-    from sparsebalance_megatron.runtime.arguments import add_sparse_balance_args
+    from sparsebalance_megatron.megatron.arguments import add_sparse_balance_args
 
     parser = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
     known = set(add_sparse_balance_args(parser)._option_string_actions) | SINCE_0_19

@@ -17,14 +17,14 @@ import torch
 
 from end_to_end.attention import peer_layer_spec
 from end_to_end.variants import StepOrder, Variant
+from sparsebalance_megatron.megatron.core_attention import AttentionOptions
 from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.measurement import StepMeasurement
+from sparsebalance_megatron.plan.scheduler import PlannedStep, Scheduler
 from sparsebalance_megatron.plan.step_plan import RankPlan, StepPlan
-from sparsebalance_megatron.runtime.core_attention import AttentionOptions
-from sparsebalance_megatron.runtime.inputs import Inputs
-from sparsebalance_megatron.runtime.scheduler import PlannedStep, Scheduler
-from sparsebalance_megatron.runtime.session import Session
-from sparsebalance_megatron.runtime.telemetry import StepMeasurement
-from sparsebalance_megatron.runtime.training_hooks import TrainingHooks
+from sparsebalance_megatron.training.inputs import Inputs
+from sparsebalance_megatron.training.session import Session
+from sparsebalance_megatron.training.training_hooks import TrainingHooks
 
 
 class PairedScheduler:

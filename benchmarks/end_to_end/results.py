@@ -16,7 +16,7 @@ import numpy as np
 
 from end_to_end.launch import BenchmarkError
 from end_to_end.variants import StepOrder, Variant
-from sparsebalance_megatron.plan.pipeline import makespans_ms, schedule_name
+from sparsebalance_megatron.plan.schedules.simulator import makespans_ms, schedule_name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from typing import Any
 from end_to_end.launch import PROGRESS
 from end_to_end.variants import ALL_VARIANTS, StepOrder, Variant
 from sparsebalance_megatron import pretrain_gpt
-from sparsebalance_megatron.runtime.device import early_flags
+from sparsebalance_megatron.megatron.device import early_flags
 
 OTHER_JOB_NICE = 5
 """Under Linux's scheduler it then gets a quarter of the core."""
@@ -35,7 +35,7 @@ def main() -> None:
     order = StepOrder(len(variants), own.batches)
     _, device_type = early_flags(flags)
     if device_type == "cpu":
-        from sparsebalance_megatron.runtime import cpu
+        from sparsebalance_megatron.megatron import cpu
 
         cpu.install()
     if own.disturbed:
@@ -71,7 +71,7 @@ def share_last_core() -> None:
 def pair_steps(order: StepOrder, variants: Sequence[Variant], ranks_in_turn: int) -> None:
     """Put the benchmark's hooks where the entry point looks for the plugin's."""
     from end_to_end.paired_session import PairedHooks, Pairing
-    from sparsebalance_megatron.runtime import training_hooks
+    from sparsebalance_megatron.training import training_hooks
 
     pairing = Pairing(order=order, variants=variants, ranks_in_turn=ranks_in_turn)
     training_hooks.TrainingHooks = partial(PairedHooks, pairing)

@@ -15,7 +15,7 @@ from enum import Enum
 from torch import Tensor
 
 from sparsebalance_megatron.convert.dense_model import DenseModel
-from sparsebalance_megatron.convert.packing import (
+from sparsebalance_megatron.convert.fused_weights import (
     pack_gate_up,
     pack_qkv,
     pad_vocabulary,

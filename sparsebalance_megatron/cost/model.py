@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from sparsebalance_megatron.cost.features import FEATURES
-from sparsebalance_megatron.cost.kinds import Direction, Kind
+from sparsebalance_megatron.cost.parts import Direction, Kind
 from sparsebalance_megatron.cost.table import CostRow, CostTable, ModelShape
 
 __all__ = ["CostModel", "Direction", "FitError", "Kind", "fit_errors", "held_out_errors"]

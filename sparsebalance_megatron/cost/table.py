@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sparsebalance_megatron.cost.features import features
-from sparsebalance_megatron.cost.kinds import NEVER_TIMED, Direction, Kind
+from sparsebalance_megatron.cost.parts import NEVER_TIMED, Direction, Kind
 
 FORMAT_VERSION = 1
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``sparse-balance prepare-data``: documents to Megatron's ``.bin`` and ``.idx`` files."""
+"""Documents to Megatron's ``.bin`` and ``.idx`` files."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -19,12 +18,9 @@ from sparsebalance_megatron.data.conversation import (
     render_plain,
     trained_tokens,
 )
-from sparsebalance_megatron.data.documents import LOSS_MASK_SUFFIX
 from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.records import (
     BadRecords,
-    JsonLines,
-    PythonStandardLibrary,
     Record,
     Source,
 )
@@ -42,86 +38,6 @@ _BATCH_CHARACTERS = 4_000_000
 
 _TOKENIZER_SUFFIX = "_tokenizer"
 _PERCENTILES = (50, 90, 99)
-
-_DESCRIPTION = """\
-Tokenise documents and write them as PREFIX.bin and PREFIX.idx, which Megatron reads with
---data-path PREFIX, and a summary as PREFIX.json.
-
-A record is {"text": "..."} or {"messages": [{"role": "...", "content": "..."}, ...]}. Conversations
-are rendered with the tokenizer's chat template, or as lines "role: content" where it has none. Only
-the assistant's turns are trained on: PREFIX_loss_mask.bin and .idx say which tokens count.
-"""
-
-
-def add_parser(subparsers: Any) -> None:
-    """Add the flags of ``prepare-data``."""
-    parser = subparsers.add_parser(
-        "prepare-data",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    documents = parser.add_mutually_exclusive_group(required=True)
-    documents.add_argument(
-        "--input", nargs="+", type=Path, metavar="FILE.jsonl", help="JSON-lines files, in order"
-    )
-    documents.add_argument(
-        "--python-stdlib",
-        action="store_true",
-        help="the sources of this Python's standard library, about 1,700 documents",
-    )
-    tokenizer = parser.add_mutually_exclusive_group(required=True)
-    tokenizer.add_argument(
-        "--tokenizer", metavar="PATH", help="a HuggingFace tokenizer: directory or model name"
-    )
-    tokenizer.add_argument(
-        "--tokenizer-train",
-        type=int,
-        metavar="VOCAB_SIZE",
-        help="train a byte-level BPE on the documents and keep it in PREFIX_tokenizer",
-    )
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path to write to")
-    parser.add_argument(
-        "--append-eod",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="end every document with the tokenizer's end-of-sequence token (default: on)",
-    )
-    parser.add_argument(
-        "--on-bad-record",
-        choices=("stop", "skip"),
-        default="stop",
-        help="a record that cannot be used stops the run, or is left out and counted",
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace a data set of the same prefix"
-    )
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Prepare the data set that the flags describe; the exit status.
-
-    Raises:
-        DataError: naming file, line and remedy.
-    """
-    try:
-        summary = prepare(
-            _source(arguments),
-            arguments.output_prefix,
-            tokenizer_name=arguments.tokenizer,
-            train_vocab_size=arguments.tokenizer_train,
-            append_eod=arguments.append_eod,
-            skip_bad_records=arguments.on_bad_record == "skip",
-            overwrite=arguments.overwrite,
-        )
-    except ModuleNotFoundError as error:
-        raise DataError(
-            f"prepare-data needs the package {error.name}; install the extra: "
-            'pip install "sparsebalance_megatron[data]"'
-        ) from error
-    except OSError as error:
-        raise DataError(str(error)) from error
-    print(_report(summary, arguments.output_prefix))
-    return 0
 
 
 def prepare(
@@ -162,7 +78,7 @@ def prepare(
             writer.add(tokens, mask)
             loss_tokens += int(mask.sum())
         if not len(writer.lengths_tokens):
-            raise DataError(f"no document to write; records left out: {_counts_text(bad.counts)}")
+            raise DataError(f"no document to write; records left out: {counts_text(bad.counts)}")
         summary = _summary(writer, tokenizer, append_eod, bad, loss_tokens)
         texts = {".json": json.dumps(summary, indent=2) + "\n"}
         if train_vocab_size is not None:
@@ -170,10 +86,6 @@ def prepare(
             texts = {f"{_TOKENIZER_SUFFIX}/{name}": text for name, text in files.items()} | texts
         writer.commit(texts)
     return summary
-
-
-def _source(arguments: argparse.Namespace) -> Source:
-    return PythonStandardLibrary() if arguments.python_stdlib else JsonLines(arguments.input)
 
 
 def _with_progress(source: Source, bad: BadRecords, action: str) -> Iterator[Record]:
@@ -271,21 +183,5 @@ def _summary(
     }
 
 
-def _report(summary: dict[str, Any], prefix: str) -> str:
-    lengths = ", ".join(f"{name} {value:,}" for name, value in summary["document_tokens"].items())
-    lines = [
-        f"wrote {prefix}.bin and .idx: {summary['documents']:,} documents, "
-        f"{summary['tokens']:,} tokens (per document: {lengths})",
-        f"tokenizer: {summary['tokenizer']['path']} "
-        f"({summary['tokenizer']['vocab_size']:,} tokens)",
-    ]
-    if summary["loss_mask"]:
-        lines.append(
-            f"loss on {summary['loss_tokens']:,} tokens, see {prefix}{LOSS_MASK_SUFFIX}.bin"
-        )
-    lines.append(f"records left out: {_counts_text(summary['skipped'])}")
-    return "\n".join(lines)
-
-
-def _counts_text(counts: Mapping[str, int]) -> str:
+def counts_text(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items())) or "none"

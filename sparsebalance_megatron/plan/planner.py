@@ -12,17 +12,17 @@ from functools import cached_property
 
 import numpy as np
 
-from sparsebalance_megatron.cost.calibrate import StageScales
 from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.plan import batching
-from sparsebalance_megatron.plan.bounds import sample_bounds
-from sparsebalance_megatron.plan.budgets import TunedBudgets, tune
+from sparsebalance_megatron.cost.stage_calibration import StageScales
+from sparsebalance_megatron.plan.budgets.feasible import BudgetRange, feasible_range
+from sparsebalance_megatron.plan.budgets.price import Pricing, price
+from sparsebalance_megatron.plan.budgets.tune import TunedBudgets, tune
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.feasible import BudgetRange, feasible_range
-from sparsebalance_megatron.plan.latency import StepCosts, step_costs
-from sparsebalance_megatron.plan.pipeline import makespans_ms, schedule_name
-from sparsebalance_megatron.plan.pricing import Pricing, price
-from sparsebalance_megatron.plan.search import improve
+from sparsebalance_megatron.plan.placement import balance
+from sparsebalance_megatron.plan.placement.search import improve
+from sparsebalance_megatron.plan.schedules.bounds import sample_bounds
+from sparsebalance_megatron.plan.schedules.simulator import makespans_ms, schedule_name
+from sparsebalance_megatron.plan.step_costs import StepCosts, step_costs
 from sparsebalance_megatron.plan.step_plan import (
     Expectation,
     JobShape,
@@ -136,10 +136,10 @@ class _Problem:
         """Forward and backward ms [S, C] at the expected budgets."""
         return self.costs.sample_ms(self.expected_LS)
 
-    def balanced_by(self, budgets_LS: np.ndarray) -> batching.Placement:
+    def balanced_by(self, budgets_LS: np.ndarray) -> balance.Placement:
         """Latency-balanced placement at these budgets."""
         forward_SC, backward_SC = self.costs.sample_ms(budgets_LS)
-        return batching.balanced(
+        return balance.balanced(
             (forward_SC + backward_SC).sum(axis=1),
             self.lengths_tokens,
             self.job,
@@ -147,27 +147,27 @@ class _Problem:
             self.costs.slowness_D,
         )
 
-    def tuned(self, placement: batching.Placement) -> TunedBudgets:
+    def tuned(self, placement: balance.Placement) -> TunedBudgets:
         return tune(
             self.policy,
             self.costs,
             self.coverage,
             self.allowed,
-            batching.slot_of_sample(placement, len(self.lengths_tokens)),
+            balance.slot_of_sample(placement, len(self.lengths_tokens)),
             self.schedule,
             self.pricing,
             self.hold_ms,
         )
 
     def times_ms(
-        self, placement: batching.Placement, sample_ms: tuple[np.ndarray, np.ndarray]
+        self, placement: balance.Placement, sample_ms: tuple[np.ndarray, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Forward and backward ms [D, P, V, M], from those of every sample, [S, C]."""
-        slot_of_S = batching.slot_of_sample(placement, len(self.lengths_tokens))
+        slot_of_S = balance.slot_of_sample(placement, len(self.lengths_tokens))
         return self.costs.slot_ms(*sample_ms, slot_of_S)
 
     def makespans_ms(
-        self, placement: batching.Placement, sample_ms: tuple[np.ndarray, np.ndarray]
+        self, placement: balance.Placement, sample_ms: tuple[np.ndarray, np.ndarray]
     ) -> np.ndarray:
         return makespans_ms(*self.times_ms(placement, sample_ms), schedule=self.schedule)
 
@@ -211,7 +211,7 @@ def _problem(
     )
 
 
-def _candidates(problem: _Problem) -> dict[str, batching.Placement]:
+def _candidates(problem: _Problem) -> dict[str, balance.Placement]:
     """Named placements to choose from, the simplest first."""
     match problem.policy.batching:
         case "arrival":
@@ -224,7 +224,7 @@ def _candidates(problem: _Problem) -> dict[str, batching.Placement]:
             methods = {"arrival": _arrival, "length": _length, "latency": _latency}
         case other:
             raise PlanError(f"batching {other!r} is not one of arrival, length, latency, makespan")
-    found: dict[str, batching.Placement] = {}
+    found: dict[str, balance.Placement] = {}
     failures: list[PlanError] = []
     for name, method in methods.items():
         try:
@@ -242,12 +242,12 @@ def _candidates(problem: _Problem) -> dict[str, batching.Placement]:
     return found
 
 
-def _arrival(problem: _Problem) -> batching.Placement:
-    return batching.arrival(problem.lengths_tokens, problem.job, problem.policy.max_tokens_per_slot)
+def _arrival(problem: _Problem) -> balance.Placement:
+    return balance.arrival(problem.lengths_tokens, problem.job, problem.policy.max_tokens_per_slot)
 
 
-def _length(problem: _Problem) -> batching.Placement:
-    return batching.balanced(
+def _length(problem: _Problem) -> balance.Placement:
+    return balance.balanced(
         problem.costs.lengths_tokens_S,
         problem.lengths_tokens,
         problem.job,
@@ -255,11 +255,11 @@ def _length(problem: _Problem) -> batching.Placement:
     )
 
 
-def _latency(problem: _Problem) -> batching.Placement:
+def _latency(problem: _Problem) -> balance.Placement:
     return problem.balanced_by(problem.expected_LS)
 
 
-def _searched(problem: _Problem, placement: batching.Placement) -> batching.Placement:
+def _searched(problem: _Problem, placement: balance.Placement) -> balance.Placement:
     return improve(
         placement,
         problem.costs,
@@ -271,8 +271,8 @@ def _searched(problem: _Problem, placement: batching.Placement) -> batching.Plac
 
 
 def _best_candidate(
-    problem: _Problem, candidates: dict[str, batching.Placement]
-) -> tuple[str, batching.Placement, TunedBudgets]:
+    problem: _Problem, candidates: dict[str, balance.Placement]
+) -> tuple[str, balance.Placement, TunedBudgets]:
     """Least makespan, then least sum of the ranks' makespans, then the simplest.
 
     Only the winner is tuned, except where tuning towards an anchor decides who wins.
@@ -304,7 +304,7 @@ def _assemble(
     step: int,
     problem: _Problem,
     name: str,
-    placement: batching.Placement,
+    placement: balance.Placement,
     tuned: TunedBudgets,
 ) -> StepPlan:
     slots = [slot for rank in placement for slot in rank]
@@ -333,7 +333,7 @@ def _assemble(
 
 
 def _expectation(
-    problem: _Problem, placement: batching.Placement, tuned: TunedBudgets
+    problem: _Problem, placement: balance.Placement, tuned: TunedBudgets
 ) -> Expectation:
     costs = problem.costs
     forward_DPVM, backward_DPVM = problem.times_ms(placement, costs.sample_ms(tuned.budgets_LS))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from sparsebalance_megatron.report.run_log import RunLog, Step
+from sparsebalance_megatron.telemetry.run_log import RunLog, Step
 
 WARM_UP_STEPS = 5
 

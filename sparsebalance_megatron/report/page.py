@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from sparsebalance_megatron.report.figure import Picture
+from sparsebalance_megatron.report.charts.figure import Picture
 
 _STYLE = """
 :root {

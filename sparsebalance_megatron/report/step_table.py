@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparsebalance_megatron.report.rank_log import Place, RankMicroBatch, RankStep
-from sparsebalance_megatron.report.step_times import StepTimes
+from sparsebalance_megatron.telemetry.rank_log_reader import Place, RankMicroBatch, RankStep
+from sparsebalance_megatron.telemetry.step_times import StepTimes
 
 _LENGTHS_SHOWN = 8
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparsebalance_megatron.plan.pipeline import schedule_name, simulate
+from sparsebalance_megatron.plan.schedules.simulator import schedule_name, simulate
 from sparsebalance_megatron.plan.step_plan import PlanError
-from sparsebalance_megatron.report.rank_log import Place, RankStep
-from sparsebalance_megatron.report.step_times import StepTimes
+from sparsebalance_megatron.telemetry.rank_log_reader import Place, RankStep
+from sparsebalance_megatron.telemetry.step_times import StepTimes
 
 PREDICTED = "the schedule simulated with the predicted times"
 SIMULATED = (

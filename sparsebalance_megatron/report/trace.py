@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
-from sparsebalance_megatron.report.history import max_over_mean
-from sparsebalance_megatron.report.rank_log import Place, RankMicroBatch, RankStep
-from sparsebalance_megatron.report.run_log import Step
-from sparsebalance_megatron.report.step_times import StepTimes
+from sparsebalance_megatron.report.charts.series import max_over_mean
 from sparsebalance_megatron.report.timeline import Bar, Timeline
+from sparsebalance_megatron.telemetry.rank_log_reader import Place, RankMicroBatch, RankStep
+from sparsebalance_megatron.telemetry.run_log import Step
+from sparsebalance_megatron.telemetry.step_times import StepTimes
 
 _RUN_PROCESS = 1
 _SIDES = ("predicted", "measured")

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.router import router_scores, select_blocks
 from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.selectors.block_topk import router_scores, select_blocks
 
 SCALE = 0.4
 NAMES = ("out", "lse", "dq", "dk", "dv")

@@ -24,7 +24,7 @@ from sparsebalance_megatron.attention.impl import blocks as blocks_module
 from sparsebalance_megatron.attention.impl import tokens as tokens_module
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.merge import merge_partials
-from sparsebalance_megatron.attention.router import (
+from sparsebalance_megatron.attention.selectors.block_topk import (
     coverage_curves,
     router_scores,
     select_blocks,

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from sparsebalance_megatron.attention.impl.triton.index import InverseLists, inverse_lists
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.router import RouterScores, select_blocks
 from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.selectors.block_topk import RouterScores, select_blocks
 
 
 @st.composite

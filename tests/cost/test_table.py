@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sparsebalance_megatron.cost.kinds import Direction, Kind
+from sparsebalance_megatron.cost.parts import Direction, Kind
 from sparsebalance_megatron.cost.table import CostTable, CostTableError, RunIdentity
 
 Measure = Callable[..., CostTable]

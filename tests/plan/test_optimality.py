@@ -8,10 +8,10 @@ import pytest
 from oracles.placement import best_makespan_ms
 from plan.plan_cases import cost_model, coverage_curves, job_shape, policy
 
-from sparsebalance_megatron.cost.calibrate import StageScales
-from sparsebalance_megatron.plan.bounds import unhideable_limit
-from sparsebalance_megatron.plan.latency import step_costs
+from sparsebalance_megatron.cost.stage_calibration import StageScales
 from sparsebalance_megatron.plan.planner import plan_step
+from sparsebalance_megatron.plan.schedules.bounds import unhideable_limit
+from sparsebalance_megatron.plan.step_costs import step_costs
 
 
 def planned(lengths, job, **changes):

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from oracles import plan as oracle
 from plan.plan_cases import cost_model, coverage_curves, job_shape, policy, random_lengths
 
-from sparsebalance_megatron.cost.calibrate import StageScales
-from sparsebalance_megatron.plan.batching import arrival
+from sparsebalance_megatron.cost.stage_calibration import StageScales
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.latency import step_costs
-from sparsebalance_megatron.plan.pipeline import makespans_ms
+from sparsebalance_megatron.plan.placement.balance import arrival
 from sparsebalance_megatron.plan.planner import evaluation_plan, plan_step
+from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
+from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 SHAPES = st.sampled_from([(2, 4, 2, 1), (3, 2, 1, 1), (1, 4, 2, 2), (2, 3, 4, 1), (1, 1, 1, 1)])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from plan.plan_cases import cost_model, coverage_curves, job_shape, policy
 
-from sparsebalance_megatron.cost.calibrate import StageScales
+from sparsebalance_megatron.cost.stage_calibration import StageScales
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_plan import PlanError
 

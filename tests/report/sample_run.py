@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.cost.calibrate import StageScales
+from sparsebalance_megatron.cost.stage_calibration import StageScales
 from sparsebalance_megatron.plan.coverage import CoverageCurves, length_bucket
-from sparsebalance_megatron.plan.pipeline import schedule_name, simulate
 from sparsebalance_megatron.plan.planner import plan_step
+from sparsebalance_megatron.plan.schedules.simulator import schedule_name, simulate
 from sparsebalance_megatron.plan.step_plan import JobShape, StepPlan
-from sparsebalance_megatron.workload.models import h200_cost, prior_coverage
-from sparsebalance_megatron.workload.setups import default_policy
+from sparsebalance_megatron.simulate.models import h200_cost, prior_coverage
+from sparsebalance_megatron.simulate.setups import default_policy
 
 BLOCK_SIZE, BASE_BUDGET, MAX_TOKENS = 256, 16, 32768
 COST = h200_cost("qwen2.5-0.5b", block_size=BLOCK_SIZE)

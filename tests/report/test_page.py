@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparsebalance_megatron.report.figure import Picture, absent
+from sparsebalance_megatron.report.charts.figure import Picture, absent
 from sparsebalance_megatron.report.page import Page, Table, render
 
 HOSTILE = '<script>"&'

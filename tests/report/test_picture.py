@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparsebalance_megatron.report.picture import PictureError, draw_step, typical_step
-from sparsebalance_megatron.report.run_log import RunLog, Step
+from sparsebalance_megatron.telemetry.run_log import RunLog, Step
 
 
 def step(iteration: int, *rank_ms: float) -> Step:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparsebalance_megatron.report.rank_log import RankMicroBatch, RankStep
 from sparsebalance_megatron.report.step_table import MicroBatchRow, micro_batch_rows
-from sparsebalance_megatron.report.step_times import StepTimes
+from sparsebalance_megatron.telemetry.rank_log_reader import RankMicroBatch, RankStep
+from sparsebalance_megatron.telemetry.step_times import StepTimes
 
 TIMES = StepTimes(
     measured_forward_DPVM=np.full((1, 2, 1, 2), 1.0),

@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsebalance_megatron.plan.pipeline import simulate
-from sparsebalance_megatron.report.rank_log import RankStep, Span
-from sparsebalance_megatron.report.step_times import StepTimes
+from sparsebalance_megatron.plan.schedules.simulator import simulate
 from sparsebalance_megatron.report.timeline import (
     MEASURED,
     PREDICTED,
@@ -18,6 +16,8 @@ from sparsebalance_megatron.report.timeline import (
     measured_timeline,
     predicted_timeline,
 )
+from sparsebalance_megatron.telemetry.rank_log_reader import RankStep, Span
+from sparsebalance_megatron.telemetry.step_times import StepTimes
 
 
 def times(measured: np.ndarray, predicted: np.ndarray | None = None) -> StepTimes:

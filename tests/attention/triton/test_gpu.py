@@ -11,8 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
-from sparsebalance_megatron.attention.router import RouterScores, select_blocks
 from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.selectors.block_topk import RouterScores, select_blocks
 
 triton = pytest.importorskip("triton")
 from sparsebalance_megatron.attention.impl.triton import backward, forward  # noqa: E402

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``sparse-balance`` console tool.
+
+A subcommand is a module with ``add_parser(subparsers)`` and ``run(arguments) -> int``. Only the
+chosen one is imported, so ``sparse-balance --help`` needs neither torch nor Megatron.
+What follows ``--`` on the command line arrives, unread, as the list ``arguments.passed_on``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "prepare-data": (
+        "sparsebalance_megatron.cli.prepare_data",
+        "tokenise documents into Megatron's .bin and .idx files",
+    ),
+    "plan": (
+        "sparsebalance_megatron.cli.plan",
+        "predict step times of your sample lengths under every way to plan",
+    ),
+    "simulate": (
+        "sparsebalance_megatron.cli.simulate",
+        "predict the paper's setups, baseline to ours",
+    ),
+    "profile": (
+        "sparsebalance_megatron.cli.profile",
+        "measure a model's layers on this machine and write a cost table",
+    ),
+    "convert": (
+        "sparsebalance_megatron.cli.convert",
+        "turn Hugging Face weights into a Megatron checkpoint, and back",
+    ),
+    "summary": (
+        "sparsebalance_megatron.cli.summary",
+        "compare the step logs of two runs",
+    ),
+    "report": (
+        "sparsebalance_megatron.cli.report",
+        "show a run's logs as one HTML page",
+    ),
+    "trace": (
+        "sparsebalance_megatron.cli.trace",
+        "write steps of a run as a trace for Perfetto",
+    ),
+    "env": (
+        "sparsebalance_megatron.cli.env",
+        "show versions, devices and usable attention implementations",
+    ),
+}
+"""Subcommand to (module, one line of help)."""
+
+TAKES_FLAGS_AFTER_DASHES = frozenset({"convert", "profile"})
+"""Subcommands that hand what follows ``--`` to Megatron's own parser."""
+
+_PACKAGE = "sparsebalance_megatron"
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; its exit status, or 2 with one line on stderr for a user's error.
+
+    Errors that are not this package's own, so bugs, keep their traceback.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        arguments = parse(argv)
+        return int(importlib.import_module(COMMANDS[arguments.command][0]).run(arguments))
+    except ValueError as error:
+        if type(error).__module__.partition(".")[0] != _PACKAGE:
+            raise
+        print(f"sparse-balance: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("sparse-balance: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The chosen subcommand's flags, with ``command`` and ``passed_on``. Exits on wrong usage."""
+    own, passed_on = _split_at_dashes(list(argv))
+    chosen = next((word for word in own if not word.startswith("-")), None)
+    parser = argparse.ArgumentParser(
+        prog="sparse-balance",
+        description="Tools around training with --sparse-balance.",
+        epilog="`sparse-balance COMMAND --help` lists a command's flags.",
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module, help_line) in COMMANDS.items():
+        if name == chosen:
+            importlib.import_module(module).add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=help_line)
+    arguments = parser.parse_args(own)
+    if passed_on and arguments.command not in TAKES_FLAGS_AFTER_DASHES:
+        parser.error(f"{arguments.command} takes no flags after --: {' '.join(passed_on)}")
+    arguments.passed_on = passed_on
+    return arguments
+
+
+def _split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
+    """What comes before and after the first ``--``."""
+    position = argv.index("--") if "--" in argv else len(argv)
+    return argv[:position], argv[position + 1 :]

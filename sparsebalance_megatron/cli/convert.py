@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sparse-balance convert``: a Hugging Face directory to a Megatron checkpoint, and back.
+
+One process does it on the CPU, also where a GPU is visible. Both checkpoints are on local disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsebalance_megatron.config import ConfigError
+from sparsebalance_megatron.convert.dense_model import DenseModel
+from sparsebalance_megatron.convert.errors import ConvertError
+from sparsebalance_megatron.convert.hf_config import DTYPES, read_config
+from sparsebalance_megatron.convert.mapping import OUTPUT, Parameter, parameters
+from sparsebalance_megatron.convert.megatron_flags import bash_array, model_flags
+from sparsebalance_megatron.convert.tokenizer_files import copy_companions
+from sparsebalance_megatron.convert.transfer import Counts, plan_weights, read_weights
+from sparsebalance_megatron.convert.weight_files import WeightFiles, write_weights
+
+FLAGS_FILE = "model_args.sh"
+"""Beside the checkpoint: the flags that build its model, as a bash array to source."""
+
+_INSTALL = "pip install 'sparsebalance-megatron[data]'"
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``convert`` to the ``sparse-balance`` tool."""
+    parser = subparsers.add_parser(
+        "convert",
+        help="turn Hugging Face weights into a Megatron checkpoint, and back",
+        description="Turn dense Llama, Mistral and Qwen2 weights on disk into a Megatron "
+        "checkpoint that loads at any tensor- and pipeline-parallel size, and back.",
+    )
+    directions = parser.add_subparsers(dest="direction", metavar="from-hf | to-hf", required=True)
+    from_hf = directions.add_parser(
+        "from-hf",
+        help="Hugging Face to Megatron",
+        description="Write a torch_dist checkpoint and print the Megatron flags of its model. "
+        "What follows -- is for Megatron, such as --make-vocab-size-divisible-by or --bf16.",
+        usage="sparse-balance convert from-hf HF_DIR (--output CHECKPOINT_DIR | --print-flags) "
+        "[-- <Megatron flags>]",
+    )
+    from_hf.add_argument("hf_dir", type=Path, metavar="HF_DIR", help="config.json and safetensors")
+    action = from_hf.add_mutually_exclusive_group(required=True)
+    action.add_argument(
+        "-o", "--output", type=Path, metavar="CHECKPOINT_DIR", help="new or empty directory"
+    )
+    action.add_argument(
+        "--print-flags", action="store_true", help="only print the flags, as a bash array"
+    )
+    to_hf = directions.add_parser(
+        "to-hf",
+        help="Megatron to Hugging Face",
+        description="Write safetensors and config.json from a torch_dist checkpoint that training "
+        "or from-hf wrote, at whatever parallel sizes.",
+    )
+    to_hf.add_argument(
+        "checkpoint_dir", type=Path, metavar="CHECKPOINT_DIR", help="what --save named"
+    )
+    to_hf.add_argument(
+        "-o", "--output", required=True, type=Path, metavar="HF_DIR", help="new or empty directory"
+    )
+    to_hf.add_argument(
+        "--hf-config",
+        required=True,
+        type=Path,
+        metavar="HF_DIR",
+        help="directory with the model's config.json; tokenizer files in it are copied too",
+    )
+    to_hf.add_argument("--iteration", type=int, metavar="N", help="default: the latest")
+    to_hf.add_argument(
+        "--dtype", choices=list(DTYPES), help="of the weights written; default: config.json's"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Convert, and print counts.
+
+    Raises:
+        ConvertError: if the model is not supported, or tensors are missing, unknown or of another
+            shape; nothing is written then.
+        ConfigError: if the flags do not fit.
+    """
+    try:
+        import safetensors  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"convert needs safetensors: {_INSTALL}") from error
+    if arguments.output is not None:
+        _check_writable(arguments.output)
+    if arguments.direction == "to-hf":
+        if arguments.passed_on:
+            raise ConfigError("convert to-hf takes no flags after --")
+        _to_hf(arguments)
+    elif arguments.print_flags:
+        _print_flags(arguments)
+    else:
+        _from_hf(arguments)
+    return 0
+
+
+def _check_writable(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"--output {output}: not an empty directory")
+
+
+def _print_flags(arguments: argparse.Namespace) -> None:
+    model = read_config(arguments.hf_dir)
+    _install_cpu_adapter()
+    from sparsebalance_megatron.convert.megatron_model import parse_model_flags
+
+    with redirect_stdout(io.StringIO()):
+        args = parse_model_flags(model, arguments.passed_on, dtype=model.dtype or torch.float32)
+    print(_model_args(model, args), end="")
+
+
+def _from_hf(arguments: argparse.Namespace) -> None:
+    model = read_config(arguments.hf_dir)
+    with WeightFiles(arguments.hf_dir) as files:
+        files.check_matches(parameters(model), spare=(OUTPUT,) if model.tied else ())
+        _install_cpu_adapter()
+        from sparsebalance_megatron.convert import megatron_model as building
+        from sparsebalance_megatron.convert.megatron_checkpoint import save_release
+
+        with redirect_stdout(io.StringIO()):
+            args = building.parse_model_flags(
+                model, arguments.passed_on, dtype=files.common_dtype()
+            )
+            building.start_single_process(args.seed)
+            megatron_model = building.build_model(args)
+        building.check_names(megatron_model, parameters(model))
+        targets = dict(megatron_model.named_parameters())
+        counts = read_weights(files, targets, model, _progress_bar)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    with redirect_stdout(io.StringIO()):
+        save_release(args, megatron_model, arguments.output)
+    flags = _model_args(model, args)
+    (arguments.output / FLAGS_FILE).write_text(flags, encoding="utf-8")
+    print(f"{arguments.output}: {_describe(counts, args.params_dtype)}")
+    print(f"vocabulary: {model.vocab_size} rows, {counts.padding_rows} more of zeros as padding")
+    print(f"flags of the model, also in {arguments.output / FLAGS_FILE}:\n{flags}", end="")
+
+
+def _to_hf(arguments: argparse.Namespace) -> None:
+    model = read_config(arguments.hf_config)
+    _install_cpu_adapter()
+    from sparsebalance_megatron.convert import megatron_model as building
+    from sparsebalance_megatron.convert.megatron_checkpoint import SavedModel
+
+    saved = SavedModel(arguments.checkpoint_dir, arguments.iteration)
+    padding_rows = saved.vocabulary_rows - model.vocab_size
+    if padding_rows < 0:
+        raise ConvertError(
+            f"{saved.path}: the embedding has {saved.vocabulary_rows} rows, config.json's "
+            f"vocab_size is {model.vocab_size}; train with --padded-vocab-size as from-hf prints "
+            "it, or lower vocab_size"
+        )
+    dtype = DTYPES[arguments.dtype] if arguments.dtype else model.dtype or saved.dtype
+    with redirect_stdout(io.StringIO()):
+        args = building.parse_model_flags(
+            model, ("--padded-vocab-size", str(saved.vocabulary_rows)), dtype=saved.dtype
+        )
+        building.start_single_process(args.seed)
+        megatron_model = building.build_model(args)
+        building.check_names(megatron_model, parameters(model))
+        values = saved.load(megatron_model)
+    plans = plan_weights(values, model, dtype)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    files = write_weights(arguments.output, plans)
+    copied = copy_companions(arguments.hf_config, arguments.output, dtype)
+    counts = Counts(
+        tensors=len(plans),
+        parameters=len(parameters(model)),
+        numbers=sum(plan.bytes for plan in plans) // dtype.itemsize,
+        padding_rows=padding_rows,
+        cast=len(plans) if dtype != saved.dtype else 0,
+        left_out=0,
+    )
+    print(f"{arguments.output}: {_describe(counts, dtype)}, in {files} file(s)")
+    print(f"vocabulary: {model.vocab_size} rows, {padding_rows} rows of padding dropped")
+    print(f"copied from {arguments.hf_config}: {', '.join(copied)}")
+
+
+def _install_cpu_adapter() -> None:
+    """A conversion needs no GPU; hiding it leaves one way in which everything runs."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from sparsebalance_megatron.megatron import cpu
+
+    cpu.install()
+
+
+def _model_args(model: DenseModel, args: argparse.Namespace) -> str:
+    flags = model_flags(
+        model,
+        divisor=args.make_vocab_size_divisible_by,
+        padded_vocab_size=args.padded_vocab_size,
+    )
+    return bash_array(flags)
+
+
+def _describe(counts: Counts, dtype: torch.dtype) -> str:
+    parts = [
+        f"{counts.tensors} tensors of Hugging Face, {counts.parameters} parameters of Megatron",
+        f"{counts.numbers:,} numbers of {str(dtype).removeprefix('torch.')}",
+    ]
+    if counts.cast:
+        parts.append(f"{counts.cast} tensors cast")
+    if counts.left_out:
+        parts.append(f"{counts.left_out} tensors left out that the others determine")
+    return ", ".join(parts)
+
+
+def _progress_bar(mapped: Sequence[Parameter]) -> Iterator[Parameter]:
+    try:
+        from tqdm import tqdm
+    except ImportError as error:
+        raise ConfigError(f"convert needs tqdm: {_INSTALL}") from error
+    yield from tqdm(mapped, desc="convert", unit="parameter")

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sparse-balance plan``: what planning would do to your own lengths, before any GPU is used."""
+
+from __future__ import annotations
+
+import json
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparsebalance_megatron.simulate.lengths import WorkloadError, read_lengths
+from sparsebalance_megatron.simulate.models import MODELS, cost_of, prior_coverage
+from sparsebalance_megatron.simulate.setups import batches_of, default_policy, job_shape
+from sparsebalance_megatron.simulate.tables import as_json, open_console, show
+from sparsebalance_megatron.simulate.variants import (
+    ALL_ROWS,
+    BASELINE,
+    Variant,
+    Workload,
+    evaluate,
+    unhideable_steps,
+)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``plan`` to the subcommands of ``sparse-balance``."""
+    parser: ArgumentParser = subparsers.add_parser(
+        "plan",
+        help="predict step times of your sample lengths under every way to plan",
+        description="Plan global batches drawn in order from a file of lengths and predict their "
+        "step times. Coverage is the prior (k/n)^0.35: no training run is read.",
+    )
+    parser.add_argument(
+        "--lengths", type=Path, required=True, metavar="FILE", help="JSON list, or one per line"
+    )
+    parser.add_argument("--dp", type=int, required=True, help="data-parallel ranks")
+    parser.add_argument("--pp", type=int, required=True, help="pipeline stages")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (with --model)")
+    parser.add_argument("--micro-batches", type=int, required=True, help="per rank and step")
+    parser.add_argument("--global-batch", type=int, help="samples; default: dp x micro-batches")
+    costs = parser.add_mutually_exclusive_group()
+    costs.add_argument("--cost-table", type=Path, help="written by `sparse-balance profile`")
+    costs.add_argument("--model", choices=tuple(MODELS), default="qwen2.5-3b")
+    parser.add_argument("--layers", type=int, help="of the model; needed with --cost-table")
+    parser.add_argument("--batching", choices=("arrival", "length", "latency", "makespan"))
+    parser.add_argument("--tuning", choices=("off", "anchor", "makespan"))
+    parser.add_argument("--anchor", choices=("mean", "min", "max"), default="mean")
+    parser.add_argument("--coverage-threshold", type=float, default=0.1, metavar="P")
+    parser.add_argument("--base-budget", type=int, default=32, metavar="BLOCKS")
+    parser.add_argument("--block-size", type=int, default=256, help="with --model, tokens")
+    parser.add_argument("--max-tokens-per-micro-batch", type=int, help="default: no cap")
+    parser.add_argument("--plan-ms", type=float, default=4.0, help="search effort")
+    parser.add_argument("--steps", type=int, default=20, help="global batches to plan")
+    parser.add_argument("--seed", type=int, help="shuffle the lengths first; default: as filed")
+    parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+
+
+def run(arguments: Namespace) -> int:
+    """Plan, predict, print.
+
+    Raises:
+        WorkloadError: if the lengths, sizes or costs do not make a workload.
+        PlanError: if a batch has no placement under the cap.
+        TableError: if rich is not installed.
+    """
+    workload = _workload(arguments)
+    outcomes = evaluate(workload, _variants(arguments), time.perf_counter)
+    unhideable = unhideable_steps(workload)
+    if arguments.json:
+        found = {
+            "steps": len(workload.batches),
+            "costs": workload.cost.source,
+            "steps_with_unhideable_sample": unhideable,
+            "variants": as_json(outcomes),
+        }
+        print(json.dumps(found, indent=2))
+        return 0
+    console = open_console()
+    show(console, f"{len(workload.batches)} steps; predicted", outcomes)
+    console.print(f"costs: {workload.cost.source}", markup=False, highlight=False)
+    console.print(f"steps with a sample that no placement hides: {unhideable}")
+    return 0
+
+
+def _variants(arguments: Namespace) -> Mapping[str, Variant]:
+    """The chosen combination beside the baseline, or everything."""
+    if arguments.batching is None and arguments.tuning is None:
+        return ALL_ROWS
+    chosen = Variant(
+        batching=arguments.batching or "makespan", tuning=arguments.tuning or "makespan"
+    )
+    return {BASELINE: ALL_ROWS[BASELINE], f"{chosen.batching}+{chosen.tuning}": chosen}
+
+
+def _workload(arguments: Namespace) -> Workload:
+    for name in ("dp", "pp", "tp", "micro_batches", "steps", "base_budget"):
+        if getattr(arguments, name) < 1:
+            raise WorkloadError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: below 1")
+    slots = arguments.dp * arguments.micro_batches
+    batch = slots if arguments.global_batch is None else arguments.global_batch
+    if batch < slots or batch % slots:
+        raise WorkloadError(
+            f"--global-batch {batch} must be a multiple of --dp {arguments.dp} x --micro-batches "
+            f"{arguments.micro_batches} = {slots}"
+        )
+    lengths = read_lengths(arguments.lengths)
+    if arguments.seed is not None:
+        lengths = np.random.default_rng(arguments.seed).permutation(lengths)
+    batches = batches_of(lengths[: arguments.steps * batch], batch)
+    if not batches:
+        raise WorkloadError(f"{arguments.lengths}: {len(lengths)} lengths, a step needs {batch}")
+    cost, layers = cost_of(
+        arguments.model,
+        cost_table=arguments.cost_table,
+        layers=arguments.layers,
+        block_size=arguments.block_size,
+        tensor_parallel_size=arguments.tp,
+    )
+    if layers < arguments.pp:
+        raise WorkloadError(f"--pp {arguments.pp}: the model has {layers} layers only")
+    longest = int(lengths.max())
+    policy = default_policy(
+        block_size=cost.block_size,
+        base_budget=arguments.base_budget,
+        coverage_threshold=arguments.coverage_threshold,
+        cap_tokens=arguments.max_tokens_per_micro_batch or longest * batch,
+    )
+    return Workload(
+        batches=batches,
+        job=job_shape(
+            layers=layers,
+            ranks=arguments.dp,
+            stages=arguments.pp,
+            micro_batches=arguments.micro_batches,
+        ),
+        policy=replace(policy, anchor=arguments.anchor, plan_ms=arguments.plan_ms),
+        cost=cost,
+        coverage=prior_coverage(layers, max(1, -(-longest // cost.block_size))),
+    )

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sparse-balance profile``: measure a model's parts on this machine and write a cost table."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsebalance_megatron.config import ConfigError
+from sparsebalance_megatron.cost.model import CostModel, FitError, fit_errors, held_out_errors
+from sparsebalance_megatron.cost.parts import Direction, Kind
+from sparsebalance_megatron.profiling.cells import FULL, QUICK, Cell
+from sparsebalance_megatron.profiling.profile import profile
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``profile`` to the ``sparse-balance`` tool."""
+    parser = subparsers.add_parser(
+        "profile",
+        help="measure a model's layers on this machine and write a cost table",
+        description="Measure a model's layers on this machine and write a cost table for "
+        "--sparse-balance-cost-table. Everything after -- is what training gets: Megatron's flags "
+        "and --sparse-balance-*.",
+        usage="sparse-balance profile -o TABLE.json [--quick] [--check] [--threads N] "
+        "-- <flags of training>",
+    )
+    parser.add_argument(
+        "-o", "--output", required=True, type=Path, metavar="TABLE.json", help="file to write"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer lengths and repeats, for small models and tests"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="also report how well rows are predicted that the fit has not seen",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="host threads of a training rank (OMP_NUM_THREADS; torchrun's default is 1)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, write the table, print how well the cost model fits it.
+
+    Raises:
+        ConfigError: if flags are missing or cannot be profiled; nothing is written then.
+    """
+    if not arguments.passed_on:
+        raise ConfigError("profile: give training's flags after --, at least the model's")
+    if arguments.threads < 1:
+        raise ConfigError(f"--threads {arguments.threads}: must be at least 1")
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(arguments.threads)
+    table = profile(
+        arguments.passed_on,
+        effort=QUICK if arguments.quick else FULL,
+        threads=arguments.threads,
+        progress=_progress_bar,
+    )
+    table.save(arguments.output)
+    print(f"{arguments.output}: {len(table.rows)} measurements")
+    print(_report("the fitted cost model", fit_errors(CostModel.fit(table), table)))
+    if arguments.check:
+        print(_report("the cost model on rows left out of the fit", held_out_errors(table)))
+    return 0
+
+
+def _progress_bar(cells: list[Cell]) -> Iterator[Cell]:
+    try:
+        from tqdm import tqdm
+    except ImportError as error:
+        raise ConfigError(
+            "profile needs tqdm: pip install 'sparsebalance-megatron[tools]'"
+        ) from error
+    yield from tqdm(cells, desc="profile", unit="cell")
+
+
+def _report(what: str, errors: dict[tuple[Kind, Direction], FitError]) -> str:
+    lines = [f"relative error of {what}:"]
+    lines += [
+        f"  {kind:<10} {direction:<9} median {error.median:6.1%}  p95 {error.p95:6.1%}  "
+        f"of {error.rows} rows"
+        for (kind, direction), error in errors.items()
+    ]
+    return "\n".join(lines)

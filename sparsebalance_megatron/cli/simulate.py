@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sparse-balance simulate``: the paper's setups, predicted, with its numbers beside them."""
+
+from __future__ import annotations
+
+import json
+import time
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+from sparsebalance_megatron.simulate.lengths import WorkloadError
+from sparsebalance_megatron.simulate.setups import PAPER_ABLATION, SETUPS, workload_of
+from sparsebalance_megatron.simulate.tables import as_json, open_console, show
+from sparsebalance_megatron.simulate.variants import ALL_ROWS, evaluate, unhideable_steps
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``simulate`` to the subcommands of ``sparse-balance``."""
+    parser: ArgumentParser = subparsers.add_parser(
+        "simulate",
+        help="predict the paper's setups, baseline to ours",
+        description="Plan generated lengths on a named setup and predict step times at counted "
+        "layer costs of an H200.",
+    )
+    parser.add_argument("--setup", choices=tuple(SETUPS), required=True)
+    parser.add_argument("--steps", type=int, default=24, help="global batches to plan")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--coverage-threshold", type=float, default=0.1, metavar="P")
+    parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+
+
+def run(arguments: Namespace) -> int:
+    """Plan, predict, print.
+
+    Raises:
+        WorkloadError: if there is nothing to plan.
+        TableError: if rich is not installed.
+    """
+    if arguments.steps < 1:
+        raise WorkloadError(f"--steps {arguments.steps}: at least 1 needed")
+    setup = SETUPS[arguments.setup]
+    console = None if arguments.json else open_console()
+    found = {}
+    for data in setup.data:
+        workload = workload_of(
+            setup,
+            data,
+            steps=arguments.steps,
+            seed=arguments.seed,
+            coverage_threshold=arguments.coverage_threshold,
+        )
+        outcomes = evaluate(workload, ALL_ROWS, time.perf_counter)
+        unhideable = unhideable_steps(workload)
+        found[data] = {
+            "steps": arguments.steps,
+            "steps_with_unhideable_sample": unhideable,
+            "variants": as_json(outcomes),
+        }
+        if console is not None:
+            published = PAPER_ABLATION if arguments.setup == "paper-ablation" else None
+            show(console, f"{arguments.setup}, {data}-like lengths", outcomes, published)
+            console.print(
+                f"{arguments.steps} steps; {unhideable} hold a sample that no placement hides"
+            )
+    if console is None:
+        print(json.dumps({"setup": arguments.setup, "data": found}, indent=2))
+    return 0

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sparse-balance trace``: steps of a run as a trace that Perfetto opens."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from sparsebalance_megatron.report.charts.figure import ReportError
+from sparsebalance_megatron.report.run_data import Evidence, gather, iterations_of, open_log
+from sparsebalance_megatron.report.trace import Event, TracedStep, Tracer
+
+_DEFAULT_STEPS = 10
+_NOTES_SHOWN = 8
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add ``trace`` to the subcommands of ``sparse-balance``."""
+    parser: ArgumentParser = subparsers.add_parser(
+        "trace",
+        help="write steps of a run as a trace for Perfetto",
+        description="Write steps as Chrome trace events, predicted and measured side by side; open "
+        "the file in ui.perfetto.dev or chrome://tracing.",
+    )
+    parser.add_argument("run_directory", type=Path, metavar="RUN_DIR")
+    parser.add_argument(
+        "--steps",
+        type=_range,
+        metavar="A:B",
+        help=f"iterations A to B, both included; default: the last {_DEFAULT_STEPS}",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("trace.json"),
+        metavar="FILE",
+        help="compressed if it ends in .gz; default: trace.json",
+    )
+
+
+def run(arguments: Namespace) -> int:
+    """Read, write, say what was left out.
+
+    Raises:
+        RunLogError: if the directory holds no readable log.
+        ReportError: if no step can be traced, or the file cannot be written.
+    """
+    log = open_log(arguments.run_directory)
+    known = iterations_of(log)
+    wanted = known[-_DEFAULT_STEPS:] if arguments.steps is None else _within(known, arguments.steps)
+    if not wanted:
+        raise ReportError(_nothing(arguments, known))
+    evidence = gather(log, wanted)
+    steps = [traced_step(evidence, iteration) for iteration in wanted]
+    drawable = [step for step in steps if step.timelines]
+    if not drawable:
+        raise ReportError(
+            f"{arguments.run_directory}: iterations {wanted[0]} to {wanted[-1]} have neither "
+            "predicted nor measured times of micro-batches"
+        )
+    count = _write(arguments.output, _events(drawable))
+    problems = [*evidence.problems, *_left_out(steps)]
+    for problem in problems[:_NOTES_SHOWN]:
+        print(f"note: {problem}")
+    if len(problems) > _NOTES_SHOWN:
+        print(f"note: {len(problems) - _NOTES_SHOWN} more like these")
+    print(
+        f"{len(drawable)} steps, {count:,} events written to {arguments.output}; open it in "
+        "ui.perfetto.dev or chrome://tracing"
+    )
+    return 0
+
+
+def _range(text: str) -> tuple[int, int]:
+    first, colon, last = text.partition(":")
+    if colon and first.isdigit() and last.isdigit() and int(first) <= int(last):
+        return int(first), int(last)
+    raise ArgumentTypeError(f"{text!r}: expected A:B, two iterations with A not above B")
+
+
+def _within(known: tuple[int, ...], limits: tuple[int, int]) -> tuple[int, ...]:
+    return tuple(iteration for iteration in known if limits[0] <= iteration <= limits[1])
+
+
+def _nothing(arguments: Namespace, known: tuple[int, ...]) -> str:
+    if not known:
+        return f"{arguments.run_directory}: no iteration is readable"
+    first, last = arguments.steps
+    return (
+        f"--steps {first}:{last}: not in {arguments.run_directory}, whose iterations are "
+        f"{known[0]} to {known[-1]}"
+    )
+
+
+def traced_step(evidence: Evidence, iteration: int) -> TracedStep:
+    """What a trace shows of an iteration."""
+    timelines = {
+        "predicted": evidence.predicted(iteration),
+        "measured": evidence.measured(iteration),
+    }
+    contents = evidence.ranks.steps.get(iteration, {})
+    starts_s = [step.start_unix_s for step in contents.values() if step.spans]
+    known_s = [start for start in starts_s if start is not None]
+    return TracedStep(
+        iteration=iteration,
+        timelines={side: each for side, each in timelines.items() if each is not None},
+        step=next((step for step in evidence.log.steps if step.iteration == iteration), None),
+        times=evidence.times.get(iteration),
+        contents=contents,
+        start_unix_s=min(known_s, default=None),
+    )
+
+
+def _left_out(steps: list[TracedStep]) -> Iterator[str]:
+    for side in ("predicted", "measured"):
+        without = [step.iteration for step in steps if side not in step.timelines]
+        if without:
+            yield (
+                f"{len(without)} of {len(steps)} steps have no {side} times of all micro-batches, "
+                f"first iteration {without[0]}; their {side} slices are left out"
+            )
+    for step in steps:
+        for timeline in step.timelines.values():
+            yield from (f"iteration {step.iteration}: {remark}" for remark in timeline.remarks)
+
+
+def _events(steps: list[TracedStep]) -> Iterator[Event]:
+    tracer = Tracer()
+    yield from tracer.begin()
+    for step in steps:
+        yield from tracer.add(step)
+
+
+def _opened(path: Path) -> IO[str]:
+    if path.suffix == ".gz":
+        return gzip.open(path, "wt", encoding="utf-8")
+    return path.open("w", encoding="utf-8")
+
+
+def _write(path: Path, events: Iterator[Event]) -> int:
+    """One event per line; the number of events."""
+    count = 0
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _opened(path) as stream:
+            stream.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+            for event in events:
+                stream.write(",\n" * bool(count) + json.dumps(event))
+                count += 1
+            stream.write("\n]}\n")
+    except OSError as error:
+        raise ReportError(f"{path}: cannot be written: {error.strerror}") from error
+    return count

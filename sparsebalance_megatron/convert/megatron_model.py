@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's GPTModel for a converted checkpoint, in one process on the CPU.
+
+Import only after the CPU adapter has been installed.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.training.arguments import (
+    core_transformer_config_from_args,
+    parse_args,
+    validate_args,
+)
+
+from sparsebalance_megatron.config import ConfigError
+from sparsebalance_megatron.convert.dense_model import DenseModel
+from sparsebalance_megatron.convert.errors import ConvertError, listed
+from sparsebalance_megatron.convert.mapping import Parameter
+from sparsebalance_megatron.convert.megatron_flags import (
+    Flag,
+    default_divisor,
+    model_flags,
+    padded_rows,
+    words,
+)
+from sparsebalance_megatron.megatron.arguments import args_provider
+from sparsebalance_megatron.megatron.compat import (
+    default_layer_spec,
+    has_yarn_flags,
+    megatron_version,
+)
+
+_FIXED_BY_THE_MODEL = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
+    *("group_query_attention", "num_query_groups", "kv_channels", "vocab_size"),
+    *("position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved"),
+    *("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor"),
+    *("normalization", "norm_epsilon", "apply_layernorm_1p", "swiglu", "qk_layernorm"),
+    *("add_bias_linear", "add_qkv_bias", "untie_embeddings_and_output_weights"),
+    *("num_experts", "multi_latent_attention", "mtp_num_layers", "spec"),
+)
+"""Arguments that config.json decides; flags after -- must not contradict it."""
+
+_MUST_BE_ONE = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+
+_NOT_OF_THE_MODEL: tuple[Flag, ...] = (
+    # Megatron asks for them although nothing is trained.
+    ("--micro-batch-size", "1"),
+    ("--tokenizer-type", "NullTokenizer"),
+    ("--ckpt-format", "torch_dist"),
+    # Every value is read from a checkpoint.
+    ("--no-initialization",),
+    # A converted checkpoint has neither.
+    ("--no-save-optim",),
+    ("--no-save-rng",),
+)
+_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def parse_model_flags(
+    model: DenseModel,
+    passed_on: Sequence[str],
+    *,
+    dtype: torch.dtype,
+) -> Namespace:
+    """Megatron's validated arguments: the model's own flags, and what the user adds.
+
+    Args:
+        passed_on: the user's flags for Megatron.
+        dtype: of the parameters, unless the user's flags name a precision.
+
+    Returns:
+        With ``padded_vocab_size``: the user's, or the model's rounded up to the multiple that
+        ``--make-vocab-size-divisible-by`` asks for.
+
+    Raises:
+        ConfigError: if the user's flags contradict the model, or spread it over ranks.
+        ConvertError: if this Megatron cannot build the model.
+    """
+    if model.rope.kind == "yarn" and not has_yarn_flags():
+        raise ConvertError(
+            f"rope_type yarn: megatron-core {megatron_version()} has no flags for it; use 0.19"
+        )
+    divisor = default_divisor(model.vocab_size)
+    own = model_flags(model, divisor=divisor, padded_vocab_size=model.vocab_size)
+    own = tuple(flag for flag in own if flag[0] != "--padded-vocab-size")
+    flags = words((*own, ("--seq-length", str(model.max_positions)), *_NOT_OF_THE_MODEL))
+    expected = _parse(flags)
+    args = _parse((*flags, *passed_on))
+    _check_not_contradicted(args, expected)
+    if args.padded_vocab_size is None:
+        args.padded_vocab_size = padded_rows(model.vocab_size, args.make_vocab_size_divisible_by)
+    elif args.padded_vocab_size < model.vocab_size:
+        raise ConfigError(
+            f"--padded-vocab-size {args.padded_vocab_size}: the model has {model.vocab_size} rows"
+        )
+    if not (args.bf16 or args.fp16) and dtype in _PRECISIONS:
+        setattr(args, _PRECISIONS[dtype], True)
+    validate_args(args)
+    return args
+
+
+def _parse(flags: Sequence[str]) -> Namespace:
+    with _command_line(flags):
+        return parse_args(args_provider(enabled=False, on_cpu=True))
+
+
+@contextmanager
+def _command_line(flags: Sequence[str]) -> Iterator[None]:
+    """Megatron's parser reads ``sys.argv`` and nothing else."""
+    saved, sys.argv = sys.argv, ["sparse-balance convert --", *flags]
+    try:
+        yield
+    finally:
+        sys.argv = saved
+
+
+def _check_not_contradicted(args: Namespace, expected: Namespace) -> None:
+    for name in _FIXED_BY_THE_MODEL:
+        given, fixed = getattr(args, name, None), getattr(expected, name, None)
+        if given != fixed:
+            raise ConfigError(
+                f"flags after -- make {name} {given}, config.json makes it {fixed}; drop the flag"
+            )
+    for name in _MUST_BE_ONE:
+        if getattr(args, name) != 1:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {getattr(args, name)} after --: one process converts, "
+                "and the checkpoint loads at any size; drop the flag"
+            )
+    for name in ("yaml_cfg", "use_checkpoint_args"):
+        if getattr(args, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} after --: config.json describes the model; "
+                "drop the flag"
+            )
+
+
+def start_single_process(seed: int) -> None:
+    """A world of one rank, as far as Megatron's modules and checkpoints need it."""
+    torch.distributed.init_process_group(
+        backend="gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(seed)
+
+
+def build_model(
+    args: Namespace, layer_spec: Callable[[Any, int | None], Any] = default_layer_spec
+) -> GPTModel:
+    """The whole model, with uninitialised parameters of ``args.params_dtype``."""
+    config = core_transformer_config_from_args(args)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=layer_spec(config, None),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+    )
+    return model.to(config.params_dtype).eval()
+
+
+def check_names(model: GPTModel, mapped: Sequence[Parameter]) -> None:
+    """Megatron's parameters are exactly those that the mapping knows.
+
+    Raises:
+        ConvertError: with the names.
+    """
+    names = {name for name, _ in model.named_parameters()}
+    known = {parameter.name for parameter in mapped}
+    if unmapped := names - known:
+        raise ConvertError(f"Megatron's model has parameters without a source: {listed(unmapped)}")
+    if absent := known - names:
+        raise ConvertError(f"Megatron's model lacks parameters: {listed(absent)}")

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters to Megatron that know no run: flags, layer specs, core attention, timers."""

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags: generated from the config; Megatron's own get the defaults that this plugin needs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, fields
+from typing import Any
+
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.megatron.cpu import MEGATRON_DEFAULTS as CPU_DEFAULTS
+from sparsebalance_megatron.megatron.unsupported import check_batches, check_supported
+
+PLUGIN_DEFAULTS: dict[str, Any] = {
+    "dataloader_type": "external",
+    "calculate_per_token_loss": True,
+    "attention_dropout": 0.0,
+}
+"""Megatron defaults that the plugin needs otherwise: its own iterator, a loss that does not depend
+on how samples are grouped, and attention without dropout."""
+
+
+def _prefixed_group_factory() -> Any:
+    """Megatron's flag generator with this plugin's prefix: no upstream field can collide.
+
+    Trainers that own their loop have no flags and need not load ``megatron.training``.
+    """
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    class PrefixedGroupFactory(ArgumentGroupFactory):
+        def _format_arg_name(self, config_attr_name: str, prefix: str | None = None) -> str:
+            name = flag_name(config_attr_name).removeprefix("--")
+            return f"--{prefix}-{name}" if prefix else f"--{name}"
+
+        def _build_argparse_kwargs_from_field(self, attribute: Field) -> dict[str, Any]:
+            kwargs = super()._build_argparse_kwargs_from_field(attribute)
+            kwargs["dest"] = destination(attribute.name)
+            return kwargs
+
+    return PrefixedGroupFactory(SparseBalanceConfig)
+
+
+def destination(field_name: str) -> str:
+    """Attribute of Megatron's ``args`` that holds a field of :class:`SparseBalanceConfig`."""
+    return flag_name(field_name).removeprefix("--").replace("-", "_")
+
+
+def add_sparse_balance_args(parser: ArgumentParser) -> ArgumentParser:
+    """Add the group "sparse balance"; an ``extra_args_provider`` for Megatron's parser."""
+    _prefixed_group_factory().build_group(parser, title="sparse balance")
+    return parser
+
+
+def args_provider(
+    *, enabled: bool, on_cpu: bool, report: Callable[[str], None] | None = None
+) -> Callable[[ArgumentParser], ArgumentParser]:
+    """An ``extra_args_provider`` that also sets the defaults this run needs; explicit flags win.
+
+    Args:
+        report: is told, in one line, which of Megatron's defaults the command line gets otherwise.
+    """
+
+    def provide(parser: ArgumentParser) -> ArgumentParser:
+        add_sparse_balance_args(parser)
+        changed = (CPU_DEFAULTS if on_cpu else {}) | (PLUGIN_DEFAULTS if enabled else {})
+        added = _as_flags(parser, changed, sys.argv[1:]) if report else []
+        parser.set_defaults(**changed)
+        if report and added:
+            report(f"sparse balance: trains as if given {' '.join(added)}")
+        return parser
+
+    return provide
+
+
+def _as_flags(
+    parser: ArgumentParser, defaults: Mapping[str, Any], argv: Sequence[str]
+) -> list[str]:
+    """The flags that would say the same as ``defaults``; none for what ``argv`` says itself."""
+    given = {word.partition("=")[0] for word in argv}
+    flags = []
+    for action in parser._actions:
+        is_new = action.dest in defaults and defaults[action.dest] != action.default
+        if is_new and given.isdisjoint(action.option_strings):
+            value = [] if action.nargs == 0 else [str(defaults[action.dest])]
+            flags.append(" ".join([action.option_strings[0], *value]))
+    return flags
+
+
+def check_typed_flags(parser: ArgumentParser, argv: Sequence[str]) -> None:
+    """Refuse what is not supported with ``--sparse-balance`` before Megatron looks at its flags.
+
+    Megatron's own assertions would speak of something else, in a traceback.
+
+    Args:
+        parser: with Megatron's flags and this plugin's.
+
+    Raises:
+        ConfigError: naming the flags and the remedy.
+    """
+    args, _ = parser.parse_known_args(argv)
+    # Where Megatron's parser takes it from, too.
+    args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    check_supported(args, config_from_args(args))
+    check_batches(args)
+
+
+def config_from_args(args: Namespace) -> SparseBalanceConfig:
+    """Read the plugin's config back from Megatron's ``args``.
+
+    Raises:
+        ConfigError: if a value is wrong, or if ``--yaml-cfg`` replaced the command line.
+    """
+    missing = [
+        f.name for f in fields(SparseBalanceConfig) if not hasattr(args, destination(f.name))
+    ]
+    if missing:
+        raise ConfigError(
+            f"{flag_name(missing[0])} is not among the parsed arguments: --yaml-cfg replaces the "
+            "command line; give every flag on the command line instead"
+        )
+    return SparseBalanceConfig(
+        **{f.name: getattr(args, destination(f.name)) for f in fields(SparseBalanceConfig)}
+    )

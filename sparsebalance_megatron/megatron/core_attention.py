@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's core attention, replaced: route, guard, select, attend.
+
+Shape legend: T tokens of the packed row, H query heads and G KV heads of this tensor-parallel rank,
+D head dim, S samples, K budgets, s sequence, b batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from sparsebalance_megatron.attention.api import block_sparse_attention
+from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.selectors.block_topk import (
+    coverage_at,
+    coverage_curves,
+    guard_budgets,
+    router_scores,
+    select_blocks,
+)
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
+from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, MicroBatchContext
+
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """What the layers of one model share; coverage is observed at the budgets in ``grid``."""
+
+    block_size: int
+    base_budget: int
+    granularity: str
+    coverage_threshold: float
+    implementation: str
+    grid: tuple[int, ...]
+
+    @classmethod
+    def from_config(cls, config: SparseBalanceConfig, grid: tuple[int, ...]) -> AttentionOptions:
+        return cls(
+            block_size=config.block_size,
+            base_budget=config.base_budget,
+            granularity=config.selection,
+            coverage_threshold=config.coverage_threshold,
+            implementation=config.attention,
+            grid=grid,
+        )
+
+
+class BudgetedCoreAttention(MegatronModule):
+    """Block-sparse causal attention under the budgets that travel with the micro-batch.
+
+    Takes the keyword constructor and the forward of Megatron's ``DotProductAttention``; has no
+    parameters. Without a carrier (plain ``PackedSeqParams``, or the sbhd layout) every sample gets
+    the base budget and nothing is observed. Makes no host synchronisation.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        *,
+        options: AttentionOptions,
+    ) -> None:
+        super().__init__(config=config)
+        if attention_type != "self":
+            raise ConfigError(f"--sparse-balance: {attention_type} attention is not supported")
+        self._layer_index = layer_number - 1
+        self._options = options
+        # Query-key layer scaling needs nothing: Megatron divides scores by the layer's number, for
+        # fp16's sake, and multiplies them back inside the softmax.
+        self._softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self._observed_at_K: Tensor | None = None
+        self._tensor_parallel_group = getattr(pg_collection, "tp", None)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **unused: Any,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: [T, H, D] with packed parameters in the thd layout, else [s, b, H, D].
+            key, value: likewise with G heads.
+            attention_mask: ignored; the mask is causal within each sample.
+
+        Returns:
+            [T, H * D], or [s, b, H * D].
+        """
+        if attn_mask_type is not None and attn_mask_type not in _CAUSAL:
+            raise ConfigError(f"--sparse-balance: attention mask {attn_mask_type} is not causal")
+        if attention_bias is not None:
+            raise ConfigError("--sparse-balance: attention bias is not supported")
+        if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
+            return self._packed(query, key, value, packed_seq_params)
+        return self._batched(query, key, value)
+
+    def _packed(
+        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, packed_seq_params: Any
+    ) -> Tensor:
+        context = getattr(packed_seq_params, "micro_batch", None)
+        if context is None:
+            cu_seqlens = tuple(packed_seq_params.cu_seqlens_q.tolist())
+            context = self._base_context(cu_seqlens, q_THD.device)
+        return self._attend(q_THD, k_TGD, v_TGD, context)
+
+    def _batched(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        sequence, batch, heads, head_dim = query.shape
+        rows = [
+            x.transpose(0, 1).reshape(batch * sequence, x.shape[2], -1) for x in (query, key, value)
+        ]
+        cu_seqlens = tuple(range(0, (batch + 1) * sequence, sequence))
+        out = self._attend(*rows, self._base_context(cu_seqlens, query.device))
+        return out.view(batch, sequence, heads * head_dim).transpose(0, 1).contiguous()
+
+    def _base_context(self, cu_seqlens: tuple[int, ...], device: torch.device) -> MicroBatchContext:
+        samples = len(cu_seqlens) - 1
+        base = self._options.base_budget
+        return MicroBatchContext(
+            step=-1,
+            position=0,
+            chunk=0,
+            layout=packed_layout(cu_seqlens, self._options.block_size, device),
+            budgets_LS=torch.full(
+                (self._layer_index + 1, samples), base, dtype=torch.int32, device=device
+            ),
+            max_budgets=(base,) * (self._layer_index + 1),
+            observe=False,
+        )
+
+    def _attend(
+        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, context: MicroBatchContext
+    ) -> Tensor:
+        options = self._options
+        layout = context.layout
+        budgets_S = context.budgets_LS[self._layer_index]
+        max_budget = context.max_budgets[self._layer_index]
+        with torch.no_grad():
+            scores = router_scores(
+                q_THD,
+                k_TGD,
+                layout,
+                granularity=options.granularity,
+                softmax_scale=self._softmax_scale,
+            )
+            if context.observe:
+                budgets_S = self.guard_and_observe(scores, budgets_S, context)
+                # A guarded sample never needs more than the base budget.
+                max_budget = max(max_budget, options.base_budget)
+            selection = select_blocks(scores, budgets_S, max_budget=max_budget)
+        out_THD, _ = block_sparse_attention(
+            q_THD,
+            k_TGD,
+            v_TGD,
+            selection,
+            softmax_scale=self._softmax_scale,
+            implementation=options.implementation,
+        )
+        return out_THD.reshape(out_THD.shape[0], -1)
+
+    def guard_and_observe(
+        self, scores: Any, budgets_S: Tensor, context: MicroBatchContext
+    ) -> Tensor:
+        """Raise budgets that would lose too much coverage, by this micro-batch's own scores.
+
+        Returns the budgets [S] to execute; what was seen goes into the context's observations.
+        """
+        options = self._options
+        curves_SK = self._mean_over_tensor_parallel(coverage_curves(scores))
+        guarded_S, grown_S = guard_budgets(
+            curves_SK,
+            budgets_S,
+            base_budget=options.base_budget,
+            threshold=options.coverage_threshold,
+        )
+        seen_SK = coverage_at(
+            curves_SK, torch.cat((self._grid_and_base_on(curves_SK), guarded_S[:, None]), dim=1)
+        )
+        context.observations[self._layer_index] = CoverageObservation(
+            grid_SK=seen_SK[:, :-2],
+            executed_S=seen_SK[:, -1],
+            base_S=seen_SK[:, -2],
+            grown_S=grown_S,
+        )
+        return guarded_S
+
+    def _grid_and_base_on(self, curves_SK: Tensor) -> Tensor:
+        """[S, K + 1] budgets of the grid, then the base budget; copied to the device once."""
+        if self._observed_at_K is None or self._observed_at_K.device != curves_SK.device:
+            budgets = (*self._options.grid, self._options.base_budget)
+            self._observed_at_K = torch.tensor(budgets, dtype=torch.int32, device=curves_SK.device)
+        return self._observed_at_K.expand(curves_SK.shape[0], -1)
+
+    def _mean_over_tensor_parallel(self, curves_SK: Tensor) -> Tensor:
+        """Heads are spread over ranks, budgets are not: every rank must see the same coverage."""
+        group = self._tensor_parallel_group
+        if group is None or torch.distributed.get_world_size(group) == 1:
+            return curves_SK
+        curves_SK = curves_SK.contiguous()
+        torch.distributed.all_reduce(curves_SK, group=group)
+        return curves_SK / torch.distributed.get_world_size(group)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plugin needs to know of a trainer: Megatron's flags, or a trainer with its own loop."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.cost.table import ModelShape, RunIdentity
+from sparsebalance_megatron.megatron.compat import stage_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Model, layout, batches and data of one run; alike on all ranks.
+
+    Names are those of Megatron's arguments. ``stage_layers`` is [P][V][layers], global and
+    zero-based; ``dtype`` is torch's name without the prefix; ``recompute_all`` and
+    ``recompute_attention`` say what backward computes again; ``data_prefix`` names a pair of .bin
+    and .idx files. ``command_line`` holds Megatron's flags, to profile with at start-up, and is
+    None for a trainer without them.
+    """
+
+    shape: ModelShape
+    dtype: str
+    stage_layers: tuple[tuple[tuple[int, ...], ...], ...]
+    sequence_parallel: bool
+    recompute_all: bool
+    recompute_attention: bool
+
+    data_parallel_size: int
+    seq_length: int
+    micro_batch_size: int
+    global_batch_size: int
+
+    data_prefix: str
+    split: str
+    seed: int
+    eval_iters: int = 0
+    eval_micro_batch_size: int | None = None
+    eval_global_batch_size: int | None = None
+
+    command_line: tuple[str, ...] | None = None
+
+    @property
+    def pad_to_multiple_of(self) -> int:
+        """Tokens that the length of a packed row must divide by."""
+        return self.shape.tensor_parallel_size if self.sequence_parallel else 1
+
+    @classmethod
+    def from_transformer_config(
+        cls, transformer_config: Any, *, vocab_size: int, **others: Any
+    ) -> RunSettings:
+        """Settings of a model; ``others`` are the fields that Megatron's config does not hold.
+
+        Args:
+            transformer_config: a ``megatron.core`` ``TransformerConfig``.
+            vocab_size: rows of the embedding, its padding included.
+        """
+        selective = transformer_config.recompute_granularity == "selective"
+        return cls(
+            shape=model_shape(transformer_config, vocab_size),
+            dtype=str(transformer_config.params_dtype).removeprefix("torch."),
+            stage_layers=stage_layers(transformer_config),
+            sequence_parallel=bool(transformer_config.sequence_parallel),
+            recompute_all=transformer_config.recompute_granularity == "full",
+            recompute_attention=selective and "core_attn" in transformer_config.recompute_modules,
+            **others,
+        )
+
+    @classmethod
+    def from_args(cls, args: Namespace) -> RunSettings:
+        """Settings of a run of ``megatron.training``, from its validated arguments."""
+        from megatron.training.arguments import core_transformer_config_from_args
+
+        return cls.from_transformer_config(
+            core_transformer_config_from_args(args),
+            vocab_size=args.padded_vocab_size,
+            data_parallel_size=args.data_parallel_size,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            global_batch_size=args.global_batch_size,
+            data_prefix=args.data_path[0],
+            split=args.split or "100,0,0",
+            seed=args.seed,
+            eval_iters=args.eval_iters or 0,
+            eval_micro_batch_size=getattr(args, "eval_micro_batch_size", None),
+            eval_global_batch_size=getattr(args, "eval_global_batch_size", None),
+            command_line=tuple(sys.argv[1:]),
+        )
+
+
+def model_shape(transformer_config: Any, vocab_size: int) -> ModelShape:
+    """The sizes that a layer's cost depends on."""
+    return ModelShape(
+        hidden_size=transformer_config.hidden_size,
+        ffn_hidden_size=transformer_config.ffn_hidden_size,
+        num_attention_heads=transformer_config.num_attention_heads,
+        num_query_groups=transformer_config.num_query_groups,
+        head_dim=transformer_config.kv_channels,
+        vocab_size=vocab_size,
+        gated_linear_unit=transformer_config.gated_linear_unit,
+        tensor_parallel_size=transformer_config.tensor_model_parallel_size,
+    )
+
+
+def run_identity(
+    shape: ModelShape, dtype: str, config: SparseBalanceConfig, device_type: str
+) -> RunIdentity:
+    """What a cost table must have been measured on to be valid for this run."""
+    return RunIdentity(
+        device="cpu" if device_type == "cpu" else torch.cuda.get_device_name(),
+        dtype=dtype,
+        block_size=config.block_size,
+        selection=config.selection,
+        shape=shape,
+    )

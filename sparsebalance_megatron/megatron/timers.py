@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stand-ins in Megatron's config through which a step is watched: timers, and the finalisation of
+gradients.
+
+Megatron's schedules call ``config.timers("forward-compute").start()`` and ``.stop()`` around every
+forward and likewise around every backward. A proxy sees all of them without a patch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+FORWARD_TIMER = "forward-compute"
+BACKWARD_TIMER = "backward-compute"
+SCHEDULE_TIMER = "forward-backward"
+
+
+class Recorder(Protocol):
+    """What timers tell of the names above."""
+
+    def start(self, timer_name: str) -> None: ...
+
+    def stop(self, timer_name: str) -> None: ...
+
+
+class RecordingTimers:
+    """Stands in for Megatron's ``Timers`` in ``config.timers`` and hands everything on to it."""
+
+    def __init__(self, inner: Any, recorder: Recorder) -> None:
+        self.inner = inner
+        self.recorder = recorder
+
+    def __call__(self, name: str, *arguments: Any, **keywords: Any) -> Any:
+        timer = self.inner(name, *arguments, **keywords)
+        if name in (FORWARD_TIMER, BACKWARD_TIMER, SCHEDULE_TIMER):
+            return _RecordingTimer(timer, name, self.recorder)
+        return timer
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self.inner, attribute)
+
+
+class _RecordingTimer:
+    def __init__(self, inner: Any, name: str, recorder: Recorder) -> None:
+        self._inner = inner
+        self._name = name
+        self._recorder = recorder
+
+    def start(self, *arguments: Any, **keywords: Any) -> None:
+        self._inner.start(*arguments, **keywords)
+        self._recorder.start(self._name)
+
+    def stop(self, *arguments: Any, **keywords: Any) -> None:
+        self._recorder.stop(self._name)
+        self._inner.stop(*arguments, **keywords)
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._inner, attribute)
+
+
+class ReportingFinalize:
+    """Wraps ``finalize_model_grads_func``: the one place every rank passes once per step."""
+
+    def __init__(
+        self,
+        before: Callable[[], None],
+        finalize: Callable[..., Any],
+        after: Callable[[], None],
+    ) -> None:
+        self._before = before
+        self._finalize = finalize
+        self._after = after
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        self._before()
+        result = self._finalize(*arguments, **keywords)
+        self._after()
+        return result

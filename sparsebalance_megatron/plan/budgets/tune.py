@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention budgets per sample and layer (DST): towards an anchor, or against the makespan.
+
+Both policies trade in the steps of :mod:`.envelope`, best coverage per ms first.
+
+Shape legend: S samples, L layers, K grid budgets, I chosen steps, D ranks, M micro-batches,
+J = D x M slots, C = P x V chunks, U = J x C units, P stages, V chunks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparsebalance_megatron.plan.budgets.envelope import budget_steps
+from sparsebalance_megatron.plan.budgets.feasible import BudgetRange
+from sparsebalance_megatron.plan.budgets.fill import Filling
+from sparsebalance_megatron.plan.budgets.price import ROUNDING, Pricing, price, reaches
+from sparsebalance_megatron.plan.budgets.price_ladder import growth_UQ
+from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
+from sparsebalance_megatron.plan.step_costs import StepCosts
+from sparsebalance_megatron.plan.step_plan import PlanError, PlanPolicy
+
+_TARGET_HALVINGS = 2
+"""Of the step time between too little coverage and enough: more gain below 0.1 % of a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunedBudgets:
+    """``budgets_LS`` int32; where nothing was tuned it is the base budget itself.
+
+    ``cut_S``, ``raised_S``: some layer is below, above the base budget. ``clamped_S``: the sample
+    could not follow: its micro-batch did not reach the anchor, or all its layers lie at their
+    floors on a rank that the step waits for.
+    """
+
+    budgets_LS: np.ndarray
+    cut_S: np.ndarray
+    raised_S: np.ndarray
+    clamped_S: np.ndarray
+
+
+def tune(
+    policy: PlanPolicy,
+    costs: StepCosts,
+    coverage: CoverageCurves,
+    allowed: BudgetRange,
+    slot_of_S: np.ndarray,
+    schedule: str,
+    pricing: Pricing | None = None,
+    hold_ms: float = 0.0,
+) -> TunedBudgets:
+    """Budgets of a placed global batch under ``policy.tuning``.
+
+    Args:
+        pricing: what tuning ``makespan`` goes by; by default that of these samples alone.
+        hold_ms: tuning ``makespan`` spends on coverage what the step has until then or until the
+            least step time, whichever is later.
+
+    Raises:
+        PlanError: the policy names an unknown tuning or anchor.
+    """
+    match policy.tuning:
+        case "off":
+            tuned_LS, clamped_S = allowed.base_LS, np.zeros(len(slot_of_S), dtype=bool)
+        case "anchor":
+            tuned_LS, clamped_S = _anchor(policy.anchor, costs, coverage, allowed, slot_of_S)
+        case "makespan":
+            pricing = pricing or price(policy, costs, coverage, allowed)
+            tuned_LS, clamped_S = _makespan(
+                pricing, costs, coverage, allowed, slot_of_S, schedule, hold_ms
+            )
+        case other:
+            raise PlanError(f"tuning {other!r} is not one of off, anchor, makespan")
+    same_LS = tuned_LS == allowed.base_LS
+    return TunedBudgets(
+        budgets_LS=np.where(same_LS, policy.base_budget, tuned_LS).astype(np.int32),
+        cut_S=(tuned_LS < allowed.base_LS).any(axis=0),
+        raised_S=(tuned_LS > allowed.base_LS).any(axis=0),
+        clamped_S=clamped_S,
+    )
+
+
+def _anchor(
+    anchor: str,
+    costs: StepCosts,
+    coverage: CoverageCurves,
+    allowed: BudgetRange,
+    slot_of_S: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Every micro-batch goes as near to the anchor latency as its feasible budgets allow.
+
+    Slower ones only cut, the step with the least coverage per ms first; faster ones only raise,
+    the step with the most first. The latency of a micro-batch is its forward and backward ms over
+    all chunks.
+    """
+    latency_J = _latency_ms_J(costs, allowed.base_LS, slot_of_S)
+    anchor_ms = _anchor_ms(anchor, latency_J)
+    slower_S = (latency_J > anchor_ms)[slot_of_S]
+    low_LS = np.where(slower_S, allowed.floor_LS, allowed.base_LS)
+    high_LS = np.where(slower_S, allowed.base_LS, allowed.top_LS)
+    steps = budget_steps(costs, coverage, low_LS, high_LS)
+    start_J = _latency_ms_J(costs, low_LS, slot_of_S)
+
+    index_I = np.flatnonzero(steps.pairs_LSK > 0)
+    layer_I, sample_I, _ = np.unravel_index(index_I, steps.pairs_LSK.shape)
+    slot_I = slot_of_S[sample_I]
+    order = np.lexsort((index_I, -steps.slope_LSK.ravel()[index_I], slot_I))
+    index_I, slot_I = index_I[order], slot_I[order]
+    ms_I = steps.pairs_LSK.ravel()[index_I] * costs.pair_ms_L[layer_I[order]]
+    taken = np.zeros(steps.pairs_LSK.size, dtype=bool)
+    reached_J = start_J.copy()
+    bounds = np.searchsorted(slot_I, np.arange(len(latency_J) + 1))
+    for slot, (first, last) in enumerate(itertools.pairwise(bounds)):
+        path = start_J[slot] + np.concatenate([[0.0], np.cumsum(ms_I[first:last])])
+        nearest = int(np.abs(path - anchor_ms).argmin())
+        taken[index_I[first : first + nearest]] = True
+        slower = latency_J[slot] > anchor_ms
+        reached_J[slot] = max(path[0], anchor_ms) if slower else min(path[-1], anchor_ms)
+    clamped_J = np.abs(reached_J - anchor_ms) > 1e-9 * anchor_ms
+    return steps.budgets_LS(taken.reshape(steps.pairs_LSK.shape)), clamped_J[slot_of_S]
+
+
+def _anchor_ms(anchor: str, latency_J: np.ndarray) -> float:
+    match anchor:
+        case "mean":
+            return float(latency_J.mean())
+        case "min":
+            return float(latency_J.min())
+        case "max":
+            return float(latency_J.max())
+        case other:
+            raise PlanError(f"anchor {other!r} is not one of mean, min, max")
+
+
+def _latency_ms_J(costs: StepCosts, budgets_LS: np.ndarray, slot_of_S: np.ndarray) -> np.ndarray:
+    forward_DPVM, backward_DPVM = _slots(costs, budgets_LS, slot_of_S)
+    return (forward_DPVM + backward_DPVM).sum(axis=(1, 2)).ravel()
+
+
+def _slots(
+    costs: StepCosts, budgets_LS: np.ndarray, slot_of_S: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    return costs.slot_ms(*costs.sample_ms(budgets_LS), slot_of_S)
+
+
+def _makespan(
+    pricing: Pricing,
+    costs: StepCosts,
+    coverage: CoverageCurves,
+    allowed: BudgetRange,
+    slot_of_S: np.ndarray,
+    schedule: str,
+    hold_ms: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The least step time that the policy allows, then the most coverage in that time.
+
+    Makespans only grow with durations, so all budgets at their floors give the least T. Raising
+    then fills what every rank has left until T; see :class:`Filling`. Where coverage is wanted, T
+    grows until it is reached.
+    """
+    ladder, wanted = pricing.ladder, pricing.wanted_coverage
+    forward_DPVM, backward_DPVM = _slots(costs, allowed.floor_LS, slot_of_S)
+    floor_ms_D = makespans_ms(forward_DPVM, backward_DPVM, schedule=schedule)
+    filling = Filling(
+        costs, schedule, forward_DPVM, backward_DPVM, growth_UQ(costs, ladder, slot_of_S)
+    )
+    unit_LS = slot_of_S * costs.chunks + costs.chunk_of_layer_L[:, None]
+
+    def filled_LS(limit_ms: float) -> np.ndarray:
+        return ladder.budgets_LS(filling.run(limit_ms)[unit_LS])
+
+    least_ms = max(floor_ms_D.max() * ROUNDING, hold_ms)
+    tuned_LS = filled_LS(least_ms)
+    if not reaches(coverage, costs, tuned_LS, wanted):
+        enough_ms, base_ms = (
+            makespans_ms(*_slots(costs, each_LS, slot_of_S), schedule=schedule).max()
+            for each_LS in (pricing.expected_LS, allowed.base_LS)
+        )
+        tuned_LS = pricing.expected_LS
+        if base_ms < enough_ms:
+            # Never slower than base budgets, whatever is wanted: the most coverage in their time.
+            enough_ms, tuned_LS = base_ms, filled_LS(max(base_ms, least_ms))
+            base_coverage = float(np.nansum(coverage.coverage_LS(costs.blocks_S, allowed.base_LS)))
+            if not reaches(coverage, costs, tuned_LS, min(base_coverage, wanted)):
+                tuned_LS = allowed.base_LS
+            if not reaches(coverage, costs, tuned_LS, wanted):
+                least_ms = enough_ms
+        for _ in range(_TARGET_HALVINGS if least_ms < enough_ms else 0):
+            middle_ms = (least_ms + enough_ms) / 2
+            middle_LS = filled_LS(middle_ms)
+            if reaches(coverage, costs, middle_LS, wanted):
+                tuned_LS, enough_ms = middle_LS, middle_ms
+            else:
+                least_ms = middle_ms
+    waited_for_S = (floor_ms_D * ROUNDING >= floor_ms_D.max())[slot_of_S // costs.micro_batches]
+    stuck_S = ((tuned_LS == allowed.floor_LS) & (tuned_LS < allowed.top_LS)).all(axis=0)
+    return tuned_LS, waited_for_S & stuck_S

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was measured of a step: on one rank, and, reduced over ranks, on all of them alike.
+
+Shape legend: D data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
+U length buckets, K grid of budgets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Span(NamedTuple):
+    """A forward or a backward of one micro-batch on this rank, in ms since its step's start."""
+
+    direction: str
+    chunk: int
+    position: int
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """What one rank took for one step. Times in ms, NaN where unmeasured.
+
+    ``forward_VM``, ``backward_VM``: per chunk and micro-batch. ``schedule_ms``: from the schedule's
+    start to this rank's last backward. ``spans``: what was measured, by start, in ms since
+    ``start_unix_s``, the schedule's start; of a step whose schedule began unseen, that is the start
+    of the first span. None where nothing was seen.
+    """
+
+    forward_VM: np.ndarray
+    backward_VM: np.ndarray
+    schedule_ms: float
+    start_unix_s: float | None
+    spans: tuple[Span, ...]
+
+
+class Piece(NamedTuple):
+    """Consecutive rows: the samples of one micro-batch in one layer."""
+
+    position: int
+    layer: int
+    samples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlace:
+    """Where this rank stands in the job."""
+
+    data_parallel_rank: int
+    pipeline_rank: int
+    tensor_parallel_rank: int
+    world_rank: int
+    world_size: int
+
+    @property
+    def reports(self) -> bool:
+        """Tensor-parallel ranks see the same; the first of them speaks for all."""
+        return self.tensor_parallel_rank == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoverageTotals:
+    """Sums over samples and layers; divide by the counts to get means.
+
+    ``sums_LUK`` and ``counts_LU`` feed the coverage curves. ``executed_sum``, of which
+    ``executed_L`` is each layer's part, ``base_sum`` and ``count`` cover every (sample, layer)
+    pair, ``minimum`` is the least executed coverage and ``grown`` counts pairs whose budget the
+    guard raised.
+    """
+
+    sums_LUK: np.ndarray
+    counts_LU: np.ndarray
+    executed_L: np.ndarray
+    executed_sum: float
+    base_sum: float
+    count: float
+    minimum: float
+    grown: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMeasurement:
+    """What happened in one step, identical on every rank. Times in ms, NaN where unmeasured."""
+
+    forward_ms: np.ndarray
+    """[D, P, V, M]"""
+    backward_ms: np.ndarray
+    """[D, P, V, M]"""
+    schedule_ms: np.ndarray
+    """[D, P] from the start of the step to the stage's last backward."""
+    coverage: CoverageTotals
+    lm_loss: float
+    tokens: int
+    digest_mismatches: int

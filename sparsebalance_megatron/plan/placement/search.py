@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local search over a placement: the order of slots in a rank, and exchanges between ranks.
+
+Every round simulates many neighbours at once and takes the best one; only moves that lower a
+simulated makespan are taken, so the result is never worse. What is simulated is limited by an
+:class:`Effort`, a count and not a clock.
+
+Shape legend: S samples, D ranks, M micro-batches, C = P x V chunks, P stages, V chunks, X
+candidates, O orders.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from sparsebalance_megatron.plan.placement.balance import Placement
+from sparsebalance_megatron.plan.placement.effort import Effort
+from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
+from sparsebalance_megatron.plan.step_costs import StepCosts
+
+_ALL_ORDERS_UNTIL = 4
+_MAX_MEMBERS = 64
+_MAX_EVALUATED_TIMES = 1 << 15
+_GAIN = 1e-9
+
+
+def improve(
+    placement: Placement,
+    costs: StepCosts,
+    sample_forward_SC: np.ndarray,
+    sample_backward_SC: np.ndarray,
+    *,
+    cap_tokens: int,
+    schedule: str,
+    plan_ms: float,
+) -> Placement:
+    """Order the slots of every rank, then trade samples with the slowest rank and order again.
+
+    A few orders of every rank are always tried; all else lasts while ``plan_ms`` buys effort.
+    """
+    search = _Search(
+        placement, costs, sample_forward_SC, sample_backward_SC, cap_tokens, schedule, plan_ms
+    )
+    search.order()
+    while search.exchange():
+        search.order()
+    return tuple(tuple(tuple(sorted(slot)) for slot in rank) for rank in search.ranks)
+
+
+class _Search:
+    def __init__(
+        self,
+        placement: Placement,
+        costs: StepCosts,
+        sample_forward_SC: np.ndarray,
+        sample_backward_SC: np.ndarray,
+        cap_tokens: int,
+        schedule: str,
+        plan_ms: float,
+    ) -> None:
+        self.ranks = [[list(slot) for slot in rank] for rank in placement]
+        self.costs, self.cap_tokens, self.schedule = costs, cap_tokens, schedule
+        self.tokens_S = costs.lengths_tokens_S
+        self.sample_SC2 = np.stack([sample_forward_SC, sample_backward_SC], axis=-1)
+        constant_C2 = np.stack([costs.constant_forward_C, costs.constant_backward_C], axis=-1)
+        sizes = [len(slot) for rank in self.ranks for slot in rank]
+        samples = np.array([s for rank in self.ranks for slot in rank for s in slot])
+        first_J = np.cumsum([0, *sizes[:-1]])
+        slot_JC2 = np.add.reduceat(self.sample_SC2[samples], first_J, axis=0)
+        grid = (len(self.ranks), costs.micro_batches)
+        self.slot_DMC2 = constant_C2 + slot_JC2.reshape(*grid, *constant_C2.shape)
+        self.used_DM = np.add.reduceat(self.tokens_S[samples], first_J).reshape(grid)
+        self.rank_operations = 2 * costs.micro_batches * costs.chunks
+        self.effort = Effort(plan_ms)
+        self.every_D = np.arange(len(self.ranks))
+        self.makespans_D = self._simulate(self.slot_DMC2, self.every_D)
+
+    def _simulate(self, slot_XMC2: np.ndarray, ranks_X: np.ndarray) -> np.ndarray:
+        """Makespans [X] of the ranks ``ranks_X`` with these slots."""
+        self.effort.spend(slot_XMC2.size)
+        times = [self.costs.grid_IPVM(slot_XMC2[..., side], ranks_X) for side in (0, 1)]
+        return makespans_ms(*times, schedule=self.schedule)
+
+    def _affordable(self, pipelines_each: int) -> int:
+        """Candidates of so many pipelines that one more call may simulate."""
+        operations = pipelines_each * self.rank_operations
+        return min(self.effort.affordable(operations), _MAX_EVALUATED_TIMES // operations)
+
+    def order(self) -> None:
+        """Best of all orders where they are few; else of a few shapes, then of pairwise swaps."""
+        positions = self.costs.micro_batches
+        if self.schedule == "no_pipeline" or positions == 1:
+            return
+        if positions <= _ALL_ORDERS_UNTIL:
+            every_XM = np.array(list(itertools.permutations(range(positions))))
+            self._take_best_order(np.broadcast_to(every_XM, (len(self.ranks), *every_XM.shape)))
+            return
+        self._take_best_order(self._shapes(self.slot_DMC2))
+        while len(swaps_XM := self._swaps()):
+            swaps_DXM = np.broadcast_to(swaps_XM, (len(self.ranks), *swaps_XM.shape))
+            if not self._take_best_order(swaps_DXM):
+                break
+
+    def _swaps(self) -> np.ndarray:
+        """Orders that exchange two positions: all pairs, or near ones where those are too many."""
+        positions = self.costs.micro_batches
+        pairs = [(i, i + gap) for gap in range(1, positions) for i in range(positions - gap)]
+        pairs = pairs[: self._affordable(len(self.ranks))]
+        orders_XM = np.tile(np.arange(positions), (len(pairs), 1))
+        for row, (i, j) in zip(orders_XM, pairs, strict=True):
+            row[[i, j]] = j, i
+        return orders_XM
+
+    def _shapes(self, slot_XMC2: np.ndarray) -> np.ndarray:
+        """[X, O, M]: ascending, descending, small at both ends, large at both ends."""
+        up_XM = np.argsort(slot_XMC2.sum(axis=(2, 3)), axis=1, kind="stable")
+        down_XM = up_XM[:, ::-1]
+        shapes = [up_XM, down_XM]
+        for sorted_XM in (up_XM, down_XM):
+            shapes.append(np.concatenate([sorted_XM[:, ::2], sorted_XM[:, 1::2][:, ::-1]], axis=1))
+        return np.stack(shapes, axis=1)
+
+    def _orders(self, slot_XMC2: np.ndarray) -> np.ndarray:
+        """[X, O, M]: orders worth trying for changed ranks."""
+        positions = self.costs.micro_batches
+        if positions <= _ALL_ORDERS_UNTIL:
+            every_XM = np.array(list(itertools.permutations(range(positions))))
+            return np.broadcast_to(every_XM, (len(slot_XMC2), *every_XM.shape))
+        return self._shapes(slot_XMC2)
+
+    def _simulate_orders(
+        self, slot_XMC2: np.ndarray, ranks_X: np.ndarray, orders_XOM: np.ndarray
+    ) -> np.ndarray:
+        """[X, O] ms."""
+        rows = np.arange(len(slot_XMC2))[:, None, None]
+        ordered = slot_XMC2[rows, orders_XOM]
+        ranks = np.repeat(ranks_X, orders_XOM.shape[1])
+        ms = self._simulate(ordered.reshape(-1, *slot_XMC2.shape[1:]), ranks)
+        return ms.reshape(orders_XOM.shape[:2])
+
+    def _take_best_order(self, orders_DXM: np.ndarray) -> bool:
+        ms_DX = self._simulate_orders(self.slot_DMC2, self.every_D, orders_DXM)
+        best_D = ms_DX.argmin(axis=1)
+        improved = np.flatnonzero(ms_DX[self.every_D, best_D] < self.makespans_D * (1 - _GAIN))
+        for rank in improved.tolist():
+            self._reorder(rank, orders_DXM[rank, best_D[rank]])
+            self.makespans_D[rank] = ms_DX[rank, best_D[rank]]
+        return bool(len(improved))
+
+    def _reorder(self, rank: int, order_M: np.ndarray) -> None:
+        self.ranks[rank] = [self.ranks[rank][position] for position in order_M.tolist()]
+        self.slot_DMC2[rank] = self.slot_DMC2[rank, order_M]
+        self.used_DM[rank] = self.used_DM[rank, order_M]
+
+    def exchange(self) -> bool:
+        """Trade samples between the slowest rank and others while that helps."""
+        changed = False
+        while len(self.ranks) > 1 or self.costs.micro_batches > 1:
+            moves = self._moves(int(self.makespans_D.argmax()))
+            if not len(moves) or not self._take_best_move(moves):
+                break
+            changed = True
+        return changed
+
+    def _moves(self, slow: int) -> np.ndarray:
+        """Moves (slow rank, slot, sample, other rank, slot, sample or -1) that obey cap and slots.
+
+        -1 takes nothing in return, from a slot that keeps other samples. Partners in the fastest
+        ranks come first; what is too much to simulate at once is left out.
+        """
+        most = self._affordable(2)
+        if not most:
+            return np.empty((0, 6), dtype=np.int64)
+        gives = self._members(slow, nothing=False)
+        takes = np.empty((0, 3), dtype=np.int64)
+        for other in np.argsort(self.makespans_D, kind="stable").tolist():
+            if other != slow and len(gives) * len(takes) < 4 * most:
+                takes = np.concatenate([takes, self._members(other, nothing=True)])
+        pairs = np.indices((len(gives), len(takes))).reshape(2, -1)
+        moves = np.concatenate([gives[pairs[0]], takes[pairs[1]]], axis=1)
+        _, m, give, other, n, take = moves.T
+        alone_M = np.array([len(slot) == 1 for slot in self.ranks[slow]])
+        change = self.tokens_S[give] - np.where(take >= 0, self.tokens_S[take], 0)
+        legal = (self.used_DM[other, n] + change <= self.cap_tokens) & (
+            self.used_DM[slow, m] - change <= self.cap_tokens
+        )
+        legal &= (take >= 0) | ~alone_M[m]
+        chosen = np.flatnonzero(legal)
+        return moves[chosen[np.argsort(pairs[1][chosen], kind="stable")][:most]]
+
+    def _members(self, rank: int, *, nothing: bool) -> np.ndarray:
+        """(rank, slot, sample) of a rank's samples, [I, 3]; -1 per slot for nothing.
+
+        Of very many, some of every size: pairs of them must stay few.
+        """
+        rows = [(rank, m, sample) for m, slot in enumerate(self.ranks[rank]) for sample in slot]
+        members_I3 = np.array(rows, dtype=np.int64)
+        if len(members_I3) > _MAX_MEMBERS:
+            by_size_I = np.argsort(self.tokens_S[members_I3[:, 2]], kind="stable")
+            spread_I = np.linspace(0, len(by_size_I) - 1, _MAX_MEMBERS).astype(np.int64)
+            members_I3 = members_I3[by_size_I[spread_I]]
+        if not nothing:
+            return members_I3
+        empty_I3 = np.array([(rank, m, -1) for m in range(self.costs.micro_batches)])
+        return np.concatenate([members_I3, empty_I3])
+
+    def _take_best_move(self, moves: np.ndarray) -> bool:
+        """The best move in place; where none helps, the best one with both ranks ordered anew."""
+        slow, m, give, other, n, take = moves.T
+        taken = np.where((take >= 0)[:, None, None], self.sample_SC2[take], 0.0)
+        difference = self.sample_SC2[give] - taken
+        rows = np.arange(len(moves))
+        slow_slots, other_slots = self.slot_DMC2[slow], self.slot_DMC2[other]
+        slow_slots[rows, m] -= difference
+        other_slots[rows, n] += difference
+        both = np.concatenate([slow_slots, other_slots])
+        ms_2X = self._simulate(both, np.concatenate([slow, other])).reshape(2, -1)
+        limit_ms = self.makespans_D[slow[0]] * (1 - _GAIN)
+        best = int(ms_2X.max(axis=0).argmin())
+        if ms_2X[:, best].max() < limit_ms:
+            self._apply(moves[best].tolist(), slow_slots[best], other_slots[best])
+            self.makespans_D[[slow[best], other[best]]] = ms_2X[:, best]
+            return True
+        return self._take_best_reordered_move(moves, slow_slots, other_slots, ms_2X, limit_ms)
+
+    def _take_best_reordered_move(
+        self,
+        moves: np.ndarray,
+        slow_slots: np.ndarray,
+        other_slots: np.ndarray,
+        ms_2X: np.ndarray,
+        limit_ms: float,
+    ) -> bool:
+        if self.schedule == "no_pipeline" or self.costs.micro_batches == 1:
+            return False
+        orders = self._orders(slow_slots[:1]).shape[1]
+        promising = np.argsort(ms_2X.max(axis=0), kind="stable")[: self._affordable(2 * orders)]
+        if not len(promising):
+            return False
+        slots = np.concatenate([slow_slots[promising], other_slots[promising]])
+        ranks = moves[promising][:, [0, 3]].T.ravel()
+        orders_XOM = self._orders(slots)
+        ms_XO = self._simulate_orders(slots, ranks, orders_XOM)
+        best_ms_2X = ms_XO.min(axis=1).reshape(2, -1)
+        best = int(best_ms_2X.max(axis=0).argmin())
+        if best_ms_2X[:, best].max() >= limit_ms:
+            return False
+        chosen = int(promising[best])
+        move = moves[chosen].tolist()
+        self._apply(move, slow_slots[chosen], other_slots[chosen])
+        for rank, row in ((move[0], best), (move[3], best + len(promising))):
+            self._reorder(rank, orders_XOM[row, ms_XO[row].argmin()])
+            self.makespans_D[rank] = ms_XO[row].min()
+        return True
+
+    def _apply(self, move: list[int], slow_MC2: np.ndarray, other_MC2: np.ndarray) -> None:
+        slow, m, give, other, n, take = move
+        self.ranks[slow][m].remove(give)
+        self.ranks[other][n].append(give)
+        tokens = self.tokens_S[give]
+        if take >= 0:
+            self.ranks[other][n].remove(take)
+            self.ranks[slow][m].append(take)
+            tokens = tokens - self.tokens_S[take]
+        self.used_DM[slow, m] -= tokens
+        self.used_DM[other, n] += tokens
+        self.slot_DMC2[slow], self.slot_DMC2[other] = slow_MC2, other_MC2

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline schedules: orders of operations, a simulator, bounds."""

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures the model that training's flags describe, part by part, on this machine.
+
+One process measures one rank's share of one layer, of the embedding and of the head.
+Communication between ranks is not in the table; calibration adds it while training runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
+from sparsebalance_megatron.cost.table import CostRow, CostTable, RunIdentity
+from sparsebalance_megatron.megatron.device import early_flags
+from sparsebalance_megatron.profiling.cells import Cell, Effort, measure, plan_cells
+from sparsebalance_megatron.profiling.clocks import Clock, CudaEventClock, HostClock
+
+_ONE_RANK: dict[str, Any] = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "pipeline_model_parallel_layout": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "sequence_parallel": False,
+    "tp_comm_overlap": False,
+    "use_distributed_optimizer": False,
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
+    "num_layers": 1,
+    # Rows are as long as --seq-length, whatever their number.
+    "micro_batch_size": 1,
+    "global_batch_size": None,
+    "eval_micro_batch_size": None,
+    "eval_global_batch_size": None,
+    "rampup_batch_size": None,
+    # The cost model adds what recomputation repeats.
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "save": None,
+    "load": None,
+    "tensorboard_dir": None,
+    "wandb_project": "",
+}
+"""Megatron arguments that spread the work, or write files, and their values for one process."""
+
+
+def profile(
+    flags: Sequence[str],
+    *,
+    effort: Effort,
+    threads: int,
+    progress: Callable[[list[Cell]], Any],
+) -> CostTable:
+    """Measure the model that training's flags describe. Once per process.
+
+    Args:
+        flags: Megatron's and this plugin's flags.
+        threads: host threads in use; recorded in the table.
+        progress: wraps the list of cells in an iterator, and may draw a bar.
+    """
+    _, device_type = early_flags(flags)
+    if device_type == "cpu":
+        from sparsebalance_megatron.megatron import cpu
+
+        cpu.install()
+    with redirect_stdout(io.StringIO()):
+        args, config, identity = _read_flags(flags, device_type)
+        model = _build_model(args, config, device_type)
+    clock: Clock = HostClock() if device_type == "cpu" else CudaEventClock()
+    rows: list[CostRow] = []
+    for cell in progress(plan_cells(args.seq_length, config, effort)):
+        for kind in cell.kinds:
+            timed = model.timed(kind, cell.lengths_tokens, cell.budget_blocks)
+            rows += measure(kind, timed, cell, effort, clock)
+    return CostTable(
+        identity=identity,
+        versions=_versions(),
+        date=datetime.now(UTC).date().isoformat(),
+        threads=threads,
+        rows=tuple(rows),
+    )
+
+
+def _read_flags(
+    flags: Sequence[str], device_type: str
+) -> tuple[argparse.Namespace, SparseBalanceConfig, RunIdentity]:
+    """Megatron's arguments of one rank's share, and what the table will be valid for."""
+    from megatron.training.arguments import (
+        core_transformer_config_from_args,
+        parse_args,
+        validate_args,
+    )
+    from megatron.training.global_vars import set_global_variables
+
+    from sparsebalance_megatron.megatron.arguments import args_provider, config_from_args
+    from sparsebalance_megatron.megatron.settings import model_shape, run_identity
+
+    with _command_line(flags):
+        args = parse_args(args_provider(enabled=True, on_cpu=device_type == "cpu"))
+    config = config_from_args(args)
+    ranks = args.tensor_model_parallel_size
+    _check_profilable(args)
+    for name in _ONE_RANK.keys() & vars(args).keys():
+        setattr(args, name, _ONE_RANK[name])
+    args.make_vocab_size_divisible_by *= ranks
+    validate_args(args)
+    set_global_variables(args)
+    shape = model_shape(core_transformer_config_from_args(args), args.padded_vocab_size)
+    dtype = str(args.params_dtype).removeprefix("torch.")
+    identity = run_identity(shape, dtype, config, device_type)
+    identity = replace(identity, shape=replace(identity.shape, tensor_parallel_size=ranks))
+    _cut_to_share(args, ranks)
+    return args, config, identity
+
+
+@contextmanager
+def _command_line(flags: Sequence[str]) -> Iterator[None]:
+    """Megatron's parser reads ``sys.argv`` and nothing else."""
+    saved, sys.argv = sys.argv, ["sparse-balance profile --", *flags]
+    try:
+        yield
+    finally:
+        sys.argv = saved
+
+
+def _check_profilable(args: argparse.Namespace) -> None:
+    for found, flag, remedy in (
+        (args.yaml_cfg is not None, "--yaml-cfg", "give every flag on the command line"),
+        (args.use_checkpoint_args, "--use-checkpoint-args", "give the model's flags instead"),
+        (
+            isinstance(getattr(args, "moe_layer_freq", 1), list),
+            f"--moe-layer-freq {getattr(args, 'moe_layer_freq', 1)}",
+            "the cost model knows one kind of layer; use layers that are alike",
+        ),
+    ):
+        if found:
+            raise ConfigError(f"sparse-balance profile with {flag}: {remedy}")
+
+
+def _cut_to_share(args: argparse.Namespace, ranks: int) -> None:
+    """Leave the heads, MLP columns and vocabulary rows that one of ``ranks`` TP ranks computes."""
+    names = ["num_attention_heads", "ffn_hidden_size", "padded_vocab_size"]
+    names += ["num_query_groups"] if args.group_query_attention else []
+    for name in names:
+        value = getattr(args, name)
+        if value % ranks:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{flag} {value} is no multiple of --tensor-model-parallel-size {ranks}"
+            )
+        setattr(args, name, value // ranks)
+
+
+def _build_model(args: argparse.Namespace, config: SparseBalanceConfig, device_type: str) -> Any:
+    from sparsebalance_megatron.megatron.core_attention import AttentionOptions
+    from sparsebalance_megatron.plan.coverage import budget_grid
+    from sparsebalance_megatron.profiling.model import ProfiledModel
+
+    grid = budget_grid(-(-args.seq_length // config.block_size))
+    options = AttentionOptions.from_config(config, grid)
+    return ProfiledModel(args, options, torch.device(device_type))
+
+
+def _versions() -> dict[str, str]:
+    from sparsebalance_megatron import __version__
+    from sparsebalance_megatron.megatron.compat import megatron_version
+
+    return {
+        "sparsebalance-megatron": __version__,
+        "megatron-core": megatron_version(),
+        "torch": str(torch.__version__),
+    }

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step drawn: ranks and stages as rows, time to the right, micro-batches as bars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sparsebalance_megatron.report.charts.figure import (
+    FAINT,
+    MUTED,
+    PAPER,
+    WIDTH_INCHES,
+    Picture,
+    absent,
+    draw,
+)
+from sparsebalance_megatron.report.timeline import Bar, Timeline
+from sparsebalance_megatron.telemetry.rank_log_reader import Place, RankStep
+
+KEY, TITLE = "timeline", "One step"
+MAX_ROWS = 16
+_MAX_VECTOR_BARS = 3000
+_HEIGHTS = {"forward": 0.42, "backward": 0.86}
+_GAP_BETWEEN_RANKS = 0.4
+_COLOURS = (0.15, 0.93)
+_LABEL_POINTS_PER_CHARACTER = 4.2
+_LARGEST_RATIO_ON_ONE_AXIS = 6.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """A timeline with what its micro-batches held; ``contents`` may be empty."""
+
+    name: str
+    timeline: Timeline
+    contents: Mapping[Place, RankStep]
+
+
+def timeline_picture(
+    iteration: int, panels: Sequence[Panel], missing: Sequence[str] = ()
+) -> Picture:
+    """The panels one above the other on a common time axis.
+
+    Args:
+        iteration: of the step.
+        missing: sentences on panels that there should have been.
+    """
+    title = f"{TITLE}: iteration {iteration}"
+    if not panels:
+        return absent(KEY, title, " ".join(missing))
+    shown = shown_places(panels)
+    scale = _Scale(panels)
+    bars_per_row = max(_bars_per_row(panel.timeline) for panel in panels)
+    width = float(np.clip(0.13 * bars_per_row, WIDTH_INCHES, 14.0))
+    row_inches = float(np.clip(2.4 / len(shown), 0.19, 0.42))
+    rows_inches = row_inches * (len(shown) + _GAP_BETWEEN_RANKS * len({d for d, _ in shown}))
+    height = len(panels) * (rows_inches + (0.42 if _share_axis(panels) else 0.65)) + 0.75
+    return Picture(
+        key=KEY,
+        title=title,
+        caption=" ".join([_caption(panels, shown, scale), *missing]),
+        alt=_alt(iteration, panels),
+        svg=draw(
+            KEY,
+            lambda figure: _paint(figure, panels, shown, scale, width, row_inches),
+            height=height,
+            width=width,
+        ),
+        wide=width > WIDTH_INCHES,
+    )
+
+
+def shown_places(panels: Sequence[Panel]) -> tuple[Place, ...]:
+    """All places, or those of ranks evenly chosen from the fastest to the slowest."""
+    places = sorted({place for panel in panels for place in panel.timeline.places})
+    ranks = sorted({d for d, _ in places})
+    stages = len({p for _, p in places})
+    room = max(1, MAX_ROWS // stages)
+    if len(ranks) <= room:
+        return tuple(places)
+    end_ms: dict[int, float] = {}
+    for bar in panels[0].timeline.bars:
+        end_ms[bar.place[0]] = max(end_ms.get(bar.place[0], 0.0), bar.end_ms)
+    by_end = sorted(end_ms, key=lambda d: (-end_ms[d], d))
+    chosen = {by_end[i] for i in np.linspace(0, len(by_end) - 1, room).round().astype(int)}
+    return tuple(place for place in places if place[0] in chosen)
+
+
+class _Scale:
+    """Colour of a micro-batch: by its tokens where they are known, or else by its time."""
+
+    def __init__(self, panels: Sequence[Panel]) -> None:
+        self.tokens = {
+            (panel.name, place[0], micro_batch.position): micro_batch.tokens
+            for panel in panels
+            for place, step in panel.contents.items()
+            for micro_batch in step.micro_batches
+        }
+        self.by_tokens = bool(self.tokens)
+        if self.by_tokens:
+            self.largest: float = max(self.tokens.values())
+        else:
+            self.largest = max(bar.ms for panel in panels for bar in panel.timeline.bars)
+
+    @property
+    def label(self) -> str:
+        return "tokens in the micro-batch" if self.by_tokens else "ms of the forward or backward"
+
+    def share(self, panel: Panel, bar: Bar) -> float | None:
+        """0 to 1; None where the micro-batch's tokens are not known."""
+        if not self.by_tokens:
+            return bar.ms / self.largest
+        tokens = self.tokens.get((panel.name, bar.place[0], bar.position))
+        return None if tokens is None else tokens / self.largest
+
+
+def _bars_per_row(timeline: Timeline) -> int:
+    return max(np.unique([place for place in _row_of(timeline.bars)], return_counts=True)[1])
+
+
+def _row_of(bars: Sequence[Bar]) -> list[int]:
+    numbers: dict[Place, int] = {}
+    return [numbers.setdefault(bar.place, len(numbers)) for bar in bars]
+
+
+def _paint(
+    figure: Any,
+    panels: Sequence[Panel],
+    shown: tuple[Place, ...],
+    scale: _Scale,
+    width: float,
+    row_inches: float,
+) -> None:
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import ListedColormap, Normalize
+    from matplotlib.ticker import MaxNLocator
+
+    colours = ListedColormap(colormaps["viridis"](np.linspace(*_COLOURS, 256)))
+    ends_ms = _axis_ends_ms(panels)
+    shared = _share_axis(panels)
+    axes = figure.subplots(len(panels), 1, sharex=shared, squeeze=False)[:, 0]
+    rows = _rows(shown)
+    for axis, panel, end_ms in zip(axes, panels, ends_ms, strict=True):
+        points_per_ms = 0.85 * width * 72 / end_ms
+        _paint_panel(axis, panel, rows, scale, colours)
+        if row_inches > 0.17:
+            _paint_budgets(axis, panel, rows, scale, colours, points_per_ms)
+        axis.set_title(_heading(panel))
+        axis.set_yticks(list(rows.values()), _labels(shown))
+        axis.set_ylim(max(rows.values()) + 0.6, -0.6)
+        axis.tick_params(axis="y", length=0)
+        axis.spines["left"].set_visible(False)
+        has_axis = axis is axes[-1] or not shared
+        axis.spines["bottom"].set_visible(has_axis)
+        axis.tick_params(axis="x", length=3 if has_axis else 0)
+        axis.set_xlim(0, end_ms * 1.01)
+    axes[-1].set_xlabel("ms since the step began")
+    bar = figure.colorbar(
+        ScalarMappable(Normalize(0, scale.largest), colours),
+        ax=list(axes),
+        orientation="horizontal",
+        shrink=0.6 * WIDTH_INCHES / width,
+        aspect=40,
+        ticks=MaxNLocator(4),
+        pad=0.02,
+    )
+    bar.set_label(scale.label)
+    bar.outline.set_visible(False)
+    bar.ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+
+
+def _share_axis(panels: Sequence[Panel]) -> bool:
+    """Whether all panels can be read on one time axis: predicted times may be relative only."""
+    makespans_ms = [panel.timeline.makespan_ms for panel in panels]
+    return max(makespans_ms) <= _LARGEST_RATIO_ON_ONE_AXIS * min(makespans_ms)
+
+
+def _axis_ends_ms(panels: Sequence[Panel]) -> list[float]:
+    """The length of every panel's axis; never zero."""
+    own = [max(panel.timeline.makespan_ms, 1e-9) for panel in panels]
+    return [max(own)] * len(own) if _share_axis(panels) else own
+
+
+def _rows(shown: tuple[Place, ...]) -> dict[Place, float]:
+    """Where each place lies on the vertical axis; ranks stand a little apart."""
+    stages = len({p for _, p in shown})
+    rows, y, previous = {}, 0.0, None
+    for place in shown:
+        if previous is not None:
+            apart = previous != place[0] and stages > 1
+            y += 1.0 + _GAP_BETWEEN_RANKS * apart
+        rows[place], previous = y, place[0]
+    return rows
+
+
+def _labels(shown: tuple[Place, ...]) -> list[str]:
+    if len({p for _, p in shown}) == 1:
+        return [f"rank {d}" for d, _ in shown]
+    first = {d: min(p for e, p in shown if e == d) for d, _ in shown}
+    return [f"rank {d}  stage {p}" if first[d] == p else str(p) for d, p in shown]
+
+
+def _paint_panel(
+    axis: Any, panel: Panel, rows: Mapping[Place, float], scale: _Scale, colours: Any
+) -> None:
+    from matplotlib.collections import PolyCollection
+
+    bars = [bar for bar in panel.timeline.bars if bar.place in rows]
+    many = len(bars) > _MAX_VECTOR_BARS
+    axis.barh(list(rows.values()), panel.timeline.makespan_ms, height=0.86, color=FAINT)
+    shares = [scale.share(panel, bar) for bar in bars]
+    axis.add_collection(
+        PolyCollection(
+            [_corners(bar, rows[bar.place]) for bar in bars],
+            facecolors=[MUTED if share is None else colours(share) for share in shares],
+            edgecolors="none" if many else PAPER,
+            linewidths=0 if many else 0.5,
+            rasterized=many,
+        )
+    )
+
+
+def _corners(bar: Bar, y: float) -> list[tuple[float, float]]:
+    half = _HEIGHTS[bar.kind] / 2
+    return [
+        (bar.start_ms, y - half),
+        (bar.end_ms, y - half),
+        (bar.end_ms, y + half),
+        (bar.start_ms, y + half),
+    ]
+
+
+def _paint_budgets(
+    axis: Any,
+    panel: Panel,
+    rows: Mapping[Place, float],
+    scale: _Scale,
+    colours: Any,
+    points_per_ms: float,
+) -> None:
+    """Budgets inside backward bars, where they fit."""
+    budgets = stage_budgets(panel.contents)
+    for bar in panel.timeline.bars:
+        budget = budgets.get((bar.place, bar.position))
+        if bar.kind != "backward" or bar.place not in rows or budget is None:
+            continue
+        text = f"{budget:.0f}"
+        if bar.ms * points_per_ms < 3 + _LABEL_POINTS_PER_CHARACTER * len(text):
+            continue
+        share = scale.share(panel, bar)
+        dark = share is None or share < 0.6
+        axis.text(
+            (bar.start_ms + bar.end_ms) / 2,
+            rows[bar.place],
+            text,
+            fontsize=6.5,
+            ha="center",
+            va="center_baseline",
+            color="white" if dark else "black",
+        )
+
+
+def stage_budgets(contents: Mapping[Place, RankStep]) -> dict[tuple[Place, int], float]:
+    """Budget of the longest sample of every micro-batch, the mean over a stage's layers."""
+    return {
+        (place, micro_batch.position): float(
+            micro_batch.budgets_LS[:, int(np.argmax(micro_batch.lengths_tokens))].mean()
+        )
+        for place, step in contents.items()
+        for micro_batch in step.micro_batches
+        if micro_batch.budgets_LS.size
+    }
+
+
+def _heading(panel: Panel) -> str:
+    waiting = 1.0 - panel.timeline.busy_share
+    ms = panel.timeline.makespan_ms
+    length = f"{ms:,.0f}" if ms >= 10 else f"{ms:.2g}"
+    return f"{panel.name}: {length} ms, stages wait {waiting:.0%} of it"
+
+
+def _caption(panels: Sequence[Panel], shown: tuple[Place, ...], scale: _Scale) -> str:
+    ranks = {d for panel in panels for d, _ in panel.timeline.places}
+    parts = [
+        "Each row is a pipeline stage of a data-parallel rank, time runs to the right. Thin bars "
+        "are forwards, thick bars backwards, and what stays grey is a bubble: the stage waits."
+    ]
+    if scale.by_tokens:
+        parts.append(
+            "Colour is the number of tokens in the micro-batch; the number in a backward is the "
+            "budget of its longest sample in blocks, the mean over the stage's layers."
+        )
+    else:
+        parts.append(
+            "Colour is the time of the bar: lengths and budgets are in ranks/, which holds nothing "
+            "of this step."
+        )
+    for panel in panels:
+        remarks = "".join(f"; {remark}" for remark in panel.timeline.remarks)
+        parts.append(f"{panel.name.capitalize()}: {panel.timeline.source}{remarks}.")
+    if not _share_axis(panels):
+        parts.append("Times differ so much that every panel has a time axis of its own.")
+    drawn = {d for d, _ in shown}
+    if len(drawn) < len(ranks):
+        parts.append(
+            f"{len(drawn)} of {len(ranks)} ranks are drawn, from the first to finish to the last."
+        )
+    return " ".join(parts)
+
+
+def _alt(iteration: int, panels: Sequence[Panel]) -> str:
+    return f"Timeline of iteration {iteration}. " + ". ".join(_heading(panel) for panel in panels)

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a report is made from: a run's step log, and details of some of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from sparsebalance_megatron.report.charts.figure import ReportError
+from sparsebalance_megatron.report.charts.series import paired
+from sparsebalance_megatron.report.comparison import warm_up_steps
+from sparsebalance_megatron.report.timeline import (
+    Timeline,
+    measured_timeline,
+    predicted_timeline,
+)
+from sparsebalance_megatron.telemetry.rank_log_reader import (
+    Place,
+    RankLogs,
+    missing_places,
+    rank_files,
+    rank_iterations,
+    read_rank_logs,
+)
+from sparsebalance_megatron.telemetry.run_log import RunLog, RunLogError, Step, read_run_log
+from sparsebalance_megatron.telemetry.step_times import StepTimes, read_step_times
+
+_MOST_PLACES = 1_000_000
+MOST_STEPS_READ = 64
+"""Steps whose micro-batches are read, besides the one that is drawn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """One run. ``ranks`` and ``times`` hold the iterations that were read of ``iterations``."""
+
+    log: RunLog
+    ranks: RankLogs
+    times: Mapping[int, StepTimes]
+    iterations: tuple[int, ...]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Of the run's header; empty where it is missing."""
+        config = self.log.header.get("config")
+        return config if isinstance(config, Mapping) else {}
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return (*self.log.problems, *self.ranks.problems)
+
+    def sampled(self, read: Collection[int]) -> str:
+        """How many steps ``read`` stands for, in words."""
+        if len(read) >= len(self.iterations):
+            return f"all {len(read)} steps"
+        return f"{len(read)} of {len(self.iterations):,} steps, evenly chosen"
+
+    def predicted(self, iteration: int) -> Timeline | None:
+        times = self.times.get(iteration)
+        return None if times is None else predicted_timeline(times)
+
+    def measured(self, iteration: int) -> Timeline | None:
+        return measured_timeline(
+            self.times.get(iteration), self.ranks.steps.get(iteration, {}), self.places
+        )
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """All stages of all ranks, by the run's header; empty where it does not say."""
+        sizes = [self.log.header.get(key) for key in ("data_parallel_size", "pipeline_stages")]
+        match sizes:
+            case [int(ranks), int(stages)] if 0 < ranks * stages <= _MOST_PLACES:
+                return tuple((d, p) for d in range(ranks) for p in range(stages))
+        return ()
+
+
+def open_log(directory: Path) -> RunLog:
+    """The step log; where only ranks wrote, a log without steps that says so.
+
+    Raises:
+        RunLogError: if there is no log of any kind, or no readable step and no rank's log.
+    """
+    try:
+        return read_run_log(directory)
+    except RunLogError as error:
+        if rank_files(directory):
+            return RunLog(directory=directory, header={}, steps=(), problems=(str(error),))
+        if any(directory.glob("steps*.jsonl")):
+            raise
+        raise RunLogError(
+            f"{directory}: no log, neither steps.jsonl nor ranks/rank-*.jsonl; train with "
+            f"--sparse-balance-log-dir {directory}"
+        ) from None
+
+
+def gather(log: RunLog, iterations: Collection[int]) -> Evidence:
+    """Read the details of the given iterations."""
+    ranks = read_rank_logs(log.directory, iterations)
+    evidence = Evidence(
+        log=log,
+        ranks=ranks,
+        times=read_step_times(log.directory, iterations) if log.steps else {},
+        iterations=iterations_of(log),
+    )
+    missing = missing_places(ranks, evidence.places) if ranks.headers else []
+    if not missing:
+        return evidence
+    names = ", ".join(f"rank {d} stage {p}" for d, p in missing[:4])
+    more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+    problem = f"{log.directory / 'ranks'}: no log of {names}{more}; left out"
+    return Evidence(
+        log=log,
+        ranks=RankLogs(
+            headers=ranks.headers, steps=ranks.steps, problems=(*ranks.problems, problem)
+        ),
+        times=evidence.times,
+        iterations=evidence.iterations,
+    )
+
+
+def iterations_of(log: RunLog) -> tuple[int, ...]:
+    """Those of the step log, or else of the ranks."""
+    if log.steps:
+        return tuple(step.iteration for step in log.steps)
+    return rank_iterations(log.directory)
+
+
+def evenly(iterations: tuple[int, ...], most: int = MOST_STEPS_READ) -> tuple[int, ...]:
+    """At most so many, the first and the last among them."""
+    if len(iterations) <= most:
+        return iterations
+    places = np.linspace(0, len(iterations) - 1, most).round().astype(int)
+    return tuple(iterations[place] for place in places)
+
+
+def choose_iteration(log: RunLog, baseline: RunLog | None, asked: int | None) -> int:
+    """The iteration asked for, or else a typical one that was measured.
+
+    Typical: after the warm-up, of the median speedup, or without a baseline of the median time.
+
+    Raises:
+        ReportError: if the log does not hold the iteration asked for.
+    """
+    known = iterations_of(log)
+    if asked is not None:
+        if asked not in known:
+            raise ReportError(
+                f"--step {asked}: not in {log.directory}, whose iterations are "
+                f"{known[0]} to {known[-1]}"
+                if known
+                else f"--step {asked}: {log.directory} holds no iteration"
+            )
+        return asked
+    if not known:
+        raise ReportError(f"{log.directory}: no iteration is readable")
+    settled = log.steps[warm_up_steps(len(log.steps)) :]
+    measured = [step for step in settled if step.micro_batch_ms]
+    values = _speedups(measured, log, baseline) or {
+        step.iteration: step.iteration_ms for step in measured if step.iteration_ms
+    }
+    if not values:
+        return measured[-1].iteration if measured else known[-1]
+    middle = median(values.values())
+    return min(values, key=lambda iteration: abs(values[iteration] - middle))
+
+
+def _speedups(measured: list[Step], log: RunLog, baseline: RunLog | None) -> dict[int, float]:
+    if baseline is None:
+        return {}
+    drawable = {step.iteration for step in measured}
+    return {
+        new.iteration: old.iteration_ms / new.iteration_ms
+        for old, new in paired(log, baseline)
+        if new.iteration in drawable and old.iteration_ms and new.iteration_ms
+    }

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""The glue to Megatron: the only room that imports it."""

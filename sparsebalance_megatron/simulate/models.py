@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layer costs of public models, and what coverage to expect before any was observed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from sparsebalance_megatron.cost.model import CostModel, Kind
+from sparsebalance_megatron.cost.table import CostTable, ModelShape
+from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.simulate.lengths import WorkloadError
+
+H200_PEAK_FLOPS_PER_MS = 989e9
+"""Dense BF16, NVIDIA's data sheet."""
+LINEAR_EFFICIENCY = 0.5
+ATTENTION_EFFICIENCY = 0.3
+COVERAGE_EXPONENT = 0.35
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPreset:
+    """Sizes of a public model, from its config.json."""
+
+    layers: int
+    shape: ModelShape
+
+
+def _qwen25(*, layers: int, hidden: int, ffn: int, heads: int, head_dim: int) -> ModelPreset:
+    shape = ModelShape(
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_attention_heads=heads,
+        num_query_groups=2,
+        head_dim=head_dim,
+        vocab_size=151936,
+        gated_linear_unit=True,
+        tensor_parallel_size=1,
+    )
+    return ModelPreset(layers=layers, shape=shape)
+
+
+MODELS: Mapping[str, ModelPreset] = {
+    "qwen2.5-0.5b": _qwen25(layers=24, hidden=896, ffn=4864, heads=14, head_dim=64),
+    "qwen2.5-3b": _qwen25(layers=36, hidden=2048, ffn=11008, heads=16, head_dim=128),
+}
+
+
+def preset(name: str) -> ModelPreset:
+    """A public model by name.
+
+    Raises:
+        WorkloadError: the name is unknown.
+    """
+    if name not in MODELS:
+        raise WorkloadError(f"model {name!r} is not one of {', '.join(MODELS)}")
+    return MODELS[name]
+
+
+def h200_cost(name: str, *, block_size: int, tensor_parallel_size: int = 1) -> CostModel:
+    """Counted operations at the H200's peak, half of it for projections, 30 % for attention.
+
+    Selection is MoBA's, per token and query head.
+
+    Raises:
+        WorkloadError: the name is unknown.
+    """
+    shape = replace(preset(name).shape, tensor_parallel_size=tensor_parallel_size)
+    linear = CostModel.analytic(
+        shape,
+        block_size,
+        selection="token-query-head",
+        flops_per_ms=H200_PEAK_FLOPS_PER_MS * LINEAR_EFFICIENCY,
+    )
+    slower = dict.fromkeys(Kind, 1.0) | dict.fromkeys(
+        (Kind.ATTENTION, Kind.ROUTER), LINEAR_EFFICIENCY / ATTENTION_EFFICIENCY
+    )
+    return CostModel(
+        block_size=block_size,
+        forward_ms=_scaled(linear.forward_ms, slower),
+        backward_ms=_scaled(linear.backward_ms, slower),
+        source=f"{name}: counted operations on an H200, {LINEAR_EFFICIENCY:.0%} of peak in "
+        f"projections, {ATTENTION_EFFICIENCY:.0%} in attention",
+    )
+
+
+def cost_of(
+    model: str,
+    *,
+    cost_table: Path | None,
+    layers: int | None,
+    block_size: int,
+    tensor_parallel_size: int,
+) -> tuple[CostModel, int]:
+    """Costs and number of layers: fitted to a measured table, or else of a public model.
+
+    Raises:
+        CostTableError: the table cannot be used.
+        WorkloadError: the number of layers is missing or wrong.
+    """
+    if layers is not None and layers < 1:
+        raise WorkloadError(f"--layers {layers}: at least 1 needed")
+    if cost_table is None:
+        cost = h200_cost(model, block_size=block_size, tensor_parallel_size=tensor_parallel_size)
+        return cost, layers or preset(model).layers
+    if layers is None:
+        raise WorkloadError(f"--cost-table {cost_table}: costs are per layer; add --layers")
+    return CostModel.fit(CostTable.load(cost_table)), layers
+
+
+def _scaled(
+    ms: Mapping[Kind, tuple[float, ...]], factor: Mapping[Kind, float]
+) -> dict[Kind, tuple[float, ...]]:
+    return {kind: tuple(factor[kind] * value for value in row) for kind, row in ms.items()}
+
+
+def prior_coverage(layers: int, max_blocks: int) -> CoverageCurves:
+    """Coverage (k / n)^0.35 of n blocks at budget k, alike in all layers; no measurement.
+
+    A length bucket holds the curve of the geometric middle of its lengths.
+    """
+    curves = CoverageCurves(layers, max_blocks, 0.0)
+    middle_U = 2.0 ** (np.arange(curves.buckets) + 0.5)
+    curve_UK = np.minimum(np.asarray(curves.grid) / middle_U[:, None], 1.0) ** COVERAGE_EXPONENT
+    counts_LU = np.ones_like(curves.observed_LU, dtype=np.float64)
+    curves.update(np.broadcast_to(curve_UK, curves.mean_LUK.shape), counts_LU)
+    return curves

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named setups: the paper's two, and one at scale. The paper is arXiv:2604.13847."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy
+from sparsebalance_megatron.simulate.lengths import GENERATORS, MAX_TOKENS
+from sparsebalance_megatron.simulate.models import h200_cost, preset, prior_coverage
+from sparsebalance_megatron.simulate.variants import Workload
+
+BLOCK_SIZE = 256
+BASE_BUDGET = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A job on generated lengths. Sizes count ranks, stages and samples."""
+
+    model: str
+    data: tuple[str, ...]
+    data_parallel_size: int
+    pipeline_stages: int
+    tensor_parallel_size: int
+    micro_batch_size: int
+    global_batch_size: int
+
+    @property
+    def micro_batches(self) -> int:
+        return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
+
+
+SETUPS: Mapping[str, Setup] = {
+    "paper-main": Setup(
+        model="qwen2.5-3b",
+        data=("longalign", "chatqa2", "chatqa2-tail"),
+        data_parallel_size=4,
+        pipeline_stages=4,
+        tensor_parallel_size=2,
+        micro_batch_size=1,
+        global_batch_size=16,
+    ),
+    "paper-ablation": Setup(
+        model="qwen2.5-3b",
+        data=("chatqa2", "chatqa2-tail"),
+        data_parallel_size=2,
+        pipeline_stages=4,
+        tensor_parallel_size=1,
+        micro_batch_size=2,
+        global_batch_size=16,
+    ),
+    "scale-1024": Setup(
+        model="qwen2.5-3b",
+        data=("longalign",),
+        data_parallel_size=64,
+        pipeline_stages=4,
+        tensor_parallel_size=4,
+        micro_batch_size=1,
+        global_batch_size=512,
+    ),
+}
+
+PAPER_ABLATION: Mapping[str, tuple[float | None, float]] = {
+    "baseline": (1.81, 1.00),
+    "+DST": (1.73, 1.08),
+    "+SAB": (1.41, 1.21),
+    "+LBB": (None, 1.23),
+    "LBB+DST": (None, 1.28),
+    "SAB+DST": (1.34, 1.35),
+}
+"""Published micro-batch imbalance (max/mean) and speedup of paper-ablation's rows."""
+
+
+def job_shape(*, layers: int, ranks: int, stages: int, micro_batches: int) -> JobShape:
+    """Layers in contiguous chunks, one per stage; the first stages take the remainder."""
+    parts = np.array_split(np.arange(layers), stages)
+    return JobShape(
+        data_parallel_size=ranks,
+        micro_batches=micro_batches,
+        stage_layers=tuple((tuple(part.tolist()),) for part in parts),
+    )
+
+
+def default_policy(
+    *, block_size: int, base_budget: int, coverage_threshold: float, cap_tokens: int
+) -> PlanPolicy:
+    """Batching and tuning are the variant's."""
+    return PlanPolicy(
+        batching="makespan",
+        tuning="makespan",
+        anchor="mean",
+        coverage_threshold=coverage_threshold,
+        base_budget=base_budget,
+        block_size=block_size,
+        max_tokens_per_slot=cap_tokens,
+    )
+
+
+def workload_of(
+    setup: Setup, data: str, *, steps: int, seed: int, coverage_threshold: float
+) -> Workload:
+    """``steps`` global batches drawn in order from one of the setup's distributions."""
+    layers = preset(setup.model).layers
+    lengths = GENERATORS[data](steps * setup.global_batch_size, seed)
+    cost: CostModel = h200_cost(
+        setup.model, block_size=BLOCK_SIZE, tensor_parallel_size=setup.tensor_parallel_size
+    )
+    coverage: CoverageCurves = prior_coverage(layers, MAX_TOKENS // BLOCK_SIZE)
+    return Workload(
+        batches=batches_of(lengths, setup.global_batch_size),
+        job=job_shape(
+            layers=layers,
+            ranks=setup.data_parallel_size,
+            stages=setup.pipeline_stages,
+            micro_batches=setup.micro_batches,
+        ),
+        policy=default_policy(
+            block_size=BLOCK_SIZE,
+            base_budget=BASE_BUDGET,
+            coverage_threshold=coverage_threshold,
+            cap_tokens=setup.micro_batch_size * MAX_TOKENS,
+        ),
+        cost=cost,
+        coverage=coverage,
+    )
+
+
+def batches_of(lengths: np.ndarray, batch_size: int) -> tuple[tuple[int, ...], ...]:
+    """Consecutive global batches; an incomplete last one is left out."""
+    whole = len(lengths) // batch_size * batch_size
+    return tuple(tuple(row) for row in lengths[:whole].reshape(-1, batch_size).tolist())

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step's figures as scalars for TensorBoard and Weights & Biases; docs/TELEMETRY.md lists them.
+
+Shape legend: D data-parallel ranks, P stages, V chunks, M micro-batches, L layers, S samples.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from sparsebalance_megatron.cost.flops import training_flops
+from sparsebalance_megatron.cost.table import ModelShape
+from sparsebalance_megatron.plan.measurement import CoverageTotals, StepMeasurement
+from sparsebalance_megatron.plan.scheduler import PlannedStep
+from sparsebalance_megatron.plan.step_plan import StepPlan
+from sparsebalance_megatron.telemetry.step_log import (
+    coverage_summary,
+    imbalance,
+    rank_busy_ms,
+    stage_busy_ms,
+)
+
+PREFIX = "sparse-balance"
+MISMATCHES = "digest-mismatches"
+_DEPTH_GROUPS = 4
+
+
+class ScalarWriter:
+    """Writes to Megatron's own writers, on the rank that has them.
+
+    Args:
+        tensorboard: a ``SummaryWriter``, or None.
+        wandb: what has a ``log(values, step)`` like wandb, or None.
+        interval: iterations from one writing to the next.
+    """
+
+    def __init__(self, tensorboard: Any, wandb: Any, *, interval: int) -> None:
+        self._tensorboard = tensorboard
+        self._wandb = wandb
+        self._interval = interval
+
+    @classmethod
+    def of_megatron(cls) -> ScalarWriter | None:
+        """At ``--log-interval``, where ``megatron.training`` runs and this rank has a writer."""
+        global_vars = sys.modules.get("megatron.training.global_vars")
+        if global_vars is None:
+            return None
+        tensorboard, wandb = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
+        if tensorboard is None and wandb is None:
+            return None
+        return cls(tensorboard, wandb, interval=global_vars.get_args().log_interval)
+
+    def due(self, iteration: int) -> bool:
+        """Whether Megatron logs this iteration."""
+        return iteration % self._interval == 0
+
+    def write(self, iteration: int, values: Mapping[str, float]) -> None:
+        """All values that are finite, under :data:`PREFIX`."""
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        named = {f"{PREFIX}/{name}": value for name, value in finite.items()}
+        if self._tensorboard is not None:
+            for name, value in named.items():
+                self._tensorboard.add_scalar(name, value, iteration)
+        if self._wandb is not None:
+            self._wandb.log(named, iteration)
+
+
+def step_scalars(
+    planned: PlannedStep,
+    measured: StepMeasurement,
+    *,
+    iteration_ms: float,
+    host_ms: Mapping[str, float],
+    shape: ModelShape,
+    block_size: int,
+    world_size: int,
+) -> dict[str, float]:
+    """Name -> value, NaN where a time is missing."""
+    plan = planned.plan
+    return {
+        **_balance(planned, measured),
+        **_stages(planned, measured),
+        **_coverage(measured.coverage),
+        **_budgets(plan),
+        **_speed(plan, measured, iteration_ms, shape, block_size, world_size),
+        "plan-ms": planned.plan_ms,
+        "host-ms": sum(host_ms.values()),
+        "guarded-samples": measured.coverage.grown,
+        MISMATCHES: measured.digest_mismatches,
+    }
+
+
+def _balance(planned: PlannedStep, measured: StepMeasurement) -> dict[str, float]:
+    expectation = planned.plan.expectation
+    work_DPVM = measured.forward_ms + measured.backward_ms
+    makespan_D = measured.schedule_ms.max(axis=1)
+    busy_D = rank_busy_ms(measured)
+    predicted_D = stage_busy_ms(expectation.forward_ms, expectation.backward_ms).max(axis=1)
+    return {
+        "imbalance-micro-batches-predicted": expectation.imbalance_micro_batches,
+        "imbalance-micro-batches-measured": imbalance(work_DPVM.sum(axis=(1, 2))),
+        "imbalance-rank-sums-predicted": expectation.imbalance_rank_sums,
+        "imbalance-rank-sums-measured": imbalance(work_DPVM.sum(axis=(1, 2, 3))),
+        "imbalance-makespans-predicted": expectation.imbalance_makespans,
+        "imbalance-makespans-measured": imbalance(makespan_D),
+        "makespan-ms-predicted": expectation.makespan_ms,
+        "makespan-ms-measured": float(makespan_D.max()),
+        "predicted-error": float(np.abs(predicted_D / busy_D - 1.0).mean()),
+    }
+
+
+def _stages(planned: PlannedStep, measured: StepMeasurement) -> dict[str, float]:
+    """Bubbles, and how long stages take for the work they got: a slow device, not a long sample."""
+    expectation, scales = planned.plan.expectation, planned.scales
+    busy_DP = stage_busy_ms(measured.forward_ms, measured.backward_ms)
+    makespan_D1 = measured.schedule_ms.max(axis=1, keepdims=True)
+    bubble_P = (1.0 - busy_DP / makespan_D1).mean(axis=0)
+    # Without what calibration has learnt: that a stage is slow.
+    table_DP = stage_busy_ms(
+        *(
+            times_DPVM / factors_DPV[..., None]
+            for times_DPVM, factors_DPV in zip(
+                (expectation.forward_ms, expectation.backward_ms), scales.factors_2DPV, strict=True
+            )
+        )
+    )
+    ratio_DP = busy_DP / table_DP
+    relative_DP = ratio_DP / ratio_DP.mean()
+    return {
+        **_numbered("bubble-fraction-stage", bubble_P),
+        **_numbered("relative-time-stage", relative_DP.mean(axis=0)),
+        "relative-time-max": float(relative_DP.max()),
+        "slowness-planned-max": float(scales.device_slowness_DP.max()),
+    }
+
+
+def _coverage(totals: CoverageTotals) -> dict[str, float]:
+    summary = coverage_summary(totals)
+    executed = np.array_split(totals.executed_L, _DEPTH_GROUPS)
+    counts = np.array_split(totals.counts_LU.sum(axis=1), _DEPTH_GROUPS)
+    quarters = [
+        float(sums.sum() / count.sum()) if count.sum() else math.nan
+        for sums, count in zip(executed, counts, strict=True)
+    ]
+    return {
+        "coverage-mean": summary["mean"],
+        "coverage-min": summary["min"],
+        **_numbered("coverage-depth-quarter", quarters, first=1),
+    }
+
+
+def _budgets(plan: StepPlan) -> dict[str, float]:
+    budgets_LS = _whole_batch(plan)[1]
+    return {
+        "budget-blocks-mean": float(budgets_LS.mean()),
+        "budget-blocks-min": float(budgets_LS.min()),
+        "budget-blocks-max": float(budgets_LS.max()),
+    }
+
+
+def _speed(
+    plan: StepPlan,
+    measured: StepMeasurement,
+    iteration_ms: float,
+    shape: ModelShape,
+    block_size: int,
+    world_size: int,
+) -> dict[str, float]:
+    lengths_S, budgets_LS = _whole_batch(plan)
+    executed, dense = (
+        training_flops(
+            shape,
+            layers=len(budgets_LS),
+            lengths_tokens_S=lengths_S,
+            budgets_LS=budgets,
+            block_size=block_size,
+        )
+        for budgets in (budgets_LS, None)
+    )
+    # 1e9 per ms is 1e12 per second.
+    per_rank = iteration_ms * 1e9 * world_size
+    return {
+        "tokens-per-second": measured.tokens / iteration_ms * 1e3,
+        "tflops-per-rank-executed": executed / per_rank,
+        "tflops-per-rank-dense-equivalent": dense / per_rank,
+    }
+
+
+def _whole_batch(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths [S] and budgets [L, S] of all samples of the step."""
+    slots = [micro_batch for rank in plan.ranks for micro_batch in rank.micro_batches]
+    lengths_S = np.array([length for slot in slots for length in slot.lengths_tokens])
+    return lengths_S, np.concatenate([slot.budgets_LS for slot in slots], axis=1)
+
+
+def _numbered(name: str, values: Any, *, first: int = 0) -> dict[str, float]:
+    return {f"{name}-{number}": float(value) for number, value in enumerate(values, first)}

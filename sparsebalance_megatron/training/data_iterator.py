@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The external data iterator: one rank's packed micro-batches, in the order its plan gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from sparsebalance_megatron.data.packing import PackedMicroBatch, packed_cu_seqlens
+from sparsebalance_megatron.plan.scheduler import PlannedStep
+from sparsebalance_megatron.plan.step_plan import JobShape, MicroBatchPlan
+from sparsebalance_megatron.training.row_reader import RowReader
+
+
+class Schedule(Protocol):
+    """Where plans come from: training's scheduler, or the fixed one of evaluation."""
+
+    job: JobShape
+
+    def planned(self, step: int) -> PlannedStep: ...
+
+    def follow(self, then: Callable[[PlannedStep], None]) -> None:
+        """Have ``then`` called with the next step's plan, if it is made ahead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """One slot as the forward step gets it.
+
+    ``row`` holds tokens and labels on stages that read them (embedding or loss) and is None on
+    all others: ``cu_seqlens`` and budgets follow from the plan alone.
+    """
+
+    step: int
+    position: int
+    chunk: int
+    training: bool
+    plan: MicroBatchPlan
+    cu_seqlens: tuple[int, ...]
+    row: PackedMicroBatch | None
+
+
+class MicroBatchIterator:
+    """Endless iterator over (step, position), from a number of samples already consumed.
+
+    Megatron takes it through ``--dataloader-type external``. There is one per model chunk; all
+    chunks of a rank walk through the same plans.
+
+    Args:
+        data_parallel_rank: whose slots to yield.
+        chunk: virtual stage, 0 without virtual pipelines.
+        reader: of this rank's rows; None where the chunk neither embeds tokens nor computes the
+            loss.
+        consumed_samples: where to start, a multiple of the global batch size.
+        global_batch_size: samples per step.
+        pad_to_multiple_of: row length in tokens divides by this (sequence parallelism).
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        *,
+        data_parallel_rank: int,
+        chunk: int,
+        reader: RowReader | None,
+        training: bool,
+        consumed_samples: int,
+        global_batch_size: int,
+        pad_to_multiple_of: int,
+    ) -> None:
+        self._schedule = schedule
+        self._data_parallel_rank = data_parallel_rank
+        self._chunk = chunk
+        self._reader = reader
+        self._training = training
+        self._global_batch_size = global_batch_size
+        self._pad_to_multiple_of = pad_to_multiple_of
+        self._step = consumed_samples // global_batch_size
+        self._position = 0
+
+    def __iter__(self) -> MicroBatchIterator:
+        return self
+
+    def __next__(self) -> MicroBatch:
+        planned = self._schedule.planned(self._step)
+        rank_plan = planned.plan.ranks[self._data_parallel_rank]
+        plan = rank_plan.micro_batches[self._position]
+        micro_batch = MicroBatch(
+            step=self._step,
+            position=self._position,
+            chunk=self._chunk,
+            training=self._training,
+            plan=plan,
+            cu_seqlens=packed_cu_seqlens(plan.lengths_tokens, self._pad_to_multiple_of),
+            row=self._row(planned),
+        )
+        self._position += 1
+        if self._position == len(rank_plan.micro_batches):
+            self._step, self._position = self._step + 1, 0
+        return micro_batch
+
+    def _row(self, planned: PlannedStep) -> PackedMicroBatch | None:
+        """The current row; at a step's first, reading of the whole step and the next begins."""
+        if self._reader is None:
+            return None
+        if self._position == 0:
+            self._reader.begin(planned)
+            self._schedule.follow(self._reader.begin)
+        return self._reader.row(planned, self._position)
+
+    def save_state(self) -> dict[str, Any]:
+        """Position, for Megatron's ``--dataloader-save``; resuming needs consumed samples only."""
+        return {"consumed_samples": self._step * self._global_batch_size}

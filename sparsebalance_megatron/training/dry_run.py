@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``--sparse-balance-dry-run``: everything that precedes training, then the first plan, then stop.
+
+One process stands for all ranks: no process group, no device, nothing written. Flags go through
+Megatron's own validation and data, costs and plan through the code that training runs, so what
+passes here is what training starts from. Imports Megatron only once the device is decided.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import traceback
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+
+if TYPE_CHECKING:
+    from sparsebalance_megatron.plan.scheduler import PlannedStep
+    from sparsebalance_megatron.training.inputs import Inputs
+
+FLAG = flag_name("dry_run")
+
+_NO_SIDE_EFFECTS: dict[str, Any] = {
+    "tensorboard_dir": None,
+    "wandb_project": "",
+    "enable_one_logger": False,
+    "adlr_autoresume": False,
+}
+"""Megatron arguments by which ``set_global_variables`` writes files or calls a service."""
+
+
+def is_requested(argv: Sequence[str]) -> bool:
+    """Whether the command line asks for a dry run."""
+    return any(word == FLAG or word.startswith(f"{FLAG}=") for word in argv)
+
+
+def run(argv: Sequence[str]) -> None:
+    """Check, plan the first step, print. Under torchrun only rank 0 does; the others return.
+
+    Args:
+        argv: the command line; the same words as in ``sys.argv``, which Megatron's parser reads.
+
+    Raises:
+        ConfigError, DataError, CostTableError, PlanError: what training would stop at, in one line.
+    """
+    early = _early_flags(argv)
+    if not early.enabled:
+        raise ConfigError(
+            f"{FLAG} without --sparse-balance: there is no plan; add --sparse-balance"
+        )
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    if early.device == "cpu" or not torch.cuda.is_available():
+        from sparsebalance_megatron.megatron import cpu
+
+        with _without_import_notices():
+            cpu.install()
+    with _world(early.dry_run):
+        _plan_and_print("cpu" if early.device == "cpu" else "cuda", argv)
+
+
+def _plan_and_print(device_type: str, argv: Sequence[str]) -> None:
+    with _without_import_notices():
+        from sparsebalance_megatron.megatron.arguments import config_from_args
+        from sparsebalance_megatron.megatron.settings import RunSettings
+        from sparsebalance_megatron.megatron.unsupported import check_supported
+        from sparsebalance_megatron.training.dry_run_report import describe
+        from sparsebalance_megatron.training.inputs import counted_cost_model, read_inputs
+
+    changed_defaults: list[str] = []
+    with _one_line_refusals(), _without_argument_dump():
+        args, unchecked = _validated_args(device_type, argv, changed_defaults.append)
+    for line in changed_defaults:
+        print(line)
+    config = config_from_args(args)
+    check_supported(args, config)
+    with _one_line_refusals():
+        settings = RunSettings.from_args(args)
+    inputs = read_inputs(settings, config, device_type)
+    if inputs.cost is None:
+        inputs = replace(inputs, cost=counted_cost_model(inputs.settings, config))
+        unchecked.append("costs: --sparse-balance-cost-table auto measures when training starts")
+    print("\n".join(describe(args, inputs, _first_plan(inputs), unchecked)), flush=True)
+
+
+def _early_flags(argv: Sequence[str]) -> Namespace:
+    """The flags that must be known before Megatron is imported or reads the environment."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(flag_name("enabled"), dest="enabled", action="store_true")
+    parser.add_argument(flag_name("device"), dest="device", default=SparseBalanceConfig().device)
+    parser.add_argument(FLAG, dest="dry_run", type=int, nargs="?", const=0)
+    early, _ = parser.parse_known_args(argv)
+    SparseBalanceConfig(dry_run=early.dry_run)
+    return early
+
+
+@contextmanager
+def _world(size: int) -> Iterator[None]:
+    """Be rank 0 of ``size`` ranks, or of those launched if 0, for whoever asks the environment."""
+    size = size or int(os.environ.get("WORLD_SIZE", "1"))
+    place = {"WORLD_SIZE": str(size), "RANK": "0", "LOCAL_RANK": "0"}
+    saved = {name: os.environ.get(name) for name in place}
+    os.environ.update(place)
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _one_line_refusals() -> Iterator[None]:
+    """Turn what Megatron, or a tokenizer, raises at wrong flags into one :class:`ConfigError`."""
+    try:
+        yield
+    except (AssertionError, ValueError, RuntimeError, OSError, ImportError) as error:
+        if type(error).__module__.partition(".")[0] == __name__.partition(".")[0]:
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        reason = str(error).strip().partition("\n")[0] or frame.line
+        raise ConfigError(
+            f"Megatron refuses the flags ({os.path.basename(frame.filename)}:{frame.lineno}): "
+            f"{reason}"
+        ) from error
+
+
+@contextmanager
+def _without_import_notices() -> Iterator[None]:
+    """Megatron warns of libraries that this machine lacks; training may run on another."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def _without_argument_dump() -> Iterator[None]:
+    """Of Megatron's output keep warnings, and everything where it ends the process (--help)."""
+    output = io.StringIO()
+    try:
+        with redirect_stdout(output):
+            yield
+    except SystemExit:
+        print(output.getvalue(), end="")
+        raise
+    for line in output.getvalue().splitlines():
+        if line.startswith("WARNING"):
+            print(line)
+
+
+def _validated_args(
+    device_type: str, argv: Sequence[str], report: Callable[[str], None]
+) -> tuple[Namespace, list[str]]:
+    """Megatron's arguments as training gets them, and what had to be left unchecked."""
+    with _without_import_notices():
+        from megatron.training.arguments import parse_args, validate_args
+        from megatron.training.checkpointing import load_args_from_checkpoint
+        from megatron.training.global_vars import set_global_variables
+        from megatron.training.training import get_optimizer_param_scheduler
+
+    from sparsebalance_megatron.megatron.arguments import args_provider, check_typed_flags
+
+    add_flags = args_provider(enabled=True, on_cpu=device_type == "cpu", report=report)
+
+    def add_and_check_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        check_typed_flags(add_flags(parser), argv)
+        return parser
+
+    args = parse_args(add_and_check_flags)
+    if args.use_checkpoint_args:
+        load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+        load_args_from_checkpoint(args)
+    validate_args(args)
+    for name in _NO_SIDE_EFFECTS.keys() & vars(args).keys():
+        setattr(args, name, _NO_SIDE_EFFECTS[name])
+    set_global_variables(args)
+    # Learning rate and weight decay over time, for an optimizer without parameters.
+    get_optimizer_param_scheduler(Namespace(param_groups=[]))
+    unchecked = ["memory", "processes, the network and its libraries (NCCL)", "attention kernels"]
+    if args.load or args.pretrained_checkpoint:
+        unchecked.append("checkpoints; the plan is that of a run from the start")
+    if args.transformer_impl == "transformer_engine" and find_spec("transformer_engine") is None:
+        # Megatron's model config refuses fused RoPE where the library that has it is missing.
+        args.apply_rope_fusion = False
+        unchecked.append("flags that need Transformer Engine, which is not installed here")
+    return args, unchecked
+
+
+def _first_plan(inputs: Inputs) -> PlannedStep:
+    """What training's scheduler plans before it has observed anything."""
+    from sparsebalance_megatron.plan.coverage import CoverageCurves
+    from sparsebalance_megatron.training.session import Session
+
+    coverage = CoverageCurves(inputs.job.layers, inputs.grid[-1], inputs.config.coverage_decay)
+    return Session(inputs, torch.device("cpu")).make_scheduler(coverage).planned(0)

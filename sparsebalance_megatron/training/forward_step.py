@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's forward step for packed micro-batches that carry their budgets.
+
+Shape legend: T tokens of the packed row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from sparsebalance_megatron.config import ConfigError
+from sparsebalance_megatron.megatron.compat import update_sequence_statistics
+from sparsebalance_megatron.megatron.loss import validate_loss
+from sparsebalance_megatron.megatron.packed_seq_params import (
+    MicroBatchContext,
+    micro_batch_context,
+    packed_params,
+)
+from sparsebalance_megatron.training.data_iterator import MicroBatch
+
+Batch = dict[str, Any]
+"""What a forward step reads: ``tokens``, ``position_ids``, ``labels`` and ``loss_mask``, [1, T] or
+None on stages that read no tokens, and ``packed_seq_params``, which the model must be given."""
+
+LossFunction = Callable[..., tuple[Tensor, Tensor, dict[str, Tensor]]]
+
+_ROW_KEYS = ("tokens", "position_ids", "labels", "loss_mask")
+
+
+class StepObserver(Protocol):
+    """What the forward step tells: hooks to install, micro-batches begun and launched, losses."""
+
+    def install(self, model_config: Any) -> None: ...
+
+    def begin_micro_batch(self, micro_batch: MicroBatch, context: MicroBatchContext) -> None: ...
+
+    def end_forward(self, micro_batch: MicroBatch) -> None: ...
+
+    def add_loss(self, loss: Tensor, tokens: Tensor, report: dict[str, Tensor]) -> None: ...
+
+
+class ForwardStep:
+    """Callable ``(data_iterator, model) -> (output, loss_func)``, as Megatron's schedules want it.
+
+    Args:
+        inner: a trainer's own forward step of that form. Its iterator yields one :data:`Batch`;
+            its loss function returns (sum of token losses, token count, report).
+        observer: gives who hears of training micro-batches; asked within a step, because it
+            exists only once Megatron has process groups. Evaluation stays unobserved.
+    """
+
+    def __init__(
+        self,
+        inner: Callable[[Iterator[Batch], Any], tuple[Tensor, LossFunction]],
+        observer: Callable[[], StepObserver],
+        *,
+        block_size: int,
+        max_seqlen_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self._inner = inner
+        self._observer = observer
+        self._block_size = block_size
+        self._max_seqlen_tokens = max_seqlen_tokens
+        self._device = device
+
+    def __call__(self, data_iterator: Any, model: Any) -> tuple[Tensor, LossFunction]:
+        if model.training:
+            self._observer().install(get_model_config(model))
+        micro_batch: MicroBatch = next(data_iterator)
+        context = micro_batch_context(
+            micro_batch.plan,
+            micro_batch.cu_seqlens,
+            step=micro_batch.step,
+            position=micro_batch.position,
+            chunk=micro_batch.chunk,
+            block_size=self._block_size,
+            observe=micro_batch.training,
+            device=self._device,
+        )
+        if micro_batch.training:
+            self._observer().begin_micro_batch(micro_batch, context)
+        batch = self._batch(micro_batch, context)
+        output, loss_function = self._inner(iter((batch,)), model)
+        if micro_batch.training:
+            self._observer().end_forward(micro_batch)
+        return output, partial(self._loss, loss_function, micro_batch.training)
+
+    def _batch(self, micro_batch: MicroBatch, context: MicroBatchContext) -> Batch:
+        batch: Batch = dict.fromkeys(_ROW_KEYS)
+        if micro_batch.row is not None:
+            for name in _ROW_KEYS:
+                row_T = torch.as_tensor(getattr(micro_batch.row, name))
+                batch[name] = row_T.to(self._device, non_blocking=True)[None]
+        batch["packed_seq_params"] = packed_params(
+            context, max_seqlen_tokens=self._max_seqlen_tokens, device=self._device
+        )
+        return batch
+
+    def _loss(
+        self, loss_function: LossFunction, training: bool, output: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        values = loss_function(output)
+        if len(values) != 3:
+            raise ConfigError(
+                f"--sparse-balance: the loss function returned {len(values)} values; return the "
+                "sum of token losses, the number of tokens and a report, and set "
+                "calculate_per_token_loss"
+            )
+        loss, tokens, report = values
+        if training:
+            self._observer().add_loss(loss.detach(), tokens, report)
+        return loss, tokens, report
+
+
+def packed_forward_step(
+    check_for_nan: bool, data_iterator: Iterator[Batch], model: Any
+) -> tuple[Tensor, LossFunction]:
+    """The forward step of ``megatron.training`` runs.
+
+    Args:
+        check_for_nan: validate losses through Megatron's re-run machinery.
+    """
+    batch = next(data_iterator)
+    update_sequence_statistics(batch["packed_seq_params"].cu_seqlens_q)
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        None,
+        labels=batch["labels"],
+        packed_seq_params=batch["packed_seq_params"],
+    )
+    return output, partial(_token_loss, batch["loss_mask"], check_for_nan)
+
+
+def _token_loss(
+    loss_mask_1T: Tensor, check_for_nan: bool, output_1T: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sum of token losses, token count, and what Megatron reports."""
+    losses_T = output_1T.reshape(-1).float()
+    mask_T = loss_mask_1T.reshape(-1)
+    loss = (losses_T * mask_T).sum()
+    tokens = mask_T.sum().to(torch.int)
+    if check_for_nan:
+        validate_loss(loss)
+    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.detach().float()])}

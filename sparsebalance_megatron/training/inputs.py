@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From settings to everything a run needs, read and checked before anything is built."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.table import CostTable
+from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.megatron.compat import megatron_version
+from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
+from sparsebalance_megatron.plan.coverage import budget_grid
+from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy
+from sparsebalance_megatron.profiling.startup import AUTO
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a run needs; alike on all ranks."""
+
+    config: SparseBalanceConfig
+    settings: RunSettings
+    job: JobShape
+    policy: PlanPolicy
+    cost: CostModel | None
+    """None until it has been measured at start-up (``--sparse-balance-cost-table auto``)."""
+    train: SampleIndex
+    valid: SampleIndex | None
+    test: SampleIndex | None
+    grid: tuple[int, ...]
+    """Budgets, in blocks, at which coverage is observed."""
+
+
+def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type: str) -> Inputs:
+    """Read the index and the cost table and lay out the job.
+
+    Args:
+        device_type: "cpu" or "cuda"; a cost table must have been measured on it.
+
+    Raises:
+        ConfigError, DataError, CostTableError: naming the flag or file and the remedy.
+    """
+    train = _sample_index(settings, config, "train")
+    if train is None:
+        raise ConfigError(f"--split {settings.split}: no document is left for training")
+    valid = _sample_index(settings, config, "valid") if settings.eval_iters else None
+    test = _sample_index(settings, config, "test") if settings.eval_iters else None
+    if settings.eval_iters and valid is None:
+        raise ConfigError(
+            f"--eval-iters {settings.eval_iters} with --split {settings.split}: no document is "
+            "left for validation; give it a weight, or use --eval-iters 0"
+        )
+    return Inputs(
+        config=config,
+        settings=settings,
+        job=job_shape(settings),
+        policy=plan_policy(settings, config),
+        cost=_cost_model(settings, config, device_type),
+        train=train,
+        valid=valid,
+        test=test,
+        grid=budget_grid(-(-settings.seq_length // config.block_size)),
+    )
+
+
+def fingerprint(inputs: Inputs) -> dict[str, str]:
+    """What all ranks must share for their plans to agree: flag or file -> value or digest."""
+    flags = {
+        f"flag {name}": str(value)
+        for name, value in asdict(inputs.config).items()
+        if name not in ("log_dir", "cost_table")
+    }
+    return flags | {
+        "job shape": str(inputs.job),
+        "training samples": inputs.train.digest(),
+        "cost model": str(inputs.cost),
+        "megatron-core": megatron_version(),
+        "torch": str(torch.__version__),
+    }
+
+
+def job_shape(settings: RunSettings) -> JobShape:
+    """How the job is cut up.
+
+    Raises:
+        ConfigError: if the global batch does not fill its slots evenly.
+    """
+    per_slot = settings.micro_batch_size * settings.data_parallel_size
+    if settings.global_batch_size < per_slot or settings.global_batch_size % per_slot:
+        raise ConfigError(
+            f"--global-batch-size {settings.global_batch_size} must be a multiple of "
+            f"--micro-batch-size {settings.micro_batch_size} x data-parallel size "
+            f"{settings.data_parallel_size} = {per_slot}"
+        )
+    return JobShape(
+        data_parallel_size=settings.data_parallel_size,
+        micro_batches=settings.global_batch_size // per_slot,
+        stage_layers=settings.stage_layers,
+    )
+
+
+def plan_policy(settings: RunSettings, config: SparseBalanceConfig) -> PlanPolicy:
+    """The user's choices in the planner's terms."""
+    default_cap = settings.micro_batch_size * settings.seq_length
+    return PlanPolicy(
+        batching=config.batching,
+        tuning=config.tuning,
+        anchor=config.anchor,
+        coverage_threshold=config.coverage_threshold,
+        coverage_target=config.coverage_target,
+        base_budget=config.base_budget,
+        block_size=config.block_size,
+        max_tokens_per_slot=config.max_tokens_per_micro_batch or default_cap,
+        plan_ms=config.plan_ms,
+    )
+
+
+def _sample_index(
+    settings: RunSettings, config: SparseBalanceConfig, split: str
+) -> SampleIndex | None:
+    return SampleIndex.open(
+        settings.data_prefix,
+        max_tokens=settings.seq_length,
+        overlong=config.overlong,
+        seed=settings.seed,
+        split_weights=settings.split,
+        split=split,
+    )
+
+
+def _cost_model(
+    settings: RunSettings, config: SparseBalanceConfig, device_type: str
+) -> CostModel | None:
+    if config.cost_table == AUTO:
+        return None
+    if config.cost_table is None:
+        warnings.warn(
+            f"no {flag_name('cost_table')}: latencies are counted operations, not measurements; "
+            "plans will be worse. Run `sparse-balance profile` with this model's flags.",
+            stacklevel=2,
+        )
+        return counted_cost_model(settings, config)
+    table = CostTable.load(config.cost_table)
+    identity = run_identity(settings.shape, settings.dtype, config, device_type)
+    if config.dry_run is not None:  # not necessarily where training will run
+        identity = replace(identity, device=table.identity.device)
+    table.check_matches(identity)
+    return with_recompute(CostModel.fit(table), settings)
+
+
+def counted_cost_model(settings: RunSettings, config: SparseBalanceConfig) -> CostModel:
+    """Costs from counted operations: what there is where nothing was measured."""
+    analytic = CostModel.analytic(settings.shape, config.block_size, selection=config.selection)
+    return with_recompute(analytic, settings)
+
+
+def with_recompute(cost: CostModel, settings: RunSettings) -> CostModel:
+    """The model for this run's activation recomputation."""
+    return cost.with_recompute(
+        full=settings.recompute_all, attention_only=settings.recompute_attention
+    )

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run whose trainer calls Megatron's schedules itself. Loads no ``megatron.training``.
+
+Times come from hooks in the model's config, put there at the first forward. What belongs to the end
+of a step happens in :meth:`OwnLoopRun.end_step`, which the trainer calls, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
+from sparsebalance_megatron.megatron.core_attention import AttentionOptions
+from sparsebalance_megatron.megatron.layer_spec import replace_core_attention
+from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
+from sparsebalance_megatron.megatron.settings import RunSettings
+from sparsebalance_megatron.megatron.unsupported import check_supported
+from sparsebalance_megatron.profiling.startup import AUTO
+from sparsebalance_megatron.training.data_iterator import MicroBatch, MicroBatchIterator
+from sparsebalance_megatron.training.forward_step import ForwardStep
+from sparsebalance_megatron.training.inputs import Inputs, read_inputs
+from sparsebalance_megatron.training.session import Session
+
+
+class IntegrationError(ValueError):
+    """A trainer's loop and the plugin do not fit together."""
+
+
+class OwnLoopRun:
+    """One run on one rank; see :mod:`sparsebalance_megatron.integration` for its life.
+
+    Args:
+        make_session: ``Session`` or a subclass of it.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        device: torch.device,
+        transformer_config: Any,
+        make_session: Callable[..., Session] = Session,
+    ) -> None:
+        self._session = make_session(inputs, device)
+        self._observer = _LoopObserver(self._session)
+        self._transformer_config = transformer_config
+        self._saved_samples: int | None = None
+        self._iterates = False
+
+    @property
+    def micro_batches(self) -> int:
+        """``num_microbatches`` of every training step."""
+        return self._session.inputs.job.micro_batches
+
+    def layer_spec(self, spec: Any, vp_stage: int | None) -> Any:
+        """``spec``, or Megatron's own for the model's config, with core attention replaced."""
+        if spec is None:
+            spec = default_layer_spec(self._transformer_config, vp_stage)
+        inputs = self._session.inputs
+        return replace_core_attention(
+            spec, AttentionOptions.from_config(inputs.config, inputs.grid)
+        )
+
+    def wrap(self, forward_step: Callable[..., Any]) -> ForwardStep:
+        """A forward step of planned micro-batches around the trainer's own."""
+        inputs = self._session.inputs
+        return ForwardStep(
+            forward_step,
+            lambda: self._observer,
+            block_size=inputs.config.block_size,
+            max_seqlen_tokens=inputs.settings.seq_length,
+            device=self._session.device,
+        )
+
+    def train_iterator(self, consumed_samples: int, vp_stage: int | None) -> MicroBatchIterator:
+        """Training micro-batches of one model chunk of this rank.
+
+        Raises:
+            IntegrationError: if loaded state goes on from another sample.
+            StateError: if no step begins there, or loaded state cannot be continued in this run.
+        """
+        if self._saved_samples not in (None, consumed_samples):
+            raise IntegrationError(
+                f"consumed_samples {consumed_samples}: the loaded state goes on after "
+                f"{self._saved_samples} samples; give the number that was saved with it"
+            )
+        self._iterates = True
+        return self._session.train_iterator(vp_stage, consumed_samples=consumed_samples)
+
+    def end_step(self) -> dict[str, float]:
+        """Learn from the step that has run; collective over all ranks.
+
+        Raises:
+            IntegrationError: if no whole step has run, or without the plugin's packed_seq_params.
+            PlanMismatchError: on all ranks alike, if they executed different plans.
+        """
+        self._observer.check_step()
+        self._session.monitor.end_step()
+        self._observer.begin_step()
+        return dict(self._session.monitor.figures)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold besides ``consumed_samples``; alike on all ranks."""
+        return self._session.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over :meth:`state_dict` of an earlier run, before the iterator is asked for.
+
+        Raises:
+            IntegrationError: if the iterator exists: its first plan was made without this state.
+            StateError: with the iterator, if it cannot be continued from here.
+        """
+        if self._iterates:
+            raise IntegrationError("load_state_dict: call it before train_data_iterator")
+        self._saved_samples = int(state["consumed_samples"])
+        self._session.load_state_dict(state)
+
+
+def begin_run(
+    config: SparseBalanceConfig,
+    transformer_config: Any,
+    *,
+    vocab_size: int,
+    data_prefix: str,
+    seq_length: int,
+    micro_batch_size: int,
+    global_batch_size: int,
+    split: str,
+    seed: int,
+    device: torch.device | None,
+) -> OwnLoopRun:
+    """See :func:`sparsebalance_megatron.integration.begin_run`."""
+    config = replace(config, enabled=True)
+    device = device or torch.device(torch.cuda.current_device())
+    _check_config(config, device)
+    _check_model(transformer_config, config, seq_length=seq_length, data_prefix=data_prefix)
+    settings = RunSettings.from_transformer_config(
+        transformer_config,
+        vocab_size=vocab_size,
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=global_batch_size,
+        data_prefix=data_prefix,
+        split=split,
+        seed=seed,
+    )
+    inputs = read_inputs(settings, config, device.type)
+    enable_variable_lengths(transformer_config)
+    return OwnLoopRun(inputs, device, transformer_config)
+
+
+def _check_config(config: SparseBalanceConfig, device: torch.device) -> None:
+    """Refuse what only Megatron's own loop, or its command line, could follow."""
+    for name, unusable, remedy in (
+        ("cost_table", config.cost_table == AUTO, "give a table of `sparse-balance profile`"),
+        ("dry_run", config.dry_run is not None, "dry-run sparsebalance_megatron.pretrain_gpt"),
+        ("eval_attention", config.eval_attention != "sparse", "evaluate with a dense model"),
+        ("device", config.device not in ("auto", device.type), "the model's device counts"),
+    ):
+        if unusable:
+            flag = f"{flag_name(name)} {getattr(config, name)}"
+            raise ConfigError(f"{flag}: not for a trainer with its own loop; {remedy}")
+
+
+def _check_model(transformer_config: Any, config: SparseBalanceConfig, **others: Any) -> None:
+    """The checks of flags, on the fields of the model's config, which have the same names."""
+    seq_length, data_prefix = others["seq_length"], others["data_prefix"]
+    trainer = {"seq_length": seq_length, "data_path": [data_prefix], "dataloader_type": "external"}
+    check_supported(Namespace(**(vars(transformer_config) | trainer)), config)
+
+
+class _LoopObserver:
+    """A session's monitor for a loop that says itself when a step ends."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self._step: int | None = None
+        self._contexts: list[MicroBatchContext] = []
+
+    def install(self, model_config: Any) -> None:
+        """Hook the config; nothing but :meth:`OwnLoopRun.end_step` ends a step."""
+        if model_config.timers is None:
+            model_config.timers = _NoTimers()
+        self._session.monitor.install(model_config, after_finalize=lambda: None)
+
+    def begin_micro_batch(self, micro_batch: MicroBatch, context: MicroBatchContext) -> None:
+        if self._step not in (None, micro_batch.step):
+            raise IntegrationError(
+                f"training step {micro_batch.step} begins, but on_step_end was not called for step "
+                f"{self._step}; call it once per step on every rank, and give "
+                "num_microbatches=run.micro_batches to the schedule"
+            )
+        self._step = micro_batch.step
+        self._contexts.append(context)
+        self._session.monitor.begin_micro_batch(micro_batch, context)
+
+    def end_forward(self, micro_batch: MicroBatch) -> None:
+        self._session.monitor.end_forward(micro_batch)
+
+    def add_loss(self, loss: Tensor, tokens: Tensor, report: dict[str, Tensor]) -> None:
+        """The trainer's report stays its own; :meth:`OwnLoopRun.end_step` gives the figures."""
+        self._session.monitor.add_loss(loss, tokens, {})
+
+    def check_step(self) -> None:
+        job = self._session.inputs.job
+        expected = job.micro_batches * job.virtual_stages
+        if len(self._contexts) != expected:
+            raise IntegrationError(
+                f"on_step_end after {len(self._contexts)} forward steps, expected {expected}: call "
+                "it once, after a schedule with num_microbatches=run.micro_batches has run"
+            )
+        stage = job.stage_layers[parallel_state.get_pipeline_model_parallel_rank()]
+        blind = [c for c in self._contexts if len(c.observations) < len(stage[c.chunk])]
+        if blind:
+            raise IntegrationError(
+                f"step {self._step}: {len(blind)} of {expected} forward steps never reached the "
+                "plugin's attention; build the model with sparse_balance_layer_spec and give it "
+                "packed_seq_params=batch['packed_seq_params']"
+            )
+
+
+class _NoTimers:
+    """Timers that take no time; somebody has to be watched."""
+
+    def __call__(self, name: str, log_level: int | None = None) -> _NoTimers:
+        return self
+
+    def start(self, barrier: bool = False) -> None:
+        return None
+
+    def stop(self, barrier: bool = False) -> None:
+        return None

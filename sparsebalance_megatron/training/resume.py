@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint says of the run that wrote it, and what a run that resumes may differ in."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from sparsebalance_megatron.megatron.compat import last_saved_iteration
+from sparsebalance_megatron.plan.scheduler import StateError
+from sparsebalance_megatron.training.inputs import Inputs, fingerprint
+
+_SAMPLES = "training samples"
+_LONGEST_VALUE = 80
+"""Characters; of longer values a digest is kept."""
+
+
+def run_record(inputs: Inputs) -> dict[str, str]:
+    """What plans depend on, as text: flag, file or software -> value or digest."""
+    return {name: _short(value) for name, value in fingerprint(inputs).items()}
+
+
+def compare_runs(saved: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
+    """What differs from the run that wrote the checkpoint, one sentence each; all of it allowed.
+
+    Raises:
+        StateError: if the training samples differ: the number of samples consumed, by which a run
+            finds its place, means nothing in other data.
+    """
+    if saved[_SAMPLES] != now[_SAMPLES]:
+        raise StateError(
+            "--data-path: the training samples are not those of the checkpoint (the files, "
+            "--split, --seq-length, --seed or --sparse-balance-overlong changed); resume with the "
+            "same ones, or begin anew on these from the checkpoint's weights with --finetune"
+        )
+    return tuple(
+        f"{name} is {now.get(name, 'absent')}, in the checkpoint {saved.get(name, 'absent')}"
+        for name in sorted(saved.keys() | now.keys())
+        if saved.get(name) != now.get(name)
+    )
+
+
+def _short(value: str) -> str:
+    if len(value) <= _LONGEST_VALUE:
+        return value
+    return f"digest {hashlib.sha256(value.encode()).hexdigest()[:12]}"
+
+
+@contextmanager
+def advice_after_a_crash(args: Namespace) -> Iterator[None]:
+    """Where training ends by an error, say what it can go on from; the error goes its way.
+
+    The user's mistakes, which end in one line of their own, need no advice.
+    """
+    try:
+        yield
+    except BaseException as error:  # as PyTorch's CheckpointException is, without being more
+        if args.save and not isinstance(error, ValueError | SystemExit | KeyboardInterrupt):
+            print(_advice(args, error), file=sys.stderr, flush=True)
+        raise
+
+
+def _advice(args: Namespace, error: BaseException) -> str:
+    iteration = last_saved_iteration(args.save)
+    ended = f"sparse balance: rank {args.rank} ended by {type(error).__name__}; "
+    if iteration is None:
+        return f"{ended}there is no complete checkpoint in {args.save}"
+    free_gigabytes = shutil.disk_usage(Path(args.save)).free / 1e9
+    return (
+        f"{ended}the last complete checkpoint in {args.save} is of iteration {iteration}, with "
+        f"{free_gigabytes:.1f} GB free there; mend the cause and resume with --load {args.save}"
+    )

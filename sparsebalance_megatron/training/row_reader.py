@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads and packs one rank's rows on a thread, while the model computes."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor, Future
+from threading import Lock
+
+from sparsebalance_megatron.data.packing import PackedMicroBatch, pack
+from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.plan.scheduler import PlannedStep
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
+
+
+class RowReader:
+    """Rows of one rank, in the order in which they will be asked for.
+
+    At most two steps' rows are in memory: of the one that runs and of the one after it.
+
+    Args:
+        data_parallel_rank: whose slots to read.
+        pad_to_multiple_of: row length in tokens divides by this (sequence parallelism).
+        worker: reads; one thread keeps the order.
+    """
+
+    def __init__(
+        self,
+        index: SampleIndex,
+        *,
+        data_parallel_rank: int,
+        pad_to_multiple_of: int,
+        worker: Executor,
+    ) -> None:
+        self._index = index
+        self._data_parallel_rank = data_parallel_rank
+        self._pad_to_multiple_of = pad_to_multiple_of
+        self._worker = worker
+        self._lock = Lock()
+        self._latest: StepPlan | None = None
+        self._rows: dict[tuple[int, int], Future[PackedMicroBatch]] = {}
+
+    def begin(self, planned: PlannedStep) -> None:
+        """Start on a step's rows, unless they were the last to be started. From any thread."""
+        with self._lock:
+            plan = planned.plan
+            if plan is self._latest:
+                return
+            self._latest = plan
+            for place in [known for known in self._rows if known[0] < plan.step - 1]:
+                self._rows.pop(place).cancel()
+            slots = plan.ranks[self._data_parallel_rank].micro_batches
+            for position, slot in enumerate(slots):
+                try:
+                    row = self._worker.submit(self._read, planned, slot)
+                except RuntimeError:
+                    # The process ends: executors take nothing more, and nobody will ask.
+                    return
+                self._rows[plan.step, position] = row
+
+    def row(self, planned: PlannedStep, position: int) -> PackedMicroBatch:
+        """One row; waits for it. Read on the spot if it was not begun, or was taken before.
+
+        Raises:
+            OSError, DataError: whatever reading it raised.
+        """
+        with self._lock:
+            row = self._rows.pop((planned.plan.step, position), None)
+        if row is not None:
+            return row.result()
+        slots = planned.plan.ranks[self._data_parallel_rank].micro_batches
+        return self._read(planned, slots[position])
+
+    def _read(self, planned: PlannedStep, slot: MicroBatchPlan) -> PackedMicroBatch:
+        samples = [self._index.read(int(planned.samples[i])) for i in slot.samples]
+        return pack(samples, pad_to_multiple_of=self._pad_to_multiple_of)

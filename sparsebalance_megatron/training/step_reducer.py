@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One reduction per step: what every rank measured, known to all ranks alike.
+
+Shape legend: D data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, W world
+ranks, L layers, U length buckets, K grid of budgets, C = K + 3 columns, R rows of observations.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from sparsebalance_megatron.plan.measurement import (
+    CoverageTotals,
+    RankPlace,
+    StepMeasurement,
+    StepTimes,
+)
+from sparsebalance_megatron.plan.step_plan import JobShape
+from sparsebalance_megatron.training.observed_coverage import (
+    BASE,
+    EXECUTED,
+    EXTRA_COLUMNS,
+    GROWN,
+    ObservedCoverage,
+)
+
+_DIGEST_BYTES = 6
+"""Leading digest bytes compared: the largest count that float64 holds exactly."""
+
+
+class PlanMismatchError(RuntimeError):
+    """Ranks computed different plans for the same step."""
+
+
+class StepReducer:
+    """Sums every rank's contribution in one all-reduce of one float64 buffer.
+
+    The buffer has slots for the times and the least coverage of every (D, P) pair and for the plan
+    digest of every world rank, so that a plain sum also gathers.
+
+    Args:
+        group: process group of all ranks; None is the default group.
+        device: where the buffer lives; the group's backend must reach it.
+        clock: seconds, for the time that the reduction waits.
+
+    Attributes:
+        waited_ms: of the last reduction, spent in the collective: until the slowest rank came.
+    """
+
+    def __init__(
+        self,
+        job: JobShape,
+        place: RankPlace,
+        *,
+        buckets: int,
+        grid_size: int,
+        group: torch.distributed.ProcessGroup | None,
+        device: torch.device,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._job = job
+        self._place = place
+        self._group = group
+        self._device = device
+        self._clock = clock
+        self._buckets = buckets
+        stages = (job.data_parallel_size, job.pipeline_stages)
+        self._times_shape = (2, *stages, job.virtual_stages, job.micro_batches)
+        self._coverage_shape = (job.layers, buckets, grid_size + EXTRA_COLUMNS)
+        sizes = {
+            "times": math.prod(self._times_shape),
+            "digests": place.world_size,
+            "schedule": math.prod(stages),
+            "counts": job.layers * buckets,
+            "minima": math.prod(stages),
+            "coverage": math.prod(self._coverage_shape),
+            "loss": 2,
+        }
+        ends = np.cumsum(list(sizes.values())).tolist()
+        self._parts = {
+            name: slice(end - size, end)
+            for (name, size), end in zip(sizes.items(), ends, strict=True)
+        }
+        self._size = ends[-1]
+        self.waited_ms = 0.0
+
+    def reduce(
+        self,
+        *,
+        times: StepTimes,
+        observed: ObservedCoverage,
+        loss_and_tokens: torch.Tensor | None,
+        digest: bytes,
+    ) -> StepMeasurement:
+        """Collective over the group: every rank must call it once per step.
+
+        Args:
+            times, observed: of this rank.
+            loss_and_tokens: [2] sum of losses and tokens, on last stages; None elsewhere.
+            digest: of the plan this rank executed.
+        """
+        host = np.zeros(self._size)
+        host[self._parts["digests"]][self._place.world_rank] = int.from_bytes(
+            digest[:_DIGEST_BYTES], "big"
+        )
+        if self._place.reports:
+            group_R = observed.group_R(self._buckets)
+            self._put_on_host(host, times, group_R)
+            flat = torch.from_numpy(host).to(self._device)
+            self._put_on_device(flat, observed, group_R, loss_and_tokens)
+        else:
+            flat = torch.from_numpy(host).to(self._device)
+        return self._unpack(self._sum(flat))
+
+    def _put_on_host(self, host: np.ndarray, times: StepTimes, group_R: np.ndarray) -> None:
+        times_2DPVM = host[self._parts["times"]].reshape(self._times_shape)
+        times_2DPVM[(slice(None), *self._here)] = times.forward_VM, times.backward_VM
+        host[self._parts["schedule"]][self._slot] = times.schedule_ms
+        counts = host[self._parts["counts"]]
+        counts += np.bincount(group_R, minlength=len(counts))
+
+    def _put_on_device(
+        self,
+        flat: torch.Tensor,
+        observed: ObservedCoverage,
+        group_R: np.ndarray,
+        loss_and_tokens: torch.Tensor | None,
+    ) -> None:
+        minima = flat[self._parts["minima"]]
+        if observed.values_RC is None:
+            minima[self._slot] = math.inf
+        else:
+            values_RC = observed.values_RC.to(self._device)
+            sums = flat[self._parts["coverage"]].view(-1, self._coverage_shape[-1])
+            sums.index_add_(0, torch.from_numpy(group_R).to(self._device), values_RC)
+            minima[self._slot] = values_RC[:, EXECUTED].min()
+        if loss_and_tokens is not None:
+            flat[self._parts["loss"]] = loss_and_tokens.to(self._device)
+
+    @property
+    def _here(self) -> tuple[int, int]:
+        return self._place.data_parallel_rank, self._place.pipeline_rank
+
+    @property
+    def _slot(self) -> int:
+        return self._here[0] * self._job.pipeline_stages + self._here[1]
+
+    def _sum(self, flat: torch.Tensor) -> np.ndarray:
+        """The buffer summed over ranks, on the host."""
+        began = self._clock()
+        torch.distributed.all_reduce(flat, group=self._group)
+        summed = flat.cpu().numpy()
+        self.waited_ms = (self._clock() - began) * 1e3
+        return summed
+
+    def _unpack(self, flat: np.ndarray) -> StepMeasurement:
+        part = {name: flat[place] for name, place in self._parts.items()}
+        forward, backward = part["times"].reshape(self._times_shape)
+        digests, loss = part["digests"], part["loss"]
+        sums_LUC = part["coverage"].reshape(self._coverage_shape)
+        extra_LC = sums_LUC[..., -EXTRA_COLUMNS:].sum(axis=1)
+        counts_LU = part["counts"].reshape(self._coverage_shape[:2])
+        return StepMeasurement(
+            forward_ms=forward,
+            backward_ms=backward,
+            schedule_ms=part["schedule"].reshape(self._times_shape[1:3]),
+            coverage=CoverageTotals(
+                sums_LUK=sums_LUC[..., :-EXTRA_COLUMNS],
+                counts_LU=counts_LU,
+                executed_L=extra_LC[:, EXECUTED],
+                executed_sum=float(extra_LC[:, EXECUTED].sum()),
+                base_sum=float(extra_LC[:, BASE].sum()),
+                count=float(counts_LU.sum()),
+                minimum=float(part["minima"].min()),
+                grown=float(extra_LC[:, GROWN].sum()),
+            ),
+            lm_loss=float(loss[0] / loss[1]) if loss[1] else math.nan,
+            tokens=int(loss[1]),
+            digest_mismatches=int((digests != digests[0]).sum()),
+        )

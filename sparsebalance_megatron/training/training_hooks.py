@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a script hands to ``megatron.training``, whose loop then calls back.
+
+Megatron calls in three places: the dataset provider (once per model chunk), the forward step (per
+micro-batch) and, in the monitor, ``finalize_model_grads_func`` (per step, on every rank).
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from sparsebalance_megatron.megatron.compat import (
+    enable_variable_lengths,
+    model_provider,
+    saved_arguments,
+    use_layer_spec,
+)
+from sparsebalance_megatron.megatron.core_attention import AttentionOptions
+from sparsebalance_megatron.megatron.layer_spec import sparse_balance_layer_spec
+from sparsebalance_megatron.training.data_iterator import MicroBatchIterator
+from sparsebalance_megatron.training.forward_step import ForwardStep, packed_forward_step
+from sparsebalance_megatron.training.inputs import Inputs
+from sparsebalance_megatron.training.session import Session
+
+STATE_ATTRIBUTE = "sparse_balance_state"
+"""Attribute of Megatron's ``args`` that carries the scheduler's state into checkpoints."""
+
+
+class TrainingHooks:
+    """The arguments of Megatron's ``pretrain`` that differ with ``--sparse-balance``.
+
+    ``forward_step`` is the ``forward_step_func``; ``layer_spec(transformer_config, vp_stage)``
+    gives the decoder's spec, which :meth:`configure_model` or :attr:`model_provider` puts into the
+    model.
+
+    Args:
+        args: Megatron's, validated.
+        make_session: ``Session`` or a subclass of it.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        inputs: Inputs,
+        device: torch.device,
+        make_session: Callable[..., Session] = Session,
+    ) -> None:
+        self._args = args
+        self.session = session = make_session(inputs, device, self._keep_state)
+        self.forward_step = ForwardStep(
+            partial(packed_forward_step, args.check_for_nan_in_loss_and_grad),
+            lambda: session.monitor,
+            block_size=inputs.config.block_size,
+            max_seqlen_tokens=inputs.settings.seq_length,
+            device=device,
+        )
+        options = AttentionOptions.from_config(inputs.config, inputs.grid)
+        self.layer_spec = sparse_balance_layer_spec(options)
+
+    def configure_model(self, model_config: Any) -> None:
+        """Put the layer spec into a ``GPTModelConfig`` (megatron-core 0.19), rows of any length."""
+        use_layer_spec(self._args, model_config, self.layer_spec)
+        enable_variable_lengths(model_config.transformer)
+
+    @property
+    def model_provider(self) -> Callable[..., Any]:
+        """A ``model_provider`` whose models have the layer spec (megatron-core 0.18)."""
+        return model_provider(self._args, self.layer_spec, variable_lengths=True)
+
+    def dataset_provider(
+        self, sample_counts: Any, vp_stage: int | None = None
+    ) -> tuple[MicroBatchIterator, MicroBatchIterator | None, MicroBatchIterator | None]:
+        """Megatron's ``train_valid_test_dataset_provider``: iterators for ``external`` loading.
+
+        Megatron asks after it has loaded any checkpoint.
+        """
+        args, inputs = self._args, self.session.inputs
+        self._restore_state()
+        train = self.session.train_iterator(vp_stage, consumed_samples=args.consumed_train_samples)
+        valid = test = None
+        if inputs.valid is not None:
+            valid = self.session.evaluation_iterator(
+                inputs.valid, vp_stage, consumed_samples=args.consumed_valid_samples
+            )
+        if inputs.test is not None:
+            test = self.session.evaluation_iterator(inputs.test, vp_stage, consumed_samples=0)
+        return train, valid, test
+
+    # Megatron then calls it on every rank.
+    dataset_provider.is_distributed = True  # type: ignore[attr-defined]
+
+    def _restore_state(self) -> None:
+        saved = saved_arguments(self._args)
+        state = getattr(saved, STATE_ATTRIBUTE, None)
+        if state is not None and not hasattr(self._args, STATE_ATTRIBUTE):
+            self.session.load_state_dict(state)
+            setattr(self._args, STATE_ATTRIBUTE, state)
+
+    def _keep_state(self) -> None:
+        if self._args.save:
+            setattr(self._args, STATE_ATTRIBUTE, self.session.state_dict())

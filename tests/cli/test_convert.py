@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face to Megatron and back: logits, files to the bit, the loss of a real training step.
+
+The models are random; `transformers` says what is right. One process runs all commands before
+training, one all after it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from convert.tiny_models import SCALED_ROPE, VARIANTS, VOCABULARY, save, tiny_config, tiny_model
+from harness import (
+    BALANCE_FLAGS,
+    PROGRAMS,
+    REPOSITORY,
+    TIMEOUT_S,
+    TRAINING_FLAGS,
+    TrainingRun,
+    run_training,
+    write_documents,
+)
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import AutoModelForCausalLM
+
+pytestmark = pytest.mark.distributed
+
+WORKER = PROGRAMS / "convert_worker.py"
+PACKED_LENGTHS = (100, 7, 230, 1, 64)
+"""Tokens; blocks have 16."""
+DOCUMENT_LENGTHS = [150, 40, 90, 17, 200, 33, 120, 64]
+"""Stored tokens; together they are one global batch."""
+FEW_ROUNDINGS = 8 * 2.0**-23
+TOLERANCE = 1e-4
+"""Of logits; their size is about 7."""
+
+TRAINED = {
+    # Untied, scaled RoPE, padded vocabulary, split by tensors.
+    "llama-llama3": (
+        ("--make-vocab-size-divisible-by", "128"),
+        ("--tensor-model-parallel-size", "2"),
+    ),
+    # Tied, biases, the embedding on both pipeline stages.
+    "qwen2-tied": ((), ("--pipeline-model-parallel-size", "2")),
+}
+"""Model -> (flags for from-hf, layout of training)."""
+PADDING_ROWS = {"llama-llama3": 6, "qwen2-tied": 0}
+
+
+class Work:
+    """Everything that ran, by name, and where it left its files."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.documents = write_documents(root / "train", DOCUMENT_LENGTHS, vocabulary=VOCABULARY)
+        generator = torch.Generator().manual_seed(11)
+        self.tokens = [
+            torch.randint(VOCABULARY, (length,), generator=generator) for length in PACKED_LENGTHS
+        ]
+        (root / "tokens.json").write_text(json.dumps([row.tolist() for row in self.tokens]))
+        for variant in VARIANTS:
+            save(tiny_model(variant), self.hf(variant), max_shard_size="40KB")
+        self.before = self._run("before", self._commands_before())
+        self.runs = {variant: self._train(variant) for variant in TRAINED}
+        self.after = self._run("after", self._commands_after())
+
+    def hf(self, variant: str) -> Path:
+        return self.root / "hf" / variant
+
+    def checkpoint(self, variant: str) -> Path:
+        return self.root / "checkpoints" / variant
+
+    def trained(self, variant: str) -> Path:
+        return self.root / "trained" / variant
+
+    def exported(self, variant: str) -> Path:
+        return self.root / "exported" / variant
+
+    def _commands_before(self) -> dict[str, Sequence[str]]:
+        from_hf = ("convert", "from-hf")
+        tiny_config("mistral-wide-heads", sliding_window=64).save_pretrained(self.hf("window"))
+        tied = str(self.hf("qwen2-tied"))
+        commands: dict[str, Sequence[str]] = {
+            f"logits of {variant}": (
+                *("logits", str(self.root / f"{variant}.pt"), str(self.hf(variant))),
+                *(str(self.root / "tokens.json"), "float32"),
+            )
+            for variant in VARIANTS
+        }
+        for variant, (flags, _) in TRAINED.items():
+            commands[f"convert {variant}"] = (
+                *(*from_hf, str(self.hf(variant)), "--output", str(self.checkpoint(variant))),
+                *("--", *flags),
+            )
+        return commands | {
+            "print flags": (*from_hf, tied, "--print-flags", "--", "--padded-vocab-size", "300"),
+            "contradiction": (*from_hf, tied, "--print-flags", "--", "--num-layers", "5"),
+            "parallel": (*from_hf, tied, "--print-flags", "--", *TRAINED["qwen2-tied"][1]),
+            "too few rows": (*from_hf, tied, "--print-flags", "--", "--padded-vocab-size", "249"),
+            "experts": (*from_hf, tied, "--print-flags", "--", "--num-experts", "2"),
+            "output in use": (*from_hf, tied, "--output", str(self.root / "hf")),
+            "sliding window": (
+                *(*from_hf, str(self.hf("window")), "--output", str(self.root / "no")),
+            ),
+            "flags of to-hf": (
+                *("convert", "to-hf", tied, "--hf-config", tied),
+                *("--output", str(self.root / "no"), "--", "--bf16"),
+            ),
+            "no checkpoint": (
+                *("convert", "to-hf", tied, "--hf-config", tied),
+                *("--output", str(self.root / "no")),
+            ),
+        }
+
+    def _commands_after(self) -> dict[str, Sequence[str]]:
+        """The exports, and refusals of configurations that are not the checkpoint's."""
+        wrong = {
+            "fewer layers": {"num_hidden_layers": 1},
+            "tied": {"tie_word_embeddings": True},
+            "wider": {"intermediate_size": 128},
+            "more rows": {"vocab_size": 300},
+        }
+        for name, changes in wrong.items():
+            tiny_config("llama-llama3", **changes).save_pretrained(self.hf(name))
+        trained = str(self.trained("llama-llama3"))
+        commands: dict[str, Sequence[str]] = {
+            f"export {variant}": (
+                *("convert", "to-hf", str(self.trained(variant))),
+                *("--output", str(self.exported(variant)), "--hf-config", str(self.hf(variant))),
+            )
+            for variant in TRAINED
+        }
+        for name in wrong:
+            commands[name] = (
+                *("convert", "to-hf", trained, "--output", str(self.root / "no")),
+                *("--hf-config", str(self.hf(name))),
+            )
+        commands["in bfloat16"] = (
+            *("convert", "to-hf", trained, "--output", str(self.exported("bfloat16"))),
+            *("--hf-config", str(self.hf("llama-llama3")), "--dtype", "bfloat16"),
+            *("--iteration", "1"),
+        )
+        return commands | {"no iteration": (*commands["tied"], "--iteration", "7")}
+
+    def _run(self, name: str, commands: dict[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
+        paths = [self.root / f"{name}.{what}.json" for what in ("commands", "results")]
+        paths[0].write_text(json.dumps(commands))
+        process = subprocess.run(
+            [sys.executable, str(WORKER), *map(str, paths)],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+            env=os.environ
+            | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+        )
+        assert process.returncode == 0, process.stderr[-4000:]
+        return json.loads(paths[1].read_text())
+
+    def _train(self, variant: str) -> TrainingRun:
+        """One step over all documents that changes nothing, saved."""
+        flags = (
+            *model_args(self.checkpoint(variant)),
+            *TRAINING_FLAGS,
+            *BALANCE_FLAGS,
+            *("--sparse-balance-base-budget", "1000", "--sparse-balance-tuning", "off"),
+            *("--seq-length", "256", "--tokenizer-type", "NullTokenizer"),
+            *("--train-iters", "1", "--lr", "1e-30", "--data-path", str(self.documents)),
+            *("--load", str(self.checkpoint(variant)), "--finetune", "--ckpt-format", "torch_dist"),
+            *("--save", str(self.trained(variant)), "--save-interval", "1"),
+            *TRAINED[variant][1],
+        )
+        return run_training(2, flags, log_dir=self.trained(variant) / "log").require_success()
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
+    return Work(tmp_path_factory.mktemp("convert"))
+
+
+def model_args(checkpoint: Path) -> list[str]:
+    """The words of the bash array that from-hf left beside the checkpoint."""
+    text = (checkpoint / "model_args.sh").read_text()
+    return text.removeprefix("MODEL_ARGS=(").strip().removesuffix(")").split()
+
+
+def succeeded(result: dict[str, Any]) -> str:
+    assert result["status"] == 0, result["stderr"][-4000:]
+    return result["stdout"]
+
+
+@torch.no_grad()
+def reference_logits(model: torch.nn.Module, documents: Sequence[Tensor]) -> Tensor:
+    """[T, V] of documents that `transformers` sees one at a time."""
+    return torch.cat([model(document[None]).logits[0] for document in documents])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_those_of_transformers(variant: str, work: Work) -> None:
+    """Every parameter held NaN before; documents of many blocks, packed, budgets of all blocks.
+
+    The yardstick is float64: our error is at most twice that of `transformers` in float32.
+    """
+    succeeded(work.before[f"logits of {variant}"])
+    ours = torch.load(work.root / f"{variant}.pt")
+    model = tiny_model(variant)
+    plain = reference_logits(model, work.tokens)
+    exact = reference_logits(model.double(), work.tokens)
+    error = (ours - exact).abs().max()
+    assert error <= 2 * (plain - exact).abs().max()
+    assert error <= TOLERANCE
+
+
+@pytest.mark.parametrize("variant", SCALED_ROPE)
+def test_scaled_rope_would_be_missed(variant: str, work: Work) -> None:
+    """The logits above depend on the scaling, far beyond their tolerance."""
+    theta = tiny_config(variant).rope_parameters["rope_theta"]
+    plain_rope = {"rope_type": "default", "rope_theta": theta}
+    without = tiny_model(variant, rope_parameters=plain_rope)
+    difference = reference_logits(tiny_model(variant), work.tokens) - reference_logits(
+        without, work.tokens
+    )
+    assert difference.abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("variant", TRAINED)
+def test_conversion_reports_what_it_did(variant: str, work: Work) -> None:
+    printed = succeeded(work.before[f"convert {variant}"])
+    weights = dict(tiny_model(variant).named_parameters())
+    numbers = sum(weight.numel() for weight in weights.values())
+    assert f": {len(weights)} tensors of Hugging Face, " in printed
+    assert f"{numbers:,} numbers of float32\n" in printed
+    assert f"{VOCABULARY} rows, {PADDING_ROWS[variant]} more of zeros" in printed
+    assert (work.checkpoint(variant) / "model_args.sh").read_text() in printed
+    tracker = work.checkpoint(variant) / "latest_checkpointed_iteration.txt"
+    assert tracker.read_text() == "release"
+
+
+def test_checkpoints_name_tensors_as_both_layer_specs_do(work: Work) -> None:
+    """Transformer Engine fuses norms into linear layers; Megatron's names in files say so."""
+    metadata = FileSystemReader(work.checkpoint("llama-llama3") / "release").read_metadata()
+    layer = "decoder.layers"
+    assert {
+        name: tuple(tensor.size)
+        for name, tensor in metadata.state_dict_metadata.items()
+        if isinstance(tensor, TensorStorageMetadata)
+    } == {
+        "embedding.word_embeddings.weight": (256, 64),
+        f"{layer}.self_attention.linear_qkv.layer_norm_weight": (2, 64),
+        f"{layer}.self_attention.linear_qkv.weight": (2, 128, 64),
+        f"{layer}.self_attention.linear_proj.weight": (2, 64, 64),
+        f"{layer}.mlp.linear_fc1.layer_norm_weight": (2, 64),
+        f"{layer}.mlp.linear_fc1.weight": (2, 192, 64),
+        f"{layer}.mlp.linear_fc2.weight": (2, 64, 96),
+        "decoder.final_layernorm.weight": (64,),
+        "output_layer.weight": (256, 64),
+    }
+
+
+@pytest.mark.parametrize("variant", TRAINED)
+def test_the_first_training_step_has_the_loss_of_transformers(variant: str, work: Work) -> None:
+    """On two ranks, through --load --finetune. A padding row has logit 0 in Megatron's softmax."""
+    stored = np.fromfile(f"{work.documents}.bin", dtype=np.uint16).astype(np.int64)
+    documents = torch.from_numpy(stored).split(DOCUMENT_LENGTHS)
+    logits = reference_logits(tiny_model(variant).double(), [row[:-1] for row in documents])
+    padded = torch.nn.functional.pad(logits, (0, PADDING_ROWS[variant]))
+    labels = torch.cat([row[1:] for row in documents])
+    expected = torch.nn.functional.cross_entropy(padded, labels).item()
+    (step,) = work.runs[variant].steps
+    assert step["tokens"] == len(labels)
+    assert step["lm_loss"] == pytest.approx(expected, rel=FEW_ROUNDINGS)
+
+
+@pytest.mark.parametrize("variant", TRAINED)
+def test_what_training_saved_is_what_came_in_to_the_bit(variant: str, work: Work) -> None:
+    """Loaded and saved on two ranks with optimizer state; the padding rows fall away."""
+    printed = succeeded(work.after[f"export {variant}"])
+    assert f"{VOCABULARY} rows, {PADDING_ROWS[variant]} rows of padding dropped" in printed
+    written = load_file(work.exported(variant) / "model.safetensors")
+    expected = dict(tiny_model(variant).named_parameters())
+    assert written.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert written[name].dtype == weight.dtype
+        assert torch.equal(written[name], weight), name
+    for name in ("config.json", "generation_config.json"):
+        copied = json.loads((work.exported(variant) / name).read_text())
+        assert copied == json.loads((work.hf(variant) / name).read_text())
+    loaded = AutoModelForCausalLM.from_pretrained(work.exported(variant))
+    for name, weight in tiny_model(variant).state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight), name
+
+
+def test_another_dtype_is_rounded_once_and_said(work: Work) -> None:
+    printed = succeeded(work.after["in bfloat16"])
+    assert "numbers of bfloat16, 21 tensors cast" in printed
+    written = load_file(work.exported("bfloat16") / "model.safetensors")
+    for name, weight in tiny_model("llama-llama3").named_parameters():
+        assert torch.equal(written[name], weight.to(torch.bfloat16)), name
+    loaded = AutoModelForCausalLM.from_pretrained(work.exported("bfloat16"))
+    assert loaded.dtype == torch.bfloat16
+
+
+def test_only_the_flags_are_printed(work: Work) -> None:
+    printed = succeeded(work.before["print flags"])
+    converted = (work.checkpoint("qwen2-tied") / "model_args.sh").read_text()
+    assert printed == converted.replace(
+        f"--padded-vocab-size {VOCABULARY}", "--padded-vocab-size 300"
+    )
+
+
+REFUSED = {
+    "contradiction": "flags after -- make num_layers 5, config.json makes it 2",
+    "parallel": "--pipeline-model-parallel-size 2 after --: one process converts",
+    "too few rows": "--padded-vocab-size 249: the model has 250 rows",
+    "experts": "flags after -- make num_experts 2, config.json makes it None",
+    "output in use": "hf: not an empty directory",
+    "sliding window": "config.json: sliding_window 64: sliding windows are not supported",
+    "flags of to-hf": "convert to-hf takes no flags after --",
+    "no checkpoint": "the latest iteration is not a torch_dist checkpoint",
+    "no iteration": "iteration 7 is not a torch_dist checkpoint",
+    "fewer layers": "layer_norm_weight has shape [2, 64], --hf-config makes it [1, 64]",
+    "tied": "tensors that --hf-config does not account for: 1 (output_layer.weight)",
+    "wider": "linear_fc1.weight has shape [2, 192, 64], --hf-config makes it [2, 256, 64]",
+    "more rows": "the embedding has 256 rows, config.json's vocab_size is 300",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_one_line_and_writes_nothing(case: str, work: Work) -> None:
+    result = (work.before | work.after)[case]
+    assert result["status"] == 2, result["stderr"][-4000:]
+    (line,) = [line for line in result["stderr"].splitlines() if "sparse-balance: error:" in line]
+    assert REFUSED[case] in line
+    assert not (work.root / "no").exists()

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sparse-balance env``: versions against ranges, devices, attention that is really tried."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+from sparsebalance_megatron import __version__, cli
+from sparsebalance_megatron.attention.api import Implementation
+from sparsebalance_megatron.cli import env as environment
+from sparsebalance_megatron.cli.env import is_within
+
+EVERYWHERE = {"blocks", "tokens", "reference"}
+
+
+@pytest.mark.parametrize(
+    ("known", "wanted", "inside"),
+    [
+        ("0.19.2", ">=0.18,<0.20", True),
+        ("0.18", ">=0.18,<0.20", True),
+        ("0.18.0", ">=0.18.0.0,<0.20", True),
+        ("0.17.9", ">=0.18,<0.20", False),
+        ("0.20.0", "<0.20,>=0.18", False),
+        ("0.20.0rc1", "<0.20,>=0.18", False),
+        ("0.19.0rc1+abc", "<0.20,>=0.18", True),
+        ("2.15.0+cpu", ">=2.6", True),
+        ("2.5.1", ">=2.6", False),
+    ],
+)
+def test_ranges(known: str, wanted: str, inside: bool) -> None:
+    assert is_within(known, wanted) is inside
+
+
+def test_a_range_of_another_kind_is_not_guessed_at() -> None:
+    with pytest.raises(ValueError, match="only >= and <"):
+        is_within("1.0", "~=1.0")
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["python"] == platform.python_version()
+    assert found["packages"]["torch"] == version("torch")
+    assert set(found["packages"]) == set(environment.PACKAGES)
+    assert found["sparsebalance_megatron"] == __version__
+    assert found["torch"]["in_range"] and found["torch"]["supported"]
+    assert found["megatron"]["in_range"] and found["megatron"]["problem"] is None
+    assert Path(found["megatron"]["path"], "core").is_dir()
+    devices = found["devices"]
+    cuda = [each for each in devices["found"] if each["type"] == "cuda"]
+    assert len(cuda) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    assert (devices["no_cuda_because"] is None) == bool(cuda)
+
+
+def test_attention_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["env"]) == 0
+    text = capsys.readouterr().out
+    assert f"megatron {version('megatron-core')}: supported (range" in text
+    attention = environment.environment()["attention"]
+    assert set(attention["implementations"]) == set(get_args(Implementation)) - {"auto"}
+    usable = {name for name, each in attention["implementations"].items() if each["usable"]}
+    assert usable >= EVERYWHERE
+    if attention["device"] == "cpu" and "TRITON_INTERPRET" not in os.environ:
+        assert usable == EVERYWHERE
+        assert 'triton     does not run: needs CUDA, and q lies on cpu: use "blocks"' in text
+        assert "flex       does not run: needs CUDA" in text
+
+
+def test_an_implementation_that_breaks_is_told_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(implementation: str, device: str) -> None:
+        raise RuntimeError(f"{implementation}: no compiler\nlong trace")
+
+    monkeypatch.setattr(environment, "_forward_and_backward", broken)
+    found = environment.environment()["attention"]["implementations"]["blocks"]
+    assert found == {"usable": False, "because": "blocks: no compiler"}
+
+
+def test_a_checkout_on_the_path_hides_an_installed_megatron(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "package_info.py").write_text("__version__ = '0.21.0rc0+abc'\n")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "megatron" / "__init__.py").touch()
+    found = environment.environment()["megatron"]
+    assert (found["version"], found["in_range"]) == ("0.21.0rc0", False)
+    assert found["path"] == str(tmp_path / "megatron")
+    assert found["problem"].startswith("version 0.21.0rc0 is outside")
+
+
+def test_without_torch_or_megatron_the_rest_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
+    found = environment.environment()
+    text = "\n".join(environment.as_text(found))
+    assert "no CUDA device: torch cannot be imported" in text
+    assert "attention on no device\n  torch cannot be imported" in text
+    assert "no megatron.core is found; install megatron-core" in text

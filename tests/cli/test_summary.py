@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The comparison of two runs: numbers by hand, the table's width, the JSON's keys."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparsebalance_megatron.cli import summary
+from sparsebalance_megatron.report import comparison
+from sparsebalance_megatron.report.comparison import compare, summarize
+from sparsebalance_megatron.telemetry.run_log import RunLog, RunLogError, Step
+
+
+def step(iteration: int, **changes: Any) -> Step:
+    values: dict[str, Any] = {
+        "iteration": iteration,
+        "iteration_ms": None if iteration == 1 else 100.0,
+        "lm_loss": 9.0,
+        "tokens": 64,
+        "coverage": 0.75,
+        "measured_rank_ms": (90.0, 70.0),
+        "predicted_rank_ms": (81.0, 77.0),
+        "lower_bound_ms": 60.0,
+        "work_ratio": 1.0,
+        "micro_batch_ms": None,
+    }
+    return Step(**(values | changes))
+
+
+def log(name: str, *steps: Step, problems: tuple[str, ...] = ()) -> RunLog:
+    return RunLog(directory=Path(name), header={}, steps=steps, problems=problems)
+
+
+@pytest.mark.parametrize(("steps", "skipped"), [(1, 0), (4, 0), (5, 1), (24, 4), (25, 5), (90, 5)])
+def test_warm_up(steps: int, skipped: int) -> None:
+    assert comparison.warm_up_steps(steps) == skipped
+    times_ms = [1000.0] * skipped + [10.0] * (steps - skipped)
+    run = summarize([step(i + 1, iteration_ms=ms) for i, ms in enumerate(times_ms)])
+    assert run.iteration_ms_median == 10.0
+    assert run.iteration_ms == tuple(times_ms)
+
+
+def test_numbers_of_a_run() -> None:
+    run = summarize(
+        [
+            step(1, lm_loss=9.5),
+            step(2, coverage=0.5, iteration_ms=110.0),
+            step(3, measured_rank_ms=(100.0, 50.0), predicted_rank_ms=(100.0, 50.0)),
+            step(4, lm_loss=8.25, work_ratio=0.5),
+        ]
+    )
+    assert run.iteration_ms == (110.0, 100.0, 100.0)
+    assert run.iteration_ms_median == 100.0
+    assert (run.loss_first, run.loss_last) == (9.5, 8.25)
+    assert run.rank_imbalance == pytest.approx(90.0 / 80.0)
+    assert run.coverage_mean == pytest.approx(0.6875)
+    assert run.predicted_error == pytest.approx(0.1)
+    assert (run.measured_ms, run.predicted_ms) == (90.0, 81.0)
+    assert (run.lower_bound_ms, run.work_ratio) == (60.0, 1.0)
+
+
+def test_unmeasured_is_none_and_not_zero() -> None:
+    nothing = dict.fromkeys(
+        ["iteration_ms", "lm_loss", "coverage", "measured_rank_ms", "predicted_rank_ms"]
+    )
+    run = summarize([step(1, **nothing, lower_bound_ms=None, work_ratio=None)])
+    assert run.iteration_ms == ()
+    for name in ("iteration_ms_median", "loss_first", "loss_last", "rank_imbalance"):
+        assert getattr(run, name) is None
+    for name in ("coverage_mean", "predicted_error", "predicted_ms", "measured_ms", "work_ratio"):
+        assert getattr(run, name) is None
+
+
+def test_speedup_of_medians_and_step_by_step() -> None:
+    slow = [step(i + 1, iteration_ms=ms) for i, ms in enumerate((None, 100.0, 200.0, 300.0))]
+    fast = [step(i + 1, iteration_ms=ms) for i, ms in enumerate((None, 50.0, 160.0, 100.0))]
+    found = compare(log("slow", *slow), log("fast", *fast))
+    assert found.speedup == pytest.approx(200.0 / 100.0)
+    assert found.speedup_paired == pytest.approx(2.0)
+    assert found.speedup_total == pytest.approx(600.0 / 310.0)
+    assert found.problems == ()
+
+
+def test_pairs_are_of_the_same_iteration() -> None:
+    slow = [step(1), step(2, iteration_ms=100.0), step(3, iteration_ms=900.0)]
+    fast = [step(1), step(3, iteration_ms=300.0)]
+    found = compare(log("slow", *slow), log("fast", *fast))
+    assert found.speedup_paired == pytest.approx(3.0)
+    assert "3 steps in slow, 2 in fast" in found.problems[0]
+
+
+def test_other_samples_are_not_compared_step_by_step() -> None:
+    slow = [step(1), step(2)]
+    fast = [step(1), step(2, tokens=65, iteration_ms=50.0)]
+    found = compare(log("slow", *slow), log("fast", *fast))
+    assert found.speedup == pytest.approx(2.0)
+    assert found.speedup_paired is None
+    assert found.speedup_total is None
+    assert "differ in 1 of 2 steps, first in iteration 2" in found.problems[0]
+
+
+def parse(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    summary.add_parser(parser.add_subparsers())
+    return parser.parse_args(["summary", *flags])
+
+
+def write_log(directory: Path, iteration_ms: float, end: str = "") -> None:
+    directory.mkdir()
+    records: list[dict[str, Any]] = [{"type": "run"}]
+    records += [
+        {
+            "type": "step",
+            "iteration": iteration,
+            "iteration_ms": iteration_ms if iteration > 1 else None,
+            "lm_loss": 9.0 - 0.1 * iteration,
+            "tokens": 64,
+            "predicted": {"rank_busy_ms": [8e3, 6e3], "lower_bound_ms": 7e3, "work_ratio": 0.98},
+            "measured": {
+                "rank_busy_ms": [9e3, 7e3],
+                "forward_ms": [[[[3e3]]], [[[2e3]]]],
+                "backward_ms": [[[[6e3]]], [[[5e3]]]],
+            },
+            "coverage": {"mean": 0.9876},
+        }
+        for iteration in range(1, 31)
+    ]
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (directory / "steps.jsonl").write_text(text + end, encoding="utf-8")
+
+
+def test_command_writes_json_and_an_80_column_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    write_log(tmp_path / "baseline", 10450.0)
+    write_log(tmp_path / "balanced", 9500.0)
+    output = tmp_path / "new" / "summary.json"
+    flags = ("--baseline", str(tmp_path / "baseline"), "--run", str(tmp_path / "balanced"))
+    assert summary.run(parse(*flags, "-o", str(output))) == 0
+
+    written = json.loads(output.read_text())
+    assert set(written) == {
+        "baseline",
+        "sparse_balance",
+        "speedup",
+        "speedup_paired",
+        "speedup_total",
+        "problems",
+    }
+    required = {
+        "iteration_ms_median",
+        "iteration_ms",
+        "loss_first",
+        "loss_last",
+        "rank_imbalance",
+        "coverage_mean",
+        "predicted_error",
+    }
+    assert required <= set(written["baseline"])
+    assert set(written["baseline"]) == set(written["sparse_balance"])
+    assert written["speedup"] == pytest.approx(1.1)
+    assert written["baseline"]["iteration_ms"] == [10450.0] * 29
+    assert written["baseline"]["loss_last"] == pytest.approx(6.0)
+
+    printed = capsys.readouterr().out
+    table = [line for line in printed.splitlines() if not line.startswith("written to")]
+    assert max(map(len, table)) <= 80
+    assert "…" not in printed
+    for text in (
+        "10450.0",
+        "9500.0",
+        "1.125",
+        "98.0%",
+        "0.9876",
+        "8.9000",
+        "6.0000",
+        "speedup 1.1",
+    ):
+        assert text in printed
+
+
+def test_command_shows_the_rest_of_a_damaged_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_log(tmp_path / "baseline", 100.0, end='{"type": "st')
+    write_log(tmp_path / "balanced", 80.0)
+    summary.run(
+        parse("--baseline", str(tmp_path / "baseline"), "--run", str(tmp_path / "balanced"))
+    )
+    printed = capsys.readouterr().out
+    assert "speedup 1.250" in printed
+    assert "line 32" in printed
+
+
+def test_many_problems_are_counted_and_not_all_shown() -> None:
+    from rich.console import Console
+
+    many = log("slow", step(1), problems=tuple(f"[bold]line {i}" for i in range(20)))
+    stream = io.StringIO()
+    summary.show(compare(many, log("fast", step(1))), Console(file=stream, width=80))
+    assert "note: [bold]line 0\n" in stream.getvalue()
+    assert "12 more" in stream.getvalue()
+
+
+def test_command_without_a_log_writes_nothing(tmp_path: Path) -> None:
+    write_log(tmp_path / "baseline", 100.0)
+    output = tmp_path / "summary.json"
+    arguments = parse(
+        *("--baseline", str(tmp_path / "baseline"), "--run", str(tmp_path), "-o", str(output))
+    )
+    with pytest.raises(RunLogError, match=r"steps\.jsonl: not there"):
+        summary.run(arguments)
+    assert not output.exists()
+
+
+def test_without_rich_the_json_is_still_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    write_log(tmp_path / "baseline", 100.0)
+    write_log(tmp_path / "balanced", 80.0)
+    output = tmp_path / "summary.json"
+    arguments = parse(
+        *("--baseline", str(tmp_path / "baseline"), "--run", str(tmp_path / "balanced")),
+        *("-o", str(output)),
+    )
+    with pytest.raises(summary.SummaryError, match=r"\[tools\]"):
+        summary.run(arguments)
+    assert json.loads(output.read_text())["speedup"] == pytest.approx(1.25)

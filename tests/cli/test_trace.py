@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traces: by the rules of the format, against the logs, and as Perfetto reads them."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report.sample_run import SampleRun
+
+from sparsebalance_megatron import cli
+from sparsebalance_megatron.plan.schedules.simulator import simulate
+from sparsebalance_megatron.report.timeline import MEASURED, Bar, Timeline
+from sparsebalance_megatron.report.trace import TracedStep, Tracer
+
+RUN = SampleRun(ranks=2, stages=2, virtual_stages=2, micro_batches=4, layers=4, steps=5)
+SLICES = 2 * RUN.virtual_stages * RUN.micro_batches
+"""Of one stage in one step."""
+FETCH_S = 60
+
+Event = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return RUN.write(tmp_path_factory.mktemp("runs") / "run")
+
+
+@pytest.fixture(scope="module")
+def trace_path(run_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("traces") / "trace.json"
+    assert cli.main(["trace", str(run_directory), "--steps", "2:4", "-o", str(path)]) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def events(trace_path: Path) -> list[Event]:
+    trace = json.loads(trace_path.read_text())
+    assert set(trace) == {"displayTimeUnit", "traceEvents"}
+    return trace["traceEvents"]
+
+
+def check_format(events: list[Event]) -> None:
+    """The rules of the Trace Event Format for the kinds of events that are written."""
+    threads: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for event in events:
+        assert isinstance(event["name"], str) and event["pid"] > 0
+        match event["ph"]:
+            case "M":
+                assert event["args"].keys() <= {"name", "sort_index"}
+            case "C":
+                assert event["args"] and all(np.isfinite(v) for v in event["args"].values())
+            case "X":
+                start, length = round(event["ts"] * 1e3), round(event["dur"] * 1e3)
+                assert start >= 0 and length >= 0
+                threads[event["pid"], event["tid"]].append((start, start + length))
+            case other:
+                raise AssertionError(f"no event of phase {other} is written")
+    for spans in threads.values():
+        spans.sort()
+        for (_, end), (start, _) in itertools.pairwise(spans):
+            assert end <= start, "slices of a thread overlap"
+
+
+def names(events: list[Event], kind: str) -> dict[tuple[int, int], str]:
+    return {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in events
+        if event["ph"] == "M" and event["name"] == kind
+    }
+
+
+def slices(events: list[Event], category: str, iteration: int) -> list[Event]:
+    return [
+        event
+        for event in events
+        if event.get("cat") == category and event["args"]["iteration"] == iteration
+    ]
+
+
+def test_the_rules_of_the_format(events: list[Event]) -> None:
+    check_format(events)
+
+
+def test_a_process_per_rank_and_side_a_thread_per_stage(events: list[Event]) -> None:
+    processes = {pid: name for (pid, _), name in names(events, "process_name").items()}
+    assert sorted(processes.values()) == [
+        *("measured, rank 0", "measured, rank 1", "predicted, rank 0", "predicted, rank 1", "run")
+    ]
+    threads = names(events, "thread_name")
+    for pid, name in processes.items():
+        stages = sorted(thread for (of, _), thread in threads.items() if of == pid)
+        assert stages == (["steps"] if name == "run" else ["stage 0", "stage 1"])
+    assert len({tid for _, tid in threads}) == len(threads), "Perfetto knows a thread by its number"
+    for side in ("predicted", "measured"):
+        pids = {event["pid"] for event in events if event.get("cat") == side}
+        assert {processes[pid].partition(",")[0] for pid in pids} == {side}
+
+
+def test_predicted_slices_are_the_simulators(run_directory: Path, events: list[Event]) -> None:
+    expectation = RUN.plan(2).expectation
+    threads = names(events, "thread_name")
+    processes = names(events, "process_name")
+    for rank in range(RUN.ranks):
+        trace = simulate(
+            expectation.forward_ms[rank],
+            expectation.backward_ms[rank],
+            schedule="interleaved",
+            virtual_stages=RUN.virtual_stages,
+        )
+        expected = sorted(
+            (
+                e.stage,
+                e.start_ms,
+                e.end_ms - e.start_ms,
+                f"{e.kind} {e.micro_batch} chunk {e.chunk}",
+            )
+            for e in trace.events
+        )
+        mine = [
+            event
+            for event in slices(events, "predicted", 3)
+            if processes[event["pid"], 0] == f"predicted, rank {rank}"
+        ]
+        origin_us = min(event["ts"] for event in mine)
+        found = sorted(
+            (
+                int(threads[event["pid"], event["tid"]].removeprefix("stage ")),
+                (event["ts"] - origin_us) / 1e3,
+                event["dur"] / 1e3,
+                event["name"],
+            )
+            for event in mine
+        )
+        # Whole nanoseconds.
+        for (stage, start, length, name), (p, at, ms, label) in zip(found, expected, strict=True):
+            assert (stage, name) == (p, label)
+            assert start == pytest.approx(at, abs=2e-6)
+            assert length == pytest.approx(ms, abs=2e-6)
+
+
+def test_measured_slices_are_the_spans(run_directory: Path, events: list[Event]) -> None:
+    for path in sorted((run_directory / "ranks").iterdir()):
+        header, *steps = [json.loads(line) for line in path.read_text().splitlines()]
+        process = f"measured, rank {header['data_parallel_rank']}"
+        for step in steps[1:4]:
+            mine = [
+                event
+                for event in slices(events, "measured", step["iteration"])
+                if names(events, "process_name")[event["pid"], 0] == process
+                and names(events, "thread_name")[event["pid"], event["tid"]]
+                == f"stage {header['pipeline_rank']}"
+            ]
+            assert len(mine) == SLICES
+            lengths = sorted(event["dur"] for event in mine)
+            spans = sorted((end - start) * 1e3 for *_, start, end in step["spans"])
+            assert lengths == pytest.approx(spans, abs=2e-3)
+
+
+def test_arguments_of_a_slice(run_directory: Path, events: list[Event]) -> None:
+    first = slices(events, "measured", 2)[0]["args"]
+    plan = RUN.plan(1).ranks[0].micro_batches[first["micro_batch"]]
+    assert first["lengths_tokens"] == list(plan.lengths_tokens)
+    assert first["tokens"] == plan.tokens
+    layers = [layer for chunk in RUN.job.stage_layers[0] for layer in chunk]
+    assert first["budgets_blocks_max"] == plan.budgets_LS[layers].max(axis=0).tolist()
+    assert first["budgets_blocks_mean"] == pytest.approx(
+        plan.budgets_LS[layers].mean(axis=0), abs=0.005
+    )
+    assert 0 < first["coverage_mean"] <= 1
+    assert first["ms"] == pytest.approx(first["measured_ms"], abs=2e-4)
+    assert first["predicted_ms"] > 0
+
+
+def test_counters(events: list[Event]) -> None:
+    counters = [event for event in events if event["ph"] == "C"]
+    assert {event["name"] for event in counters} == {"coverage", "imbalance of ranks"}
+    assert len(counters) == 2 * 3
+    imbalance = [event for event in counters if event["name"] == "imbalance of ranks"]
+    assert all(set(event["args"]) == {"predicted", "measured"} for event in imbalance)
+    assert all(event["args"]["measured"] >= 1 for event in imbalance)
+
+
+def test_steps_keep_their_distance_by_the_wall_clock(
+    run_directory: Path, events: list[Event]
+) -> None:
+    starts = [event["ts"] for event in events if event.get("cat") == "step"]
+    path = run_directory / "ranks" / "rank-00000.jsonl"
+    logged = [json.loads(line) for line in path.read_text().splitlines()][2:5]
+    clock = [step["schedule_start_unix_s"] for step in logged]
+    # A wall clock of 1.7e9 s has a resolution of 0.24 us.
+    assert np.diff(starts) == pytest.approx(np.diff(clock) * 1e6, abs=2)
+
+
+@given(
+    lengths=st.lists(st.lists(st.floats(0, 50), min_size=1, max_size=6), min_size=1, max_size=5),
+    gaps_s=st.lists(st.one_of(st.none(), st.floats(-0.1, 0.1)), min_size=5, max_size=5),
+)
+def test_slices_never_overlap(lengths: list[list[float]], gaps_s: list[float | None]) -> None:
+    """Whatever the clocks say: they may be missing, stand still or go back."""
+    tracer, written, unix_s = Tracer(), [], 1.7e9
+    for iteration, (durations, gap_s) in enumerate(zip(lengths, gaps_s, strict=False), start=1):
+        ends = np.cumsum(durations)
+        bars = tuple(
+            Bar(
+                place=(0, 0),
+                kind="forward",
+                chunk=0,
+                position=position,
+                start_ms=float(end - ms),
+                end_ms=float(end),
+            )
+            for position, (ms, end) in enumerate(zip(durations, ends, strict=True))
+        )
+        unix_s += gap_s or 0.0
+        timelines = {
+            "predicted": Timeline(bars=bars, source=""),
+            "measured": Timeline(bars=bars[:1], source=MEASURED),
+        }
+        written += tracer.add(
+            TracedStep(
+                iteration=iteration,
+                timelines=timelines,
+                step=None,
+                times=None,
+                contents={},
+                start_unix_s=None if gap_s is None else unix_s,
+            )
+        )
+    check_format(written)
+    # cumsum leaves a rounding between an end and the next start, below half a nanosecond.
+    count = sum(map(len, lengths[: len(gaps_s)]))
+    assert sum(event.get("cat") == "predicted" for event in written) == count
+
+
+def test_the_last_steps_are_the_default_and_gz_compresses(
+    run_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "new" / "trace.json.gz"
+    assert cli.main(["trace", str(run_directory), "-o", str(path)]) == 0
+    with gzip.open(path, "rt") as stream:
+        check_format(json.load(stream)["traceEvents"])
+    sides = 2 * RUN.ranks
+    metadata = 3 + 2 * sides + 2 * sides * RUN.stages
+    count = metadata + RUN.steps * (sides * RUN.stages * SLICES + 1 + 2)
+    assert f"5 steps, {count} events written to {path}" in capsys.readouterr().out
+
+
+def test_without_predicted_times_the_measured_ones_are_traced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = replace(RUN, steps=2, with_ranks=False, with_predicted_times=False)
+    path = tmp_path / "trace.json"
+    assert cli.main(["trace", str(run.write(tmp_path / "run")), "-o", str(path)]) == 0
+    written = json.loads(path.read_text())["traceEvents"]
+    check_format(written)
+    assert len(slices(written, "measured", 2)) == RUN.ranks * RUN.stages * SLICES
+    assert slices(written, "predicted", 2) == []
+    assert "2 of 2 steps have no predicted times" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--steps", "8:9"], "--steps 8:9: not in"),
+        (["--steps", "9:8"], "expected A:B"),
+        (["--steps", "3"], "expected A:B"),
+        (["-o", "."], "cannot be written"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_status_2(
+    run_directory: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = cli.main(["trace", str(run_directory), *flags])
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_no_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["trace", str(tmp_path)]) == 2
+    assert f"{tmp_path}: no log" in capsys.readouterr().err
+
+
+def shell_path() -> str:
+    """perfetto's trace_processor_shell, fetched by the package where that is possible."""
+    pytest.importorskip("perfetto")
+    known = shutil.which("trace_processor_shell") or shutil.which("trace_processor")
+    if known:
+        return known
+    program = (
+        "from perfetto.prebuilts.manifests.trace_processor_shell import *\n"
+        "from perfetto.prebuilts.perfetto_prebuilts import get_perfetto_prebuilt\n"
+        "print(get_perfetto_prebuilt(TRACE_PROCESSOR_SHELL_MANIFEST))"
+    )
+    try:
+        fetched = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=FETCH_S
+        )
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"trace_processor_shell could not be fetched in {FETCH_S} s")
+    if fetched.returncode:
+        pytest.skip("the package perfetto brings no trace_processor_shell and could not fetch it")
+    return fetched.stdout.splitlines()[-1]
+
+
+def test_perfetto_reads_it(trace_path: Path) -> None:
+    path = shell_path()
+    from perfetto.trace_processor import TraceProcessor, TraceProcessorConfig
+
+    with TraceProcessor(
+        trace=str(trace_path), config=TraceProcessorConfig(bin_path=path)
+    ) as processor:
+
+        def rows(query: str, *columns: str) -> list[tuple[Any, ...]]:
+            return [
+                tuple(getattr(row, column) for column in columns) for row in processor.query(query)
+            ]
+
+        errors = "select name, value from stats where severity = 'error' and value > 0"
+        assert rows(errors, "name", "value") == []
+        found = rows(
+            "select p.name as process, t.name as thread, count(*) as n, max(s.depth) as depth "
+            "from slice s join thread_track tt on s.track_id = tt.id join thread t using (utid) "
+            "join process p using (upid) group by 1, 2 order by 1, 2",
+            *("process", "thread", "n", "depth"),
+        )
+        sides = [
+            (f"{side}, rank {rank}", f"stage {stage}", 3 * SLICES, 0)
+            for side in ("measured", "predicted")
+            for rank in range(RUN.ranks)
+            for stage in range(RUN.stages)
+        ]
+        assert found == [*sides, ("run", "steps", 3, 0)]
+        counters = rows(
+            "select ct.name as name, count(*) as n from counter c "
+            "join process_counter_track ct on c.track_id = ct.id group by 1 order by 1",
+            *("name", "n"),
+        )
+        assert counters == [
+            ("coverage at base budgets", 3),
+            ("coverage executed", 3),
+            ("imbalance of ranks measured", 3),
+            ("imbalance of ranks predicted", 3),
+        ]

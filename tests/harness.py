@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the real training loop on several ranks and reads back what it printed and logged."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from forked_ranks import run_ranks
+
+REPOSITORY = Path(__file__).parents[1]
+PROGRAMS = REPOSITORY / "tests" / "programs"
+"""What tests start."""
+TIMEOUT_S = 240
+_GRACE_S = 40
+"""More than torchrun gives its ranks to end by themselves."""
+VOCABULARY = 256
+
+MODEL_FLAGS = (
+    *("--num-layers", "4", "--hidden-size", "64", "--ffn-hidden-size", "128"),
+    *("--num-attention-heads", "4", "--group-query-attention", "--num-query-groups", "2"),
+    *("--seq-length", "256", "--max-position-embeddings", "256"),
+    *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu"),
+    *("--disable-bias-linear", "--untie-embeddings-and-output-weights"),
+    *("--attention-dropout", "0", "--hidden-dropout", "0"),
+    *("--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY - 1)),
+)
+TRAINING_FLAGS = (
+    *("--micro-batch-size", "1", "--global-batch-size", "8", "--train-iters", "4"),
+    *("--lr", "1e-3", "--lr-decay-style", "constant", "--clip-grad", "1.0"),
+    *("--log-interval", "1", "--eval-iters", "0", "--eval-interval", "1000"),
+    *("--split", "100,0,0", "--seed", "1234"),
+)
+BALANCE_FLAGS = (
+    "--sparse-balance",
+    *("--sparse-balance-block-size", "16", "--sparse-balance-base-budget", "4"),
+    *("--sparse-balance-calibration", "off"),
+)
+
+_ITERATION = re.compile(
+    r"iteration +(\d+)/.*?lm loss: ([-+.\deE]+|nan) .*?grad norm: ([-+.\deE]+|nan) "
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRun:
+    """What one run left behind."""
+
+    exit_code: int
+    output: str
+    steps: list[dict[str, Any]]
+
+    @property
+    def losses(self) -> list[str]:
+        """Losses as printed: seven digits, compared as text where runs must be identical."""
+        return [match[1] for match in self._iterations()]
+
+    @property
+    def grad_norms(self) -> list[str]:
+        return [match[2] for match in self._iterations()]
+
+    def _iterations(self) -> list[tuple[str, str, str]]:
+        return _ITERATION.findall(self.output)
+
+    def require_success(self) -> TrainingRun:
+        """Self; fails with the end of the output otherwise."""
+        if self.exit_code:
+            raise AssertionError(f"exit code {self.exit_code}\n{self.output[-6000:]}")
+        return self
+
+
+def write_documents(
+    prefix: Path, lengths_tokens: Sequence[int], *, vocabulary: int = VOCABULARY, seed: int = 7
+) -> Path:
+    """A real .bin/.idx pair of random documents with a learnable bias towards small tokens."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_idx_path
+
+    generator = np.random.default_rng(seed)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for length in lengths_tokens:
+        tokens = (generator.random(length) ** 3 * (vocabulary - 1)).astype(np.uint16)
+        builder.add_document(tokens, [length])
+    builder.finalize(get_idx_path(str(prefix)))
+    return prefix
+
+
+def long_tailed_lengths(documents: int, longest: int, seed: int = 3) -> list[int]:
+    """Log-normal document lengths, cut at ``longest``."""
+    generator = np.random.default_rng(seed)
+    drawn = generator.lognormal(np.log(longest / 6), 0.9, documents)
+    return [int(np.clip(length, 4, longest)) for length in drawn]
+
+
+def run_training(
+    ranks: int,
+    flags: Sequence[str],
+    *,
+    log_dir: Path | None = None,
+    timeout_s: float = TIMEOUT_S,
+    program: Sequence[str] = ("-m", "sparsebalance_megatron.pretrain_gpt"),
+    torchrun: bool = False,
+) -> TrainingRun:
+    """Run a program on ranks of one thread each, until the first of them fails or all end.
+
+    Args:
+        torchrun: start them with it, for what it does itself, and where processes must differ in
+            all they can; else they are forked, which spares them most imports.
+    """
+    command = [*program, *flags]
+    if log_dir is not None:
+        command += ["--sparse-balance-log-dir", str(log_dir)]
+    with tempfile.TemporaryDirectory() as directory:
+        printed = Path(directory, "output")
+        if torchrun:
+            exit_code = _run_torchrun(ranks, command, printed, timeout_s)
+        else:
+            exit_code = run_ranks(
+                ranks,
+                command,
+                environment=python_environment(),
+                master_port=free_port(),
+                output=printed,
+                timeout_s=timeout_s,
+            )
+        output = printed.read_text(errors="replace")
+    if exit_code is None:
+        raise AssertionError(f"no end after {timeout_s} s; the output ends\n{output[-4000:]}")
+    return TrainingRun(
+        exit_code=exit_code, output=output, steps=read_steps(log_dir) if log_dir else []
+    )
+
+
+def _run_torchrun(
+    ranks: int, command: Sequence[str], printed: Path, timeout_s: float
+) -> int | None:
+    """The exit code; None after a timeout, when the whole process group is killed."""
+    launcher = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
+        *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
+    ]
+    # A file has no reader that would wait for orphans of a killed rank, as a pipe has.
+    with printed.open("wb") as file:
+        process = subprocess.Popen(
+            [*launcher, *command],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=python_environment(),
+            start_new_session=True,
+        )
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            # torchrun passes SIGTERM on to ranks, which are not in its process group.
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_S)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return None
+
+
+def python_environment() -> dict[str, str]:
+    """For a process of a CPU run: this repository comes before what PYTHONPATH names already."""
+    paths = [str(REPOSITORY), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+    }
+
+
+def read_steps(log_dir: Path) -> list[dict[str, Any]]:
+    """The step records of a run's log."""
+    path = log_dir / "steps.jsonl"
+    if not path.exists():
+        return []
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [record for record in records if record["type"] == "step"]
+
+
+def free_port() -> int:
+    """A TCP port on loopback that was free a moment ago."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

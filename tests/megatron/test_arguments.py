@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags and the combinations that are refused."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import fields
+
+import pytest
+
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.megatron.arguments import (
+    add_sparse_balance_args,
+    args_provider,
+    check_typed_flags,
+    config_from_args,
+    destination,
+)
+from sparsebalance_megatron.megatron.compat import has_yarn_flags
+from sparsebalance_megatron.megatron.unsupported import REFUSALS, check_supported
+
+
+def parse(*flags: str) -> Namespace:
+    return add_sparse_balance_args(ArgumentParser(allow_abbrev=False)).parse_args(flags)
+
+
+def supported_args(**changes: object) -> Namespace:
+    """Megatron arguments that the plugin accepts, before ``changes``."""
+    values = {
+        "seq_length": 256,
+        "data_path": ["prefix"],
+        "dataloader_type": "external",
+        "calculate_per_token_loss": True,
+        "attention_dropout": 0.0,
+    }
+    return Namespace(**(values | changes))
+
+
+def test_every_field_has_its_flag_and_default() -> None:
+    args = parse()
+    for field in fields(SparseBalanceConfig):
+        assert getattr(args, destination(field.name)) == field.default
+        assert flag_name(field.name).startswith("--sparse-balance")
+    assert config_from_args(args) == SparseBalanceConfig()
+
+
+def test_values_arrive_in_the_config() -> None:
+    config = config_from_args(
+        parse(
+            *("--sparse-balance", "--sparse-balance-block-size", "64"),
+            *("--sparse-balance-anchor", "min", "--sparse-balance-coverage-threshold", "0.2"),
+        )
+    )
+    assert config.enabled and config.block_size == 64
+    assert (config.anchor, config.coverage_threshold) == ("min", 0.2)
+
+
+def test_flags_that_a_yaml_file_replaced_are_missed_by_name() -> None:
+    with pytest.raises(ConfigError, match="--yaml-cfg"):
+        config_from_args(Namespace())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block_size", 0),
+        ("block_size", 96),
+        ("base_budget", 0),
+        ("coverage_threshold", 1.0),
+        ("coverage_threshold", -0.1),
+        ("coverage_decay", 1.0),
+        ("window", 0),
+        ("max_tokens_per_micro_batch", 0),
+    ],
+)
+def test_wrong_values_name_flag_and_value(field: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"{flag_name(field)} {value}: must"):
+        SparseBalanceConfig(**{field: value})
+
+
+SUPPORTED = (
+    *("--sparse-balance", "--data-path", "prefix", "--seq-length", "256", "--num-layers", "4"),
+    *("--micro-batch-size", "1", "--global-batch-size", "8"),
+)
+
+REFUSED = {
+    "--context-parallel-size": "2",
+    "--hybrid-context-parallel": "",
+    "--overlap-moe-expert-parallel-comm": "",
+    "--microbatch-group-size-per-virtual-pipeline-stage": "4 --pipeline-model-parallel-size 2",
+    "--tp-comm-overlap": "",
+    "--use-megatron-fsdp": "",
+    "--use-torch-fsdp2": "",
+    "--tensor-parallel-num-weight-shards": "2",
+    "--expert-tensor-parallel-num-weight-shards": "2",
+    "--moe-token-dispatcher-type": "allgather --num-experts 4",
+    "--num-query-groups": "1 --group-query-attention --tensor-model-parallel-size 2",
+    "--cuda-graph-impl": "local",
+    "--enable-cuda-graph": "",
+    "--external-cuda-graph": "",
+    "--fp8-format": "hybrid",
+    "--fp4-format": "e2m1",
+    "--transformer-impl": "inference_optimized",
+    "--use-kitchen-attention": "",
+    "--attention-backend": "local",
+    "--multi-latent-attention": "",
+    "--experimental-attention-variant": "dsa",
+    "--hybrid-layer-pattern": "M*-",
+    "--hybrid-override-pattern": "M*-",
+    "--is-hybrid-model": "",
+    "--spec": "module name",
+    "--heterogeneous-layers-config-path": "layers.json",
+    "--mtp-num-layers": "1",
+    "--position-embedding-type": "mrope",
+    "--position-embedding-type yarn": "",
+    "--attention-dropout": "0.1",
+    "--softmax-type": "learnable",
+    "--window-size": "128,0",
+    "--qk-clip": "",
+    "--log-max-attention-logit": "",
+    "--rampup-batch-size": "1 1 8",
+    "--step-batch-size-schedule": "0:8",
+    "--decrease-batch-size-if-needed": "",
+    "--iterations-to-skip": "3",
+    "--phase-transition-iterations": "3",
+    "--full-validation": "",
+    "--multiple-validation-sets": "",
+    "--mock-data": "",
+    "--train-data-path": "other",
+    "--valid-data-path": "other",
+    "--test-data-path": "other",
+    "--data-args-path": "arguments.txt",
+    "--per-split-data-args-path": "arguments.json",
+    "--data-path": "1 a 1 b",
+    "--dataloader-type": "cyclic",
+    "--sft": "",
+    "--fim-data": "",
+    "--eod-mask-loss": "",
+    "--logits-save-dir": "logits",
+    "--logits-load-dir": "logits",
+    "--perform-rl-step": "",
+    "--yaml-cfg": "config.yaml",
+    "--inprocess-restart": "",
+    "--non-persistent-ckpt-type": "local",
+    "--override-ckpt-iteration": "3",
+    "--ckpt-format": "torch --save checkpoints",
+}
+"""Flag -> what else to type for it to be refused."""
+
+SINCE_0_19 = {
+    "--expert-tensor-parallel-num-weight-shards",
+    "--logits-load-dir",
+    "--logits-save-dir",
+    "--override-ckpt-iteration",
+    "--tensor-parallel-num-weight-shards",
+}
+NOT_TYPED = {
+    "no --data-path": {"data_path": None},
+    "ModelOpt": {"modelopt_enabled": True},
+    "per-sample loss": {"calculate_per_token_loss": False},
+    "fp8_dot_product_attention": {"fp8_dot_product_attention": True},
+    "fp8_multi_head_attention": {"fp8_multi_head_attention": True},
+}
+"""Refused by what the arguments hold in the end."""
+
+
+@pytest.fixture(scope="module")
+def megatron_parser() -> ArgumentParser:
+    """Megatron's own, with the plugin's flags and defaults."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
+    return args_provider(enabled=True, on_cpu=False)(parser)
+
+
+def test_every_refusal_is_tried() -> None:
+    flags = [refusal.flag for refusal in REFUSALS]
+    assert len(flags) == len(set(flags))
+    assert set(flags) == REFUSED.keys() | NOT_TYPED.keys()
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_what_is_refused_as_typed(flag: str, megatron_parser: ArgumentParser) -> None:
+    """Through Megatron's parser, before Megatron's own assertions."""
+    check_typed_flags(megatron_parser, SUPPORTED)
+    if flag in SINCE_0_19 and flag not in megatron_parser._option_string_actions:
+        pytest.skip("this megatron-core has no such flag")
+    if flag == "--position-embedding-type yarn" and has_yarn_flags():
+        pytest.skip("this megatron-core has flags for YaRN")
+    words = f"{flag} {REFUSED[flag]}".split()
+    with pytest.raises(ConfigError) as caught:
+        check_typed_flags(megatron_parser, (*SUPPORTED, *words))
+    given = f"{flag} {REFUSED[flag].partition(' --')[0]}".strip().replace(",", " ")
+    assert str(caught.value).startswith(f"--sparse-balance with {given}: ")
+
+
+@pytest.mark.parametrize("flag", NOT_TYPED)
+def test_what_is_refused_in_the_end(flag: str) -> None:
+    config = SparseBalanceConfig(enabled=True)
+    check_supported(supported_args(), config)
+    with pytest.raises(ConfigError, match=rf"^--sparse-balance with {flag}: "):
+        check_supported(supported_args(**NOT_TYPED[flag]), config)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--context-parallel-size 1",
+        "--moe-token-dispatcher-type allgather",
+        "--moe-token-dispatcher-type alltoall --num-experts 4",
+        "--num-query-groups 2 --group-query-attention --tensor-model-parallel-size 2",
+        "--num-query-groups 1 --group-query-attention --tensor-model-parallel-size 2 "
+        "--sparse-balance-selection token-query-head",
+        "--tensor-model-parallel-size 2",
+        "--microbatch-group-size-per-virtual-pipeline-stage 2 --pipeline-model-parallel-size 2",
+        "--ckpt-format torch_dist --save checkpoints",
+        "--ckpt-format torch",
+        "--attention-backend flash",
+        "--reset-position-ids --reset-attention-mask",
+        "--dataloader-type external --attention-dropout 0 --softmax-type vanilla",
+    ],
+)
+def test_what_looks_like_a_refusal_and_is_none(words: str, megatron_parser: ArgumentParser) -> None:
+    check_typed_flags(megatron_parser, (*SUPPORTED, *words.split()))
+
+
+def test_a_cap_below_the_longest_sample_names_what_it_must_be(
+    megatron_parser: ArgumentParser,
+) -> None:
+    cap = ("--sparse-balance-max-tokens-per-micro-batch", "100")
+    with pytest.raises(ConfigError, match=r"with --seq-length 256: .* use at least 256"):
+        check_typed_flags(megatron_parser, (*SUPPORTED, *cap))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words", "complaint"),
+    [
+        (2, "--global-batch-size 2 --micro-batch-size 2", "2 must be a multiple of"),
+        (8, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", None),
+        (8, "", None),
+        (16, "", "x data-parallel size 16 = 16"),
+        (4, "--eval-micro-batch-size 4", "--eval-global-batch-size 8 must be a multiple of"),
+        (16, "--use-checkpoint-args", None),
+        (3, "--tensor-model-parallel-size 2", None),
+    ],
+)
+def test_a_global_batch_must_fill_its_slots(
+    ranks: int,
+    words: str,
+    complaint: str | None,
+    megatron_parser: ArgumentParser,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    if complaint is None:
+        check_typed_flags(megatron_parser, (*SUPPORTED, *words.split()))
+        return
+    with pytest.raises(ConfigError, match=complaint):
+        check_typed_flags(megatron_parser, (*SUPPORTED, *words.split()))
+
+
+def test_changed_defaults_are_told_as_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.training.arguments import add_megatron_arguments
+
+    def told(*words: str, enabled: bool = True, on_cpu: bool = False) -> list[str]:
+        monkeypatch.setattr("sys.argv", ["program", *words])
+        lines: list[str] = []
+        provide = args_provider(enabled=enabled, on_cpu=on_cpu, report=lines.append)
+        provide(add_megatron_arguments(ArgumentParser(allow_abbrev=False)))
+        return lines
+
+    (line,) = told()
+    assert line.startswith("sparse balance: trains as if given --")
+    changes = (
+        "--calculate-per-token-loss",
+        "--attention-dropout 0.0",
+        "--dataloader-type external",
+    )
+    assert all(change in line for change in changes)
+    assert "--distributed-backend" not in line
+    (line,) = told("--attention-dropout=0", "--dataloader-type", "external")
+    assert line == "sparse balance: trains as if given --calculate-per-token-loss"
+    assert told(enabled=False) == []
+    (line,) = told(enabled=False, on_cpu=True)
+    assert "--distributed-backend gloo" in line and "--no-rope-fusion" in line
+    assert "--calculate-per-token-loss" not in line
+
+
+def test_defaults_are_set_only_where_the_plugin_is_on_and_explicit_flags_win() -> None:
+    def parser() -> ArgumentParser:
+        parser = ArgumentParser(allow_abbrev=False)
+        parser.add_argument("--dataloader-type", default=None)
+        parser.add_argument("--distributed-backend", default="nccl")
+        return parser
+
+    off = args_provider(enabled=False, on_cpu=False)(parser()).parse_args([])
+    assert (off.dataloader_type, off.distributed_backend) == (None, "nccl")
+    on = args_provider(enabled=True, on_cpu=True)(parser()).parse_args([])
+    assert (on.dataloader_type, on.distributed_backend) == ("external", "gloo")
+    explicit = args_provider(enabled=True, on_cpu=True)(parser()).parse_args(
+        ["--distributed-backend", "nccl"]
+    )
+    assert explicit.distributed_backend == "nccl"

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Core attention as Megatron calls it: layouts, guard, observation."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from sparsebalance_megatron.attention.selectors.block_topk import coverage_curves, router_scores
+from sparsebalance_megatron.config import ConfigError
+from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
+from sparsebalance_megatron.megatron.packed_seq_params import micro_batch_context, packed_params
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK = 4, 2, 8, 16
+LENGTHS = (100, 16, 230)
+CPU = torch.device("cpu")
+
+
+def attention(*, base_budget: int = 3, threshold: float = 0.1, layer: int = 1):
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=HEADS * HEAD_DIM,
+        num_attention_heads=HEADS,
+        num_query_groups=KV_HEADS,
+        use_cpu_initialization=True,
+    )
+    options = AttentionOptions(
+        block_size=BLOCK,
+        base_budget=base_budget,
+        granularity="query-block",
+        coverage_threshold=threshold,
+        implementation="auto",
+        grid=(1, 2, 4, 8, 15),
+    )
+    return BudgetedCoreAttention(config, layer, AttnMaskType.causal, "self", options=options)
+
+
+def packed_qkv(tokens: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((tokens, HEADS, HEAD_DIM), *((tokens, KV_HEADS, HEAD_DIM),) * 2)
+    return tuple(2.0 * torch.randn(shape, generator=generator) for shape in shapes)
+
+
+def context_with(budgets_LS: np.ndarray, *, padding: int = 0, device: torch.device = CPU):
+    boundaries = (0, *np.cumsum(LENGTHS).tolist())
+    if padding:
+        boundaries += (boundaries[-1] + padding,)
+    plan = MicroBatchPlan(
+        samples=tuple(range(len(LENGTHS))), lengths_tokens=LENGTHS, budgets_LS=budgets_LS
+    )
+    return micro_batch_context(
+        plan,
+        boundaries,
+        step=0,
+        position=0,
+        chunk=0,
+        block_size=BLOCK,
+        observe=True,
+        device=device,
+    )
+
+
+def dense(
+    q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor, boundaries
+) -> torch.Tensor:
+    parts = []
+    for start, end in itertools.pairwise(boundaries):
+        q, k, v = (x[start:end].transpose(0, 1)[None] for x in (q_THD, k_TGD, v_TGD))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        )
+        parts.append(out[0].transpose(0, 1).reshape(end - start, -1))
+    return torch.cat(parts)
+
+
+def test_each_layer_reads_its_own_budgets_and_grows_them_to_the_floor() -> None:
+    """Invariant 5: C(executed) >= C(k0) - p from this micro-batch's own scores."""
+    qkv = packed_qkv(sum(LENGTHS))
+    context = context_with(np.array([[3, 3, 3], [1, 1, 1]], dtype=np.int32))
+    params = packed_params(context, max_seqlen_tokens=256, device=CPU)
+    for layer in (1, 2):
+        attention(layer=layer)(*qkv, None, packed_seq_params=params)
+    kept, cut = context.observations[0], context.observations[1]
+    assert not kept.grown_S.any()
+    torch.testing.assert_close(kept.executed_S, kept.base_S)
+    assert cut.grown_S.tolist() == [True, False, True]
+    assert (cut.executed_S >= cut.base_S - 0.1).all()
+    assert (cut.executed_S <= cut.base_S).all()
+
+
+def test_without_tolerance_cut_budgets_give_the_base_budgets_output() -> None:
+    qkv = packed_qkv(sum(LENGTHS))
+    outputs = []
+    for budget in (1, 3):
+        context = context_with(np.full((2, len(LENGTHS)), budget, dtype=np.int32))
+        params = packed_params(context, max_seqlen_tokens=256, device=CPU)
+        outputs.append(attention(threshold=0.0)(*qkv, None, packed_seq_params=params))
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=0)
+
+
+def test_observed_grid_is_the_routers_coverage() -> None:
+    q_THD, k_TGD, v_TGD = packed_qkv(sum(LENGTHS))
+    context = context_with(np.full((2, len(LENGTHS)), 3, dtype=np.int32))
+    params = packed_params(context, max_seqlen_tokens=256, device=CPU)
+    module = attention()
+    module(q_THD, k_TGD, v_TGD, None, packed_seq_params=params)
+    scores = router_scores(
+        q_THD, k_TGD, context.layout, granularity="query-block", softmax_scale=HEAD_DIM**-0.5
+    )
+    curves_SK = coverage_curves(scores)
+    observed_SK = context.observations[0].grid_SK
+    torch.testing.assert_close(observed_SK, curves_SK[:, [0, 1, 3, 7, 14]])
+
+
+def test_padding_for_sequence_parallelism_is_one_more_sequence() -> None:
+    qkv = packed_qkv(sum(LENGTHS) + 6)
+    padded = context_with(np.full((2, len(LENGTHS)), 3, dtype=np.int32), padding=6)
+    plain = context_with(np.full((2, len(LENGTHS)), 3, dtype=np.int32))
+    tokens = sum(LENGTHS)
+    outputs = [
+        attention()(
+            *(x[: context.layout.tokens] for x in qkv),
+            None,
+            packed_seq_params=packed_params(context, max_seqlen_tokens=256, device=CPU),
+        )
+        for context in (padded, plain)
+    ]
+    torch.testing.assert_close(outputs[0][:tokens], outputs[1])
+
+
+@pytest.mark.parametrize("layout", ["thd", "sbhd"])
+def test_without_a_carrier_every_sample_gets_the_base_budget(layout: str) -> None:
+    batch, sequence = 2, 60
+    boundaries = (0, sequence, 2 * sequence)
+    qkv = packed_qkv(batch * sequence)
+    module = attention(base_budget=100)
+    if layout == "thd":
+        cu_seqlens = torch.tensor(boundaries, dtype=torch.int32)
+        params = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens
+        )
+        out = module(*qkv, None, packed_seq_params=params)
+    else:
+        rows = [x.view(batch, sequence, *x.shape[1:]).transpose(0, 1) for x in qkv]
+        out_sbh = module(*rows, None)
+        assert out_sbh.shape == (sequence, batch, HEADS * HEAD_DIM)
+        out = out_sbh.transpose(0, 1).reshape(batch * sequence, -1)
+    exact = dense(*(x.double() for x in qkv), boundaries)
+    plain_error = (dense(*qkv, boundaries) - exact).abs().max()
+    rounding = torch.finfo(torch.float32).eps * exact.abs().max()
+    assert (out - exact).abs().max() <= 2 * plain_error + 4 * rounding
+
+
+def test_masks_and_biases_that_are_not_causal_attention_are_refused() -> None:
+    qkv = packed_qkv(32)
+    rows = [x[:, None] for x in qkv]
+    with pytest.raises(ConfigError, match="not causal"):
+        attention()(*rows, None, attn_mask_type=AttnMaskType.no_mask)
+    with pytest.raises(ConfigError, match="bias"):
+        attention()(*rows, None, attention_bias=torch.zeros(1))
+
+
+@pytest.mark.gpu
+def test_a_micro_batch_never_makes_the_host_wait_for_the_device() -> None:
+    cuda = torch.device("cuda")
+    module = attention()
+    qkv = [x.to(cuda, torch.bfloat16) for x in packed_qkv(sum(LENGTHS))]
+    budgets_LS = np.full((2, len(LENGTHS)), 2, dtype=np.int32)
+
+    def micro_batch() -> torch.Tensor:
+        context = context_with(budgets_LS, device=cuda)
+        params = packed_params(context, max_seqlen_tokens=256, device=cuda)
+        return module(*qkv, None, packed_seq_params=params)
+
+    expected = micro_batch()  # compiles kernels, copies the grid
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = micro_batch()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(again, expected)

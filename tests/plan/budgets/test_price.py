@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One price over a horizon: the steps' wants add up, and cost less than if each held its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan.plan_cases import cost_model, coverage_curves, job_shape, policy, random_lengths
+
+from sparsebalance_megatron.cost.stage_calibration import StageScales
+from sparsebalance_megatron.plan.budgets.feasible import feasible_range
+from sparsebalance_megatron.plan.budgets.price import HORIZON_SAMPLES, horizon_steps, price
+from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.planner import plan_step
+from sparsebalance_megatron.plan.step_costs import step_costs
+
+JOB = job_shape(2, 2)
+POLICY = policy(coverage_target="base")
+COST, SCALES = cost_model(), StageScales.ones(1)
+LONG, SHORT = [16000, 15000, 14000, 12000], [700, 800, 900, 1000]
+
+
+class Step:
+    """A step, and the others of its horizon: which of them comes first makes no difference."""
+
+    def __init__(self, own, others, coverage, owed=0.0, tuning_policy=POLICY):
+        self.costs = step_costs([*others, *own], JOB, COST, SCALES)
+        self.allowed = feasible_range(self.costs, coverage, tuning_policy)
+        self.own = slice(len(others), None)
+        self.coverage = coverage
+        self.pricing = price(tuning_policy, self.costs, coverage, self.allowed, self.own, owed)
+
+    def covered(self, budgets_LS):
+        """Summed over the own samples and their layers."""
+        return self.coverage.coverage_LS(self.costs.blocks_S[self.own], budgets_LS).sum()
+
+    @property
+    def surplus(self):
+        """Coverage wanted above that of base budgets, summed over samples."""
+        base = self.covered(self.allowed.base_LS[:, self.own])
+        return (self.pricing.wanted_coverage - base) / self.coverage.layers
+
+    @property
+    def work_ms(self):
+        return sum(
+            part.sum() for part in self.costs.of(self.own).sample_ms(self.pricing.expected_LS)
+        )
+
+
+def horizon(steps, coverage, owed=0.0):
+    return [
+        Step(step, [n for other in steps if other is not step for n in other], coverage, owed)
+        for step in steps
+    ]
+
+
+def spread_evenly(max_blocks=256):
+    """Curves of scores that are all alike: query block j finds min(k, j) of its j blocks."""
+    curves = CoverageCurves(JOB.layers, max_blocks, 0.9)
+    grid = np.asarray(curves.grid)[:, None]
+    rows = []
+    for bucket in range(curves.buckets):
+        blocks = np.arange(1, 2**bucket + 2**bucket // 2 + 1)
+        rows.append((np.minimum(grid, blocks) / blocks).mean(axis=1))
+    curves.update(np.broadcast_to(rows, curves.mean_LUK.shape), np.ones(curves.observed_LU.shape))
+    return curves
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.lists(st.integers(1, 6), min_size=1, max_size=6),
+    st.floats(-1.0, 1.0),
+)
+def test_what_the_steps_of_a_horizon_want_adds_up_to_what_it_owes(seed, sizes, owed_share):
+    coverage = coverage_curves(JOB.layers, 400, seed=seed)
+    lengths = random_lengths(sum(sizes), seed, longest=20000)
+    ends = np.cumsum(sizes)
+    steps = [lengths[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    whole = Step(lengths, [], coverage)
+    base = whole.covered(whole.allowed.base_LS)
+    least, most = (
+        (whole.covered(budgets_LS) - base) / coverage.layers
+        for budgets_LS in (whole.allowed.floor_LS, whole.allowed.top_LS)
+    )
+    owed = owed_share * most
+    found = horizon(steps, coverage, owed)
+    tolerance = 1e-8 * len(lengths)
+    assert sum(step.surplus for step in found) == pytest.approx(max(owed, least), abs=tolerance)
+    for step in found:
+        expected = step.covered(step.pricing.expected_LS)
+        assert expected >= step.pricing.wanted_coverage - tolerance
+
+
+def test_a_step_gives_up_what_another_regains_for_less():
+    coverage = spread_evenly()
+    of_long, of_short = horizon([LONG, SHORT], coverage)
+    assert of_long.surplus / 4 < -0.01 < 0.01 < of_short.surplus / 4
+    alone = [Step(lengths, [], coverage) for lengths in (LONG, SHORT)]
+    assert [step.surplus for step in alone] == pytest.approx([0.0, 0.0], abs=1e-8)
+    assert of_long.work_ms + of_short.work_ms < 0.97 * sum(step.work_ms for step in alone)
+
+
+def test_where_all_coverage_has_one_price_wants_lie_between_two_levels():
+    """Samples of one length, all layers alike: nobody pays for another."""
+    for owed in (-0.2, 0.0, 0.2):
+        found = horizon([[3000] * 4, [3000] * 4], spread_evenly(), owed)
+        assert [step.surplus for step in found] == pytest.approx([owed / 2] * 2)
+
+
+def test_a_plan_follows_what_its_step_wants():
+    coverage = spread_evenly()
+    given_ = {
+        "step": 0,
+        "lengths_tokens": LONG,
+        "job": JOB,
+        "policy": POLICY,
+        "cost": COST,
+        "scales": SCALES,
+        "coverage": coverage,
+    }
+    base = plan_step(**given_ | {"policy": replace(POLICY, tuning="off")}).expectation
+    alone = plan_step(**given_).expectation
+    followed = plan_step(**given_, later_lengths_tokens=SHORT).expectation
+    wanted = horizon([LONG, SHORT], coverage)[0].surplus / len(LONG)
+    assert alone.coverage_mean >= base.coverage_mean - 1e-9
+    assert base.coverage_mean + wanted - 1e-9 <= followed.coverage_mean < base.coverage_mean
+    assert followed.makespan_ms < 0.97 * alone.makespan_ms
+
+
+def test_a_threshold_wants_nothing_and_expects_floors():
+    """Whatever comes later."""
+    for others in ([], SHORT):
+        step = Step(LONG, others, spread_evenly(), tuning_policy=policy())
+        assert step.pricing.wanted_coverage == -np.inf
+        assert (step.pricing.expected_LS == step.allowed.floor_LS[:, step.own]).all()
+
+
+def test_what_was_never_observed_wants_nothing():
+    step = Step(LONG, SHORT, CoverageCurves(JOB.layers, 256, 0.9))
+    assert step.pricing.wanted_coverage == 0.0
+    assert (step.pricing.expected_LS == step.allowed.base_LS[:, step.own]).all()
+
+
+def test_horizons_hold_whole_steps():
+    assert [horizon_steps(n) for n in (1, 8, 50, 63)] == [HORIZON_SAMPLES, 8, 2, 2]
+    assert [horizon_steps(n) for n in (64, 65, 4096)] == [1, 1, 1]

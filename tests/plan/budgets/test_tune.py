@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Budgets: floors hold, anchors come nearer, makespans never grow, coverage is nearly the best."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import plan as oracle
+from plan.plan_cases import cost_model, coverage_curves, job_shape, policy, random_lengths
+
+from sparsebalance_megatron.cost.stage_calibration import StageScales
+from sparsebalance_megatron.plan.budgets.feasible import feasible_range
+from sparsebalance_megatron.plan.budgets.price import price
+from sparsebalance_megatron.plan.budgets.tune import tune
+from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.schedules.simulator import makespans_ms, schedule_name
+from sparsebalance_megatron.plan.step_costs import step_costs
+from sparsebalance_megatron.plan.step_plan import PlanError
+
+
+class Case:
+    """A placed global batch; slots hold samples in turn."""
+
+    def __init__(self, seed, tuning, *, shape=(2, 4, 2, 1), observed=1.0, lengths=None, **changes):
+        generator = np.random.default_rng(seed)
+        self.job = job_shape(*shape)
+        samples = len(lengths or ()) or self.job.slots * int(generator.integers(1, 3))
+        lengths = lengths or random_lengths(samples, seed, longest=20000)
+        self.policy = policy(tuning=tuning, base_budget=int(generator.integers(1, 40)), **changes)
+        self.coverage = coverage_curves(self.job.layers, 400, seed=seed, observed=observed)
+        scales = StageScales.ones(self.job.pipeline_stages, self.job.virtual_stages)
+        self.costs = step_costs(lengths, self.job, cost_model(), scales)
+        self.slot_of_S = np.arange(samples) % self.job.slots
+        self.schedule = schedule_name(self.job.pipeline_stages, self.job.virtual_stages)
+        self.allowed = feasible_range(self.costs, self.coverage, self.policy)
+        self.tuned = tune(
+            self.policy, self.costs, self.coverage, self.allowed, self.slot_of_S, self.schedule
+        )
+
+    def times(self, budgets_LS):
+        return self.costs.slot_ms(*self.costs.sample_ms(budgets_LS), self.slot_of_S)
+
+    def makespan(self, budgets_LS):
+        return makespans_ms(*self.times(budgets_LS), schedule=self.schedule).max()
+
+    def latencies(self, budgets_LS):
+        return sum(part.sum(axis=(1, 2)) for part in self.times(budgets_LS)).ravel()
+
+    def covered(self, budgets_LS):
+        return self.coverage.coverage_LS(self.costs.blocks_S, budgets_LS)
+
+
+SHAPES = st.sampled_from([(2, 4, 2, 1), (3, 2, 1, 1), (1, 4, 2, 2), (2, 3, 4, 1)])
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@settings(max_examples=20, deadline=None)
+@given(SEEDS, SHAPES, st.sampled_from([0.0, 1.0]))
+def test_off_keeps_the_base_budget(seed, shape, observed):
+    case = Case(seed, "off", shape=shape, observed=observed)
+    assert (case.tuned.budgets_LS == case.policy.base_budget).all()
+    assert not (case.tuned.cut_S | case.tuned.raised_S | case.tuned.clamped_S).any()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    SEEDS,
+    SHAPES,
+    st.sampled_from(["anchor", "makespan"]),
+    st.sampled_from([0.0, 0.5, 1.0]),
+    st.sampled_from([0.0, 0.1, 0.4]),
+)
+def test_floors_hold_and_unknown_curves_do_not_move(seed, shape, tuning, observed, threshold):
+    case = Case(seed, tuning, shape=shape, observed=observed, coverage_threshold=threshold)
+    budgets_LS = case.tuned.budgets_LS
+    assert budgets_LS.dtype == np.int32
+    assert budgets_LS.min() >= 1
+    known_LS = case.coverage.observed_LS(case.costs.blocks_S)
+    assert (budgets_LS[~known_LS] == case.policy.base_budget).all()
+    lost = np.nan_to_num(case.covered(case.allowed.base_LS) - case.covered(budgets_LS))
+    assert lost.max() <= threshold + 1e-12
+    effective_LS = np.minimum(budgets_LS, case.costs.blocks_S)
+    assert (case.tuned.cut_S == (effective_LS < case.allowed.base_LS).any(axis=0)).all()
+    assert (case.tuned.raised_S == (effective_LS > case.allowed.base_LS).any(axis=0)).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS, SHAPES, st.sampled_from(["mean", "min", "max"]))
+def test_anchor_moves_nobody_away(seed, shape, anchor):
+    case = Case(seed, "anchor", shape=shape, anchor=anchor)
+    before = case.latencies(case.allowed.base_LS)
+    target = {"mean": before.mean(), "min": before.min(), "max": before.max()}[anchor]
+    after = case.latencies(case.tuned.budgets_LS)
+    assert (np.abs(after - target) <= np.abs(before - target) + 1e-9 * target).all()
+    slower_S = (before > target)[case.slot_of_S]
+    assert not (case.tuned.raised_S & slower_S).any()
+    assert not (case.tuned.cut_S & ~slower_S).any()
+    lowest, highest = case.latencies(case.allowed.floor_LS), case.latencies(case.allowed.top_LS)
+    out_of_reach = (lowest > target * (1 + 1e-9)) | (highest < target * (1 - 1e-9))
+    assert (case.tuned.clamped_S == out_of_reach[case.slot_of_S]).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS, SHAPES)
+def test_makespan_is_the_least_above_the_floors(seed, shape):
+    case = Case(seed, "makespan", shape=shape)
+    reached = case.makespan(case.tuned.budgets_LS)
+    assert reached <= case.makespan(case.allowed.floor_LS) * (1 + 1e-8)
+    assert reached <= case.makespan(case.allowed.base_LS) * (1 + 1e-8)
+    gained = case.covered(case.tuned.budgets_LS) - case.covered(case.allowed.floor_LS)
+    assert gained.min() >= -1e-12
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS, SHAPES, st.sampled_from([0.5, 1.0]))
+def test_base_target_keeps_mean_coverage_and_is_never_slower_than_base_budgets(
+    seed, shape, observed
+):
+    case = Case(seed, "makespan", shape=shape, observed=observed, coverage_target="base")
+    fastest = Case(seed, "makespan", shape=shape, observed=observed)
+    mean = np.nanmean(case.covered(case.tuned.budgets_LS))
+    assert mean >= np.nanmean(case.covered(case.allowed.base_LS)) * (1 - 1e-8)
+    lost = np.nan_to_num(case.covered(case.allowed.base_LS) - case.covered(case.tuned.budgets_LS))
+    assert lost.max() <= case.policy.coverage_threshold + 1e-12
+    reached = case.makespan(case.tuned.budgets_LS)
+    assert reached <= case.makespan(case.allowed.base_LS) * (1 + 1e-8)
+    assert reached >= fastest.makespan(fastest.tuned.budgets_LS) * (1 - 1e-8)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS, SHAPES, st.floats(0.0, 0.05))
+def test_owed_coverage_is_paid_as_far_as_base_budgets_have_time(seed, shape, owed):
+    case = Case(seed, "makespan", shape=shape, coverage_target="base")
+    base_LS = case.allowed.base_LS
+    samples = len(case.slot_of_S)
+    pricing = price(
+        *(case.policy, case.costs, case.coverage, case.allowed), owed_coverage=owed * samples
+    )
+    tuned_LS = tune(
+        *(case.policy, case.costs, case.coverage, case.allowed, case.slot_of_S, case.schedule),
+        pricing,
+    ).budgets_LS
+    assert case.makespan(tuned_LS) <= case.makespan(base_LS) * (1 + 1e-8)
+    most = case.covered(case.allowed.top_LS).mean() - case.covered(base_LS).mean()
+    paid = case.covered(tuned_LS).mean() - case.covered(base_LS).mean()
+    assert paid >= -1e-8
+    has_time = case.makespan(pricing.expected_LS) <= case.makespan(base_LS)
+    assert paid >= min(owed, most) - 1e-8 or not has_time
+
+
+def test_base_target_costs_less_than_base_budgets_where_samples_bear_cuts_unequally():
+    """Two equal ranks leave nothing to balance: what is gained, better chosen budgets gain."""
+    lengths = [16000, 6000, 16000, 6000]
+    case = Case(5, "makespan", shape=(2, 2, 1, 1), lengths=lengths, coverage_target="base")
+    assert case.makespan(case.tuned.budgets_LS) < 0.99 * case.makespan(case.allowed.base_LS)
+    expected_LS = price(case.policy, case.costs, case.coverage, case.allowed).expected_LS
+    assert case.covered(expected_LS).mean() >= case.covered(case.allowed.base_LS).mean()
+    assert case.makespan(case.tuned.budgets_LS) <= case.makespan(expected_LS) * (1 + 1e-9)
+
+
+def test_where_base_budgets_have_no_time_for_what_is_owed_their_time_is_spent_well():
+    """Not on base budgets themselves: others cover more in the same time."""
+    case = Case(5, "makespan", shape=(2, 4, 2, 1), coverage_target="base")
+    base_LS = case.allowed.base_LS
+    inputs = (case.policy, case.costs, case.coverage, case.allowed)
+    pricing = price(*inputs, owed_coverage=0.3 * len(case.slot_of_S))
+    tuned_LS = tune(*inputs, case.slot_of_S, case.schedule, pricing).budgets_LS
+    assert case.covered(pricing.expected_LS).mean() > case.covered(tuned_LS).mean()
+    assert case.covered(tuned_LS).mean() > case.covered(base_LS).mean() + 0.01
+    assert case.makespan(tuned_LS) <= case.makespan(base_LS) * (1 + 1e-8)
+
+
+def test_makespan_raises_what_waits():
+    case = Case(5, "makespan", shape=(2, 2, 1, 1, 24), lengths=[16000, 16000, 9000, 9000])
+    makespans = makespans_ms(*case.times(case.tuned.budgets_LS), schedule="no_pipeline")
+    floors = makespans_ms(*case.times(case.allowed.floor_LS), schedule="no_pipeline")
+    assert floors[1] < 0.8 * floors[0]
+    assert makespans[0] == pytest.approx(floors[0])
+    full = (case.tuned.budgets_LS >= case.costs.blocks_S)[:, 2:].all()
+    assert full or makespans[1] > 0.97 * makespans[0]
+    assert case.tuned.clamped_S.tolist() == [True, True, False, False]
+
+
+@settings(max_examples=25, deadline=None)
+@given(SEEDS, st.floats(0.05, 0.95))
+def test_coverage_is_within_one_step_of_the_best(seed, share):
+    """Greedy on concave curves loses at most the gain of the first step that does not fit."""
+    generator = np.random.default_rng(seed)
+    job = job_shape(2, 1, layers_per_chunk=1)
+    coverage = CoverageCurves(1, 4096, 0.9)
+    grid, counts = np.array(coverage.grid), np.ones(coverage.observed_LU.shape)
+    rates = generator.uniform(0.2, 0.6, (*coverage.observed_LU.shape, 1))
+    counts[:, 8:] = 0
+    coverage.update((1 - np.exp(-rates * grid)) * counts[..., None], counts)
+    small = generator.integers(40 * 64, 250 * 64, 3).tolist()
+    chosen = policy(tuning="makespan", base_budget=6, coverage_threshold=0.3)
+    slot_of_S = np.array([0, 1, 1, 1])
+
+    def prepared(giant):
+        costs = step_costs([giant, *small], job, cost_model(), StageScales.ones(1))
+        return costs, feasible_range(costs, coverage, chosen)
+
+    def rank_ms(costs, budgets_LS):
+        times = costs.slot_ms(*costs.sample_ms(budgets_LS), slot_of_S)
+        return makespans_ms(*times, schedule="no_pipeline")
+
+    costs, allowed = prepared(300 * 64)
+    low, high = rank_ms(costs, allowed.floor_LS)[1], rank_ms(costs, allowed.top_LS)[1]
+    giants = range(256 * 64, 4096 * 64)
+    wanted = low + share * (high - low)
+    giant = giants[bisect.bisect(giants, wanted, key=lambda g: rank_ms(*_floors(*prepared(g)))[0])]
+    costs, allowed = prepared(giant)
+    limit = rank_ms(costs, allowed.floor_LS)[0]
+    assert low < limit < high
+    tuned = tune(chosen, costs, coverage, allowed, slot_of_S, "no_pipeline")
+    per_pair = costs.pair_ms_L[0]
+    chains = []
+    for sample in (1, 2, 3):
+        floor, n = int(allowed.floor_LS[0, sample]), int(costs.blocks_S[sample])
+        points = sorted({floor, n, *(k for k in coverage.grid if floor < k < n)})
+        length = int(costs.lengths_tokens_S[sample])
+        chains.append(
+            [
+                (
+                    per_pair * oracle.pairs(length, k, 64),
+                    float(coverage.coverage(0, n, k)),
+                )
+                for k in points
+            ]
+        )
+    floor_ms = sum(chain[0][0] for chain in chains)
+    best = oracle.most_coverage(chains, limit - low + floor_ms)
+    reached = coverage.coverage_LS(costs.blocks_S, tuned.budgets_LS)[0, 1:].sum()
+    largest = max(b[1] - a[1] for chain in chains for a, b in itertools.pairwise(chain))
+    assert reached >= best - largest - 1e-9
+
+
+def _floors(costs, allowed):
+    return costs, allowed.floor_LS
+
+
+def test_unknown_names():
+    with pytest.raises(PlanError, match="tuning 'fast'"):
+        Case(0, "fast")
+    with pytest.raises(PlanError, match="anchor 'median'"):
+        Case(0, "anchor", anchor="median")

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Placements: Megatron's order, balance, caps, errors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import plan as oracle
+
+from sparsebalance_megatron.plan.placement.balance import arrival, balanced, slot_of_sample
+from sparsebalance_megatron.plan.step_plan import JobShape, PlanError
+
+NO_CAP = 1 << 40
+
+
+def job(ranks, micro_batches):
+    return JobShape(data_parallel_size=ranks, micro_batches=micro_batches, stage_layers=(((0,),),))
+
+
+def check(placement, lengths, shape, cap):
+    assert len(placement) == shape.data_parallel_size
+    assert all(len(rank) == shape.micro_batches for rank in placement)
+    slots = [slot for rank in placement for slot in rank]
+    assert all(slots), "a slot is empty"
+    assert sorted(sample for slot in slots for sample in slot) == list(range(len(lengths)))
+    assert all(sum(lengths[sample] for sample in slot) <= cap for slot in slots)
+
+
+def test_arrival_is_megatrons_order():
+    shape = job(2, 3)
+    assert arrival([1] * 12, shape, 2) == (
+        ((0, 1), (4, 5), (8, 9)),
+        ((2, 3), (6, 7), (10, 11)),
+    )
+    samplers = pytest.importorskip("megatron.training.datasets.data_samplers")
+    for rank in range(2):
+        sampler = samplers.MegatronPretrainingSampler(12, 0, 2, rank, 2)
+        assert tuple(map(tuple, sampler)) == arrival([1] * 12, shape, 2)[rank]
+
+
+def test_arrival_errors():
+    with pytest.raises(PlanError, match="7 samples do not divide over 6"):
+        arrival([1] * 7, job(2, 3), 5)
+    with pytest.raises(PlanError, match=r"rank 1, micro-batch 0 has 9 tokens.*-batch to 9"):
+        arrival([1, 1, 4, 5], job(2, 1), 8)
+    with pytest.raises(PlanError, match="3 samples cannot fill 4 slots"):
+        arrival([1] * 3, job(2, 2), 8)
+    with pytest.raises(PlanError, match=r"sample 2 has 9 tokens.*to 9"):
+        arrival([1, 1, 9, 5], job(2, 1), 8)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.sampled_from(["spread", "equal", "giant", "tiny"]),
+    st.integers(0, 2**32 - 1),
+)
+def test_balanced_invariants(ranks, micro_batches, size, kind, seed):
+    shape = job(ranks, micro_batches)
+    generator = np.random.default_rng(seed)
+    count = shape.slots * size
+    lengths = {
+        "spread": generator.integers(1, 2**17 + 1, count),
+        "equal": np.full(count, 4096),
+        "giant": np.r_[2**17, generator.integers(1, 64, count - 1)],
+        "tiny": np.ones(count, dtype=int),
+    }[kind].tolist()
+    weights = np.array(lengths) * generator.uniform(0.5, 2.0, count)
+    longest = max(lengths)
+    for cap in (NO_CAP, longest * size):
+        placement = balanced(weights, lengths, shape, cap)
+        check(placement, lengths, shape, cap)
+        assert placement == balanced(weights, lengths, shape, cap)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(2, 6), st.integers(1, 3))
+def test_barely_fitting_caps_fit_or_name_a_cap_that_does(seed, slots, size):
+    generator = np.random.default_rng(seed)
+    cuts = [generator.multinomial(1000 - size, np.full(size, 1 / size)) + 1 for _ in range(slots)]
+    lengths = generator.permutation(np.concatenate(cuts)).tolist()
+    shape = job(1, slots)
+    try:
+        check(balanced(np.array(lengths), lengths, shape, 1000), lengths, shape, 1000)
+    except PlanError as error:
+        enough = int(str(error).split("per-micro-batch ")[1].split()[0])
+        check(balanced(np.array(lengths), lengths, shape, enough), lengths, shape, enough)
+
+
+def test_cap_beats_balance():
+    lengths, weights = [60, 40, 50, 50], np.array([1.0, 1.0, 9.0, 9.0])
+    placement = balanced(weights, lengths, job(1, 2), 100)
+    check(placement, lengths, job(1, 2), 100)
+    with pytest.raises(PlanError, match=r"fits in none of 2 slots of 99 tokens"):
+        balanced(weights, lengths, job(1, 2), 99)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=3, max_size=8), st.integers(2, 3))
+def test_lpt_is_within_its_proven_factor(weights, ranks):
+    placement = balanced(np.array(weights), weights, job(ranks, 1), NO_CAP)
+    heaviest = max(sum(weights[s] for slot in rank for s in slot) for rank in placement)
+    best = oracle.least_heaviest_bin(weights, ranks)
+    assert heaviest <= (4 / 3 - 1 / (3 * ranks)) * best + 1e-9
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(2, 5), st.sampled_from([NO_CAP, 3000]))
+def test_slow_ranks_get_less(seed, ranks, cap):
+    """Loads, counted by slowness, differ by less than a sample; the cap is obeyed as ever."""
+    generator = np.random.default_rng(seed)
+    lengths = generator.integers(500, 1001, 40 * ranks).tolist()
+    slowness = generator.uniform(0.7, 1.6, ranks)
+    shape = job(ranks, 20)
+    placement = balanced(np.array(lengths), lengths, shape, cap, slowness)
+    check(placement, lengths, shape, cap)
+    loads = [
+        slow * sum(lengths[sample] for slot in rank for sample in slot)
+        for slow, rank in zip(slowness, placement, strict=True)
+    ]
+    if min(len(slot) for rank in placement for slot in rank) > 1:
+        assert max(loads) - min(loads) <= 1000 * 1.6
+
+
+def test_every_slot_of_a_rank_is_filled_when_one_sample_dominates():
+    lengths = [1000, 1, 1, 1, 1, 1, 1, 1]
+    placement = balanced(np.array(lengths), lengths, job(2, 4), NO_CAP)
+    check(placement, lengths, job(2, 4), NO_CAP)
+
+
+def test_slot_of_sample():
+    assert slot_of_sample((((3,), (0, 2)), ((1,), (4,))), 5).tolist() == [1, 2, 1, 0, 3]

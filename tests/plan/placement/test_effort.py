@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Effort is a count: the same plan whatever the clock says, and more of it never hurts."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from plan.plan_cases import cost_model, job_shape, random_lengths
+
+from sparsebalance_megatron.cost.stage_calibration import StageScales
+from sparsebalance_megatron.plan.placement.balance import arrival, slot_of_sample
+from sparsebalance_megatron.plan.placement.effort import OPERATIONS_PER_MS, Effort
+from sparsebalance_megatron.plan.placement.search import improve
+from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
+from sparsebalance_megatron.plan.step_costs import step_costs
+
+
+def test_effort_is_spent():
+    effort = Effort(1.0)
+    assert effort.affordable(100) < OPERATIONS_PER_MS // 100
+    effort.spend(OPERATIONS_PER_MS // 2)
+    assert 0 < effort.affordable(100) < OPERATIONS_PER_MS // 200
+    effort.spend(OPERATIONS_PER_MS)
+    assert effort.affordable(1) == 0
+
+
+def searched(plan_ms, seed=5):
+    job = job_shape(4, 6, 4)
+    lengths = random_lengths(48, seed, longest=60000)
+    costs = step_costs(lengths, job, cost_model(), StageScales.ones(4))
+    sample_ms = costs.sample_ms(np.full((job.layers, 48), 8))
+    start = arrival(lengths, job, 1 << 40)
+    placement = improve(
+        start, costs, *sample_ms, cap_tokens=1 << 40, schedule="1f1b", plan_ms=plan_ms
+    )
+    times = costs.slot_ms(*sample_ms, slot_of_sample(placement, 48))
+    return placement, makespans_ms(*times).max()
+
+
+def test_more_effort_finds_better_placements():
+    ms = [searched(plan_ms)[1] for plan_ms in (0.0, 1.0, 4.0, 64.0)]
+    assert ms == sorted(ms, reverse=True)
+    assert ms[-1] < 0.97 * ms[0]
+
+
+def test_no_clock_is_read(monkeypatch):
+    expected = searched(2.0)[0]
+
+    def forbidden():
+        raise AssertionError("ranks would stop at different moments")
+
+    for name in ("time", "perf_counter", "monotonic", "process_time", "perf_counter_ns"):
+        monkeypatch.setattr(time, name, forbidden)
+    assert searched(2.0)[0] == expected

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The account: nothing short stays short, nothing saved is spent twice, old entries are capped."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsebalance_megatron.plan.budgets.price import horizon_steps
+from sparsebalance_megatron.plan.coverage_ledger import CoverageAccount
+
+SIZES = st.sampled_from([1, 8, 24, 64, 512])
+
+
+def run(size, errors, *, delay):
+    """Surplus of every step, if each executes its even share of what its horizon owed, and errs.
+
+    ``delay``: a plan knows the account without the last so many steps.
+    """
+    account, surplus, known = CoverageAccount(size), [], []
+    for error in errors:
+        known.append(account.owed_coverage / (size * horizon_steps(size)))
+        surplus.append(known[max(0, len(known) - 1 - delay)] + error)
+        account.settle(base_mean=0.5, executed_mean=0.5 + surplus[-1])
+    return surplus, account.balance
+
+
+@given(SIZES, st.floats(-0.04, 0.04), st.sampled_from([0, 1]))
+def test_one_error_is_made_up_for_and_a_reserve_remains(size, error, delay):
+    quiet = 60 * horizon_steps(size)
+    surplus, balance = run(size, [error] + [0.0] * quiet, delay=delay)
+    assert sum(surplus) * size == pytest.approx(-balance)
+    assert -balance == pytest.approx(0.01 * size * horizon_steps(size), rel=1e-3)
+
+
+@given(SIZES, st.floats(-0.01, 0.01), st.sampled_from([0, 1]))
+def test_a_lasting_error_is_balanced(size, error, delay):
+    """Estimates that are always off leave the balance off, and coverage right."""
+    surplus, _ = run(size, [error] * (100 * horizon_steps(size)), delay=delay)
+    assert surplus[-1] == pytest.approx(0.0, abs=1e-4)
+
+
+def test_what_lies_long_back_is_capped():
+    account = CoverageAccount(64)
+    for _ in range(100):
+        account.settle(base_mean=0.9, executed_mean=0.1)
+    assert account.balance == pytest.approx(0.05 * 64)
+    for _ in range(100):
+        account.settle(base_mean=0.1, executed_mean=0.9)
+    assert account.balance == pytest.approx(-0.05 * 64)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cost terms of a step against a loop over layers, samples and kinds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import plan as oracle
+from plan.plan_cases import FORWARD_MS, cost_model, job_shape
+
+from sparsebalance_megatron.cost.model import Kind
+from sparsebalance_megatron.cost.stage_calibration import StageScales
+from sparsebalance_megatron.plan.step_costs import step_costs
+from sparsebalance_megatron.plan.step_plan import JobShape, PlanError
+
+BLOCK = 64
+
+
+def naive_slot_ms(samples, lengths, budgets, job, stage, chunk):
+    """Forward ms of one slot on one chunk, kind by kind."""
+    layers = job.stage_layers[stage][chunk]
+    tokens = [lengths[s] for s in samples]
+
+    def affine(kind, pairs):
+        per = FORWARD_MS[kind]
+        visible = sum(oracle.pairs(t, 1 << 40, BLOCK) for t in tokens)
+        values = (1.0, len(tokens), sum(tokens), pairs, visible)
+        return sum(ms * value for ms, value in zip(per, values, strict=True))
+
+    total = 0.0
+    for layer in layers:
+        pairs = sum(oracle.pairs(lengths[s], budgets[layer][s], BLOCK) for s in samples)
+        total += sum(affine(kind, pairs) for kind in (Kind.ATTENTION, Kind.ROUTER, Kind.LINEAR))
+    if (stage, chunk) == (0, 0):
+        total += affine(Kind.EMBEDDING, 0.0)
+    if (stage, chunk) == (job.pipeline_stages - 1, job.virtual_stages - 1):
+        total += affine(Kind.HEAD, 0.0)
+    return total
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([(1, 1), (3, 1), (2, 2)]))
+def test_matches_naive_sum(seed, pipeline):
+    generator = np.random.default_rng(seed)
+    job = job_shape(2, 2, *pipeline)
+    lengths = generator.integers(1, 2000, 6).tolist()
+    budgets = generator.integers(1, 40, (job.layers, 6))
+    slot_of = np.array([0, 1, 2, 3, *generator.integers(0, 4, 2)])
+    scale = generator.uniform(0.5, 2.0, (2, *pipeline))
+    slowness = generator.uniform(0.5, 2.0, (2, pipeline[0]))
+    scales = StageScales.of(scale, slowness)
+    costs = step_costs(lengths, job, cost_model(BLOCK), scales)
+    forward, backward = costs.slot_ms(*costs.sample_ms(budgets), slot_of)
+    assert forward.shape == (2, *pipeline, 2)
+    for d, p, v, m in np.ndindex(forward.shape):
+        samples = np.flatnonzero(slot_of == d * 2 + m).tolist()
+        expected = naive_slot_ms(samples, lengths, budgets.tolist(), job, p, v) * slowness[d, p]
+        assert forward[d, p, v, m] == pytest.approx(expected * scale[0, p, v], rel=1e-9)
+        assert backward[d, p, v, m] == pytest.approx(2 * expected * scale[1, p, v], rel=1e-9)
+
+
+def test_blocks_round_up():
+    costs = step_costs([1, 64, 65], job_shape(1, 1), cost_model(BLOCK), StageScales.ones(1))
+    assert costs.blocks_S.tolist() == [1, 1, 2]
+
+
+def test_stages_without_layers_cost_only_their_ends():
+    job = JobShape(data_parallel_size=1, micro_batches=1, stage_layers=(((),), ((0, 1),), ((),)))
+    costs = step_costs([100], job, cost_model(BLOCK), StageScales.ones(3))
+    forward, _ = costs.slot_ms(*costs.sample_ms(np.full((2, 1), 4)), np.array([0]))
+    assert forward[0, 0, 0, 0] == pytest.approx(0.01 + 100 * 1e-5)
+    assert forward[0, 2, 0, 0] == pytest.approx(0.1 + 100 * 1e-3)
+
+
+def test_errors():
+    model, scales = cost_model(BLOCK), StageScales.ones(1)
+    with pytest.raises(PlanError, match="0 tokens"):
+        step_costs([5, 0], job_shape(1, 2), model, scales)
+    with pytest.raises(PlanError, match=r"\(1, 1\), the job \(2, 1\)"):
+        step_costs([5, 5], job_shape(1, 2, 2), model, scales)
+    twice = JobShape(data_parallel_size=1, micro_batches=1, stage_layers=(((0, 0),),))
+    with pytest.raises(PlanError, match=r"0\.\.1 once, has \[0, 0\]"):
+        step_costs([5], twice, model, scales)
+    ragged = JobShape(data_parallel_size=1, micro_batches=1, stage_layers=(((0,), (1,)), ((2,),)))
+    with pytest.raises(PlanError, match="same number of chunks"):
+        step_costs([5], ragged, model, scales)

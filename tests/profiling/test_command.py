@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sparse-balance profile`` on a tiny model, and its measuring plan."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import MODEL_FLAGS, REPOSITORY, TIMEOUT_S, TRAINING_FLAGS
+
+from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.cost.features import features
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.parts import NEVER_TIMED, Direction, Kind
+from sparsebalance_megatron.cost.table import CostTable, ModelShape, RunIdentity
+from sparsebalance_megatron.profiling.cells import (
+    FULL,
+    QUICK,
+    Cell,
+    Effort,
+    Timed,
+    measure,
+    plan_cells,
+)
+
+BLOCK_SIZE = 16
+BALANCE_FLAGS = (
+    "--sparse-balance",
+    *("--sparse-balance-block-size", str(BLOCK_SIZE), "--sparse-balance-base-budget", "4"),
+)
+IDENTITY = RunIdentity(
+    device="cpu",
+    dtype="float32",
+    block_size=BLOCK_SIZE,
+    selection="query-block",
+    shape=ModelShape(
+        hidden_size=64,
+        ffn_hidden_size=128,
+        num_attention_heads=4,
+        num_query_groups=2,
+        head_dim=16,
+        vocab_size=256,
+        gated_linear_unit=True,
+        tensor_parallel_size=1,
+    ),
+)
+
+
+def run_profile(output: Path, flags: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """The command as a user runs it, on a machine without a GPU."""
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "sparsebalance_megatron.cli", "profile", "--quick"),
+            *("-o", str(output), "--", *flags),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)},
+        check=False,
+    )
+
+
+def test_a_tiny_model_gives_a_table_that_fits_and_predicts(tmp_path: Path) -> None:
+    output = tmp_path / "new" / "table.json"
+    process = run_profile(output, [*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS])
+    assert process.returncode == 0, process.stderr[-4000:]
+    assert f"{output}: " in process.stdout
+    assert "attention  backward  median" in process.stdout
+    assert [entry.name for entry in output.parent.iterdir()] == ["table.json"]
+
+    table = CostTable.load(output)
+    table.check_matches(IDENTITY)
+    assert table.threads == 1
+    assert set(table.versions) == {"sparsebalance-megatron", "megatron-core", "torch"}
+    model = CostModel.fit(table)
+    short, long = (features([tokens], 4, BLOCK_SIZE) for tokens in (64, 4096))
+    for direction in Direction:
+        for kind in Kind:
+            if (kind, direction) in NEVER_TIMED:
+                continue
+            before, after = model.predict_ms(kind, direction, np.stack([short, long]))
+            assert 0.0 < before <= after, f"{kind} {direction}"
+
+
+def test_parallel_flags_give_one_ranks_share(tmp_path: Path) -> None:
+    """The flags of a job of eight ranks, profiled by one process; training's outputs stay away."""
+    output = tmp_path / "table.json"
+    parallel = (
+        *("--tensor-model-parallel-size", "2", "--sequence-parallel", "--bf16"),
+        *("--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"),
+        *("--use-distributed-optimizer", "--recompute-granularity", "full"),
+        *("--recompute-method", "uniform", "--recompute-num-layers", "1"),
+        *("--save", str(tmp_path / "checkpoints"), "--tensorboard-dir", str(tmp_path / "board")),
+    )
+    process = run_profile(output, [*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, *parallel])
+    assert process.returncode == 0, process.stderr[-4000:]
+    shape = replace(IDENTITY.shape, tensor_parallel_size=2)
+    CostTable.load(output).check_matches(replace(IDENTITY, dtype="bfloat16", shape=shape))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["table.json"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "give training's flags after --"),
+        (
+            (*MODEL_FLAGS, *BALANCE_FLAGS, "--tensor-model-parallel-size", "3"),
+            "--num-attention-heads 4 is no multiple of --tensor-model-parallel-size 3",
+        ),
+        (
+            (*MODEL_FLAGS, "--sparse-balance-block-size", "100"),
+            "--sparse-balance-block-size 100: must be a power of two",
+        ),
+    ],
+)
+def test_wrong_flags_are_one_line_and_write_nothing(
+    tmp_path: Path, flags: Sequence[str], message: str
+) -> None:
+    process = run_profile(tmp_path / "table.json", flags)
+    assert process.returncode == 2
+    assert f"sparse-balance: error: {message}" in process.stderr.replace("profile: ", "")
+    assert "Traceback" not in process.stderr
+    assert not (tmp_path / "table.json").exists()
+
+
+@pytest.mark.parametrize("effort", [QUICK, FULL])
+@pytest.mark.parametrize("longest_tokens", [100, 8192, 131072])
+def test_the_plan_times_every_kind_on_rows_short_to_long(
+    effort: Effort, longest_tokens: int
+) -> None:
+    config = SparseBalanceConfig(block_size=128, base_budget=8)
+    cells = plan_cells(longest_tokens, config, effort)
+    rows = [cell.lengths_tokens for cell in cells]
+    assert rows == sorted(rows, key=sum)
+    assert all(min(row) >= 1 and sum(row) <= longest_tokens for row in rows)
+    everything = [cell for cell in cells if cell.kinds == tuple(Kind)]
+    assert {cell.lengths_tokens for cell in everything} == set(rows)
+    assert len(everything) == len(set(rows))
+    assert len({(cell.lengths_tokens, cell.budget_blocks) for cell in cells}) == len(cells)
+    if longest_tokens >= 8192:
+        assert any(len(row) > 1 for row in rows)
+        assert len({cell.budget_blocks for cell in cells}) >= 4
+
+
+class _ScriptedClock:
+    """Every span lasts as long as the script says."""
+
+    def __init__(self, spans_ms: Sequence[float]) -> None:
+        self._spans_ms = iter(spans_ms)
+
+    def mark(self) -> None:
+        return None
+
+    def elapsed_ms(self, start: None, end: None) -> float:
+        return next(self._spans_ms)
+
+
+def _effort(**changes: float) -> Effort:
+    return replace(QUICK, warm_up=1, least_repeats=3, most_repeats=5, **changes)
+
+
+def test_medians_and_spreads_leave_the_warm_up_out() -> None:
+    ran = []
+    timed = Timed(
+        forward=lambda: ran.append("forward") or "output",
+        backward=lambda output: ran.append(f"backward of {output}"),
+    )
+    cell = Cell(kinds=(Kind.ATTENTION,), lengths_tokens=(7, 9), budget_blocks=2)
+    clock = _ScriptedClock([1000, 2000, 1, 10, 2, 20, 6, 60])
+    forward, backward = measure(Kind.ATTENTION, timed, cell, _effort(seconds_per_cell=0.0), clock)
+    assert ran == ["forward", "backward of output"] * 4
+    assert (forward.direction, backward.direction) == (Direction.FORWARD, Direction.BACKWARD)
+    assert (forward.ms_median, forward.ms_spread, forward.repeats) == (2.0, 1.0, 3)
+    assert (backward.ms_median, backward.ms_spread, backward.repeats) == (20.0, 10.0, 3)
+    assert (forward.lengths_tokens, forward.budget_blocks) == ((7, 9), 2)
+
+
+def test_a_part_without_gradient_has_no_backward_row_and_no_budget() -> None:
+    timed = Timed(forward=lambda: None, backward=None)
+    cell = Cell(kinds=(Kind.ROUTER,), lengths_tokens=(7,), budget_blocks=2)
+    clock = _ScriptedClock([1.0] * 6)
+    (row,) = measure(Kind.ROUTER, timed, cell, _effort(seconds_per_cell=10.0), clock)
+    assert (row.direction, row.budget_blocks, row.repeats) == (Direction.FORWARD, None, 5)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's models on whole documents, with its own attention and with the plugin's, printed.
+
+Run in a process of its own: the CPU adapter stays installed. The argument is a JSON object, variant
+-> Megatron's flags. Prints another: variant -> how far float32 losses and gradients lie from
+Megatron's float64, as root mean square, for Megatron itself and for the plugin on packed documents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from sparsebalance_megatron.megatron import cpu
+
+cpu.install()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.training.arguments import parse_args, validate_args  # noqa: E402
+
+from sparsebalance_megatron.config import SparseBalanceConfig  # noqa: E402
+from sparsebalance_megatron.megatron.arguments import args_provider  # noqa: E402
+from sparsebalance_megatron.megatron.compat import default_layer_spec, model_provider  # noqa: E402
+from sparsebalance_megatron.megatron.core_attention import AttentionOptions  # noqa: E402
+from sparsebalance_megatron.megatron.layer_spec import sparse_balance_layer_spec  # noqa: E402
+from sparsebalance_megatron.megatron.packed_seq_params import (  # noqa: E402
+    micro_batch_context,
+    packed_params,
+)
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan  # noqa: E402
+
+LENGTHS = (100, 37, 192)
+VOCABULARY, BLOCK = 256, 16
+CPU = torch.device("cpu")
+
+
+def main(variants: dict[str, list[str]]) -> None:
+    torch.distributed.init_process_group(
+        backend="gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    with contextlib.redirect_stdout(io.StringIO()):
+        errors = {name: compare(flags) for name, flags in variants.items()}
+    print(json.dumps(errors))
+
+
+def compare(flags: list[str]) -> dict[str, dict[str, float]]:
+    """Root mean square errors of losses and of gradients, of both models."""
+    sys.argv = ["dense_models", *flags]
+    args = parse_args(args_provider(enabled=False, on_cpu=True))
+    validate_args(args)
+    args.padded_vocab_size = VOCABULARY
+    torch.manual_seed(7)
+    exact = build(args, default_layer_spec).double()
+    with torch.no_grad():
+        # Initial weights give nearly equal scores, on which no temperature shows.
+        for name, parameter in exact.named_parameters():
+            if "linear_qkv.weight" in name:
+                parameter.mul_(8)
+    models = {
+        "megatron": build(args, default_layer_spec),
+        "plugin": build(args, plugin_layer_spec(), variable_lengths=True),
+    }
+    truth = losses_and_gradients(exact, on_documents)
+    result = {}
+    for name, model in models.items():
+        model.load_state_dict(exact.state_dict())
+        run = packed if name == "plugin" else on_documents
+        found = losses_and_gradients(model, run)
+        result[name] = {
+            "losses": root_mean_square(found[0] - truth[0]),
+            "gradients": root_mean_square(found[1] - truth[1]),
+        }
+    return result
+
+
+def build(args, layer_spec, variable_lengths=False):
+    return model_provider(args, layer_spec, variable_lengths)().float().train()
+
+
+def plugin_layer_spec():
+    config = SparseBalanceConfig(block_size=BLOCK, base_budget=1000)
+    return sparse_balance_layer_spec(AttentionOptions.from_config(config, grid=(1, 1000)))
+
+
+def losses_and_gradients(model, run):
+    """Losses of all tokens, and all gradients of their sum, as two vectors in float64."""
+    losses = run(model)
+    losses.sum().backward()
+    gradients = [parameter.grad.double().flatten() for parameter in model.parameters()]
+    return losses.detach().double(), torch.cat(gradients)
+
+
+def token_rows():
+    """Tokens and labels of every document."""
+    generator = np.random.default_rng(3)
+    rows = [generator.integers(0, VOCABULARY, length + 1) for length in LENGTHS]
+    return [(torch.tensor(row[:-1]), torch.tensor(row[1:])) for row in rows]
+
+
+def on_documents(model):
+    """Megatron's own attention, one document after the other."""
+    losses = []
+    for tokens, labels in token_rows():
+        length = len(tokens)
+        mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+        positions = torch.arange(length)[None]
+        losses.append(model(tokens[None], positions, mask, labels=labels[None]).flatten())
+    return torch.cat(losses)
+
+
+def packed(model):
+    """The plugin's attention, all documents in one row, budgets that cover everything."""
+    plan = MicroBatchPlan(
+        samples=tuple(range(len(LENGTHS))),
+        lengths_tokens=LENGTHS,
+        budgets_LS=np.full((model.config.num_layers, len(LENGTHS)), 1000),
+    )
+    context = micro_batch_context(
+        plan,
+        tuple(accumulate(LENGTHS, initial=0)),
+        step=0,
+        position=0,
+        chunk=0,
+        block_size=BLOCK,
+        observe=True,
+        device=CPU,
+    )
+    tokens, labels = (torch.cat(rows)[None] for rows in zip(*token_rows(), strict=True))
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    params = packed_params(context, max_seqlen_tokens=max(LENGTHS), device=CPU)
+    return model(tokens, positions, None, labels=labels, packed_seq_params=params).flatten()
+
+
+def root_mean_square(errors) -> float:
+    return float(errors.square().mean().sqrt())
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

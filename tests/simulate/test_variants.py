@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Variants of the same batches: comparable numbers, nothing lost in a window."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import count
+
+import numpy as np
+import pytest
+
+from sparsebalance_megatron.simulate.setups import SETUPS, batches_of, job_shape, workload_of
+from sparsebalance_megatron.simulate.variants import (
+    ALL_ROWS,
+    BASELINE,
+    OURS,
+    evaluate,
+    unhideable_steps,
+)
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    ticks = count()
+    return evaluate(small("paper-main", "longalign"), ALL_ROWS, lambda: next(ticks) * 1e-3)
+
+
+def small(setup, data, steps=8):
+    return workload_of(SETUPS[setup], data, steps=steps, seed=1, coverage_threshold=0.1)
+
+
+def test_ours_beats_the_papers_rows(outcomes):
+    ours = np.array(outcomes[OURS].step_ms)
+    for name in list(ALL_ROWS)[:6]:
+        assert (ours <= np.array(outcomes[name].step_ms) * (1 + 1e-9)).all(), name
+    assert outcomes[OURS].speedup > 1.3
+    assert outcomes[OURS].bound_ratio < 1.05
+
+
+def test_numbers_belong_together(outcomes):
+    base = outcomes[BASELINE]
+    assert (base.speedup, base.speedup_least, base.work_ratio) == (1.0, 1.0, pytest.approx(1.0))
+    assert base.coverage_min_drop == 0.0
+    for name, outcome in outcomes.items():
+        assert outcome.bound_ratio >= 1.0
+        assert outcome.coverage_min_drop <= 0.1 + 1e-9
+        assert outcome.plan_ms == pytest.approx(1.0)
+        assert outcome.speedup == pytest.approx(sum(base.step_ms) / sum(outcome.step_ms))
+        assert (outcome.speedup_least is None) == ("window" in name)
+
+
+def test_held_rows_take_the_time_they_may(outcomes):
+    held, reference = outcomes["ours, held"], outcomes["SAB+DST"]
+    assert (np.array(held.step_ms) <= np.array(reference.step_ms) * (1 + 1e-8)).all()
+    assert held.coverage_mean > reference.coverage_mean + 0.03
+
+
+def test_window_exchanges_and_loses_nothing():
+    from sparsebalance_megatron.simulate.variants import _regrouped
+
+    workload = small("paper-main", "chatqa2", steps=11)
+    regrouped = _regrouped(workload, 8)
+    assert [len(batch) for batch in regrouped] == [16] * 11
+    for part in (slice(0, 8), slice(8, 11)):
+        before, after = workload.batches[part], regrouped[part]
+        assert Counter(x for b in before for x in b) == Counter(x for b in after for x in b)
+    assert regrouped[:8] != workload.batches[:8]
+
+
+def test_setups():
+    assert SETUPS["paper-main"].micro_batches == SETUPS["paper-ablation"].micro_batches == 4
+    assert SETUPS["scale-1024"].micro_batches == 8
+    job = job_shape(layers=10, ranks=2, stages=4, micro_batches=3)
+    assert [len(stage[0]) for stage in job.stage_layers] == [3, 3, 2, 2]
+    assert batches_of(np.arange(1, 8), 3) == ((1, 2, 3), (4, 5, 6))
+
+
+def test_unhideable_steps_are_counted():
+    workload = small("paper-main", "chatqa2-tail")
+    assert 0 < unhideable_steps(workload) <= 8

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planned and measured steps, for tests of what is said about them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.stage_calibration import StageScales
+from sparsebalance_megatron.cost.table import ModelShape
+from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.measurement import CoverageTotals, StepMeasurement
+from sparsebalance_megatron.plan.planner import plan_step
+from sparsebalance_megatron.plan.scheduler import PlannedStep
+from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy
+
+BLOCK_SIZE = 16
+LENGTHS_TOKENS = (250, 12, 40, 77, 130, 16, 200, 31)
+SHAPE = ModelShape(
+    hidden_size=64,
+    ffn_hidden_size=128,
+    num_attention_heads=4,
+    num_query_groups=2,
+    head_dim=16,
+    vocab_size=256,
+    gated_linear_unit=True,
+    tensor_parallel_size=1,
+)
+JOB = JobShape(
+    data_parallel_size=2, micro_batches=2, stage_layers=(((0, 1), (4, 5)), ((2, 3), (6, 7)))
+)
+"""Two ranks of two stages of two chunks of two layers."""
+
+
+def planned_step(scales: StageScales | None = None) -> PlannedStep:
+    """Eight samples at base budget 4, in order of arrival; sample i of the plan is number 100 + i.
+
+    Args:
+        scales: what calibration has learnt; None: nothing.
+    """
+    scales = scales or StageScales.ones(JOB.pipeline_stages, JOB.virtual_stages)
+    policy = PlanPolicy(
+        batching="arrival",
+        tuning="off",
+        anchor="mean",
+        coverage_threshold=0.1,
+        base_budget=4,
+        block_size=BLOCK_SIZE,
+        max_tokens_per_slot=1024,
+    )
+    plan = plan_step(
+        step=0,
+        lengths_tokens=LENGTHS_TOKENS,
+        job=JOB,
+        policy=policy,
+        cost=CostModel.analytic(SHAPE, BLOCK_SIZE, flops_per_ms=1e6),
+        scales=scales,
+        coverage=CoverageCurves(JOB.layers, 16, 0.9),
+    )
+    return PlannedStep(
+        plan=plan,
+        samples=np.arange(100, 100 + len(LENGTHS_TOKENS)),
+        scales=scales,
+        plan_ms=3.0,
+        wait_ms=1.0,
+    )
+
+
+def measured_as_planned(planned: PlannedStep) -> StepMeasurement:
+    """Everything took what was predicted; coverage of layer l is 0.1 (l + 1) in all samples."""
+    expectation = planned.plan.expectation
+    executed_L = len(LENGTHS_TOKENS) * 0.1 * np.arange(1, JOB.layers + 1)
+    totals = CoverageTotals(
+        sums_LUK=np.zeros((JOB.layers, 1, 1)),
+        counts_LU=np.full((JOB.layers, 1), float(len(LENGTHS_TOKENS))),
+        executed_L=executed_L,
+        executed_sum=float(executed_L.sum()),
+        base_sum=float(executed_L.sum()),
+        count=float(JOB.layers * len(LENGTHS_TOKENS)),
+        minimum=0.1,
+        grown=3.0,
+    )
+    makespan_D1 = np.array(expectation.rank_makespan_ms)[:, None]
+    return StepMeasurement(
+        forward_ms=expectation.forward_ms,
+        backward_ms=expectation.backward_ms,
+        schedule_ms=makespan_D1 * [[1.0, 0.9]],
+        coverage=totals,
+        lm_loss=2.0,
+        tokens=sum(LENGTHS_TOKENS),
+        digest_mismatches=0,
+    )
+
+
+def slowed_down(measured: StepMeasurement, rank: int, stage: int, factor: float) -> StepMeasurement:
+    """One device takes so many times as long."""
+    forward_ms, backward_ms = measured.forward_ms.copy(), measured.backward_ms.copy()
+    forward_ms[rank, stage] *= factor
+    backward_ms[rank, stage] *= factor
+    return replace(measured, forward_ms=forward_ms, backward_ms=backward_ms)

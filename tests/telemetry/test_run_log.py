@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step logs: whole, damaged, resumed, missing."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparsebalance_megatron.telemetry.run_log import RunLogError, read_run_log
+
+HEADER = {"type": "run", "config": {"batching": "latency"}}
+
+
+TIMES = {
+    "forward_ms": [[[[10.0, 20.0]]], [[[10.0, 10.0]]]],
+    "backward_ms": [[[[20.0, 40.0]]], [[[20.0, 30.0]]]],
+}
+
+
+def record(iteration: int, /, **changes: Any) -> dict[str, Any]:
+    return {
+        "type": "step",
+        "iteration": iteration,
+        "iteration_ms": None if iteration == 1 else 100.0,
+        "lm_loss": 9.0 - iteration,
+        "tokens": 64,
+        "predicted": {"rank_busy_ms": [80.0, 60.0], "lower_bound_ms": 70.0, "work_ratio": 1.0},
+        "measured": {"rank_busy_ms": [90.0, 70.0], **TIMES},
+        "coverage": {"mean": 0.75, "min": 0.5, "base_mean": 0.75},
+    } | changes
+
+
+def write(directory: Path, *lines: Any) -> Path:
+    text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    (directory / "steps.jsonl").write_text("".join(f"{line}\n" for line in text), encoding="utf-8")
+    return directory
+
+
+def test_whole_log(tmp_path: Path) -> None:
+    log = read_run_log(write(tmp_path, HEADER, record(1), record(2)))
+    assert log.header == HEADER
+    assert log.problems == ()
+    assert [step.iteration for step in log.steps] == [1, 2]
+    first, second = log.steps
+    assert (first.iteration_ms, second.iteration_ms) == (None, 100.0)
+    assert second.lm_loss == 7.0
+    assert second.measured_rank_ms == (90.0, 70.0)
+    assert second.predicted_rank_ms == (80.0, 60.0)
+    assert (second.lower_bound_ms, second.work_ratio, second.coverage) == (70.0, 1.0, 0.75)
+
+
+def test_last_line_cut_off(tmp_path: Path) -> None:
+    cut = json.dumps(record(3))[:40]
+    log = read_run_log(write(tmp_path, HEADER, record(1), record(2), cut))
+    assert [step.iteration for step in log.steps] == [1, 2]
+    (problem,) = log.problems
+    assert "steps.jsonl line 4" in problem
+    assert "cut off" in problem
+
+
+BAD_LINES: dict[str, tuple[Any, str]] = {
+    "array": ([1, 2], 'no record of type "run" or "step"'),
+    "number": ("7", 'no record of type "run" or "step"'),
+    "unknown-type": ({"type": "stp"}, 'no record of type "run" or "step"'),
+    "no-coverage": (record(2, coverage={}), "no coverage.mean"),
+    "no-measured": (record(2, measured=None), "no measured.rank"),
+    "iteration-null": (record(2, iteration=None), "iteration or tokens is null"),
+    "loss-text": (record(2, lm_loss="3.1"), "lm_loss is '3.1', not a number"),
+    "time-true": (record(2, iteration_ms=True), "iteration_ms is True, not a number"),
+    "rank-text": (record(2, measured={"rank_busy_ms": [1.0, "x"]}), "measured.rank_busy_ms is 'x'"),
+    "rank-number": (record(2, measured={"rank_busy_ms": 5.0}), "measured.rank_busy_ms is 5.0"),
+    "times-text": (
+        record(2, measured={"rank_busy_ms": [1.0, 2.0], **TIMES, "forward_ms": "x"}),
+        "measured.forward_ms",
+    ),
+    "times-shape": (
+        record(2, measured={"rank_busy_ms": [1.0, 2.0], **TIMES, "backward_ms": [[[[1.0]]]]}),
+        "must both be [rank][stage][virtual stage][micro-batch]",
+    ),
+    "rank-count": (record(2, measured={"rank_busy_ms": [5.0]}), "1 ranks measured, 2 predicted"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LINES)
+def test_damaged_line_is_named_and_the_rest_kept(tmp_path: Path, case: str) -> None:
+    line, message = BAD_LINES[case]
+    log = read_run_log(write(tmp_path, HEADER, record(1), line, record(3)))
+    assert [step.iteration for step in log.steps] == [1, 3]
+    (problem,) = log.problems
+    assert "line 3" in problem
+    assert message in problem
+
+
+def test_bytes_that_are_not_text(tmp_path: Path) -> None:
+    write(tmp_path, HEADER, record(1))
+    with (tmp_path / "steps.jsonl").open("ab") as stream:
+        stream.write(b"\xff\xfe\x00\n")
+    log = read_run_log(tmp_path)
+    assert len(log.steps) == 1
+    assert "line 3" in log.problems[0]
+
+
+def test_micro_batch_times_add_both_directions(tmp_path: Path) -> None:
+    unmeasured = {"rank_busy_ms": None, **TIMES, "forward_ms": [[[[None, 1.0]]], [[[1.0, 1.0]]]]}
+    log = read_run_log(write(tmp_path, HEADER, record(1), record(2, measured=unmeasured)))
+    assert log.steps[0].micro_batch_ms == (((30.0, 60.0),), ((30.0, 40.0),))
+    assert log.steps[1].micro_batch_ms is None
+
+
+def test_nan_and_null_are_unmeasured(tmp_path: Path) -> None:
+    step = record(1, lm_loss=float("nan"), measured={"rank_busy_ms": [1.0, None], **TIMES})
+    (read,) = read_run_log(write(tmp_path, HEADER, step)).steps
+    assert read.lm_loss is None
+    assert read.measured_rank_ms is None
+
+
+def test_resume_replaces_steps_and_says_so(tmp_path: Path) -> None:
+    again = record(2, lm_loss=1.25)
+    log = read_run_log(
+        write(tmp_path, HEADER, record(1), record(2), record(3), HEADER, again, record(3))
+    )
+    assert [step.iteration for step in log.steps] == [1, 2, 3]
+    assert log.steps[1].lm_loss == 1.25
+    (problem,) = log.problems
+    assert "2 steps ran again" in problem
+
+
+def test_header_missing(tmp_path: Path) -> None:
+    log = read_run_log(write(tmp_path, record(1)))
+    assert len(log.steps) == 1
+    assert "no header" in log.problems[0]
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(RunLogError, match=r"steps\.jsonl: not there; .*--sparse-balance-log-dir"):
+        read_run_log(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ((), "ended before its first step"),
+        ((HEADER,), "ended before its first step"),
+        ((HEADER, "{"), "no readable step: .* line 2"),
+    ],
+)
+def test_no_step(tmp_path: Path, lines: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(RunLogError, match=message):
+        read_run_log(write(tmp_path, *lines))
+
+
+def test_directory_in_place_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "steps.jsonl").mkdir()
+    with pytest.raises(RunLogError, match="directory"):
+        read_run_log(tmp_path)
+
+
+COVERAGE = {
+    "type": "coverage",
+    "iteration": 2,
+    "grid": [1, 2],
+    "bucket_blocks": [1, 2],
+    "curves": [[None, [0.5, 1.0]], [[None, None], [0.25, 1.0]]],
+}
+
+
+def test_the_last_coverage_curves_count(tmp_path: Path) -> None:
+    earlier = COVERAGE | {"iteration": 1, "curves": [[None, None]]}
+    log = read_run_log(write(tmp_path, HEADER, record(1), earlier, record(2), COVERAGE))
+    assert log.problems == ()
+    assert log.coverage is not None
+    assert (log.coverage.iteration, log.coverage.grid) == (2, (1, 2))
+    assert log.coverage.bucket_blocks == (1, 2)
+    missing, known = [np.nan, np.nan], [[0.5, 1.0], [0.25, 1.0]]
+    expected_LUK = np.stack([np.array([missing, missing]), np.array(known)], axis=1)
+    np.testing.assert_array_equal(log.coverage.curves_LUK, expected_LUK)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"curves": [[[0.5, 1.0]]]}, r"curves \(1, 1, 2\) must be .* 2 buckets and 2 budgets"),
+        ({"curves": [[1.0, 2.0]]}, "curves"),
+        ({"curves": "x"}, "curves is not an array of numbers"),
+        ({"curves": []}, "curves"),
+        ({"grid": [1, None]}, "grid or bucket_blocks holds null"),
+        ({"iteration": None}, "iteration is None"),
+    ],
+)
+def test_damaged_coverage_is_left_out(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    log = read_run_log(write(tmp_path, HEADER, record(1), COVERAGE, COVERAGE | change))
+    assert log.coverage is not None
+    (problem,) = log.problems
+    assert re.search(rf"line 4: .*{message}", problem)
+
+
+def test_the_older_file_comes_first(tmp_path: Path) -> None:
+    write(tmp_path, HEADER, record(1, lm_loss=1.0), record(2, lm_loss=1.0))
+    (tmp_path / "steps.jsonl").rename(tmp_path / "steps.1.jsonl")
+    newer = HEADER | {"config": {"batching": "length"}, "lines_discarded": 7}
+    late = record(3) | {"lines_dropped": 2}
+    log = read_run_log(write(tmp_path, newer, record(2, lm_loss=5.0), late))
+    assert [step.iteration for step in log.steps] == [1, 2, 3]
+    assert [step.lm_loss for step in log.steps] == [1.0, 5.0, 6.0]
+    assert log.header["config"] == {"batching": "length"}
+    discarded, dropped, repeated = log.problems
+    assert "the 7 oldest lines were discarded" in discarded
+    assert "2 lines could not be written" in dropped
+    assert "1 steps ran again" in repeated
+
+
+def test_the_older_file_alone_is_enough(tmp_path: Path) -> None:
+    write(tmp_path, HEADER, record(1))
+    (tmp_path / "steps.jsonl").rename(tmp_path / "steps.1.jsonl")
+    assert len(read_run_log(tmp_path).steps) == 1

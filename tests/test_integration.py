@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer in docs/INTEGRATION.md, run as it stands there, and what a trainer can do wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import (
+    PROGRAMS,
+    REPOSITORY,
+    long_tailed_lengths,
+    read_steps,
+    run_training,
+    write_documents,
+)
+
+pytestmark = pytest.mark.distributed
+
+DOCUMENT = REPOSITORY / "docs" / "INTEGRATION.md"
+PROGRAM = PROGRAMS / "own_loop.py"
+STEPS = 4
+FEW_ROUNDINGS = 8 * 2.0**-23
+"""Layouts and attention implementations differ in the order of float32 sums only."""
+LAYOUTS = ["dp2", "pp2"]
+LOGS = {"dp2": "pp1", "pp2": "pp2"}
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The document's one Python block, as it stands."""
+    (block,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text("utf-8"), re.M | re.S)
+    path = tmp_path_factory.mktemp("trainer") / "trainer.py"
+    path.write_text(block, "utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prefix = tmp_path_factory.mktemp("documents") / "train"
+    return write_documents(prefix, long_tailed_lengths(60, longest=250))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("output")
+
+
+@pytest.fixture(scope="module")
+def one_rank(trainer: Path, documents: Path, directory: Path) -> dict[str, Any]:
+    return _run(1, trainer, documents, directory)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(trainer: Path, documents: Path, directory: Path) -> dict[str, Any]:
+    return _run(2, trainer, documents, directory)
+
+
+def _run(ranks: int, *arguments: Path) -> dict[str, Any]:
+    program = (str(PROGRAM), *map(str, arguments))
+    run_training(ranks, (), program=program).require_success()
+    paths = [arguments[-1] / f"world{ranks}-rank{rank}.json" for rank in range(ranks)]
+    first, *others = (json.loads(path.read_text()) for path in paths)
+    assert all(other == first for other in others)
+    return first
+
+
+def test_ten_lines_are_the_plugins(trainer: Path) -> None:
+    lines = trainer.read_text("utf-8").splitlines()
+    marked = [line for line in lines if line.endswith("  #")]
+    assert len(marked) == 10
+    named = [line for line in lines if "sparse_balance." in line or "sparsebalance" in line]
+    assert set(named) <= set(marked)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_are_those_of_megatron_without_the_plugin(
+    layout: str, one_rank: dict[str, Any], two_ranks: dict[str, Any]
+) -> None:
+    """Budgets that cover every sample, and batching: same mathematics as one document at a time."""
+    assert len(one_rank["plain"]) == STEPS
+    assert two_ranks[layout]["dense"] == pytest.approx(one_rank["plain"], rel=FEW_ROUNDINGS)
+
+
+def test_model_chunks_train_and_are_measured(
+    one_rank: dict[str, Any], two_ranks: dict[str, Any], directory: Path
+) -> None:
+    (loss,) = two_ranks["chunks"]["dense"]
+    assert loss == pytest.approx(one_rank["plain"][0], rel=FEW_ROUNDINGS)
+    (step,) = read_steps(directory / "chunks")
+    measured = step["measured"]
+    times = _flatten(measured["forward_ms"]) + _flatten(measured["backward_ms"])
+    assert len(times) == 2 * 8 * 4
+    assert all(time > 0 for time in times)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_micro_batch_is_measured_and_budgets_are_tuned(
+    layout: str, two_ranks: dict[str, Any], directory: Path
+) -> None:
+    steps = read_steps(directory / LOGS[layout])
+    assert [step["iteration"] for step in steps] == [1, 2, 3, 4]
+    for step in steps:
+        measured = step["measured"]
+        times = _flatten(measured["forward_ms"]) + _flatten(measured["backward_ms"])
+        assert len(times) == 2 * 8 * (2 if layout == "pp2" else 1)
+        assert all(time > 0 for time in times)
+    assert all(_flatten(step["measured"]["schedule_ms"]) for step in steps[1:])
+    last = steps[-1]
+    assert last["predicted"]["samples_cut"] + last["predicted"]["samples_raised"] > 0
+    assert last["coverage"]["mean"] != last["coverage"]["base_mean"]
+    assert last["coverage"]["mean"] >= last["coverage"]["base_mean"] - 0.1
+    figures = two_ranks[layout]["figures"]
+    assert [step["coverage"]["mean"] for step in steps] == [
+        figure["sparse-balance/coverage"] for figure in figures
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_log_has_the_trainers_own_losses(
+    layout: str, two_ranks: dict[str, Any], directory: Path
+) -> None:
+    logged = [step["lm_loss"] for step in read_steps(directory / LOGS[layout])]
+    assert logged == pytest.approx(two_ranks[layout]["tuned"], rel=FEW_ROUNDINGS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_resumes_as_if_training_had_never_stopped(
+    layout: str, two_ranks: dict[str, Any], directory: Path
+) -> None:
+    assert two_ranks[layout]["resumed"] == two_ranks[layout]["tuned"]
+    whole = read_steps(directory / LOGS[layout])
+    resumed = read_steps(directory / f"{LOGS[layout]}-resumed")
+    for quantity in ("predicted", "coverage", "tokens"):
+        assert [step[quantity] for step in resumed] == [step[quantity] for step in whole], quantity
+
+
+def test_a_model_without_hooks_is_measured_too(one_rank: dict[str, Any], directory: Path) -> None:
+    """No data-parallel wrapper: neither timers nor a function that finalises gradients. Evaluation
+    before and after the schedule is not measured."""
+    first, second = read_steps(directory / "bare")
+    for step in (first, second):
+        assert all(time > 0 for time in _flatten(step["measured"]["forward_ms"]))
+        assert all(time > 0 for time in _flatten(step["measured"]["backward_ms"]))
+    (schedule_ms,) = second["measured"]["schedule_ms"][0]
+    assert schedule_ms >= second["measured"]["rank_busy_ms"][0]
+    assert len(one_rank["bare"]["figures"]) == 2
+    lines = (directory / "bare" / "ranks" / "rank-00000.jsonl").read_text().splitlines()
+    spans = json.loads(lines[-1])["spans"]
+    assert len(spans) == 2 * 8
+    assert all(0 <= start < end <= schedule_ms for *_, start, end in spans)
+
+
+def test_megatron_training_is_never_loaded(
+    one_rank: dict[str, Any], two_ranks: dict[str, Any]
+) -> None:
+    assert one_rank["loaded"] == two_ranks["loaded"] == []
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("step ended twice", "IntegrationError: on_step_end after 0 forward steps, expected 8"),
+        ("half a step", "IntegrationError: on_step_end after 4 forward steps, expected 8"),
+        ("step never ended", "on_step_end was not called for step 0"),
+        ("budgets left behind", "8 of 8 forward steps never reached the plugin's attention"),
+        ("loss of two values", "the loss function returned 2 values"),
+        ("resumed within a step", "StateError: the checkpoint has consumed 3 samples, no multiple"),
+        ("nothing to save", "StateError: nothing to save"),
+        ("resumed elsewhere", "consumed_samples 8: the loaded state goes on after 16 samples"),
+        ("state of other data", "StateError: --data-path: the training samples are not those"),
+        ("state after the iterator", "load_state_dict: call it before train_data_iterator"),
+        ("attention dropout", "ConfigError: --sparse-balance with --attention-dropout 0.1"),
+        ("loss per micro-batch", "regrouping needs --calculate-per-token-loss"),
+        ("profile at start-up", "--sparse-balance-cost-table auto: not for a trainer with its own"),
+        ("dry run", "--sparse-balance-dry-run 0: not for a trainer with its own loop"),
+        ("dense evaluation", "--sparse-balance-eval-attention dense: not for a trainer with its"),
+        ("another device", "--sparse-balance-device cuda: not for a trainer with its own loop"),
+        ("no such data", "DataError: /nonexistent/prefix.idx: no such file"),
+        ("uneven batch", "--global-batch-size 8 must be a multiple of --micro-batch-size 3"),
+    ],
+)
+def test_a_mistake_is_told(mistake: str, message: str, one_rank: dict[str, Any]) -> None:
+    assert message in one_rank["bare"]["mistakes"][mistake]
+
+
+def test_every_mistake_is_expected(one_rank: dict[str, Any]) -> None:
+    parameters = test_a_mistake_is_told.pytestmark[0].args[1]
+    assert {mistake for mistake, _ in parameters} == set(one_rank["bare"]["mistakes"])
+
+
+def _flatten(nested: Any) -> list[float]:
+    if not isinstance(nested, list):
+        return [nested]
+    return [leaf for item in nested for leaf in _flatten(item)]

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints with and without the plugin's state, across layouts; see also test_failure_drills."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import (
+    BALANCE_FLAGS,
+    MODEL_FLAGS,
+    TRAINING_FLAGS,
+    TrainingRun,
+    long_tailed_lengths,
+    run_training,
+    write_documents,
+)
+from plan.plan_cases import cost_model, job_shape, policy
+
+from sparsebalance_megatron.cost.stage_calibration import Calibration
+from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.scheduler import Scheduler, StateError
+from sparsebalance_megatron.training.resume import compare_runs
+
+FEW_ROUNDINGS = 8 * 2.0**-23
+"""Layouts differ in the order of float32 sums only."""
+
+BLOCK_TOKENS, LONGEST_TOKENS, GLOBAL_BATCH, LAYERS = 64, 2048, 8, 4
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prefix = tmp_path_factory.mktemp("documents") / "train"
+    return write_documents(prefix, long_tailed_lengths(40, longest=250))
+
+
+@pytest.mark.distributed
+def test_checkpoints_go_from_megatron_to_the_plugin_to_two_ranks_and_back(
+    documents: Path, tmp_path: Path
+) -> None:
+    """Cost corrections are learnt, so timed, but with budgets fixed no loss depends on them."""
+
+    def train(name: str, ranks: int, until: int, load: str | None, *flags: str) -> TrainingRun:
+        save = ("--save", str(tmp_path / name), "--save-interval", "2")
+        from_ = ("--load", str(tmp_path / load)) if load else ()
+        common = (*MODEL_FLAGS, *TRAINING_FLAGS, "--override-opt-param-scheduler", *save, *from_)
+        common = (*common, "--ckpt-format", "torch_dist", "--train-iters", str(until))
+        log_dir = tmp_path / f"{name}-log" if "--sparse-balance" in flags else None
+        return run_training(ranks, (*common, *flags), log_dir=log_dir).require_success()
+
+    plugin = (
+        *(*BALANCE_FLAGS, "--sparse-balance-calibration", "measured"),
+        *("--sparse-balance-tuning", "off", "--data-path", str(documents)),
+    )
+    train("megatron", 1, 2, None, "--mock-data")
+    plugin_run = train("plugin", 1, 4, "megatron", *plugin, "--async-save")
+    assert "the checkpoint has no plugin state" in plugin_run.output
+    two_ranks = train("two-ranks", 2, 6, "plugin", *plugin)
+    one_rank = train("one-rank", 1, 6, "plugin", *plugin)
+    back = train("back", 1, 8, "two-ranks", "--mock-data")
+
+    assert "resumed: job shape is" in two_ranks.output
+    assert "start afresh" not in two_ranks.output and "starts afresh" not in two_ranks.output
+    assert "resumed:" not in one_rank.output
+    steps, expected = two_ranks.steps, one_rank.steps
+    assert [step["iteration"] for step in steps] == [5, 6]
+    assert [step["tokens"] for step in steps] == [step["tokens"] for step in expected]
+    assert [step["lm_loss"] for step in steps] == pytest.approx(
+        [step["lm_loss"] for step in expected], rel=FEW_ROUNDINGS
+    )
+    assert len(back.losses) == 2
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> SampleIndex:
+    lengths = long_tailed_lengths(100, longest=LONGEST_TOKENS)
+    prefix = write_documents(tmp_path_factory.mktemp("index") / "train", lengths)
+    found = SampleIndex.open(prefix, max_tokens=LONGEST_TOKENS, overlong="split", seed=1)
+    assert found is not None
+    return found
+
+
+def scheduler(
+    index: SampleIndex,
+    *,
+    data_parallel_size: int = 2,
+    stages: int = 2,
+    global_batch_size: int = GLOBAL_BATCH,
+    window: int = 1,
+    max_blocks: int = LONGEST_TOKENS // BLOCK_TOKENS,
+) -> Scheduler:
+    micro_batches = global_batch_size // data_parallel_size // 2
+    job = job_shape(data_parallel_size, micro_batches, stages, layers_per_chunk=LAYERS // stages)
+    return Scheduler(
+        job=job,
+        policy=policy(block_size=BLOCK_TOKENS, base_budget=6),
+        cost=cost_model(BLOCK_TOKENS),
+        coverage=CoverageCurves(job.layers, max_blocks, 0.5),
+        index=index,
+        global_batch_size=global_batch_size,
+        window=window,
+        calibrate="measured",
+        clock=lambda: 0.0,
+    )
+
+
+def learnt(index: SampleIndex, consumed_samples: int, **shape: int) -> dict:
+    """State of a run that has observed curves and times, after that many samples."""
+    run = scheduler(index, **shape)
+    curve_K = np.linspace(0.3, 1.0, len(run.coverage.grid))
+    run.coverage.update(
+        np.broadcast_to(curve_K, run.coverage.mean_LUK.shape),
+        np.ones(run.coverage.observed_LU.shape),
+    )
+    stages = run.job.pipeline_stages
+    times = np.ones((1, stages, 1, 1))
+    for _ in range(3):
+        run.calibration.update(
+            predicted_forward_DPVM=times,
+            measured_forward_DPVM=3.0 * times,
+            predicted_backward_DPVM=times,
+            measured_backward_DPVM=2.0 * times,
+        )
+    run._finished_step = consumed_samples // run._global_batch_size - 1
+    return run.state_dict()
+
+
+def test_state_does_not_depend_on_the_number_of_data_parallel_ranks(index: SampleIndex) -> None:
+    state = learnt(index, 24, data_parallel_size=2)
+    assert state == learnt(index, 24, data_parallel_size=1)
+    other = scheduler(index, data_parallel_size=4)
+    assert other.load_state_dict(state) == ()
+    assert other.calibration.scales().forward_PV.tolist() == [[3.0], [3.0]]
+    assert other.state_dict() == state
+
+
+def test_another_global_batch_size_goes_on_learning(index: SampleIndex) -> None:
+    """The same samples have been consumed in more steps than the resumed run counts."""
+    resumed = scheduler(index, global_batch_size=16)
+    assert resumed.load_state_dict(learnt(index, 48)) == ()
+    assert resumed._finished_step == 2
+    assert resumed.state_dict()["consumed_samples"] == 48
+
+
+def test_another_pipeline_keeps_coverage_and_says_that_corrections_start_afresh(
+    index: SampleIndex,
+) -> None:
+    state = learnt(index, 24, stages=2)
+    resumed = scheduler(index, stages=1)
+    (note,) = resumed.load_state_dict(state)
+    assert note.startswith("calibration starts afresh: ")
+    assert resumed.state_dict()["coverage"] == state["coverage"]
+    assert resumed.state_dict()["calibration"] == Calibration(1).state_dict()
+
+
+def test_other_blocks_keep_corrections_and_say_that_coverage_starts_afresh(
+    index: SampleIndex,
+) -> None:
+    state = learnt(index, 24)
+    resumed = scheduler(index, max_blocks=16)
+    (note,) = resumed.load_state_dict(state)
+    assert note.startswith("coverage starts afresh: ") and "block size" in note
+    assert resumed.state_dict()["calibration"] == state["calibration"]
+    assert not resumed.coverage.observed_LU.any()
+
+
+@pytest.mark.parametrize(
+    ("changed", "fits"),
+    [
+        ({}, True),
+        ({"window": 1}, False),
+        ({"window": 6}, False),
+        ({"global_batch_size": 16}, False),
+        ({"data_parallel_size": 4}, False),
+    ],
+)
+def test_an_open_window_is_continued_as_it_was_dealt_or_not_at_all(
+    index: SampleIndex, changed: dict, fits: bool
+) -> None:
+    shape = {"window": 3, "global_batch_size": 32, "data_parallel_size": 2}
+    state = learnt(index, 32, **shape)
+    resumed = scheduler(index, **(shape | changed))
+    if fits:
+        assert resumed.load_state_dict(state) == ()
+        return
+    with pytest.raises(StateError, match="--sparse-balance-window"):
+        resumed.load_state_dict(state)
+
+
+@pytest.mark.parametrize("changed", [{"window": 1}, {"window": 6}, {"data_parallel_size": 4}])
+def test_at_the_end_of_a_window_all_of_it_may_change(index: SampleIndex, changed: dict) -> None:
+    shape = {"window": 3, "global_batch_size": 32, "data_parallel_size": 2}
+    state = learnt(index, 6 * 32, **shape)
+    assert state["open_window"] is None
+    assert scheduler(index, **(shape | changed)).load_state_dict(state) == ()
+
+
+def test_state_of_another_release_is_refused(index: SampleIndex) -> None:
+    with pytest.raises(StateError, match="version 1"):
+        scheduler(index).load_state_dict(learnt(index, 8) | {"version": 1})
+
+
+def test_other_settings_are_said_and_other_samples_refused() -> None:
+    saved = {"flag base_budget": "4", "training samples": "a", "torch": "2.6"}
+    assert compare_runs(saved, saved) == ()
+    assert compare_runs(saved, saved | {"flag base_budget": "8", "flag new": "1"}) == (
+        "flag base_budget is 8, in the checkpoint 4",
+        "flag new is 1, in the checkpoint absent",
+    )
+    with pytest.raises(StateError, match="--finetune"):
+        compare_runs(saved, saved | {"training samples": "b"})

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulator's order of operations is the one Megatron's schedules really run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from harness import (
+    BALANCE_FLAGS,
+    MODEL_FLAGS,
+    PROGRAMS,
+    TRAINING_FLAGS,
+    run_training,
+    write_documents,
+)
+
+from sparsebalance_megatron.plan.schedules.simulator import schedule_name, schedule_order
+
+pytestmark = pytest.mark.distributed
+
+MICRO_BATCHES = 8
+PROGRAM = (str(PROGRAMS / "observed_order.py"),)
+
+
+@pytest.mark.parametrize(("stages", "virtual"), [(2, 1), (2, 2), (4, 1)])
+def test_observed_order_is_the_simulated_order(
+    stages: int, virtual: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ORDER_DIRECTORY", str(tmp_path))
+    documents = write_documents(tmp_path / "train", [100, 60, 200, 30] * 8)
+    layout = ["--pipeline-model-parallel-size", str(stages)]
+    if virtual > 1:
+        layout += ["--num-layers-per-virtual-pipeline-stage", str(4 // stages // virtual)]
+    flags = (*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, "--data-path", str(documents))
+    run_training(stages, (*flags, *layout), program=PROGRAM).require_success()
+    for stage in range(stages):
+        observed = json.loads((tmp_path / f"rank{stage}.json").read_text())
+        name = schedule_name(stages, virtual)
+        simulated = schedule_order(stages, MICRO_BATCHES, name, virtual, stage)
+        assert [event[0] for event in observed] == [kind for kind, _, _ in simulated]
+        # Megatron names no backward; the recorder takes their identity from this very order.
+        assert [tuple(e) for e in observed if e[0] == "forward"] == [
+            operation for operation in simulated if operation[0] == "forward"
+        ]
