@@ -23,7 +23,7 @@ from sparsebalance_megatron.convert.hf_config import DTYPES, read_config
 from sparsebalance_megatron.convert.mapping import OUTPUT, Parameter, parameters
 from sparsebalance_megatron.convert.megatron_flags import bash_array, model_flags
 from sparsebalance_megatron.convert.tokenizer_files import copy_companions
-from sparsebalance_megatron.convert.transfer import Counts, plan_weights, read_weights
+from sparsebalance_megatron.convert.transfer import TransferCounts, plan_weights, read_weights
 from sparsebalance_megatron.convert.weight_files import WeightFiles, write_weights
 
 FLAGS_FILE = "model_args.sh"
@@ -176,7 +176,7 @@ def _to_hf(arguments: argparse.Namespace) -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     files = write_weights(arguments.output, plans)
     copied = copy_companions(arguments.hf_config, arguments.output, dtype)
-    counts = Counts(
+    counts = TransferCounts(
         tensors=len(plans),
         parameters=len(parameters(model)),
         numbers=sum(plan.bytes for plan in plans) // dtype.itemsize,
@@ -206,7 +206,7 @@ def _model_args(model: DenseModel, args: argparse.Namespace) -> str:
     return bash_array(flags)
 
 
-def _describe(counts: Counts, dtype: torch.dtype) -> str:
+def _describe(counts: TransferCounts, dtype: torch.dtype) -> str:
     parts = [
         f"{counts.tensors} tensors of Hugging Face, {counts.parameters} parameters of Megatron",
         f"{counts.numbers:,} numbers of {str(dtype).removeprefix('torch.')}",

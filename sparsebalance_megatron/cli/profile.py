@@ -12,7 +12,7 @@ import torch
 
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.cost.model import CostModel, FitError, fit_errors, held_out_errors
-from sparsebalance_megatron.cost.parts import Direction, Kind
+from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.profiling.cells import FULL, QUICK, Cell
 from sparsebalance_megatron.profiling.profile import profile
 
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(arguments.threads)
     table = profile(
         arguments.passed_on,
-        effort=QUICK if arguments.quick else FULL,
+        thoroughness=QUICK if arguments.quick else FULL,
         threads=arguments.threads,
         progress=_progress_bar,
     )
@@ -83,11 +83,11 @@ def _progress_bar(cells: list[Cell]) -> Iterator[Cell]:
     yield from tqdm(cells, desc="profile", unit="cell")
 
 
-def _report(what: str, errors: dict[tuple[Kind, Direction], FitError]) -> str:
+def _report(what: str, errors: dict[tuple[Part, Direction], FitError]) -> str:
     lines = [f"relative error of {what}:"]
     lines += [
-        f"  {kind:<10} {direction:<9} median {error.median:6.1%}  p95 {error.p95:6.1%}  "
+        f"  {part:<10} {direction:<9} median {error.median:6.1%}  p95 {error.p95:6.1%}  "
         f"of {error.rows} rows"
-        for (kind, direction), error in errors.items()
+        for (part, direction), error in errors.items()
     ]
     return "\n".join(lines)

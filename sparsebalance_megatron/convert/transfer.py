@@ -27,7 +27,7 @@ Progress = Callable[[Sequence[Parameter]], Iterable[Parameter]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counts:
+class TransferCounts:
     """What a conversion did.
 
     Attributes:
@@ -49,7 +49,7 @@ class Counts:
 
 def read_weights(
     files: WeightFiles, targets: Mapping[str, Tensor], model: DenseModel, progress: Progress
-) -> Counts:
+) -> TransferCounts:
     """Fill Megatron's parameters.
 
     Args:
@@ -69,7 +69,7 @@ def read_weights(
         _copy(value, targets[parameter.name], parameter.name)
         cast += sum(source.dtype != targets[parameter.name].dtype for source in sources)
         numbers += sum(source.numel() for source in sources)
-    return Counts(
+    return TransferCounts(
         tensors=sum(len(parameter.sources) for parameter in mapped),
         parameters=len(mapped),
         numbers=numbers,

@@ -15,23 +15,23 @@ import numpy as np
 from scipy.optimize import nnls
 
 from sparsebalance_megatron.cost.features import FEATURES
-from sparsebalance_megatron.cost.parts import Direction, Kind
+from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.table import CostRow, CostTable, ModelShape
 
-__all__ = ["CostModel", "Direction", "FitError", "Kind", "fit_errors", "held_out_errors"]
+__all__ = ["CostModel", "Direction", "FitError", "Part", "fit_errors", "held_out_errors"]
 
 _FOLDS = 5
 
 _PER_ROW = ("micro_batches", "sequences", "tokens")
-_DEPENDS_ON: Mapping[Kind, tuple[str, ...]] = {
-    Kind.ATTENTION: (*_PER_ROW, "block_pairs"),
-    Kind.ROUTER: (*_PER_ROW, "visible_block_pairs"),
-    Kind.LINEAR: _PER_ROW,
-    Kind.EMBEDDING: _PER_ROW,
-    Kind.HEAD: _PER_ROW,
+_DEPENDS_ON: Mapping[Part, tuple[str, ...]] = {
+    Part.ATTENTION: (*_PER_ROW, "block_pairs"),
+    Part.ROUTER: (*_PER_ROW, "visible_block_pairs"),
+    Part.LINEAR: _PER_ROW,
+    Part.EMBEDDING: _PER_ROW,
+    Part.HEAD: _PER_ROW,
 }
-_FULL_RECOMPUTE = frozenset({Kind.ATTENTION, Kind.ROUTER, Kind.LINEAR})
-_ATTENTION_RECOMPUTE = frozenset({Kind.ATTENTION, Kind.ROUTER})
+_FULL_RECOMPUTE = frozenset({Part.ATTENTION, Part.ROUTER, Part.LINEAR})
+_ATTENTION_RECOMPUTE = frozenset({Part.ATTENTION, Part.ROUTER})
 
 _NOMINAL_FLOPS_PER_MS = 1e11
 """100 TFLOP/s. Plans depend on ratios of costs only."""
@@ -39,7 +39,7 @@ _NOMINAL_FLOPS_PER_MS = 1e11
 
 @dataclass(frozen=True, kw_only=True)
 class FitError:
-    """How far a model is from the measurements of one (kind, direction), relative to them."""
+    """How far a model is from the measurements of one (part, direction), relative to them."""
 
     median: float
     p95: float
@@ -50,36 +50,36 @@ class FitError:
 class CostModel:
     """ms per unit of every feature, in the order of :data:`.features.FEATURES`, never negative.
 
-    ``source`` says where the numbers come from. The kinds of a layer are per layer.
+    ``source`` says where the numbers come from. The parts of a layer are per layer.
     """
 
     block_size: int
-    forward_ms: Mapping[Kind, tuple[float, ...]]
-    backward_ms: Mapping[Kind, tuple[float, ...]]
+    forward_ms: Mapping[Part, tuple[float, ...]]
+    backward_ms: Mapping[Part, tuple[float, ...]]
     source: str
 
     def __post_init__(self) -> None:
         for direction in Direction:
-            for kind in Kind:
-                row = self._of(direction).get(kind, ())
+            for part in Part:
+                row = self._of(direction).get(part, ())
                 if len(row) != len(FEATURES) or not all(
                     math.isfinite(value) and value >= 0.0 for value in row
                 ):
                     raise ValueError(
-                        f"cost model: {kind} {direction} is {row}, expected {len(FEATURES)} "
+                        f"cost model: {part} {direction} is {row}, expected {len(FEATURES)} "
                         "finite costs of at least 0"
                     )
 
-    def _of(self, direction: Direction) -> Mapping[Kind, tuple[float, ...]]:
+    def _of(self, direction: Direction) -> Mapping[Part, tuple[float, ...]]:
         return self.forward_ms if direction is Direction.FORWARD else self.backward_ms
 
-    def coefficients_ms(self, kind: Kind, direction: Direction) -> np.ndarray:
+    def coefficients_ms(self, part: Part, direction: Direction) -> np.ndarray:
         """[5] ms per unit of every feature."""
-        return np.array(self._of(direction)[kind], dtype=np.float64)
+        return np.array(self._of(direction)[part], dtype=np.float64)
 
-    def predict_ms(self, kind: Kind, direction: Direction, features: np.ndarray) -> np.ndarray:
+    def predict_ms(self, part: Part, direction: Direction, features: np.ndarray) -> np.ndarray:
         """ms of feature vectors [..., 5], as [...]."""
-        return np.asarray(features) @ self.coefficients_ms(kind, direction)
+        return np.asarray(features) @ self.coefficients_ms(part, direction)
 
     def with_recompute(self, *, full: bool, attention_only: bool) -> CostModel:
         """A model whose backward contains the forward that activation recomputation repeats.
@@ -90,9 +90,9 @@ class CostModel:
         """
         repeated = _FULL_RECOMPUTE if full else _ATTENTION_RECOMPUTE if attention_only else ()
         backward_ms = dict(self.backward_ms)
-        for kind in repeated:
-            pairs = zip(self.backward_ms[kind], self.forward_ms[kind], strict=True)
-            backward_ms[kind] = tuple(backward + forward for backward, forward in pairs)
+        for part in repeated:
+            pairs = zip(self.backward_ms[part], self.forward_ms[part], strict=True)
+            backward_ms[part] = tuple(backward + forward for backward, forward in pairs)
         return replace(self, backward_ms=backward_ms)
 
     @classmethod
@@ -105,8 +105,8 @@ class CostModel:
         table.validate()
         fitted = {
             direction: {
-                kind: _fit_rows(_rows_of(table, kind, direction), kind, table.identity.block_size)
-                for kind in Kind
+                part: _fit_rows(_rows_of(table, part, direction), part, table.identity.block_size)
+                for part in Part
             }
             for direction in Direction
         }
@@ -136,17 +136,17 @@ class CostModel:
         """
         per_token, per_pair = _counted_flops(shape, block_size, selection)
         forward_ms = {
-            kind: _coefficients(
-                tokens=per_token[kind] / flops_per_ms,
-                block_pairs=per_pair[kind] / flops_per_ms if kind is Kind.ATTENTION else 0.0,
-                visible_block_pairs=per_pair[kind] / flops_per_ms if kind is Kind.ROUTER else 0.0,
+            part: _coefficients(
+                tokens=per_token[part] / flops_per_ms,
+                block_pairs=per_pair[part] / flops_per_ms if part is Part.ATTENTION else 0.0,
+                visible_block_pairs=per_pair[part] / flops_per_ms if part is Part.ROUTER else 0.0,
             )
-            for kind in Kind
+            for part in Part
         }
-        factor = {Kind.ATTENTION: 2.5, Kind.ROUTER: 0.0, Kind.EMBEDDING: 1.0}
+        factor = {Part.ATTENTION: 2.5, Part.ROUTER: 0.0, Part.EMBEDDING: 1.0}
         backward_ms = {
-            kind: tuple(factor.get(kind, 2.0) * value for value in row)
-            for kind, row in forward_ms.items()
+            part: tuple(factor.get(part, 2.0) * value for value in row)
+            for part, row in forward_ms.items()
         }
         return cls(
             block_size=block_size,
@@ -156,19 +156,19 @@ class CostModel:
         )
 
 
-def fit_errors(model: CostModel, table: CostTable) -> dict[tuple[Kind, Direction], FitError]:
-    """Absolute relative error of a model on a table's rows, per kind and direction."""
+def fit_errors(model: CostModel, table: CostTable) -> dict[tuple[Part, Direction], FitError]:
+    """Absolute relative error of a model on a table's rows, per part and direction."""
     return {
-        (kind, direction): _error(
+        (part, direction): _error(
             _relative_errors(
-                np.array(model.coefficients_ms(kind, direction)), rows, model.block_size
+                np.array(model.coefficients_ms(part, direction)), rows, model.block_size
             )
         )
-        for kind, direction, rows in _timed_parts(table)
+        for part, direction, rows in _timed_parts(table)
     }
 
 
-def held_out_errors(table: CostTable) -> dict[tuple[Kind, Direction], FitError]:
+def held_out_errors(table: CostTable) -> dict[tuple[Part, Direction], FitError]:
     """Like :func:`fit_errors`, but every row is predicted from a fit that has not seen it.
 
     Rows are left out a fifth at a time, every fifth row in the table's order; the order follows
@@ -176,22 +176,22 @@ def held_out_errors(table: CostTable) -> dict[tuple[Kind, Direction], FitError]:
     """
     block_size = table.identity.block_size
     errors = {}
-    for kind, direction, rows in _timed_parts(table):
+    for part, direction, rows in _timed_parts(table):
         folds = min(_FOLDS, len(rows))
         parts = []
         for fold in range(folds):
             seen = [row for index, row in enumerate(rows) if index % folds != fold]
-            coefficients = np.array(_fit_rows(seen or rows, kind, block_size))
+            coefficients = np.array(_fit_rows(seen or rows, part, block_size))
             parts.append(_relative_errors(coefficients, rows[fold::folds], block_size))
-        errors[kind, direction] = _error(np.concatenate(parts))
+        errors[part, direction] = _error(np.concatenate(parts))
     return errors
 
 
-def _timed_parts(table: CostTable) -> list[tuple[Kind, Direction, list[CostRow]]]:
+def _timed_parts(table: CostTable) -> list[tuple[Part, Direction, list[CostRow]]]:
     parts = [
-        (kind, direction, _rows_of(table, kind, direction))
+        (part, direction, _rows_of(table, part, direction))
         for direction in Direction
-        for kind in Kind
+        for part in Part
     ]
     return [part for part in parts if part[2]]
 
@@ -210,15 +210,15 @@ def _error(relative: np.ndarray) -> FitError:
     )
 
 
-def _rows_of(table: CostTable, kind: Kind, direction: Direction) -> list[CostRow]:
-    return [row for row in table.rows if (row.kind, row.direction) == (kind, direction)]
+def _rows_of(table: CostTable, part: Part, direction: Direction) -> list[CostRow]:
+    return [row for row in table.rows if (row.part, row.direction) == (part, direction)]
 
 
-def _fit_rows(rows: list[CostRow], kind: Kind, block_size: int) -> tuple[float, ...]:
-    """Coefficients of one kind in one direction; no rows mean that it is never timed."""
+def _fit_rows(rows: list[CostRow], part: Part, block_size: int) -> tuple[float, ...]:
+    """Coefficients of one part in one direction; no rows mean that it is never timed."""
     if not rows:
         return _coefficients()
-    names = _DEPENDS_ON[kind]
+    names = _DEPENDS_ON[part]
     columns = [FEATURES.index(name) for name in names]
     measured_ms = np.array([row.ms_median for row in rows])
     matrix = np.stack([row.features(block_size) for row in rows])[:, columns]
@@ -237,8 +237,8 @@ def _coefficients(**ms_per_unit: float) -> tuple[float, ...]:
 
 def _counted_flops(
     shape: ModelShape, block_size: int, selection: str
-) -> tuple[dict[Kind, float], dict[Kind, float]]:
-    """(operations per token, operations per block pair) of every kind on one TP rank."""
+) -> tuple[dict[Part, float], dict[Part, float]]:
+    """(operations per token, operations per block pair) of every part on one TP rank."""
     heads, groups, head_dim = shape.num_attention_heads, shape.num_query_groups, shape.head_dim
     hidden, share = shape.hidden_size, 1.0 / shape.tensor_parallel_size
     projections = hidden * head_dim * (2 * heads + 2 * groups)
@@ -248,14 +248,14 @@ def _counted_flops(
         "token-kv-head": groups * block_size,
         "token-query-head": heads * block_size,
     }[selection]
-    per_token = dict.fromkeys(Kind, 0.0) | {
-        Kind.ROUTER: head_dim * (heads + groups) * share,
-        Kind.LINEAR: 2.0 * (projections + mlp) * share,
-        Kind.EMBEDDING: float(hidden),
-        Kind.HEAD: 2.0 * hidden * shape.vocab_size * share,
+    per_token = dict.fromkeys(Part, 0.0) | {
+        Part.ROUTER: head_dim * (heads + groups) * share,
+        Part.LINEAR: 2.0 * (projections + mlp) * share,
+        Part.EMBEDDING: float(hidden),
+        Part.HEAD: 2.0 * hidden * shape.vocab_size * share,
     }
-    per_pair = dict.fromkeys(Kind, 0.0) | {
-        Kind.ATTENTION: 4.0 * heads * head_dim * block_size**2 * share,
-        Kind.ROUTER: 2.0 * selecting * head_dim * share,
+    per_pair = dict.fromkeys(Part, 0.0) | {
+        Part.ATTENTION: 4.0 * heads * head_dim * block_size**2 * share,
+        Part.ROUTER: 2.0 * selecting * head_dim * share,
     }
     return per_token, per_pair

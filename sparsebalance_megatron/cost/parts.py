@@ -6,7 +6,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 
-class Kind(StrEnum):
+class Part(StrEnum):
     """A part of the model; the first three are per transformer layer.
 
     ``LINEAR`` is the rest of a layer: norms, projections, rotary embedding, MLP, residuals.
@@ -27,5 +27,5 @@ class Direction(StrEnum):
     BACKWARD = "backward"
 
 
-NEVER_TIMED = frozenset({(Kind.ROUTER, Direction.BACKWARD)})
+NEVER_TIMED = frozenset({(Part.ROUTER, Direction.BACKWARD)})
 """Selection carries no gradient, so a table without these rows is complete and their cost is 0."""

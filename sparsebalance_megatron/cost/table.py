@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sparsebalance_megatron.cost.features import features
-from sparsebalance_megatron.cost.parts import NEVER_TIMED, Direction, Kind
+from sparsebalance_megatron.cost.parts import NEVER_TIMED, Direction, Part
 
 FORMAT_VERSION = 1
 
@@ -67,7 +67,7 @@ class CostRow:
     visible blocks. ``ms_spread``: median absolute deviation over ``repeats`` runs.
     """
 
-    kind: Kind
+    part: Part
     direction: Direction
     lengths_tokens: tuple[int, ...]
     budget_blocks: int | None
@@ -150,8 +150,8 @@ class CostTable:
             problem = _row_problem(row)
             if problem is not None:
                 raise CostTableError(f"{place}, row {index}: {problem}; {_REMEDY}")
-        measured = {(row.kind, row.direction) for row in self.rows}
-        for pair in ((kind, direction) for kind in Kind for direction in Direction):
+        measured = {(row.part, row.direction) for row in self.rows}
+        for pair in ((part, direction) for part in Part for direction in Direction):
             if pair not in measured | NEVER_TIMED:
                 raise CostTableError(f"{place}: no row for {pair[0]} {pair[1]}; {_REMEDY}")
 
@@ -181,13 +181,18 @@ class CostTable:
             "threads": self.threads,
         }
         head = json.dumps(header, indent=1, allow_nan=False).removesuffix("\n}")
-        rows = ",\n".join("  " + json.dumps(asdict(row), allow_nan=False) for row in self.rows)
+        rows = ",\n".join("  " + json.dumps(_row_json(row), allow_nan=False) for row in self.rows)
         return f'{head},\n "rows": [\n{rows}\n ]\n}}\n'
 
 
 def _flat(identity: RunIdentity) -> dict[str, Any]:
     values = {f.name: getattr(identity, f.name) for f in fields(identity) if f.name != "shape"}
     return values | {f"shape.{name}": value for name, value in asdict(identity.shape).items()}
+
+
+def _row_json(row: CostRow) -> dict[str, Any]:
+    values = asdict(row)
+    return {"kind": values.pop("part"), **values}
 
 
 def _row_problem(row: CostRow) -> str | None:
@@ -247,7 +252,7 @@ class _Reader:
         numbered = dict(enumerate(lengths))
         budget = row.get("budget_blocks", math.nan)
         return CostRow(
-            kind=self._choice(row, "kind", Kind, where),
+            part=self._choice(row, "kind", Part, where),
             direction=self._choice(row, "direction", Direction, where),
             lengths_tokens=tuple(
                 self._value(numbered, index, int, f"{where}, lengths_tokens") for index in numbered
@@ -258,7 +263,7 @@ class _Reader:
             repeats=self._value(row, "repeats", int, where),
         )
 
-    def _choice[T: (Kind, Direction)](
+    def _choice[T: (Part, Direction)](
         self, mapping: Any, key: str, choices: type[T], where: str
     ) -> T:
         value = self._value(mapping, key, str, where)
@@ -267,16 +272,16 @@ class _Reader:
             raise self._error(where, f"{key} is {value!r}, expected one of {allowed}")
         return choices(value)
 
-    def _value(self, mapping: Any, key: Any, kind: type, where: str) -> Any:
+    def _value(self, mapping: Any, key: Any, expected: type, where: str) -> Any:
         if not isinstance(mapping, dict):
             raise self._error(where, f"expected an object, found {type(mapping).__name__}")
         if key not in mapping:
             raise self._error(where, f"{key} is missing")
         value = mapping[key]
-        accepted = (int, float) if kind is float else kind
-        if not isinstance(value, accepted) or (kind is not bool and isinstance(value, bool)):
-            raise self._error(where, f"{key} is {value!r}, expected {kind.__name__}")
-        return kind(value)
+        accepted = (int, float) if expected is float else expected
+        if not isinstance(value, accepted) or (expected is not bool and isinstance(value, bool)):
+            raise self._error(where, f"{key} is {value!r}, expected {expected.__name__}")
+        return expected(value)
 
     def _error(self, where: str, problem: str) -> CostTableError:
         place = f"{self._place}, {where}" if where else self._place

@@ -30,7 +30,7 @@ _SPOTS, _SPOT_TOKENS = 64, 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counts:
+class SampleCounts:
     """What became of a split's documents. Tokens are stored tokens unless said otherwise.
 
     Nothing is lost uncounted: all stored tokens = ``tokens`` + one per document kept (its first
@@ -81,7 +81,7 @@ class SampleIndex:
         DataError: if no sample is left.
     """
 
-    counts: Counts
+    counts: SampleCounts
 
     def __init__(
         self,
@@ -258,10 +258,10 @@ def _pieces(predictions: np.ndarray, max_tokens: int, overlong: Overlong) -> np.
 
 def _count(
     lengths_tokens: np.ndarray, predictions: np.ndarray, pieces: np.ndarray, max_tokens: int
-) -> Counts:
+) -> SampleCounts:
     kept_tokens = np.minimum(predictions, pieces * max_tokens)
     dropped = pieces == 0
-    return Counts(
+    return SampleCounts(
         documents=len(lengths_tokens),
         samples=int(pieces.sum()),
         tokens=int(kept_tokens.sum()),

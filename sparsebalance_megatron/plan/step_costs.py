@@ -24,11 +24,11 @@ from sparsebalance_megatron.cost.features import (
     attended_block_pairs,
     visible_block_pairs,
 )
-from sparsebalance_megatron.cost.model import CostModel, Direction, Kind
+from sparsebalance_megatron.cost.model import CostModel, Direction, Part
 from sparsebalance_megatron.cost.stage_calibration import StageScales
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanError
 
-_LAYER_KINDS = (Kind.ATTENTION, Kind.ROUTER, Kind.LINEAR)
+_LAYER_PARTS = (Part.ATTENTION, Part.ROUTER, Part.LINEAR)
 _MICRO_BATCHES, _SEQUENCES, _TOKENS, _PAIRS, _VISIBLE = range(len(FEATURES))
 
 
@@ -145,11 +145,11 @@ def step_costs(
         (Direction.BACKWARD, scales.backward_PV),
     ):
         layer = np.zeros(len(FEATURES))
-        for kind in _LAYER_KINDS:
-            layer += cost.coefficients_ms(kind, direction)
+        for part in _LAYER_PARTS:
+            layer += cost.coefficients_ms(part, direction)
         coefficients_CF = layers_C[:, None] * layer
-        coefficients_CF[0] += cost.coefficients_ms(Kind.EMBEDDING, direction)
-        coefficients_CF[-1] += cost.coefficients_ms(Kind.HEAD, direction)
+        coefficients_CF[0] += cost.coefficients_ms(Part.EMBEDDING, direction)
+        coefficients_CF[-1] += cost.coefficients_ms(Part.HEAD, direction)
         scale_C = np.asarray(scale_PV, dtype=np.float64).ravel()
         visible_S = visible_block_pairs(lengths_S, cost.block_size)
         fixed_SC = (

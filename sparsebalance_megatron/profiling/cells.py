@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from sparsebalance_megatron.config import SparseBalanceConfig
-from sparsebalance_megatron.cost.parts import Direction, Kind
+from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.table import CostRow
 from sparsebalance_megatron.profiling.clocks import Clock
 
 
 @dataclass(frozen=True, kw_only=True)
-class Effort:
+class Thoroughness:
     """How thoroughly to measure. ``seconds_per_cell``: repeat a measurement for that long."""
 
     warm_up: int
@@ -32,7 +32,7 @@ class Effort:
     """Blocks of a document up to which dense attention is measured too."""
 
 
-FULL = Effort(
+FULL = Thoroughness(
     warm_up=2,
     least_repeats=5,
     most_repeats=30,
@@ -41,7 +41,7 @@ FULL = Effort(
     documents=(2, 5, 16, 48),
     most_dense_blocks=1024,
 )
-QUICK = Effort(
+QUICK = Thoroughness(
     warm_up=1,
     least_repeats=2,
     most_repeats=10,
@@ -54,9 +54,9 @@ QUICK = Effort(
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One row of the measuring plan: kinds to time on one micro-batch."""
+    """One row of the measuring plan: parts to time on one micro-batch."""
 
-    kinds: tuple[Kind, ...]
+    parts: tuple[Part, ...]
     lengths_tokens: tuple[int, ...]
     budget_blocks: int
 
@@ -72,23 +72,27 @@ class Timed:
     backward: Callable[[Any], None] | None
 
 
-def plan_cells(longest_tokens: int, config: SparseBalanceConfig, effort: Effort) -> list[Cell]:
+def plan_cells(
+    longest_tokens: int, config: SparseBalanceConfig, thoroughness: Thoroughness
+) -> list[Cell]:
     """What to measure, short rows first, so that they pay for what the first runs do once.
 
     Attention runs at powers of four, at the base budget, and densely where that is affordable; the
-    other kinds do not depend on the budget and run at the base budget only.
+    other parts do not depend on the budget and run at the base budget only.
     """
-    rows: list[tuple[int, ...]] = [(longest_tokens // divisor,) for divisor in effort.divisors]
-    rows += [_cut(max(rows)[0] // 2, documents) for documents in effort.documents]
+    rows: list[tuple[int, ...]] = [
+        (longest_tokens // divisor,) for divisor in thoroughness.divisors
+    ]
+    rows += [_cut(max(rows)[0] // 2, documents) for documents in thoroughness.documents]
     cells = []
     for lengths in sorted({row for row in rows if min(row) >= 1}, key=lambda row: (sum(row), row)):
         blocks = -(-max(lengths) // config.block_size)
         base = min(config.base_budget, blocks)
-        dense = {blocks} if blocks <= effort.most_dense_blocks else set()
+        dense = {blocks} if blocks <= thoroughness.most_dense_blocks else set()
         fours = {4**power for power in range(8) if 4**power <= min(blocks, 2 * config.base_budget)}
-        cells.append(Cell(kinds=tuple(Kind), lengths_tokens=lengths, budget_blocks=base))
+        cells.append(Cell(parts=tuple(Part), lengths_tokens=lengths, budget_blocks=base))
         cells += [
-            Cell(kinds=(Kind.ATTENTION,), lengths_tokens=lengths, budget_blocks=budget)
+            Cell(parts=(Part.ATTENTION,), lengths_tokens=lengths, budget_blocks=budget)
             for budget in sorted((fours | dense) - {base})
         ]
     return cells
@@ -101,28 +105,30 @@ def _cut(tokens: int, documents: int) -> tuple[int, ...]:
     return tuple(end - start for start, end in pairwise(ends))
 
 
-def measure(kind: Kind, timed: Timed, cell: Cell, effort: Effort, clock: Clock) -> list[CostRow]:
-    """Run a part as often as ``effort`` says; a row for the forward and, if any, the backward."""
-    for _ in range(effort.warm_up):
+def measure(
+    part: Part, timed: Timed, cell: Cell, thoroughness: Thoroughness, clock: Clock
+) -> list[CostRow]:
+    """Run a part as often as ``thoroughness`` says; a row for the forward and, if any, the backward."""
+    for _ in range(thoroughness.warm_up):
         _time_once(timed, clock)
     runs_ms: list[tuple[float, ...]] = []
-    while len(runs_ms) < effort.most_repeats and (
-        len(runs_ms) < effort.least_repeats
-        or sum(map(sum, runs_ms)) < effort.seconds_per_cell * 1e3
+    while len(runs_ms) < thoroughness.most_repeats and (
+        len(runs_ms) < thoroughness.least_repeats
+        or sum(map(sum, runs_ms)) < thoroughness.seconds_per_cell * 1e3
     ):
         runs_ms.append(_time_once(timed, clock))
     # One column, not two, where there is no backward.
     columns_ms = zip(Direction, zip(*runs_ms, strict=True), strict=False)
-    return [_row(kind, direction, times_ms, cell) for direction, times_ms in columns_ms]
+    return [_row(part, direction, times_ms, cell) for direction, times_ms in columns_ms]
 
 
-def _row(kind: Kind, direction: Direction, times_ms: Sequence[float], cell: Cell) -> CostRow:
+def _row(part: Part, direction: Direction, times_ms: Sequence[float], cell: Cell) -> CostRow:
     median_ms = float(np.median(times_ms))
     return CostRow(
-        kind=kind,
+        part=part,
         direction=direction,
         lengths_tokens=cell.lengths_tokens,
-        budget_blocks=cell.budget_blocks if kind is Kind.ATTENTION else None,
+        budget_blocks=cell.budget_blocks if part is Part.ATTENTION else None,
         ms_median=median_ms,
         ms_spread=float(np.median(np.abs(np.array(times_ms) - median_ms))),
         repeats=len(times_ms),

@@ -25,7 +25,7 @@ from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.selectors.block_topk import router_scores, select_blocks
-from sparsebalance_megatron.cost.parts import Kind
+from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.megatron.compat import enable_variable_lengths
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
 from sparsebalance_megatron.megatron.layer_spec import sparse_balance_layer_spec
@@ -61,20 +61,20 @@ class ProfiledModel:
         self._layer.self_attention.core_attention = _PassQueries()
         self._generator = torch.Generator(device=device).manual_seed(args.seed)
 
-    def timed(self, kind: Kind, lengths_tokens: Sequence[int], budget_blocks: int) -> Timed:
+    def timed(self, part: Part, lengths_tokens: Sequence[int], budget_blocks: int) -> Timed:
         """A part on a micro-batch of random data, all samples at one budget."""
         context = self._context(lengths_tokens, budget_blocks)
         tokens = context.layout.tokens
-        match kind:
-            case Kind.ATTENTION:
+        match part:
+            case Part.ATTENTION:
                 return self._attention(tokens, context)
-            case Kind.ROUTER:
+            case Part.ROUTER:
                 return self._router(tokens, context)
-            case Kind.LINEAR:
+            case Part.LINEAR:
                 return self._linear(tokens, context)
-            case Kind.EMBEDDING:
+            case Part.EMBEDDING:
                 return self._embedding(tokens)
-            case Kind.HEAD:
+            case Part.HEAD:
                 return self._head(tokens)
 
     def _context(self, lengths_tokens: Sequence[int], budget_blocks: int) -> MicroBatchContext:

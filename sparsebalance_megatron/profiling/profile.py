@@ -21,7 +21,7 @@ import torch
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.table import CostRow, CostTable, RunIdentity
 from sparsebalance_megatron.megatron.device import early_flags
-from sparsebalance_megatron.profiling.cells import Cell, Effort, measure, plan_cells
+from sparsebalance_megatron.profiling.cells import Cell, Thoroughness, measure, plan_cells
 from sparsebalance_megatron.profiling.clocks import Clock, CudaEventClock, HostClock
 
 _ONE_RANK: dict[str, Any] = {
@@ -64,7 +64,7 @@ _ONE_RANK: dict[str, Any] = {
 def profile(
     flags: Sequence[str],
     *,
-    effort: Effort,
+    thoroughness: Thoroughness,
     threads: int,
     progress: Callable[[list[Cell]], Any],
 ) -> CostTable:
@@ -85,10 +85,10 @@ def profile(
         model = _build_model(args, config, device_type)
     clock: Clock = HostClock() if device_type == "cpu" else CudaEventClock()
     rows: list[CostRow] = []
-    for cell in progress(plan_cells(args.seq_length, config, effort)):
-        for kind in cell.kinds:
-            timed = model.timed(kind, cell.lengths_tokens, cell.budget_blocks)
-            rows += measure(kind, timed, cell, effort, clock)
+    for cell in progress(plan_cells(args.seq_length, config, thoroughness)):
+        for part in cell.parts:
+            timed = model.timed(part, cell.lengths_tokens, cell.budget_blocks)
+            rows += measure(part, timed, cell, thoroughness, clock)
     return CostTable(
         identity=identity,
         versions=_versions(),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sparsebalance_megatron.cost.model import CostModel, Kind
+from sparsebalance_megatron.cost.model import CostModel, Part
 from sparsebalance_megatron.cost.table import CostTable, ModelShape
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.simulate.lengths import WorkloadError
@@ -75,8 +75,8 @@ def h200_cost(name: str, *, block_size: int, tensor_parallel_size: int = 1) -> C
         selection="token-query-head",
         flops_per_ms=H200_PEAK_FLOPS_PER_MS * LINEAR_EFFICIENCY,
     )
-    slower = dict.fromkeys(Kind, 1.0) | dict.fromkeys(
-        (Kind.ATTENTION, Kind.ROUTER), LINEAR_EFFICIENCY / ATTENTION_EFFICIENCY
+    slower = dict.fromkeys(Part, 1.0) | dict.fromkeys(
+        (Part.ATTENTION, Part.ROUTER), LINEAR_EFFICIENCY / ATTENTION_EFFICIENCY
     )
     return CostModel(
         block_size=block_size,
@@ -112,9 +112,9 @@ def cost_of(
 
 
 def _scaled(
-    ms: Mapping[Kind, tuple[float, ...]], factor: Mapping[Kind, float]
-) -> dict[Kind, tuple[float, ...]]:
-    return {kind: tuple(factor[kind] * value for value in row) for kind, row in ms.items()}
+    ms: Mapping[Part, tuple[float, ...]], factor: Mapping[Part, float]
+) -> dict[Part, tuple[float, ...]]:
+    return {part: tuple(factor[part] * value for value in row) for part, row in ms.items()}
 
 
 def prior_coverage(layers: int, max_blocks: int) -> CoverageCurves:

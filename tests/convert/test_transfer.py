@@ -14,7 +14,7 @@ from sparsebalance_megatron.convert.dense_model import DenseModel
 from sparsebalance_megatron.convert.errors import ConvertError
 from sparsebalance_megatron.convert.hf_config import read_config
 from sparsebalance_megatron.convert.mapping import parameters, to_megatron
-from sparsebalance_megatron.convert.transfer import Counts, plan_weights, read_weights
+from sparsebalance_megatron.convert.transfer import TransferCounts, plan_weights, read_weights
 from sparsebalance_megatron.convert.weight_files import WHOLE, WeightFiles, write_weights
 
 PADDED = 256
@@ -39,7 +39,7 @@ def poisoned_targets(model: DenseModel, dtype: torch.dtype) -> dict[str, torch.T
 
 def transfer(
     directory: Path, dtype: torch.dtype
-) -> tuple[DenseModel, dict[str, torch.Tensor], Counts]:
+) -> tuple[DenseModel, dict[str, torch.Tensor], TransferCounts]:
     model = read_config(directory)
     targets = poisoned_targets(model, dtype)
     with WeightFiles(directory) as files:
@@ -57,7 +57,7 @@ def test_files_into_parameters_into_files(variant: str, tmp_path: Path) -> None:
     numbers = sum(parameter.numel() for parameter in source.parameters())
     padding = (PADDED - VOCABULARY) * 64 * (1 if model.tied else 2)
     assert sum(target.numel() for target in targets.values()) == numbers + padding
-    assert counts == Counts(
+    assert counts == TransferCounts(
         tensors=len(list(source.parameters())),
         parameters=len(targets),
         numbers=numbers,

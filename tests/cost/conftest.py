@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from sparsebalance_megatron.cost.model import CostModel, Direction, Kind
+from sparsebalance_megatron.cost.model import CostModel, Direction, Part
 from sparsebalance_megatron.cost.table import CostRow, CostTable, ModelShape, RunIdentity
 
 BLOCK_SIZE = 128
@@ -41,14 +41,14 @@ def planted() -> CostModel:
     """Coefficients of a plausible model; the router has no backward."""
     per_row = (0.05, 0.002, 1e-3, 0.0, 0.0)
     forward_ms = {
-        Kind.ATTENTION: (0.1, 0.01, 1e-4, 0.03, 0.0),
-        Kind.ROUTER: (0.02, 0.003, 2e-5, 0.0, 1e-4),
-        Kind.LINEAR: per_row,
-        Kind.EMBEDDING: (0.01, 0.0, 1e-5, 0.0, 0.0),
-        Kind.HEAD: (0.3, 0.0, 4e-3, 0.0, 0.0),
+        Part.ATTENTION: (0.1, 0.01, 1e-4, 0.03, 0.0),
+        Part.ROUTER: (0.02, 0.003, 2e-5, 0.0, 1e-4),
+        Part.LINEAR: per_row,
+        Part.EMBEDDING: (0.01, 0.0, 1e-5, 0.0, 0.0),
+        Part.HEAD: (0.3, 0.0, 4e-3, 0.0, 0.0),
     }
-    backward_ms = {kind: tuple(2 * ms for ms in row) for kind, row in forward_ms.items()}
-    backward_ms[Kind.ROUTER] = (0.0,) * 5
+    backward_ms = {part: tuple(2 * ms for ms in row) for part, row in forward_ms.items()}
+    backward_ms[Part.ROUTER] = (0.0,) * 5
     return CostModel(
         block_size=BLOCK_SIZE, forward_ms=forward_ms, backward_ms=backward_ms, source="planted"
     )
@@ -62,13 +62,13 @@ def measure(identity: RunIdentity, planted: CostModel) -> Callable[..., CostTabl
         rng = np.random.default_rng(0)
         rows = []
         for direction in Direction:
-            for kind in Kind:
-                if kind is Kind.ROUTER and direction is Direction.BACKWARD:
+            for part in Part:
+                if part is Part.ROUTER and direction is Direction.BACKWARD:
                     continue
                 for lengths in MIXES:
-                    for budget in BUDGETS if kind is Kind.ATTENTION else (None,):
+                    for budget in BUDGETS if part is Part.ATTENTION else (None,):
                         row = CostRow(
-                            kind=kind,
+                            part=part,
                             direction=direction,
                             lengths_tokens=tuple(lengths),
                             budget_blocks=budget,
@@ -76,7 +76,7 @@ def measure(identity: RunIdentity, planted: CostModel) -> Callable[..., CostTabl
                             ms_spread=0.01,
                             repeats=5,
                         )
-                        ms = planted.predict_ms(kind, direction, row.features(BLOCK_SIZE))
+                        ms = planted.predict_ms(part, direction, row.features(BLOCK_SIZE))
                         noisy_ms = float(ms * np.exp(noise * rng.standard_normal()))
                         rows.append(CostRow(**(vars(row) | {"ms_median": noisy_ms})))
         return CostTable(

@@ -19,7 +19,7 @@ from sparsebalance_megatron.cost.features import FEATURES, features
 from sparsebalance_megatron.cost.model import (
     CostModel,
     Direction,
-    Kind,
+    Part,
     fit_errors,
     held_out_errors,
 )
@@ -37,21 +37,21 @@ same_planted_model = settings(
 def test_fit_recovers_planted_coefficients(measure: Measure, planted: CostModel) -> None:
     fitted = CostModel.fit(measure())
     for direction in Direction:
-        for kind in Kind:
+        for part in Part:
             np.testing.assert_allclose(
-                fitted.coefficients_ms(kind, direction),
-                planted.coefficients_ms(kind, direction),
+                fitted.coefficients_ms(part, direction),
+                planted.coefficients_ms(part, direction),
                 rtol=1e-5,  # of which rounding to six digits takes half
                 atol=1e-12,
-                err_msg=f"{kind} {direction}",
+                err_msg=f"{part} {direction}",
             )
 
 
 def test_fit_error_is_that_of_the_noise(measure: Measure) -> None:
     table = measure(noise=0.05)
     errors = fit_errors(CostModel.fit(table), table)
-    assert set(errors) == {(row.kind, row.direction) for row in table.rows}
-    attention = errors[Kind.ATTENTION, Direction.FORWARD]
+    assert set(errors) == {(row.part, row.direction) for row in table.rows}
+    attention = errors[Part.ATTENTION, Direction.FORWARD]
     assert attention.rows == 32
     assert 0.01 < attention.median < 0.05
     assert attention.median <= attention.p95 < 0.2
@@ -61,10 +61,10 @@ def test_held_out_error_is_zero_without_noise_and_sees_what_a_fit_hides(measure:
     clean = measure()
     assert all(error.p95 < 1e-4 for error in held_out_errors(clean).values())
     rows = list(clean.rows)
-    index = next(i for i, row in enumerate(rows) if row.kind is Kind.HEAD)
+    index = next(i for i, row in enumerate(rows) if row.part is Part.HEAD)
     rows[index] = replace(rows[index], ms_median=rows[index].ms_median * 1.5)
     bent = replace(clean, rows=tuple(rows))
-    key = (Kind.HEAD, rows[index].direction)
+    key = (Part.HEAD, rows[index].direction)
     hidden = fit_errors(CostModel.fit(bent), bent)[key].p95
     assert held_out_errors(bent)[key].p95 > hidden
     assert held_out_errors(bent)[key].rows == fit_errors(CostModel.fit(bent), bent)[key].rows
@@ -75,30 +75,30 @@ def test_fit_weighs_small_and_large_alike(measure: Measure, planted: CostModel) 
     fitted = CostModel.fit(table)
     for lengths in ([256], [16384]):
         row = features(lengths, 16, table.identity.block_size)
-        predicted = fitted.predict_ms(Kind.ATTENTION, Direction.FORWARD, row)
-        true = planted.predict_ms(Kind.ATTENTION, Direction.FORWARD, row)
+        predicted = fitted.predict_ms(Part.ATTENTION, Direction.FORWARD, row)
+        true = planted.predict_ms(Part.ATTENTION, Direction.FORWARD, row)
         assert predicted == pytest.approx(true, rel=0.1)
 
 
 def test_fit_never_returns_negative_costs(measure: Measure) -> None:
     fitted = CostModel.fit(measure(noise=0.8))
     for direction in Direction:
-        for kind in Kind:
-            assert (fitted.coefficients_ms(kind, direction) >= 0.0).all()
+        for part in Part:
+            assert (fitted.coefficients_ms(part, direction) >= 0.0).all()
 
 
 @pytest.mark.parametrize(
-    ("kind", "without"),
+    ("part", "without"),
     [
-        (Kind.ATTENTION, "visible_block_pairs"),
-        (Kind.ROUTER, "block_pairs"),
-        (Kind.LINEAR, "block_pairs"),
-        (Kind.HEAD, "visible_block_pairs"),
+        (Part.ATTENTION, "visible_block_pairs"),
+        (Part.ROUTER, "block_pairs"),
+        (Part.LINEAR, "block_pairs"),
+        (Part.HEAD, "visible_block_pairs"),
     ],
 )
-def test_a_kind_depends_only_on_its_features(measure: Measure, kind: Kind, without: str) -> None:
+def test_a_part_depends_only_on_its_features(measure: Measure, part: Part, without: str) -> None:
     fitted = CostModel.fit(measure(noise=0.5))
-    assert fitted.coefficients_ms(kind, Direction.FORWARD)[FEATURES.index(without)] == 0.0
+    assert fitted.coefficients_ms(part, Direction.FORWARD)[FEATURES.index(without)] == 0.0
 
 
 @same_planted_model
@@ -108,11 +108,11 @@ def test_prediction_equals_the_oracles_sum(
 ) -> None:
     lengths, budgets = (list(column) for column in zip(*documents, strict=True))
     row = features(lengths, budgets, planted.block_size)
-    for kind in Kind:
+    for part in Part:
         expected = oracle.micro_batch_ms(
-            lengths, budgets, planted.block_size, planted.forward_ms[kind]
+            lengths, budgets, planted.block_size, planted.forward_ms[part]
         )
-        assert planted.predict_ms(kind, Direction.FORWARD, row) == pytest.approx(expected, rel=1e-9)
+        assert planted.predict_ms(part, Direction.FORWARD, row) == pytest.approx(expected, rel=1e-9)
 
 
 @same_planted_model
@@ -126,36 +126,36 @@ def test_prediction_is_monotone_in_every_feature(
 ) -> None:
     grown = list(row)
     grown[feature] += growth
-    for kind in Kind:
+    for part in Part:
         for direction in Direction:
-            before, after = planted.predict_ms(kind, direction, np.array([row, grown]))
+            before, after = planted.predict_ms(part, direction, np.array([row, grown]))
             assert after >= before >= 0.0
 
 
 def test_prediction_keeps_leading_dimensions(planted: CostModel) -> None:
     rows = np.ones((2, 3, len(FEATURES)))
-    assert planted.predict_ms(Kind.LINEAR, Direction.FORWARD, rows).shape == (2, 3)
+    assert planted.predict_ms(Part.LINEAR, Direction.FORWARD, rows).shape == (2, 3)
 
 
 def test_recompute_adds_the_forward_it_repeats(planted: CostModel) -> None:
     for full, attention_only, repeated in (
         (False, False, set()),
-        (True, False, {Kind.ATTENTION, Kind.ROUTER, Kind.LINEAR}),
-        (False, True, {Kind.ATTENTION, Kind.ROUTER}),
+        (True, False, {Part.ATTENTION, Part.ROUTER, Part.LINEAR}),
+        (False, True, {Part.ATTENTION, Part.ROUTER}),
     ):
         model = planted.with_recompute(full=full, attention_only=attention_only)
         assert model.forward_ms == planted.forward_ms
-        for kind in Kind:
-            expected = planted.coefficients_ms(kind, Direction.BACKWARD)
-            if kind in repeated:
-                expected = expected + planted.coefficients_ms(kind, Direction.FORWARD)
-            np.testing.assert_array_equal(model.coefficients_ms(kind, Direction.BACKWARD), expected)
+        for part in Part:
+            expected = planted.coefficients_ms(part, Direction.BACKWARD)
+            if part in repeated:
+                expected = expected + planted.coefficients_ms(part, Direction.FORWARD)
+            np.testing.assert_array_equal(model.coefficients_ms(part, Direction.BACKWARD), expected)
 
 
 @pytest.mark.parametrize("bad", [(1.0,) * 4, (-1.0, 0, 0, 0, 0), (math.nan, 0, 0, 0, 0)])
 def test_a_model_refuses_impossible_costs(planted: CostModel, bad: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="cost model: head forward is"):
-        replace(planted, forward_ms={**planted.forward_ms, Kind.HEAD: bad})
+        replace(planted, forward_ms={**planted.forward_ms, Part.HEAD: bad})
 
 
 def test_counted_operations_of_a_layer(identity: RunIdentity) -> None:
@@ -164,23 +164,23 @@ def test_counted_operations_of_a_layer(identity: RunIdentity) -> None:
     model = CostModel.analytic(shape, 128, flops_per_ms=1.0)
     row = features([1024], np.inf, 128)
     weights = 256 * (8 + 2 + 2) * 32 + 8 * 32 * 256 + 3 * 256 * 688
-    assert model.predict_ms(Kind.LINEAR, Direction.FORWARD, row) == 2 * 1024 * weights
-    assert model.predict_ms(Kind.HEAD, Direction.FORWARD, row) == 2 * 1024 * 256 * 1024
+    assert model.predict_ms(Part.LINEAR, Direction.FORWARD, row) == 2 * 1024 * weights
+    assert model.predict_ms(Part.HEAD, Direction.FORWARD, row) == 2 * 1024 * 256 * 1024
     causal_pairs = 8 * 9 / 2 * 128**2
-    attention = model.predict_ms(Kind.ATTENTION, Direction.FORWARD, row)
+    attention = model.predict_ms(Part.ATTENTION, Direction.FORWARD, row)
     assert attention == pytest.approx(4 * causal_pairs * 8 * 32)
-    assert model.predict_ms(Kind.ATTENTION, Direction.BACKWARD, row) == 2.5 * attention
-    assert model.predict_ms(Kind.ROUTER, Direction.BACKWARD, row) == 0.0
+    assert model.predict_ms(Part.ATTENTION, Direction.BACKWARD, row) == 2.5 * attention
+    assert model.predict_ms(Part.ROUTER, Direction.BACKWARD, row) == 0.0
 
 
 def test_counted_operations_shrink_with_tensor_parallelism(identity: RunIdentity) -> None:
     row = features([4096], 4, 128)
     whole = CostModel.analytic(identity.shape, 128)
     half = CostModel.analytic(replace(identity.shape, tensor_parallel_size=2), 128)
-    for kind in (Kind.ATTENTION, Kind.ROUTER, Kind.LINEAR, Kind.HEAD):
+    for part in (Part.ATTENTION, Part.ROUTER, Part.LINEAR, Part.HEAD):
         for direction in Direction:
-            assert half.predict_ms(kind, direction, row) == pytest.approx(
-                whole.predict_ms(kind, direction, row) / 2
+            assert half.predict_ms(part, direction, row) == pytest.approx(
+                whole.predict_ms(part, direction, row) / 2
             )
 
 
@@ -188,7 +188,7 @@ def test_token_selection_costs_more_routing(identity: RunIdentity) -> None:
     row = features([4096], 4, 128)
     per_block, per_token, per_head = (
         CostModel.analytic(identity.shape, 128, selection=selection).predict_ms(
-            Kind.ROUTER, Direction.FORWARD, row
+            Part.ROUTER, Direction.FORWARD, row
         )
         for selection in ("query-block", "token-kv-head", "token-query-head")
     )
@@ -208,10 +208,10 @@ def _h100_latencies() -> list[tuple[int, float]]:
 def test_dense_h100_latencies_are_predicted_within_a_tenth(measure: Measure, held_out: int) -> None:
     """Every other length fitted, the rest predicted."""
     latencies = [(tokens, ms) for tokens, ms in _h100_latencies() if tokens >= 2048]
-    others = [row for row in measure().rows if row.kind is not Kind.ATTENTION]
+    others = [row for row in measure().rows if row.part is not Part.ATTENTION]
     attention = [
         CostRow(
-            kind=Kind.ATTENTION,
+            part=Part.ATTENTION,
             direction=direction,
             lengths_tokens=(tokens,),
             budget_blocks=None,
@@ -227,5 +227,5 @@ def test_dense_h100_latencies_are_predicted_within_a_tenth(measure: Measure, hel
     fitted = CostModel.fit(table)
     for tokens, ms in latencies[held_out::2]:
         row = features([tokens], np.inf, table.identity.block_size)
-        predicted_ms = fitted.predict_ms(Kind.ATTENTION, Direction.FORWARD, row)
+        predicted_ms = fitted.predict_ms(Part.ATTENTION, Direction.FORWARD, row)
         assert predicted_ms == pytest.approx(ms, rel=0.1), f"{tokens} tokens"

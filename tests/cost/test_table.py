@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sparsebalance_megatron.cost.parts import Direction, Kind
+from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.table import CostTable, CostTableError, RunIdentity
 
 Measure = Callable[..., CostTable]
@@ -118,7 +118,7 @@ def test_only_the_router_may_lack_backward_rows(measure: Measure) -> None:
     table = measure()
     table.validate()
     rows = tuple(
-        row for row in table.rows if (row.kind, row.direction) != (Kind.LINEAR, Direction.BACKWARD)
+        row for row in table.rows if (row.part, row.direction) != (Part.LINEAR, Direction.BACKWARD)
     )
     with pytest.raises(CostTableError, match="no row for linear backward"):
         replace(table, rows=rows).validate()

@@ -5,21 +5,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparsebalance_megatron.cost.model import CostModel, Kind
+from sparsebalance_megatron.cost.model import CostModel, Part
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy
 
 FORWARD_MS = {
-    Kind.ATTENTION: (0.02, 0.005, 2e-5, 2.5e-3, 0.0),
-    Kind.ROUTER: (0.01, 0.002, 1e-6, 0.0, 1e-5),
-    Kind.LINEAR: (0.05, 0.0, 2e-4, 0.0, 0.0),
-    Kind.EMBEDDING: (0.01, 0.0, 1e-5, 0.0, 0.0),
-    Kind.HEAD: (0.1, 0.0, 1e-3, 0.0, 0.0),
+    Part.ATTENTION: (0.02, 0.005, 2e-5, 2.5e-3, 0.0),
+    Part.ROUTER: (0.01, 0.002, 1e-6, 0.0, 1e-5),
+    Part.LINEAR: (0.05, 0.0, 2e-4, 0.0, 0.0),
+    Part.EMBEDDING: (0.01, 0.0, 1e-5, 0.0, 0.0),
+    Part.HEAD: (0.1, 0.0, 1e-3, 0.0, 0.0),
 }
 
 
 def cost_model(block_size=64):
-    backward_ms = {kind: tuple(2 * ms for ms in row) for kind, row in FORWARD_MS.items()}
+    backward_ms = {part: tuple(2 * ms for ms in row) for part, row in FORWARD_MS.items()}
     return CostModel(
         block_size=block_size, forward_ms=FORWARD_MS, backward_ms=backward_ms, source="test"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost terms of a step against a loop over layers, samples and kinds."""
+"""Cost terms of a step against a loop over layers, samples and parts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from oracles import plan as oracle
 from plan.plan_cases import FORWARD_MS, cost_model, job_shape
 
-from sparsebalance_megatron.cost.model import Kind
+from sparsebalance_megatron.cost.model import Part
 from sparsebalance_megatron.cost.stage_calibration import StageScales
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanError
@@ -19,12 +19,12 @@ BLOCK = 64
 
 
 def naive_slot_ms(samples, lengths, budgets, job, stage, chunk):
-    """Forward ms of one slot on one chunk, kind by kind."""
+    """Forward ms of one slot on one chunk, part by part."""
     layers = job.stage_layers[stage][chunk]
     tokens = [lengths[s] for s in samples]
 
-    def affine(kind, pairs):
-        per = FORWARD_MS[kind]
+    def affine(part, pairs):
+        per = FORWARD_MS[part]
         visible = sum(oracle.pairs(t, 1 << 40, BLOCK) for t in tokens)
         values = (1.0, len(tokens), sum(tokens), pairs, visible)
         return sum(ms * value for ms, value in zip(per, values, strict=True))
@@ -32,11 +32,11 @@ def naive_slot_ms(samples, lengths, budgets, job, stage, chunk):
     total = 0.0
     for layer in layers:
         pairs = sum(oracle.pairs(lengths[s], budgets[layer][s], BLOCK) for s in samples)
-        total += sum(affine(kind, pairs) for kind in (Kind.ATTENTION, Kind.ROUTER, Kind.LINEAR))
+        total += sum(affine(part, pairs) for part in (Part.ATTENTION, Part.ROUTER, Part.LINEAR))
     if (stage, chunk) == (0, 0):
-        total += affine(Kind.EMBEDDING, 0.0)
+        total += affine(Part.EMBEDDING, 0.0)
     if (stage, chunk) == (job.pipeline_stages - 1, job.virtual_stages - 1):
-        total += affine(Kind.HEAD, 0.0)
+        total += affine(Part.HEAD, 0.0)
     return total
 
 

@@ -17,13 +17,13 @@ from harness import MODEL_FLAGS, REPOSITORY, TIMEOUT_S, TRAINING_FLAGS
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.features import features
 from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.cost.parts import NEVER_TIMED, Direction, Kind
+from sparsebalance_megatron.cost.parts import NEVER_TIMED, Direction, Part
 from sparsebalance_megatron.cost.table import CostTable, ModelShape, RunIdentity
 from sparsebalance_megatron.profiling.cells import (
     FULL,
     QUICK,
     Cell,
-    Effort,
+    Thoroughness,
     Timed,
     measure,
     plan_cells,
@@ -82,11 +82,11 @@ def test_a_tiny_model_gives_a_table_that_fits_and_predicts(tmp_path: Path) -> No
     model = CostModel.fit(table)
     short, long = (features([tokens], 4, BLOCK_SIZE) for tokens in (64, 4096))
     for direction in Direction:
-        for kind in Kind:
-            if (kind, direction) in NEVER_TIMED:
+        for part in Part:
+            if (part, direction) in NEVER_TIMED:
                 continue
-            before, after = model.predict_ms(kind, direction, np.stack([short, long]))
-            assert 0.0 < before <= after, f"{kind} {direction}"
+            before, after = model.predict_ms(part, direction, np.stack([short, long]))
+            assert 0.0 < before <= after, f"{part} {direction}"
 
 
 def test_parallel_flags_give_one_ranks_share(tmp_path: Path) -> None:
@@ -130,17 +130,17 @@ def test_wrong_flags_are_one_line_and_write_nothing(
     assert not (tmp_path / "table.json").exists()
 
 
-@pytest.mark.parametrize("effort", [QUICK, FULL])
+@pytest.mark.parametrize("thoroughness", [QUICK, FULL])
 @pytest.mark.parametrize("longest_tokens", [100, 8192, 131072])
-def test_the_plan_times_every_kind_on_rows_short_to_long(
-    effort: Effort, longest_tokens: int
+def test_the_plan_times_every_part_on_rows_short_to_long(
+    thoroughness: Thoroughness, longest_tokens: int
 ) -> None:
     config = SparseBalanceConfig(block_size=128, base_budget=8)
-    cells = plan_cells(longest_tokens, config, effort)
+    cells = plan_cells(longest_tokens, config, thoroughness)
     rows = [cell.lengths_tokens for cell in cells]
     assert rows == sorted(rows, key=sum)
     assert all(min(row) >= 1 and sum(row) <= longest_tokens for row in rows)
-    everything = [cell for cell in cells if cell.kinds == tuple(Kind)]
+    everything = [cell for cell in cells if cell.parts == tuple(Part)]
     assert {cell.lengths_tokens for cell in everything} == set(rows)
     assert len(everything) == len(set(rows))
     assert len({(cell.lengths_tokens, cell.budget_blocks) for cell in cells}) == len(cells)
@@ -162,7 +162,7 @@ class _ScriptedClock:
         return next(self._spans_ms)
 
 
-def _effort(**changes: float) -> Effort:
+def _thoroughness(**changes: float) -> Thoroughness:
     return replace(QUICK, warm_up=1, least_repeats=3, most_repeats=5, **changes)
 
 
@@ -172,9 +172,11 @@ def test_medians_and_spreads_leave_the_warm_up_out() -> None:
         forward=lambda: ran.append("forward") or "output",
         backward=lambda output: ran.append(f"backward of {output}"),
     )
-    cell = Cell(kinds=(Kind.ATTENTION,), lengths_tokens=(7, 9), budget_blocks=2)
+    cell = Cell(parts=(Part.ATTENTION,), lengths_tokens=(7, 9), budget_blocks=2)
     clock = _ScriptedClock([1000, 2000, 1, 10, 2, 20, 6, 60])
-    forward, backward = measure(Kind.ATTENTION, timed, cell, _effort(seconds_per_cell=0.0), clock)
+    forward, backward = measure(
+        Part.ATTENTION, timed, cell, _thoroughness(seconds_per_cell=0.0), clock
+    )
     assert ran == ["forward", "backward of output"] * 4
     assert (forward.direction, backward.direction) == (Direction.FORWARD, Direction.BACKWARD)
     assert (forward.ms_median, forward.ms_spread, forward.repeats) == (2.0, 1.0, 3)
@@ -184,7 +186,7 @@ def test_medians_and_spreads_leave_the_warm_up_out() -> None:
 
 def test_a_part_without_gradient_has_no_backward_row_and_no_budget() -> None:
     timed = Timed(forward=lambda: None, backward=None)
-    cell = Cell(kinds=(Kind.ROUTER,), lengths_tokens=(7,), budget_blocks=2)
+    cell = Cell(parts=(Part.ROUTER,), lengths_tokens=(7,), budget_blocks=2)
     clock = _ScriptedClock([1.0] * 6)
-    (row,) = measure(Kind.ROUTER, timed, cell, _effort(seconds_per_cell=10.0), clock)
+    (row,) = measure(Part.ROUTER, timed, cell, _thoroughness(seconds_per_cell=10.0), clock)
     assert (row.direction, row.budget_blocks, row.repeats) == (Direction.FORWARD, None, 5)

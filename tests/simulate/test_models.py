@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sparsebalance_megatron.cost.model import Direction, Kind
+from sparsebalance_megatron.cost.model import Direction, Part
 from sparsebalance_megatron.simulate.lengths import WorkloadError
 from sparsebalance_megatron.simulate.models import (
     H200_PEAK_FLOPS_PER_MS,
@@ -22,19 +22,19 @@ def test_qwen25_3b_layer_counted_by_hand():
     cost = h200_cost("qwen2.5-3b", block_size=256)
     linear_flops = 2 * (2048 * 2048 * 2 + 2 * 2048 * 256 + 3 * 2048 * 11008)
     pair_flops = 4 * 16 * 128 * 256**2
-    linear = cost.coefficients_ms(Kind.LINEAR, Direction.FORWARD)
-    attention = cost.coefficients_ms(Kind.ATTENTION, Direction.FORWARD)
+    linear = cost.coefficients_ms(Part.LINEAR, Direction.FORWARD)
+    attention = cost.coefficients_ms(Part.ATTENTION, Direction.FORWARD)
     assert linear[2] == pytest.approx(linear_flops / (0.5 * H200_PEAK_FLOPS_PER_MS))
     assert attention[3] == pytest.approx(pair_flops / (0.3 * H200_PEAK_FLOPS_PER_MS))
-    head = cost.coefficients_ms(Kind.HEAD, Direction.BACKWARD)
+    head = cost.coefficients_ms(Part.HEAD, Direction.BACKWARD)
     assert head[2] == pytest.approx(2 * 2 * 2048 * 151936 / (0.5 * H200_PEAK_FLOPS_PER_MS))
 
 
 def test_tensor_parallel_ranks_share_the_work():
     one, two = (h200_cost("qwen2.5-0.5b", block_size=256, tensor_parallel_size=tp) for tp in (1, 2))
-    for kind in (Kind.LINEAR, Kind.ATTENTION, Kind.HEAD):
-        ratio = one.coefficients_ms(kind, Direction.FORWARD).sum()
-        assert ratio == pytest.approx(2 * two.coefficients_ms(kind, Direction.FORWARD).sum())
+    for part in (Part.LINEAR, Part.ATTENTION, Part.HEAD):
+        ratio = one.coefficients_ms(part, Direction.FORWARD).sum()
+        assert ratio == pytest.approx(2 * two.coefficients_ms(part, Direction.FORWARD).sum())
 
 
 def test_presets():

@@ -23,7 +23,7 @@ from harness import (
 )
 
 from sparsebalance_megatron.config import ConfigError
-from sparsebalance_megatron.cost.model import CostModel, Direction, Kind
+from sparsebalance_megatron.cost.model import CostModel, Direction, Part
 from sparsebalance_megatron.cost.table import CostRow, CostTable, ModelShape, RunIdentity
 from sparsebalance_megatron.training import dry_run
 
@@ -88,19 +88,19 @@ def table_of_another_device(path: Path) -> Path:
     )
     model = CostModel.analytic(shape, block_size=16)
     rows = []
-    for kind in Kind:
+    for part in Part:
         for direction in Direction:
             for length in (16, 64, 200, 256):
                 row = CostRow(
-                    kind=kind,
+                    part=part,
                     direction=direction,
                     lengths_tokens=(length,),
-                    budget_blocks=4 if kind is Kind.ATTENTION else None,
+                    budget_blocks=4 if part is Part.ATTENTION else None,
                     ms_median=1.0,
                     ms_spread=0.0,
                     repeats=3,
                 )
-                ms = model.predict_ms(kind, direction, row.features(16))
+                ms = model.predict_ms(part, direction, row.features(16))
                 if ms > 0:
                     rows.append(replace(row, ms_median=float(ms)))
     identity = RunIdentity(
