@@ -108,7 +108,7 @@ def _cut(tokens: int, documents: int) -> tuple[int, ...]:
 def measure(
     part: Part, timed: Timed, cell: Cell, thoroughness: Thoroughness, clock: Clock
 ) -> list[CostRow]:
-    """Run a part as often as ``thoroughness`` says; a row for the forward and, if any, the backward."""
+    """Times a part as often as ``thoroughness`` says: a row per direction that it runs in."""
     for _ in range(thoroughness.warm_up):
         _time_once(timed, clock)
     runs_ms: list[tuple[float, ...]] = []

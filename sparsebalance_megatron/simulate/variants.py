@@ -6,6 +6,8 @@ Shape legend: L layers, S samples of a global batch.
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,25 +16,22 @@ import numpy as np
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.stage_calibration import StageScales
 from sparsebalance_megatron.plan.budgets.feasible import feasible_range
-from sparsebalance_megatron.plan.budgets.price import horizon_steps
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.coverage_ledger import CoverageAccount
-from sparsebalance_megatron.plan.placement.window import assign_window
-from sparsebalance_megatron.plan.planner import plan_step
+from sparsebalance_megatron.plan.measurement import CoverageTotals, StepMeasurement
+from sparsebalance_megatron.plan.scheduler import Scheduler
 from sparsebalance_megatron.plan.schedules.bounds import sample_bounds
 from sparsebalance_megatron.plan.step_costs import step_costs
-from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy, StepPlan
+from sparsebalance_megatron.plan.step_plan import Expectation, JobShape, PlanPolicy, StepPlan
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to plan. ``held_to``: a variant whose step time this one may fill with coverage."""
+    """One way to plan."""
 
     batching: str
     tuning: str
     coverage_target: str = "threshold"
     window: int = 1
-    held_to: str | None = None
 
 
 BASELINE = "baseline"
@@ -50,7 +49,6 @@ ALL_ROWS: Mapping[str, Variant] = {
     **PAPER_ROWS,
     OURS: Variant(batching="makespan", tuning="makespan"),
     "ours, base coverage": Variant(batching="makespan", tuning="makespan", coverage_target="base"),
-    "ours, held": Variant(batching="makespan", tuning="makespan", held_to="SAB+DST"),
     "ours, window 8": Variant(batching="makespan", tuning="makespan", window=8),
 }
 
@@ -64,10 +62,6 @@ class Workload:
     policy: PlanPolicy
     cost: CostModel
     coverage: CoverageCurves
-
-    @property
-    def scales(self) -> StageScales:
-        return StageScales.ones(self.job.pipeline_stages, self.job.virtual_stages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +92,11 @@ class Outcome:
 def evaluate(
     workload: Workload, variants: Mapping[str, Variant], clock: Callable[[], float]
 ) -> dict[str, Outcome]:
-    """Plan every batch with every variant; the first variant is the baseline.
+    """Every variant's outcome on the same samples; the first variant is the baseline.
+
+    A :class:`~sparsebalance_megatron.plan.scheduler.Scheduler` plans each step when it begins, and
+    learns that the step took what was predicted and reached the coverage that was expected. A
+    window that the steps do not fill is filled from the first of them again.
 
     Args:
         clock: seconds, for the time that planning takes.
@@ -108,17 +106,7 @@ def evaluate(
     """
     outcomes: dict[str, Outcome] = {}
     for name, variant in variants.items():
-        batches = _regrouped(workload, variant.window)
-        held_ms = outcomes[variant.held_to].step_ms if variant.held_to else [0.0] * len(batches)
-        account = CoverageAccount(len(batches[0]))
-        runs = []
-        for step, (batch, hold_ms) in enumerate(zip(batches, held_ms, strict=True)):
-            later = _later(batches, step)
-            owed = account.owed_coverage
-            runs.append(_planned(workload, variant, batch, later, owed, hold_ms, clock))
-            reached = runs[-1].plan.expectation.coverage_mean
-            if reached is not None:
-                account.settle(base_mean=_base_coverage(workload, batch), executed_mean=reached)
+        runs = _runs(workload, variant, clock)
         baseline = next(iter(outcomes.values())) if outcomes else None
         outcomes[name] = _outcome(runs, baseline, mixed=variant.window > 1)
     return outcomes
@@ -137,47 +125,83 @@ class _Run:
     hideable: bool
 
 
-def _planned(
-    workload: Workload,
-    variant: Variant,
-    batch: tuple[int, ...],
-    later_lengths_tokens: tuple[int, ...],
-    owed_coverage: float,
-    hold_ms: float,
-    clock: Callable[[], float],
-) -> _Run:
-    policy = replace(
-        workload.policy,
-        batching=variant.batching,
-        tuning=variant.tuning,
-        coverage_target=variant.coverage_target,
-    )
-    started = clock()
-    plan = plan_step(
-        step=0,
-        lengths_tokens=batch,
+def _runs(workload: Workload, variant: Variant, clock: Callable[[], float]) -> list[_Run]:
+    order = _SampleOrder(workload.batches)
+    scheduler = Scheduler(
         job=workload.job,
-        policy=policy,
+        policy=replace(
+            workload.policy,
+            batching=variant.batching,
+            tuning=variant.tuning,
+            coverage_target=variant.coverage_target,
+        ),
         cost=workload.cost,
-        scales=workload.scales,
-        coverage=workload.coverage,
-        hold_ms=hold_ms,
-        owed_coverage=owed_coverage,
-        later_lengths_tokens=later_lengths_tokens,
+        coverage=copy.deepcopy(workload.coverage),
+        index=order,
+        global_batch_size=len(workload.batches[0]),
+        window=variant.window,
+        calibrate="off",
+        clock=clock,
     )
-    return _Run(
-        plan=plan,
-        plan_ms=(clock() - started) * 1e3,
-        largest_drop=_largest_drop(workload, plan),
-        hideable=not _unhideable(workload, batch),
-    )
+    runs = []
+    for step in range(-(-len(workload.batches) // variant.window) * variant.window):
+        planned = scheduler.planned(step)
+        batch = tuple(order.lengths_of(planned.samples).tolist())
+        scheduler.finish_step(step, _as_predicted(workload, batch, planned.plan.expectation))
+        runs.append(
+            _Run(
+                plan=planned.plan,
+                plan_ms=planned.plan_ms,
+                largest_drop=_largest_drop(workload, planned.plan),
+                hideable=not _unhideable(workload, batch),
+            )
+        )
+    return runs
 
 
-def _later(batches: Sequence[tuple[int, ...]], step: int) -> tuple[int, ...]:
-    """Samples of the steps after one, as far as its horizon goes; the last one's come anew."""
-    steps = horizon_steps(len(batches[step]))
-    return tuple(
-        length for after in range(1, steps) for length in batches[(step + after) % len(batches)]
+class _SampleOrder:
+    """The samples of all batches, in order and then from the first again."""
+
+    def __init__(self, batches: Sequence[tuple[int, ...]]) -> None:
+        self._lengths_S = np.concatenate(batches)
+
+    def global_batch(self, first: int, size: int) -> np.ndarray:
+        return np.arange(first, first + size) % len(self._lengths_S)
+
+    def lengths_of(self, samples: np.ndarray) -> np.ndarray:
+        return np.asarray(self._lengths_S[samples])
+
+
+def _as_predicted(
+    workload: Workload, batch: tuple[int, ...], expected: Expectation
+) -> StepMeasurement:
+    """The measurement of a step that went as expected.
+
+    No coverage curve is among it (all ``counts_LU`` are 0), so the scheduler's curves stay those of
+    the workload: what was only read off them is no new evidence for them.
+    """
+    curves = workload.coverage
+    known = float(workload.job.layers * len(batch)) if expected.coverage_mean is not None else 0.0
+    executed_mean = expected.coverage_mean or 0.0
+    return StepMeasurement(
+        forward_ms=expected.forward_ms,
+        backward_ms=expected.backward_ms,
+        schedule_ms=np.repeat(
+            np.array(expected.rank_makespan_ms)[:, None], workload.job.pipeline_stages, axis=1
+        ),
+        coverage=CoverageTotals(
+            sums_LUK=np.zeros_like(curves.mean_LUK),
+            counts_LU=np.zeros(curves.observed_LU.shape),
+            executed_L=np.full(workload.job.layers, executed_mean * len(batch)),
+            executed_sum=executed_mean * known,
+            base_sum=_base_coverage(workload, batch) * known if known else 0.0,
+            count=known,
+            minimum=expected.coverage_min or 0.0,
+            grown=0.0,
+        ),
+        lm_loss=math.nan,
+        tokens=sum(batch),
+        digest_mismatches=0,
     )
 
 
@@ -191,7 +215,7 @@ def _base_coverage(workload: Workload, batch: tuple[int, ...]) -> float:
 def _outcome(runs: Sequence[_Run], baseline: Outcome | None, *, mixed: bool) -> Outcome:
     expected = [run.plan.expectation for run in runs]
     step_ms = np.array([each.makespan_ms for each in expected])
-    baseline_ms = step_ms if baseline is None else np.array(baseline.step_ms)
+    baseline_ms = step_ms if baseline is None else np.resize(baseline.step_ms, len(step_ms))
     ratios = step_ms / [each.lower_bound_ms for each in expected]
     hideable = np.array([run.hideable for run in runs])
     coverage = [each.coverage_mean for each in expected if each.coverage_mean is not None]
@@ -211,33 +235,10 @@ def _outcome(runs: Sequence[_Run], baseline: Outcome | None, *, mixed: bool) -> 
     )
 
 
-def _regrouped(workload: Workload, window: int) -> tuple[tuple[int, ...], ...]:
-    """The batches after samples were exchanged within every ``window`` of them."""
-    if window == 1:
-        return workload.batches
-    regrouped: list[tuple[int, ...]] = []
-    for first in range(0, len(workload.batches), window):
-        group = workload.batches[first : first + window]
-        lengths = [length for batch in group for length in batch]
-        dealt = assign_window(
-            _base_ms(workload, lengths),
-            len(group),
-            len(group[0]),
-            data_parallel_size=workload.job.data_parallel_size,
-        )
-        regrouped += [tuple(lengths[sample] for sample in batch) for batch in dealt]
-    return tuple(regrouped)
-
-
-def _base_ms(workload: Workload, lengths: Sequence[int]) -> np.ndarray:
-    costs = step_costs(lengths, workload.job, workload.cost, workload.scales)
-    budgets_LS = np.full((workload.job.layers, len(lengths)), workload.policy.base_budget)
-    forward_SC, backward_SC = costs.sample_ms(budgets_LS)
-    return (forward_SC + backward_SC).sum(axis=1)
-
-
 def _unhideable(workload: Workload, batch: tuple[int, ...]) -> bool:
-    costs = step_costs(batch, workload.job, workload.cost, workload.scales)
+    job = workload.job
+    scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
+    costs = step_costs(batch, job, workload.cost, scales)
     policy = replace(workload.policy, tuning="makespan")
     floor_LS = feasible_range(costs, workload.coverage, policy).floor_LS
     bounds = sample_bounds(
