@@ -129,12 +129,13 @@ def _from_hf(arguments: argparse.Namespace) -> None:
         _install_cpu_adapter()
         from sparsebalance_megatron.convert import megatron_model as building
         from sparsebalance_megatron.convert.megatron_checkpoint import save_release
+        from sparsebalance_megatron.megatron.single_process import start_single_process
 
         with redirect_stdout(io.StringIO()):
             args = building.parse_model_flags(
                 model, arguments.passed_on, dtype=files.common_dtype()
             )
-            building.start_single_process(args.seed)
+            start_single_process(args.seed, torch.device("cpu"))
             megatron_model = building.build_model(args)
         building.check_names(megatron_model, parameters(model))
         targets = dict(megatron_model.named_parameters())
@@ -154,6 +155,7 @@ def _to_hf(arguments: argparse.Namespace) -> None:
     _install_cpu_adapter()
     from sparsebalance_megatron.convert import megatron_model as building
     from sparsebalance_megatron.convert.megatron_checkpoint import SavedModel
+    from sparsebalance_megatron.megatron.single_process import start_single_process
 
     saved = SavedModel(arguments.checkpoint_dir, arguments.iteration)
     padding_rows = saved.vocabulary_rows - model.vocab_size
@@ -168,7 +170,7 @@ def _to_hf(arguments: argparse.Namespace) -> None:
         args = building.parse_model_flags(
             model, ("--padded-vocab-size", str(saved.vocabulary_rows)), dtype=saved.dtype
         )
-        building.start_single_process(args.seed)
+        start_single_process(args.seed, torch.device("cpu"))
         megatron_model = building.build_model(args)
         building.check_names(megatron_model, parameters(model))
         values = saved.load(megatron_model)

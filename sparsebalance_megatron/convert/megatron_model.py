@@ -6,21 +6,13 @@ Import only after the CPU adapter has been installed.
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.training.arguments import (
-    core_transformer_config_from_args,
-    parse_args,
-    validate_args,
-)
+from megatron.training.arguments import core_transformer_config_from_args, validate_args
 
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.convert.dense_model import DenseModel
@@ -33,12 +25,13 @@ from sparsebalance_megatron.convert.megatron_flags import (
     padded_rows,
     words,
 )
-from sparsebalance_megatron.megatron.arguments import args_provider
 from sparsebalance_megatron.megatron.compat import (
     default_layer_spec,
+    gpt_model,
     has_yarn_flags,
     megatron_version,
 )
+from sparsebalance_megatron.megatron.single_process import parse_flags
 
 _FIXED_BY_THE_MODEL = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
@@ -116,18 +109,7 @@ def parse_model_flags(
 
 
 def _parse(flags: Sequence[str]) -> Namespace:
-    with _command_line(flags):
-        return parse_args(args_provider(enabled=False, on_cpu=True))
-
-
-@contextmanager
-def _command_line(flags: Sequence[str]) -> Iterator[None]:
-    """Megatron's parser reads ``sys.argv`` and nothing else."""
-    saved, sys.argv = sys.argv, ["sparse-balance convert --", *flags]
-    try:
-        yield
-    finally:
-        sys.argv = saved
+    return parse_flags("sparse-balance convert", flags, enabled=False, on_cpu=True)
 
 
 def _check_not_contradicted(args: Namespace, expected: Namespace) -> None:
@@ -151,34 +133,12 @@ def _check_not_contradicted(args: Namespace, expected: Namespace) -> None:
             )
 
 
-def start_single_process(seed: int) -> None:
-    """A world of one rank, as far as Megatron's modules and checkpoints need it."""
-    torch.distributed.init_process_group(
-        backend="gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(seed)
-
-
 def build_model(
     args: Namespace, layer_spec: Callable[[Any, int | None], Any] = default_layer_spec
 ) -> GPTModel:
     """The whole model, with uninitialised parameters of ``args.params_dtype``."""
     config = core_transformer_config_from_args(args)
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=layer_spec(config, None),
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
-        rope_scaling=args.use_rope_scaling,
-        rope_scaling_factor=args.rope_scaling_factor,
-        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-    )
+    model = gpt_model(args, config, layer_spec(config, None))
     return model.to(config.params_dtype).eval()
 
 

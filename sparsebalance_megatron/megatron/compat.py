@@ -94,7 +94,6 @@ def model_provider(
     args: Namespace, layer_spec: Callable[..., Any] | None, variable_lengths: bool
 ) -> Callable[..., Any]:
     """Megatron's ``model_provider`` for a GPT (0.18); arguments as for :func:`run_pretrain`."""
-    from megatron.core.models.gpt import GPTModel
     from megatron.training.arguments import core_transformer_config_from_args
 
     def provide(
@@ -108,31 +107,56 @@ def model_provider(
         if variable_lengths:
             enable_variable_lengths(transformer_config)
         spec = (layer_spec or default_layer_spec)(transformer_config, vp_stage)
-        # Megatron parses these and leaves the model at its defaults.
-        unheard = {
-            "rope_scaling_factor": args.rope_scaling_factor,
-            "seq_len_interpolation_factor": args.rotary_seq_len_interpolation_factor,
-        }
-        return GPTModel(
-            config=transformer_config,
-            transformer_layer_spec=spec,
-            vocab_size=args.padded_vocab_size,
-            max_sequence_length=args.max_position_embeddings,
+        return gpt_model(
+            args,
+            transformer_config,
+            spec,
+            as_megatron_builds_it=layer_spec is None,
             pre_process=pre_process,
             post_process=post_process,
-            fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
-            parallel_output=True,
-            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-            position_embedding_type=args.position_embedding_type,
-            rotary_percent=args.rotary_percent,
-            rotary_base=args.rotary_base,
-            rope_scaling=args.use_rope_scaling,
             vp_stage=vp_stage,
             pg_collection=pg_collection,
-            **({} if layer_spec is None else unheard),
         )
 
     return provide
+
+
+def gpt_model(
+    args: Namespace,
+    transformer_config: Any,
+    layer_spec: Any,
+    *,
+    as_megatron_builds_it: bool = False,
+    **place: Any,
+) -> Any:
+    """The ``GPTModel`` that flags describe.
+
+    Args:
+        layer_spec: the decoder's layer or block spec.
+        as_megatron_builds_it: without the flags of rotary embeddings that Megatron 0.18 parses and
+            does not pass on.
+        place: which part of a model that is spread over ranks, in ``GPTModel``'s keywords.
+    """
+    from megatron.core.models.gpt import GPTModel
+
+    unheard = {
+        "rope_scaling_factor": args.rope_scaling_factor,
+        "seq_len_interpolation_factor": args.rotary_seq_len_interpolation_factor,
+    }
+    return GPTModel(
+        config=transformer_config,
+        transformer_layer_spec=layer_spec,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        **place,
+        **({} if as_megatron_builds_it else unheard),
+    )
 
 
 def enable_variable_lengths(transformer_config: Any) -> None:

@@ -1,35 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does not go together with ``--sparse-balance``: every flag that is refused, and why.
+"""What of a model does not go together with ``--sparse-balance``, and what to do instead.
 
-docs/SUPPORT.md lists the same flags. They are looked at twice: as typed, before Megatron's own
-assertions can fail over them, and once more when Megatron has completed its arguments.
+Fields of Megatron's ``TransformerConfig``, which are flags of the same names; those of
+``megatron.training`` alone are in :mod:`.unsupported_training`. docs/SUPPORT.md is generated from
+both.
 """
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.megatron.compat import has_yarn_flags
 
 
-class _Arguments:
-    """Megatron's arguments by name; None for those that this version does not have."""
+@dataclass(frozen=True)
+class Settings:
+    """Megatron's arguments, or its config, by name."""
 
-    def __init__(self, args: Namespace, config: SparseBalanceConfig) -> None:
-        self._args = args
-        self.config = config
+    megatron: object
+    config: SparseBalanceConfig
 
     def __call__(self, name: str, default: Any = None) -> Any:
-        return _value(self._args, name, default)
+        return value_of(self.megatron, name, default)
 
 
-def _value(args: Namespace, name: str, default: Any = None) -> Any:
-    value = getattr(args, name, None)
+def value_of(megatron: object, name: str, default: Any = None) -> Any:
+    """A setting of Megatron, or ``default`` where it is None or this version does not have it."""
+    value = getattr(megatron, name, None)
     return default if value is None else value
 
 
@@ -44,16 +44,16 @@ class Refusal:
     flag: str
     remedy: str
     name: str | None = None
-    found: Callable[[_Arguments], object] | None = None
+    found: Callable[[Settings], object] | None = None
 
     @property
     def attribute(self) -> str:
         return self.name or self.flag.removeprefix("--").replace("-", "_")
 
-    def applies(self, get: _Arguments) -> bool:
+    def applies(self, get: Settings) -> bool:
         return bool(get(self.attribute) if self.found is None else self.found(get))
 
-    def as_given(self, get: _Arguments) -> str:
+    def as_given(self, get: Settings) -> str:
         """The flag with its value, as the user may have typed it."""
         value = get(self.attribute)
         if value is None or isinstance(value, bool):
@@ -63,29 +63,24 @@ class Refusal:
 
 
 _NO_GRAPHS = "graphs freeze budgets and lengths; use --cuda-graph-impl none"
-_NO_SHARDED_WEIGHTS = (
+NO_SHARDED_WEIGHTS = (
     "ranks would wait for one another in every layer; drop it, or use --use-distributed-optimizer"
 )
-_FIXED_BATCH = "the global batch size must stay fixed; drop it"
 _NO_FP8 = "rows have any number of tokens, and these kernels need multiples of 16; drop it"
-_GPT_ONLY = "only layers with attention have budgets; drop it"
-_ONE_VALIDATION_SET = "there is one validation set, and it has no end; drop it"
-_ONE_PREFIX = "give one prefix made by `sparse-balance prepare-data` as --data-path"
-_NO_LOGITS = "logits are stored per row of fixed length; drop it"
+GPT_ONLY = "only layers with attention have budgets; drop it"
 
 
-def _more_shards_than_ranks(get: _Arguments, shards: str, ranks: int) -> bool:
+def _more_shards_than_ranks(get: Settings, shards: str, ranks: int) -> bool:
     return get(shards, 1) > ranks
 
 
-def _kv_heads_are_shared(get: _Arguments) -> bool:
+def _kv_heads_are_shared(get: Settings) -> bool:
     """Whether several tensor-parallel ranks have query heads of one KV head."""
     grouped = get("group_query_attention", True)
     return grouped and 0 < get("num_query_groups", 0) < get("tensor_model_parallel_size", 1)
 
 
-REFUSALS = (
-    # Parallelism and schedules
+MODEL = (
     Refusal(
         flag="--context-parallel-size",
         remedy="context parallelism is not supported; use 1",
@@ -106,18 +101,16 @@ REFUSALS = (
         ),
     ),
     Refusal(flag="--tp-comm-overlap", remedy="its buffers need a fixed sequence length; drop it"),
-    Refusal(flag="--use-megatron-fsdp", remedy=_NO_SHARDED_WEIGHTS),
-    Refusal(flag="--use-torch-fsdp2", remedy=_NO_SHARDED_WEIGHTS),
     Refusal(
         flag="--tensor-parallel-num-weight-shards",
-        remedy=_NO_SHARDED_WEIGHTS,
+        remedy=NO_SHARDED_WEIGHTS,
         found=lambda get: _more_shards_than_ranks(
             get, "tensor_parallel_num_weight_shards", get("tensor_model_parallel_size", 1)
         ),
     ),
     Refusal(
         flag="--expert-tensor-parallel-num-weight-shards",
-        remedy=_NO_SHARDED_WEIGHTS,
+        remedy=NO_SHARDED_WEIGHTS,
         found=lambda get: _more_shards_than_ranks(
             get,
             "expert_tensor_parallel_num_weight_shards",
@@ -138,7 +131,6 @@ REFUSALS = (
         "tensor-parallel ranks, or --sparse-balance-selection token-query-head",
         found=lambda get: _kv_heads_are_shared(get) and get.config.selection != "token-query-head",
     ),
-    # Kernels
     Refusal(
         flag="--cuda-graph-impl",
         remedy=_NO_GRAPHS,
@@ -161,22 +153,15 @@ REFUSALS = (
         remedy="Megatron would replace the plugin's attention; drop it",
         found=lambda get: getattr(get("attention_backend"), "name", None) == "local",
     ),
-    # Models
     Refusal(
         flag="--multi-latent-attention",
         remedy="budgets need plain or grouped-query attention; drop it",
     ),
     Refusal(flag="--experimental-attention-variant", remedy="both replace core attention; drop it"),
-    Refusal(flag="--hybrid-layer-pattern", remedy=_GPT_ONLY),
-    Refusal(flag="--hybrid-override-pattern", remedy=_GPT_ONLY),
-    Refusal(flag="--is-hybrid-model", remedy=_GPT_ONLY),
-    Refusal(flag="--spec", remedy="both choose the layers; drop it"),
+    Refusal(flag="--is-hybrid-model", remedy=GPT_ONLY),
     Refusal(
         flag="--heterogeneous-layers-config-path",
         remedy="the cost model knows layers that are alike; drop it",
-    ),
-    Refusal(
-        flag="ModelOpt", remedy="both choose the layers; train without it", name="modelopt_enabled"
     ),
     Refusal(
         flag="--mtp-num-layers", remedy="multi-token prediction layers are not planned; drop it"
@@ -208,93 +193,32 @@ REFUSALS = (
         flag="--log-max-attention-logit",
         remedy="logits of unselected blocks are never computed; drop it",
     ),
-    # Batches and data
-    Refusal(flag="--rampup-batch-size", remedy=_FIXED_BATCH),
-    Refusal(flag="--step-batch-size-schedule", remedy=_FIXED_BATCH),
-    Refusal(flag="--decrease-batch-size-if-needed", remedy=_FIXED_BATCH),
-    Refusal(
-        flag="--iterations-to-skip",
-        remedy="Megatron reads the rows it skips as rows of fixed length; drop it",
-    ),
-    Refusal(
-        flag="--phase-transition-iterations",
-        remedy="one order of samples holds for the whole run; drop it",
-    ),
-    Refusal(flag="--full-validation", remedy=_ONE_VALIDATION_SET),
-    Refusal(flag="--multiple-validation-sets", remedy=_ONE_VALIDATION_SET),
-    Refusal(flag="--mock-data", remedy=f"plans need real lengths; {_ONE_PREFIX}"),
-    Refusal(flag="--train-data-path", remedy=_ONE_PREFIX),
-    Refusal(flag="--valid-data-path", remedy=f"{_ONE_PREFIX}, and its parts with --split"),
-    Refusal(flag="--test-data-path", remedy=f"{_ONE_PREFIX}, and its parts with --split"),
-    Refusal(flag="--data-args-path", remedy=_ONE_PREFIX),
-    Refusal(flag="--per-split-data-args-path", remedy=_ONE_PREFIX),
-    Refusal(
-        flag="no --data-path",
-        remedy=f"plans need real lengths; {_ONE_PREFIX}",
-        name="no_data_path",
-        found=lambda get: not get("data_path"),
-    ),
-    Refusal(
-        flag="--data-path",
-        remedy="blends are not supported; give one prefix",
-        found=lambda get: len(get("data_path")) > 1,
-    ),
-    Refusal(
-        flag="--dataloader-type",
-        remedy="the plugin brings its own iterator; use external or drop the flag",
-        found=lambda get: get("dataloader_type") != "external",
-    ),
-    Refusal(
-        flag="--sft",
-        remedy="prepare conversations with `sparse-balance prepare-data` and drop it",
-    ),
-    Refusal(flag="--fim-data", remedy="samples are trained on as they are stored; drop it"),
-    Refusal(
-        flag="--eod-mask-loss",
-        remedy="loss masks are made by `sparse-balance prepare-data`; drop it",
-    ),
-    Refusal(flag="--logits-save-dir", remedy=_NO_LOGITS),
-    Refusal(flag="--logits-load-dir", remedy=_NO_LOGITS),
     Refusal(
         flag="per-sample loss",
         remedy="regrouping needs --calculate-per-token-loss",
         name="calculate_per_token_loss",
         found=lambda get: not get("calculate_per_token_loss"),
     ),
-    # The training loop and its checkpoints
-    Refusal(flag="--perform-rl-step", remedy="rollouts are not planned; drop it"),
-    Refusal(flag="--yaml-cfg", remedy="give every flag on the command line instead"),
-    Refusal(flag="--inprocess-restart", remedy="let torchrun restart the ranks; drop it"),
-    Refusal(
-        flag="--non-persistent-ckpt-type",
-        remedy="the plugin's state is in regular checkpoints only; drop it",
-    ),
-    Refusal(
-        flag="--override-ckpt-iteration",
-        remedy="plans follow the samples consumed; choose a checkpoint with --ckpt-step",
-    ),
-    Refusal(
-        flag="--ckpt-format",
-        remedy="the plugin's state is read from torch_dist checkpoints; use torch_dist",
-        found=lambda get: (
-            (get("save") or get("load")) and get("ckpt_format", "torch_dist") != "torch_dist"
-        ),
-    ),
 )
 """In the order in which they are looked at; the first that applies is named."""
 
 
-def check_supported(args: Namespace, config: SparseBalanceConfig) -> None:
-    """Refuse combinations of Megatron flags with ``--sparse-balance`` that would go wrong.
+def check_model(transformer_config: object, config: SparseBalanceConfig) -> None:
+    """Refuse a model that budgets would go wrong in.
 
     Raises:
         ConfigError: naming both flags and the remedy.
     """
-    get = _Arguments(args, config)
-    for refusal in REFUSALS:
-        if refusal.applies(get):
-            raise ConfigError(f"--sparse-balance with {refusal.as_given(get)}: {refusal.remedy}")
-    cap, seq_length = config.max_tokens_per_micro_batch, get("seq_length", 0)
+    refuse(MODEL, Settings(transformer_config, config))
+
+
+def check_cap(seq_length: int, config: SparseBalanceConfig) -> None:
+    """Refuse a cap on a micro-batch's tokens that a sample of ``seq_length`` tokens exceeds.
+
+    Raises:
+        ConfigError: naming the cap that would do.
+    """
+    cap = config.max_tokens_per_micro_batch
     if cap is not None and cap < seq_length:
         raise ConfigError(
             f"--sparse-balance with --seq-length {seq_length}: "
@@ -303,37 +227,8 @@ def check_supported(args: Namespace, config: SparseBalanceConfig) -> None:
         )
 
 
-def check_batches(args: Namespace) -> None:
-    """Refuse a global batch that does not fill its slots, before Megatron asserts as much.
-
-    Asks the flags as typed; what cannot be told yet, because flags are missing or will come from a
-    checkpoint, is left to Megatron.
-
-    Raises:
-        ConfigError: naming the flags and the remedy.
-    """
-    get = partial(_value, args)
-    ranks_per_model = (
-        get("tensor_model_parallel_size", 1)
-        * get("pipeline_model_parallel_size", 1)
-        * get("context_parallel_size", 1)
-    )
-    ranks = get("world_size", 1)
-    if get("use_checkpoint_args") or ranks % ranks_per_model:
-        return
-    data_parallel_size = ranks // ranks_per_model
-    micro_batch_size, global_batch_size = get("micro_batch_size"), get("global_batch_size")
-    sizes = {
-        "": (micro_batch_size, global_batch_size),
-        "eval-": (
-            get("eval_micro_batch_size", micro_batch_size),
-            get("eval_global_batch_size", global_batch_size),
-        ),
-    }
-    for prefix, (micro, whole) in sizes.items():
-        if micro and whole and whole % (micro * data_parallel_size):
-            raise ConfigError(
-                f"--{prefix}global-batch-size {whole} must be a multiple of "
-                f"--{prefix}micro-batch-size {micro} x data-parallel size {data_parallel_size} = "
-                f"{micro * data_parallel_size}"
-            )
+def refuse(refusals: Iterable[Refusal], get: Settings) -> None:
+    """Raise :class:`ConfigError` for the first that applies."""
+    for refusal in refusals:
+        if refusal.applies(get):
+            raise ConfigError(f"--sparse-balance with {refusal.as_given(get)}: {refusal.remedy}")

@@ -15,9 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.training.arguments import core_transformer_config_from_args
 from torch import Tensor
 
@@ -26,7 +24,7 @@ from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.selectors.block_topk import router_scores, select_blocks
 from sparsebalance_megatron.cost.parts import Part
-from sparsebalance_megatron.megatron.compat import enable_variable_lengths
+from sparsebalance_megatron.megatron.compat import enable_variable_lengths, gpt_model
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
 from sparsebalance_megatron.megatron.layer_spec import sparse_balance_layer_spec
 from sparsebalance_megatron.megatron.packed_seq_params import (
@@ -34,6 +32,7 @@ from sparsebalance_megatron.megatron.packed_seq_params import (
     MicroBatchContext,
     packed_params,
 )
+from sparsebalance_megatron.megatron.single_process import start_single_process
 from sparsebalance_megatron.profiling.cells import Timed
 
 
@@ -51,7 +50,7 @@ class ProfiledModel:
         self._device = device
         self._max_seqlen_tokens = args.seq_length
         self._vocabulary = args.padded_vocab_size
-        _start_single_process(args, device)
+        start_single_process(args.seed, device)
         self._config = core_transformer_config_from_args(args)
         enable_variable_lengths(self._config)
         self._model = _build(args, self._config, options, device)
@@ -252,34 +251,11 @@ def _backward_from(
     return backward
 
 
-def _start_single_process(args: Namespace, device: torch.device) -> None:
-    """A world of one rank, as far as Megatron's modules need it."""
-    torch.distributed.init_process_group(
-        backend="gloo" if device.type == "cpu" else "nccl",
-        store=torch.distributed.HashStore(),
-        rank=0,
-        world_size=1,
-    )
-    parallel_state.initialize_model_parallel()
-    torch.manual_seed(args.seed)
-    model_parallel_cuda_manual_seed(args.seed)
-
-
 def _build(
     args: Namespace, config: Any, options: AttentionOptions, device: torch.device
 ) -> GPTModel:
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=sparse_balance_layer_spec(options)(config, None),
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
-        rope_scaling=args.use_rope_scaling,
-    ).to(device=device, dtype=config.params_dtype)
+    spec = sparse_balance_layer_spec(options)(config, None)
+    model = gpt_model(args, config, spec).to(device=device, dtype=config.params_dtype)
     if config.gradient_accumulation_fusion:
         for parameter in model.parameters():
             # Where Megatron's data-parallel wrapper would have the fused kernels accumulate.

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import argparse
 import io
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -102,18 +101,14 @@ def _read_flags(
     flags: Sequence[str], device_type: str
 ) -> tuple[argparse.Namespace, SparseBalanceConfig, RunIdentity]:
     """Megatron's arguments of one rank's share, and what the table will be valid for."""
-    from megatron.training.arguments import (
-        core_transformer_config_from_args,
-        parse_args,
-        validate_args,
-    )
+    from megatron.training.arguments import core_transformer_config_from_args, validate_args
     from megatron.training.global_vars import set_global_variables
 
-    from sparsebalance_megatron.megatron.arguments import args_provider, config_from_args
+    from sparsebalance_megatron.megatron.arguments import config_from_args
     from sparsebalance_megatron.megatron.settings import model_shape, run_identity
+    from sparsebalance_megatron.megatron.single_process import parse_flags
 
-    with _command_line(flags):
-        args = parse_args(args_provider(enabled=True, on_cpu=device_type == "cpu"))
+    args = parse_flags("sparse-balance profile", flags, enabled=True, on_cpu=device_type == "cpu")
     config = config_from_args(args)
     ranks = args.tensor_model_parallel_size
     _check_profilable(args)
@@ -128,16 +123,6 @@ def _read_flags(
     identity = replace(identity, shape=replace(identity.shape, tensor_parallel_size=ranks))
     _cut_to_share(args, ranks)
     return args, config, identity
-
-
-@contextmanager
-def _command_line(flags: Sequence[str]) -> Iterator[None]:
-    """Megatron's parser reads ``sys.argv`` and nothing else."""
-    saved, sys.argv = sys.argv, ["sparse-balance profile --", *flags]
-    try:
-        yield
-    finally:
-        sys.argv = saved
 
 
 def _check_profilable(args: argparse.Namespace) -> None:

@@ -73,7 +73,7 @@ def _plan_and_print(device_type: str, argv: Sequence[str]) -> None:
     with _without_import_notices():
         from sparsebalance_megatron.megatron.arguments import config_from_args
         from sparsebalance_megatron.megatron.settings import RunSettings
-        from sparsebalance_megatron.megatron.unsupported import check_supported
+        from sparsebalance_megatron.megatron.unsupported_training import check_supported
         from sparsebalance_megatron.training.dry_run_report import describe
         from sparsebalance_megatron.training.inputs import counted_cost_model, read_inputs
 

@@ -7,7 +7,6 @@ of a step happens in :meth:`OwnLoopRun.end_step`, which the trainer calls, and n
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,7 +21,7 @@ from sparsebalance_megatron.megatron.core_attention import AttentionOptions
 from sparsebalance_megatron.megatron.layer_spec import replace_core_attention
 from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
 from sparsebalance_megatron.megatron.settings import RunSettings
-from sparsebalance_megatron.megatron.unsupported import check_supported
+from sparsebalance_megatron.megatron.unsupported import check_cap, check_model
 from sparsebalance_megatron.profiling.startup import AUTO
 from sparsebalance_megatron.training.data_iterator import MicroBatch, MicroBatchIterator
 from sparsebalance_megatron.training.forward_step import ForwardStep
@@ -140,7 +139,8 @@ def begin_run(
     config = replace(config, enabled=True)
     device = device or torch.device(torch.cuda.current_device())
     _check_config(config, device)
-    _check_model(transformer_config, config, seq_length=seq_length, data_prefix=data_prefix)
+    check_model(transformer_config, config)
+    check_cap(seq_length, config)
     settings = RunSettings.from_transformer_config(
         transformer_config,
         vocab_size=vocab_size,
@@ -168,13 +168,6 @@ def _check_config(config: SparseBalanceConfig, device: torch.device) -> None:
         if unusable:
             flag = f"{flag_name(name)} {getattr(config, name)}"
             raise ConfigError(f"{flag}: not for a trainer with its own loop; {remedy}")
-
-
-def _check_model(transformer_config: Any, config: SparseBalanceConfig, **others: Any) -> None:
-    """The checks of flags, on the fields of the model's config, which have the same names."""
-    seq_length, data_prefix = others["seq_length"], others["data_prefix"]
-    trainer = {"seq_length": seq_length, "data_path": [data_prefix], "dataloader_type": "external"}
-    check_supported(Namespace(**(vars(transformer_config) | trainer)), config)
 
 
 class _LoopObserver:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +18,8 @@ from sparsebalance_megatron.megatron.arguments import (
     destination,
 )
 from sparsebalance_megatron.megatron.compat import has_yarn_flags
-from sparsebalance_megatron.megatron.unsupported import REFUSALS, check_supported
+from sparsebalance_megatron.megatron.unsupported import MODEL, check_model
+from sparsebalance_megatron.megatron.unsupported_training import TRAINING, check_supported
 
 
 def parse(*flags: str) -> Namespace:
@@ -174,7 +176,7 @@ def megatron_parser() -> ArgumentParser:
 
 
 def test_every_refusal_is_tried() -> None:
-    flags = [refusal.flag for refusal in REFUSALS]
+    flags = [refusal.flag for refusal in (*MODEL, *TRAINING)]
     assert len(flags) == len(set(flags))
     assert set(flags) == REFUSED.keys() | NOT_TYPED.keys()
 
@@ -200,6 +202,28 @@ def test_what_is_refused_in_the_end(flag: str) -> None:
     check_supported(supported_args(), config)
     with pytest.raises(ConfigError, match=rf"^--sparse-balance with {flag}: "):
         check_supported(supported_args(**NOT_TYPED[flag]), config)
+
+
+def test_a_trainer_with_its_own_loop_is_asked_for_its_model_only() -> None:
+    config = SparseBalanceConfig(enabled=True)
+    model = SimpleNamespace(calculate_per_token_loss=True, mock_data=True, data_path=None)
+    check_model(model, config)
+    model.context_parallel_size = 2
+    with pytest.raises(ConfigError, match=r"^--sparse-balance with --context-parallel-size 2: "):
+        check_model(model, config)
+
+
+def test_refusals_of_models_are_fields_of_a_config() -> None:
+    from megatron.core.transformer.heterogeneous.heterogeneous_config import (
+        HeterogeneousTransformerConfig,
+    )
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    configs = (HeterogeneousTransformerConfig, MLATransformerConfig)
+    of_a_config = {field.name for config in configs for field in fields(config)}
+    if has_yarn_flags():  # Older versions lack some of the fields.
+        assert {r.attribute for r in MODEL} - of_a_config == {"position_embedding_type", "yarn"}
+    assert {r.attribute for r in TRAINING} & of_a_config == set()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron in one process, for tools that measure or convert a model instead of training it.
+
+Import only after the CPU adapter has been installed where it is needed.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.training.arguments import parse_args
+
+from sparsebalance_megatron.megatron.arguments import args_provider
+
+
+def parse_flags(program: str, flags: Sequence[str], *, enabled: bool, on_cpu: bool) -> Namespace:
+    """Megatron's arguments and the plugin's, not validated yet.
+
+    Args:
+        program: what usage messages call the command.
+        enabled: whether Megatron's defaults become those that the plugin needs.
+        on_cpu: whether they become those of a CPU.
+    """
+    # Megatron's parser reads ``sys.argv`` and nothing else.
+    saved, sys.argv = sys.argv, [f"{program} --", *flags]
+    try:
+        return parse_args(args_provider(enabled=enabled, on_cpu=on_cpu))
+    finally:
+        sys.argv = saved
+
+
+def start_single_process(seed: int, device: torch.device) -> None:
+    """Start a world of one rank, as far as Megatron's modules and checkpoints need it."""
+    torch.distributed.init_process_group(
+        backend="gloo" if device.type == "cpu" else "nccl",
+        store=torch.distributed.HashStore(),
+        rank=0,
+        world_size=1,
+    )
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)

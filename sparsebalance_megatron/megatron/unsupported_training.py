@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which flags of ``megatron.training`` do not go together with ``--sparse-balance``.
+
+They are looked at twice: as typed, before Megatron's own assertions can fail over them, and once
+more when Megatron has completed its arguments.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from functools import partial
+
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
+from sparsebalance_megatron.megatron.unsupported import (
+    GPT_ONLY,
+    MODEL,
+    NO_SHARDED_WEIGHTS,
+    Refusal,
+    Settings,
+    check_cap,
+    refuse,
+    value_of,
+)
+
+_FIXED_BATCH = "the global batch size must stay fixed; drop it"
+_ONE_VALIDATION_SET = "there is one validation set, and it has no end; drop it"
+_ONE_PREFIX = "give one prefix made by `sparse-balance prepare-data` as --data-path"
+_NO_LOGITS = "logits are stored per row of fixed length; drop it"
+
+TRAINING = (
+    Refusal(flag="--use-megatron-fsdp", remedy=NO_SHARDED_WEIGHTS),
+    Refusal(flag="--use-torch-fsdp2", remedy=NO_SHARDED_WEIGHTS),
+    Refusal(flag="--hybrid-layer-pattern", remedy=GPT_ONLY),
+    Refusal(flag="--hybrid-override-pattern", remedy=GPT_ONLY),
+    Refusal(flag="--spec", remedy="both choose the layers; drop it"),
+    Refusal(
+        flag="ModelOpt", remedy="both choose the layers; train without it", name="modelopt_enabled"
+    ),
+    Refusal(flag="--rampup-batch-size", remedy=_FIXED_BATCH),
+    Refusal(flag="--step-batch-size-schedule", remedy=_FIXED_BATCH),
+    Refusal(flag="--decrease-batch-size-if-needed", remedy=_FIXED_BATCH),
+    Refusal(
+        flag="--iterations-to-skip",
+        remedy="Megatron reads the rows it skips as rows of fixed length; drop it",
+    ),
+    Refusal(
+        flag="--phase-transition-iterations",
+        remedy="one order of samples holds for the whole run; drop it",
+    ),
+    Refusal(flag="--full-validation", remedy=_ONE_VALIDATION_SET),
+    Refusal(flag="--multiple-validation-sets", remedy=_ONE_VALIDATION_SET),
+    Refusal(flag="--mock-data", remedy=f"plans need real lengths; {_ONE_PREFIX}"),
+    Refusal(flag="--train-data-path", remedy=_ONE_PREFIX),
+    Refusal(flag="--valid-data-path", remedy=f"{_ONE_PREFIX}, and its parts with --split"),
+    Refusal(flag="--test-data-path", remedy=f"{_ONE_PREFIX}, and its parts with --split"),
+    Refusal(flag="--data-args-path", remedy=_ONE_PREFIX),
+    Refusal(flag="--per-split-data-args-path", remedy=_ONE_PREFIX),
+    Refusal(
+        flag="no --data-path",
+        remedy=f"plans need real lengths; {_ONE_PREFIX}",
+        name="no_data_path",
+        found=lambda get: not get("data_path"),
+    ),
+    Refusal(
+        flag="--data-path",
+        remedy="blends are not supported; give one prefix",
+        found=lambda get: len(get("data_path")) > 1,
+    ),
+    Refusal(
+        flag="--dataloader-type",
+        remedy="the plugin brings its own iterator; use external or drop the flag",
+        found=lambda get: get("dataloader_type") != "external",
+    ),
+    Refusal(
+        flag="--sft",
+        remedy="prepare conversations with `sparse-balance prepare-data` and drop it",
+    ),
+    Refusal(flag="--fim-data", remedy="samples are trained on as they are stored; drop it"),
+    Refusal(
+        flag="--eod-mask-loss",
+        remedy="loss masks are made by `sparse-balance prepare-data`; drop it",
+    ),
+    Refusal(flag="--logits-save-dir", remedy=_NO_LOGITS),
+    Refusal(flag="--logits-load-dir", remedy=_NO_LOGITS),
+    Refusal(flag="--perform-rl-step", remedy="rollouts are not planned; drop it"),
+    Refusal(flag="--yaml-cfg", remedy="give every flag on the command line instead"),
+    Refusal(flag="--inprocess-restart", remedy="let torchrun restart the ranks; drop it"),
+    Refusal(
+        flag="--non-persistent-ckpt-type",
+        remedy="the plugin's state is in regular checkpoints only; drop it",
+    ),
+    Refusal(
+        flag="--override-ckpt-iteration",
+        remedy="plans follow the samples consumed; choose a checkpoint with --ckpt-step",
+    ),
+    Refusal(
+        flag="--ckpt-format",
+        remedy="the plugin's state is read from torch_dist checkpoints; use torch_dist",
+        found=lambda get: (
+            (get("save") or get("load")) and get("ckpt_format", "torch_dist") != "torch_dist"
+        ),
+    ),
+)
+"""In the order in which they are looked at, after those of the model."""
+
+
+def check_supported(args: Namespace, config: SparseBalanceConfig) -> None:
+    """Refuse combinations of Megatron flags with ``--sparse-balance`` that would go wrong.
+
+    Raises:
+        ConfigError: naming both flags and the remedy.
+    """
+    refuse((*MODEL, *TRAINING), Settings(args, config))
+    check_cap(value_of(args, "seq_length", 0), config)
+
+
+def check_batches(args: Namespace) -> None:
+    """Refuse a global batch that does not fill its slots, before Megatron asserts as much.
+
+    Asks the flags as typed; what cannot be told yet, because flags are missing or will come from a
+    checkpoint, is left to Megatron.
+
+    Raises:
+        ConfigError: naming the flags and the remedy.
+    """
+    get = partial(value_of, args)
+    ranks_per_model = (
+        get("tensor_model_parallel_size", 1)
+        * get("pipeline_model_parallel_size", 1)
+        * get("context_parallel_size", 1)
+    )
+    ranks = get("world_size", 1)
+    if get("use_checkpoint_args") or ranks % ranks_per_model:
+        return
+    data_parallel_size = ranks // ranks_per_model
+    micro_batch_size, global_batch_size = get("micro_batch_size"), get("global_batch_size")
+    sizes = {
+        "": (micro_batch_size, global_batch_size),
+        "eval-": (
+            get("eval_micro_batch_size", micro_batch_size),
+            get("eval_global_batch_size", global_batch_size),
+        ),
+    }
+    for prefix, (micro, whole) in sizes.items():
+        if micro and whole and whole % (micro * data_parallel_size):
+            raise ConfigError(
+                f"--{prefix}global-batch-size {whole} must be a multiple of "
+                f"--{prefix}micro-batch-size {micro} x data-parallel size {data_parallel_size} = "
+                f"{micro * data_parallel_size}"
+            )
