@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes what the source knows into two documents: ``python scripts/generate_support.py``.
+
+The refusals in docs/SUPPORT.md, and the errors in docs/TROUBLESHOOTING.md, each between two marks.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from sparsebalance_megatron.megatron.unsupported import MODEL, Refusal  # noqa: E402
+from sparsebalance_megatron.megatron.unsupported_training import TRAINING  # noqa: E402
+
+PACKAGE = ROOT / "sparsebalance_megatron"
+DOCS = ROOT / "docs"
+_MARKED = re.compile(
+    r"(<!-- made by scripts/generate_support.py -->\n).*?(<!-- end -->)", re.DOTALL
+)
+
+
+def pages() -> dict[Path, str]:
+    """The documents as they should be."""
+    parts = {"SUPPORT.md": refusals(), "TROUBLESHOOTING.md": errors()}
+    return {DOCS / name: _filled(DOCS / name, part) for name, part in parts.items()}
+
+
+def refusals() -> str:
+    """Two tables: of models, then of training."""
+    return (
+        "Of the model, also where a trainer has its own loop:\n\n"
+        f"{_refusal_table(MODEL)}\nOf training:\n\n{_refusal_table(TRAINING)}"
+    )
+
+
+def errors() -> str:
+    """A table of the package's errors, those with an underscore left out."""
+    found = sorted(row for path in PACKAGE.rglob("*.py") for row in _errors_of(path))
+    return _table(("Error", "Meaning"), found)
+
+
+def _filled(page: Path, part: str) -> str:
+    text, count = _MARKED.subn(
+        lambda match: f"{match[1]}{part}{match[2]}", page.read_text(encoding="utf-8")
+    )
+    if count != 1:
+        raise ValueError(f"{page}: expected one marked part, found {count}")
+    return text
+
+
+def _refusal_table(refusals: Iterable[Refusal]) -> str:
+    rows = ((f"`{refusal.flag}`", refusal.remedy) for refusal in refusals)
+    return _table(("With `--sparse-balance`", "What to do"), rows)
+
+
+def _errors_of(path: Path) -> Iterable[tuple[str, str]]:
+    """(name, what the first paragraph of its docstring says) of every public exception class."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if (
+            isinstance(node, ast.ClassDef)
+            and re.fullmatch(r"[A-Z]\w*Error", node.name)
+            and any(ast.unparse(base).endswith(("Error", "Exception")) for base in node.bases)
+        ):
+            meaning = (ast.get_docstring(node) or "").partition("\n\n")[0]
+            yield f"`{node.name}`", " ".join(meaning.split())
+
+
+def _table(head: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
+    lines = (f"| {' | '.join(cells)} |\n" for cells in (head, ("---", "---"), *rows))
+    return "".join(lines).replace("| --- | --- |", "|---|---|")
+
+
+if __name__ == "__main__":
+    for page, text in pages().items():
+        page.write_text(text, encoding="utf-8")
+        print(page)
