@@ -134,11 +134,11 @@ class Instruments:
 
     def install(self) -> None:
         from sparsebalance_megatron.megatron.core_attention import BudgetedCoreAttention
+        from sparsebalance_megatron.megatron.timers import RecordingTimers, _RecordingTimer
         from sparsebalance_megatron.telemetry.log_writer import BackgroundWriter
         from sparsebalance_megatron.training.forward_step import ForwardStep
         from sparsebalance_megatron.training.step_monitor import StepMonitor
         from sparsebalance_megatron.training.step_reducer import StepReducer
-        from sparsebalance_megatron.training.timing import RecordingTimers, _RecordingTimer
 
         self._wrap(ForwardStep, "__call__", self._forward_step)
         self._wrap(StepMonitor, "end_step", self._end_step)
@@ -233,13 +233,13 @@ def summary(directory: Path) -> dict[str, Any]:
         for rank in range(RANKS)
     ]
     iteration_ms_T = np.array([record["iteration_ms"] for record in records])
-    parts_RT = {
+    parts_WT = {
         part: np.array(
             [[step.get(part, 0.0) for step in rank["steps"][WARM_UP_STEPS:]] for rank in ranks]
         )
         for part in (*PARTS, *ASIDE)
     }
-    total_RT = sum(parts_RT[part] for part in PARTS)
+    total_RT = sum(parts_WT[part] for part in PARTS)
     share_T = total_RT.max(axis=0) / iteration_ms_T
     account_T = np.array([sum(record["host_ms"].values()) for record in records])
     return {
@@ -247,9 +247,9 @@ def summary(directory: Path) -> dict[str, Any]:
         "iteration_ms": spread(iteration_ms_T),
         "overhead_share_of_iteration": spread(share_T),
         "overhead_ms": spread(total_RT.max(axis=0)),
-        "overhead_ms_by_part": {part: spread(parts_RT[part].max(axis=0)) for part in PARTS},
+        "overhead_ms_by_part": {part: spread(parts_WT[part].max(axis=0)) for part in PARTS},
         "not_in_the_sum_ms": {
-            **{part: spread(parts_RT[part].max(axis=0)) for part in ASIDE},
+            **{part: spread(parts_WT[part].max(axis=0)) for part in ASIDE},
             "planning": spread(np.array([record["plan_ms"] for record in records])),
             "writer_thread_mean": max(rank["writer_thread_ms"] for rank in ranks),
         },

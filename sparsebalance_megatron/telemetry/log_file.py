@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from sparsebalance_megatron.telemetry.jsonl import LINES_DISCARDED, LINES_DROPPED, older_file
+
 DEFAULT_MAX_BYTES = 64 * 10**6
 _READ_BYTES = 1 << 20
 
@@ -38,7 +40,7 @@ class JsonLinesFile:
 
     def __init__(self, path: str | Path, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self.path = Path(path)
-        self.older_path = self.path.with_name(f"{self.path.stem}.1{self.path.suffix}")
+        self.older_path = older_file(self.path)
         self._half_bytes = max_bytes // 2
         self._descriptor: int | None = None
         self._header: dict[str, Any] = {}
@@ -53,7 +55,7 @@ class JsonLinesFile:
     def begin(self, header: Mapping[str, Any], *, resumed: bool) -> None:
         """Write the header: of a new file, or behind what a run left that this one resumes."""
         self._header = dict(header)
-        self._header_bytes = len(_line({**header, "lines_discarded": 10**12}))
+        self._header_bytes = len(_line({**header, LINES_DISCARDED: 10**12}))
         self._header_due = True
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +71,7 @@ class JsonLinesFile:
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one line. NaN and infinity become null."""
         lost = self._never_queued + self._not_written - self._reported
-        line = _line({**record, "lines_dropped": lost} if lost else record)
+        line = _line({**record, LINES_DROPPED: lost} if lost else record)
         try:
             self._write(line)
         except OSError as error:
@@ -93,47 +95,48 @@ class JsonLinesFile:
         self._older_lines, _, _ = _survey(self.older_path)
         self._lines, self._line_is_cut, first = _survey(self.path)
         with suppress(ValueError, AttributeError):
-            self._discarded = int(json.loads(first).get("lines_discarded", 0))
+            self._discarded = int(json.loads(first).get(LINES_DISCARDED, 0))
 
     def _write(self, line: bytes) -> None:
         """The header where it is due, and the line."""
         if self._header_bytes + len(line) > self._half_bytes:
             raise OSError(errno.EFBIG, f"a line of {len(line)} bytes exceeds half of the log")
-        self._open()
+        descriptor = self._opened()
         text = self._text(line)
         if self._bytes and self._bytes + len(text) > self._half_bytes:
-            self._begin_anew()
+            descriptor = self._begun_anew()
             text = self._text(line)
         rest = memoryview(text)
         try:
             while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
+                rest = rest[os.write(descriptor, rest) :]
         except OSError:
             with suppress(OSError):
-                os.ftruncate(self._descriptor, self._bytes)
+                os.ftruncate(descriptor, self._bytes)
             raise
         self._bytes += len(text)
         self._lines += text.count(b"\n")
         self._header_due = self._line_is_cut = False
 
     def _text(self, line: bytes) -> bytes:
-        discarded = {"lines_discarded": self._discarded} if self._discarded else {}
+        discarded = {LINES_DISCARDED: self._discarded} if self._discarded else {}
         header = _line({**self._header, **discarded}) if self._header_due else b""
         return (b"\n" if self._line_is_cut else b"") + header + line
 
-    def _open(self) -> None:
+    def _opened(self) -> int:
         if self._descriptor is None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             self._descriptor = os.open(self.path, flags, 0o644)
             self._bytes = os.fstat(self._descriptor).st_size
+        return self._descriptor
 
-    def _begin_anew(self) -> None:
+    def _begun_anew(self) -> int:
         self.close()
         os.replace(self.path, self.older_path)
         self._discarded += self._older_lines
         self._older_lines, self._lines = self._lines, 0
         self._header_due, self._line_is_cut = True, False
-        self._open()
+        return self._opened()
 
     def _fail(self, error: OSError) -> None:
         with suppress(OSError):
