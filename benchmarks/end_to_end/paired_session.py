@@ -104,7 +104,7 @@ def paired_scheduler(pairing: Pairing, shared: CostedInputs) -> Any:
 
 
 class PairedHooks(TrainingHooks):
-    """The plugin's hooks with a paired scheduler, and attention that is dense where it has to be."""
+    """The plugin's hooks with a paired scheduler, and attention that is dense where it must be."""
 
     def __init__(self, pairing: Pairing, args: Any, inputs: Inputs, device: torch.device) -> None:
         super().__init__(args, inputs, device, make_scheduler=partial(paired_scheduler, pairing))

@@ -95,7 +95,6 @@ class OwnLoopRun:
         self._observer.check_step()
         monitor = self._session.run.monitor
         monitor.end_step()
-        self._observer.begin_step()
         return dict(monitor.figures)
 
     def state_dict(self) -> dict[str, Any]:
@@ -195,11 +194,6 @@ class _LoopObserver:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        self._step: int | None = None
-        self._seen: list[tuple[LocalMicroBatch, MicroBatchContext]] = []
 
     def install(self, model_config: Any) -> None:
         """Hook the config; nothing but :meth:`OwnLoopRun.end_step` ends a step."""
@@ -208,15 +202,15 @@ class _LoopObserver:
         self._session.run.monitor.install(model_config, after_finalize=lambda: None)
 
     def begin_micro_batch(self, micro_batch: LocalMicroBatch, context: MicroBatchContext) -> None:
-        if self._step not in (None, micro_batch.step):
+        monitor = self._session.run.monitor
+        running = {seen.step for seen, _ in monitor.seen}
+        if running - {micro_batch.step}:
             raise IntegrationError(
                 f"training step {micro_batch.step} begins, but on_step_end was not called for step "
-                f"{self._step}; call it once per step on every rank, and give "
+                f"{min(running)}; call it once per step on every rank, and give "
                 "num_microbatches=run.micro_batches to the schedule"
             )
-        self._step = micro_batch.step
-        self._seen.append((micro_batch, context))
-        self._session.run.monitor.begin_micro_batch(micro_batch, context)
+        monitor.begin_micro_batch(micro_batch, context)
 
     def end_forward(self, micro_batch: LocalMicroBatch) -> None:
         self._session.run.monitor.end_forward(micro_batch)
@@ -228,19 +222,20 @@ class _LoopObserver:
     def check_step(self) -> None:
         job = self._session.inputs.job
         expected = job.micro_batches * job.virtual_stages
-        if len(self._seen) != expected:
+        seen = self._session.run.monitor.seen if self._session.started else []
+        if len(seen) != expected:
             raise IntegrationError(
-                f"on_step_end after {len(self._seen)} forward steps, expected {expected}: call "
+                f"on_step_end after {len(seen)} forward steps, expected {expected}: call "
                 "it once, after a schedule with num_microbatches=run.micro_batches has run"
             )
         stage = job.stage_layers[parallel_state.get_pipeline_model_parallel_rank()]
         blind = sum(
             len(context.observations) < len(stage[micro_batch.chunk])
-            for micro_batch, context in self._seen
+            for micro_batch, context in seen
         )
         if blind:
             raise IntegrationError(
-                f"step {self._step}: {blind} of {expected} forward steps never reached the "
+                f"step {seen[0][0].step}: {blind} of {expected} forward steps never reached the "
                 "plugin's attention; build the model with sparse_balance_layer_spec and give it "
                 "packed_seq_params=batch['packed_seq_params']"
             )

@@ -53,6 +53,11 @@ class Session:
         self._loaded_state: dict[str, Any] | None = None
 
     @property
+    def started(self) -> bool:
+        """Whether :attr:`run` exists."""
+        return self._run is not None
+
+    @property
     def run(self) -> Run:
         """The run; raises :class:`StateError` if it has not been started."""
         if self._run is None:

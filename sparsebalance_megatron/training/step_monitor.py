@@ -34,6 +34,7 @@ class StepMonitor:
         sinks: get every finished step.
         clock: seconds.
 
+    ``seen`` holds the running step's micro-batches on this rank, with what their layers observed.
     ``figures`` are those of the last step that Megatron's log line shows.
     """
 
@@ -64,7 +65,7 @@ class StepMonitor:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._seen: list[tuple[LocalMicroBatch, MicroBatchContext]] = []
+        self.seen: list[tuple[LocalMicroBatch, MicroBatchContext]] = []
         self._losses: list[Tensor] = []
         self._reports: list[dict[str, Tensor]] = []
         self._recorder.begin_step()
@@ -83,8 +84,8 @@ class StepMonitor:
         self._step = micro_batch.step
         self._recorder.bind_forward(micro_batch.chunk, micro_batch.position)
         # The step's first micro-batch waited for the plan.
-        wait_ms = 0.0 if self._seen else self._scheduler.planned(self._step).wait_ms
-        self._seen.append((micro_batch, context))
+        wait_ms = 0.0 if self.seen else self._scheduler.planned(self._step).wait_ms
+        self.seen.append((micro_batch, context))
         self._host_time.end_forward_step(plan_wait_ms=wait_ms)
 
     def end_forward(self, micro_batch: LocalMicroBatch) -> None:
@@ -107,7 +108,7 @@ class StepMonitor:
         with self._host_time.counted("reduce"):
             planned = self._scheduler.planned(self._step)
             times = self._recorder.times()
-            observed = ObservedCoverage.gather(self._seen)
+            observed = ObservedCoverage.gather(self.seen)
             measured = self._reducer.reduce(
                 times=times,
                 observed=observed,
