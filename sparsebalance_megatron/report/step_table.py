@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The micro-batches of one step as rows of text.
 
-Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches,
-L layers, S samples. A leading 2 is forward, backward.
+Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
+S samples, 2 forward and backward.
 """
 
 from __future__ import annotations

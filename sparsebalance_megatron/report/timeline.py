@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every stage of every rank did in one step, and when: as predicted, and as measured.
 
-Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches.
-A leading 2 is forward, backward.
+Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, 2 forward
+and backward.
 """
 
 from __future__ import annotations

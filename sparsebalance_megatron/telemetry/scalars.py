@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step's figures as scalars for TensorBoard and Weights & Biases; docs/TELEMETRY.md lists them.
 
-Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches,
-L layers, S samples.
+Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
+U length buckets, S samples.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step log's line of one step, written and read: what all ranks did, planned and measured.
 
-Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches.
-A leading 2 is forward, backward.
+Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, 2 forward
+and backward.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 """This rank's coverage observations of one step, laid side by side in one tensor.
 
 Shape legend: O rows of observations, one per (micro-batch and chunk, layer, sample); K budgets of
-the grid, U length buckets, C columns: those of the grid and three more.
+the grid, U length buckets, C columns: those of the grid and three more, S samples of the
+micro-batch.
 """
 
 from __future__ import annotations

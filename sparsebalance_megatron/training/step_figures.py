@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a step that Megatron's log line shows, and how they get there."""
+"""The figures of a step that Megatron's log line shows, and how they get there.
+
+Shape legend: R data-parallel ranks.
+"""
 
 from __future__ import annotations
 

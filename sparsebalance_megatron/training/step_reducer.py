@@ -2,8 +2,8 @@
 """One reduction per step: what every rank measured, known to all ranks alike.
 
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
-U length buckets, K budgets of the grid, C = K + 3 columns, O rows of observations. A leading 2 is
-forward, backward.
+U length buckets, K budgets of the grid, C = K + 3 columns, O rows of observations, 2 forward and
+backward.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What planning knows: coverage against budget, and predicted against measured times.
 
-Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches,
-L layers, U length buckets, K budgets of the grid, B budgets up to a document's blocks.
-A leading 2 is forward, backward.
+Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
+U length buckets, K budgets of the grid, B budgets up to a document's blocks, 2 forward and
+backward.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step drawn: ranks and stages as rows, time to the right, micro-batches as bars."""
+"""One step drawn: ranks and stages as rows, time to the right, micro-batches as bars.
+
+Shape legend: L layers, S samples of a micro-batch.
+"""
 
 from __future__ import annotations
 
