@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from sparsebalance_megatron.report.comparison import Comparison, RunSummary, compare
 from sparsebalance_megatron.report.picture import draw_step
-from sparsebalance_megatron.telemetry.run_log import read_run_log
+from sparsebalance_megatron.telemetry.step_log import read_run_log
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -137,9 +137,6 @@ class BudgetedCoreAttention(MegatronModule):
         samples = len(cu_seqlens) - 1
         base = self._options.base_budget
         return MicroBatchContext(
-            step=-1,
-            position=0,
-            chunk=0,
             layout=packed_layout(cu_seqlens, self._options.block_size, device),
             budgets_LS=torch.full(
                 (self._layer_index + 1, samples), base, dtype=torch.int32, device=device

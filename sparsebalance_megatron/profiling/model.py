@@ -77,9 +77,6 @@ class ProfiledModel:
 
     def _context(self, lengths_tokens: Sequence[int], budget_blocks: int) -> MicroBatchContext:
         return MicroBatchContext(
-            step=0,
-            position=0,
-            chunk=0,
             layout=packed_layout(
                 tuple(accumulate(lengths_tokens, initial=0)), self._options.block_size, self._device
             ),

@@ -7,7 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from sparsebalance_megatron.telemetry.run_log import RunLog, Step
+from sparsebalance_megatron.telemetry.step_log import RunLog
+from sparsebalance_megatron.telemetry.step_record import Step
 
 _WAITING = "0.9"
 _INCHES_PER_ROW = 0.45

@@ -15,7 +15,8 @@ import pytest
 from sparsebalance_megatron.cli import summary
 from sparsebalance_megatron.report import comparison
 from sparsebalance_megatron.report.comparison import compare, summarize
-from sparsebalance_megatron.telemetry.run_log import RunLog, RunLogError, Step
+from sparsebalance_megatron.telemetry.step_log import RunLog, RunLogError
+from sparsebalance_megatron.telemetry.step_record import Step
 
 
 def step(iteration: int, **changes: Any) -> Step:

@@ -58,9 +58,6 @@ def context_with(budgets_LS: np.ndarray, *, padding: int = 0, device: torch.devi
     return micro_batch_context(
         plan,
         boundaries,
-        step=0,
-        position=0,
-        chunk=0,
         block_size=BLOCK,
         observe=True,
         device=device,

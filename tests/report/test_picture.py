@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from sparsebalance_megatron.report.picture import PictureError, draw_step, typical_step
-from sparsebalance_megatron.telemetry.run_log import RunLog, Step
+from sparsebalance_megatron.telemetry.step_log import RunLog
+from sparsebalance_megatron.telemetry.step_record import Step
 
 
 def step(iteration: int, *rank_ms: float) -> Step:
