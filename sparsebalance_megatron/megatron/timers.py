@@ -17,11 +17,13 @@ SCHEDULE_TIMER = "forward-backward"
 
 
 class Recorder(Protocol):
-    """What timers tell of the names above."""
+    """What hears of the names above, and that gradients are about to be finalised."""
 
     def start(self, timer_name: str) -> None: ...
 
     def stop(self, timer_name: str) -> None: ...
+
+    def end_schedule(self) -> None: ...
 
 
 class RecordingTimers:
@@ -77,3 +79,26 @@ class ReportingFinalize:
         result = self._finalize(*arguments, **keywords)
         self._after()
         return result
+
+
+def install_hooks(
+    model_config: Any, recorder: Recorder, after_finalize: Callable[[], None]
+) -> None:
+    """Watch ``timers`` and ``finalize_model_grads_func``, unless they are watched already.
+
+    It is called in every forward step, because Megatron's loop resets both attributes.
+
+    Args:
+        recorder: of this rank, told when forwards, backwards and the schedule begin and end.
+        after_finalize: called when gradients are final.
+    """
+    timers = model_config.timers
+    if timers is not None and not isinstance(timers, RecordingTimers):
+        model_config.timers = RecordingTimers(timers, recorder)
+        # The forward that brought us here began before its timer could be watched.
+        recorder.start(FORWARD_TIMER)
+    finalize = model_config.finalize_model_grads_func
+    if finalize is not None and not isinstance(finalize, ReportingFinalize):
+        model_config.finalize_model_grads_func = ReportingFinalize(
+            recorder.end_schedule, finalize, after_finalize
+        )

@@ -74,7 +74,7 @@ def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
             f"{len(baseline.steps)} steps in {baseline.directory}, {len(balanced.steps)} in "
             f"{balanced.directory}: last losses are not of the same step"
         )
-    pairs = _pairs(baseline, balanced)
+    pairs = _common(settled(balanced.steps), settled(baseline.steps))
     differing = [old for old, new in pairs if old.tokens != new.tokens]
     if differing:
         problems.append(
@@ -95,24 +95,24 @@ def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
 def summarize(steps: Sequence[Step]) -> RunSummary:
     """One run in numbers; see :class:`RunSummary`."""
     warm_up = warm_up_steps(len(steps))
-    settled = steps[warm_up:]
+    after = settled(steps)
     losses = [step.lm_loss for step in steps if step.lm_loss is not None]
     return RunSummary(
         steps=len(steps),
         warm_up_steps=warm_up,
-        iteration_ms_median=_middle(step.iteration_ms for step in settled),
+        iteration_ms_median=_middle(step.iteration_ms for step in after),
         iteration_ms=tuple(step.iteration_ms for step in steps if step.iteration_ms is not None),
         loss_first=losses[0] if losses else None,
         loss_last=losses[-1] if losses else None,
         rank_imbalance=_middle(
-            imbalance(step.measured_rank_ms) for step in settled if step.measured_rank_ms
+            imbalance(step.measured_rank_ms) for step in after if step.measured_rank_ms
         ),
-        coverage_mean=_mean(step.coverage for step in settled),
-        predicted_error=_middle(error for step in settled for error in _errors(step)),
-        predicted_ms=_middle(_largest(step.predicted_rank_ms) for step in settled),
-        measured_ms=_middle(_largest(step.measured_rank_ms) for step in settled),
-        lower_bound_ms=_middle(step.lower_bound_ms for step in settled),
-        work_ratio=_middle(step.work_ratio for step in settled),
+        coverage_mean=_mean(step.coverage for step in after),
+        predicted_error=_middle(error for step in after for error in _errors(step)),
+        predicted_ms=_middle(_largest(step.predicted_rank_ms) for step in after),
+        measured_ms=_middle(_largest(step.measured_rank_ms) for step in after),
+        lower_bound_ms=_middle(step.lower_bound_ms for step in after),
+        work_ratio=_middle(step.work_ratio for step in after),
     )
 
 
@@ -121,16 +121,22 @@ def warm_up_steps(steps: int) -> int:
     return min(WARM_UP_STEPS, steps // 5)
 
 
-def _pairs(baseline: RunLog, balanced: RunLog) -> list[tuple[Step, Step]]:
-    """Steps of the same iteration, after both runs' warm-up."""
-    settled = {
-        step.iteration: step for step in baseline.steps[warm_up_steps(len(baseline.steps)) :]
-    }
+def settled(steps: Sequence[Step]) -> Sequence[Step]:
+    """Those after the warm-up."""
+    return steps[warm_up_steps(len(steps)) :]
+
+
+def paired(run: RunLog, baseline: RunLog) -> list[tuple[Step, Step]]:
+    """(baseline's step, the run's step) of iterations in which both saw as many tokens."""
     return [
-        (settled[step.iteration], step)
-        for step in balanced.steps[warm_up_steps(len(balanced.steps)) :]
-        if step.iteration in settled
+        (old, new) for old, new in _common(run.steps, baseline.steps) if old.tokens == new.tokens
     ]
+
+
+def _common(run: Sequence[Step], baseline: Sequence[Step]) -> list[tuple[Step, Step]]:
+    """(baseline's step, the run's step) of the same iteration."""
+    old = {step.iteration: step for step in baseline}
+    return [(old[step.iteration], step) for step in run if step.iteration in old]
 
 
 def _paired_speedup(pairs: Iterable[tuple[Step, Step]]) -> float | None:

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from sparsebalance_megatron.report.charts.figure import ReportError
-from sparsebalance_megatron.report.charts.series import paired
-from sparsebalance_megatron.report.comparison import warm_up_steps
+from sparsebalance_megatron.report.comparison import paired, settled
 from sparsebalance_megatron.report.timeline import (
     Timeline,
     measured_timeline,
@@ -155,8 +154,7 @@ def choose_iteration(log: RunLog, baseline: RunLog | None, asked: int | None) ->
         return asked
     if not known:
         raise ReportError(f"{log.directory}: no iteration is readable")
-    settled = log.steps[warm_up_steps(len(log.steps)) :]
-    measured = [step for step in settled if step.micro_batch_ms]
+    measured = [step for step in settled(log.steps) if step.micro_batch_ms]
     values = _speedups(measured, log, baseline) or {
         step.iteration: step.iteration_ms for step in measured if step.iteration_ms
     }

@@ -52,48 +52,38 @@ class FinishedStep:
     host_ms: Mapping[str, float]
 
 
+@dataclass(frozen=True, kw_only=True)
 class StepSinks:
     """Take finished steps; lines of the logs are made and written in the background.
 
-    Args:
-        coverage: the curves that the scheduler learns.
-        step_log, rank_log, scalars: None where this rank writes none.
+    ``coverage``: the curves that the scheduler learns. ``step_log``, ``rank_log`` and ``scalars``
+    are None where this rank writes none.
     """
 
-    def __init__(
-        self,
-        inputs: CostedInputs,
-        place: RankPlace,
-        coverage: CoverageCurves,
-        *,
-        step_log: BackgroundLog | None,
-        rank_log: BackgroundLog | None,
-        scalars: ScalarWriter | None,
-    ) -> None:
-        self._inputs = inputs
-        self._place = place
-        self._coverage = coverage
-        self._step_log = step_log
-        self._rank_log = rank_log
-        self._scalars = scalars
+    inputs: CostedInputs
+    place: RankPlace
+    coverage: CoverageCurves
+    step_log: BackgroundLog | None
+    rank_log: BackgroundLog | None
+    scalars: ScalarWriter | None
 
     def write(self, step: FinishedStep) -> None:
         """Hand the step to everything that wants it."""
-        if self._rank_log is not None:
-            self._rank_log.append(
+        if self.rank_log is not None:
+            self.rank_log.append(
                 partial(
                     rank_record,
                     iteration=step.iteration,
                     planned=step.planned,
-                    place=self._place,
-                    job=self._inputs.job,
+                    place=self.place,
+                    job=self.inputs.job,
                     times=step.times,
                     pieces=step.observed.pieces,
                     executed_and_grown_O2=step.observed.executed_and_grown(),
                 )
             )
-        if self._step_log is not None:
-            self._step_log.append(
+        if self.step_log is not None:
+            self.step_log.append(
                 partial(
                     step_record,
                     iteration=step.iteration,
@@ -104,14 +94,14 @@ class StepSinks:
                     host_ms=step.host_ms,
                 )
             )
-            self._log_coverage(self._step_log, step.iteration)
-        if self._scalars is not None and self._scalars.due(step.iteration):
-            self._scalars.write(step.iteration, self._scalars_of(step))
+            self._log_coverage(self.step_log, step.iteration)
+        if self.scalars is not None and self.scalars.due(step.iteration):
+            self.scalars.write(step.iteration, self._scalars_of(step))
 
     def write_mismatches(self, iteration: int, mismatches: int) -> None:
         """The last scalar of a run whose ranks executed different plans."""
-        if self._scalars is not None:
-            self._scalars.write(iteration, {MISMATCHES: mismatches})
+        if self.scalars is not None:
+            self.scalars.write(iteration, {MISMATCHES: mismatches})
 
     def _log_coverage(self, log: BackgroundLog, iteration: int) -> None:
         if iteration % _COVERAGE_INTERVAL == _FIRST_COVERAGE_RECORD:
@@ -119,9 +109,9 @@ class StepSinks:
                 partial(
                     coverage_record,
                     iteration=iteration,
-                    grid=self._coverage.grid,
-                    mean_LUK=self._coverage.mean_LUK.copy(),
-                    observed_LU=self._coverage.observed_LU.copy(),
+                    grid=self.coverage.grid,
+                    mean_LUK=self.coverage.mean_LUK.copy(),
+                    observed_LU=self.coverage.observed_LU.copy(),
                 )
             )
 
@@ -131,9 +121,9 @@ class StepSinks:
             step.measured,
             iteration_ms=math.nan if step.iteration_ms is None else step.iteration_ms,
             host_ms=step.host_ms,
-            shape=self._inputs.settings.shape,
-            block_size=self._inputs.config.block_size,
-            world_size=self._place.world_size,
+            shape=self.inputs.settings.shape,
+            block_size=self.inputs.config.block_size,
+            world_size=self.place.world_size,
         )
 
 
@@ -165,9 +155,9 @@ def open_sinks(
             if not resumed:
                 writer.submit(partial(remove_surplus_rank_logs, directory, place.world_size))
     return StepSinks(
-        inputs,
-        place,
-        coverage,
+        inputs=inputs,
+        place=place,
+        coverage=coverage,
         step_log=step_log,
         rank_log=rank_log,
         scalars=ScalarWriter.of_megatron(),

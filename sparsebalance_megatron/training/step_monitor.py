@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparsebalance_megatron.data.packing import padding_tokens
 from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
+from sparsebalance_megatron.megatron.timers import install_hooks
 from sparsebalance_megatron.plan.measurement import StepMeasurement, StepTimes
 from sparsebalance_megatron.plan.scheduler import PlannedStep, Scheduler
 from sparsebalance_megatron.training.data_iterator import LocalMicroBatch
@@ -19,7 +20,6 @@ from sparsebalance_megatron.training.host_time import HostTime
 from sparsebalance_megatron.training.observed_coverage import ObservedCoverage
 from sparsebalance_megatron.training.sinks import FinishedStep, StepSinks
 from sparsebalance_megatron.training.step_figures import extend_reports, step_figures
-from sparsebalance_megatron.training.step_hooks import install_hooks
 from sparsebalance_megatron.training.step_reducer import PlanMismatchError, StepReducer
 from sparsebalance_megatron.training.timing import MicroBatchRecorder
 

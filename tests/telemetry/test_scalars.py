@@ -141,10 +141,9 @@ def test_wandb_gets_all_finite_scalars_of_a_step_at_once() -> None:
 
 def test_ranks_that_ran_different_plans_show_whatever_the_interval() -> None:
     run = FakeRun()
-    outputs = StepSinks(
-        None, None, None, step_log=None, rank_log=None, scalars=ScalarWriter(None, run, interval=5)
-    )
-    outputs.write_mismatches(7, 2)
+    others = dict.fromkeys(("inputs", "place", "coverage", "step_log", "rank_log"))
+    sinks = StepSinks(**others, scalars=ScalarWriter(None, run, interval=5))
+    sinks.write_mismatches(7, 2)
     assert run.logged == [({"sparse-balance/digest-mismatches": 2}, 7)]
 
 

@@ -19,6 +19,7 @@ from sparsebalance_megatron.report.charts.figure import (
     absent,
     draw,
 )
+from sparsebalance_megatron.report.comparison import paired
 from sparsebalance_megatron.telemetry.step_log import RunLog
 from sparsebalance_megatron.telemetry.step_record import Step
 
@@ -102,16 +103,6 @@ def loss_picture(run: RunLog, baseline: RunLog | None) -> Picture:
         + (f", of the baseline {_number(_last(before))}." if before is not None else "."),
         svg=draw(key, paint, height=2.4),
     )
-
-
-def paired(run: RunLog, baseline: RunLog) -> list[tuple[Step, Step]]:
-    """(baseline's step, the run's step) of iterations in which both saw as many tokens."""
-    old = {step.iteration: step for step in baseline.steps}
-    return [
-        (old[step.iteration], step)
-        for step in run.steps
-        if step.iteration in old and old[step.iteration].tokens == step.tokens
-    ]
 
 
 def binned(series: Series, limit: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
