@@ -20,7 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors.block_topk import RouterScores, select_blocks
+from sparsebalance_megatron.attention.selectors import SELECTORS
+from sparsebalance_megatron.attention.selectors.block_topk import BlockScores
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """out_THD of q_THD, k_TGD and v_TGD."""
@@ -86,14 +87,14 @@ def selection_of(case: Case, shape: Shape, device: torch.device) -> Selection:
         layout.blocks, shape.kv_heads, layout.max_blocks, generator=generator, device=device
     )
     later_NJ = torch.arange(layout.max_blocks, device=device) > layout.index_N[:, None]
-    scores = RouterScores(
-        granularity="query-block",
-        scores_RCJ=scores_NGJ.masked_fill_(later_NJ[:, None], -torch.inf),
+    scores = BlockScores(
+        by_token=False,
+        scores_QCJ=scores_NGJ.masked_fill_(later_NJ[:, None], -torch.inf),
         softmax_scale=shape.softmax_scale,
         layout=layout,
     )
     budgets_S = torch.tensor(case.budgets, device=device)
-    return select_blocks(scores, budgets_S, max_budget=case.budget)
+    return SELECTORS["query-block"].select(scores, budgets_S, max_budget=case.budget)
 
 
 def inputs_of(case: Case, shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
@@ -109,9 +110,9 @@ def inputs_of(case: Case, shape: Shape, device: torch.device, dtype: torch.dtype
 
 def selected_pairs(selection: Selection, shape: Shape) -> int:
     """Query, key pairs that the selection lets be read, summed over query heads."""
-    layout = selection.layout
+    layout = selection.query_layout
     length_N1 = layout.length_N[:, None]
-    past_NG = (selection.counts_RC - 1) * length_N1 * layout.block_size
+    past_NG = (selection.counts_QC - 1) * length_N1 * layout.block_size
     own_NG = length_N1 * (length_N1 + 1) // 2
     return int((past_NG + own_NG).sum()) * (shape.query_heads // shape.kv_heads)
 
@@ -180,7 +181,7 @@ def _flex(selection: Selection, shape: Shape) -> Attend:
 
     Rows are of whole blocks, so that nothing needs to be padded.
     """
-    from sparsebalance_megatron.attention.impl.flex import block_mask, compiled_flex_attention
+    from flex_attention import block_mask, compiled_flex_attention
 
     mask = block_mask(selection, shape.query_heads // shape.kv_heads)
 
@@ -217,12 +218,12 @@ def _fla_nsa(selection: Selection, shape: Shape) -> Attend:
     """The selection, spread to tokens. For groups of 16 query heads or more: ``--kv-heads 1``."""
     from fla.ops.nsa.parallel import parallel_nsa
 
-    layout = selection.layout
+    layout = selection.query_layout
     # It counts blocks from the document's first.
     first_N = layout.first_block_S[layout.document_N]
-    indices_NGK = (selection.indices_RCK - first_N[:, None, None]).clamp(min=0)
+    indices_NGK = (selection.indices_QCK - first_N[:, None, None]).clamp(min=0)
     indices_TGK = indices_NGK[layout.block_T].long()[None]
-    counts_TG = selection.counts_RC[layout.block_T].long()[None]
+    counts_TG = selection.counts_QC[layout.block_T].long()[None]
     ends = torch.tensor(layout.cu_seqlens, device=indices_TGK.device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

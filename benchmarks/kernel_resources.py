@@ -31,7 +31,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparsebalance_megatron.attention.impl.triton import backward, forward
+from sparsebalance_megatron.attention.impl.triton import backward_kernels, forward_kernel
 from sparsebalance_megatron.attention.impl.triton.tiles import Tile, tiles_for
 
 SHARED_BYTES = 227 * 1024
@@ -42,14 +42,14 @@ SCHEDULERS = 4
 """Of one multiprocessor; each issues one instruction a cycle."""
 
 KERNELS = {
-    "forward": forward._forward_kernel,
-    "query_gradient": backward._query_gradient_kernel,
-    "key_gradient": backward._key_gradient_kernel,
+    "forward": forward_kernel._forward_kernel,
+    "query_gradient": backward_kernels._query_gradient_kernel,
+    "key_gradient": backward_kernels._key_gradient_kernel,
 }
 PRODUCTS = {"forward": 2, "query_gradient": 3, "key_gradient": 4}
 
 _POINTERS = {
-    "*i64": {"starts", "ends"},
+    "*i64": {"own_blocks", "query_starts", "query_ends", "kv_starts", "kv_ends"},
     "*i32": {"indices", "counts", "offsets", "queries", "item_list", "item_part", "item_parts"},
     "*fp32": {"lse", "statistics", "parts"},
     "element": {"q", "k", "v", "out", "dout", "dq", "dk", "dv"},
@@ -101,8 +101,8 @@ def compiled(
         "HEAD_DIM": head_dim,
         "BLOCK_D": triton.next_power_of_2(head_dim),
         "BLOCK_SIZE": block_size,
-        "BLOCK_M": rows,
-        "BLOCK_N": columns,
+        "TILE_ROWS": rows,
+        "TILE_COLUMNS": columns,
         "PRECISION": "ieee",
     }
     names = kernel.arg_names
@@ -175,7 +175,7 @@ def _fitted(name: str, tile: Tile, block_size: int, group: int) -> tuple[int, in
     if name == "key_gradient":
         rows = min(tile.rows, block_size)
     else:
-        rows = forward.packed_rows(tile, group, block_size)
+        rows = forward_kernel.packed_rows(tile, group, block_size)
     return rows, min(tile.columns, block_size)
 
 

@@ -49,16 +49,12 @@ from kernel_contenders import (
 )
 from torch import Tensor
 
-from sparsebalance_megatron.attention.impl.triton import backward, forward
+from sparsebalance_megatron.attention.coverage import guard_budgets
+from sparsebalance_megatron.attention.impl.triton import backward_kernels, forward_kernel
 from sparsebalance_megatron.attention.impl.triton.index import inverse_lists
 from sparsebalance_megatron.attention.impl.triton.tiles import Tile, tiles_for
 from sparsebalance_megatron.attention.layout import PackedLayout
-from sparsebalance_megatron.attention.selectors.block_topk import (
-    coverage_curves,
-    guard_budgets,
-    router_scores,
-    select_blocks,
-)
+from sparsebalance_megatron.attention.selectors import SELECTORS
 
 OPERATIONS_PER_PAIR = {"forward": 4, "backward": 10, "both": 14}
 POISONED_BYTES = 16 << 30
@@ -214,7 +210,7 @@ def _measured(
     pairs, all_pairs = selected_pairs(selection, shape), causal_pairs(case, shape)
     results: dict[str, Any] = {
         "density": pairs / all_pairs,
-        "router": _router(case, inputs, selection.layout, bench),
+        "router": _router(case, inputs, selection.query_layout, bench),
         "index": _summary(
             bench.times_ms({"index": lambda: _ignore(inverse_lists(selection, wanted_items=256))})[
                 "index"
@@ -290,19 +286,16 @@ def _router(
 ) -> dict[str, float]:
     """What a layer does before its attention: scores, coverage, guard, selection."""
     budgets_S = torch.tensor(case.budgets, device=bench.device)
+    selector = SELECTORS["query-block"]
 
     def route() -> None:
-        scores = router_scores(
-            inputs[0],
-            inputs[1],
-            layout,
-            granularity="query-block",
-            softmax_scale=bench.shape.softmax_scale,
+        scores = selector.scores(
+            inputs[0], inputs[1], layout, softmax_scale=bench.shape.softmax_scale
         )
         guarded_S, _ = guard_budgets(
-            coverage_curves(scores), budgets_S, base_budget=case.budget, threshold=0.1
+            selector.coverage(scores), budgets_S, base_budget=case.budget, threshold=0.1
         )
-        select_blocks(scores, guarded_S, max_budget=case.budget)
+        selector.select(scores, guarded_S, max_budget=case.budget)
 
     return _summary(bench.times_ms({"router": route})["router"])
 
@@ -324,10 +317,12 @@ def _tuned(case: Case, bench: Bench, deadline_s: float) -> dict[str, Any]:
                     results[name] = {"error": "left out: no time left"}
                     continue
                 changed = replace(table, **{kernel: tile})
-                forward.tiles_for = backward.tiles_for = lambda *_, changed=changed: changed
+                for module in (forward_kernel, backward_kernels):
+                    module.tiles_for = lambda *_, changed=changed: changed
                 results[name] = _contender(name, attend, inputs, pairs, bench, {})
     finally:
-        forward.tiles_for = backward.tiles_for = tiles_for
+        for module in (forward_kernel, backward_kernels):
+            module.tiles_for = tiles_for
     return results
 
 

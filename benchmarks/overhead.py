@@ -134,11 +134,11 @@ class Instruments:
 
     def install(self) -> None:
         from sparsebalance_megatron.megatron.core_attention import BudgetedCoreAttention
+        from sparsebalance_megatron.megatron.timers import RecordingTimers, _RecordingTimer
         from sparsebalance_megatron.telemetry.log_writer import BackgroundWriter
         from sparsebalance_megatron.training.forward_step import ForwardStep
         from sparsebalance_megatron.training.step_monitor import StepMonitor
         from sparsebalance_megatron.training.step_reducer import StepReducer
-        from sparsebalance_megatron.training.timing import RecordingTimers, _RecordingTimer
 
         self._wrap(ForwardStep, "__call__", self._forward_step)
         self._wrap(StepMonitor, "end_step", self._end_step)
@@ -232,28 +232,28 @@ def summary(directory: Path) -> dict[str, Any]:
         json.loads((directory / f"overhead-{rank}.json").read_text(encoding="utf-8"))
         for rank in range(RANKS)
     ]
-    iteration_ms_T = np.array([record["iteration_ms"] for record in records])
-    parts_RT = {
+    iteration_ms = np.array([record["iteration_ms"] for record in records])
+    parts_by_rank_ms = {
         part: np.array(
             [[step.get(part, 0.0) for step in rank["steps"][WARM_UP_STEPS:]] for rank in ranks]
         )
         for part in (*PARTS, *ASIDE)
     }
-    total_RT = sum(parts_RT[part] for part in PARTS)
-    share_T = total_RT.max(axis=0) / iteration_ms_T
-    account_T = np.array([sum(record["host_ms"].values()) for record in records])
+    total_by_rank_ms = sum(parts_by_rank_ms[part] for part in PARTS)
+    share = total_by_rank_ms.max(axis=0) / iteration_ms
+    account_ms = np.array([sum(record["host_ms"].values()) for record in records])
     return {
         "steps": len(records),
-        "iteration_ms": spread(iteration_ms_T),
-        "overhead_share_of_iteration": spread(share_T),
-        "overhead_ms": spread(total_RT.max(axis=0)),
-        "overhead_ms_by_part": {part: spread(parts_RT[part].max(axis=0)) for part in PARTS},
+        "iteration_ms": spread(iteration_ms),
+        "overhead_share_of_iteration": spread(share),
+        "overhead_ms": spread(total_by_rank_ms.max(axis=0)),
+        "overhead_ms_by_part": {part: spread(parts_by_rank_ms[part].max(axis=0)) for part in PARTS},
         "not_in_the_sum_ms": {
-            **{part: spread(parts_RT[part].max(axis=0)) for part in ASIDE},
+            **{part: spread(parts_by_rank_ms[part].max(axis=0)) for part in ASIDE},
             "planning": spread(np.array([record["plan_ms"] for record in records])),
             "writer_thread_mean": max(rank["writer_thread_ms"] for rank in ranks),
         },
-        "own_account_of_rank_0_ms": spread(account_T),
+        "own_account_of_rank_0_ms": spread(account_ms),
         "own_account_of_rank_0_ms_by_part": {
             part: spread(np.array([record["host_ms"][part] for record in records]))
             for part in records[0]["host_ms"]

@@ -17,7 +17,7 @@ Calibration = Literal["measured", "stages", "off"]
 EvaluationAttention = Literal["sparse", "dense"]
 CoverageTarget = Literal["threshold", "base"]
 Planning = Literal["ahead", "on-demand"]
-AttentionImplementation = Literal["auto", "triton", "blocks", "flex", "reference"]
+AttentionImplementation = Literal["auto", "triton", "blocks", "tokens", "reference"]
 
 
 class ConfigError(ValueError):

@@ -19,12 +19,10 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.config import ConfigError, flag_name
 
 if TYPE_CHECKING:
-    import torch
-
-    from sparsebalance_megatron.training.own_loop import OwnLoopRun
+    from sparsebalance_megatron.training.own_loop import OwnLoopRun, begin_run
     from sparsebalance_megatron.training.training_hooks import TrainingHooks
 
 __all__ = [
@@ -37,6 +35,15 @@ __all__ = [
     "training_hooks",
     "wrap_forward_step",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """:func:`begin_run` is that of :mod:`.training.own_loop`, which loads torch and Megatron."""
+    if name == "begin_run":
+        from sparsebalance_megatron.training.own_loop import begin_run
+
+        return begin_run
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def arguments_provider(
@@ -121,57 +128,6 @@ def _training_hooks(args: Namespace) -> TrainingHooks:
     inputs = read_inputs(RunSettings.from_args(args), config, device_type)
     device = torch.device("cpu" if device_type == "cpu" else f"cuda:{args.local_rank}")
     return training_hooks.TrainingHooks(args, inputs, device)
-
-
-def begin_run(
-    config: SparseBalanceConfig,
-    transformer_config: Any,
-    *,
-    vocab_size: int,
-    data_prefix: str,
-    seq_length: int,
-    micro_batch_size: int,
-    global_batch_size: int,
-    split: str = "100,0,0",
-    seed: int = 1234,
-    device: torch.device | None = None,
-) -> OwnLoopRun:
-    """Begin a run in a trainer that owns its loop; on every rank, once Megatron's groups exist.
-
-    Args:
-        config: the plugin's choices; ``enabled`` is taken for granted.
-        transformer_config: the model's, before the model is built. Its pipeline stages will
-            exchange rows of any length: ``variable_seq_lengths`` is set.
-        vocab_size: rows of the embedding, padding included.
-        data_prefix: names a pair of .bin and .idx files, whose documents are the samples.
-        seq_length: tokens of the longest sample.
-        micro_batch_size: samples that a micro-batch holds on average.
-        global_batch_size: samples of a training step.
-        split: weights of training, validation and test documents; the first are trained on.
-        seed: of the order of samples.
-        device: where the model runs; None is the current CUDA device.
-
-    Returns:
-        The run: ``micro_batches`` is the ``num_microbatches`` of every step; ``state_dict()`` and
-        ``load_state_dict()`` go with a checkpoint.
-
-    Raises:
-        ConfigError, DataError, CostTableError: naming the field or file and the remedy.
-    """
-    from sparsebalance_megatron.training import own_loop
-
-    return own_loop.begin_run(
-        config,
-        transformer_config,
-        vocab_size=vocab_size,
-        data_prefix=data_prefix,
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        global_batch_size=global_batch_size,
-        split=split,
-        seed=seed,
-        device=device,
-    )
 
 
 def sparse_balance_layer_spec(

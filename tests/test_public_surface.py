@@ -26,7 +26,7 @@ FLAGS: dict[str, tuple[Any, Any]] = {
         ("query-block", "token-kv-head", "token-query-head"),
         "query-block",
     ),
-    "--sparse-balance-attention": (("auto", "triton", "blocks", "flex", "reference"), "auto"),
+    "--sparse-balance-attention": (("auto", "triton", "blocks", "tokens", "reference"), "auto"),
     "--sparse-balance-eval-attention": (("sparse", "dense"), "sparse"),
     "--sparse-balance-batching": (
         ("arrival", "length", "latency", "makespan"),

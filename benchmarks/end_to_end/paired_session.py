@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training session in which every step belongs to one of several variants. Imports Megatron.
+"""Training in which every step belongs to one of several variants. Imports Megatron.
 
-Shape legend: D data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches.
+Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,12 +17,11 @@ import torch
 from end_to_end.attention import peer_layer_spec
 from end_to_end.variants import StepOrder, Variant
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions
-from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.measurement import StepMeasurement
 from sparsebalance_megatron.plan.scheduler import PlannedStep, Scheduler
 from sparsebalance_megatron.plan.step_plan import RankPlan, StepPlan
-from sparsebalance_megatron.training.inputs import Inputs
-from sparsebalance_megatron.training.session import Session
+from sparsebalance_megatron.training.inputs import CostedInputs, Inputs
+from sparsebalance_megatron.training.run import make_scheduler
 from sparsebalance_megatron.training.training_hooks import TrainingHooks
 
 
@@ -87,39 +85,29 @@ class Pairing:
         return self.variants[self.order.variant(step)].dense
 
 
-class PairedSession(Session):
-    """A session whose scheduler is a :class:`PairedScheduler`."""
-
-    def __init__(self, pairing: Pairing, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._pairing = pairing
-
-    def make_scheduler(self, coverage: CoverageCurves) -> Any:
-        """One scheduler per variant, each with curves of its own in the shape of ``coverage``."""
-        shared, pairing = self.inputs, self._pairing
-        job = over_ranks(shared.job, pairing.ranks_in_turn)
-        schedulers = []
-        for variant in pairing.variants:
-            policy = replace(
-                shared.policy,
-                batching=variant.batching,
-                tuning=variant.tuning,
-                coverage_target=variant.coverage_target,
-            )
-            config = replace(
-                shared.config, calibration=variant.calibration or shared.config.calibration
-            )
-            self.inputs = replace(shared, job=job, policy=policy, config=config)
-            schedulers.append(super().make_scheduler(copy.deepcopy(coverage)))
-        self.inputs = shared
-        return PairedScheduler(pairing.order, schedulers, pairing.ranks_in_turn)
+def paired_scheduler(pairing: Pairing, shared: CostedInputs) -> Any:
+    """A :class:`PairedScheduler` with one scheduler per variant, each with curves of its own."""
+    job = over_ranks(shared.job, pairing.ranks_in_turn)
+    schedulers = []
+    for variant in pairing.variants:
+        policy = replace(
+            shared.policy,
+            batching=variant.batching,
+            tuning=variant.tuning,
+            coverage_target=variant.coverage_target,
+        )
+        config = replace(
+            shared.config, calibration=variant.calibration or shared.config.calibration
+        )
+        schedulers.append(make_scheduler(replace(shared, job=job, policy=policy, config=config)))
+    return PairedScheduler(pairing.order, schedulers, pairing.ranks_in_turn)
 
 
 class PairedHooks(TrainingHooks):
-    """The plugin's hooks with a paired session, and attention that is dense where it has to be."""
+    """The plugin's hooks with a paired scheduler, and attention that is dense where it must be."""
 
     def __init__(self, pairing: Pairing, args: Any, inputs: Inputs, device: torch.device) -> None:
-        super().__init__(args, inputs, device, make_session=partial(PairedSession, pairing))
+        super().__init__(args, inputs, device, make_scheduler=partial(paired_scheduler, pairing))
         options = AttentionOptions.from_config(inputs.config, inputs.grid)
         self.layer_spec = peer_layer_spec(options, pairing.is_dense)
 
@@ -156,13 +144,13 @@ def one_rank_after_another(plan: StepPlan) -> StepPlan:
     return replace(plan, ranks=(RankPlan(micro_batches=slots),), expectation=expectation)
 
 
-def _joined(times_DPVM: np.ndarray) -> np.ndarray:
-    """[1, P, V, D * M], rank after rank."""
-    stages, virtual_stages = times_DPVM.shape[1:3]
-    return np.moveaxis(times_DPVM, 0, 2).reshape(1, stages, virtual_stages, -1)
+def _joined(times_RPVM: np.ndarray) -> np.ndarray:
+    """[1, P, V, R * M], rank after rank."""
+    stages, virtual_stages = times_RPVM.shape[1:3]
+    return np.moveaxis(times_RPVM, 0, 2).reshape(1, stages, virtual_stages, -1)
 
 
 def by_rank(times_1PVM: np.ndarray, ranks: int) -> np.ndarray:
-    """[1, P, V, D * M] to [D, P, V, M]: the inverse of playing the ranks in turn."""
+    """[1, P, V, R * M] to [R, P, V, M]: the inverse of playing the ranks in turn."""
     _, stages, virtual_stages, _ = times_1PVM.shape
     return np.moveaxis(times_1PVM.reshape(stages, virtual_stages, ranks, -1), 2, 0)

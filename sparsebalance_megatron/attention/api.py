@@ -1,28 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block-sparse attention over a selection: one operation, several implementations.
+"""Block-sparse attention: one operation over a selection, and one call that selects as well.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, R rows that select,
-C heads that select, K width of lists.
+Shape legend: T tokens of the packed row (of queries or of keys, which may differ), H query heads,
+G KV heads, D head dim, S documents, Q rows that select, C heads that select, K places of a list.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import Literal, get_args
+from collections.abc import Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.selection import (
-    Selection,
-    check_granularity,
-    selecting_heads,
-    selecting_rows,
-)
-
-Implementation = Literal["auto", "triton", "blocks", "tokens", "flex", "reference"]
+from sparsebalance_megatron.attention.autograd import Attention
+from sparsebalance_megatron.attention.kernel import Kernel
+from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.selectors import selector_named
+from sparsebalance_megatron.config import AttentionImplementation, Granularity
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def budgeted_attention(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    cu_seqlens: Sequence[int] | Tensor,
+    budgets: int | Sequence[int],
+    *,
+    block_size: int,
+    softmax_scale: float,
+    selection: Granularity = "query-block",
+    implementation: AttentionImplementation = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of packed documents, each query reading the best blocks its budget allows.
+
+    It cuts the row into blocks, scores them, selects and attends; differentiable in q, k and v. To
+    select once and attend often, or to guard coverage, call the steps yourself.
+
+    Args:
+        q_THD: queries; H is a multiple of G, query head h reads KV head h // (H / G).
+        k_TGD, v_TGD: keys and values, same dtype and device.
+        cu_seqlens: S + 1 document boundaries in tokens, from 0 to T; ints, or a tensor on the CPU.
+        budgets: KV blocks that a query may read, its own included: one for all documents, or S.
+        block_size: tokens of a full block.
+        softmax_scale: factor on q . k.
+        selection: who selects, a name of :data:`.selectors.SELECTORS`.
+        implementation: see :func:`block_sparse_attention`.
+
+    Returns:
+        out_THD and lse_TH, see :func:`block_sparse_attention`.
+
+    Raises:
+        ValueError: an argument does not fit; the message names it and says what to do.
+    """
+    selector = selector_named(selection)
+    if isinstance(cu_seqlens, Tensor):
+        if cu_seqlens.device.type != "cpu":
+            raise ValueError(
+                f"budgeted_attention: cu_seqlens lies on {cu_seqlens.device}, and reading it would "
+                "stop the host: pass a sequence of ints, or a tensor on the CPU"
+            )
+        cu_seqlens = cu_seqlens.tolist()
+    layout = packed_layout(cu_seqlens, block_size, q_THD.device)
+    budgets = [budgets] * layout.documents if isinstance(budgets, int) else list(budgets)
+    if len(budgets) != layout.documents or min(budgets) < 1:
+        raise ValueError(
+            f"budgeted_attention: budgets {budgets}: must be one number of blocks, or one for each "
+            f"of the {layout.documents} documents of cu_seqlens, all at least 1 (the own block)"
+        )
+    scores = selector.scores(q_THD, k_TGD, layout, softmax_scale=softmax_scale)
+    budgets_S = torch.tensor(budgets).to(q_THD.device, non_blocking=True)
+    return block_sparse_attention(
+        q_THD,
+        k_TGD,
+        v_TGD,
+        selector.select(scores, budgets_S, max_budget=max(budgets)),
+        softmax_scale=softmax_scale,
+        implementation=implementation,
+    )
 
 
 def block_sparse_attention(
@@ -32,7 +91,7 @@ def block_sparse_attention(
     selection: Selection,
     *,
     softmax_scale: float,
-    implementation: Implementation = "auto",
+    implementation: AttentionImplementation = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Attention of every query over its selected KV blocks.
 
@@ -41,7 +100,8 @@ def block_sparse_attention(
 
     Args:
         q_THD: queries; H is a multiple of G, query head h reads KV head h // (H / G).
-        k_TGD, v_TGD: keys and values, same dtype and device.
+        k_TGD, v_TGD: keys and values, same dtype and device. They have as many tokens as the
+            queries, unless the selection says otherwise.
         selection: which blocks are read, on the same device. The own block, where it is listed,
             comes first; the order of past blocks does not matter. Lists without it are parts, whose
             results :func:`..merge.merge_partials` puts together.
@@ -54,8 +114,6 @@ def block_sparse_attention(
             - "blocks": gathered blocks through torch's products; for selections by query block on
               any device.
             - "tokens": gathered tokens through torch's products; for every selection by token.
-            - "flex": torch's compiled FlexAttention with a block mask made from the selection, for
-              selections by query block on CUDA: a cross-check.
             - "reference": masked dense attention, for every selection, in time quadratic in a
               document's length.
             - "auto": for selections by query block "triton" wherever it serves, else "blocks", with
@@ -72,27 +130,44 @@ def block_sparse_attention(
     """
     _check_tensors(q_THD, k_TGD, v_TGD, selection)
     _check_selection(q_THD, k_TGD, selection)
-    match _resolve(implementation, q_THD, selection):
+    kernel = kernel_named(_resolve(implementation, q_THD, selection))
+    return Attention.apply(q_THD, k_TGD, v_TGD, selection, softmax_scale, kernel)
+
+
+def kernel_named(implementation: str) -> Kernel:
+    """The module of an implementation, any but "auto"; imported where it is first asked for.
+
+    Raises:
+        ValueError: there is no such implementation.
+    """
+    match implementation:
         case "triton":
-            from sparsebalance_megatron.attention.impl.triton.autograd import attention
+            from sparsebalance_megatron.attention.impl import triton
+
+            return triton
         case "blocks":
-            from sparsebalance_megatron.attention.impl.blocks import attention
+            from sparsebalance_megatron.attention.impl import blocks
+
+            return blocks
         case "tokens":
-            from sparsebalance_megatron.attention.impl.tokens import attention
-        case "flex":
-            from sparsebalance_megatron.attention.impl.flex import attention
+            from sparsebalance_megatron.attention.impl import tokens
+
+            return tokens
         case "reference":
-            from sparsebalance_megatron.attention.impl.reference import attention
-    return attention(q_THD, k_TGD, v_TGD, selection, softmax_scale=softmax_scale)
+            from sparsebalance_megatron.attention.impl import reference
+
+            return reference
+    known = ", ".join(f'"{name}"' for name in get_args(AttentionImplementation))
+    raise _error(f"implementation {implementation!r}: must be one of {known}")
 
 
 def _resolve(implementation: str, q_THD: Tensor, selection: Selection) -> str:
     if implementation == "auto":
-        if selection.granularity != "query-block":
+        if selection.by_token:
             return "tokens"
         if q_THD.device.type != "cuda":
             return "blocks"
-        obstacle = _obstacle("triton", q_THD, selection)
+        obstacle = kernel_named("triton").obstacle(q_THD, selection)
         if obstacle is None:
             return "triton"
         warnings.warn(
@@ -100,50 +175,10 @@ def _resolve(implementation: str, q_THD: Tensor, selection: Selection) -> str:
             stacklevel=3,
         )
         return "blocks"
-    if implementation not in get_args(Implementation):
-        known = ", ".join(f'"{name}"' for name in get_args(Implementation))
-        raise _error(f"implementation {implementation!r}: must be one of {known}")
-    obstacle = _obstacle(implementation, q_THD, selection)
+    obstacle = kernel_named(implementation).obstacle(q_THD, selection)
     if obstacle is not None:
         raise _error(f'implementation "{implementation}" {obstacle}')
     return implementation
-
-
-def _obstacle(implementation: str, q_THD: Tensor, selection: Selection) -> str | None:
-    """Why an implementation does not serve, with the remedy; None if it does."""
-    granularity, block_size = selection.granularity, selection.layout.block_size
-    by_query_block = granularity == "query-block"
-    if implementation == "tokens" and by_query_block:
-        return 'serves selections by token, not by query-block: use "auto"'
-    if implementation in ("triton", "blocks", "flex") and not by_query_block:
-        return f'serves selections by query-block, not by {granularity}: use "tokens" or "auto"'
-    if implementation == "flex" and q_THD.device.type != "cuda":
-        return f'needs CUDA, and q lies on {q_THD.device}: use "blocks" or "auto"'
-    if implementation == "flex" and selection.layout.slots % 128:
-        return (
-            f"needs blocks of a multiple of 128 tokens, and those of this row have "
-            f'{selection.layout.slots}: use "triton" or "blocks"'
-        )
-    if implementation != "triton":
-        return None
-    if q_THD.device.type != "cuda" and not _triton_interprets():
-        return f'needs CUDA, and q lies on {q_THD.device}: use "blocks" or "auto"'
-    if q_THD.dtype == torch.float64:
-        return 'does not compute in float64: use "blocks"'
-    if block_size < 16 or block_size & (block_size - 1):
-        return f'needs blocks of 16 tokens or more, a power of two, not {block_size}: use "blocks"'
-    if q_THD.shape[2] > 256:
-        return f'serves head dims up to 256, not {q_THD.shape[2]}: use "blocks"'
-    return None
-
-
-def _triton_interprets() -> bool:
-    """Whether kernels run on the CPU, in Triton's interpreter."""
-    try:
-        import triton
-    except ImportError:
-        return False
-    return bool(triton.knobs.runtime.interpret)
 
 
 def _check_tensors(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selection) -> None:
@@ -152,10 +187,11 @@ def _check_tensors(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selec
         raise _error(f"q, k, v have shapes {shapes}: must be [tokens, heads, head dim]")
     if k_TGD.shape != v_TGD.shape or q_THD.shape[2] != k_TGD.shape[2]:
         raise _error(f"q, k, v have shapes {shapes}: k and v must agree, and q in the head dim")
-    if q_THD.shape[0] != k_TGD.shape[0] or q_THD.shape[0] != selection.layout.tokens:
+    tokens = selection.query_layout.tokens, selection.kv_layout.tokens
+    if (q_THD.shape[0], k_TGD.shape[0]) != tokens:
         raise _error(
-            f"q, k, v have shapes {shapes}: all must have the {selection.layout.tokens} tokens of "
-            "the selection's layout"
+            f"q, k, v have shapes {shapes}: q must have the {tokens[0]} tokens of the selection's "
+            f"query layout, k and v the {tokens[1]} tokens of its KV layout"
         )
     if k_TGD.shape[1] == 0 or q_THD.shape[1] % k_TGD.shape[1]:
         raise _error(f"{q_THD.shape[1]} query heads are no multiple of {k_TGD.shape[1]} KV heads")
@@ -164,7 +200,8 @@ def _check_tensors(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selec
             f"q, k, v have dtypes {q_THD.dtype}, {k_TGD.dtype}, {v_TGD.dtype}: must share one of "
             "float16, bfloat16, float32, float64"
         )
-    devices = {x.device for x in (q_THD, k_TGD, v_TGD, selection.indices_RCK, selection.counts_RC)}
+    lists = selection.indices_QCK, selection.counts_QC, selection.own_block_N
+    devices = {x.device for x in (q_THD, k_TGD, v_TGD, *lists)}
     if len(devices) > 1:
         raise _error(
             f"q, k, v and the selection lie on {sorted(map(str, devices))}: must share one"
@@ -172,17 +209,24 @@ def _check_tensors(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selec
 
 
 def _check_selection(q_THD: Tensor, k_TGD: Tensor, selection: Selection) -> None:
-    check_granularity(selection.granularity)
-    expected = (
-        selecting_rows(selection.granularity, selection.layout),
-        selecting_heads(selection.granularity, q_THD.shape[1], k_TGD.shape[1]),
-    )
-    indices, counts = selection.indices_RCK, selection.counts_RC
-    if indices.shape[:-1] != expected or counts.shape != expected:
+    query_heads, kv_heads = q_THD.shape[1], k_TGD.shape[1]
+    rows, heads = selection.selecting_rows, selection.counts_QC.shape[-1]
+    allowed = (kv_heads, query_heads) if selection.by_token else (kv_heads,)
+    lists, counts = selection.indices_QCK.shape, selection.counts_QC.shape
+    if lists[:-1] != (rows, heads) or counts != (rows, heads) or heads not in allowed:
         raise _error(
-            f"selection by {selection.granularity} has lists {tuple(indices.shape)} and counts "
-            f"{tuple(counts.shape)}: must be [{expected[0]} rows, {expected[1]} heads, width] and "
-            "the same without width; select with these queries, keys and layout"
+            f"selection by {'token' if selection.by_token else 'query block'} has lists "
+            f"{tuple(lists)} and counts {tuple(counts)}: must be [{rows} rows, "
+            f"{' or '.join(map(str, dict.fromkeys(allowed)))} heads, width] and the same without "
+            "width; select with these queries, keys and layout"
+        )
+    sizes = selection.query_layout.block_size, selection.kv_layout.block_size
+    own = tuple(selection.own_block_N.shape)
+    if sizes[0] != sizes[1] or own != (selection.query_layout.blocks,):
+        raise _error(
+            f"selection has blocks of {sizes[0]} tokens for queries and of {sizes[1]} for keys, "
+            f"and own_block_N of shape {own}: must share one block size, and name one own block "
+            f"for each of the {selection.query_layout.blocks} query blocks"
         )
 
 

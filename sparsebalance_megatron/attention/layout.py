@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the blocks of a packed row lie. Built once per micro-batch, shared by its layers.
 
-Shape legend: T tokens of the packed row, S documents, N blocks of the row, B slots of a block.
+Shape legend: T tokens of the packed row, S documents, N blocks of the row, B places
+of a block.
 """
 
 from __future__ import annotations
@@ -22,24 +23,25 @@ class PackedLayout:
     """A packed row cut into document-aligned blocks.
 
     The block grid starts anew at every document, and the last block of a document may be short.
-    Query blocks and KV blocks are the same blocks. Host values come first; every tensor is int64
-    on the device of the row.
+    Host values come first; every tensor is int64 on the device of the row.
 
     Attributes:
         cu_seqlens: document boundaries in tokens, S + 1 entries, the first is 0.
         block_size: tokens of a full block.
         blocks_per_document: S entries.
+        number_N: a block's number in the row, 0 to N - 1.
         document_N, index_N: a block's document, and its number inside that document.
         start_N, length_N: a block's first token, and its tokens.
         document_end_N: one past the last token of a block's document.
         first_block_S, blocks_S, tokens_S: a document's first block, its blocks and its tokens.
         block_T: a token's block.
-        slot_T: a token's place in a buffer of N blocks with B slots each.
+        place_T: a token's place in a buffer of N blocks with B places each.
     """
 
     cu_seqlens: tuple[int, ...]
     block_size: int
     blocks_per_document: tuple[int, ...]
+    number_N: Tensor
     document_N: Tensor
     index_N: Tensor
     start_N: Tensor
@@ -49,7 +51,7 @@ class PackedLayout:
     blocks_S: Tensor
     tokens_S: Tensor
     block_T: Tensor
-    slot_T: Tensor
+    place_T: Tensor
 
     @property
     def tokens(self) -> int:
@@ -69,27 +71,27 @@ class PackedLayout:
         return max(self.blocks_per_document)
 
     @property
-    def slots(self) -> int:
+    def block_tokens(self) -> int:
         """B: tokens of the longest block. Below ``block_size`` where every document is shorter."""
         longest = max(np.diff(self.cu_seqlens))
         return min(self.block_size, int(longest))
 
     def to_blocks(self, x_T: Tensor) -> Tensor:
-        """[T, ...] to [N, B, ...], zeros in the slots past a short block's end.
+        """[T, ...] to [N, B, ...], zeros in the places past a short block's end.
 
         A view of ``x_T`` where no block is short.
         """
-        slots = self.slots
-        if self.tokens == self.blocks * slots:
-            return x_T.reshape(self.blocks, slots, *x_T.shape[1:])
-        padded = x_T.new_zeros(self.blocks * slots, *x_T.shape[1:])
-        padded.index_copy_(0, self.slot_T, x_T)
-        return padded.view(self.blocks, slots, *x_T.shape[1:])
+        size = self.block_tokens
+        if self.tokens == self.blocks * size:
+            return x_T.reshape(self.blocks, size, *x_T.shape[1:])
+        padded = x_T.new_zeros(self.blocks * size, *x_T.shape[1:])
+        padded.index_copy_(0, self.place_T, x_T)
+        return padded.view(self.blocks, size, *x_T.shape[1:])
 
     def from_blocks(self, x_NB: Tensor) -> Tensor:
         """[N, B, ...] to [T, ...]; the inverse of :meth:`to_blocks`."""
-        x = x_NB.reshape(self.blocks * self.slots, *x_NB.shape[2:])
-        return x if self.tokens == x.shape[0] else x.index_select(0, self.slot_T)
+        x = x_NB.reshape(self.blocks * self.block_tokens, *x_NB.shape[2:])
+        return x if self.tokens == x.shape[0] else x.index_select(0, self.place_T)
 
 
 def packed_layout(
@@ -119,9 +121,10 @@ def packed_layout(
     start_N = boundaries[document_N] + index_N * block_size
     length_N = np.minimum(block_size, boundaries[document_N + 1] - start_N)
     block_T = np.repeat(np.arange(len(document_N)), length_N)
-    slots = min(block_size, int(tokens_S.max()))
-    slot_T = block_T * slots + np.arange(boundaries[-1]) - start_N[block_T]
+    block_tokens = min(block_size, int(tokens_S.max()))
+    place_T = block_T * block_tokens + np.arange(boundaries[-1]) - start_N[block_T]
     tensors = {
+        "number_N": np.arange(len(document_N)),
         "document_N": document_N,
         "index_N": index_N,
         "start_N": start_N,
@@ -131,7 +134,7 @@ def packed_layout(
         "blocks_S": blocks_S,
         "tokens_S": tokens_S,
         "block_T": block_T,
-        "slot_T": slot_T,
+        "place_T": place_T,
     }
     return PackedLayout(
         cu_seqlens=tuple(int(boundary) for boundary in boundaries),

@@ -1,58 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which KV blocks every query reads: what the router hands to attention.
+"""Which KV blocks every query reads: what a selector hands to attention.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, N blocks of the row, R rows
-that select, C heads that select, K width of the lists.
+Shape legend: T tokens of the packed row, H query heads, G KV heads, N blocks of the row, Q rows
+that select, C heads that select, K places of a list.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import PackedLayout
-
-Granularity = Literal["query-block", "token-kv-head", "token-query-head"]
-"""Who selects: (block of queries, KV head), (token, KV head) or (token, query head). The last is
-MoBA's."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Selection:
     """Lists of KV blocks, one per selecting row and head.
 
-    R is N for query blocks and T for tokens; C is G, and H where every query head selects.
+    Queries and keys may lie in different packed rows, where a rank holds some of either. Blocks of
+    one training document keep their order in both rows and lie side by side, so that none but the
+    last of them is short; the rows' documents need not be the training documents. A listed block is
+    read whole, unless it is the query's own block, which is read up to the query itself.
 
     Attributes:
-        granularity: who selects.
-        indices_RCK: int32 numbers of blocks in the row (0..N-1) without repetition, all of the
-            selecting row's document. The row's own block comes first, then past blocks by falling
-            score; -1 past the list's end.
-        counts_RC: int32 lengths of the lists.
-        layout: the blocks the numbers refer to.
+        indices_QCK: int32 numbers of blocks in the keys' row without repetition, all of the
+            query's training document. The own block, where it is listed, comes first, then past
+            blocks in any order; undefined past the list's end.
+        counts_QC: int32 lengths of the lists.
+        by_token: whether tokens select (Q is T) or blocks of queries (Q is N). C is G, or H where
+            every query head selects for itself.
+        query_layout: the blocks of the queries' row.
+        kv_layout: the blocks of the keys' row, which the numbers refer to.
+        own_block_N: int64, for every query block the number in ``kv_layout`` of the block that it
+            is itself; -1 where the keys' row does not hold it.
     """
 
-    granularity: Granularity
-    indices_RCK: Tensor
-    counts_RC: Tensor
-    layout: PackedLayout
+    indices_QCK: Tensor
+    counts_QC: Tensor
+    by_token: bool
+    query_layout: PackedLayout
+    kv_layout: PackedLayout
+    own_block_N: Tensor
 
-
-def check_granularity(granularity: str) -> None:
-    """Raise ValueError for an unknown granularity."""
-    if granularity not in get_args(Granularity):
-        raise ValueError(
-            f"granularity {granularity!r}: must be one of {', '.join(get_args(Granularity))}"
+    @classmethod
+    def within(
+        cls, layout: PackedLayout, *, indices_QCK: Tensor, counts_QC: Tensor, by_token: bool
+    ) -> Selection:
+        """A selection whose queries and keys lie in the same row."""
+        return cls(
+            indices_QCK=indices_QCK,
+            counts_QC=counts_QC,
+            by_token=by_token,
+            query_layout=layout,
+            kv_layout=layout,
+            own_block_N=layout.number_N,
         )
 
-
-def selecting_rows(granularity: Granularity, layout: PackedLayout) -> int:
-    """R: blocks or tokens of the row."""
-    return layout.blocks if granularity == "query-block" else layout.tokens
-
-
-def selecting_heads(granularity: Granularity, query_heads: int, kv_heads: int) -> int:
-    """C: KV heads, or query heads where each selects for itself."""
-    return query_heads if granularity == "token-query-head" else kv_heads
+    @property
+    def selecting_rows(self) -> int:
+        """Q: tokens or blocks of the queries' row."""
+        return self.query_layout.tokens if self.by_token else self.query_layout.blocks

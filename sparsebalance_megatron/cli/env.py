@@ -13,7 +13,9 @@ import runpy
 from argparse import ArgumentParser, Namespace
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+from sparsebalance_megatron.config import AttentionImplementation
 
 DISTRIBUTION = "sparsebalance-megatron"
 PACKAGES = (
@@ -206,19 +208,17 @@ def _attention() -> Facts:
     """What happens when every implementation runs once on the best device."""
     try:
         import torch
-
-        from sparsebalance_megatron.attention.api import Implementation
     except ImportError as error:
         because = f"torch cannot be imported: {error}"
         return {"device": None, "because": because, "implementations": {}}
-    from typing import get_args
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return {
         "device": device,
         "because": None,
         "implementations": {
-            name: _tried(name, device) for name in get_args(Implementation) if name != "auto"
+            name: _tried(name, device)
+            for name in get_args(AttentionImplementation)
+            if name != "auto"
         },
     }
 
@@ -243,33 +243,21 @@ def _forward_and_backward(implementation: Any, device: str) -> None:
     """
     import torch
 
-    from sparsebalance_megatron.attention.api import block_sparse_attention
-    from sparsebalance_megatron.attention.layout import packed_layout
-    from sparsebalance_megatron.attention.selectors.block_topk import router_scores, select_blocks
+    from sparsebalance_megatron.attention.api import budgeted_attention
 
     first, second = _PROBE_LENGTHS_TOKENS
-    layout = packed_layout((0, first, first + second), _BLOCK_SIZE, device)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
-        torch.randn(layout.tokens, heads, 64, generator=generator)
+        torch.randn(first + second, heads, 64, generator=generator)
         .to(device, torch.bfloat16 if device == "cuda" else torch.float32)
         .requires_grad_()
         for heads in (4, 2, 2)
     )
-    scores = router_scores(
-        q.detach(),
-        k.detach(),
-        layout,
-        granularity="token-kv-head" if implementation == "tokens" else "query-block",
+    out, _ = budgeted_attention(
+        *(q, k, v, (0, first, first + second), 2),
+        block_size=_BLOCK_SIZE,
         softmax_scale=0.125,
-    )
-    budgets_S = torch.full((layout.documents,), 2, device=device)
-    out, _ = block_sparse_attention(
-        q,
-        k,
-        v,
-        select_blocks(scores, budgets_S, max_budget=2),
-        softmax_scale=0.125,
+        selection="token-kv-head" if implementation == "tokens" else "query-block",
         implementation=implementation,
     )
     out.float().square().sum().backward()

@@ -13,7 +13,7 @@ from sparsebalance_megatron.cli.output import open_console, print_notes, write_t
 from sparsebalance_megatron.report.comparison import Comparison, compare
 from sparsebalance_megatron.report.comparison_table import columns_of, speedups_of, table_of
 from sparsebalance_megatron.report.run_report import step_picture
-from sparsebalance_megatron.telemetry.run_log import read_run_log
+from sparsebalance_megatron.telemetry.step_log import read_run_log
 
 
 def add_parser(subparsers: Any) -> None:

@@ -44,26 +44,25 @@ class Sample:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedMicroBatch:
-    """One row of samples. Attention and positions start anew at every entry of ``cu_seqlens``.
+class PackedRow:
+    """One row of samples, whose boundaries :func:`packed_cu_seqlens` gives.
 
     Attributes:
         tokens: [T] int64 inputs.
         labels: [T] int64, the token that follows each input.
-        position_ids: [T] int64, from 0 in every sample.
+        position_ids: [T] int64, from 0 in every sample and in the padding.
         loss_mask: [T] float32, 0 on padding and on labels that a sample masks.
-        cu_seqlens: sequence boundaries from 0 to T; padding is one more sequence at the end.
-        lengths_tokens: one per sample, padding excluded.
-        padded_tokens: tokens of T that belong to no sample.
     """
 
     tokens: np.ndarray
     labels: np.ndarray
     position_ids: np.ndarray
     loss_mask: np.ndarray
-    cu_seqlens: tuple[int, ...]
-    lengths_tokens: tuple[int, ...]
-    padded_tokens: int
+
+
+def padding_tokens(tokens: int, pad_to_multiple_of: int) -> int:
+    """Tokens that a row of so many is filled up with, to divide by ``pad_to_multiple_of``."""
+    return -tokens % pad_to_multiple_of
 
 
 def packed_cu_seqlens(
@@ -86,7 +85,7 @@ def packed_cu_seqlens(
     if pad_to_multiple_of < 1:
         raise ValueError(f"pad_to_multiple_of is {pad_to_multiple_of}, must be at least 1 token")
     boundaries = [0, *accumulate(int(length) for length in lengths_tokens)]
-    padding = -boundaries[-1] % pad_to_multiple_of
+    padding = padding_tokens(boundaries[-1], pad_to_multiple_of)
     if padding:
         boundaries.append(boundaries[-1] + padding)
     return tuple(boundaries)
@@ -94,7 +93,7 @@ def packed_cu_seqlens(
 
 def pack(
     samples: Sequence[Sample], *, pad_to_multiple_of: int = 1, pad_token: int = 0
-) -> PackedMicroBatch:
+) -> PackedRow:
     """Pack samples in the order given.
 
     Args:
@@ -105,9 +104,8 @@ def pack(
     Raises:
         ValueError: if there is no sample or the multiple is below 1.
     """
-    lengths_tokens = tuple(sample.length_tokens for sample in samples)
-    cu_seqlens = packed_cu_seqlens(lengths_tokens, pad_to_multiple_of)
-    row_tokens, sample_tokens = cu_seqlens[-1], sum(lengths_tokens)
+    cu_seqlens = packed_cu_seqlens([sample.length_tokens for sample in samples], pad_to_multiple_of)
+    row_tokens = cu_seqlens[-1]
     tokens = np.full(row_tokens, pad_token, dtype=np.int64)
     labels = np.full(row_tokens, pad_token, dtype=np.int64)
     loss_mask = np.zeros(row_tokens, dtype=np.float32)
@@ -117,12 +115,9 @@ def pack(
         labels[place] = sample.tokens[1:]
         loss_mask[place] = 1.0 if sample.loss_mask is None else sample.loss_mask
     sequence_starts = np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
-    return PackedMicroBatch(
+    return PackedRow(
         tokens=tokens,
         labels=labels,
         position_ids=np.arange(row_tokens, dtype=np.int64) - sequence_starts,
         loss_mask=loss_mask,
-        cu_seqlens=cu_seqlens,
-        lengths_tokens=lengths_tokens,
-        padded_tokens=row_tokens - sample_tokens,
     )

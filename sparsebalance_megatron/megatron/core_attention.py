@@ -17,15 +17,14 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
+from sparsebalance_megatron.attention.coverage import coverage_at, guard_budgets
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.selectors.block_topk import (
-    coverage_at,
-    coverage_curves,
-    guard_budgets,
-    router_scores,
-    select_blocks,
+from sparsebalance_megatron.attention.selectors import SELECTORS, Selector
+from sparsebalance_megatron.config import (
+    AttentionImplementation,
+    ConfigError,
+    SparseBalanceConfig,
 )
-from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, MicroBatchContext
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -37,9 +36,9 @@ class AttentionOptions:
 
     block_size: int
     base_budget: int
-    granularity: str
+    selector: Selector[Any]
     coverage_threshold: float
-    implementation: str
+    implementation: AttentionImplementation
     grid: tuple[int, ...]
 
     @classmethod
@@ -47,7 +46,7 @@ class AttentionOptions:
         return cls(
             block_size=config.block_size,
             base_budget=config.base_budget,
-            granularity=config.selection,
+            selector=SELECTORS[config.selection],
             coverage_threshold=config.coverage_threshold,
             implementation=config.attention,
             grid=grid,
@@ -59,7 +58,8 @@ class BudgetedCoreAttention(MegatronModule):
 
     Takes the keyword constructor and the forward of Megatron's ``DotProductAttention``; has no
     parameters. Without a carrier (plain ``PackedSeqParams``, or the sbhd layout) every sample gets
-    the base budget and nothing is observed. Makes no host synchronisation.
+    the base budget and nothing is observed. With a carrier the host never waits for the device;
+    plain ``PackedSeqParams`` hold their boundaries on the device, and reading them makes it wait.
     """
 
     def __init__(
@@ -137,9 +137,6 @@ class BudgetedCoreAttention(MegatronModule):
         samples = len(cu_seqlens) - 1
         base = self._options.base_budget
         return MicroBatchContext(
-            step=-1,
-            position=0,
-            chunk=0,
             layout=packed_layout(cu_seqlens, self._options.block_size, device),
             budgets_LS=torch.full(
                 (self._layer_index + 1, samples), base, dtype=torch.int32, device=device
@@ -156,18 +153,14 @@ class BudgetedCoreAttention(MegatronModule):
         budgets_S = context.budgets_LS[self._layer_index]
         max_budget = context.max_budgets[self._layer_index]
         with torch.no_grad():
-            scores = router_scores(
-                q_THD,
-                k_TGD,
-                layout,
-                granularity=options.granularity,
-                softmax_scale=self._softmax_scale,
+            scores = options.selector.scores(
+                q_THD, k_TGD, layout, softmax_scale=self._softmax_scale
             )
             if context.observe:
                 budgets_S = self.guard_and_observe(scores, budgets_S, context)
                 # A guarded sample never needs more than the base budget.
                 max_budget = max(max_budget, options.base_budget)
-            selection = select_blocks(scores, budgets_S, max_budget=max_budget)
+            selection = options.selector.select(scores, budgets_S, max_budget=max_budget)
         out_THD, _ = block_sparse_attention(
             q_THD,
             k_TGD,
@@ -186,7 +179,7 @@ class BudgetedCoreAttention(MegatronModule):
         Returns the budgets [S] to execute; what was seen goes into the context's observations.
         """
         options = self._options
-        curves_SK = self._mean_over_tensor_parallel(coverage_curves(scores))
+        curves_SK = self._mean_over_tensor_parallel(options.selector.coverage(scores))
         guarded_S, grown_S = guard_budgets(
             curves_SK,
             budgets_S,

@@ -41,9 +41,6 @@ class MicroBatchContext:
     ``observations`` is keyed by layer, so that a recomputed pass overwrites what it repeats.
     """
 
-    step: int
-    position: int
-    chunk: int
     layout: PackedLayout
     budgets_LS: Tensor
     max_budgets: tuple[int, ...]
@@ -62,9 +59,6 @@ def micro_batch_context(
     plan: MicroBatchPlan,
     cu_seqlens: tuple[int, ...],
     *,
-    step: int,
-    position: int,
-    chunk: int,
     block_size: int,
     observe: bool,
     device: torch.device,
@@ -79,9 +73,6 @@ def micro_batch_context(
     if padding:
         budgets_LS = torch.nn.functional.pad(budgets_LS, (0, padding), value=1)
     return MicroBatchContext(
-        step=step,
-        position=position,
-        chunk=chunk,
         layout=packed_layout(cu_seqlens, block_size, device),
         budgets_LS=budgets_LS.to(device, non_blocking=True),
         max_budgets=tuple(int(k) for k in plan.budgets_LS.max(axis=1)),

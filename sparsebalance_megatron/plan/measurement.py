@@ -7,10 +7,14 @@ U length buckets, K grid of budgets.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+
+DIRECTIONS = ("forward", "backward")
+"""Of a pass through the model; also the order of an axis of two."""
 
 
 class Span(NamedTuple):
@@ -82,6 +86,16 @@ class CoverageTotals:
     count: float
     minimum: float
     grown: float
+
+    @property
+    def executed_mean(self) -> float:
+        """Mean executed coverage; NaN where nothing was observed."""
+        return self.executed_sum / (self.count or math.nan)
+
+    @property
+    def base_mean(self) -> float:
+        """The mean that the base budgets would have had; NaN where nothing was observed."""
+        return self.base_sum / (self.count or math.nan)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from sparsebalance_megatron.plan.budgets.feasible import BudgetRange, feasible_r
 from sparsebalance_megatron.plan.budgets.price import Pricing, price
 from sparsebalance_megatron.plan.budgets.tune import TunedBudgets, tune
 from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.metrics import imbalance
 from sparsebalance_megatron.plan.placement import balance
 from sparsebalance_megatron.plan.placement.search import improve
 from sparsebalance_megatron.plan.schedules.bounds import sample_bounds
@@ -353,9 +354,9 @@ def _expectation(
         rank_makespan_ms=tuple(makespans_D.tolist()),
         forward_ms=forward_DPVM,
         backward_ms=backward_DPVM,
-        imbalance_micro_batches=_imbalance(work_DPVM.sum(axis=(1, 2))),
-        imbalance_rank_sums=_imbalance(work_DPVM.sum(axis=(1, 2, 3))),
-        imbalance_makespans=_imbalance(makespans_D),
+        imbalance_micro_batches=imbalance(work_DPVM.sum(axis=(1, 2))),
+        imbalance_rank_sums=imbalance(work_DPVM.sum(axis=(1, 2, 3))),
+        imbalance_makespans=imbalance(makespans_D),
         coverage_mean=coverage_mean,
         coverage_min=coverage_min,
         work_ratio=float(tuned_work / base_work) if base_work else 1.0,
@@ -394,12 +395,6 @@ def _work_of_stages_ms(problem: _Problem, sample_ms: tuple[np.ndarray, np.ndarra
     constant_C = costs.constant_forward_C + costs.constant_backward_C
     work_C = sum(part.sum(axis=0) for part in sample_ms) + problem.job.slots * constant_C
     return np.asarray(work_C).reshape(costs.pipeline_stages, -1).sum(axis=1)
-
-
-def _imbalance(values: np.ndarray) -> float:
-    """max/mean; 1 where nothing costs anything."""
-    mean = float(values.mean())
-    return float(values.max()) / mean if mean else 1.0
 
 
 def _coverage(problem: _Problem, budgets_LS: np.ndarray) -> tuple[float | None, float | None]:

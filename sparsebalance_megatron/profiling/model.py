@@ -22,7 +22,6 @@ from torch import Tensor
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors.block_topk import router_scores, select_blocks
 from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.megatron.compat import enable_variable_lengths, gpt_model
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
@@ -78,9 +77,6 @@ class ProfiledModel:
 
     def _context(self, lengths_tokens: Sequence[int], budget_blocks: int) -> MicroBatchContext:
         return MicroBatchContext(
-            step=0,
-            position=0,
-            chunk=0,
             layout=packed_layout(
                 tuple(accumulate(lengths_tokens, initial=0)), self._options.block_size, self._device
             ),
@@ -130,16 +126,12 @@ class ProfiledModel:
         """What core attention does before it attends; unguarded, the budgets stay as they are."""
         budgets_S = context.budgets_LS[0]
         with torch.no_grad():
-            scores = router_scores(
-                q_THD,
-                k_TGD,
-                context.layout,
-                granularity=self._options.granularity,
-                softmax_scale=q_THD.shape[-1] ** -0.5,
+            scores = self._options.selector.scores(
+                q_THD, k_TGD, context.layout, softmax_scale=q_THD.shape[-1] ** -0.5
             )
             if guarded:
                 budgets_S = self._core_attention.guard_and_observe(scores, budgets_S, context)
-            return select_blocks(
+            return self._options.selector.select(
                 scores,
                 budgets_S,
                 max_budget=max(context.max_budgets[0], self._options.base_budget),

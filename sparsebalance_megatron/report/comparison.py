@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from sparsebalance_megatron.telemetry.run_log import RunLog, Step
+from sparsebalance_megatron.plan.metrics import imbalance
+from sparsebalance_megatron.telemetry.step_log import RunLog
+from sparsebalance_megatron.telemetry.step_record import Step
 
 WARM_UP_STEPS = 5
 
@@ -102,7 +104,9 @@ def summarize(steps: Sequence[Step]) -> RunSummary:
         iteration_ms=tuple(step.iteration_ms for step in steps if step.iteration_ms is not None),
         loss_first=losses[0] if losses else None,
         loss_last=losses[-1] if losses else None,
-        rank_imbalance=_middle(_imbalance(step.measured_rank_ms) for step in settled),
+        rank_imbalance=_middle(
+            imbalance(step.measured_rank_ms) for step in settled if step.measured_rank_ms
+        ),
         coverage_mean=_mean(step.coverage for step in settled),
         predicted_error=_middle(error for step in settled for error in _errors(step)),
         predicted_ms=_middle(_largest(step.predicted_rank_ms) for step in settled),
@@ -144,11 +148,6 @@ def _total_speedup(pairs: Iterable[tuple[Step, Step]]) -> float | None:
 
 def _ratio(numerator: float | None, denominator: float | None) -> float | None:
     return numerator / denominator if numerator is not None and denominator else None
-
-
-def _imbalance(times_ms: Sequence[float] | None) -> float | None:
-    """max/mean."""
-    return _ratio(max(times_ms), fmean(times_ms)) if times_ms else None
 
 
 def _largest(times_ms: Sequence[float] | None) -> float | None:

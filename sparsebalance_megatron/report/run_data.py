@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,18 +17,24 @@ from sparsebalance_megatron.report.comparison import warm_up_steps
 from sparsebalance_megatron.report.timeline import (
     Timeline,
     measured_timeline,
+    named_places,
     predicted_timeline,
 )
-from sparsebalance_megatron.telemetry.rank_log_reader import (
-    Place,
+from sparsebalance_megatron.telemetry.rank_log import (
     RankLogs,
-    missing_places,
     rank_files,
+    rank_folder,
     rank_iterations,
     read_rank_logs,
 )
-from sparsebalance_megatron.telemetry.run_log import RunLog, RunLogError, Step, read_run_log
-from sparsebalance_megatron.telemetry.step_times import StepTimes, read_step_times
+from sparsebalance_megatron.telemetry.rank_record import Place
+from sparsebalance_megatron.telemetry.step_log import (
+    RunLog,
+    RunLogError,
+    read_run_log,
+    read_step_times,
+)
+from sparsebalance_megatron.telemetry.step_record import MicroBatchTimes, Step
 
 _MOST_PLACES = 1_000_000
 MOST_STEPS_READ = 64
@@ -41,7 +47,7 @@ class Evidence:
 
     log: RunLog
     ranks: RankLogs
-    times: Mapping[int, StepTimes]
+    times: Mapping[int, MicroBatchTimes]
     iterations: tuple[int, ...]
 
     @property
@@ -75,7 +81,7 @@ class Evidence:
         sizes = [self.log.header.get(key) for key in ("data_parallel_size", "pipeline_stages")]
         match sizes:
             case [int(ranks), int(stages)] if 0 < ranks * stages <= _MOST_PLACES:
-                return tuple((d, p) for d in range(ranks) for p in range(stages))
+                return tuple((rank, stage) for rank in range(ranks) for stage in range(stages))
         return ()
 
 
@@ -107,20 +113,11 @@ def gather(log: RunLog, iterations: Collection[int]) -> Evidence:
         times=read_step_times(log.directory, iterations) if log.steps else {},
         iterations=iterations_of(log),
     )
-    missing = missing_places(ranks, evidence.places) if ranks.headers else []
-    if not missing:
+    missing = [place for place in evidence.places if place not in ranks.headers]
+    if not (ranks.headers and missing):
         return evidence
-    names = ", ".join(f"rank {d} stage {p}" for d, p in missing[:4])
-    more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-    problem = f"{log.directory / 'ranks'}: no log of {names}{more}; left out"
-    return Evidence(
-        log=log,
-        ranks=RankLogs(
-            headers=ranks.headers, steps=ranks.steps, problems=(*ranks.problems, problem)
-        ),
-        times=evidence.times,
-        iterations=evidence.iterations,
-    )
+    problem = f"{rank_folder(log.directory)}: no log of {named_places(missing)}; left out"
+    return replace(evidence, ranks=replace(ranks, problems=(*ranks.problems, problem)))
 
 
 def iterations_of(log: RunLog) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from sparsebalance_megatron.report.run_data import (
 from sparsebalance_megatron.report.sentences import comparison_findings, run_findings, subtitle
 from sparsebalance_megatron.report.step_table import HEADINGS, micro_batch_rows
 from sparsebalance_megatron.report.timeline import Timeline
-from sparsebalance_megatron.telemetry.run_log import RunLog
+from sparsebalance_megatron.telemetry.step_log import RunLog
 
 _NOTES_IN_PAGE = 100
 _UNMEASURED = "not all of its times were measured"

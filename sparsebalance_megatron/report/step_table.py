@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The micro-batches of one step as rows of text."""
+"""The micro-batches of one step as rows of text.
+
+Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
+S samples, 2 forward and backward.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparsebalance_megatron.telemetry.rank_log_reader import Place, RankMicroBatch, RankStep
-from sparsebalance_megatron.telemetry.step_times import StepTimes
+from sparsebalance_megatron.telemetry.rank_record import Place, RankMicroBatch, RankStep
+from sparsebalance_megatron.telemetry.step_record import SIDES, MicroBatchTimes
 
 _LENGTHS_SHOWN = 8
 
@@ -38,7 +42,7 @@ HEADINGS = MicroBatchRow(
 
 
 def micro_batch_rows(
-    times: StepTimes | None, ranks: Mapping[Place, RankStep], shown: Collection[int]
+    times: MicroBatchTimes | None, ranks: Mapping[Place, RankStep], shown: Collection[int]
 ) -> list[MicroBatchRow]:
     """Every micro-batch of the data-parallel ranks in ``shown``.
 
@@ -49,16 +53,16 @@ def micro_batch_rows(
     keys = set(held)
     if times is not None:
         data_parallel, _, _, micro_batches = times.shape
-        keys |= {(d, m) for d in range(data_parallel) for m in range(micro_batches)}
+        keys |= {(rank, m) for rank in range(data_parallel) for m in range(micro_batches)}
     return [
         MicroBatchRow(
-            str(d),
-            str(m),
-            *_contents(held.get((d, m), [])),
-            *(_ms(times, side, d, m) for side in ("predicted", "measured")),
+            str(rank),
+            str(position),
+            *_contents(held.get((rank, position), [])),
+            *(_ms(times, side, rank, position) for side in SIDES),
         )
-        for d, m in sorted(keys)
-        if d in shown
+        for rank, position in sorted(keys)
+        if rank in shown
     ]
 
 
@@ -67,9 +71,9 @@ def _by_micro_batch(
 ) -> dict[tuple[int, int], list[RankMicroBatch]]:
     """(rank, position) to the micro-batch as every stage logged it."""
     found: dict[tuple[int, int], list[RankMicroBatch]] = {}
-    for (d, _), step in sorted(ranks.items()):
+    for (rank, _), step in sorted(ranks.items()):
         for micro_batch in step.micro_batches:
-            found.setdefault((d, micro_batch.position), []).append(micro_batch)
+            found.setdefault((rank, micro_batch.position), []).append(micro_batch)
     return found
 
 
@@ -92,12 +96,9 @@ def _listed(values: list[str]) -> str:
     return " · ".join(values[:_LENGTHS_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _ms(times: StepTimes | None, side: str, d: int, m: int) -> str:
-    if times is None:
+def _ms(times: MicroBatchTimes | None, side: str, rank: int, position: int) -> str:
+    times_2RPVM = None if times is None else times.side(side)
+    if times_2RPVM is None or rank >= times_2RPVM.shape[1] or position >= times_2RPVM.shape[4]:
         return ""
-    forward = getattr(times, f"{side}_forward_DPVM")
-    backward = getattr(times, f"{side}_backward_DPVM")
-    if forward is None or backward is None or d >= len(forward) or m >= forward.shape[3]:
-        return ""
-    ms = float((forward[d, :, :, m] + backward[d, :, :, m]).sum())
+    ms = float(times_2RPVM[:, rank, :, :, position].sum())
     return f"{ms:,.1f}" if np.isfinite(ms) else ""

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every stage of every rank did in one step, and when: as predicted, and as measured.
 
-Shape legend: D data-parallel ranks, P stages, V virtual stages, M micro-batches.
+Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, 2 forward
+and backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from sparsebalance_megatron.plan.schedules.simulator import schedule_name, simulate
 from sparsebalance_megatron.plan.step_plan import PlanError
-from sparsebalance_megatron.telemetry.rank_log_reader import Place, RankStep
-from sparsebalance_megatron.telemetry.step_times import StepTimes
+from sparsebalance_megatron.telemetry.rank_record import Place, RankStep
+from sparsebalance_megatron.telemetry.step_record import MicroBatchTimes
 
 PREDICTED = "the schedule simulated with the predicted times"
 SIMULATED = (
@@ -28,7 +29,7 @@ class Bar:
     """A forward or a backward of one chunk for one micro-batch, in ms since the step began."""
 
     place: Place
-    kind: str
+    direction: str
     chunk: int
     position: int
     start_ms: float
@@ -66,15 +67,15 @@ class Timeline:
         return sum(bar.ms for bar in self.bars) / available_ms if available_ms else 1.0
 
 
-def predicted_timeline(times: StepTimes) -> Timeline | None:
+def predicted_timeline(times: MicroBatchTimes) -> Timeline | None:
     """The schedule simulated with predicted times; None where a log holds totals only."""
-    if times.predicted_forward_DPVM is None or times.predicted_backward_DPVM is None:
+    if times.predicted_2RPVM is None:
         return None
-    return _simulated(times.predicted_forward_DPVM, times.predicted_backward_DPVM, PREDICTED)
+    return _simulated(times.predicted_2RPVM, PREDICTED)
 
 
 def measured_timeline(
-    times: StepTimes | None,
+    times: MicroBatchTimes | None,
     ranks: Mapping[Place, RankStep],
     expected: Iterable[Place] = (),
 ) -> Timeline | None:
@@ -92,36 +93,31 @@ def measured_timeline(
         return _measured(ranks, expected)
     if times is None:
         return None
-    return _simulated(times.measured_forward_DPVM, times.measured_backward_DPVM, SIMULATED)
+    return _simulated(times.measured_2RPVM, SIMULATED)
 
 
-def _simulated(forward_DPVM: np.ndarray, backward_DPVM: np.ndarray, source: str) -> Timeline | None:
+def _simulated(times_2RPVM: np.ndarray, source: str) -> Timeline | None:
     """None where a time is missing or negative."""
-    ranks, stages, virtual_stages, _ = forward_DPVM.shape
+    _, ranks, stages, virtual_stages, _ = times_2RPVM.shape
     schedule = schedule_name(stages, virtual_stages)
     try:
         traces = [
-            simulate(
-                forward_DPVM[d],
-                backward_DPVM[d],
-                schedule=schedule,
-                virtual_stages=virtual_stages,
-            )
-            for d in range(ranks)
+            simulate(*times_2RPVM[:, rank], schedule=schedule, virtual_stages=virtual_stages)
+            for rank in range(ranks)
         ]
     except PlanError:
         return None
     return Timeline(
         bars=tuple(
             Bar(
-                place=(d, event.stage),
-                kind=event.kind,
+                place=(rank, event.stage),
+                direction=event.kind,
                 chunk=event.chunk,
                 position=event.micro_batch,
                 start_ms=event.start_ms,
                 end_ms=event.end_ms,
             )
-            for d, trace in enumerate(traces)
+            for rank, trace in enumerate(traces)
             for event in trace.events
         ),
         source=source,
@@ -133,11 +129,9 @@ def _measured(ranks: Mapping[Place, RankStep], expected: Iterable[Place]) -> Tim
     spoken = {place: step for place, step in ranks.items() if step.spans}
     origins_s = {place: step.start_unix_s for place, step in spoken.items()}
     known_s = [start for start in origins_s.values() if start is not None]
-    remarks = [
-        f"{_named(missing)}: nothing logged of this step"
-        for missing in [sorted(set(expected) - set(spoken))]
-        if missing
-    ]
+    remarks = []
+    if missing := sorted(set(expected) - set(spoken)):
+        remarks.append(f"{named_places(missing)}: nothing logged of this step")
     unmeasured = sum(step.unmeasured for step in ranks.values())
     if unmeasured:
         remarks.append(f"{unmeasured} forwards or backwards have no time")
@@ -148,7 +142,7 @@ def _measured(ranks: Mapping[Place, RankStep], expected: Iterable[Place]) -> Tim
         bars=tuple(
             Bar(
                 place=place,
-                kind=span.kind,
+                direction=span.direction,
                 chunk=span.chunk,
                 position=span.position,
                 start_ms=offset_ms + span.start_ms,
@@ -168,6 +162,7 @@ def _since(first_s: float, start_s: float | None) -> float:
     return 0.0 if start_s is None else (start_s - first_s) * 1e3
 
 
-def _named(places: list[Place]) -> str:
-    shown = ", ".join(f"rank {d} stage {p}" for d, p in places[:4])
+def named_places(places: Sequence[Place]) -> str:
+    """The first four, and how many more there are."""
+    shown = ", ".join(f"rank {rank} stage {stage}" for rank, stage in places[:4])
     return shown + (f" and {len(places) - 4} more" if len(places) > 4 else "")

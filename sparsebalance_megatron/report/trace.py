@@ -3,6 +3,9 @@
 
 Format: "Trace Event Format", Google; complete events ("X"), counters ("C"), metadata ("M").
 Times are microseconds with three decimals, so whole nanoseconds: neighbours never overlap.
+
+Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, 2 forward
+and backward.
 """
 
 from __future__ import annotations
@@ -12,14 +15,13 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
-from sparsebalance_megatron.report.charts.series import max_over_mean
+from sparsebalance_megatron.plan.measurement import DIRECTIONS
+from sparsebalance_megatron.plan.metrics import imbalance
 from sparsebalance_megatron.report.timeline import Bar, Timeline
-from sparsebalance_megatron.telemetry.rank_log_reader import Place, RankMicroBatch, RankStep
-from sparsebalance_megatron.telemetry.run_log import Step
-from sparsebalance_megatron.telemetry.step_times import StepTimes
+from sparsebalance_megatron.telemetry.rank_record import Place, RankMicroBatch, RankStep
+from sparsebalance_megatron.telemetry.step_record import SIDES, MicroBatchTimes, Step
 
 _RUN_PROCESS = 1
-_SIDES = ("predicted", "measured")
 _PAUSE_NS = 1_000
 """Between steps that would touch."""
 
@@ -36,7 +38,7 @@ class TracedStep:
     iteration: int
     timelines: Mapping[str, Timeline]
     step: Step | None
-    times: StepTimes | None
+    times: MicroBatchTimes | None
     contents: Mapping[Place, RankStep]
     start_unix_s: float | None
 
@@ -66,7 +68,7 @@ class Tracer:
         """The events of one step."""
         start_ns = self._start(traced)
         longest_ns = 0
-        for side in _SIDES:
+        for side in SIDES:
             timeline = traced.timelines.get(side)
             if timeline is None:
                 continue
@@ -116,7 +118,7 @@ class Tracer:
     def _slice(self, side: str, bar: Bar, origin_ns: int, traced: TracedStep) -> Event:
         chunk = f" chunk {bar.chunk}" if traced.times and traced.times.shape[2] > 1 else ""
         return _complete(
-            f"{bar.kind} {bar.position}{chunk}",
+            f"{bar.direction} {bar.position}{chunk}",
             side,
             (self._ids[side, bar.place[0]], self._threads[side, bar.place]),
             (origin_ns + _ns(bar.start_ms), origin_ns + _ns(bar.end_ms)),
@@ -131,7 +133,7 @@ def _bar_arguments(bar: Bar, traced: TracedStep) -> Event:
         "chunk": bar.chunk,
         "ms": round(bar.ms, 4),
     }
-    for side in _SIDES:
+    for side in SIDES:
         ms = _side_ms(traced.times, side, bar)
         if ms is not None:
             found[f"{side}_ms"] = round(ms, 4)
@@ -149,18 +151,15 @@ def _bar_arguments(bar: Bar, traced: TracedStep) -> Event:
     return found
 
 
-def _side_ms(times: StepTimes | None, side: str, bar: Bar) -> float | None:
+def _side_ms(times: MicroBatchTimes | None, side: str, bar: Bar) -> float | None:
     """The time that the step log has for it; None where there is none."""
-    if times is None:
+    times_2RPVM = None if times is None else times.side(side)
+    if times_2RPVM is None:
         return None
-    times_DPVM = getattr(times, f"{side}_{bar.kind}_DPVM")
-    if times_DPVM is None:
+    place = (DIRECTIONS.index(bar.direction), *bar.place, bar.chunk, bar.position)
+    if any(index >= size for index, size in zip(place, times_2RPVM.shape, strict=True)):
         return None
-    ranks, stages, chunks, micro_batches = times_DPVM.shape
-    rank, stage = bar.place
-    if rank >= ranks or stage >= stages or bar.chunk >= chunks or bar.position >= micro_batches:
-        return None
-    ms = float(times_DPVM[rank, stage, bar.chunk, bar.position])
+    ms = float(times_2RPVM[place])
     return ms if isfinite(ms) else None
 
 
@@ -190,11 +189,12 @@ def _step_arguments(traced: TracedStep) -> Event:
 def _counters(step: Step | None, start_ns: int) -> Iterator[Event]:
     if step is None:
         return
+    predicted_ms, measured_ms = step.predicted_rank_ms, step.measured_rank_ms
     tracks = {
         "coverage": {"executed": step.coverage, "at base budgets": step.coverage_base},
         "imbalance of ranks": {
-            "predicted": max_over_mean(step.predicted_rank_ms),
-            "measured": max_over_mean(step.measured_rank_ms),
+            "predicted": imbalance(predicted_ms) if predicted_ms else None,
+            "measured": imbalance(measured_ms) if measured_ms else None,
         },
     }
     for name, values in tracks.items():

@@ -13,6 +13,10 @@ from typing import Any
 
 import numpy as np
 
+LINES_DISCARDED, LINES_DROPPED = "lines_discarded", "lines_dropped"
+"""Keys of counts: of a header, lines lost for space; of any line, those before it that were left
+out."""
+
 _ITERATION = re.compile(rb'"iteration":\s*(\d+)')
 _PREFIX_BYTES = 200
 _LARGEST_INDEX = 2**40
@@ -59,9 +63,44 @@ class Line:
         return f"{self.path} line {self.number}: {error}; left out"
 
 
+class LostLines:
+    """Counts lines that the writer says it lost: discarded for space, or dropped in haste."""
+
+    def __init__(self) -> None:
+        self._discarded = 0
+        self._dropped = 0
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """Raises :class:`BadLineError` if a count is not a number."""
+        self._discarded = max(self._discarded, int(optional_number(record, LINES_DISCARDED) or 0))
+        self._dropped += int(optional_number(record, LINES_DROPPED) or 0)
+
+    def remarks(self, path: Path) -> list[str]:
+        """What was lost, one sentence each."""
+        found = []
+        if self._discarded:
+            found.append(
+                f"{path}: the {self._discarded} oldest lines were discarded while training; "
+                "raise --sparse-balance-log-megabytes to keep them"
+            )
+        if self._dropped:
+            found.append(f"{path}: {self._dropped} lines could not be written while training")
+        return found
+
+
+def older_file(path: Path) -> Path:
+    """Where a log that outgrew its file keeps the lines before: ``NAME.1.jsonl``."""
+    return path.with_suffix(f".1{path.suffix}")
+
+
+def newest_file(path: Path) -> Path:
+    """The inverse of :func:`older_file`; ``NAME.jsonl`` itself stays."""
+    return path.with_name(path.name.replace(".1.jsonl", ".jsonl"))
+
+
 def log_files(path: Path) -> tuple[Path, ...]:
     """The files of one log that are there, older lines first: ``NAME.1.jsonl``, ``NAME.jsonl``."""
-    return tuple(each for each in (path.with_suffix(".1.jsonl"), path) if each.exists())
+    return tuple(each for each in (older_file(path), path) if each.exists())
 
 
 def lines(path: Path) -> Iterator[Line]:

@@ -10,10 +10,13 @@ import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from sparsebalance_megatron.telemetry.jsonl import LINES_DISCARDED, LINES_DROPPED, older_file
 
 DEFAULT_MAX_BYTES = 64 * 10**6
 _READ_BYTES = 1 << 20
@@ -38,14 +41,13 @@ class JsonLinesFile:
 
     def __init__(self, path: str | Path, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self.path = Path(path)
-        self.older_path = self.path.with_name(f"{self.path.stem}.1{self.path.suffix}")
         self._half_bytes = max_bytes // 2
         self._descriptor: int | None = None
         self._header: dict[str, Any] = {}
-        self._header_bytes = 0
-        self._header_due = False
-        self._line_is_cut = False
-        self._bytes = self._lines = self._older_lines = self._discarded = 0
+        self._longest_header_bytes = 0
+        # What must precede the next line: the header, behind the end of a line that was cut off.
+        self._due = b""
+        self._discarded = 0
         # The queue's thread counts the first, the writing thread the others.
         self._never_queued = self._not_written = self._reported = 0
         self._warned = False
@@ -53,14 +55,15 @@ class JsonLinesFile:
     def begin(self, header: Mapping[str, Any], *, resumed: bool) -> None:
         """Write the header: of a new file, or behind what a run left that this one resumes."""
         self._header = dict(header)
-        self._header_bytes = len(_line({**header, "lines_discarded": 10**12}))
-        self._header_due = True
+        self._longest_header_bytes = len(_line({**header, LINES_DISCARDED: 10**12}))
+        self._due = self._header_line()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if resumed:
-                self._take_over()
+                self._discarded, is_cut = _left_behind(self.path)
+                self._due = (b"\n" if is_cut else b"") + self._header_line()
             else:
-                for path in (self.path, self.older_path):
+                for path in (self.path, older_file(self.path)):
                     path.unlink(missing_ok=True)
             self._write(b"")
         except OSError as error:
@@ -69,7 +72,7 @@ class JsonLinesFile:
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one line. NaN and infinity become null."""
         lost = self._never_queued + self._not_written - self._reported
-        line = _line({**record, "lines_dropped": lost} if lost else record)
+        line = _line({**record, LINES_DROPPED: lost} if lost else record)
         try:
             self._write(line)
         except OSError as error:
@@ -89,51 +92,43 @@ class JsonLinesFile:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _take_over(self) -> None:
-        self._older_lines, _, _ = _survey(self.older_path)
-        self._lines, self._line_is_cut, first = _survey(self.path)
-        with suppress(ValueError, AttributeError):
-            self._discarded = int(json.loads(first).get("lines_discarded", 0))
+    def _header_line(self) -> bytes:
+        discarded = {LINES_DISCARDED: self._discarded} if self._discarded else {}
+        return _line({**self._header, **discarded})
 
     def _write(self, line: bytes) -> None:
-        """The header where it is due, and the line."""
-        if self._header_bytes + len(line) > self._half_bytes:
+        """What is due, and the line."""
+        if self._longest_header_bytes + len(line) > self._half_bytes:
             raise OSError(errno.EFBIG, f"a line of {len(line)} bytes exceeds half of the log")
-        self._open()
-        text = self._text(line)
-        if self._bytes and self._bytes + len(text) > self._half_bytes:
-            self._begin_anew()
-            text = self._text(line)
-        rest = memoryview(text)
+        descriptor = self._opened()
+        size = os.fstat(descriptor).st_size
+        if size and size + len(self._due) + len(line) > self._half_bytes:
+            self._move_aside()
+            descriptor, size = self._opened(), 0
+        rest = memoryview(self._due + line)
         try:
             while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
+                rest = rest[os.write(descriptor, rest) :]
         except OSError:
             with suppress(OSError):
-                os.ftruncate(self._descriptor, self._bytes)
+                os.ftruncate(descriptor, size)
             raise
-        self._bytes += len(text)
-        self._lines += text.count(b"\n")
-        self._header_due = self._line_is_cut = False
+        self._due = b""
 
-    def _text(self, line: bytes) -> bytes:
-        discarded = {"lines_discarded": self._discarded} if self._discarded else {}
-        header = _line({**self._header, **discarded}) if self._header_due else b""
-        return (b"\n" if self._line_is_cut else b"") + header + line
-
-    def _open(self) -> None:
+    def _opened(self) -> int:
         if self._descriptor is None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
             self._descriptor = os.open(self.path, flags, 0o644)
-            self._bytes = os.fstat(self._descriptor).st_size
+        return self._descriptor
 
-    def _begin_anew(self) -> None:
+    def _move_aside(self) -> None:
+        """The file becomes the older one, in the place of that which there is."""
         self.close()
-        os.replace(self.path, self.older_path)
-        self._discarded += self._older_lines
-        self._older_lines, self._lines = self._lines, 0
-        self._header_due, self._line_is_cut = True, False
-        self._open()
+        older = older_file(self.path)
+        discarded = _lines_in(older)
+        os.replace(self.path, older)
+        self._discarded += discarded
+        self._due = self._header_line()
 
     def _fail(self, error: OSError) -> None:
         with suppress(OSError):
@@ -146,29 +141,37 @@ class JsonLinesFile:
             _logger.warning("sparse balance: log %s: %s", self.path, reason)
 
 
-def _survey(path: Path) -> tuple[int, bool, bytes]:
-    """(number of whole lines, whether a last one is cut off, first line)."""
+def _left_behind(path: Path) -> tuple[int, bool]:
+    """(lines discarded before this file, by its header; whether its last line is cut off)."""
     try:
         with path.open("rb") as stream:
-            first = stream.readline(_READ_BYTES)
-            lines, last = first.count(b"\n"), first
+            first = last = stream.readline(_READ_BYTES)
             while part := stream.read(_READ_BYTES):
-                lines, last = lines + part.count(b"\n"), part
+                last = part
     except FileNotFoundError:
-        return 0, False, b""
-    return lines, bool(last) and not last.endswith(b"\n"), first
+        return 0, False
+    is_cut = bool(last) and not last.endswith(b"\n")
+    try:
+        return int(json.loads(first).get(LINES_DISCARDED, 0)), is_cut
+    except (ValueError, AttributeError):
+        return 0, is_cut
+
+
+def _lines_in(path: Path) -> int:
+    try:
+        with path.open("rb") as stream:
+            return sum(part.count(b"\n") for part in iter(lambda: stream.read(_READ_BYTES), b""))
+    except FileNotFoundError:
+        return 0
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
+    dumps = partial(json.dumps, allow_nan=False, separators=(",", ":"), default=_plain)
     try:
-        text = _json(record)
+        text = dumps(record)
     except ValueError:
-        text = _json(_finite(record))
+        text = dumps(_finite(record))
     return text.encode() + b"\n"
-
-
-def _json(record: Any) -> str:
-    return json.dumps(record, allow_nan=False, separators=(",", ":"), default=_plain)
 
 
 def _plain(value: Any) -> Any:

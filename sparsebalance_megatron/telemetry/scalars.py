@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step's figures as scalars for TensorBoard and Weights & Biases; docs/TELEMETRY.md lists them.
 
-Shape legend: D data-parallel ranks, P stages, V chunks, M micro-batches, L layers, S samples.
+Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
+U length buckets, S samples.
 """
 
 from __future__ import annotations
@@ -16,14 +17,9 @@ import numpy as np
 from sparsebalance_megatron.cost.flops import training_flops
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.plan.measurement import CoverageTotals, StepMeasurement
+from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms, stage_busy_ms
 from sparsebalance_megatron.plan.scheduler import PlannedStep
 from sparsebalance_megatron.plan.step_plan import StepPlan
-from sparsebalance_megatron.telemetry.step_log import (
-    coverage_summary,
-    imbalance,
-    rank_busy_ms,
-    stage_busy_ms,
-)
 
 PREFIX = "sparse-balance"
 MISMATCHES = "digest-mismatches"
@@ -97,50 +93,49 @@ def step_scalars(
 
 def _balance(planned: PlannedStep, measured: StepMeasurement) -> dict[str, float]:
     expectation = planned.plan.expectation
-    work_DPVM = measured.forward_ms + measured.backward_ms
-    makespan_D = measured.schedule_ms.max(axis=1)
-    busy_D = rank_busy_ms(measured)
-    predicted_D = stage_busy_ms(expectation.forward_ms, expectation.backward_ms).max(axis=1)
+    work_RPVM = measured.forward_ms + measured.backward_ms
+    makespan_R = measured.schedule_ms.max(axis=1)
+    busy_R = rank_busy_ms(measured.forward_ms, measured.backward_ms)
+    predicted_R = rank_busy_ms(expectation.forward_ms, expectation.backward_ms)
     return {
         "imbalance-micro-batches-predicted": expectation.imbalance_micro_batches,
-        "imbalance-micro-batches-measured": imbalance(work_DPVM.sum(axis=(1, 2))),
+        "imbalance-micro-batches-measured": imbalance(work_RPVM.sum(axis=(1, 2))),
         "imbalance-rank-sums-predicted": expectation.imbalance_rank_sums,
-        "imbalance-rank-sums-measured": imbalance(work_DPVM.sum(axis=(1, 2, 3))),
+        "imbalance-rank-sums-measured": imbalance(work_RPVM.sum(axis=(1, 2, 3))),
         "imbalance-makespans-predicted": expectation.imbalance_makespans,
-        "imbalance-makespans-measured": imbalance(makespan_D),
+        "imbalance-makespans-measured": imbalance(makespan_R),
         "makespan-ms-predicted": expectation.makespan_ms,
-        "makespan-ms-measured": float(makespan_D.max()),
-        "predicted-error": float(np.abs(predicted_D / busy_D - 1.0).mean()),
+        "makespan-ms-measured": float(makespan_R.max()),
+        "predicted-error": float(np.abs(predicted_R / busy_R - 1.0).mean()),
     }
 
 
 def _stages(planned: PlannedStep, measured: StepMeasurement) -> dict[str, float]:
     """Bubbles, and how long stages take for the work they got: a slow device, not a long sample."""
     expectation, scales = planned.plan.expectation, planned.scales
-    busy_DP = stage_busy_ms(measured.forward_ms, measured.backward_ms)
-    makespan_D1 = measured.schedule_ms.max(axis=1, keepdims=True)
-    bubble_P = (1.0 - busy_DP / makespan_D1).mean(axis=0)
+    busy_RP = stage_busy_ms(measured.forward_ms, measured.backward_ms)
+    makespan_R1 = measured.schedule_ms.max(axis=1, keepdims=True)
+    bubble_P = (1.0 - busy_RP / makespan_R1).mean(axis=0)
     # Without what calibration has learnt: that a stage is slow.
-    table_DP = stage_busy_ms(
+    table_RP = stage_busy_ms(
         *(
-            times_DPVM / factors_DPV[..., None]
-            for times_DPVM, factors_DPV in zip(
+            times_RPVM / factors_RPV[..., None]
+            for times_RPVM, factors_RPV in zip(
                 (expectation.forward_ms, expectation.backward_ms), scales.factors_2DPV, strict=True
             )
         )
     )
-    ratio_DP = busy_DP / table_DP
-    relative_DP = ratio_DP / ratio_DP.mean()
+    ratio_RP = busy_RP / table_RP
+    relative_RP = ratio_RP / ratio_RP.mean()
     return {
         **_numbered("bubble-fraction-stage", bubble_P),
-        **_numbered("relative-time-stage", relative_DP.mean(axis=0)),
-        "relative-time-max": float(relative_DP.max()),
+        **_numbered("relative-time-stage", relative_RP.mean(axis=0)),
+        "relative-time-max": float(relative_RP.max()),
         "slowness-planned-max": float(scales.device_slowness_DP.max()),
     }
 
 
 def _coverage(totals: CoverageTotals) -> dict[str, float]:
-    summary = coverage_summary(totals)
     executed = np.array_split(totals.executed_L, _DEPTH_GROUPS)
     counts = np.array_split(totals.counts_LU.sum(axis=1), _DEPTH_GROUPS)
     quarters = [
@@ -148,8 +143,8 @@ def _coverage(totals: CoverageTotals) -> dict[str, float]:
         for sums, count in zip(executed, counts, strict=True)
     ]
     return {
-        "coverage-mean": summary["mean"],
-        "coverage-min": summary["min"],
+        "coverage-mean": totals.executed_mean,
+        "coverage-min": totals.minimum,
         **_numbered("coverage-depth-quarter", quarters, first=1),
     }
 

@@ -1,142 +1,205 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step log: one JSON line per step of what all ranks did, written by one of them.
+"""The step log, ``steps.jsonl``: a header, then one JSON line per step, written by one rank.
 
-Shape legend: D data-parallel ranks, P stages, V chunks, M micro-batches, L layers, U length
-buckets, K grid of budgets.
+Lines are :mod:`.step_record` and :mod:`.coverage_record`. Of a damaged file what it still says is
+kept, and every line that had to be left out is named.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from sparsebalance_megatron.plan.measurement import CoverageTotals, StepMeasurement
-from sparsebalance_megatron.plan.scheduler import PlannedStep
-from sparsebalance_megatron.telemetry.log_file import DEFAULT_MAX_BYTES, JsonLinesFile
+from sparsebalance_megatron.plan.schedules.simulator import schedule_name
+from sparsebalance_megatron.plan.step_plan import JobShape
+from sparsebalance_megatron.telemetry.coverage_record import (
+    COVERAGE,
+    CoverageRecord,
+    read_coverage,
+)
+from sparsebalance_megatron.telemetry.jsonl import (
+    BadLineError,
+    Line,
+    LostLines,
+    lines,
+    log_files,
+    whole,
+)
+from sparsebalance_megatron.telemetry.step_record import (
+    STEP,
+    MicroBatchTimes,
+    Step,
+    read_step,
+    read_times,
+)
 
 STEP_LOG_NAME = "steps.jsonl"
-_COVERAGE_DIGITS = 5
+RUN = "run"
+"""Type of the header."""
 
 
-class StepLog(JsonLinesFile):
+class RunLogError(ValueError):
+    """A run left no usable step log."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLog:
+    """A run's header and steps by rising iteration; ``problems`` says what the file lacks.
+
+    ``coverage``: the last record of coverage curves, None where there is none.
+    """
+
+    directory: Path
+    header: Mapping[str, Any]
+    steps: tuple[Step, ...]
+    problems: tuple[str, ...]
+    coverage: CoverageRecord | None = None
+
+
+def step_log_path(directory: str | Path) -> Path:
     """``DIR/steps.jsonl``."""
-
-    def __init__(self, directory: str | Path, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
-        super().__init__(Path(directory) / STEP_LOG_NAME, max_bytes=max_bytes)
-
-    def begin_run(self, header: Mapping[str, Any], *, resumed: bool) -> None:
-        """Start the file, or go on with it after a resume."""
-        self.begin({"type": "run", **header}, resumed=resumed)
+    return Path(directory) / STEP_LOG_NAME
 
 
-def step_record(
+def run_header(
     *,
-    iteration: int,
-    iteration_ms: float | None,
-    planned: PlannedStep,
-    measured: StepMeasurement,
-    padded_tokens: int,
-    host_ms: Mapping[str, float] | None = None,
+    config: Mapping[str, Any],
+    cost_source: str,
+    job: JobShape,
+    global_batch_size: int,
+    seq_length: int,
+    grid: tuple[int, ...],
+    counts: Mapping[str, int],
+    megatron_core: str,
+    torch: str,
+    device: str,
 ) -> dict[str, Any]:
-    """One line of the log; times in ms, imbalances are max/mean.
+    """The first line: what runs, on what, with which settings.
 
     Args:
-        host_ms: see :class:`.host_time.HostTime`; of the rank that writes.
+        config: the plugin's settings by name.
+        cost_source: where predicted times come from, in words.
+        seq_length: tokens of the longest sample.
+        grid: budgets, in blocks, at which coverage is observed.
+        counts: of the training samples.
+        megatron_core, torch: versions.
+        device: in words.
     """
-    expectation = planned.plan.expectation
-    work_DPVM = measured.forward_ms + measured.backward_ms
     return {
-        "type": "step",
-        "iteration": iteration,
-        "iteration_ms": iteration_ms,
-        "lm_loss": measured.lm_loss,
-        "plan_ms": planned.plan_ms,
-        "host_ms": host_ms,
-        "plan_wait_ms": planned.wait_ms,
-        "batching": planned.plan.batching,
-        "predicted": {
-            "makespan_ms": expectation.makespan_ms,
-            "lower_bound_ms": expectation.lower_bound_ms,
-            "rank_makespan_ms": list(expectation.rank_makespan_ms),
-            "forward_ms": expectation.forward_ms.tolist(),
-            "backward_ms": expectation.backward_ms.tolist(),
-            "rank_busy_ms": stage_busy_ms(expectation.forward_ms, expectation.backward_ms)
-            .max(axis=1)
-            .tolist(),
-            "imbalance_micro_batches": expectation.imbalance_micro_batches,
-            "imbalance_rank_sums": expectation.imbalance_rank_sums,
-            "imbalance_makespans": expectation.imbalance_makespans,
-            "work_ratio": expectation.work_ratio,
-            "samples_cut": expectation.samples_cut,
-            "samples_raised": expectation.samples_raised,
-            "samples_clamped": expectation.samples_clamped,
-            "device_slowness": _unless_alike(planned.scales.device_slowness_DP),
-        },
-        "measured": {
-            "forward_ms": measured.forward_ms.tolist(),
-            "backward_ms": measured.backward_ms.tolist(),
-            "rank_busy_ms": rank_busy_ms(measured).tolist(),
-            "schedule_ms": measured.schedule_ms.tolist(),
-            "imbalance_rank_sums": imbalance(work_DPVM.sum(axis=(1, 2, 3))),
-            "imbalance_micro_batches": imbalance(work_DPVM.sum(axis=(1, 2))),
-        },
-        "coverage": coverage_summary(measured.coverage),
-        "guarded_samples": int(measured.coverage.grown),
-        "tokens": measured.tokens,
-        "padded_tokens": padded_tokens,
-    }
-
-
-def _unless_alike(slowness_DP: np.ndarray) -> list[list[float]] | None:
-    return None if (slowness_DP == 1.0).all() else slowness_DP.tolist()
-
-
-def coverage_record(
-    *,
-    iteration: int,
-    grid: tuple[int, ...],
-    mean_LUK: np.ndarray,
-    observed_LU: np.ndarray,
-) -> dict[str, Any]:
-    """The coverage curves as they stand; null in place of one that was never observed."""
-    buckets = observed_LU.shape[1]
-    rounded = np.round(mean_LUK, _COVERAGE_DIGITS).tolist()
-    return {
-        "type": "coverage",
-        "iteration": iteration,
+        "type": RUN,
+        "config": config,
+        "cost_source": cost_source,
+        "data_parallel_size": job.data_parallel_size,
+        "pipeline_stages": job.pipeline_stages,
+        "virtual_stages": job.virtual_stages,
+        "micro_batches": job.micro_batches,
+        "layers": job.layers,
+        "global_batch_size": global_batch_size,
+        "seq_length": seq_length,
         "grid": list(grid),
-        "bucket_blocks": [min((2 << bucket) - 1, grid[-1]) for bucket in range(buckets)],
-        "curves": [
-            [curve if known else None for curve, known in zip(layer, seen, strict=True)]
-            for layer, seen in zip(rounded, observed_LU.tolist(), strict=True)
-        ],
+        "counts": counts,
+        "stage_layers": job.stage_layers,
+        "schedule": schedule_name(job.pipeline_stages, job.virtual_stages),
+        "megatron_core": megatron_core,
+        "torch": torch,
+        "device": device,
     }
 
 
-def coverage_summary(totals: CoverageTotals) -> dict[str, float]:
-    """Mean and least executed coverage, and the mean the base budgets would have had."""
-    count = totals.count or math.nan
-    return {
-        "mean": totals.executed_sum / count,
-        "min": totals.minimum,
-        "base_mean": totals.base_sum / count,
-    }
+def read_run_log(directory: str | Path) -> RunLog:
+    """Read ``DIRECTORY/steps.jsonl``, and ``steps.1.jsonl`` before it where the log outgrew a file.
+
+    A resumed run appends to its log: of an iteration that is there twice the later line counts.
+
+    Raises:
+        RunLogError: if the file is missing, unreadable, or holds no step at all.
+    """
+    path = step_log_path(directory)
+    reader = _StepLogReader()
+    for each in log_files(path) or (path,):
+        reader.read(each)
+    if not reader.steps:
+        raise RunLogError(
+            f"no readable step: {reader.problems[0]}"
+            if reader.problems
+            else f"{path}: no step; the run ended before its first step did"
+        )
+    return RunLog(
+        directory=path.parent,
+        header=reader.header,
+        steps=tuple(reader.steps[iteration] for iteration in sorted(reader.steps)),
+        problems=(*reader.problems, *reader.remarks(path)),
+        coverage=reader.coverage,
+    )
 
 
-def stage_busy_ms(forward_DPVM: np.ndarray, backward_DPVM: np.ndarray) -> np.ndarray:
-    """[D, P] ms of computation per stage: the sum over its micro-batches."""
-    return (forward_DPVM + backward_DPVM).sum(axis=(2, 3))
+def read_step_times(directory: Path, iterations: Collection[int]) -> dict[int, MicroBatchTimes]:
+    """Times of the micro-batches of the given iterations, where they can be read.
+
+    Damaged lines are passed over: :func:`read_run_log` names them.
+    """
+    wanted = frozenset(iterations)
+    found: dict[int, MicroBatchTimes] = {}
+    for path in log_files(step_log_path(directory)):
+        for line in lines(path):
+            if line.iteration is not None and line.iteration not in wanted:
+                continue
+            try:
+                record = line.parse((STEP,))
+                iteration = whole(record, "iteration")
+                if iteration in wanted:
+                    found[iteration] = read_times(record)
+            except BadLineError:
+                continue
+    return found
 
 
-def rank_busy_ms(measured: StepMeasurement) -> np.ndarray:
-    """[D] ms: the busiest stage of every data-parallel rank; NaN where a time is missing."""
-    return stage_busy_ms(measured.forward_ms, measured.backward_ms).max(axis=1)
+class _StepLogReader:
+    """Takes in lines in the order they were written."""
 
+    def __init__(self) -> None:
+        self.header: dict[str, Any] = {}
+        self.steps: dict[int, Step] = {}
+        self.coverage: CoverageRecord | None = None
+        self.problems: list[str] = []
+        self._losses = LostLines()
+        self._repeated = 0
 
-def imbalance(times_ms: np.ndarray) -> float:
-    """max/mean; NaN where a time is missing."""
-    return float(times_ms.max() / times_ms.mean())
+    def read(self, path: Path) -> None:
+        try:
+            for line in lines(path):
+                try:
+                    self._take(line)
+                except BadLineError as error:
+                    self.problems.append(line.problem(error))
+        except FileNotFoundError:
+            raise RunLogError(
+                f"{path}: not there; train with --sparse-balance-log-dir {path.parent}"
+            ) from None
+        except OSError as error:
+            raise RunLogError(f"{path}: {error.strerror}") from error
+
+    def _take(self, line: Line) -> None:
+        record = line.parse((RUN, STEP, COVERAGE))
+        self._losses.take(record)
+        if record["type"] == RUN:
+            self.header = record
+        elif record["type"] == COVERAGE:
+            self.coverage = read_coverage(record)
+        else:
+            step = read_step(record)
+            self._repeated += step.iteration in self.steps
+            self.steps[step.iteration] = step
+
+    def remarks(self, path: Path) -> list[str]:
+        """What the files as a whole lack."""
+        found = self._losses.remarks(path)
+        if not self.header:
+            found.append(f"{path}: no header line, the run's configuration is unknown")
+        if self._repeated:
+            found.append(
+                f"{path}: {self._repeated} steps ran again after a resume; the later ones count"
+            )
+        return found

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sparsebalance_megatron.data.packing import PackedMicroBatch, packed_cu_seqlens
+from sparsebalance_megatron.data.packing import PackedRow, packed_cu_seqlens
 from sparsebalance_megatron.plan.scheduler import PlannedStep
 from sparsebalance_megatron.plan.step_plan import JobShape, MicroBatchPlan
 from sparsebalance_megatron.training.row_reader import RowReader
@@ -25,11 +25,13 @@ class Schedule(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """One slot as the forward step gets it.
+class LocalMicroBatch:
+    """One micro-batch as this rank runs it, from the iterator to the step's end.
 
-    ``row`` holds tokens and labels on stages that read them (embedding or loss) and is None on
-    all others: ``cu_seqlens`` and budgets follow from the plan alone.
+    ``step``, ``position`` and ``chunk`` say where it runs: training step, place in the rank's order
+    and virtual stage. ``cu_seqlens`` bounds its samples in the row, and padding. ``row`` holds
+    tokens and labels on stages that read them (embedding or loss) and is None on all others:
+    boundaries and budgets follow from the plan alone.
     """
 
     step: int
@@ -38,7 +40,7 @@ class MicroBatch:
     training: bool
     plan: MicroBatchPlan
     cu_seqlens: tuple[int, ...]
-    row: PackedMicroBatch | None
+    row: PackedRow | None
 
 
 class MicroBatchIterator:
@@ -82,11 +84,11 @@ class MicroBatchIterator:
     def __iter__(self) -> MicroBatchIterator:
         return self
 
-    def __next__(self) -> MicroBatch:
+    def __next__(self) -> LocalMicroBatch:
         planned = self._schedule.planned(self._step)
         rank_plan = planned.plan.ranks[self._data_parallel_rank]
         plan = rank_plan.micro_batches[self._position]
-        micro_batch = MicroBatch(
+        micro_batch = LocalMicroBatch(
             step=self._step,
             position=self._position,
             chunk=self._chunk,
@@ -100,7 +102,7 @@ class MicroBatchIterator:
             self._step, self._position = self._step + 1, 0
         return micro_batch
 
-    def _row(self, planned: PlannedStep) -> PackedMicroBatch | None:
+    def _row(self, planned: PlannedStep) -> PackedRow | None:
         """The current row; at a step's first, reading of the whole step and the next begins."""
         if self._reader is None:
             return None

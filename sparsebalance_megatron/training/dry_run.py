@@ -16,7 +16,6 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag
 
 if TYPE_CHECKING:
     from sparsebalance_megatron.plan.scheduler import PlannedStep
-    from sparsebalance_megatron.training.inputs import Inputs
+    from sparsebalance_megatron.training.inputs import CostedInputs
 
 FLAG = flag_name("dry_run")
 
@@ -75,7 +74,11 @@ def _plan_and_print(device_type: str, argv: Sequence[str]) -> None:
         from sparsebalance_megatron.megatron.settings import RunSettings
         from sparsebalance_megatron.megatron.unsupported_training import check_supported
         from sparsebalance_megatron.training.dry_run_report import describe
-        from sparsebalance_megatron.training.inputs import counted_cost_model, read_inputs
+        from sparsebalance_megatron.training.inputs import (
+            CostedInputs,
+            counted_cost_model,
+            read_inputs,
+        )
 
     changed_defaults: list[str] = []
     with _one_line_refusals(), _without_argument_dump():
@@ -87,8 +90,8 @@ def _plan_and_print(device_type: str, argv: Sequence[str]) -> None:
     with _one_line_refusals():
         settings = RunSettings.from_args(args)
     inputs = read_inputs(settings, config, device_type)
-    if inputs.cost is None:
-        inputs = replace(inputs, cost=counted_cost_model(inputs.settings, config))
+    if not isinstance(inputs, CostedInputs):
+        inputs = inputs.with_cost(counted_cost_model(settings, config))
         unchecked.append("costs: --sparse-balance-cost-table auto measures when training starts")
     print("\n".join(describe(args, inputs, _first_plan(inputs), unchecked)), flush=True)
 
@@ -198,10 +201,8 @@ def _validated_args(
     return args, unchecked
 
 
-def _first_plan(inputs: Inputs) -> PlannedStep:
+def _first_plan(inputs: CostedInputs) -> PlannedStep:
     """What training's scheduler plans before it has observed anything."""
-    from sparsebalance_megatron.plan.coverage import CoverageCurves
-    from sparsebalance_megatron.training.session import Session
+    from sparsebalance_megatron.training.run import make_scheduler
 
-    coverage = CoverageCurves(inputs.job.layers, inputs.grid[-1], inputs.config.coverage_decay)
-    return Session(inputs, torch.device("cpu")).make_scheduler(coverage).planned(0)
+    return make_scheduler(inputs).planned(0)

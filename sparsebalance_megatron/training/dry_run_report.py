@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a dry run prints.
 
-Shape legend: D data-parallel ranks, M micro-batches, L layers, S samples of a micro-batch.
+Shape legend: R data-parallel ranks, M micro-batches, L layers, S samples of a micro-batch.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.plan.scheduler import PlannedStep
-from sparsebalance_megatron.training.inputs import Inputs
+from sparsebalance_megatron.training.inputs import CostedInputs
 
 _HEADER = ("rank", "micro-batch", "samples", "tokens", "budget min", "mean", "max", "predicted ms")
 
 
 def describe(
-    args: Namespace, inputs: Inputs, planned: PlannedStep, unchecked: Sequence[str]
+    args: Namespace, inputs: CostedInputs, planned: PlannedStep, unchecked: Sequence[str]
 ) -> list[str]:
     """Lines of text: what was checked, what was not, and the plan slot by slot.
 
@@ -59,7 +59,7 @@ def describe(
 def _rows(planned: PlannedStep) -> list[tuple[str, ...]]:
     """One per slot; its time is forward and backward summed over all stages."""
     expected = planned.plan.expectation
-    slot_ms_DM = (expected.forward_ms + expected.backward_ms).sum(axis=(1, 2))
+    slot_ms_RM = (expected.forward_ms + expected.backward_ms).sum(axis=(1, 2))
     rows: list[tuple[str, ...]] = []
     for rank, rank_plan in enumerate(planned.plan.ranks):
         for position, slot in enumerate(rank_plan.micro_batches):
@@ -73,7 +73,7 @@ def _rows(planned: PlannedStep) -> list[tuple[str, ...]]:
                     str(budgets_LS.min()),
                     f"{np.mean(budgets_LS):.1f}",
                     str(budgets_LS.max()),
-                    f"{slot_ms_DM[rank, position]:.4g}",
+                    f"{slot_ms_RM[rank, position]:.4g}",
                 )
             )
     return rows

@@ -22,7 +22,7 @@ from sparsebalance_megatron.megatron.packed_seq_params import (
     micro_batch_context,
     packed_params,
 )
-from sparsebalance_megatron.training.data_iterator import MicroBatch
+from sparsebalance_megatron.training.data_iterator import LocalMicroBatch
 
 Batch = dict[str, Any]
 """What a forward step reads: ``tokens``, ``position_ids``, ``labels`` and ``loss_mask``, [1, T] or
@@ -38,9 +38,11 @@ class StepObserver(Protocol):
 
     def install(self, model_config: Any) -> None: ...
 
-    def begin_micro_batch(self, micro_batch: MicroBatch, context: MicroBatchContext) -> None: ...
+    def begin_micro_batch(
+        self, micro_batch: LocalMicroBatch, context: MicroBatchContext
+    ) -> None: ...
 
-    def end_forward(self, micro_batch: MicroBatch) -> None: ...
+    def end_forward(self, micro_batch: LocalMicroBatch) -> None: ...
 
     def add_loss(self, loss: Tensor, tokens: Tensor, report: dict[str, Tensor]) -> None: ...
 
@@ -73,13 +75,10 @@ class ForwardStep:
     def __call__(self, data_iterator: Any, model: Any) -> tuple[Tensor, LossFunction]:
         if model.training:
             self._observer().install(get_model_config(model))
-        micro_batch: MicroBatch = next(data_iterator)
+        micro_batch: LocalMicroBatch = next(data_iterator)
         context = micro_batch_context(
             micro_batch.plan,
             micro_batch.cu_seqlens,
-            step=micro_batch.step,
-            position=micro_batch.position,
-            chunk=micro_batch.chunk,
             block_size=self._block_size,
             observe=micro_batch.training,
             device=self._device,
@@ -92,7 +91,7 @@ class ForwardStep:
             self._observer().end_forward(micro_batch)
         return output, partial(self._loss, loss_function, micro_batch.training)
 
-    def _batch(self, micro_batch: MicroBatch, context: MicroBatchContext) -> Batch:
+    def _batch(self, micro_batch: LocalMicroBatch, context: MicroBatchContext) -> Batch:
         batch: Batch = dict.fromkeys(_ROW_KEYS)
         if micro_batch.row is not None:
             for name in _ROW_KEYS:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 PARTS = ("plan", "hooks", "reduce", "log")
 
@@ -26,16 +27,41 @@ class HostTime:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self._ms = dict.fromkeys(PARTS, 0.0)
-
-    def add_since(self, began_s: float, part: str, *, without_ms: float = 0.0) -> None:
-        """Count what has passed since ``began_s``, by the clock, for a part."""
-        self._ms[part] += (self.clock() - began_s) * 1e3 - without_ms
+        self._forward_step_began_s: float | None = None
 
     def add_ms(self, part: str, ms: float) -> None:
         """Count so much for a part."""
         self._ms[part] += ms
 
+    @contextmanager
+    def counted(self, part: str) -> Iterator[None]:
+        """Count what passes within, for a part."""
+        began_s = self.clock()
+        yield
+        self.add_ms(part, self._since_ms(began_s))
+
+    def begin_forward_step(self) -> None:
+        """Everything until :meth:`end_forward_step` is the plugin's."""
+        self._forward_step_began_s = self.clock()
+
+    def end_forward_step(self, *, plan_wait_ms: float) -> None:
+        """Count the time since the forward step began; nothing where that was not seen.
+
+        Args:
+            plan_wait_ms: how much of it was spent waiting for the plan.
+        """
+        began_s, self._forward_step_began_s = self._forward_step_began_s, None
+        if began_s is None:
+            return
+        passed_ms = self._since_ms(began_s)
+        plan_ms = min(plan_wait_ms, passed_ms)
+        self.add_ms("plan", plan_ms)
+        self.add_ms("hooks", passed_ms - plan_ms)
+
     def take_ms(self) -> dict[str, float]:
         """Sums by part since the last call."""
         taken, self._ms = self._ms, dict.fromkeys(PARTS, 0.0)
         return taken
+
+    def _since_ms(self, began_s: float) -> float:
+        return (self.clock() - began_s) * 1e3

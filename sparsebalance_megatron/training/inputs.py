@@ -11,7 +11,7 @@ import torch
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import CostTable
-from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.data.samples import SampleIndex, Split
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
 from sparsebalance_megatron.plan.coverage import budget_grid
@@ -21,19 +21,35 @@ from sparsebalance_megatron.profiling.startup import AUTO
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What a run needs; alike on all ranks."""
+    """What a run needs besides its costs, which may have to be measured; alike on all ranks.
+
+    ``grid``: budgets, in blocks, at which coverage is observed. ``valid`` and ``test`` are None
+    where the run does not evaluate on them.
+    """
 
     config: SparseBalanceConfig
     settings: RunSettings
     job: JobShape
     policy: PlanPolicy
-    cost: CostModel | None
-    """None until it has been measured at start-up (``--sparse-balance-cost-table auto``)."""
     train: SampleIndex
     valid: SampleIndex | None
     test: SampleIndex | None
     grid: tuple[int, ...]
-    """Budgets, in blocks, at which coverage is observed."""
+
+    def with_cost(self, cost: CostModel) -> CostedInputs:
+        """All that a run needs.
+
+        Args:
+            cost: of this run's activation recomputation (:func:`with_recompute`).
+        """
+        return CostedInputs(**vars(self) | {"cost": cost})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostedInputs(Inputs):
+    """Inputs with the costs that plans are made from."""
+
+    cost: CostModel
 
 
 def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type: str) -> Inputs:
@@ -41,6 +57,10 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
 
     Args:
         device_type: "cpu" or "cuda"; a cost table must have been measured on it.
+
+    Returns:
+        :class:`CostedInputs`, unless costs are measured when training starts
+        (``--sparse-balance-cost-table auto``).
 
     Raises:
         ConfigError, DataError, CostTableError: naming the flag or file and the remedy.
@@ -55,20 +75,22 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
             f"--eval-iters {settings.eval_iters} with --split {settings.split}: no document is "
             "left for validation; give it a weight, or use --eval-iters 0"
         )
-    return Inputs(
+    inputs = Inputs(
         config=config,
         settings=settings,
         job=job_shape(settings),
         policy=plan_policy(settings, config),
-        cost=_cost_model(settings, config, device_type),
         train=train,
         valid=valid,
         test=test,
         grid=budget_grid(-(-settings.seq_length // config.block_size)),
     )
+    if config.cost_table == AUTO:
+        return inputs
+    return inputs.with_cost(_cost_model(settings, config, device_type))
 
 
-def fingerprint(inputs: Inputs) -> dict[str, str]:
+def fingerprint(inputs: CostedInputs) -> dict[str, str]:
     """What all ranks must share for their plans to agree: flag or file -> value or digest."""
     flags = {
         f"flag {name}": str(value)
@@ -121,7 +143,7 @@ def plan_policy(settings: RunSettings, config: SparseBalanceConfig) -> PlanPolic
 
 
 def _sample_index(
-    settings: RunSettings, config: SparseBalanceConfig, split: str
+    settings: RunSettings, config: SparseBalanceConfig, split: Split
 ) -> SampleIndex | None:
     return SampleIndex.open(
         settings.data_prefix,
@@ -133,11 +155,7 @@ def _sample_index(
     )
 
 
-def _cost_model(
-    settings: RunSettings, config: SparseBalanceConfig, device_type: str
-) -> CostModel | None:
-    if config.cost_table == AUTO:
-        return None
+def _cost_model(settings: RunSettings, config: SparseBalanceConfig, device_type: str) -> CostModel:
     if config.cost_table is None:
         warnings.warn(
             f"no {flag_name('cost_table')}: latencies are counted operations, not measurements; "

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """This rank's coverage observations of one step, laid side by side in one tensor.
 
-Shape legend: R rows, one per (micro-batch and chunk, layer, sample); K grid of budgets, U length
-buckets.
+Shape legend: O rows of observations, one per (micro-batch and chunk, layer, sample); K budgets of
+the grid, U length buckets, C columns: those of the grid and three more, S samples of the
+micro-batch.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, MicroBatchContext
 from sparsebalance_megatron.plan.coverage import length_bucket
 from sparsebalance_megatron.plan.measurement import Piece
+from sparsebalance_megatron.training.data_iterator import LocalMicroBatch
 
 EXECUTED, BASE, GROWN = -3, -2, -1
 """Columns behind the K of the grid: executed coverage, coverage at base budgets, 1 where the guard
@@ -25,43 +27,44 @@ EXTRA_COLUMNS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedCoverage:
-    """``pieces`` says whose the rows are; ``values_RC`` holds the grid's coverage and then the
+    """``pieces`` says whose the rows are; ``values_OC`` holds the grid's coverage and then the
     extra columns, float64, on the device that observed, or is None where nothing was."""
 
     pieces: tuple[Piece, ...]
-    bucket_R: np.ndarray
-    values_RC: torch.Tensor | None
+    bucket_O: np.ndarray
+    values_OC: torch.Tensor | None
 
     @classmethod
-    def gather(cls, contexts: Iterable[tuple[MicroBatchContext, int]]) -> ObservedCoverage:
-        """From this rank's micro-batches and how many samples each was planned with.
+    def gather(cls, seen: Iterable[tuple[LocalMicroBatch, MicroBatchContext]]) -> ObservedCoverage:
+        """From this rank's micro-batches and what their layers observed.
 
         Padding sequences come after the planned samples and are left out.
         """
         pieces, buckets, columns = [], [], []
-        for context, samples in contexts:
+        for micro_batch, context in seen:
+            samples = len(micro_batch.plan.samples)
             blocks = context.layout.blocks_per_document
             bucket_S = length_bucket(np.array(blocks[:samples]))
             for layer, observation in context.observations.items():
-                pieces.append(Piece(context.position, layer, samples))
+                pieces.append(Piece(micro_batch.position, layer, samples))
                 buckets.append(bucket_S)
                 columns.append(_columns(observation, None if len(blocks) == samples else samples))
         return cls(
             pieces=tuple(pieces),
-            bucket_R=np.concatenate(buckets) if buckets else np.empty(0, dtype=np.int64),
-            values_RC=_side_by_side(columns) if pieces else None,
+            bucket_O=np.concatenate(buckets) if buckets else np.empty(0, dtype=np.int64),
+            values_OC=_side_by_side(columns) if pieces else None,
         )
 
-    def group_R(self, buckets: int) -> np.ndarray:
+    def group_O(self, buckets: int) -> np.ndarray:
         """``layer * U + bucket`` of every row."""
-        layer_R = np.repeat([p.layer for p in self.pieces], [p.samples for p in self.pieces])
-        return layer_R.astype(np.int64) * buckets + self.bucket_R
+        layer_O = np.repeat([p.layer for p in self.pieces], [p.samples for p in self.pieces])
+        return layer_O.astype(np.int64) * buckets + self.bucket_O
 
     def executed_and_grown(self) -> np.ndarray:
-        """[R, 2] on the host; waits for the device."""
-        if self.values_RC is None:
+        """[O, 2] on the host; waits for the device."""
+        if self.values_OC is None:
             return np.empty((0, 2))
-        return self.values_RC[:, [EXECUTED, GROWN]].cpu().numpy()
+        return self.values_OC[:, [EXECUTED, GROWN]].cpu().numpy()
 
 
 def _columns(observation: CoverageObservation, samples: int | None) -> tuple[torch.Tensor, ...]:
@@ -71,6 +74,6 @@ def _columns(observation: CoverageObservation, samples: int | None) -> tuple[tor
 
 
 def _side_by_side(columns: Iterable[tuple[torch.Tensor, ...]]) -> torch.Tensor:
-    """[R, K + 3]; the same few operations on the device, however many observations."""
-    grid_RK, *extra = (torch.cat(pieces) for pieces in zip(*columns, strict=True))
-    return torch.cat([grid_RK.double(), torch.stack([x.double() for x in extra], dim=1)], dim=1)
+    """[O, K + 3]; the same few operations on the device, however many observations."""
+    grid_OK, *extra = (torch.cat(pieces) for pieces in zip(*columns, strict=True))
+    return torch.cat([grid_OK.double(), torch.stack([x.double() for x in extra], dim=1)], dim=1)

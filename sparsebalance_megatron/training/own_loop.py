@@ -23,7 +23,7 @@ from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
 from sparsebalance_megatron.megatron.settings import RunSettings
 from sparsebalance_megatron.megatron.unsupported import check_cap, check_model
 from sparsebalance_megatron.profiling.startup import AUTO
-from sparsebalance_megatron.training.data_iterator import MicroBatch, MicroBatchIterator
+from sparsebalance_megatron.training.data_iterator import LocalMicroBatch, MicroBatchIterator
 from sparsebalance_megatron.training.forward_step import ForwardStep
 from sparsebalance_megatron.training.inputs import Inputs, read_inputs
 from sparsebalance_megatron.training.session import Session
@@ -34,20 +34,10 @@ class IntegrationError(ValueError):
 
 
 class OwnLoopRun:
-    """One run on one rank; see :mod:`sparsebalance_megatron.integration` for its life.
+    """One run on one rank; see :mod:`sparsebalance_megatron.integration` for its life."""
 
-    Args:
-        make_session: ``Session`` or a subclass of it.
-    """
-
-    def __init__(
-        self,
-        inputs: Inputs,
-        device: torch.device,
-        transformer_config: Any,
-        make_session: Callable[..., Session] = Session,
-    ) -> None:
-        self._session = make_session(inputs, device)
+    def __init__(self, inputs: Inputs, device: torch.device, transformer_config: Any) -> None:
+        self._session = Session(inputs, device)
         self._observer = _LoopObserver(self._session)
         self._transformer_config = transformer_config
         self._saved_samples: int | None = None
@@ -91,7 +81,8 @@ class OwnLoopRun:
                 f"{self._saved_samples} samples; give the number that was saved with it"
             )
         self._iterates = True
-        return self._session.train_iterator(vp_stage, consumed_samples=consumed_samples)
+        run = self._session.start(consumed_samples=consumed_samples)
+        return run.train_iterator(vp_stage, consumed_samples=consumed_samples)
 
     def end_step(self) -> dict[str, float]:
         """Learn from the step that has run; collective over all ranks.
@@ -101,9 +92,9 @@ class OwnLoopRun:
             PlanMismatchError: on all ranks alike, if they executed different plans.
         """
         self._observer.check_step()
-        self._session.monitor.end_step()
-        self._observer.begin_step()
-        return dict(self._session.monitor.figures)
+        monitor = self._session.run.monitor
+        monitor.end_step()
+        return dict(monitor.figures)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold besides ``consumed_samples``; alike on all ranks."""
@@ -131,11 +122,32 @@ def begin_run(
     seq_length: int,
     micro_batch_size: int,
     global_batch_size: int,
-    split: str,
-    seed: int,
-    device: torch.device | None,
+    split: str = "100,0,0",
+    seed: int = 1234,
+    device: torch.device | None = None,
 ) -> OwnLoopRun:
-    """See :func:`sparsebalance_megatron.integration.begin_run`."""
+    """Begin a run in a trainer that owns its loop; on every rank, once Megatron's groups exist.
+
+    Args:
+        config: the plugin's choices; ``enabled`` is taken for granted.
+        transformer_config: the model's, before the model is built. Its pipeline stages will
+            exchange rows of any length: ``variable_seq_lengths`` is set.
+        vocab_size: rows of the embedding, padding included.
+        data_prefix: names a pair of .bin and .idx files, whose documents are the samples.
+        seq_length: tokens of the longest sample.
+        micro_batch_size: samples that a micro-batch holds on average.
+        global_batch_size: samples of a training step.
+        split: weights of training, validation and test documents; the first are trained on.
+        seed: of the order of samples.
+        device: where the model runs; None is the current CUDA device.
+
+    Returns:
+        The run: ``micro_batches`` is the ``num_microbatches`` of every step; ``state_dict()`` and
+        ``load_state_dict()`` go with a checkpoint.
+
+    Raises:
+        ConfigError, DataError, CostTableError: naming the field or file and the remedy.
+    """
     config = replace(config, enabled=True)
     device = device or torch.device(torch.cuda.current_device())
     _check_config(config, device)
@@ -175,49 +187,48 @@ class _LoopObserver:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        self._step: int | None = None
-        self._contexts: list[MicroBatchContext] = []
 
     def install(self, model_config: Any) -> None:
         """Hook the config; nothing but :meth:`OwnLoopRun.end_step` ends a step."""
         if model_config.timers is None:
             model_config.timers = _NoTimers()
-        self._session.monitor.install(model_config, after_finalize=lambda: None)
+        self._session.run.monitor.install(model_config, after_finalize=lambda: None)
 
-    def begin_micro_batch(self, micro_batch: MicroBatch, context: MicroBatchContext) -> None:
-        if self._step not in (None, micro_batch.step):
+    def begin_micro_batch(self, micro_batch: LocalMicroBatch, context: MicroBatchContext) -> None:
+        monitor = self._session.run.monitor
+        running = {seen.step for seen, _ in monitor.seen}
+        if running - {micro_batch.step}:
             raise IntegrationError(
                 f"training step {micro_batch.step} begins, but on_step_end was not called for step "
-                f"{self._step}; call it once per step on every rank, and give "
+                f"{min(running)}; call it once per step on every rank, and give "
                 "num_microbatches=run.micro_batches to the schedule"
             )
-        self._step = micro_batch.step
-        self._contexts.append(context)
-        self._session.monitor.begin_micro_batch(micro_batch, context)
+        monitor.begin_micro_batch(micro_batch, context)
 
-    def end_forward(self, micro_batch: MicroBatch) -> None:
-        self._session.monitor.end_forward(micro_batch)
+    def end_forward(self, micro_batch: LocalMicroBatch) -> None:
+        self._session.run.monitor.end_forward(micro_batch)
 
     def add_loss(self, loss: Tensor, tokens: Tensor, report: dict[str, Tensor]) -> None:
         """The trainer's report stays its own; :meth:`OwnLoopRun.end_step` gives the figures."""
-        self._session.monitor.add_loss(loss, tokens, {})
+        self._session.run.monitor.add_loss(loss, tokens, {})
 
     def check_step(self) -> None:
         job = self._session.inputs.job
         expected = job.micro_batches * job.virtual_stages
-        if len(self._contexts) != expected:
+        seen = self._session.run.monitor.seen if self._session.started else []
+        if len(seen) != expected:
             raise IntegrationError(
-                f"on_step_end after {len(self._contexts)} forward steps, expected {expected}: call "
+                f"on_step_end after {len(seen)} forward steps, expected {expected}: call "
                 "it once, after a schedule with num_microbatches=run.micro_batches has run"
             )
         stage = job.stage_layers[parallel_state.get_pipeline_model_parallel_rank()]
-        blind = [c for c in self._contexts if len(c.observations) < len(stage[c.chunk])]
+        blind = sum(
+            len(context.observations) < len(stage[micro_batch.chunk])
+            for micro_batch, context in seen
+        )
         if blind:
             raise IntegrationError(
-                f"step {self._step}: {len(blind)} of {expected} forward steps never reached the "
+                f"step {seen[0][0].step}: {blind} of {expected} forward steps never reached the "
                 "plugin's attention; build the model with sparse_balance_layer_spec and give it "
                 "packed_seq_params=batch['packed_seq_params']"
             )

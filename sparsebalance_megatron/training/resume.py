@@ -13,14 +13,14 @@ from pathlib import Path
 
 from sparsebalance_megatron.megatron.compat import last_saved_iteration
 from sparsebalance_megatron.plan.scheduler import StateError
-from sparsebalance_megatron.training.inputs import Inputs, fingerprint
+from sparsebalance_megatron.training.inputs import CostedInputs, fingerprint
 
 _SAMPLES = "training samples"
 _LONGEST_VALUE = 80
 """Characters; of longer values a digest is kept."""
 
 
-def run_record(inputs: Inputs) -> dict[str, str]:
+def run_record(inputs: CostedInputs) -> dict[str, str]:
     """What plans depend on, as text: flag, file or software -> value or digest."""
     return {name: _short(value) for name, value in fingerprint(inputs).items()}
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from concurrent.futures import Executor, Future
 from threading import Lock
 
-from sparsebalance_megatron.data.packing import PackedMicroBatch, pack
+from sparsebalance_megatron.data.packing import PackedRow, pack
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.plan.scheduler import PlannedStep
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
@@ -37,7 +37,7 @@ class RowReader:
         self._worker = worker
         self._lock = Lock()
         self._latest: StepPlan | None = None
-        self._rows: dict[tuple[int, int], Future[PackedMicroBatch]] = {}
+        self._rows: dict[tuple[int, int], Future[PackedRow]] = {}
 
     def begin(self, planned: PlannedStep) -> None:
         """Start on a step's rows, unless they were the last to be started. From any thread."""
@@ -57,7 +57,7 @@ class RowReader:
                     return
                 self._rows[plan.step, position] = row
 
-    def row(self, planned: PlannedStep, position: int) -> PackedMicroBatch:
+    def row(self, planned: PlannedStep, position: int) -> PackedRow:
         """One row; waits for it. Read on the spot if it was not begun, or was taken before.
 
         Raises:
@@ -70,6 +70,6 @@ class RowReader:
         slots = planned.plan.ranks[self._data_parallel_rank].micro_batches
         return self._read(planned, slots[position])
 
-    def _read(self, planned: PlannedStep, slot: MicroBatchPlan) -> PackedMicroBatch:
+    def _read(self, planned: PlannedStep, slot: MicroBatchPlan) -> PackedRow:
         samples = [self._index.read(int(planned.samples[i])) for i in slot.samples]
         return pack(samples, pad_to_multiple_of=self._pad_to_multiple_of)

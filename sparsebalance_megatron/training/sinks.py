@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the figures of a step go on one rank: step log, rank log, TensorBoard, W&B."""
+"""Where the figures of a step go on one rank: step log, rank log, TensorBoard, W&B.
+
+Shape legend: L layers, U length buckets, K budgets of the grid, O rows of observations.
+"""
 
 from __future__ import annotations
 
 import math
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -16,18 +19,15 @@ from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.measurement import RankPlace, StepMeasurement, StepTimes
 from sparsebalance_megatron.plan.scheduler import PlannedStep
-from sparsebalance_megatron.plan.schedules.simulator import schedule_name
+from sparsebalance_megatron.telemetry.coverage_record import coverage_record
 from sparsebalance_megatron.telemetry.log_file import JsonLinesFile
 from sparsebalance_megatron.telemetry.log_writer import BackgroundLog, BackgroundWriter
-from sparsebalance_megatron.telemetry.rank_log import (
-    rank_header,
-    rank_log_path,
-    rank_record,
-    remove_surplus_rank_logs,
-)
+from sparsebalance_megatron.telemetry.rank_log import rank_log_path, remove_surplus_rank_logs
+from sparsebalance_megatron.telemetry.rank_record import rank_header, rank_record
 from sparsebalance_megatron.telemetry.scalars import MISMATCHES, ScalarWriter, step_scalars
-from sparsebalance_megatron.telemetry.step_log import StepLog, coverage_record, step_record
-from sparsebalance_megatron.training.inputs import Inputs
+from sparsebalance_megatron.telemetry.step_log import run_header, step_log_path
+from sparsebalance_megatron.telemetry.step_record import step_record
+from sparsebalance_megatron.training.inputs import CostedInputs
 from sparsebalance_megatron.training.observed_coverage import ObservedCoverage
 
 _FIRST_COVERAGE_RECORD = 2
@@ -52,8 +52,8 @@ class FinishedStep:
     host_ms: Mapping[str, float]
 
 
-class StepOutputs:
-    """Takes finished steps; lines of the logs are made and written in the background.
+class StepSinks:
+    """Take finished steps; lines of the logs are made and written in the background.
 
     Args:
         coverage: the curves that the scheduler learns.
@@ -62,7 +62,7 @@ class StepOutputs:
 
     def __init__(
         self,
-        inputs: Inputs,
+        inputs: CostedInputs,
         place: RankPlace,
         coverage: CoverageCurves,
         *,
@@ -89,7 +89,7 @@ class StepOutputs:
                     job=self._inputs.job,
                     times=step.times,
                     pieces=step.observed.pieces,
-                    executed_and_grown_R2=step.observed.executed_and_grown(),
+                    executed_and_grown_O2=step.observed.executed_and_grown(),
                 )
             )
         if self._step_log is not None:
@@ -137,19 +137,17 @@ class StepOutputs:
         )
 
 
-def open_outputs(
-    inputs: Inputs,
+def open_sinks(
+    inputs: CostedInputs,
     place: RankPlace,
     coverage: CoverageCurves,
     device: torch.device,
     *,
-    header: Mapping[str, Any],
     resumed: bool,
-) -> StepOutputs:
-    """The outputs of this rank, by the flags of the run.
+) -> StepSinks:
+    """The sinks of this rank, by the flags of the run.
 
     Args:
-        header: first line of the step log, to which the machine and the layout are added.
         resumed: whether logs of an earlier run are continued.
     """
     step_log = rank_log = None
@@ -161,14 +159,12 @@ def open_outputs(
         rank_log = BackgroundLog(rank_file, writer)
         rank_log.begin(rank_header(place, inputs.job, socket.gethostname()), resumed=resumed)
         if place.world_rank == 0:
-            step_log = BackgroundLog(StepLog(directory, max_bytes=max_bytes), writer)
-            step_log.begin(
-                {"type": "run", **header, **_facts(inputs, device)},
-                resumed=resumed,
-            )
+            step_file = JsonLinesFile(step_log_path(directory), max_bytes=max_bytes)
+            step_log = BackgroundLog(step_file, writer)
+            step_log.begin(_run_header(inputs, device), resumed=resumed)
             if not resumed:
                 writer.submit(partial(remove_surplus_rank_logs, directory, place.world_size))
-    return StepOutputs(
+    return StepSinks(
         inputs,
         place,
         coverage,
@@ -178,12 +174,16 @@ def open_outputs(
     )
 
 
-def _facts(inputs: Inputs, device: torch.device) -> dict[str, Any]:
-    job = inputs.job
-    return {
-        "stage_layers": job.stage_layers,
-        "schedule": schedule_name(job.pipeline_stages, job.virtual_stages),
-        "megatron_core": megatron_version(),
-        "torch": str(torch.__version__),
-        "device": "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
-    }
+def _run_header(inputs: CostedInputs, device: torch.device) -> dict[str, Any]:
+    return run_header(
+        config=asdict(inputs.config),
+        cost_source=inputs.cost.source,
+        job=inputs.job,
+        global_batch_size=inputs.settings.global_batch_size,
+        seq_length=inputs.settings.seq_length,
+        grid=inputs.grid,
+        counts=asdict(inputs.train.counts),
+        megatron_core=megatron_version(),
+        torch=str(torch.__version__),
+        device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
+    )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One reduction per step: what every rank measured, known to all ranks alike.
 
-Shape legend: D data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, W world
-ranks, L layers, U length buckets, K grid of budgets, C = K + 3 columns, R rows of observations.
+Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
+U length buckets, K budgets of the grid, C = K + 3 columns, O rows of observations, 2 forward and
+backward.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class PlanMismatchError(RuntimeError):
 class StepReducer:
     """Sums every rank's contribution in one all-reduce of one float64 buffer.
 
-    The buffer has slots for the times and the least coverage of every (D, P) pair and for the plan
-    digest of every world rank, so that a plain sum also gathers.
+    The buffer has slots for the times and the least coverage of every rank and stage and for the
+    plan digest of every world rank, so that a plain sum also gathers.
 
     Args:
         group: process group of all ranks; None is the default group.
@@ -109,36 +110,36 @@ class StepReducer:
             digest[:_DIGEST_BYTES], "big"
         )
         if self._place.reports:
-            group_R = observed.group_R(self._buckets)
-            self._put_on_host(host, times, group_R)
+            group_O = observed.group_O(self._buckets)
+            self._put_on_host(host, times, group_O)
             flat = torch.from_numpy(host).to(self._device)
-            self._put_on_device(flat, observed, group_R, loss_and_tokens)
+            self._put_on_device(flat, observed, group_O, loss_and_tokens)
         else:
             flat = torch.from_numpy(host).to(self._device)
         return self._unpack(self._sum(flat))
 
-    def _put_on_host(self, host: np.ndarray, times: StepTimes, group_R: np.ndarray) -> None:
-        times_2DPVM = host[self._parts["times"]].reshape(self._times_shape)
-        times_2DPVM[(slice(None), *self._here)] = times.forward_VM, times.backward_VM
+    def _put_on_host(self, host: np.ndarray, times: StepTimes, group_O: np.ndarray) -> None:
+        times_2RPVM = host[self._parts["times"]].reshape(self._times_shape)
+        times_2RPVM[(slice(None), *self._here)] = times.forward_VM, times.backward_VM
         host[self._parts["schedule"]][self._slot] = times.schedule_ms
         counts = host[self._parts["counts"]]
-        counts += np.bincount(group_R, minlength=len(counts))
+        counts += np.bincount(group_O, minlength=len(counts))
 
     def _put_on_device(
         self,
         flat: torch.Tensor,
         observed: ObservedCoverage,
-        group_R: np.ndarray,
+        group_O: np.ndarray,
         loss_and_tokens: torch.Tensor | None,
     ) -> None:
         minima = flat[self._parts["minima"]]
-        if observed.values_RC is None:
+        if observed.values_OC is None:
             minima[self._slot] = math.inf
         else:
-            values_RC = observed.values_RC.to(self._device)
+            values_OC = observed.values_OC.to(self._device)
             sums = flat[self._parts["coverage"]].view(-1, self._coverage_shape[-1])
-            sums.index_add_(0, torch.from_numpy(group_R).to(self._device), values_RC)
-            minima[self._slot] = values_RC[:, EXECUTED].min()
+            sums.index_add_(0, torch.from_numpy(group_O).to(self._device), values_OC)
+            minima[self._slot] = values_OC[:, EXECUTED].min()
         if loss_and_tokens is not None:
             flat[self._parts["loss"]] = loss_and_tokens.to(self._device)
 

@@ -2,6 +2,8 @@
 """Times of every micro-batch's forward and backward, taken through Megatron's ``config.timers``.
 
 Marks are CUDA events or host times, so that recording never waits for the device.
+
+Shape legend: V virtual stages, M micro-batches.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class MicroBatchRecorder:
 
     Args:
         clock: takes the marks.
-        virtual_stages, micro_batches: V and M of the job.
+        virtual_stages, micro_batches: of the job.
         backward_order: (chunk, micro-batch) of every backward of this pipeline stage, in order.
         unix_clock: seconds since 1970, to set the ranks' steps side by side.
     """

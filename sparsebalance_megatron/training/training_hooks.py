@@ -25,7 +25,8 @@ from sparsebalance_megatron.megatron.layer_spec import sparse_balance_layer_spec
 from sparsebalance_megatron.training.data_iterator import MicroBatchIterator
 from sparsebalance_megatron.training.forward_step import ForwardStep, packed_forward_step
 from sparsebalance_megatron.training.inputs import Inputs
-from sparsebalance_megatron.training.session import Session
+from sparsebalance_megatron.training.run import make_scheduler
+from sparsebalance_megatron.training.session import SchedulerMaker, Session
 
 STATE_ATTRIBUTE = "sparse_balance_state"
 """Attribute of Megatron's ``args`` that carries the scheduler's state into checkpoints."""
@@ -40,7 +41,7 @@ class TrainingHooks:
 
     Args:
         args: Megatron's, validated.
-        make_session: ``Session`` or a subclass of it.
+        make_scheduler: gives what plans the run.
     """
 
     def __init__(
@@ -48,13 +49,13 @@ class TrainingHooks:
         args: Namespace,
         inputs: Inputs,
         device: torch.device,
-        make_session: Callable[..., Session] = Session,
+        make_scheduler: SchedulerMaker = make_scheduler,
     ) -> None:
         self._args = args
-        self.session = session = make_session(inputs, device, self._keep_state)
+        self.session = session = Session(inputs, device, self._keep_state, make_scheduler)
         self.forward_step = ForwardStep(
             partial(packed_forward_step, args.check_for_nan_in_loss_and_grad),
-            lambda: session.monitor,
+            lambda: session.run.monitor,
             block_size=inputs.config.block_size,
             max_seqlen_tokens=inputs.settings.seq_length,
             device=device,
@@ -81,14 +82,15 @@ class TrainingHooks:
         """
         args, inputs = self._args, self.session.inputs
         self._restore_state()
-        train = self.session.train_iterator(vp_stage, consumed_samples=args.consumed_train_samples)
+        run = self.session.start(consumed_samples=args.consumed_train_samples)
+        train = run.train_iterator(vp_stage, consumed_samples=args.consumed_train_samples)
         valid = test = None
         if inputs.valid is not None:
-            valid = self.session.evaluation_iterator(
+            valid = run.evaluation_iterator(
                 inputs.valid, vp_stage, consumed_samples=args.consumed_valid_samples
             )
         if inputs.test is not None:
-            test = self.session.evaluation_iterator(inputs.test, vp_stage, consumed_samples=0)
+            test = run.evaluation_iterator(inputs.test, vp_stage, consumed_samples=0)
         return train, valid, test
 
     # Megatron then calls it on every rank.

@@ -1,25 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs of attention with their selection, run forward and backward; the error allowed.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, R rows and C heads
-that select, K width of lists.
+Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, Q rows and C heads
+that select, K places of a list.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from oracles import attention as oracle
 from torch import Tensor
 
-from sparsebalance_megatron.attention.api import block_sparse_attention
-from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.api import block_sparse_attention, kernel_named
+from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
+from sparsebalance_megatron.attention.merge import merge_partials
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors.block_topk import router_scores, select_blocks
+from sparsebalance_megatron.attention.selectors import SELECTORS
 
 SCALE = 0.4
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -34,30 +36,31 @@ class Case:
     v_TGD: Tensor
     dout_THD: Tensor
     budgets: list[int]
+    granularity: str
     selection: Selection
     device: str = "cpu"
 
     @functools.cached_property
     def mask_HTT(self) -> Tensor:
         """What the router's definition lets every query read."""
-        layout, granularity = self.selection.layout, self.selection.granularity
+        layout = self.selection.query_layout
         lists = oracle.moba_lists(
             self.q_THD,
             self.k_TGD,
             list(layout.cu_seqlens),
             layout.block_size,
             self.budgets,
-            granularity,
+            self.granularity,
         )
         return self._mask(lists)
 
     @functools.cached_property
     def listed_HTT(self) -> Tensor:
         """What the selection's own lists let every query read."""
-        rows, heads, _ = self.selection.indices_RCK.shape
+        rows, heads, _ = self.selection.indices_QCK.shape
         lists = {
-            (row, head): self.selection.indices_RCK[
-                row, head, : int(self.selection.counts_RC[row, head])
+            (row, head): self.selection.indices_QCK[
+                row, head, : int(self.selection.counts_QC[row, head])
             ].tolist()
             for row in range(rows)
             for head in range(heads)
@@ -65,14 +68,14 @@ class Case:
         return self._mask(lists)
 
     def _mask(self, lists: oracle.Lists) -> Tensor:
-        layout = self.selection.layout
+        layout = self.selection.query_layout
         return oracle.token_mask(
             lists,
             self.q_THD.shape[1],
-            self.selection.indices_RCK.shape[1],
+            self.selection.indices_QCK.shape[1],
             list(layout.cu_seqlens),
             layout.block_size,
-            self.selection.granularity,
+            self.granularity,
         )
 
     def run(
@@ -130,26 +133,121 @@ def make_case(
         torch.randn(tokens, *shape, head_dim, generator=generator).to(dtype) for shape in shapes
     )
     layout = packed_layout(cu_seqlens, block, "cpu")
-    scores = router_scores(q, k, layout, granularity=granularity, softmax_scale=SCALE)
-    selection = select_blocks(scores, torch.tensor(budgets), max_budget=max(budgets))
-    return Case(q, k, v, dout, budgets, selection, device)
+    selector = SELECTORS[granularity]
+    scores = selector.scores(q, k, layout, softmax_scale=SCALE)
+    selection = selector.select(scores, torch.tensor(budgets), max_budget=max(budgets))
+    return Case(q, k, v, dout, budgets, granularity, selection, device)
 
 
-def with_lists(case: Case, indices_RCK: Tensor, counts_RC: Tensor) -> Case:
-    changed = dataclasses.replace(case.selection, indices_RCK=indices_RCK, counts_RC=counts_RC)
+def with_lists(case: Case, indices_QCK: Tensor, counts_QC: Tensor) -> Case:
+    changed = dataclasses.replace(case.selection, indices_QCK=indices_QCK, counts_QC=counts_QC)
     return dataclasses.replace(case, selection=changed)
 
 
 def on_device(selection: Selection, device: str) -> Selection:
     if device == "cpu":
         return selection
-    layout = selection.layout
-    return dataclasses.replace(
-        selection,
-        indices_RCK=selection.indices_RCK.to(device),
-        counts_RC=selection.counts_RC.to(device),
-        layout=packed_layout(layout.cu_seqlens, layout.block_size, device),
+    query_layout, kv_layout = (
+        packed_layout(layout.cu_seqlens, layout.block_size, device)
+        for layout in (selection.query_layout, selection.kv_layout)
     )
+    same = selection.query_layout is selection.kv_layout
+    return Selection(
+        indices_QCK=selection.indices_QCK.to(device),
+        counts_QC=selection.counts_QC.to(device),
+        by_token=selection.by_token,
+        query_layout=query_layout,
+        kv_layout=query_layout if same else kv_layout,
+        own_block_N=selection.own_block_N.to(device),
+    )
+
+
+def every_other_place(selection: Selection) -> list[Selection]:
+    """Every list's even places and its odd places."""
+    parts = []
+    for begin in (0, 1):
+        indices = torch.full_like(selection.indices_QCK, -1)
+        taken = selection.indices_QCK[..., begin::2]
+        indices[..., : taken.shape[-1]] = taken
+        counts = (indices >= 0).sum(-1).int()
+        parts.append(dataclasses.replace(selection, indices_QCK=indices, counts_QC=counts))
+    return parts
+
+
+def tokens_of(layout: PackedLayout, blocks: Sequence[int]) -> Tensor:
+    """The tokens of blocks, one block after the other."""
+    begins, lengths = layout.start_N.tolist(), layout.length_N.tolist()
+    return torch.cat([torch.arange(begins[n], begins[n] + lengths[n]) for n in blocks])
+
+
+def sharded(
+    selection: Selection, query_blocks: Sequence[int], kv_blocks: Sequence[int]
+) -> Selection:
+    """The part of a selection that some query blocks read from some KV blocks.
+
+    Either kind lies in a row of its own, every block a document.
+    """
+    layout = selection.query_layout
+    query_layout, kv_layout = (
+        packed_layout(
+            [0, *itertools.accumulate(layout.length_N[list(blocks)].tolist())],
+            layout.block_size,
+            "cpu",
+        )
+        for blocks in (query_blocks, kv_blocks)
+    )
+    place_N = torch.full((layout.blocks + 1,), -1)
+    place_N[list(kv_blocks)] = torch.arange(len(kv_blocks))
+    rows = tokens_of(layout, query_blocks) if selection.by_token else list(query_blocks)
+    lists_QCK, counts_QC = selection.indices_QCK[rows].long(), selection.counts_QC[rows]
+    past_end_QCK = torch.arange(lists_QCK.shape[2]) >= counts_QC[..., None]
+    lists_QCK = place_N[lists_QCK.masked_fill(past_end_QCK, layout.blocks)]
+    # What is not there goes to the end, and the order of the others stays.
+    order_QCK = (lists_QCK < 0).int().argsort(stable=True)
+    return Selection(
+        indices_QCK=lists_QCK.gather(2, order_QCK).int(),
+        counts_QC=(lists_QCK >= 0).sum(2).int(),
+        by_token=selection.by_token,
+        query_layout=query_layout,
+        kv_layout=kv_layout,
+        own_block_N=place_N[list(query_blocks)],
+    )
+
+
+def in_shards(
+    case: Case,
+    implementation: str,
+    dtype: torch.dtype,
+    query_shards: Sequence[Sequence[int]],
+    kv_shards: Sequence[Sequence[int]],
+) -> tuple[Tensor, ...]:
+    """out, lse, dq, dk, dv put together from all pairs of shards of the row's blocks."""
+    kernel, layout = kernel_named(implementation), case.selection.query_layout
+    q, k, v, dout = (x.to(dtype) for x in (case.q_THD, case.k_TGD, case.v_TGD, case.dout_THD))
+    out, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))
+    lse = torch.zeros(q.shape[:2], dtype=torch.promote_types(dtype, torch.float32))
+    for query_blocks in query_shards:
+        rows = tokens_of(layout, query_blocks)
+        parts = [
+            (tokens_of(layout, blocks), on_device(part, case.device))
+            for blocks in kv_shards
+            for part in every_other_place(sharded(case.selection, query_blocks, blocks))
+        ]
+        q_on, dout_on = q[rows].to(case.device), dout[rows].to(case.device)
+        inputs = [(k[keys].to(case.device), v[keys].to(case.device)) for keys, _ in parts]
+        merged = functools.reduce(
+            lambda a, b: merge_partials(*a, *b),
+            (
+                kernel.forward(q_on, *kv, part, softmax_scale=SCALE)
+                for kv, (_, part) in zip(inputs, parts, strict=True)
+            ),
+        )
+        out[rows], lse[rows] = (x.cpu() for x in merged)
+        for kv, (keys, part) in zip(inputs, parts, strict=True):
+            gradients = kernel.backward(dout_on, q_on, *kv, *merged, part, softmax_scale=SCALE)
+            for whole, places, x in zip((dq, dk, dv), (rows, keys, keys), gradients, strict=True):
+                whole[places] += x.cpu()
+    return out, lse, dq, dk, dv
 
 
 def assert_as_good_as_plain(

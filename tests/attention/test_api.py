@@ -19,16 +19,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from sparsebalance_megatron.attention.api import _resolve, block_sparse_attention
+from sparsebalance_megatron.attention.api import (
+    _resolve,
+    block_sparse_attention,
+    budgeted_attention,
+)
 from sparsebalance_megatron.attention.impl import blocks as blocks_module
 from sparsebalance_megatron.attention.impl import tokens as tokens_module
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.merge import merge_partials
-from sparsebalance_megatron.attention.selectors.block_topk import (
-    coverage_curves,
-    router_scores,
-    select_blocks,
-)
+from sparsebalance_megatron.attention.selectors import SELECTORS
 
 BLOCK, HEAD_DIM = 8, 8
 CASES = [
@@ -128,12 +127,12 @@ def test_blocks_equals_reference(case_inputs: tuple[list[int], list[int]]) -> No
 def test_order_of_a_list_does_not_matter(implementation: str, kept: int) -> None:
     """``blocks`` needs the own block first; ``reference`` needs nothing."""
     case = _case([0, 61], [5])
-    indices_RCK = case.selection.indices_RCK.clone()
-    for row in range(indices_RCK.shape[0]):
-        count = int(case.selection.counts_RC[row, 0])
-        indices_RCK[row, :, kept:count] = indices_RCK[row, :, kept:count].flip(-1)
-    assert not torch.equal(indices_RCK, case.selection.indices_RCK)
-    flipped = with_lists(case, indices_RCK, case.selection.counts_RC)
+    indices_QCK = case.selection.indices_QCK.clone()
+    for row in range(indices_QCK.shape[0]):
+        count = int(case.selection.counts_QC[row, 0])
+        indices_QCK[row, :, kept:count] = indices_QCK[row, :, kept:count].flip(-1)
+    assert not torch.equal(indices_QCK, case.selection.indices_QCK)
+    flipped = with_lists(case, indices_QCK, case.selection.counts_QC)
     pairs = zip(
         case.ours(implementation, torch.float64),
         flipped.ours(implementation, torch.float64),
@@ -146,9 +145,9 @@ def test_order_of_a_list_does_not_matter(implementation: str, kept: int) -> None
 @pytest.mark.parametrize("implementation", ["blocks", "reference"])
 def test_a_query_without_keys_gives_zero_and_finite_gradients(implementation: str) -> None:
     case = _case([0, 40], [3])
-    indices_RCK, counts_RC = case.selection.indices_RCK.clone(), case.selection.counts_RC.clone()
-    indices_RCK[2], counts_RC[2] = -1, 0
-    out, lse, *gradients = with_lists(case, indices_RCK, counts_RC).ours(
+    indices_QCK, counts_QC = case.selection.indices_QCK.clone(), case.selection.counts_QC.clone()
+    indices_QCK[2], counts_QC[2] = -1, 0
+    out, lse, *gradients = with_lists(case, indices_QCK, counts_QC).ours(
         implementation, torch.float32
     )
     assert (out[16:24] == 0).all()
@@ -164,19 +163,13 @@ def test_lists_masked_at_full_width_equal_sorted_lists(
 ) -> None:
     """The way of devices whose list lengths the host does not read."""
     case = _case([0, 1, 2, 30, 51], [1, 3, 2, 3])
-    indices_RCK, counts_RC = case.selection.indices_RCK.clone(), case.selection.counts_RC.clone()
+    indices_QCK, counts_QC = case.selection.indices_QCK.clone(), case.selection.counts_QC.clone()
     if empty_row is not None:
-        indices_RCK[empty_row], counts_RC[empty_row] = -1, 0
-    case = with_lists(case, indices_RCK, counts_RC)
+        indices_QCK[empty_row], counts_QC[empty_row] = -1, 0
+    case = with_lists(case, indices_QCK, counts_QC)
     by_length = case.ours("blocks", torch.float64)
-    monkeypatch.setattr(
-        blocks_module._Tiling,
-        "_chunks_by_length",
-        lambda self, lists_PK, counts_NG: self._chunks_at_full_width(
-            case.selection.indices_RCK.transpose(0, 1).flatten(0, 1).long(),
-            torch.arange(2).repeat_interleave(counts_NG.shape[0])[:, None] * counts_NG.shape[0],
-        ),
-    )
+    tiling = blocks_module._Tiling
+    monkeypatch.setattr(tiling, "_chunks_by_length", tiling._chunks_at_full_width)
     for a, b in zip(case.ours("blocks", torch.float64), by_length, strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
 
@@ -219,7 +212,7 @@ def test_tiles_of_tokens_may_be_padded_and_cut(
 
 def test_a_token_without_keys_gives_zero_and_finite_gradients() -> None:
     case = _case([0, 40], [3], granularity="token-kv-head")
-    indices_TGK, counts_TG = case.selection.indices_RCK.clone(), case.selection.counts_RC.clone()
+    indices_TGK, counts_TG = case.selection.indices_QCK.clone(), case.selection.counts_QC.clone()
     indices_TGK[20], counts_TG[20] = -1, 0
     changed = with_lists(case, indices_TGK, counts_TG)
     out, lse, *gradients = changed.ours("tokens", torch.float32)
@@ -230,41 +223,18 @@ def test_a_token_without_keys_gives_zero_and_finite_gradients() -> None:
     assert (gradients[0][20] == 0).all()
 
 
-@pytest.mark.parametrize(
-    ("implementation", "granularity"),
-    [("blocks", "query-block"), ("tokens", "token-kv-head"), ("reference", "token-query-head")],
-)
-def test_merged_parts_of_lists_are_the_union(implementation: str, granularity: str) -> None:
-    case = _case([0, 1, 60], [1, 5], granularity=granularity)
-    indices_RCK = case.selection.indices_RCK
-    results = []
-    for begin in (0, 1):
-        taken_RCK = torch.full_like(indices_RCK, -1)
-        places = indices_RCK[..., begin::2]
-        taken_RCK[..., : places.shape[-1]] = places
-        part = with_lists(case, taken_RCK, (taken_RCK >= 0).sum(-1).int())
-        results.append(part.ours(implementation, torch.float64)[:2])
-    assert (results[1][1] == -torch.inf).any()
-    merged = merge_partials(*results[0], *results[1])
-    for a, b in zip(merged, case.exact()[:2], strict=True):
-        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
-
-
 def test_32_blocks_of_256_are_dense_up_to_8192_tokens() -> None:
     tokens, head_dim = 8192, 4
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(tokens, 1, head_dim, generator=generator) for _ in range(3))
-    layout = packed_layout([0, tokens], 256, "cpu")
-    scores = router_scores(q, k, layout, granularity="query-block", softmax_scale=SCALE)
-    out_THD, _ = block_sparse_attention(
-        q, k, v, select_blocks(scores, torch.tensor([32])), softmax_scale=SCALE
+    out_THD, sparse_THD = (
+        budgeted_attention(q, k, v, [0, tokens], budget, block_size=256, softmax_scale=SCALE)[0]
+        for budget in (32, 31)
     )
     dense_HTD = scaled_dot_product_attention(
         *(x.transpose(0, 1) for x in (q, k, v)), is_causal=True, scale=SCALE
     )
     torch.testing.assert_close(out_THD, dense_HTD.transpose(0, 1))
-    one_less = select_blocks(scores, torch.tensor([31]))
-    sparse_THD, _ = block_sparse_attention(q, k, v, one_less, softmax_scale=SCALE)
     assert (sparse_THD[:-256] - out_THD[:-256]).abs().max() < 1e-5
     assert (sparse_THD[-256:] - out_THD[-256:]).abs().max() > 1e-3
 
@@ -384,16 +354,15 @@ def test_router_coverage_is_the_true_mass_where_keys_of_a_block_agree() -> None:
         for _ in range(2)
     )
     layout = packed_layout([0, tokens], BLOCK, "cpu")
-    scores = router_scores(q, k, layout, granularity="query-block", softmax_scale=SCALE)
+    selector = SELECTORS["query-block"]
+    curves_SK = selector.coverage(selector.scores(q, k, layout, softmax_scale=SCALE))
     lse = [
-        block_sparse_attention(
-            q, k, k, select_blocks(scores, torch.tensor([budget])), softmax_scale=SCALE
-        )[1]
+        budgeted_attention(q, k, k, [0, tokens], budget, block_size=BLOCK, softmax_scale=SCALE)[1]
         for budget in (2, 99)
     ]
     # Only a block's last token sees all of its block, as the router does.
     mass = (lse[0] - lse[1]).exp()[BLOCK - 1 :: BLOCK].mean()
-    torch.testing.assert_close(coverage_curves(scores)[0, 1], mass)
+    torch.testing.assert_close(curves_SK[0, 1], mass)
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -403,20 +372,19 @@ def test_wrong_arguments_are_named() -> None:
         block_sparse_attention(q, k, v, selection, softmax_scale=1.0, implementation=name)
 
     by_token = _case([0, 20], [2], granularity="token-kv-head").selection
-    with pytest.raises(ValueError, match='"blocks" serves selections by query-block'):
+    with pytest.raises(ValueError, match='"blocks" serves selections by query block'):
         attend(selection=by_token, name="blocks")
     with pytest.raises(ValueError, match='"tokens" serves selections by token'):
         attend(name="tokens")
-    for name in ("triton", "flex"):
-        with pytest.raises(ValueError, match=f'"{name}" needs CUDA, and q lies on cpu: use'):
-            attend(name=name)
-        with pytest.raises(ValueError, match=f'"{name}" serves selections by query-block'):
-            attend(name=name, selection=by_token)
+    with pytest.raises(ValueError, match='"triton" needs CUDA, and q lies on cpu: use'):
+        attend(name="triton")
+    with pytest.raises(ValueError, match='"triton" serves selections by query block'):
+        attend(name="triton", selection=by_token)
     with pytest.raises(ValueError, match="implementation 'fast'"):
         attend(name="fast")
     with pytest.raises(ValueError, match="k and v must agree"):
         attend(v=case.v_TGD[:, :1])
-    with pytest.raises(ValueError, match="20 tokens of the selection's layout"):
+    with pytest.raises(ValueError, match="20 tokens of the selection's query layout"):
         attend(q=case.q_THD[:9])
     with pytest.raises(ValueError, match="no multiple"):
         attend(q=case.q_THD[:, :3])
@@ -430,17 +398,59 @@ def test_wrong_arguments_are_named() -> None:
         attend(q=case.q_THD[0])
     with pytest.raises(ValueError, match="must share one"):
         attend(q=case.q_THD.to("meta"))
+    other = packed_layout([0, 20], 2 * BLOCK, "cpu")
+    with pytest.raises(ValueError, match="8 tokens for queries and of 16 for keys"):
+        attend(selection=dataclasses.replace(case.selection, kv_layout=other))
+    with pytest.raises(ValueError, match="one own block for each of the 3 query blocks"):
+        own_block_N = case.selection.own_block_N[:2]
+        attend(selection=dataclasses.replace(case.selection, own_block_N=own_block_N))
+
+
+@pytest.mark.parametrize("granularity", list(SELECTORS))
+@pytest.mark.parametrize("boundaries", [[0, 21, 48], torch.tensor([0, 21, 48], dtype=torch.int32)])
+def test_one_call_is_its_steps(granularity: str, boundaries: list[int] | Tensor) -> None:
+    case = _case([0, 21, 48], [2, 3], granularity=granularity)
+    one_call = case.run(
+        lambda q, k, v: budgeted_attention(
+            *(q, k, v, boundaries, [2, 3]),
+            block_size=BLOCK,
+            softmax_scale=SCALE,
+            selection=granularity,
+        ),
+        torch.float32,
+    )
+    for a, b in zip(one_call, case.ours("auto", torch.float32), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"budgets": [2]}, r"budgets \[2\]: must be .* one for each of the 2 documents"),
+        ({"budgets": 0}, "all at least 1"),
+        ({"cu_seqlens": [0, 9]}, "with 9 tokens as in the layout"),
+        ({"cu_seqlens": [0, 9, 9, 20]}, "document 1 has 0 tokens"),
+        ({"cu_seqlens": torch.empty(3, device="meta")}, "lies on meta, .* a tensor on the CPU"),
+        ({"selection": "token"}, "selection 'token': must be one of query-block, "),
+        ({"implementation": "fast"}, "implementation 'fast': must be one of"),
+    ],
+)
+def test_wrong_arguments_of_the_one_call_are_named(changed: dict[str, Any], message: str) -> None:
+    q, k = torch.ones(20, 2, 4), torch.ones(20, 1, 4)
+    arguments = {"cu_seqlens": [0, 12, 20], "budgets": 2, "block_size": 8, "softmax_scale": 1.0}
+    with pytest.raises(ValueError, match=message):
+        budgeted_attention(q, k, k, **arguments | changed)
 
 
 def test_scale_enters_as_given() -> None:
     """With one key of score s, lse is scale * s."""
-    layout = packed_layout([0, 1], BLOCK, "cpu")
     q = torch.full((1, 1, 4), 2.0)
-    scores = router_scores(q, q, layout, granularity="query-block", softmax_scale=1.0)
-    selection = select_blocks(scores, torch.tensor([1]))
     for implementation in ("blocks", "reference"):
-        _, lse = block_sparse_attention(
-            q, q, q, selection, softmax_scale=0.25, implementation=implementation
+        _, lse = budgeted_attention(
+            *(q, q, q, [0, 1], 1),
+            block_size=BLOCK,
+            softmax_scale=0.25,
+            implementation=implementation,
         )
         assert math.isclose(float(lse), 4.0, rel_tol=1e-6)
 

@@ -6,13 +6,15 @@ from __future__ import annotations
 import itertools
 
 import torch
+from attention.cases import sharded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsebalance_megatron.attention.impl.triton.index import InverseLists, inverse_lists
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors.block_topk import RouterScores, select_blocks
+from sparsebalance_megatron.attention.selectors import SELECTORS
+from sparsebalance_megatron.attention.selectors.block_topk import BlockScores
 
 
 @st.composite
@@ -27,10 +29,10 @@ def _selections(draw: st.DrawFn) -> Selection:
     if popular:
         scores[:, :, 0] = 100.0
     later_NJ = torch.arange(layout.max_blocks) > layout.index_N[:, None]
-    return select_blocks(
-        RouterScores(
-            granularity="query-block",
-            scores_RCJ=scores.masked_fill(later_NJ[:, None], -torch.inf),
+    return SELECTORS["query-block"].select(
+        BlockScores(
+            by_token=False,
+            scores_QCJ=scores.masked_fill(later_NJ[:, None], -torch.inf),
             softmax_scale=1.0,
             layout=layout,
         ),
@@ -40,12 +42,13 @@ def _selections(draw: st.DrawFn) -> Selection:
 
 
 def _readers(selection: Selection) -> list[list[int]]:
-    blocks, heads, _ = selection.indices_RCK.shape
+    query_blocks, heads, _ = selection.indices_QCK.shape
+    blocks = selection.kv_layout.blocks
     readers: list[list[int]] = [[] for _ in range(heads * blocks)]
     for head in range(heads):
-        for query_block in range(blocks):
-            count = int(selection.counts_RC[query_block, head])
-            for number in selection.indices_RCK[query_block, head, :count].tolist():
+        for query_block in range(query_blocks):
+            count = int(selection.counts_QC[query_block, head])
+            for number in selection.indices_QCK[query_block, head, :count].tolist():
                 readers[head * blocks + number].append(query_block)
     return readers
 
@@ -55,17 +58,24 @@ def _items(lists: InverseLists) -> list[tuple[int, int, int]]:
     return list(zip(*(field.tolist() for field in fields), strict=True))
 
 
-@given(_selections(), st.sampled_from([1, 3, 20, 1000]))
+@given(_selections(), st.sampled_from([1, 3, 20, 1000]), st.integers(0, 3))
 @settings(max_examples=60)
-def test_lists_and_items_are_as_defined(selection: Selection, wanted_items: int) -> None:
+def test_lists_and_items_are_as_defined(
+    selection: Selection, wanted_items: int, other_rows: int
+) -> None:
+    """Where drawn, the row of the queries or of the keys holds every other block only."""
+    blocks = range(selection.kv_layout.blocks)
+    if other_rows:
+        query_blocks = blocks[:: 1 + other_rows % 2]
+        selection = sharded(selection, query_blocks, blocks[:: 1 + other_rows // 2])
     lists = inverse_lists(selection, wanted_items=wanted_items)
     expected = _readers(selection)
-    offsets = lists.offsets_L.tolist()
+    offsets = lists.offsets_U.tolist()
     found = [lists.queries_E[a:b].tolist() for a, b in itertools.pairwise(offsets)]
     assert found == expected
 
     most = lists.entries_per_item
-    assert 1 <= most <= 4 * selection.indices_RCK.shape[2]
+    assert 1 <= most <= 4 * selection.indices_QCK.shape[2]
     parts = [max(1, -(-len(readers) // most)) for readers in expected]
     items = _items(lists)
     existing = [item for item in items if item[0] >= 0]
@@ -81,8 +91,8 @@ def test_lists_and_items_are_as_defined(selection: Selection, wanted_items: int)
     assert cut <= lists.cut_lists
     assert sum(count for count in parts if count > 1) <= lists.cut_items
     for place in range(cut):
-        number, first = int(lists.order_L[place]), int(lists.first_item_L[place])
-        assert int(lists.parts_L[place]) == parts[number]
+        number, first = int(lists.order_U[place]), int(lists.first_item_U[place])
+        assert int(lists.parts_U[place]) == parts[number]
         taken = items[first : first + parts[number]]
         assert taken == [(number, part, parts[number]) for part in range(parts[number])]
 
@@ -93,8 +103,8 @@ def test_a_block_that_all_read_is_cut() -> None:
     indices_NGK = torch.stack([own_N, torch.zeros_like(own_N)], dim=1)[:, None]
     counts_NG = torch.full((200, 1), 2, dtype=torch.int32)
     indices_NGK[0, 0, 1], counts_NG[0] = -1, 1
-    selection = Selection(
-        granularity="query-block", indices_RCK=indices_NGK, counts_RC=counts_NG, layout=layout
+    selection = Selection.within(
+        layout, indices_QCK=indices_NGK, counts_QC=counts_NG, by_token=False
     )
     lists = inverse_lists(selection, wanted_items=1)
     assert lists.entries_per_item == 8

@@ -48,16 +48,16 @@ def test_counted_pairs_are_those_that_are_read(skewed: bool) -> None:
     case = Case(tokens=300, block_size=32, budget=4, skewed=skewed)
     shape = Shape(query_heads=6, kv_heads=2, head_dim=16)
     selection = selection_of(case, shape, CPU)
-    layout = selection.layout
+    layout = selection.query_layout
     read = total = 0
     for query in range(case.tokens):
         block = int(layout.block_T[query])
         start = layout.cu_seqlens[int(layout.document_N[block])]
         total += (query - start + 1) * 6
         for kv_head in range(2):
-            count = int(selection.counts_RC[block, kv_head])
+            count = int(selection.counts_QC[block, kv_head])
             assert count <= case.budgets[int(layout.document_N[block])]
-            listed = set(selection.indices_RCK[block, kv_head, :count].tolist())
+            listed = set(selection.indices_QCK[block, kv_head, :count].tolist())
             keys = range(start, query + 1)
             read += 3 * sum(int(layout.block_T[key]) in listed for key in keys)
     assert selected_pairs(selection, shape) == read

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from sparsebalance_megatron import __version__, cli
-from sparsebalance_megatron.attention.api import Implementation
 from sparsebalance_megatron.cli import env as environment
 from sparsebalance_megatron.cli.env import is_within
+from sparsebalance_megatron.config import AttentionImplementation
 
 EVERYWHERE = {"blocks", "tokens", "reference"}
 
@@ -66,13 +66,12 @@ def test_attention_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert f"megatron {version('megatron-core')}: supported (range" in text
     attention = environment.environment()["attention"]
-    assert set(attention["implementations"]) == set(get_args(Implementation)) - {"auto"}
+    assert set(attention["implementations"]) == set(get_args(AttentionImplementation)) - {"auto"}
     usable = {name for name, each in attention["implementations"].items() if each["usable"]}
     assert usable >= EVERYWHERE
     if attention["device"] == "cpu" and "TRITON_INTERPRET" not in os.environ:
         assert usable == EVERYWHERE
         assert 'triton     does not run: needs CUDA, and q lies on cpu: use "blocks"' in text
-        assert "flex       does not run: needs CUDA" in text
 
 
 def test_an_implementation_that_breaks_is_told_with_its_reason(

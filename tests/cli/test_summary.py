@@ -16,7 +16,8 @@ from sparsebalance_megatron.cli.output import OutputError
 from sparsebalance_megatron.report import comparison
 from sparsebalance_megatron.report.charts.figure import ReportError
 from sparsebalance_megatron.report.comparison import compare, summarize
-from sparsebalance_megatron.telemetry.run_log import RunLog, RunLogError, Step
+from sparsebalance_megatron.telemetry.step_log import RunLog, RunLogError
+from sparsebalance_megatron.telemetry.step_record import Step
 
 
 def step(iteration: int, **changes: Any) -> Step:

@@ -216,7 +216,7 @@ def test_slices_never_overlap(lengths: list[list[float]], gaps_s: list[float | N
         bars = tuple(
             Bar(
                 place=(0, 0),
-                kind="forward",
+                direction="forward",
                 chunk=0,
                 position=position,
                 start_ms=float(end - ms),

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import data as oracle
 
-from sparsebalance_megatron.data.packing import Sample, pack, packed_cu_seqlens
+from sparsebalance_megatron.data.packing import Sample, pack, packed_cu_seqlens, padding_tokens
 
 token_lists = st.lists(
     st.lists(st.integers(0, 65_000), min_size=2, max_size=9), min_size=1, max_size=6
@@ -32,23 +34,24 @@ def test_row_equals_naive_row(
     columns = (row.tokens, row.labels, row.position_ids, row.loss_mask)
     assert list(zip(*(column.tolist() for column in columns), strict=True)) == expected
     assert [column.dtype for column in columns] == [np.int64, np.int64, np.int64, np.float32]
-    assert row.padded_tokens == len(expected) - sum(len(sample) - 1 for sample in tokens)
 
 
 @given(tokens=token_lists, multiple=st.integers(1, 8))
 @settings(max_examples=40)
 def test_boundaries_give_the_samples_back(tokens: list[list[int]], multiple: int) -> None:
     row = pack([Sample(tokens=np.array(sample)) for sample in tokens], pad_to_multiple_of=multiple)
-    assert row.cu_seqlens == packed_cu_seqlens(row.lengths_tokens, multiple)
-    assert row.cu_seqlens[-1] == len(row.tokens)
-    assert row.cu_seqlens[-1] % multiple == 0
-    assert len(row.cu_seqlens) == len(tokens) + 1 + bool(row.padded_tokens)
+    lengths_tokens = [len(sample) - 1 for sample in tokens]
+    cu_seqlens = packed_cu_seqlens(lengths_tokens, multiple)
+    padding = padding_tokens(sum(lengths_tokens), multiple)
+    assert cu_seqlens[-1] == len(row.tokens) == sum(lengths_tokens) + padding
+    assert cu_seqlens[-1] % multiple == 0
+    assert 0 <= padding < multiple
+    assert len(cu_seqlens) == len(tokens) + 1 + bool(padding)
     unpacked = [
         [*row.tokens[start:end].tolist(), int(row.labels[end - 1])]
-        for start, end in zip(row.cu_seqlens, row.cu_seqlens[1:], strict=False)
+        for start, end in itertools.pairwise(cu_seqlens)
     ]
     assert unpacked[: len(tokens)] == tokens
-    assert row.lengths_tokens == tuple(len(sample) - 1 for sample in tokens)
 
 
 def test_loss_masks_are_laid_beside_their_labels() -> None:

@@ -17,7 +17,7 @@ from oracles.conversations import Layout, Turn, characters
 from sparsebalance_megatron.cli import main
 from sparsebalance_megatron.data.documents import LOSS_MASK_SUFFIX
 from sparsebalance_megatron.data.errors import DataError
-from sparsebalance_megatron.data.packing import PackedMicroBatch, pack
+from sparsebalance_megatron.data.packing import PackedRow, pack
 from sparsebalance_megatron.data.prepare import prepare
 from sparsebalance_megatron.data.records import JsonLines
 from sparsebalance_megatron.data.samples import SampleIndex
@@ -128,7 +128,7 @@ def prepared(
     return prefix
 
 
-def packed(prefix: str, *, max_tokens: int, overlong: Any, multiple: int) -> PackedMicroBatch:
+def packed(prefix: str, *, max_tokens: int, overlong: Any, multiple: int) -> PackedRow:
     """All samples in one row, in stored order."""
     index = SampleIndex.open(prefix, max_tokens=max_tokens, overlong=overlong, seed=1)
     assert index is not None
@@ -163,7 +163,6 @@ def test_every_weight_of_the_packed_row(
         for position, (token, label, weight) in enumerate(kept):
             expected.append((token, label, position % max_tokens, weight))
     padding = -len(expected) % multiple
-    assert row.padded_tokens == padding
     expected += [(0, 0, position, 0.0) for position in range(padding)]
     found = zip(row.tokens, row.labels, row.position_ids, row.loss_mask, strict=True)
     assert [tuple(place) for place in found] == expected

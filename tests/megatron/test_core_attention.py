@@ -12,7 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from sparsebalance_megatron.attention.selectors.block_topk import coverage_curves, router_scores
+from sparsebalance_megatron.attention.selectors import SELECTORS
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
 from sparsebalance_megatron.megatron.packed_seq_params import micro_batch_context, packed_params
@@ -34,7 +34,7 @@ def attention(*, base_budget: int = 3, threshold: float = 0.1, layer: int = 1):
     options = AttentionOptions(
         block_size=BLOCK,
         base_budget=base_budget,
-        granularity="query-block",
+        selector=SELECTORS["query-block"],
         coverage_threshold=threshold,
         implementation="auto",
         grid=(1, 2, 4, 8, 15),
@@ -58,9 +58,6 @@ def context_with(budgets_LS: np.ndarray, *, padding: int = 0, device: torch.devi
     return micro_batch_context(
         plan,
         boundaries,
-        step=0,
-        position=0,
-        chunk=0,
         block_size=BLOCK,
         observe=True,
         device=device,
@@ -111,10 +108,9 @@ def test_observed_grid_is_the_routers_coverage() -> None:
     params = packed_params(context, max_seqlen_tokens=256, device=CPU)
     module = attention()
     module(q_THD, k_TGD, v_TGD, None, packed_seq_params=params)
-    scores = router_scores(
-        q_THD, k_TGD, context.layout, granularity="query-block", softmax_scale=HEAD_DIM**-0.5
-    )
-    curves_SK = coverage_curves(scores)
+    selector = SELECTORS["query-block"]
+    scores = selector.scores(q_THD, k_TGD, context.layout, softmax_scale=HEAD_DIM**-0.5)
+    curves_SK = selector.coverage(scores)
     observed_SK = context.observations[0].grid_SK
     torch.testing.assert_close(observed_SK, curves_SK[:, [0, 1, 3, 7, 14]])
 

@@ -127,9 +127,6 @@ def packed(model):
     context = micro_batch_context(
         plan,
         tuple(accumulate(LENGTHS, initial=0)),
-        step=0,
-        position=0,
-        chunk=0,
         block_size=BLOCK,
         observe=True,
         device=CPU,

@@ -275,5 +275,5 @@ def write_lines(path: Path, records: Sequence[Any]) -> None:
     path.write_text("".join(f"{line}\n" for line in text), encoding="utf-8")
 
 
-def _busy(forward_DPVM: np.ndarray, backward_DPVM: np.ndarray) -> list[float]:
-    return (forward_DPVM + backward_DPVM).sum(axis=(2, 3)).max(axis=1).tolist()
+def _busy(forward_RPVM: np.ndarray, backward_RPVM: np.ndarray) -> list[float]:
+    return (forward_RPVM + backward_RPVM).sum(axis=(2, 3)).max(axis=1).tolist()

@@ -90,4 +90,4 @@ def test_the_schedule_that_ran_is_the_one_that_is_simulated(log_directory: Path)
 
 def operations(timeline: Timeline, stage: int) -> list[tuple[str, int]]:
     bars = [bar for bar in timeline.bars if bar.place == (0, stage)]
-    return [(bar.kind, bar.position) for bar in sorted(bars, key=lambda bar: bar.start_ms)]
+    return [(bar.direction, bar.position) for bar in sorted(bars, key=lambda bar: bar.start_ms)]

@@ -6,14 +6,14 @@ from __future__ import annotations
 import numpy as np
 
 from sparsebalance_megatron.report.step_table import MicroBatchRow, micro_batch_rows
-from sparsebalance_megatron.telemetry.rank_log_reader import RankMicroBatch, RankStep
-from sparsebalance_megatron.telemetry.step_times import StepTimes
+from sparsebalance_megatron.telemetry.rank_record import RankMicroBatch, RankStep
+from sparsebalance_megatron.telemetry.step_record import MicroBatchTimes
 
-TIMES = StepTimes(
-    measured_forward_DPVM=np.full((1, 2, 1, 2), 1.0),
-    measured_backward_DPVM=np.array([[[[2.0, 2.0]], [[2.0, np.nan]]]]),
-    predicted_forward_DPVM=np.full((1, 2, 1, 2), 1000.0),
-    predicted_backward_DPVM=np.full((1, 2, 1, 2), 1000.0),
+TIMES = MicroBatchTimes(
+    measured_2RPVM=np.array(
+        [[[[[1.0, 1.0]], [[1.0, 1.0]]]], [[[[2.0, 2.0]], [[2.0, np.nan]]]]],
+    ),
+    predicted_2RPVM=np.full((2, 1, 2, 1, 2), 1000.0),
 )
 
 

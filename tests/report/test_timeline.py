@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparsebalance_megatron.plan.measurement import Span
 from sparsebalance_megatron.plan.schedules.simulator import simulate
 from sparsebalance_megatron.report.timeline import (
     MEASURED,
@@ -16,17 +17,15 @@ from sparsebalance_megatron.report.timeline import (
     measured_timeline,
     predicted_timeline,
 )
-from sparsebalance_megatron.telemetry.rank_log_reader import RankStep, Span
-from sparsebalance_megatron.telemetry.step_times import StepTimes
+from sparsebalance_megatron.telemetry.rank_record import RankStep
+from sparsebalance_megatron.telemetry.step_record import MicroBatchTimes
 
 
-def times(measured: np.ndarray, predicted: np.ndarray | None = None) -> StepTimes:
+def times(measured: np.ndarray, predicted: np.ndarray | None = None) -> MicroBatchTimes:
     """Backwards take twice as long as forwards."""
-    return StepTimes(
-        measured_forward_DPVM=measured,
-        measured_backward_DPVM=2 * measured,
-        predicted_forward_DPVM=predicted,
-        predicted_backward_DPVM=None if predicted is None else 2 * predicted,
+    return MicroBatchTimes(
+        measured_2RPVM=np.stack([measured, 2 * measured]),
+        predicted_2RPVM=None if predicted is None else np.stack([predicted, 2 * predicted]),
     )
 
 
@@ -34,8 +33,8 @@ def rank_step(start_unix_s: float | None, *spans: Span, unmeasured: int = 0) -> 
     return RankStep(start_unix_s=start_unix_s, micro_batches=(), spans=spans, unmeasured=unmeasured)
 
 
-def span(kind: str, start_ms: float, end_ms: float) -> Span:
-    return Span(kind=kind, chunk=0, position=0, start_ms=start_ms, end_ms=end_ms)
+def span(direction: str, start_ms: float, end_ms: float) -> Span:
+    return Span(direction, 0, 0, start_ms, end_ms)
 
 
 @given(
@@ -53,7 +52,7 @@ def test_a_simulated_timeline_holds_everything_once(
     found = predicted_timeline(times(predicted, predicted))
     assert found is not None and found.source == PREDICTED
     durations = {
-        (bar.place, bar.kind, bar.chunk, bar.position): bar.end_ms - bar.start_ms
+        (bar.place, bar.direction, bar.chunk, bar.position): bar.end_ms - bar.start_ms
         for bar in found.bars
     }
     assert len(durations) == len(found.bars) == 2 * predicted.size
@@ -97,7 +96,7 @@ def test_spans_are_set_side_by_side_by_the_wall_clock() -> None:
         [(0, 0), (1, 0)],
     )
     assert found is not None and found.source == MEASURED
-    starts = [(bar.place, bar.kind, bar.start_ms, bar.end_ms) for bar in found.bars]
+    starts = [(bar.place, bar.direction, bar.start_ms, bar.end_ms) for bar in found.bars]
     assert starts == [
         ((0, 0), "forward", pytest.approx(3.0, abs=1e-3), pytest.approx(4.0, abs=1e-3)),
         ((1, 0), "forward", 0.5, 3.0),

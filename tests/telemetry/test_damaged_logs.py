@@ -27,7 +27,7 @@ from sparsebalance_megatron.report.run_data import (
 )
 from sparsebalance_megatron.report.step_table import micro_batch_rows
 from sparsebalance_megatron.report.trace import Tracer
-from sparsebalance_megatron.telemetry.run_log import RunLogError
+from sparsebalance_megatron.telemetry.step_log import RunLogError
 
 FILES = ("steps.jsonl", "ranks/rank-00000.jsonl", "ranks/rank-00001.jsonl")
 JUNK: tuple[Any, ...] = (

@@ -21,7 +21,7 @@ from step_cases import (
 
 from sparsebalance_megatron.cost.stage_calibration import StageScales
 from sparsebalance_megatron.telemetry.scalars import ScalarWriter, step_scalars
-from sparsebalance_megatron.training.sinks import StepOutputs
+from sparsebalance_megatron.training.sinks import StepSinks
 
 
 def scalars(planned: Any, measured: Any, iteration_ms: float = 500.0) -> dict[str, float]:
@@ -76,14 +76,14 @@ def test_a_stage_that_calibration_knows_to_be_slow_still_shows() -> None:
 
 
 def test_a_device_that_plans_hold_for_slow_still_shows() -> None:
-    slowness_DP = np.ones((JOB.data_parallel_size, JOB.pipeline_stages))
-    slowness_DP[0, 1] = 1.2
+    slowness_RP = np.ones((JOB.data_parallel_size, JOB.pipeline_stages))
+    slowness_RP[0, 1] = 1.2
     planned = planned_step(
-        replace(StageScales.ones(JOB.pipeline_stages, JOB.virtual_stages), slowness_DP=slowness_DP)
+        replace(StageScales.ones(JOB.pipeline_stages, JOB.virtual_stages), slowness_DP=slowness_RP)
     )
     values = scalars(planned, measured_as_planned(planned))
     assert values["predicted-error"] == pytest.approx(0.0, abs=1e-12)
-    assert values["relative-time-max"] == pytest.approx(1.2 / (1.0 + 0.2 / slowness_DP.size))
+    assert values["relative-time-max"] == pytest.approx(1.2 / (1.0 + 0.2 / slowness_RP.size))
     assert values["slowness-planned-max"] == pytest.approx(1.2)
 
 
@@ -141,7 +141,7 @@ def test_wandb_gets_all_finite_scalars_of_a_step_at_once() -> None:
 
 def test_ranks_that_ran_different_plans_show_whatever_the_interval() -> None:
     run = FakeRun()
-    outputs = StepOutputs(
+    outputs = StepSinks(
         None, None, None, step_log=None, rank_log=None, scalars=ScalarWriter(None, run, interval=5)
     )
     outputs.write_mismatches(7, 2)

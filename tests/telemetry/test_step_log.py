@@ -1,177 +1,273 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of the step log and of the rank logs."""
+"""Step logs: whole, damaged, resumed, missing."""
 
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import replace
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from step_cases import JOB, LENGTHS_TOKENS, measured_as_planned, planned_step
+from step_cases import JOB, measured_as_planned, planned_step
 
-from sparsebalance_megatron.plan.coverage import CoverageCurves, length_bucket
-from sparsebalance_megatron.plan.measurement import Piece, RankPlace, Span, StepTimes
-from sparsebalance_megatron.telemetry.rank_log import (
-    rank_header,
-    rank_log_path,
-    rank_record,
-    remove_surplus_rank_logs,
+from sparsebalance_megatron.telemetry.coverage_record import coverage_record
+from sparsebalance_megatron.telemetry.log_file import JsonLinesFile
+from sparsebalance_megatron.telemetry.step_log import (
+    RunLogError,
+    read_run_log,
+    read_step_times,
+    run_header,
+    step_log_path,
 )
-from sparsebalance_megatron.telemetry.run_log import read_run_log
-from sparsebalance_megatron.telemetry.step_log import StepLog, coverage_record, step_record
+from sparsebalance_megatron.telemetry.step_record import step_record
 
-PLACE = RankPlace(
-    data_parallel_rank=1, pipeline_rank=1, tensor_parallel_rank=0, world_rank=3, world_size=4
-)
-LAYERS = (2, 3, 6, 7)
+ONES = np.ones((1, 2, 2))
+HEADER = {"type": "run", "config": {"batching": "latency"}}
 
 
-def test_the_report_reads_what_is_written(tmp_path: Path) -> None:
+TIMES = {
+    "forward_ms": [[[[10.0, 20.0]]], [[[10.0, 10.0]]]],
+    "backward_ms": [[[[20.0, 40.0]]], [[[20.0, 30.0]]]],
+}
+
+
+def record(iteration: int, /, **changes: Any) -> dict[str, Any]:
+    return {
+        "type": "step",
+        "iteration": iteration,
+        "iteration_ms": None if iteration == 1 else 100.0,
+        "lm_loss": 9.0 - iteration,
+        "tokens": 64,
+        "predicted": {"rank_busy_ms": [80.0, 60.0], "lower_bound_ms": 70.0, "work_ratio": 1.0},
+        "measured": {"rank_busy_ms": [90.0, 70.0], **TIMES},
+        "coverage": {"mean": 0.75, "min": 0.5, "base_mean": 0.75},
+    } | changes
+
+
+def write(directory: Path, *lines: Any) -> Path:
+    text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    (directory / "steps.jsonl").write_text("".join(f"{line}\n" for line in text), encoding="utf-8")
+    return directory
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
     planned = planned_step()
-    measured = measured_as_planned(planned)
-    log = StepLog(tmp_path)
-    log.begin_run({"config": {}}, resumed=False)
+    header = run_header(
+        config={"batching": "latency"},
+        cost_source="counted",
+        job=JOB,
+        global_batch_size=8,
+        seq_length=256,
+        grid=(1, 2, 4),
+        counts={"documents": 9},
+        megatron_core="0.19.2",
+        torch="2.15.0",
+        device="cpu",
+    )
+    log = JsonLinesFile(step_log_path(tmp_path))
+    log.begin(header, resumed=False)
     for iteration in (1, 2):
         log.append(
             step_record(
                 iteration=iteration,
                 iteration_ms=None if iteration == 1 else 10.0,
                 planned=planned,
-                measured=measured,
+                measured=measured_as_planned(planned),
                 padded_tokens=0,
                 host_ms={"plan": 1.0},
             )
         )
-    first, second = read_run_log(tmp_path).steps
-    assert (first.iteration_ms, second.iteration_ms) == (None, 10.0)
-    assert first.measured_rank_ms == pytest.approx(first.predicted_rank_ms)
-    assert first.coverage == pytest.approx(0.45)
-    assert first.tokens == sum(LENGTHS_TOKENS)
-
-
-def test_devices_that_are_not_alike_have_the_slowness_they_were_planned_with() -> None:
-    unknown = planned_step()
-    equal_DP = np.ones((JOB.data_parallel_size, JOB.pipeline_stages))
-    uneven_DP = equal_DP.copy()
-    uneven_DP[0, 1] = 1.25
-    equal, uneven = (
-        replace(unknown, scales=replace(unknown.scales, slowness_DP=x))
-        for x in (equal_DP, uneven_DP)
+    log.append(
+        coverage_record(iteration=2, grid=(1, 2), mean_LUK=ONES, observed_LU=ONES[..., 0] > 0)
     )
-    for planned, expected in ((unknown, None), (equal, None), (uneven, uneven_DP.tolist())):
-        record = step_record(
-            iteration=1,
-            iteration_ms=None,
-            planned=planned,
-            measured=measured_as_planned(planned),
-            padded_tokens=0,
-        )
-        assert record["predicted"]["device_slowness"] == expected
+    log.close()
+    read = read_run_log(tmp_path)
+    assert read.problems == ()
+    assert read.header == json.loads(json.dumps(header))
+    sizes = ("data_parallel_size", "pipeline_stages", "virtual_stages", "micro_batches", "layers")
+    assert [header[size] for size in sizes] == [2, 2, 2, 2, 8]
+    assert header["schedule"] == "interleaved"
+    assert [(step.iteration, step.iteration_ms) for step in read.steps] == [(1, None), (2, 10.0)]
+    assert read.coverage is not None and read.coverage.iteration == 2
+    assert list(read_step_times(tmp_path, {2, 3})) == [2]
 
 
-def test_coverage_curves_are_null_where_nothing_was_observed() -> None:
-    curves = CoverageCurves(2, 6, 0.9)
-    counts_LU = np.array([[1.0, 0.0, 2.0], [0.0, 0.0, 1.0]])
-    curves.update(np.full((2, 3, 6), 0.123456789) * counts_LU[..., None], counts_LU)
-    record = coverage_record(
-        iteration=12, grid=curves.grid, mean_LUK=curves.mean_LUK, observed_LU=curves.observed_LU
+def test_whole_log(tmp_path: Path) -> None:
+    log = read_run_log(write(tmp_path, HEADER, record(1), record(2)))
+    assert log.header == HEADER
+    assert log.problems == ()
+    assert [step.iteration for step in log.steps] == [1, 2]
+    first, second = log.steps
+    assert (first.iteration_ms, second.iteration_ms) == (None, 100.0)
+    assert second.lm_loss == 7.0
+    assert second.measured_rank_ms == (90.0, 70.0)
+    assert second.predicted_rank_ms == (80.0, 60.0)
+    assert (second.lower_bound_ms, second.work_ratio, second.coverage) == (70.0, 1.0, 0.75)
+
+
+def test_last_line_cut_off(tmp_path: Path) -> None:
+    cut = json.dumps(record(3))[:40]
+    log = read_run_log(write(tmp_path, HEADER, record(1), record(2), cut))
+    assert [step.iteration for step in log.steps] == [1, 2]
+    (problem,) = log.problems
+    assert "steps.jsonl line 4" in problem
+    assert "cut off" in problem
+
+
+BAD_LINES: dict[str, tuple[Any, str]] = {
+    "array": ([1, 2], 'no record of type "run" or "step"'),
+    "number": ("7", 'no record of type "run" or "step"'),
+    "unknown-type": ({"type": "stp"}, 'no record of type "run" or "step"'),
+    "no-coverage": (record(2, coverage={}), "no coverage.mean"),
+    "no-measured": (record(2, measured=None), "no measured.rank"),
+    "iteration-null": (record(2, iteration=None), "iteration or tokens is null"),
+    "loss-text": (record(2, lm_loss="3.1"), "lm_loss is '3.1', not a number"),
+    "time-true": (record(2, iteration_ms=True), "iteration_ms is True, not a number"),
+    "rank-text": (record(2, measured={"rank_busy_ms": [1.0, "x"]}), "measured.rank_busy_ms is 'x'"),
+    "rank-number": (record(2, measured={"rank_busy_ms": 5.0}), "measured.rank_busy_ms is 5.0"),
+    "times-text": (
+        record(2, measured={"rank_busy_ms": [1.0, 2.0], **TIMES, "forward_ms": "x"}),
+        "measured.forward_ms",
+    ),
+    "times-shape": (
+        record(2, measured={"rank_busy_ms": [1.0, 2.0], **TIMES, "backward_ms": [[[[1.0]]]]}),
+        "must both be [rank][stage][virtual stage][micro-batch]",
+    ),
+    "rank-count": (record(2, measured={"rank_busy_ms": [5.0]}), "1 ranks measured, 2 predicted"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LINES)
+def test_damaged_line_is_named_and_the_rest_kept(tmp_path: Path, case: str) -> None:
+    line, message = BAD_LINES[case]
+    log = read_run_log(write(tmp_path, HEADER, record(1), line, record(3)))
+    assert [step.iteration for step in log.steps] == [1, 3]
+    (problem,) = log.problems
+    assert "line 3" in problem
+    assert message in problem
+
+
+def test_bytes_that_are_not_text(tmp_path: Path) -> None:
+    write(tmp_path, HEADER, record(1))
+    with (tmp_path / "steps.jsonl").open("ab") as stream:
+        stream.write(b"\xff\xfe\x00\n")
+    log = read_run_log(tmp_path)
+    assert len(log.steps) == 1
+    assert "line 3" in log.problems[0]
+
+
+def test_micro_batch_times_add_both_directions(tmp_path: Path) -> None:
+    unmeasured = {"rank_busy_ms": None, **TIMES, "forward_ms": [[[[None, 1.0]]], [[[1.0, 1.0]]]]}
+    log = read_run_log(write(tmp_path, HEADER, record(1), record(2, measured=unmeasured)))
+    assert log.steps[0].micro_batch_ms == (((30.0, 60.0),), ((30.0, 40.0),))
+    assert log.steps[1].micro_batch_ms is None
+
+
+def test_nan_and_null_are_unmeasured(tmp_path: Path) -> None:
+    step = record(1, lm_loss=float("nan"), measured={"rank_busy_ms": [1.0, None], **TIMES})
+    (read,) = read_run_log(write(tmp_path, HEADER, step)).steps
+    assert read.lm_loss is None
+    assert read.measured_rank_ms is None
+
+
+def test_resume_replaces_steps_and_says_so(tmp_path: Path) -> None:
+    again = record(2, lm_loss=1.25)
+    log = read_run_log(
+        write(tmp_path, HEADER, record(1), record(2), record(3), HEADER, again, record(3))
     )
-    known = [0.12346] * 6
-    assert record["curves"] == [[known, None, known], [None, None, known]]
-    assert (record["type"], record["iteration"]) == ("coverage", 12)
-    assert record["grid"] == [1, 2, 3, 4, 5, 6]
-    assert record["bucket_blocks"] == [1, 3, 6]
-    for bucket, largest in enumerate(record["bucket_blocks"]):
-        assert length_bucket(largest) == bucket
-    json.dumps(record, allow_nan=False)
+    assert [step.iteration for step in log.steps] == [1, 2, 3]
+    assert log.steps[1].lm_loss == 1.25
+    (problem,) = log.problems
+    assert "2 steps ran again" in problem
 
 
-def test_a_rank_says_what_it_ran_when_and_with_which_coverage() -> None:
-    """Chunks of one micro-batch are observed apart, in the order they ran."""
-    planned = planned_step()
-    micro_batches = planned.plan.ranks[1].micro_batches
-    order = [(position, chunk) for position in (0, 1) for chunk in (0, 1)]
-    pieces, rows = [], []
-    for position, chunk in order:
-        samples = len(micro_batches[position].samples)
-        for layer in JOB.stage_layers[1][chunk]:
-            pieces.append(Piece(position, layer, samples))
-            rows += [(0.1 * layer + 0.01 * i, float(layer == 7 and i == 0)) for i in range(samples)]
-    spans = (Span("forward", 0, 0, 1.00004, 2.0), Span("backward", 1, 1, 3.0, 4.5))
-    times = StepTimes(
-        forward_VM=np.zeros((2, 2)),
-        backward_VM=np.zeros((2, 2)),
-        schedule_ms=5.0,
-        start_unix_s=1.75e9,
-        spans=spans,
-    )
-    record = rank_record(
-        iteration=9,
-        planned=planned,
-        place=PLACE,
-        job=JOB,
-        times=times,
-        pieces=pieces,
-        executed_and_grown_R2=np.array(rows),
-    )
-    assert (record["iteration"], record["schedule_ms"]) == (9, 5.0)
-    assert record["schedule_start_unix_s"] == 1.75e9
-    assert record["spans"] == [("forward", 0, 0, 1.0, 2.0), ("backward", 1, 1, 3.0, 4.5)]
-    for position, (entry, plan) in enumerate(
-        zip(record["micro_batches"], micro_batches, strict=True)
-    ):
-        samples = len(plan.samples)
-        assert entry["position"] == position
-        assert entry["samples"] == [100 + sample for sample in plan.samples]
-        assert entry["lengths_tokens"] == [LENGTHS_TOKENS[sample] for sample in plan.samples]
-        assert entry["budgets"] == [[4] * samples] * len(LAYERS)
-        expected = [0.1 * np.mean(LAYERS) + 0.01 * i for i in range(samples)]
-        assert entry["coverage"] == pytest.approx(expected)
-        assert entry["guarded"] == 1
-    json.dumps(record, allow_nan=False)
+def test_header_missing(tmp_path: Path) -> None:
+    log = read_run_log(write(tmp_path, record(1)))
+    assert len(log.steps) == 1
+    assert "no header" in log.problems[0]
 
 
-def test_a_rank_without_layers_has_no_coverage() -> None:
-    times = StepTimes(
-        forward_VM=np.zeros((2, 2)),
-        backward_VM=np.zeros((2, 2)),
-        schedule_ms=math.nan,
-        start_unix_s=None,
-        spans=(),
-    )
-    record = rank_record(
-        iteration=1,
-        planned=planned_step(),
-        place=PLACE,
-        job=JOB,
-        times=times,
-        pieces=(),
-        executed_and_grown_R2=np.empty((0, 2)),
-    )
-    assert [entry["coverage"] for entry in record["micro_batches"]] == [None, None]
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(RunLogError, match=r"steps\.jsonl: not there; .*--sparse-balance-log-dir"):
+        read_run_log(tmp_path / "absent")
 
 
-def test_header_and_file_name_say_which_rank(tmp_path: Path) -> None:
-    assert rank_header(PLACE, JOB, "node-1") == {
-        "type": "rank",
-        "world_rank": 3,
-        "data_parallel_rank": 1,
-        "pipeline_rank": 1,
-        "tensor_parallel_rank": 0,
-        "layers": [[2, 3], [6, 7]],
-        "host": "node-1",
-    }
-    assert rank_log_path(tmp_path, 3) == tmp_path / "ranks" / "rank-00003.jsonl"
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ((), "ended before its first step"),
+        ((HEADER,), "ended before its first step"),
+        ((HEADER, "{"), "no readable step: .* line 2"),
+    ],
+)
+def test_no_step(tmp_path: Path, lines: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(RunLogError, match=message):
+        read_run_log(write(tmp_path, *lines))
 
 
-def test_logs_of_ranks_that_are_no_more_go(tmp_path: Path) -> None:
-    (tmp_path / "ranks").mkdir()
-    for name in ("rank-00001.jsonl", "rank-00002.jsonl", "rank-00012.1.jsonl", "rank-note.jsonl"):
-        (tmp_path / "ranks" / name).write_text("")
-    remove_surplus_rank_logs(tmp_path, world_size=2)
-    remove_surplus_rank_logs(tmp_path / "nowhere", world_size=2)
-    left = sorted(path.name for path in (tmp_path / "ranks").iterdir())
-    assert left == ["rank-00001.jsonl", "rank-note.jsonl"]
+def test_directory_in_place_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "steps.jsonl").mkdir()
+    with pytest.raises(RunLogError, match="directory"):
+        read_run_log(tmp_path)
+
+
+COVERAGE = {
+    "type": "coverage",
+    "iteration": 2,
+    "grid": [1, 2],
+    "bucket_blocks": [1, 2],
+    "curves": [[None, [0.5, 1.0]], [[None, None], [0.25, 1.0]]],
+}
+
+
+def test_the_last_coverage_curves_count(tmp_path: Path) -> None:
+    earlier = COVERAGE | {"iteration": 1, "curves": [[None, None]]}
+    log = read_run_log(write(tmp_path, HEADER, record(1), earlier, record(2), COVERAGE))
+    assert log.problems == ()
+    assert log.coverage is not None
+    assert (log.coverage.iteration, log.coverage.grid) == (2, (1, 2))
+    assert log.coverage.bucket_blocks == (1, 2)
+    missing, known = [np.nan, np.nan], [[0.5, 1.0], [0.25, 1.0]]
+    expected_LUK = np.stack([np.array([missing, missing]), np.array(known)], axis=1)
+    np.testing.assert_array_equal(log.coverage.curves_LUK, expected_LUK)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"curves": [[[0.5, 1.0]]]}, r"curves \(1, 1, 2\) must be .* 2 buckets and 2 budgets"),
+        ({"curves": [[1.0, 2.0]]}, "curves"),
+        ({"curves": "x"}, "curves is not an array of numbers"),
+        ({"curves": []}, "curves"),
+        ({"grid": [1, None]}, "grid or bucket_blocks holds null"),
+        ({"iteration": None}, "iteration is None"),
+    ],
+)
+def test_damaged_coverage_is_left_out(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    log = read_run_log(write(tmp_path, HEADER, record(1), COVERAGE, COVERAGE | change))
+    assert log.coverage is not None
+    (problem,) = log.problems
+    assert re.search(rf"line 4: .*{message}", problem)
+
+
+def test_the_older_file_comes_first(tmp_path: Path) -> None:
+    write(tmp_path, HEADER, record(1, lm_loss=1.0), record(2, lm_loss=1.0))
+    (tmp_path / "steps.jsonl").rename(tmp_path / "steps.1.jsonl")
+    newer = HEADER | {"config": {"batching": "length"}, "lines_discarded": 7}
+    late = record(3) | {"lines_dropped": 2}
+    log = read_run_log(write(tmp_path, newer, record(2, lm_loss=5.0), late))
+    assert [step.iteration for step in log.steps] == [1, 2, 3]
+    assert [step.lm_loss for step in log.steps] == [1.0, 5.0, 6.0]
+    assert log.header["config"] == {"batching": "length"}
+    discarded, dropped, repeated = log.problems
+    assert "the 7 oldest lines were discarded" in discarded
+    assert "2 lines could not be written" in dropped
+    assert "1 steps ran again" in repeated
+
+
+def test_the_older_file_alone_is_enough(tmp_path: Path) -> None:
+    write(tmp_path, HEADER, record(1))
+    (tmp_path / "steps.jsonl").rename(tmp_path / "steps.1.jsonl")
+    assert len(read_run_log(tmp_path).steps) == 1

@@ -22,8 +22,8 @@ from harness import (
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sparsebalance_megatron.telemetry.rank_log_reader import read_rank_logs
-from sparsebalance_megatron.telemetry.run_log import read_run_log
+from sparsebalance_megatron.telemetry.rank_log import read_rank_logs
+from sparsebalance_megatron.telemetry.step_log import read_run_log
 
 pytestmark = pytest.mark.distributed
 

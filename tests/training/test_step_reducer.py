@@ -28,7 +28,7 @@ RANKS = 2
 JOB = JobShape(data_parallel_size=RANKS, micro_batches=2, stage_layers=(((0, 1),),))
 
 
-def observed_context(rank: int, layer: int) -> SimpleNamespace:
+def seen(rank: int, layer: int) -> tuple[SimpleNamespace, SimpleNamespace]:
     """Two samples of 1 and 4 blocks, then padding that must not count."""
     coverage = 0.5 + 0.1 * rank + 0.01 * layer
     grid_SK = torch.tensor([[1.0] * len(GRID), [coverage] * len(GRID), [math.nan] * len(GRID)])
@@ -38,11 +38,9 @@ def observed_context(rank: int, layer: int) -> SimpleNamespace:
         base_S=torch.tensor([1.0, coverage + 0.05, math.nan]),
         grown_S=torch.tensor([False, rank == 1, True]),
     )
-    return SimpleNamespace(
-        position=layer,
-        observations={layer: observation},
-        layout=packed_layout((0, 5, 69, 72), 16, "cpu"),
-    )
+    micro_batch = SimpleNamespace(position=layer, plan=SimpleNamespace(samples=(7, 8)))
+    layout = packed_layout((0, 5, 69, 72), 16, "cpu")
+    return micro_batch, SimpleNamespace(observations={layer: observation}, layout=layout)
 
 
 def reduce_on_rank(rank: int, directory: str, digests: tuple[bytes, bytes]) -> None:
@@ -72,7 +70,7 @@ def reduce_on_rank(rank: int, directory: str, digests: tuple[bytes, bytes]) -> N
             start_unix_s=None,
             spans=(),
         ),
-        observed=ObservedCoverage.gather((observed_context(rank, layer), 2) for layer in (0, 1)),
+        observed=ObservedCoverage.gather(seen(rank, layer) for layer in (0, 1)),
         loss_and_tokens=torch.tensor([6.0 * (rank + 1), 3.0]),
         digest=digests[rank],
     )
@@ -113,13 +111,12 @@ def test_a_differing_plan_is_counted_on_every_rank(tmp_path: Path) -> None:
 
 
 def test_observations_keep_their_place_without_padding() -> None:
-    contexts = [(observed_context(1, layer), 2) for layer in (0, 1)]
-    observed = ObservedCoverage.gather(contexts)
+    observed = ObservedCoverage.gather(seen(1, layer) for layer in (0, 1))
     assert observed.pieces == (Piece(0, 0, 2), Piece(1, 1, 2))
-    np.testing.assert_array_equal(observed.group_R(BUCKETS), [0, 2, BUCKETS, BUCKETS + 2])
+    np.testing.assert_array_equal(observed.group_O(BUCKETS), [0, 2, BUCKETS, BUCKETS + 2])
     np.testing.assert_allclose(
         observed.executed_and_grown(), [[1.0, 0], [0.6, 1], [1.0, 0], [0.61, 1]], rtol=1e-6
     )
     nothing = ObservedCoverage.gather([])
     assert nothing.executed_and_grown().shape == (0, 2)
-    assert nothing.group_R(BUCKETS).shape == (0,)
+    assert nothing.group_O(BUCKETS).shape == (0,)

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What planning knows: coverage against budget, and predicted against measured times.
 
-Shape legend: L layers, U length buckets, K grid of budgets.
+Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
+U length buckets, K budgets of the grid, B budgets up to a document's blocks, 2 forward and
+backward.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsebalance_megatron.plan.measurement import DIRECTIONS
 from sparsebalance_megatron.report.charts.distributions import blocks_in
 from sparsebalance_megatron.report.charts.figure import (
     MUTED,
@@ -20,8 +23,8 @@ from sparsebalance_megatron.report.charts.figure import (
     absent,
     draw,
 )
-from sparsebalance_megatron.telemetry.run_log import CoverageRecord, Step
-from sparsebalance_megatron.telemetry.step_times import StepTimes
+from sparsebalance_megatron.telemetry.coverage_record import CoverageRecord
+from sparsebalance_megatron.telemetry.step_record import MicroBatchTimes, Step
 
 _MOST_PANELS = 6
 _MOST_LAYERS_DRAWN = 48
@@ -84,14 +87,14 @@ def _paint_bucket(
     blocks = record.bucket_blocks[bucket]
     inside = [k for k, budget in enumerate(record.grid) if budget <= blocks]
     budgets = np.array(record.grid)[inside]
-    curves_LK = record.curves_LUK[:, bucket, inside]
-    curves_LK = curves_LK[np.isfinite(curves_LK).all(axis=1)]
-    step = -(-len(curves_LK) // _MOST_LAYERS_DRAWN)
-    axis.plot(budgets, curves_LK[::step].T, color=RUN, linewidth=0.5, alpha=0.35)
-    mean_K = curves_LK.mean(axis=0)
-    axis.plot(budgets, mean_K, color=RUN, linewidth=1.8)
+    curves_LB = record.curves_LUK[:, bucket, inside]
+    curves_LB = curves_LB[np.isfinite(curves_LB).all(axis=1)]
+    step = -(-len(curves_LB) // _MOST_LAYERS_DRAWN)
+    axis.plot(budgets, curves_LB[::step].T, color=RUN, linewidth=0.5, alpha=0.35)
+    mean_B = curves_LB.mean(axis=0)
+    axis.plot(budgets, mean_B, color=RUN, linewidth=1.8)
     if isinstance(base, int) and base <= budgets[-1]:
-        at_base = float(np.interp(base, budgets, mean_K))
+        at_base = float(np.interp(base, budgets, mean_B))
         axis.axvline(base, color=MUTED, linewidth=0.8, linestyle=(0, (1, 1.5)))
         if isinstance(threshold, float):
             axis.axhline(at_base - threshold, color=PREDICTED, linewidth=0.8, linestyle=(0, (4, 2)))
@@ -101,7 +104,9 @@ def _paint_bucket(
     axis.set_ylim(0, 1.03)
 
 
-def scatter_picture(times: Mapping[int, StepTimes], steps: Sequence[Step], sampled: str) -> Picture:
+def scatter_picture(
+    times: Mapping[int, MicroBatchTimes], steps: Sequence[Step], sampled: str
+) -> Picture:
     """Predicted against measured ms: of micro-batches where they were logged, or else of ranks."""
     key, title = "prediction", "Predicted against measured"
     groups = _micro_batch_pairs(times)
@@ -169,19 +174,17 @@ def _plain_log_ticks(side: Any, limits: tuple[float, float]) -> None:
     side.set_minor_formatter(NullFormatter())
 
 
-def _micro_batch_pairs(times: Mapping[int, StepTimes]) -> dict[str, np.ndarray]:
+def _micro_batch_pairs(times: Mapping[int, MicroBatchTimes]) -> dict[str, np.ndarray]:
     """[2, points] of predicted and measured, both positive, by direction."""
-    found: dict[str, list[np.ndarray]] = {"forward": [], "backward": []}
-    for step in times.values():
-        sides = (
-            ("forward", step.predicted_forward_DPVM, step.measured_forward_DPVM),
-            ("backward", step.predicted_backward_DPVM, step.measured_backward_DPVM),
-        )
-        for name, predicted, measured in sides:
-            if predicted is not None:
-                found[name].append(np.stack([predicted.ravel(), measured.ravel()]))
-    joined = {name: np.concatenate(pairs, axis=1) for name, pairs in found.items() if pairs}
-    return _usable(joined)
+    found = [
+        np.stack([step.predicted_2RPVM, step.measured_2RPVM]).reshape(2, 2, -1)
+        for step in times.values()
+        if step.predicted_2RPVM is not None
+    ]
+    if not found:
+        return {}
+    joined = np.concatenate(found, axis=2)
+    return _usable({name: joined[:, number] for number, name in enumerate(DIRECTIONS)})
 
 
 def _rank_pairs(steps: Sequence[Step]) -> dict[str, np.ndarray]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which lengths were trained, and what budgets they got in every layer.
 
-Shape legend: L layers of the model, U length buckets, S samples.
+Shape legend: L layers, U length buckets, S samples.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from sparsebalance_megatron.report.charts.figure import MUTED, PREDICTED, RUN, Picture, absent, draw
-from sparsebalance_megatron.telemetry.rank_log_reader import RankLogs, RankMicroBatch
+from sparsebalance_megatron.telemetry.rank_log import RankLogs
+from sparsebalance_megatron.telemetry.rank_record import RankMicroBatch
 
 NO_RANKS = "Lengths and budgets are in ranks/, which holds nothing of this run's steps."
 _BINS_PER_DOUBLING = 2
@@ -179,9 +180,9 @@ def _micro_batches(ranks: RankLogs) -> Iterable[tuple[tuple[int, int], RankMicro
 def _lengths(ranks: RankLogs) -> Iterable[int]:
     """Every sample once: all stages of a rank run the same micro-batches."""
     for by_place in ranks.steps.values():
-        first = {d: min(p for e, p in by_place if e == d) for d, _ in by_place}
-        for d, p in first.items():
-            for micro_batch in by_place[d, p].micro_batches:
+        first = dict(sorted(by_place, reverse=True))
+        for place in first.items():
+            for micro_batch in by_place[place].micro_batches:
                 yield from micro_batch.lengths_tokens
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from sparsebalance_megatron.plan.metrics import imbalance
 from sparsebalance_megatron.report.charts.figure import (
     BASELINE,
     MUTED,
@@ -18,7 +19,8 @@ from sparsebalance_megatron.report.charts.figure import (
     absent,
     draw,
 )
-from sparsebalance_megatron.telemetry.run_log import RunLog, Step
+from sparsebalance_megatron.telemetry.step_log import RunLog
+from sparsebalance_megatron.telemetry.step_record import Step
 
 MAX_POINTS = 300
 _SMALLEST_RANGE = 0.02
@@ -30,19 +32,19 @@ Series = tuple[np.ndarray, np.ndarray]
 def balance_picture(run: RunLog, baseline: RunLog | None) -> Picture:
     """Imbalance of ranks over steps, and below it the speedup, or iteration times."""
     key, title = "balance", "Balance and speed"
-    imbalance = _of(run, lambda step: max_over_mean(step.measured_rank_ms))
-    predicted = _of(run, lambda step: max_over_mean(step.predicted_rank_ms))
+    measured = _of(run, lambda step: _imbalance(step.measured_rank_ms))
+    predicted = _of(run, lambda step: _imbalance(step.predicted_rank_ms))
     speed, label, speed_caption = _speed(run, baseline)
-    if not (_any(imbalance) or _any(speed)):
+    if not (_any(measured) or _any(speed)):
         return absent(key, title, "No step has measured times of all ranks.")
-    before = _of(baseline, lambda step: max_over_mean(step.measured_rank_ms)) if baseline else None
+    before = _of(baseline, lambda step: _imbalance(step.measured_rank_ms)) if baseline else None
 
     def paint(figure: Any) -> None:
         upper, lower = figure.subplots(2, 1, sharex=True)
         if before is not None:
             _line(upper, before, BASELINE, "baseline")
         _line(upper, predicted, PREDICTED, "predicted", dashed=True)
-        _line(upper, imbalance, RUN, "measured")
+        _line(upper, measured, RUN, "measured")
         upper.set_title("imbalance of ranks, max/mean")
         _line(lower, speed, RUN, "")
         if baseline is not None:
@@ -53,7 +55,7 @@ def balance_picture(run: RunLog, baseline: RunLog | None) -> Picture:
         lower.set_xlabel("iteration")
         _legend(figure, upper)
 
-    middle = _median(imbalance)
+    middle = _median(measured)
     return Picture(
         key=key,
         title=title,
@@ -112,11 +114,6 @@ def paired(run: RunLog, baseline: RunLog) -> list[tuple[Step, Step]]:
     ]
 
 
-def max_over_mean(times_ms: Sequence[float] | None) -> float | None:
-    """Imbalance; None where times are missing or all zero."""
-    return max(times_ms) / fmean(times_ms) if times_ms and any(times_ms) else None
-
-
 def binned(series: Series, limit: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Iterations and values of at most ``limit`` bins of neighbours: medians, and [2] quantiles.
 
@@ -145,6 +142,10 @@ def _of(log: RunLog, value: Callable[[Step], float | None]) -> Series:
         np.array([step.iteration for step in log.steps], dtype=np.float64),
         np.array([np.nan if each is None else each for each in values]),
     )
+
+
+def _imbalance(times_ms: Sequence[float] | None) -> float | None:
+    return imbalance(times_ms) if times_ms else None
 
 
 def _speed(run: RunLog, baseline: RunLog | None) -> tuple[Series, str, str]:

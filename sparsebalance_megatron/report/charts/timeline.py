@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step drawn: ranks and stages as rows, time to the right, micro-batches as bars."""
+"""One step drawn: ranks and stages as rows, time to the right, micro-batches as bars.
+
+Shape legend: L layers, S samples of a micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from sparsebalance_megatron.report.charts.figure import (
     draw,
 )
 from sparsebalance_megatron.report.timeline import Bar, Timeline
-from sparsebalance_megatron.telemetry.rank_log_reader import Place, RankStep
+from sparsebalance_megatron.telemetry.rank_record import Place, RankStep
 
 KEY, TITLE = "timeline", "One step"
 MAX_ROWS = 16
@@ -57,7 +60,7 @@ def timeline_picture(
     bars_per_row = max(_bars_per_row(panel.timeline) for panel in panels)
     width = float(np.clip(0.13 * bars_per_row, WIDTH_INCHES, 14.0))
     row_inches = float(np.clip(2.4 / len(shown), 0.19, 0.42))
-    rows_inches = row_inches * (len(shown) + _GAP_BETWEEN_RANKS * len({d for d, _ in shown}))
+    rows_inches = row_inches * (len(shown) + _GAP_BETWEEN_RANKS * len({rank for rank, _ in shown}))
     height = len(panels) * (rows_inches + (0.42 if _share_axis(panels) else 0.65)) + 0.75
     return Picture(
         key=KEY,
@@ -77,15 +80,15 @@ def timeline_picture(
 def shown_places(panels: Sequence[Panel]) -> tuple[Place, ...]:
     """All places, or those of ranks evenly chosen from the fastest to the slowest."""
     places = sorted({place for panel in panels for place in panel.timeline.places})
-    ranks = sorted({d for d, _ in places})
-    stages = len({p for _, p in places})
+    ranks = sorted({rank for rank, _ in places})
+    stages = len({stage for _, stage in places})
     room = max(1, MAX_ROWS // stages)
     if len(ranks) <= room:
         return tuple(places)
     end_ms: dict[int, float] = {}
     for bar in panels[0].timeline.bars:
         end_ms[bar.place[0]] = max(end_ms.get(bar.place[0], 0.0), bar.end_ms)
-    by_end = sorted(end_ms, key=lambda d: (-end_ms[d], d))
+    by_end = sorted(end_ms, key=lambda rank: (-end_ms[rank], rank))
     chosen = {by_end[i] for i in np.linspace(0, len(by_end) - 1, room).round().astype(int)}
     return tuple(place for place in places if place[0] in chosen)
 
@@ -188,7 +191,7 @@ def _axis_ends_ms(panels: Sequence[Panel]) -> list[float]:
 
 def _rows(shown: tuple[Place, ...]) -> dict[Place, float]:
     """Where each place lies on the vertical axis; ranks stand a little apart."""
-    stages = len({p for _, p in shown})
+    stages = len({stage for _, stage in shown})
     rows, y, previous = {}, 0.0, None
     for place in shown:
         if previous is not None:
@@ -199,10 +202,13 @@ def _rows(shown: tuple[Place, ...]) -> dict[Place, float]:
 
 
 def _labels(shown: tuple[Place, ...]) -> list[str]:
-    if len({p for _, p in shown}) == 1:
-        return [f"rank {d}" for d, _ in shown]
-    first = {d: min(p for e, p in shown if e == d) for d, _ in shown}
-    return [f"rank {d}  stage {p}" if first[d] == p else str(p) for d, p in shown]
+    if len({stage for _, stage in shown}) == 1:
+        return [f"rank {rank}" for rank, _ in shown]
+    first = dict(reversed(shown))
+    return [
+        f"rank {rank}  stage {stage}" if first[rank] == stage else str(stage)
+        for rank, stage in shown
+    ]
 
 
 def _paint_panel(
@@ -226,7 +232,7 @@ def _paint_panel(
 
 
 def _corners(bar: Bar, y: float) -> list[tuple[float, float]]:
-    half = _HEIGHTS[bar.kind] / 2
+    half = _HEIGHTS[bar.direction] / 2
     return [
         (bar.start_ms, y - half),
         (bar.end_ms, y - half),
@@ -247,7 +253,7 @@ def _paint_budgets(
     budgets = stage_budgets(panel.contents)
     for bar in panel.timeline.bars:
         budget = budgets.get((bar.place, bar.position))
-        if bar.kind != "backward" or bar.place not in rows or budget is None:
+        if bar.direction != "backward" or bar.place not in rows or budget is None:
             continue
         text = f"{budget:.0f}"
         if bar.ms * points_per_ms < 3 + _LABEL_POINTS_PER_CHARACTER * len(text):
@@ -285,7 +291,7 @@ def _heading(panel: Panel) -> str:
 
 
 def _caption(panels: Sequence[Panel], shown: tuple[Place, ...], scale: _Scale) -> str:
-    ranks = {d for panel in panels for d, _ in panel.timeline.places}
+    ranks = {rank for panel in panels for rank, _ in panel.timeline.places}
     parts = [
         "Each row is a pipeline stage of a data-parallel rank, time runs to the right. Thin bars "
         "are forwards, thick bars backwards, and what stays grey is a bubble: the stage waits."
@@ -305,7 +311,7 @@ def _caption(panels: Sequence[Panel], shown: tuple[Place, ...], scale: _Scale) -
         parts.append(f"{panel.name.capitalize()}: {panel.timeline.source}{remarks}.")
     if not _share_axis(panels):
         parts.append("Times differ so much that every panel has a time axis of its own.")
-    drawn = {d for d, _ in shown}
+    drawn = {rank for rank, _ in shown}
     if len(drawn) < len(ranks):
         parts.append(
             f"{len(drawn)} of {len(ranks)} ranks are drawn, from the first to finish to the last."

@@ -12,10 +12,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors.block_topk import RouterScores, select_blocks
+from sparsebalance_megatron.attention.selectors import SELECTORS
+from sparsebalance_megatron.attention.selectors.block_topk import BlockScores
 
 triton = pytest.importorskip("triton")
-from sparsebalance_megatron.attention.impl.triton import backward, forward  # noqa: E402
+from sparsebalance_megatron.attention.impl.triton import backward_kernels, forward_kernel  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,10 +25,10 @@ pytestmark = [
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 2, 128
 KERNELS = (
-    forward._forward_kernel,
-    backward._query_gradient_kernel,
-    backward._key_gradient_kernel,
-    backward._add_parts_kernel,
+    forward_kernel._forward_kernel,
+    backward_kernels._query_gradient_kernel,
+    backward_kernels._key_gradient_kernel,
+    backward_kernels._add_parts_kernel,
 )
 
 
@@ -46,13 +47,14 @@ def _random_selection(layout: PackedLayout, budgets: list[int], kv_heads: int) -
     shape = (layout.blocks, kv_heads, layout.max_blocks)
     scores_NGJ = torch.randn(shape, generator=generator, device="cuda")
     visible_NJ = torch.arange(layout.max_blocks, device="cuda") <= layout.index_N[:, None]
-    scores = RouterScores(
-        granularity="query-block",
-        scores_RCJ=scores_NGJ.masked_fill(~visible_NJ[:, None], -torch.inf),
+    scores = BlockScores(
+        by_token=False,
+        scores_QCJ=scores_NGJ.masked_fill(~visible_NJ[:, None], -torch.inf),
         softmax_scale=1.0,
         layout=layout,
     )
-    return select_blocks(scores, torch.tensor(budgets, device="cuda"), max_budget=max(budgets))
+    budgets_S = torch.tensor(budgets, device="cuda")
+    return SELECTORS["query-block"].select(scores, budgets_S, max_budget=max(budgets))
 
 
 def _attend(inputs: list[Tensor], selection: Selection) -> tuple[Tensor, ...]:
@@ -106,7 +108,7 @@ def test_results_repeat_bit_by_bit_with_a_block_that_all_read() -> None:
     inputs = _inputs(32768)
     layout = packed_layout([0, 100, 32768], 128, "cuda")
     selection = _random_selection(layout, [1, 16], KV_HEADS)
-    selection.indices_RCK[3:, :, 1] = 1
+    selection.indices_QCK[3:, :, 1] = 1
     first = _attend(inputs, selection)
     for _ in range(3):
         again = _attend(inputs, selection)

@@ -16,6 +16,7 @@ from attention.cases import (
     SCALE,
     Case,
     assert_as_good_as_plain,
+    in_shards,
     make_case,
     on_device,
     with_lists,
@@ -23,14 +24,12 @@ from attention.cases import (
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
-from sparsebalance_megatron.attention.merge import merge_partials
-from sparsebalance_megatron.attention.selection import Selection
 
 triton = pytest.importorskip("triton")
-from sparsebalance_megatron.attention.impl.triton import backward as backward_module  # noqa: E402
-from sparsebalance_megatron.attention.impl.triton import forward as forward_module  # noqa: E402
-from sparsebalance_megatron.attention.impl.triton.backward import backward_attention  # noqa: E402
-from sparsebalance_megatron.attention.impl.triton.forward import forward_attention  # noqa: E402
+from sparsebalance_megatron.attention.impl.triton import backward_kernels as backward_module  # noqa: E402
+from sparsebalance_megatron.attention.impl.triton import forward_kernel as forward_module  # noqa: E402
+from sparsebalance_megatron.attention.impl.triton.backward_kernels import backward_attention  # noqa: E402
+from sparsebalance_megatron.attention.impl.triton.forward_kernel import forward_attention  # noqa: E402
 from sparsebalance_megatron.attention.impl.triton.tiles import Tile, Tiles  # noqa: E402
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -97,9 +96,9 @@ def test_cut_lists_of_readers_add_up(wanted_programs: int, monkeypatch: pytest.M
     """Every query block reads block 0: one long list beside short ones."""
     monkeypatch.setattr(backward_module, "_WANTED_PROGRAMS", wanted_programs)
     case = _case([0, 20, 190], [2, 2], 16, heads=2, kv_heads=2)
-    indices_NGK = case.selection.indices_RCK.clone()
+    indices_NGK = case.selection.indices_QCK.clone()
     indices_NGK[3:, :, 1] = 2
-    _assert_right(with_lists(case, indices_NGK, case.selection.counts_RC), torch.float32)
+    _assert_right(with_lists(case, indices_NGK, case.selection.counts_QC), torch.float32)
 
 
 def test_rows_too_far_apart_for_32_bits_are_copied() -> None:
@@ -118,11 +117,11 @@ def test_results_repeat_bit_by_bit() -> None:
 
 def test_order_of_past_blocks_does_not_matter() -> None:
     case = _case([0, 150], [9], 16)
-    indices_NGK, counts_NG = case.selection.indices_RCK.clone(), case.selection.counts_RC
+    indices_NGK, counts_NG = case.selection.indices_QCK.clone(), case.selection.counts_QC
     for row in range(indices_NGK.shape[0]):
         count = int(counts_NG[row, 0])
         indices_NGK[row, :, 1:count] = indices_NGK[row, :, 1:count].flip(-1)
-    assert not torch.equal(indices_NGK, case.selection.indices_RCK)
+    assert not torch.equal(indices_NGK, case.selection.indices_QCK)
     flipped = with_lists(case, indices_NGK, counts_NG)
     ours = flipped.ours("triton", torch.float32)
     assert_as_good_as_plain(case, ours, torch.float32, case.plain(torch.float64))
@@ -132,16 +131,16 @@ def test_order_of_past_blocks_does_not_matter() -> None:
 
 def test_what_lies_past_a_list_is_not_read() -> None:
     case = _case([0, 70], [2], 16)
-    indices_NGK = case.selection.indices_RCK.clone()
+    indices_NGK = case.selection.indices_QCK.clone()
     width = torch.arange(indices_NGK.shape[2])
-    indices_NGK[width.expand_as(indices_NGK) >= case.selection.counts_RC[:, :, None]] = 1 << 30
-    garbage = with_lists(case, indices_NGK, case.selection.counts_RC)
+    indices_NGK[width.expand_as(indices_NGK) >= case.selection.counts_QC[:, :, None]] = 1 << 30
+    garbage = with_lists(case, indices_NGK, case.selection.counts_QC)
     _assert_identical(garbage.ours("triton", torch.float32), case.ours("triton", torch.float32))
 
 
 def test_a_query_without_keys_gives_zero_and_finite_gradients() -> None:
     case = _case([0, 80], [3], 16)
-    indices_NGK, counts_NG = case.selection.indices_RCK.clone(), case.selection.counts_RC.clone()
+    indices_NGK, counts_NG = case.selection.indices_QCK.clone(), case.selection.counts_QC.clone()
     indices_NGK[2], counts_NG[2] = -1, 0
     out, lse, *gradients = with_lists(case, indices_NGK, counts_NG).ours("triton", torch.float32)
     assert (out[32:48] == 0).all()
@@ -152,37 +151,26 @@ def test_a_query_without_keys_gives_zero_and_finite_gradients() -> None:
     assert (gradients[2][:16] != 0).any()
 
 
-def _parts(selection: Selection) -> list[Selection]:
-    """Every list's even places and its odd places."""
-    parts = []
-    for begin in (0, 1):
-        indices = torch.full_like(selection.indices_RCK, -1)
-        taken = selection.indices_RCK[..., begin::2]
-        indices[..., : taken.shape[-1]] = taken
-        counts = (indices >= 0).sum(-1).int()
-        parts.append(dataclasses.replace(selection, indices_RCK=indices, counts_RC=counts))
-    return parts
+EVEN, ODD = range(0, 10, 2), range(1, 10, 2)
 
 
-def test_merged_parts_are_the_union_forward_and_backward() -> None:
+@pytest.mark.parametrize(
+    ("query_shards", "kv_shards"),
+    [([range(10)], [range(10)]), ([EVEN, ODD], [range(10)]), ([range(10)], [EVEN, ODD])],
+)
+@pytest.mark.parametrize("wanted_programs", [1, 10_000])
+def test_parts_add_up_to_the_whole(
+    query_shards: list[range],
+    kv_shards: list[range],
+    wanted_programs: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lists cut in two, and queries or keys in rows of their own, a document for every block."""
+    monkeypatch.setattr(backward_module, "_WANTED_PROGRAMS", wanted_programs)
     case = _case([0, 1, 140], [1, 5], 16)
-    q, k, v, dout = (x.to(DEVICE) for x in (case.q_THD, case.k_TGD, case.v_TGD, case.dout_THD))
-    parts = [on_device(part, DEVICE) for part in _parts(case.selection)]
-    results = [forward_attention(q, k, v, part, softmax_scale=SCALE) for part in parts]
-    assert (results[1][1] == -torch.inf).any()
-    out, lse = merge_partials(*results[0], *results[1])
-    gradients = [
-        sum(parts)
-        for parts in zip(
-            *(
-                backward_attention(dout, q, k, v, out, lse, part, softmax_scale=SCALE)
-                for part in parts
-            ),
-            strict=True,
-        )
-    ]
-    merged = tuple(x.cpu() for x in (out, lse, *gradients))
-    assert_as_good_as_plain(case, merged, torch.float32, case.plain(torch.float64))
+    assert case.selection.query_layout.blocks == 10
+    parts = in_shards(case, "triton", torch.float32, query_shards, kv_shards)
+    assert_as_good_as_plain(case, parts, torch.float32, case.plain(torch.float64))
 
 
 def test_strided_inputs_are_read_in_place() -> None:

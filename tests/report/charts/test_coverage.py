@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from sparsebalance_megatron.report.charts.coverage import coverage_picture, scatter_picture
-from sparsebalance_megatron.telemetry.run_log import CoverageRecord, Step
-from sparsebalance_megatron.telemetry.step_times import StepTimes
+from sparsebalance_megatron.telemetry.coverage_record import CoverageRecord
+from sparsebalance_megatron.telemetry.step_record import MicroBatchTimes, Step
 
 pytest.importorskip("matplotlib")
 
@@ -47,14 +47,11 @@ def test_no_curves() -> None:
     assert coverage_picture(record([[[1.0] * 4, NONE, NONE]]), {}).svg is None
 
 
-def times(predicted: float | None, measured: float) -> StepTimes:
+def times(predicted: float | None, measured: float) -> MicroBatchTimes:
     full = np.full((1, 1, 1, 4), 1.0)
-    guess = None if predicted is None else predicted * full
-    return StepTimes(
-        measured_forward_DPVM=measured * full,
-        measured_backward_DPVM=2 * measured * full,
-        predicted_forward_DPVM=guess,
-        predicted_backward_DPVM=guess,
+    return MicroBatchTimes(
+        measured_2RPVM=np.stack([measured * full, 2 * measured * full]),
+        predicted_2RPVM=None if predicted is None else np.stack([predicted * full] * 2),
     )
 
 
@@ -87,12 +84,7 @@ def test_ranks_stand_in_where_micro_batches_were_not_predicted() -> None:
 
 
 def test_many_points_are_thinned() -> None:
-    big = np.random.default_rng(0).uniform(1, 2, (50, 2, 1, 200))
-    many = StepTimes(
-        measured_forward_DPVM=big,
-        measured_backward_DPVM=big,
-        predicted_forward_DPVM=big,
-        predicted_backward_DPVM=big,
-    )
+    big = np.random.default_rng(0).uniform(1, 2, (2, 50, 2, 1, 200))
+    many = MicroBatchTimes(measured_2RPVM=big, predicted_2RPVM=big)
     picture = scatter_picture({1: many}, (), "")
     assert picture.svg is not None and picture.svg.count("<use") < 6000

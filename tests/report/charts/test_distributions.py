@@ -16,13 +16,8 @@ from sparsebalance_megatron.report.charts.distributions import (
     budgets_picture,
     lengths_picture,
 )
-from sparsebalance_megatron.telemetry.rank_log_reader import (
-    RankHeader,
-    RankLogs,
-    RankMicroBatch,
-    RankStep,
-    read_rank_logs,
-)
+from sparsebalance_megatron.telemetry.rank_log import RankLogs, read_rank_logs
+from sparsebalance_megatron.telemetry.rank_record import RankHeader, RankMicroBatch, RankStep
 
 pytest.importorskip("matplotlib")
 CONFIG = {"block_size": BLOCK_SIZE, "base_budget": BASE_BUDGET}

@@ -15,10 +15,10 @@ from sparsebalance_megatron.report.charts.series import (
     balance_picture,
     binned,
     loss_picture,
-    max_over_mean,
     paired,
 )
-from sparsebalance_megatron.telemetry.run_log import RunLog, Step
+from sparsebalance_megatron.telemetry.step_log import RunLog
+from sparsebalance_megatron.telemetry.step_record import Step
 
 pytest.importorskip("matplotlib")
 
@@ -41,13 +41,6 @@ def step(iteration: int, **changes: Any) -> Step:
 
 def log(*steps: Step) -> RunLog:
     return RunLog(directory=Path("run"), header={}, steps=steps, problems=())
-
-
-def test_imbalance() -> None:
-    assert max_over_mean((90.0, 70.0)) == pytest.approx(90 / 80)
-    assert max_over_mean(None) is None
-    assert max_over_mean(()) is None
-    assert max_over_mean((0.0, 0.0)) is None
 
 
 def test_pairs_saw_as_many_tokens() -> None:

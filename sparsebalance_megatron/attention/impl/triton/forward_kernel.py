@@ -8,7 +8,7 @@ are full, hence need no mask; the own block comes last, under the causal mask. B
 lengths read by the kernel, so a changed budget compiles nothing and stops nothing.
 
 Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, N blocks of the
-row, K width of lists; in kernels M query rows of a tile, C columns (keys) of a tile.
+row; in kernels Y query rows of a tile, C columns (keys) of a tile.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def forward_attention(
     Lists need not hold their own block, so attention over parts of a list can be merged.
     """
     tokens, query_heads, head_dim = q_THD.shape
-    kv_heads, layout = k_TGD.shape[1], selection.layout
+    kv_heads, layout = k_TGD.shape[1], selection.query_layout
     group = query_heads // kv_heads
     q_THD, k_TGD, v_TGD = (with_dense_rows(x) for x in (q_THD, k_TGD, v_TGD))
     out_THD = torch.empty(tokens, query_heads, head_dim, dtype=q_THD.dtype, device=q_THD.device)
@@ -51,14 +51,16 @@ def forward_attention(
             v_TGD,
             out_THD,
             lse_TH,
-            selection.indices_RCK.contiguous(),
-            selection.counts_RC.contiguous(),
+            selection.indices_QCK.contiguous(),
+            selection.counts_QC.contiguous(),
+            selection.own_block_N,
             layout.start_N,
             layout.document_end_N,
+            selection.kv_layout.start_N,
             *(stride for x in (q_THD, k_TGD, v_TGD) for stride in x.stride()[:2]),
             softmax_scale * LOG2_E,
             layout.blocks,
-            selection.indices_RCK.shape[2],
+            selection.indices_QCK.shape[2],
             KV_HEADS=kv_heads,
             GROUP=group,
             **tile_constants(q_THD, layout.block_size, rows, tile),
@@ -88,8 +90,8 @@ def tile_constants(x: Tensor, block_size: int, rows: int, tile: Tile) -> dict[st
         "HEAD_DIM": x.shape[-1],
         "BLOCK_D": max(16, triton.next_power_of_2(x.shape[-1])),
         "BLOCK_SIZE": block_size,
-        "BLOCK_M": rows,
-        "BLOCK_N": min(tile.columns, block_size),
+        "TILE_ROWS": rows,
+        "TILE_COLUMNS": min(tile.columns, block_size),
         # Float32 means float32: its users are tests. Ignored for the half types.
         "PRECISION": "ieee",
         "num_warps": tile.warps,
@@ -100,7 +102,7 @@ def tile_constants(x: Tensor, block_size: int, rows: int, tile: Tile) -> dict[st
 
 @triton.jit
 def load_rows(
-    pointer_MD, row_stride, row_M, valid_M, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr,
+    pointer_YD, row_stride, row_Y, valid_Y, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """[rows, BLOCK_D] of a matrix; zeros where invalid and past the head dim.
@@ -108,12 +110,12 @@ def load_rows(
     In a loop, let the pointer move and the rows stand still: then addresses cost one addition.
     """
     dim_D = tl.arange(0, BLOCK_D)
-    address_MD = pointer_MD + row_M[:, None] * row_stride + dim_D[None, :]
+    address_YD = pointer_YD + row_Y[:, None] * row_stride + dim_D[None, :]
     if MASKED:
-        return tl.load(address_MD, mask=valid_M[:, None] & (dim_D < HEAD_DIM)[None, :], other=0.0)
+        return tl.load(address_YD, mask=valid_Y[:, None] & (dim_D < HEAD_DIM)[None, :], other=0.0)
     if HEAD_DIM < BLOCK_D:
-        return tl.load(address_MD, mask=(dim_D < HEAD_DIM)[None, :], other=0.0)
-    return tl.load(address_MD)
+        return tl.load(address_YD, mask=(dim_D < HEAD_DIM)[None, :], other=0.0)
+    return tl.load(address_YD)
 
 
 @triton.jit
@@ -125,13 +127,20 @@ def block_extent(starts, ends, block, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def block_list(indices, counts, block, kv_head, width, KV_HEADS: tl.constexpr):
-    """Where a query block's list begins, its length, and 1 if the own block heads it, else 0."""
+def block_list(indices, counts, own_blocks, kv_starts, block, kv_head, width,
+               KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
+    """Where a query block's list begins, its length, and 1 if the own block heads it, else 0; the
+    first token of the block that heads it, and where a block 0 on its grid would begin.
+
+    The blocks of a list lie on one grid, so the starts of the others need no look-up.
+    """
     row = block.to(tl.int64) * KV_HEADS + kv_head
     count = tl.load(counts + row)
     entries = indices + row * width
-    first = tl.load(entries, mask=count > 0, other=-1)
-    return entries, count, (first == block).to(tl.int32)
+    first = tl.load(entries, mask=count > 0, other=0)
+    own = (count > 0) & (first == tl.load(own_blocks + block))
+    first_start = tl.load(kv_starts + first)
+    return entries, count, own.to(tl.int32), first_start, first_start - first * BLOCK_SIZE
 
 
 @triton.jit
@@ -145,88 +154,89 @@ def entry_at(entries, place, count):
 
 
 @triton.jit
-def _online_softmax(q_MD, k_CD, v_CD, visible_MC, peak_M, total_M, out_MD, score_scale,
+def _online_softmax(q_YD, k_CD, v_CD, visible_YC, peak_Y, total_Y, out_YD, score_scale,
                     MASKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Take one tile of keys in. Scores are in units of log2."""
-    s_MC = tl.dot(q_MD, tl.trans(k_CD), input_precision=PRECISION)
+    s_YC = tl.dot(q_YD, tl.trans(k_CD), input_precision=PRECISION)
     if MASKED:
-        s_MC = tl.where(visible_MC, s_MC, float("-inf"))
-    new_peak_M = tl.maximum(peak_M, tl.max(s_MC, 1) * score_scale)
-    p_MC = tl.exp2(s_MC * score_scale - new_peak_M[:, None])
-    shrink_M = tl.exp2(peak_M - new_peak_M)
-    total_M = total_M * shrink_M + tl.sum(p_MC, 1)
-    out_MD = out_MD * shrink_M[:, None]
-    out_MD = tl.dot(p_MC.to(v_CD.dtype), v_CD, out_MD, input_precision=PRECISION)
-    return new_peak_M, total_M, out_MD
+        s_YC = tl.where(visible_YC, s_YC, float("-inf"))
+    new_peak_Y = tl.maximum(peak_Y, tl.max(s_YC, 1) * score_scale)
+    p_YC = tl.exp2(s_YC * score_scale - new_peak_Y[:, None])
+    shrink_Y = tl.exp2(peak_Y - new_peak_Y)
+    total_Y = total_Y * shrink_Y + tl.sum(p_YC, 1)
+    out_YD = out_YD * shrink_Y[:, None]
+    out_YD = tl.dot(p_YC.to(v_CD.dtype), v_CD, out_YD, input_precision=PRECISION)
+    return new_peak_Y, total_Y, out_YD
 
 
 @triton.jit(do_not_specialize=["blocks", "width"])
 def _forward_kernel(
-    q, k, v, out, lse, indices, counts, starts, ends,
+    q, k, v, out, lse, indices, counts, own_blocks, query_starts, query_ends, kv_starts,
     q_stride_T, q_stride_H, k_stride_T, k_stride_G, v_stride_T, v_stride_G,
     score_scale, blocks, width,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    ROW_TILES: tl.constexpr = GROUP * BLOCK_SIZE // BLOCK_M
-    COLUMN_TILES: tl.constexpr = BLOCK_SIZE // BLOCK_N
+    ROW_TILES: tl.constexpr = GROUP * BLOCK_SIZE // TILE_ROWS
+    COLUMN_TILES: tl.constexpr = BLOCK_SIZE // TILE_COLUMNS
     HEADS: tl.constexpr = KV_HEADS * GROUP
     # Neighbouring programs share a list, hence the cache; late blocks have the longest lists.
     program = tl.program_id(0)
     row_tile = program % ROW_TILES
     block = blocks - 1 - (program // ROW_TILES) % blocks
     kv_head = program // ROW_TILES // blocks
-    start, length = block_extent(starts, ends, block, BLOCK_SIZE)
-    first_slot = (row_tile * BLOCK_M) % BLOCK_SIZE
+    start, length = block_extent(query_starts, query_ends, block, BLOCK_SIZE)
+    first_slot = (row_tile * TILE_ROWS) % BLOCK_SIZE
     if first_slot >= length:
         return
 
-    row_M = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    slot_M = row_M % BLOCK_SIZE
-    head_M = kv_head * GROUP + row_M // BLOCK_SIZE
-    token_M = start + slot_M
-    valid_M = slot_M < length
-    column_C = tl.arange(0, BLOCK_N)
-    q_MD = load_rows(q + head_M.to(tl.int64)[:, None] * q_stride_H, q_stride_T, token_M, valid_M,
+    row_Y = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    slot_Y = row_Y % BLOCK_SIZE
+    head_Y = kv_head * GROUP + row_Y // BLOCK_SIZE
+    token_Y = start + slot_Y
+    valid_Y = slot_Y < length
+    column_C = tl.arange(0, TILE_COLUMNS)
+    q_YD = load_rows(q + head_Y.to(tl.int64)[:, None] * q_stride_H, q_stride_T, token_Y, valid_Y,
                      True, HEAD_DIM, BLOCK_D)  # fmt: skip
     k_head = k + kv_head.to(tl.int64) * k_stride_G
     v_head = v + kv_head.to(tl.int64) * v_stride_G
-    peak_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total_M = tl.zeros([BLOCK_M], tl.float32)
-    out_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    peak_Y = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    total_Y = tl.zeros([TILE_ROWS], tl.float32)
+    out_YD = tl.zeros([TILE_ROWS, BLOCK_D], tl.float32)
 
-    entries, count, own = block_list(indices, counts, block, kv_head, width, KV_HEADS)
+    entries, count, own, own_start, grid_start = block_list(
+        indices, counts, own_blocks, kv_starts, block, kv_head, width, KV_HEADS, BLOCK_SIZE
+    )
     next_past = entry_at(entries, own, count)
     for step in range(own * COLUMN_TILES, count * COLUMN_TILES):
         past = next_past
         next_past = entry_at(entries, (step + 1) // COLUMN_TILES, count)
-        # All blocks before the own one are full, so their starts need no look-up.
-        first = start + (past - block) * BLOCK_SIZE + (step % COLUMN_TILES) * BLOCK_N
+        first = grid_start + past * BLOCK_SIZE + (step % COLUMN_TILES) * TILE_COLUMNS
         k_CD = load_rows(k_head + first * k_stride_T, k_stride_T, column_C, column_C >= 0, False,
                          HEAD_DIM, BLOCK_D)  # fmt: skip
         v_CD = load_rows(v_head + first * v_stride_T, v_stride_T, column_C, column_C >= 0, False,
                          HEAD_DIM, BLOCK_D)  # fmt: skip
-        peak_M, total_M, out_MD = _online_softmax(
-            q_MD, k_CD, v_CD, True, peak_M, total_M, out_MD, score_scale, False, PRECISION
+        peak_Y, total_Y, out_YD = _online_softmax(
+            q_YD, k_CD, v_CD, True, peak_Y, total_Y, out_YD, score_scale, False, PRECISION
         )
 
-    last_slot = tl.minimum(first_slot + BLOCK_M, BLOCK_SIZE)
-    for first_column in range(0, own * tl.minimum(last_slot, length), BLOCK_N):
+    last_slot = tl.minimum(first_slot + TILE_ROWS, BLOCK_SIZE)
+    for first_column in range(0, own * tl.minimum(last_slot, length), TILE_COLUMNS):
         slot_C = first_column + column_C
-        token_C = start + slot_C
+        token_C = own_start + slot_C
         k_CD = load_rows(k_head, k_stride_T, token_C, slot_C < length, True, HEAD_DIM, BLOCK_D)
         v_CD = load_rows(v_head, v_stride_T, token_C, slot_C < length, True, HEAD_DIM, BLOCK_D)
-        visible_MC = slot_C[None, :] <= slot_M[:, None]
-        peak_M, total_M, out_MD = _online_softmax(
-            q_MD, k_CD, v_CD, visible_MC, peak_M, total_M, out_MD, score_scale, True, PRECISION
+        visible_YC = slot_C[None, :] <= slot_Y[:, None]
+        peak_Y, total_Y, out_YD = _online_softmax(
+            q_YD, k_CD, v_CD, visible_YC, peak_Y, total_Y, out_YD, score_scale, True, PRECISION
         )
 
     # A row without keys: out 0, lse -inf.
-    out_MD = out_MD / tl.where(total_M > 0.0, total_M, 1.0)[:, None]
-    lse_M = tl.where(total_M > 0.0, (peak_M + tl.log2(total_M)) * _LN_2, float("-inf"))
-    place_M = token_M * HEADS + head_M
+    out_YD = out_YD / tl.where(total_Y > 0.0, total_Y, 1.0)[:, None]
+    lse_Y = tl.where(total_Y > 0.0, (peak_Y + tl.log2(total_Y)) * _LN_2, float("-inf"))
+    place_Y = token_Y * HEADS + head_Y
     dim_D = tl.arange(0, BLOCK_D)
-    tl.store(lse + place_M, lse_M, mask=valid_M)
-    tl.store(out + place_M[:, None] * HEAD_DIM + dim_D[None, :], out_MD.to(out.dtype.element_ty),
-             mask=valid_M[:, None] & (dim_D < HEAD_DIM)[None, :])  # fmt: skip
+    tl.store(lse + place_Y, lse_Y, mask=valid_Y)
+    tl.store(out + place_Y[:, None] * HEAD_DIM + dim_D[None, :], out_YD.to(out.dtype.element_ty),
+             mask=valid_Y[:, None] & (dim_D < HEAD_DIM)[None, :])  # fmt: skip

@@ -7,8 +7,8 @@ bit. The gradient of a KV block sums over the heads of its group inside one prog
 readers is cut into items; their float32 parts are added in a second pass, in the order of the list.
 
 Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, N blocks of the
-row, K width of lists, I items, B slots of a block, P slots of all blocks, full or not; in kernels M
-query rows of a tile, C columns (keys) of a tile.
+row, I items, U inverse lists, B tokens of a block, Z places of all query blocks, full or not; in
+kernels Y query rows of a tile, C columns (keys) of a tile.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebalance_megatron.attention.impl.triton.forward import (
+from sparsebalance_megatron.attention.impl.triton.forward_kernel import (
     LOG2_E,
     block_extent,
     block_list,
@@ -56,11 +56,11 @@ def backward_attention(
     dout_THD, q_THD, k_TGD, v_TGD = (with_dense_rows(x) for x in (dout_THD, q_THD, k_TGD, v_TGD))
     out_THD, lse_TH = out_THD.contiguous(), lse_TH.contiguous()
     with torch.cuda.device_of(q_THD):
-        dq_THD, statistics_2HP = _query_gradient(
+        dq_THD, statistics_2HZ = _query_gradient(
             dout_THD, q_THD, k_TGD, v_TGD, out_THD, lse_TH, selection, softmax_scale
         )
         dk_TGD, dv_TGD = _key_gradient(
-            dout_THD, q_THD, k_TGD, v_TGD, statistics_2HP, selection, softmax_scale
+            dout_THD, q_THD, k_TGD, v_TGD, statistics_2HZ, selection, softmax_scale
         )
     return dq_THD, dk_TGD, dv_TGD
 
@@ -77,10 +77,10 @@ def _query_gradient(
 ) -> tuple[Tensor, Tensor]:
     """dq, and of every query row, by block, what dk needs: LSE in units of log2, and delta, the sum
     over D of dout * out. Slots past a short block's end hold 0."""
-    layout, kv_heads = selection.layout, k_TGD.shape[1]
+    layout, kv_heads = selection.query_layout, k_TGD.shape[1]
     group = q_THD.shape[1] // kv_heads
     dq_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    statistics_2HP = torch.zeros(
+    statistics_2HZ = torch.zeros(
         2, q_THD.shape[1], layout.blocks * layout.block_size, device=q_THD.device
     )
     tile = tiles_for(q_THD.shape[2], q_THD.element_size()).query_gradient
@@ -94,20 +94,22 @@ def _query_gradient(
         out_THD,
         lse_TH,
         dq_THD,
-        statistics_2HP,
-        selection.indices_RCK.contiguous(),
-        selection.counts_RC.contiguous(),
+        statistics_2HZ,
+        selection.indices_QCK.contiguous(),
+        selection.counts_QC.contiguous(),
+        selection.own_block_N,
         layout.start_N,
         layout.document_end_N,
+        selection.kv_layout.start_N,
         *(stride for x in (q_THD, k_TGD, v_TGD, dout_THD) for stride in x.stride()[:2]),
         softmax_scale,
         layout.blocks,
-        selection.indices_RCK.shape[2],
+        selection.indices_QCK.shape[2],
         KV_HEADS=kv_heads,
         GROUP=group,
         **tile_constants(q_THD, layout.block_size, rows, tile),
     )
-    return dq_THD, statistics_2HP
+    return dq_THD, statistics_2HZ
 
 
 def _key_gradient(
@@ -115,11 +117,11 @@ def _key_gradient(
     q_THD: Tensor,
     k_TGD: Tensor,
     v_TGD: Tensor,
-    statistics_2HP: Tensor,
+    statistics_2HZ: Tensor,
     selection: Selection,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    layout = selection.layout
+    query_layout, layout = selection.query_layout, selection.kv_layout
     tokens, kv_heads, head_dim = k_TGD.shape
     tile = tiles_for(head_dim, q_THD.element_size()).key_gradient
     constants = tile_constants(q_THD, layout.block_size, min(tile.rows, layout.block_size), tile)
@@ -135,19 +137,23 @@ def _key_gradient(
         k_TGD,
         v_TGD,
         dout_THD,
-        statistics_2HP,
+        statistics_2HZ,
         dk_TGD,
         dv_TGD,
         parts_I2BD,
-        lists.offsets_L,
+        lists.offsets_U,
         lists.queries_E,
         lists.item_list_I,
         lists.item_part_I,
         lists.item_parts_I,
+        selection.own_block_N,
+        query_layout.start_N,
+        query_layout.document_end_N,
         layout.start_N,
         layout.document_end_N,
         *(stride for x in (q_THD, k_TGD, v_TGD, dout_THD) for stride in x.stride()[:2]),
         softmax_scale,
+        query_layout.blocks,
         layout.blocks,
         lists.entries_per_item,
         KV_HEADS=kv_heads,
@@ -166,15 +172,15 @@ def _add_parts(
     dv_TGD: Tensor,
     selection: Selection,
 ) -> None:
-    layout, head_dim = selection.layout, dk_TGD.shape[2]
+    layout, head_dim = selection.kv_layout, dk_TGD.shape[2]
     rows = min(32, layout.block_size)
-    _add_parts_kernel[(min(lists.cut_lists, lists.order_L.shape[0]), layout.block_size // rows)](
+    _add_parts_kernel[(min(lists.cut_lists, lists.order_U.shape[0]), layout.block_size // rows)](
         parts_I2BD,
         dk_TGD,
         dv_TGD,
-        lists.order_L,
-        lists.parts_L,
-        lists.first_item_L,
+        lists.order_U,
+        lists.parts_U,
+        lists.first_item_U,
         layout.start_N,
         layout.blocks,
         KV_HEADS=dk_TGD.shape[1],
@@ -187,186 +193,195 @@ def _add_parts(
 
 
 @triton.jit
-def _query_step(q_MD, dout_MD, lse_M, delta_M, k_CD, v_CD, visible_MC, dq_MD, score_scale,
+def _query_step(q_YD, dout_YD, lse_Y, delta_Y, k_CD, v_CD, visible_YC, dq_YD, score_scale,
                 MASKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    s_MC = tl.dot(q_MD, tl.trans(k_CD), input_precision=PRECISION) * score_scale
-    p_MC = tl.exp2(s_MC - lse_M[:, None])
+    s_YC = tl.dot(q_YD, tl.trans(k_CD), input_precision=PRECISION) * score_scale
+    p_YC = tl.exp2(s_YC - lse_Y[:, None])
     if MASKED:
-        p_MC = tl.where(visible_MC, p_MC, 0.0)
-    dp_MC = tl.dot(dout_MD, tl.trans(v_CD), input_precision=PRECISION)
-    ds_MC = p_MC * (dp_MC - delta_M[:, None])
-    return tl.dot(ds_MC.to(k_CD.dtype), k_CD, dq_MD, input_precision=PRECISION)
+        p_YC = tl.where(visible_YC, p_YC, 0.0)
+    dp_YC = tl.dot(dout_YD, tl.trans(v_CD), input_precision=PRECISION)
+    ds_YC = p_YC * (dp_YC - delta_Y[:, None])
+    return tl.dot(ds_YC.to(k_CD.dtype), k_CD, dq_YD, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["blocks", "width"])
 def _query_gradient_kernel(
-    q, k, v, dout, out, lse, dq, statistics, indices, counts, starts, ends,
+    q, k, v, dout, out, lse, dq, statistics, indices, counts, own_blocks,
+    query_starts, query_ends, kv_starts,
     q_stride_T, q_stride_H, k_stride_T, k_stride_G, v_stride_T, v_stride_G,
     dout_stride_T, dout_stride_H, softmax_scale, blocks, width,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    ROW_TILES: tl.constexpr = GROUP * BLOCK_SIZE // BLOCK_M
-    COLUMN_TILES: tl.constexpr = BLOCK_SIZE // BLOCK_N
+    ROW_TILES: tl.constexpr = GROUP * BLOCK_SIZE // TILE_ROWS
+    COLUMN_TILES: tl.constexpr = BLOCK_SIZE // TILE_COLUMNS
     HEADS: tl.constexpr = KV_HEADS * GROUP
     program = tl.program_id(0)
     row_tile = program % ROW_TILES
     block = blocks - 1 - (program // ROW_TILES) % blocks
     kv_head = program // ROW_TILES // blocks
-    start, length = block_extent(starts, ends, block, BLOCK_SIZE)
-    first_slot = (row_tile * BLOCK_M) % BLOCK_SIZE
+    start, length = block_extent(query_starts, query_ends, block, BLOCK_SIZE)
+    first_slot = (row_tile * TILE_ROWS) % BLOCK_SIZE
     if first_slot >= length:
         return
 
     score_scale = softmax_scale * _LOG2_E
-    row_M = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    slot_M = row_M % BLOCK_SIZE
-    head_M = kv_head * GROUP + row_M // BLOCK_SIZE
-    token_M = start + slot_M
-    valid_M = slot_M < length
-    place_M = token_M * HEADS + head_M
-    column_C = tl.arange(0, BLOCK_N)
-    q_MD = load_rows(q + head_M.to(tl.int64)[:, None] * q_stride_H, q_stride_T, token_M, valid_M,
+    row_Y = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    slot_Y = row_Y % BLOCK_SIZE
+    head_Y = kv_head * GROUP + row_Y // BLOCK_SIZE
+    token_Y = start + slot_Y
+    valid_Y = slot_Y < length
+    place_Y = token_Y * HEADS + head_Y
+    column_C = tl.arange(0, TILE_COLUMNS)
+    q_YD = load_rows(q + head_Y.to(tl.int64)[:, None] * q_stride_H, q_stride_T, token_Y, valid_Y,
                      True, HEAD_DIM, BLOCK_D)  # fmt: skip
-    dout_MD = load_rows(dout + head_M.to(tl.int64)[:, None] * dout_stride_H, dout_stride_T,
-                        token_M, valid_M, True, HEAD_DIM, BLOCK_D)  # fmt: skip
-    out_MD = load_rows(out, HEAD_DIM, place_M, valid_M, True, HEAD_DIM, BLOCK_D)
-    delta_M = tl.sum(dout_MD.to(tl.float32) * out_MD.to(tl.float32), 1)
-    lse_M = tl.load(lse + place_M, mask=valid_M, other=0.0) * _LOG2_E
-    statistic_M = (head_M.to(tl.int64) * blocks + block) * BLOCK_SIZE + slot_M
-    tl.store(statistics + statistic_M, lse_M, mask=valid_M)
+    dout_YD = load_rows(dout + head_Y.to(tl.int64)[:, None] * dout_stride_H, dout_stride_T,
+                        token_Y, valid_Y, True, HEAD_DIM, BLOCK_D)  # fmt: skip
+    out_YD = load_rows(out, HEAD_DIM, place_Y, valid_Y, True, HEAD_DIM, BLOCK_D)
+    delta_Y = tl.sum(dout_YD.to(tl.float32) * out_YD.to(tl.float32), 1)
+    lse_Y = tl.load(lse + place_Y, mask=valid_Y, other=0.0) * _LOG2_E
+    statistic_Y = (head_Y.to(tl.int64) * blocks + block) * BLOCK_SIZE + slot_Y
+    tl.store(statistics + statistic_Y, lse_Y, mask=valid_Y)
     delta = statistics + HEADS * blocks.to(tl.int64) * BLOCK_SIZE
-    tl.store(delta + statistic_M, delta_M, mask=valid_M)
+    tl.store(delta + statistic_Y, delta_Y, mask=valid_Y)
     k_head = k + kv_head.to(tl.int64) * k_stride_G
     v_head = v + kv_head.to(tl.int64) * v_stride_G
-    dq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    dq_YD = tl.zeros([TILE_ROWS, BLOCK_D], tl.float32)
 
-    entries, count, own = block_list(indices, counts, block, kv_head, width, KV_HEADS)
+    entries, count, own, own_start, grid_start = block_list(
+        indices, counts, own_blocks, kv_starts, block, kv_head, width, KV_HEADS, BLOCK_SIZE
+    )
     next_past = entry_at(entries, own, count)
     for step in range(own * COLUMN_TILES, count * COLUMN_TILES):
         past = next_past
         next_past = entry_at(entries, (step + 1) // COLUMN_TILES, count)
-        first = start + (past - block) * BLOCK_SIZE + (step % COLUMN_TILES) * BLOCK_N
+        first = grid_start + past * BLOCK_SIZE + (step % COLUMN_TILES) * TILE_COLUMNS
         k_CD = load_rows(k_head + first * k_stride_T, k_stride_T, column_C, column_C >= 0, False,
                          HEAD_DIM, BLOCK_D)  # fmt: skip
         v_CD = load_rows(v_head + first * v_stride_T, v_stride_T, column_C, column_C >= 0, False,
                          HEAD_DIM, BLOCK_D)  # fmt: skip
-        dq_MD = _query_step(q_MD, dout_MD, lse_M, delta_M, k_CD, v_CD, True, dq_MD, score_scale,
+        dq_YD = _query_step(q_YD, dout_YD, lse_Y, delta_Y, k_CD, v_CD, True, dq_YD, score_scale,
                             False, PRECISION)  # fmt: skip
 
-    last_slot = tl.minimum(first_slot + BLOCK_M, BLOCK_SIZE)
-    for first_column in range(0, own * tl.minimum(last_slot, length), BLOCK_N):
+    last_slot = tl.minimum(first_slot + TILE_ROWS, BLOCK_SIZE)
+    for first_column in range(0, own * tl.minimum(last_slot, length), TILE_COLUMNS):
         slot_C = first_column + column_C
-        token_C = start + slot_C
+        token_C = own_start + slot_C
         k_CD = load_rows(k_head, k_stride_T, token_C, slot_C < length, True, HEAD_DIM, BLOCK_D)
         v_CD = load_rows(v_head, v_stride_T, token_C, slot_C < length, True, HEAD_DIM, BLOCK_D)
-        visible_MC = slot_C[None, :] <= slot_M[:, None]
-        dq_MD = _query_step(q_MD, dout_MD, lse_M, delta_M, k_CD, v_CD, visible_MC, dq_MD,
+        visible_YC = slot_C[None, :] <= slot_Y[:, None]
+        dq_YD = _query_step(q_YD, dout_YD, lse_Y, delta_Y, k_CD, v_CD, visible_YC, dq_YD,
                             score_scale, True, PRECISION)  # fmt: skip
 
     dim_D = tl.arange(0, BLOCK_D)
-    tl.store(dq + place_M[:, None] * HEAD_DIM + dim_D[None, :],
-             (dq_MD * softmax_scale).to(dq.dtype.element_ty),
-             mask=valid_M[:, None] & (dim_D < HEAD_DIM)[None, :])  # fmt: skip
+    tl.store(dq + place_Y[:, None] * HEAD_DIM + dim_D[None, :],
+             (dq_YD * softmax_scale).to(dq.dtype.element_ty),
+             mask=valid_Y[:, None] & (dim_D < HEAD_DIM)[None, :])  # fmt: skip
 
 
 @triton.jit
 def _key_step(q, dout, statistics, k_CD, v_CD, slot_C, dk_CD, dv_CD,
               q_stride_T, q_stride_H, dout_stride_T, dout_stride_H, score_scale,
-              first_token, first_slot, document_end, head, query_block, blocks,
+              first_token, first_slot, readers_end, head, query_block, query_blocks,
               MASKED: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-              BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+              BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr,
               PRECISION: tl.constexpr):  # fmt: skip
     """Add what one tile of query rows of one head gives. Probabilities lie transposed."""
-    slot_M = first_slot + tl.arange(0, BLOCK_M)
-    token_M = first_token + slot_M
-    valid_M = slot_M < (document_end - first_token).to(tl.int32)
+    slot_Y = first_slot + tl.arange(0, TILE_ROWS)
+    token_Y = first_token + slot_Y
+    valid_Y = slot_Y < (readers_end - first_token).to(tl.int32)
     head = head.to(tl.int64)
-    q_MD = load_rows(q + head * q_stride_H, q_stride_T, token_M, valid_M, True, HEAD_DIM, BLOCK_D)
-    dout_MD = load_rows(dout + head * dout_stride_H, dout_stride_T, token_M, valid_M, True,
+    q_YD = load_rows(q + head * q_stride_H, q_stride_T, token_Y, valid_Y, True, HEAD_DIM, BLOCK_D)
+    dout_YD = load_rows(dout + head * dout_stride_H, dout_stride_T, token_Y, valid_Y, True,
                         HEAD_DIM, BLOCK_D)  # fmt: skip
-    # Past the document's end q, dout and delta are 0, so that such rows add nothing.
-    lse = statistics + (head * blocks + query_block) * BLOCK_SIZE
-    lse_M = tl.load(lse + slot_M)
-    delta_M = tl.load(lse + HEADS * blocks.to(tl.int64) * BLOCK_SIZE + slot_M)
-    s_CM = tl.dot(k_CD, tl.trans(q_MD), input_precision=PRECISION) * score_scale
-    p_CM = tl.exp2(s_CM - lse_M[None, :])
+    # Past the last reader's end q, dout and delta are 0, so that such rows add nothing.
+    lse = statistics + (head * query_blocks + query_block) * BLOCK_SIZE
+    lse_Y = tl.load(lse + slot_Y)
+    delta_Y = tl.load(lse + HEADS * query_blocks.to(tl.int64) * BLOCK_SIZE + slot_Y)
+    s_CY = tl.dot(k_CD, tl.trans(q_YD), input_precision=PRECISION) * score_scale
+    p_CY = tl.exp2(s_CY - lse_Y[None, :])
     if MASKED:
-        p_CM = tl.where(slot_C[:, None] <= slot_M[None, :], p_CM, 0.0)
-    dv_CD = tl.dot(p_CM.to(dout_MD.dtype), dout_MD, dv_CD, input_precision=PRECISION)
-    dp_CM = tl.dot(v_CD, tl.trans(dout_MD), input_precision=PRECISION)
-    ds_CM = p_CM * (dp_CM - delta_M[None, :])
-    dk_CD = tl.dot(ds_CM.to(q_MD.dtype), q_MD, dk_CD, input_precision=PRECISION)
+        p_CY = tl.where(slot_C[:, None] <= slot_Y[None, :], p_CY, 0.0)
+    dv_CD = tl.dot(p_CY.to(dout_YD.dtype), dout_YD, dv_CD, input_precision=PRECISION)
+    dp_CY = tl.dot(v_CD, tl.trans(dout_YD), input_precision=PRECISION)
+    ds_CY = p_CY * (dp_CY - delta_Y[None, :])
+    dk_CD = tl.dot(ds_CY.to(q_YD.dtype), q_YD, dk_CD, input_precision=PRECISION)
     return dk_CD, dv_CD
 
 
-@triton.jit(do_not_specialize=["blocks", "entries_per_item"])
+@triton.jit(do_not_specialize=["query_blocks", "kv_blocks", "entries_per_item"])
 def _key_gradient_kernel(
     q, k, v, dout, statistics, dk, dv, parts, offsets, queries, item_list, item_part, item_parts,
-    starts, ends,
+    own_blocks, query_starts, query_ends, kv_starts, kv_ends,
     q_stride_T, q_stride_H, k_stride_T, k_stride_G, v_stride_T, v_stride_G,
-    dout_stride_T, dout_stride_H, softmax_scale, blocks, entries_per_item,
+    dout_stride_T, dout_stride_H, softmax_scale, query_blocks, kv_blocks, entries_per_item,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    ROW_TILES: tl.constexpr = BLOCK_SIZE // BLOCK_M
-    COLUMN_TILES: tl.constexpr = BLOCK_SIZE // BLOCK_N
+    ROW_TILES: tl.constexpr = BLOCK_SIZE // TILE_ROWS
+    COLUMN_TILES: tl.constexpr = BLOCK_SIZE // TILE_COLUMNS
     STEPS: tl.constexpr = GROUP * ROW_TILES
     HEADS: tl.constexpr = KV_HEADS * GROUP
     program = tl.program_id(0)
     item = program // COLUMN_TILES
-    first_column = (program % COLUMN_TILES) * BLOCK_N
+    first_column = (program % COLUMN_TILES) * TILE_COLUMNS
     inverse_list = tl.load(item_list + item)
     if inverse_list < 0:
         return
-    kv_head = inverse_list // blocks
-    block = inverse_list % blocks
-    start, length = block_extent(starts, ends, block, BLOCK_SIZE)
+    kv_head = inverse_list // kv_blocks
+    block = inverse_list % kv_blocks
+    start, length = block_extent(kv_starts, kv_ends, block, BLOCK_SIZE)
     if first_column >= length:
         return
 
     score_scale = softmax_scale * _LOG2_E
-    document_end = tl.load(ends + block)
     begin = tl.load(offsets + inverse_list) + tl.load(item_part + item) * entries_per_item
     stop = tl.minimum(begin + entries_per_item, tl.load(offsets + inverse_list + 1))
     # Readers rise, and none comes before the block: its own queries are the first, if they read it.
+    # They lie on one grid, so the starts of the others need no look-up; all but the last are full.
     readers = queries + begin
     count = stop - begin
-    own = (tl.load(readers, mask=count > 0, other=-1) == block).to(tl.int32)
-    slot_C = first_column + tl.arange(0, BLOCK_N)
+    first_reader = tl.load(readers, mask=count > 0, other=0)
+    last_reader = tl.load(readers + count - 1, mask=count > 0, other=0)
+    own = ((count > 0) & (tl.load(own_blocks + first_reader) == block)).to(tl.int32)
+    own_start = tl.load(query_starts + first_reader)
+    grid_start = own_start - first_reader * BLOCK_SIZE
+    readers_end = tl.load(query_ends + last_reader)
+    slot_C = first_column + tl.arange(0, TILE_COLUMNS)
     token_C = start + slot_C
     valid_C = slot_C < length
     k_CD = load_rows(k + kv_head.to(tl.int64) * k_stride_G, k_stride_T, token_C, valid_C, True,
                      HEAD_DIM, BLOCK_D)  # fmt: skip
     v_CD = load_rows(v + kv_head.to(tl.int64) * v_stride_G, v_stride_T, token_C, valid_C, True,
                      HEAD_DIM, BLOCK_D)  # fmt: skip
-    dk_CD = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv_CD = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dk_CD = tl.zeros([TILE_COLUMNS, BLOCK_D], tl.float32)
+    dv_CD = tl.zeros([TILE_COLUMNS, BLOCK_D], tl.float32)
 
     # Of the own block, rows before the first column read nothing here.
-    first_tile = first_column // BLOCK_M
+    first_tile = first_column // TILE_ROWS
     own_tiles = ROW_TILES - first_tile
     for step in range(0, own * GROUP * own_tiles):
         head = kv_head * GROUP + step // own_tiles
-        first_slot = (first_tile + step % own_tiles) * BLOCK_M
+        first_slot = (first_tile + step % own_tiles) * TILE_ROWS
         dk_CD, dv_CD = _key_step(
             q, dout, statistics, k_CD, v_CD, slot_C, dk_CD, dv_CD, q_stride_T, q_stride_H,
-            dout_stride_T, dout_stride_H, score_scale, start, first_slot, document_end, head,
-            block, blocks, True, HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, PRECISION,
+            dout_stride_T, dout_stride_H, score_scale, own_start, first_slot, readers_end, head,
+            first_reader, query_blocks, True, HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_ROWS,
+            PRECISION,
         )  # fmt: skip
     next_reader = entry_at(readers, own, count)
     for step in range(own * STEPS, count * STEPS):
         reader = next_reader
         next_reader = entry_at(readers, (step + 1) // STEPS, count)
         head = kv_head * GROUP + (step % STEPS) // ROW_TILES
-        first_slot = (step % ROW_TILES) * BLOCK_M
-        first_token = start + (reader - block) * BLOCK_SIZE
+        first_slot = (step % ROW_TILES) * TILE_ROWS
+        first_token = grid_start + reader * BLOCK_SIZE
         dk_CD, dv_CD = _key_step(
             q, dout, statistics, k_CD, v_CD, slot_C, dk_CD, dv_CD, q_stride_T, q_stride_H,
-            dout_stride_T, dout_stride_H, score_scale, first_token, first_slot, document_end, head,
-            reader, blocks, False, HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_M, PRECISION,
+            dout_stride_T, dout_stride_H, score_scale, first_token, first_slot, readers_end, head,
+            reader, query_blocks, False, HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_ROWS, PRECISION,
         )  # fmt: skip
 
     dk_CD = dk_CD * softmax_scale

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from report.sample_run import SampleRun, write_lines
 
-from sparsebalance_megatron.telemetry.rank_log_reader import (
-    Span,
+from sparsebalance_megatron.plan.measurement import Span
+from sparsebalance_megatron.telemetry.rank_log import (
     rank_files,
     rank_iterations,
+    rank_log_path,
     read_rank_logs,
+    remove_surplus_rank_logs,
 )
 
 HEADER = {
@@ -60,7 +62,7 @@ def test_one_rank(tmp_path: Path) -> None:
     assert logs.headers[0, 0].layers == (0, 1, 4)
     assert list(logs.steps) == [2]
     step = logs.steps[2][0, 0]
-    assert step.spans == (Span(kind="forward", chunk=0, position=0, start_ms=0.0, end_ms=1.0),)
+    assert step.spans == (Span("forward", 0, 0, 0.0, 1.0),)
     assert step.unmeasured == 1
     (micro_batch,) = step.micro_batches
     assert (micro_batch.lengths_tokens, micro_batch.tokens) == ((100, 20), 120)
@@ -159,3 +161,17 @@ def test_steps_before_the_header_are_counted(tmp_path: Path) -> None:
 def test_no_rank_at_all(tmp_path: Path) -> None:
     assert rank_files(tmp_path) == rank_iterations(tmp_path) == ()
     assert read_rank_logs(tmp_path, {1}).headers == {}
+
+
+def test_the_file_name_says_which_rank(tmp_path: Path) -> None:
+    assert rank_log_path(tmp_path, 3) == tmp_path / "ranks" / "rank-00003.jsonl"
+
+
+def test_logs_of_ranks_that_are_no_more_go(tmp_path: Path) -> None:
+    (tmp_path / "ranks").mkdir()
+    for name in ("rank-00001.jsonl", "rank-00002.jsonl", "rank-00012.1.jsonl", "rank-note.jsonl"):
+        (tmp_path / "ranks" / name).write_text("")
+    remove_surplus_rank_logs(tmp_path, world_size=2)
+    remove_surplus_rank_logs(tmp_path / "nowhere", world_size=2)
+    left = sorted(path.name for path in (tmp_path / "ranks").iterdir())
+    assert left == ["rank-00001.jsonl", "rank-note.jsonl"]

@@ -6,7 +6,7 @@ full ones. The mask's buffers are quadratic in the number of blocks, and a new n
 compile anew.
 
 Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, N blocks of the
-row, B slots of a block, K width of lists.
+row, B tokens of a block, K places of a list.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ _WITH_LSE = (
 def attention(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selection, *, softmax_scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend over a query-block selection; see :func:`..api.block_sparse_attention`."""
-    layout = selection.layout
+    """Attend over a selection by query block, of queries and keys in one row, on CUDA.
+
+    Blocks must hold a multiple of 128 tokens.
+    """
+    layout = selection.query_layout
     group = q_THD.shape[1] // k_TGD.shape[1]
     q, k, v = (_padded(x, layout) for x in (q_THD, k_TGD, v_TGD))
     out, statistics = compiled_flex_attention()(
@@ -55,7 +58,7 @@ def attention(
 
 def block_mask(selection: Selection, group: int) -> BlockMask:
     """The selection on a row padded to whole blocks, for ``group`` query heads per KV head."""
-    indices_NGK, counts_NG = selection.indices_RCK, selection.counts_RC
+    indices_NGK, counts_NG = selection.indices_QCK, selection.counts_QC
     blocks, kv_heads, width = indices_NGK.shape
     block_N1 = torch.arange(blocks, device=indices_NGK.device)[:, None]
     own_NG = ((counts_NG > 0) & (indices_NGK[..., 0] == block_N1)).int()
@@ -70,15 +73,15 @@ def block_mask(selection: Selection, group: int) -> BlockMask:
     def per_query_head(x_NG: Tensor) -> Tensor:
         return x_NG.transpose(0, 1).repeat_interleave(group, 0)[None].contiguous()
 
-    slots = selection.layout.slots
+    size = selection.query_layout.block_tokens
     return BlockMask.from_kv_blocks(
         per_query_head(own_NG),
         per_query_head(own_NGN),
         per_query_head(counts_NG - own_NG),
         per_query_head(past_NGN),
-        BLOCK_SIZE=(slots, slots),
+        BLOCK_SIZE=(size, size),
         mask_mod=_causal,
-        seq_lengths=(blocks * slots, blocks * slots),
+        seq_lengths=(blocks * size, blocks * size),
     )
 
 
@@ -97,4 +100,4 @@ def _padded(x_THD: Tensor, layout: PackedLayout) -> Tensor:
 
 
 def _blocks(x: Tensor, layout: PackedLayout) -> Tensor:
-    return x.unflatten(0, (layout.blocks, layout.slots))
+    return x.unflatten(0, (layout.blocks, layout.block_tokens))

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any implementation of attention as one differentiable operation.
+
+Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sparsebalance_megatron.attention.kernel import Kernel
+from sparsebalance_megatron.attention.selection import Selection
+
+
+class Attention(torch.autograd.Function):
+    """``apply(q_THD, k_TGD, v_TGD, selection, softmax_scale, kernel)`` gives out_THD and lse_TH.
+
+    It is differentiable in q, k and v through the output alone.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        selection: Selection,
+        softmax_scale: float,
+        kernel: Kernel,
+    ) -> tuple[Tensor, Tensor]:
+        out_THD, lse_TH = kernel.forward(
+            q_THD, k_TGD, v_TGD, selection, softmax_scale=softmax_scale
+        )
+        # Lists are saved as tensors, so that recomputation and offloading can let go of them.
+        lists = selection.indices_QCK, selection.counts_QC, selection.own_block_N
+        ctx.save_for_backward(q_THD, k_TGD, v_TGD, out_THD, lse_TH, *lists)
+        ctx.by_token = selection.by_token
+        ctx.layouts = selection.query_layout, selection.kv_layout
+        ctx.softmax_scale, ctx.kernel = softmax_scale, kernel
+        ctx.mark_non_differentiable(lse_TH)
+        return out_THD, lse_TH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_THD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        *saved, indices_QCK, counts_QC, own_block_N = ctx.saved_tensors
+        query_layout, kv_layout = ctx.layouts
+        selection = Selection(
+            indices_QCK=indices_QCK,
+            counts_QC=counts_QC,
+            by_token=ctx.by_token,
+            query_layout=query_layout,
+            kv_layout=kv_layout,
+            own_block_N=own_block_N,
+        )
+        gradients = ctx.kernel.backward(
+            dout_THD, *saved, selection, softmax_scale=ctx.softmax_scale
+        )
+        return *gradients, None, None, None

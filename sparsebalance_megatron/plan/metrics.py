@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How evenly work is spread, and how busy stages are.
+
+Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def imbalance(times_ms: np.ndarray | Sequence[float]) -> float:
+    """Max over mean of whatever shares the work: 1 is perfect balance.
+
+    It is NaN where a time is missing (NaN), and 1 where nothing takes any time.
+    """
+    values = np.asarray(times_ms, dtype=np.float64)
+    mean = float(values.mean())
+    return float(values.max()) / mean if mean else 1.0
+
+
+def stage_busy_ms(forward_RPVM: np.ndarray, backward_RPVM: np.ndarray) -> np.ndarray:
+    """[R, P] ms of computation per stage: the sum over its micro-batches; NaN where one is."""
+    return (forward_RPVM + backward_RPVM).sum(axis=(2, 3))
+
+
+def rank_busy_ms(forward_RPVM: np.ndarray, backward_RPVM: np.ndarray) -> np.ndarray:
+    """[R] ms of the busiest stage of every data-parallel rank; NaN where a time is missing."""
+    return stage_busy_ms(forward_RPVM, backward_RPVM).max(axis=1)

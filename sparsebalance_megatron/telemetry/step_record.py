@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step log's line of one step, written and read: what all ranks did, planned and measured.
+
+Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, 2 forward
+and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sparsebalance_megatron.plan.measurement import DIRECTIONS, StepMeasurement
+from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms
+from sparsebalance_megatron.plan.scheduler import PlannedStep
+from sparsebalance_megatron.telemetry.jsonl import (
+    BadLineError,
+    array,
+    field,
+    finite,
+    number,
+    optional_field,
+    optional_number,
+)
+
+STEP = "step"
+"""Type of the record, in the step log and in the ranks' logs."""
+
+SIDES = ("predicted", "measured")
+"""What is known of a step's times."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One training step as logged. Times in ms; None where nothing was measured.
+
+    ``measured_rank_ms`` and ``predicted_rank_ms`` hold, per data-parallel rank, the computing time
+    of its busiest pipeline stage. ``lower_bound_ms`` and ``work_ratio`` are the planner's, and
+    ``coverage_base`` is the mean coverage that base budgets had given.
+    ``micro_batch_ms`` is measured: [rank][stage][micro-batch], forward and backward together.
+    """
+
+    iteration: int
+    iteration_ms: float | None
+    lm_loss: float | None
+    tokens: int
+    coverage: float | None
+    measured_rank_ms: tuple[float, ...] | None
+    predicted_rank_ms: tuple[float, ...] | None
+    lower_bound_ms: float | None
+    work_ratio: float | None
+    micro_batch_ms: tuple[tuple[tuple[float, ...], ...], ...] | None
+    coverage_base: float | None = None
+    predicted_makespan_ms: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchTimes:
+    """ms of every micro-batch of one step; measured ones are NaN where nothing was measured.
+
+    Predicted ones are None in logs that hold totals only.
+    """
+
+    measured_2RPVM: np.ndarray
+    predicted_2RPVM: np.ndarray | None
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """R, P, V and M."""
+        _, ranks, stages, virtual_stages, micro_batches = self.measured_2RPVM.shape
+        return ranks, stages, virtual_stages, micro_batches
+
+    def side(self, name: str) -> np.ndarray | None:
+        """Those of one of :data:`SIDES`."""
+        return dict(zip(SIDES, (self.predicted_2RPVM, self.measured_2RPVM), strict=True))[name]
+
+
+def step_record(
+    *,
+    iteration: int,
+    iteration_ms: float | None,
+    planned: PlannedStep,
+    measured: StepMeasurement,
+    padded_tokens: int,
+    host_ms: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """One line of the log; times in ms, imbalances are max/mean.
+
+    Args:
+        host_ms: see :class:`.host_time.HostTime`; of the rank that writes.
+    """
+    expectation = planned.plan.expectation
+    work_RPVM = measured.forward_ms + measured.backward_ms
+    coverage = measured.coverage
+    return {
+        "type": STEP,
+        "iteration": iteration,
+        "iteration_ms": iteration_ms,
+        "lm_loss": measured.lm_loss,
+        "plan_ms": planned.plan_ms,
+        "host_ms": host_ms,
+        "plan_wait_ms": planned.wait_ms,
+        "batching": planned.plan.batching,
+        "predicted": {
+            "makespan_ms": expectation.makespan_ms,
+            "lower_bound_ms": expectation.lower_bound_ms,
+            "rank_makespan_ms": list(expectation.rank_makespan_ms),
+            "forward_ms": expectation.forward_ms.tolist(),
+            "backward_ms": expectation.backward_ms.tolist(),
+            "rank_busy_ms": rank_busy_ms(expectation.forward_ms, expectation.backward_ms).tolist(),
+            "imbalance_micro_batches": expectation.imbalance_micro_batches,
+            "imbalance_rank_sums": expectation.imbalance_rank_sums,
+            "imbalance_makespans": expectation.imbalance_makespans,
+            "work_ratio": expectation.work_ratio,
+            "samples_cut": expectation.samples_cut,
+            "samples_raised": expectation.samples_raised,
+            "samples_clamped": expectation.samples_clamped,
+            "device_slowness": _unless_alike(planned.scales.device_slowness_DP),
+        },
+        "measured": {
+            "forward_ms": measured.forward_ms.tolist(),
+            "backward_ms": measured.backward_ms.tolist(),
+            "rank_busy_ms": rank_busy_ms(measured.forward_ms, measured.backward_ms).tolist(),
+            "schedule_ms": measured.schedule_ms.tolist(),
+            "imbalance_rank_sums": imbalance(work_RPVM.sum(axis=(1, 2, 3))),
+            "imbalance_micro_batches": imbalance(work_RPVM.sum(axis=(1, 2))),
+        },
+        "coverage": {
+            "mean": coverage.executed_mean,
+            "min": coverage.minimum,
+            "base_mean": coverage.base_mean,
+        },
+        "guarded_samples": int(coverage.grown),
+        "tokens": measured.tokens,
+        "padded_tokens": padded_tokens,
+    }
+
+
+def read_step(record: Mapping[str, Any]) -> Step:
+    """What :func:`step_record` wrote, in this version or an earlier one.
+
+    Raises:
+        BadLineError: naming the value that is missing or is not what it should be.
+    """
+    iteration, tokens = number(record, "iteration"), number(record, "tokens")
+    if iteration is None or tokens is None:
+        raise BadLineError("iteration or tokens is null")
+    measured, predicted = _rank_times(record, "measured"), _rank_times(record, "predicted")
+    if measured and predicted and len(measured) != len(predicted):
+        raise BadLineError(f"{len(measured)} ranks measured, {len(predicted)} predicted")
+    return Step(
+        iteration=int(iteration),
+        iteration_ms=number(record, "iteration_ms"),
+        lm_loss=number(record, "lm_loss"),
+        tokens=int(tokens),
+        coverage=number(record, "coverage", "mean"),
+        measured_rank_ms=measured,
+        predicted_rank_ms=predicted,
+        lower_bound_ms=number(record, "predicted", "lower_bound_ms"),
+        work_ratio=number(record, "predicted", "work_ratio"),
+        micro_batch_ms=_micro_batch_ms(_measured_times(record)),
+        coverage_base=optional_number(record, "coverage", "base_mean"),
+        predicted_makespan_ms=optional_number(record, "predicted", "makespan_ms"),
+    )
+
+
+def read_times(record: Mapping[str, Any]) -> MicroBatchTimes:
+    """The times of a step's micro-batches; raises :class:`BadLineError` as :func:`read_step`."""
+    measured_2RPVM = _measured_times(record)
+    return MicroBatchTimes(
+        measured_2RPVM=measured_2RPVM,
+        predicted_2RPVM=_predicted_times(record, measured_2RPVM.shape),
+    )
+
+
+def _unless_alike(slowness_RP: np.ndarray) -> list[list[float]] | None:
+    return None if (slowness_RP == 1.0).all() else slowness_RP.tolist()
+
+
+def _measured_times(record: Mapping[str, Any]) -> np.ndarray:
+    forward, backward = (
+        array(field(record, "measured", f"{name}_ms"), f"measured.{name}_ms") for name in DIRECTIONS
+    )
+    if forward.ndim != 4 or forward.shape != backward.shape:
+        raise BadLineError(
+            f"measured.forward_ms {forward.shape} and .backward_ms {backward.shape} must both be "
+            "[rank][stage][virtual stage][micro-batch]"
+        )
+    return np.stack([forward, backward])
+
+
+def _predicted_times(record: Mapping[str, Any], shape: tuple[int, ...]) -> np.ndarray | None:
+    """None where they are missing, incomplete, or not of the measured ones' shape."""
+    both = [optional_field(record, "predicted", f"{name}_ms") for name in DIRECTIONS]
+    if None in both:
+        return None
+    times = [
+        array(values, f"predicted.{name}_ms") for name, values in zip(DIRECTIONS, both, strict=True)
+    ]
+    usable = all(each.shape == shape[1:] and np.isfinite(each).all() for each in times)
+    return np.stack(times) if usable else None
+
+
+def _micro_batch_ms(measured_2RPVM: np.ndarray) -> tuple[Any, ...] | None:
+    """Sum of forward and backward over virtual stages; None as soon as one is missing."""
+    times_RPM = measured_2RPVM.sum(axis=(0, 3))
+    if not np.isfinite(times_RPM).all():
+        return None
+    return tuple(tuple(tuple(stage) for stage in rank) for rank in times_RPM.tolist())
+
+
+def _rank_times(record: Mapping[str, Any], side: str) -> tuple[float, ...] | None:
+    """[R] ms, or None as soon as one rank has none."""
+    place = f"{side}.rank_busy_ms"
+    values = field(record, side, "rank_busy_ms")
+    if values is None:
+        return None
+    if not isinstance(values, list) or not values:
+        raise BadLineError(f"{place} is {values!r}, not a list of numbers")
+    numbers = [finite(value, place) for value in values]
+    known = [value for value in numbers if value is not None]
+    return tuple(known) if len(known) == len(numbers) else None

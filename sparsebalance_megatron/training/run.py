@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training run that has started, on one rank: its scheduler, iterators and state."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.measurement import RankPlace
+from sparsebalance_megatron.plan.scheduler import EvaluationSchedule, Scheduler
+from sparsebalance_megatron.plan.schedules.simulator import schedule_name, schedule_order
+from sparsebalance_megatron.plan.step_plan import JobShape
+from sparsebalance_megatron.profiling.clocks import CudaEventClock, HostClock
+from sparsebalance_megatron.training.data_iterator import MicroBatchIterator, Schedule
+from sparsebalance_megatron.training.inputs import CostedInputs
+from sparsebalance_megatron.training.row_reader import RowReader
+from sparsebalance_megatron.training.sinks import open_sinks
+from sparsebalance_megatron.training.step_monitor import StepMonitor
+from sparsebalance_megatron.training.step_reducer import StepReducer
+from sparsebalance_megatron.training.timing import MicroBatchRecorder
+
+
+class Run:
+    """A started run on one rank; see :class:`.session.Session`, which makes it.
+
+    Args:
+        scheduler: plans its steps; it has taken over what state there is.
+        record: of :func:`.resume.run_record`.
+        resumed: whether logs go on from those of an earlier run.
+        device: where the model runs.
+        after_step: called when a step has been learnt from, where :meth:`state_dict` may be kept.
+
+    ``monitor`` observes its forward steps.
+    """
+
+    def __init__(
+        self,
+        inputs: CostedInputs,
+        scheduler: Scheduler,
+        *,
+        record: Mapping[str, str],
+        resumed: bool,
+        device: torch.device,
+        after_step: Callable[[], None],
+    ) -> None:
+        self._inputs = inputs
+        self.scheduler = scheduler
+        self.record = dict(record)
+        self._place = place = _rank_place()
+        job, counts = inputs.job, inputs.train.counts
+        self.monitor = StepMonitor(
+            after_step=after_step,
+            scheduler=scheduler,
+            recorder=MicroBatchRecorder(
+                HostClock() if device.type == "cpu" else CudaEventClock(),
+                virtual_stages=job.virtual_stages,
+                micro_batches=job.micro_batches,
+                backward_order=_backward_order(job, place.pipeline_rank),
+            ),
+            reducer=StepReducer(
+                job,
+                place,
+                buckets=scheduler.coverage.buckets,
+                grid_size=len(inputs.grid),
+                group=None,
+                device=device,
+            ),
+            lost_tokens={
+                "truncated-tokens": counts.truncated_tokens,
+                "dropped-tokens": counts.dropped_tokens,
+            },
+            pad_to_multiple_of=inputs.settings.pad_to_multiple_of,
+            device=device,
+            sinks=open_sinks(inputs, place, scheduler.coverage, device, resumed=resumed),
+        )
+
+    def train_iterator(
+        self, vp_stage: int | None = None, *, consumed_samples: int
+    ) -> MicroBatchIterator:
+        """This rank's training micro-batches for one model chunk.
+
+        Args:
+            consumed_samples: trained on before, a multiple of the global batch size.
+        """
+        return self._iterator(
+            self.scheduler,
+            self._inputs.train,
+            vp_stage,
+            training=True,
+            consumed=consumed_samples,
+            batch_size=self._inputs.settings.global_batch_size,
+        )
+
+    def evaluation_iterator(
+        self, index: SampleIndex, vp_stage: int | None = None, *, consumed_samples: int
+    ) -> MicroBatchIterator:
+        """Micro-batches of validation or test samples, at base budgets."""
+        settings, job = self._inputs.settings, self._inputs.job
+        batch_size = settings.eval_global_batch_size or settings.global_batch_size
+        micro_batch_size = settings.eval_micro_batch_size or settings.micro_batch_size
+        micro_batches = batch_size // (micro_batch_size * job.data_parallel_size)
+        schedule = EvaluationSchedule(
+            job=replace(job, micro_batches=micro_batches),
+            policy=self._inputs.policy,
+            cost=self._inputs.cost,
+            coverage=self.scheduler.coverage,
+            index=index,
+            global_batch_size=batch_size,
+            dense=self._inputs.config.eval_attention == "dense",
+        )
+        return self._iterator(
+            schedule,
+            index,
+            vp_stage,
+            training=False,
+            consumed=consumed_samples,
+            batch_size=batch_size,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What resuming needs besides the number of consumed samples; plain Python types."""
+        return self.scheduler.state_dict() | {"run": self.record}
+
+    def _iterator(
+        self,
+        schedule: Schedule,
+        index: SampleIndex,
+        vp_stage: int | None,
+        *,
+        training: bool,
+        consumed: int,
+        batch_size: int,
+    ) -> MicroBatchIterator:
+        chunk = vp_stage or 0
+        stage, job = self._place.pipeline_rank, self._inputs.job
+        embeds = (stage, chunk) == (0, 0)
+        computes_loss = (stage, chunk) == (job.pipeline_stages - 1, job.virtual_stages - 1)
+        reader = None
+        if embeds or computes_loss:
+            reader = RowReader(
+                index,
+                data_parallel_rank=self._place.data_parallel_rank,
+                pad_to_multiple_of=self._inputs.settings.pad_to_multiple_of,
+                worker=ThreadPoolExecutor(1, "sparse-balance-read"),
+            )
+        return MicroBatchIterator(
+            schedule,
+            data_parallel_rank=self._place.data_parallel_rank,
+            chunk=chunk,
+            reader=reader,
+            training=training,
+            consumed_samples=consumed,
+            global_batch_size=batch_size,
+            pad_to_multiple_of=self._inputs.settings.pad_to_multiple_of,
+        )
+
+
+def make_scheduler(inputs: CostedInputs) -> Scheduler:
+    """What plans a run, before it has observed anything."""
+    config = inputs.config
+    return Scheduler(
+        job=inputs.job,
+        policy=inputs.policy,
+        cost=inputs.cost,
+        coverage=CoverageCurves(inputs.job.layers, inputs.grid[-1], config.coverage_decay),
+        index=inputs.train,
+        global_batch_size=inputs.settings.global_batch_size,
+        window=config.window,
+        calibrate=config.calibration,
+        clock=time.perf_counter,
+        worker=ThreadPoolExecutor(1, "sparse-balance-plan") if config.planning == "ahead" else None,
+    )
+
+
+def _rank_place() -> RankPlace:
+    return RankPlace(
+        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        tensor_parallel_rank=parallel_state.get_tensor_model_parallel_rank(),
+        world_rank=torch.distributed.get_rank(),
+        world_size=torch.distributed.get_world_size(),
+    )
+
+
+def _backward_order(job: JobShape, stage: int) -> list[tuple[int, int]]:
+    order = schedule_order(
+        job.pipeline_stages,
+        job.micro_batches,
+        schedule_name(job.pipeline_stages, job.virtual_stages),
+        job.virtual_stages,
+        stage,
+    )
+    return [(chunk, micro_batch) for kind, chunk, micro_batch in order if kind == "backward"]

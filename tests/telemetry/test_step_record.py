@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step log's line of one step: what is written is what is read."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from step_cases import JOB, LENGTHS_TOKENS, measured_as_planned, planned_step
+
+from sparsebalance_megatron.telemetry.jsonl import BadLineError
+from sparsebalance_megatron.telemetry.step_record import (
+    Step,
+    read_step,
+    read_times,
+    step_record,
+)
+
+
+def written(**changes: Any) -> dict[str, Any]:
+    """A step's record as it comes back from the file."""
+    planned = planned_step()
+    values: dict[str, Any] = {
+        "iteration": 7,
+        "iteration_ms": 10.5,
+        "planned": planned,
+        "measured": replace(measured_as_planned(planned), lm_loss=2.25),
+        "padded_tokens": 3,
+        "host_ms": {"plan": 1.0},
+    }
+    return json.loads(json.dumps(step_record(**(values | changes)), allow_nan=False))
+
+
+def test_every_field_comes_back() -> None:
+    planned = planned_step()
+    measured = measured_as_planned(planned)
+    expectation = planned.plan.expectation
+    times_2RPVM = np.stack([expectation.forward_ms, expectation.backward_ms])
+    busy_R = times_2RPVM.sum(axis=(0, 3, 4)).max(axis=1)
+    record = written()
+    assert read_step(record) == Step(
+        iteration=7,
+        iteration_ms=10.5,
+        lm_loss=2.25,
+        tokens=sum(LENGTHS_TOKENS),
+        coverage=pytest.approx(0.45),
+        measured_rank_ms=tuple(pytest.approx(busy_ms) for busy_ms in busy_R),
+        predicted_rank_ms=tuple(pytest.approx(busy_ms) for busy_ms in busy_R),
+        lower_bound_ms=expectation.lower_bound_ms,
+        work_ratio=expectation.work_ratio,
+        micro_batch_ms=tuple(
+            tuple(tuple(pytest.approx(ms) for ms in stage) for stage in rank)
+            for rank in times_2RPVM.sum(axis=(0, 3))
+        ),
+        coverage_base=measured.coverage.base_mean,
+        predicted_makespan_ms=expectation.makespan_ms,
+    )
+    times = read_times(record)
+    assert times.shape == expectation.forward_ms.shape
+    for side in ("predicted", "measured"):
+        np.testing.assert_array_equal(times.side(side), times_2RPVM)
+
+
+def test_what_was_not_measured_comes_back_as_none() -> None:
+    planned = planned_step()
+    measured = measured_as_planned(planned)
+    unmeasured = np.full_like(measured.forward_ms, math.nan).tolist()
+    record = written(iteration_ms=None)
+    record["measured"] |= {"forward_ms": unmeasured, "rank_busy_ms": None}
+    record["lm_loss"] = None
+    step, times = read_step(record), read_times(record)
+    assert (step.iteration_ms, step.lm_loss) == (None, None)
+    assert (step.measured_rank_ms, step.micro_batch_ms) == (None, None)
+    assert np.isnan(times.measured_2RPVM[0]).all()
+    np.testing.assert_array_equal(times.measured_2RPVM[1], measured.backward_ms)
+
+
+def test_a_log_of_totals_has_no_predicted_times() -> None:
+    for change in ({"forward_ms": None}, {"backward_ms": [[[[1.0]]]]}):
+        record = written()
+        record["predicted"] |= change
+        assert read_times(record).predicted_2RPVM is None
+
+
+@pytest.mark.parametrize("missing", ["iteration", "iteration_ms", "lm_loss", "tokens", "measured"])
+def test_a_missing_value_is_named(missing: str) -> None:
+    record = written()
+    del record[missing]
+    with pytest.raises(BadLineError, match=missing):
+        read_step(record)
+
+
+def test_devices_that_are_not_alike_have_the_slowness_they_were_planned_with() -> None:
+    unknown = planned_step()
+    equal_DP = np.ones((JOB.data_parallel_size, JOB.pipeline_stages))
+    uneven_DP = equal_DP.copy()
+    uneven_DP[0, 1] = 1.25
+    equal, uneven = (
+        replace(unknown, scales=replace(unknown.scales, slowness_DP=x))
+        for x in (equal_DP, uneven_DP)
+    )
+    for planned, expected in ((unknown, None), (equal, None), (uneven, uneven_DP.tolist())):
+        record = step_record(
+            iteration=1,
+            iteration_ms=None,
+            planned=planned,
+            measured=measured_as_planned(planned),
+            padded_tokens=0,
+        )
+        assert record["predicted"]["device_slowness"] == expected
