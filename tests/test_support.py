@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/SUPPORT.md and docs/TROUBLESHOOTING.md: what the source knows is the source's, the tests they
-name exist, their flags are real."""
+"""What docs/SUPPORT.md and docs/TROUBLESHOOTING.md take from the source is up to date; the tests
+and the flags that they name exist."""
 
 from __future__ import annotations
 

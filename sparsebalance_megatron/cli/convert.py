@@ -9,18 +9,19 @@ from __future__ import annotations
 import argparse
 import io
 import os
-from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sparsebalance_megatron.cli.output import progress_bar
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.convert.dense_model import DenseModel
 from sparsebalance_megatron.convert.errors import ConvertError
 from sparsebalance_megatron.convert.hf_config import DTYPES, read_config
-from sparsebalance_megatron.convert.mapping import OUTPUT, Parameter, parameters
+from sparsebalance_megatron.convert.mapping import OUTPUT, parameters
 from sparsebalance_megatron.convert.megatron_flags import bash_array, model_flags
 from sparsebalance_megatron.convert.tokenizer_files import copy_companions
 from sparsebalance_megatron.convert.transfer import TransferCounts, plan_weights, read_weights
@@ -28,8 +29,6 @@ from sparsebalance_megatron.convert.weight_files import WeightFiles, write_weigh
 
 FLAGS_FILE = "model_args.sh"
 """Beside the checkpoint: the flags that build its model, as a bash array to source."""
-
-_INSTALL = "pip install 'sparsebalance-megatron[data]'"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -93,7 +92,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         import safetensors  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"convert needs safetensors: {_INSTALL}") from error
+        raise ConfigError(
+            "convert needs safetensors: pip install 'sparsebalance-megatron[data]'"
+        ) from error
     if arguments.output is not None:
         _check_writable(arguments.output)
     if arguments.direction == "to-hf":
@@ -139,7 +140,8 @@ def _from_hf(arguments: argparse.Namespace) -> None:
             megatron_model = building.build_model(args)
         building.check_names(megatron_model, parameters(model))
         targets = dict(megatron_model.named_parameters())
-        counts = read_weights(files, targets, model, _progress_bar)
+        progress = partial(progress_bar, command="convert", unit="parameter", extra="data")
+        counts = read_weights(files, targets, model, progress)
     arguments.output.mkdir(parents=True, exist_ok=True)
     with redirect_stdout(io.StringIO()):
         save_release(args, megatron_model, arguments.output)
@@ -218,11 +220,3 @@ def _describe(counts: TransferCounts, dtype: torch.dtype) -> str:
     if counts.left_out:
         parts.append(f"{counts.left_out} tensors left out that the others determine")
     return ", ".join(parts)
-
-
-def _progress_bar(mapped: Sequence[Parameter]) -> Iterator[Parameter]:
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ConfigError(f"convert needs tqdm: {_INSTALL}") from error
-    yield from tqdm(mapped, desc="convert", unit="parameter")

@@ -148,7 +148,8 @@ def is_within(known: str, wanted: str) -> bool:
 
 def _release(text: str) -> tuple[int, ...]:
     """0.19.2+local to (0, 19, 2); trailing zeros do not count."""
-    numbers = [int(number) for number in re.match(r"[\d.]*", text)[0].split(".") if number]  # type: ignore[index]
+    digits = re.match(r"[\d.]*", text)
+    numbers = [int(number) for number in (digits[0] if digits else "").split(".") if number]
     while numbers and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)

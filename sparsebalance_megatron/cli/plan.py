@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from sparsebalance_megatron.cli.output import open_console
 from sparsebalance_megatron.simulate.lengths import WorkloadError, read_lengths
 from sparsebalance_megatron.simulate.models import MODELS, cost_of, prior_coverage
 from sparsebalance_megatron.simulate.setups import batches_of, default_policy, job_shape
-from sparsebalance_megatron.simulate.tables import as_json, open_console, show
+from sparsebalance_megatron.simulate.tables import as_json, show
 from sparsebalance_megatron.simulate.variants import (
     ALL_ROWS,
     BASELINE,
@@ -66,7 +67,7 @@ def run(arguments: Namespace) -> int:
     Raises:
         WorkloadError: if the lengths, sizes or costs do not make a workload.
         PlanError: if a batch has no placement under the cap.
-        TableError: if rich is not installed.
+        OutputError: if rich is not installed.
     """
     workload = _workload(arguments)
     outcomes = evaluate(workload, _variants(arguments), time.perf_counter)
@@ -80,7 +81,7 @@ def run(arguments: Namespace) -> int:
         }
         print(json.dumps(found, indent=2))
         return 0
-    console = open_console()
+    console = open_console(", or use --json")
     show(console, f"{len(workload.batches)} steps; predicted", outcomes)
     console.print(f"costs: {workload.cost.source}", markup=False, highlight=False)
     console.print(f"steps with a sample that no placement hides: {unhideable}")

@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sparsebalance_megatron.cli.output import progress_bar
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.cost.model import CostModel, FitError, fit_errors, held_out_errors
 from sparsebalance_megatron.cost.parts import Direction, Part
-from sparsebalance_megatron.profiling.cells import FULL, QUICK, Cell
+from sparsebalance_megatron.profiling.cells import FULL, QUICK
 from sparsebalance_megatron.profiling.profile import profile
 
 
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.passed_on,
         thoroughness=QUICK if arguments.quick else FULL,
         threads=arguments.threads,
-        progress=_progress_bar,
+        progress=partial(progress_bar, command="profile", unit="cell", extra="tools"),
     )
     table.save(arguments.output)
     print(f"{arguments.output}: {len(table.rows)} measurements")
@@ -71,16 +72,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.check:
         print(_report("the cost model on rows left out of the fit", held_out_errors(table)))
     return 0
-
-
-def _progress_bar(cells: list[Cell]) -> Iterator[Cell]:
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ConfigError(
-            "profile needs tqdm: pip install 'sparsebalance-megatron[tools]'"
-        ) from error
-    yield from tqdm(cells, desc="profile", unit="cell")
 
 
 def _report(what: str, errors: dict[tuple[Part, Direction], FitError]) -> str:

@@ -4,43 +4,15 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsebalance_megatron.cli.summary import ROWS, show, show_notes, show_run
-from sparsebalance_megatron.report.charts.coverage import coverage_picture, scatter_picture
-from sparsebalance_megatron.report.charts.distributions import budgets_picture, lengths_picture
-from sparsebalance_megatron.report.charts.figure import Picture, ReportError
-from sparsebalance_megatron.report.charts.series import balance_picture, loss_picture
-from sparsebalance_megatron.report.charts.timeline import Panel, shown_places, timeline_picture
-from sparsebalance_megatron.report.comparison import Comparison, RunSummary, compare, summarize
-from sparsebalance_megatron.report.page import Page, Table, render
-from sparsebalance_megatron.report.run_data import (
-    Evidence,
-    choose_iteration,
-    evenly,
-    gather,
-    open_log,
-)
-from sparsebalance_megatron.report.sentences import comparison_findings, run_findings, subtitle
-from sparsebalance_megatron.report.step_table import HEADINGS, micro_batch_rows
-from sparsebalance_megatron.report.timeline import Timeline
-
-_NOTES_IN_PAGE = 100
-_UNMEASURED = "not all of its times were measured"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """A page, the numbers in it, and what it could not draw."""
-
-    page: Page
-    numbers: RunSummary | Comparison
-    iteration: int
-
-    not_drawn: Sequence[str]
+from sparsebalance_megatron.cli.output import open_console, print_notes, write_text
+from sparsebalance_megatron.cli.summary import show
+from sparsebalance_megatron.report.comparison import Comparison
+from sparsebalance_megatron.report.comparison_table import columns_of, table_of
+from sparsebalance_megatron.report.page import render
+from sparsebalance_megatron.report.run_report import make_report
 
 
 def add_parser(subparsers: Any) -> None:
@@ -69,140 +41,18 @@ def run(arguments: Namespace) -> int:
 
     Raises:
         RunLogError: if a directory holds no readable log.
-        ReportError: if matplotlib is not installed, the step is not logged, or the page cannot be
-            written.
-        SummaryError: if rich is not installed; the page is written by then.
+        ReportError: if matplotlib is not installed, or the step is not logged.
+        OutputError: if the page cannot be written, or rich is not installed; the page is written
+            by then.
     """
     report = make_report(arguments.run_directory, arguments.baseline, arguments.step)
     write_text(arguments.output, render(report.page))
     if isinstance(report.numbers, Comparison):
         show(report.numbers)
     else:
-        show_run(report.numbers)
-        show_notes(report.page.notes)
+        open_console().print(table_of(columns_of(report.numbers)))
+        print_notes(report.page.notes)
     for line in report.not_drawn:
         print(line)
     print(f"iteration {report.iteration} is drawn; written to {arguments.output}")
     return 0
-
-
-def make_report(run_directory: Path, baseline_directory: Path | None, step: int | None) -> Report:
-    """Everything a page shows; errors as for :func:`run`."""
-    log = open_log(run_directory)
-    baseline_log = None if baseline_directory is None else open_log(baseline_directory)
-    iteration = choose_iteration(log, baseline_log, step)
-    sample = evenly(tuple(each.iteration for each in log.steps) or (iteration,))
-    evidence = gather(log, {*sample, iteration})
-    baseline = None if baseline_log is None else gather(baseline_log, {iteration})
-    numbers = summarize(log.steps) if baseline_log is None else compare(baseline_log, log)
-    notes = (*evidence.problems, *(baseline.problems if baseline else ()))
-    if isinstance(numbers, Comparison):
-        notes = (*dict.fromkeys((*notes, *numbers.problems)),)
-    panels, missing = _panels(iteration, evidence, baseline)
-    page = Page(
-        title=f"Run {run_directory}"
-        + ("" if baseline_directory is None else f" against {baseline_directory}"),
-        subtitle=subtitle(log.header),
-        findings=_findings(numbers),
-        numbers=_numbers(numbers),
-        timeline=timeline_picture(iteration, panels, missing),
-        step_table=_step_table(iteration, evidence, panels),
-        pictures=_pictures(evidence, baseline_log),
-        notes=_shortened(notes),
-    )
-    not_drawn = [
-        *(missing if panels else ()),
-        *(
-            f"{each.title}: not drawn. {each.caption}"
-            for each in (page.timeline, *page.pictures)
-            if each.svg is None
-        ),
-    ]
-    return Report(page=page, numbers=numbers, iteration=iteration, not_drawn=not_drawn)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Raises :class:`ReportError` with the reason if the file cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ReportError(f"{path}: cannot be written: {error.strerror}") from error
-
-
-def _panels(
-    iteration: int, evidence: Evidence, baseline: Evidence | None
-) -> tuple[list[Panel], list[str]]:
-    """What can be drawn of the step, and sentences on what cannot."""
-    sources: list[tuple[str, Timeline | None, Evidence, str]] = [
-        (
-            "predicted",
-            evidence.predicted(iteration),
-            evidence,
-            "the log holds no predicted times of its micro-batches",
-        ),
-        ("measured", evidence.measured(iteration), evidence, _UNMEASURED),
-    ]
-    if baseline is not None:
-        sources.append(("baseline, measured", baseline.measured(iteration), baseline, _UNMEASURED))
-    panels = [
-        Panel(name=name, timeline=timeline, contents=of.ranks.steps.get(iteration, {}))
-        for name, timeline, of, _ in sources
-        if timeline is not None
-    ]
-    missing = [
-        f"{name.capitalize()}: not drawn, {reason}."
-        for name, timeline, _, reason in sources
-        if timeline is None
-    ]
-    return panels, missing
-
-
-def _pictures(evidence: Evidence, baseline: Any) -> list[Picture]:
-    log, config = evidence.log, evidence.config
-    of_ranks = evidence.sampled(evidence.ranks.steps)
-    return [
-        balance_picture(log, baseline),
-        lengths_picture(evidence.ranks, config, of_ranks),
-        budgets_picture(evidence.ranks, config, of_ranks),
-        coverage_picture(log.coverage, config),
-        scatter_picture(evidence.times, log.steps, evidence.sampled(evidence.times)),
-        loss_picture(log, baseline),
-    ]
-
-
-def _findings(numbers: RunSummary | Comparison) -> list[str]:
-    if isinstance(numbers, Comparison):
-        return comparison_findings(numbers)
-    return [*run_findings(numbers), "No baseline was given, so no speedup is stated."]
-
-
-def _numbers(numbers: RunSummary | Comparison) -> Table:
-    if isinstance(numbers, Comparison):
-        columns = {"baseline": numbers.baseline, "sparse balance": numbers.sparse_balance}
-    else:
-        columns = {"this run": numbers}
-    return Table(
-        headings=("", *columns, "how known"),
-        rows=[
-            (row.name, *(row.value(each) for each in columns.values()), row.kind) for row in ROWS
-        ],
-        style="names",
-    )
-
-
-def _step_table(iteration: int, evidence: Evidence, panels: Sequence[Panel]) -> Table:
-    shown = {d for d, _ in shown_places(panels)} if panels else set()
-    return Table(
-        headings=HEADINGS,
-        rows=micro_batch_rows(
-            evidence.times.get(iteration), evidence.ranks.steps.get(iteration, {}), shown
-        ),
-        style="steps",
-    )
-
-
-def _shortened(notes: tuple[str, ...]) -> tuple[str, ...]:
-    if len(notes) <= _NOTES_IN_PAGE:
-        return notes
-    return (*notes[:_NOTES_IN_PAGE], f"{len(notes) - _NOTES_IN_PAGE} more like these")

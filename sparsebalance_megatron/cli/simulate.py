@@ -8,9 +8,10 @@ import time
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
+from sparsebalance_megatron.cli.output import open_console
 from sparsebalance_megatron.simulate.lengths import WorkloadError
 from sparsebalance_megatron.simulate.setups import PAPER_ABLATION, SETUPS, workload_of
-from sparsebalance_megatron.simulate.tables import as_json, open_console, show
+from sparsebalance_megatron.simulate.tables import as_json, show
 from sparsebalance_megatron.simulate.variants import ALL_ROWS, evaluate, unhideable_steps
 
 
@@ -34,12 +35,12 @@ def run(arguments: Namespace) -> int:
 
     Raises:
         WorkloadError: if there is nothing to plan.
-        TableError: if rich is not installed.
+        OutputError: if rich is not installed.
     """
     if arguments.steps < 1:
         raise WorkloadError(f"--steps {arguments.steps}: at least 1 needed")
     setup = SETUPS[arguments.setup]
-    console = None if arguments.json else open_console()
+    console = None if arguments.json else open_console(", or use --json")
     found = {}
     for data in setup.data:
         workload = workload_of(

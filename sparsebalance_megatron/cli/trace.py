@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from sparsebalance_megatron.cli.output import print_notes, writing
 from sparsebalance_megatron.report.charts.figure import ReportError
 from sparsebalance_megatron.report.run_data import Evidence, gather, iterations_of, open_log
 from sparsebalance_megatron.report.trace import Event, TracedStep, Tracer
 
 _DEFAULT_STEPS = 10
-_NOTES_SHOWN = 8
 
 
 def add_parser(subparsers: Any) -> None:
@@ -48,7 +48,8 @@ def run(arguments: Namespace) -> int:
 
     Raises:
         RunLogError: if the directory holds no readable log.
-        ReportError: if no step can be traced, or the file cannot be written.
+        ReportError: if no step can be traced.
+        OutputError: if the file cannot be written.
     """
     log = open_log(arguments.run_directory)
     known = iterations_of(log)
@@ -65,10 +66,7 @@ def run(arguments: Namespace) -> int:
         )
     count = _write(arguments.output, _events(drawable))
     problems = [*evidence.problems, *_left_out(steps)]
-    for problem in problems[:_NOTES_SHOWN]:
-        print(f"note: {problem}")
-    if len(problems) > _NOTES_SHOWN:
-        print(f"note: {len(problems) - _NOTES_SHOWN} more like these")
+    print_notes(problems)
     print(
         f"{len(drawable)} steps, {count:,} events written to {arguments.output}; open it in "
         "ui.perfetto.dev or chrome://tracing"
@@ -145,14 +143,10 @@ def _opened(path: Path) -> IO[str]:
 def _write(path: Path, events: Iterator[Event]) -> int:
     """One event per line; the number of events."""
     count = 0
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _opened(path) as stream:
-            stream.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-            for event in events:
-                stream.write(",\n" * bool(count) + json.dumps(event))
-                count += 1
-            stream.write("\n]}\n")
-    except OSError as error:
-        raise ReportError(f"{path}: cannot be written: {error.strerror}") from error
+    with writing(path), _opened(path) as stream:
+        stream.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        for event in events:
+            stream.write(",\n" * bool(count) + json.dumps(event))
+            count += 1
+        stream.write("\n]}\n")
     return count

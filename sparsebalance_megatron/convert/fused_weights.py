@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that Megatron keeps in one matrix and Hugging Face in several, and vocabulary padding.
 
-Shape legend: G query groups, R query heads per group, D head dim, F MLP columns, V vocabulary rows,
-P padded vocabulary rows. Only the first dimension is named: weights [.., hidden] and biases [..]
-are packed alike.
+Shape legend: H query heads, G KV heads, D head dim, F MLP columns, W vocabulary rows, X padded
+vocabulary rows. Only the first dimension is named: weights [.., hidden] and biases [..] are packed
+alike.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor
 def pack_qkv(q: Tensor, k: Tensor, v: Tensor, *, query_groups: int) -> Tensor:
     """Query, key and value projections as Megatron's ``linear_qkv``.
 
-    Megatron's order is by group: the R query heads of the group, its key head, its value head
+    Megatron's order is by KV head: the query heads that share it, its key head, its value head
     (``SelfAttention.get_query_key_value_tensors``).
 
     Args:
-        q: [G * R * D, ..], heads of one group next to each other.
+        q: [H * D, ..], heads of one group next to each other.
         k, v: [G * D, ..].
 
     Returns:
-        [G * (R + 2) * D, ..].
+        [(H + 2 * G) * D, ..].
     """
     by_group = [x.reshape(query_groups, -1, *x.shape[1:]) for x in (q, k, v)]
     return torch.cat(by_group, dim=1).flatten(0, 1)
 
 
 def unpack_qkv(qkv: Tensor, *, query_groups: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Inverse of :func:`pack_qkv`: [G * R * D, ..], [G * D, ..], [G * D, ..]."""
+    """Inverse of :func:`pack_qkv`: [H * D, ..], [G * D, ..], [G * D, ..]."""
     by_group = qkv.reshape(query_groups, -1, *qkv.shape[1:])
     query_rows = by_group.shape[1] - 2 * head_dim
     q, k, v = by_group.split([query_rows, head_dim, head_dim], dim=1)
@@ -49,5 +49,5 @@ def unpack_gate_up(fc1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pad_vocabulary(rows: Tensor, padded_rows: int) -> Tensor:
-    """[V, ..] -> [P, ..]; the rows added are zero."""
+    """[W, ..] -> [X, ..]; the rows added are zero."""
     return torch.cat([rows, rows.new_zeros(padded_rows - rows.shape[0], *rows.shape[1:])])

@@ -19,11 +19,7 @@ from sparsebalance_megatron.data.conversation import (
     trained_tokens,
 )
 from sparsebalance_megatron.data.errors import DataError
-from sparsebalance_megatron.data.records import (
-    BadRecords,
-    Record,
-    Source,
-)
+from sparsebalance_megatron.data.records import BadRecords, Record, Source
 from sparsebalance_megatron.data.tokenizer import (
     DocumentTokenizer,
     load_tokenizer,
@@ -184,4 +180,5 @@ def _summary(
 
 
 def counts_text(counts: Mapping[str, int]) -> str:
+    """How many records were left out for each reason, in one line."""
     return ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items())) or "none"

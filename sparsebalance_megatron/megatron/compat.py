@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every fact that depends on a Megatron version, and nothing else (megatron-core 0.18 and 0.19)."""
+"""Every fact that depends on a Megatron version, and nothing else (megatron-core 0.18 and 0.19).
+
+Shape legend: P pipeline stages, V virtual stages.
+"""
 
 from __future__ import annotations
 

@@ -126,11 +126,11 @@ class BudgetedCoreAttention(MegatronModule):
 
     def _batched(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         sequence, batch, heads, head_dim = query.shape
-        rows = [
+        q_THD, k_TGD, v_TGD = (
             x.transpose(0, 1).reshape(batch * sequence, x.shape[2], -1) for x in (query, key, value)
-        ]
+        )
         cu_seqlens = tuple(range(0, (batch + 1) * sequence, sequence))
-        out = self._attend(*rows, self._base_context(cu_seqlens, query.device))
+        out = self._attend(q_THD, k_TGD, v_TGD, self._base_context(cu_seqlens, query.device))
         return out.view(batch, sequence, heads * head_dim).transpose(0, 1).contiguous()
 
     def _base_context(self, cu_seqlens: tuple[int, ...], device: torch.device) -> MicroBatchContext:

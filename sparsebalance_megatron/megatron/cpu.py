@@ -32,6 +32,8 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
 """Argument defaults for a CPU run: each names a CUDA kernel, NCCL, or a pinned-memory worker."""
 
 _CUDA_TYPE_PREFIX = "torch.cuda."
+_INSTALLED = "_sparse_balance_cpu"
+"""Attribute of ``torch.cuda`` that says so: this file may be loaded more than once."""
 
 
 class CpuAdapterError(RuntimeError):
@@ -168,7 +170,7 @@ def _cuda_replacements() -> dict[str, tuple[Any, str]]:
 
 def installed() -> bool:
     """Whether :func:`install` has run in this process."""
-    return getattr(torch.cuda, "_sparse_balance_cpu", False)
+    return getattr(torch.cuda, _INSTALLED, False)
 
 
 def install() -> None:
@@ -194,7 +196,7 @@ def install() -> None:
     _CpuForCuda().__enter__()
     _replace_megatron_rng_access()
     _replace_expert_dispatch_copies()
-    torch.cuda._sparse_balance_cpu = True
+    setattr(torch.cuda, _INSTALLED, True)
 
 
 def _disable_compilation() -> None:

@@ -36,7 +36,7 @@ def replace_core_attention(spec: Any, options: AttentionOptions) -> Any:
     for layer in getattr(spec, "layer_specs", None) or [spec]:
         self_attention = getattr(layer.submodules, "self_attention", None)
         submodules = getattr(self_attention, "submodules", None)
-        if not hasattr(submodules, "core_attention"):
+        if submodules is None or not hasattr(submodules, "core_attention"):
             raise ConfigError(
                 f"--sparse-balance: {layer.module.__name__} has no core attention to replace; "
                 "use plain or grouped-query attention layers"

@@ -4,7 +4,7 @@
 Budgets are data of the micro-batch, never of "the current micro-batch": recompute and interleaved
 schedules run layers of several micro-batches in turn, and each finds its own here.
 
-Shape legend: L layers of the whole model, S samples of the micro-batch, K grid of budgets.
+Shape legend: L layers of the whole model, S samples of the micro-batch, K budgets of the grid.
 """
 
 from __future__ import annotations

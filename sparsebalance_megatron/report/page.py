@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from sparsebalance_megatron.report.charts.figure import Picture
+from sparsebalance_megatron.report.charts.figure import LIGHT_THEME, Picture
 
-_STYLE = """
-:root {
-  color-scheme: light dark;
-  --paper: #ffffff; --ink: #1b1d20; --muted: #6b7078; --faint: #e7e9ec;
-  --run: #1f6fb2; --baseline: #90959c; --predicted: #cf5a23;
-}
+_LIGHT = " ".join(f"--{name}: {colour};" for name, colour in LIGHT_THEME.items())
+_STYLE = (
+    f"""
+:root {{ color-scheme: light dark; {_LIGHT} }}
+"""
+    """\
 @media (prefers-color-scheme: dark) {
   :root {
     --paper: #15171a; --ink: #e8eaed; --muted: #9aa0a8; --faint: #2e3238;
@@ -56,6 +56,7 @@ td { border-bottom: 1px solid var(--faint); }
 .all-columns { grid-column: 1 / -1; }
 li { max-width: 60rem; }
 """
+)
 
 
 @dataclass(frozen=True, kw_only=True)

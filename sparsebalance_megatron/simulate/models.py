@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer costs of public models, and what coverage to expect before any was observed."""
+"""Layer costs of public models, and what coverage to expect before any was observed.
+
+Shape legend: L layers, U length buckets, K budgets of the grid.
+"""
 
 from __future__ import annotations
 

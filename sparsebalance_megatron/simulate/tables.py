@@ -13,31 +13,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-class TableError(ValueError):
-    """A table cannot be shown."""
-
-
 def as_json(outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
     """One entry per variant, of plain Python types."""
     return {
         name: {key: list(value) if isinstance(value, tuple) else value for key, value in row}
         for name, row in ((name, asdict(each).items()) for name, each in outcomes.items())
     }
-
-
-def open_console() -> Console:
-    """A console on standard output.
-
-    Raises:
-        TableError: if rich is not installed.
-    """
-    try:
-        from rich.console import Console
-    except ImportError:
-        raise TableError(
-            "the table needs rich: pip install 'sparsebalance-megatron[tools]', or use --json"
-        ) from None
-    return Console()
 
 
 def show(

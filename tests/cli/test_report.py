@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,11 +16,12 @@ from report.sample_run import SampleRun
 
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.cli import report as report_command
-from sparsebalance_megatron.cli.report import make_report
+from sparsebalance_megatron.cli.output import OutputError, write_text
 from sparsebalance_megatron.report.charts.figure import ReportError
 from sparsebalance_megatron.report.charts.series import paired
 from sparsebalance_megatron.report.page import render
 from sparsebalance_megatron.report.run_data import choose_iteration, open_log
+from sparsebalance_megatron.report.run_report import make_report
 
 pytest.importorskip("matplotlib")
 
@@ -213,8 +215,20 @@ def test_a_directory_without_any_log_is_one_line(
 
 
 def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(ReportError, match=f"{tmp_path}: cannot be written: Is a directory"):
-        report_command.write_text(tmp_path, "")
+    with pytest.raises(OutputError, match=f"{tmp_path}: cannot be written: Is a directory"):
+        write_text(tmp_path, "")
+
+
+def test_the_picture_of_a_summary_stands_alone(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    baseline, run = runs
+    path = tmp_path / "new" / "step.svg"
+    flags = ("--baseline", str(baseline), "--run", str(run), "--picture", str(path))
+    assert cli.main(["summary", *flags]) == 0
+    text = path.read_text()
+    assert ElementTree.fromstring(text).get("width", "").endswith("in")
+    assert "var(" not in text
+    for words in (">baseline: ", ">sparse balance: ", "rank 1", "stages wait"):
+        assert words in text
 
 
 def test_flags() -> None:

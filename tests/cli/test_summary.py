@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import sys
 from pathlib import Path
@@ -13,7 +12,9 @@ from typing import Any
 import pytest
 
 from sparsebalance_megatron.cli import summary
+from sparsebalance_megatron.cli.output import OutputError
 from sparsebalance_megatron.report import comparison
+from sparsebalance_megatron.report.charts.figure import ReportError
 from sparsebalance_megatron.report.comparison import compare, summarize
 from sparsebalance_megatron.telemetry.step_log import RunLog, RunLogError
 from sparsebalance_megatron.telemetry.step_record import Step
@@ -201,14 +202,23 @@ def test_command_shows_the_rest_of_a_damaged_log(
     assert "line 32" in printed
 
 
-def test_many_problems_are_counted_and_not_all_shown() -> None:
-    from rich.console import Console
-
+def test_many_problems_are_counted_and_not_all_shown(capsys: pytest.CaptureFixture[str]) -> None:
     many = log("slow", step(1), problems=tuple(f"[bold]line {i}" for i in range(20)))
-    stream = io.StringIO()
-    summary.show(compare(many, log("fast", step(1))), Console(file=stream, width=80))
-    assert "note: [bold]line 0\n" in stream.getvalue()
-    assert "12 more" in stream.getvalue()
+    summary.show(compare(many, log("fast", step(1))))
+    printed = capsys.readouterr().out
+    assert "note: [bold]line 0\n" in printed
+    assert "12 more" in printed
+
+
+def test_a_picture_without_measured_times_is_one_line(tmp_path: Path) -> None:
+    for name in ("baseline", "balanced"):
+        write_log(tmp_path / name, 100.0)
+        log_file = tmp_path / name / "steps.jsonl"
+        log_file.write_text(log_file.read_text().replace("[[[[3000.0]]]", "[[[[null]]]"))
+    runs = ("--baseline", str(tmp_path / "baseline"), "--run", str(tmp_path / "balanced"))
+    with pytest.raises(ReportError, match="share no step with measured times"):
+        summary.run(parse(*runs, "--picture", str(tmp_path / "step.svg")))
+    assert not (tmp_path / "step.svg").exists()
 
 
 def test_command_without_a_log_writes_nothing(tmp_path: Path) -> None:
@@ -233,6 +243,6 @@ def test_without_rich_the_json_is_still_written(
         *("--baseline", str(tmp_path / "baseline"), "--run", str(tmp_path / "balanced")),
         *("-o", str(output)),
     )
-    with pytest.raises(summary.SummaryError, match=r"\[tools\]"):
+    with pytest.raises(OutputError, match=r"\[tools\]"):
         summary.run(arguments)
     assert json.loads(output.read_text())["speedup"] == pytest.approx(1.25)

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -185,11 +186,12 @@ def test_a_conversation_by_hand(tokenizers: dict[str, Path], tmp_path: Path) -> 
 
     trained = decoded(row.labels[row.loss_mask == 1])
     assert trained == "2.<|im_end|>\nYes<|im_end|>\nBye bye<|im_end|>\n"
-    starts = row.cu_seqlens[:-1]
-    assert decoded(row.tokens[list(starts)]) == "<|im_start|><|im_start|>"
+    starts = np.flatnonzero(row.position_ids == 0).tolist()
+    ends = [*starts[1:], len(row.tokens)]
+    assert decoded(row.tokens[starts]) == "<|im_start|><|im_start|>"
     # The last label of a conversation is its own last token, never the next one's first.
-    assert decoded(row.labels[[end - 1 for end in row.cu_seqlens[1:]]]) == "\n\n"
-    assert row.loss_mask[list(starts)].tolist() == [0.0, 0.0]
+    assert decoded(row.labels[[end - 1 for end in ends]]) == "\n\n"
+    assert row.loss_mask[starts].tolist() == [0.0, 0.0]
     # What opens an answer is the model's first prediction.
     opening = tokenizer.encode("assistant\n").ids[-1]
     first_trained = int(row.loss_mask.argmax())

@@ -18,8 +18,8 @@ from harness import (
 )
 
 from sparsebalance_megatron import cli
-from sparsebalance_megatron.cli.report import make_report
 from sparsebalance_megatron.report.run_data import gather, open_log
+from sparsebalance_megatron.report.run_report import make_report
 from sparsebalance_megatron.report.timeline import (
     MEASURED,
     SIMULATED,

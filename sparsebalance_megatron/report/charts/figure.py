@@ -25,6 +25,17 @@ _VARIABLES = {
     BASELINE: "baseline",
     PREDICTED: "predicted",
 }
+LIGHT_THEME = {
+    "ink": "#1b1d20",
+    "muted": "#6b7078",
+    "faint": "#e7e9ec",
+    "paper": "#ffffff",
+    "run": "#1f6fb2",
+    "baseline": "#90959c",
+    "predicted": "#cf5a23",
+}
+"""Colours of the style sheet's variables; a picture without a page has these."""
+
 _STYLE = {
     "svg.fonttype": "none",
     "font.size": 8.5,
@@ -104,6 +115,16 @@ def draw(
         painter(figure)
         figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
     return _embedded(stream.getvalue(), width)
+
+
+def standalone(svg: str) -> str:
+    """A file of its own from what :func:`draw` made for a page."""
+    for name, colour in LIGHT_THEME.items():
+        svg = svg.replace(f"var(--{name})", colour)
+    style = "font-family: sans-serif; stroke-linejoin: round"
+    svg = re.sub(r'style="--inches: ([\d.]+)"', rf'width="\1in" style="{style}"', svg, count=1)
+    # The first shape is the figure's own background.
+    return svg.replace("fill: none", f"fill: {LIGHT_THEME['paper']}", 1)
 
 
 def _embedded(svg: str, width: float) -> str:

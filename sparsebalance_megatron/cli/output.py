@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What commands print and write with; each says in one line why it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+NOTES_SHOWN = 8
+
+
+class OutputError(ValueError):
+    """A package to show something with is missing, or a file cannot be written."""
+
+
+def open_console(otherwise: str = "") -> Console:
+    """A console on standard output.
+
+    Args:
+        otherwise: ends the error's text: what can be done without rich.
+
+    Raises:
+        OutputError: if rich is not installed.
+    """
+    try:
+        from rich.console import Console
+    except ImportError:
+        raise OutputError(
+            f"the table needs rich: pip install 'sparsebalance-megatron[tools]'{otherwise}"
+        ) from None
+    return Console()
+
+
+def print_notes(notes: Sequence[str]) -> None:
+    """Print the first few, and how many more there are."""
+    for note in notes[:NOTES_SHOWN]:
+        print(f"note: {note}")
+    if len(notes) > NOTES_SHOWN:
+        print(f"note: {len(notes) - NOTES_SHOWN} more like these")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Make the folder of a file that is written inside; failures become :class:`OutputError`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file.
+
+    Raises:
+        OutputError: with the reason, if it cannot be written.
+    """
+    with writing(path):
+        path.write_text(text, encoding="utf-8")
+
+
+def progress_bar[T](items: Sequence[T], *, command: str, unit: str, extra: str) -> Iterator[T]:
+    """The items, with a bar that says how many are done.
+
+    Args:
+        extra: of this package's extras, the one that installs what draws the bar.
+
+    Raises:
+        OutputError: if tqdm is not installed.
+    """
+    try:
+        from tqdm import tqdm
+    except ImportError as error:
+        raise OutputError(
+            f"{command} needs tqdm: pip install 'sparsebalance-megatron[{extra}]'"
+        ) from error
+    yield from tqdm(items, desc=command, unit=unit)
