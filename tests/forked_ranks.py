@@ -52,8 +52,9 @@ def run_ranks(
     master_port: int,
     output: Path,
     timeout_s: float,
+    folder: Path | None = None,
 ) -> int | None:
-    """Run ``python PROGRAM...`` as all ranks of a job.
+    """Run ``python PROGRAM...`` as all ranks of a job, in ``folder`` or this process's own.
 
     Args:
         environment: of every rank, whole.
@@ -70,7 +71,7 @@ def run_ranks(
         }
         for rank in range(ranks)
     ]
-    return _run(program, environment, places, os.getcwd(), output, output, timeout_s)
+    return _run(program, environment, places, folder or Path.cwd(), output, output, timeout_s)
 
 
 def run_alone(
@@ -87,7 +88,7 @@ def run_alone(
     """
     with tempfile.TemporaryDirectory() as directory:
         out, err = (Path(directory, name) for name in ("stdout", "stderr"))
-        code = _run(program, environment, [{}], str(folder), out, err, timeout_s)
+        code = _run(program, environment, [{}], folder, out, err, timeout_s)
         stdout, stderr = (path.read_text(errors="replace") for path in (out, err))
     if code is None:
         raise subprocess.TimeoutExpired(list(program), timeout_s, stdout, stderr)
@@ -98,7 +99,7 @@ def _run(
     program: Sequence[str],
     environment: Mapping[str, str],
     places: Sequence[Mapping[str, str]],
-    folder: str,
+    folder: Path,
     stdout: Path,
     stderr: Path,
     timeout_s: float,
@@ -111,7 +112,7 @@ def _run(
         Path(output).touch()
     started = []
     for place in places:
-        arguments = (list(program), {**environment, **place}, folder, path, outputs)
+        arguments = (list(program), {**environment, **place}, str(folder), path, outputs)
         process = context.Process(target=_rank, args=arguments)
         process.start()
         started.append(process)

@@ -44,18 +44,18 @@ def save_logits(output: Path, hf_dir: Path, tokens: list[list[int]], dtype: str)
     megatron_model.start_single_process(args.seed)
     config = SparseBalanceConfig(block_size=BLOCK_SIZE, base_budget=ALL_BLOCKS)
     options = AttentionOptions.from_config(config, grid=(1, ALL_BLOCKS))
-    megatron_model = megatron_model.build_model(args, sparse_balance_layer_spec(options))
-    megatron_model.check_names(megatron_model, parameters(model))
-    targets = dict(megatron_model.named_parameters())
+    built = megatron_model.build_model(args, sparse_balance_layer_spec(options))
+    megatron_model.check_names(built, parameters(model))
+    targets = dict(built.named_parameters())
     for target in targets.values():
         target.data.fill_(float("nan"))
     with WeightFiles(hf_dir) as files:
         read_weights(files, targets, model, iter)
-    torch.save(_packed_logits(megatron_model, tokens), output)
+    torch.save(_packed_logits(built, tokens), output)
 
 
 @torch.no_grad()
-def _packed_logits(megatron_model, tokens: list[list[int]]) -> torch.Tensor:
+def _packed_logits(model, tokens: list[list[int]]) -> torch.Tensor:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     lengths = [len(document) for document in tokens]
@@ -69,7 +69,7 @@ def _packed_logits(megatron_model, tokens: list[list[int]]) -> torch.Tensor:
     )
     tokens_1T = torch.tensor([token for document in tokens for token in document])[None]
     positions_1T = torch.cat([torch.arange(length) for length in lengths])[None]
-    return megatron_model(tokens_1T, positions_1T, None, packed_seq_params=params)[0]
+    return model(tokens_1T, positions_1T, None, packed_seq_params=params)[0]
 
 
 def run_command(words: list[str]) -> int:
