@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 from forked_ranks import run_ranks
-from harness import TIMEOUT_S, free_port
+from harness import TIMEOUT_S, free_port, run_program
 from torch.distributed.run import get_args_parser
 
 from sparsebalance_megatron import cli
@@ -248,15 +248,8 @@ def test_the_model_is_the_public_one(name: str, tmp_path: Path) -> None:
         "vocab_size": shape.vocab_size,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    printed = subprocess.run(
-        [
-            *(sys.executable, "-m", "sparsebalance_megatron.cli"),
-            *("convert", "from-hf", str(tmp_path), "--print-flags"),
-        ],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-    )
+    command = ("-m", "sparsebalance_megatron.cli", "convert", "from-hf", str(tmp_path))
+    printed = run_program((*command, "--print-flags"), tmp_path)
     assert printed.returncode == 0, printed.stderr
     array = re.search(r"MODEL_ARGS=\((.*?)\)", printed.stdout, re.DOTALL)
     assert array is not None
