@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of a test run, forked from a process that has imported PyTorch and its compiler.
+"""Programs of tests, forked from a process that has imported PyTorch and Megatron-Core.
 
 A small run spends most of its time on imports. Here they are made once per test process. What
 matters is as under torchrun: every rank is a process of its own, with the environment that torchrun
-would give it, in which Megatron and the plugin are imported anew; when one fails, the others are
-ended. Only the seed of string hashes is the same in all: runs that may not depend on it take
-torchrun.
+would give it, in which the plugin, its CPU adapter and Megatron's training loop are imported anew;
+when one fails, the others are ended. Two things differ. The seed of string hashes is the same in
+all ranks: runs that may not depend on it take torchrun. And Megatron-Core is imported before the
+CPU adapter is installed, where it finds no GPU; it asks for one only to look for Transformer
+Engine, which needs one. Programs that bring a Megatron of their own take torchrun.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from multiprocessing import connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -32,8 +36,10 @@ _IMPORTED_BEFOREHAND = [
     "transformers",
     "triton",
     "scipy.optimize",
+    "transformers.models.auto.tokenization_auto",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.tokenizers.text",
 ]
-_POLL_S = 0.05
 _TERMINATION_S = 30.0
 """What torchrun gives ranks to end when one has failed."""
 
@@ -46,8 +52,9 @@ def run_ranks(
     master_port: int,
     output: Path,
     timeout_s: float,
+    folder: Path | None = None,
 ) -> int | None:
-    """Run ``python PROGRAM...`` as all ranks of a job.
+    """Run ``python PROGRAM...`` as all ranks of a job, in ``folder`` or this process's own.
 
     Args:
         environment: of every rank, whole.
@@ -56,17 +63,56 @@ def run_ranks(
     Returns:
         0, the exit code of the rank that failed first, or None after ``timeout_s`` seconds.
     """
-    told = json.dumps(dict(environment))
-    context, path = _server(told), _path(told)
-    output.touch()
-    started = []
-    for rank in range(ranks):
-        place = {
+    places = [
+        {
             **{"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"},
             **{"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)},
             **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(master_port)},
         }
-        arguments = (list(program), {**environment, **place}, os.getcwd(), path, str(output))
+        for rank in range(ranks)
+    ]
+    return _run(program, environment, places, folder or Path.cwd(), output, output, timeout_s)
+
+
+def run_alone(
+    program: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    folder: Path,
+    timeout_s: float,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python PROGRAM...`` in ``folder`` as one process, with no variable of torchrun.
+
+    Raises:
+        TimeoutExpired: after ``timeout_s`` seconds.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        out, err = (Path(directory, name) for name in ("stdout", "stderr"))
+        code = _run(program, environment, [{}], folder, out, err, timeout_s)
+        stdout, stderr = (path.read_text(errors="replace") for path in (out, err))
+    if code is None:
+        raise subprocess.TimeoutExpired(list(program), timeout_s, stdout, stderr)
+    return subprocess.CompletedProcess(list(program), code, stdout, stderr)
+
+
+def _run(
+    program: Sequence[str],
+    environment: Mapping[str, str],
+    places: Sequence[Mapping[str, str]],
+    folder: Path,
+    stdout: Path,
+    stderr: Path,
+    timeout_s: float,
+) -> int | None:
+    """One process per place, which is what its environment has besides."""
+    told = json.dumps(dict(environment))
+    context, path = _server(told), _path(told)
+    outputs = (str(stdout), str(stderr))
+    for output in outputs:
+        Path(output).touch()
+    started = []
+    for place in places:
+        arguments = (list(program), {**environment, **place}, str(folder), path, outputs)
         process = context.Process(target=_rank, args=arguments)
         process.start()
         started.append(process)
@@ -77,7 +123,8 @@ def run_ranks(
         late = time.monotonic() > deadline_s
         if failed or late or None not in exit_codes:
             break
-        time.sleep(_POLL_S)
+        running = [process.sentinel for process in started if process.exitcode is None]
+        connection.wait(running, max(0.0, deadline_s - time.monotonic()))
     _end(started)
     if failed:
         return failed[0]
@@ -126,17 +173,21 @@ def _path(environment: str) -> list[str]:
 
 
 def _rank(
-    program: list[str], environment: dict[str, str], folder: str, path: list[str], output: str
+    program: list[str],
+    environment: dict[str, str],
+    folder: str,
+    path: list[str],
+    outputs: tuple[str, str],
 ) -> None:
     """What ``python PROGRAM...`` does in a process of its own."""
     os.setsid()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
-    for standard in (1, 2):
+    for standard, output in zip((1, 2), outputs, strict=True):
+        descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
         os.dup2(descriptor, standard)
-    os.close(descriptor)
+        os.close(descriptor)
     # Whole lines, so that those of several ranks do not mix.
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)

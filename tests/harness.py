@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from forked_ranks import run_ranks
+from forked_ranks import run_alone, run_ranks
 
 REPOSITORY = Path(__file__).parents[1]
 PROGRAMS = REPOSITORY / "tests" / "programs"
@@ -140,6 +140,13 @@ def run_training(
     return TrainingRun(
         exit_code=exit_code, output=output, steps=read_steps(log_dir) if log_dir else []
     )
+
+
+def run_program(
+    program: Sequence[str], folder: Path, timeout_s: float = TIMEOUT_S
+) -> subprocess.CompletedProcess[str]:
+    """``python PROGRAM...`` in ``folder``, on a machine without a GPU, started without torchrun."""
+    return run_alone(program, environment=python_environment(), folder=folder, timeout_s=timeout_s)
 
 
 def _run_torchrun(

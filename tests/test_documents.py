@@ -25,6 +25,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from harness import PROGRAMS as TEST_PROGRAMS
+from harness import run_program
 
 from sparsebalance_megatron import cli
 
@@ -146,13 +148,7 @@ class Checks:
         if arguments.command in RUN_HERE:
             for name, text in INPUTS.items():
                 (self._folder / name).write_text(text)
-            done = subprocess.run(
-                [sys.executable, "-m", "sparsebalance_megatron.cli", *words],
-                cwd=self._folder,
-                env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-                capture_output=True,
-                text=True,
-            )
+            done = run_program(("-m", "sparsebalance_megatron.cli", *words), self._folder)
             assert done.returncode == 0, done.stderr
 
     def _check_torchrun(self, words: Command) -> None:
@@ -167,24 +163,8 @@ class Checks:
 
     def finish(self) -> None:
         """Ask Megatron's parser, in a process of its own: the CPU adapter changes torch."""
-        program = (
-            "import argparse, json, sys\n"
-            "from sparsebalance_megatron.megatron import cpu\n"
-            "cpu.install()\n"
-            "from megatron.training.arguments import add_megatron_arguments\n"
-            "from sparsebalance_megatron.megatron.arguments import add_sparse_balance_args\n"
-            "parser = argparse.ArgumentParser(allow_abbrev=False)\n"
-            "add_sparse_balance_args(add_megatron_arguments(parser))\n"
-            "for place, words in json.loads(sys.argv[1]):\n"
-            "    _, unknown = parser.parse_known_args(words)\n"
-            "    assert not unknown, (place, unknown)\n"
-        )
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", program, json.dumps(self._megatron)],
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-        )
+        program = str(TEST_PROGRAMS / "parse_flags.py")
+        done = run_program((program, json.dumps(self._megatron)), self._folder)
         assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -2,7 +2,9 @@
 """Every example, run: its preparation, its profile, and its training command as a dry run.
 
 The model and parallel flags stay as they are; data is tiny, and one launched process stands for all
-ranks. Where a step is only looked at, a recording stand-in takes the place of its program on PATH.
+ranks. Recording stand-ins take the place of programs on PATH: what a step starts is only looked at,
+or run in forked processes with the environment that the script gives it. The quickstart trains
+under torchrun itself.
 """
 
 from __future__ import annotations
@@ -12,10 +14,14 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from forked_ranks import run_ranks
+from harness import TIMEOUT_S, free_port, run_program
+from torch.distributed.run import get_args_parser
 
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.simulate.models import preset
@@ -27,10 +33,14 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+ENVIRONMENT = "environment.json"
+"""What a recorder leaves beside itself: the variables it was started with."""
 RECORDER = """#!{python}
 import json, os, sys
 with open({log!r}, "a") as log:
     log.write(json.dumps([{name!r}, *sys.argv[1:]]) + "\\n")
+with open({environment!r}, "w") as environment:
+    json.dump(dict(os.environ), environment)
 """
 
 pytestmark = pytest.mark.distributed
@@ -72,13 +82,51 @@ def recorders(directory: Path, *names: str) -> tuple[Path, Path]:
     log = directory / "calls.jsonl"
     for name in names:
         program = directory / name
-        program.write_text(RECORDER.format(python=sys.executable, log=str(log), name=name))
+        program.write_text(
+            RECORDER.format(
+                python=sys.executable,
+                log=str(log),
+                environment=str(directory / ENVIRONMENT),
+                name=name,
+            )
+        )
         program.chmod(0o755)
     return directory, log
 
 
 def calls(log: Path) -> list[list[str]]:
     return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def run_step(
+    name: str, *arguments: str, directory: Path, variables: Mapping[str, str] | None = None
+) -> str:
+    """Output of the one program that a step of an example starts."""
+    with tempfile.TemporaryDirectory() as scratch:
+        programs, log = recorders(Path(scratch, "programs"), "sparse-balance", "torchrun")
+        run_script(name, *arguments, directory=directory, variables=variables, path_first=programs)
+        ((program, *words),) = calls(log)
+        environment = json.loads((programs / ENVIRONMENT).read_text()) | {"OMP_NUM_THREADS": "1"}
+        if program == "sparse-balance":
+            words, ranks = ["-m", "sparsebalance_megatron.cli", *words], 1
+        else:
+            launch = get_args_parser().parse_args(words)
+            assert launch.module
+            words = ["-m", launch.training_script, *launch.training_script_args]
+            ranks = int(launch.nproc_per_node)
+        printed = Path(scratch, "output")
+        exit_code = run_ranks(
+            ranks,
+            words,
+            environment=environment,
+            master_port=free_port(),
+            output=printed,
+            timeout_s=TIMEOUT_S,
+            folder=directory,
+        )
+        output = printed.read_text()
+    assert exit_code == 0, output[-4000:]
+    return output
 
 
 @pytest.fixture(scope="module")
@@ -124,11 +172,11 @@ def test_syntax_and_mode(name: str) -> None:
 
 def test_fine_tuning_0_5b_prepare_profile_plan(work: Path) -> None:
     name, variables = "qwen2.5_0.5b_sft.sh", one_process(SEQ_LENGTH="256")
-    prepared = run_script(name, "prepare", directory=work, variables=variables)
+    prepared = run_step(name, "prepare", directory=work, variables=variables)
     assert "40 documents" in prepared and "loss on" in prepared
-    profiled = run_script(name, "profile", "--quick", directory=work, variables=variables)
+    profiled = run_step(name, "profile", "--quick", directory=work, variables=variables)
     assert "runs/qwen2.5_0.5b_sft/cost_table.json:" in profiled
-    planned = run_script(name, "--sparse-balance-dry-run", "8", directory=work, variables=variables)
+    planned = run_step(name, "--sparse-balance-dry-run", "8", directory=work, variables=variables)
     assert "dry run of 8 ranks: tensor 2 x pipeline 1 x data 4" in planned
     assert re.search(r"costs: \d+ measurements of .* on cpu", planned)
     assert "makespan: " in planned
@@ -146,7 +194,7 @@ def test_fine_tuning_3b_plans(
 ) -> None:
     name = "qwen2.5_3b_sft.sh"
     everything = one_process(COST_TABLE="auto", DATA="small", RUN=f"runs/{ranks}", **variables)
-    planned = run_script(
+    planned = run_step(
         name, "--sparse-balance-dry-run", ranks, directory=work, variables=everything
     )
     assert f"dry run of {ranks} ranks: {layout}" in planned
@@ -157,15 +205,15 @@ def test_fine_tuning_3b_plans(
 def test_pretraining_plans(work: Path) -> None:
     name = "longcontext_pretrain.sh"
     variables = one_process(COST_TABLE="auto", TOKENIZER="small_tokenizer")
-    run_script(name, "prepare", directory=work, variables=variables)
-    planned = run_script(name, "--sparse-balance-dry-run", "8", directory=work, variables=variables)
+    run_step(name, "prepare", directory=work, variables=variables)
+    planned = run_step(name, "--sparse-balance-dry-run", "8", directory=work, variables=variables)
     assert "dry run of 8 ranks: tensor 2 x pipeline 2 x data 2" in planned
     assert "first step: 64 samples in 32 micro-batches" in planned
 
 
 def test_cpu_quickstart_trains(work: Path) -> None:
     variables = {"DATA": "small", "TRAIN_ITERS": "1"}
-    planned = run_script(
+    planned = run_step(
         "cpu_quickstart.sh",
         *("--lr-warmup-iters", "0", "--sparse-balance-dry-run"),
         directory=work,
@@ -200,15 +248,8 @@ def test_the_model_is_the_public_one(name: str, tmp_path: Path) -> None:
         "vocab_size": shape.vocab_size,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    printed = subprocess.run(
-        [
-            *(sys.executable, "-m", "sparsebalance_megatron.cli"),
-            *("convert", "from-hf", str(tmp_path), "--print-flags"),
-        ],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-    )
+    command = ("-m", "sparsebalance_megatron.cli", "convert", "from-hf", str(tmp_path))
+    printed = run_program((*command, "--print-flags"), tmp_path)
     assert printed.returncode == 0, printed.stderr
     array = re.search(r"MODEL_ARGS=\((.*?)\)", printed.stdout, re.DOTALL)
     assert array is not None

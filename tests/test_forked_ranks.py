@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from forked_ranks import run_ranks
+from forked_ranks import run_alone, run_ranks
 from harness import free_port, python_environment
 
 pytestmark = pytest.mark.distributed
@@ -30,10 +30,12 @@ def _run(tmp_path: Path, text: str, *, ranks: int = 2, timeout_s: float = 60.0) 
 def test_every_rank_is_a_fresh_program_in_its_place(tmp_path: Path) -> None:
     text = (
         "assert __name__ == '__main__' and sys.argv[1:] == ['--flag']\n"
-        "assert not {'megatron', 'sparsebalance_megatron'} & {*sys.modules}\n"
+        "assert 'megatron.core' in sys.modules\n"
+        "assert not {'megatron.training', 'sparsebalance_megatron'} & {*sys.modules}\n"
         "assert sys.path[0] == os.path.dirname(sys.argv[0])\n"
         "assert os.environ['OMP_NUM_THREADS'] == '1'\n"
         "import torch\n"
+        "assert not torch.cuda.is_available()\n"
         "torch.distributed.init_process_group('gloo')\n"
         "total = torch.tensor([1.0 + rank])\n"
         "torch.distributed.all_reduce(total)\n"
@@ -75,3 +77,20 @@ def test_a_run_that_does_not_end_is_ended(tmp_path: Path) -> None:
     for rank in range(2):
         with pytest.raises(ProcessLookupError):
             os.kill(int((tmp_path / str(rank)).read_text()), 0)
+
+
+def test_a_program_alone_prints_into_two_streams_and_has_no_place(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys\n"
+        "assert 'RANK' not in os.environ and os.getcwd() == sys.argv[1]\n"
+        "print('result')\n"
+        "sys.exit('what is wrong')\n"
+    )
+    done = run_alone(
+        (str(program), str(tmp_path)),
+        environment=python_environment(),
+        folder=tmp_path,
+        timeout_s=60.0,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (1, "result\n", "what is wrong\n")

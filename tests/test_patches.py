@@ -193,7 +193,8 @@ class TestRealCheckout:
         ) -> TrainingRun:
             monkeypatch.setenv("MEGATRON_LM_PATH", str(checkout))
             program = (str(RUNNER), *(("-m", module) if module else ()))
-            done = run_training(2, (*FLAGS, *flags), log_dir=log_dir, program=program)
+            flags = (*FLAGS, *flags)
+            done = run_training(2, flags, log_dir=log_dir, program=program, torchrun=True)
             return done.require_success()
 
         yield train

@@ -8,9 +8,6 @@ training, one all after it.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,10 +19,9 @@ from convert.tiny_models import SCALED_ROPE, VARIANTS, VOCABULARY, save, tiny_co
 from harness import (
     BALANCE_FLAGS,
     PROGRAMS,
-    REPOSITORY,
-    TIMEOUT_S,
     TRAINING_FLAGS,
     TrainingRun,
+    run_program,
     run_training,
     write_documents,
 )
@@ -157,15 +153,7 @@ class Work:
     def _run(self, name: str, commands: dict[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
         paths = [self.root / f"{name}.{what}.json" for what in ("commands", "results")]
         paths[0].write_text(json.dumps(commands))
-        process = subprocess.run(
-            [sys.executable, str(WORKER), *map(str, paths)],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-            env=os.environ
-            | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-        )
+        process = run_program((str(WORKER), *map(str, paths)), self.root)
         assert process.returncode == 0, process.stderr[-4000:]
         return json.loads(paths[1].read_text())
 

@@ -8,12 +8,10 @@ and the plugin's float32 are from it.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
-from harness import PROGRAMS, python_environment
+from harness import PROGRAMS, run_program
 
 from sparsebalance_megatron.megatron.compat import has_yarn_flags
 
@@ -53,21 +51,15 @@ VARIANTS = {
 
 
 @pytest.fixture(scope="module")
-def errors() -> dict[str, Any]:
+def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One process builds all models."""
     variants = {
         name: (*COMMON, *flags)
         for name, flags in VARIANTS.items()
         if name != "yarn" or has_yarn_flags()
     }
-    program = PROGRAMS / "dense_models.py"
-    result = subprocess.run(
-        [sys.executable, str(program), json.dumps(variants)],
-        env=python_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    program = str(PROGRAMS / "dense_models.py")
+    result = run_program((program, json.dumps(variants)), tmp_path_factory.mktemp("models"))
     assert result.returncode == 0, result.stderr[-4000:]
     return json.loads(result.stdout.splitlines()[-1])
 

@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import MODEL_FLAGS, REPOSITORY, TIMEOUT_S, TRAINING_FLAGS
+from harness import MODEL_FLAGS, TRAINING_FLAGS, run_program
 
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.features import features
@@ -54,17 +52,8 @@ IDENTITY = RunIdentity(
 
 def run_profile(output: Path, flags: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """The command as a user runs it, on a machine without a GPU."""
-    return subprocess.run(
-        [
-            *(sys.executable, "-m", "sparsebalance_megatron.cli", "profile", "--quick"),
-            *("-o", str(output), "--", *flags),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)},
-        check=False,
-    )
+    command = ("-m", "sparsebalance_megatron.cli", "profile", "--quick", "-o", str(output))
+    return run_program((*command, "--", *flags), output.parents[1])
 
 
 def test_a_tiny_model_gives_a_table_that_fits_and_predicts(tmp_path: Path) -> None:

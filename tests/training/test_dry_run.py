@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ import pytest
 from harness import (
     BALANCE_FLAGS,
     MODEL_FLAGS,
-    REPOSITORY,
-    TIMEOUT_S,
     TRAINING_FLAGS,
     long_tailed_lengths,
+    run_program,
     run_training,
     write_documents,
 )
@@ -39,14 +37,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(directory: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """The training command in an empty directory, as one process, with no variable of torchrun."""
-    return subprocess.run(
-        [sys.executable, "-m", "sparsebalance_megatron.pretrain_gpt", *flags],
-        capture_output=True,
-        text=True,
-        cwd=directory,
-        env={"PYTHONPATH": str(REPOSITORY), "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-        timeout=TIMEOUT_S,
-    )
+    return run_program(("-m", "sparsebalance_megatron.pretrain_gpt", *flags), directory)
 
 
 def slots(output: str) -> list[list[str]]:

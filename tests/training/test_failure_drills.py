@@ -160,7 +160,7 @@ def _attempt(directory: Path, *fault: str) -> TrainingRun:
         log_dir=directory / "attempts",
         timeout_s=ENDS_WITHIN_S,
         program=(FAULTS, *fault),
-        torchrun=True,
+        torchrun=fault[0] == "kill",
     )
 
 

@@ -32,5 +32,5 @@ def test_flag_off_is_bit_identical_to_a_run_that_never_imports_the_plugin(
 )
 def test_flag_off_is_bit_identical_to_upstreams_own_script() -> None:
     ours = run_training(2, FLAGS).require_success()
-    upstream = run_training(2, FLAGS, program=(str(UPSTREAM),)).require_success()
+    upstream = run_training(2, FLAGS, program=(str(UPSTREAM),), torchrun=True).require_success()
     assert ours.losses == upstream.losses

@@ -37,12 +37,12 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
 CASES = [
-    pytest.param([0, 130], [1], 32, id="own-block-only"),
+    pytest.param([0, 98], [1], 32, id="own-block-only"),
     pytest.param([0, 201], [2], 32, id="odd-length"),
-    pytest.param([0, 1, 2, 30, 151], [1, 3, 2, 3], 16, id="one-token-documents-mixed-budgets"),
-    pytest.param([0, 101, 230], [99, 99], 32, id="everything"),
+    pytest.param([0, 1, 2, 30, 101], [1, 3, 2, 3], 16, id="one-token-documents-mixed-budgets"),
+    pytest.param([0, 69, 140], [99, 99], 32, id="everything"),
     pytest.param([0, 3, 5, 6], [1, 2, 1], 64, id="shorter-than-a-block"),
-    pytest.param([0, 300], [3], 64, id="wide-blocks"),
+    pytest.param([0, 200], [3], 64, id="wide-blocks"),
 ]
 
 
@@ -88,7 +88,7 @@ def test_tiles_smaller_and_larger_than_a_head_of_a_block(
     tiles = Tiles(forward=tile, query_gradient=tile, key_gradient=tile)
     for module in (forward_module, backward_module):
         monkeypatch.setattr(module, "tiles_for", lambda *_: tiles)
-    _assert_right(_case([0, 17, 150], [1, 3], 64, heads=4, kv_heads=2), torch.float32)
+    _assert_right(_case([0, 17, 150], [1, 3], 64, heads=2, kv_heads=1), torch.float32)
 
 
 @pytest.mark.parametrize("wanted_programs", [1, 6, 10_000])
@@ -111,12 +111,12 @@ def test_rows_too_far_apart_for_32_bits_are_copied() -> None:
 
 
 def test_results_repeat_bit_by_bit() -> None:
-    case = _case([0, 33, 190], [2, 3], 16)
+    case = _case([0, 33, 110], [2, 3], 16)
     _assert_identical(case.ours("triton", torch.float32), case.ours("triton", torch.float32))
 
 
 def test_order_of_past_blocks_does_not_matter() -> None:
-    case = _case([0, 150], [9], 16)
+    case = _case([0, 85], [5], 16, heads=2, kv_heads=1)
     indices_NGK, counts_NG = case.selection.indices_QCK.clone(), case.selection.counts_QC
     for row in range(indices_NGK.shape[0]):
         count = int(counts_NG[row, 0])

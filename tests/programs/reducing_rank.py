@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every rank reduces one step twice: with the plan of all others, then with one of its own.
+
+    reducing_rank.py DIRECTORY
+
+leaves ``same-rank0.pt``, ``own-rank0.pt`` and so on: what each rank learnt.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation
+from sparsebalance_megatron.plan.coverage import budget_grid
+from sparsebalance_megatron.plan.measurement import RankPlace, StepMeasurement, StepTimes
+from sparsebalance_megatron.plan.step_plan import JobShape
+from sparsebalance_megatron.training.observed_coverage import ObservedCoverage
+from sparsebalance_megatron.training.step_reducer import StepReducer
+
+GRID = budget_grid(4)
+BUCKETS = 3
+RANKS = 2
+JOB = JobShape(data_parallel_size=RANKS, micro_batches=2, stage_layers=(((0, 1),),))
+
+
+def seen(rank: int, layer: int) -> tuple[SimpleNamespace, SimpleNamespace]:
+    """Two samples of 1 and 4 blocks, then padding that must not count."""
+    coverage = 0.5 + 0.1 * rank + 0.01 * layer
+    grid_SK = torch.tensor([[1.0] * len(GRID), [coverage] * len(GRID), [math.nan] * len(GRID)])
+    observation = CoverageObservation(
+        grid_SK=grid_SK,
+        executed_S=torch.tensor([1.0, coverage, math.nan]),
+        base_S=torch.tensor([1.0, coverage + 0.05, math.nan]),
+        grown_S=torch.tensor([False, rank == 1, True]),
+    )
+    micro_batch = SimpleNamespace(position=layer, plan=SimpleNamespace(samples=(7, 8)))
+    layout = packed_layout((0, 5, 69, 72), 16, "cpu")
+    return micro_batch, SimpleNamespace(observations={layer: observation}, layout=layout)
+
+
+def reduce_on_rank(rank: int, digest: bytes) -> StepMeasurement:
+    place = RankPlace(
+        data_parallel_rank=rank,
+        pipeline_rank=0,
+        tensor_parallel_rank=0,
+        world_rank=rank,
+        world_size=RANKS,
+    )
+    reducer = StepReducer(
+        JOB,
+        place,
+        buckets=BUCKETS,
+        grid_size=len(GRID),
+        group=None,
+        device=torch.device("cpu"),
+    )
+    return reducer.reduce(
+        times=StepTimes(
+            forward_VM=np.array([[1.0 + rank, math.nan if rank else 2.0]]),
+            backward_VM=np.array([[10.0 + rank, 20.0 + rank]]),
+            schedule_ms=40.0 + rank,
+            start_unix_s=None,
+            spans=(),
+        ),
+        observed=ObservedCoverage.gather(seen(rank, layer) for layer in (0, 1)),
+        loss_and_tokens=torch.tensor([6.0 * (rank + 1), 3.0]),
+        digest=digest,
+    )
+
+
+if __name__ == "__main__":
+    directory, rank = sys.argv[1], int(os.environ["RANK"])
+    torch.distributed.init_process_group("gloo")
+    for name, digest in (("same", b"same digest"), ("own", f"{rank}: own digest".encode())):
+        torch.save(reduce_on_rank(rank, digest), f"{directory}/{name}-rank{rank}.pt")
+    torch.distributed.destroy_process_group()
