@@ -2,6 +2,7 @@
 """Block-sparse attention on one CPU thread against dense SDPA, in the same run.
 
     python benchmarks/cpu_attention.py --json results.json
+    python benchmarks/cpu_attention.py --quick    # seconds; its times say little
 
 Every round times each contender once, so that what disturbs the machine disturbs all; time is this
 process's processor time, so turns that other processes take do not count. Per case:
@@ -28,7 +29,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors.block_topk import router_scores, select_blocks
+from sparsebalance_megatron.attention.selectors import SELECTORS
+from sparsebalance_megatron.config import Granularity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,23 +43,23 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseCase:
-    granularity: str
+    selection: Granularity
     block_size: int
     budget: int
 
     @property
     def name(self) -> str:
-        return f"{self.granularity} block {self.block_size} budget {self.budget}"
+        return f"{self.selection} block {self.block_size} budget {self.budget}"
 
 
 CASES = (
-    SparseCase(granularity="query-block", block_size=128, budget=8),
-    SparseCase(granularity="query-block", block_size=256, budget=8),
-    SparseCase(granularity="query-block", block_size=256, budget=32),
+    SparseCase(selection="query-block", block_size=128, budget=8),
+    SparseCase(selection="query-block", block_size=256, budget=8),
+    SparseCase(selection="query-block", block_size=256, budget=32),
 )
 TOKEN_CASES = (
-    SparseCase(granularity="token-kv-head", block_size=128, budget=8),
-    SparseCase(granularity="token-query-head", block_size=128, budget=8),
+    SparseCase(selection="token-kv-head", block_size=128, budget=8),
+    SparseCase(selection="token-query-head", block_size=128, budget=8),
 )
 
 
@@ -111,7 +113,13 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--by-token", action="store_true", help="time selections by token too (slow)"
     )
-    return parser.parse_args(arguments)
+    parser.add_argument(
+        "--quick", action="store_true", help="1,024 tokens, one round, every case: does it run"
+    )
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.tokens, options.rounds, options.by_token = 1024, 1, True
+    return options
 
 
 def _inputs(shape: Shape) -> tuple[Tensor, ...]:
@@ -122,8 +130,9 @@ def _inputs(shape: Shape) -> tuple[Tensor, ...]:
 
 def _selection(case: SparseCase, q_THD: Tensor, k_TGD: Tensor) -> Selection:
     layout = packed_layout([0, q_THD.shape[0]], case.block_size, "cpu")
-    scores = router_scores(q_THD, k_TGD, layout, granularity=case.granularity, softmax_scale=1.0)
-    return select_blocks(scores, layout, torch.tensor([case.budget]), max_budget=case.budget)
+    selector = SELECTORS[case.selection]
+    scores = selector.scores(q_THD, k_TGD, layout, softmax_scale=1.0)
+    return selector.select(scores, torch.tensor([case.budget]), max_budget=case.budget)
 
 
 def _measure(
@@ -155,16 +164,10 @@ def _summary(times_ms: list[float]) -> dict[str, float]:
 def _compared(
     sparse: dict[str, float], dense: dict[str, float], selection: Selection
 ) -> dict[str, float]:
-    layout = selection.layout
-    lists = selection.counts_RC.numel()
-    causal = sum(n * (n + 1) // 2 for n in layout.blocks_per_document)
-    causal *= lists // layout.blocks if selection.granularity == "query-block" else 1
-    density = float(selection.counts_RC.sum()) / causal
-    if selection.granularity != "query-block":
-        visible_T1 = layout.index_N[layout.block_T][:, None] + 1
-        density = float(selection.counts_RC.sum()) / float(
-            visible_T1.expand_as(selection.counts_RC).sum()
-        )
+    layout, counts_QC = selection.query_layout, selection.counts_QC
+    block_Q = layout.block_T if selection.by_token else layout.number_N
+    visible_Q1 = layout.index_N[block_Q][:, None] + 1
+    density = float(counts_QC.sum()) / float(visible_Q1.expand_as(counts_QC).sum())
     return sparse | {
         "density": density,
         "speedup_over_dense": dense["median_ms"] / sparse["median_ms"],

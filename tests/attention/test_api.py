@@ -6,7 +6,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -467,3 +469,13 @@ def test_auto_says_when_it_cannot_take_the_fast_kernels_on_a_gpu() -> None:
         assert _resolve("auto", half, selection) == "triton"
     with pytest.warns(UserWarning, match='"blocks" on CUDA: "triton" does not compute in float64'):
         assert _resolve("auto", double, selection) == "blocks"
+
+
+def test_the_example_of_the_document_runs() -> None:
+    document = Path(__file__).parents[2] / "docs" / "KERNELS.md"
+    (example,) = re.findall(r"^```python\n(.*?)^```$", document.read_text("utf-8"), re.M | re.S)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert names["out"].shape == (1024, 8, 64)
+    assert names["lse"].shape == (1024, 8)
+    assert all(names[name].grad.abs().sum() > 0 for name in ("query", "key", "value"))
