@@ -15,6 +15,7 @@ import numpy as np
 
 from sparsebalance_megatron.cost.features import features
 from sparsebalance_megatron.cost.parts import NEVER_TIMED, Direction, Kind
+from sparsebalance_megatron.cost.work_model import WorkModel
 
 FORMAT_VERSION = 1
 
@@ -75,10 +76,10 @@ class CostRow:
     ms_spread: float
     repeats: int
 
-    def features(self, block_size: int) -> np.ndarray:
+    def features(self, block_size: int, work: WorkModel) -> np.ndarray:
         """[5] feature vector of the measured micro-batch."""
         budget = np.inf if self.budget_blocks is None else self.budget_blocks
-        return features(self.lengths_tokens, budget, block_size)
+        return features(self.lengths_tokens, budget, block_size, work)
 
 
 @dataclass(frozen=True, kw_only=True)

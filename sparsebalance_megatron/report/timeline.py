@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparsebalance_megatron.plan.schedules.simulator import schedule_name, simulate
+from sparsebalance_megatron.plan.schedules.simulator import simulate
 from sparsebalance_megatron.plan.step_plan import PlanError
 from sparsebalance_megatron.telemetry.rank_log_reader import Place, RankStep
 from sparsebalance_megatron.telemetry.step_times import StepTimes
@@ -97,17 +97,9 @@ def measured_timeline(
 
 def _simulated(forward_DPVM: np.ndarray, backward_DPVM: np.ndarray, source: str) -> Timeline | None:
     """None where a time is missing or negative."""
-    ranks, stages, virtual_stages, _ = forward_DPVM.shape
-    schedule = schedule_name(stages, virtual_stages)
     try:
         traces = [
-            simulate(
-                forward_DPVM[d],
-                backward_DPVM[d],
-                schedule=schedule,
-                virtual_stages=virtual_stages,
-            )
-            for d in range(ranks)
+            simulate(np.stack(times)) for times in zip(forward_DPVM, backward_DPVM, strict=True)
         ]
     except PlanError:
         return None
@@ -115,7 +107,7 @@ def _simulated(forward_DPVM: np.ndarray, backward_DPVM: np.ndarray, source: str)
         bars=tuple(
             Bar(
                 place=(d, event.stage),
-                kind=event.kind,
+                kind=event.direction,
                 chunk=event.chunk,
                 position=event.micro_batch,
                 start_ms=event.start_ms,

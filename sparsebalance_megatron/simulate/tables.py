@@ -79,7 +79,6 @@ _LEGEND = {
     "imbal": "largest over mean time, of slots (micro-batches) and of ranks",
     "work ratio": "predicted work over that at base budgets: below 1 attention was cut",
     "base coverage": "the fastest step whose mean coverage is not below the base budgets'",
-    "held": "our placement, budgets raised until the step takes what SAB+DST takes",
 }
 
 

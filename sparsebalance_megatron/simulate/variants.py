@@ -11,28 +11,29 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from sparsebalance_megatron.config import Batching, CoverageTarget, Tuning
 from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.cost.stage_calibration import StageScales
+from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.budgets.feasible import feasible_range
 from sparsebalance_megatron.plan.budgets.price import horizon_steps
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.coverage_ledger import CoverageAccount
+from sparsebalance_megatron.plan.coverage_ledger import CoverageLedger
 from sparsebalance_megatron.plan.placement.window import assign_window
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.schedules.bounds import sample_bounds
-from sparsebalance_megatron.plan.step_costs import step_costs
+from sparsebalance_megatron.plan.step_costs import base_sample_ms, step_costs
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy, StepPlan
+from sparsebalance_megatron.plan.step_problem import PlanInputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to plan. ``held_to``: a variant whose step time this one may fill with coverage."""
+    """One way to plan."""
 
-    batching: str
-    tuning: str
-    coverage_target: str = "threshold"
+    batching: Batching
+    tuning: Tuning
+    coverage_target: CoverageTarget = "threshold"
     window: int = 1
-    held_to: str | None = None
 
 
 BASELINE = "baseline"
@@ -50,7 +51,6 @@ ALL_ROWS: Mapping[str, Variant] = {
     **PAPER_ROWS,
     OURS: Variant(batching="makespan", tuning="makespan"),
     "ours, base coverage": Variant(batching="makespan", tuning="makespan", coverage_target="base"),
-    "ours, held": Variant(batching="makespan", tuning="makespan", held_to="SAB+DST"),
     "ours, window 8": Variant(batching="makespan", tuning="makespan", window=8),
 }
 
@@ -109,16 +109,14 @@ def evaluate(
     outcomes: dict[str, Outcome] = {}
     for name, variant in variants.items():
         batches = _regrouped(workload, variant.window)
-        held_ms = outcomes[variant.held_to].step_ms if variant.held_to else [0.0] * len(batches)
-        account = CoverageAccount(len(batches[0]))
+        ledger = CoverageLedger(len(batches[0]))
         runs = []
-        for step, (batch, hold_ms) in enumerate(zip(batches, held_ms, strict=True)):
-            later = _later(batches, step)
-            owed = account.owed_coverage
-            runs.append(_planned(workload, variant, batch, later, owed, hold_ms, clock))
+        for step, batch in enumerate(batches):
+            later, owed = _later(batches, step), ledger.snapshot()
+            runs.append(_planned(workload, variant, batch, later, owed, clock))
             reached = runs[-1].plan.expectation.coverage_mean
             if reached is not None:
-                account.settle(base_mean=_base_coverage(workload, batch), executed_mean=reached)
+                ledger.settle(base_mean=_base_coverage(workload, batch), executed_mean=reached)
         baseline = next(iter(outcomes.values())) if outcomes else None
         outcomes[name] = _outcome(runs, baseline, mixed=variant.window > 1)
     return outcomes
@@ -143,7 +141,6 @@ def _planned(
     batch: tuple[int, ...],
     later_lengths_tokens: tuple[int, ...],
     owed_coverage: float,
-    hold_ms: float,
     clock: Callable[[], float],
 ) -> _Run:
     policy = replace(
@@ -152,19 +149,18 @@ def _planned(
         tuning=variant.tuning,
         coverage_target=variant.coverage_target,
     )
-    started = clock()
-    plan = plan_step(
-        step=0,
+    inputs = PlanInputs(
         lengths_tokens=batch,
         job=workload.job,
         policy=policy,
         cost=workload.cost,
         scales=workload.scales,
         coverage=workload.coverage,
-        hold_ms=hold_ms,
         owed_coverage=owed_coverage,
         later_lengths_tokens=later_lengths_tokens,
     )
+    started = clock()
+    plan = plan_step(0, inputs)
     return _Run(
         plan=plan,
         plan_ms=(clock() - started) * 1e3,
@@ -220,7 +216,7 @@ def _regrouped(workload: Workload, window: int) -> tuple[tuple[int, ...], ...]:
         group = workload.batches[first : first + window]
         lengths = [length for batch in group for length in batch]
         dealt = assign_window(
-            _base_ms(workload, lengths),
+            base_sample_ms(lengths, workload.job, workload.cost, workload.policy.base_budget),
             len(group),
             len(group[0]),
             data_parallel_size=workload.job.data_parallel_size,
@@ -229,30 +225,22 @@ def _regrouped(workload: Workload, window: int) -> tuple[tuple[int, ...], ...]:
     return tuple(regrouped)
 
 
-def _base_ms(workload: Workload, lengths: Sequence[int]) -> np.ndarray:
-    costs = step_costs(lengths, workload.job, workload.cost, workload.scales)
-    budgets_LS = np.full((workload.job.layers, len(lengths)), workload.policy.base_budget)
-    forward_SC, backward_SC = costs.sample_ms(budgets_LS)
-    return (forward_SC + backward_SC).sum(axis=1)
-
-
 def _unhideable(workload: Workload, batch: tuple[int, ...]) -> bool:
     costs = step_costs(batch, workload.job, workload.cost, workload.scales)
     policy = replace(workload.policy, tuning="makespan")
     floor_LS = feasible_range(costs, workload.coverage, policy).floor_LS
     bounds = sample_bounds(
-        *costs.sample_ms(floor_LS),
-        costs.constant_forward_C,
-        costs.constant_backward_C,
+        costs.sample_ms(floor_LS),
+        costs.constant_2C,
         data_parallel_size=costs.data_parallel_size,
         micro_batches=costs.micro_batches,
         virtual_stages=costs.virtual_stages,
     )
-    return bool(bounds.unhideable_I.any())
+    return bool(bounds.unhideable_S.any())
 
 
 def _largest_drop(workload: Workload, plan: StepPlan) -> float:
-    slots = [slot for rank in plan.ranks for slot in rank.micro_batches]
+    slots = plan.slots
     lengths_S = np.array([length for slot in slots for length in slot.lengths_tokens])
     blocks_S = -(-lengths_S // workload.policy.block_size)
     budgets_LS = np.concatenate([slot.budgets_LS for slot in slots], axis=1)

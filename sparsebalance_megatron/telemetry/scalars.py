@@ -16,7 +16,7 @@ import numpy as np
 from sparsebalance_megatron.cost.flops import training_flops
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.plan.measurement import CoverageTotals, StepMeasurement
-from sparsebalance_megatron.plan.scheduler import PlannedStep
+from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.telemetry.step_log import (
     coverage_summary,
@@ -121,21 +121,14 @@ def _stages(planned: PlannedStep, measured: StepMeasurement) -> dict[str, float]
     makespan_D1 = measured.schedule_ms.max(axis=1, keepdims=True)
     bubble_P = (1.0 - busy_DP / makespan_D1).mean(axis=0)
     # Without what calibration has learnt: that a stage is slow.
-    table_DP = stage_busy_ms(
-        *(
-            times_DPVM / factors_DPV[..., None]
-            for times_DPVM, factors_DPV in zip(
-                (expectation.forward_ms, expectation.backward_ms), scales.factors_2DPV, strict=True
-            )
-        )
-    )
+    table_DP = stage_busy_ms(*(expectation.times_2RPVM / scales.factors_2RPV[..., None]))
     ratio_DP = busy_DP / table_DP
     relative_DP = ratio_DP / ratio_DP.mean()
     return {
         **_numbered("bubble-fraction-stage", bubble_P),
         **_numbered("relative-time-stage", relative_DP.mean(axis=0)),
         "relative-time-max": float(relative_DP.max()),
-        "slowness-planned-max": float(scales.device_slowness_DP.max()),
+        "slowness-planned-max": float(scales.device_slowness_RP.max()),
     }
 
 
@@ -193,9 +186,8 @@ def _speed(
 
 def _whole_batch(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
     """Lengths [S] and budgets [L, S] of all samples of the step."""
-    slots = [micro_batch for rank in plan.ranks for micro_batch in rank.micro_batches]
-    lengths_S = np.array([length for slot in slots for length in slot.lengths_tokens])
-    return lengths_S, np.concatenate([slot.budgets_LS for slot in slots], axis=1)
+    lengths_S = np.array([length for slot in plan.slots for length in slot.lengths_tokens])
+    return lengths_S, np.concatenate([slot.budgets_LS for slot in plan.slots], axis=1)
 
 
 def _numbered(name: str, values: Any, *, first: int = 0) -> dict[str, float]:

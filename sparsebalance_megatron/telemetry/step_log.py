@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from sparsebalance_megatron.plan.measurement import CoverageTotals, StepMeasurement
-from sparsebalance_megatron.plan.scheduler import PlannedStep
+from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.telemetry.log_file import DEFAULT_MAX_BYTES, JsonLinesFile
 
 STEP_LOG_NAME = "steps.jsonl"
@@ -74,7 +74,7 @@ def step_record(
             "samples_cut": expectation.samples_cut,
             "samples_raised": expectation.samples_raised,
             "samples_clamped": expectation.samples_clamped,
-            "device_slowness": _unless_alike(planned.scales.device_slowness_DP),
+            "device_slowness": _unless_alike(planned.scales.device_slowness_RP),
         },
         "measured": {
             "forward_ms": measured.forward_ms.tolist(),

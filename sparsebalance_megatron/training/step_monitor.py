@@ -17,7 +17,8 @@ from sparsebalance_megatron.megatron.timers import (
     ReportingFinalize,
 )
 from sparsebalance_megatron.plan.measurement import StepMeasurement, StepTimes
-from sparsebalance_megatron.plan.scheduler import PlannedStep, Scheduler
+from sparsebalance_megatron.plan.planned_step import PlannedStep
+from sparsebalance_megatron.plan.scheduler import Scheduler
 from sparsebalance_megatron.telemetry.step_log import (
     coverage_summary,
     imbalance,
@@ -219,7 +220,5 @@ class StepMonitor:
     def _padded_tokens(self, planned: PlannedStep) -> int:
         """Over all data-parallel ranks."""
         return sum(
-            -micro_batch.tokens % self._pad_to_multiple_of
-            for rank in planned.plan.ranks
-            for micro_batch in rank.micro_batches
+            -micro_batch.tokens % self._pad_to_multiple_of for micro_batch in planned.plan.slots
         )

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsebalance_megatron.cost.device_speed import DeviceSlowness
-from sparsebalance_megatron.cost.stage_calibration import StageScales
+from sparsebalance_megatron.cost.stage_scales import StageScales
 
 SHAPE_DPVM = (4, 2, 2, 3)
 ALIKE_DP = np.ones(SHAPE_DPVM[:2])

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.cost.stage_calibration import StageScales
+from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.coverage import CoverageCurves, length_bucket
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.schedules.simulator import schedule_name, simulate

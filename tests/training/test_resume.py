@@ -110,7 +110,7 @@ def learnt(index: SampleIndex, consumed_samples: int, **shape: int) -> dict:
     """State of a run that has observed curves and times, after that many samples."""
     run = scheduler(index, **shape)
     curve_K = np.linspace(0.3, 1.0, len(run.coverage.grid))
-    run.coverage.update(
+    run.coverage.observe(
         np.broadcast_to(curve_K, run.coverage.mean_LUK.shape),
         np.ones(run.coverage.observed_LU.shape),
     )

@@ -15,7 +15,8 @@ from plan.scheduler_cases import scheduler
 
 from sparsebalance_megatron.data.packing import PackedMicroBatch
 from sparsebalance_megatron.data.samples import SampleIndex
-from sparsebalance_megatron.plan.scheduler import PlannedStep, Scheduler
+from sparsebalance_megatron.plan.planned_step import PlannedStep
+from sparsebalance_megatron.plan.scheduler import Scheduler
 from sparsebalance_megatron.training.data_iterator import MicroBatchIterator
 from sparsebalance_megatron.training.row_reader import RowReader
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan.plan_cases import cost_model, coverage_curves, job_shape, policy, random_lengths
 
-from sparsebalance_megatron.cost.stage_calibration import StageScales
+from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.budgets.feasible import feasible_range
 from sparsebalance_megatron.plan.budgets.price import HORIZON_SAMPLES, horizon_steps, price
 from sparsebalance_megatron.plan.coverage import CoverageCurves
@@ -66,7 +66,7 @@ def spread_evenly(max_blocks=256):
     for bucket in range(curves.buckets):
         blocks = np.arange(1, 2**bucket + 2**bucket // 2 + 1)
         rows.append((np.minimum(grid, blocks) / blocks).mean(axis=1))
-    curves.update(np.broadcast_to(rows, curves.mean_LUK.shape), np.ones(curves.observed_LU.shape))
+    curves.observe(np.broadcast_to(rows, curves.mean_LUK.shape), np.ones(curves.observed_LU.shape))
     return curves
 
 

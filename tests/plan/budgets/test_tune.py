@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from oracles import plan as oracle
 from plan.plan_cases import cost_model, coverage_curves, job_shape, policy, random_lengths
 
-from sparsebalance_megatron.cost.stage_calibration import StageScales
+from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.budgets.feasible import feasible_range
 from sparsebalance_megatron.plan.budgets.price import price
 from sparsebalance_megatron.plan.budgets.tune import tune
@@ -196,7 +196,7 @@ def test_coverage_is_within_one_step_of_the_best(seed, share):
     grid, counts = np.array(coverage.grid), np.ones(coverage.observed_LU.shape)
     rates = generator.uniform(0.2, 0.6, (*coverage.observed_LU.shape, 1))
     counts[:, 8:] = 0
-    coverage.update((1 - np.exp(-rates * grid)) * counts[..., None], counts)
+    coverage.observe((1 - np.exp(-rates * grid)) * counts[..., None], counts)
     small = generator.integers(40 * 64, 250 * 64, 3).tolist()
     chosen = policy(tuning="makespan", base_budget=6, coverage_threshold=0.3)
     slot_of_S = np.array([0, 1, 1, 1])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan.plan_cases import cost_model, job_shape, random_lengths
 
-from sparsebalance_megatron.cost.stage_calibration import StageScales
+from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.schedules.bounds import (
     micro_batch_bounds,
     sample_bounds,
