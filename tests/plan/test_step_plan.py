@@ -138,9 +138,7 @@ def test_the_digest_knows_how_wide_a_slot_is():
 def test_digest_covers_placement_and_budgets(plan):
     budgets_LS = plan.slots[0].budgets_LS.copy()
     budgets_LS[1, 0] += 1
-    swapped = replace(
-        plan, slots=tuple(replace(slot, rank=1 - slot.rank) for slot in plan.slots)
-    )
+    swapped = replace(plan, slots=tuple(replace(slot, rank=1 - slot.rank) for slot in plan.slots))
     variants = [plan, replace(plan, step=4), swapped, with_first(plan, budgets_LS=budgets_LS)]
     assert len({variant.digest() for variant in variants}) == len(variants)
     assert plan.digest() == replace(plan, batching="length").digest()
