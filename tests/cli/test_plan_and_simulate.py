@@ -58,7 +58,7 @@ def test_plan_table_fits_eighty_columns(lengths, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert not any("…" in line for line in lines)
-    assert any(line.strip().startswith("ours, held") for line in lines)
+    assert any(line.strip().startswith("ours, base") for line in lines)
 
 
 def test_simulate_prints_the_papers_numbers(capsys, monkeypatch):

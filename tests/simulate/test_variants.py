@@ -49,12 +49,6 @@ def test_numbers_belong_together(outcomes):
         assert (outcome.speedup_least is None) == ("window" in name)
 
 
-def test_held_rows_take_the_time_they_may(outcomes):
-    held, reference = outcomes["ours, held"], outcomes["SAB+DST"]
-    assert (np.array(held.step_ms) <= np.array(reference.step_ms) * (1 + 1e-8)).all()
-    assert held.coverage_mean > reference.coverage_mean + 0.03
-
-
 def test_window_exchanges_and_loses_nothing():
     from sparsebalance_megatron.simulate.variants import _regrouped
 

@@ -76,14 +76,14 @@ def test_a_stage_that_calibration_knows_to_be_slow_still_shows() -> None:
 
 
 def test_a_device_that_plans_hold_for_slow_still_shows() -> None:
-    slowness_DP = np.ones((JOB.data_parallel_size, JOB.pipeline_stages))
-    slowness_DP[0, 1] = 1.2
+    slowness_RP = np.ones((JOB.data_parallel_size, JOB.pipeline_stages))
+    slowness_RP[0, 1] = 1.2
     planned = planned_step(
-        replace(StageScales.ones(JOB.pipeline_stages, JOB.virtual_stages), slowness_DP=slowness_DP)
+        replace(StageScales.ones(JOB.pipeline_stages, JOB.virtual_stages), slowness_RP=slowness_RP)
     )
     values = scalars(planned, measured_as_planned(planned))
     assert values["predicted-error"] == pytest.approx(0.0, abs=1e-12)
-    assert values["relative-time-max"] == pytest.approx(1.2 / (1.0 + 0.2 / slowness_DP.size))
+    assert values["relative-time-max"] == pytest.approx(1.2 / (1.0 + 0.2 / slowness_RP.size))
     assert values["slowness-planned-max"] == pytest.approx(1.2)
 
 

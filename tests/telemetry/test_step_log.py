@@ -58,7 +58,7 @@ def test_devices_that_are_not_alike_have_the_slowness_they_were_planned_with() -
     uneven_DP = equal_DP.copy()
     uneven_DP[0, 1] = 1.25
     equal, uneven = (
-        replace(unknown, scales=replace(unknown.scales, slowness_DP=x))
+        replace(unknown, scales=replace(unknown.scales, slowness_RP=x))
         for x in (equal_DP, uneven_DP)
     )
     for planned, expected in ((unknown, None), (equal, None), (uneven, uneven_DP.tolist())):
@@ -92,7 +92,7 @@ def test_coverage_curves_are_null_where_nothing_was_observed() -> None:
 def test_a_rank_says_what_it_ran_when_and_with_which_coverage() -> None:
     """Chunks of one micro-batch are observed apart, in the order they ran."""
     planned = planned_step()
-    micro_batches = planned.plan.ranks[1].micro_batches
+    micro_batches = planned.plan.for_rank(1).micro_batches
     order = [(position, chunk) for position in (0, 1) for chunk in (0, 1)]
     pieces, rows = [], []
     for position, chunk in order:

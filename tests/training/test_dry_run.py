@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cost.cost_cases import predict_ms
 from harness import (
     BALANCE_FLAGS,
     MODEL_FLAGS,
@@ -100,7 +101,7 @@ def table_of_another_device(path: Path) -> Path:
                     ms_spread=0.0,
                     repeats=3,
                 )
-                ms = model.predict_ms(kind, direction, row.features(16))
+                ms = predict_ms(model, kind, direction, row.features(16, model.work))
                 if ms > 0:
                     rows.append(replace(row, ms_median=float(ms)))
     identity = RunIdentity(

@@ -129,7 +129,7 @@ def test_bounds_are_attained():
 @settings(max_examples=30, deadline=None)
 @given(pipelines(), st.floats(0.0, 2.0))
 def test_a_micro_batch_may_grow_by_what_its_longest_chain_leaves(pipeline, share):
-    """And the chain is exact: beyond that the makespan grows by as much."""
+    """What it grows beyond that delays the step, by no more."""
     name, times = pipeline
     makespan = makespans_ms(times[:, None], SCHEDULES[name])[0]
     through_PVM = longest_through_ms(times[:, None], SCHEDULES[name])[0]
