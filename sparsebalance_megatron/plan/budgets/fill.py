@@ -12,9 +12,10 @@ are taken. The rule, for every rank by itself, in rounds:
 
 So every round lifts or stops a unit. Without a pipeline this is greedy by slope.
 
-Shape legend: Q price levels, S samples, R data-parallel ranks, P pipeline stages, V virtual stages
-(chunks per stage), M micro-batches, C = P x V chunks, J = R x M slots, U = M x C units of a rank,
-I ranks that still rise, X candidates; a leading 2: forward and backward.
+Shape legend: Q price levels, S samples, L layers, Z sizes (samples of as many blocks),
+R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, C = P x V chunks,
+J = R x M slots, U = M x C units of a rank, I ranks that still rise, X candidates; a leading 2:
+forward and backward.
 """
 
 from __future__ import annotations

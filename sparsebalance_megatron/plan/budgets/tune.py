@@ -4,7 +4,7 @@
 Both policies trade in the steps of :mod:`.envelope`, best coverage per ms first.
 
 Shape legend: S samples, L layers, K budgets of the grid, I chosen steps, R data-parallel ranks,
-P pipeline stages, V virtual stages, M micro-batches, J = R x M slots.
+P pipeline stages, V virtual stages, M micro-batches, J = R x M slots, U units of a rank, Q levels.
 """
 
 from __future__ import annotations

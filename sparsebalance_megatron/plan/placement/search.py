@@ -6,8 +6,8 @@ simulated makespan are taken, so the result is never worse. What is simulated is
 :class:`SearchEffort`, a count and not a clock.
 
 Shape legend: S samples, R data-parallel ranks, P pipeline stages, V virtual stages,
-M micro-batches, C = P x V chunks, J = R x M slots, X candidates, O orders; a 2, here the last axis:
-forward and backward.
+M micro-batches, C = P x V chunks, J = R x M slots, X candidates, O orders, I samples of a rank; a 2
+as the last axis: forward and backward; in ``ms_2X``: of the slowest rank and of the other one.
 """
 
 from __future__ import annotations
