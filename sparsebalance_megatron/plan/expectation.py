@@ -24,7 +24,7 @@ def expectation(problem: StepProblem, placement: Placement, tuned: TunedBudgets)
     times_2RPVM = problem.times_2RPVM(placement, tuned_2SC)
     times_2RPVM.flags.writeable = False
     work_RPVM = times_2RPVM[0] + times_2RPVM[1]
-    constant_ms = costs.slots * (costs.constant_2C[0] + costs.constant_2C[1]).sum()
+    constant_ms = costs.job.slots * (costs.constant_2C[0] + costs.constant_2C[1]).sum()
     tuned_work, base_work = (
         constant_ms + sum(sample_SC.sum() for sample_SC in sample_2SC)
         for sample_2SC in (tuned_2SC, costs.sample_ms(problem.budgets.allowed.base_LS))
@@ -52,13 +52,7 @@ def _lower_bound_ms(problem: StepProblem) -> float:
     """Of every placement of these samples at every budget the policy allows."""
     costs = problem.costs
     floor_2SC = costs.sample_ms(problem.budgets.allowed.floor_LS)
-    bounds = sample_bounds(
-        floor_2SC,
-        costs.constant_2C,
-        data_parallel_size=costs.data_parallel_size,
-        micro_batches=costs.micro_batches,
-        virtual_stages=costs.virtual_stages,
-    )
+    bounds = sample_bounds(floor_2SC, costs.constant_2C, costs.job)
     work_P = _work_of_stages_ms(problem, floor_2SC)
     return max(
         bounds.bound_ms * float(costs.slowness_RP.min()),
@@ -74,8 +68,8 @@ def _work_of_stages_ms(problem: StepProblem, sample_2SC: np.ndarray) -> np.ndarr
     """
     costs = problem.costs
     constant_C = costs.constant_2C[0] + costs.constant_2C[1]
-    work_C = sum(sample_SC.sum(axis=0) for sample_SC in sample_2SC) + costs.slots * constant_C
-    return np.asarray(work_C).reshape(costs.pipeline_stages, -1).sum(axis=1)
+    work_C = sum(sample_SC.sum(axis=0) for sample_SC in sample_2SC) + costs.job.slots * constant_C
+    return np.asarray(work_C).reshape(costs.job.pipeline_stages, -1).sum(axis=1)
 
 
 def _imbalance(values: np.ndarray) -> float:

@@ -38,6 +38,7 @@ class StepCosts:
     on all times of a rank in a stage. ``work``: how block pairs follow from budgets.
     """
 
+    job: JobShape
     work: WorkModel
     block_size: int
     lengths_tokens_S: np.ndarray
@@ -47,10 +48,6 @@ class StepCosts:
     pair_2C: np.ndarray
     chunk_of_layer_L: np.ndarray
     slowness_RP: np.ndarray
-    data_parallel_size: int
-    micro_batches: int
-    pipeline_stages: int
-    virtual_stages: int
 
     def of(self, samples: slice) -> StepCosts:
         """Those of some of the samples."""
@@ -63,11 +60,7 @@ class StepCosts:
 
     @property
     def chunks(self) -> int:
-        return self.pipeline_stages * self.virtual_stages
-
-    @property
-    def slots(self) -> int:
-        return self.data_parallel_size * self.micro_batches
+        return self.job.pipeline_stages * self.job.virtual_stages
 
     @property
     def length_blocks_S(self) -> np.ndarray:
@@ -96,15 +89,16 @@ class StepCosts:
 
     def slot_ms(self, sample_2SC: np.ndarray, slot_of_S: np.ndarray) -> np.ndarray:
         """[2, R, P, V, M] ms; slot ``r * M + m`` is micro-batch m of rank r."""
-        slot_2JC = np.tile(self.constant_2C[:, None], (1, self.slots, 1))
+        slot_2JC = np.tile(self.constant_2C[:, None], (1, self.job.slots, 1))
         for slot_JC, sample_SC in zip(slot_2JC, sample_2SC, strict=True):
             np.add.at(slot_JC, slot_of_S, sample_SC)
-        return self.grid_2IPVM(slot_2JC, np.arange(self.data_parallel_size))
+        return self.grid_2IPVM(slot_2JC, np.arange(self.job.data_parallel_size))
 
     def grid_2IPVM(self, ms_2JC: np.ndarray, ranks_I: np.ndarray) -> np.ndarray:
         """Ms of the slots of whole ranks, from what an average device would take."""
-        shape = (2, -1, self.micro_batches, self.pipeline_stages, self.virtual_stages)
-        ms_2IPVM = ms_2JC.reshape(shape).transpose(0, 1, 3, 4, 2)
+        stages, chunks = self.job.pipeline_stages, self.job.virtual_stages
+        ms_2IMPV = ms_2JC.reshape(2, -1, self.job.micro_batches, stages, chunks)
+        ms_2IPVM = ms_2IMPV.transpose(0, 1, 3, 4, 2)
         return ms_2IPVM if self._alike else ms_2IPVM * self.slowness_RP[ranks_I][..., None, None]
 
     @cached_property
@@ -159,6 +153,7 @@ def step_costs(
     )
     scale_2C = scales.scales_2PV.reshape(2, -1)
     return StepCosts(
+        job=job,
         work=cost.work,
         block_size=cost.block_size,
         lengths_tokens_S=lengths_S,
@@ -168,10 +163,6 @@ def step_costs(
         pair_2C=scale_2C * layer_2F[:, _PAIRS, None],
         chunk_of_layer_L=chunk_of_layer_L,
         slowness_RP=np.broadcast_to(scales.device_slowness_RP, devices),
-        data_parallel_size=job.data_parallel_size,
-        micro_batches=job.micro_batches,
-        pipeline_stages=job.pipeline_stages,
-        virtual_stages=job.virtual_stages,
     )
 
 

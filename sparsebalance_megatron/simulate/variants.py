@@ -229,13 +229,7 @@ def _unhideable(workload: Workload, batch: tuple[int, ...]) -> bool:
     costs = step_costs(batch, workload.job, workload.cost, workload.scales)
     policy = replace(workload.policy, tuning="makespan")
     floor_LS = feasible_range(costs, workload.coverage, policy).floor_LS
-    bounds = sample_bounds(
-        costs.sample_ms(floor_LS),
-        costs.constant_2C,
-        data_parallel_size=costs.data_parallel_size,
-        micro_batches=costs.micro_batches,
-        virtual_stages=costs.virtual_stages,
-    )
+    bounds = sample_bounds(costs.sample_ms(floor_LS), costs.constant_2C, costs.job)
     return bool(bounds.unhideable_S.any())
 
 

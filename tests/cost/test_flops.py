@@ -14,6 +14,7 @@ from sparsebalance_megatron.cost.flops import (
     training_flops,
 )
 from sparsebalance_megatron.cost.table import ModelShape
+from sparsebalance_megatron.cost.work_model import WORK_MODELS
 
 SHAPE = ModelShape(
     hidden_size=24,

@@ -42,9 +42,9 @@ def unit_growth_RUQ(costs: StepCosts, ladder: Ladder, slot_of_S: np.ndarray) -> 
     of the terms of :meth:`.WorkModel.growth`.
     """
     order_S = np.argsort(slot_of_S, kind="stable")
-    first_J = np.searchsorted(slot_of_S[order_S], np.arange(costs.slots))
+    first_J = np.searchsorted(slot_of_S[order_S], np.arange(costs.job.slots))
     length_S, size_S = costs.length_blocks_S[order_S], ladder.size_S[order_S]
-    growth_QJC = np.empty((LEVELS + 1, costs.slots, costs.chunks))
+    growth_QJC = np.empty((LEVELS + 1, costs.job.slots, costs.chunks))
     for chunk in range(costs.chunks):
         terms = costs.work.growth(ladder.budgets_QLZ[:, costs.chunk_of_layer_L == chunk])
         a_QZ, b_QZ = (term_QLZ.sum(axis=1) for term_QLZ in terms)
@@ -52,7 +52,7 @@ def unit_growth_RUQ(costs: StepCosts, ladder: Ladder, slot_of_S: np.ndarray) -> 
         pairs_QS = length_S * a_QZ[:, size_S] - b_QZ[:, size_S]
         growth_QJC[..., chunk] = np.add.reduceat(pairs_QS, first_J, axis=1)
     growth_UQ = growth_QJC.reshape(LEVELS + 1, -1).T.copy()
-    return growth_UQ.reshape(costs.data_parallel_size, -1, LEVELS + 1)
+    return growth_UQ.reshape(costs.job.data_parallel_size, -1, LEVELS + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ class Filling:
         """Ms of ranks with their units at X candidate levels each, I x X pipelines."""
         _, candidates, units = level_IXU.shape
         pairs_IXU = self.growth_RUQ[ranks_I[:, None, None], np.arange(units), level_IXU]
-        pairs_XMC = pairs_IXU.reshape(-1, self.costs.micro_batches, self.costs.chunks)
+        pairs_XMC = pairs_IXU.reshape(-1, self.costs.job.micro_batches, self.costs.chunks)
         times_2XPVM = np.repeat(self.floor_2RPVM[:, ranks_I], candidates, axis=1)
         times_2XPVM += self.costs.grid_2IPVM(
             pairs_XMC * self.costs.pair_2C[:, None, None], np.repeat(ranks_I, candidates)
@@ -148,8 +148,8 @@ class Filling:
 
     @cached_property
     def _pair_ms_RU(self) -> np.ndarray:
-        slowness_RC = np.repeat(self.costs.slowness_RP, self.costs.virtual_stages, axis=1)
-        return np.tile(self.costs.pair_ms_C * slowness_RC, (1, self.costs.micro_batches))
+        slowness_RC = np.repeat(self.costs.slowness_RP, self.costs.job.virtual_stages, axis=1)
+        return np.tile(self.costs.pair_ms_C * slowness_RC, (1, self.costs.job.micro_batches))
 
 
 def _larger_half(values_IU: np.ndarray, among_IU: np.ndarray) -> np.ndarray:

@@ -171,6 +171,6 @@ def _makespan(
                 tuned_LS, enough_ms = middle_LS, middle_ms
             else:
                 least_ms = middle_ms
-    waited_for_S = (floor_ms_R * ROUNDING >= floor_ms_R.max())[slot_of_S // costs.micro_batches]
+    waited_for_S = (floor_ms_R * ROUNDING >= floor_ms_R.max())[slot_of_S // costs.job.micro_batches]
     stuck_S = ((tuned_LS == allowed.floor_LS) & (tuned_LS < allowed.top_LS)).all(axis=0)
     return tuned_LS, waited_for_S & stuck_S

@@ -64,10 +64,10 @@ class _Search:
         samples = np.array([s for rank in self.ranks for slot in rank for s in slot])
         first_J = np.cumsum([0, *sizes[:-1]])
         slot_JC2 = np.add.reduceat(self.sample_SC2[samples], first_J, axis=0)
-        grid = (len(self.ranks), costs.micro_batches)
+        grid = (len(self.ranks), costs.job.micro_batches)
         self.slot_RMC2 = constant_C2 + slot_JC2.reshape(*grid, *constant_C2.shape)
         self.used_RM = np.add.reduceat(self.tokens_S[samples], first_J).reshape(grid)
-        self.rank_operations = 2 * costs.micro_batches * costs.chunks
+        self.rank_operations = 2 * costs.job.micro_batches * costs.chunks
         self.effort = SearchEffort(plan_ms)
         self.every_R = np.arange(len(self.ranks))
         self.makespans_R = self._simulate(self.slot_RMC2, self.every_R)
@@ -79,7 +79,7 @@ class _Search:
 
     @property
     def _order_matters(self) -> bool:
-        return self.costs.pipeline_stages > 1 and self.costs.micro_batches > 1
+        return self.costs.job.pipeline_stages > 1 and self.costs.job.micro_batches > 1
 
     def _affordable(self, pipelines_each: int) -> int:
         """Candidates of so many pipelines that one more call may simulate."""
@@ -88,7 +88,7 @@ class _Search:
 
     def order(self) -> None:
         """Best of all orders where they are few; else of a few shapes, then of pairwise swaps."""
-        positions = self.costs.micro_batches
+        positions = self.costs.job.micro_batches
         if not self._order_matters:
             return
         if positions <= _ALL_ORDERS_UNTIL:
@@ -103,7 +103,7 @@ class _Search:
 
     def _swaps(self) -> np.ndarray:
         """Orders that exchange two positions: all pairs, or near ones where those are too many."""
-        positions = self.costs.micro_batches
+        positions = self.costs.job.micro_batches
         pairs = [(i, i + gap) for gap in range(1, positions) for i in range(positions - gap)]
         pairs = pairs[: self._affordable(len(self.ranks))]
         orders_XM = np.tile(np.arange(positions), (len(pairs), 1))
@@ -122,7 +122,7 @@ class _Search:
 
     def _orders(self, slot_XMC2: np.ndarray) -> np.ndarray:
         """[X, O, M]: orders worth trying for changed ranks."""
-        positions = self.costs.micro_batches
+        positions = self.costs.job.micro_batches
         if positions <= _ALL_ORDERS_UNTIL:
             every_XM = np.array(list(itertools.permutations(range(positions))))
             return np.broadcast_to(every_XM, (len(slot_XMC2), *every_XM.shape))
@@ -155,7 +155,7 @@ class _Search:
     def exchange(self) -> bool:
         """Trade samples between the slowest rank and others while that helps."""
         changed = False
-        while len(self.ranks) > 1 or self.costs.micro_batches > 1:
+        while len(self.ranks) > 1 or self.costs.job.micro_batches > 1:
             moves = self._moves(int(self.makespans_R.argmax()))
             if not len(moves) or not self._take_best_move(moves):
                 break
@@ -201,7 +201,7 @@ class _Search:
             members_I3 = members_I3[by_size_I[spread_I]]
         if not nothing:
             return members_I3
-        empty_I3 = np.array([(rank, m, -1) for m in range(self.costs.micro_batches)])
+        empty_I3 = np.array([(rank, m, -1) for m in range(self.costs.job.micro_batches)])
         return np.concatenate([members_I3, empty_I3])
 
     def _take_best_move(self, moves: np.ndarray) -> bool:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sparsebalance_megatron.plan.step_plan import JobShape
+
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
@@ -50,14 +52,7 @@ def unhideable_limit(stages: int, micro_batches: int) -> float:
     return (micro_batches + stages - 1) / stages
 
 
-def sample_bounds(
-    sample_2SC: np.ndarray,
-    constant_2C: np.ndarray,
-    *,
-    data_parallel_size: int,
-    micro_batches: int,
-    virtual_stages: int,
-) -> Bounds:
+def sample_bounds(sample_2SC: np.ndarray, constant_2C: np.ndarray, job: JobShape) -> Bounds:
     """No placement of these samples into slots, whatever shares a slot, finishes a step sooner.
 
     Holds for every schedule of :mod:`.orders` and unequal stages. With the R ranks and M
@@ -85,12 +80,11 @@ def sample_bounds(
         sample_2SC: ms of every sample on every chunk.
         constant_2C: ms of a micro-batch on every chunk, whatever it holds.
     """
-    ranks, slots = data_parallel_size, data_parallel_size * micro_batches
-    _, samples, chunks = sample_2SC.shape
-    stages = chunks // virtual_stages
-    alone_2SPV = (sample_2SC + constant_2C[:, None]).reshape(2, samples, stages, virtual_stages)
-    constant_P = (constant_2C[0] + constant_2C[1]).reshape(stages, -1).sum(axis=1)
-    sample_SPV = (sample_2SC[0] + sample_2SC[1]).reshape(samples, stages, virtual_stages)
+    ranks, micro_batches = job.data_parallel_size, job.micro_batches
+    shape = (-1, job.pipeline_stages, job.virtual_stages)
+    alone_2SPV = (sample_2SC + constant_2C[:, None]).reshape(2, *shape)
+    constant_P = (constant_2C[0] + constant_2C[1]).reshape(shape[1:]).sum(axis=1)
+    sample_SPV = (sample_2SC[0] + sample_2SC[1]).reshape(shape)
     work_P = sample_SPV.sum(axis=(0, 2)) / ranks + micro_batches * constant_P
 
     bound_P = work_P
@@ -104,8 +98,8 @@ def sample_bounds(
     least = np.sort(beside_S)[:micro_batches]
     others_S = least.sum() - np.minimum(beside_S, least[-1])
 
-    beside_ms = sample_2SC[:, :, 0].min(axis=0).sum() + slots * constant_2C[:, 0].min()
-    mean_chain_ms = work_P.sum() / micro_batches + (micro_batches - 1) * beside_ms / slots
+    beside_ms = sample_2SC[:, :, 0].min(axis=0).sum() + job.slots * constant_2C[:, 0].min()
+    mean_chain_ms = work_P.sum() / micro_batches + (micro_batches - 1) * beside_ms / job.slots
     return Bounds(
         stage_ms=float(bound_P.max()),
         mean_chain_ms=float(mean_chain_ms),

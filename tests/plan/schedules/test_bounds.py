@@ -26,14 +26,7 @@ def bounds_and_costs(lengths, job):
     scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
     costs = step_costs(lengths, job, cost_model(), scales)
     sample_2SC = costs.sample_ms(np.full((job.layers, len(lengths)), BUDGET))
-    bounds = sample_bounds(
-        sample_2SC,
-        costs.constant_2C,
-        data_parallel_size=job.data_parallel_size,
-        micro_batches=job.micro_batches,
-        virtual_stages=job.virtual_stages,
-    )
-    return bounds, costs, sample_2SC
+    return sample_bounds(sample_2SC, costs.constant_2C, job), costs, sample_2SC
 
 
 @settings(max_examples=60, deadline=None)
@@ -75,9 +68,7 @@ def test_unhideable_samples_are_named():
 
     def bounds_of(sizes_S):
         sample_2SC = np.array([1.0, 2.0])[:, None, None] * sizes_S[:, None] * np.ones(4)
-        return sample_bounds(
-            sample_2SC, np.zeros((2, 4)), data_parallel_size=2, micro_batches=4, virtual_stages=1
-        )
+        return sample_bounds(sample_2SC, np.zeros((2, 4)), job_shape(2, 4, 4))
 
     sizes_S = np.ones(8)
     assert not bounds_of(sizes_S).unhideable_S.any()

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import plan as oracle
+from plan.plan_cases import job_shape
 
 from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.plan.schedules.bounds import sample_bounds
@@ -108,9 +109,7 @@ def bounds_of(times):
     return sample_bounds(
         np.moveaxis(times, 4, 2).reshape(2, ranks * micro_batches, stages * chunks),
         np.zeros((2, stages * chunks)),
-        data_parallel_size=ranks,
-        micro_batches=micro_batches,
-        virtual_stages=chunks,
+        job_shape(ranks, micro_batches, stages, chunks),
     )
 
 
