@@ -23,12 +23,13 @@ from typing import Any
 import numpy as np
 
 from sparsebalance_megatron.config import SparseBalanceConfig
-from sparsebalance_megatron.cost.stage_calibration import StageScales
+from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.budgets.price import horizon_steps
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.schedules.bounds import unhideable_limit
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy, StepPlan
+from sparsebalance_megatron.plan.step_problem import PlanInputs
 from sparsebalance_megatron.simulate.lengths import MAX_TOKENS, longalign_like
 from sparsebalance_megatron.simulate.models import h200_cost
 from sparsebalance_megatron.simulate.setups import (
@@ -85,7 +86,7 @@ def distinct_curves(seed: int) -> CoverageCurves:
     exponent_LU1 = np.random.default_rng(seed).uniform(0.2, 0.5, (LAYERS, curves.buckets, 1))
     middle_U = 2.0 ** (np.arange(curves.buckets) + 0.5)
     share_UK = np.minimum(np.asarray(curves.grid) / middle_U[:, None], 1.0)
-    curves.update(share_UK**exponent_LU1, np.ones((LAYERS, curves.buckets)))
+    curves.observe(share_UK**exponent_LU1, np.ones((LAYERS, curves.buckets)))
     return curves
 
 
@@ -155,16 +156,16 @@ def _plan(
     coverage: CoverageCurves,
     later_lengths: list[int],
 ) -> StepPlan:
-    return plan_step(
-        step=0,
-        lengths_tokens=lengths,
+    inputs = PlanInputs(
+        lengths_tokens=tuple(lengths),
         job=job,
         policy=policy,
         cost=COST,
         scales=StageScales.ones(STAGES),
         coverage=coverage,
-        later_lengths_tokens=later_lengths,
+        later_lengths_tokens=tuple(later_lengths),
     )
+    return plan_step(0, inputs)
 
 
 def growth(rows: list[dict[str, Any]]) -> dict[str, float]:

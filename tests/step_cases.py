@@ -8,13 +8,14 @@ from dataclasses import replace
 import numpy as np
 
 from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.cost.stage_calibration import StageScales
+from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.measurement import CoverageTotals, StepMeasurement
+from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.planner import plan_step
-from sparsebalance_megatron.plan.scheduler import PlannedStep
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy
+from sparsebalance_megatron.plan.step_problem import PlanInputs
 
 BLOCK_SIZE = 16
 LENGTHS_TOKENS = (250, 12, 40, 77, 130, 16, 200, 31)
@@ -50,8 +51,7 @@ def planned_step(scales: StageScales | None = None) -> PlannedStep:
         block_size=BLOCK_SIZE,
         max_tokens_per_slot=1024,
     )
-    plan = plan_step(
-        step=0,
+    inputs = PlanInputs(
         lengths_tokens=LENGTHS_TOKENS,
         job=JOB,
         policy=policy,
@@ -60,7 +60,7 @@ def planned_step(scales: StageScales | None = None) -> PlannedStep:
         coverage=CoverageCurves(JOB.layers, 16, 0.9),
     )
     return PlannedStep(
-        plan=plan,
+        plan=plan_step(0, inputs),
         samples=np.arange(100, 100 + len(LENGTHS_TOKENS)),
         scales=scales,
         plan_ms=3.0,
@@ -84,8 +84,7 @@ def measured_as_planned(planned: PlannedStep) -> StepMeasurement:
     )
     makespan_D1 = np.array(expectation.rank_makespan_ms)[:, None]
     return StepMeasurement(
-        forward_ms=expectation.forward_ms,
-        backward_ms=expectation.backward_ms,
+        times_2RPVM=expectation.times_2RPVM,
         schedule_ms=makespan_D1 * [[1.0, 0.9]],
         coverage=totals,
         lm_loss=2.0,
@@ -96,7 +95,6 @@ def measured_as_planned(planned: PlannedStep) -> StepMeasurement:
 
 def slowed_down(measured: StepMeasurement, rank: int, stage: int, factor: float) -> StepMeasurement:
     """One device takes so many times as long."""
-    forward_ms, backward_ms = measured.forward_ms.copy(), measured.backward_ms.copy()
-    forward_ms[rank, stage] *= factor
-    backward_ms[rank, stage] *= factor
-    return replace(measured, forward_ms=forward_ms, backward_ms=backward_ms)
+    times_2RPVM = measured.times_2RPVM.copy()
+    times_2RPVM[:, rank, stage] *= factor
+    return replace(measured, times_2RPVM=times_2RPVM)

@@ -18,8 +18,9 @@ from end_to_end.attention import peer_layer_spec
 from end_to_end.variants import StepOrder, Variant
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions
 from sparsebalance_megatron.plan.measurement import StepMeasurement
-from sparsebalance_megatron.plan.scheduler import PlannedStep, Scheduler
-from sparsebalance_megatron.plan.step_plan import RankPlan, StepPlan
+from sparsebalance_megatron.plan.planned_step import PlannedStep
+from sparsebalance_megatron.plan.scheduler import Scheduler
+from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.training.inputs import CostedInputs, Inputs
 from sparsebalance_megatron.training.run import make_scheduler
 from sparsebalance_megatron.training.training_hooks import TrainingHooks
@@ -64,8 +65,9 @@ class PairedScheduler:
         if self._ranks_in_turn > 1:
             measured = replace(
                 measured,
-                forward_ms=by_rank(measured.forward_ms, self._ranks_in_turn),
-                backward_ms=by_rank(measured.backward_ms, self._ranks_in_turn),
+                times_2RPVM=np.stack(
+                    [by_rank(times, self._ranks_in_turn) for times in measured.times_2RPVM]
+                ),
             )
         self._of(step).finish_step(self._order.batch(step), measured)
 
@@ -135,13 +137,12 @@ def one_rank_after_another(plan: StepPlan) -> StepPlan:
 
     The expectation keeps the makespan and the bounds of the ranks planned for.
     """
-    slots = tuple(slot for rank in plan.ranks for slot in rank.micro_batches)
-    expectation = replace(
-        plan.expectation,
-        forward_ms=_joined(plan.expectation.forward_ms),
-        backward_ms=_joined(plan.expectation.backward_ms),
+    slots = tuple(
+        replace(slot, rank=0, position=position) for position, slot in enumerate(plan.slots)
     )
-    return replace(plan, ranks=(RankPlan(micro_batches=slots),), expectation=expectation)
+    joined = np.stack([_joined(times_RPVM) for times_RPVM in plan.expectation.times_2RPVM])
+    expectation = replace(plan.expectation, times_2RPVM=joined)
+    return replace(plan, data_parallel_size=1, slots=slots, expectation=expectation)
 
 
 def _joined(times_RPVM: np.ndarray) -> np.ndarray:

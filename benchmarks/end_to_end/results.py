@@ -16,7 +16,7 @@ import numpy as np
 
 from end_to_end.launch import BenchmarkError
 from end_to_end.variants import StepOrder, Variant
-from sparsebalance_megatron.plan.schedules.simulator import makespans_ms, schedule_name
+from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +131,8 @@ def balanced_ms(step_ms: float, forward_DPVM: np.ndarray, backward_DPVM: np.ndar
     Without a pipeline the makespan is the busiest rank's computation, so the result is the step
     less what that rank computes beyond the mean over ranks.
     """
-    schedule = schedule_name(*forward_DPVM.shape[1:3])
     measured_ms, mean_ms = (
-        float(makespans_ms(*times, schedule=schedule).max())
+        float(makespans_ms(np.stack(times)).max())
         for times in (
             (forward_DPVM, backward_DPVM),
             (_at_mean(forward_DPVM), _at_mean(backward_DPVM)),

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which devices of a pipeline stage are slow, compared with those of the other ranks.
 
-Shape legend: D data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, H steps
-of history.
+Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, W steps
+of history (a window).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from sparsebalance_megatron.cost.stage_calibration import StageScales
+from sparsebalance_megatron.cost.step_times import MeasuredTimes, PredictedTimes
 
 _HISTORY_STEPS = 16
 _FIRST_ESTIMATE_STEPS = 5
@@ -28,44 +28,38 @@ class DeviceSlowness:
     stage. How far its median over the last steps is from 1 counts beyond three standard errors, so
     that equal devices keep a factor of exactly 1 and noise moves nothing. Equal inputs give equal
     factors on every rank: nothing here is rounded differently by different processors.
-
-    Nothing is saved: after a restart a rank may run on another device.
     """
 
     def __init__(self, data_parallel_size: int, stages: int) -> None:
-        self._history_HDP = np.empty((0, data_parallel_size, stages))
+        self._history_WRP = np.empty((0, data_parallel_size, stages))
 
-    def factors_DP(self) -> np.ndarray:
+    def snapshot(self) -> np.ndarray:
         """Factors on predicted times, 1 where a device does not stand out; a copy."""
-        steps = len(self._history_HDP)
+        steps = len(self._history_WRP)
         if steps < _FIRST_ESTIMATE_STEPS:
-            return np.ones(self._history_HDP.shape[1:])
-        median_DP = np.median(self._history_HDP, axis=0)
-        spread_DP = np.median(np.abs(self._history_HDP - median_DP), axis=0)
-        error_DP = _MAD_TO_DEVIATION * spread_DP / np.sqrt(steps)
-        doubt_DP = np.maximum(_CERTAIN_DEVIATIONS * error_DP, _LEAST)
-        return median_DP - np.clip(median_DP - 1.0, -doubt_DP, doubt_DP)
+            return np.ones(self._history_WRP.shape[1:])
+        median_RP = np.median(self._history_WRP, axis=0)
+        spread_RP = np.median(np.abs(self._history_WRP - median_RP), axis=0)
+        error_RP = _MAD_TO_DEVIATION * spread_RP / np.sqrt(steps)
+        doubt_RP = np.maximum(_CERTAIN_DEVIATIONS * error_RP, _LEAST)
+        return median_RP - np.clip(median_RP - 1.0, -doubt_RP, doubt_RP)
 
-    def update(
-        self,
-        *,
-        predicted_forward_DPVM: np.ndarray,
-        measured_forward_DPVM: np.ndarray,
-        predicted_backward_DPVM: np.ndarray,
-        measured_backward_DPVM: np.ndarray,
-        predicted_with: StageScales,
-    ) -> None:
-        """Learn from one step. Times in ms, [D, P, V, M]; a step with a time missing is left out.
-
-        Args:
-            predicted_with: the scales that the predictions contain.
-        """
-        predicted_DP = (predicted_forward_DPVM + predicted_backward_DPVM).sum(axis=(2, 3))
-        measured_DP = (measured_forward_DPVM + measured_backward_DPVM).sum(axis=(2, 3))
-        times_2DP = np.stack([predicted_DP, measured_DP])
-        if not (np.isfinite(times_2DP) & (times_2DP > 0.0)).all():
+    def update(self, planned: PredictedTimes, measured: MeasuredTimes) -> None:
+        """Learn from one step; a step with a time missing is left out."""
+        predicted_RP, measured_RP = (
+            (times_2RPVM[0] + times_2RPVM[1]).sum(axis=(2, 3))
+            for times_2RPVM in (planned.times_2RPVM, measured.times_2RPVM)
+        )
+        times_2RP = np.stack([predicted_RP, measured_RP])
+        if not (np.isfinite(times_2RP) & (times_2RP > 0.0)).all():
             return
-        ratio_DP = measured_DP / predicted_DP * predicted_with.device_slowness_DP
-        relative_DP = ratio_DP / np.median(ratio_DP, axis=0)
-        kept = self._history_HDP[-(_HISTORY_STEPS - 1) :]
-        self._history_HDP = np.concatenate([kept, relative_DP[None]])
+        ratio_RP = measured_RP / predicted_RP * planned.scales.device_slowness_RP
+        relative_RP = ratio_RP / np.median(ratio_RP, axis=0)
+        kept = self._history_WRP[-(_HISTORY_STEPS - 1) :]
+        self._history_WRP = np.concatenate([kept, relative_RP[None]])
+
+    def state_dict(self) -> None:
+        """Nothing is saved: after a restart a rank may run on another device."""
+
+    def load_state_dict(self, state: None) -> None:
+        """There is nothing to take over."""

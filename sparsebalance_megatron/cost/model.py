@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.optimize import nnls
 
+from sparsebalance_megatron.config import Granularity
 from sparsebalance_megatron.cost.features import FEATURES
 from sparsebalance_megatron.cost.parts import Direction, Part
-from sparsebalance_megatron.cost.table import CostRow, CostTable, ModelShape
+from sparsebalance_megatron.cost.table import CostRow, CostTable, CostTableError, ModelShape
+from sparsebalance_megatron.cost.work_model import WORK_MODELS, WorkModel
 
 __all__ = ["CostModel", "Direction", "FitError", "Part", "fit_errors", "held_out_errors"]
 
@@ -50,13 +52,15 @@ class FitError:
 class CostModel:
     """ms per unit of every feature, in the order of :data:`.features.FEATURES`, never negative.
 
-    ``source`` says where the numbers come from. The parts of a layer are per layer.
+    ``source`` says where the numbers come from, ``work`` how many block pairs the selection
+    computes. The parts of a layer are per layer.
     """
 
     block_size: int
     forward_ms: Mapping[Part, tuple[float, ...]]
     backward_ms: Mapping[Part, tuple[float, ...]]
     source: str
+    work: WorkModel = WORK_MODELS["query-block"]
 
     def __post_init__(self) -> None:
         for direction in Direction:
@@ -76,10 +80,6 @@ class CostModel:
     def coefficients_ms(self, part: Part, direction: Direction) -> np.ndarray:
         """[5] ms per unit of every feature."""
         return np.array(self._of(direction)[part], dtype=np.float64)
-
-    def predict_ms(self, part: Part, direction: Direction, features: np.ndarray) -> np.ndarray:
-        """ms of feature vectors [..., 5], as [...]."""
-        return np.asarray(features) @ self.coefficients_ms(part, direction)
 
     def with_recompute(self, *, full: bool, attention_only: bool) -> CostModel:
         """A model whose backward contains the forward that activation recomputation repeats.
@@ -103,9 +103,10 @@ class CostModel:
             CostTableError: if the table is invalid.
         """
         table.validate()
+        block_size, work = table.identity.block_size, _work_of(table)
         fitted = {
             direction: {
-                part: _fit_rows(_rows_of(table, part, direction), part, table.identity.block_size)
+                part: _fit_rows(_rows_of(table, part, direction), part, block_size, work)
                 for part in Part
             }
             for direction in Direction
@@ -113,7 +114,8 @@ class CostModel:
         versions = ", ".join(f"{name} {version}" for name, version in table.versions.items())
         identity = table.identity
         return cls(
-            block_size=identity.block_size,
+            block_size=block_size,
+            work=work,
             forward_ms=fitted[Direction.FORWARD],
             backward_ms=fitted[Direction.BACKWARD],
             source=f"{len(table.rows)} measurements of {table.date} on {identity.device}, "
@@ -126,7 +128,7 @@ class CostModel:
         shape: ModelShape,
         block_size: int,
         *,
-        selection: str = "query-block",
+        selection: Granularity = "query-block",
         flops_per_ms: float = _NOMINAL_FLOPS_PER_MS,
     ) -> CostModel:
         """Counted operations over a nominal rate, for runs without a table.
@@ -134,7 +136,8 @@ class CostModel:
         Counts matrix multiplications, twice per multiply-add, of one tensor-parallel rank.
         Backward is 2x the forward of a projection and 2.5x of attention (five products for two).
         """
-        per_token, per_pair = _counted_flops(shape, block_size, selection)
+        work = WORK_MODELS[selection]
+        per_token, per_pair = _counted_flops(shape, block_size, work)
         forward_ms = {
             part: _coefficients(
                 tokens=per_token[part] / flops_per_ms,
@@ -152,6 +155,7 @@ class CostModel:
             block_size=block_size,
             forward_ms=forward_ms,
             backward_ms=backward_ms,
+            work=work,
             source=f"counted operations at {flops_per_ms:.3g} per ms",
         )
 
@@ -161,7 +165,7 @@ def fit_errors(model: CostModel, table: CostTable) -> dict[tuple[Part, Direction
     return {
         (part, direction): _error(
             _relative_errors(
-                np.array(model.coefficients_ms(part, direction)), rows, model.block_size
+                model.coefficients_ms(part, direction), rows, model.block_size, model.work
             )
         )
         for part, direction, rows in _timed_parts(table)
@@ -174,17 +178,27 @@ def held_out_errors(table: CostTable) -> dict[tuple[Part, Direction], FitError]:
     Rows are left out a fifth at a time, every fifth row in the table's order; the order follows
     length, so that each fit has to interpolate and the outer ones to extrapolate.
     """
-    block_size = table.identity.block_size
+    block_size, work = table.identity.block_size, _work_of(table)
     errors = {}
     for part, direction, rows in _timed_parts(table):
         folds = min(_FOLDS, len(rows))
         parts = []
         for fold in range(folds):
             seen = [row for index, row in enumerate(rows) if index % folds != fold]
-            coefficients = np.array(_fit_rows(seen or rows, part, block_size))
-            parts.append(_relative_errors(coefficients, rows[fold::folds], block_size))
+            coefficients = np.array(_fit_rows(seen or rows, part, block_size, work))
+            parts.append(_relative_errors(coefficients, rows[fold::folds], block_size, work))
         errors[part, direction] = _error(np.concatenate(parts))
     return errors
+
+
+def _work_of(table: CostTable) -> WorkModel:
+    for name, work in WORK_MODELS.items():
+        if name == table.identity.selection:
+            return work
+    raise CostTableError(
+        f"cost table: selection is {table.identity.selection!r}, expected one of "
+        f"{', '.join(WORK_MODELS)}"
+    )
 
 
 def _timed_parts(table: CostTable) -> list[tuple[Part, Direction, list[CostRow]]]:
@@ -196,9 +210,11 @@ def _timed_parts(table: CostTable) -> list[tuple[Part, Direction, list[CostRow]]
     return [part for part in parts if part[2]]
 
 
-def _relative_errors(coefficients: np.ndarray, rows: list[CostRow], block_size: int) -> np.ndarray:
+def _relative_errors(
+    coefficients: np.ndarray, rows: list[CostRow], block_size: int, work: WorkModel
+) -> np.ndarray:
     measured_ms = np.array([row.ms_median for row in rows])
-    matrix = np.stack([row.features(block_size) for row in rows])
+    matrix = np.stack([row.features(block_size, work) for row in rows])
     return np.abs(matrix @ coefficients / measured_ms - 1.0)
 
 
@@ -214,14 +230,16 @@ def _rows_of(table: CostTable, part: Part, direction: Direction) -> list[CostRow
     return [row for row in table.rows if (row.part, row.direction) == (part, direction)]
 
 
-def _fit_rows(rows: list[CostRow], part: Part, block_size: int) -> tuple[float, ...]:
+def _fit_rows(
+    rows: list[CostRow], part: Part, block_size: int, work: WorkModel
+) -> tuple[float, ...]:
     """Coefficients of one part in one direction; no rows mean that it is never timed."""
     if not rows:
         return _coefficients()
     names = _DEPENDS_ON[part]
     columns = [FEATURES.index(name) for name in names]
     measured_ms = np.array([row.ms_median for row in rows])
-    matrix = np.stack([row.features(block_size) for row in rows])[:, columns]
+    matrix = np.stack([row.features(block_size, work) for row in rows])[:, columns]
     relative = matrix / measured_ms[:, None]
     # Columns differ by many orders of magnitude; unit columns keep the solver accurate.
     unit = np.linalg.norm(relative, axis=0)
@@ -236,18 +254,14 @@ def _coefficients(**ms_per_unit: float) -> tuple[float, ...]:
 
 
 def _counted_flops(
-    shape: ModelShape, block_size: int, selection: str
+    shape: ModelShape, block_size: int, work: WorkModel
 ) -> tuple[dict[Part, float], dict[Part, float]]:
     """(operations per token, operations per block pair) of every part on one TP rank."""
     heads, groups, head_dim = shape.num_attention_heads, shape.num_query_groups, shape.head_dim
     hidden, share = shape.hidden_size, 1.0 / shape.tensor_parallel_size
     projections = hidden * head_dim * (2 * heads + 2 * groups)
     mlp = hidden * shape.ffn_hidden_size * (3 if shape.gated_linear_unit else 2)
-    selecting = {
-        "query-block": groups,
-        "token-kv-head": groups * block_size,
-        "token-query-head": heads * block_size,
-    }[selection]
+    scores = work.scores_per_visible_pair(heads, groups, block_size)
     per_token = dict.fromkeys(Part, 0.0) | {
         Part.ROUTER: head_dim * (heads + groups) * share,
         Part.LINEAR: 2.0 * (projections + mlp) * share,
@@ -256,6 +270,6 @@ def _counted_flops(
     }
     per_pair = dict.fromkeys(Part, 0.0) | {
         Part.ATTENTION: 4.0 * heads * head_dim * block_size**2 * share,
-        Part.ROUTER: 2.0 * selecting * head_dim * share,
+        Part.ROUTER: 2.0 * scores * head_dim * share,
     }
     return per_token, per_pair

@@ -1,62 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Corrects predicted times by measured ones while training runs.
 
-Shape legend: D data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, H steps
-of history.
+Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, W steps
+of history (a window), I micro-batches of all ranks.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.cost.step_times import MeasuredTimes, PredictedTimes
+
 _HISTORY_STEPS = 9
 _FIRST_ESTIMATE_STEPS = 3
 """The first steps of a run are slow (allocation, compilation); the median of three outvotes one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageScales:
-    """Factors on the predicted ms of every stage and chunk; read-only arrays.
-
-    ``slowness_DP``: factors on top, of every data-parallel rank's device in a stage; None where
-    all are alike.
-    """
-
-    forward_PV: np.ndarray
-    backward_PV: np.ndarray
-    slowness_DP: np.ndarray | None = None
-
-    @classmethod
-    def ones(cls, stages: int, virtual_stages: int = 1) -> StageScales:
-        """Predictions as the cost model makes them."""
-        return cls.of(np.ones((2, stages, virtual_stages)))
-
-    @classmethod
-    def of(cls, scales_2PV: np.ndarray, slowness_DP: np.ndarray | None = None) -> StageScales:
-        """From forward and backward stacked; copies."""
-        scales_2PV = np.array(scales_2PV, dtype=np.float64)
-        scales_2PV.setflags(write=False)
-        if slowness_DP is not None:
-            slowness_DP = np.array(slowness_DP, dtype=np.float64)
-            slowness_DP.setflags(write=False)
-        return cls(forward_PV=scales_2PV[0], backward_PV=scales_2PV[1], slowness_DP=slowness_DP)
-
-    @property
-    def device_slowness_DP(self) -> np.ndarray:
-        """``slowness_DP``; ones, and D is 1, where all are alike."""
-        if self.slowness_DP is None:
-            return np.ones((1, len(self.forward_PV)))
-        return self.slowness_DP
-
-    @property
-    def factors_2DPV(self) -> np.ndarray:
-        """All factors on predicted times, forward and backward; D may be 1."""
-        scales_2PV = np.stack([self.forward_PV, self.backward_PV])
-        return scales_2PV[:, None] * self.device_slowness_DP[..., None]
 
 
 class Calibration:
@@ -84,64 +45,49 @@ class Calibration:
         self._decay = decay
         self._scales_2PV = np.ones((2, stages, virtual_stages))
         # The oldest step first; NaN where a step measured nothing.
-        self._history_H2PV = np.full((_HISTORY_STEPS, 2, stages, virtual_stages), np.nan)
+        self._history_W2PV = np.full((_HISTORY_STEPS, 2, stages, virtual_stages), np.nan)
         self.ignored_measurements = 0
 
-    def scales(self) -> StageScales:
+    def snapshot(self) -> StageScales:
         """Current factors; later updates do not change what was returned."""
         return StageScales.of(self._scales_2PV)
 
-    def update(
-        self,
-        *,
-        predicted_forward_DPVM: np.ndarray,
-        measured_forward_DPVM: np.ndarray,
-        predicted_backward_DPVM: np.ndarray,
-        measured_backward_DPVM: np.ndarray,
-        predicted_with: StageScales | None = None,
-    ) -> None:
-        """Learn from one step. Times in ms, [D, P, V, M]; NaN where unmeasured.
-
-        Args:
-            predicted_with: the scales that the predictions contain; None: the current ones.
+    def update(self, planned: PredictedTimes, measured: MeasuredTimes) -> None:
+        """Learn from one step.
 
         Raises:
             ValueError: if shapes differ from one another or from the job's.
         """
-        forward_PV = self._step_ratio(predicted_forward_DPVM, measured_forward_DPVM)
-        backward_PV = self._step_ratio(predicted_backward_DPVM, measured_backward_DPVM)
-        used = predicted_with or self.scales()
-        used_2PV = np.stack([used.forward_PV, used.backward_PV])
-        self._remember(used_2PV * np.stack([forward_PV, backward_PV]))
-
-    def _step_ratio(self, predicted_DPVM: np.ndarray, measured_DPVM: np.ndarray) -> np.ndarray:
-        """[P, V] weighted median of measured / predicted over a step; NaN if nothing counts."""
-        predicted_DPVM = np.asarray(predicted_DPVM, dtype=np.float64)
-        measured_DPVM = np.asarray(measured_DPVM, dtype=np.float64)
+        predicted_2RPVM = np.asarray(planned.times_2RPVM, dtype=np.float64)
+        measured_2RPVM = np.asarray(measured.times_2RPVM, dtype=np.float64)
         job = self._scales_2PV.shape[1:]
-        if predicted_DPVM.shape != measured_DPVM.shape or predicted_DPVM.shape[1:3] != job:
+        if predicted_2RPVM.shape != measured_2RPVM.shape or predicted_2RPVM.shape[2:4] != job:
             raise ValueError(
-                f"calibration: predicted {predicted_DPVM.shape} and measured "
-                f"{measured_DPVM.shape} must both be [D, P, V, M] with [P, V] = {job}"
+                f"calibration: predicted {predicted_2RPVM.shape} and measured "
+                f"{measured_2RPVM.shape} must both be [2, R, P, V, M] with [P, V] = {job}"
             )
-        usable = _finite_and_positive(predicted_DPVM) & _finite_and_positive(measured_DPVM)
+        self._remember(planned.scales.scales_2PV * self._ratio_2PV(predicted_2RPVM, measured_2RPVM))
+
+    def _ratio_2PV(self, predicted_2RPVM: np.ndarray, measured_2RPVM: np.ndarray) -> np.ndarray:
+        """Weighted median of measured / predicted over a step; NaN if nothing counts."""
+        usable = _finite_and_positive(predicted_2RPVM) & _finite_and_positive(measured_2RPVM)
         self.ignored_measurements += int(usable.size - usable.sum())
-        ratio_DPVM = np.full(usable.shape, np.nan)
-        np.divide(measured_DPVM, predicted_DPVM, out=ratio_DPVM, where=usable)
-        weight_DPVM = np.where(usable, predicted_DPVM, 0.0)
-        ratio_NPV, weight_NPV = (
-            np.moveaxis(values, (1, 2), (-2, -1)).reshape(-1, *job)
-            for values in (ratio_DPVM, weight_DPVM)
+        ratio_2RPVM = np.full(usable.shape, np.nan)
+        np.divide(measured_2RPVM, predicted_2RPVM, out=ratio_2RPVM, where=usable)
+        weight_2RPVM = np.where(usable, predicted_2RPVM, 0.0)
+        ratio_I2PV, weight_I2PV = (
+            np.moveaxis(values, (1, 4), (0, 1)).reshape(-1, *self._scales_2PV.shape)
+            for values in (ratio_2RPVM, weight_2RPVM)
         )
-        return _weighted_median(ratio_NPV, weight_NPV)
+        return _weighted_median(ratio_I2PV, weight_I2PV)
 
     def _remember(self, ratio_2PV: np.ndarray) -> None:
         """Shift each cell's history by its own new ratio, then follow the median."""
         known_2PV = np.isfinite(ratio_2PV)
-        shifted_H2PV = np.concatenate([self._history_H2PV[1:], ratio_2PV[None]])
-        self._history_H2PV = np.where(known_2PV, shifted_H2PV, self._history_H2PV)
-        steps_2PV = np.isfinite(self._history_H2PV).sum(axis=0)
-        median_2PV = _median_over_known(self._history_H2PV)
+        shifted_W2PV = np.concatenate([self._history_W2PV[1:], ratio_2PV[None]])
+        self._history_W2PV = np.where(known_2PV, shifted_W2PV, self._history_W2PV)
+        steps_2PV = np.isfinite(self._history_W2PV).sum(axis=0)
+        median_2PV = _median_over_known(self._history_W2PV)
         smooth_2PV = self._decay * self._scales_2PV + (1.0 - self._decay) * median_2PV
         self._scales_2PV = np.select(
             [
@@ -154,7 +100,7 @@ class Calibration:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain Python types; floats survive exactly, and equal states compare equal."""
-        cells = np.moveaxis(self._history_H2PV, 0, -1).reshape(-1, _HISTORY_STEPS)
+        cells = np.moveaxis(self._history_W2PV, 0, -1).reshape(-1, _HISTORY_STEPS)
         return {
             "scales_2PV": self._scales_2PV.tolist(),
             "cell_histories": [cell[np.isfinite(cell)].tolist() for cell in cells],
@@ -182,7 +128,7 @@ class Calibration:
             recent = history[-_HISTORY_STEPS:]
             cell[_HISTORY_STEPS - len(recent) :] = recent
         self._scales_2PV = scales_2PV
-        self._history_H2PV = np.moveaxis(cells.reshape(*shape, _HISTORY_STEPS), -1, 0).copy()
+        self._history_W2PV = np.moveaxis(cells.reshape(*shape, _HISTORY_STEPS), -1, 0).copy()
         self.ignored_measurements = ignored
 
 

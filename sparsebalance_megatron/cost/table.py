@@ -15,6 +15,7 @@ import numpy as np
 
 from sparsebalance_megatron.cost.features import features
 from sparsebalance_megatron.cost.parts import NEVER_TIMED, Direction, Part
+from sparsebalance_megatron.cost.work_model import WorkModel
 
 FORMAT_VERSION = 1
 
@@ -75,10 +76,10 @@ class CostRow:
     ms_spread: float
     repeats: int
 
-    def features(self, block_size: int) -> np.ndarray:
+    def features(self, block_size: int, work: WorkModel) -> np.ndarray:
         """[5] feature vector of the measured micro-batch."""
         budget = np.inf if self.budget_blocks is None else self.budget_blocks
-        return features(self.lengths_tokens, budget, block_size)
+        return features(self.lengths_tokens, budget, block_size, work)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,18 +182,13 @@ class CostTable:
             "threads": self.threads,
         }
         head = json.dumps(header, indent=1, allow_nan=False).removesuffix("\n}")
-        rows = ",\n".join("  " + json.dumps(_row_json(row), allow_nan=False) for row in self.rows)
+        rows = ",\n".join("  " + json.dumps(asdict(row), allow_nan=False) for row in self.rows)
         return f'{head},\n "rows": [\n{rows}\n ]\n}}\n'
 
 
 def _flat(identity: RunIdentity) -> dict[str, Any]:
     values = {f.name: getattr(identity, f.name) for f in fields(identity) if f.name != "shape"}
     return values | {f"shape.{name}": value for name, value in asdict(identity.shape).items()}
-
-
-def _row_json(row: CostRow) -> dict[str, Any]:
-    values = asdict(row)
-    return {"kind": values.pop("part"), **values}
 
 
 def _row_problem(row: CostRow) -> str | None:
@@ -272,16 +268,16 @@ class _Reader:
             raise self._error(where, f"{key} is {value!r}, expected one of {allowed}")
         return choices(value)
 
-    def _value(self, mapping: Any, key: Any, expected: type, where: str) -> Any:
+    def _value(self, mapping: Any, key: Any, kind: type, where: str) -> Any:
         if not isinstance(mapping, dict):
             raise self._error(where, f"expected an object, found {type(mapping).__name__}")
         if key not in mapping:
             raise self._error(where, f"{key} is missing")
         value = mapping[key]
-        accepted = (int, float) if expected is float else expected
-        if not isinstance(value, accepted) or (expected is not bool and isinstance(value, bool)):
-            raise self._error(where, f"{key} is {value!r}, expected {expected.__name__}")
-        return expected(value)
+        accepted = (int, float) if kind is float else kind
+        if not isinstance(value, accepted) or (kind is not bool and isinstance(value, bool)):
+            raise self._error(where, f"{key} is {value!r}, expected {kind.__name__}")
+        return kind(value)
 
     def _error(self, where: str, problem: str) -> CostTableError:
         place = f"{self._place}, {where}" if where else self._place

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Score coverage against budget: one curve per layer and length bucket, averaged over steps.
 
-Shape legend: L layers of the whole model, U length buckets, K grid budgets, S samples.
+Shape legend: L layers of the whole model, U length buckets, K budgets of the grid, S samples.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from sparsebalance_megatron.plan.measurement import StepMeasurement
+from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 _EXACT_UNTIL_BLOCKS = 8
@@ -70,7 +73,11 @@ class CoverageCurves:
     def max_blocks(self) -> int:
         return self.grid[-1]
 
-    def update(self, sums_LUK: np.ndarray, counts_LU: np.ndarray) -> None:
+    def update(self, planned: PlannedStep, measured: StepMeasurement) -> None:
+        """Learn from a step."""
+        self.observe(measured.coverage.sums_LUK, measured.coverage.counts_LU)
+
+    def observe(self, sums_LUK: np.ndarray, counts_LU: np.ndarray) -> None:
         """Take in one step's coverage sums over ``counts_LU`` observations each.
 
         Buckets with count 0 stay as they are; a first observation is taken whole. Means are
@@ -133,6 +140,10 @@ class CoverageCurves:
     def observed_LS(self, blocks_S: np.ndarray) -> np.ndarray:
         """Whether the curve of each layer and sample was ever observed."""
         return self.observed_LU[:, self._bucket(blocks_S)]
+
+    def snapshot(self) -> CoverageCurves:
+        """A copy."""
+        return copy.deepcopy(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain Python lists; floats survive JSON exactly."""

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The account of coverage: what executed steps fell short of base budgets, or saved."""
+"""The ledger of coverage: what executed steps fell short of base budgets, or saved."""
 
 from __future__ import annotations
 
 from sparsebalance_megatron.plan.budgets.price import horizon_steps
+from sparsebalance_megatron.plan.measurement import StepMeasurement
+from sparsebalance_megatron.plan.planned_step import PlannedStep
 
 _LIMIT = 0.05
 """Of coverage per sample of a horizon: what happened long ago is not made up for."""
@@ -11,7 +13,7 @@ _RESERVE = 0.01
 """Likewise, saved up at all times: what single steps reach differs from what they expect."""
 
 
-class CoverageAccount:
+class CoverageLedger:
     """Coverage is summed over samples, a mean over layers.
 
     Args:
@@ -26,18 +28,34 @@ class CoverageAccount:
         self._samples = global_batch_size
         self._steps = horizon_steps(global_batch_size)
 
+    def update(self, planned: PlannedStep, measured: StepMeasurement) -> None:
+        """Enter a step, where any coverage was measured."""
+        totals = measured.coverage
+        if totals.count:
+            self.settle(
+                base_mean=totals.base_sum / totals.count,
+                executed_mean=totals.executed_sum / totals.count,
+            )
+
     def settle(self, *, base_mean: float, executed_mean: float) -> None:
         """Enter a step, by means over its samples and layers."""
         limit = _LIMIT * self._samples * self._steps
         balance = self.balance + (base_mean - executed_mean) * self._samples
         self.balance = min(max(balance, -limit), limit)
 
-    @property
-    def owed_coverage(self) -> float:
-        """By how much the horizon of the next plan should exceed base budgets.
+    def snapshot(self) -> float:
+        """By how much coverage of the horizon of the next plan should exceed that of base budgets.
 
-        All of it, and a horizon of one step half of it: planned ahead, two plans are made before
-        the first of them is executed and enters.
+        All that is owed, and a horizon of one step half of it: planned ahead, two plans are made
+        before the first of them is executed and enters.
         """
         owed = self.balance + _RESERVE * self._samples * self._steps
         return owed if self._steps > 1 else owed / 2
+
+    def state_dict(self) -> float:
+        """The balance."""
+        return self.balance
+
+    def load_state_dict(self, state: float) -> None:
+        """Take over a balance."""
+        self.balance = float(state)

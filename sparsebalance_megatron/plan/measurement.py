@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What was measured of a step: on one rank, and, reduced over ranks, on all of them alike.
 
-Shape legend: D data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
-U length buckets, K grid of budgets.
+Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
+U length buckets, K budgets of the grid.
 """
 
 from __future__ import annotations
@@ -102,13 +102,21 @@ class CoverageTotals:
 class StepMeasurement:
     """What happened in one step, identical on every rank. Times in ms, NaN where unmeasured."""
 
-    forward_ms: np.ndarray
-    """[D, P, V, M]"""
-    backward_ms: np.ndarray
-    """[D, P, V, M]"""
+    times_2RPVM: np.ndarray
+    """Forward and backward of every micro-batch on every chunk."""
     schedule_ms: np.ndarray
-    """[D, P] from the start of the step to the stage's last backward."""
+    """[R, P] from the start of the step to the stage's last backward."""
     coverage: CoverageTotals
     lm_loss: float
     tokens: int
     digest_mismatches: int
+
+    @property
+    def forward_ms(self) -> np.ndarray:
+        """[R, P, V, M]."""
+        return self.times_2RPVM[0]
+
+    @property
+    def backward_ms(self) -> np.ndarray:
+        """[R, P, V, M]."""
+        return self.times_2RPVM[1]

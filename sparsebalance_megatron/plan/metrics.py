@@ -21,11 +21,11 @@ def imbalance(times_ms: np.ndarray | Sequence[float]) -> float:
     return float(values.max()) / mean if mean else 1.0
 
 
-def stage_busy_ms(forward_RPVM: np.ndarray, backward_RPVM: np.ndarray) -> np.ndarray:
+def stage_busy_ms(times_2RPVM: np.ndarray) -> np.ndarray:
     """[R, P] ms of computation per stage: the sum over its micro-batches; NaN where one is."""
-    return (forward_RPVM + backward_RPVM).sum(axis=(2, 3))
+    return (times_2RPVM[0] + times_2RPVM[1]).sum(axis=(2, 3))
 
 
-def rank_busy_ms(forward_RPVM: np.ndarray, backward_RPVM: np.ndarray) -> np.ndarray:
+def rank_busy_ms(times_2RPVM: np.ndarray) -> np.ndarray:
     """[R] ms of the busiest stage of every data-parallel rank; NaN where a time is missing."""
-    return stage_busy_ms(forward_RPVM, backward_RPVM).max(axis=1)
+    return stage_busy_ms(times_2RPVM).max(axis=1)

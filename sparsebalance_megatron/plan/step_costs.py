@@ -6,9 +6,9 @@ the block pairs depend on budgets. Everything the planner optimises is built fro
 run in a fixed order and not through BLAS, whose rounding differs between processors: ranks must
 agree to the last bit.
 
-Shape legend: S samples of a global batch, L layers, C = P x V chunks (chunk v of stage p is
-``p * V + v``), D ranks, M micro-batches, P stages, V chunks per stage, J = D x M slots, F features,
-I ranks looked at.
+Shape legend: S samples of a global batch, L layers, P pipeline stages, V virtual stages (chunks per
+stage), C = P x V chunks (chunk v of stage p is ``p * V + v``), R data-parallel ranks,
+M micro-batches, J = R x M slots, F features, I ranks looked at; a leading 2: forward and backward.
 """
 
 from __future__ import annotations
@@ -19,13 +19,10 @@ from functools import cached_property
 
 import numpy as np
 
-from sparsebalance_megatron.cost.features import (
-    FEATURES,
-    attended_block_pairs,
-    visible_block_pairs,
-)
+from sparsebalance_megatron.cost.features import FEATURES
 from sparsebalance_megatron.cost.model import CostModel, Direction, Part
-from sparsebalance_megatron.cost.stage_calibration import StageScales
+from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.cost.work_model import WorkModel
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanError
 
 _LAYER_PARTS = (Part.ATTENTION, Part.ROUTER, Part.LINEAR)
@@ -36,26 +33,21 @@ _MICRO_BATCHES, _SEQUENCES, _TOKENS, _PAIRS, _VISIBLE = range(len(FEATURES))
 class StepCosts:
     """Predicted cost terms of the samples of one step.
 
-    ``constant_*``: ms of a micro-batch whatever it holds. ``fixed_*``: ms of a sample whatever its
-    budgets. ``pair_*``: ms of a block pair in one layer of the chunk. ``slowness_DP``: factors on
-    all times of a rank in a stage.
+    ``constant_2C``: ms of a micro-batch whatever it holds. ``fixed_2SC``: ms of a sample whatever
+    its budgets. ``pair_2C``: ms of a block pair in one layer of the chunk. ``slowness_RP``: factors
+    on all times of a rank in a stage. ``work``: how block pairs follow from budgets.
     """
 
+    job: JobShape
+    work: WorkModel
     block_size: int
     lengths_tokens_S: np.ndarray
     blocks_S: np.ndarray
-    constant_forward_C: np.ndarray
-    constant_backward_C: np.ndarray
-    fixed_forward_SC: np.ndarray
-    fixed_backward_SC: np.ndarray
-    pair_forward_C: np.ndarray
-    pair_backward_C: np.ndarray
+    constant_2C: np.ndarray
+    fixed_2SC: np.ndarray
+    pair_2C: np.ndarray
     chunk_of_layer_L: np.ndarray
-    slowness_DP: np.ndarray
-    data_parallel_size: int
-    micro_batches: int
-    pipeline_stages: int
-    virtual_stages: int
+    slowness_RP: np.ndarray
 
     def of(self, samples: slice) -> StepCosts:
         """Those of some of the samples."""
@@ -63,64 +55,68 @@ class StepCosts:
             self,
             lengths_tokens_S=self.lengths_tokens_S[samples],
             blocks_S=self.blocks_S[samples],
-            fixed_forward_SC=self.fixed_forward_SC[samples],
-            fixed_backward_SC=self.fixed_backward_SC[samples],
+            fixed_2SC=self.fixed_2SC[:, samples],
         )
 
     @property
     def chunks(self) -> int:
-        return self.pipeline_stages * self.virtual_stages
+        return self.job.pipeline_stages * self.job.virtual_stages
+
+    @property
+    def length_blocks_S(self) -> np.ndarray:
+        """Blocks of every sample, fractional where the last one is short."""
+        return self.lengths_tokens_S / self.block_size
+
+    @property
+    def pair_ms_C(self) -> np.ndarray:
+        """Forward and backward ms of a block pair in a layer of each chunk."""
+        return self.pair_2C[0] + self.pair_2C[1]
 
     @property
     def pair_ms_L(self) -> np.ndarray:
         """Forward and backward ms of a block pair in each layer."""
-        return (self.pair_forward_C + self.pair_backward_C)[self.chunk_of_layer_L]
+        return self.pair_ms_C[self.chunk_of_layer_L]
 
     def block_pairs(self, budgets: np.ndarray) -> np.ndarray:
         """Block pairs of every sample at budgets of shape [..., S]."""
-        return attended_block_pairs(self.lengths_tokens_S, budgets, self.block_size)
+        return self.work.attended_pairs(self.length_blocks_S, budgets)
 
-    def sample_ms(self, budgets_LS: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Forward and backward ms of every sample on every chunk, [S, C] each."""
+    def sample_ms(self, budgets_LS: np.ndarray) -> np.ndarray:
+        """[2, S, C] ms of every sample on every chunk."""
         pairs_CS = np.zeros((self.chunks, len(self.lengths_tokens_S)))
         np.add.at(pairs_CS, self.chunk_of_layer_L, self.block_pairs(budgets_LS))
-        pairs_SC = pairs_CS.T
-        return (
-            self.fixed_forward_SC + pairs_SC * self.pair_forward_C,
-            self.fixed_backward_SC + pairs_SC * self.pair_backward_C,
-        )
+        return self.fixed_2SC + pairs_CS.T * self.pair_2C[:, None]
 
-    def slot_ms(
-        self, sample_forward_SC: np.ndarray, sample_backward_SC: np.ndarray, slot_of_S: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Forward and backward ms [D, P, V, M]; slot ``d * M + m`` is micro-batch m of rank d."""
-        slots = self.data_parallel_size * self.micro_batches
-        forward_JC = np.tile(self.constant_forward_C, (slots, 1))
-        backward_JC = np.tile(self.constant_backward_C, (slots, 1))
-        np.add.at(forward_JC, slot_of_S, sample_forward_SC)
-        np.add.at(backward_JC, slot_of_S, sample_backward_SC)
-        ranks_D = np.arange(self.data_parallel_size)
-        return self.grid_IPVM(forward_JC, ranks_D), self.grid_IPVM(backward_JC, ranks_D)
+    def slot_ms(self, sample_2SC: np.ndarray, slot_of_S: np.ndarray) -> np.ndarray:
+        """[2, R, P, V, M] ms; slot ``r * M + m`` is micro-batch m of rank r."""
+        slot_2JC = np.tile(self.constant_2C[:, None], (1, self.job.slots, 1))
+        for slot_JC, sample_SC in zip(slot_2JC, sample_2SC, strict=True):
+            np.add.at(slot_JC, slot_of_S, sample_SC)
+        return self.grid_2IPVM(slot_2JC, np.arange(self.job.data_parallel_size))
 
-    def grid_IPVM(self, ms_JC: np.ndarray, ranks_I: np.ndarray) -> np.ndarray:
-        """[I, P, V, M] ms of the slots of whole ranks, from what an average device would take."""
-        shape = (-1, self.micro_batches, self.pipeline_stages, self.virtual_stages)
-        ms_IPVM = ms_JC.reshape(shape).transpose(0, 2, 3, 1)
-        return ms_IPVM if self._alike else ms_IPVM * self.slowness_DP[ranks_I][..., None, None]
+    def grid_2IPVM(self, ms_2JC: np.ndarray, ranks_I: np.ndarray) -> np.ndarray:
+        """Ms of the slots of whole ranks, from what an average device would take."""
+        stages, chunks = self.job.pipeline_stages, self.job.virtual_stages
+        ms_2IMPV = ms_2JC.reshape(2, -1, self.job.micro_batches, stages, chunks)
+        ms_2IPVM = ms_2IMPV.transpose(0, 1, 3, 4, 2)
+        return ms_2IPVM if self._alike else ms_2IPVM * self.slowness_RP[ranks_I][..., None, None]
 
     @cached_property
     def _alike(self) -> bool:
         """All devices are: the usual case, and searching asks for times very often."""
-        return bool((self.slowness_DP == 1.0).all())
+        return bool((self.slowness_RP == 1.0).all())
 
     @property
-    def slowness_D(self) -> np.ndarray:
+    def slowness_R(self) -> np.ndarray:
         """Of whole ranks: that of their slowest stage, which the others wait for."""
-        return self.slowness_DP.max(axis=1)
+        return self.slowness_RP.max(axis=1)
 
 
 def step_costs(
-    lengths_tokens: Sequence[int], job: JobShape, cost: CostModel, scales: StageScales
+    lengths_tokens: Sequence[int] | np.ndarray,
+    job: JobShape,
+    cost: CostModel,
+    scales: StageScales,
 ) -> StepCosts:
     """Cost terms of the samples of one step in this job.
 
@@ -133,60 +129,56 @@ def step_costs(
         raise PlanError(f"a sample has {lengths_S.min(initial=0)} tokens, at least 1 needed")
     chunk_of_layer_L = _chunk_of_layer(job)
     chunks = job.pipeline_stages * job.virtual_stages
-    if np.shape(scales.forward_PV) != (job.pipeline_stages, job.virtual_stages):
+    if scales.scales_2PV.shape[1:] != (job.pipeline_stages, job.virtual_stages):
         raise PlanError(
-            f"calibration scales have shape {np.shape(scales.forward_PV)}, the job "
+            f"calibration scales have shape {scales.scales_2PV.shape[1:]}, the job "
             f"{(job.pipeline_stages, job.virtual_stages)} (stages, chunks)"
         )
-    layers_C = np.bincount(chunk_of_layer_L, minlength=chunks)
-    parts = {}
-    for direction, scale_PV in (
-        (Direction.FORWARD, scales.forward_PV),
-        (Direction.BACKWARD, scales.backward_PV),
-    ):
-        layer = np.zeros(len(FEATURES))
-        for part in _LAYER_PARTS:
-            layer += cost.coefficients_ms(part, direction)
-        coefficients_CF = layers_C[:, None] * layer
-        coefficients_CF[0] += cost.coefficients_ms(Part.EMBEDDING, direction)
-        coefficients_CF[-1] += cost.coefficients_ms(Part.HEAD, direction)
-        scale_C = np.asarray(scale_PV, dtype=np.float64).ravel()
-        visible_S = visible_block_pairs(lengths_S, cost.block_size)
-        fixed_SC = (
-            coefficients_CF[:, _SEQUENCES]
-            + lengths_S[:, None] * coefficients_CF[:, _TOKENS]
-            + visible_S[:, None] * coefficients_CF[:, _VISIBLE]
-        )
-        parts[direction] = (
-            scale_C * coefficients_CF[:, _MICRO_BATCHES],
-            scale_C * fixed_SC,
-            scale_C * layer[_PAIRS],
-        )
-    forward, backward = parts[Direction.FORWARD], parts[Direction.BACKWARD]
     devices = (job.data_parallel_size, job.pipeline_stages)
-    if scales.slowness_DP is not None and scales.slowness_DP.shape != devices:
+    if scales.slowness_RP is not None and scales.slowness_RP.shape != devices:
         raise PlanError(
-            f"slowness of devices has shape {scales.slowness_DP.shape}, the job {devices} (ranks, "
+            f"slowness of devices has shape {scales.slowness_RP.shape}, the job {devices} (ranks, "
             "stages)"
         )
-    slowness_DP = np.broadcast_to(scales.device_slowness_DP, devices)
+    layer_2F = np.sum([_coefficients_2F(cost, part) for part in _LAYER_PARTS], axis=0)
+    layers_C = np.bincount(chunk_of_layer_L, minlength=chunks)
+    coefficients_2CF = layers_C[:, None] * layer_2F[:, None]
+    coefficients_2CF[:, 0] += _coefficients_2F(cost, Part.EMBEDDING)
+    coefficients_2CF[:, -1] += _coefficients_2F(cost, Part.HEAD)
+    visible_S = cost.work.visible_pairs(lengths_S / cost.block_size)
+    fixed_2SC = (
+        coefficients_2CF[:, None, :, _SEQUENCES]
+        + lengths_S[:, None] * coefficients_2CF[:, None, :, _TOKENS]
+        + visible_S[:, None] * coefficients_2CF[:, None, :, _VISIBLE]
+    )
+    scale_2C = scales.scales_2PV.reshape(2, -1)
     return StepCosts(
+        job=job,
+        work=cost.work,
         block_size=cost.block_size,
         lengths_tokens_S=lengths_S,
         blocks_S=-(-lengths_S // cost.block_size),
-        constant_forward_C=forward[0],
-        constant_backward_C=backward[0],
-        fixed_forward_SC=forward[1],
-        fixed_backward_SC=backward[1],
-        pair_forward_C=forward[2],
-        pair_backward_C=backward[2],
+        constant_2C=scale_2C * coefficients_2CF[..., _MICRO_BATCHES],
+        fixed_2SC=scale_2C[:, None] * fixed_2SC,
+        pair_2C=scale_2C * layer_2F[:, _PAIRS, None],
         chunk_of_layer_L=chunk_of_layer_L,
-        slowness_DP=slowness_DP,
-        data_parallel_size=job.data_parallel_size,
-        micro_batches=job.micro_batches,
-        pipeline_stages=job.pipeline_stages,
-        virtual_stages=job.virtual_stages,
+        slowness_RP=np.broadcast_to(scales.device_slowness_RP, devices),
     )
+
+
+def base_sample_ms(
+    lengths_tokens: Sequence[int] | np.ndarray, job: JobShape, cost: CostModel, base_budget: int
+) -> np.ndarray:
+    """Uncorrected ms of every sample at base budgets, over all stages, [S]."""
+    uncorrected = StageScales.ones(job.pipeline_stages, job.virtual_stages)
+    costs = step_costs(lengths_tokens, job, cost, uncorrected)
+    budgets_LS = np.full((job.layers, len(lengths_tokens)), base_budget)
+    forward_SC, backward_SC = costs.sample_ms(budgets_LS)
+    return (forward_SC + backward_SC).sum(axis=1)
+
+
+def _coefficients_2F(cost: CostModel, part: Part) -> np.ndarray:
+    return np.stack([cost.coefficients_ms(part, direction) for direction in Direction])
 
 
 def _chunk_of_layer(job: JobShape) -> np.ndarray:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of one step: frozen data that every rank computes alike.
 
-Shape legend: L layers of the whole model, S samples of a micro-batch.
+Shape legend: L layers of the whole model, S samples of a micro-batch, R data-parallel ranks,
+P pipeline stages, V virtual stages, M micro-batches.
 """
 
 from __future__ import annotations
@@ -9,9 +10,18 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+
+from sparsebalance_megatron.config import (
+    Anchor,
+    Batching,
+    CoverageTarget,
+    SparseBalanceConfig,
+    Tuning,
+)
 
 
 class PlanError(ValueError):
@@ -52,28 +62,48 @@ class JobShape:
 class PlanPolicy:
     """What the user chose; see :class:`sparsebalance_megatron.config.SparseBalanceConfig`."""
 
-    batching: str
-    tuning: str
-    anchor: str
+    batching: Batching
+    tuning: Tuning
+    anchor: Anchor
     coverage_threshold: float
     base_budget: int
     block_size: int
     max_tokens_per_slot: int
     plan_ms: float = 4.0
-    coverage_target: str = "threshold"
+    coverage_target: CoverageTarget = "threshold"
+
+    @classmethod
+    def from_config(cls, config: SparseBalanceConfig, max_tokens_per_slot: int) -> PlanPolicy:
+        """The choices of a configuration, with the cap that holds for this job."""
+        return cls(
+            batching=config.batching,
+            tuning=config.tuning,
+            anchor=config.anchor,
+            coverage_threshold=config.coverage_threshold,
+            coverage_target=config.coverage_target,
+            base_budget=config.base_budget,
+            block_size=config.block_size,
+            max_tokens_per_slot=max_tokens_per_slot,
+            plan_ms=config.plan_ms,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchPlan:
-    """One slot: the samples packed into one row, in order, and their budgets.
+    """One slot: the samples packed into one row, in order, their budgets, and where the row runs.
 
     ``samples``: positions in the global batch's order of arrival. ``lengths_tokens``: one per
-    sample. ``budgets_LS``: KV blocks a query may read, int32, read-only, at least 1.
+    sample. ``budgets_LS``: KV blocks a query may read, int32, read-only, at least 1. ``position``:
+    of the rank's micro-batches. ``rank``, ``width``: the row is shared by so many neighbouring
+    data-parallel ranks, of which ``rank`` is the first.
     """
 
     samples: tuple[int, ...]
     lengths_tokens: tuple[int, ...]
     budgets_LS: np.ndarray
+    rank: int
+    position: int
+    width: int = 1
 
     @property
     def tokens(self) -> int:
@@ -82,7 +112,7 @@ class MicroBatchPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
-    """The micro-batches of one data-parallel rank, in the order they run."""
+    """The micro-batches that one data-parallel rank takes part in, in the order they run."""
 
     micro_batches: tuple[MicroBatchPlan, ...]
 
@@ -91,8 +121,8 @@ class RankPlan:
 class Expectation:
     """What the planner predicts of a plan. All times in ms, imbalances are max/mean.
 
-    ``forward_ms[d][p][v][m]`` and ``backward_ms`` likewise: rank, stage, chunk, micro-batch.
-    ``rank_makespan_ms[d]``: until the last backward of rank d. ``work_ratio``: predicted work over
+    ``times_2RPVM``: forward and backward of every micro-batch on every chunk. ``rank_makespan_ms``:
+    until each rank's last backward. ``work_ratio``: predicted work over
     the predicted work of the same samples at base budgets, so that balance and less attention are
     never confounded. ``lower_bound_ms``: of every placement of these samples at every budget that
     the policy allows. Coverages are None until curves have been observed.
@@ -101,8 +131,7 @@ class Expectation:
     makespan_ms: float
     lower_bound_ms: float
     rank_makespan_ms: tuple[float, ...]
-    forward_ms: np.ndarray
-    backward_ms: np.ndarray
+    times_2RPVM: np.ndarray
     imbalance_micro_batches: float
     imbalance_rank_sums: float
     imbalance_makespans: float
@@ -113,57 +142,104 @@ class Expectation:
     samples_raised: int
     samples_clamped: int
 
+    @property
+    def forward_ms(self) -> np.ndarray:
+        """[R, P, V, M]."""
+        return self.times_2RPVM[0]
+
+    @property
+    def backward_ms(self) -> np.ndarray:
+        """[R, P, V, M]."""
+        return self.times_2RPVM[1]
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
     """The plan of one step for all data-parallel ranks.
 
+    ``slots`` holds every micro-batch once. ``batching`` is the one that won.
+
     Invariants, checked by :meth:`validate`: every sample of the global batch appears exactly once;
-    every rank has the same number of slots and none is empty; no slot exceeds the token cap;
-    budgets are positive and have one row per layer.
+    every (rank, position) of the job is covered by exactly one slot, and none is empty; no rank's
+    share of a slot exceeds the token cap; budgets are positive and have one row per layer.
     """
 
     step: int
-    ranks: tuple[RankPlan, ...]
+    data_parallel_size: int
+    slots: tuple[MicroBatchPlan, ...]
     expectation: Expectation
-    batching: str = field(default="arrival")
-    """The batching that won: arrival, length, latency or makespan."""
+    batching: Batching = "arrival"
+
+    def for_rank(self, rank: int) -> RankPlan:
+        """What a data-parallel rank runs, position by position."""
+        return self._rank_plans[rank]
+
+    @cached_property
+    def _rank_plans(self) -> tuple[RankPlan, ...]:
+        of_rank: list[list[MicroBatchPlan]] = [[] for _ in range(self.data_parallel_size)]
+        for slot in sorted(self.slots, key=_position):
+            for rank in range(slot.rank, slot.rank + slot.width):
+                of_rank[rank].append(slot)
+        return tuple(RankPlan(micro_batches=tuple(slots)) for slots in of_rank)
 
     def digest(self) -> bytes:
         """32 bytes that are equal exactly when step, placement and budgets are equal."""
-        digest = hashlib.sha256(f"{self.step}:{len(self.ranks)}".encode())
-        for rank in self.ranks:
-            for micro_batch in rank.micro_batches:
-                digest.update(repr(micro_batch.budgets_LS.shape).encode())
-                digest.update(np.asarray(micro_batch.samples, dtype=np.int64).tobytes())
-                digest.update(np.asarray(micro_batch.lengths_tokens, dtype=np.int64).tobytes())
-                digest.update(
-                    np.ascontiguousarray(micro_batch.budgets_LS, dtype=np.int32).tobytes()
-                )
+        digest = hashlib.sha256(f"{self.step}:{self.data_parallel_size}".encode())
+        for slot in sorted(self.slots, key=_place):
+            if slot.width > 1:
+                digest.update(f"{slot.rank}:{slot.position}:{slot.width}".encode())
+            digest.update(repr(slot.budgets_LS.shape).encode())
+            digest.update(np.asarray(slot.samples, dtype=np.int64).tobytes())
+            digest.update(np.asarray(slot.lengths_tokens, dtype=np.int64).tobytes())
+            digest.update(np.ascontiguousarray(slot.budgets_LS, dtype=np.int32).tobytes())
         return digest.digest()
 
     def validate(self, lengths_tokens: Sequence[int], job: JobShape, policy: PlanPolicy) -> None:
         """Raise :class:`PlanError` naming the first broken invariant."""
-        if len(self.ranks) != job.data_parallel_size:
+        if self.data_parallel_size != job.data_parallel_size:
             raise PlanError(
-                f"step {self.step}: plan has {len(self.ranks)} ranks, job {job.data_parallel_size}"
+                f"step {self.step}: plan has {self.data_parallel_size} ranks, job "
+                f"{job.data_parallel_size}"
             )
         layers = job.layers
+        covered_RM = np.zeros((job.data_parallel_size, job.micro_batches), dtype=np.int64)
         seen: Counter[int] = Counter()
-        for rank_index, rank in enumerate(self.ranks):
-            if len(rank.micro_batches) != job.micro_batches:
-                raise PlanError(
-                    f"step {self.step}, rank {rank_index}: {len(rank.micro_batches)} "
-                    f"micro-batches, job has {job.micro_batches}"
-                )
-            for position, micro_batch in enumerate(rank.micro_batches):
-                place = f"step {self.step}, rank {rank_index}, micro-batch {position}"
-                _validate_micro_batch(micro_batch, lengths_tokens, layers, policy, place)
-                seen.update(micro_batch.samples)
+        for slot in self.slots:
+            place = f"step {self.step}, rank {slot.rank}, micro-batch {slot.position}"
+            _validate_place(slot, job, place)
+            _validate_micro_batch(slot, lengths_tokens, layers, policy, place)
+            covered_RM[slot.rank : slot.rank + slot.width, slot.position] += 1
+            seen.update(slot.samples)
+        if (covered_RM != 1).any():
+            rank, position = np.argwhere(covered_RM != 1)[0]
+            raise PlanError(
+                f"step {self.step}, rank {rank}, micro-batch {position}: in "
+                f"{covered_RM[rank, position]} slots, must be in exactly 1"
+            )
         if seen != Counter(range(len(lengths_tokens))):
             missing = sorted(set(range(len(lengths_tokens))) - set(seen))
             repeated = sorted(sample for sample, count in seen.items() if count > 1)
             raise PlanError(f"step {self.step}: samples missing {missing}, repeated {repeated}")
+
+
+def _position(slot: MicroBatchPlan) -> int:
+    return slot.position
+
+
+def _place(slot: MicroBatchPlan) -> tuple[int, int]:
+    return slot.rank, slot.position
+
+
+def _validate_place(slot: MicroBatchPlan, job: JobShape, place: str) -> None:
+    if slot.width < 1:
+        raise PlanError(f"{place}: width {slot.width} is below 1 rank")
+    if slot.rank < 0 or slot.rank + slot.width > job.data_parallel_size:
+        raise PlanError(
+            f"{place}: {slot.width} ranks from there are not all among the job's "
+            f"{job.data_parallel_size}"
+        )
+    if not 0 <= slot.position < job.micro_batches:
+        raise PlanError(f"{place}: job has {job.micro_batches} micro-batches")
 
 
 def _validate_micro_batch(
@@ -175,10 +251,9 @@ def _validate_micro_batch(
 ) -> None:
     if not micro_batch.samples:
         raise PlanError(f"{place}: empty")
-    if micro_batch.tokens > policy.max_tokens_per_slot:
-        raise PlanError(
-            f"{place}: {micro_batch.tokens} tokens exceed the cap of {policy.max_tokens_per_slot}"
-        )
+    cap_tokens = policy.max_tokens_per_slot * micro_batch.width
+    if micro_batch.tokens > cap_tokens:
+        raise PlanError(f"{place}: {micro_batch.tokens} tokens exceed the cap of {cap_tokens}")
     if any(not 0 <= sample < len(lengths_tokens) for sample in micro_batch.samples):
         raise PlanError(f"{place}: sample index outside the global batch")
     expected_lengths = tuple(lengths_tokens[sample] for sample in micro_batch.samples)

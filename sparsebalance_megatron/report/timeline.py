@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparsebalance_megatron.plan.schedules.simulator import schedule_name, simulate
+from sparsebalance_megatron.plan.schedules.simulator import simulate
 from sparsebalance_megatron.plan.step_plan import PlanError
 from sparsebalance_megatron.telemetry.rank_record import Place, RankStep
 from sparsebalance_megatron.telemetry.step_record import MicroBatchTimes
@@ -98,20 +98,15 @@ def measured_timeline(
 
 def _simulated(times_2RPVM: np.ndarray, source: str) -> Timeline | None:
     """None where a time is missing or negative."""
-    _, ranks, stages, virtual_stages, _ = times_2RPVM.shape
-    schedule = schedule_name(stages, virtual_stages)
     try:
-        traces = [
-            simulate(*times_2RPVM[:, rank], schedule=schedule, virtual_stages=virtual_stages)
-            for rank in range(ranks)
-        ]
+        traces = [simulate(times_2PVM) for times_2PVM in times_2RPVM.swapaxes(0, 1)]
     except PlanError:
         return None
     return Timeline(
         bars=tuple(
             Bar(
                 place=(rank, event.stage),
-                direction=event.kind,
+                direction=event.direction,
                 chunk=event.chunk,
                 position=event.micro_batch,
                 start_ms=event.start_ms,

@@ -129,5 +129,5 @@ def prior_coverage(layers: int, max_blocks: int) -> CoverageCurves:
     middle_U = 2.0 ** (np.arange(curves.buckets) + 0.5)
     curve_UK = np.minimum(np.asarray(curves.grid) / middle_U[:, None], 1.0) ** COVERAGE_EXPONENT
     counts_LU = np.ones_like(curves.observed_LU, dtype=np.float64)
-    curves.update(np.broadcast_to(curve_UK, curves.mean_LUK.shape), counts_LU)
+    curves.observe(np.broadcast_to(curve_UK, curves.mean_LUK.shape), counts_LU)
     return curves

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from sparsebalance_megatron.config import Batching, CoverageTarget, Tuning
 from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.cost.stage_calibration import StageScales
+from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.budgets.feasible import feasible_range
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.measurement import CoverageTotals, StepMeasurement
@@ -28,9 +29,9 @@ from sparsebalance_megatron.plan.step_plan import Expectation, JobShape, PlanPol
 class Variant:
     """One way to plan."""
 
-    batching: str
-    tuning: str
-    coverage_target: str = "threshold"
+    batching: Batching
+    tuning: Tuning
+    coverage_target: CoverageTarget = "threshold"
     window: int = 1
 
 
@@ -184,8 +185,7 @@ def _as_predicted(
     known = float(workload.job.layers * len(batch)) if expected.coverage_mean is not None else 0.0
     executed_mean = expected.coverage_mean or 0.0
     return StepMeasurement(
-        forward_ms=expected.forward_ms,
-        backward_ms=expected.backward_ms,
+        times_2RPVM=expected.times_2RPVM,
         schedule_ms=np.repeat(
             np.array(expected.rank_makespan_ms)[:, None], workload.job.pipeline_stages, axis=1
         ),
@@ -241,19 +241,12 @@ def _unhideable(workload: Workload, batch: tuple[int, ...]) -> bool:
     costs = step_costs(batch, job, workload.cost, scales)
     policy = replace(workload.policy, tuning="makespan")
     floor_LS = feasible_range(costs, workload.coverage, policy).floor_LS
-    bounds = sample_bounds(
-        *costs.sample_ms(floor_LS),
-        costs.constant_forward_C,
-        costs.constant_backward_C,
-        data_parallel_size=costs.data_parallel_size,
-        micro_batches=costs.micro_batches,
-        virtual_stages=costs.virtual_stages,
-    )
-    return bool(bounds.unhideable_I.any())
+    bounds = sample_bounds(costs.sample_ms(floor_LS), costs.constant_2C, costs.job)
+    return bool(bounds.unhideable_S.any())
 
 
 def _largest_drop(workload: Workload, plan: StepPlan) -> float:
-    slots = [slot for rank in plan.ranks for slot in rank.micro_batches]
+    slots = plan.slots
     lengths_S = np.array([length for slot in slots for length in slot.lengths_tokens])
     blocks_S = -(-lengths_S // workload.policy.block_size)
     budgets_LS = np.concatenate([slot.budgets_LS for slot in slots], axis=1)

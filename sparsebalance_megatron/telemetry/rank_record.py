@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sparsebalance_megatron.plan.measurement import DIRECTIONS, Piece, RankPlace, Span, StepTimes
-from sparsebalance_megatron.plan.scheduler import PlannedStep
+from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.step_plan import JobShape, MicroBatchPlan
 from sparsebalance_megatron.telemetry.jsonl import (
     BadLineError,
@@ -127,7 +127,7 @@ def rank_record(
         rows = executed_and_grown_O2[first : first + piece.samples]
         observed.setdefault(piece.position, []).append(rows)
         first += piece.samples
-    micro_batches = planned.plan.ranks[place.data_parallel_rank].micro_batches
+    micro_batches = planned.plan.for_rank(place.data_parallel_rank).micro_batches
     return {
         "type": STEP,
         "iteration": iteration,

@@ -18,7 +18,7 @@ from sparsebalance_megatron.cost.flops import training_flops
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.plan.measurement import CoverageTotals, StepMeasurement
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms, stage_busy_ms
-from sparsebalance_megatron.plan.scheduler import PlannedStep
+from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.step_plan import StepPlan
 
 PREFIX = "sparse-balance"
@@ -95,8 +95,8 @@ def _balance(planned: PlannedStep, measured: StepMeasurement) -> dict[str, float
     expectation = planned.plan.expectation
     work_RPVM = measured.forward_ms + measured.backward_ms
     makespan_R = measured.schedule_ms.max(axis=1)
-    busy_R = rank_busy_ms(measured.forward_ms, measured.backward_ms)
-    predicted_R = rank_busy_ms(expectation.forward_ms, expectation.backward_ms)
+    busy_R = rank_busy_ms(measured.times_2RPVM)
+    predicted_R = rank_busy_ms(expectation.times_2RPVM)
     return {
         "imbalance-micro-batches-predicted": expectation.imbalance_micro_batches,
         "imbalance-micro-batches-measured": imbalance(work_RPVM.sum(axis=(1, 2))),
@@ -113,25 +113,18 @@ def _balance(planned: PlannedStep, measured: StepMeasurement) -> dict[str, float
 def _stages(planned: PlannedStep, measured: StepMeasurement) -> dict[str, float]:
     """Bubbles, and how long stages take for the work they got: a slow device, not a long sample."""
     expectation, scales = planned.plan.expectation, planned.scales
-    busy_RP = stage_busy_ms(measured.forward_ms, measured.backward_ms)
+    busy_RP = stage_busy_ms(measured.times_2RPVM)
     makespan_R1 = measured.schedule_ms.max(axis=1, keepdims=True)
     bubble_P = (1.0 - busy_RP / makespan_R1).mean(axis=0)
     # Without what calibration has learnt: that a stage is slow.
-    table_RP = stage_busy_ms(
-        *(
-            times_RPVM / factors_RPV[..., None]
-            for times_RPVM, factors_RPV in zip(
-                (expectation.forward_ms, expectation.backward_ms), scales.factors_2DPV, strict=True
-            )
-        )
-    )
+    table_RP = stage_busy_ms(expectation.times_2RPVM / scales.factors_2RPV[..., None])
     ratio_RP = busy_RP / table_RP
     relative_RP = ratio_RP / ratio_RP.mean()
     return {
         **_numbered("bubble-fraction-stage", bubble_P),
         **_numbered("relative-time-stage", relative_RP.mean(axis=0)),
         "relative-time-max": float(relative_RP.max()),
-        "slowness-planned-max": float(scales.device_slowness_DP.max()),
+        "slowness-planned-max": float(scales.device_slowness_RP.max()),
     }
 
 
@@ -188,7 +181,7 @@ def _speed(
 
 def _whole_batch(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
     """Lengths [S] and budgets [L, S] of all samples of the step."""
-    slots = [micro_batch for rank in plan.ranks for micro_batch in rank.micro_batches]
+    slots = plan.slots
     lengths_S = np.array([length for slot in slots for length in slot.lengths_tokens])
     return lengths_S, np.concatenate([slot.budgets_LS for slot in slots], axis=1)
 

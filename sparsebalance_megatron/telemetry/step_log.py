@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsebalance_megatron.plan.schedules.simulator import schedule_name
+from sparsebalance_megatron.plan.schedules.orders import schedule_name
 from sparsebalance_megatron.plan.step_plan import JobShape
 from sparsebalance_megatron.telemetry.coverage_record import (
     COVERAGE,

@@ -15,7 +15,7 @@ import numpy as np
 
 from sparsebalance_megatron.plan.measurement import DIRECTIONS, StepMeasurement
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms
-from sparsebalance_megatron.plan.scheduler import PlannedStep
+from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.telemetry.jsonl import (
     BadLineError,
     array,
@@ -110,7 +110,7 @@ def step_record(
             "rank_makespan_ms": list(expectation.rank_makespan_ms),
             "forward_ms": expectation.forward_ms.tolist(),
             "backward_ms": expectation.backward_ms.tolist(),
-            "rank_busy_ms": rank_busy_ms(expectation.forward_ms, expectation.backward_ms).tolist(),
+            "rank_busy_ms": rank_busy_ms(expectation.times_2RPVM).tolist(),
             "imbalance_micro_batches": expectation.imbalance_micro_batches,
             "imbalance_rank_sums": expectation.imbalance_rank_sums,
             "imbalance_makespans": expectation.imbalance_makespans,
@@ -118,12 +118,12 @@ def step_record(
             "samples_cut": expectation.samples_cut,
             "samples_raised": expectation.samples_raised,
             "samples_clamped": expectation.samples_clamped,
-            "device_slowness": _unless_alike(planned.scales.device_slowness_DP),
+            "device_slowness": _unless_alike(planned.scales.device_slowness_RP),
         },
         "measured": {
             "forward_ms": measured.forward_ms.tolist(),
             "backward_ms": measured.backward_ms.tolist(),
-            "rank_busy_ms": rank_busy_ms(measured.forward_ms, measured.backward_ms).tolist(),
+            "rank_busy_ms": rank_busy_ms(measured.times_2RPVM).tolist(),
             "schedule_ms": measured.schedule_ms.tolist(),
             "imbalance_rank_sums": imbalance(work_RPVM.sum(axis=(1, 2, 3))),
             "imbalance_micro_batches": imbalance(work_RPVM.sum(axis=(1, 2))),

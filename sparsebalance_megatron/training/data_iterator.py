@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sparsebalance_megatron.data.packing import PackedRow, packed_cu_seqlens
-from sparsebalance_megatron.plan.scheduler import PlannedStep
+from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.step_plan import JobShape, MicroBatchPlan
 from sparsebalance_megatron.training.row_reader import RowReader
 
@@ -86,7 +86,7 @@ class MicroBatchIterator:
 
     def __next__(self) -> LocalMicroBatch:
         planned = self._schedule.planned(self._step)
-        rank_plan = planned.plan.ranks[self._data_parallel_rank]
+        rank_plan = planned.plan.for_rank(self._data_parallel_rank)
         plan = rank_plan.micro_batches[self._position]
         micro_batch = LocalMicroBatch(
             step=self._step,

@@ -24,7 +24,7 @@ import torch
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 
 if TYPE_CHECKING:
-    from sparsebalance_megatron.plan.scheduler import PlannedStep
+    from sparsebalance_megatron.plan.planned_step import PlannedStep
     from sparsebalance_megatron.training.inputs import CostedInputs
 
 FLAG = flag_name("dry_run")

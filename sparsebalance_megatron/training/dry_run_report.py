@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sparsebalance_megatron.megatron.compat import megatron_version
-from sparsebalance_megatron.plan.scheduler import PlannedStep
+from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.training.inputs import CostedInputs
 
 _HEADER = ("rank", "micro-batch", "samples", "tokens", "budget min", "mean", "max", "predicted ms")
@@ -60,23 +60,19 @@ def _rows(planned: PlannedStep) -> list[tuple[str, ...]]:
     """One per slot; its time is forward and backward summed over all stages."""
     expected = planned.plan.expectation
     slot_ms_RM = (expected.forward_ms + expected.backward_ms).sum(axis=(1, 2))
-    rows: list[tuple[str, ...]] = []
-    for rank, rank_plan in enumerate(planned.plan.ranks):
-        for position, slot in enumerate(rank_plan.micro_batches):
-            budgets_LS = slot.budgets_LS
-            rows.append(
-                (
-                    str(rank),
-                    str(position),
-                    str(len(slot.samples)),
-                    f"{slot.tokens:,}",
-                    str(budgets_LS.min()),
-                    f"{np.mean(budgets_LS):.1f}",
-                    str(budgets_LS.max()),
-                    f"{slot_ms_RM[rank, position]:.4g}",
-                )
-            )
-    return rows
+    return [
+        (
+            str(slot.rank),
+            str(slot.position),
+            str(len(slot.samples)),
+            f"{slot.tokens:,}",
+            str(slot.budgets_LS.min()),
+            f"{np.mean(slot.budgets_LS):.1f}",
+            str(slot.budgets_LS.max()),
+            f"{slot_ms_RM[slot.rank, slot.position]:.4g}",
+        )
+        for slot in planned.plan.slots
+    ]
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -129,17 +129,7 @@ def job_shape(settings: RunSettings) -> JobShape:
 def plan_policy(settings: RunSettings, config: SparseBalanceConfig) -> PlanPolicy:
     """The user's choices in the planner's terms."""
     default_cap = settings.micro_batch_size * settings.seq_length
-    return PlanPolicy(
-        batching=config.batching,
-        tuning=config.tuning,
-        anchor=config.anchor,
-        coverage_threshold=config.coverage_threshold,
-        coverage_target=config.coverage_target,
-        base_budget=config.base_budget,
-        block_size=config.block_size,
-        max_tokens_per_slot=config.max_tokens_per_micro_batch or default_cap,
-        plan_ms=config.plan_ms,
-    )
+    return PlanPolicy.from_config(config, config.max_tokens_per_micro_batch or default_cap)
 
 
 def _sample_index(

@@ -8,7 +8,7 @@ from threading import Lock
 
 from sparsebalance_megatron.data.packing import PackedRow, pack
 from sparsebalance_megatron.data.samples import SampleIndex
-from sparsebalance_megatron.plan.scheduler import PlannedStep
+from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
 
 
@@ -48,7 +48,7 @@ class RowReader:
             self._latest = plan
             for place in [known for known in self._rows if known[0] < plan.step - 1]:
                 self._rows.pop(place).cancel()
-            slots = plan.ranks[self._data_parallel_rank].micro_batches
+            slots = plan.for_rank(self._data_parallel_rank).micro_batches
             for position, slot in enumerate(slots):
                 try:
                     row = self._worker.submit(self._read, planned, slot)
@@ -67,7 +67,7 @@ class RowReader:
             row = self._rows.pop((planned.plan.step, position), None)
         if row is not None:
             return row.result()
-        slots = planned.plan.ranks[self._data_parallel_rank].micro_batches
+        slots = planned.plan.for_rank(self._data_parallel_rank).micro_batches
         return self._read(planned, slots[position])
 
     def _read(self, planned: PlannedStep, slot: MicroBatchPlan) -> PackedRow:

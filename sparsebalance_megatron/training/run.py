@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
+from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.evaluation_schedule import EvaluationSchedule
 from sparsebalance_megatron.plan.measurement import RankPlace
-from sparsebalance_megatron.plan.scheduler import EvaluationSchedule, Scheduler
-from sparsebalance_megatron.plan.schedules.simulator import schedule_name, schedule_order
+from sparsebalance_megatron.plan.scheduler import Scheduler
+from sparsebalance_megatron.plan.schedules.orders import megatron_order
 from sparsebalance_megatron.plan.step_plan import JobShape
 from sparsebalance_megatron.profiling.clocks import CudaEventClock, HostClock
 from sparsebalance_megatron.training.data_iterator import MicroBatchIterator, Schedule
@@ -191,11 +193,9 @@ def _rank_place() -> RankPlace:
 
 
 def _backward_order(job: JobShape, stage: int) -> list[tuple[int, int]]:
-    order = schedule_order(
-        job.pipeline_stages,
-        job.micro_batches,
-        schedule_name(job.pipeline_stages, job.virtual_stages),
-        job.virtual_stages,
-        stage,
-    )
-    return [(chunk, micro_batch) for kind, chunk, micro_batch in order if kind == "backward"]
+    order = megatron_order(job.pipeline_stages, job.micro_batches, job.virtual_stages)
+    return [
+        (operation.chunk, operation.micro_batch)
+        for operation in order.by_stage[stage]
+        if operation.direction is Direction.BACKWARD
+    ]

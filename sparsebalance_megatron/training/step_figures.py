@@ -25,8 +25,8 @@ def step_figures(
     Args:
         rare_tokens: name -> tokens that were padded or lost; shown where they are not zero.
     """
-    busy_R = rank_busy_ms(measured.forward_ms, measured.backward_ms)
-    predicted_R = rank_busy_ms(expectation.forward_ms, expectation.backward_ms)
+    busy_R = rank_busy_ms(measured.times_2RPVM)
+    predicted_R = rank_busy_ms(expectation.times_2RPVM)
     values = {
         "imbalance": imbalance(busy_R),
         "predicted-to-measured": predicted_R.max() / busy_R.max(),

@@ -14,7 +14,8 @@ from sparsebalance_megatron.data.packing import padding_tokens
 from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
 from sparsebalance_megatron.megatron.timers import install_hooks
 from sparsebalance_megatron.plan.measurement import StepMeasurement, StepTimes
-from sparsebalance_megatron.plan.scheduler import PlannedStep, Scheduler
+from sparsebalance_megatron.plan.planned_step import PlannedStep
+from sparsebalance_megatron.plan.scheduler import Scheduler
 from sparsebalance_megatron.training.data_iterator import LocalMicroBatch
 from sparsebalance_megatron.training.host_time import HostTime
 from sparsebalance_megatron.training.observed_coverage import ObservedCoverage
@@ -165,6 +166,5 @@ class StepMonitor:
         """Over all data-parallel ranks."""
         return sum(
             padding_tokens(micro_batch.tokens, self._pad_to_multiple_of)
-            for rank in planned.plan.ranks
-            for micro_batch in rank.micro_batches
+            for micro_batch in planned.plan.slots
         )

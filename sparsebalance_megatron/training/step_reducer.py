@@ -161,14 +161,12 @@ class StepReducer:
 
     def _unpack(self, flat: np.ndarray) -> StepMeasurement:
         part = {name: flat[place] for name, place in self._parts.items()}
-        forward, backward = part["times"].reshape(self._times_shape)
         digests, loss = part["digests"], part["loss"]
         sums_LUC = part["coverage"].reshape(self._coverage_shape)
         extra_LC = sums_LUC[..., -EXTRA_COLUMNS:].sum(axis=1)
         counts_LU = part["counts"].reshape(self._coverage_shape[:2])
         return StepMeasurement(
-            forward_ms=forward,
-            backward_ms=backward,
+            times_2RPVM=part["times"].reshape(self._times_shape),
             schedule_ms=part["schedule"].reshape(self._times_shape[1:3]),
             coverage=CoverageTotals(
                 sums_LUK=sums_LUC[..., :-EXTRA_COLUMNS],

@@ -114,18 +114,13 @@ def test_predicted_slices_are_the_simulators(run_directory: Path, events: list[E
     threads = names(events, "thread_name")
     processes = names(events, "process_name")
     for rank in range(RUN.ranks):
-        trace = simulate(
-            expectation.forward_ms[rank],
-            expectation.backward_ms[rank],
-            schedule="interleaved",
-            virtual_stages=RUN.virtual_stages,
-        )
+        trace = simulate(expectation.times_2RPVM[:, rank])
         expected = sorted(
             (
                 e.stage,
                 e.start_ms,
                 e.end_ms - e.start_ms,
-                f"{e.kind} {e.micro_batch} chunk {e.chunk}",
+                f"{e.direction} {e.micro_batch} chunk {e.chunk}",
             )
             for e in trace.events
         )
@@ -171,7 +166,7 @@ def test_measured_slices_are_the_spans(run_directory: Path, events: list[Event])
 
 def test_arguments_of_a_slice(run_directory: Path, events: list[Event]) -> None:
     first = slices(events, "measured", 2)[0]["args"]
-    plan = RUN.plan(1).ranks[0].micro_batches[first["micro_batch"]]
+    plan = RUN.plan(1).for_rank(0).micro_batches[first["micro_batch"]]
     assert first["lengths_tokens"] == list(plan.lengths_tokens)
     assert first["tokens"] == plan.tokens
     layers = [layer for chunk in RUN.job.stage_layers[0] for layer in chunk]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from cost.cost_cases import predict_ms
 
 from sparsebalance_megatron.cost.model import CostModel, Direction, Part
 from sparsebalance_megatron.cost.table import CostRow, CostTable, ModelShape, RunIdentity
@@ -76,7 +77,9 @@ def measure(identity: RunIdentity, planted: CostModel) -> Callable[..., CostTabl
                             ms_spread=0.01,
                             repeats=5,
                         )
-                        ms = planted.predict_ms(part, direction, row.features(BLOCK_SIZE))
+                        ms = predict_ms(
+                            planted, part, direction, row.features(BLOCK_SIZE, planted.work)
+                        )
                         noisy_ms = float(ms * np.exp(noise * rng.standard_normal()))
                         rows.append(CostRow(**(vars(row) | {"ms_median": noisy_ms})))
         return CostTable(

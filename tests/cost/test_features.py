@@ -1,77 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Closed-form block pair counts against counting."""
+"""Features of a micro-batch: their order, and that they add up."""
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import cost as oracle
 
-from sparsebalance_megatron.cost.features import (
-    FEATURES,
-    attended_block_pairs,
-    features,
-    visible_block_pairs,
-)
+from sparsebalance_megatron.cost.features import FEATURES, features
+from sparsebalance_megatron.cost.work_model import WORK_MODELS
 
-TOKENS = st.integers(0, 90)
 BUDGETS = st.integers(1, 12)
-BLOCK_SIZES = st.sampled_from([1, 2, 8, 16])
-
-
-@settings(max_examples=150, deadline=None)
-@given(tokens=TOKENS, budget=BUDGETS, block_size=BLOCK_SIZES)
-def test_pairs_equal_the_count(tokens: int, budget: int, block_size: int) -> None:
-    counted = oracle.attended_block_pairs(tokens, budget, block_size)
-    assert attended_block_pairs(tokens, budget, block_size) == pytest.approx(counted, rel=1e-12)
-
-
-@settings(max_examples=50, deadline=None)
-@given(tokens=TOKENS, block_size=BLOCK_SIZES)
-def test_visible_pairs_are_pairs_without_a_budget(tokens: int, block_size: int) -> None:
-    counted = oracle.attended_block_pairs(tokens, math.inf, block_size)
-    assert visible_block_pairs(tokens, block_size) == pytest.approx(counted, rel=1e-12)
-
-
-def test_whole_blocks_sum_min_of_position_and_budget() -> None:
-    blocks, budget = 1000, 32
-    expected = sum(min(j, budget) for j in range(1, blocks + 1))
-    assert attended_block_pairs(blocks * 256, budget, 256) == expected
-
-
-@settings(max_examples=100, deadline=None)
-@given(tokens=st.integers(1, 1 << 17), budget=st.integers(1, 1024))
-def test_pairs_grow_with_tokens_and_budget(tokens: int, budget: int) -> None:
-    pairs = attended_block_pairs(tokens, budget, 256)
-    assert attended_block_pairs(tokens + 1, budget, 256) > pairs > 0.0
-    assert attended_block_pairs(tokens, budget + 1, 256) >= pairs
-    assert visible_block_pairs(tokens, 256) >= pairs
-
-
-def test_arguments_broadcast() -> None:
-    tokens, budgets = np.array([[100], [5000]]), np.array([1, 4, 64])
-    table = attended_block_pairs(tokens, budgets, 64)
-    assert table.shape == (2, 3)
-    assert table.dtype == np.float64
-    assert table[1, 1] == attended_block_pairs(5000, 4, 64)
+WORK = WORK_MODELS["query-block"]
 
 
 @settings(max_examples=50, deadline=None)
 @given(documents=st.lists(st.tuples(st.integers(1, 500), BUDGETS), min_size=2, max_size=6))
 def test_features_add_up_over_documents(documents: list[tuple[int, int]]) -> None:
     lengths, budgets = zip(*documents, strict=True)
-    whole = features(lengths, budgets, 16)
-    parts = sum(features([tokens], budget, 16) for tokens, budget in documents)
+    whole = features(lengths, budgets, 16, WORK)
+    parts = sum(features([tokens], budget, 16, WORK) for tokens, budget in documents)
     one_micro_batch = np.array([len(documents) - 1, 0, 0, 0, 0])
     np.testing.assert_allclose(whole, parts - one_micro_batch, rtol=1e-12)
 
 
 def test_feature_order() -> None:
-    row = dict(zip(FEATURES, features([256, 512], [1, 1], 256), strict=True))
+    row = dict(zip(FEATURES, features([256, 512], [1, 1], 256, WORK), strict=True))
     assert row == {
         "micro_batches": 1,
         "sequences": 2,

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsebalance_megatron.cost.features import attended_block_pairs
 from sparsebalance_megatron.cost.flops import (
     attended_token_pairs,
     causal_token_pairs,
     training_flops,
 )
 from sparsebalance_megatron.cost.table import ModelShape
+from sparsebalance_megatron.cost.work_model import WORK_MODELS
 
 SHAPE = ModelShape(
     hidden_size=24,
@@ -64,7 +64,7 @@ def test_whole_blocks_are_the_planner_s_block_pairs_without_what_is_masked() -> 
     masked = blocks * (block_size * (block_size - 1) // 2)
     np.testing.assert_array_equal(
         attended_token_pairs(blocks * block_size, 4, block_size) + masked,
-        attended_block_pairs(blocks * block_size, 4, block_size) * block_size**2,
+        WORK_MODELS["query-block"].attended_pairs(blocks, 4) * block_size**2,
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cost.cost_cases import predict_ms
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracles import cost as oracle
@@ -24,6 +25,7 @@ from sparsebalance_megatron.cost.model import (
     held_out_errors,
 )
 from sparsebalance_megatron.cost.table import CostRow, CostTable, RunIdentity
+from sparsebalance_megatron.cost.work_model import WORK_MODELS
 
 Measure = Callable[..., CostTable]
 SHARED = Path(__file__).parents[2].parent / "shared"
@@ -74,9 +76,9 @@ def test_fit_weighs_small_and_large_alike(measure: Measure, planted: CostModel) 
     table = measure(noise=0.05)
     fitted = CostModel.fit(table)
     for lengths in ([256], [16384]):
-        row = features(lengths, 16, table.identity.block_size)
-        predicted = fitted.predict_ms(Part.ATTENTION, Direction.FORWARD, row)
-        true = planted.predict_ms(Part.ATTENTION, Direction.FORWARD, row)
+        row = features(lengths, 16, table.identity.block_size, fitted.work)
+        predicted = predict_ms(fitted, Part.ATTENTION, Direction.FORWARD, row)
+        true = predict_ms(planted, Part.ATTENTION, Direction.FORWARD, row)
         assert predicted == pytest.approx(true, rel=0.1)
 
 
@@ -96,7 +98,7 @@ def test_fit_never_returns_negative_costs(measure: Measure) -> None:
         (Part.HEAD, "visible_block_pairs"),
     ],
 )
-def test_a_part_depends_only_on_its_features(measure: Measure, part: Part, without: str) -> None:
+def test_a_kind_depends_only_on_its_features(measure: Measure, part: Part, without: str) -> None:
     fitted = CostModel.fit(measure(noise=0.5))
     assert fitted.coefficients_ms(part, Direction.FORWARD)[FEATURES.index(without)] == 0.0
 
@@ -107,34 +109,14 @@ def test_prediction_equals_the_oracles_sum(
     planted: CostModel, documents: list[tuple[int, int]]
 ) -> None:
     lengths, budgets = (list(column) for column in zip(*documents, strict=True))
-    row = features(lengths, budgets, planted.block_size)
+    row = features(lengths, budgets, planted.block_size, planted.work)
     for part in Part:
         expected = oracle.micro_batch_ms(
             lengths, budgets, planted.block_size, planted.forward_ms[part]
         )
-        assert planted.predict_ms(part, Direction.FORWARD, row) == pytest.approx(expected, rel=1e-9)
-
-
-@same_planted_model
-@given(
-    row=st.lists(st.floats(0.0, 1e6), min_size=5, max_size=5),
-    feature=st.integers(0, 4),
-    growth=st.floats(0.0, 1e6),
-)
-def test_prediction_is_monotone_in_every_feature(
-    planted: CostModel, row: list[float], feature: int, growth: float
-) -> None:
-    grown = list(row)
-    grown[feature] += growth
-    for part in Part:
-        for direction in Direction:
-            before, after = planted.predict_ms(part, direction, np.array([row, grown]))
-            assert after >= before >= 0.0
-
-
-def test_prediction_keeps_leading_dimensions(planted: CostModel) -> None:
-    rows = np.ones((2, 3, len(FEATURES)))
-    assert planted.predict_ms(Part.LINEAR, Direction.FORWARD, rows).shape == (2, 3)
+        assert predict_ms(planted, part, Direction.FORWARD, row) == pytest.approx(
+            expected, rel=1e-9
+        )
 
 
 def test_recompute_adds_the_forward_it_repeats(planted: CostModel) -> None:
@@ -162,35 +144,36 @@ def test_counted_operations_of_a_layer(identity: RunIdentity) -> None:
     """2 operations per weight and token; 4 T^2 H D for dense attention over whole blocks."""
     shape = identity.shape
     model = CostModel.analytic(shape, 128, flops_per_ms=1.0)
-    row = features([1024], np.inf, 128)
+    row = features([1024], np.inf, 128, model.work)
     weights = 256 * (8 + 2 + 2) * 32 + 8 * 32 * 256 + 3 * 256 * 688
-    assert model.predict_ms(Part.LINEAR, Direction.FORWARD, row) == 2 * 1024 * weights
-    assert model.predict_ms(Part.HEAD, Direction.FORWARD, row) == 2 * 1024 * 256 * 1024
+    assert predict_ms(model, Part.LINEAR, Direction.FORWARD, row) == 2 * 1024 * weights
+    assert predict_ms(model, Part.HEAD, Direction.FORWARD, row) == 2 * 1024 * 256 * 1024
     causal_pairs = 8 * 9 / 2 * 128**2
-    attention = model.predict_ms(Part.ATTENTION, Direction.FORWARD, row)
+    attention = predict_ms(model, Part.ATTENTION, Direction.FORWARD, row)
     assert attention == pytest.approx(4 * causal_pairs * 8 * 32)
-    assert model.predict_ms(Part.ATTENTION, Direction.BACKWARD, row) == 2.5 * attention
-    assert model.predict_ms(Part.ROUTER, Direction.BACKWARD, row) == 0.0
+    assert predict_ms(model, Part.ATTENTION, Direction.BACKWARD, row) == 2.5 * attention
+    assert predict_ms(model, Part.ROUTER, Direction.BACKWARD, row) == 0.0
 
 
 def test_counted_operations_shrink_with_tensor_parallelism(identity: RunIdentity) -> None:
-    row = features([4096], 4, 128)
+    row = features([4096], 4, 128, WORK_MODELS["query-block"])
     whole = CostModel.analytic(identity.shape, 128)
     half = CostModel.analytic(replace(identity.shape, tensor_parallel_size=2), 128)
     for part in (Part.ATTENTION, Part.ROUTER, Part.LINEAR, Part.HEAD):
         for direction in Direction:
-            assert half.predict_ms(part, direction, row) == pytest.approx(
-                whole.predict_ms(part, direction, row) / 2
+            assert predict_ms(half, part, direction, row) == pytest.approx(
+                predict_ms(whole, part, direction, row) / 2
             )
 
 
 def test_token_selection_costs_more_routing(identity: RunIdentity) -> None:
-    row = features([4096], 4, 128)
+    row = features([4096], 4, 128, WORK_MODELS["query-block"])
     per_block, per_token, per_head = (
-        CostModel.analytic(identity.shape, 128, selection=selection).predict_ms(
-            Part.ROUTER, Direction.FORWARD, row
+        predict_ms(
+            CostModel.analytic(identity.shape, 128, selection=selection),
+            *(Part.ROUTER, Direction.FORWARD, row),
         )
-        for selection in ("query-block", "token-kv-head", "token-query-head")
+        for selection in WORK_MODELS
     )
     assert per_block < per_token < per_head
 
@@ -226,6 +209,6 @@ def test_dense_h100_latencies_are_predicted_within_a_tenth(measure: Measure, hel
     table = replace(measure(), rows=(*others, *attention))
     fitted = CostModel.fit(table)
     for tokens, ms in latencies[held_out::2]:
-        row = features([tokens], np.inf, table.identity.block_size)
-        predicted_ms = fitted.predict_ms(Part.ATTENTION, Direction.FORWARD, row)
+        row = features([tokens], np.inf, table.identity.block_size, fitted.work)
+        predicted_ms = predict_ms(fitted, Part.ATTENTION, Direction.FORWARD, row)
         assert predicted_ms == pytest.approx(ms, rel=0.1), f"{tokens} tokens"

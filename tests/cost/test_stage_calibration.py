@@ -8,18 +8,16 @@ import warnings
 
 import numpy as np
 import pytest
+from cost.cost_cases import Times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from sparsebalance_megatron.cost.stage_calibration import (
-    Calibration,
-    StageScales,
-    _median_over_known,
-)
+from sparsebalance_megatron.cost.stage_calibration import Calibration, _median_over_known
+from sparsebalance_megatron.cost.stage_scales import StageScales
 
-SHAPE_DPVM = (2, 3, 2, 4)
-STAGES, CHUNKS = SHAPE_DPVM[1:3]
+SHAPE_RPVM = (2, 3, 2, 4)
+STAGES, CHUNKS = SHAPE_RPVM[1:3]
 
 
 class Drill:
@@ -31,30 +29,24 @@ class Drill:
         self._noise = noise
         self._rng = np.random.default_rng(0)
 
-    def step(self, spoil=lambda forward_DPVM, backward_DPVM: None) -> None:
-        base_2DPVM = self._rng.uniform(1.0, 10.0, (2, *SHAPE_DPVM))
-        jitter_2DPVM = np.exp(self._noise * self._rng.standard_normal(base_2DPVM.shape))
-        measured = base_2DPVM * self.slowness_2PV[:, None, :, :, None] * jitter_2DPVM
-        scales = self.calibration.scales()
+    def step(self, spoil=lambda forward_RPVM, backward_RPVM: None) -> None:
+        base_2RPVM = self._rng.uniform(1.0, 10.0, (2, *SHAPE_RPVM))
+        jitter_2RPVM = np.exp(self._noise * self._rng.standard_normal(base_2RPVM.shape))
+        measured = base_2RPVM * self.slowness_2PV[:, None, :, :, None] * jitter_2RPVM
+        scales = self.calibration.snapshot()
         spoil(*measured)
-        self.calibration.update(
-            predicted_forward_DPVM=base_2DPVM[0] * scales.forward_PV[..., None],
-            measured_forward_DPVM=measured[0],
-            predicted_backward_DPVM=base_2DPVM[1] * scales.backward_PV[..., None],
-            measured_backward_DPVM=measured[1],
-        )
+        predicted_2RPVM = base_2RPVM * scales.factors_2RPV[..., None]
+        self.calibration.update(Times(predicted_2RPVM, scales), Times(measured, scales))
 
     def scales_2PV(self) -> np.ndarray:
-        scales = self.calibration.scales()
-        return np.stack([scales.forward_PV, scales.backward_PV])
+        return self.calibration.snapshot().scales_2PV.copy()
 
 
 def test_scales_start_at_one_and_are_read_only() -> None:
-    scales = Calibration(STAGES, CHUNKS).scales()
-    assert (scales.forward_PV == 1.0).all()
-    assert scales.backward_PV.shape == (STAGES, CHUNKS)
+    scales = Calibration(STAGES, CHUNKS).snapshot()
+    assert (scales.scales_2PV == np.ones((2, STAGES, CHUNKS))).all()
     with pytest.raises(ValueError, match="read-only"):
-        StageScales.ones(STAGES).forward_PV[0, 0] = 2.0
+        StageScales.ones(STAGES).scales_2PV[0, 0] = 2.0
 
 
 def test_a_wrong_cost_table_is_corrected_after_three_steps() -> None:
@@ -88,8 +80,8 @@ def test_one_outlier_moves_nothing(factor: float, whole_step: bool) -> None:
         drill.step()
     before = drill.scales_2PV()
 
-    def spoil(forward_DPVM: np.ndarray, backward_DPVM: np.ndarray) -> None:
-        forward_DPVM[... if whole_step else (0, 1, 0, 2)] *= factor
+    def spoil(forward_RPVM: np.ndarray, backward_RPVM: np.ndarray) -> None:
+        forward_RPVM[... if whole_step else (0, 1, 0, 2)] *= factor
 
     drill.step(spoil)
     np.testing.assert_allclose(drill.scales_2PV(), before, rtol=1e-12)
@@ -100,22 +92,19 @@ def test_one_outlier_moves_nothing(factor: float, whole_step: bool) -> None:
 
 def test_long_micro_batches_outweigh_many_short_ones() -> None:
     calibration = Calibration(1)
-    predicted = np.array([[[[1.0, 1.0, 1.0, 1.0, 100.0]]]])
+    predicted = np.ones((2, 1, 1, 1, 5))
+    predicted[..., -1] = 100.0
     measured = predicted * np.array([3.0, 3.0, 3.0, 3.0, 1.25])
     for _ in range(3):
         calibration.update(
-            predicted_forward_DPVM=predicted,
-            measured_forward_DPVM=measured,
-            predicted_backward_DPVM=predicted,
-            measured_backward_DPVM=measured,
-            predicted_with=StageScales.ones(1),
+            Times(predicted, StageScales.ones(1)), Times(measured, StageScales.ones(1))
         )
-    assert calibration.scales().forward_PV[0, 0] == 1.25
+    assert (calibration.snapshot().scales_2PV == 1.25).all()
 
 
 def test_a_slow_first_step_is_outvoted() -> None:
     drill = Drill()
-    drill.step(lambda forward_DPVM, backward_DPVM: forward_DPVM.__imul__(20.0))
+    drill.step(lambda forward_RPVM, backward_RPVM: forward_RPVM.__imul__(20.0))
     drill.step()
     drill.step()
     np.testing.assert_allclose(drill.scales_2PV(), 1.0)
@@ -139,7 +128,7 @@ def test_a_step_without_measurements_changes_nothing() -> None:
     before = drill.calibration.state_dict()
     drill.step(lambda forward, backward: (forward.fill(np.nan), backward.fill(np.nan)))
     after = drill.calibration.state_dict()
-    assert after.pop("ignored_measurements") == 2 * np.prod(SHAPE_DPVM)
+    assert after.pop("ignored_measurements") == 2 * np.prod(SHAPE_RPVM)
     before.pop("ignored_measurements")
     assert after == before
 
@@ -156,17 +145,13 @@ def test_a_stage_that_is_never_measured_keeps_its_scale() -> None:
 
 def test_predictions_may_be_older_than_the_current_scales() -> None:
     calibration = Calibration(1)
-    ones_1111 = np.ones((1, 1, 1, 1))
+    predicted, measured = np.ones((2, 1, 1, 1, 1)), np.full((2, 1, 1, 1, 1), 2.0)
+    measured[1] = 4.0
     for _ in range(20):
         calibration.update(
-            predicted_forward_DPVM=ones_1111,
-            measured_forward_DPVM=2.0 * ones_1111,
-            predicted_backward_DPVM=ones_1111,
-            measured_backward_DPVM=4.0 * ones_1111,
-            predicted_with=StageScales.ones(1),
+            Times(predicted, StageScales.ones(1)), Times(measured, StageScales.ones(1))
         )
-    assert calibration.scales().forward_PV == pytest.approx(2.0)
-    assert calibration.scales().backward_PV == pytest.approx(4.0)
+    assert calibration.snapshot().scales_2PV.ravel() == pytest.approx([2.0, 4.0])
 
 
 @settings(max_examples=25, deadline=None)
@@ -211,17 +196,13 @@ def test_state_of_another_pipeline_is_refused_and_changes_nothing() -> None:
 
 
 def test_wrong_shapes_are_refused() -> None:
-    good = np.ones((2, 3, 1, 4))
-    for bad in (np.ones((2, 4, 1, 4)), np.ones((2, 3, 1, 5))):
+    scales = StageScales.ones(3)
+    good = Times(np.ones((2, 2, 3, 1, 4)), scales)
+    for shape in ((2, 2, 4, 1, 4), (2, 2, 3, 1, 5)):
         with pytest.raises(
-            ValueError, match=r"must both be \[D, P, V, M\] with \[P, V\] = \(3, 1\)"
+            ValueError, match=r"must both be \[2, R, P, V, M\] with \[P, V\] = \(3, 1\)"
         ):
-            Calibration(3).update(
-                predicted_forward_DPVM=good,
-                measured_forward_DPVM=bad,
-                predicted_backward_DPVM=good,
-                measured_backward_DPVM=good,
-            )
+            Calibration(3).update(good, Times(np.ones(shape), scales))
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0])

@@ -53,7 +53,11 @@ def context_with(budgets_LS: np.ndarray, *, padding: int = 0, device: torch.devi
     if padding:
         boundaries += (boundaries[-1] + padding,)
     plan = MicroBatchPlan(
-        samples=tuple(range(len(LENGTHS))), lengths_tokens=LENGTHS, budgets_LS=budgets_LS
+        samples=tuple(range(len(LENGTHS))),
+        lengths_tokens=LENGTHS,
+        budgets_LS=budgets_LS,
+        rank=0,
+        position=0,
     )
     return micro_batch_context(
         plan,

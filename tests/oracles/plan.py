@@ -58,7 +58,7 @@ def stage_program(stages, micro_batches, schedule, chunks, stage):
     return program
 
 
-def run_pipeline(forward, backward, schedule, p2p):
+def run_pipeline(forward, backward, schedule):
     """{(stage, kind, chunk, micro-batch): (start, end)} of nested lists [P][V][M]."""
     stages, chunks, micro_batches = len(forward), len(forward[0]), len(forward[0][0])
     programs = [stage_program(stages, micro_batches, schedule, chunks, p) for p in range(stages)]
@@ -69,7 +69,7 @@ def run_pipeline(forward, backward, schedule, p2p):
             if place[p] == len(programs[p]):
                 continue
             kind, c, m = programs[p][place[p]]
-            ready = _input_time(times, stages, chunks, p, kind, c, m, p2p)
+            ready = _input_time(times, stages, chunks, p, kind, c, m)
             if ready is None:
                 continue
             start = max(clock[p], ready)
@@ -80,7 +80,7 @@ def run_pipeline(forward, backward, schedule, p2p):
     return times
 
 
-def _input_time(times, stages, chunks, p, kind, c, m, p2p):
+def _input_time(times, stages, chunks, p, kind, c, m):
     if kind == "F":
         if p > 0:
             source = (p - 1, "F", c, m)
@@ -96,11 +96,11 @@ def _input_time(times, stages, chunks, p, kind, c, m, p2p):
         source = (p, "F", c, m)
     if source not in times:
         return None
-    return times[source][1] + (p2p if source[0] != p else 0.0)
+    return times[source][1]
 
 
-def makespan(forward, backward, schedule, p2p=0.0):
-    return max(end for _, end in run_pipeline(forward, backward, schedule, p2p).values())
+def makespan(forward, backward, schedule):
+    return max(end for _, end in run_pipeline(forward, backward, schedule).values())
 
 
 def interpolate(grid, values, budget, blocks):

@@ -7,7 +7,9 @@ import numpy as np
 
 from sparsebalance_megatron.cost.model import CostModel, Part
 from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy
+from sparsebalance_megatron.plan.step_problem import PlanInputs
 
 FORWARD_MS = {
     Part.ATTENTION: (0.02, 0.005, 2e-5, 2.5e-3, 0.0),
@@ -68,7 +70,7 @@ def coverage_curves(layers, max_blocks=2048, *, seed=0, observed=1.0):
     )
     values = np.cumsum(rises, axis=-1) / rises.sum(axis=-1, keepdims=True)
     counts = generator.random(curves.observed_LU.shape) < observed
-    curves.update(values * counts[..., None], counts)
+    curves.observe(values * counts[..., None], counts)
     return curves
 
 
@@ -86,3 +88,8 @@ def random_lengths(count, seed, *, longest=2**17, kind="spread"):
         case _:
             raise ValueError(kind)
     return generator.permutation(lengths).tolist()
+
+
+def planned(step=0, **inputs):
+    """A plan; the lengths may be a list."""
+    return plan_step(step, PlanInputs(**inputs | {"lengths_tokens": (*inputs["lengths_tokens"],)}))

@@ -27,7 +27,7 @@ def random_curves(seed, layers=3, max_blocks=40, decay=0.9):
     rises = generator.random(curves.mean_LUK.shape) ** 4
     values = np.cumsum(rises, axis=-1) / rises.sum(axis=-1, keepdims=True)
     counts = generator.integers(1, 9, curves.observed_LU.shape)
-    curves.update(values * counts[..., None], counts)
+    curves.observe(values * counts[..., None], counts)
     return curves
 
 
@@ -58,14 +58,14 @@ def test_first_observation_whole_then_exponential():
     sums = np.full(curves.mean_LUK.shape, np.nan)
     counts = np.zeros(curves.observed_LU.shape)
     sums[0, 1], counts[0, 1] = first * 4, 4
-    curves.update(sums, counts)
+    curves.observe(sums, counts)
     assert curves.mean_LUK[0, 1] == pytest.approx(first)
     assert curves.observed_LU.tolist() == [[False, True, False]]
     sums[0, 1], counts[0, 1] = second * 2, 2
-    curves.update(sums, counts)
+    curves.observe(sums, counts)
     assert curves.mean_LUK[0, 1] == pytest.approx(0.75 * first + 0.25 * second)
     before = curves.mean_LUK.copy()
-    curves.update(sums, np.zeros_like(counts))
+    curves.observe(sums, np.zeros_like(counts))
     assert (curves.mean_LUK == before).all()
 
 
@@ -74,12 +74,12 @@ def test_broken_updates():
     sums, counts = np.ones(curves.mean_LUK.shape), np.ones(curves.observed_LU.shape)
     sums[2, 3, 1] = np.nan
     with pytest.raises(PlanError, match="layer 2, length bucket 3"):
-        curves.update(sums, counts)
+        curves.observe(sums, counts)
     assert not curves.observed_LU.any()
     with pytest.raises(PlanError, match="expected"):
-        curves.update(sums[:2], counts)
+        curves.observe(sums[:2], counts)
     with pytest.raises(PlanError, match="negative"):
-        curves.update(np.ones(curves.mean_LUK.shape), -counts)
+        curves.observe(np.ones(curves.mean_LUK.shape), -counts)
 
 
 @settings(max_examples=40, deadline=None)
@@ -131,7 +131,7 @@ def test_no_cut_without_evidence():
     curves = CoverageCurves(2, 64, 0.9)
     counts = np.zeros(curves.observed_LU.shape)
     counts[0] = 1
-    curves.update(np.ones(curves.mean_LUK.shape), counts)
+    curves.observe(np.ones(curves.mean_LUK.shape), counts)
     floor = least_feasible_budget(curves, np.array([3, 64]), 16, 0.1)
     assert floor.tolist() == [[1, 1], [3, 16]]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The account: nothing short stays short, nothing saved is spent twice, old entries are capped."""
+"""The ledger: nothing short stays short, nothing saved is spent twice, old entries are capped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsebalance_megatron.plan.budgets.price import horizon_steps
-from sparsebalance_megatron.plan.coverage_ledger import CoverageAccount
+from sparsebalance_megatron.plan.coverage_ledger import CoverageLedger
 
 SIZES = st.sampled_from([1, 8, 24, 64, 512])
 
@@ -16,14 +16,14 @@ SIZES = st.sampled_from([1, 8, 24, 64, 512])
 def run(size, errors, *, delay):
     """Surplus of every step, if each executes its even share of what its horizon owed, and errs.
 
-    ``delay``: a plan knows the account without the last so many steps.
+    ``delay``: a plan knows the ledger without the last so many steps.
     """
-    account, surplus, known = CoverageAccount(size), [], []
+    ledger, surplus, known = CoverageLedger(size), [], []
     for error in errors:
-        known.append(account.owed_coverage / (size * horizon_steps(size)))
+        known.append(ledger.snapshot() / (size * horizon_steps(size)))
         surplus.append(known[max(0, len(known) - 1 - delay)] + error)
-        account.settle(base_mean=0.5, executed_mean=0.5 + surplus[-1])
-    return surplus, account.balance
+        ledger.settle(base_mean=0.5, executed_mean=0.5 + surplus[-1])
+    return surplus, ledger.balance
 
 
 @given(SIZES, st.floats(-0.04, 0.04), st.sampled_from([0, 1]))
@@ -42,10 +42,10 @@ def test_a_lasting_error_is_balanced(size, error, delay):
 
 
 def test_what_lies_long_back_is_capped():
-    account = CoverageAccount(64)
+    ledger = CoverageLedger(64)
     for _ in range(100):
-        account.settle(base_mean=0.9, executed_mean=0.1)
-    assert account.balance == pytest.approx(0.05 * 64)
+        ledger.settle(base_mean=0.9, executed_mean=0.1)
+    assert ledger.balance == pytest.approx(0.05 * 64)
     for _ in range(100):
-        account.settle(base_mean=0.1, executed_mean=0.9)
-    assert account.balance == pytest.approx(-0.05 * 64)
+        ledger.settle(base_mean=0.1, executed_mean=0.9)
+    assert ledger.balance == pytest.approx(-0.05 * 64)

@@ -20,8 +20,10 @@ def test_imbalance_is_max_over_mean() -> None:
 
 def test_a_rank_is_as_busy_as_its_busiest_stage() -> None:
     forward_RPVM = np.arange(8.0).reshape(2, 2, 1, 2)
-    stages_RP = stage_busy_ms(forward_RPVM, 2 * forward_RPVM)
+    stages_RP = stage_busy_ms(np.stack([forward_RPVM, 2 * forward_RPVM]))
     np.testing.assert_array_equal(stages_RP, [[3.0, 15.0], [27.0, 39.0]])
-    np.testing.assert_array_equal(rank_busy_ms(forward_RPVM, 2 * forward_RPVM), [15.0, 39.0])
+    np.testing.assert_array_equal(
+        rank_busy_ms(np.stack([forward_RPVM, 2 * forward_RPVM])), [15.0, 39.0]
+    )
     forward_RPVM[1, 0, 0, 0] = math.nan
-    assert np.isnan(rank_busy_ms(forward_RPVM, forward_RPVM)).tolist() == [False, True]
+    assert np.isnan(rank_busy_ms(np.stack([forward_RPVM, forward_RPVM]))).tolist() == [False, True]

@@ -7,16 +7,15 @@ import numpy as np
 import pytest
 from oracles.placement import best_makespan_ms
 from plan.plan_cases import cost_model, coverage_curves, job_shape, policy
+from plan.plan_cases import planned as plan
 
-from sparsebalance_megatron.cost.stage_calibration import StageScales
-from sparsebalance_megatron.plan.planner import plan_step
+from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.schedules.bounds import unhideable_limit
 from sparsebalance_megatron.plan.step_costs import step_costs
 
 
 def planned(lengths, job, **changes):
-    return plan_step(
-        step=0,
+    return plan(
         lengths_tokens=lengths,
         job=job,
         policy=policy(**changes),
@@ -37,11 +36,8 @@ def test_within_three_percent_of_the_optimum(shape, samples, seed):
     generator = np.random.default_rng(seed)
     lengths = np.exp(generator.uniform(np.log(500), np.log(30000), samples)).astype(int).tolist()
     costs = step_costs(lengths, job, cost_model(), StageScales.ones(job.pipeline_stages))
-    forward_SC, backward_SC = costs.sample_ms(np.full((job.layers, samples), 8))
-    constant_2P = [costs.constant_forward_C.tolist(), costs.constant_backward_C.tolist()]
-    best = best_makespan_ms(
-        forward_SC.tolist(), backward_SC.tolist(), constant_2P, shape[0], shape[1]
-    )
+    sample_2SC = costs.sample_ms(np.full((job.layers, samples), 8))
+    best = best_makespan_ms(*sample_2SC.tolist(), costs.constant_2C.tolist(), shape[0], shape[1])
     assert best is not None, "CP-SAT proved no optimum in time"
     found = planned(lengths, job, tuning="off").expectation.makespan_ms
     assert best * (1 - 1e-3) <= found <= best * 1.03

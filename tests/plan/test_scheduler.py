@@ -16,7 +16,8 @@ from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.plan.measurement import CoverageTotals, StepMeasurement
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.scheduler import Scheduler
-from sparsebalance_megatron.plan.step_plan import PlanError
+from sparsebalance_megatron.plan.step_plan import PlanError, StepPlan
+from sparsebalance_megatron.plan.step_problem import PlanInputs
 
 STEPS = 6
 
@@ -53,8 +54,7 @@ def measurement(schedule: Scheduler, rise: int, step: int | None = None) -> Step
         grown=0.0,
     )
     return StepMeasurement(
-        forward_ms=expectation.forward_ms * slow_P11,
-        backward_ms=expectation.backward_ms * slow_P11,
+        times_2RPVM=expectation.times_2RPVM * slow_P11,
         schedule_ms=np.ones((2, 2)),
         coverage=coverage,
         lm_loss=1.0,
@@ -245,9 +245,9 @@ def test_small_global_batches_look_ahead_to_the_samples_of_later_steps(
 
     asked: list[list[int]] = []
 
-    def recording(**given: Any) -> Any:
-        asked.append(list(given["later_lengths_tokens"]))
-        return plan_step(**given)
+    def recording(step: int, inputs: PlanInputs) -> StepPlan:
+        asked.append(list(inputs.later_lengths_tokens))
+        return plan_step(step, inputs)
 
     monkeypatch.setattr(module, "plan_step", recording)
     scheduler(index, None, coverage_target="base").planned(3)
@@ -257,8 +257,8 @@ def test_small_global_batches_look_ahead_to_the_samples_of_later_steps(
 
 def base_mean(schedule: Scheduler, step: int) -> float:
     """Expected coverage of a step's samples at base budgets."""
-    ranks = schedule.planned(step).plan.ranks
-    lengths = [n for rank in ranks for slot in rank.micro_batches for n in slot.lengths_tokens]
+    slots = schedule.planned(step).plan.slots
+    lengths = [n for slot in slots for n in slot.lengths_tokens]
     blocks_S = -(-np.array(lengths) // BLOCK_TOKENS)
     base_S = np.minimum(schedule.policy.base_budget, blocks_S)
     base_LS = np.broadcast_to(base_S, (JOB.layers, len(base_S)))

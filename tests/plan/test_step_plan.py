@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plan.plan_cases import cost_model, coverage_curves, job_shape, policy
+from plan.plan_cases import cost_model, coverage_curves, job_shape, planned, policy
 
-from sparsebalance_megatron.cost.stage_calibration import StageScales
-from sparsebalance_megatron.plan.planner import plan_step
+from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 LENGTHS = [500, 700, 900, 1100]
@@ -20,7 +19,7 @@ POLICY = policy(max_tokens_per_slot=1500)
 
 @pytest.fixture
 def plan():
-    return plan_step(
+    return planned(
         step=3,
         lengths_tokens=LENGTHS,
         job=JOB,
@@ -33,9 +32,22 @@ def plan():
 
 def with_first(plan, **changes):
     """The plan with the first micro-batch of rank 0 changed."""
-    first, *others = plan.ranks[0].micro_batches
-    rank = replace(plan.ranks[0], micro_batches=(replace(first, **changes), *others))
-    return replace(plan, ranks=(rank, *plan.ranks[1:]))
+    first, *others = plan.slots
+    return replace(plan, slots=(replace(first, **changes), *others))
+
+
+@pytest.fixture
+def wide(plan):
+    """The first micro-batch of rank 0 spans both ranks and holds what rank 1 had."""
+    first, second, third, fourth = plan.slots
+    joined = replace(
+        first,
+        samples=(*first.samples, *third.samples),
+        lengths_tokens=(*first.lengths_tokens, *third.lengths_tokens),
+        budgets_LS=np.concatenate([first.budgets_LS, third.budgets_LS], axis=1),
+        width=2,
+    )
+    return replace(plan, slots=(joined, second, fourth))
 
 
 def test_a_plan_is_valid(plan):
@@ -59,18 +71,74 @@ def test_broken_micro_batches(plan, changes, words):
         with_first(plan, **changes).validate(LENGTHS, JOB, POLICY)
 
 
-def test_broken_counts(plan):
+def test_broken_places(plan):
     with pytest.raises(PlanError, match="1 ranks, job 2"):
-        replace(plan, ranks=plan.ranks[:1]).validate(LENGTHS, JOB, POLICY)
-    short = replace(plan.ranks[1], micro_batches=plan.ranks[1].micro_batches[:1])
-    with pytest.raises(PlanError, match="rank 1: 1 micro-batches, job has 2"):
-        replace(plan, ranks=(plan.ranks[0], short)).validate(LENGTHS, JOB, POLICY)
+        replace(plan, data_parallel_size=1).validate(LENGTHS, JOB, POLICY)
+    with pytest.raises(PlanError, match="rank 1, micro-batch 1: in 0 slots, must be in exactly 1"):
+        replace(plan, slots=plan.slots[:-1]).validate(LENGTHS, JOB, POLICY)
+    with pytest.raises(PlanError, match="micro-batch 2: job has 2"):
+        with_first(plan, position=2).validate(LENGTHS, JOB, POLICY)
+
+
+def test_a_rank_reads_its_micro_batches_position_by_position(plan):
+    shuffled = replace(plan, slots=plan.slots[::-1])
+    for rank in (0, 1):
+        slots = shuffled.for_rank(rank).micro_batches
+        assert [(slot.rank, slot.position) for slot in slots] == [(rank, 0), (rank, 1)]
+    assert shuffled.digest() == plan.digest()
+
+
+def test_a_wide_slot_belongs_to_all_its_ranks(wide):
+    wide.validate(LENGTHS, JOB, POLICY)
+    of_ranks = [wide.for_rank(rank).micro_batches for rank in (0, 1)]
+    assert of_ranks[0][0] is of_ranks[1][0] is wide.slots[0]
+    assert [slots[1].rank for slots in of_ranks] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"width": 1}, "rank 1, micro-batch 0: in 0 slots"),
+        ({"width": 0}, "width 0 is below 1"),
+        ({"rank": 1}, "2 ranks from there are not all among the job's 2"),
+        ({"position": 1}, "rank 0, micro-batch 0: in 0 slots"),
+    ],
+)
+def test_broken_wide_slots(wide, changes, words):
+    policy_ = replace(POLICY, max_tokens_per_slot=3000)
+    with pytest.raises(PlanError, match=words):
+        with_first(wide, **changes).validate(LENGTHS, JOB, policy_)
+
+
+def test_the_cap_is_that_of_a_rank(wide):
+    tight = replace(POLICY, max_tokens_per_slot=wide.slots[0].tokens // 2 - 1)
+    with pytest.raises(PlanError, match=f"cap of {2 * tight.max_tokens_per_slot}"):
+        wide.validate(LENGTHS, JOB, tight)
+
+
+def test_the_digest_knows_how_wide_a_slot_is():
+    """Plans that differ in a width alone: a slot of two ranks, and one rank's of the same rows."""
+    job, lengths = job_shape(3, 1), [300, 400]
+    narrow = planned(
+        lengths_tokens=[*lengths, 500],
+        job=job,
+        policy=replace(POLICY, batching="arrival"),
+        cost=cost_model(),
+        scales=StageScales.ones(1),
+        coverage=coverage_curves(job.layers),
+    )
+    first, second, _ = narrow.slots
+    left = replace(narrow, slots=(replace(first, width=2), replace(second, rank=2)))
+    right = replace(narrow, slots=(first, replace(second, width=2)))
+    for plan in (left, right):
+        plan.validate(lengths, job, POLICY)
+    assert left.digest() != right.digest()
 
 
 def test_digest_covers_placement_and_budgets(plan):
-    budgets_LS = plan.ranks[0].micro_batches[0].budgets_LS.copy()
+    budgets_LS = plan.slots[0].budgets_LS.copy()
     budgets_LS[1, 0] += 1
-    swapped = replace(plan, ranks=plan.ranks[::-1])
+    swapped = replace(plan, slots=tuple(replace(slot, rank=1 - slot.rank) for slot in plan.slots))
     variants = [plan, replace(plan, step=4), swapped, with_first(plan, budgets_LS=budgets_LS)]
     assert len({variant.digest() for variant in variants}) == len(variants)
     assert plan.digest() == replace(plan, batching="length").digest()

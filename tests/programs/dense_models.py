@@ -123,6 +123,8 @@ def packed(model):
         samples=tuple(range(len(LENGTHS))),
         lengths_tokens=LENGTHS,
         budgets_LS=np.full((model.config.num_layers, len(LENGTHS)), 1000),
+        rank=0,
+        position=0,
     )
     context = micro_batch_context(
         plan,

@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.cost.stage_calibration import StageScales
+from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.coverage import CoverageCurves, length_bucket
 from sparsebalance_megatron.plan.planner import plan_step
-from sparsebalance_megatron.plan.schedules.simulator import schedule_name, simulate
+from sparsebalance_megatron.plan.schedules.orders import schedule_name
+from sparsebalance_megatron.plan.schedules.simulator import simulate
 from sparsebalance_megatron.plan.step_plan import JobShape, StepPlan
+from sparsebalance_megatron.plan.step_problem import PlanInputs
 from sparsebalance_megatron.simulate.models import h200_cost, prior_coverage
 from sparsebalance_megatron.simulate.setups import default_policy
 
@@ -72,8 +74,7 @@ class SampleRun:
             coverage_threshold=0.1,
             cap_tokens=2 * MAX_TOKENS,
         )
-        return plan_step(
-            step=step,
+        inputs = PlanInputs(
             lengths_tokens=tuple(int(n) for n in np.clip(drawn, 64, MAX_TOKENS)),
             job=self.job,
             policy=replace(policy, batching=self.batching, tuning=self.tuning, plan_ms=0.5),
@@ -81,6 +82,7 @@ class SampleRun:
             scales=StageScales.ones(self.stages, self.virtual_stages),
             coverage=self.coverage(),
         )
+        return plan_step(step, inputs)
 
     def write(self, directory: Path) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
@@ -186,22 +188,13 @@ class SampleRun:
                 "base_mean": min(1.0, (expected.coverage_mean or 0.0) + 0.02),
             },
             "guarded_samples": 0,
-            "tokens": sum(m.tokens for rank in plan.ranks for m in rank.micro_batches),
+            "tokens": sum(m.tokens for m in plan.slots),
             "padded_tokens": 0,
         }
 
     def traces(self, forward: np.ndarray, backward: np.ndarray) -> list[Any]:
-        """The pipelines that "ran", with a little time for every message."""
-        return [
-            simulate(
-                forward[d],
-                backward[d],
-                schedule=schedule_name(self.stages, self.virtual_stages),
-                virtual_stages=self.virtual_stages,
-                p2p_ms=0.2,
-            )
-            for d in range(self.ranks)
-        ]
+        """The pipelines that "ran"."""
+        return [simulate(np.stack(times)) for times in zip(forward, backward, strict=True)]
 
     def rank_record(
         self,
@@ -217,7 +210,7 @@ class SampleRun:
         trace = self.traces(forward, backward)[d]
         curves = self.coverage()
         micro_batches = []
-        for position, micro_batch in enumerate(plan.ranks[d].micro_batches):
+        for position, micro_batch in enumerate(plan.for_rank(d).micro_batches):
             blocks_S = -(-np.array(micro_batch.lengths_tokens) // BLOCK_SIZE)
             coverage_LS = curves.coverage_LS(blocks_S, micro_batch.budgets_LS)[layers]
             micro_batches.append(
@@ -239,7 +232,7 @@ class SampleRun:
             "micro_batches": micro_batches,
             "spans": [
                 [
-                    event.kind,
+                    event.direction,
                     event.chunk,
                     event.micro_batch,
                     round(event.start_ms, 4),

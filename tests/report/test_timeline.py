@@ -68,7 +68,7 @@ def test_a_simulated_timeline_holds_everything_once(
 def test_a_simulated_timeline_is_the_simulators() -> None:
     forward_PM = np.array([[1.0, 2.0], [3.0, 1.0]])
     found = measured_timeline(times(forward_PM[None, :, None, :]), {})
-    trace = simulate(forward_PM, 2 * forward_PM)
+    trace = simulate(np.stack([forward_PM, 2 * forward_PM])[:, :, None])
     assert found is not None and found.source == SIMULATED
     assert found.makespan_ms == trace.makespan_ms
     assert [(bar.place[1], bar.start_ms, bar.end_ms) for bar in found.bars] == [

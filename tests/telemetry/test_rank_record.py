@@ -28,7 +28,7 @@ LAYERS = (2, 3, 6, 7)
 def test_a_rank_says_what_it_ran_when_and_with_which_coverage() -> None:
     """Chunks of one micro-batch are observed apart, in the order they ran."""
     planned = planned_step()
-    micro_batches = planned.plan.ranks[1].micro_batches
+    micro_batches = planned.plan.for_rank(1).micro_batches
     order = [(position, chunk) for position in (0, 1) for chunk in (0, 1)]
     pieces, rows = [], []
     for position, chunk in order:

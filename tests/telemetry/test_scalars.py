@@ -19,7 +19,7 @@ from step_cases import (
     slowed_down,
 )
 
-from sparsebalance_megatron.cost.stage_calibration import StageScales
+from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.telemetry.scalars import ScalarWriter, step_scalars
 from sparsebalance_megatron.training.sinks import StepSinks
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cost.cost_cases import Times
 from harness import (
     BALANCE_FLAGS,
     MODEL_FLAGS,
@@ -19,6 +20,7 @@ from harness import (
 from plan.plan_cases import cost_model, job_shape, policy
 
 from sparsebalance_megatron.cost.stage_calibration import Calibration
+from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.scheduler import Scheduler, StateError
@@ -110,19 +112,15 @@ def learnt(index: SampleIndex, consumed_samples: int, **shape: int) -> dict:
     """State of a run that has observed curves and times, after that many samples."""
     run = scheduler(index, **shape)
     curve_K = np.linspace(0.3, 1.0, len(run.coverage.grid))
-    run.coverage.update(
+    run.coverage.observe(
         np.broadcast_to(curve_K, run.coverage.mean_LUK.shape),
         np.ones(run.coverage.observed_LU.shape),
     )
     stages = run.job.pipeline_stages
-    times = np.ones((1, stages, 1, 1))
+    times, scales = np.ones((2, 1, stages, 1, 1)), StageScales.ones(stages)
+    measured = Times(times * np.array([3.0, 2.0]).reshape(2, 1, 1, 1, 1), scales)
     for _ in range(3):
-        run.calibration.update(
-            predicted_forward_DPVM=times,
-            measured_forward_DPVM=3.0 * times,
-            predicted_backward_DPVM=times,
-            measured_backward_DPVM=2.0 * times,
-        )
+        run.calibration.update(Times(times, run.calibration.snapshot()), measured)
     run._finished_step = consumed_samples // run._global_batch_size - 1
     return run.state_dict()
 
@@ -132,7 +130,7 @@ def test_state_does_not_depend_on_the_number_of_data_parallel_ranks(index: Sampl
     assert state == learnt(index, 24, data_parallel_size=1)
     other = scheduler(index, data_parallel_size=4)
     assert other.load_state_dict(state) == ()
-    assert other.calibration.scales().forward_PV.tolist() == [[3.0], [3.0]]
+    assert other.calibration.snapshot().scales_2PV[0].tolist() == [[3.0], [3.0]]
     assert other.state_dict() == state
 
 

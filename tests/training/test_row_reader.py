@@ -15,7 +15,8 @@ from plan.scheduler_cases import scheduler
 
 from sparsebalance_megatron.data.packing import PackedRow
 from sparsebalance_megatron.data.samples import SampleIndex
-from sparsebalance_megatron.plan.scheduler import PlannedStep, Scheduler
+from sparsebalance_megatron.plan.planned_step import PlannedStep
+from sparsebalance_megatron.plan.scheduler import Scheduler
 from sparsebalance_megatron.training.data_iterator import MicroBatchIterator
 from sparsebalance_megatron.training.row_reader import RowReader
 
@@ -76,7 +77,7 @@ def test_every_row_is_that_of_its_slot(index: SampleIndex, planner: Executor, ah
         micro_batches = iterator_of(schedule, reader_of(index, worker))
         for step in range(4):
             planned = schedule.planned(step)
-            for slot in planned.plan.ranks[1].micro_batches:
+            for slot in planned.plan.for_rank(1).micro_batches:
                 micro_batch = next(micro_batches)
                 assert (micro_batch.step, micro_batch.plan) == (step, slot)
                 assert_holds(micro_batch.row, index, planned, slot)
@@ -88,7 +89,7 @@ def test_the_next_steps_rows_are_read_before_they_are_asked_for(
     index: SampleIndex, planner: Executor
 ) -> None:
     schedule, worker = scheduler(index, planner), CountingExecutor()
-    slots = len(schedule.planned(0).plan.ranks[1].micro_batches)
+    slots = len(schedule.planned(0).plan.for_rank(1).micro_batches)
     next(iterator_of(schedule, reader_of(index, worker)))
     assert worker.submitted == slots
     schedule.plan_following(0)
@@ -112,7 +113,7 @@ def test_rows_are_read_once_and_kept_for_two_steps(index: SampleIndex) -> None:
     for step in range(5):
         reader.begin(schedule.planned(step))
         reader.begin(schedule.planned(step))
-    slots = len(schedule.planned(4).plan.ranks[1].micro_batches)
+    slots = len(schedule.planned(4).plan.for_rank(1).micro_batches)
     assert worker.submitted == 5 * slots
     assert len(reader._rows) == 2 * slots
 
@@ -144,7 +145,7 @@ def test_a_process_that_ends_begins_nothing(index: SampleIndex) -> None:
     worker.shutdown()
     reader = reader_of(index, worker)
     reader.begin(planned)
-    slot = planned.plan.ranks[1].micro_batches[0]
+    slot = planned.plan.for_rank(1).micro_batches[0]
     assert_holds(reader.row(planned, 0), index, planned, slot)
 
 
@@ -158,7 +159,7 @@ def test_two_threads_may_begin_the_same_step(index: SampleIndex) -> None:
             thread.start()
         for thread in threads:
             thread.join(WAIT_S)
-        assert worker.submitted == len(planned.plan.ranks[1].micro_batches)
+        assert worker.submitted == len(planned.plan.for_rank(1).micro_batches)
 
 
 def test_a_chunk_that_reads_no_tokens_gets_none(index: SampleIndex) -> None:

@@ -16,7 +16,7 @@ from harness import (
     write_documents,
 )
 
-from sparsebalance_megatron.plan.schedules.simulator import schedule_name, schedule_order
+from sparsebalance_megatron.plan.schedules.orders import megatron_order
 
 pytestmark = pytest.mark.distributed
 
@@ -37,9 +37,9 @@ def test_observed_order_is_the_simulated_order(
     run_training(stages, (*flags, *layout), program=PROGRAM).require_success()
     for stage in range(stages):
         observed = json.loads((tmp_path / f"rank{stage}.json").read_text())
-        name = schedule_name(stages, virtual)
-        simulated = schedule_order(stages, MICRO_BATCHES, name, virtual, stage)
-        assert [event[0] for event in observed] == [kind for kind, _, _ in simulated]
+        order = megatron_order(stages, MICRO_BATCHES, virtual).by_stage[stage]
+        simulated = [(each.direction, each.chunk, each.micro_batch) for each in order]
+        assert [event[0] for event in observed] == [direction for direction, _, _ in simulated]
         # Megatron names no backward; the recorder takes their identity from this very order.
         assert [tuple(e) for e in observed if e[0] == "forward"] == [
             operation for operation in simulated if operation[0] == "forward"

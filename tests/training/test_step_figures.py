@@ -15,8 +15,8 @@ def test_figures_of_a_step_with_a_slow_stage() -> None:
     planned = planned_step()
     expectation = planned.plan.expectation
     measured = slowed_down(measured_as_planned(planned), 0, 0, 3.0)
-    busy_R = rank_busy_ms(measured.forward_ms, measured.backward_ms)
-    expected_R = rank_busy_ms(expectation.forward_ms, expectation.backward_ms)
+    busy_R = rank_busy_ms(measured.times_2RPVM)
+    expected_R = rank_busy_ms(expectation.times_2RPVM)
     figures = step_figures(expectation, measured, {"padded-tokens": 5, "dropped-tokens": 0})
     assert figures == {
         "sparse-balance/imbalance": pytest.approx(max(busy_R) * 2 / sum(busy_R)),

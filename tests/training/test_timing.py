@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from sparsebalance_megatron.megatron.timers import BACKWARD_TIMER, FORWARD_TIMER, RecordingTimers
-from sparsebalance_megatron.plan.schedules.simulator import schedule_order
+from sparsebalance_megatron.plan.schedules.orders import megatron_order
 from sparsebalance_megatron.training.timing import MicroBatchRecorder
 
 UNIX_S = 1.75e9
@@ -37,8 +37,8 @@ class SilentTimers:
 
 
 def recorder_for(stages: int, virtual: int, micro_batches: int, stage: int):
-    schedule = "interleaved" if virtual > 1 else "1f1b" if stages > 1 else "no_pipeline"
-    order = schedule_order(stages, micro_batches, schedule, virtual, stage)
+    operations = megatron_order(stages, micro_batches, virtual).by_stage[stage]
+    order = [(each.direction, each.chunk, each.micro_batch) for each in operations]
     clock = WoundClock()
     recorder = MicroBatchRecorder(
         clock,

@@ -5,7 +5,7 @@ A step leads from one grid budget to the next, with a price in ms and a gain in 
 ranked by gain per ms on the concave envelope of the curve, so that a ranking by gain never asks for
 a later step before an earlier one.
 
-Shape legend: S samples, L layers, K grid budgets, I chosen chains.
+Shape legend: S samples, L layers, K budgets of the grid, I chosen chains.
 """
 
 from __future__ import annotations

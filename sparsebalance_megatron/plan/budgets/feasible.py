@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which budgets the coverage threshold allows.
 
-Shape legend: S samples, L layers, R rows (samples of as many blocks).
+Shape legend: S samples, L layers, Z sizes (samples of as many blocks).
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def feasible_range(costs: StepCosts, coverage: CoverageCurves, policy: PlanPolic
     base_LS = np.broadcast_to(base_S, (coverage.layers, len(base_S)))
     if policy.tuning == "off":
         return BudgetRange(floor_LS=base_LS, base_LS=base_LS, top_LS=base_LS)
-    blocks_R, row_S = np.unique(costs.blocks_S, return_inverse=True)
+    blocks_Z, size_S = np.unique(costs.blocks_S, return_inverse=True)
     floor_LS = least_feasible_budget(
-        coverage, blocks_R, policy.base_budget, policy.coverage_threshold
-    )[:, row_S]
+        coverage, blocks_Z, policy.base_budget, policy.coverage_threshold
+    )[:, size_S]
     observed_LS = coverage.observed_LS(costs.blocks_S)
     top_LS = np.where(observed_LS, np.maximum(costs.blocks_S, base_LS), base_LS)
     return BudgetRange(floor_LS=floor_LS, base_LS=base_LS, top_LS=top_LS)

@@ -5,7 +5,7 @@ A step of long samples pays more for coverage than one of short samples. One pri
 of several steps holds their mean coverage with the least work, so each step wants what its own
 samples take at that price. Large global batches are a horizon by themselves.
 
-Shape legend: S samples of the horizon, L layers, R rows of the ladder.
+Shape legend: S samples of the horizon, L layers, Z sizes (samples of as many blocks).
 """
 
 from __future__ import annotations
@@ -14,18 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparsebalance_megatron.plan.budgets.feasible import BudgetRange
-from sparsebalance_megatron.plan.budgets.fill import LEVELS
-from sparsebalance_megatron.plan.budgets.price_ladder import Ladder, price_ladder
-from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.step_costs import StepCosts
-from sparsebalance_megatron.plan.step_plan import PlanPolicy
+from sparsebalance_megatron.plan.budgets.price_ladder import LEVELS, Ladder, price_ladder
+from sparsebalance_megatron.plan.budgets.problem import ROUNDING, BudgetProblem
 
 HORIZON_SAMPLES = 64
 """At least; longer horizons gain little and take longer to plan."""
-
-ROUNDING = 1.0 + 1e-9
-"""Above what sums of the same numbers in another order differ by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,57 +41,46 @@ def horizon_steps(global_batch_size: int) -> int:
 
 
 def price(
-    policy: PlanPolicy,
-    costs: StepCosts,
-    coverage: CoverageCurves,
-    allowed: BudgetRange,
+    problem: BudgetProblem,
     own_samples: slice = slice(None),
     owed_coverage: float = 0.0,
 ) -> Pricing:
-    """Price a step whose samples are those of a horizon in ``own_samples``; by default all.
+    """The price of a step whose samples are those of the horizon in ``own_samples``.
 
     Without a coverage target the slowest rank ends at its floors, and those are expected. With
     target ``base`` it is the least work whose mean coverage, over the horizon, is that of the base
     budgets and ``owed_coverage``, summed over samples, above it; or below, where that is negative.
     """
-    ladder = price_ladder(costs, coverage, allowed)
+    ladder = price_ladder(problem)
     own = ladder.of(own_samples)
-    if policy.coverage_target != "base":
-        floor_LS = allowed.floor_LS[:, own_samples]
+    if problem.policy.coverage_target != "base":
+        floor_LS = problem.allowed.floor_LS[:, own_samples]
         return Pricing(ladder=own, expected_LS=floor_LS, wanted_coverage=-np.inf)
 
-    blocks_R, samples_R = costs.blocks_S[ladder.first_R], ladder.samples_R
+    blocks_Z, samples_Z = problem.costs.blocks_S[ladder.first_Z], ladder.samples_Z
 
-    def sum_R(budgets_LR: np.ndarray) -> np.ndarray:
-        """Of a sample of each row, over layers whose curves are known."""
-        return np.nansum(coverage.coverage_LS(blocks_R, budgets_LR), axis=0)
+    def sum_Z(budgets_LZ: np.ndarray) -> np.ndarray:
+        """Of a sample of each size, over layers whose curves are known."""
+        return np.nansum(problem.coverage.coverage_LS(blocks_Z, budgets_LZ), axis=0)
 
     def sum_at(level: int) -> float:
-        return float((sum_R(ladder.budgets_QLR[level]) * samples_R).sum())
+        return float((sum_Z(ladder.budgets_QLZ[level]) * samples_Z).sum())
 
-    base_LR = coverage.coverage_LS(blocks_R, allowed.base_LS[:, ladder.first_R])
-    surplus = owed_coverage / samples_R.sum()
-    wanted = float((np.nansum(base_LR + surplus, axis=0) * samples_R).sum())
+    base_LZ = problem.coverage.coverage_LS(blocks_Z, problem.allowed.base_LS[:, ladder.first_Z])
+    surplus = owed_coverage / samples_Z.sum()
+    wanted = float((np.nansum(base_LZ + surplus, axis=0) * samples_Z).sum())
     low, high = -1, LEVELS
     while high - low > 1:
         middle = (low + high) // 2
         enough = sum_at(middle) * ROUNDING >= wanted
         low, high = (low, middle) if enough else (middle, high)
     # Where many steps of budgets have one price, its level takes all of them: go there in part.
-    less_R, more_R = (sum_R(ladder.budgets_QLR[level]) for level in (max(low, 0), high))
-    less, gap = float((less_R * samples_R).sum()), float(((more_R - less_R) * samples_R).sum())
+    less_Z, more_Z = (sum_Z(ladder.budgets_QLZ[level]) for level in (max(low, 0), high))
+    less, gap = float((less_Z * samples_Z).sum()), float(((more_Z - less_Z) * samples_Z).sum())
     share = min(max((wanted - less) / gap, 0.0), 1.0) if gap > 0.0 else 1.0
-    wanted_R = (1.0 - share) * less_R + share * more_R
+    wanted_Z = (1.0 - share) * less_Z + share * more_Z
     return Pricing(
         ladder=own,
         expected_LS=own.common_LS(high),
-        wanted_coverage=float((wanted_R * own.samples_R).sum()),
+        wanted_coverage=float((wanted_Z * own.samples_Z).sum()),
     )
-
-
-def reaches(
-    coverage: CoverageCurves, costs: StepCosts, budgets_LS: np.ndarray, wanted_coverage: float
-) -> bool:
-    """Whether expected coverage, summed where curves are known, is at least what is wanted."""
-    reached_LS = coverage.coverage_LS(costs.blocks_S, budgets_LS)
-    return bool(np.nansum(reached_LS) * ROUNDING >= wanted_coverage)

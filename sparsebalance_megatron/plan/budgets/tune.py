@@ -3,8 +3,8 @@
 
 Both policies trade in the steps of :mod:`.envelope`, best coverage per ms first.
 
-Shape legend: S samples, L layers, K grid budgets, I chosen steps, D ranks, M micro-batches,
-J = D x M slots, C = P x V chunks, U = J x C units, P stages, V chunks.
+Shape legend: S samples, L layers, K budgets of the grid, I chosen steps, R data-parallel ranks,
+P pipeline stages, V virtual stages, M micro-batches, J = R x M slots, U units of a rank, Q levels.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sparsebalance_megatron.config import Anchor
 from sparsebalance_megatron.plan.budgets.envelope import budget_steps
-from sparsebalance_megatron.plan.budgets.feasible import BudgetRange
-from sparsebalance_megatron.plan.budgets.fill import Filling
-from sparsebalance_megatron.plan.budgets.price import ROUNDING, Pricing, price, reaches
-from sparsebalance_megatron.plan.budgets.price_ladder import growth_UQ
-from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.budgets.fill import Filling, unit_growth_RUQ
+from sparsebalance_megatron.plan.budgets.price import Pricing, price
+from sparsebalance_megatron.plan.budgets.problem import ROUNDING, BudgetProblem
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
-from sparsebalance_megatron.plan.step_costs import StepCosts
-from sparsebalance_megatron.plan.step_plan import PlanError, PlanPolicy
+from sparsebalance_megatron.plan.step_plan import PlanError
 
 _TARGET_HALVINGS = 2
 """Of the step time between too little coverage and enough: more gain below 0.1 % of a step."""
@@ -44,35 +42,25 @@ class TunedBudgets:
 
 
 def tune(
-    policy: PlanPolicy,
-    costs: StepCosts,
-    coverage: CoverageCurves,
-    allowed: BudgetRange,
-    slot_of_S: np.ndarray,
-    schedule: str,
-    pricing: Pricing | None = None,
-    hold_ms: float = 0.0,
+    problem: BudgetProblem, slot_of_S: np.ndarray, pricing: Pricing | None = None
 ) -> TunedBudgets:
     """Budgets of a placed global batch under ``policy.tuning``.
 
     Args:
+        slot_of_S: where the samples are placed.
         pricing: what tuning ``makespan`` goes by; by default that of these samples alone.
-        hold_ms: tuning ``makespan`` spends on coverage what the step has until then or until the
-            least step time, whichever is later.
 
     Raises:
         PlanError: the policy names an unknown tuning or anchor.
     """
+    policy, allowed = problem.policy, problem.allowed
     match policy.tuning:
         case "off":
             tuned_LS, clamped_S = allowed.base_LS, np.zeros(len(slot_of_S), dtype=bool)
         case "anchor":
-            tuned_LS, clamped_S = _anchor(policy.anchor, costs, coverage, allowed, slot_of_S)
+            tuned_LS, clamped_S = _anchor(problem, slot_of_S)
         case "makespan":
-            pricing = pricing or price(policy, costs, coverage, allowed)
-            tuned_LS, clamped_S = _makespan(
-                pricing, costs, coverage, allowed, slot_of_S, schedule, hold_ms
-            )
+            tuned_LS, clamped_S = _makespan(problem, slot_of_S, pricing or price(problem))
         case other:
             raise PlanError(f"tuning {other!r} is not one of off, anchor, makespan")
     same_LS = tuned_LS == allowed.base_LS
@@ -84,26 +72,21 @@ def tune(
     )
 
 
-def _anchor(
-    anchor: str,
-    costs: StepCosts,
-    coverage: CoverageCurves,
-    allowed: BudgetRange,
-    slot_of_S: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
+def _anchor(problem: BudgetProblem, slot_of_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Every micro-batch goes as near to the anchor latency as its feasible budgets allow.
 
     Slower ones only cut, the step with the least coverage per ms first; faster ones only raise,
     the step with the most first. The latency of a micro-batch is its forward and backward ms over
     all chunks.
     """
-    latency_J = _latency_ms_J(costs, allowed.base_LS, slot_of_S)
-    anchor_ms = _anchor_ms(anchor, latency_J)
+    costs, allowed = problem.costs, problem.allowed
+    latency_J = _latency_ms_J(problem, allowed.base_LS, slot_of_S)
+    anchor_ms = _anchor_ms(problem.policy.anchor, latency_J)
     slower_S = (latency_J > anchor_ms)[slot_of_S]
     low_LS = np.where(slower_S, allowed.floor_LS, allowed.base_LS)
     high_LS = np.where(slower_S, allowed.base_LS, allowed.top_LS)
-    steps = budget_steps(costs, coverage, low_LS, high_LS)
-    start_J = _latency_ms_J(costs, low_LS, slot_of_S)
+    steps = budget_steps(costs, problem.coverage, low_LS, high_LS)
+    start_J = _latency_ms_J(problem, low_LS, slot_of_S)
 
     index_I = np.flatnonzero(steps.pairs_LSK > 0)
     layer_I, sample_I, _ = np.unravel_index(index_I, steps.pairs_LSK.shape)
@@ -124,7 +107,7 @@ def _anchor(
     return steps.budgets_LS(taken.reshape(steps.pairs_LSK.shape)), clamped_J[slot_of_S]
 
 
-def _anchor_ms(anchor: str, latency_J: np.ndarray) -> float:
+def _anchor_ms(anchor: Anchor, latency_J: np.ndarray) -> float:
     match anchor:
         case "mean":
             return float(latency_J.mean())
@@ -136,66 +119,58 @@ def _anchor_ms(anchor: str, latency_J: np.ndarray) -> float:
             raise PlanError(f"anchor {other!r} is not one of mean, min, max")
 
 
-def _latency_ms_J(costs: StepCosts, budgets_LS: np.ndarray, slot_of_S: np.ndarray) -> np.ndarray:
-    forward_DPVM, backward_DPVM = _slots(costs, budgets_LS, slot_of_S)
-    return (forward_DPVM + backward_DPVM).sum(axis=(1, 2)).ravel()
-
-
-def _slots(
-    costs: StepCosts, budgets_LS: np.ndarray, slot_of_S: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    return costs.slot_ms(*costs.sample_ms(budgets_LS), slot_of_S)
+def _latency_ms_J(
+    problem: BudgetProblem, budgets_LS: np.ndarray, slot_of_S: np.ndarray
+) -> np.ndarray:
+    forward_RPVM, backward_RPVM = problem.slot_ms(budgets_LS, slot_of_S)
+    return (forward_RPVM + backward_RPVM).sum(axis=(1, 2)).ravel()
 
 
 def _makespan(
-    pricing: Pricing,
-    costs: StepCosts,
-    coverage: CoverageCurves,
-    allowed: BudgetRange,
-    slot_of_S: np.ndarray,
-    schedule: str,
-    hold_ms: float,
+    problem: BudgetProblem, slot_of_S: np.ndarray, pricing: Pricing
 ) -> tuple[np.ndarray, np.ndarray]:
     """The least step time that the policy allows, then the most coverage in that time.
 
     Makespans only grow with durations, so all budgets at their floors give the least T. Raising
-    then fills what every rank has left until T; see :class:`Filling`. Where coverage is wanted, T
-    grows until it is reached.
+    then fills what every rank has left until T; see :mod:`.fill`. Where more coverage is wanted, T
+    grows until it is reached, but never beyond what base budgets take.
     """
-    ladder, wanted = pricing.ladder, pricing.wanted_coverage
-    forward_DPVM, backward_DPVM = _slots(costs, allowed.floor_LS, slot_of_S)
-    floor_ms_D = makespans_ms(forward_DPVM, backward_DPVM, schedule=schedule)
+    costs, allowed, ladder = problem.costs, problem.allowed, pricing.ladder
+    floor_2RPVM = problem.slot_ms(allowed.floor_LS, slot_of_S)
     filling = Filling(
-        costs, schedule, forward_DPVM, backward_DPVM, growth_UQ(costs, ladder, slot_of_S)
+        costs=costs,
+        floor_2RPVM=floor_2RPVM,
+        growth_RUQ=unit_growth_RUQ(costs, ladder, slot_of_S),
     )
     unit_LS = slot_of_S * costs.chunks + costs.chunk_of_layer_L[:, None]
 
     def filled_LS(limit_ms: float) -> np.ndarray:
-        return ladder.budgets_LS(filling.run(limit_ms)[unit_LS])
+        return ladder.budgets_LS(filling.levels_RU(limit_ms).ravel()[unit_LS])
 
-    least_ms = max(floor_ms_D.max() * ROUNDING, hold_ms)
-    tuned_LS = filled_LS(least_ms)
-    if not reaches(coverage, costs, tuned_LS, wanted):
-        enough_ms, base_ms = (
-            makespans_ms(*_slots(costs, each_LS, slot_of_S), schedule=schedule).max()
-            for each_LS in (pricing.expected_LS, allowed.base_LS)
-        )
+    def step_ms(budgets_LS: np.ndarray) -> float:
+        return float(makespans_ms(problem.slot_ms(budgets_LS, slot_of_S)).max())
+
+    floor_ms_R = makespans_ms(floor_2RPVM)
+    least_ms = floor_ms_R.max() * ROUNDING
+    tuned_LS, wanted = filled_LS(least_ms), pricing.wanted_coverage
+    if not problem.covers(tuned_LS, wanted):
+        enough_ms, base_ms = step_ms(pricing.expected_LS), step_ms(allowed.base_LS)
         tuned_LS = pricing.expected_LS
         if base_ms < enough_ms:
             # Never slower than base budgets, whatever is wanted: the most coverage in their time.
             enough_ms, tuned_LS = base_ms, filled_LS(max(base_ms, least_ms))
-            base_coverage = float(np.nansum(coverage.coverage_LS(costs.blocks_S, allowed.base_LS)))
-            if not reaches(coverage, costs, tuned_LS, min(base_coverage, wanted)):
+            base_coverage = float(np.nansum(problem.coverage_LS(allowed.base_LS)))
+            if not problem.covers(tuned_LS, min(base_coverage, wanted)):
                 tuned_LS = allowed.base_LS
-            if not reaches(coverage, costs, tuned_LS, wanted):
+            if not problem.covers(tuned_LS, wanted):
                 least_ms = enough_ms
         for _ in range(_TARGET_HALVINGS if least_ms < enough_ms else 0):
             middle_ms = (least_ms + enough_ms) / 2
             middle_LS = filled_LS(middle_ms)
-            if reaches(coverage, costs, middle_LS, wanted):
+            if problem.covers(middle_LS, wanted):
                 tuned_LS, enough_ms = middle_LS, middle_ms
             else:
                 least_ms = middle_ms
-    waited_for_S = (floor_ms_D * ROUNDING >= floor_ms_D.max())[slot_of_S // costs.micro_batches]
+    waited_for_S = (floor_ms_R * ROUNDING >= floor_ms_R.max())[slot_of_S // costs.job.micro_batches]
     stuck_S = ((tuned_LS == allowed.floor_LS) & (tuned_LS < allowed.top_LS)).all(axis=0)
     return tuned_LS, waited_for_S & stuck_S

@@ -4,7 +4,7 @@
 Every function returns ``placement[rank][slot]``, a tuple of sample indices. All are deterministic;
 ties go to the lower index.
 
-Shape legend: S samples of a global batch.
+Shape legend: S samples of a global batch, R data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ def balanced(
     lengths_tokens: Sequence[int],
     job: JobShape,
     cap_tokens: int,
-    slowness_D: np.ndarray | None = None,
+    slowness_R: np.ndarray | None = None,
 ) -> Placement:
     """Balance ``weights_S`` (tokens: LBB; predicted latency: SAB) under a token cap per slot.
 
     As published, samples go to ranks first and to the slots of their rank second, heaviest first
     to the lightest bin (LPT). Where the cap defeats that, samples go to slots first and slots to
     ranks second. Slots of a rank run in order of their first sample, which favours no position.
-    The load of a rank counts ``slowness_D`` times, by default once.
+    The load of a rank counts ``slowness_R`` times, by default once.
 
     Raises:
         PlanError: too few samples, or the samples do not fit under the cap.
@@ -82,11 +82,11 @@ def balanced(
     _check_samples(lengths_tokens, job, cap_tokens)
     weights_S = np.asarray(weights_S, dtype=np.float64)
     tokens_S = np.asarray(lengths_tokens, dtype=np.int64)
-    slowness_D = np.ones(job.data_parallel_size) if slowness_D is None else slowness_D
+    slowness_R = np.ones(job.data_parallel_size) if slowness_R is None else slowness_R
     try:
-        ranks = _ranks_then_slots(weights_S, tokens_S, job, cap_tokens, slowness_D)
+        ranks = _ranks_then_slots(weights_S, tokens_S, job, cap_tokens, slowness_R)
     except _NoRoomError:
-        ranks = _slots_then_ranks(weights_S, tokens_S, job, cap_tokens, slowness_D)
+        ranks = _slots_then_ranks(weights_S, tokens_S, job, cap_tokens, slowness_R)
     return tuple(tuple(sorted(tuple(sorted(slot)) for slot in rank)) for rank in ranks)
 
 
@@ -119,7 +119,7 @@ def _ranks_then_slots(
     tokens_S: np.ndarray,
     job: JobShape,
     cap_tokens: int,
-    slowness_D: np.ndarray,
+    slowness_R: np.ndarray,
 ) -> list[list[list[int]]]:
     by_rank = _pack(
         weights_S,
@@ -127,7 +127,7 @@ def _ranks_then_slots(
         job.data_parallel_size,
         capacity=cap_tokens * job.micro_batches,
         minimum=job.micro_batches,
-        slowness=slowness_D,
+        slowness=slowness_R,
     )
     ranks = []
     for rank in by_rank:
@@ -144,7 +144,7 @@ def _slots_then_ranks(
     tokens_S: np.ndarray,
     job: JobShape,
     cap_tokens: int,
-    slowness_D: np.ndarray,
+    slowness_R: np.ndarray,
 ) -> list[list[list[int]]]:
     slots = _fit_slots(weights_S, tokens_S, job.slots, cap_tokens)
     slot_weights = np.array([weights_S[slot].sum() for slot in slots])
@@ -154,7 +154,7 @@ def _slots_then_ranks(
         job.data_parallel_size,
         capacity=job.micro_batches,
         minimum=job.micro_batches,
-        slowness=slowness_D,
+        slowness=slowness_R,
     )
     return [[slots[index] for index in rank] for rank in by_rank]
 

@@ -3,10 +3,11 @@
 
 Every round simulates many neighbours at once and takes the best one; only moves that lower a
 simulated makespan are taken, so the result is never worse. What is simulated is limited by an
-:class:`Effort`, a count and not a clock.
+:class:`SearchEffort`, a count and not a clock.
 
-Shape legend: S samples, D ranks, M micro-batches, C = P x V chunks, P stages, V chunks, X
-candidates, O orders.
+Shape legend: S samples, R data-parallel ranks, P pipeline stages, V virtual stages,
+M micro-batches, C = P x V chunks, J = R x M slots, X candidates, O orders, I samples of a rank; a 2
+as the last axis: forward and backward; in ``ms_2X``: of the slowest rank and of the other one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import itertools
 import numpy as np
 
 from sparsebalance_megatron.plan.placement.balance import Placement
-from sparsebalance_megatron.plan.placement.effort import Effort
+from sparsebalance_megatron.plan.placement.search_effort import SearchEffort
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
@@ -29,20 +30,16 @@ _GAIN = 1e-9
 def improve(
     placement: Placement,
     costs: StepCosts,
-    sample_forward_SC: np.ndarray,
-    sample_backward_SC: np.ndarray,
+    sample_2SC: np.ndarray,
     *,
     cap_tokens: int,
-    schedule: str,
     plan_ms: float,
 ) -> Placement:
     """Order the slots of every rank, then trade samples with the slowest rank and order again.
 
     A few orders of every rank are always tried; all else lasts while ``plan_ms`` buys effort.
     """
-    search = _Search(
-        placement, costs, sample_forward_SC, sample_backward_SC, cap_tokens, schedule, plan_ms
-    )
+    search = _Search(placement, costs, sample_2SC, cap_tokens, plan_ms)
     search.order()
     while search.exchange():
         search.order()
@@ -54,34 +51,35 @@ class _Search:
         self,
         placement: Placement,
         costs: StepCosts,
-        sample_forward_SC: np.ndarray,
-        sample_backward_SC: np.ndarray,
+        sample_2SC: np.ndarray,
         cap_tokens: int,
-        schedule: str,
         plan_ms: float,
     ) -> None:
         self.ranks = [[list(slot) for slot in rank] for rank in placement]
-        self.costs, self.cap_tokens, self.schedule = costs, cap_tokens, schedule
+        self.costs, self.cap_tokens = costs, cap_tokens
         self.tokens_S = costs.lengths_tokens_S
-        self.sample_SC2 = np.stack([sample_forward_SC, sample_backward_SC], axis=-1)
-        constant_C2 = np.stack([costs.constant_forward_C, costs.constant_backward_C], axis=-1)
+        self.sample_SC2 = np.stack(list(sample_2SC), axis=-1)
+        constant_C2 = costs.constant_2C.T
         sizes = [len(slot) for rank in self.ranks for slot in rank]
         samples = np.array([s for rank in self.ranks for slot in rank for s in slot])
         first_J = np.cumsum([0, *sizes[:-1]])
         slot_JC2 = np.add.reduceat(self.sample_SC2[samples], first_J, axis=0)
-        grid = (len(self.ranks), costs.micro_batches)
-        self.slot_DMC2 = constant_C2 + slot_JC2.reshape(*grid, *constant_C2.shape)
-        self.used_DM = np.add.reduceat(self.tokens_S[samples], first_J).reshape(grid)
-        self.rank_operations = 2 * costs.micro_batches * costs.chunks
-        self.effort = Effort(plan_ms)
-        self.every_D = np.arange(len(self.ranks))
-        self.makespans_D = self._simulate(self.slot_DMC2, self.every_D)
+        grid = (len(self.ranks), costs.job.micro_batches)
+        self.slot_RMC2 = constant_C2 + slot_JC2.reshape(*grid, *constant_C2.shape)
+        self.used_RM = np.add.reduceat(self.tokens_S[samples], first_J).reshape(grid)
+        self.rank_operations = 2 * costs.job.micro_batches * costs.chunks
+        self.effort = SearchEffort(plan_ms)
+        self.every_R = np.arange(len(self.ranks))
+        self.makespans_R = self._simulate(self.slot_RMC2, self.every_R)
 
     def _simulate(self, slot_XMC2: np.ndarray, ranks_X: np.ndarray) -> np.ndarray:
         """Makespans [X] of the ranks ``ranks_X`` with these slots."""
         self.effort.spend(slot_XMC2.size)
-        times = [self.costs.grid_IPVM(slot_XMC2[..., side], ranks_X) for side in (0, 1)]
-        return makespans_ms(*times, schedule=self.schedule)
+        return makespans_ms(self.costs.grid_2IPVM(np.moveaxis(slot_XMC2, -1, 0), ranks_X))
+
+    @property
+    def _order_matters(self) -> bool:
+        return self.costs.job.pipeline_stages > 1 and self.costs.job.micro_batches > 1
 
     def _affordable(self, pipelines_each: int) -> int:
         """Candidates of so many pipelines that one more call may simulate."""
@@ -90,22 +88,22 @@ class _Search:
 
     def order(self) -> None:
         """Best of all orders where they are few; else of a few shapes, then of pairwise swaps."""
-        positions = self.costs.micro_batches
-        if self.schedule == "no_pipeline" or positions == 1:
+        positions = self.costs.job.micro_batches
+        if not self._order_matters:
             return
         if positions <= _ALL_ORDERS_UNTIL:
             every_XM = np.array(list(itertools.permutations(range(positions))))
             self._take_best_order(np.broadcast_to(every_XM, (len(self.ranks), *every_XM.shape)))
             return
-        self._take_best_order(self._shapes(self.slot_DMC2))
+        self._take_best_order(self._shapes(self.slot_RMC2))
         while len(swaps_XM := self._swaps()):
-            swaps_DXM = np.broadcast_to(swaps_XM, (len(self.ranks), *swaps_XM.shape))
-            if not self._take_best_order(swaps_DXM):
+            swaps_RXM = np.broadcast_to(swaps_XM, (len(self.ranks), *swaps_XM.shape))
+            if not self._take_best_order(swaps_RXM):
                 break
 
     def _swaps(self) -> np.ndarray:
         """Orders that exchange two positions: all pairs, or near ones where those are too many."""
-        positions = self.costs.micro_batches
+        positions = self.costs.job.micro_batches
         pairs = [(i, i + gap) for gap in range(1, positions) for i in range(positions - gap)]
         pairs = pairs[: self._affordable(len(self.ranks))]
         orders_XM = np.tile(np.arange(positions), (len(pairs), 1))
@@ -124,7 +122,7 @@ class _Search:
 
     def _orders(self, slot_XMC2: np.ndarray) -> np.ndarray:
         """[X, O, M]: orders worth trying for changed ranks."""
-        positions = self.costs.micro_batches
+        positions = self.costs.job.micro_batches
         if positions <= _ALL_ORDERS_UNTIL:
             every_XM = np.array(list(itertools.permutations(range(positions))))
             return np.broadcast_to(every_XM, (len(slot_XMC2), *every_XM.shape))
@@ -140,25 +138,25 @@ class _Search:
         ms = self._simulate(ordered.reshape(-1, *slot_XMC2.shape[1:]), ranks)
         return ms.reshape(orders_XOM.shape[:2])
 
-    def _take_best_order(self, orders_DXM: np.ndarray) -> bool:
-        ms_DX = self._simulate_orders(self.slot_DMC2, self.every_D, orders_DXM)
-        best_D = ms_DX.argmin(axis=1)
-        improved = np.flatnonzero(ms_DX[self.every_D, best_D] < self.makespans_D * (1 - _GAIN))
+    def _take_best_order(self, orders_RXM: np.ndarray) -> bool:
+        ms_RX = self._simulate_orders(self.slot_RMC2, self.every_R, orders_RXM)
+        best_R = ms_RX.argmin(axis=1)
+        improved = np.flatnonzero(ms_RX[self.every_R, best_R] < self.makespans_R * (1 - _GAIN))
         for rank in improved.tolist():
-            self._reorder(rank, orders_DXM[rank, best_D[rank]])
-            self.makespans_D[rank] = ms_DX[rank, best_D[rank]]
+            self._reorder(rank, orders_RXM[rank, best_R[rank]])
+            self.makespans_R[rank] = ms_RX[rank, best_R[rank]]
         return bool(len(improved))
 
     def _reorder(self, rank: int, order_M: np.ndarray) -> None:
         self.ranks[rank] = [self.ranks[rank][position] for position in order_M.tolist()]
-        self.slot_DMC2[rank] = self.slot_DMC2[rank, order_M]
-        self.used_DM[rank] = self.used_DM[rank, order_M]
+        self.slot_RMC2[rank] = self.slot_RMC2[rank, order_M]
+        self.used_RM[rank] = self.used_RM[rank, order_M]
 
     def exchange(self) -> bool:
         """Trade samples between the slowest rank and others while that helps."""
         changed = False
-        while len(self.ranks) > 1 or self.costs.micro_batches > 1:
-            moves = self._moves(int(self.makespans_D.argmax()))
+        while len(self.ranks) > 1 or self.costs.job.micro_batches > 1:
+            moves = self._moves(int(self.makespans_R.argmax()))
             if not len(moves) or not self._take_best_move(moves):
                 break
             changed = True
@@ -175,7 +173,7 @@ class _Search:
             return np.empty((0, 6), dtype=np.int64)
         gives = self._members(slow, nothing=False)
         takes = np.empty((0, 3), dtype=np.int64)
-        for other in np.argsort(self.makespans_D, kind="stable").tolist():
+        for other in np.argsort(self.makespans_R, kind="stable").tolist():
             if other != slow and len(gives) * len(takes) < 4 * most:
                 takes = np.concatenate([takes, self._members(other, nothing=True)])
         pairs = np.indices((len(gives), len(takes))).reshape(2, -1)
@@ -183,8 +181,8 @@ class _Search:
         _, m, give, other, n, take = moves.T
         alone_M = np.array([len(slot) == 1 for slot in self.ranks[slow]])
         change = self.tokens_S[give] - np.where(take >= 0, self.tokens_S[take], 0)
-        legal = (self.used_DM[other, n] + change <= self.cap_tokens) & (
-            self.used_DM[slow, m] - change <= self.cap_tokens
+        legal = (self.used_RM[other, n] + change <= self.cap_tokens) & (
+            self.used_RM[slow, m] - change <= self.cap_tokens
         )
         legal &= (take >= 0) | ~alone_M[m]
         chosen = np.flatnonzero(legal)
@@ -203,7 +201,7 @@ class _Search:
             members_I3 = members_I3[by_size_I[spread_I]]
         if not nothing:
             return members_I3
-        empty_I3 = np.array([(rank, m, -1) for m in range(self.costs.micro_batches)])
+        empty_I3 = np.array([(rank, m, -1) for m in range(self.costs.job.micro_batches)])
         return np.concatenate([members_I3, empty_I3])
 
     def _take_best_move(self, moves: np.ndarray) -> bool:
@@ -212,16 +210,16 @@ class _Search:
         taken = np.where((take >= 0)[:, None, None], self.sample_SC2[take], 0.0)
         difference = self.sample_SC2[give] - taken
         rows = np.arange(len(moves))
-        slow_slots, other_slots = self.slot_DMC2[slow], self.slot_DMC2[other]
+        slow_slots, other_slots = self.slot_RMC2[slow], self.slot_RMC2[other]
         slow_slots[rows, m] -= difference
         other_slots[rows, n] += difference
         both = np.concatenate([slow_slots, other_slots])
         ms_2X = self._simulate(both, np.concatenate([slow, other])).reshape(2, -1)
-        limit_ms = self.makespans_D[slow[0]] * (1 - _GAIN)
+        limit_ms = self.makespans_R[slow[0]] * (1 - _GAIN)
         best = int(ms_2X.max(axis=0).argmin())
         if ms_2X[:, best].max() < limit_ms:
             self._apply(moves[best].tolist(), slow_slots[best], other_slots[best])
-            self.makespans_D[[slow[best], other[best]]] = ms_2X[:, best]
+            self.makespans_R[[slow[best], other[best]]] = ms_2X[:, best]
             return True
         return self._take_best_reordered_move(moves, slow_slots, other_slots, ms_2X, limit_ms)
 
@@ -233,7 +231,7 @@ class _Search:
         ms_2X: np.ndarray,
         limit_ms: float,
     ) -> bool:
-        if self.schedule == "no_pipeline" or self.costs.micro_batches == 1:
+        if not self._order_matters:
             return False
         orders = self._orders(slow_slots[:1]).shape[1]
         promising = np.argsort(ms_2X.max(axis=0), kind="stable")[: self._affordable(2 * orders)]
@@ -252,7 +250,7 @@ class _Search:
         self._apply(move, slow_slots[chosen], other_slots[chosen])
         for rank, row in ((move[0], best), (move[3], best + len(promising))):
             self._reorder(rank, orders_XOM[row, ms_XO[row].argmin()])
-            self.makespans_D[rank] = ms_XO[row].min()
+            self.makespans_R[rank] = ms_XO[row].min()
         return True
 
     def _apply(self, move: list[int], slow_MC2: np.ndarray, other_MC2: np.ndarray) -> None:
@@ -264,6 +262,6 @@ class _Search:
             self.ranks[other][n].remove(take)
             self.ranks[slow][m].append(take)
             tokens = tokens - self.tokens_S[take]
-        self.used_DM[slow, m] -= tokens
-        self.used_DM[other, n] += tokens
-        self.slot_DMC2[slow], self.slot_DMC2[other] = slow_MC2, other_MC2
+        self.used_RM[slow, m] -= tokens
+        self.used_RM[other, n] += tokens
+        self.slot_RMC2[slow], self.slot_RMC2[other] = slow_MC2, other_MC2

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan.plan_cases import cost_model, coverage_curves, job_shape, policy, random_lengths
+from plan.plan_cases import cost_model, coverage_curves, job_shape, planned, policy, random_lengths
 
-from sparsebalance_megatron.cost.stage_calibration import StageScales
-from sparsebalance_megatron.plan.budgets.feasible import feasible_range
+from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.budgets.price import HORIZON_SAMPLES, horizon_steps, price
+from sparsebalance_megatron.plan.budgets.problem import BudgetProblem
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_costs import step_costs
 
 JOB = job_shape(2, 2)
@@ -29,10 +28,11 @@ class Step:
 
     def __init__(self, own, others, coverage, owed=0.0, tuning_policy=POLICY):
         self.costs = step_costs([*others, *own], JOB, COST, SCALES)
-        self.allowed = feasible_range(self.costs, coverage, tuning_policy)
+        problem = BudgetProblem.under(tuning_policy, self.costs, coverage)
+        self.allowed = problem.allowed
         self.own = slice(len(others), None)
         self.coverage = coverage
-        self.pricing = price(tuning_policy, self.costs, coverage, self.allowed, self.own, owed)
+        self.pricing = price(problem, self.own, owed)
 
     def covered(self, budgets_LS):
         """Summed over the own samples and their layers."""
@@ -46,9 +46,7 @@ class Step:
 
     @property
     def work_ms(self):
-        return sum(
-            part.sum() for part in self.costs.of(self.own).sample_ms(self.pricing.expected_LS)
-        )
+        return self.costs.of(self.own).sample_ms(self.pricing.expected_LS).sum()
 
 
 def horizon(steps, coverage, owed=0.0):
@@ -66,7 +64,7 @@ def spread_evenly(max_blocks=256):
     for bucket in range(curves.buckets):
         blocks = np.arange(1, 2**bucket + 2**bucket // 2 + 1)
         rows.append((np.minimum(grid, blocks) / blocks).mean(axis=1))
-    curves.update(np.broadcast_to(rows, curves.mean_LUK.shape), np.ones(curves.observed_LU.shape))
+    curves.observe(np.broadcast_to(rows, curves.mean_LUK.shape), np.ones(curves.observed_LU.shape))
     return curves
 
 
@@ -123,9 +121,9 @@ def test_a_plan_follows_what_its_step_wants():
         "scales": SCALES,
         "coverage": coverage,
     }
-    base = plan_step(**given_ | {"policy": replace(POLICY, tuning="off")}).expectation
-    alone = plan_step(**given_).expectation
-    followed = plan_step(**given_, later_lengths_tokens=SHORT).expectation
+    base = planned(**given_ | {"policy": replace(POLICY, tuning="off")}).expectation
+    alone = planned(**given_).expectation
+    followed = planned(**given_, later_lengths_tokens=tuple(SHORT)).expectation
     wanted = horizon([LONG, SHORT], coverage)[0].surplus / len(LONG)
     assert alone.coverage_mean >= base.coverage_mean - 1e-9
     assert base.coverage_mean + wanted - 1e-9 <= followed.coverage_mean < base.coverage_mean

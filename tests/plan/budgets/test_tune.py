@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from oracles import plan as oracle
 from plan.plan_cases import cost_model, coverage_curves, job_shape, policy, random_lengths
 
-from sparsebalance_megatron.cost.stage_calibration import StageScales
-from sparsebalance_megatron.plan.budgets.feasible import feasible_range
+from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.budgets.price import price
+from sparsebalance_megatron.plan.budgets.problem import BudgetProblem
 from sparsebalance_megatron.plan.budgets.tune import tune
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.schedules.simulator import makespans_ms, schedule_name
+from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import PlanError
 
@@ -36,20 +36,18 @@ class Case:
         scales = StageScales.ones(self.job.pipeline_stages, self.job.virtual_stages)
         self.costs = step_costs(lengths, self.job, cost_model(), scales)
         self.slot_of_S = np.arange(samples) % self.job.slots
-        self.schedule = schedule_name(self.job.pipeline_stages, self.job.virtual_stages)
-        self.allowed = feasible_range(self.costs, self.coverage, self.policy)
-        self.tuned = tune(
-            self.policy, self.costs, self.coverage, self.allowed, self.slot_of_S, self.schedule
-        )
+        self.problem = BudgetProblem.under(self.policy, self.costs, self.coverage)
+        self.allowed = self.problem.allowed
+        self.tuned = tune(self.problem, self.slot_of_S)
 
     def times(self, budgets_LS):
-        return self.costs.slot_ms(*self.costs.sample_ms(budgets_LS), self.slot_of_S)
+        return self.costs.slot_ms(self.costs.sample_ms(budgets_LS), self.slot_of_S)
 
     def makespan(self, budgets_LS):
-        return makespans_ms(*self.times(budgets_LS), schedule=self.schedule).max()
+        return makespans_ms(self.times(budgets_LS)).max()
 
     def latencies(self, budgets_LS):
-        return sum(part.sum(axis=(1, 2)) for part in self.times(budgets_LS)).ravel()
+        return self.times(budgets_LS).sum(axis=(0, 2, 3)).ravel()
 
     def covered(self, budgets_LS):
         return self.coverage.coverage_LS(self.costs.blocks_S, budgets_LS)
@@ -138,13 +136,8 @@ def test_owed_coverage_is_paid_as_far_as_base_budgets_have_time(seed, shape, owe
     case = Case(seed, "makespan", shape=shape, coverage_target="base")
     base_LS = case.allowed.base_LS
     samples = len(case.slot_of_S)
-    pricing = price(
-        *(case.policy, case.costs, case.coverage, case.allowed), owed_coverage=owed * samples
-    )
-    tuned_LS = tune(
-        *(case.policy, case.costs, case.coverage, case.allowed, case.slot_of_S, case.schedule),
-        pricing,
-    ).budgets_LS
+    pricing = price(case.problem, owed_coverage=owed * samples)
+    tuned_LS = tune(case.problem, case.slot_of_S, pricing).budgets_LS
     assert case.makespan(tuned_LS) <= case.makespan(base_LS) * (1 + 1e-8)
     most = case.covered(case.allowed.top_LS).mean() - case.covered(base_LS).mean()
     paid = case.covered(tuned_LS).mean() - case.covered(base_LS).mean()
@@ -158,7 +151,7 @@ def test_base_target_costs_less_than_base_budgets_where_samples_bear_cuts_unequa
     lengths = [16000, 6000, 16000, 6000]
     case = Case(5, "makespan", shape=(2, 2, 1, 1), lengths=lengths, coverage_target="base")
     assert case.makespan(case.tuned.budgets_LS) < 0.99 * case.makespan(case.allowed.base_LS)
-    expected_LS = price(case.policy, case.costs, case.coverage, case.allowed).expected_LS
+    expected_LS = price(case.problem).expected_LS
     assert case.covered(expected_LS).mean() >= case.covered(case.allowed.base_LS).mean()
     assert case.makespan(case.tuned.budgets_LS) <= case.makespan(expected_LS) * (1 + 1e-9)
 
@@ -167,9 +160,8 @@ def test_where_base_budgets_have_no_time_for_what_is_owed_their_time_is_spent_we
     """Not on base budgets themselves: others cover more in the same time."""
     case = Case(5, "makespan", shape=(2, 4, 2, 1), coverage_target="base")
     base_LS = case.allowed.base_LS
-    inputs = (case.policy, case.costs, case.coverage, case.allowed)
-    pricing = price(*inputs, owed_coverage=0.3 * len(case.slot_of_S))
-    tuned_LS = tune(*inputs, case.slot_of_S, case.schedule, pricing).budgets_LS
+    pricing = price(case.problem, owed_coverage=0.3 * len(case.slot_of_S))
+    tuned_LS = tune(case.problem, case.slot_of_S, pricing).budgets_LS
     assert case.covered(pricing.expected_LS).mean() > case.covered(tuned_LS).mean()
     assert case.covered(tuned_LS).mean() > case.covered(base_LS).mean() + 0.01
     assert case.makespan(tuned_LS) <= case.makespan(base_LS) * (1 + 1e-8)
@@ -177,8 +169,8 @@ def test_where_base_budgets_have_no_time_for_what_is_owed_their_time_is_spent_we
 
 def test_makespan_raises_what_waits():
     case = Case(5, "makespan", shape=(2, 2, 1, 1, 24), lengths=[16000, 16000, 9000, 9000])
-    makespans = makespans_ms(*case.times(case.tuned.budgets_LS), schedule="no_pipeline")
-    floors = makespans_ms(*case.times(case.allowed.floor_LS), schedule="no_pipeline")
+    makespans = makespans_ms(case.times(case.tuned.budgets_LS))
+    floors = makespans_ms(case.times(case.allowed.floor_LS))
     assert floors[1] < 0.8 * floors[0]
     assert makespans[0] == pytest.approx(floors[0])
     full = (case.tuned.budgets_LS >= case.costs.blocks_S)[:, 2:].all()
@@ -196,28 +188,31 @@ def test_coverage_is_within_one_step_of_the_best(seed, share):
     grid, counts = np.array(coverage.grid), np.ones(coverage.observed_LU.shape)
     rates = generator.uniform(0.2, 0.6, (*coverage.observed_LU.shape, 1))
     counts[:, 8:] = 0
-    coverage.update((1 - np.exp(-rates * grid)) * counts[..., None], counts)
+    coverage.observe((1 - np.exp(-rates * grid)) * counts[..., None], counts)
     small = generator.integers(40 * 64, 250 * 64, 3).tolist()
     chosen = policy(tuning="makespan", base_budget=6, coverage_threshold=0.3)
     slot_of_S = np.array([0, 1, 1, 1])
 
     def prepared(giant):
         costs = step_costs([giant, *small], job, cost_model(), StageScales.ones(1))
-        return costs, feasible_range(costs, coverage, chosen)
+        return BudgetProblem.under(chosen, costs, coverage)
 
-    def rank_ms(costs, budgets_LS):
-        times = costs.slot_ms(*costs.sample_ms(budgets_LS), slot_of_S)
-        return makespans_ms(*times, schedule="no_pipeline")
+    def rank_ms(problem, budgets_LS):
+        return makespans_ms(problem.slot_ms(budgets_LS, slot_of_S))
 
-    costs, allowed = prepared(300 * 64)
-    low, high = rank_ms(costs, allowed.floor_LS)[1], rank_ms(costs, allowed.top_LS)[1]
+    def floor_ms(problem):
+        return rank_ms(problem, problem.allowed.floor_LS)
+
+    problem = prepared(300 * 64)
+    low, high = floor_ms(problem)[1], rank_ms(problem, problem.allowed.top_LS)[1]
     giants = range(256 * 64, 4096 * 64)
     wanted = low + share * (high - low)
-    giant = giants[bisect.bisect(giants, wanted, key=lambda g: rank_ms(*_floors(*prepared(g)))[0])]
-    costs, allowed = prepared(giant)
-    limit = rank_ms(costs, allowed.floor_LS)[0]
+    giant = giants[bisect.bisect(giants, wanted, key=lambda g: floor_ms(prepared(g))[0])]
+    problem = prepared(giant)
+    costs, allowed = problem.costs, problem.allowed
+    limit = floor_ms(problem)[0]
     assert low < limit < high
-    tuned = tune(chosen, costs, coverage, allowed, slot_of_S, "no_pipeline")
+    tuned = tune(problem, slot_of_S)
     per_pair = costs.pair_ms_L[0]
     chains = []
     for sample in (1, 2, 3):
@@ -233,15 +228,11 @@ def test_coverage_is_within_one_step_of_the_best(seed, share):
                 for k in points
             ]
         )
-    floor_ms = sum(chain[0][0] for chain in chains)
-    best = oracle.most_coverage(chains, limit - low + floor_ms)
+    least_ms = sum(chain[0][0] for chain in chains)
+    best = oracle.most_coverage(chains, limit - low + least_ms)
     reached = coverage.coverage_LS(costs.blocks_S, tuned.budgets_LS)[0, 1:].sum()
     largest = max(b[1] - a[1] for chain in chains for a, b in itertools.pairwise(chain))
     assert reached >= best - largest - 1e-9
-
-
-def _floors(costs, allowed):
-    return costs, allowed.floor_LS
 
 
 def test_unknown_names():

@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan.plan_cases import cost_model, job_shape, random_lengths
 
-from sparsebalance_megatron.cost.stage_calibration import StageScales
+from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.schedules.bounds import (
-    micro_batch_bounds,
     sample_bounds,
     unhideable_limit,
 )
-from sparsebalance_megatron.plan.schedules.simulator import makespans_ms, schedule_name
+from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_costs import step_costs
 
 BUDGET = 6
@@ -26,16 +25,8 @@ BUDGET = 6
 def bounds_and_costs(lengths, job):
     scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
     costs = step_costs(lengths, job, cost_model(), scales)
-    sample_ms = costs.sample_ms(np.full((job.layers, len(lengths)), BUDGET))
-    bounds = sample_bounds(
-        *sample_ms,
-        costs.constant_forward_C,
-        costs.constant_backward_C,
-        data_parallel_size=job.data_parallel_size,
-        micro_batches=job.micro_batches,
-        virtual_stages=job.virtual_stages,
-    )
-    return bounds, costs, sample_ms
+    sample_2SC = costs.sample_ms(np.full((job.layers, len(lengths)), BUDGET))
+    return sample_bounds(sample_2SC, costs.constant_2C, job), costs, sample_2SC
 
 
 @settings(max_examples=60, deadline=None)
@@ -48,26 +39,13 @@ def bounds_and_costs(lengths, job):
 def test_no_placement_of_samples_beats_the_bound(shape, seed, kind, size):
     job = job_shape(*shape)
     lengths = random_lengths(job.slots * size, seed, kind=kind)
-    bounds, costs, sample_ms = bounds_and_costs(lengths, job)
-    schedule = schedule_name(job.pipeline_stages, job.virtual_stages)
+    bounds, costs, sample_2SC = bounds_and_costs(lengths, job)
     generator = np.random.default_rng(seed)
     for _ in range(6):
         slot_of_S = generator.integers(0, job.slots, len(lengths))
         slot_of_S[generator.permutation(len(lengths))[: job.slots]] = np.arange(job.slots)
-        times = costs.slot_ms(*sample_ms, slot_of_S)
-        slowest = makespans_ms(*times, schedule=schedule).max()
+        slowest = makespans_ms(costs.slot_ms(sample_2SC, slot_of_S)).max()
         assert slowest >= bounds.bound_ms * (1 - 1e-12)
-        assert slowest >= micro_batch_bounds(*times).bound_ms * (1 - 1e-12)
-
-
-def test_one_sample_per_slot_is_bounded_as_a_micro_batch():
-    job = job_shape(2, 4, 2)
-    lengths = random_lengths(8, 3)
-    bounds, costs, sample_ms = bounds_and_costs(lengths, job)
-    fixed = micro_batch_bounds(*costs.slot_ms(*sample_ms, np.arange(8)))
-    assert bounds.stage_ms == pytest.approx(fixed.stage_ms)
-    assert bounds.mean_chain_ms == pytest.approx(fixed.mean_chain_ms)
-    assert bounds.chain_ms_I == pytest.approx(fixed.chain_ms_I)
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(4, 4), (2, 8), (4, 8)])
@@ -82,19 +60,24 @@ def test_unhideable_limit_against_every_order(stages, micro_batches):
         sizes = np.full(micro_batches, rest)
         sizes[place] = largest
         forward = np.broadcast_to(sizes, (1, stages, 1, micro_batches))
-        assert makespans_ms(forward, 2 * forward)[0] > perfect
+        assert makespans_ms(np.stack([forward, 2 * forward]))[0] > perfect
 
 
 def test_unhideable_samples_are_named():
-    even = np.ones((2, 4, 1, 4))
-    assert not micro_batch_bounds(even, 2 * even).unhideable_I.any()
-    giant = even.copy()
-    giant[1, :, :, 2] = 5.0
-    named = micro_batch_bounds(giant, 2 * giant).unhideable_I
-    assert np.flatnonzero(named).tolist() == [6]
+    """Two ranks of four stages; samples take as long on every stage, and twice that backward."""
+
+    def bounds_of(sizes_S):
+        sample_2SC = np.array([1.0, 2.0])[:, None, None] * sizes_S[:, None] * np.ones(4)
+        return sample_bounds(sample_2SC, np.zeros((2, 4)), job_shape(2, 4, 4))
+
+    sizes_S = np.ones(8)
+    assert not bounds_of(sizes_S).unhideable_S.any()
+    sizes_S[6] = 5.0
+    bounds = bounds_of(sizes_S)
+    assert np.flatnonzero(bounds.unhideable_S).tolist() == [6]
+    giant = np.ones((4, 1, 1)) * sizes_S.reshape(2, 1, 1, 4)
     best = min(
-        makespans_ms(giant[..., order], 2 * giant[..., order]).max()
+        makespans_ms(np.stack([giant[..., order], 2 * giant[..., order]])).max()
         for order in (list(order) for order in itertools.permutations(range(4)))
     )
-    bounds = micro_batch_bounds(giant, 2 * giant)
     assert best >= bounds.bound_ms > bounds.stage_ms

@@ -69,13 +69,7 @@ def test_every_sample_is_counted_once_whatever_the_stages(tmp_path: Path) -> Non
     picture = lengths_picture(ranks, CONFIG, "all 3 steps")
     assert "12 samples of all 3 steps." in picture.caption
     assert f"{BLOCK_SIZE * BASE_BUDGET:,} tokens, the base budget covers" in picture.caption
-    lengths = [
-        length
-        for i in range(3)
-        for r in run.plan(i).ranks
-        for m in r.micro_batches
-        for length in m.lengths_tokens
-    ]
+    lengths = [length for i in range(3) for m in run.plan(i).slots for length in m.lengths_tokens]
     assert f"longest {max(lengths):,}" in picture.alt
     heat = budgets_picture(ranks, CONFIG, "all 3 steps")
     assert heat.svg is not None and "4 layers" in heat.alt

@@ -8,16 +8,16 @@ import time
 import numpy as np
 from plan.plan_cases import cost_model, job_shape, random_lengths
 
-from sparsebalance_megatron.cost.stage_calibration import StageScales
+from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.placement.balance import arrival, slot_of_sample
-from sparsebalance_megatron.plan.placement.effort import OPERATIONS_PER_MS, Effort
 from sparsebalance_megatron.plan.placement.search import improve
+from sparsebalance_megatron.plan.placement.search_effort import OPERATIONS_PER_MS, SearchEffort
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_costs import step_costs
 
 
 def test_effort_is_spent():
-    effort = Effort(1.0)
+    effort = SearchEffort(1.0)
     assert effort.affordable(100) < OPERATIONS_PER_MS // 100
     effort.spend(OPERATIONS_PER_MS // 2)
     assert 0 < effort.affordable(100) < OPERATIONS_PER_MS // 200
@@ -29,13 +29,11 @@ def searched(plan_ms, seed=5):
     job = job_shape(4, 6, 4)
     lengths = random_lengths(48, seed, longest=60000)
     costs = step_costs(lengths, job, cost_model(), StageScales.ones(4))
-    sample_ms = costs.sample_ms(np.full((job.layers, 48), 8))
+    sample_2SC = costs.sample_ms(np.full((job.layers, 48), 8))
     start = arrival(lengths, job, 1 << 40)
-    placement = improve(
-        start, costs, *sample_ms, cap_tokens=1 << 40, schedule="1f1b", plan_ms=plan_ms
-    )
-    times = costs.slot_ms(*sample_ms, slot_of_sample(placement, 48))
-    return placement, makespans_ms(*times).max()
+    placement = improve(start, costs, sample_2SC, cap_tokens=1 << 40, plan_ms=plan_ms)
+    times = costs.slot_ms(sample_2SC, slot_of_sample(placement, 48))
+    return placement, makespans_ms(times).max()
 
 
 def test_more_effort_finds_better_placements():

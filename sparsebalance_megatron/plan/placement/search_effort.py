@@ -11,7 +11,7 @@ _CALL_OPERATIONS = 4_000
 """What a call of the simulator costs beside its operations."""
 
 
-class Effort:
+class SearchEffort:
     """What a search may still simulate.
 
     A clock would stop ranks at different moments, and they would run different plans. Instead

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much attention a selection computes: block pairs of a document as a function of its budget.
+
+Cost and plan know of a selection only what stands here. Another selection, whose lists grow
+otherwise with the budget, brings a model of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from sparsebalance_megatron.config import Granularity
+
+
+class WorkModel(Protocol):
+    """The work of one selection. Documents are of x >= 0 blocks, x a fraction where one is short.
+
+    Arguments broadcast; results have the broadcast shape.
+    """
+
+    def attended_pairs(self, length_blocks: ArrayLike, budget_blocks: ArrayLike) -> np.ndarray:
+        """Block pairs that attention computes at a budget of at least 1; infinity is dense."""
+
+    def visible_pairs(self, length_blocks: ArrayLike) -> np.ndarray:
+        """Block pairs that the router scores, whatever the budget."""
+
+    def growth(self, budget_blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The terms (a, b), int64, by which attended pairs grow with the budget k.
+
+        For k from 1 to the document's blocks ``attended_pairs(x, k) = a(k) x - b(k) + c(x)`` with
+        some c that does not depend on k. So the pairs of many layers and budgets follow from two
+        sums over the layers, whatever the lengths.
+        """
+
+    def scores_per_visible_pair(self, heads: int, groups: int, block_size: int) -> int:
+        """Dot products over a head's dimension that the router computes per visible block pair."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTopK:
+    """Every query reads the k best blocks before it, its own block included.
+
+    Attributes:
+        per_token: tokens select, not blocks of queries.
+        per_query_head: query heads select, not the KV head they share.
+    """
+
+    per_token: bool
+    per_query_head: bool
+
+    def attended_pairs(self, length_blocks: ArrayLike, budget_blocks: ArrayLike) -> np.ndarray:
+        """Query block j = 1..n, filled to the share l_j, counts ``l_j (min(j, k) - 1 + l_j)``.
+
+        Whole blocks before it and its own, fractional where the last block is short. For whole
+        blocks this is ``sum_j min(j, k)``.
+        """
+        length_blocks = np.asarray(length_blocks, dtype=np.float64)
+        blocks = np.ceil(length_blocks)
+        budget = np.minimum(budget_blocks, blocks)
+        whole_blocks = np.maximum(blocks - 1.0, 0.0)
+        rising = np.minimum(whole_blocks, budget)
+        whole_pairs = rising * (rising + 1.0) / 2.0 + budget * (whole_blocks - rising)
+        tail = length_blocks - whole_blocks
+        return whole_pairs + tail * (budget - 1.0 + tail) * (blocks > 0.0)
+
+    def visible_pairs(self, length_blocks: ArrayLike) -> np.ndarray:
+        """All causal block pairs: what is attended without a budget."""
+        return self.attended_pairs(length_blocks, np.inf)
+
+    def growth(self, budget_blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """``pairs(x, k) = k x - k (k - 1) / 2 + t (t - 1)``, t the filled share of the last block.
+
+        *Proof.* Let n = ceil(x), so x = n - 1 + t. For k <= n - 1 the n - 1 whole blocks count
+        k (k + 1) / 2 + k (n - 1 - k) = k (n - 1) - k (k - 1) / 2 and the last one t (k - 1 + t);
+        they add up to k (n - 1 + t) - k (k - 1) / 2 + t (t - 1). For k = n the whole blocks count
+        n (n - 1) / 2, which is k (n - 1) - k (k - 1) / 2 as well.
+        """
+        return budget_blocks, budget_blocks * (budget_blocks - 1) // 2
+
+    def scores_per_visible_pair(self, heads: int, groups: int, block_size: int) -> int:
+        """One per selecting head, and per token of the query block where tokens select."""
+        return (heads if self.per_query_head else groups) * (block_size if self.per_token else 1)
+
+
+WORK_MODELS: Mapping[Granularity, WorkModel] = {
+    "query-block": BlockTopK(per_token=False, per_query_head=False),
+    "token-kv-head": BlockTopK(per_token=True, per_query_head=False),
+    "token-query-head": BlockTopK(per_token=True, per_query_head=True),
+}
+"""By the selection's name."""

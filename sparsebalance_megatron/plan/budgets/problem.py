@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a choice of budgets starts from.
+
+Shape legend: S samples, L layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sparsebalance_megatron.plan.budgets.feasible import BudgetRange, feasible_range
+from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.step_costs import StepCosts
+from sparsebalance_megatron.plan.step_plan import PlanPolicy
+
+ROUNDING = 1.0 + 1e-9
+"""Above what sums of the same numbers in another order differ by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetProblem:
+    """Samples whose budgets are to be chosen: the policy, their costs, coverage and limits."""
+
+    policy: PlanPolicy
+    costs: StepCosts
+    coverage: CoverageCurves
+    allowed: BudgetRange
+
+    @classmethod
+    def under(cls, policy: PlanPolicy, costs: StepCosts, coverage: CoverageCurves) -> BudgetProblem:
+        """The problem whose limits are those of the policy's coverage threshold."""
+        allowed = feasible_range(costs, coverage, policy)
+        return cls(policy=policy, costs=costs, coverage=coverage, allowed=allowed)
+
+    def of(self, samples: slice) -> BudgetProblem:
+        """That of some of the samples."""
+        return replace(self, costs=self.costs.of(samples), allowed=self.allowed.of(samples))
+
+    def coverage_LS(self, budgets_LS: np.ndarray) -> np.ndarray:
+        """Expected coverage; NaN where the curve is not known."""
+        return self.coverage.coverage_LS(self.costs.blocks_S, budgets_LS)
+
+    def covers(self, budgets_LS: np.ndarray, wanted_coverage: float) -> bool:
+        """Whether coverage, summed where curves are known, is at least what is wanted."""
+        return bool(np.nansum(self.coverage_LS(budgets_LS)) * ROUNDING >= wanted_coverage)
+
+    def slot_ms(self, budgets_LS: np.ndarray, slot_of_S: np.ndarray) -> np.ndarray:
+        """[2, R, P, V, M] ms of the slots that hold the samples."""
+        return self.costs.slot_ms(self.costs.sample_ms(budgets_LS), slot_of_S)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the planner predicts of a plan.
+
+Shape legend: S samples of a global batch, L layers, R data-parallel ranks, P pipeline stages,
+V virtual stages, M micro-batches, C = P x V chunks; a leading 2: forward and backward.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sparsebalance_megatron.plan.budgets.tune import TunedBudgets
+from sparsebalance_megatron.plan.metrics import imbalance
+from sparsebalance_megatron.plan.placement.balance import Placement
+from sparsebalance_megatron.plan.schedules.bounds import sample_bounds
+from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
+from sparsebalance_megatron.plan.step_plan import Expectation
+from sparsebalance_megatron.plan.step_problem import StepProblem
+
+
+def expectation(problem: StepProblem, placement: Placement, tuned: TunedBudgets) -> Expectation:
+    """Times, balance and coverage of a placement with tuned budgets."""
+    costs = problem.costs
+    tuned_2SC = costs.sample_ms(tuned.budgets_LS)
+    times_2RPVM = problem.times_2RPVM(placement, tuned_2SC)
+    times_2RPVM.flags.writeable = False
+    work_RPVM = times_2RPVM[0] + times_2RPVM[1]
+    constant_ms = costs.job.slots * (costs.constant_2C[0] + costs.constant_2C[1]).sum()
+    tuned_work, base_work = (
+        constant_ms + sum(sample_SC.sum() for sample_SC in sample_2SC)
+        for sample_2SC in (tuned_2SC, costs.sample_ms(problem.budgets.allowed.base_LS))
+    )
+    makespans_R = makespans_ms(times_2RPVM)
+    coverage_mean, coverage_min = _coverage(problem, tuned.budgets_LS)
+    return Expectation(
+        makespan_ms=float(makespans_R.max()),
+        lower_bound_ms=_lower_bound_ms(problem),
+        rank_makespan_ms=tuple(makespans_R.tolist()),
+        times_2RPVM=times_2RPVM,
+        imbalance_micro_batches=imbalance(work_RPVM.sum(axis=(1, 2))),
+        imbalance_rank_sums=imbalance(work_RPVM.sum(axis=(1, 2, 3))),
+        imbalance_makespans=imbalance(makespans_R),
+        coverage_mean=coverage_mean,
+        coverage_min=coverage_min,
+        work_ratio=float(tuned_work / base_work) if base_work else 1.0,
+        samples_cut=int(tuned.cut_S.sum()),
+        samples_raised=int(tuned.raised_S.sum()),
+        samples_clamped=int(tuned.clamped_S.sum()),
+    )
+
+
+def _lower_bound_ms(problem: StepProblem) -> float:
+    """Of every placement of these samples at every budget the policy allows."""
+    costs = problem.costs
+    floor_2SC = costs.sample_ms(problem.budgets.allowed.floor_LS)
+    bounds = sample_bounds(floor_2SC, costs.constant_2C, costs.job)
+    work_P = _work_of_stages_ms(problem, floor_2SC)
+    return max(
+        bounds.bound_ms * float(costs.slowness_RP.min()),
+        float((work_P / (1.0 / costs.slowness_RP).sum(axis=0)).max()),
+    )
+
+
+def _work_of_stages_ms(problem: StepProblem, sample_2SC: np.ndarray) -> np.ndarray:
+    """[P] of all ranks together, on average devices.
+
+    Within T, rank r of stage p does work T / slowness[r, p] at most; so T is at least the work over
+    the sum of what the ranks do in one ms.
+    """
+    costs = problem.costs
+    constant_C = costs.constant_2C[0] + costs.constant_2C[1]
+    work_C = sum(sample_SC.sum(axis=0) for sample_SC in sample_2SC) + costs.job.slots * constant_C
+    return np.asarray(work_C).reshape(costs.job.pipeline_stages, -1).sum(axis=1)
+
+
+def _coverage(problem: StepProblem, budgets_LS: np.ndarray) -> tuple[float | None, float | None]:
+    """Mean and minimum over the layers and samples whose curves are known."""
+    if not problem.budgets.coverage.observed_LU.any():
+        return None, None
+    coverage_LS = problem.budgets.coverage_LS(budgets_LS)
+    known = coverage_LS[~np.isnan(coverage_LS)]
+    return (float(known.mean()), float(known.min())) if len(known) else (None, None)

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline schedules as data: the order of every stage's operations, and what each one waits for.
+
+A schedule is a pure function of (stages, micro-batches, chunks per stage). What it returns says
+everything: :mod:`.simulator` knows no schedule. Sources of the orders here:
+``megatron.core.pipeline_parallel.schedules`` (``get_pp_rank_microbatches``, ``get_schedule_table``
+with the default group size, the number of stages).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sparsebalance_megatron.cost.parts import Direction
+from sparsebalance_megatron.plan.step_plan import PlanError
+
+
+class Operation(NamedTuple):
+    """A forward or a backward of one model chunk for one micro-batch, or a segment of one."""
+
+    direction: Direction
+    chunk: int
+    micro_batch: int
+    segment: int = 0
+
+
+StageOperation = tuple[int, Operation]
+"""(stage, operation)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOrder:
+    """``by_stage``: operations in the order each stage runs them. ``inputs``: what each waits for.
+
+    Besides, an operation waits for the one before it on its own stage. Sends are buffered: a stage
+    never waits for a receiver.
+    """
+
+    by_stage: tuple[tuple[Operation, ...], ...]
+    inputs: Mapping[StageOperation, tuple[StageOperation, ...]]
+
+
+Schedule = Callable[[int, int, int], PipelineOrder]
+"""Of (stages, micro-batches, chunks per stage)."""
+
+
+def no_pipeline(stages: int, micro_batches: int, chunks: int) -> PipelineOrder:
+    """One stage: every micro-batch runs forward and backward before the next one.
+
+    Raises:
+        PlanError: there are more stages.
+    """
+    _check_sizes("no_pipeline", stages, micro_batches, chunks)
+    if stages != 1:
+        raise PlanError(f"schedule no_pipeline has 1 stage, not {stages}; use 1f1b")
+    order: list[Operation] = []
+    for m in range(micro_batches):
+        order += [Operation(Direction.FORWARD, chunk, m) for chunk in range(chunks)]
+        order += [Operation(Direction.BACKWARD, chunk, m) for chunk in reversed(range(chunks))]
+    return PipelineOrder(
+        by_stage=(tuple(order),), inputs=_inputs_along_the_model(stages, micro_batches, chunks)
+    )
+
+
+def one_forward_one_backward(stages: int, micro_batches: int, chunks: int) -> PipelineOrder:
+    """1F1B: a stage is as many forwards ahead as stages follow it.
+
+    Raises:
+        PlanError: stages have several chunks.
+    """
+    _check_sizes("1f1b", stages, micro_batches, chunks)
+    if chunks != 1:
+        raise PlanError(f"schedule 1f1b has 1 chunk per stage, not {chunks}")
+    forwards = [Operation(Direction.FORWARD, 0, m) for m in range(micro_batches)]
+    backwards = [Operation(Direction.BACKWARD, 0, m) for m in range(micro_batches)]
+    return PipelineOrder(
+        by_stage=tuple(
+            _forwards_ahead(forwards, backwards, stages - stage - 1) for stage in range(stages)
+        ),
+        inputs=_inputs_along_the_model(stages, micro_batches, chunks),
+    )
+
+
+def interleaved(stages: int, micro_batches: int, chunks: int) -> PipelineOrder:
+    """1F1B over several chunks per stage, in groups of as many micro-batches as there are stages.
+
+    Raises:
+        PlanError: the micro-batches do not divide into such groups.
+    """
+    _check_sizes("interleaved", stages, micro_batches, chunks)
+    if micro_batches % stages:
+        raise PlanError(
+            f"schedule interleaved: {micro_batches} micro-batches are no multiple of {stages} "
+            "pipeline stages; change the global batch size"
+        )
+    table = [
+        (chunk, m)
+        for first in range(0, micro_batches, stages)
+        for chunk in range(chunks)
+        for m in range(first, first + stages)
+    ]
+    forwards = [Operation(Direction.FORWARD, chunk, m) for chunk, m in table]
+    backwards = [Operation(Direction.BACKWARD, chunks - 1 - chunk, m) for chunk, m in table]
+    return PipelineOrder(
+        by_stage=tuple(
+            _forwards_ahead(forwards, backwards, 2 * (stages - stage - 1) + (chunks - 1) * stages)
+            for stage in range(stages)
+        ),
+        inputs=_inputs_along_the_model(stages, micro_batches, chunks),
+    )
+
+
+SCHEDULES: Mapping[str, Schedule] = {
+    "no_pipeline": no_pipeline,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+}
+
+
+def schedule_name(stages: int, chunks: int) -> str:
+    """The schedule that Megatron-Core's ``get_forward_backward_func`` picks."""
+    if stages == 1:
+        return "no_pipeline"
+    return "interleaved" if chunks > 1 else "1f1b"
+
+
+def megatron_order(stages: int, micro_batches: int, chunks: int) -> PipelineOrder:
+    """The order in which Megatron-Core runs a pipeline of these sizes.
+
+    Raises:
+        PlanError: the schedule that it picks does not exist for these numbers.
+    """
+    return SCHEDULES[schedule_name(stages, chunks)](stages, micro_batches, chunks)
+
+
+def _check_sizes(name: str, stages: int, micro_batches: int, chunks: int) -> None:
+    if min(stages, micro_batches, chunks) < 1:
+        raise PlanError(
+            f"schedule {name}: {stages} stages, {chunks} chunks and {micro_batches} "
+            "micro-batches; each must be at least 1"
+        )
+
+
+def _forwards_ahead(
+    forwards: list[Operation], backwards: list[Operation], ahead: int
+) -> tuple[Operation, ...]:
+    """``ahead`` forwards, then forward and backward in turn, then the backwards that are left."""
+    ahead = min(ahead, len(forwards))
+    order = forwards[:ahead]
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        order += [forward, backward]
+    return (*order, *backwards[len(forwards) - ahead :])
+
+
+def _inputs_along_the_model(
+    stages: int, micro_batches: int, chunks: int
+) -> dict[StageOperation, tuple[StageOperation, ...]]:
+    """Data flows through chunk 0 of all stages, then through chunk 1 of all stages, and so on.
+
+    A forward waits for the previous chunk's forward, a backward for the next chunk's backward, the
+    backward of the model's last chunk for its own forward.
+    """
+    places = [(stage, chunk) for chunk in range(chunks) for stage in range(stages)]
+    inputs: dict[StageOperation, tuple[StageOperation, ...]] = {}
+    for m in range(micro_batches):
+        path = [(stage, Operation(Direction.FORWARD, chunk, m)) for stage, chunk in places]
+        path += [(stage, Operation(Direction.BACKWARD, chunk, m)) for stage, chunk in places[::-1]]
+        inputs[path[0]] = ()
+        inputs |= {node: (before,) for before, node in itertools.pairwise(path)}
+    return inputs

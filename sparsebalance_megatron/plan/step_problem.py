@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan is made from, and what every part of the planner asks of it.
+
+Shape legend: S samples of a global batch, L layers, R data-parallel ranks, P pipeline stages,
+V virtual stages, M micro-batches, C = P x V chunks; a leading 2: forward and backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan.budgets.price import Pricing, price
+from sparsebalance_megatron.plan.budgets.problem import BudgetProblem
+from sparsebalance_megatron.plan.budgets.tune import TunedBudgets, tune
+from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.placement import balance
+from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
+from sparsebalance_megatron.plan.step_costs import StepCosts, step_costs
+from sparsebalance_megatron.plan.step_plan import JobShape, PlanError, PlanPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanInputs:
+    """Everything that a plan depends on.
+
+    ``lengths_tokens``: of the step's samples, in order of arrival. ``coverage``, ``scales`` and
+    ``owed_coverage``: what has been learnt. ``later_lengths_tokens``: of the samples of the
+    horizon's later steps.
+
+    With the coverage target ``base``, coverage summed over this step's samples and the later ones
+    exceeds that of the base budgets by ``owed_coverage``, or may fall below it by as much if that
+    is negative; this step's share follows from one price for all (:mod:`.budgets.price`), and is
+    paid as far as a step at base budgets has the time.
+    """
+
+    lengths_tokens: tuple[int, ...]
+    job: JobShape
+    policy: PlanPolicy
+    cost: CostModel
+    scales: StageScales
+    coverage: CoverageCurves
+    owed_coverage: float = 0.0
+    later_lengths_tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProblem:
+    """A step to plan: its samples with all that they cost, and how to judge where they go.
+
+    ``pricing``: of tuning ``makespan``.
+    """
+
+    lengths_tokens: tuple[int, ...]
+    job: JobShape
+    budgets: BudgetProblem
+    pricing: Pricing | None
+
+    @classmethod
+    def of(cls, inputs: PlanInputs) -> StepProblem:
+        """The problem that the inputs pose.
+
+        Raises:
+            PlanError: the inputs contradict one another.
+        """
+        job, policy, coverage = inputs.job, inputs.policy, inputs.coverage
+        if policy.block_size != inputs.cost.block_size:
+            raise PlanError(
+                f"block size {policy.block_size} differs from the cost model's "
+                f"{inputs.cost.block_size}; profile again or change --sparse-balance-block-size"
+            )
+        if coverage.layers != job.layers:
+            raise PlanError(f"coverage curves have {coverage.layers} layers, the job {job.layers}")
+        own = slice(len(inputs.lengths_tokens))
+        tunes = policy.tuning == "makespan"
+        later = inputs.later_lengths_tokens if policy.coverage_target == "base" and tunes else ()
+        costs = step_costs((*inputs.lengths_tokens, *later), job, inputs.cost, inputs.scales)
+        horizon = BudgetProblem.under(policy, costs, coverage)
+        return cls(
+            lengths_tokens=inputs.lengths_tokens,
+            job=job,
+            budgets=horizon.of(own),
+            pricing=price(horizon, own, inputs.owed_coverage) if tunes else None,
+        )
+
+    @property
+    def policy(self) -> PlanPolicy:
+        return self.budgets.policy
+
+    @property
+    def costs(self) -> StepCosts:
+        return self.budgets.costs
+
+    @cached_property
+    def expected_LS(self) -> np.ndarray:
+        """Budgets to place by, those expected after tuning.
+
+        What an anchor does to a sample depends on its micro-batch; one round of packing and tuning
+        from the base budgets takes the part of the paper's average over recent steps.
+        """
+        if self.pricing is not None:
+            return self.pricing.expected_LS
+        base_LS = self.budgets.allowed.base_LS
+        if self.policy.tuning != "anchor":
+            return base_LS
+        try:
+            placement = self.balanced_by(base_LS)
+        except PlanError:
+            return base_LS
+        return self.tuned(placement).budgets_LS
+
+    @cached_property
+    def expected_2SC(self) -> np.ndarray:
+        """Ms of every sample at the expected budgets."""
+        return self.costs.sample_ms(self.expected_LS)
+
+    def balanced_by(self, budgets_LS: np.ndarray) -> balance.Placement:
+        """Latency-balanced placement at these budgets."""
+        forward_SC, backward_SC = self.costs.sample_ms(budgets_LS)
+        return balance.balanced(
+            (forward_SC + backward_SC).sum(axis=1),
+            self.lengths_tokens,
+            self.job,
+            self.policy.max_tokens_per_slot,
+            self.costs.slowness_R,
+        )
+
+    def tuned(self, placement: balance.Placement) -> TunedBudgets:
+        """Budgets of the placed samples."""
+        return tune(self.budgets, self._slot_of_S(placement), self.pricing)
+
+    def times_2RPVM(self, placement: balance.Placement, sample_2SC: np.ndarray) -> np.ndarray:
+        """Ms of every slot, from those of every sample."""
+        return self.costs.slot_ms(sample_2SC, self._slot_of_S(placement))
+
+    def makespans_ms(self, placement: balance.Placement, sample_2SC: np.ndarray) -> np.ndarray:
+        """[R] makespans, from the ms of every sample."""
+        return makespans_ms(self.times_2RPVM(placement, sample_2SC))
+
+    def _slot_of_S(self, placement: balance.Placement) -> np.ndarray:
+        return balance.slot_of_sample(placement, len(self.lengths_tokens))

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which training samples every step gets.
+
+Shape legend: S samples of a window.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from sparsebalance_megatron.plan.budgets.price import horizon_steps
+from sparsebalance_megatron.plan.placement.window import assign_window
+
+
+class SampleLengths(Protocol):
+    """An endless order of training samples, and their lengths in tokens."""
+
+    def global_batch(self, first: int, size: int) -> np.ndarray:
+        """Sample numbers at the places ``first`` to ``first + size`` of the order."""
+
+    def lengths_of(self, samples: np.ndarray) -> np.ndarray:
+        """Tokens of every sample."""
+
+
+class StepSamples:
+    """Samples of steps, in order of arrival or exchanged within windows.
+
+    With a window the samples of ``window`` consecutive global batches are dealt out anew by
+    predicted cost. ``sample_ms`` must never change, so that a resumed run deals the same way
+    without any saved state.
+
+    Args:
+        index: the training samples and their lengths.
+        global_batch_size: samples per step.
+        window: consecutive global batches that may exchange samples.
+        data_parallel_size: ranks that share a step.
+        sample_ms: ms of samples of so many tokens, [S] to [S].
+    """
+
+    def __init__(
+        self,
+        index: SampleLengths,
+        global_batch_size: int,
+        window: int,
+        *,
+        data_parallel_size: int,
+        sample_ms: Callable[[np.ndarray], np.ndarray],
+    ) -> None:
+        self._index = index
+        self._global_batch_size = global_batch_size
+        self._window = window
+        self._data_parallel_size = data_parallel_size
+        self._sample_ms = sample_ms
+        self._dealt: dict[int, tuple[np.ndarray, ...]] = {}
+
+    def of_step(self, step: int) -> np.ndarray:
+        """Training samples of a step, in order of arrival."""
+        size = self._global_batch_size
+        if self._window == 1:
+            return self._index.global_batch(step * size, size)
+        return self._dealt_window(step - step % self._window)[step % self._window]
+
+    def lengths_tokens(self, samples: np.ndarray) -> tuple[int, ...]:
+        """Tokens of every sample."""
+        return tuple(self._index.lengths_of(samples).tolist())
+
+    def later_lengths_tokens(self, step: int) -> tuple[int, ...]:
+        """Of the horizon's later steps, in order of arrival: a window changes little in the sum."""
+        size = self._global_batch_size
+        later_steps = horizon_steps(size) - 1
+        if later_steps == 0:
+            return ()
+        return self.lengths_tokens(self._index.global_batch((step + 1) * size, later_steps * size))
+
+    def open_window(self, step: int) -> str | None:
+        """Digest of what is left of the window that ``step`` continues; None where one begins."""
+        if step % self._window == 0:
+            return None
+        left = self._dealt_window(step - step % self._window)[step % self._window :]
+        return hashlib.sha256(np.concatenate(left).astype("<i8").tobytes()).hexdigest()
+
+    def _dealt_window(self, first: int) -> tuple[np.ndarray, ...]:
+        """The global batches of the window that begins with step ``first``; kept until the next."""
+        dealt = self._dealt.get(first)
+        if dealt is None:
+            size = self._global_batch_size
+            samples = self._index.global_batch(first * size, size * self._window)
+            batches = assign_window(
+                self._sample_ms(self._index.lengths_of(samples)),
+                self._window,
+                size,
+                data_parallel_size=self._data_parallel_size,
+            )
+            dealt = tuple(samples[list(batch)] for batch in batches)
+            before = first - self._window
+            kept = {before: self._dealt[before]} if before in self._dealt else {}
+            self._dealt = kept | {first: dealt}
+        return dealt

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Closed-form block pair counts against counting."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import cost as oracle
+
+from sparsebalance_megatron.config import Granularity
+from sparsebalance_megatron.cost.work_model import WORK_MODELS
+
+TOKENS = st.integers(0, 90)
+BUDGETS = st.integers(1, 12)
+BLOCK_SIZES = st.sampled_from([1, 2, 8, 16])
+WORK = WORK_MODELS["query-block"]
+
+
+def attended_block_pairs(tokens, budget, block_size):
+    return WORK.attended_pairs(np.asarray(tokens) / block_size, budget)
+
+
+def visible_block_pairs(tokens, block_size):
+    return WORK.visible_pairs(tokens / block_size)
+
+
+def test_every_selection_has_a_model() -> None:
+    assert set(WORK_MODELS) == set(get_args(Granularity))
+
+
+@settings(max_examples=150, deadline=None)
+@given(tokens=TOKENS, budget=BUDGETS, block_size=BLOCK_SIZES)
+def test_pairs_equal_the_count(tokens: int, budget: int, block_size: int) -> None:
+    counted = oracle.attended_block_pairs(tokens, budget, block_size)
+    assert attended_block_pairs(tokens, budget, block_size) == pytest.approx(counted, rel=1e-12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(tokens=TOKENS, block_size=BLOCK_SIZES)
+def test_visible_pairs_are_pairs_without_a_budget(tokens: int, block_size: int) -> None:
+    counted = oracle.attended_block_pairs(tokens, math.inf, block_size)
+    assert visible_block_pairs(tokens, block_size) == pytest.approx(counted, rel=1e-12)
+
+
+def test_whole_blocks_sum_min_of_position_and_budget() -> None:
+    blocks, budget = 1000, 32
+    expected = sum(min(j, budget) for j in range(1, blocks + 1))
+    assert attended_block_pairs(blocks * 256, budget, 256) == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(tokens=st.integers(1, 1 << 17), budget=st.integers(1, 1024))
+def test_pairs_grow_with_tokens_and_budget(tokens: int, budget: int) -> None:
+    pairs = attended_block_pairs(tokens, budget, 256)
+    assert attended_block_pairs(tokens + 1, budget, 256) > pairs > 0.0
+    assert attended_block_pairs(tokens, budget + 1, 256) >= pairs
+    assert visible_block_pairs(tokens, 256) >= pairs
+
+
+def test_arguments_broadcast() -> None:
+    tokens, budgets = np.array([[100], [5000]]), np.array([1, 4, 64])
+    table = attended_block_pairs(tokens, budgets, 64)
+    assert table.shape == (2, 3)
+    assert table.dtype == np.float64
+    assert table[1, 1] == attended_block_pairs(5000, 4, 64)
+
+
+@settings(max_examples=150, deadline=None)
+@given(tokens=st.integers(1, 90), block_size=BLOCK_SIZES, data=st.data())
+def test_growth_is_that_of_the_counted_pairs(tokens: int, block_size: int, data) -> None:
+    """From one budget to another, both up to the document's blocks; the rest does not move."""
+    budgets = st.integers(1, -(-tokens // block_size))
+    low, high = data.draw(budgets), data.draw(budgets)
+    per_block, less = WORK.growth(np.array([low, high]))
+    predicted = np.diff(per_block) * tokens / block_size - np.diff(less)
+    counted = [oracle.attended_block_pairs(tokens, k, block_size) for k in (low, high)]
+    assert predicted == pytest.approx(np.diff(counted), abs=1e-9)
+
+
+def test_the_router_scores_what_selects() -> None:
+    sizes = {name: work.scores_per_visible_pair(8, 2, 64) for name, work in WORK_MODELS.items()}
+    assert sizes == {"query-block": 2, "token-kv-head": 128, "token-query-head": 512}
