@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans of 200 random problems are those that were recorded.
 
-A change that is not meant to change plans must leave all of them alone. One that is meant to says so
-in CHANGELOG.md and records them anew:
+A change that is not meant to change plans must leave all of them alone. One that is meant to says
+so in CHANGELOG.md and records them anew:
 
     PYTHONPATH=tests python tests/plan/test_golden_plans.py
 """
@@ -40,7 +40,7 @@ CHOICES = list(itertools.product(BATCHINGS, TUNINGS, LAYOUTS))
 
 
 def golden_plan(number: int) -> StepPlan:
-    """The plan of one problem: every choice in turn, with slow devices, unseen coverage and debts."""
+    """The plan of one problem: every choice in turn, some with slow devices or unseen coverage."""
     batching, (tuning, anchor, target), (stages, chunks) = CHOICES[number % len(CHOICES)]
     generator = np.random.default_rng(number)
     ranks = int(generator.choice([1, 2, 4]))
