@@ -39,12 +39,14 @@ class MicroBatchContext:
 
     ``budgets_LS`` lives on the device, ``max_budgets`` holds each layer's largest on the host.
     ``observations`` is keyed by layer, so that a recomputed pass overwrites what it repeats.
+    ``step`` is the training step, -1 outside of one.
     """
 
     layout: PackedLayout
     budgets_LS: Tensor
     max_budgets: tuple[int, ...]
     observe: bool
+    step: int = -1
     observations: dict[int, CoverageObservation] = field(default_factory=dict)
 
 
@@ -62,6 +64,7 @@ def micro_batch_context(
     block_size: int,
     observe: bool,
     device: torch.device,
+    step: int = -1,
 ) -> MicroBatchContext:
     """Build the context of one slot.
 
@@ -77,6 +80,7 @@ def micro_batch_context(
         budgets_LS=budgets_LS.to(device, non_blocking=True),
         max_budgets=tuple(int(k) for k in plan.budgets_LS.max(axis=1)),
         observe=observe,
+        step=step,
     )
 
 

@@ -82,6 +82,7 @@ class ForwardStep:
             block_size=self._block_size,
             observe=micro_batch.training,
             device=self._device,
+            step=micro_batch.step,
         )
         if micro_batch.training:
             self._observer().begin_micro_batch(micro_batch, context)

@@ -75,6 +75,6 @@ def _units(ms):
 def _source(p, kind, m, stages, keys):
     """Which operation's end the naive simulator waits for: found by asking it."""
     for key in keys:
-        if _input_time({key: (0.0, 1.0)}, stages, 1, p, kind, 0, m, 0.0) == 1.0:
+        if _input_time({key: (0.0, 1.0)}, stages, 1, p, kind, 0, m) == 1.0:
             return key
     return None
