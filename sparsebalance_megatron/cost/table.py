@@ -182,13 +182,18 @@ class CostTable:
             "threads": self.threads,
         }
         head = json.dumps(header, indent=1, allow_nan=False).removesuffix("\n}")
-        rows = ",\n".join("  " + json.dumps(asdict(row), allow_nan=False) for row in self.rows)
+        rows = ",\n".join("  " + json.dumps(_row_json(row), allow_nan=False) for row in self.rows)
         return f'{head},\n "rows": [\n{rows}\n ]\n}}\n'
 
 
 def _flat(identity: RunIdentity) -> dict[str, Any]:
     values = {f.name: getattr(identity, f.name) for f in fields(identity) if f.name != "shape"}
     return values | {f"shape.{name}": value for name, value in asdict(identity.shape).items()}
+
+
+def _row_json(row: CostRow) -> dict[str, Any]:
+    values = asdict(row)
+    return {"kind": values.pop("part"), **values}
 
 
 def _row_problem(row: CostRow) -> str | None:
