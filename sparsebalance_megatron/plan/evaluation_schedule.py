@@ -10,14 +10,14 @@ from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.planned_step import PlannedStep
-from sparsebalance_megatron.plan.planner import evaluation_plan
+from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 from sparsebalance_megatron.plan.step_samples import SampleLengths
 
 
 class EvaluationSchedule:
-    """Plans of evaluation steps: order of arrival, never tuned.
+    """Plans of evaluation steps: order of arrival, never tuned, so that losses are comparable.
 
     Args:
         dense: budgets cover all blocks of the longest sample, instead of the base budgets.
@@ -35,7 +35,8 @@ class EvaluationSchedule:
         dense: bool,
     ) -> None:
         self.job = job
-        self._policy = replace(policy, base_budget=coverage.max_blocks) if dense else policy
+        base_budget = coverage.max_blocks if dense else policy.base_budget
+        self._policy = replace(policy, batching="arrival", tuning="off", base_budget=base_budget)
         self._cost = cost
         self._coverage = coverage
         self._index = index
@@ -54,7 +55,7 @@ class EvaluationSchedule:
             coverage=self._coverage,
         )
         return PlannedStep(
-            plan=evaluation_plan(step, inputs),
+            plan=plan_step(step, inputs),
             samples=samples,
             scales=inputs.scales,
             plan_ms=0.0,

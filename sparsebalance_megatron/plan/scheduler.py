@@ -24,9 +24,8 @@ from sparsebalance_megatron.cost.stage_calibration import Calibration
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.coverage_ledger import CoverageLedger
-from sparsebalance_megatron.plan.learner import Learner
 from sparsebalance_megatron.plan.measurement import StepMeasurement
-from sparsebalance_megatron.plan.planned_step import PlannedStep
+from sparsebalance_megatron.plan.planned_step import Learner, PlannedStep
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_costs import base_sample_ms
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy

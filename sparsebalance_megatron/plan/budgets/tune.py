@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention budgets per sample and layer (DST): towards an anchor, or against the makespan.
 
-Both policies trade in the steps of :mod:`.envelope`, best coverage per ms first.
+Both policies trade in the steps of :mod:`.price_ladder`, best coverage per ms first.
 
 Shape legend: S samples, L layers, K budgets of the grid, I chosen steps, R data-parallel ranks,
 P pipeline stages, V virtual stages, M micro-batches, J = R x M slots, U units of a rank, Q levels.
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsebalance_megatron.config import Anchor
-from sparsebalance_megatron.plan.budgets.envelope import budget_steps
 from sparsebalance_megatron.plan.budgets.fill import Filling, unit_growth_RUQ
 from sparsebalance_megatron.plan.budgets.price import Pricing, price
+from sparsebalance_megatron.plan.budgets.price_ladder import budget_steps
 from sparsebalance_megatron.plan.budgets.problem import ROUNDING, BudgetProblem
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_plan import PlanError
