@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags: generated from the config; Megatron's own get the defaults that this plugin needs."""
+"""Flags: generated from the config; Megatron's own get the defaults that this plugin needs.
+
+Importing this module does not load Megatron.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
 from typing import Any
+
+import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.megatron.cpu import MEGATRON_DEFAULTS as CPU_DEFAULTS
@@ -21,6 +26,26 @@ PLUGIN_DEFAULTS: dict[str, Any] = {
 }
 """Megatron defaults that the plugin needs otherwise: its own iterator, a loss that does not depend
 on how samples are grouped, and attention without dropout."""
+
+
+def early_flags(argv: Sequence[str]) -> tuple[bool, str]:
+    """The two flags that decide how Megatron is imported.
+
+    Returns:
+        Whether ``--sparse-balance`` is given, and "cpu" or "cuda".
+
+    Raises:
+        ConfigError: if CUDA is asked for and not there.
+    """
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(flag_name("enabled"), dest="enabled", action="store_true")
+    parser.add_argument(flag_name("device"), dest="device", default=SparseBalanceConfig().device)
+    early, _ = parser.parse_known_args(argv)
+    visible = torch.cuda.is_available()
+    if early.device == "cuda" and not visible:
+        raise ConfigError(f"{flag_name('device')} cuda: no CUDA device is visible; use auto or cpu")
+    device_type = "cuda" if visible and early.device != "cpu" else "cpu"
+    return early.enabled, device_type
 
 
 def _prefixed_group_factory() -> Any:
