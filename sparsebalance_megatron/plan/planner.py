@@ -6,8 +6,6 @@ Shape legend: S samples of a global batch, L layers, R data-parallel ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import numpy as np
 
 from sparsebalance_megatron.config import Batching
@@ -17,6 +15,8 @@ from sparsebalance_megatron.plan.placement.balance import Placement, arrival, ba
 from sparsebalance_megatron.plan.placement.search import improve
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError, StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
+
+_SIMPLE: tuple[Batching, ...] = ("arrival", "length", "latency")
 
 
 def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
@@ -75,19 +75,19 @@ def _candidates(problem: StepProblem) -> dict[Batching, Placement]:
         PlanError: the policy names an unknown batching, or none of its placements exists.
     """
     batching = problem.policy.batching
-    simple: tuple[Batching, ...] = tuple(_METHODS) if batching == "makespan" else (batching,)
+    simple: tuple[Batching, ...] = _SIMPLE if batching == "makespan" else (batching,)
     found: dict[Batching, Placement] = {}
     failures: list[PlanError] = []
     for name in simple:
-        if name not in _METHODS:
-            raise PlanError(f"batching {name!r} is not one of {', '.join(_METHODS)}, makespan")
+        if name not in _SIMPLE:
+            raise PlanError(f"batching {name!r} is not one of {', '.join(_SIMPLE)}, makespan")
         try:
-            found[name] = _METHODS[name](problem)
+            found[name] = _placement(name, problem)
         except PlanError as error:
             failures.append(error)
     if not found:
         try:
-            return {"arrival": _arrival(problem)}
+            return {"arrival": _placement("arrival", problem)}
         except PlanError:
             raise failures[-1] from None
     if batching == "makespan":
@@ -102,28 +102,15 @@ def _candidates(problem: StepProblem) -> dict[Batching, Placement]:
     return found
 
 
-def _arrival(problem: StepProblem) -> Placement:
-    return arrival(problem.lengths_tokens, problem.job, problem.policy.max_tokens_per_slot)
-
-
-def _length(problem: StepProblem) -> Placement:
-    return balanced(
-        problem.costs.lengths_tokens_S,
-        problem.lengths_tokens,
-        problem.job,
-        problem.policy.max_tokens_per_slot,
-    )
-
-
-def _latency(problem: StepProblem) -> Placement:
-    return problem.balanced_by(problem.expected_LS)
-
-
-_METHODS: Mapping[Batching, Callable[[StepProblem], Placement]] = {
-    "arrival": _arrival,
-    "length": _length,
-    "latency": _latency,
-}
+def _placement(batching: Batching, problem: StepProblem) -> Placement:
+    lengths, job, cap = problem.lengths_tokens, problem.job, problem.policy.max_tokens_per_slot
+    match batching:
+        case "arrival":
+            return arrival(lengths, job, cap)
+        case "length":
+            return balanced(problem.costs.lengths_tokens_S, lengths, job, cap)
+        case _:
+            return problem.balanced_by(problem.expected_LS)
 
 
 def _rounded(ms: float) -> float:
