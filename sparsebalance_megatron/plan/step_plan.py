@@ -143,16 +143,6 @@ class Expectation:
     samples_raised: int
     samples_clamped: int
 
-    @property
-    def forward_ms(self) -> np.ndarray:
-        """[R, P, V, M]."""
-        return self.times_2RPVM[0]
-
-    @property
-    def backward_ms(self) -> np.ndarray:
-        """[R, P, V, M]."""
-        return self.times_2RPVM[1]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:

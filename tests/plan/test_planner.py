@@ -122,7 +122,7 @@ def test_expectation_is_what_a_naive_simulation_finds(shape, seed):
     name = "no_pipeline" if shape[2] == 1 else "interleaved" if shape[3] > 1 else "1f1b"
     naive = [
         oracle.makespan(f.tolist(), b.tolist(), name)
-        for f, b in zip(expected.forward_ms, expected.backward_ms, strict=True)
+        for f, b in zip(*expected.times_2RPVM, strict=True)
     ]
     assert expected.rank_makespan_ms == pytest.approx(naive, rel=1e-9)
     assert expected.imbalance_makespans == pytest.approx(max(naive) / np.mean(naive))
