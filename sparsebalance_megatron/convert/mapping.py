@@ -56,31 +56,21 @@ class Parameter:
 
 def parameters(model: DenseModel) -> tuple[Parameter, ...]:
     """Every parameter of the model once, in the order of the layers."""
-    hidden, vocabulary = model.hidden_size, (model.vocab_size, model.hidden_size)
-    ends = [
-        Parameter(
-            name="embedding.word_embeddings.weight",
-            sources=(EMBEDDING,),
-            shapes=(vocabulary,),
-            packing=Packing.VOCABULARY,
-        ),
-        Parameter(
-            name="decoder.final_layernorm.weight",
-            sources=("model.norm.weight",),
-            shapes=((hidden,),),
-        ),
-    ]
+    embedding = _vocabulary("embedding.word_embeddings.weight", EMBEDDING, model)
+    ends = [_unfused("decoder.final_layernorm.weight", "model.norm.weight", model.hidden_size)]
     if not model.tied:
-        ends.append(
-            Parameter(
-                name="output_layer.weight",
-                sources=(OUTPUT,),
-                shapes=(vocabulary,),
-                packing=Packing.VOCABULARY,
-            )
-        )
+        ends.append(_vocabulary("output_layer.weight", OUTPUT, model))
     layers = (parameter for layer in range(model.layers) for parameter in _layer(model, layer))
-    return (ends[0], *layers, *ends[1:])
+    return (embedding, *layers, *ends)
+
+
+def _unfused(name: str, source: str, *shape: int) -> Parameter:
+    return Parameter(name=name, sources=(source,), shapes=(shape,))
+
+
+def _vocabulary(name: str, source: str, model: DenseModel) -> Parameter:
+    shape = (model.vocab_size, model.hidden_size)
+    return Parameter(name=name, sources=(source,), shapes=(shape,), packing=Packing.VOCABULARY)
 
 
 def _layer(model: DenseModel, layer: int) -> list[Parameter]:
@@ -108,21 +98,20 @@ def _layer(model: DenseModel, layer: int) -> list[Parameter]:
             )
         )
     return [
-        Parameter(
-            name=f"{megatron}.input_layernorm.weight",
-            sources=(f"{hugging_face}.input_layernorm.weight",),
-            shapes=((hidden,),),
+        _unfused(
+            f"{megatron}.input_layernorm.weight", f"{hugging_face}.input_layernorm.weight", hidden
         ),
         *qkv,
-        Parameter(
-            name=f"{megatron}.self_attention.linear_proj.weight",
-            sources=(f"{attention}.o_proj.weight",),
-            shapes=((hidden, q_rows),),
+        _unfused(
+            f"{megatron}.self_attention.linear_proj.weight",
+            f"{attention}.o_proj.weight",
+            hidden,
+            q_rows,
         ),
-        Parameter(
-            name=f"{megatron}.pre_mlp_layernorm.weight",
-            sources=(f"{hugging_face}.post_attention_layernorm.weight",),
-            shapes=((hidden,),),
+        _unfused(
+            f"{megatron}.pre_mlp_layernorm.weight",
+            f"{hugging_face}.post_attention_layernorm.weight",
+            hidden,
         ),
         Parameter(
             name=f"{megatron}.mlp.linear_fc1.weight",
@@ -130,11 +119,7 @@ def _layer(model: DenseModel, layer: int) -> list[Parameter]:
             shapes=((columns, hidden), (columns, hidden)),
             packing=Packing.GATE_UP,
         ),
-        Parameter(
-            name=f"{megatron}.mlp.linear_fc2.weight",
-            sources=(f"{mlp}.down_proj.weight",),
-            shapes=((hidden, columns),),
-        ),
+        _unfused(f"{megatron}.mlp.linear_fc2.weight", f"{mlp}.down_proj.weight", hidden, columns),
     ]
 
 

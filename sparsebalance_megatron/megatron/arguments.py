@@ -48,11 +48,18 @@ def early_flags(argv: Sequence[str]) -> tuple[bool, str]:
     return early.enabled, device_type
 
 
-def _prefixed_group_factory() -> Any:
-    """Megatron's flag generator with this plugin's prefix: no upstream field can collide.
+def destination(field_name: str) -> str:
+    """Attribute of Megatron's ``args`` that holds a field of :class:`SparseBalanceConfig`."""
+    return flag_name(field_name).removeprefix("--").replace("-", "_")
 
-    Trainers that own their loop have no flags and need not load ``megatron.training``.
+
+def add_sparse_balance_args(parser: ArgumentParser) -> ArgumentParser:
+    """Add the group "sparse balance"; an ``extra_args_provider`` for Megatron's parser.
+
+    The flags come from Megatron's generator, with this plugin's prefix: no upstream field can
+    collide.
     """
+    # Trainers that own their loop have no flags and need not load it.
     from megatron.training.argument_utils import ArgumentGroupFactory
 
     class PrefixedGroupFactory(ArgumentGroupFactory):
@@ -65,17 +72,7 @@ def _prefixed_group_factory() -> Any:
             kwargs["dest"] = destination(attribute.name)
             return kwargs
 
-    return PrefixedGroupFactory(SparseBalanceConfig)
-
-
-def destination(field_name: str) -> str:
-    """Attribute of Megatron's ``args`` that holds a field of :class:`SparseBalanceConfig`."""
-    return flag_name(field_name).removeprefix("--").replace("-", "_")
-
-
-def add_sparse_balance_args(parser: ArgumentParser) -> ArgumentParser:
-    """Add the group "sparse balance"; an ``extra_args_provider`` for Megatron's parser."""
-    _prefixed_group_factory().build_group(parser, title="sparse balance")
+    PrefixedGroupFactory(SparseBalanceConfig).build_group(parser, title="sparse balance")
     return parser
 
 

@@ -115,18 +115,13 @@ class BudgetedCoreAttention(MegatronModule):
             raise ConfigError(f"--sparse-balance: attention mask {attn_mask_type} is not causal")
         if attention_bias is not None:
             raise ConfigError("--sparse-balance: attention bias is not supported")
-        if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
-            return self._packed(query, key, value, packed_seq_params)
-        return self._batched(query, key, value)
-
-    def _packed(
-        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, packed_seq_params: Any
-    ) -> Tensor:
+        if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
+            return self._batched(query, key, value)
         context = getattr(packed_seq_params, "micro_batch", None)
         if context is None:
             cu_seqlens = tuple(packed_seq_params.cu_seqlens_q.tolist())
-            context = self._base_context(cu_seqlens, q_THD.device)
-        return self._attend(q_THD, k_TGD, v_TGD, context)
+            context = self._base_context(cu_seqlens, query.device)
+        return self._attend(query, key, value, context)
 
     def _batched(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         sequence, batch, heads, head_dim = query.shape

@@ -91,9 +91,9 @@ class Scheduler:
         self._idle_learners = _IDLE_LEARNERS[calibrate]
         self._cost = cost
         self._samples = StepSamples(
-            index,
-            global_batch_size,
-            window,
+            index=index,
+            global_batch_size=global_batch_size,
+            window=window,
             data_parallel_size=job.data_parallel_size,
             # The cost model as loaded, never corrected: a resumed run must deal the same way.
             sample_ms=partial(base_sample_ms, job=job, cost=cost, base_budget=policy.base_budget),

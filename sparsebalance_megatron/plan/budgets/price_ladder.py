@@ -163,17 +163,13 @@ def budget_steps(
 def _envelope_slopes(gain_LSK: np.ndarray, ms_LSK: np.ndarray, real_LSK: np.ndarray) -> np.ndarray:
     """Slopes of the concave envelope of each chain; -inf for steps that are none."""
     slope_LSK = np.where(real_LSK, gain_LSK / np.maximum(ms_LSK, _LEAST_MS), -np.inf)
-    rises_LS = _rises(slope_LSK, real_LSK)
+    lowest_LSK = np.minimum.accumulate(np.where(real_LSK, slope_LSK, np.inf), axis=-1)
+    rises_LS = (real_LSK & (slope_LSK > lowest_LSK)).any(axis=-1)
     if rises_LS.any():
         slope_LSK[rises_LS] = _envelope_of_chains(
             gain_LSK[rises_LS], ms_LSK[rises_LS], real_LSK[rises_LS]
         )
     return slope_LSK
-
-
-def _rises(slope_LSK: np.ndarray, real_LSK: np.ndarray) -> np.ndarray:
-    lowest_LSK = np.minimum.accumulate(np.where(real_LSK, slope_LSK, np.inf), axis=-1)
-    return (real_LSK & (slope_LSK > lowest_LSK)).any(axis=-1)
 
 
 def _envelope_of_chains(gain_IK: np.ndarray, ms_IK: np.ndarray, real_IK: np.ndarray) -> np.ndarray:
