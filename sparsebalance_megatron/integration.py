@@ -98,6 +98,13 @@ def training_hooks(args: Namespace) -> TrainingHooks:
         ``dataset_provider`` and ``forward_step`` for ``pretrain``; ``configure_model`` for the
         model's config (megatron-core 0.19) or ``model_provider`` for ``pretrain`` (0.18).
     """
+    from sparsebalance_megatron.training.user_errors import one_line_errors
+
+    with one_line_errors():
+        return _training_hooks(args)
+
+
+def _training_hooks(args: Namespace) -> TrainingHooks:
     import torch
 
     from sparsebalance_megatron.megatron import cpu
@@ -105,24 +112,22 @@ def training_hooks(args: Namespace) -> TrainingHooks:
     from sparsebalance_megatron.megatron.settings import RunSettings
     from sparsebalance_megatron.training import training_hooks
     from sparsebalance_megatron.training.inputs import read_inputs
-    from sparsebalance_megatron.training.user_errors import one_line_errors
 
-    with one_line_errors():
-        config = config_from_args(args)
-        device_type = "cpu" if cpu.installed() else "cuda"
-        for name, unusable in (
-            ("device", config.device not in ("auto", device_type)),
-            ("dry_run", config.dry_run is not None),
-        ):
-            if unusable:
-                raise ConfigError(
-                    f"{flag_name(name)} {getattr(config, name)}: this script leaves no choice; use "
-                    "`-m sparsebalance_megatron.pretrain_gpt`, or drop the flag"
-                )
-        check_supported(args, config)
-        inputs = read_inputs(RunSettings.from_args(args), config, device_type)
-        device = torch.device("cpu" if device_type == "cpu" else f"cuda:{args.local_rank}")
-        return training_hooks.TrainingHooks(args, inputs, device)
+    config = config_from_args(args)
+    device_type = "cpu" if cpu.installed() else "cuda"
+    for name, unusable in (
+        ("device", config.device not in ("auto", device_type)),
+        ("dry_run", config.dry_run is not None),
+    ):
+        if unusable:
+            raise ConfigError(
+                f"{flag_name(name)} {getattr(config, name)}: this script leaves no choice; use "
+                "`-m sparsebalance_megatron.pretrain_gpt`, or drop the flag"
+            )
+    check_supported(args, config)
+    inputs = read_inputs(RunSettings.from_args(args), config, device_type)
+    device = torch.device("cpu" if device_type == "cpu" else f"cuda:{args.local_rank}")
+    return training_hooks.TrainingHooks(args, inputs, device)
 
 
 def sparse_balance_layer_spec(
