@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from sparsebalance_megatron import integration
-from sparsebalance_megatron.megatron.device import early_flags
+from sparsebalance_megatron.megatron.arguments import early_flags
 from sparsebalance_megatron.training import dry_run
 from sparsebalance_megatron.training.user_errors import one_line_errors
 

@@ -16,8 +16,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
-from sparsebalance_megatron.megatron.layer_spec import sparse_balance_layer_spec
+from sparsebalance_megatron.megatron.core_attention import (
+    AttentionOptions,
+    BudgetedCoreAttention,
+    sparse_balance_layer_spec,
+)
 
 FUSED = (
     SDPBackend.FLASH_ATTENTION,

@@ -22,7 +22,7 @@ from typing import Any
 from end_to_end.launch import PROGRESS
 from end_to_end.variants import ALL_VARIANTS, StepOrder, Variant
 from sparsebalance_megatron import pretrain_gpt
-from sparsebalance_megatron.megatron.device import early_flags
+from sparsebalance_megatron.megatron.arguments import early_flags
 
 OTHER_JOB_NICE = 5
 """Under Linux's scheduler it then gets a quarter of the core."""

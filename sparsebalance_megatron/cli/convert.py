@@ -23,9 +23,8 @@ from sparsebalance_megatron.convert.errors import ConvertError
 from sparsebalance_megatron.convert.hf_config import DTYPES, read_config
 from sparsebalance_megatron.convert.mapping import OUTPUT, parameters
 from sparsebalance_megatron.convert.megatron_flags import bash_array, model_flags
-from sparsebalance_megatron.convert.tokenizer_files import copy_companions
 from sparsebalance_megatron.convert.transfer import TransferCounts, plan_weights, read_weights
-from sparsebalance_megatron.convert.weight_files import WeightFiles, write_weights
+from sparsebalance_megatron.convert.weight_files import WeightFiles, copy_companions, write_weights
 
 FLAGS_FILE = "model_args.sh"
 """Beside the checkpoint: the flags that build its model, as a bash array to source."""

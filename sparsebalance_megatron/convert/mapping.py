@@ -3,6 +3,10 @@
 
 Megatron's names are those of the local layer spec. In checkpoints its norms carry the names of the
 Transformer Engine spec, because Megatron maps them (``sharded_state_dict_keys_map``).
+
+Shape legend: H query heads, G KV heads, D head dim, F MLP columns, W vocabulary rows, X padded
+vocabulary rows. Only the first dimension is named: weights [.., hidden] and biases [..] are packed
+alike.
 """
 
 from __future__ import annotations
@@ -12,16 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
 from torch import Tensor
 
 from sparsebalance_megatron.convert.dense_model import DenseModel
-from sparsebalance_megatron.convert.fused_weights import (
-    pack_gate_up,
-    pack_qkv,
-    pad_vocabulary,
-    unpack_gate_up,
-    unpack_qkv,
-)
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
@@ -58,31 +56,21 @@ class Parameter:
 
 def parameters(model: DenseModel) -> tuple[Parameter, ...]:
     """Every parameter of the model once, in the order of the layers."""
-    hidden, vocabulary = model.hidden_size, (model.vocab_size, model.hidden_size)
-    ends = [
-        Parameter(
-            name="embedding.word_embeddings.weight",
-            sources=(EMBEDDING,),
-            shapes=(vocabulary,),
-            packing=Packing.VOCABULARY,
-        ),
-        Parameter(
-            name="decoder.final_layernorm.weight",
-            sources=("model.norm.weight",),
-            shapes=((hidden,),),
-        ),
-    ]
+    embedding = _vocabulary("embedding.word_embeddings.weight", EMBEDDING, model)
+    ends = [_unfused("decoder.final_layernorm.weight", "model.norm.weight", model.hidden_size)]
     if not model.tied:
-        ends.append(
-            Parameter(
-                name="output_layer.weight",
-                sources=(OUTPUT,),
-                shapes=(vocabulary,),
-                packing=Packing.VOCABULARY,
-            )
-        )
+        ends.append(_vocabulary("output_layer.weight", OUTPUT, model))
     layers = (parameter for layer in range(model.layers) for parameter in _layer(model, layer))
-    return (ends[0], *layers, *ends[1:])
+    return (embedding, *layers, *ends)
+
+
+def _unfused(name: str, source: str, *shape: int) -> Parameter:
+    return Parameter(name=name, sources=(source,), shapes=(shape,))
+
+
+def _vocabulary(name: str, source: str, model: DenseModel) -> Parameter:
+    shape = (model.vocab_size, model.hidden_size)
+    return Parameter(name=name, sources=(source,), shapes=(shape,), packing=Packing.VOCABULARY)
 
 
 def _layer(model: DenseModel, layer: int) -> list[Parameter]:
@@ -110,21 +98,20 @@ def _layer(model: DenseModel, layer: int) -> list[Parameter]:
             )
         )
     return [
-        Parameter(
-            name=f"{megatron}.input_layernorm.weight",
-            sources=(f"{hugging_face}.input_layernorm.weight",),
-            shapes=((hidden,),),
+        _unfused(
+            f"{megatron}.input_layernorm.weight", f"{hugging_face}.input_layernorm.weight", hidden
         ),
         *qkv,
-        Parameter(
-            name=f"{megatron}.self_attention.linear_proj.weight",
-            sources=(f"{attention}.o_proj.weight",),
-            shapes=((hidden, q_rows),),
+        _unfused(
+            f"{megatron}.self_attention.linear_proj.weight",
+            f"{attention}.o_proj.weight",
+            hidden,
+            q_rows,
         ),
-        Parameter(
-            name=f"{megatron}.pre_mlp_layernorm.weight",
-            sources=(f"{hugging_face}.post_attention_layernorm.weight",),
-            shapes=((hidden,),),
+        _unfused(
+            f"{megatron}.pre_mlp_layernorm.weight",
+            f"{hugging_face}.post_attention_layernorm.weight",
+            hidden,
         ),
         Parameter(
             name=f"{megatron}.mlp.linear_fc1.weight",
@@ -132,11 +119,7 @@ def _layer(model: DenseModel, layer: int) -> list[Parameter]:
             shapes=((columns, hidden), (columns, hidden)),
             packing=Packing.GATE_UP,
         ),
-        Parameter(
-            name=f"{megatron}.mlp.linear_fc2.weight",
-            sources=(f"{mlp}.down_proj.weight",),
-            shapes=((hidden, columns),),
-        ),
+        _unfused(f"{megatron}.mlp.linear_fc2.weight", f"{mlp}.down_proj.weight", hidden, columns),
     ]
 
 
@@ -168,6 +151,47 @@ def to_hugging_face(parameter: Parameter, value: Tensor, model: DenseModel) -> t
             return (value[: model.vocab_size],)
         case Packing.SAME:
             return (value,)
+
+
+def pack_qkv(q: Tensor, k: Tensor, v: Tensor, *, query_groups: int) -> Tensor:
+    """Query, key and value projections as Megatron's ``linear_qkv``.
+
+    Megatron's order is by KV head: the query heads that share it, its key head, its value head
+    (``SelfAttention.get_query_key_value_tensors``).
+
+    Args:
+        q: [H * D, ..], heads of one group next to each other.
+        k, v: [G * D, ..].
+
+    Returns:
+        [(H + 2 * G) * D, ..].
+    """
+    by_group = [x.reshape(query_groups, -1, *x.shape[1:]) for x in (q, k, v)]
+    return torch.cat(by_group, dim=1).flatten(0, 1)
+
+
+def unpack_qkv(qkv: Tensor, *, query_groups: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Inverse of :func:`pack_qkv`: [H * D, ..], [G * D, ..], [G * D, ..]."""
+    by_group = qkv.reshape(query_groups, -1, *qkv.shape[1:])
+    query_rows = by_group.shape[1] - 2 * head_dim
+    q, k, v = by_group.split([query_rows, head_dim, head_dim], dim=1)
+    return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+
+
+def pack_gate_up(gate: Tensor, up: Tensor) -> Tensor:
+    """Gate and up projections [F, ..] as Megatron's ``linear_fc1`` [2 * F, ..]: gate first."""
+    return torch.cat([gate, up])
+
+
+def unpack_gate_up(fc1: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse of :func:`pack_gate_up`."""
+    gate, up = fc1.chunk(2)
+    return gate, up
+
+
+def pad_vocabulary(rows: Tensor, padded_rows: int) -> Tensor:
+    """[W, ..] -> [X, ..]; the rows added are zero."""
+    return torch.cat([rows, rows.new_zeros(padded_rows - rows.shape[0], *rows.shape[1:])])
 
 
 def is_recomputed(name: str) -> bool:

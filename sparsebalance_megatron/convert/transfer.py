@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -122,7 +123,7 @@ def plan_weights(
     return tuple(
         TensorPlan(
             name=name,
-            bytes=_size(shape) * bytes_per_number,
+            bytes=math.prod(shape) * bytes_per_number,
             make=partial(_source, parameter, values[parameter.name], model, place, dtype),
         )
         for parameter in parameters(model)
@@ -134,7 +135,3 @@ def _source(
     parameter: Parameter, value: Tensor, model: DenseModel, place: int, dtype: torch.dtype
 ) -> Tensor:
     return to_hugging_face(parameter, value, model)[place].to(dtype)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of a Hugging Face directory: one safetensors file, or shards with an index.
+"""A Hugging Face directory: weights in one safetensors file or shards with an index, and the rest.
 
-Tensors are read one at a time, and written one file at a time.
+Tensors are read one at a time, and written one file at a time. The files beside the weights,
+configuration and tokenizer, are carried over as they are.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import reduce
@@ -24,6 +26,14 @@ WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_FILE_BYTES = 5 * 10**9
 """Largest file written, unless one tensor alone is larger."""
+
+CONFIG = "config.json"
+COMPANIONS = (
+    *(CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("tokenizer.model", "chat_template.jinja", "chat_template.json"),
+)
+"""Files that ``save_pretrained`` of a model or a tokenizer may have written."""
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _METADATA = {"format": "pt"}
@@ -163,7 +173,9 @@ def write_weights(
         weight_map |= {plan.name: name for plan in plans}
     if len(files) > 1:
         total = {"total_size": sum(plan.bytes for plan in tensors)}
-        _write_json(directory / INDEX, {"metadata": total, "weight_map": weight_map})
+        index = {"metadata": total, "weight_map": weight_map}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (directory / INDEX).write_text(text, encoding="utf-8")
     return len(files)
 
 
@@ -184,5 +196,22 @@ def _contents(plans: Sequence[TensorPlan]) -> dict[str, Tensor]:
     return {plan.name: plan.make().clone(memory_format=torch.contiguous_format) for plan in plans}
 
 
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def copy_companions(source: Path, output: Path, dtype: torch.dtype) -> tuple[str, ...]:
+    """Copy what is there of :data:`COMPANIONS`; config.json names the dtype of the new weights.
+
+    Returns:
+        The names of the files copied.
+    """
+    present = tuple(name for name in COMPANIONS if (source / name).is_file())
+    for name in present:
+        shutil.copyfile(source / name, output / name)
+    _set_dtype(output / CONFIG, str(dtype).removeprefix("torch."))
+    return present
+
+
+def _set_dtype(path: Path, dtype: str) -> None:
+    config = json.loads(path.read_text(encoding="utf-8"))
+    key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+    if config.get(key) != dtype:
+        config[key] = dtype
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparsebalance_megatron.cost.step_times import MeasuredTimes, PredictedTimes
+from sparsebalance_megatron.cost.stage_scales import MeasuredTimes, PredictedTimes
 
 _HISTORY_STEPS = 16
 _FIRST_ESTIMATE_STEPS = 5

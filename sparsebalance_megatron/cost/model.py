@@ -20,8 +20,6 @@ from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.table import CostRow, CostTable, CostTableError, ModelShape
 from sparsebalance_megatron.cost.work_model import WORK_MODELS, WorkModel
 
-__all__ = ["CostModel", "Direction", "FitError", "Part", "fit_errors", "held_out_errors"]
-
 _FOLDS = 5
 
 _PER_ROW = ("micro_batches", "sequences", "tokens")

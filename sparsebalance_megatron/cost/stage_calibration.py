@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.cost.step_times import MeasuredTimes, PredictedTimes
+from sparsebalance_megatron.cost.stage_scales import MeasuredTimes, PredictedTimes, StageScales
 
 _HISTORY_STEPS = 9
 _FIRST_ESTIMATE_STEPS = 3

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Factors on predicted times: of every stage and chunk, and of every device.
+"""Factors on predicted times, and the times of a step that they are learnt from.
 
-Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages.
+Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -46,6 +47,26 @@ class StageScales:
     def factors_2RPV(self) -> np.ndarray:
         """All factors on predicted times; R may be 1."""
         return self.scales_2PV[:, None] * self.device_slowness_RP[..., None]
+
+
+class PredictedTimes(Protocol):
+    """A planned step."""
+
+    @property
+    def times_2RPVM(self) -> np.ndarray:
+        """Forward and backward ms of every micro-batch."""
+
+    @property
+    def scales(self) -> StageScales:
+        """The factors that the predicted times contain."""
+
+
+class MeasuredTimes(Protocol):
+    """A measured step."""
+
+    @property
+    def times_2RPVM(self) -> np.ndarray:
+        """Forward and backward ms of every micro-batch; NaN where unmeasured."""
 
 
 def _read_only(values: np.ndarray) -> np.ndarray:

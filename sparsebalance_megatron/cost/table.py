@@ -19,6 +19,9 @@ from sparsebalance_megatron.cost.work_model import WorkModel
 
 FORMAT_VERSION = 1
 
+_PLAIN_TYPES: Mapping[Any, type] = {"bool": bool, "float": float, "int": int, "str": str}
+"""By their names in annotations."""
+
 _REMEDY = "measure again with `sparse-balance profile` and this model's flags"
 
 
@@ -182,13 +185,18 @@ class CostTable:
             "threads": self.threads,
         }
         head = json.dumps(header, indent=1, allow_nan=False).removesuffix("\n}")
-        rows = ",\n".join("  " + json.dumps(asdict(row), allow_nan=False) for row in self.rows)
+        rows = ",\n".join("  " + json.dumps(_row_json(row), allow_nan=False) for row in self.rows)
         return f'{head},\n "rows": [\n{rows}\n ]\n}}\n'
 
 
 def _flat(identity: RunIdentity) -> dict[str, Any]:
     values = {f.name: getattr(identity, f.name) for f in fields(identity) if f.name != "shape"}
     return values | {f"shape.{name}": value for name, value in asdict(identity.shape).items()}
+
+
+def _row_json(row: CostRow) -> dict[str, Any]:
+    values = asdict(row)
+    return {"kind": values.pop("part"), **values}
 
 
 def _row_problem(row: CostRow) -> str | None:
@@ -223,11 +231,8 @@ class _Reader:
         rows = self._value(document, "rows", list, "")
         return CostTable(
             identity=RunIdentity(
-                device=self._value(document, "device", str, ""),
-                dtype=self._value(document, "dtype", str, ""),
-                block_size=self._value(document, "block_size", int, ""),
-                selection=self._value(document, "selection", str, ""),
-                shape=self._shape(shape),
+                **self._plain(RunIdentity, document, ""),
+                shape=ModelShape(**self._plain(ModelShape, shape, "shape")),
             ),
             versions={name: self._value(versions, name, str, "versions") for name in versions},
             date=self._value(document, "date", str, ""),
@@ -236,12 +241,13 @@ class _Reader:
             path=path,
         )
 
-    def _shape(self, shape: dict[str, Any]) -> ModelShape:
-        values: dict[str, Any] = {
-            f.name: self._value(shape, f.name, bool if f.type == "bool" else int, "shape")
-            for f in fields(ModelShape)
+    def _plain(self, holder: Any, mapping: Any, where: str) -> dict[str, Any]:
+        """The fields of a dataclass that are plain numbers, strings and flags."""
+        return {
+            f.name: self._value(mapping, f.name, _PLAIN_TYPES[f.type], where)
+            for f in fields(holder)
+            if f.type in _PLAIN_TYPES
         }
-        return ModelShape(**values)
 
     def _row(self, row: Any, where: str) -> CostRow:
         lengths = self._value(row, "lengths_tokens", list, where)
@@ -254,9 +260,7 @@ class _Reader:
                 self._value(numbered, index, int, f"{where}, lengths_tokens") for index in numbered
             ),
             budget_blocks=None if budget is None else self._value(row, "budget_blocks", int, where),
-            ms_median=self._value(row, "ms_median", float, where),
-            ms_spread=self._value(row, "ms_spread", float, where),
-            repeats=self._value(row, "repeats", int, where),
+            **self._plain(CostRow, row, where),
         )
 
     def _choice[T: (Part, Direction)](

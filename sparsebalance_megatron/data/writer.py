@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -28,6 +27,9 @@ class DatasetWriter:
         vocab_size: decides the stored dtype, uint16 or int32, as Megatron's preprocessing does.
         overwrite: replace a data set of that name.
 
+    Attributes:
+        any_masked: whether some token does not count for the loss.
+
     Raises:
         DataError: if there is a data set of that name and ``overwrite`` is off.
     """
@@ -37,7 +39,7 @@ class DatasetWriter:
 
         check_output(prefix, overwrite=overwrite)
         self._prefix = prefix
-        self._any_masked = False
+        self.any_masked = False
         self._texts: Mapping[str, str] = {}
         self._tokens = IndexedDatasetBuilder(
             self._partial(".bin"), dtype=DType.optimal_dtype(vocab_size)
@@ -49,12 +51,7 @@ class DatasetWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         for builder in (self._tokens, self._masks):
             builder.data_file.close()
         for suffix in (*_TOKEN_SUFFIXES, *_MASK_SUFFIXES, *self._texts):
@@ -65,16 +62,11 @@ class DatasetWriter:
         """Tokens of every document so far."""
         return np.asarray(self._tokens.sequence_lengths, dtype=np.int64)
 
-    @property
-    def any_masked(self) -> bool:
-        """Whether some token does not count for the loss."""
-        return self._any_masked
-
     def add(self, tokens: np.ndarray, mask: np.ndarray) -> None:
         """Append a document: token ids, and per token whether predicting it counts (0 or 1)."""
         self._tokens.add_document(tokens, [len(tokens)])
         self._masks.add_document(mask, [len(mask)])
-        self._any_masked |= not mask.all()
+        self.any_masked |= not mask.all()
 
     def commit(self, texts: Mapping[str, str]) -> None:
         """Finish the files and give them their names, replacing an older data set.
@@ -94,7 +86,7 @@ class DatasetWriter:
             path.write_text(text, encoding="utf-8")
         for suffix in reversed((*_MASK_SUFFIXES, *_TOKEN_SUFFIXES, *texts)):
             Path(self._prefix + suffix).unlink(missing_ok=True)
-        masks = _MASK_SUFFIXES if self._any_masked else ()
+        masks = _MASK_SUFFIXES if self.any_masked else ()
         for suffix in (*masks, *_TOKEN_SUFFIXES, *texts):
             Path(self._partial(suffix)).replace(self._prefix + suffix)
 

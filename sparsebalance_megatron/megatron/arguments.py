@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags: generated from the config; Megatron's own get the defaults that this plugin needs."""
+"""Flags: generated from the config; Megatron's own get the defaults that this plugin needs.
+
+Importing this module does not load Megatron.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
 from typing import Any
+
+import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.megatron.cpu import MEGATRON_DEFAULTS as CPU_DEFAULTS
@@ -23,11 +28,38 @@ PLUGIN_DEFAULTS: dict[str, Any] = {
 on how samples are grouped, and attention without dropout."""
 
 
-def _prefixed_group_factory() -> Any:
-    """Megatron's flag generator with this plugin's prefix: no upstream field can collide.
+def early_flags(argv: Sequence[str]) -> tuple[bool, str]:
+    """The two flags that decide how Megatron is imported.
 
-    Trainers that own their loop have no flags and need not load ``megatron.training``.
+    Returns:
+        Whether ``--sparse-balance`` is given, and "cpu" or "cuda".
+
+    Raises:
+        ConfigError: if CUDA is asked for and not there.
     """
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(flag_name("enabled"), dest="enabled", action="store_true")
+    parser.add_argument(flag_name("device"), dest="device", default=SparseBalanceConfig().device)
+    early, _ = parser.parse_known_args(argv)
+    visible = torch.cuda.is_available()
+    if early.device == "cuda" and not visible:
+        raise ConfigError(f"{flag_name('device')} cuda: no CUDA device is visible; use auto or cpu")
+    device_type = "cuda" if visible and early.device != "cpu" else "cpu"
+    return early.enabled, device_type
+
+
+def destination(field_name: str) -> str:
+    """Attribute of Megatron's ``args`` that holds a field of :class:`SparseBalanceConfig`."""
+    return flag_name(field_name).removeprefix("--").replace("-", "_")
+
+
+def add_sparse_balance_args(parser: ArgumentParser) -> ArgumentParser:
+    """Add the group "sparse balance"; an ``extra_args_provider`` for Megatron's parser.
+
+    The flags come from Megatron's generator, with this plugin's prefix: no upstream field can
+    collide.
+    """
+    # Trainers that own their loop have no flags and need not load it.
     from megatron.training.argument_utils import ArgumentGroupFactory
 
     class PrefixedGroupFactory(ArgumentGroupFactory):
@@ -40,17 +72,7 @@ def _prefixed_group_factory() -> Any:
             kwargs["dest"] = destination(attribute.name)
             return kwargs
 
-    return PrefixedGroupFactory(SparseBalanceConfig)
-
-
-def destination(field_name: str) -> str:
-    """Attribute of Megatron's ``args`` that holds a field of :class:`SparseBalanceConfig`."""
-    return flag_name(field_name).removeprefix("--").replace("-", "_")
-
-
-def add_sparse_balance_args(parser: ArgumentParser) -> ArgumentParser:
-    """Add the group "sparse balance"; an ``extra_args_provider`` for Megatron's parser."""
-    _prefixed_group_factory().build_group(parser, title="sparse balance")
+    PrefixedGroupFactory(SparseBalanceConfig).build_group(parser, title="sparse balance")
     return parser
 
 

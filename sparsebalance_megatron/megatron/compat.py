@@ -61,25 +61,18 @@ def run_pretrain(
         "forward_step_func": forward_step,
     }
     if has_model_config():
-        model_config = _model_config(args, layer_spec, variable_lengths)
+        from megatron.training.argument_utils import gpt_config_from_args
+
+        model_config = gpt_config_from_args(args)
+        if layer_spec is not None:
+            use_layer_spec(args, model_config, layer_spec)
+        if variable_lengths:
+            enable_variable_lengths(model_config.transformer)
         keywords["cfg_container"] = pretrain_cfg_container_from_args(args, model_config)
     else:
         keywords["cfg_container"] = pretrain_cfg_container_from_args(args)
         keywords["model_provider"] = model_provider(args, layer_spec, variable_lengths)
     pretrain(**keywords)
-
-
-def _model_config(
-    args: Namespace, layer_spec: Callable[..., Any] | None, variable_lengths: bool
-) -> Any:
-    from megatron.training.argument_utils import gpt_config_from_args
-
-    model_config = gpt_config_from_args(args)
-    if layer_spec is not None:
-        use_layer_spec(args, model_config, layer_spec)
-    if variable_lengths:
-        enable_variable_lengths(model_config.transformer)
-    return model_config
 
 
 def use_layer_spec(args: Namespace, model_config: Any, layer_spec: Callable[..., Any]) -> None:

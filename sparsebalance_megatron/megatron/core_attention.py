@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's core attention, replaced: route, guard, select, attend.
+"""Megatron's core attention, replaced: route, guard, select, attend; and specs of layers with it.
 
 Shape legend: T tokens of the packed row, H query heads and G KV heads of this tensor-parallel rank,
 D head dim, S samples, K budgets, s sequence, b batch.
@@ -7,13 +7,16 @@ D head dim, S samples, K budgets, s sequence, b batch.
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
@@ -25,6 +28,7 @@ from sparsebalance_megatron.config import (
     ConfigError,
     SparseBalanceConfig,
 )
+from sparsebalance_megatron.megatron.compat import default_layer_spec
 from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, MicroBatchContext
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -111,18 +115,13 @@ class BudgetedCoreAttention(MegatronModule):
             raise ConfigError(f"--sparse-balance: attention mask {attn_mask_type} is not causal")
         if attention_bias is not None:
             raise ConfigError("--sparse-balance: attention bias is not supported")
-        if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
-            return self._packed(query, key, value, packed_seq_params)
-        return self._batched(query, key, value)
-
-    def _packed(
-        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, packed_seq_params: Any
-    ) -> Tensor:
+        if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
+            return self._batched(query, key, value)
         context = getattr(packed_seq_params, "micro_batch", None)
         if context is None:
             cu_seqlens = tuple(packed_seq_params.cu_seqlens_q.tolist())
-            context = self._base_context(cu_seqlens, q_THD.device)
-        return self._attend(q_THD, k_TGD, v_TGD, context)
+            context = self._base_context(cu_seqlens, query.device)
+        return self._attend(query, key, value, context)
 
     def _batched(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         sequence, batch, heads, head_dim = query.shape
@@ -212,3 +211,36 @@ class BudgetedCoreAttention(MegatronModule):
         curves_SK = curves_SK.contiguous()
         torch.distributed.all_reduce(curves_SK, group=group)
         return curves_SK / torch.distributed.get_world_size(group)
+
+
+def sparse_balance_layer_spec(options: AttentionOptions) -> Callable[[Any, int | None], Any]:
+    """A spec function ``(transformer_config, vp_stage) -> ModuleSpec or block submodules``."""
+
+    def spec(transformer_config: Any, vp_stage: int | None = None) -> Any:
+        return replace_core_attention(default_layer_spec(transformer_config, vp_stage), options)
+
+    return spec
+
+
+def replace_core_attention(spec: Any, options: AttentionOptions) -> Any:
+    """A copy of ``spec`` whose self-attention layers use :class:`BudgetedCoreAttention`.
+
+    Args:
+        spec: a ``ModuleSpec`` of a transformer layer, or ``TransformerBlockSubmodules``.
+
+    Raises:
+        ConfigError: if a layer has no replaceable core attention.
+    """
+    spec = copy.deepcopy(spec)
+    for layer in getattr(spec, "layer_specs", None) or [spec]:
+        self_attention = getattr(layer.submodules, "self_attention", None)
+        submodules = getattr(self_attention, "submodules", None)
+        if submodules is None or not hasattr(submodules, "core_attention"):
+            raise ConfigError(
+                f"--sparse-balance: {layer.module.__name__} has no core attention to replace; "
+                "use plain or grouped-query attention layers"
+            )
+        submodules.core_attention = ModuleSpec(
+            module=BudgetedCoreAttention, params={"options": options}
+        )
+    return spec

@@ -9,6 +9,7 @@ forward and likewise around every backward. A proxy sees all of them without a p
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 FORWARD_TIMER = "forward-compute"
@@ -61,23 +62,18 @@ class _RecordingTimer:
         return getattr(self._inner, attribute)
 
 
+@dataclass(frozen=True)
 class ReportingFinalize:
     """Wraps ``finalize_model_grads_func``: the one place every rank passes once per step."""
 
-    def __init__(
-        self,
-        before: Callable[[], None],
-        finalize: Callable[..., Any],
-        after: Callable[[], None],
-    ) -> None:
-        self._before = before
-        self._finalize = finalize
-        self._after = after
+    before: Callable[[], None]
+    finalize: Callable[..., Any]
+    after: Callable[[], None]
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        self._before()
-        result = self._finalize(*arguments, **keywords)
-        self._after()
+        self.before()
+        result = self.finalize(*arguments, **keywords)
+        self.after()
         return result
 
 

@@ -204,11 +204,10 @@ def least_feasible_budget(
     grid = np.asarray(curves.grid)
     right_LS = np.minimum((curves_LSK < target_LS[..., None]).sum(axis=-1), len(grid) - 1)
     left_LS = np.maximum(right_LS - 1, 0)
-    low_LS = np.take_along_axis(curves.mean_LUK[:, length_bucket(blocks_S)], left_LS[..., None], -1)
-    high_LS = np.take_along_axis(
-        curves.mean_LUK[:, length_bucket(blocks_S)], right_LS[..., None], -1
+    mean_LSK = curves.mean_LUK[:, length_bucket(blocks_S)]
+    low_LS, high_LS = (
+        np.take_along_axis(mean_LSK, at_LS[..., None], -1)[..., 0] for at_LS in (left_LS, right_LS)
     )
-    low_LS, high_LS = low_LS[..., 0], high_LS[..., 0]
     rise_LS = np.where(high_LS > low_LS, high_LS - low_LS, 1.0)
     fraction_LS = np.clip((target_LS - low_LS) / rise_LS, 0.0, 1.0)
     fraction_LS = np.where(high_LS < target_LS, 1.0, fraction_LS)

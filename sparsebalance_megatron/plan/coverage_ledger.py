@@ -32,16 +32,9 @@ class CoverageLedger:
         """Enter a step, where any coverage was measured."""
         totals = measured.coverage
         if totals.count:
-            self.settle(
-                base_mean=totals.base_sum / totals.count,
-                executed_mean=totals.executed_sum / totals.count,
-            )
-
-    def settle(self, *, base_mean: float, executed_mean: float) -> None:
-        """Enter a step, by means over its samples and layers."""
-        limit = _LIMIT * self._samples * self._steps
-        balance = self.balance + (base_mean - executed_mean) * self._samples
-        self.balance = min(max(balance, -limit), limit)
+            limit = _LIMIT * self._samples * self._steps
+            balance = self.balance + (totals.base_mean - totals.executed_mean) * self._samples
+            self.balance = min(max(balance, -limit), limit)
 
     def snapshot(self) -> float:
         """By how much coverage of the horizon of the next plan should exceed that of base budgets.

@@ -110,13 +110,3 @@ class StepMeasurement:
     lm_loss: float
     tokens: int
     digest_mismatches: int
-
-    @property
-    def forward_ms(self) -> np.ndarray:
-        """[R, P, V, M]."""
-        return self.times_2RPVM[0]
-
-    @property
-    def backward_ms(self) -> np.ndarray:
-        """[R, P, V, M]."""
-        return self.times_2RPVM[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan together with what it was made for and from.
+"""A plan together with what it was made for and from, and what learns from how its step went.
 
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches.
 """
@@ -7,10 +7,12 @@ Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan.measurement import StepMeasurement
 from sparsebalance_megatron.plan.step_plan import StepPlan
 
 
@@ -33,3 +35,23 @@ class PlannedStep:
     def times_2RPVM(self) -> np.ndarray:
         """Predicted forward and backward ms of every micro-batch on every chunk."""
         return self.plan.expectation.times_2RPVM
+
+
+class Learner(Protocol):
+    """Knowledge that steps add to. Equal steps give equal knowledge, on every rank."""
+
+    def update(self, planned: PlannedStep, measured: StepMeasurement) -> None:
+        """Learn from a step: what was planned of it, and what was measured on all ranks."""
+
+    def snapshot(self) -> Any:
+        """What a plan needs of it, as known now; later updates do not change it."""
+
+    def state_dict(self) -> Any:
+        """What is saved, in plain Python types; None where nothing is."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take over saved state.
+
+        Raises:
+            ValueError: it does not fit this job; nothing is changed then.
+        """

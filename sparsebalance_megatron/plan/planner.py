@@ -6,17 +6,17 @@ Shape legend: S samples of a global batch, L layers, R data-parallel ranks.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from sparsebalance_megatron.config import Batching
 from sparsebalance_megatron.plan.budgets.tune import TunedBudgets
 from sparsebalance_megatron.plan.expectation import expectation
-from sparsebalance_megatron.plan.placement.balance import Placement
-from sparsebalance_megatron.plan.placement.candidates import candidates
-from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
+from sparsebalance_megatron.plan.placement.balance import Placement, arrival, balanced
+from sparsebalance_megatron.plan.placement.search import improve
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError, StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
+
+_SIMPLE: tuple[Batching, ...] = ("arrival", "length", "latency")
 
 
 def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
@@ -44,18 +44,12 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
     return plan
 
 
-def evaluation_plan(step: int, inputs: PlanInputs) -> StepPlan:
-    """Arrival order and base budgets: what evaluation runs, so that its loss is comparable."""
-    policy = replace(inputs.policy, batching="arrival", tuning="off")
-    return plan_step(step, replace(inputs, policy=policy))
-
-
 def _best_candidate(problem: StepProblem) -> tuple[Batching, Placement, TunedBudgets]:
     """Least makespan, then least sum of the ranks' makespans, then the simplest.
 
     Only the winner is tuned, except where tuning towards an anchor decides who wins.
     """
-    placements = candidates(problem)
+    placements = _candidates(problem)
     if len(placements) == 1:
         ((batching, placement),) = placements.items()
         return batching, placement, problem.tuned(placement)
@@ -72,6 +66,51 @@ def _best_candidate(problem: StepProblem) -> tuple[Batching, Placement, TunedBud
     batching = min(placements, key=key)
     placement = placements[batching]
     return batching, placement, tuned[batching] if by_tuning else problem.tuned(placement)
+
+
+def _candidates(problem: StepProblem) -> dict[Batching, Placement]:
+    """Named placements, the simplest first.
+
+    Raises:
+        PlanError: the policy names an unknown batching, or none of its placements exists.
+    """
+    batching = problem.policy.batching
+    simple: tuple[Batching, ...] = _SIMPLE if batching == "makespan" else (batching,)
+    found: dict[Batching, Placement] = {}
+    failures: list[PlanError] = []
+    for name in simple:
+        if name not in _SIMPLE:
+            raise PlanError(f"batching {name!r} is not one of {', '.join(_SIMPLE)}, makespan")
+        try:
+            found[name] = _placement(name, problem)
+        except PlanError as error:
+            failures.append(error)
+    if not found:
+        try:
+            return {"arrival": _placement("arrival", problem)}
+        except PlanError:
+            raise failures[-1] from None
+    if batching == "makespan":
+        start = found.get("latency") or next(iter(found.values()))
+        found["makespan"] = improve(
+            start,
+            problem.costs,
+            problem.expected_2SC,
+            cap_tokens=problem.policy.max_tokens_per_slot,
+            plan_ms=problem.policy.plan_ms,
+        )
+    return found
+
+
+def _placement(batching: Batching, problem: StepProblem) -> Placement:
+    lengths, job, cap = problem.lengths_tokens, problem.job, problem.policy.max_tokens_per_slot
+    match batching:
+        case "arrival":
+            return arrival(lengths, job, cap)
+        case "length":
+            return balanced(problem.costs.lengths_tokens_S, lengths, job, cap)
+        case _:
+            return problem.balanced_by(problem.expected_LS)
 
 
 def _rounded(ms: float) -> float:

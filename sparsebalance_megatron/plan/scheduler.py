@@ -24,9 +24,8 @@ from sparsebalance_megatron.cost.stage_calibration import Calibration
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.coverage_ledger import CoverageLedger
-from sparsebalance_megatron.plan.learner import Learner
 from sparsebalance_megatron.plan.measurement import StepMeasurement
-from sparsebalance_megatron.plan.planned_step import PlannedStep
+from sparsebalance_megatron.plan.planned_step import Learner, PlannedStep
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_costs import base_sample_ms
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy
@@ -92,9 +91,9 @@ class Scheduler:
         self._idle_learners = _IDLE_LEARNERS[calibrate]
         self._cost = cost
         self._samples = StepSamples(
-            index,
-            global_batch_size,
-            window,
+            index=index,
+            global_batch_size=global_batch_size,
+            window=window,
             data_parallel_size=job.data_parallel_size,
             # The cost model as loaded, never corrected: a resumed run must deal the same way.
             sample_ms=partial(base_sample_ms, job=job, cost=cost, base_budget=policy.base_budget),

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 import numpy as np
 
@@ -142,16 +143,6 @@ class Expectation:
     samples_raised: int
     samples_clamped: int
 
-    @property
-    def forward_ms(self) -> np.ndarray:
-        """[R, P, V, M]."""
-        return self.times_2RPVM[0]
-
-    @property
-    def backward_ms(self) -> np.ndarray:
-        """[R, P, V, M]."""
-        return self.times_2RPVM[1]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
@@ -177,7 +168,7 @@ class StepPlan:
     @cached_property
     def _rank_plans(self) -> tuple[RankPlan, ...]:
         of_rank: list[list[MicroBatchPlan]] = [[] for _ in range(self.data_parallel_size)]
-        for slot in sorted(self.slots, key=_position):
+        for slot in sorted(self.slots, key=attrgetter("position")):
             for rank in range(slot.rank, slot.rank + slot.width):
                 of_rank[rank].append(slot)
         return tuple(RankPlan(micro_batches=tuple(slots)) for slots in of_rank)
@@ -185,7 +176,7 @@ class StepPlan:
     def digest(self) -> bytes:
         """32 bytes that are equal exactly when step, placement and budgets are equal."""
         digest = hashlib.sha256(f"{self.step}:{self.data_parallel_size}".encode())
-        for slot in sorted(self.slots, key=_place):
+        for slot in sorted(self.slots, key=attrgetter("rank", "position")):
             if slot.width > 1:
                 digest.update(f"{slot.rank}:{slot.position}:{slot.width}".encode())
             digest.update(repr(slot.budgets_LS.shape).encode())
@@ -220,14 +211,6 @@ class StepPlan:
             missing = sorted(set(range(len(lengths_tokens))) - set(seen))
             repeated = sorted(sample for sample, count in seen.items() if count > 1)
             raise PlanError(f"step {self.step}: samples missing {missing}, repeated {repeated}")
-
-
-def _position(slot: MicroBatchPlan) -> int:
-    return slot.position
-
-
-def _place(slot: MicroBatchPlan) -> tuple[int, int]:
-    return slot.rank, slot.position
 
 
 def _validate_place(slot: MicroBatchPlan, job: JobShape, place: str) -> None:

@@ -24,8 +24,11 @@ from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.megatron.compat import enable_variable_lengths, gpt_model
-from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
-from sparsebalance_megatron.megatron.layer_spec import sparse_balance_layer_spec
+from sparsebalance_megatron.megatron.core_attention import (
+    AttentionOptions,
+    BudgetedCoreAttention,
+    sparse_balance_layer_spec,
+)
 from sparsebalance_megatron.megatron.packed_seq_params import (
     BudgetedPackedSeqParams,
     MicroBatchContext,

@@ -19,7 +19,7 @@ import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.table import CostRow, CostTable, RunIdentity
-from sparsebalance_megatron.megatron.device import early_flags
+from sparsebalance_megatron.megatron.arguments import early_flags
 from sparsebalance_megatron.profiling.cells import Cell, Thoroughness, measure, plan_cells
 from sparsebalance_megatron.profiling.clocks import Clock, CudaEventClock, HostClock
 

@@ -16,7 +16,7 @@ import numpy as np
 from sparsebalance_megatron.config import Batching, CoverageTarget, Tuning
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.plan.budgets.feasible import feasible_range
+from sparsebalance_megatron.plan.budgets.problem import feasible_range
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.measurement import CoverageTotals, StepMeasurement
 from sparsebalance_megatron.plan.scheduler import Scheduler

@@ -93,7 +93,7 @@ def step_scalars(
 
 def _balance(planned: PlannedStep, measured: StepMeasurement) -> dict[str, float]:
     expectation = planned.plan.expectation
-    work_RPVM = measured.forward_ms + measured.backward_ms
+    work_RPVM = measured.times_2RPVM[0] + measured.times_2RPVM[1]
     makespan_R = measured.schedule_ms.max(axis=1)
     busy_R = rank_busy_ms(measured.times_2RPVM)
     predicted_R = rank_busy_ms(expectation.times_2RPVM)

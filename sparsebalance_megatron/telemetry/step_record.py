@@ -93,7 +93,7 @@ def step_record(
         host_ms: see :class:`.host_time.HostTime`; of the rank that writes.
     """
     expectation = planned.plan.expectation
-    work_RPVM = measured.forward_ms + measured.backward_ms
+    work_RPVM = measured.times_2RPVM[0] + measured.times_2RPVM[1]
     coverage = measured.coverage
     return {
         "type": STEP,
@@ -108,8 +108,8 @@ def step_record(
             "makespan_ms": expectation.makespan_ms,
             "lower_bound_ms": expectation.lower_bound_ms,
             "rank_makespan_ms": list(expectation.rank_makespan_ms),
-            "forward_ms": expectation.forward_ms.tolist(),
-            "backward_ms": expectation.backward_ms.tolist(),
+            "forward_ms": expectation.times_2RPVM[0].tolist(),
+            "backward_ms": expectation.times_2RPVM[1].tolist(),
             "rank_busy_ms": rank_busy_ms(expectation.times_2RPVM).tolist(),
             "imbalance_micro_batches": expectation.imbalance_micro_batches,
             "imbalance_rank_sums": expectation.imbalance_rank_sums,
@@ -121,8 +121,8 @@ def step_record(
             "device_slowness": _unless_alike(planned.scales.device_slowness_RP),
         },
         "measured": {
-            "forward_ms": measured.forward_ms.tolist(),
-            "backward_ms": measured.backward_ms.tolist(),
+            "forward_ms": measured.times_2RPVM[0].tolist(),
+            "backward_ms": measured.times_2RPVM[1].tolist(),
             "rank_busy_ms": rank_busy_ms(measured.times_2RPVM).tolist(),
             "schedule_ms": measured.schedule_ms.tolist(),
             "imbalance_rank_sums": imbalance(work_RPVM.sum(axis=(1, 2, 3))),

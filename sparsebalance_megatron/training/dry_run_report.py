@@ -59,7 +59,7 @@ def describe(
 def _rows(planned: PlannedStep) -> list[tuple[str, ...]]:
     """One per slot; its time is forward and backward summed over all stages."""
     expected = planned.plan.expectation
-    slot_ms_RM = (expected.forward_ms + expected.backward_ms).sum(axis=(1, 2))
+    slot_ms_RM = (expected.times_2RPVM[0] + expected.times_2RPVM[1]).sum(axis=(1, 2))
     return [
         (
             str(slot.rank),

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
-from sparsebalance_megatron.megatron.core_attention import AttentionOptions
-from sparsebalance_megatron.megatron.layer_spec import replace_core_attention
+from sparsebalance_megatron.megatron.core_attention import AttentionOptions, replace_core_attention
 from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
 from sparsebalance_megatron.megatron.settings import RunSettings
 from sparsebalance_megatron.megatron.unsupported import check_cap, check_model

@@ -20,8 +20,10 @@ from sparsebalance_megatron.megatron.compat import (
     saved_arguments,
     use_layer_spec,
 )
-from sparsebalance_megatron.megatron.core_attention import AttentionOptions
-from sparsebalance_megatron.megatron.layer_spec import sparse_balance_layer_spec
+from sparsebalance_megatron.megatron.core_attention import (
+    AttentionOptions,
+    sparse_balance_layer_spec,
+)
 from sparsebalance_megatron.training.data_iterator import MicroBatchIterator
 from sparsebalance_megatron.training.forward_step import ForwardStep, packed_forward_step
 from sparsebalance_megatron.training.inputs import Inputs

@@ -3,14 +3,33 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsebalance_megatron.plan.budgets.price import horizon_steps
 from sparsebalance_megatron.plan.coverage_ledger import CoverageLedger
+from sparsebalance_megatron.plan.measurement import CoverageTotals
 
 SIZES = st.sampled_from([1, 8, 24, 64, 512])
+
+
+def enter(ledger, *, base_mean, executed_mean):
+    """A step of one sample and layer."""
+    coverage = CoverageTotals(
+        sums_LUK=np.zeros((1, 1, 1)),
+        counts_LU=np.zeros((1, 1)),
+        executed_L=np.array([executed_mean]),
+        executed_sum=executed_mean,
+        base_sum=base_mean,
+        count=1.0,
+        minimum=executed_mean,
+        grown=0.0,
+    )
+    ledger.update(None, SimpleNamespace(coverage=coverage))
 
 
 def run(size, errors, *, delay):
@@ -22,7 +41,7 @@ def run(size, errors, *, delay):
     for error in errors:
         known.append(ledger.snapshot() / (size * horizon_steps(size)))
         surplus.append(known[max(0, len(known) - 1 - delay)] + error)
-        ledger.settle(base_mean=0.5, executed_mean=0.5 + surplus[-1])
+        enter(ledger, base_mean=0.5, executed_mean=0.5 + surplus[-1])
     return surplus, ledger.balance
 
 
@@ -44,8 +63,8 @@ def test_a_lasting_error_is_balanced(size, error, delay):
 def test_what_lies_long_back_is_capped():
     ledger = CoverageLedger(64)
     for _ in range(100):
-        ledger.settle(base_mean=0.9, executed_mean=0.1)
+        enter(ledger, base_mean=0.9, executed_mean=0.1)
     assert ledger.balance == pytest.approx(0.05 * 64)
     for _ in range(100):
-        ledger.settle(base_mean=0.1, executed_mean=0.9)
+        enter(ledger, base_mean=0.1, executed_mean=0.9)
     assert ledger.balance == pytest.approx(-0.05 * 64)

@@ -15,11 +15,9 @@ from plan.plan_cases import cost_model, coverage_curves, job_shape, planned, pol
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.placement.balance import arrival
-from sparsebalance_megatron.plan.planner import evaluation_plan
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import PlanError
-from sparsebalance_megatron.plan.step_problem import PlanInputs
 
 SHAPES = st.sampled_from([(2, 4, 2, 1), (3, 2, 1, 1), (1, 4, 2, 2), (2, 3, 4, 1), (1, 1, 1, 1)])
 KINDS = st.sampled_from(["spread", "equal", "giant", "tiny"])
@@ -124,7 +122,7 @@ def test_expectation_is_what_a_naive_simulation_finds(shape, seed):
     name = "no_pipeline" if shape[2] == 1 else "interleaved" if shape[3] > 1 else "1f1b"
     naive = [
         oracle.makespan(f.tolist(), b.tolist(), name)
-        for f, b in zip(expected.forward_ms, expected.backward_ms, strict=True)
+        for f, b in zip(*expected.times_2RPVM, strict=True)
     ]
     assert expected.rank_makespan_ms == pytest.approx(naive, rel=1e-9)
     assert expected.imbalance_makespans == pytest.approx(max(naive) / np.mean(naive))
@@ -217,14 +215,6 @@ def test_capped_out_packing_gives_way_to_arrival_by_name():
     given_["policy"] = replace(given_["policy"], max_tokens_per_slot=9)
     with pytest.raises(PlanError, match="max-tokens-per-micro-batch 1"):
         planned(**given_)
-
-
-def test_evaluation_is_arrival_at_base_budgets():
-    given_ = arguments(seed=2)
-    plan = evaluation_plan(given_.pop("step"), PlanInputs(**given_))
-    assert plan.batching == "arrival"
-    assert plan.for_rank(1).micro_batches[0].samples == (2, 3)
-    assert all((slot.budgets_LS == given_["policy"].base_budget).all() for slot in plan.slots)
 
 
 def test_contradicting_inputs():

@@ -36,8 +36,10 @@ def save_logits(output: Path, hf_dir: Path, tokens: list[list[int]], dtype: str)
     from sparsebalance_megatron.convert.mapping import parameters
     from sparsebalance_megatron.convert.transfer import read_weights
     from sparsebalance_megatron.convert.weight_files import WeightFiles
-    from sparsebalance_megatron.megatron.core_attention import AttentionOptions
-    from sparsebalance_megatron.megatron.layer_spec import sparse_balance_layer_spec
+    from sparsebalance_megatron.megatron.core_attention import (
+        AttentionOptions,
+        sparse_balance_layer_spec,
+    )
     from sparsebalance_megatron.megatron.single_process import start_single_process
 
     model = read_config(hf_dir)

@@ -28,8 +28,10 @@ from megatron.training.arguments import parse_args, validate_args  # noqa: E402
 from sparsebalance_megatron.config import SparseBalanceConfig  # noqa: E402
 from sparsebalance_megatron.megatron.arguments import args_provider  # noqa: E402
 from sparsebalance_megatron.megatron.compat import default_layer_spec, model_provider  # noqa: E402
-from sparsebalance_megatron.megatron.core_attention import AttentionOptions  # noqa: E402
-from sparsebalance_megatron.megatron.layer_spec import sparse_balance_layer_spec  # noqa: E402
+from sparsebalance_megatron.megatron.core_attention import (  # noqa: E402
+    AttentionOptions,
+    sparse_balance_layer_spec,
+)
 from sparsebalance_megatron.megatron.packed_seq_params import (  # noqa: E402
     micro_batch_context,
     packed_params,

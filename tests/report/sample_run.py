@@ -116,7 +116,7 @@ class SampleRun:
         expected = plan.expectation
         return tuple(
             times * np.exp(generator.normal(0.0, self.noise, times.shape)) + 0.05
-            for times in (expected.forward_ms, expected.backward_ms)
+            for times in expected.times_2RPVM
         )  # type: ignore[return-value]
 
     def header(self) -> dict[str, Any]:
@@ -161,12 +161,12 @@ class SampleRun:
             "makespan_ms": expected.makespan_ms,
             "lower_bound_ms": expected.lower_bound_ms,
             "rank_makespan_ms": list(expected.rank_makespan_ms),
-            "rank_busy_ms": _busy(expected.forward_ms, expected.backward_ms),
+            "rank_busy_ms": _busy(*expected.times_2RPVM),
             "work_ratio": expected.work_ratio,
         }
         if self.with_predicted_times:
-            predicted["forward_ms"] = expected.forward_ms.tolist()
-            predicted["backward_ms"] = expected.backward_ms.tolist()
+            predicted["forward_ms"] = expected.times_2RPVM[0].tolist()
+            predicted["backward_ms"] = expected.times_2RPVM[1].tolist()
         schedule_ms = [trace.makespan_ms for trace in self.traces(forward, backward)]
         return {
             "type": "step",

@@ -48,7 +48,7 @@ def test_a_step_as_predicted_measures_what_it_predicted() -> None:
     assert values["predicted-error"] == pytest.approx(0.0, abs=1e-12)
     for stage in range(JOB.pipeline_stages):
         assert values[f"relative-time-stage-{stage}"] == pytest.approx(1.0)
-        busy_D = (measured.forward_ms + measured.backward_ms)[:, stage].sum(axis=(1, 2))
+        busy_D = (measured.times_2RPVM[0] + measured.times_2RPVM[1])[:, stage].sum(axis=(1, 2))
         idle_D = 1.0 - busy_D / np.array(planned.plan.expectation.rank_makespan_ms)
         assert values[f"bubble-fraction-stage-{stage}"] == pytest.approx(idle_D.mean())
     assert values["relative-time-max"] == pytest.approx(1.0)
@@ -56,7 +56,7 @@ def test_a_step_as_predicted_measures_what_it_predicted() -> None:
 
 def test_a_slow_device_shows_although_its_samples_are_short() -> None:
     planned = planned_step()
-    work_D = np.sum(planned.plan.expectation.forward_ms, axis=(1, 2, 3))
+    work_D = np.sum(planned.plan.expectation.times_2RPVM[0], axis=(1, 2, 3))
     light = int(work_D.argmin())
     measured = slowed_down(measured_as_planned(planned), light, 1, 1.2)
     values = scalars(planned, measured)

@@ -39,7 +39,7 @@ def test_every_field_comes_back() -> None:
     planned = planned_step()
     measured = measured_as_planned(planned)
     expectation = planned.plan.expectation
-    times_2RPVM = np.stack([expectation.forward_ms, expectation.backward_ms])
+    times_2RPVM = expectation.times_2RPVM
     busy_R = times_2RPVM.sum(axis=(0, 3, 4)).max(axis=1)
     record = written()
     assert read_step(record) == Step(
@@ -60,7 +60,7 @@ def test_every_field_comes_back() -> None:
         predicted_makespan_ms=expectation.makespan_ms,
     )
     times = read_times(record)
-    assert times.shape == expectation.forward_ms.shape
+    assert times.shape == expectation.times_2RPVM[0].shape
     for side in ("predicted", "measured"):
         np.testing.assert_array_equal(times.side(side), times_2RPVM)
 
@@ -68,7 +68,7 @@ def test_every_field_comes_back() -> None:
 def test_what_was_not_measured_comes_back_as_none() -> None:
     planned = planned_step()
     measured = measured_as_planned(planned)
-    unmeasured = np.full_like(measured.forward_ms, math.nan).tolist()
+    unmeasured = np.full_like(measured.times_2RPVM[0], math.nan).tolist()
     record = written(iteration_ms=None)
     record["measured"] |= {"forward_ms": unmeasured, "rank_busy_ms": None}
     record["lm_loss"] = None
@@ -76,7 +76,7 @@ def test_what_was_not_measured_comes_back_as_none() -> None:
     assert (step.iteration_ms, step.lm_loss) == (None, None)
     assert (step.measured_rank_ms, step.micro_batch_ms) == (None, None)
     assert np.isnan(times.measured_2RPVM[0]).all()
-    np.testing.assert_array_equal(times.measured_2RPVM[1], measured.backward_ms)
+    np.testing.assert_array_equal(times.measured_2RPVM[1], measured.times_2RPVM[1])
 
 
 def test_a_log_of_totals_has_no_predicted_times() -> None:

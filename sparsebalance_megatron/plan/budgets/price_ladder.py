@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Budgets by price: what every layer and sample takes when coverage costs so much per ms.
 
+A step leads from one grid budget to the next, with a price in ms and a gain in coverage. Steps are
+ranked by gain per ms on the concave envelope of the curve, so that a ranking by gain never asks for
+a later step before an earlier one.
 Samples of as many blocks have the same curves, floors and prices, so the ladder is one of sizes.
 
 Shape legend: S samples, L layers, K budgets of the grid, Z sizes (samples of as many blocks),
-Q price levels, I chains of steps (one per layer and size).
+Q price levels, I chains of steps (of a layer and sample or size).
 """
 
 from __future__ import annotations
@@ -13,10 +16,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sparsebalance_megatron.plan.budgets.envelope import BudgetSteps, budget_steps
 from sparsebalance_megatron.plan.budgets.problem import BudgetProblem
+from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.step_costs import StepCosts
 
 LEVELS = 48
+_LEAST_MS = 1e-30
+_NO_TIME = 1e-14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,3 +103,86 @@ def _levels(steps: BudgetSteps) -> np.ndarray:
         edges = np.unique(np.sort(slopes)[ranks])
         level_LSK[worth_LSK] = len(edges) - np.searchsorted(edges, slopes, side="right") + 1
     return level_LSK
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetSteps:
+    """The steps of every (layer, sample) between two budgets; step k leads to ``points_LSK[k]``.
+
+    ``slope_LSK``: coverage per ms on the concave envelope, non-increasing along K; -inf where
+    there is no step.
+    """
+
+    low_LS: np.ndarray
+    points_LSK: np.ndarray
+    pairs_LSK: np.ndarray
+    slope_LSK: np.ndarray
+
+    def budgets_LS(self, taken_LSK: np.ndarray) -> np.ndarray:
+        """Budgets after the taken steps, which are a prefix of every chain."""
+        reached_LSK = np.where(taken_LSK & (self.pairs_LSK > 0), self.points_LSK, 0)
+        return np.maximum(reached_LSK.max(axis=-1), self.low_LS)
+
+
+def budget_steps(
+    costs: StepCosts, coverage: CoverageCurves, low_LS: np.ndarray, high_LS: np.ndarray
+) -> BudgetSteps:
+    """Clipping grid, coverage and pairs to [low, high] alike works since all three only grow.
+
+    Grid budgets below every low and above every high are left out.
+    """
+    every_K = np.asarray(coverage.grid)
+    first = np.searchsorted(every_K, low_LS.min(), side="right")
+    last = np.searchsorted(every_K, high_LS.max())
+    inside = slice(min(first, last), last + 1)
+    grid = every_K[inside]
+    points_LSK = np.clip(grid, low_LS[..., None], high_LS[..., None])
+    grid_pairs_SK = costs.block_pairs(
+        np.broadcast_to(grid[:, None], (len(grid), low_LS.shape[1]))
+    ).T
+    low_pairs_LS, high_pairs_LS = costs.block_pairs(low_LS), costs.block_pairs(high_LS)
+    low_gain_LS = np.nan_to_num(coverage.coverage_LS(costs.blocks_S, low_LS))
+    high_gain_LS = np.nan_to_num(coverage.coverage_LS(costs.blocks_S, high_LS))
+
+    def between(grid_values: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        inner = np.clip(grid_values, low[..., None], high[..., None])
+        inner = np.where(grid >= high_LS[..., None], high[..., None], inner)
+        return np.diff(inner, axis=-1, prepend=low[..., None])
+
+    pairs_LSK = between(grid_pairs_SK, low_pairs_LS, high_pairs_LS)
+    gain_LSK = between(coverage.curves_LSK(costs.blocks_S)[..., inside], low_gain_LS, high_gain_LS)
+    ms_LSK = pairs_LSK * costs.pair_ms_L[:, None, None]
+    return BudgetSteps(
+        low_LS=low_LS,
+        points_LSK=points_LSK,
+        pairs_LSK=pairs_LSK,
+        slope_LSK=_envelope_slopes(gain_LSK, ms_LSK, pairs_LSK > 0),
+    )
+
+
+def _envelope_slopes(gain_LSK: np.ndarray, ms_LSK: np.ndarray, real_LSK: np.ndarray) -> np.ndarray:
+    """Slopes of the concave envelope of each chain; -inf for steps that are none."""
+    slope_LSK = np.where(real_LSK, gain_LSK / np.maximum(ms_LSK, _LEAST_MS), -np.inf)
+    lowest_LSK = np.minimum.accumulate(np.where(real_LSK, slope_LSK, np.inf), axis=-1)
+    rises_LS = (real_LSK & (slope_LSK > lowest_LSK)).any(axis=-1)
+    if rises_LS.any():
+        slope_LSK[rises_LS] = _envelope_of_chains(
+            gain_LSK[rises_LS], ms_LSK[rises_LS], real_LSK[rises_LS]
+        )
+    return slope_LSK
+
+
+def _envelope_of_chains(gain_IK: np.ndarray, ms_IK: np.ndarray, real_IK: np.ndarray) -> np.ndarray:
+    """From each point the best average slope ahead; its running minimum is the envelope's slope."""
+    gain_KI = np.zeros((gain_IK.shape[1] + 1, len(gain_IK)))
+    ms_KI = np.zeros_like(gain_KI)
+    np.cumsum(gain_IK.T, axis=0, out=gain_KI[1:])
+    np.cumsum(np.maximum(ms_IK.T, _LEAST_MS), axis=0, out=ms_KI[1:])
+    # Steps that are none, beside large ones, may leave no difference at all.
+    ms_KI += np.arange(len(ms_KI))[:, None] * (ms_KI[-1] * _NO_TIME)
+    best_KI = np.full(gain_IK.T.shape, np.inf)
+    for first, (best_I, real_I) in enumerate(zip(best_KI, real_IK.T, strict=True)):
+        gain = gain_KI[first + 1 :] - gain_KI[first]
+        gain /= ms_KI[first + 1 :] - ms_KI[first]
+        np.copyto(best_I, gain.max(axis=0), where=real_I)
+    return np.where(real_IK, np.minimum.accumulate(best_KI, axis=0).T, -np.inf)

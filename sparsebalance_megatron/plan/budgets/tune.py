@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention budgets per sample and layer (DST): towards an anchor, or against the makespan.
 
-Both policies trade in the steps of :mod:`.envelope`, best coverage per ms first.
+Both policies trade in the steps of :mod:`.price_ladder`, best coverage per ms first.
 
 Shape legend: S samples, L layers, K budgets of the grid, I chosen steps, R data-parallel ranks,
 P pipeline stages, V virtual stages, M micro-batches, J = R x M slots, U units of a rank, Q levels.
@@ -10,18 +10,24 @@ P pipeline stages, V virtual stages, M micro-batches, J = R x M slots, U units o
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from sparsebalance_megatron.config import Anchor
-from sparsebalance_megatron.plan.budgets.envelope import budget_steps
 from sparsebalance_megatron.plan.budgets.fill import Filling, unit_growth_RUQ
 from sparsebalance_megatron.plan.budgets.price import Pricing, price
+from sparsebalance_megatron.plan.budgets.price_ladder import budget_steps
 from sparsebalance_megatron.plan.budgets.problem import ROUNDING, BudgetProblem
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_plan import PlanError
 
+_ANCHORS: Mapping[Anchor, Callable[[np.ndarray], float]] = {
+    "mean": np.mean,
+    "min": np.min,
+    "max": np.max,
+}
 _TARGET_HALVINGS = 2
 """Of the step time between too little coverage and enough: more gain below 0.1 % of a step."""
 
@@ -81,7 +87,10 @@ def _anchor(problem: BudgetProblem, slot_of_S: np.ndarray) -> tuple[np.ndarray, 
     """
     costs, allowed = problem.costs, problem.allowed
     latency_J = _latency_ms_J(problem, allowed.base_LS, slot_of_S)
-    anchor_ms = _anchor_ms(problem.policy.anchor, latency_J)
+    anchor = problem.policy.anchor
+    if anchor not in _ANCHORS:
+        raise PlanError(f"anchor {anchor!r} is not one of {', '.join(_ANCHORS)}")
+    anchor_ms = float(_ANCHORS[anchor](latency_J))
     slower_S = (latency_J > anchor_ms)[slot_of_S]
     low_LS = np.where(slower_S, allowed.floor_LS, allowed.base_LS)
     high_LS = np.where(slower_S, allowed.base_LS, allowed.top_LS)
@@ -105,18 +114,6 @@ def _anchor(problem: BudgetProblem, slot_of_S: np.ndarray) -> tuple[np.ndarray, 
         reached_J[slot] = max(path[0], anchor_ms) if slower else min(path[-1], anchor_ms)
     clamped_J = np.abs(reached_J - anchor_ms) > 1e-9 * anchor_ms
     return steps.budgets_LS(taken.reshape(steps.pairs_LSK.shape)), clamped_J[slot_of_S]
-
-
-def _anchor_ms(anchor: Anchor, latency_J: np.ndarray) -> float:
-    match anchor:
-        case "mean":
-            return float(latency_J.mean())
-        case "min":
-            return float(latency_J.min())
-        case "max":
-            return float(latency_J.max())
-        case other:
-            raise PlanError(f"anchor {other!r} is not one of mean, min, max")
 
 
 def _latency_ms_J(

@@ -88,14 +88,11 @@ class _Search:
 
     def order(self) -> None:
         """Best of all orders where they are few; else of a few shapes, then of pairwise swaps."""
-        positions = self.costs.job.micro_batches
         if not self._order_matters:
             return
-        if positions <= _ALL_ORDERS_UNTIL:
-            every_XM = np.array(list(itertools.permutations(range(positions))))
-            self._take_best_order(np.broadcast_to(every_XM, (len(self.ranks), *every_XM.shape)))
+        self._take_best_order(self._orders(self.slot_RMC2))
+        if self.costs.job.micro_batches <= _ALL_ORDERS_UNTIL:
             return
-        self._take_best_order(self._shapes(self.slot_RMC2))
         while len(swaps_XM := self._swaps()):
             swaps_RXM = np.broadcast_to(swaps_XM, (len(self.ranks), *swaps_XM.shape))
             if not self._take_best_order(swaps_RXM):
@@ -111,22 +108,21 @@ class _Search:
             row[[i, j]] = j, i
         return orders_XM
 
-    def _shapes(self, slot_XMC2: np.ndarray) -> np.ndarray:
-        """[X, O, M]: ascending, descending, small at both ends, large at both ends."""
+    def _orders(self, slot_XMC2: np.ndarray) -> np.ndarray:
+        """[X, O, M]: all orders of each rank where they are few.
+
+        Else ascending, descending, small at both ends, large at both ends.
+        """
+        positions = self.costs.job.micro_batches
+        if positions <= _ALL_ORDERS_UNTIL:
+            every_XM = np.array(list(itertools.permutations(range(positions))))
+            return np.broadcast_to(every_XM, (len(slot_XMC2), *every_XM.shape))
         up_XM = np.argsort(slot_XMC2.sum(axis=(2, 3)), axis=1, kind="stable")
         down_XM = up_XM[:, ::-1]
         shapes = [up_XM, down_XM]
         for sorted_XM in (up_XM, down_XM):
             shapes.append(np.concatenate([sorted_XM[:, ::2], sorted_XM[:, 1::2][:, ::-1]], axis=1))
         return np.stack(shapes, axis=1)
-
-    def _orders(self, slot_XMC2: np.ndarray) -> np.ndarray:
-        """[X, O, M]: orders worth trying for changed ranks."""
-        positions = self.costs.job.micro_batches
-        if positions <= _ALL_ORDERS_UNTIL:
-            every_XM = np.array(list(itertools.permutations(range(positions))))
-            return np.broadcast_to(every_XM, (len(slot_XMC2), *every_XM.shape))
-        return self._shapes(slot_XMC2)
 
     def _simulate_orders(
         self, slot_XMC2: np.ndarray, ranks_X: np.ndarray, orders_XOM: np.ndarray

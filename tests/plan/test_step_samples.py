@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exchange between global batches: a partition, pure, giants side by side."""
+"""Samples of steps, exchanged between global batches: a partition, pure, giants side by side."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsebalance_megatron.plan.placement.window import assign_window
 from sparsebalance_megatron.plan.step_plan import PlanError
+from sparsebalance_megatron.plan.step_samples import assign_window
 
 
 @settings(max_examples=80, deadline=None)
