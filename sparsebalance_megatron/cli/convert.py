@@ -12,7 +12,6 @@ import os
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,13 +30,11 @@ FLAGS_FILE = "model_args.sh"
 """Beside the checkpoint: the flags that build its model, as a bash array to source."""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add ``convert`` to the ``sparse-balance`` tool."""
-    parser = subparsers.add_parser(
-        "convert",
-        help="turn Hugging Face weights into a Megatron checkpoint, and back",
-        description="Turn dense Llama, Mistral and Qwen2 weights on disk into a Megatron "
-        "checkpoint that loads at any tensor- and pipeline-parallel size, and back.",
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``convert``."""
+    parser.description = (
+        "Turn dense Llama, Mistral and Qwen2 weights on disk into a Megatron "
+        "checkpoint that loads at any tensor- and pipeline-parallel size, and back."
     )
     directions = parser.add_subparsers(dest="direction", metavar="from-hf | to-hf", required=True)
     from_hf = directions.add_parser(

@@ -22,13 +22,10 @@ the assistant's turns are trained on: PREFIX_loss_mask.bin and .idx say which to
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``prepare-data``."""
-    parser = subparsers.add_parser(
-        "prepare-data",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = _DESCRIPTION
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     documents = parser.add_mutually_exclusive_group(required=True)
     documents.add_argument(
         "--input", nargs="+", type=Path, metavar="FILE.jsonl", help="JSON-lines files, in order"

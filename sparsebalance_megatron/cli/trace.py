@@ -8,7 +8,7 @@ import json
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from sparsebalance_megatron.cli.output import print_notes, writing
 from sparsebalance_megatron.report.charts.figure import ReportError
@@ -18,13 +18,11 @@ from sparsebalance_megatron.report.trace import Event, TracedStep, Tracer
 _DEFAULT_STEPS = 10
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add ``trace`` to the subcommands of ``sparse-balance``."""
-    parser: ArgumentParser = subparsers.add_parser(
-        "trace",
-        help="write steps of a run as a trace for Perfetto",
-        description="Write steps as Chrome trace events, predicted and measured side by side; open "
-        "the file in ui.perfetto.dev or chrome://tracing.",
+def add_flags(parser: ArgumentParser) -> None:
+    """Add the flags of ``trace``."""
+    parser.description = (
+        "Write steps as Chrome trace events, predicted and measured side by side; open "
+        "the file in ui.perfetto.dev or chrome://tracing."
     )
     parser.add_argument("run_directory", type=Path, metavar="RUN_DIR")
     parser.add_argument(

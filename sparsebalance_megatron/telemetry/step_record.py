@@ -40,7 +40,7 @@ class Step:
     ``measured_rank_ms`` and ``predicted_rank_ms`` hold, per data-parallel rank, the computing time
     of its busiest pipeline stage. ``lower_bound_ms`` and ``work_ratio`` are the planner's, and
     ``coverage_base`` is the mean coverage that base budgets had given.
-    ``micro_batch_ms`` is measured: [rank][stage][micro-batch], forward and backward together.
+    ``complete``: every micro-batch was measured, forward and backward.
     """
 
     iteration: int
@@ -52,9 +52,8 @@ class Step:
     predicted_rank_ms: tuple[float, ...] | None
     lower_bound_ms: float | None
     work_ratio: float | None
-    micro_batch_ms: tuple[tuple[tuple[float, ...], ...], ...] | None
+    complete: bool
     coverage_base: float | None = None
-    predicted_makespan_ms: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,9 +160,8 @@ def read_step(record: Mapping[str, Any]) -> Step:
         predicted_rank_ms=predicted,
         lower_bound_ms=number(record, "predicted", "lower_bound_ms"),
         work_ratio=number(record, "predicted", "work_ratio"),
-        micro_batch_ms=_micro_batch_ms(_measured_times(record)),
+        complete=bool(np.isfinite(_measured_times(record)).all()),
         coverage_base=optional_number(record, "coverage", "base_mean"),
-        predicted_makespan_ms=optional_number(record, "predicted", "makespan_ms"),
     )
 
 
@@ -202,14 +200,6 @@ def _predicted_times(record: Mapping[str, Any], shape: tuple[int, ...]) -> np.nd
     ]
     usable = all(each.shape == shape[1:] and np.isfinite(each).all() for each in times)
     return np.stack(times) if usable else None
-
-
-def _micro_batch_ms(measured_2RPVM: np.ndarray) -> tuple[Any, ...] | None:
-    """Sum of forward and backward over virtual stages; None as soon as one is missing."""
-    times_RPM = measured_2RPVM.sum(axis=(0, 3))
-    if not np.isfinite(times_RPM).all():
-        return None
-    return tuple(tuple(tuple(stage) for stage in rank) for rank in times_RPM.tolist())
 
 
 def _rank_times(record: Mapping[str, Any], side: str) -> tuple[float, ...] | None:

@@ -158,11 +158,10 @@ def test_bytes_that_are_not_text(tmp_path: Path) -> None:
     assert "line 3" in log.problems[0]
 
 
-def test_micro_batch_times_add_both_directions(tmp_path: Path) -> None:
+def test_a_step_is_complete_with_every_micro_batch_measured(tmp_path: Path) -> None:
     unmeasured = {"rank_busy_ms": None, **TIMES, "forward_ms": [[[[None, 1.0]]], [[[1.0, 1.0]]]]}
     log = read_run_log(write(tmp_path, HEADER, record(1), record(2, measured=unmeasured)))
-    assert log.steps[0].micro_batch_ms == (((30.0, 60.0),), ((30.0, 40.0),))
-    assert log.steps[1].micro_batch_ms is None
+    assert [step.complete for step in log.steps] == [True, False]
 
 
 def test_nan_and_null_are_unmeasured(tmp_path: Path) -> None:

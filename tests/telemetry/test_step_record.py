@@ -52,12 +52,8 @@ def test_every_field_comes_back() -> None:
         predicted_rank_ms=tuple(pytest.approx(busy_ms) for busy_ms in busy_R),
         lower_bound_ms=expectation.lower_bound_ms,
         work_ratio=expectation.work_ratio,
-        micro_batch_ms=tuple(
-            tuple(tuple(pytest.approx(ms) for ms in stage) for stage in rank)
-            for rank in times_2RPVM.sum(axis=(0, 3))
-        ),
+        complete=True,
         coverage_base=measured.coverage.base_mean,
-        predicted_makespan_ms=expectation.makespan_ms,
     )
     times = read_times(record)
     assert times.shape == expectation.forward_ms.shape
@@ -74,7 +70,7 @@ def test_what_was_not_measured_comes_back_as_none() -> None:
     record["lm_loss"] = None
     step, times = read_step(record), read_times(record)
     assert (step.iteration_ms, step.lm_loss) == (None, None)
-    assert (step.measured_rank_ms, step.micro_batch_ms) == (None, None)
+    assert (step.measured_rank_ms, step.complete) == (None, False)
     assert np.isnan(times.measured_2RPVM[0]).all()
     np.testing.assert_array_equal(times.measured_2RPVM[1], measured.backward_ms)
 
