@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -125,17 +126,9 @@ def _from_hf(arguments: argparse.Namespace) -> None:
     with WeightFiles(arguments.hf_dir) as files:
         files.check_matches(parameters(model), spare=(OUTPUT,) if model.tied else ())
         _install_cpu_adapter()
-        from sparsebalance_megatron.convert import megatron_model as building
         from sparsebalance_megatron.convert.megatron_checkpoint import save_release
-        from sparsebalance_megatron.megatron.single_process import start_single_process
 
-        with redirect_stdout(io.StringIO()):
-            args = building.parse_model_flags(
-                model, arguments.passed_on, dtype=files.common_dtype()
-            )
-            start_single_process(args.seed, torch.device("cpu"))
-            megatron_model = building.build_model(args)
-        building.check_names(megatron_model, parameters(model))
+        args, megatron_model = _built(model, arguments.passed_on, files.common_dtype())
         targets = dict(megatron_model.named_parameters())
         progress = partial(progress_bar, command="convert", unit="parameter", extra="data")
         counts = read_weights(files, targets, model, progress)
@@ -152,9 +145,7 @@ def _from_hf(arguments: argparse.Namespace) -> None:
 def _to_hf(arguments: argparse.Namespace) -> None:
     model = read_config(arguments.hf_config)
     _install_cpu_adapter()
-    from sparsebalance_megatron.convert import megatron_model as building
     from sparsebalance_megatron.convert.megatron_checkpoint import SavedModel
-    from sparsebalance_megatron.megatron.single_process import start_single_process
 
     saved = SavedModel(arguments.checkpoint_dir, arguments.iteration)
     padding_rows = saved.vocabulary_rows - model.vocab_size
@@ -165,13 +156,9 @@ def _to_hf(arguments: argparse.Namespace) -> None:
             "it, or lower vocab_size"
         )
     dtype = DTYPES[arguments.dtype] if arguments.dtype else model.dtype or saved.dtype
+    flags = ("--padded-vocab-size", str(saved.vocabulary_rows))
+    _, megatron_model = _built(model, flags, saved.dtype)
     with redirect_stdout(io.StringIO()):
-        args = building.parse_model_flags(
-            model, ("--padded-vocab-size", str(saved.vocabulary_rows)), dtype=saved.dtype
-        )
-        start_single_process(args.seed, torch.device("cpu"))
-        megatron_model = building.build_model(args)
-        building.check_names(megatron_model, parameters(model))
         values = saved.load(megatron_model)
     plans = plan_weights(values, model, dtype)
     arguments.output.mkdir(parents=True, exist_ok=True)
@@ -196,6 +183,21 @@ def _install_cpu_adapter() -> None:
     from sparsebalance_megatron.megatron import cpu
 
     cpu.install()
+
+
+def _built(
+    model: DenseModel, flags: Sequence[str], dtype: torch.dtype
+) -> tuple[argparse.Namespace, torch.nn.Module]:
+    """Megatron's arguments and its model, whose parameters are those of the mapping."""
+    from sparsebalance_megatron.convert import megatron_model as building
+    from sparsebalance_megatron.megatron.single_process import start_single_process
+
+    with redirect_stdout(io.StringIO()):
+        args = building.parse_model_flags(model, flags, dtype=dtype)
+        start_single_process(args.seed, torch.device("cpu"))
+        megatron_model = building.build_model(args)
+    building.check_names(megatron_model, parameters(model))
+    return args, megatron_model
 
 
 def _model_args(model: DenseModel, args: argparse.Namespace) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from sparsebalance_megatron import __version__
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.table import CostRow, CostTable, RunIdentity
 from sparsebalance_megatron.megatron.device import early_flags
@@ -79,6 +80,8 @@ def profile(
         from sparsebalance_megatron.megatron import cpu
 
         cpu.install()
+    from sparsebalance_megatron.megatron.compat import megatron_version
+
     with redirect_stdout(io.StringIO()):
         args, config, identity = _read_flags(flags, device_type)
         model = _build_model(args, config, device_type)
@@ -90,7 +93,11 @@ def profile(
             rows += measure(part, timed, cell, thoroughness, clock)
     return CostTable(
         identity=identity,
-        versions=_versions(),
+        versions={
+            "sparsebalance-megatron": __version__,
+            "megatron-core": megatron_version(),
+            "torch": str(torch.__version__),
+        },
         date=datetime.now(UTC).date().isoformat(),
         threads=threads,
         rows=tuple(rows),
@@ -161,14 +168,3 @@ def _build_model(args: argparse.Namespace, config: SparseBalanceConfig, device_t
     grid = budget_grid(-(-args.seq_length // config.block_size))
     options = AttentionOptions.from_config(config, grid)
     return ProfiledModel(args, options, torch.device(device_type))
-
-
-def _versions() -> dict[str, str]:
-    from sparsebalance_megatron import __version__
-    from sparsebalance_megatron.megatron.compat import megatron_version
-
-    return {
-        "sparsebalance-megatron": __version__,
-        "megatron-core": megatron_version(),
-        "torch": str(torch.__version__),
-    }

@@ -83,7 +83,10 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
         config=config,
         settings=settings,
         job=job_shape(settings),
-        policy=plan_policy(settings, config),
+        policy=PlanPolicy.from_config(
+            config,
+            config.max_tokens_per_micro_batch or settings.micro_batch_size * settings.seq_length,
+        ),
         train=train,
         valid=valid,
         test=test,
@@ -128,12 +131,6 @@ def job_shape(settings: RunSettings) -> JobShape:
         micro_batches=settings.global_batch_size // per_slot,
         stage_layers=settings.stage_layers,
     )
-
-
-def plan_policy(settings: RunSettings, config: SparseBalanceConfig) -> PlanPolicy:
-    """The user's choices in the planner's terms."""
-    default_cap = settings.micro_batch_size * settings.seq_length
-    return PlanPolicy.from_config(config, config.max_tokens_per_micro_batch or default_cap)
 
 
 def _sample_index(

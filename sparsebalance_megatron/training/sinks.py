@@ -94,7 +94,16 @@ class StepSinks:
                     host_ms=step.host_ms,
                 )
             )
-            self._log_coverage(self.step_log, step.iteration)
+            if step.iteration % _COVERAGE_INTERVAL == _FIRST_COVERAGE_RECORD:
+                self.step_log.append(
+                    partial(
+                        coverage_record,
+                        iteration=step.iteration,
+                        grid=self.coverage.grid,
+                        mean_LUK=self.coverage.mean_LUK.copy(),
+                        observed_LU=self.coverage.observed_LU.copy(),
+                    )
+                )
         if self.scalars is not None and self.scalars.due(step.iteration):
             self.scalars.write(step.iteration, self._scalars_of(step))
 
@@ -102,18 +111,6 @@ class StepSinks:
         """The last scalar of a run whose ranks executed different plans."""
         if self.scalars is not None:
             self.scalars.write(iteration, {MISMATCHES: mismatches})
-
-    def _log_coverage(self, log: BackgroundLog, iteration: int) -> None:
-        if iteration % _COVERAGE_INTERVAL == _FIRST_COVERAGE_RECORD:
-            log.append(
-                partial(
-                    coverage_record,
-                    iteration=iteration,
-                    grid=self.coverage.grid,
-                    mean_LUK=self.coverage.mean_LUK.copy(),
-                    observed_LU=self.coverage.observed_LU.copy(),
-                )
-            )
 
     def _scalars_of(self, step: FinishedStep) -> dict[str, float]:
         return step_scalars(
