@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -91,6 +92,23 @@ ROOMS = {
 def room_of(path: str) -> str:
     """The name of a file's room."""
     return next(name for name in ROOMS if path.startswith(name))
+
+
+RESERVED = {
+    "P": ("pipeline stages",),
+    "V": ("virtual stages",),
+    "M": ("micro-batches",),
+    "R": ("data-parallel ranks",),
+    "L": ("layers",),
+    "S": ("samples", "documents"),
+    "T": ("tokens",),
+    "H": ("query heads",),
+    "G": ("KV heads",),
+    "D": ("head dim",),
+    "N": ("blocks",),
+    "K": ("budgets", "places of a list"),
+}
+"""Letters of shapes that mean one thing in the whole package, and how a legend explains them."""
 
 
 def _within(module: str, allowed: tuple[str, ...]) -> bool:
@@ -230,3 +248,32 @@ def test_files_carry_the_licence() -> None:
     files = [*source_files(), REPOSITORY / "setup.py", REPOSITORY / ".ci" / "run"]
     unmarked = [str(path) for path in files if SPDX not in path.read_text("utf-8").splitlines()[:2]]
     assert unmarked == []
+
+
+def legend(source: str) -> dict[str, str]:
+    """Letter -> meaning, of the sentence in a module's docstring that begins "Shape legend:"."""
+    _, _, after = (ast.get_docstring(ast.parse(source)) or "").partition("Shape legend:")
+    sentence = re.sub(r"\([^)]*\)", "", after.partition("\n\n")[0].replace("\n", " "))
+    entries = [entry.strip().split(" ", 1) for entry in re.split(r"[,;:.]\s", sentence)]
+    return {entry[0]: entry[1] for entry in entries if len(entry) == 2 and len(entry[0]) == 1}
+
+
+def test_letters_of_shapes_mean_one_thing() -> None:
+    legends = {
+        path: legend((REPOSITORY / PACKAGE / path).read_text("utf-8")) for path in package_files()
+    }
+    found = [
+        (path, letter, meaning)
+        for path, meanings in legends.items()
+        for letter, meaning in meanings.items()
+        if letter in RESERVED and not meaning.startswith(RESERVED[letter])
+    ]
+    assert found == []
+    assert sum(map(len, legends.values())) > 200
+
+
+def test_a_letter_used_otherwise_is_found() -> None:
+    assert legend('"""X.\n\nShape legend: P tiles (G * N in all), M rows\nof a tile.\n"""') == {
+        "P": "tiles",
+        "M": "rows of a tile.",
+    }

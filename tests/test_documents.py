@@ -293,3 +293,12 @@ def test_links_lead_somewhere(document: str) -> None:
         if not linked.exists() or (anchor and anchor not in anchors(linked)):
             broken.append(target)
     assert broken == []
+
+
+def test_one_step_is_walked_through_files_that_exist() -> None:
+    text = (REPOSITORY / "docs" / "HOW_IT_WORKS.md").read_text("utf-8")
+    walk = text.partition("## One step, file by file")[2].partition("## ")[0]
+    files = re.findall(r"^\|[^|]*\| `([\w/]+\.py)` \|", walk, re.MULTILINE)
+    package = REPOSITORY / "sparsebalance_megatron"
+    assert [name for name in files if not (package / name).is_file()] == []
+    assert 20 < len(files) <= 30
