@@ -79,7 +79,7 @@ def test_a_device_that_plans_hold_for_slow_still_shows() -> None:
     slowness_RP = np.ones((JOB.data_parallel_size, JOB.pipeline_stages))
     slowness_RP[0, 1] = 1.2
     planned = planned_step(
-        replace(StageScales.ones(JOB.pipeline_stages, JOB.virtual_stages), slowness_DP=slowness_RP)
+        replace(StageScales.ones(JOB.pipeline_stages, JOB.virtual_stages), slowness_RP=slowness_RP)
     )
     values = scalars(planned, measured_as_planned(planned))
     assert values["predicted-error"] == pytest.approx(0.0, abs=1e-12)

@@ -96,7 +96,7 @@ def test_devices_that_are_not_alike_have_the_slowness_they_were_planned_with() -
     uneven_DP = equal_DP.copy()
     uneven_DP[0, 1] = 1.25
     equal, uneven = (
-        replace(unknown, scales=replace(unknown.scales, slowness_DP=x))
+        replace(unknown, scales=replace(unknown.scales, slowness_RP=x))
         for x in (equal_DP, uneven_DP)
     )
     for planned, expected in ((unknown, None), (equal, None), (uneven, uneven_DP.tolist())):
