@@ -105,23 +105,21 @@ class StepSinks:
                     )
                 )
         if self.scalars is not None and self.scalars.due(step.iteration):
-            self.scalars.write(step.iteration, self._scalars_of(step))
+            scalars = step_scalars(
+                step.planned,
+                step.measured,
+                iteration_ms=math.nan if step.iteration_ms is None else step.iteration_ms,
+                host_ms=step.host_ms,
+                shape=self.inputs.settings.shape,
+                block_size=self.inputs.config.block_size,
+                world_size=self.place.world_size,
+            )
+            self.scalars.write(step.iteration, scalars)
 
     def write_mismatches(self, iteration: int, mismatches: int) -> None:
         """The last scalar of a run whose ranks executed different plans."""
         if self.scalars is not None:
             self.scalars.write(iteration, {MISMATCHES: mismatches})
-
-    def _scalars_of(self, step: FinishedStep) -> dict[str, float]:
-        return step_scalars(
-            step.planned,
-            step.measured,
-            iteration_ms=math.nan if step.iteration_ms is None else step.iteration_ms,
-            host_ms=step.host_ms,
-            shape=self.inputs.settings.shape,
-            block_size=self.inputs.config.block_size,
-            world_size=self.place.world_size,
-        )
 
 
 def open_sinks(

@@ -146,7 +146,11 @@ class StepMonitor:
         """To Megatron's log line and the sinks; what the latter take counts for the next step."""
         previous_s, self._step_ended_s = self._step_ended_s, self._host_time.clock()
         with self._host_time.counted("log"):
-            padded_tokens = self._padded_tokens(planned)
+            # Over all data-parallel ranks.
+            padded_tokens = sum(
+                padding_tokens(micro_batch.tokens, self._pad_to_multiple_of)
+                for micro_batch in planned.plan.slots
+            )
             rare_tokens = {"padded-tokens": padded_tokens, **self._lost_tokens}
             self.figures = step_figures(planned.plan.expectation, measured, rare_tokens)
             extend_reports(self._reports, self.figures, self._device)
@@ -166,13 +170,6 @@ class StepMonitor:
                     host_ms=host_ms,
                 )
             )
-
-    def _padded_tokens(self, planned: PlannedStep) -> int:
-        """Over all data-parallel ranks."""
-        return sum(
-            padding_tokens(micro_batch.tokens, self._pad_to_multiple_of)
-            for micro_batch in planned.plan.slots
-        )
 
 
 def step_figures(
