@@ -94,7 +94,9 @@ def run(arguments: argparse.Namespace) -> int:
             "convert needs safetensors: pip install 'sparsebalance-megatron[data]'"
         ) from error
     if arguments.output is not None:
-        _check_writable(arguments.output)
+        output = arguments.output
+        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise ConfigError(f"--output {output}: not an empty directory")
     if arguments.direction == "to-hf":
         if arguments.passed_on:
             raise ConfigError("convert to-hf takes no flags after --")
@@ -104,11 +106,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _from_hf(arguments)
     return 0
-
-
-def _check_writable(output: Path) -> None:
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"--output {output}: not an empty directory")
 
 
 def _print_flags(arguments: argparse.Namespace) -> None:

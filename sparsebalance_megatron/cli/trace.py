@@ -51,7 +51,10 @@ def run(arguments: Namespace) -> int:
     """
     log = open_log(arguments.run_directory)
     known = iterations_of(log)
-    wanted = known[-_DEFAULT_STEPS:] if arguments.steps is None else _within(known, arguments.steps)
+    wanted = known[-_DEFAULT_STEPS:]
+    if arguments.steps is not None:
+        first, last = arguments.steps
+        wanted = tuple(iteration for iteration in known if first <= iteration <= last)
     if not wanted:
         raise ReportError(_nothing(arguments, known))
     evidence = gather(log, wanted)
@@ -77,10 +80,6 @@ def _range(text: str) -> tuple[int, int]:
     if colon and first.isdigit() and last.isdigit() and int(first) <= int(last):
         return int(first), int(last)
     raise ArgumentTypeError(f"{text!r}: expected A:B, two iterations with A not above B")
-
-
-def _within(known: tuple[int, ...], limits: tuple[int, int]) -> tuple[int, ...]:
-    return tuple(iteration for iteration in known if limits[0] <= iteration <= limits[1])
 
 
 def _nothing(arguments: Namespace, known: tuple[int, ...]) -> str:

@@ -21,6 +21,7 @@ from sparsebalance_megatron import __version__
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.table import CostRow, CostTable, RunIdentity
 from sparsebalance_megatron.megatron.device import early_flags
+from sparsebalance_megatron.plan.coverage import budget_grid
 from sparsebalance_megatron.profiling.cells import Cell, Thoroughness, measure, plan_cells
 from sparsebalance_megatron.profiling.clocks import Clock, CudaEventClock, HostClock
 
@@ -81,10 +82,14 @@ def profile(
 
         cpu.install()
     from sparsebalance_megatron.megatron.compat import megatron_version
+    from sparsebalance_megatron.megatron.core_attention import AttentionOptions
+    from sparsebalance_megatron.profiling.model import ProfiledModel
 
     with redirect_stdout(io.StringIO()):
         args, config, identity = _read_flags(flags, device_type)
-        model = _build_model(args, config, device_type)
+        grid = budget_grid(-(-args.seq_length // config.block_size))
+        options = AttentionOptions.from_config(config, grid)
+        model = ProfiledModel(args, options, torch.device(device_type))
     clock: Clock = HostClock() if device_type == "cpu" else CudaEventClock()
     rows: list[CostRow] = []
     for cell in progress(plan_cells(args.seq_length, config, thoroughness)):
@@ -158,13 +163,3 @@ def _cut_to_share(args: argparse.Namespace, ranks: int) -> None:
                 f"{flag} {value} is no multiple of --tensor-model-parallel-size {ranks}"
             )
         setattr(args, name, value // ranks)
-
-
-def _build_model(args: argparse.Namespace, config: SparseBalanceConfig, device_type: str) -> Any:
-    from sparsebalance_megatron.megatron.core_attention import AttentionOptions
-    from sparsebalance_megatron.plan.coverage import budget_grid
-    from sparsebalance_megatron.profiling.model import ProfiledModel
-
-    grid = budget_grid(-(-args.seq_length // config.block_size))
-    options = AttentionOptions.from_config(config, grid)
-    return ProfiledModel(args, options, torch.device(device_type))

@@ -34,6 +34,22 @@ SIDES = ("predicted", "measured")
 
 
 @dataclass(frozen=True, kw_only=True)
+class FinishedStep:
+    """What is known of a step at its end, of all ranks; nothing in it changes afterwards.
+
+    ``iteration_ms`` is None in the first step of a process. ``host_ms`` is that of the rank which
+    writes (:class:`.host_time.HostTime`).
+    """
+
+    iteration: int
+    iteration_ms: float | None
+    planned: PlannedStep
+    measured: StepMeasurement
+    padded_tokens: int
+    host_ms: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Step:
     """One training step as logged. Times in ms; None where nothing was measured.
 
@@ -77,30 +93,18 @@ class MicroBatchTimes:
         return dict(zip(SIDES, (self.predicted_2RPVM, self.measured_2RPVM), strict=True))[name]
 
 
-def step_record(
-    *,
-    iteration: int,
-    iteration_ms: float | None,
-    planned: PlannedStep,
-    measured: StepMeasurement,
-    padded_tokens: int,
-    host_ms: Mapping[str, float] | None = None,
-) -> dict[str, Any]:
-    """One line of the log; times in ms, imbalances are max/mean.
-
-    Args:
-        host_ms: see :class:`.host_time.HostTime`; of the rank that writes.
-    """
+def step_record(step: FinishedStep) -> dict[str, Any]:
+    """One line of the log; times in ms, imbalances are max/mean."""
+    planned, measured, coverage = step.planned, step.measured, step.measured.coverage
     expectation = planned.plan.expectation
     work_RPVM = measured.forward_ms + measured.backward_ms
-    coverage = measured.coverage
     return {
         "type": STEP,
-        "iteration": iteration,
-        "iteration_ms": iteration_ms,
+        "iteration": step.iteration,
+        "iteration_ms": step.iteration_ms,
         "lm_loss": measured.lm_loss,
         "plan_ms": planned.plan_ms,
-        "host_ms": host_ms,
+        "host_ms": step.host_ms,
         "plan_wait_ms": planned.wait_ms,
         "batching": planned.plan.batching,
         "predicted": {
@@ -134,7 +138,7 @@ def step_record(
         },
         "guarded_samples": int(coverage.grown),
         "tokens": measured.tokens,
-        "padded_tokens": padded_tokens,
+        "padded_tokens": step.padded_tokens,
     }
 
 

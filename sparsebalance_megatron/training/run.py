@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -38,7 +37,7 @@ class Run:
         record: of :func:`.resume.run_record`.
         resumed: whether logs go on from those of an earlier run.
         device: where the model runs.
-        after_step: called when a step has been learnt from, where :meth:`state_dict` may be kept.
+        after_step: called when a step has been learnt from, where its state may be kept.
 
     ``monitor`` observes its forward steps.
     """
@@ -126,10 +125,6 @@ class Run:
             consumed=consumed_samples,
             batch_size=batch_size,
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """What resuming needs besides the number of consumed samples; plain Python types."""
-        return self.scheduler.state_dict() | {"run": self.record}
 
     def _iterator(
         self,

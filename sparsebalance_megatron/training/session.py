@@ -106,7 +106,7 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """What resuming needs besides the number of consumed samples; plain Python types."""
         if self._run is not None:
-            return self._run.state_dict()
+            return self._run.scheduler.state_dict() | {"run": self._run.record}
         if self._loaded_state is None:
             raise StateError("nothing to save: the training iterator has not been asked for yet")
         return self._loaded_state

@@ -22,10 +22,11 @@ from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.scheduler import Scheduler
 from sparsebalance_megatron.plan.step_plan import Expectation
 from sparsebalance_megatron.telemetry.scalars import PREFIX
+from sparsebalance_megatron.telemetry.step_record import FinishedStep
 from sparsebalance_megatron.training.data_iterator import LocalMicroBatch
 from sparsebalance_megatron.training.host_time import HostTime
 from sparsebalance_megatron.training.observed_coverage import ObservedCoverage
-from sparsebalance_megatron.training.sinks import FinishedStep, StepSinks
+from sparsebalance_megatron.training.sinks import StepSinks
 from sparsebalance_megatron.training.step_reducer import PlanMismatchError, StepReducer
 from sparsebalance_megatron.training.timing import MicroBatchRecorder
 
@@ -156,20 +157,17 @@ class StepMonitor:
             extend_reports(self._reports, self.figures, self._device)
         host_ms = self._host_time.take_ms()
         with self._host_time.counted("log"):
-            self._sinks.write(
-                FinishedStep(
-                    iteration=self._step + 1,
-                    iteration_ms=None
-                    if previous_s is None
-                    else (self._step_ended_s - previous_s) * 1e3,
-                    planned=planned,
-                    measured=measured,
-                    padded_tokens=padded_tokens,
-                    times=times,
-                    observed=observed,
-                    host_ms=host_ms,
-                )
+            finished = FinishedStep(
+                iteration=self._step + 1,
+                iteration_ms=None
+                if previous_s is None
+                else (self._step_ended_s - previous_s) * 1e3,
+                planned=planned,
+                measured=measured,
+                padded_tokens=padded_tokens,
+                host_ms=host_ms,
             )
+            self._sinks.write(finished, times, observed)
 
 
 def step_figures(

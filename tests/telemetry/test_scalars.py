@@ -21,19 +21,20 @@ from step_cases import (
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.telemetry.scalars import ScalarWriter, step_scalars
+from sparsebalance_megatron.telemetry.step_record import FinishedStep
 from sparsebalance_megatron.training.sinks import StepSinks
 
 
 def scalars(planned: Any, measured: Any, iteration_ms: float = 500.0) -> dict[str, float]:
-    return step_scalars(
-        planned,
-        measured,
+    step = FinishedStep(
+        iteration=1,
         iteration_ms=iteration_ms,
+        planned=planned,
+        measured=measured,
+        padded_tokens=0,
         host_ms={"plan": 1.0, "hooks": 0.5},
-        shape=SHAPE,
-        block_size=BLOCK_SIZE,
-        world_size=4,
     )
+    return step_scalars(step, shape=SHAPE, block_size=BLOCK_SIZE, world_size=4)
 
 
 def test_a_step_as_predicted_measures_what_it_predicted() -> None:

@@ -21,7 +21,7 @@ from sparsebalance_megatron.telemetry.step_log import (
     run_header,
     step_log_path,
 )
-from sparsebalance_megatron.telemetry.step_record import step_record
+from sparsebalance_megatron.telemetry.step_record import FinishedStep, step_record
 
 ONES = np.ones((1, 2, 2))
 HEADER = {"type": "run", "config": {"batching": "latency"}}
@@ -69,16 +69,15 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     log = JsonLinesFile(step_log_path(tmp_path))
     log.begin(header, resumed=False)
     for iteration in (1, 2):
-        log.append(
-            step_record(
-                iteration=iteration,
-                iteration_ms=None if iteration == 1 else 10.0,
-                planned=planned,
-                measured=measured_as_planned(planned),
-                padded_tokens=0,
-                host_ms={"plan": 1.0},
-            )
+        step = FinishedStep(
+            iteration=iteration,
+            iteration_ms=None if iteration == 1 else 10.0,
+            planned=planned,
+            measured=measured_as_planned(planned),
+            padded_tokens=0,
+            host_ms={"plan": 1.0},
         )
+        log.append(step_record(step))
     log.append(
         coverage_record(iteration=2, grid=(1, 2), mean_LUK=ONES, observed_LU=ONES[..., 0] > 0)
     )

@@ -14,6 +14,7 @@ from step_cases import JOB, LENGTHS_TOKENS, measured_as_planned, planned_step
 
 from sparsebalance_megatron.telemetry.jsonl import BadLineError
 from sparsebalance_megatron.telemetry.step_record import (
+    FinishedStep,
     Step,
     read_step,
     read_times,
@@ -32,7 +33,7 @@ def written(**changes: Any) -> dict[str, Any]:
         "padded_tokens": 3,
         "host_ms": {"plan": 1.0},
     }
-    return json.loads(json.dumps(step_record(**(values | changes)), allow_nan=False))
+    return json.loads(json.dumps(step_record(FinishedStep(**(values | changes))), allow_nan=False))
 
 
 def test_every_field_comes_back() -> None:
@@ -100,11 +101,13 @@ def test_devices_that_are_not_alike_have_the_slowness_they_were_planned_with() -
         for x in (equal_DP, uneven_DP)
     )
     for planned, expected in ((unknown, None), (equal, None), (uneven, uneven_DP.tolist())):
-        record = step_record(
+        step = FinishedStep(
             iteration=1,
             iteration_ms=None,
             planned=planned,
             measured=measured_as_planned(planned),
             padded_tokens=0,
+            host_ms={},
         )
+        record = step_record(step)
         assert record["predicted"]["device_slowness"] == expected
