@@ -59,13 +59,8 @@ class OwnLoopRun:
 
     def wrap(self, forward_step: Callable[..., Any]) -> ForwardStep:
         """A forward step of planned micro-batches around the trainer's own."""
-        inputs = self._session.inputs
         return ForwardStep(
-            forward_step,
-            lambda: self._observer,
-            block_size=inputs.config.block_size,
-            max_seqlen_tokens=inputs.settings.seq_length,
-            device=self._session.device,
+            forward_step, lambda: self._observer, self._session.inputs, self._session.device
         )
 
     def train_iterator(self, consumed_samples: int, vp_stage: int | None) -> MicroBatchIterator:

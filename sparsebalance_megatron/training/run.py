@@ -56,8 +56,9 @@ class Run:
         self.scheduler = scheduler
         self.record = dict(record)
         self._place = place = _rank_place()
-        job, counts = inputs.job, inputs.train.counts
+        job = inputs.job
         self.monitor = StepMonitor(
+            inputs,
             after_step=after_step,
             scheduler=scheduler,
             recorder=MicroBatchRecorder(
@@ -74,11 +75,6 @@ class Run:
                 group=None,
                 device=device,
             ),
-            lost_tokens={
-                "truncated-tokens": counts.truncated_tokens,
-                "dropped-tokens": counts.dropped_tokens,
-            },
-            pad_to_multiple_of=inputs.settings.pad_to_multiple_of,
             device=device,
             sinks=open_sinks(inputs, place, scheduler.coverage, device, resumed=resumed),
         )

@@ -25,6 +25,7 @@ from sparsebalance_megatron.telemetry.scalars import PREFIX
 from sparsebalance_megatron.telemetry.step_record import FinishedStep
 from sparsebalance_megatron.training.data_iterator import LocalMicroBatch
 from sparsebalance_megatron.training.host_time import HostTime
+from sparsebalance_megatron.training.inputs import CostedInputs
 from sparsebalance_megatron.training.observed_coverage import ObservedCoverage
 from sparsebalance_megatron.training.sinks import StepSinks
 from sparsebalance_megatron.training.step_reducer import PlanMismatchError, StepReducer
@@ -36,8 +37,6 @@ class StepMonitor:
 
     Args:
         after_step: called when a step has been learnt from, where state may be kept.
-        lost_tokens: name -> tokens of the data set that training never sees; logged if not zero.
-        pad_to_multiple_of: rows are padded to this many tokens.
         sinks: get every finished step.
         clock: seconds.
 
@@ -47,13 +46,12 @@ class StepMonitor:
 
     def __init__(
         self,
+        inputs: CostedInputs,
         *,
         after_step: Callable[[], None],
         scheduler: Scheduler,
         recorder: MicroBatchRecorder,
         reducer: StepReducer,
-        lost_tokens: Mapping[str, int],
-        pad_to_multiple_of: int,
         device: torch.device,
         sinks: StepSinks,
         clock: Callable[[], float] = time.perf_counter,
@@ -62,8 +60,7 @@ class StepMonitor:
         self._scheduler = scheduler
         self._recorder = recorder
         self._reducer = reducer
-        self._lost_tokens = lost_tokens
-        self._pad_to_multiple_of = pad_to_multiple_of
+        self._inputs = inputs
         self._device = device
         self._sinks = sinks
         self._host_time = HostTime(clock)
@@ -147,12 +144,16 @@ class StepMonitor:
         """To Megatron's log line and the sinks; what the latter take counts for the next step."""
         previous_s, self._step_ended_s = self._step_ended_s, self._host_time.clock()
         with self._host_time.counted("log"):
+            multiple, counts = self._inputs.settings.pad_to_multiple_of, self._inputs.train.counts
             # Over all data-parallel ranks.
             padded_tokens = sum(
-                padding_tokens(micro_batch.tokens, self._pad_to_multiple_of)
-                for micro_batch in planned.plan.slots
+                padding_tokens(slot.tokens, multiple) for slot in planned.plan.slots
             )
-            rare_tokens = {"padded-tokens": padded_tokens, **self._lost_tokens}
+            rare_tokens = {
+                "padded-tokens": padded_tokens,
+                "truncated-tokens": counts.truncated_tokens,
+                "dropped-tokens": counts.dropped_tokens,
+            }
             self.figures = step_figures(planned.plan.expectation, measured, rare_tokens)
             extend_reports(self._reports, self.figures, self._device)
         host_ms = self._host_time.take_ms()
