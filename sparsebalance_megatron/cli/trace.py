@@ -6,7 +6,7 @@ from __future__ import annotations
 import gzip
 import json
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -131,16 +131,11 @@ def _events(steps: list[TracedStep]) -> Iterator[Event]:
         yield from tracer.add(step)
 
 
-def _opened(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "wt", encoding="utf-8")
-    return path.open("w", encoding="utf-8")
-
-
 def _write(path: Path, events: Iterator[Event]) -> int:
     """One event per line; the number of events."""
     count = 0
-    with writing(path), _opened(path) as stream:
+    opener: Callable[..., IO[str]] = gzip.open if path.suffix == ".gz" else open
+    with writing(path), opener(path, "wt", encoding="utf-8") as stream:
         stream.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         for event in events:
             stream.write(",\n" * bool(count) + json.dumps(event))

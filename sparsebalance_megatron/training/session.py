@@ -82,7 +82,11 @@ class Session:
         return self._run
 
     def _started(self, *, resumed: bool) -> Run:
-        inputs = _with_cost(self.inputs)
+        inputs = self.inputs
+        if not isinstance(inputs, CostedInputs):
+            print_rank_0("sparse balance: measuring the model's layers on rank 0")
+            table = shared_cost_table(inputs.settings.command_line or (), inputs.config.log_dir)
+            inputs = inputs.with_cost(CostModel.fit(table))
         check_ranks_agree(fingerprint(inputs))
         record = run_record(inputs)
         scheduler = self._make_scheduler(inputs)
@@ -154,12 +158,3 @@ def _take_over(state: dict[str, Any], scheduler: Scheduler, record: Mapping[str,
     differences = compare_runs(state.get("run", record), record)
     for note in (*differences, *scheduler.load_state_dict(state)):
         print_rank_0(f"sparse balance: resumed: {note}")
-
-
-def _with_cost(inputs: Inputs) -> CostedInputs:
-    """Measures the costs now if the user left that to start-up."""
-    if isinstance(inputs, CostedInputs):
-        return inputs
-    print_rank_0("sparse balance: measuring the model's layers on rank 0")
-    table = shared_cost_table(inputs.settings.command_line or (), inputs.config.log_dir)
-    return inputs.with_cost(CostModel.fit(table))
