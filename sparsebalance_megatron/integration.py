@@ -17,6 +17,7 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sparsebalance_megatron.config import ConfigError, flag_name
@@ -46,6 +47,22 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """At a ValueError of this package, end the process with one line and status 2.
+
+    Flags, data and cost tables raise those, and argparse ends like this; anything else keeps its
+    traceback.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if type(error).__module__.partition(".")[0] != __name__.partition(".")[0]:
+            raise
+        print(f"sparse balance: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
 def arguments_provider(
     other: Callable[[ArgumentParser], ArgumentParser] | None = None,
 ) -> Callable[[ArgumentParser], ArgumentParser]:
@@ -59,7 +76,6 @@ def arguments_provider(
     """
     from sparsebalance_megatron.megatron import cpu
     from sparsebalance_megatron.megatron.arguments import args_provider, check_typed_flags
-    from sparsebalance_megatron.training.user_errors import one_line_errors
 
     enabled = _flag_given()
     own = args_provider(enabled=enabled, on_cpu=cpu.installed(), report=_print_on_first_rank)
@@ -79,12 +95,12 @@ def is_enabled(args: Namespace) -> bool:
     if not _flag_given():
         return False
     from sparsebalance_megatron.megatron.arguments import config_from_args
-    from sparsebalance_megatron.training.user_errors import one_line_errors
 
     with one_line_errors():
         return config_from_args(args).enabled
 
 
+@one_line_errors()
 def training_hooks(args: Namespace) -> TrainingHooks:
     """What replaces a script's dataset provider, forward step and layer spec.
 
@@ -98,20 +114,14 @@ def training_hooks(args: Namespace) -> TrainingHooks:
         ``dataset_provider`` and ``forward_step`` for ``pretrain``; ``configure_model`` for the
         model's config (megatron-core 0.19) or ``model_provider`` for ``pretrain`` (0.18).
     """
-    from sparsebalance_megatron.training.user_errors import one_line_errors
 
-    with one_line_errors():
-        return _training_hooks(args)
-
-
-def _training_hooks(args: Namespace) -> TrainingHooks:
     import torch
 
     from sparsebalance_megatron.megatron import cpu
     from sparsebalance_megatron.megatron.arguments import check_supported, config_from_args
     from sparsebalance_megatron.megatron.settings import RunSettings
-    from sparsebalance_megatron.training import training_hooks
     from sparsebalance_megatron.training.inputs import read_inputs
+    from sparsebalance_megatron.training.training_hooks import TrainingHooks
 
     config = config_from_args(args)
     device_type = "cpu" if cpu.installed() else "cuda"
@@ -127,7 +137,7 @@ def _training_hooks(args: Namespace) -> TrainingHooks:
     check_supported(args, config)
     inputs = read_inputs(RunSettings.from_args(args), config, device_type)
     device = torch.device("cpu" if device_type == "cpu" else f"cuda:{args.local_rank}")
-    return training_hooks.TrainingHooks(args, inputs, device)
+    return TrainingHooks(args, inputs, device)
 
 
 def sparse_balance_layer_spec(

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from sparsebalance_megatron import integration
 from sparsebalance_megatron.megatron.arguments import early_flags
 from sparsebalance_megatron.training import dry_run
-from sparsebalance_megatron.training.user_errors import one_line_errors
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -22,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     process with one line and status 2; anything else keeps its traceback.
     """
     argv = sys.argv[1:] if argv is None else argv
-    with one_line_errors():
+    with integration.one_line_errors():
         if dry_run.is_requested(argv):
             dry_run.run(argv)
             return

@@ -269,8 +269,8 @@ def check_mentioned_tool(words: Sequence[str]) -> None:
     assert words[0] in cli.COMMANDS, words[0]
     own = [word.strip("[]") for word in words[1:]]
     own = own[: own.index("--")] if "--" in own else own
-    module = cli.COMMANDS[words[0]][0].replace(".", "/")
-    source = (REPOSITORY / f"{module}.py").read_text()
+    module = words[0].replace("-", "_")
+    source = (REPOSITORY / "sparsebalance_megatron" / "cli" / f"{module}.py").read_text()
     assert [flag for flag in flags_of(own) if f'"{flag}"' not in source] == []
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``sparse-balance`` console tool.
 
-A subcommand is a module with ``add_parser(subparsers)`` and ``run(arguments) -> int``. Only the
-chosen one is imported, so ``sparse-balance --help`` needs neither torch nor Megatron.
+A subcommand is a module with ``add_flags(parser)`` and ``run(arguments) -> int``. Only the chosen
+one is imported, so ``sparse-balance --help`` needs neither torch nor Megatron.
 What follows ``--`` on the command line arrives, unread, as the list ``arguments.passed_on``.
 """
 
@@ -12,46 +12,20 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 COMMANDS = {
-    "prepare-data": (
-        "sparsebalance_megatron.cli.prepare_data",
-        "tokenise documents into Megatron's .bin and .idx files",
-    ),
-    "plan": (
-        "sparsebalance_megatron.cli.plan",
-        "predict step times of your sample lengths under every way to plan",
-    ),
-    "simulate": (
-        "sparsebalance_megatron.cli.simulate",
-        "predict the paper's setups, baseline to ours",
-    ),
-    "profile": (
-        "sparsebalance_megatron.cli.profile",
-        "measure a model's layers on this machine and write a cost table",
-    ),
-    "convert": (
-        "sparsebalance_megatron.cli.convert",
-        "turn Hugging Face weights into a Megatron checkpoint, and back",
-    ),
-    "summary": (
-        "sparsebalance_megatron.cli.summary",
-        "compare the step logs of two runs",
-    ),
-    "report": (
-        "sparsebalance_megatron.cli.report",
-        "show a run's logs as one HTML page",
-    ),
-    "trace": (
-        "sparsebalance_megatron.cli.trace",
-        "write steps of a run as a trace for Perfetto",
-    ),
-    "env": (
-        "sparsebalance_megatron.cli.env",
-        "show versions, devices and usable attention implementations",
-    ),
+    "prepare-data": "tokenise documents into Megatron's .bin and .idx files",
+    "plan": "predict step times of your sample lengths under every way to plan",
+    "simulate": "predict the paper's setups, baseline to ours",
+    "profile": "measure a model's layers on this machine and write a cost table",
+    "convert": "turn Hugging Face weights into a Megatron checkpoint, and back",
+    "summary": "compare the step logs of two runs",
+    "report": "show a run's logs as one HTML page",
+    "trace": "write steps of a run as a trace for Perfetto",
+    "env": "show versions, devices and usable attention implementations",
 }
-"""Subcommand to (module, one line of help)."""
+"""Subcommand to its line of help; its module has the same name, with underscores."""
 
 TAKES_FLAGS_AFTER_DASHES = frozenset({"convert", "profile"})
 """Subcommands that hand what follows ``--`` to Megatron's own parser."""
@@ -68,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         arguments = parse(argv)
-        return int(importlib.import_module(COMMANDS[arguments.command][0]).run(arguments))
+        return int(_module(arguments.command).run(arguments))
     except ValueError as error:
         if type(error).__module__.partition(".")[0] != _PACKAGE:
             raise
@@ -89,16 +63,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         epilog="`sparse-balance COMMAND --help` lists a command's flags.",
     )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, (module, help_line) in COMMANDS.items():
+    for name, help_line in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=help_line)
         if name == chosen:
-            importlib.import_module(module).add_parser(subparsers)
-        else:
-            subparsers.add_parser(name, help=help_line)
+            _module(name).add_flags(subparser)
     arguments = parser.parse_args(own)
     if passed_on and arguments.command not in TAKES_FLAGS_AFTER_DASHES:
         parser.error(f"{arguments.command} takes no flags after --: {' '.join(passed_on)}")
     arguments.passed_on = passed_on
     return arguments
+
+
+def _module(command: str) -> Any:
+    return importlib.import_module(f"{__name__}.{command.replace('-', '_')}")
 
 
 def _split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import io
 import os
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,13 +30,11 @@ FLAGS_FILE = "model_args.sh"
 """Beside the checkpoint: the flags that build its model, as a bash array to source."""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add ``convert`` to the ``sparse-balance`` tool."""
-    parser = subparsers.add_parser(
-        "convert",
-        help="turn Hugging Face weights into a Megatron checkpoint, and back",
-        description="Turn dense Llama, Mistral and Qwen2 weights on disk into a Megatron "
-        "checkpoint that loads at any tensor- and pipeline-parallel size, and back.",
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``convert``."""
+    parser.description = (
+        "Turn dense Llama, Mistral and Qwen2 weights on disk into a Megatron "
+        "checkpoint that loads at any tensor- and pipeline-parallel size, and back."
     )
     directions = parser.add_subparsers(dest="direction", metavar="from-hf | to-hf", required=True)
     from_hf = directions.add_parser(
@@ -95,7 +93,9 @@ def run(arguments: argparse.Namespace) -> int:
             "convert needs safetensors: pip install 'sparsebalance-megatron[data]'"
         ) from error
     if arguments.output is not None:
-        _check_writable(arguments.output)
+        output = arguments.output
+        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise ConfigError(f"--output {output}: not an empty directory")
     if arguments.direction == "to-hf":
         if arguments.passed_on:
             raise ConfigError("convert to-hf takes no flags after --")
@@ -105,11 +105,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _from_hf(arguments)
     return 0
-
-
-def _check_writable(output: Path) -> None:
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"--output {output}: not an empty directory")
 
 
 def _print_flags(arguments: argparse.Namespace) -> None:
@@ -127,17 +122,9 @@ def _from_hf(arguments: argparse.Namespace) -> None:
     with WeightFiles(arguments.hf_dir) as files:
         files.check_matches(parameters(model), spare=(OUTPUT,) if model.tied else ())
         _install_cpu_adapter()
-        from sparsebalance_megatron.convert import megatron_model as building
         from sparsebalance_megatron.convert.megatron_checkpoint import save_release
-        from sparsebalance_megatron.megatron.single_process import start_single_process
 
-        with redirect_stdout(io.StringIO()):
-            args = building.parse_model_flags(
-                model, arguments.passed_on, dtype=files.common_dtype()
-            )
-            start_single_process(args.seed, torch.device("cpu"))
-            megatron_model = building.build_model(args)
-        building.check_names(megatron_model, parameters(model))
+        args, megatron_model = _built(model, arguments.passed_on, files.common_dtype())
         targets = dict(megatron_model.named_parameters())
         progress = partial(progress_bar, command="convert", unit="parameter", extra="data")
         counts = read_weights(files, targets, model, progress)
@@ -154,9 +141,7 @@ def _from_hf(arguments: argparse.Namespace) -> None:
 def _to_hf(arguments: argparse.Namespace) -> None:
     model = read_config(arguments.hf_config)
     _install_cpu_adapter()
-    from sparsebalance_megatron.convert import megatron_model as building
     from sparsebalance_megatron.convert.megatron_checkpoint import SavedModel
-    from sparsebalance_megatron.megatron.single_process import start_single_process
 
     saved = SavedModel(arguments.checkpoint_dir, arguments.iteration)
     padding_rows = saved.vocabulary_rows - model.vocab_size
@@ -167,13 +152,9 @@ def _to_hf(arguments: argparse.Namespace) -> None:
             "it, or lower vocab_size"
         )
     dtype = DTYPES[arguments.dtype] if arguments.dtype else model.dtype or saved.dtype
+    flags = ("--padded-vocab-size", str(saved.vocabulary_rows))
+    _, megatron_model = _built(model, flags, saved.dtype)
     with redirect_stdout(io.StringIO()):
-        args = building.parse_model_flags(
-            model, ("--padded-vocab-size", str(saved.vocabulary_rows)), dtype=saved.dtype
-        )
-        start_single_process(args.seed, torch.device("cpu"))
-        megatron_model = building.build_model(args)
-        building.check_names(megatron_model, parameters(model))
         values = saved.load(megatron_model)
     plans = plan_weights(values, model, dtype)
     arguments.output.mkdir(parents=True, exist_ok=True)
@@ -198,6 +179,21 @@ def _install_cpu_adapter() -> None:
     from sparsebalance_megatron.megatron import cpu
 
     cpu.install()
+
+
+def _built(
+    model: DenseModel, flags: Sequence[str], dtype: torch.dtype
+) -> tuple[argparse.Namespace, torch.nn.Module]:
+    """Megatron's arguments and its model, whose parameters are those of the mapping."""
+    from sparsebalance_megatron.convert import megatron_model as building
+    from sparsebalance_megatron.megatron.single_process import start_single_process
+
+    with redirect_stdout(io.StringIO()):
+        args = building.parse_model_flags(model, flags, dtype=dtype)
+        start_single_process(args.seed, torch.device("cpu"))
+        megatron_model = building.build_model(args)
+    building.check_names(megatron_model, parameters(model))
+    return args, megatron_model
 
 
 def _model_args(model: DenseModel, args: argparse.Namespace) -> str:

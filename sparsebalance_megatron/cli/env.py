@@ -34,13 +34,11 @@ _PROBE_LENGTHS_TOKENS = (300, 84)
 Facts = dict[str, Any]
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add ``env`` to the subcommands of ``sparse-balance``."""
-    parser: ArgumentParser = subparsers.add_parser(
-        "env",
-        help="show versions, devices and usable attention implementations",
-        description="Show versions, devices, whether Megatron is in the supported range, and which "
-        "attention implementations run here: each runs forward and backward once.",
+def add_flags(parser: ArgumentParser) -> None:
+    """Add the flags of ``env``."""
+    parser.description = (
+        "Show versions, devices, whether Megatron is in the supported range, and which "
+        "attention implementations run here: each runs forward and backward once."
     )
     parser.add_argument("--json", action="store_true", help="JSON instead of text")
 

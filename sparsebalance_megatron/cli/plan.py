@@ -9,7 +9,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -28,13 +27,11 @@ from sparsebalance_megatron.simulate.variants import (
 )
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add ``plan`` to the subcommands of ``sparse-balance``."""
-    parser: ArgumentParser = subparsers.add_parser(
-        "plan",
-        help="predict step times of your sample lengths under every way to plan",
-        description="Plan global batches drawn in order from a file of lengths and predict their "
-        "step times. Coverage is the prior (k/n)^0.35: no training run is read.",
+def add_flags(parser: ArgumentParser) -> None:
+    """Add the flags of ``plan``."""
+    parser.description = (
+        "Plan global batches drawn in order from a file of lengths and predict their "
+        "step times. Coverage is the prior (k/n)^0.35: no training run is read."
     )
     parser.add_argument(
         "--lengths", type=Path, required=True, metavar="FILE", help="JSON list, or one per line"

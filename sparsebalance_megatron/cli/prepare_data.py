@@ -10,7 +10,7 @@ from typing import Any
 from sparsebalance_megatron.data.documents import LOSS_MASK_SUFFIX
 from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.prepare import counts_text, prepare
-from sparsebalance_megatron.data.records import JsonLines, PythonStandardLibrary, Source
+from sparsebalance_megatron.data.records import JsonLines, PythonStandardLibrary
 
 _DESCRIPTION = """\
 Tokenise documents and write them as PREFIX.bin and PREFIX.idx, which Megatron reads with
@@ -22,13 +22,10 @@ the assistant's turns are trained on: PREFIX_loss_mask.bin and .idx say which to
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``prepare-data``."""
-    parser = subparsers.add_parser(
-        "prepare-data",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = _DESCRIPTION
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     documents = parser.add_mutually_exclusive_group(required=True)
     documents.add_argument(
         "--input", nargs="+", type=Path, metavar="FILE.jsonl", help="JSON-lines files, in order"
@@ -74,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     try:
         summary = prepare(
-            _source(arguments),
+            PythonStandardLibrary() if arguments.python_stdlib else JsonLines(arguments.input),
             arguments.output_prefix,
             tokenizer_name=arguments.tokenizer,
             train_vocab_size=arguments.tokenizer_train,
@@ -91,10 +88,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise DataError(str(error)) from error
     print(_report(summary, arguments.output_prefix))
     return 0
-
-
-def _source(arguments: argparse.Namespace) -> Source:
-    return PythonStandardLibrary() if arguments.python_stdlib else JsonLines(arguments.input)
 
 
 def _report(summary: dict[str, Any], prefix: str) -> str:

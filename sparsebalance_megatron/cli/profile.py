@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,16 +17,16 @@ from sparsebalance_megatron.profiling.cells import FULL, QUICK
 from sparsebalance_megatron.profiling.profile import profile
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add ``profile`` to the ``sparse-balance`` tool."""
-    parser = subparsers.add_parser(
-        "profile",
-        help="measure a model's layers on this machine and write a cost table",
-        description="Measure a model's layers on this machine and write a cost table for "
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``profile``."""
+    parser.description = (
+        "Measure a model's layers on this machine and write a cost table for "
         "--sparse-balance-cost-table. Everything after -- is what training gets: Megatron's flags "
-        "and --sparse-balance-*.",
-        usage="sparse-balance profile -o TABLE.json [--quick] [--check] [--threads N] "
-        "-- <flags of training>",
+        "and --sparse-balance-*."
+    )
+    parser.usage = (
+        "sparse-balance profile -o TABLE.json [--quick] [--check] [--threads N] "
+        "-- <flags of training>"
     )
     parser.add_argument(
         "-o", "--output", required=True, type=Path, metavar="TABLE.json", help="file to write"

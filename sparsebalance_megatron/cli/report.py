@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import Any
 
 from sparsebalance_megatron.cli.output import open_console, print_notes, write_text
 from sparsebalance_megatron.cli.summary import show
@@ -15,13 +14,11 @@ from sparsebalance_megatron.report.page import render
 from sparsebalance_megatron.report.run_report import make_report
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add ``report`` to the subcommands of ``sparse-balance``."""
-    parser: ArgumentParser = subparsers.add_parser(
-        "report",
-        help="show a run's logs as one HTML page",
-        description="Read what a run wrote into --sparse-balance-log-dir and show it as one HTML "
-        "page that needs nothing beside itself.",
+def add_flags(parser: ArgumentParser) -> None:
+    """Add the flags of ``report``."""
+    parser.description = (
+        "Read what a run wrote into --sparse-balance-log-dir and show it as one HTML "
+        "page that needs nothing beside itself."
     )
     parser.add_argument("run_directory", type=Path, metavar="RUN_DIR")
     parser.add_argument(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import time
 from argparse import ArgumentParser, Namespace
-from typing import Any
 
 from sparsebalance_megatron.cli.output import open_console
 from sparsebalance_megatron.simulate.lengths import WorkloadError
@@ -15,13 +14,11 @@ from sparsebalance_megatron.simulate.tables import as_json, show
 from sparsebalance_megatron.simulate.variants import ALL_ROWS, evaluate, unhideable_steps
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add ``simulate`` to the subcommands of ``sparse-balance``."""
-    parser: ArgumentParser = subparsers.add_parser(
-        "simulate",
-        help="predict the paper's setups, baseline to ours",
-        description="Plan generated lengths on a named setup and predict step times at counted "
-        "layer costs of an H200.",
+def add_flags(parser: ArgumentParser) -> None:
+    """Add the flags of ``simulate``."""
+    parser.description = (
+        "Plan generated lengths on a named setup and predict step times at counted "
+        "layer costs of an H200."
     )
     parser.add_argument("--setup", choices=tuple(SETUPS), required=True)
     parser.add_argument("--steps", type=int, default=24, help="global batches to plan")

@@ -7,7 +7,6 @@ import json
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from sparsebalance_megatron.cli.output import open_console, print_notes, write_text
 from sparsebalance_megatron.report.comparison import Comparison, compare
@@ -16,13 +15,9 @@ from sparsebalance_megatron.report.run_report import step_picture
 from sparsebalance_megatron.telemetry.step_log import read_run_log
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add ``summary`` to the subcommands of ``sparse-balance``."""
-    parser: ArgumentParser = subparsers.add_parser(
-        "summary",
-        help="compare a run with its baseline",
-        description="Compare two runs by their step logs (--sparse-balance-log-dir).",
-    )
+def add_flags(parser: ArgumentParser) -> None:
+    """Add the flags of ``summary``."""
+    parser.description = "Compare two runs by their step logs (--sparse-balance-log-dir)."
     parser.add_argument("--baseline", type=Path, required=True, metavar="DIR")
     parser.add_argument("--run", type=Path, required=True, metavar="DIR", dest="run_directory")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write JSON here")

@@ -6,9 +6,9 @@ from __future__ import annotations
 import gzip
 import json
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from sparsebalance_megatron.cli.output import print_notes, writing
 from sparsebalance_megatron.report.charts.figure import ReportError
@@ -18,13 +18,11 @@ from sparsebalance_megatron.report.trace import Event, TracedStep, Tracer
 _DEFAULT_STEPS = 10
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add ``trace`` to the subcommands of ``sparse-balance``."""
-    parser: ArgumentParser = subparsers.add_parser(
-        "trace",
-        help="write steps of a run as a trace for Perfetto",
-        description="Write steps as Chrome trace events, predicted and measured side by side; open "
-        "the file in ui.perfetto.dev or chrome://tracing.",
+def add_flags(parser: ArgumentParser) -> None:
+    """Add the flags of ``trace``."""
+    parser.description = (
+        "Write steps as Chrome trace events, predicted and measured side by side; open "
+        "the file in ui.perfetto.dev or chrome://tracing."
     )
     parser.add_argument("run_directory", type=Path, metavar="RUN_DIR")
     parser.add_argument(
@@ -53,7 +51,10 @@ def run(arguments: Namespace) -> int:
     """
     log = open_log(arguments.run_directory)
     known = iterations_of(log)
-    wanted = known[-_DEFAULT_STEPS:] if arguments.steps is None else _within(known, arguments.steps)
+    wanted = known[-_DEFAULT_STEPS:]
+    if arguments.steps is not None:
+        first, last = arguments.steps
+        wanted = tuple(iteration for iteration in known if first <= iteration <= last)
     if not wanted:
         raise ReportError(_nothing(arguments, known))
     evidence = gather(log, wanted)
@@ -79,10 +80,6 @@ def _range(text: str) -> tuple[int, int]:
     if colon and first.isdigit() and last.isdigit() and int(first) <= int(last):
         return int(first), int(last)
     raise ArgumentTypeError(f"{text!r}: expected A:B, two iterations with A not above B")
-
-
-def _within(known: tuple[int, ...], limits: tuple[int, int]) -> tuple[int, ...]:
-    return tuple(iteration for iteration in known if limits[0] <= iteration <= limits[1])
 
 
 def _nothing(arguments: Namespace, known: tuple[int, ...]) -> str:
@@ -134,16 +131,11 @@ def _events(steps: list[TracedStep]) -> Iterator[Event]:
         yield from tracer.add(step)
 
 
-def _opened(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "wt", encoding="utf-8")
-    return path.open("w", encoding="utf-8")
-
-
 def _write(path: Path, events: Iterator[Event]) -> int:
     """One event per line; the number of events."""
     count = 0
-    with writing(path), _opened(path) as stream:
+    opener: Callable[..., IO[str]] = gzip.open if path.suffix == ".gz" else open
+    with writing(path), opener(path, "wt", encoding="utf-8") as stream:
         stream.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         for event in events:
             stream.write(",\n" * bool(count) + json.dumps(event))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from scipy.optimize import nnls
@@ -58,7 +58,7 @@ class CostModel:
     forward_ms: Mapping[Part, tuple[float, ...]]
     backward_ms: Mapping[Part, tuple[float, ...]]
     source: str
-    work: WorkModel = WORK_MODELS["query-block"]
+    work: WorkModel = field(default=WORK_MODELS["query-block"], repr=False)
 
     def __post_init__(self) -> None:
         for direction in Direction:

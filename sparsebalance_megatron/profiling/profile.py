@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 
+from sparsebalance_megatron import __version__
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.table import CostRow, CostTable, RunIdentity
 from sparsebalance_megatron.megatron.arguments import early_flags
+from sparsebalance_megatron.plan.coverage import budget_grid
 from sparsebalance_megatron.profiling.cells import Cell, Thoroughness, measure, plan_cells
 from sparsebalance_megatron.profiling.clocks import Clock, CudaEventClock, HostClock
 
@@ -79,9 +81,15 @@ def profile(
         from sparsebalance_megatron.megatron import cpu
 
         cpu.install()
+    from sparsebalance_megatron.megatron.compat import megatron_version
+    from sparsebalance_megatron.megatron.core_attention import AttentionOptions
+    from sparsebalance_megatron.profiling.model import ProfiledModel
+
     with redirect_stdout(io.StringIO()):
         args, config, identity = _read_flags(flags, device_type)
-        model = _build_model(args, config, device_type)
+        grid = budget_grid(-(-args.seq_length // config.block_size))
+        options = AttentionOptions.from_config(config, grid)
+        model = ProfiledModel(args, options, torch.device(device_type))
     clock: Clock = HostClock() if device_type == "cpu" else CudaEventClock()
     rows: list[CostRow] = []
     for cell in progress(plan_cells(args.seq_length, config, thoroughness)):
@@ -90,7 +98,11 @@ def profile(
             rows += measure(part, timed, cell, thoroughness, clock)
     return CostTable(
         identity=identity,
-        versions=_versions(),
+        versions={
+            "sparsebalance-megatron": __version__,
+            "megatron-core": megatron_version(),
+            "torch": str(torch.__version__),
+        },
         date=datetime.now(UTC).date().isoformat(),
         threads=threads,
         rows=tuple(rows),
@@ -151,24 +163,3 @@ def _cut_to_share(args: argparse.Namespace, ranks: int) -> None:
                 f"{flag} {value} is no multiple of --tensor-model-parallel-size {ranks}"
             )
         setattr(args, name, value // ranks)
-
-
-def _build_model(args: argparse.Namespace, config: SparseBalanceConfig, device_type: str) -> Any:
-    from sparsebalance_megatron.megatron.core_attention import AttentionOptions
-    from sparsebalance_megatron.plan.coverage import budget_grid
-    from sparsebalance_megatron.profiling.model import ProfiledModel
-
-    grid = budget_grid(-(-args.seq_length // config.block_size))
-    options = AttentionOptions.from_config(config, grid)
-    return ProfiledModel(args, options, torch.device(device_type))
-
-
-def _versions() -> dict[str, str]:
-    from sparsebalance_megatron import __version__
-    from sparsebalance_megatron.megatron.compat import megatron_version
-
-    return {
-        "sparsebalance-megatron": __version__,
-        "megatron-core": megatron_version(),
-        "torch": str(torch.__version__),
-    }

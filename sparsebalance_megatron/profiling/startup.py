@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -52,7 +52,11 @@ def _measured(flags: Sequence[str], directory: str | None) -> CostTable | str:
         command = [sys.executable, "-m", "sparsebalance_megatron.cli", "profile", "--quick"]
         done = subprocess.run(
             [*command, "-o", str(path), "--", *flags],
-            env=_single_process(os.environ),
+            env={
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(_LAUNCHER_PREFIXES)
+            },
             capture_output=True,
             text=True,
             check=False,
@@ -60,11 +64,3 @@ def _measured(flags: Sequence[str], directory: str | None) -> CostTable | str:
         if done.returncode:
             return done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
         return CostTable.load(path)
-
-
-def _single_process(environment: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in environment.items()
-        if not name.startswith(_LAUNCHER_PREFIXES)
-    }

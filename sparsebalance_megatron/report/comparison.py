@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -86,7 +86,9 @@ def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
         baseline=before,
         sparse_balance=after,
         speedup=_ratio(before.iteration_ms_median, after.iteration_ms_median),
-        speedup_paired=None if differing else _paired_speedup(pairs),
+        speedup_paired=None
+        if differing
+        else _average(_ratio(old.iteration_ms, new.iteration_ms) for old, new in pairs),
         speedup_total=None if differing else _total_speedup(pairs),
         problems=tuple(problems),
     )
@@ -100,19 +102,19 @@ def summarize(steps: Sequence[Step]) -> RunSummary:
     return RunSummary(
         steps=len(steps),
         warm_up_steps=warm_up,
-        iteration_ms_median=_middle(step.iteration_ms for step in after),
+        iteration_ms_median=_average(step.iteration_ms for step in after),
         iteration_ms=tuple(step.iteration_ms for step in steps if step.iteration_ms is not None),
         loss_first=losses[0] if losses else None,
         loss_last=losses[-1] if losses else None,
-        rank_imbalance=_middle(
+        rank_imbalance=_average(
             imbalance(step.measured_rank_ms) for step in after if step.measured_rank_ms
         ),
-        coverage_mean=_mean(step.coverage for step in after),
-        predicted_error=_middle(error for step in after for error in _errors(step)),
-        predicted_ms=_middle(_largest(step.predicted_rank_ms) for step in after),
-        measured_ms=_middle(_largest(step.measured_rank_ms) for step in after),
-        lower_bound_ms=_middle(step.lower_bound_ms for step in after),
-        work_ratio=_middle(step.work_ratio for step in after),
+        coverage_mean=_average((step.coverage for step in after), fmean),
+        predicted_error=_average(error for step in after for error in _errors(step)),
+        predicted_ms=_average(_largest(step.predicted_rank_ms) for step in after),
+        measured_ms=_average(_largest(step.measured_rank_ms) for step in after),
+        lower_bound_ms=_average(step.lower_bound_ms for step in after),
+        work_ratio=_average(step.work_ratio for step in after),
     )
 
 
@@ -137,10 +139,6 @@ def _common(run: Sequence[Step], baseline: Sequence[Step]) -> list[tuple[Step, S
     """(baseline's step, the run's step) of the same iteration."""
     old = {step.iteration: step for step in baseline}
     return [(old[step.iteration], step) for step in run if step.iteration in old]
-
-
-def _paired_speedup(pairs: Iterable[tuple[Step, Step]]) -> float | None:
-    return _middle(_ratio(old.iteration_ms, new.iteration_ms) for old, new in pairs)
 
 
 def _total_speedup(pairs: Iterable[tuple[Step, Step]]) -> float | None:
@@ -168,15 +166,9 @@ def _errors(step: Step) -> list[float]:
     return [abs(predicted / measured - 1.0) for predicted, measured in pairs if measured > 0.0]
 
 
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
-
-
-def _middle(values: Iterable[float | None]) -> float | None:
-    known = _known(values)
-    return median(known) if known else None
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = _known(values)
-    return fmean(known) if known else None
+def _average(
+    values: Iterable[float | None], how: Callable[[list[float]], float] = median
+) -> float | None:
+    """Of the values that are known; None where none is."""
+    known = [value for value in values if value is not None]
+    return how(known) if known else None

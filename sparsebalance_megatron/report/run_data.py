@@ -154,7 +154,7 @@ def choose_iteration(log: RunLog, baseline: RunLog | None, asked: int | None) ->
         return asked
     if not known:
         raise ReportError(f"{log.directory}: no iteration is readable")
-    measured = [step for step in settled(log.steps) if step.micro_batch_ms]
+    measured = [step for step in settled(log.steps) if step.complete]
     values = _speedups(measured, log, baseline) or {
         step.iteration: step.iteration_ms for step in measured if step.iteration_ms
     }

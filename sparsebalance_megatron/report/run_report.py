@@ -28,7 +28,11 @@ from sparsebalance_megatron.report.timeline import Timeline
 from sparsebalance_megatron.telemetry.step_log import RunLog
 
 _NOTES_IN_PAGE = 100
-_UNMEASURED = "not all of its times were measured"
+_NOT_PREDICTED = "the log holds no predicted times of its micro-batches."
+_NOT_MEASURED = "not all of its times were measured."
+
+_Source = tuple[str, Timeline | None, Evidence]
+"""Name and timeline of a panel, and the run that it is of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +42,6 @@ class Report:
     page: Page
     numbers: RunSummary | Comparison
     iteration: int
-
     not_drawn: Sequence[str]
 
 
@@ -91,16 +94,13 @@ def step_picture(run: RunLog, baseline: RunLog) -> tuple[int, str]:
     Raises:
         ReportError: if matplotlib is not installed, or no step was measured in both.
     """
-    both = (("baseline", baseline), ("sparse balance", run))
     iteration = choose_iteration(run, baseline, None)
-    evidence = {name: gather(log, {iteration}) for name, log in both}
-    measured = {name: each.measured(iteration) for name, each in evidence.items()}
-    panels = [
-        Panel(name=name, timeline=timeline, contents=evidence[name].ranks.steps.get(iteration, {}))
-        for name, timeline in measured.items()
-        if timeline is not None
-    ]
-    if len(panels) < len(both):
+    sources: list[_Source] = []
+    for name, log in (("baseline", baseline), ("sparse balance", run)):
+        evidence = gather(log, {iteration})
+        sources.append((name, evidence.measured(iteration), evidence))
+    panels = _drawn(iteration, sources)
+    if len(panels) < len(sources):
         raise ReportError(
             f"{baseline.directory} and {run.directory} share no step with measured times"
         )
@@ -113,28 +113,27 @@ def _panels(
     iteration: int, evidence: Evidence, baseline: Evidence | None
 ) -> tuple[list[Panel], list[str]]:
     """What can be drawn of the step, and sentences on what cannot."""
-    sources: list[tuple[str, Timeline | None, Evidence, str]] = [
-        (
-            "predicted",
-            evidence.predicted(iteration),
-            evidence,
-            "the log holds no predicted times of its micro-batches",
-        ),
-        ("measured", evidence.measured(iteration), evidence, _UNMEASURED),
+    sources: list[_Source] = [
+        ("predicted", evidence.predicted(iteration), evidence),
+        ("measured", evidence.measured(iteration), evidence),
     ]
     if baseline is not None:
-        sources.append(("baseline, measured", baseline.measured(iteration), baseline, _UNMEASURED))
-    panels = [
-        Panel(name=name, timeline=timeline, contents=of.ranks.steps.get(iteration, {}))
-        for name, timeline, of, _ in sources
-        if timeline is not None
-    ]
+        sources.append(("baseline, measured", baseline.measured(iteration), baseline))
     missing = [
-        f"{name.capitalize()}: not drawn, {reason}."
-        for name, timeline, _, reason in sources
+        f"{name.capitalize()}: not drawn, "
+        + (_NOT_PREDICTED if name == "predicted" else _NOT_MEASURED)
+        for name, timeline, _ in sources
         if timeline is None
     ]
-    return panels, missing
+    return _drawn(iteration, sources), missing
+
+
+def _drawn(iteration: int, sources: Sequence[_Source]) -> list[Panel]:
+    return [
+        Panel(name=name, timeline=timeline, contents=of.ranks.steps.get(iteration, {}))
+        for name, timeline, of in sources
+        if timeline is not None
+    ]
 
 
 def _pictures(evidence: Evidence, baseline: RunLog | None) -> list[Picture]:

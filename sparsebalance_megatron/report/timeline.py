@@ -133,6 +133,10 @@ def _measured(ranks: Mapping[Place, RankStep], expected: Iterable[Place]) -> Tim
     if len(known_s) < len(spoken):
         remarks.append("ranks without a wall-clock time are drawn from the step's start")
     first_s = min(known_s, default=0.0)
+    offsets_ms = {
+        place: 0.0 if start_s is None else (start_s - first_s) * 1e3
+        for place, start_s in origins_s.items()
+    }
     return Timeline(
         bars=tuple(
             Bar(
@@ -140,21 +144,15 @@ def _measured(ranks: Mapping[Place, RankStep], expected: Iterable[Place]) -> Tim
                 direction=span.direction,
                 chunk=span.chunk,
                 position=span.position,
-                start_ms=offset_ms + span.start_ms,
-                end_ms=offset_ms + span.end_ms,
+                start_ms=offsets_ms[place] + span.start_ms,
+                end_ms=offsets_ms[place] + span.end_ms,
             )
             for place, step in sorted(spoken.items())
-            for offset_ms in [_since(first_s, origins_s[place])]
             for span in step.spans
         ),
         source=MEASURED,
         remarks=tuple(remarks),
     )
-
-
-def _since(first_s: float, start_s: float | None) -> float:
-    """ms"""
-    return 0.0 if start_s is None else (start_s - first_s) * 1e3
 
 
 def named_places(places: Sequence[Place]) -> str:

@@ -60,9 +60,9 @@ class Tracer:
 
     def begin(self) -> Iterator[Event]:
         """Metadata that every trace starts with."""
-        yield _name("process_name", _RUN_PROCESS, 0, "run")
-        yield _sort("process_sort_index", _RUN_PROCESS, 0, 0)
-        yield _name("thread_name", _RUN_PROCESS, _RUN_PROCESS, "steps")
+        yield _metadata("process_name", _RUN_PROCESS, 0, name="run")
+        yield _metadata("process_sort_index", _RUN_PROCESS, 0, sort_index=0)
+        yield _metadata("thread_name", _RUN_PROCESS, _RUN_PROCESS, name="steps")
 
     def add(self, traced: TracedStep) -> Iterator[Event]:
         """The events of one step."""
@@ -105,15 +105,15 @@ class Tracer:
         rank, stage = place
         if (side, rank) not in self._ids:
             process = self._ids[side, rank] = _RUN_PROCESS + 1 + len(self._ids)
-            yield _name("process_name", process, 0, f"{side}, rank {rank}")
+            yield _metadata("process_name", process, 0, name=f"{side}, rank {rank}")
             order = 1 + rank + (1_000_000 if side == "measured" else 0)
-            yield _sort("process_sort_index", process, 0, order)
+            yield _metadata("process_sort_index", process, 0, sort_index=order)
         if (side, place) not in self._threads:
             # Perfetto keeps threads apart by their number alone.
             thread = self._threads[side, place] = 1_000_000 + len(self._threads)
             process = self._ids[side, rank]
-            yield _name("thread_name", process, thread, f"stage {stage}")
-            yield _sort("thread_sort_index", process, thread, stage)
+            yield _metadata("thread_name", process, thread, name=f"stage {stage}")
+            yield _metadata("thread_sort_index", process, thread, sort_index=stage)
 
     def _slice(self, side: str, bar: Bar, origin_ns: int, traced: TracedStep) -> Event:
         chunk = f" chunk {bar.chunk}" if traced.times and traced.times.shape[2] > 1 else ""
@@ -219,12 +219,8 @@ def _complete(
     }
 
 
-def _name(kind: str, process: int, thread: int, name: str) -> Event:
-    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
-
-
-def _sort(kind: str, process: int, thread: int, index: int) -> Event:
-    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"sort_index": index}}
+def _metadata(kind: str, process: int, thread: int, **arguments: Any) -> Event:
+    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": arguments}
 
 
 def _ns(ms: float) -> int:

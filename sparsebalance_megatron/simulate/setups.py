@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy
 from sparsebalance_megatron.simulate.lengths import GENERATORS, MAX_TOKENS
 from sparsebalance_megatron.simulate.models import h200_cost, preset, prior_coverage
@@ -108,10 +106,6 @@ def workload_of(
     """``steps`` global batches drawn in order from one of the setup's distributions."""
     layers = preset(setup.model).layers
     lengths = GENERATORS[data](steps * setup.global_batch_size, seed)
-    cost: CostModel = h200_cost(
-        setup.model, block_size=BLOCK_SIZE, tensor_parallel_size=setup.tensor_parallel_size
-    )
-    coverage: CoverageCurves = prior_coverage(layers, MAX_TOKENS // BLOCK_SIZE)
     return Workload(
         batches=batches_of(lengths, setup.global_batch_size),
         job=job_shape(
@@ -126,8 +120,10 @@ def workload_of(
             coverage_threshold=coverage_threshold,
             cap_tokens=setup.micro_batch_size * MAX_TOKENS,
         ),
-        cost=cost,
-        coverage=coverage,
+        cost=h200_cost(
+            setup.model, block_size=BLOCK_SIZE, tensor_parallel_size=setup.tensor_parallel_size
+        ),
+        coverage=prior_coverage(layers, MAX_TOKENS // BLOCK_SIZE),
     )
 
 

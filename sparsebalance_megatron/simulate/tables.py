@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 def as_json(outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
     """One entry per variant, of plain Python types."""
-    return {
-        name: {key: list(value) if isinstance(value, tuple) else value for key, value in row}
-        for name, row in ((name, asdict(each).items()) for name, each in outcomes.items())
-    }
+    return {name: asdict(outcome) for name, outcome in outcomes.items()}
 
 
 def show(
@@ -65,9 +62,7 @@ _LEGEND = {
 
 def _cells(outcome: Outcome) -> list[str]:
     return [
-        f"{outcome.makespan_ms:.0f}"
-        if outcome.makespan_ms >= 100
-        else f"{outcome.makespan_ms:.3g}",
+        format(outcome.makespan_ms, ".0f" if outcome.makespan_ms >= 100 else ".3g"),
         f"{outcome.speedup:.2f}",
         f"{outcome.bound_ratio:.2f}",
         f"{outcome.imbalance_microbatch:.2f}",

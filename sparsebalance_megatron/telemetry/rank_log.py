@@ -43,10 +43,6 @@ class RankLogs:
     steps: Mapping[int, Mapping[Place, RankStep]] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
-    @property
-    def hosts(self) -> int:
-        return len({header.host for header in self.headers.values()})
-
 
 def rank_folder(directory: Path) -> Path:
     """Where all ranks of a run write."""

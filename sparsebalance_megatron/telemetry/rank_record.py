@@ -47,7 +47,6 @@ class RankHeader:
     place: Place
     tensor_parallel_rank: int
     layers: tuple[int, ...]
-    host: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +100,6 @@ def read_rank_header(record: Mapping[str, Any]) -> RankHeader:
         place=(whole(record, "data_parallel_rank"), whole(record, "pipeline_rank")),
         tensor_parallel_rank=whole(record, "tensor_parallel_rank"),
         layers=layers,
-        host=str(optional_field(record, "host")),
     )
 
 

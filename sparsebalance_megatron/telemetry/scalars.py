@@ -20,6 +20,7 @@ from sparsebalance_megatron.plan.measurement import CoverageTotals, StepMeasurem
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms, stage_busy_ms
 from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.step_plan import StepPlan
+from sparsebalance_megatron.telemetry.step_record import FinishedStep
 
 PREFIX = "sparse-balance"
 MISMATCHES = "digest-mismatches"
@@ -67,17 +68,11 @@ class ScalarWriter:
 
 
 def step_scalars(
-    planned: PlannedStep,
-    measured: StepMeasurement,
-    *,
-    iteration_ms: float,
-    host_ms: Mapping[str, float],
-    shape: ModelShape,
-    block_size: int,
-    world_size: int,
+    step: FinishedStep, *, shape: ModelShape, block_size: int, world_size: int
 ) -> dict[str, float]:
     """Name -> value, NaN where a time is missing."""
-    plan = planned.plan
+    planned, measured, plan = step.planned, step.measured, step.planned.plan
+    iteration_ms = math.nan if step.iteration_ms is None else step.iteration_ms
     return {
         **_balance(planned, measured),
         **_stages(planned, measured),
@@ -85,7 +80,7 @@ def step_scalars(
         **_budgets(plan),
         **_speed(plan, measured, iteration_ms, shape, block_size, world_size),
         "plan-ms": planned.plan_ms,
-        "host-ms": sum(host_ms.values()),
+        "host-ms": sum(step.host_ms.values()),
         "guarded-samples": measured.coverage.grown,
         MISMATCHES: measured.digest_mismatches,
     }

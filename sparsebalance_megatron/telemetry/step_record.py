@@ -34,13 +34,29 @@ SIDES = ("predicted", "measured")
 
 
 @dataclass(frozen=True, kw_only=True)
+class FinishedStep:
+    """What is known of a step at its end, of all ranks; nothing in it changes afterwards.
+
+    ``iteration_ms`` is None in the first step of a process. ``host_ms`` is that of the rank which
+    writes (:class:`.host_time.HostTime`).
+    """
+
+    iteration: int
+    iteration_ms: float | None
+    planned: PlannedStep
+    measured: StepMeasurement
+    padded_tokens: int
+    host_ms: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Step:
     """One training step as logged. Times in ms; None where nothing was measured.
 
     ``measured_rank_ms`` and ``predicted_rank_ms`` hold, per data-parallel rank, the computing time
     of its busiest pipeline stage. ``lower_bound_ms`` and ``work_ratio`` are the planner's, and
     ``coverage_base`` is the mean coverage that base budgets had given.
-    ``micro_batch_ms`` is measured: [rank][stage][micro-batch], forward and backward together.
+    ``complete``: every micro-batch was measured, forward and backward.
     """
 
     iteration: int
@@ -52,9 +68,8 @@ class Step:
     predicted_rank_ms: tuple[float, ...] | None
     lower_bound_ms: float | None
     work_ratio: float | None
-    micro_batch_ms: tuple[tuple[tuple[float, ...], ...], ...] | None
+    complete: bool
     coverage_base: float | None = None
-    predicted_makespan_ms: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,30 +93,18 @@ class MicroBatchTimes:
         return dict(zip(SIDES, (self.predicted_2RPVM, self.measured_2RPVM), strict=True))[name]
 
 
-def step_record(
-    *,
-    iteration: int,
-    iteration_ms: float | None,
-    planned: PlannedStep,
-    measured: StepMeasurement,
-    padded_tokens: int,
-    host_ms: Mapping[str, float] | None = None,
-) -> dict[str, Any]:
-    """One line of the log; times in ms, imbalances are max/mean.
-
-    Args:
-        host_ms: see :class:`.host_time.HostTime`; of the rank that writes.
-    """
+def step_record(step: FinishedStep) -> dict[str, Any]:
+    """One line of the log; times in ms, imbalances are max/mean."""
+    planned, measured, coverage = step.planned, step.measured, step.measured.coverage
     expectation = planned.plan.expectation
     work_RPVM = measured.times_2RPVM[0] + measured.times_2RPVM[1]
-    coverage = measured.coverage
     return {
         "type": STEP,
-        "iteration": iteration,
-        "iteration_ms": iteration_ms,
+        "iteration": step.iteration,
+        "iteration_ms": step.iteration_ms,
         "lm_loss": measured.lm_loss,
         "plan_ms": planned.plan_ms,
-        "host_ms": host_ms,
+        "host_ms": step.host_ms,
         "plan_wait_ms": planned.wait_ms,
         "batching": planned.plan.batching,
         "predicted": {
@@ -135,7 +138,7 @@ def step_record(
         },
         "guarded_samples": int(coverage.grown),
         "tokens": measured.tokens,
-        "padded_tokens": padded_tokens,
+        "padded_tokens": step.padded_tokens,
     }
 
 
@@ -161,9 +164,8 @@ def read_step(record: Mapping[str, Any]) -> Step:
         predicted_rank_ms=predicted,
         lower_bound_ms=number(record, "predicted", "lower_bound_ms"),
         work_ratio=number(record, "predicted", "work_ratio"),
-        micro_batch_ms=_micro_batch_ms(_measured_times(record)),
+        complete=bool(np.isfinite(_measured_times(record)).all()),
         coverage_base=optional_number(record, "coverage", "base_mean"),
-        predicted_makespan_ms=optional_number(record, "predicted", "makespan_ms"),
     )
 
 
@@ -202,14 +204,6 @@ def _predicted_times(record: Mapping[str, Any], shape: tuple[int, ...]) -> np.nd
     ]
     usable = all(each.shape == shape[1:] and np.isfinite(each).all() for each in times)
     return np.stack(times) if usable else None
-
-
-def _micro_batch_ms(measured_2RPVM: np.ndarray) -> tuple[Any, ...] | None:
-    """Sum of forward and backward over virtual stages; None as soon as one is missing."""
-    times_RPM = measured_2RPVM.sum(axis=(0, 3))
-    if not np.isfinite(times_RPM).all():
-        return None
-    return tuple(tuple(tuple(stage) for stage in rank) for rank in times_RPM.tolist())
 
 
 def _rank_times(record: Mapping[str, Any], side: str) -> tuple[float, ...] | None:

@@ -9,14 +9,12 @@ from typing import Any, Protocol
 
 from sparsebalance_megatron.data.packing import PackedRow, packed_cu_seqlens
 from sparsebalance_megatron.plan.planned_step import PlannedStep
-from sparsebalance_megatron.plan.step_plan import JobShape, MicroBatchPlan
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.training.row_reader import RowReader
 
 
 class Schedule(Protocol):
     """Where plans come from: training's scheduler, or the fixed one of evaluation."""
-
-    job: JobShape
 
     def planned(self, step: int) -> PlannedStep: ...
 

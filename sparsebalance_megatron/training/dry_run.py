@@ -17,15 +17,11 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
-
-if TYPE_CHECKING:
-    from sparsebalance_megatron.plan.planned_step import PlannedStep
-    from sparsebalance_megatron.training.inputs import CostedInputs
 
 FLAG = flag_name("dry_run")
 
@@ -79,6 +75,7 @@ def _plan_and_print(device_type: str, argv: Sequence[str]) -> None:
             counted_cost_model,
             read_inputs,
         )
+        from sparsebalance_megatron.training.run import make_scheduler
 
     changed_defaults: list[str] = []
     with _one_line_refusals(), _without_argument_dump():
@@ -93,7 +90,8 @@ def _plan_and_print(device_type: str, argv: Sequence[str]) -> None:
     if not isinstance(inputs, CostedInputs):
         inputs = inputs.with_cost(counted_cost_model(settings, config))
         unchecked.append("costs: --sparse-balance-cost-table auto measures when training starts")
-    print("\n".join(describe(args, inputs, _first_plan(inputs), unchecked)), flush=True)
+    first = make_scheduler(inputs).planned(0)
+    print("\n".join(describe(args, inputs, first, unchecked)), flush=True)
 
 
 def _early_flags(argv: Sequence[str]) -> Namespace:
@@ -199,10 +197,3 @@ def _validated_args(
         args.apply_rope_fusion = False
         unchecked.append("flags that need Transformer Engine, which is not installed here")
     return args, unchecked
-
-
-def _first_plan(inputs: CostedInputs) -> PlannedStep:
-    """What training's scheduler plans before it has observed anything."""
-    from sparsebalance_megatron.training.run import make_scheduler
-
-    return make_scheduler(inputs).planned(0)

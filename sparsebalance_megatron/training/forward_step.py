@@ -23,6 +23,7 @@ from sparsebalance_megatron.megatron.packed_seq_params import (
 )
 from sparsebalance_megatron.megatron.plain_gpt import validate_loss
 from sparsebalance_megatron.training.data_iterator import LocalMicroBatch
+from sparsebalance_megatron.training.inputs import Inputs
 
 Batch = dict[str, Any]
 """What a forward step reads: ``tokens``, ``position_ids``, ``labels`` and ``loss_mask``, [1, T] or
@@ -61,15 +62,12 @@ class ForwardStep:
         self,
         inner: Callable[[Iterator[Batch], Any], tuple[Tensor, LossFunction]],
         observer: Callable[[], StepObserver],
-        *,
-        block_size: int,
-        max_seqlen_tokens: int,
+        inputs: Inputs,
         device: torch.device,
     ) -> None:
         self._inner = inner
         self._observer = observer
-        self._block_size = block_size
-        self._max_seqlen_tokens = max_seqlen_tokens
+        self._inputs = inputs
         self._device = device
 
     def __call__(self, data_iterator: Any, model: Any) -> tuple[Tensor, LossFunction]:
@@ -79,7 +77,7 @@ class ForwardStep:
         context = micro_batch_context(
             micro_batch.plan,
             micro_batch.cu_seqlens,
-            block_size=self._block_size,
+            block_size=self._inputs.config.block_size,
             observe=micro_batch.training,
             device=self._device,
             step=micro_batch.step,
@@ -99,7 +97,9 @@ class ForwardStep:
                 row_T = torch.as_tensor(getattr(micro_batch.row, name))
                 batch[name] = row_T.to(self._device, non_blocking=True)[None]
         batch["packed_seq_params"] = packed_params(
-            context, max_seqlen_tokens=self._max_seqlen_tokens, device=self._device
+            context,
+            max_seqlen_tokens=self._inputs.settings.seq_length,
+            device=self._device,
         )
         return batch
 

@@ -40,8 +40,12 @@ class Inputs:
         """All that a run needs.
 
         Args:
-            cost: of this run's activation recomputation (:func:`with_recompute`).
+            cost: without activation recomputation; that of the run is added.
         """
+        settings = self.settings
+        cost = cost.with_recompute(
+            full=settings.recompute_all, attention_only=settings.recompute_attention
+        )
         return CostedInputs(**vars(self) | {"cost": cost})
 
 
@@ -79,7 +83,10 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
         config=config,
         settings=settings,
         job=job_shape(settings),
-        policy=plan_policy(settings, config),
+        policy=PlanPolicy.from_config(
+            config,
+            config.max_tokens_per_micro_batch or settings.micro_batch_size * settings.seq_length,
+        ),
         train=train,
         valid=valid,
         test=test,
@@ -126,12 +133,6 @@ def job_shape(settings: RunSettings) -> JobShape:
     )
 
 
-def plan_policy(settings: RunSettings, config: SparseBalanceConfig) -> PlanPolicy:
-    """The user's choices in the planner's terms."""
-    default_cap = settings.micro_batch_size * settings.seq_length
-    return PlanPolicy.from_config(config, config.max_tokens_per_micro_batch or default_cap)
-
-
 def _sample_index(
     settings: RunSettings, config: SparseBalanceConfig, split: Split
 ) -> SampleIndex | None:
@@ -158,17 +159,9 @@ def _cost_model(settings: RunSettings, config: SparseBalanceConfig, device_type:
     if config.dry_run is not None:  # not necessarily where training will run
         identity = replace(identity, device=table.identity.device)
     table.check_matches(identity)
-    return with_recompute(CostModel.fit(table), settings)
+    return CostModel.fit(table)
 
 
 def counted_cost_model(settings: RunSettings, config: SparseBalanceConfig) -> CostModel:
     """Costs from counted operations: what there is where nothing was measured."""
-    analytic = CostModel.analytic(settings.shape, config.block_size, selection=config.selection)
-    return with_recompute(analytic, settings)
-
-
-def with_recompute(cost: CostModel, settings: RunSettings) -> CostModel:
-    """The model for this run's activation recomputation."""
-    return cost.with_recompute(
-        full=settings.recompute_all, attention_only=settings.recompute_attention
-    )
+    return CostModel.analytic(settings.shape, config.block_size, selection=config.selection)

@@ -58,22 +58,12 @@ class OwnLoopRun:
 
     def wrap(self, forward_step: Callable[..., Any]) -> ForwardStep:
         """A forward step of planned micro-batches around the trainer's own."""
-        inputs = self._session.inputs
         return ForwardStep(
-            forward_step,
-            lambda: self._observer,
-            block_size=inputs.config.block_size,
-            max_seqlen_tokens=inputs.settings.seq_length,
-            device=self._session.device,
+            forward_step, lambda: self._observer, self._session.inputs, self._session.device
         )
 
     def train_iterator(self, consumed_samples: int, vp_stage: int | None) -> MicroBatchIterator:
-        """Training micro-batches of one model chunk of this rank.
-
-        Raises:
-            IntegrationError: if loaded state goes on from another sample.
-            StateError: if no step begins there, or loaded state cannot be continued in this run.
-        """
+        """See :func:`.integration.train_data_iterator`."""
         if self._saved_samples not in (None, consumed_samples):
             raise IntegrationError(
                 f"consumed_samples {consumed_samples}: the loaded state goes on after "
@@ -84,12 +74,7 @@ class OwnLoopRun:
         return run.train_iterator(vp_stage, consumed_samples=consumed_samples)
 
     def end_step(self) -> dict[str, float]:
-        """Learn from the step that has run; collective over all ranks.
-
-        Raises:
-            IntegrationError: if no whole step has run, or without the plugin's packed_seq_params.
-            PlanMismatchError: on all ranks alike, if they executed different plans.
-        """
+        """See :func:`.integration.on_step_end`."""
         self._observer.check_step()
         monitor = self._session.run.monitor
         monitor.end_step()

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -38,7 +37,7 @@ class Run:
         record: of :func:`.resume.run_record`.
         resumed: whether logs go on from those of an earlier run.
         device: where the model runs.
-        after_step: called when a step has been learnt from, where :meth:`state_dict` may be kept.
+        after_step: called when a step has been learnt from, where its state may be kept.
 
     ``monitor`` observes its forward steps.
     """
@@ -57,8 +56,9 @@ class Run:
         self.scheduler = scheduler
         self.record = dict(record)
         self._place = place = _rank_place()
-        job, counts = inputs.job, inputs.train.counts
+        job = inputs.job
         self.monitor = StepMonitor(
+            inputs,
             after_step=after_step,
             scheduler=scheduler,
             recorder=MicroBatchRecorder(
@@ -75,11 +75,6 @@ class Run:
                 group=None,
                 device=device,
             ),
-            lost_tokens={
-                "truncated-tokens": counts.truncated_tokens,
-                "dropped-tokens": counts.dropped_tokens,
-            },
-            pad_to_multiple_of=inputs.settings.pad_to_multiple_of,
             device=device,
             sinks=open_sinks(inputs, place, scheduler.coverage, device, resumed=resumed),
         )
@@ -126,10 +121,6 @@ class Run:
             consumed=consumed_samples,
             batch_size=batch_size,
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """What resuming needs besides the number of consumed samples; plain Python types."""
-        return self.scheduler.state_dict() | {"run": self.record}
 
     def _iterator(
         self,

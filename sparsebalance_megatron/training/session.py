@@ -16,17 +16,15 @@ import torch
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.plan.scheduler import Scheduler, StateError
 from sparsebalance_megatron.profiling.startup import shared_cost_table
-from sparsebalance_megatron.training.agreement import check_ranks_agree
-from sparsebalance_megatron.training.inputs import (
-    CostedInputs,
-    Inputs,
-    fingerprint,
-    with_recompute,
-)
+from sparsebalance_megatron.training.inputs import CostedInputs, Inputs, fingerprint
 from sparsebalance_megatron.training.resume import compare_runs, run_record
 from sparsebalance_megatron.training.run import Run, make_scheduler
 
 SchedulerMaker = Callable[[CostedInputs], Scheduler]
+
+
+class RankDisagreementError(RuntimeError):
+    """Ranks were started with different flags, data or software."""
 
 
 class Session:
@@ -84,7 +82,11 @@ class Session:
         return self._run
 
     def _started(self, *, resumed: bool) -> Run:
-        inputs = _with_cost(self.inputs)
+        inputs = self.inputs
+        if not isinstance(inputs, CostedInputs):
+            print_rank_0("sparse balance: measuring the model's layers on rank 0")
+            table = shared_cost_table(inputs.settings.command_line or (), inputs.config.log_dir)
+            inputs = inputs.with_cost(CostModel.fit(table))
         check_ranks_agree(fingerprint(inputs))
         record = run_record(inputs)
         scheduler = self._make_scheduler(inputs)
@@ -108,7 +110,7 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """What resuming needs besides the number of consumed samples; plain Python types."""
         if self._run is not None:
-            return self._run.state_dict()
+            return self._run.scheduler.state_dict() | {"run": self._run.record}
         if self._loaded_state is None:
             raise StateError("nothing to save: the training iterator has not been asked for yet")
         return self._loaded_state
@@ -130,17 +132,29 @@ def print_rank_0(message: str) -> None:
         print(message, flush=True)
 
 
+def check_ranks_agree(
+    fingerprint: Mapping[str, str], group: torch.distributed.ProcessGroup | None = None
+) -> None:
+    """Compare every rank's fingerprint with rank 0's; collective over the group.
+
+    Raises:
+        RankDisagreementError: on every rank alike, naming the entry, the ranks and the values.
+    """
+    gathered: list[Mapping[str, str]] = [{}] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(gathered, dict(fingerprint), group=group)
+    for name in sorted(set().union(*gathered)):
+        values = [other.get(name, "absent") for other in gathered]
+        differing = [rank for rank, value in enumerate(values) if value != values[0]]
+        if differing:
+            raise RankDisagreementError(
+                f"{name}: rank 0 has {values[0]!r}, rank {differing[0]} has "
+                f"{values[differing[0]]!r} (ranks that differ: {differing}); "
+                "start every rank with the same flags, data and software"
+            )
+
+
 def _take_over(state: dict[str, Any], scheduler: Scheduler, record: Mapping[str, str]) -> None:
     """Go on from loaded state, and say what differs from the run that wrote it."""
     differences = compare_runs(state.get("run", record), record)
     for note in (*differences, *scheduler.load_state_dict(state)):
         print_rank_0(f"sparse balance: resumed: {note}")
-
-
-def _with_cost(inputs: Inputs) -> CostedInputs:
-    """Measures the costs now if the user left that to start-up."""
-    if isinstance(inputs, CostedInputs):
-        return inputs
-    print_rank_0("sparse balance: measuring the model's layers on rank 0")
-    table = shared_cost_table(inputs.settings.command_line or (), inputs.config.log_dir)
-    return inputs.with_cost(with_recompute(CostModel.fit(table), inputs.settings))

@@ -6,9 +6,7 @@ Shape legend: L layers, U length buckets, K budgets of the grid, O rows of obser
 
 from __future__ import annotations
 
-import math
 import socket
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -17,8 +15,7 @@ import torch
 
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.measurement import RankPlace, StepMeasurement, StepTimes
-from sparsebalance_megatron.plan.planned_step import PlannedStep
+from sparsebalance_megatron.plan.measurement import RankPlace, StepTimes
 from sparsebalance_megatron.telemetry.coverage_record import coverage_record
 from sparsebalance_megatron.telemetry.log_file import JsonLinesFile
 from sparsebalance_megatron.telemetry.log_writer import BackgroundLog, BackgroundWriter
@@ -26,30 +23,12 @@ from sparsebalance_megatron.telemetry.rank_log import rank_log_path, remove_surp
 from sparsebalance_megatron.telemetry.rank_record import rank_header, rank_record
 from sparsebalance_megatron.telemetry.scalars import MISMATCHES, ScalarWriter, step_scalars
 from sparsebalance_megatron.telemetry.step_log import run_header, step_log_path
-from sparsebalance_megatron.telemetry.step_record import step_record
+from sparsebalance_megatron.telemetry.step_record import FinishedStep, step_record
 from sparsebalance_megatron.training.inputs import CostedInputs
 from sparsebalance_megatron.training.observed_coverage import ObservedCoverage
 
 _FIRST_COVERAGE_RECORD = 2
 _COVERAGE_INTERVAL = 10
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinishedStep:
-    """Everything that is known of a step at its end; nothing in it changes afterwards.
-
-    ``iteration_ms`` is None in the first step of a process. ``times`` and ``observed`` are this
-    rank's, ``host_ms`` too (:class:`.host_time.HostTime`).
-    """
-
-    iteration: int
-    iteration_ms: float | None
-    planned: PlannedStep
-    measured: StepMeasurement
-    padded_tokens: int
-    times: StepTimes
-    observed: ObservedCoverage
-    host_ms: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +46,12 @@ class StepSinks:
     rank_log: BackgroundLog | None
     scalars: ScalarWriter | None
 
-    def write(self, step: FinishedStep) -> None:
-        """Hand the step to everything that wants it."""
+    def write(self, step: FinishedStep, times: StepTimes, observed: ObservedCoverage) -> None:
+        """Hand the step to everything that wants it.
+
+        Args:
+            times, observed: of this rank.
+        """
         if self.rank_log is not None:
             self.rank_log.append(
                 partial(
@@ -77,54 +60,36 @@ class StepSinks:
                     planned=step.planned,
                     place=self.place,
                     job=self.inputs.job,
-                    times=step.times,
-                    pieces=step.observed.pieces,
-                    executed_and_grown_O2=step.observed.executed_and_grown(),
+                    times=times,
+                    pieces=observed.pieces,
+                    executed_and_grown_O2=observed.executed_and_grown(),
                 )
             )
         if self.step_log is not None:
-            self.step_log.append(
-                partial(
-                    step_record,
-                    iteration=step.iteration,
-                    iteration_ms=step.iteration_ms,
-                    planned=step.planned,
-                    measured=step.measured,
-                    padded_tokens=step.padded_tokens,
-                    host_ms=step.host_ms,
+            self.step_log.append(partial(step_record, step))
+            if step.iteration % _COVERAGE_INTERVAL == _FIRST_COVERAGE_RECORD:
+                self.step_log.append(
+                    partial(
+                        coverage_record,
+                        iteration=step.iteration,
+                        grid=self.coverage.grid,
+                        mean_LUK=self.coverage.mean_LUK.copy(),
+                        observed_LU=self.coverage.observed_LU.copy(),
+                    )
                 )
-            )
-            self._log_coverage(self.step_log, step.iteration)
         if self.scalars is not None and self.scalars.due(step.iteration):
-            self.scalars.write(step.iteration, self._scalars_of(step))
+            scalars = step_scalars(
+                step,
+                shape=self.inputs.settings.shape,
+                block_size=self.inputs.config.block_size,
+                world_size=self.place.world_size,
+            )
+            self.scalars.write(step.iteration, scalars)
 
     def write_mismatches(self, iteration: int, mismatches: int) -> None:
         """The last scalar of a run whose ranks executed different plans."""
         if self.scalars is not None:
             self.scalars.write(iteration, {MISMATCHES: mismatches})
-
-    def _log_coverage(self, log: BackgroundLog, iteration: int) -> None:
-        if iteration % _COVERAGE_INTERVAL == _FIRST_COVERAGE_RECORD:
-            log.append(
-                partial(
-                    coverage_record,
-                    iteration=iteration,
-                    grid=self.coverage.grid,
-                    mean_LUK=self.coverage.mean_LUK.copy(),
-                    observed_LU=self.coverage.observed_LU.copy(),
-                )
-            )
-
-    def _scalars_of(self, step: FinishedStep) -> dict[str, float]:
-        return step_scalars(
-            step.planned,
-            step.measured,
-            iteration_ms=math.nan if step.iteration_ms is None else step.iteration_ms,
-            host_ms=step.host_ms,
-            shape=self.inputs.settings.shape,
-            block_size=self.inputs.config.block_size,
-            world_size=self.place.world_size,
-        )
 
 
 def open_sinks(

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows the training steps of one rank, and closes the loop to the scheduler at their end."""
+"""Follows the training steps of one rank, and closes the loop to the scheduler at their end.
+
+Shape legend: R data-parallel ranks.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,13 +17,17 @@ from sparsebalance_megatron.data.packing import padding_tokens
 from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
 from sparsebalance_megatron.megatron.timers import install_hooks
 from sparsebalance_megatron.plan.measurement import StepMeasurement, StepTimes
+from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms
 from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.scheduler import Scheduler
+from sparsebalance_megatron.plan.step_plan import Expectation
+from sparsebalance_megatron.telemetry.scalars import PREFIX
+from sparsebalance_megatron.telemetry.step_record import FinishedStep
 from sparsebalance_megatron.training.data_iterator import LocalMicroBatch
 from sparsebalance_megatron.training.host_time import HostTime
+from sparsebalance_megatron.training.inputs import CostedInputs
 from sparsebalance_megatron.training.observed_coverage import ObservedCoverage
-from sparsebalance_megatron.training.sinks import FinishedStep, StepSinks
-from sparsebalance_megatron.training.step_figures import extend_reports, step_figures
+from sparsebalance_megatron.training.sinks import StepSinks
 from sparsebalance_megatron.training.step_reducer import PlanMismatchError, StepReducer
 from sparsebalance_megatron.training.timing import MicroBatchRecorder
 
@@ -30,8 +37,6 @@ class StepMonitor:
 
     Args:
         after_step: called when a step has been learnt from, where state may be kept.
-        lost_tokens: name -> tokens of the data set that training never sees; logged if not zero.
-        pad_to_multiple_of: rows are padded to this many tokens.
         sinks: get every finished step.
         clock: seconds.
 
@@ -41,13 +46,12 @@ class StepMonitor:
 
     def __init__(
         self,
+        inputs: CostedInputs,
         *,
         after_step: Callable[[], None],
         scheduler: Scheduler,
         recorder: MicroBatchRecorder,
         reducer: StepReducer,
-        lost_tokens: Mapping[str, int],
-        pad_to_multiple_of: int,
         device: torch.device,
         sinks: StepSinks,
         clock: Callable[[], float] = time.perf_counter,
@@ -56,8 +60,7 @@ class StepMonitor:
         self._scheduler = scheduler
         self._recorder = recorder
         self._reducer = reducer
-        self._lost_tokens = lost_tokens
-        self._pad_to_multiple_of = pad_to_multiple_of
+        self._inputs = inputs
         self._device = device
         self._sinks = sinks
         self._host_time = HostTime(clock)
@@ -141,30 +144,65 @@ class StepMonitor:
         """To Megatron's log line and the sinks; what the latter take counts for the next step."""
         previous_s, self._step_ended_s = self._step_ended_s, self._host_time.clock()
         with self._host_time.counted("log"):
-            padded_tokens = self._padded_tokens(planned)
-            rare_tokens = {"padded-tokens": padded_tokens, **self._lost_tokens}
+            multiple, counts = self._inputs.settings.pad_to_multiple_of, self._inputs.train.counts
+            # Over all data-parallel ranks.
+            padded_tokens = sum(
+                padding_tokens(slot.tokens, multiple) for slot in planned.plan.slots
+            )
+            rare_tokens = {
+                "padded-tokens": padded_tokens,
+                "truncated-tokens": counts.truncated_tokens,
+                "dropped-tokens": counts.dropped_tokens,
+            }
             self.figures = step_figures(planned.plan.expectation, measured, rare_tokens)
             extend_reports(self._reports, self.figures, self._device)
         host_ms = self._host_time.take_ms()
         with self._host_time.counted("log"):
-            self._sinks.write(
-                FinishedStep(
-                    iteration=self._step + 1,
-                    iteration_ms=None
-                    if previous_s is None
-                    else (self._step_ended_s - previous_s) * 1e3,
-                    planned=planned,
-                    measured=measured,
-                    padded_tokens=padded_tokens,
-                    times=times,
-                    observed=observed,
-                    host_ms=host_ms,
-                )
+            finished = FinishedStep(
+                iteration=self._step + 1,
+                iteration_ms=None
+                if previous_s is None
+                else (self._step_ended_s - previous_s) * 1e3,
+                planned=planned,
+                measured=measured,
+                padded_tokens=padded_tokens,
+                host_ms=host_ms,
             )
+            self._sinks.write(finished, times, observed)
 
-    def _padded_tokens(self, planned: PlannedStep) -> int:
-        """Over all data-parallel ranks."""
-        return sum(
-            padding_tokens(micro_batch.tokens, self._pad_to_multiple_of)
-            for micro_batch in planned.plan.slots
-        )
+
+def step_figures(
+    expectation: Expectation, measured: StepMeasurement, rare_tokens: Mapping[str, int]
+) -> dict[str, float]:
+    """Name -> value, alike on all ranks.
+
+    Args:
+        rare_tokens: name -> tokens that were padded or lost; shown where they are not zero.
+    """
+    busy_R = rank_busy_ms(measured.times_2RPVM)
+    predicted_R = rank_busy_ms(expectation.times_2RPVM)
+    values = {
+        "imbalance": imbalance(busy_R),
+        "predicted-to-measured": predicted_R.max() / busy_R.max(),
+        "coverage": measured.coverage.executed_mean,
+        "tuned-samples": expectation.samples_cut + expectation.samples_raised,
+    }
+    values |= {name: count for name, count in rare_tokens.items() if count}
+    return {f"{PREFIX}/{name}": float(value) for name, value in values.items()}
+
+
+def extend_reports(
+    reports: Iterable[dict[str, Tensor]], figures: Mapping[str, float], device: torch.device
+) -> None:
+    """Add figures to what Megatron logs.
+
+    Megatron reads the micro-batches' reports only after the step, so those of the last stage can
+    still take what is known at its end. Of a single value it takes the mean over micro-batches and
+    asks no other rank, where all have the same.
+    """
+    reports = list(reports)
+    if not reports:
+        return
+    values = torch.tensor(list(figures.values()), dtype=torch.float, device=device).unbind()
+    for report in reports:
+        report.update(zip(figures, values, strict=True))

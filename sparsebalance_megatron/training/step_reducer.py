@@ -64,8 +64,9 @@ class StepReducer:
         device: torch.device,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._job = job
         self._place = place
+        self._here = (place.data_parallel_rank, place.pipeline_rank)
+        self._slot = place.data_parallel_rank * job.pipeline_stages + place.pipeline_rank
         self._group = group
         self._device = device
         self._clock = clock
@@ -142,14 +143,6 @@ class StepReducer:
             minima[self._slot] = values_OC[:, EXECUTED].min()
         if loss_and_tokens is not None:
             flat[self._parts["loss"]] = loss_and_tokens.to(self._device)
-
-    @property
-    def _here(self) -> tuple[int, int]:
-        return self._place.data_parallel_rank, self._place.pipeline_rank
-
-    @property
-    def _slot(self) -> int:
-        return self._here[0] * self._job.pipeline_stages + self._here[1]
 
     def _sum(self, flat: torch.Tensor) -> np.ndarray:
         """The buffer summed over ranks, on the host."""

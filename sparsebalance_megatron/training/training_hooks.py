@@ -58,9 +58,8 @@ class TrainingHooks:
         self.forward_step = ForwardStep(
             partial(packed_forward_step, args.check_for_nan_in_loss_and_grad),
             lambda: session.run.monitor,
-            block_size=inputs.config.block_size,
-            max_seqlen_tokens=inputs.settings.seq_length,
-            device=device,
+            inputs,
+            device,
         )
         options = AttentionOptions.from_config(inputs.config, inputs.grid)
         self.layer_spec = sparse_balance_layer_spec(options)

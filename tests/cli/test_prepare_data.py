@@ -29,13 +29,12 @@ def fake_command(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
     """Put a module of one command, ``profile``, in place of the real one."""
     module = ModuleType("fake_command")
 
-    def add_parser(subparsers: Any) -> None:
-        subparsers.add_parser("profile").add_argument("--quick", action="store_true")
+    def add_flags(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--quick", action="store_true")
 
-    module.add_parser = add_parser  # type: ignore[attr-defined]
+    module.add_flags = add_flags  # type: ignore[attr-defined]
     module.run = run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "fake_command", module)
-    monkeypatch.setitem(cli.COMMANDS, "profile", ("fake_command", "a fake"))
+    monkeypatch.setitem(sys.modules, "sparsebalance_megatron.cli.profile", module)
 
 
 def test_help_lists_every_command_and_imports_nothing_heavy() -> None:

@@ -233,7 +233,7 @@ def test_the_picture_of_a_summary_stands_alone(runs: tuple[Path, Path], tmp_path
 
 def test_flags() -> None:
     parser = argparse.ArgumentParser()
-    report_command.add_parser(parser.add_subparsers())
-    parsed = parser.parse_args(["report", "run", "--baseline", "old", "--step", "7"])
+    report_command.add_flags(parser)
+    parsed = parser.parse_args(["run", "--baseline", "old", "--step", "7"])
     assert (parsed.run_directory, parsed.baseline, parsed.step) == (Path("run"), Path("old"), 7)
     assert parsed.output == Path("report.html")

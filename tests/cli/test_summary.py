@@ -31,7 +31,7 @@ def step(iteration: int, **changes: Any) -> Step:
         "predicted_rank_ms": (81.0, 77.0),
         "lower_bound_ms": 60.0,
         "work_ratio": 1.0,
-        "micro_batch_ms": None,
+        "complete": False,
     }
     return Step(**(values | changes))
 
@@ -110,8 +110,8 @@ def test_other_samples_are_not_compared_step_by_step() -> None:
 
 def parse(*flags: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    summary.add_parser(parser.add_subparsers())
-    return parser.parse_args(["summary", *flags])
+    summary.add_flags(parser)
+    return parser.parse_args(flags)
 
 
 def write_log(directory: Path, iteration_ms: float, end: str = "") -> None:

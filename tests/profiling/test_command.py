@@ -69,12 +69,12 @@ def test_a_tiny_model_gives_a_table_that_fits_and_predicts(tmp_path: Path) -> No
     assert table.threads == 1
     assert set(table.versions) == {"sparsebalance-megatron", "megatron-core", "torch"}
     model = CostModel.fit(table)
-    short, long = (features([tokens], 4, BLOCK_SIZE) for tokens in (64, 4096))
+    short, long = (features([tokens], 4, BLOCK_SIZE, model.work) for tokens in (64, 4096))
     for direction in Direction:
         for part in Part:
             if (part, direction) in NEVER_TIMED:
                 continue
-            before, after = model.predict_ms(part, direction, np.stack([short, long]))
+            before, after = np.stack([short, long]) @ model.coefficients_ms(part, direction)
             assert 0.0 < before <= after, f"{part} {direction}"
 
 

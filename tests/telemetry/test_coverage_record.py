@@ -14,7 +14,7 @@ from sparsebalance_megatron.telemetry.coverage_record import coverage_record, re
 def test_coverage_curves_are_null_where_nothing_was_observed() -> None:
     curves = CoverageCurves(2, 6, 0.9)
     counts_LU = np.array([[1.0, 0.0, 2.0], [0.0, 0.0, 1.0]])
-    curves.update(np.full((2, 3, 6), 0.123456789) * counts_LU[..., None], counts_LU)
+    curves.observe(np.full((2, 3, 6), 0.123456789) * counts_LU[..., None], counts_LU)
     record = coverage_record(
         iteration=12, grid=curves.grid, mean_LUK=curves.mean_LUK, observed_LU=curves.observed_LU
     )

@@ -21,19 +21,20 @@ from step_cases import (
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.telemetry.scalars import ScalarWriter, step_scalars
+from sparsebalance_megatron.telemetry.step_record import FinishedStep
 from sparsebalance_megatron.training.sinks import StepSinks
 
 
 def scalars(planned: Any, measured: Any, iteration_ms: float = 500.0) -> dict[str, float]:
-    return step_scalars(
-        planned,
-        measured,
+    step = FinishedStep(
+        iteration=1,
         iteration_ms=iteration_ms,
+        planned=planned,
+        measured=measured,
+        padded_tokens=0,
         host_ms={"plan": 1.0, "hooks": 0.5},
-        shape=SHAPE,
-        block_size=BLOCK_SIZE,
-        world_size=4,
     )
+    return step_scalars(step, shape=SHAPE, block_size=BLOCK_SIZE, world_size=4)
 
 
 def test_a_step_as_predicted_measures_what_it_predicted() -> None:
@@ -79,7 +80,7 @@ def test_a_device_that_plans_hold_for_slow_still_shows() -> None:
     slowness_RP = np.ones((JOB.data_parallel_size, JOB.pipeline_stages))
     slowness_RP[0, 1] = 1.2
     planned = planned_step(
-        replace(StageScales.ones(JOB.pipeline_stages, JOB.virtual_stages), slowness_DP=slowness_RP)
+        replace(StageScales.ones(JOB.pipeline_stages, JOB.virtual_stages), slowness_RP=slowness_RP)
     )
     values = scalars(planned, measured_as_planned(planned))
     assert values["predicted-error"] == pytest.approx(0.0, abs=1e-12)

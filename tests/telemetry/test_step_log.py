@@ -21,7 +21,7 @@ from sparsebalance_megatron.telemetry.step_log import (
     run_header,
     step_log_path,
 )
-from sparsebalance_megatron.telemetry.step_record import step_record
+from sparsebalance_megatron.telemetry.step_record import FinishedStep, step_record
 
 ONES = np.ones((1, 2, 2))
 HEADER = {"type": "run", "config": {"batching": "latency"}}
@@ -69,16 +69,15 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     log = JsonLinesFile(step_log_path(tmp_path))
     log.begin(header, resumed=False)
     for iteration in (1, 2):
-        log.append(
-            step_record(
-                iteration=iteration,
-                iteration_ms=None if iteration == 1 else 10.0,
-                planned=planned,
-                measured=measured_as_planned(planned),
-                padded_tokens=0,
-                host_ms={"plan": 1.0},
-            )
+        step = FinishedStep(
+            iteration=iteration,
+            iteration_ms=None if iteration == 1 else 10.0,
+            planned=planned,
+            measured=measured_as_planned(planned),
+            padded_tokens=0,
+            host_ms={"plan": 1.0},
         )
+        log.append(step_record(step))
     log.append(
         coverage_record(iteration=2, grid=(1, 2), mean_LUK=ONES, observed_LU=ONES[..., 0] > 0)
     )
@@ -158,11 +157,10 @@ def test_bytes_that_are_not_text(tmp_path: Path) -> None:
     assert "line 3" in log.problems[0]
 
 
-def test_micro_batch_times_add_both_directions(tmp_path: Path) -> None:
+def test_a_step_is_complete_with_every_micro_batch_measured(tmp_path: Path) -> None:
     unmeasured = {"rank_busy_ms": None, **TIMES, "forward_ms": [[[[None, 1.0]]], [[[1.0, 1.0]]]]}
     log = read_run_log(write(tmp_path, HEADER, record(1), record(2, measured=unmeasured)))
-    assert log.steps[0].micro_batch_ms == (((30.0, 60.0),), ((30.0, 40.0),))
-    assert log.steps[1].micro_batch_ms is None
+    assert [step.complete for step in log.steps] == [True, False]
 
 
 def test_nan_and_null_are_unmeasured(tmp_path: Path) -> None:

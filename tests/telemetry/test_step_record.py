@@ -14,6 +14,7 @@ from step_cases import JOB, LENGTHS_TOKENS, measured_as_planned, planned_step
 
 from sparsebalance_megatron.telemetry.jsonl import BadLineError
 from sparsebalance_megatron.telemetry.step_record import (
+    FinishedStep,
     Step,
     read_step,
     read_times,
@@ -32,7 +33,7 @@ def written(**changes: Any) -> dict[str, Any]:
         "padded_tokens": 3,
         "host_ms": {"plan": 1.0},
     }
-    return json.loads(json.dumps(step_record(**(values | changes)), allow_nan=False))
+    return json.loads(json.dumps(step_record(FinishedStep(**(values | changes))), allow_nan=False))
 
 
 def test_every_field_comes_back() -> None:
@@ -52,12 +53,8 @@ def test_every_field_comes_back() -> None:
         predicted_rank_ms=tuple(pytest.approx(busy_ms) for busy_ms in busy_R),
         lower_bound_ms=expectation.lower_bound_ms,
         work_ratio=expectation.work_ratio,
-        micro_batch_ms=tuple(
-            tuple(tuple(pytest.approx(ms) for ms in stage) for stage in rank)
-            for rank in times_2RPVM.sum(axis=(0, 3))
-        ),
+        complete=True,
         coverage_base=measured.coverage.base_mean,
-        predicted_makespan_ms=expectation.makespan_ms,
     )
     times = read_times(record)
     assert times.shape == expectation.times_2RPVM[0].shape
@@ -74,7 +71,7 @@ def test_what_was_not_measured_comes_back_as_none() -> None:
     record["lm_loss"] = None
     step, times = read_step(record), read_times(record)
     assert (step.iteration_ms, step.lm_loss) == (None, None)
-    assert (step.measured_rank_ms, step.micro_batch_ms) == (None, None)
+    assert (step.measured_rank_ms, step.complete) == (None, False)
     assert np.isnan(times.measured_2RPVM[0]).all()
     np.testing.assert_array_equal(times.measured_2RPVM[1], measured.times_2RPVM[1])
 
@@ -100,15 +97,17 @@ def test_devices_that_are_not_alike_have_the_slowness_they_were_planned_with() -
     uneven_DP = equal_DP.copy()
     uneven_DP[0, 1] = 1.25
     equal, uneven = (
-        replace(unknown, scales=replace(unknown.scales, slowness_DP=x))
+        replace(unknown, scales=replace(unknown.scales, slowness_RP=x))
         for x in (equal_DP, uneven_DP)
     )
     for planned, expected in ((unknown, None), (equal, None), (uneven, uneven_DP.tolist())):
-        record = step_record(
+        step = FinishedStep(
             iteration=1,
             iteration_ms=None,
             planned=planned,
             measured=measured_as_planned(planned),
             padded_tokens=0,
+            host_ms={},
         )
+        record = step_record(step)
         assert record["predicted"]["device_slowness"] == expected

@@ -91,7 +91,7 @@ def table_of_another_device(path: Path) -> Path:
                     ms_spread=0.0,
                     repeats=3,
                 )
-                ms = model.predict_ms(part, direction, row.features(16))
+                ms = row.features(16, model.work) @ model.coefficients_ms(part, direction)
                 if ms > 0:
                     rows.append(replace(row, ms_median=float(ms)))
     identity = RunIdentity(

@@ -132,7 +132,7 @@ def scatter_picture(
                 linestyle=(0, (3, 3)),
             )
         for (name, pairs), colour in zip(groups.items(), (RUN, PREDICTED), strict=False):
-            predicted, measured = _thinned(pairs)
+            predicted, measured = pairs[:, :: -(-pairs.shape[1] // _MOST_POINTS)]
             axis.scatter(
                 measured,
                 predicted,
@@ -202,9 +202,3 @@ def _usable(groups: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         name: pairs[:, (np.nan_to_num(pairs) > 0).all(axis=0)] for name, pairs in groups.items()
     }
     return {name: pairs for name, pairs in positive.items() if pairs.size}
-
-
-def _thinned(pairs: np.ndarray) -> np.ndarray:
-    """At most so many points, evenly taken."""
-    step = -(-pairs.shape[1] // _MOST_POINTS)
-    return pairs[:, ::step]

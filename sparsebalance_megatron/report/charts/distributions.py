@@ -37,7 +37,8 @@ def lengths_picture(ranks: RankLogs, config: Mapping[str, Any], sampled: str) ->
     edges = 2.0 ** (np.arange(first, last + 1) / _BINS_PER_DOUBLING)
     samples = np.histogram(lengths_S, edges)[0] / len(lengths_S)
     tokens = np.histogram(lengths_S, edges, weights=lengths_S)[0] / lengths_S.sum()
-    bound = _base_tokens(config)
+    block_size, base = _whole(config, "block_size"), _whole(config, "base_budget")
+    bound = None if block_size is None or base is None else block_size * base
 
     def paint(figure: Any) -> None:
         axis = figure.subplots()
@@ -219,11 +220,6 @@ def _token_ticks(axis: Any) -> None:
     axis.xaxis.set_major_locator(LogLocator(base=2, numticks=8))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: _short_tokens(tokens)))
     axis.minorticks_off()
-
-
-def _base_tokens(config: Mapping[str, Any]) -> int | None:
-    block_size, base = _whole(config, "block_size"), _whole(config, "base_budget")
-    return None if block_size is None or base is None else block_size * base
 
 
 def _whole(config: Mapping[str, Any], name: str) -> int | None:

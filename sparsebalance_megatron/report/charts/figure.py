@@ -16,15 +16,6 @@ INK, MUTED, FAINT, PAPER = "#010203", "#040506", "#070809", "#0a0b0c"
 RUN, BASELINE, PREDICTED = "#0d0e0f", "#101112", "#131415"
 """Stand-ins that the page's style sheet replaces, one value per theme."""
 
-_VARIABLES = {
-    INK: "ink",
-    MUTED: "muted",
-    FAINT: "faint",
-    PAPER: "paper",
-    RUN: "run",
-    BASELINE: "baseline",
-    PREDICTED: "predicted",
-}
 LIGHT_THEME = {
     "ink": "#1b1d20",
     "muted": "#6b7078",
@@ -35,6 +26,11 @@ LIGHT_THEME = {
     "predicted": "#cf5a23",
 }
 """Colours of the style sheet's variables; a picture without a page has these."""
+
+_VARIABLES = dict(
+    zip((INK, MUTED, FAINT, PAPER, RUN, BASELINE, PREDICTED), LIGHT_THEME, strict=True)
+)
+"""Stand-in to variable."""
 
 _STYLE = {
     "svg.fonttype": "none",

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,6 @@ def balance_picture(run: RunLog, baseline: RunLog | None) -> Picture:
         lower.set_xlabel("iteration")
         _legend(figure, upper)
 
-    middle = _median(measured)
     return Picture(
         key=key,
         title=title,
@@ -64,8 +63,7 @@ def balance_picture(run: RunLog, baseline: RunLog | None) -> Picture:
         "ranks, step by step; 1 is perfect balance, and what is above 1 others wait. "
         f"{speed_caption} {_binned(run)}".strip(),
         alt=f"Imbalance of ranks over {len(run.steps)} steps, median "
-        f"{'not measured' if middle is None else format(middle, '.3f')}; {label}, median "
-        f"{_number(_median(speed))}.",
+        f"{_median(measured, '.3f')}; {label}, median {_median(speed, '.4g')}.",
         svg=draw(key, paint, height=3.6),
     )
 
@@ -99,8 +97,8 @@ def loss_picture(run: RunLog, baseline: RunLog | None) -> Picture:
         key=key,
         title=title,
         caption=f"{words} {_binned(run)}".strip(),
-        alt=f"Loss over {len(run.steps)} steps, last {_number(_last(loss))}"
-        + (f", of the baseline {_number(_last(before))}." if before is not None else "."),
+        alt=f"Loss over {len(run.steps)} steps, last {_last(loss)}"
+        + (f", of the baseline {_last(before)}." if before is not None else "."),
         svg=draw(key, paint, height=2.4),
     )
 
@@ -208,18 +206,13 @@ def _any(series: Series) -> bool:
     return bool(np.isfinite(series[1]).any())
 
 
-def _median(series: Series) -> float | None:
+def _median(series: Series, layout: str) -> str:
+    return format(float(np.nanmedian(series[1])), layout) if _any(series) else "not measured"
+
+
+def _last(series: Series) -> str:
     known = series[1][np.isfinite(series[1])]
-    return float(median(known)) if len(known) else None
-
-
-def _last(series: Series) -> float | None:
-    known = series[1][np.isfinite(series[1])]
-    return float(known[-1]) if len(known) else None
-
-
-def _number(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.4g}"
+    return f"{known[-1]:.4g}" if len(known) else "not measured"
 
 
 def _binned(run: RunLog) -> str:

@@ -6,6 +6,7 @@ Shape legend: L layers, S samples of a micro-batch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,8 +58,8 @@ def timeline_picture(
         return absent(KEY, title, " ".join(missing))
     shown = shown_places(panels)
     scale = _Scale(panels)
-    bars_per_row = max(_bars_per_row(panel.timeline) for panel in panels)
-    width = float(np.clip(0.13 * bars_per_row, WIDTH_INCHES, 14.0))
+    rows = Counter((panel.name, bar.place) for panel in panels for bar in panel.timeline.bars)
+    width = float(np.clip(0.13 * max(rows.values()), WIDTH_INCHES, 14.0))
     row_inches = float(np.clip(2.4 / len(shown), 0.19, 0.42))
     rows_inches = row_inches * (len(shown) + _GAP_BETWEEN_RANKS * len({rank for rank, _ in shown}))
     height = len(panels) * (rows_inches + (0.42 if _share_axis(panels) else 0.65)) + 0.75
@@ -66,7 +67,7 @@ def timeline_picture(
         key=KEY,
         title=title,
         caption=" ".join([_caption(panels, shown, scale), *missing]),
-        alt=_alt(iteration, panels),
+        alt=f"Timeline of iteration {iteration}. " + ". ".join(map(_heading, panels)),
         svg=draw(
             KEY,
             lambda figure: _paint(figure, panels, shown, scale, width, row_inches),
@@ -121,15 +122,6 @@ class _Scale:
         return None if tokens is None else tokens / self.largest
 
 
-def _bars_per_row(timeline: Timeline) -> int:
-    return max(np.unique([place for place in _row_of(timeline.bars)], return_counts=True)[1])
-
-
-def _row_of(bars: Sequence[Bar]) -> list[int]:
-    numbers: dict[Place, int] = {}
-    return [numbers.setdefault(bar.place, len(numbers)) for bar in bars]
-
-
 def _paint(
     figure: Any,
     panels: Sequence[Panel],
@@ -144,8 +136,10 @@ def _paint(
     from matplotlib.ticker import MaxNLocator
 
     colours = ListedColormap(colormaps["viridis"](np.linspace(*_COLOURS, 256)))
-    ends_ms = _axis_ends_ms(panels)
+    ends_ms = [max(panel.timeline.makespan_ms, 1e-9) for panel in panels]
     shared = _share_axis(panels)
+    if shared:
+        ends_ms = [max(ends_ms)] * len(panels)
     axes = figure.subplots(len(panels), 1, sharex=shared, squeeze=False)[:, 0]
     rows = _rows(shown)
     for axis, panel, end_ms in zip(axes, panels, ends_ms, strict=True):
@@ -181,12 +175,6 @@ def _share_axis(panels: Sequence[Panel]) -> bool:
     """Whether all panels can be read on one time axis: predicted times may be relative only."""
     makespans_ms = [panel.timeline.makespan_ms for panel in panels]
     return max(makespans_ms) <= _LARGEST_RATIO_ON_ONE_AXIS * min(makespans_ms)
-
-
-def _axis_ends_ms(panels: Sequence[Panel]) -> list[float]:
-    """The length of every panel's axis; never zero."""
-    own = [max(panel.timeline.makespan_ms, 1e-9) for panel in panels]
-    return [max(own)] * len(own) if _share_axis(panels) else own
 
 
 def _rows(shown: tuple[Place, ...]) -> dict[Place, float]:
@@ -317,7 +305,3 @@ def _caption(panels: Sequence[Panel], shown: tuple[Place, ...], scale: _Scale) -
             f"{len(drawn)} of {len(ranks)} ranks are drawn, from the first to finish to the last."
         )
     return " ".join(parts)
-
-
-def _alt(iteration: int, panels: Sequence[Panel]) -> str:
-    return f"Timeline of iteration {iteration}. " + ". ".join(_heading(panel) for panel in panels)

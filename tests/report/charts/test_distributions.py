@@ -26,7 +26,7 @@ CONFIG = {"block_size": BLOCK_SIZE, "base_budget": BASE_BUDGET}
 def logs(stages: int, lengths_tokens: tuple[int, ...], budgets_LS: np.ndarray) -> RankLogs:
     """One step of one rank; stage p has layer p."""
     headers = {
-        (0, p): RankHeader(world_rank=p, place=(0, p), tensor_parallel_rank=0, layers=(p,), host="")
+        (0, p): RankHeader(world_rank=p, place=(0, p), tensor_parallel_rank=0, layers=(p,))
         for p in range(stages)
     }
     steps = {

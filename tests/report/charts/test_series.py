@@ -34,7 +34,7 @@ def step(iteration: int, **changes: Any) -> Step:
         "predicted_rank_ms": (81.0, 77.0),
         "lower_bound_ms": 60.0,
         "work_ratio": 1.0,
-        "micro_batch_ms": None,
+        "complete": False,
     }
     return Step(**(values | changes))
 

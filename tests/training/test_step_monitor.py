@@ -8,7 +8,7 @@ import torch
 from step_cases import measured_as_planned, planned_step, slowed_down
 
 from sparsebalance_megatron.plan.metrics import rank_busy_ms
-from sparsebalance_megatron.training.step_figures import extend_reports, step_figures
+from sparsebalance_megatron.training.step_monitor import extend_reports, step_figures
 
 
 def test_figures_of_a_step_with_a_slow_stage() -> None:
