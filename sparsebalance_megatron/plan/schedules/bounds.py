@@ -41,6 +41,17 @@ class Bounds:
         return self.chain_ms_S > max(self.stage_ms, self.mean_chain_ms)
 
 
+def unhideable_limit(stages: int, micro_batches: int) -> float:
+    """X* = (M + P - 1) / P: largest over mean micro-batch above which balance cannot be reached.
+
+    *Proof sketch.* All P stages of micro-batch i run one after the other, forward then backward,
+    so T >= P X mu. Perfect balance takes (M + P - 1) mu: stage 0 works M mu, and the first forward
+    to reach the last stage and the last backward to return from it add P - 1 more. P X > M + P - 1
+    contradicts T = (M + P - 1) mu. The proof uses neither order nor rank, hence no placement helps.
+    """
+    return (micro_batches + stages - 1) / stages
+
+
 def sample_bounds(sample_2SC: np.ndarray, constant_2C: np.ndarray, job: JobShape) -> Bounds:
     """No placement of these samples into slots, whatever shares a slot, finishes a step sooner.
 
