@@ -45,16 +45,21 @@ class BlockScores:
     @cached_property
     def ranked(self) -> tuple[Tensor, Tensor]:
         """Scores, and block numbers inside the document (int64), of the own block, then of the
-        others by falling score; both [Q, C, J]. Equal scores: the lower number comes first.
+        others by falling score; both [Q, C, J]. Equal scores: the lower number comes first. NaN
+        comes last of what is visible.
 
         Sorted once, for coverage and for selection.
         """
-        column_QC1 = self.layout.index_N[_row_block(self.layout, self.by_token)][:, None, None]
-        column_QC1 = column_QC1.expand(-1, self.scores_QCJ.shape[1], 1)
-        forced_QCJ = self.scores_QCJ.scatter(-1, column_QC1, torch.inf)
-        ranked_QCJ, number_QCJ = forced_QCJ.sort(dim=-1, descending=True, stable=True)
-        ranked_QCJ[..., :1] = self.scores_QCJ.gather(-1, column_QC1)
-        return ranked_QCJ, number_QCJ
+        own_Q11 = self.layout.index_N[_row_block(self.layout, self.by_token)][:, None, None]
+        number_J = torch.arange(self.scores_QCJ.shape[2], device=own_Q11.device)
+        # Only the own block's key is +inf. NaN's is -inf, as that of the future, whose numbers are
+        # higher.
+        greatest = torch.finfo(self.scores_QCJ.dtype).max
+        keys_QCJ = self.scores_QCJ.nan_to_num(nan=-torch.inf, posinf=greatest, neginf=-greatest)
+        keys_QCJ.masked_fill_(number_J > own_Q11, -torch.inf)
+        keys_QCJ.masked_fill_(number_J == own_Q11, torch.inf)
+        number_QCJ = keys_QCJ.argsort(dim=-1, descending=True, stable=True)
+        return self.scores_QCJ.gather(-1, number_QCJ), number_QCJ
 
 
 @dataclass(frozen=True, kw_only=True)
