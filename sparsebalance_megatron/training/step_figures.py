@@ -18,12 +18,13 @@ from sparsebalance_megatron.telemetry.scalars import PREFIX
 
 
 def step_figures(
-    expectation: Expectation, measured: StepMeasurement, rare_tokens: Mapping[str, int]
+    expectation: Expectation, measured: StepMeasurement, rare_counts: Mapping[str, int]
 ) -> dict[str, float]:
     """Name -> value, alike on all ranks.
 
     Args:
-        rare_tokens: name -> tokens that were padded or lost; shown where they are not zero.
+        rare_counts: name -> tokens that were padded or lost, or pairs without coverage; shown
+            where they are not zero.
     """
     busy_R = rank_busy_ms(measured.times_2RPVM)
     predicted_R = rank_busy_ms(expectation.times_2RPVM)
@@ -33,7 +34,7 @@ def step_figures(
         "coverage": measured.coverage.executed_mean,
         "tuned-samples": expectation.samples_cut + expectation.samples_raised,
     }
-    values |= {name: count for name, count in rare_tokens.items() if count}
+    values |= {name: count for name, count in rare_counts.items() if count}
     return {f"{PREFIX}/{name}": float(value) for name, value in values.items()}
 
 

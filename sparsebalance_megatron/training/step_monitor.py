@@ -142,8 +142,12 @@ class StepMonitor:
         previous_s, self._step_ended_s = self._step_ended_s, self._host_time.clock()
         with self._host_time.counted("log"):
             padded_tokens = self._padded_tokens(planned)
-            rare_tokens = {"padded-tokens": padded_tokens, **self._lost_tokens}
-            self.figures = step_figures(planned.plan.expectation, measured, rare_tokens)
+            rare_counts = {
+                "padded-tokens": padded_tokens,
+                "unobserved": measured.coverage.unobserved,
+                **self._lost_tokens,
+            }
+            self.figures = step_figures(planned.plan.expectation, measured, rare_counts)
             extend_reports(self._reports, self.figures, self._device)
         host_ms = self._host_time.take_ms()
         with self._host_time.counted("log"):
