@@ -14,6 +14,7 @@ from attention.cases import SCALE
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
+from sparsebalance_megatron.attention.impl import blocks
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.selectors import SELECTORS
@@ -49,6 +50,19 @@ def _select(q_THD: Tensor, k_TGD: Tensor, selection: str, budget: int = 3) -> Se
     selector = SELECTORS[selection]
     scores = selector.scores(q_THD, k_TGD, layout, softmax_scale=SCALE)
     return selector.select(scores, torch.full((3,), budget))
+
+
+def _attend(qkv: list[Tensor], selection: str, implementation: str) -> list[Tensor]:
+    """out, lse, dq, dk, dv."""
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    out_THD, lse_TH = block_sparse_attention(
+        *leaves,
+        _select(qkv[0], qkv[1], selection),
+        softmax_scale=SCALE,
+        implementation=implementation,
+    )
+    out_THD.backward(_row()[-1])
+    return [out_THD.detach(), lse_TH, *(leaf.grad for leaf in leaves)]
 
 
 def _elsewhere(x_T: Tensor) -> Tensor:
@@ -103,19 +117,27 @@ def test_infinity_ranks_first_and_nan_last_of_the_others() -> None:
 def test_outputs_and_gradients_of_other_documents_keep_every_bit(
     selection: str, implementation: str, value: float
 ) -> None:
-    *qkv, dout_THD = _row()
+    *qkv, _ = _row()
+    broken = _attend([_spoil(x, value) for x in qkv], selection, implementation)
+    clean = _attend(qkv, selection, implementation)
+    for ours, expected in zip(broken, clean, strict=True):
+        assert torch.equal(_elsewhere(ours), _elsewhere(expected))
+        assert not torch.equal(ours[BROKEN], expected[BROKEN])
 
-    def run(inputs: list[Tensor]) -> list[Tensor]:
-        leaves = [x.clone().requires_grad_() for x in inputs]
-        out_THD, lse_TH = block_sparse_attention(
-            *leaves,
-            _select(inputs[0], inputs[1], selection),
-            softmax_scale=SCALE,
-            implementation=implementation,
-        )
-        out_THD.backward(dout_THD)
-        return [out_THD.detach(), lse_TH, *(leaf.grad for leaf in leaves)]
 
-    for ours, clean in zip(run([_spoil(x, value) for x in qkv]), run(qkv), strict=True):
-        assert torch.equal(_elsewhere(ours), _elsewhere(clean))
-        assert not torch.equal(ours[BROKEN], clean[BROKEN])
+@pytest.mark.parametrize("value", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("document", [0, 1, 2])
+def test_padding_of_lists_reads_no_other_document(
+    document: int, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way of devices whose list lengths the host does not read: lists are padded."""
+    monkeypatch.setattr(blocks, "_host_may_read", lambda device: False)
+    *qkv, _ = _row()
+    own = slice(*BOUNDARIES[document : document + 2])
+    broken_qkv = [x.clone() for x in qkv]
+    for x in broken_qkv:
+        x[own] = value
+    broken, clean = (_attend(x, "query-block", "blocks") for x in (broken_qkv, qkv))
+    for ours, expected in zip(broken, clean, strict=True):
+        ours[own] = expected[own] = 0.0
+        assert torch.equal(ours, expected)
