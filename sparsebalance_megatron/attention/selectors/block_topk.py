@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.coverage import curves_of_mass
 from sparsebalance_megatron.attention.layout import PackedLayout
+from sparsebalance_megatron.attention.precision import outside_autocast, warn_of_tf32
 from sparsebalance_megatron.attention.selection import Selection
 
 _CHUNK_ELEMENTS = 1 << 26
@@ -81,13 +82,25 @@ class BlockTopK:
     ) -> BlockScores:
         """Score every visible block by query . mean(keys of the block).
 
-        MoBA, section 2.2: the mean is rounded to the keys' dtype, the product is float32. The query
-        is the mean over those that select together.
+        MoBA, section 2.2: the mean is rounded to the keys' dtype, the product is float32, inside
+        ``torch.autocast`` too; a warning says so where CUDA takes TF32 for it. The query is the
+        mean over those that select together.
 
         Raises:
             ValueError: shapes do not fit one another or the layout.
         """
         _check_heads(q_THD, k_TGD, layout)
+        warn_of_tf32(q_THD.device)
+        with outside_autocast(q_THD.device):
+            scores_QCJ = self._scores(q_THD, k_TGD, layout)
+        return BlockScores(
+            by_token=self.by_token,
+            scores_QCJ=scores_QCJ,
+            softmax_scale=softmax_scale,
+            layout=layout,
+        )
+
+    def _scores(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> Tensor:
         queries_QCD = self._selecting_queries(q_THD, k_TGD.shape[1], layout)
         keys_NGD = _block_means(k_TGD, layout)
         rows, heads, _ = queries_QCD.shape
@@ -105,12 +118,7 @@ class BlockTopK:
                 scores_CQN = scores_CQN.gather(2, block_QJ.expand(len(scores_CQN), -1, -1))
             hidden_CQJ = scores_CQN.masked_fill(~visible_QJ, -torch.inf)
             scores_QCJ[:, some] = hidden_CQJ.transpose(0, 1)
-        return BlockScores(
-            by_token=self.by_token,
-            scores_QCJ=scores_QCJ,
-            softmax_scale=softmax_scale,
-            layout=layout,
-        )
+        return scores_QCJ
 
     @torch.no_grad()
     def coverage(self, scores: BlockScores) -> Tensor:
