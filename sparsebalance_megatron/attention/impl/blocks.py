@@ -165,8 +165,9 @@ class _Tiling:
         self._by_length = _host_may_read(self._device)
         self.dtype = wide_dtype(q_THD.dtype)
         self.lowest = torch.finfo(self.dtype).min
-        future = torch.full((self._query_tokens, self._key_tokens), -torch.inf, dtype=self.dtype)
-        self._causal_B1E = future.triu_(1).to(self._device).unsqueeze(1)
+        shape = self._query_tokens, self._key_tokens
+        future_BE = torch.full(shape, -torch.inf, dtype=self.dtype, device=self._device)
+        self._causal_B1E = future_BE.triu_(1).unsqueeze(1)
 
     def query_tiles(self, x_THD: Tensor) -> Tensor:
         """[T, H, any] to [A, I, any], zeros past short blocks."""

@@ -38,7 +38,8 @@ class Selector[Scores](Protocol):
     def select(
         self, scores: Scores, budgets_S: Tensor, *, max_budget: int | None = None
     ) -> Selection:
-        """Select what the documents' budgets allow; no budget is above ``max_budget``."""
+        """Select what the documents' budgets allow; no budget is above ``max_budget``, and one
+        below 1 counts as 1."""
 
 
 SELECTORS: Mapping[Granularity, Selector[Any]] = MappingProxyType(

@@ -154,8 +154,8 @@ class BlockTopK:
 
         Args:
             scores: from :meth:`scores`.
-            budgets_S: integers on the device, at least 1: KV blocks a query reads, its own
-                included.
+            budgets_S: integers on the device: KV blocks a query reads, its own included. Below 1
+                they count as 1, since the own block is always read, and the host cannot check them.
             max_budget: no budget is above it; sets the width of the lists, so the host must know
                 it. Default: J, which holds every list. Budgets above it are cut to it.
 
@@ -173,7 +173,7 @@ class BlockTopK:
         width = min(layout.max_blocks, max_budget or layout.max_blocks)
         block_Q = _row_block(layout, scores.by_token)
         document_Q = layout.document_N[block_Q]
-        budget_Q = budgets_S[document_Q].clamp(max=width)
+        budget_Q = budgets_S[document_Q].clamp(1, width)
         counts_Q1 = torch.minimum(layout.index_N[block_Q] + 1, budget_Q)[:, None]
         number_QCK = scores.ranked[1][..., :width]
         padding_Q1K = torch.arange(width, device=budgets_S.device) >= counts_Q1[:, :, None]

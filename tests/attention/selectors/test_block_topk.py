@@ -89,6 +89,19 @@ def test_narrow_lists_are_the_wide_ones_cut() -> None:
     assert capped.counts_QC.max() == 2
 
 
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_budgets_below_one_read_the_own_block(granularity: str) -> None:
+    layout = packed_layout([0, 50, 90, 99], BLOCK, "cpu")
+    scores = SELECTORS[granularity].scores(*_inputs(99), layout, softmax_scale=0.3)
+    for max_budget in (None, 3):
+        low, least = (
+            SELECTORS[granularity].select(scores, torch.tensor(budgets), max_budget=max_budget)
+            for budgets in ([0, 3, -7], [1, 3, 1])
+        )
+        assert torch.equal(low.counts_QC, least.counts_QC)
+        assert torch.equal(low.indices_QCK, least.indices_QCK)
+
+
 def test_equal_scores_go_to_the_lower_block() -> None:
     layout = packed_layout([0, 320], BLOCK, "cpu")
     q_THD, k_TGD = torch.ones(320, 2, 4), torch.ones(320, 1, 4)
