@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from sparsebalance_megatron.attention.coverage import curves_of_mass
 from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.precision import outside_autocast, warn_of_tf32
 from sparsebalance_megatron.attention.selection import Selection
+
+Speaker = Literal["own-mean", "previous-mean", "first"]
+"""The mean query of the block itself, or of the block before it, or the block's first query."""
 
 _CHUNK_ELEMENTS = 1 << 26
 """Elements of a temporary [Q, heads, J]: 256 MiB in float32."""
@@ -71,10 +75,13 @@ class BlockTopK:
         by_token: whether every token selects for itself, or the tokens of a block together.
         by_query_head: whether every query head selects for itself, or the heads of a KV head
             together.
+        speaker: which query stands for a block whose tokens select together. Only "own-mean" looks
+            ahead: what a token reads then depends on the queries after it in its block.
     """
 
     by_token: bool
     by_query_head: bool
+    speaker: Speaker = "own-mean"
 
     @torch.no_grad()
     def scores(
@@ -84,7 +91,7 @@ class BlockTopK:
 
         MoBA, section 2.2: the mean is rounded to the keys' dtype, the product is float32, inside
         ``torch.autocast`` too; a warning says so where CUDA takes TF32 for it. The query is the
-        mean over those that select together.
+        mean over those that select together, or their ``speaker``.
 
         Raises:
             ValueError: shapes do not fit one another or the layout.
@@ -193,9 +200,15 @@ class BlockTopK:
         group = query_heads // heads
         if self.by_token:
             return q_THD.float().reshape(tokens, heads, group, head_dim).mean(2)
+        if self.speaker == "first":
+            return q_THD[layout.start_N].float().unflatten(1, (heads, group)).mean(2)
         sum_NHD = layout.to_blocks(q_THD).sum(1, dtype=torch.float32)
         sum_NCD = sum_NHD.unflatten(1, (heads, group)).sum(2)
-        return sum_NCD / (layout.length_N * group)[:, None, None]
+        mean_NCD = sum_NCD / (layout.length_N * group)[:, None, None]
+        if self.speaker == "own-mean":
+            return mean_NCD
+        # The first block of a document sees itself alone, whatever its query is.
+        return mean_NCD.roll(1, 0).masked_fill_((layout.index_N == 0)[:, None, None], 0.0)
 
     def _columns(self, layout: PackedLayout) -> tuple[Tensor, Tensor]:
         """Per row and block of its document: whether it is visible, and its number in the row."""

@@ -13,7 +13,7 @@ from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.selectors import SELECTORS, block_topk, selector_named
 from sparsebalance_megatron.attention.selectors.block_topk import BlockScores
 
-GRANULARITIES = ("query-block", "token-kv-head", "token-query-head")
+GRANULARITIES = tuple(SELECTORS)
 PACKINGS = ([0, 64], [0, 1, 2, 51, 70], [0, 37, 38, 61], [0, 1])
 BLOCK = 8
 
