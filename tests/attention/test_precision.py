@@ -13,7 +13,7 @@ from attention.cases import SCALE
 from torch import Tensor
 
 from sparsebalance_megatron.attention import precision
-from sparsebalance_megatron.attention.api import budgeted_attention
+from sparsebalance_megatron.attention.api import budgeted_attention, kernel_named
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.precision import warn_of_tf32
 from sparsebalance_megatron.attention.selectors import SELECTORS
@@ -68,6 +68,36 @@ def test_autocast_leaves_scores_and_coverage_alone(selection: str) -> None:
         curves_SK = selector.coverage(inside)
     assert torch.equal(inside.scores_QCJ, outside.scores_QCJ)
     assert torch.equal(curves_SK, selector.coverage(outside))
+
+
+@pytest.mark.parametrize(("selection", "implementation"), SERVING)
+def test_gradients_of_bfloat16_are_computed_in_float32(selection: str, implementation: str) -> None:
+    """Every step of it: the result is rounded once, at the end."""
+    selector, layout = SELECTORS[selection], packed_layout(CU_SEQLENS, 16, "cpu")
+    q_THD, k_TGD, v_TGD = _qkv(torch.bfloat16)
+    scores = selector.scores(q_THD, k_TGD, layout, softmax_scale=SCALE)
+    lists = selector.select(scores, torch.tensor([2, 3]))
+    kernel = kernel_named(implementation)
+    out_THD, lse_TH = kernel.forward(q_THD, k_TGD, v_TGD, lists, softmax_scale=SCALE)
+    rounded = (q_THD.roll(1, 0), q_THD, k_TGD, v_TGD, out_THD)
+    narrow = kernel.backward(*rounded, lse_TH, lists, softmax_scale=SCALE)
+    wide = kernel.backward(*(x.float() for x in rounded), lse_TH, lists, softmax_scale=SCALE)
+    for a, b in zip(narrow, wide, strict=True):
+        assert torch.equal(a, b.bfloat16())
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_coverage_of_a_long_document_rounds_once(by_token: bool) -> None:
+    """Sums over many blocks are of float64."""
+    layout = packed_layout([0, 1500], 2, "cpu")
+    selector = SELECTORS["token-query-head" if by_token else "query-block"]
+    generator = torch.Generator().manual_seed(5)
+    q_THD, k_TGD = (torch.randn(1500, 1, 16, generator=generator) for _ in range(2))
+    scores = selector.scores(q_THD, k_TGD, layout, softmax_scale=SCALE)
+    mass_QK = (scores.ranked[0][:, 0] * SCALE).softmax(-1).double()
+    exact_K = mass_QK.mean(0).cumsum(0)
+    ulp = 2.0**-24
+    assert (selector.coverage(scores)[0].double() - exact_K).abs().max() <= 1.01 * ulp
 
 
 @pytest.mark.parametrize(
