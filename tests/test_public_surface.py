@@ -23,7 +23,7 @@ FLAGS: dict[str, tuple[Any, Any]] = {
     "--sparse-balance-block-size": (int, 256),
     "--sparse-balance-base-budget": (int, 32),
     "--sparse-balance-selection": (
-        ("query-block", "token-kv-head", "token-query-head"),
+        ("query-block", "previous-block", "first-query", "token-kv-head", "token-query-head"),
         "query-block",
     ),
     "--sparse-balance-attention": (("auto", "triton", "blocks", "tokens", "reference"), "auto"),

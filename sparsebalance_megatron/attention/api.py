@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.autograd import Attention
+from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.attention.kernel import Kernel
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
@@ -73,7 +74,7 @@ def budgeted_attention(
             f"of the {layout.documents} documents of cu_seqlens, all at least 1 (the own block)"
         )
     scores = selector.scores(q_THD, k_TGD, layout, softmax_scale=softmax_scale)
-    budgets_S = torch.tensor(budgets).to(q_THD.device, non_blocking=True)
+    budgets_S = copied_to(torch.tensor(budgets), q_THD.device)
     return block_sparse_attention(
         q_THD,
         k_TGD,

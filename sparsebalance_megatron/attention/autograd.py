@@ -13,13 +13,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sparsebalance_megatron.attention.kernel import Kernel
+from sparsebalance_megatron.attention.precision import outside_autocast
 from sparsebalance_megatron.attention.selection import Selection
 
 
 class Attention(torch.autograd.Function):
     """``apply(q_THD, k_TGD, v_TGD, selection, softmax_scale, kernel)`` gives out_THD and lse_TH.
 
-    It is differentiable in q, k and v through the output alone.
+    It is differentiable in q, k and v through the output alone. Inside ``torch.autocast`` it
+    computes as outside.
     """
 
     @staticmethod
@@ -32,9 +34,10 @@ class Attention(torch.autograd.Function):
         softmax_scale: float,
         kernel: Kernel,
     ) -> tuple[Tensor, Tensor]:
-        out_THD, lse_TH = kernel.forward(
-            q_THD, k_TGD, v_TGD, selection, softmax_scale=softmax_scale
-        )
+        with outside_autocast(q_THD.device):
+            out_THD, lse_TH = kernel.forward(
+                q_THD, k_TGD, v_TGD, selection, softmax_scale=softmax_scale
+            )
         # Lists are saved as tensors, so that recomputation and offloading can let go of them.
         lists = selection.indices_QCK, selection.counts_QC, selection.own_block_N
         ctx.save_for_backward(q_THD, k_TGD, v_TGD, out_THD, lse_TH, *lists)
@@ -57,7 +60,8 @@ class Attention(torch.autograd.Function):
             kv_layout=kv_layout,
             own_block_N=own_block_N,
         )
-        gradients = ctx.kernel.backward(
-            dout_THD, *saved, selection, softmax_scale=ctx.softmax_scale
-        )
+        with outside_autocast(dout_THD.device):
+            gradients = ctx.kernel.backward(
+                dout_THD, *saved, selection, softmax_scale=ctx.softmax_scale
+            )
         return *gradients, None, None, None

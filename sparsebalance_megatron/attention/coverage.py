@@ -26,17 +26,23 @@ def curves_of_mass(mass_NK: Tensor, layout: PackedLayout, *, selecting_heads: in
 
     Returns:
         curves_SK: float32 [S, K], the mean mass inside the best k blocks. It never falls with k,
-        and is exactly 1 from the document's number of blocks on.
+        and is exactly 1 from the document's number of blocks on. A document with mass that is not
+        finite has no curve: NaN throughout.
     """
-    # A product, since scattered sums are not reproducible on CUDA.
+    # A product, since scattered sums are not reproducible on CUDA. It multiplies the mass of other
+    # documents by 0, which NaN and infinity would survive.
     document_S1 = torch.arange(layout.documents, device=mass_NK.device)[:, None]
-    mass_SK = (document_S1 == layout.document_N).to(mass_NK.dtype) @ mass_NK
+    inside_SN = document_S1 == layout.document_N
+    broken_N = ~mass_NK.isfinite().all(1)
+    mass_NK = mass_NK.masked_fill(broken_N[:, None], 0.0)
+    mass_SK = inside_SN.to(mass_NK.dtype) @ mass_NK
     mass_SK = mass_SK / (layout.tokens_S * selecting_heads)[:, None]
     # A product with a triangle, since CUDA's cumsum is not reproducible; cummax heals rounding.
     curves_SK = (mass_SK @ torch.ones_like(mass_SK[:1]).expand(mass_SK.shape[1], -1).triu()).float()
     budget_K = torch.arange(1, mass_SK.shape[1] + 1, device=curves_SK.device)
     complete_SK = budget_K >= layout.blocks_S[:, None]
-    return curves_SK.clamp(max=1.0).cummax(1).values.masked_fill(complete_SK, 1.0)
+    curves_SK = curves_SK.clamp(max=1.0).cummax(1).values.masked_fill(complete_SK, 1.0)
+    return curves_SK.masked_fill((inside_SN & broken_N).any(1)[:, None], torch.nan)
 
 
 def coverage_at(curves_SK: Tensor, budgets: Tensor) -> Tensor:
@@ -61,7 +67,8 @@ def guard_budgets(
     """Grow budgets that would lose more coverage than allowed.
 
     Where C(k) < C(base_budget) - threshold, k becomes the least budget that satisfies the bound.
-    The base budget always does, so a budget never grows past it.
+    The base budget always does, so a budget never grows past it. A document without a curve, whose
+    coverage is NaN, keeps its budget.
 
     Args:
         curves_SK: [S, K], a selector's coverage.

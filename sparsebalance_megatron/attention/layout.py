@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from sparsebalance_megatron.attention.host_copy import copied_to
 
 _ALIGNED_ELEMENTS = 16
 """int64 elements in 128 bytes."""
@@ -61,16 +64,16 @@ class PackedLayout:
     def documents(self) -> int:
         return len(self.blocks_per_document)
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         return sum(self.blocks_per_document)
 
-    @property
+    @cached_property
     def max_blocks(self) -> int:
         """Blocks of the document that has most."""
         return max(self.blocks_per_document)
 
-    @property
+    @cached_property
     def block_tokens(self) -> int:
         """B: tokens of the longest block. Below ``block_size`` where every document is shorter."""
         longest = max(np.diff(self.cu_seqlens))
@@ -153,7 +156,7 @@ def _on_device(arrays: dict[str, np.ndarray], device: torch.device | str) -> dic
     pieces = []
     for x in arrays.values():
         pieces += [x, np.zeros(-len(x) % _ALIGNED_ELEMENTS, dtype=np.int64)]
-    copied = torch.from_numpy(np.concatenate(pieces)).to(device, non_blocking=True)
+    copied = copied_to(torch.from_numpy(np.concatenate(pieces)), device)
     parts = copied.split([len(piece) for piece in pieces])
     return dict(zip(arrays, parts[::2], strict=True))
 

@@ -87,8 +87,12 @@ class BlockTopK:
         return (heads if self.per_query_head else groups) * (block_size if self.per_token else 1)
 
 
+_BY_QUERY_BLOCK = BlockTopK(per_token=False, per_query_head=False)
+
 WORK_MODELS: Mapping[Granularity, WorkModel] = {
-    "query-block": BlockTopK(per_token=False, per_query_head=False),
+    "query-block": _BY_QUERY_BLOCK,
+    "previous-block": _BY_QUERY_BLOCK,
+    "first-query": _BY_QUERY_BLOCK,
     "token-kv-head": BlockTopK(per_token=True, per_query_head=False),
     "token-query-head": BlockTopK(per_token=True, per_query_head=True),
 }

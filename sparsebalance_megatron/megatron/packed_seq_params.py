@@ -15,6 +15,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
@@ -77,7 +78,7 @@ def micro_batch_context(
         budgets_LS = torch.nn.functional.pad(budgets_LS, (0, padding), value=1)
     return MicroBatchContext(
         layout=packed_layout(cu_seqlens, block_size, device),
-        budgets_LS=budgets_LS.to(device, non_blocking=True),
+        budgets_LS=copied_to(budgets_LS, device),
         max_budgets=tuple(int(k) for k in plan.budgets_LS.max(axis=1)),
         observe=observe,
         step=step,
@@ -90,7 +91,7 @@ def packed_params(
     """THD parameters for Megatron's attention and RoPE."""
     # Made on the host first: torch.tensor(..., device=device) would wait for the device.
     cu_seqlens = torch.tensor(context.layout.cu_seqlens, dtype=torch.int32)
-    cu_seqlens = cu_seqlens.to(device, non_blocking=True)
+    cu_seqlens = copied_to(cu_seqlens, device)
     return BudgetedPackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,

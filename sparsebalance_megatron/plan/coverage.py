@@ -80,11 +80,12 @@ class CoverageCurves:
     def observe(self, sums_LUK: np.ndarray, counts_LU: np.ndarray) -> None:
         """Take in one step's coverage sums over ``counts_LU`` observations each.
 
-        Buckets with count 0 stay as they are; a first observation is taken whole. Means are
-        clipped to [0, 1] and made non-decreasing, which removes the rounding of the sums.
+        Buckets with count 0, or whose sums are not all finite, stay as they are; a first
+        observation is taken whole. Means are clipped to [0, 1] and made non-decreasing, which
+        removes the rounding of the sums.
 
         Raises:
-            PlanError: a shape differs, a count is negative, or a sum that counts is not finite.
+            PlanError: a shape differs, or a count is negative.
         """
         sums_LUK = np.asarray(sums_LUK, dtype=np.float64)
         counts_LU = np.asarray(counts_LU, dtype=np.float64)
@@ -95,14 +96,7 @@ class CoverageCurves:
             )
         if not (counts_LU >= 0).all():
             raise PlanError("coverage update: a count is negative or not a number")
-        seen_LU = counts_LU > 0
-        broken = np.argwhere(seen_LU & ~np.isfinite(sums_LUK).all(axis=-1))
-        if len(broken):
-            layer, bucket = broken[0]
-            raise PlanError(
-                f"coverage update: non-finite sum in layer {layer}, length bucket {bucket} "
-                f"({1 << int(bucket)} blocks and more); check the router's scores of that layer"
-            )
+        seen_LU = (counts_LU > 0) & np.isfinite(sums_LUK).all(axis=-1)
         step_LUK = sums_LUK[seen_LU] / counts_LU[seen_LU][:, None]
         step_LUK = np.maximum.accumulate(np.clip(step_LUK, 0.0, 1.0), axis=-1)
         keep = np.where(self.observed_LU[seen_LU], self.decay, 0.0)[:, None]

@@ -75,7 +75,8 @@ class CoverageTotals:
     ``sums_LUK`` and ``counts_LU`` feed the coverage curves. ``executed_sum``, of which
     ``executed_L`` is each layer's part, ``base_sum`` and ``count`` cover every (sample, layer)
     pair, ``minimum`` is the least executed coverage and ``grown`` counts pairs whose budget the
-    guard raised.
+    guard raised. ``unobserved`` counts pairs whose coverage was not finite: no other figure holds
+    anything of them.
     """
 
     sums_LUK: np.ndarray
@@ -86,6 +87,7 @@ class CoverageTotals:
     count: float
     minimum: float
     grown: float
+    unobserved: int = 0
 
     @property
     def executed_mean(self) -> float:

@@ -135,6 +135,7 @@ def step_record(step: FinishedStep) -> dict[str, Any]:
             "mean": coverage.executed_mean,
             "min": coverage.minimum,
             "base_mean": coverage.base_mean,
+            "unobserved": coverage.unobserved,
         },
         "guarded_samples": int(coverage.grown),
         "tokens": measured.tokens,

@@ -95,6 +95,9 @@ class ForwardStep:
         if micro_batch.row is not None:
             for name in _ROW_KEYS:
                 row_T = torch.as_tensor(getattr(micro_batch.row, name))
+                if self._device.type == "cuda":
+                    # From pageable memory the copy would make the host wait.
+                    row_T = row_T.pin_memory()
                 batch[name] = row_T.to(self._device, non_blocking=True)[None]
         batch["packed_seq_params"] = packed_params(
             context,

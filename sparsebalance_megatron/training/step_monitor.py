@@ -149,12 +149,13 @@ class StepMonitor:
             padded_tokens = sum(
                 padding_tokens(slot.tokens, multiple) for slot in planned.plan.slots
             )
-            rare_tokens = {
+            rare_counts = {
                 "padded-tokens": padded_tokens,
+                "unobserved": measured.coverage.unobserved,
                 "truncated-tokens": counts.truncated_tokens,
                 "dropped-tokens": counts.dropped_tokens,
             }
-            self.figures = step_figures(planned.plan.expectation, measured, rare_tokens)
+            self.figures = step_figures(planned.plan.expectation, measured, rare_counts)
             extend_reports(self._reports, self.figures, self._device)
         host_ms = self._host_time.take_ms()
         with self._host_time.counted("log"):
@@ -172,12 +173,13 @@ class StepMonitor:
 
 
 def step_figures(
-    expectation: Expectation, measured: StepMeasurement, rare_tokens: Mapping[str, int]
+    expectation: Expectation, measured: StepMeasurement, rare_counts: Mapping[str, int]
 ) -> dict[str, float]:
     """Name -> value, alike on all ranks.
 
     Args:
-        rare_tokens: name -> tokens that were padded or lost; shown where they are not zero.
+        rare_counts: name -> tokens that were padded or lost, or pairs without coverage; shown
+            where they are not zero.
     """
     busy_R = rank_busy_ms(measured.times_2RPVM)
     predicted_R = rank_busy_ms(expectation.times_2RPVM)
@@ -187,7 +189,7 @@ def step_figures(
         "coverage": measured.coverage.executed_mean,
         "tuned-samples": expectation.samples_cut + expectation.samples_raised,
     }
-    values |= {name: count for name, count in rare_tokens.items() if count}
+    values |= {name: count for name, count in rare_counts.items() if count}
     return {f"{PREFIX}/{name}": float(value) for name, value in values.items()}
 
 

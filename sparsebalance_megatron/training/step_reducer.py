@@ -79,6 +79,7 @@ class StepReducer:
             "digests": place.world_size,
             "schedule": math.prod(stages),
             "counts": job.layers * buckets,
+            "unobserved": 1,
             "minima": math.prod(stages),
             "coverage": math.prod(self._coverage_shape),
             "loss": 2,
@@ -112,25 +113,23 @@ class StepReducer:
         )
         if self._place.reports:
             group_O = observed.group_O(self._buckets)
-            self._put_on_host(host, times, group_O)
+            self._put_on_host(host, times)
             flat = torch.from_numpy(host).to(self._device)
             self._put_on_device(flat, observed, group_O, loss_and_tokens)
         else:
             flat = torch.from_numpy(host).to(self._device)
         return self._unpack(self._sum(flat))
 
-    def _put_on_host(self, host: np.ndarray, times: StepTimes, group_O: np.ndarray) -> None:
+    def _put_on_host(self, host: np.ndarray, times: StepTimes) -> None:
         times_2RPVM = host[self._parts["times"]].reshape(self._times_shape)
         times_2RPVM[(slice(None), *self._here)] = times.forward_VM, times.backward_VM
         host[self._parts["schedule"]][self._slot] = times.schedule_ms
-        counts = host[self._parts["counts"]]
-        counts += np.bincount(group_O, minlength=len(counts))
 
     def _put_on_device(
         self,
         flat: torch.Tensor,
         observed: ObservedCoverage,
-        group_O: np.ndarray,
+        bucket_of_O: np.ndarray,
         loss_and_tokens: torch.Tensor | None,
     ) -> None:
         minima = flat[self._parts["minima"]]
@@ -138,9 +137,15 @@ class StepReducer:
             minima[self._slot] = math.inf
         else:
             values_OC = observed.values_OC.to(self._device)
+            # One bad number of a document must not become the whole step's.
+            broken_O = ~values_OC.isfinite().all(1)
+            values_OC = values_OC.masked_fill(broken_O[:, None], 0.0)
+            group_O = torch.from_numpy(bucket_of_O).to(self._device)
             sums = flat[self._parts["coverage"]].view(-1, self._coverage_shape[-1])
-            sums.index_add_(0, torch.from_numpy(group_O).to(self._device), values_OC)
-            minima[self._slot] = values_OC[:, EXECUTED].min()
+            sums.index_add_(0, group_O, values_OC)
+            flat[self._parts["counts"]].index_add_(0, group_O, (~broken_O).to(flat.dtype))
+            flat[self._parts["unobserved"]] = broken_O.sum()
+            minima[self._slot] = values_OC[:, EXECUTED].masked_fill(broken_O, math.inf).min()
         if loss_and_tokens is not None:
             flat[self._parts["loss"]] = loss_and_tokens.to(self._device)
 
@@ -170,6 +175,7 @@ class StepReducer:
                 count=float(counts_LU.sum()),
                 minimum=float(part["minima"].min()),
                 grown=float(extra_LC[:, GROWN].sum()),
+                unobserved=int(part["unobserved"][0]),
             ),
             lm_loss=float(loss[0] / loss[1]) if loss[1] else math.nan,
             tokens=int(loss[1]),

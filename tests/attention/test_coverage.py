@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsebalance_megatron.attention.coverage import coverage_at, guard_budgets
+from sparsebalance_megatron.attention.coverage import coverage_at, curves_of_mass, guard_budgets
+from sparsebalance_megatron.attention.layout import packed_layout
 
 
 def test_coverage_lookup_reads_the_ends_outside() -> None:
@@ -17,6 +18,23 @@ def test_coverage_lookup_reads_the_ends_outside() -> None:
     assert coverage_at(curves_SK, torch.tensor([1, 9], dtype=torch.int32)).tolist() == [0.5, 1.0]
     grid_SK = torch.tensor([0, 2, 4]).expand(2, -1)
     assert coverage_at(curves_SK, grid_SK).tolist() == [[0.5, 0.75, 1.0], [0.25, 0.5, 1.0]]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_mass_that_is_not_finite_stays_in_its_document(value: float) -> None:
+    layout = packed_layout([0, 40, 60, 100], 10, "cpu")
+    mass_NK = torch.rand(layout.blocks, 4, dtype=torch.float64) * 2.5
+    broken_NK = mass_NK.clone()
+    broken_NK[5, 1] = value
+    curves_SK = curves_of_mass(mass_NK, layout, selecting_heads=1)
+    broken_SK = curves_of_mass(broken_NK, layout, selecting_heads=1)
+    assert broken_SK[1].isnan().all()
+    assert torch.equal(broken_SK[[0, 2]], curves_SK[[0, 2]])
+    guarded_S, grown_S = guard_budgets(
+        broken_SK, torch.tensor([1, 1, 1]), base_budget=4, threshold=0.0
+    )
+    assert guarded_S[1] == 1
+    assert grown_S.tolist() == [True, False, True]
 
 
 curves = st.lists(st.floats(0.0, 1.0, width=32), min_size=1, max_size=9).map(

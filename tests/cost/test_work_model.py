@@ -84,4 +84,5 @@ def test_growth_is_that_of_the_counted_pairs(tokens: int, block_size: int, data)
 
 def test_the_router_scores_what_selects() -> None:
     sizes = {name: work.scores_per_visible_pair(8, 2, 64) for name, work in WORK_MODELS.items()}
-    assert sizes == {"query-block": 2, "token-kv-head": 128, "token-query-head": 512}
+    by_query_block = dict.fromkeys(("query-block", "previous-block", "first-query"), 2)
+    assert sizes == by_query_block | {"token-kv-head": 128, "token-query-head": 512}

@@ -15,7 +15,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from sparsebalance_megatron.attention.selectors import SELECTORS
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
-from sparsebalance_megatron.megatron.packed_seq_params import micro_batch_context, packed_params
+from sparsebalance_megatron.megatron.packed_seq_params import (
+    CoverageObservation,
+    micro_batch_context,
+    packed_params,
+)
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 4, 2, 8, 16
@@ -94,6 +98,36 @@ def test_each_layer_reads_its_own_budgets_and_grows_them_to_the_floor() -> None:
     assert cut.grown_S.tolist() == [True, False, True]
     assert (cut.executed_S >= cut.base_S - 0.1).all()
     assert (cut.executed_S <= cut.base_S).all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_bad_numbers_of_a_document_reach_no_other(value: float) -> None:
+    """Invariant 11: output, gradients, coverage and budgets keep every bit."""
+    clean = list(packed_qkv(sum(LENGTHS)))
+    broken = [x.clone() for x in clean]
+    bad = LENGTHS[0] + LENGTHS[1] + 99
+    for x in broken:
+        x[bad, 0, 0] = value
+
+    def run(qkv: list[torch.Tensor]) -> tuple[list[torch.Tensor], CoverageObservation]:
+        leaves = [x.clone().requires_grad_() for x in qkv]
+        context = context_with(np.full((2, len(LENGTHS)), 1, dtype=np.int32))
+        params = packed_params(context, max_seqlen_tokens=256, device=CPU)
+        out = attention()(*leaves, None, packed_seq_params=params)
+        out.sum().backward()
+        return [out.detach(), *(leaf.grad for leaf in leaves)], context.observations[0]
+
+    (ours, seen), (expected, expected_seen) = run(broken), run(clean)
+    others = sum(LENGTHS[:2])
+    for x, y in zip(ours, expected, strict=True):
+        assert torch.equal(x[:others], y[:others])
+    for name in ("grid_SK", "executed_S", "base_S", "grown_S"):
+        assert torch.equal(getattr(seen, name)[:2], getattr(expected_seen, name)[:2]), name
+    assert seen.grid_SK[2].isnan().all()
+    assert seen.executed_S[2].isnan()
+    # The guard would have raised the budget; without a curve, the planned one is executed.
+    assert expected_seen.grown_S.tolist() == [True, False, True]
+    assert seen.grown_S.tolist() == [True, False, False]
 
 
 def test_without_tolerance_cut_budgets_give_the_base_budgets_output() -> None:

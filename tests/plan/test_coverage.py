@@ -72,10 +72,10 @@ def test_first_observation_whole_then_exponential():
 def test_broken_updates():
     curves = CoverageCurves(3, 16, 0.5)
     sums, counts = np.ones(curves.mean_LUK.shape), np.ones(curves.observed_LU.shape)
-    sums[2, 3, 1] = np.nan
-    with pytest.raises(PlanError, match="layer 2, length bucket 3"):
-        curves.observe(sums, counts)
-    assert not curves.observed_LU.any()
+    sums[2, 3, 1], sums[0, 1, 0] = np.nan, np.inf
+    curves.observe(sums, counts)
+    assert np.argwhere(~curves.observed_LU).tolist() == [[0, 1], [2, 3]]
+    assert (curves.mean_LUK == curves.observed_LU[..., None]).all()
     with pytest.raises(PlanError, match="expected"):
         curves.observe(sums[:2], counts)
     with pytest.raises(PlanError, match="negative"):

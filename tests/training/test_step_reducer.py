@@ -4,18 +4,29 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from harness import PROGRAMS, run_training
-from programs.reducing_rank import BUCKETS, RANKS, seen
+from programs.reducing_rank import BUCKETS, GRID, RANKS, seen
 
-from sparsebalance_megatron.plan.measurement import Piece, StepMeasurement
+from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation
+from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.measurement import (
+    CoverageTotals,
+    Piece,
+    RankPlace,
+    StepMeasurement,
+    StepTimes,
+)
+from sparsebalance_megatron.plan.step_plan import JobShape
 from sparsebalance_megatron.training.observed_coverage import ObservedCoverage
-
-pytestmark = pytest.mark.distributed
+from sparsebalance_megatron.training.step_reducer import StepReducer
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +43,7 @@ def measurements(directory: Path, name: str) -> list[StepMeasurement]:
     return [torch.load(path, weights_only=False) for path in paths]
 
 
+@pytest.mark.distributed
 def test_all_ranks_learn_the_same_sums(directory: Path) -> None:
     first, second = measurements(directory, "same")
     np.testing.assert_array_equal(first.times_2RPVM[0], second.times_2RPVM[0])
@@ -54,6 +66,7 @@ def test_all_ranks_learn_the_same_sums(directory: Path) -> None:
     assert coverage.grown == 2
 
 
+@pytest.mark.distributed
 def test_a_differing_plan_is_counted_on_every_rank(directory: Path) -> None:
     found = measurements(directory, "own")
     assert [measured.digest_mismatches for measured in found] == [1, 1]
@@ -69,3 +82,67 @@ def test_observations_keep_their_place_without_padding() -> None:
     nothing = ObservedCoverage.gather([])
     assert nothing.executed_and_grown().shape == (0, 2)
     assert nothing.group_O(BUCKETS).shape == (0,)
+
+
+def reduced(coverage_SK: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> CoverageTotals:
+    """What a job of one rank and one layer learns from one row of documents of 4 blocks."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda flat, group: None)
+    observed_SK = torch.tensor(coverage_SK)
+    samples = len(coverage_SK)
+    observation = CoverageObservation(
+        grid_SK=observed_SK,
+        executed_S=observed_SK[:, 1],
+        base_S=observed_SK[:, 2],
+        grown_S=torch.arange(samples) == 0,
+    )
+    layout = packed_layout(range(0, 64 * samples + 1, 64), 16, "cpu")
+    context = SimpleNamespace(observations={0: observation}, layout=layout)
+    micro_batch = SimpleNamespace(position=0, plan=SimpleNamespace(samples=range(samples)))
+    reducer = StepReducer(
+        JobShape(data_parallel_size=1, micro_batches=1, stage_layers=(((0,),),)),
+        RankPlace(
+            data_parallel_rank=0,
+            pipeline_rank=0,
+            tensor_parallel_rank=0,
+            world_rank=0,
+            world_size=1,
+        ),
+        buckets=BUCKETS,
+        grid_size=len(GRID),
+        group=None,
+        device=torch.device("cpu"),
+    )
+    measured = reducer.reduce(
+        times=StepTimes(
+            forward_VM=np.ones((1, 1)),
+            backward_VM=np.ones((1, 1)),
+            schedule_ms=2.0,
+            start_unix_s=None,
+            spans=(),
+        ),
+        observed=ObservedCoverage.gather([(micro_batch, context)]),
+        loss_and_tokens=None,
+        digest=b"digest",
+    )
+    return measured.coverage
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_document_without_finite_coverage_counts_nowhere(
+    bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = [0.3, 0.5, 0.75, 1.0], [0.2, 0.4, 0.5, 1.0]
+    alone = reduced([first, second], monkeypatch)
+    broken = reduced([first, [bad] * 4, second, [0.1, bad, 0.9, 1.0]], monkeypatch)
+    assert (alone.unobserved, broken.unobserved) == (0, 2)
+    for name, value in asdict(broken).items():
+        if name != "unobserved":
+            np.testing.assert_array_equal(value, asdict(alone)[name], err_msg=name)
+    curves, expected = CoverageCurves(1, 4, 0.9), CoverageCurves(1, 4, 0.9)
+    curves.observe(broken.sums_LUK, broken.counts_LU)
+    expected.observe(alone.sums_LUK, alone.counts_LU)
+    np.testing.assert_array_equal(curves.mean_LUK, expected.mean_LUK)
+    nothing = reduced([[bad] * 4], monkeypatch)
+    assert (nothing.count, nothing.unobserved, nothing.minimum) == (0, 1, math.inf)
+    curves.observe(nothing.sums_LUK, nothing.counts_LU)
+    np.testing.assert_array_equal(curves.mean_LUK, expected.mean_LUK)

@@ -4,9 +4,10 @@
 A tile is one query block of one KV head, with the group's query heads stacked as its rows. Tiles
 with lists of one length are computed together: gather their KV blocks, two products forward, five
 backward. Lists are turned round, so that a query block's own block comes last and the causal mask
-falls on the last columns of a tile; past blocks are always full, hence need none. On the CPU a
-tile's rows are worked off in spans: scores stay in the cache, and a span leaves out the own columns
-that none of its rows sees.
+falls on the last columns of a tile; past blocks are always full, hence need none. Where lists are
+padded, padding is a block of zeros of its own: a mask that adds -inf would not hold back the NaN of
+another document. On the CPU a tile's rows are worked off in spans: scores stay in the cache, and a
+span leaves out the own columns that none of its rows sees.
 
 Scores are in units of log2, because exp2 is the fastest exponential torch has on a CPU.
 
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sparsebalance_megatron.attention.kernel import obstacle_of_lists, wide_dtype
 from sparsebalance_megatron.attention.selection import Selection
@@ -160,10 +162,12 @@ class _Tiling:
         self._rows = self._group * self._query_tokens
         self._width = selection.indices_QCK.shape[2]
         self._device = q_THD.device
+        self._by_length = _host_may_read(self._device)
         self.dtype = wide_dtype(q_THD.dtype)
         self.lowest = torch.finfo(self.dtype).min
-        future = torch.full((self._query_tokens, self._key_tokens), -torch.inf, dtype=self.dtype)
-        self._causal_B1E = future.triu_(1).to(self._device).unsqueeze(1)
+        shape = self._query_tokens, self._key_tokens
+        future_BE = torch.full(shape, -torch.inf, dtype=self.dtype, device=self._device)
+        self._causal_B1E = future_BE.triu_(1).unsqueeze(1)
 
     def query_tiles(self, x_THD: Tensor) -> Tensor:
         """[T, H, any] to [A, I, any], zeros past short blocks."""
@@ -177,19 +181,21 @@ class _Tiling:
         return self._query_layout.from_blocks(x.permute(1, 2, 0, 3, 4).flatten(2, 3))
 
     def key_blocks(self, x_TGD: Tensor) -> Tensor:
-        """[T, G, D] to [A, E, D], zeros past short blocks."""
+        """[T, G, D] to [A, E, D], zeros past short blocks; the padding comes last, if there is."""
         x = self._kv_layout.to_blocks(x_TGD.to(self.dtype)).permute(2, 0, 1, 3)
-        return x.reshape(-1, self._key_tokens, x.shape[-1])
+        x = x.reshape(-1, self._key_tokens, x.shape[-1])
+        return x if self._by_length else pad(x, (0, 0, 0, 0, 0, 1))
 
     def key_rows(self, x_ADE: Tensor) -> Tensor:
         """[A, D, E] to [T, G, D]."""
+        x_ADE = x_ADE if self._by_length else x_ADE[:-1]
         x = x_ADE.unflatten(0, (self._kv_heads, -1))
         return self._kv_layout.from_blocks(x.permute(1, 3, 0, 2))
 
     def scratch(self) -> Tensor:
         """Room for the scores of the largest span."""
         rows = self._rows
-        if self._device.type == "cpu":
+        if self._by_length:
             rows = min(rows, _LEAST_SPAN_ROWS + self._group)
         elements = max(self._chunk_elements(), rows * self._width * self._key_tokens)
         return torch.empty(elements, dtype=self.dtype, device=self._device)
@@ -237,7 +243,7 @@ class _Tiling:
             )[:, None]
             * self._kv_layout.blocks
         )
-        if self._device.type == "cpu":
+        if self._by_length:
             yield from self._chunks_by_length(lists_AK, counts_A, own_A, first_A1)
         else:
             yield from self._chunks_at_full_width(lists_AK, counts_A, own_A, first_A1)
@@ -268,7 +274,8 @@ class _Tiling:
         tiles, width = lists_AK.shape
         tile_A = torch.arange(tiles, device=self._device)
         past_end_AK = torch.arange(width, device=self._device) >= counts_A[:, None]
-        blocks_AK = (lists_AK.masked_fill(past_end_AK, 0) + first_A1).flip(1)
+        padding = self._kv_heads * self._kv_layout.blocks
+        blocks_AK = (lists_AK + first_A1).masked_fill_(past_end_AK, padding).flip(1)
         padding_AK = torch.zeros_like(blocks_AK, dtype=self.dtype).masked_fill_(
             past_end_AK.flip(1), -torch.inf
         )
@@ -293,6 +300,11 @@ class _Tiling:
 
     def _chunk_tiles(self, length: int) -> int:
         return max(1, self._chunk_elements() // (self._rows * length * self._key_tokens))
+
+
+def _host_may_read(device: torch.device) -> bool:
+    """Whether reading the lists' lengths stops nobody."""
+    return device.type == "cpu"
 
 
 def _product(a_AID: Tensor, b_AWD: Tensor, scratch: Tensor, factor: float) -> Tensor:

@@ -38,17 +38,21 @@ class Selector[Scores](Protocol):
     def select(
         self, scores: Scores, budgets_S: Tensor, *, max_budget: int | None = None
     ) -> Selection:
-        """Select what the documents' budgets allow; no budget is above ``max_budget``."""
+        """Select what the documents' budgets allow; no budget is above ``max_budget``, and one
+        below 1 counts as 1."""
 
 
 SELECTORS: Mapping[Granularity, Selector[Any]] = MappingProxyType(
     {
         "query-block": BlockTopK(by_token=False, by_query_head=False),
+        "previous-block": BlockTopK(by_token=False, by_query_head=False, speaker="previous-mean"),
+        "first-query": BlockTopK(by_token=False, by_query_head=False, speaker="first"),
         "token-kv-head": BlockTopK(by_token=True, by_query_head=False),
         "token-query-head": BlockTopK(by_token=True, by_query_head=True),
     }
 )
-"""By the value of ``--sparse-balance-selection``; "token-query-head" is MoBA's."""
+"""By the value of ``--sparse-balance-selection``; "token-query-head" is MoBA's. All but
+"query-block" choose what a token reads without looking at later tokens."""
 
 
 def selector_named(name: str) -> Selector[Any]:

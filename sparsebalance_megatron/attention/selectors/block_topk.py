@@ -13,13 +13,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.coverage import curves_of_mass
 from sparsebalance_megatron.attention.layout import PackedLayout
+from sparsebalance_megatron.attention.precision import outside_autocast, warn_of_tf32
 from sparsebalance_megatron.attention.selection import Selection
+
+Speaker = Literal["own-mean", "previous-mean", "first"]
+"""The mean query of the block itself, or of the block before it, or the block's first query."""
 
 _CHUNK_ELEMENTS = 1 << 26
 """Elements of a temporary [Q, heads, J]: 256 MiB in float32."""
@@ -45,16 +50,21 @@ class BlockScores:
     @cached_property
     def ranked(self) -> tuple[Tensor, Tensor]:
         """Scores, and block numbers inside the document (int64), of the own block, then of the
-        others by falling score; both [Q, C, J]. Equal scores: the lower number comes first.
+        others by falling score; both [Q, C, J]. Equal scores: the lower number comes first. NaN
+        comes last of what is visible.
 
         Sorted once, for coverage and for selection.
         """
-        column_QC1 = self.layout.index_N[_row_block(self.layout, self.by_token)][:, None, None]
-        column_QC1 = column_QC1.expand(-1, self.scores_QCJ.shape[1], 1)
-        forced_QCJ = self.scores_QCJ.scatter(-1, column_QC1, torch.inf)
-        ranked_QCJ, number_QCJ = forced_QCJ.sort(dim=-1, descending=True, stable=True)
-        ranked_QCJ[..., :1] = self.scores_QCJ.gather(-1, column_QC1)
-        return ranked_QCJ, number_QCJ
+        own_Q11 = self.layout.index_N[_row_block(self.layout, self.by_token)][:, None, None]
+        number_J = torch.arange(self.scores_QCJ.shape[2], device=own_Q11.device)
+        # Only the own block's key is +inf. NaN's is -inf, as that of the future, whose numbers are
+        # higher.
+        greatest = torch.finfo(self.scores_QCJ.dtype).max
+        keys_QCJ = self.scores_QCJ.nan_to_num(nan=-torch.inf, posinf=greatest, neginf=-greatest)
+        keys_QCJ.masked_fill_(number_J > own_Q11, -torch.inf)
+        keys_QCJ.masked_fill_(number_J == own_Q11, torch.inf)
+        number_QCJ = keys_QCJ.argsort(dim=-1, descending=True, stable=True)
+        return self.scores_QCJ.gather(-1, number_QCJ), number_QCJ
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +75,13 @@ class BlockTopK:
         by_token: whether every token selects for itself, or the tokens of a block together.
         by_query_head: whether every query head selects for itself, or the heads of a KV head
             together.
+        speaker: which query stands for a block whose tokens select together. Only "own-mean" looks
+            ahead: what a token reads then depends on the queries after it in its block.
     """
 
     by_token: bool
     by_query_head: bool
+    speaker: Speaker = "own-mean"
 
     @torch.no_grad()
     def scores(
@@ -76,13 +89,25 @@ class BlockTopK:
     ) -> BlockScores:
         """Score every visible block by query . mean(keys of the block).
 
-        MoBA, section 2.2: the mean is rounded to the keys' dtype, the product is float32. The query
-        is the mean over those that select together.
+        MoBA, section 2.2: the mean is rounded to the keys' dtype, the product is float32, inside
+        ``torch.autocast`` too; a warning says so where CUDA takes TF32 for it. The query is the
+        mean over those that select together, or their ``speaker``.
 
         Raises:
             ValueError: shapes do not fit one another or the layout.
         """
         _check_heads(q_THD, k_TGD, layout)
+        warn_of_tf32(q_THD.device)
+        with outside_autocast(q_THD.device):
+            scores_QCJ = self._scores(q_THD, k_TGD, layout)
+        return BlockScores(
+            by_token=self.by_token,
+            scores_QCJ=scores_QCJ,
+            softmax_scale=softmax_scale,
+            layout=layout,
+        )
+
+    def _scores(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> Tensor:
         queries_QCD = self._selecting_queries(q_THD, k_TGD.shape[1], layout)
         keys_NGD = _block_means(k_TGD, layout)
         rows, heads, _ = queries_QCD.shape
@@ -100,12 +125,7 @@ class BlockTopK:
                 scores_CQN = scores_CQN.gather(2, block_QJ.expand(len(scores_CQN), -1, -1))
             hidden_CQJ = scores_CQN.masked_fill(~visible_QJ, -torch.inf)
             scores_QCJ[:, some] = hidden_CQJ.transpose(0, 1)
-        return BlockScores(
-            by_token=self.by_token,
-            scores_QCJ=scores_QCJ,
-            softmax_scale=softmax_scale,
-            layout=layout,
-        )
+        return scores_QCJ
 
     @torch.no_grad()
     def coverage(self, scores: BlockScores) -> Tensor:
@@ -141,8 +161,8 @@ class BlockTopK:
 
         Args:
             scores: from :meth:`scores`.
-            budgets_S: integers on the device, at least 1: KV blocks a query reads, its own
-                included.
+            budgets_S: integers on the device: KV blocks a query reads, its own included. Below 1
+                they count as 1, since the own block is always read, and the host cannot check them.
             max_budget: no budget is above it; sets the width of the lists, so the host must know
                 it. Default: J, which holds every list. Budgets above it are cut to it.
 
@@ -160,7 +180,7 @@ class BlockTopK:
         width = min(layout.max_blocks, max_budget or layout.max_blocks)
         block_Q = _row_block(layout, scores.by_token)
         document_Q = layout.document_N[block_Q]
-        budget_Q = budgets_S[document_Q].clamp(max=width)
+        budget_Q = budgets_S[document_Q].clamp(1, width)
         counts_Q1 = torch.minimum(layout.index_N[block_Q] + 1, budget_Q)[:, None]
         number_QCK = scores.ranked[1][..., :width]
         padding_Q1K = torch.arange(width, device=budgets_S.device) >= counts_Q1[:, :, None]
@@ -180,9 +200,15 @@ class BlockTopK:
         group = query_heads // heads
         if self.by_token:
             return q_THD.float().reshape(tokens, heads, group, head_dim).mean(2)
+        if self.speaker == "first":
+            return q_THD[layout.start_N].float().unflatten(1, (heads, group)).mean(2)
         sum_NHD = layout.to_blocks(q_THD).sum(1, dtype=torch.float32)
         sum_NCD = sum_NHD.unflatten(1, (heads, group)).sum(2)
-        return sum_NCD / (layout.length_N * group)[:, None, None]
+        mean_NCD = sum_NCD / (layout.length_N * group)[:, None, None]
+        if self.speaker == "own-mean":
+            return mean_NCD
+        # The first block of a document sees itself alone, whatever its query is.
+        return mean_NCD.roll(1, 0).masked_fill_((layout.index_N == 0)[:, None, None], 0.0)
 
     def _columns(self, layout: PackedLayout) -> tuple[Tensor, Tensor]:
         """Per row and block of its document: whether it is visible, and its number in the row."""

@@ -13,7 +13,7 @@ from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.selectors import SELECTORS, block_topk, selector_named
 from sparsebalance_megatron.attention.selectors.block_topk import BlockScores
 
-GRANULARITIES = ("query-block", "token-kv-head", "token-query-head")
+GRANULARITIES = tuple(SELECTORS)
 PACKINGS = ([0, 64], [0, 1, 2, 51, 70], [0, 37, 38, 61], [0, 1])
 BLOCK = 8
 
@@ -87,6 +87,19 @@ def test_narrow_lists_are_the_wide_ones_cut() -> None:
     capped = SELECTORS["token-kv-head"].select(scores, budgets_S, max_budget=2)
     assert torch.equal(capped.indices_QCK[40], wide.indices_QCK[40, :, :2])
     assert capped.counts_QC.max() == 2
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_budgets_below_one_read_the_own_block(granularity: str) -> None:
+    layout = packed_layout([0, 50, 90, 99], BLOCK, "cpu")
+    scores = SELECTORS[granularity].scores(*_inputs(99), layout, softmax_scale=0.3)
+    for max_budget in (None, 3):
+        low, least = (
+            SELECTORS[granularity].select(scores, torch.tensor(budgets), max_budget=max_budget)
+            for budgets in ([0, 3, -7], [1, 3, 1])
+        )
+        assert torch.equal(low.counts_QC, least.counts_QC)
+        assert torch.equal(low.indices_QCK, least.indices_QCK)
 
 
 def test_equal_scores_go_to_the_lower_block() -> None:

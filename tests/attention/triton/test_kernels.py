@@ -24,6 +24,7 @@ from attention.cases import (
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
+from sparsebalance_megatron.attention.selectors import SELECTORS
 
 triton = pytest.importorskip("triton")
 from sparsebalance_megatron.attention.impl.triton import backward_kernels as backward_module  # noqa: E402
@@ -127,6 +128,26 @@ def test_order_of_past_blocks_does_not_matter() -> None:
     assert_as_good_as_plain(case, ours, torch.float32, case.plain(torch.float64))
     # Readers are sorted, so dk and dv do not even round differently but for the statistics.
     torch.testing.assert_close(ours[4], case.ours("triton", torch.float32)[4])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_bad_numbers_of_a_document_stay_in_it(value: float) -> None:
+    """It lies between two others, and its last block is short, so that its own blocks must be
+    read as such: the list comes from the bad numbers."""
+    settings = {"heads": 2, "kv_heads": 1, "head_dim": 16}
+    cu_seqlens, budgets = [0, 20, 61, 90], [2, 2, 2]
+    clean = _case(cu_seqlens, budgets, 16, **settings)
+    q_THD, k_TGD = clean.q_THD.clone(), clean.k_TGD.clone()
+    q_THD[[20, 60], 0, 3] = k_TGD[[20, 60], 0, 3] = value
+    selector = SELECTORS["query-block"]
+    scores = selector.scores(q_THD, k_TGD, clean.selection.query_layout, softmax_scale=SCALE)
+    selection = selector.select(scores, torch.tensor(budgets), max_budget=2)
+    broken = dataclasses.replace(clean, q_THD=q_THD, k_TGD=k_TGD, selection=selection)
+    elsewhere = torch.cat((torch.arange(20), torch.arange(61, 90)))
+    _assert_identical(
+        tuple(x[elsewhere] for x in broken.ours("triton", torch.float32)),
+        tuple(x[elsewhere] for x in clean.ours("triton", torch.float32)),
+    )
 
 
 def test_what_lies_past_a_list_is_not_read() -> None:

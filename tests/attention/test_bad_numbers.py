@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NaN and infinity in one document: its lists stay whole, and no other document notices.
+
+Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from attention.cases import SCALE
+from torch import Tensor
+
+from sparsebalance_megatron.attention.api import block_sparse_attention
+from sparsebalance_megatron.attention.impl import blocks
+from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.selectors import SELECTORS
+from sparsebalance_megatron.attention.selectors.block_topk import BlockScores
+
+BLOCK = 16
+BOUNDARIES = [0, 37, 139, 203]
+BROKEN = slice(37, 139)
+"""The tokens of the document with bad numbers: 7 blocks, the last of 6 tokens."""
+BAD = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+SERVING = [
+    (name, implementation)
+    for name, selector in SELECTORS.items()
+    for implementation in ("tokens" if selector.by_token else "blocks", "reference")
+]
+
+
+def _row() -> tuple[Tensor, ...]:
+    """q, k, v and the output's gradient."""
+    generator = torch.Generator().manual_seed(7)
+    return tuple(torch.randn(203, heads, 16, generator=generator) for heads in (4, 2, 2, 4))
+
+
+def _spoil(x_THD: Tensor, value: float) -> Tensor:
+    """One number in each of two blocks of the broken document."""
+    x_THD = x_THD.clone()
+    x_THD[[41, 90], 0, 3] = value
+    return x_THD
+
+
+def _select(q_THD: Tensor, k_TGD: Tensor, selection: str, budget: int = 3) -> Selection:
+    layout = packed_layout(BOUNDARIES, BLOCK, "cpu")
+    selector = SELECTORS[selection]
+    scores = selector.scores(q_THD, k_TGD, layout, softmax_scale=SCALE)
+    return selector.select(scores, torch.full((3,), budget))
+
+
+def _attend(qkv: list[Tensor], selection: str, implementation: str) -> list[Tensor]:
+    """out, lse, dq, dk, dv."""
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    out_THD, lse_TH = block_sparse_attention(
+        *leaves,
+        _select(qkv[0], qkv[1], selection),
+        softmax_scale=SCALE,
+        implementation=implementation,
+    )
+    out_THD.backward(_row()[-1])
+    return [out_THD.detach(), lse_TH, *(leaf.grad for leaf in leaves)]
+
+
+def _elsewhere(x_T: Tensor) -> Tensor:
+    return torch.cat((x_T[: BROKEN.start], x_T[BROKEN.stop :]))
+
+
+@pytest.mark.parametrize("budget", [2, 99])
+@pytest.mark.parametrize("where", ["q", "k", "both"])
+@pytest.mark.parametrize("value", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("selection", SELECTORS)
+def test_own_block_is_first_and_only_visible_blocks_are_listed(
+    selection: str, value: float, where: str, budget: int
+) -> None:
+    q_THD, k_TGD, *_ = _row()
+    expected = _select(q_THD, k_TGD, selection, budget)
+    q_THD = _spoil(q_THD, value) if where != "k" else q_THD
+    k_TGD = _spoil(k_TGD, value) if where != "q" else k_TGD
+    selected = _select(q_THD, k_TGD, selection, budget)
+    assert torch.equal(selected.counts_QC, expected.counts_QC)
+    layout = selected.query_layout
+    for row in range(selected.selecting_rows):
+        own = int(layout.block_T[row]) if selected.by_token else row
+        document = int(layout.document_N[own])
+        for head in range(selected.counts_QC.shape[1]):
+            count = int(selected.counts_QC[row, head])
+            listed = selected.indices_QCK[row, head, :count].tolist()
+            assert listed[0] == own
+            assert len(set(listed)) == count
+            assert int(layout.first_block_S[document]) <= min(listed)
+            assert max(listed) == own
+            if document != 1:
+                assert listed == expected.indices_QCK[row, head, :count].tolist()
+
+
+def test_infinity_ranks_first_and_nan_last_of_the_others() -> None:
+    layout = packed_layout([0, 6 * BLOCK], BLOCK, "cpu")
+    inf, nan = math.inf, math.nan
+    scores_NGJ = torch.full((6, 1, 6), -inf)
+    scores_NGJ[4, 0, :5] = torch.tensor([nan, -inf, 1.0, inf, -5.0])
+    scores_NGJ[5, 0] = torch.tensor([inf, nan, 2.0, inf, 2.0, nan])
+    scores = BlockScores(by_token=False, scores_QCJ=scores_NGJ, softmax_scale=1.0, layout=layout)
+    selected = SELECTORS["query-block"].select(scores, torch.tensor([6]))
+    assert selected.indices_QCK[4, 0].tolist() == [4, 3, 2, 1, 0, -1]
+    assert selected.indices_QCK[5, 0].tolist() == [5, 0, 3, 2, 4, 1]
+    ranked_NGJ, _ = scores.ranked
+    expected_J = torch.tensor([-5.0, inf, 1.0, -inf, nan, -inf])
+    torch.testing.assert_close(ranked_NGJ[4, 0], expected_J, equal_nan=True)
+
+
+@pytest.mark.parametrize("value", BAD.values(), ids=BAD)
+@pytest.mark.parametrize(("selection", "implementation"), SERVING)
+def test_outputs_and_gradients_of_other_documents_keep_every_bit(
+    selection: str, implementation: str, value: float
+) -> None:
+    *qkv, _ = _row()
+    broken = _attend([_spoil(x, value) for x in qkv], selection, implementation)
+    clean = _attend(qkv, selection, implementation)
+    for ours, expected in zip(broken, clean, strict=True):
+        assert torch.equal(_elsewhere(ours), _elsewhere(expected))
+        assert not torch.equal(ours[BROKEN], expected[BROKEN])
+
+
+@pytest.mark.parametrize("value", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("document", [0, 1, 2])
+def test_padding_of_lists_reads_no_other_document(
+    document: int, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way of devices whose list lengths the host does not read: lists are padded."""
+    monkeypatch.setattr(blocks, "_host_may_read", lambda device: False)
+    *qkv, _ = _row()
+    own = slice(*BOUNDARIES[document : document + 2])
+    broken_qkv = [x.clone() for x in qkv]
+    for x in broken_qkv:
+        x[own] = value
+    broken, clean = (_attend(x, "query-block", "blocks") for x in (broken_qkv, qkv))
+    for ours, expected in zip(broken, clean, strict=True):
+        ours[own] = expected[own] = 0.0
+        assert torch.equal(ours, expected)
