@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import get_args
 from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
 
 from sparsebalance_megatron.config import ConfigError
+from sparsebalance_megatron.megatron.loss import validate_loss
 
 _ROW_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
@@ -88,15 +88,3 @@ def _loss(
         validate_loss(loss)
     report = {"lm loss": torch.cat([loss.clone().detach().view(1), tokens.view(1)])}
     return loss, tokens, report
-
-
-def validate_loss(loss: Tensor) -> None:
-    """Hand a loss to Megatron's re-run machinery, which decides what NaN and Inf mean."""
-    for test, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
-        get_rerun_state_machine().validate_result(
-            result=loss,
-            rejection_func=test,
-            message=f"found {what} in local forward loss calculation",
-            tolerance=0.0,
-            fatal=True,
-        )

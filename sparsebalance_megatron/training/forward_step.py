@@ -16,12 +16,12 @@ from torch import Tensor
 
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.megatron.compat import update_sequence_statistics
+from sparsebalance_megatron.megatron.loss import validate_loss
 from sparsebalance_megatron.megatron.packed_seq_params import (
     MicroBatchContext,
     micro_batch_context,
     packed_params,
 )
-from sparsebalance_megatron.megatron.plain_gpt import validate_loss
 from sparsebalance_megatron.training.data_iterator import LocalMicroBatch
 from sparsebalance_megatron.training.inputs import Inputs
 
