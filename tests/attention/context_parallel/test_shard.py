@@ -88,6 +88,17 @@ def test_parts_of_lists_hold_what_members_hold(owners: BlockOwners, granularity:
             )
 
 
+def test_parts_are_cut_without_reading_the_device() -> None:
+    """Tensors of the meta device have no values that the host could read."""
+    owners = dealt_row([0, 3, 40], BLOCK, members=2)
+    shard = row_shard(owners, 0, "meta")
+    lists = torch.empty(len(shard.own_block_N), 2, 5, dtype=torch.int32, device="meta")
+    selection = shard.selection(indices_QCK=lists, counts_QC=lists[:, :, 0], by_token=False)
+    # The second document has 5 blocks, of which the members hold 2 and 3.
+    widths = [part_of(selection, shard, member).indices_QCK.shape[2] for member in range(2)]
+    assert widths == [2, 3]
+
+
 @pytest.mark.parametrize("member", [-1, 2])
 def test_a_member_outside_the_group_is_refused(member: int) -> None:
     with pytest.raises(ValueError, match=f"member {member}: the context group has 0 to 1"):

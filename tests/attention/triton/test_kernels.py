@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from attention.cases import (
@@ -21,9 +22,11 @@ from attention.cases import (
     on_device,
     with_lists,
 )
+from attention.context_parallel.rows import in_parts
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
+from sparsebalance_megatron.attention.context_parallel.block_owners import BlockOwners
 from sparsebalance_megatron.attention.selectors import SELECTORS
 
 triton = pytest.importorskip("triton")
@@ -191,6 +194,16 @@ def test_parts_add_up_to_the_whole(
     case = _case([0, 1, 140], [1, 5], 16)
     assert case.selection.query_layout.blocks == 10
     parts = in_shards(case, "triton", torch.float32, query_shards, kv_shards)
+    assert_as_good_as_plain(case, parts, torch.float32, case.plain(torch.float64))
+
+
+def test_rows_of_members_add_up_to_the_whole() -> None:
+    """Keys and values of one member of a context group at a time."""
+    case = _case([0, 1, 76], [1, 3], 16)
+    owners = BlockOwners(
+        cu_seqlens=(0, 1, 76), block_size=16, owner_N=np.array([1, 0, 1, 1, 0, 1]), members=2
+    )
+    parts = in_parts(case, "triton", torch.float32, owners, 0)
     assert_as_good_as_plain(case, parts, torch.float32, case.plain(torch.float64))
 
 
