@@ -52,7 +52,7 @@ CU_SEQLENS, BUDGETS, BLOCKS = [0, 1, 2, 30, 51, 111], [1, 3, 2, 3, 5], 17
 BROKEN = slice(2, 30)
 """Tokens of the document that is NaN in the case "broken"."""
 TIMEOUT_S = 60
-STALLED_TIMEOUT_S, STALL_S = 5, 20
+STALLED_TIMEOUT_S, STALL_S = 5, 12
 """Of the process group, where a member is to stop; and for how long it does."""
 
 CASES = {
