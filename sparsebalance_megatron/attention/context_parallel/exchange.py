@@ -182,12 +182,10 @@ class _OverMembers:
 
 
 def _check_selection(selection: Selection, shard: RowShard) -> None:
-    if (
-        selection.query_layout is not shard.local_layout
-        or selection.kv_layout is not shard.row_layout
-        or selection.own_block_N is not shard.own_block_N
-    ):
+    layouts = selection.query_layout, selection.kv_layout
+    if layouts[0] is not shard.local_layout or layouts[1] is not shard.row_layout:
         raise ValueError(
-            "exchanged_attention: the selection was not made for this shard: take its lists "
-            "through RowShard.selection or RowShard.local_selection of the same shard"
+            "exchanged_attention: the selection was not made for this shard, whose local_layout "
+            "and row_layout are to be its layouts: make it by RowShard.selection or "
+            "RowShard.local_selection of the same shard"
         )
