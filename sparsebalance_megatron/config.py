@@ -116,6 +116,11 @@ class SparseBalanceConfig:
     log_megabytes: int = 64
     """Size that no log exceeds, per file and its predecessor together; the oldest lines go."""
 
+    in_turn: str | None = None
+    """Take steps in turn with another run on the same hosts, for a fair comparison on a machine
+    that is not idle: DIR:first in one run, DIR:second in the other. Waiting for the turn is in no
+    time of the step log; in Megatron's own log line it is."""
+
     dry_run: int | None = field(
         default=None,
         metadata={"argparse_meta": {"nargs": "?", "const": 0, "metavar": "WORLD_SIZE"}},
@@ -146,6 +151,13 @@ class SparseBalanceConfig:
             "max_tokens_per_micro_batch",
             "must be at least 1 token",
         )
+        if self.in_turn is not None:
+            self._require(
+                self.in_turn.rpartition(":")[0] != ""
+                and self.in_turn.endswith((":first", ":second")),
+                "in_turn",
+                "must be DIR:first in one run and DIR:second in the other",
+            )
         self._require(
             self.dry_run is None or self.dry_run >= 0, "dry_run", "must be a number of ranks"
         )

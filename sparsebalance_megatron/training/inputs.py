@@ -102,7 +102,7 @@ def fingerprint(inputs: CostedInputs) -> dict[str, str]:
     flags = {
         f"flag {name}": str(value)
         for name, value in asdict(inputs.config).items()
-        if name not in ("log_dir", "cost_table")
+        if name not in ("log_dir", "cost_table", "in_turn")
     }
     return flags | {
         "job shape": str(inputs.job),

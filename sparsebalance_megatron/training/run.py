@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import torch
 from megatron.core import parallel_state
@@ -27,6 +28,7 @@ from sparsebalance_megatron.training.sinks import open_sinks
 from sparsebalance_megatron.training.step_monitor import StepMonitor
 from sparsebalance_megatron.training.step_reducer import StepReducer
 from sparsebalance_megatron.training.timing import MicroBatchRecorder
+from sparsebalance_megatron.training.turns import Turns, parse_turns
 
 
 class Run:
@@ -77,6 +79,7 @@ class Run:
             ),
             device=device,
             sinks=open_sinks(inputs, place, scheduler.coverage, device, resumed=resumed),
+            turns=_turns(inputs.config.in_turn, place),
         )
 
     def train_iterator(
@@ -171,6 +174,15 @@ def make_scheduler(inputs: CostedInputs) -> Scheduler:
         clock=time.perf_counter,
         worker=ThreadPoolExecutor(1, "sparse-balance-plan") if config.planning == "ahead" else None,
     )
+
+
+def _turns(flag: str | None, place: RankPlace) -> Turns | None:
+    """What ``--sparse-balance-in-turn`` asks for; the first rank says when it is over."""
+    if flag is None:
+        return None
+    directory, side = parse_turns(flag)
+    say = partial(print, flush=True) if place.world_rank == 0 else lambda message: None
+    return Turns(directory, side, world_rank=place.world_rank, say=say)
 
 
 def _rank_place() -> RankPlace:

@@ -30,6 +30,7 @@ from sparsebalance_megatron.training.observed_coverage import ObservedCoverage
 from sparsebalance_megatron.training.sinks import StepSinks
 from sparsebalance_megatron.training.step_reducer import PlanMismatchError, StepReducer
 from sparsebalance_megatron.training.timing import MicroBatchRecorder
+from sparsebalance_megatron.training.turns import Turns
 
 
 class StepMonitor:
@@ -38,6 +39,7 @@ class StepMonitor:
     Args:
         after_step: called when a step has been learnt from, where state may be kept.
         sinks: get every finished step.
+        turns: where another run takes steps between this one's.
         clock: seconds.
 
     ``seen`` holds the running step's micro-batches on this rank, with what their layers observed.
@@ -54,6 +56,7 @@ class StepMonitor:
         reducer: StepReducer,
         device: torch.device,
         sinks: StepSinks,
+        turns: Turns | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._after_step = after_step
@@ -63,6 +66,8 @@ class StepMonitor:
         self._inputs = inputs
         self._device = device
         self._sinks = sinks
+        self._turns = turns
+        self._met = False
         self._host_time = HostTime(clock)
         self._step_ended_s: float | None = None
         self.figures: dict[str, float] = {}
@@ -80,6 +85,9 @@ class StepMonitor:
         Args:
             after_finalize: called when gradients are final, in place of :meth:`end_step`.
         """
+        if self._turns is not None and not self._met:
+            self._turns.meet()
+            self._met = True
         self._host_time.begin_forward_step()
         install_hooks(model_config, self._recorder, after_finalize or self.end_step)
 
@@ -124,6 +132,9 @@ class StepMonitor:
             self._after_step()
             self._host_time.add_ms("reduce", -self._reducer.waited_ms)
         self._show(planned, measured, times, observed)
+        if self._turns is not None:
+            self._turns.hand_over()
+            self._step_ended_s = self._host_time.clock()
         self._begin_step()
 
     def _stop_on_mismatch(self, measured: StepMeasurement) -> None:
