@@ -65,7 +65,7 @@ def backward(
 
 
 def obstacle(q_THD: Tensor, selection: Selection) -> str | None:
-    """Say what the kernels do not serve: devices, dtypes, block sizes, head dims, very long rows."""
+    """Say what the kernels do not serve: devices, dtypes, block sizes, head dims, vast lists."""
     block_size, head_dim = selection.kv_layout.block_size, q_THD.shape[2]
     other = "tokens" if selection.by_token else "blocks"
     if q_THD.device.type != "cuda" and not _interpreted():

@@ -163,9 +163,7 @@ class _Backward:
                 parts,
                 dq_THD,
                 self._counts_TC,
-                *shape.output(
-                    lists, heads, chunk, tokens, query_heads, self._counts_TC.shape[1]
-                ),
+                *shape.output(lists, heads, chunk, tokens, query_heads, self._counts_TC.shape[1]),
                 self._softmax_scale,
                 **shape.output_constants(),
             )
@@ -191,7 +189,12 @@ class _Backward:
             entries=entries,
         )
         parts_I2BD = torch.empty(
-            lists.cut_items, 2, layout.block_size, head_dim, dtype=torch.float32, device=sums_2XD.device
+            lists.cut_items,
+            2,
+            layout.block_size,
+            head_dim,
+            dtype=torch.float32,
+            device=sums_2XD.device,
         )
         for heads in slices:
             accumulate = not (fresh and heads is slices[0])
@@ -315,10 +318,12 @@ def _token_query_gradient_kernel(
     masked, own_start = own_prefix(entries, count, own_blocks, token_blocks, query_starts, block,
                                    length, place_bits, TOKENS)  # fmt: skip
     first_column = part * (TILE_COLUMNS * COLUMN_TILES)
-    keys = resident_tiles(k + kv_head.to(tl.int64) * k_stride_G, k_stride_T, start, length,
-                          first_column, HEAD_DIM, BLOCK_D, TILE_COLUMNS, COLUMN_TILES)  # fmt: skip
-    values = resident_tiles(v + kv_head.to(tl.int64) * v_stride_G, v_stride_T, start, length,
-                            first_column, HEAD_DIM, BLOCK_D, TILE_COLUMNS, COLUMN_TILES)  # fmt: skip
+    k += kv_head.to(tl.int64) * k_stride_G
+    v += kv_head.to(tl.int64) * v_stride_G
+    keys = resident_tiles((), k, k_stride_T, start, length, first_column, HEAD_DIM, BLOCK_D,
+                          TILE_COLUMNS, COLUMN_TILES)  # fmt: skip
+    values = resident_tiles((), v, v_stride_T, start, length, first_column, HEAD_DIM, BLOCK_D,
+                            TILE_COLUMNS, COLUMN_TILES)  # fmt: skip
 
     score_scale = softmax_scale * _LOG2_E
     head_Y, place_Y = row_places(HEADS, TILE_ROWS)
@@ -374,8 +379,9 @@ def _sum_kernel(
     inside_D = dim_D < HEAD_DIM
     dq_RD = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for number in range(0, tl.max(count_R, 0)):
-        dq_RD += tl.load(parts + result_R[:, None] * HEAD_DIM + dim_D[None, :],
-                         mask=(number < count_R)[:, None] & inside_D[None, :], other=0.0)  # fmt: skip
+        there_RD = (number < count_R)[:, None] & inside_D[None, :]
+        place_RD = result_R[:, None] * HEAD_DIM + dim_D[None, :]
+        dq_RD += tl.load(parts + place_RD, mask=there_RD, other=0.0)
         result_R += HEADS
     tl.store(dq + place_R[:, None] * HEAD_DIM + dim_D[None, :],
              (dq_RD * softmax_scale).to(dq.dtype.element_ty),

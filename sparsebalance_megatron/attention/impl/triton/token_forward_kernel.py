@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def"
-"""Forward kernels for lists by token: dense tiles of the tokens that chose a KV block, then a merge.
+"""Forward kernels for lists by token: tiles of the tokens that chose a KV block, then a merge.
 
 A program keeps the keys and values of its block and streams the queries that chose it; each entry
 of a list gets its partial result, and a second kernel merges a token's in the order of its list.
@@ -142,10 +142,12 @@ def _token_forward_kernel(
     masked, own_start = own_prefix(entries, count, own_blocks, token_blocks, query_starts, block,
                                    length, place_bits, TOKENS)  # fmt: skip
     first_column = part * (TILE_COLUMNS * COLUMN_TILES)
-    keys = resident_tiles(k + kv_head.to(tl.int64) * k_stride_G, k_stride_T, start, length,
-                          first_column, HEAD_DIM, BLOCK_D, TILE_COLUMNS, COLUMN_TILES)  # fmt: skip
-    values = resident_tiles(v + kv_head.to(tl.int64) * v_stride_G, v_stride_T, start, length,
-                            first_column, HEAD_DIM, BLOCK_D, TILE_COLUMNS, COLUMN_TILES)  # fmt: skip
+    k += kv_head.to(tl.int64) * k_stride_G
+    v += kv_head.to(tl.int64) * v_stride_G
+    keys = resident_tiles((), k, k_stride_T, start, length, first_column, HEAD_DIM, BLOCK_D,
+                          TILE_COLUMNS, COLUMN_TILES)  # fmt: skip
+    values = resident_tiles((), v, v_stride_T, start, length, first_column, HEAD_DIM, BLOCK_D,
+                            TILE_COLUMNS, COLUMN_TILES)  # fmt: skip
 
     head_Y, place_Y = row_places(HEADS, TILE_ROWS)
     q += (first_head + head_Y).to(tl.int64)[:, None] * q_stride_H
@@ -196,8 +198,9 @@ def _merge_kernel(
     out_RD = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for number in range(0, tl.max(count_R, 0)):
         there_R = number < count_R
-        part_RD = tl.load(parts + result_R[:, None] * HEAD_DIM + dim_D[None, :],
-                          mask=there_R[:, None] & (dim_D < HEAD_DIM)[None, :], other=0.0)  # fmt: skip
+        there_RD = there_R[:, None] & (dim_D < HEAD_DIM)[None, :]
+        place_RD = result_R[:, None] * HEAD_DIM + dim_D[None, :]
+        part_RD = tl.load(parts + place_RD, mask=there_RD, other=0.0)
         lse_R = tl.load(part_lse + result_R, mask=there_R, other=float("-inf"))
         new_peak_R = tl.maximum(peak_R, lse_R)
         base_R = tl.where(new_peak_R == float("-inf"), 0.0, new_peak_R)

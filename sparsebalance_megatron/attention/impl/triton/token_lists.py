@@ -67,7 +67,9 @@ class ChunkedLists:
         return self.item_list_WI.shape[1]
 
 
-def head_slices(selection: Selection, query_heads: int, kv_heads: int, most: int) -> Iterator[list[HeadSlice]]:
+def head_slices(
+    selection: Selection, query_heads: int, kv_heads: int, most: int
+) -> Iterator[list[HeadSlice]]:
     """The slices of every selecting head, of at most ``most`` query heads, all of one size."""
     selecting_heads = selection.counts_QC.shape[1]
     shared = query_heads // selecting_heads
@@ -93,9 +95,7 @@ def of_head(selection: Selection, head: int) -> Selection:
     )
 
 
-def chunked_lists(
-    selection: Selection, *, entry_bytes: int, entries_per_tile: int
-) -> ChunkedLists:
+def chunked_lists(selection: Selection, *, entry_bytes: int, entries_per_tile: int) -> ChunkedLists:
     """Invert the lists of a single selecting head and cut them.
 
     Args:

@@ -67,9 +67,7 @@ class PartialShape:
     @classmethod
     def of(cls, q_THD: Tensor, selection: Selection, tile: Tile, heads: int) -> PartialShape:
         head_dim, block_size = q_THD.shape[2], selection.kv_layout.block_size
-        columns, column_tiles = resident_columns(
-            tile, block_size, head_dim, q_THD.element_size()
-        )
+        columns, column_tiles = resident_columns(tile, block_size, head_dim, q_THD.element_size())
         return cls(
             tile=tile,
             heads=heads,
@@ -214,16 +212,15 @@ def own_prefix(entries, count, own_blocks, token_blocks, query_starts, block, le
 
 
 @triton.jit
-def resident_tiles(pointer, stride, start, length, first_column, HEAD_DIM: tl.constexpr,
+def resident_tiles(tiles, pointer, stride, start, length, first_column, HEAD_DIM: tl.constexpr,
                    BLOCK_D: tl.constexpr, TILE_COLUMNS: tl.constexpr,
                    COLUMN_TILES: tl.constexpr):  # fmt: skip
-    """Consecutive tiles of a block's keys or values; zeros past its end."""
-    tiles = ()
+    """``tiles``, then consecutive tiles of a block's keys or values, with zeros past its end."""
     for tile in tl.static_range(COLUMN_TILES):
         slot_C = first_column + tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-        tiles = tiles + (
-            load_rows(pointer, stride, start + slot_C, slot_C < length, True, HEAD_DIM, BLOCK_D),
-        )
+        x_CD = load_rows(pointer, stride, start + slot_C, slot_C < length, True, HEAD_DIM,
+                         BLOCK_D)  # fmt: skip
+        tiles = tiles + (x_CD,)  # noqa: RUF005, for Triton knows no unpacking
     return tiles
 
 
@@ -231,9 +228,12 @@ def resident_tiles(pointer, stride, start, length, first_column, HEAD_DIM: tl.co
 def store_partial(parts, result_YD, entry_Y, token_Y, valid_Y, head_Y, part, first_token, width,
                   place_bits, PARTS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
                   BLOCK_D: tl.constexpr):  # fmt: skip
-    """Store an entry's results; also says where: a number for every row."""
+    """Store an entry's results; also says where: a number for every row.
+
+    A chunk's buffer is bounded, so that places in it take 32 bits, which saves registers.
+    """
     place_Y = entry_Y & ((1 << place_bits) - 1)
-    result_Y = ((token_Y - first_token) * width + place_Y) * PARTS + part
+    result_Y = ((token_Y - first_token).to(tl.int32) * width + place_Y) * PARTS + part
     result_Y = result_Y * HEADS + head_Y
     dim_D = tl.arange(0, BLOCK_D)
     tl.store(parts + result_Y[:, None] * HEAD_DIM + dim_D[None, :], result_YD,
@@ -242,9 +242,10 @@ def store_partial(parts, result_YD, entry_Y, token_Y, valid_Y, head_Y, part, fir
 
 
 @triton.jit
-def output_rows(counts, chunk, chunk_tokens, tokens, query_heads, selecting_heads, selecting_head,
-                first_head, width, HEADS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr):
-    # fmt: skip
+def output_rows(
+    counts, chunk, chunk_tokens, tokens, query_heads, selecting_heads, selecting_head, first_head,
+    width, HEADS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Rows of a program that adds up: their places in the output, whether they exist, how many
     results each has, and the number of the first."""
     row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
