@@ -5,11 +5,11 @@
     python benchmarks/kernel_resources.py --candidates --json results.json
 
 Triton brings the compiler, the assembler and the disassembler for sm_90a. Per kernel: registers,
-spilled bytes and shared memory; and of its hot loop, the one over past blocks or, in the kernels
-for selections by token, over tiles of the tokens that chose a block: instructions of a warp by kind, copies of later tiles that stay in flight, and the cycles of one turn that the tensor
-cores need for its products and the schedulers to issue its instructions. Cycles rank versions
-before a GPU is at hand; they are no times. ``--candidates`` takes other tile shapes than the
-table's too.
+spilled bytes and shared memory; and of its hot loop, the one over past blocks or, for selections by
+token, over tiles of the tokens that chose a block: instructions of a warp by kind, copies of later
+tiles that stay in flight, and the cycles of one turn that the tensor cores need for its products
+and the schedulers to issue its instructions. Cycles rank versions before a GPU is at hand; they are
+no times. ``--candidates`` takes other tile shapes than the table's too.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from attention.cases import (
     assert_as_good_as_plain,
     in_shards,
     make_case,
+    with_heads_far_apart,
     with_lists,
 )
 from torch import Tensor
 
+from sparsebalance_megatron.attention.impl import triton as implementation
 from sparsebalance_megatron.attention.selectors import SELECTORS
 
 triton = pytest.importorskip("triton")
@@ -195,10 +198,23 @@ def test_results_repeat_and_later_tokens_change_no_bit() -> None:
     _assert_identical(*results)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="memory of the host")
+def test_heads_more_than_2_to_the_31_elements_apart(tmp_path: Path) -> None:
+    case = _case([0, 20], [2], heads=3, dtype=torch.float16)
+    far = with_heads_far_apart(case.q_THD, tmp_path / "q")
+    lists, results = case.selection, []
+    for q in (case.q_THD, far):
+        inputs = q, case.k_TGD, case.v_TGD
+        out, lse = implementation.forward(*inputs, lists, softmax_scale=SCALE)
+        gradients = implementation.backward(
+            case.dout_THD, *inputs, out, lse, lists, softmax_scale=SCALE
+        )
+        results.append((out, lse, *gradients))
+    _assert_identical(*results)
+
+
 def test_rows_too_many_for_31_bits_are_refused() -> None:
     """The row lies on the meta device, so that it needs no memory."""
-    from sparsebalance_megatron.attention.impl import triton as implementation
-
     case = _case([0, 20], [2])
     lists_TCK = torch.empty(20, 1, 1 << 27, dtype=torch.int32, device="meta")
     selection = dataclasses.replace(case.selection, indices_QCK=lists_TCK)
