@@ -9,8 +9,8 @@ key pairs that the selection lets be read (4 D operations a pair forward, 10 D b
 (scores, coverage, guard, selection) and the index of the backward pass; how far the kernels' output
 lies from FlexAttention's. flash-attn, FlashMoBA and fla take part where they are installed. Memory
 is filled with NaN before a contender runs, and its results must be finite. The second-level cache
-is overwritten before every timed call. ``--tune`` instead times, for selections by query block, the tile shapes that
-``kernel_resources.py --candidates`` finds promising, one kernel's at a time.
+is overwritten before every timed call. ``--tune`` instead times, for selections by query block, the
+tile shapes that ``kernel_resources.py --candidates`` finds promising, one kernel's at a time.
 
 ``--device cpu`` runs all of it but the GPU contenders, with TRITON_INTERPRET=1 in the environment:
 it checks the benchmark, and its times say nothing. Without it, exits with status 2 where no CUDA
