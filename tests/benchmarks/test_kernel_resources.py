@@ -63,6 +63,14 @@ def test_kernels_by_token_fit_hopper_and_copy_ahead(name: str) -> None:
     assert found.loop_kinds.get("spills", 0) <= most * found.loop_instructions
 
 
+@pytest.mark.parametrize("name", BY_TOKEN)
+def test_kernels_by_token_fit_at_head_dim_256(name: str) -> None:
+    kernel = resources.compiled(
+        name, resources.tile_of(name, 256), element="bf16", block_size=256, head_dim=256
+    )
+    assert 0 < kernel.metadata.shared <= resources.SHARED_BYTES
+
+
 @pytest.mark.parametrize("name", resources.KERNELS)
 def test_float32_kernels_fit(name: str) -> None:
     tile = resources.tile_of(name, 128, 4)

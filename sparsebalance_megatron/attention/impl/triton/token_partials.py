@@ -29,7 +29,8 @@ from sparsebalance_megatron.attention.impl.triton.token_lists import (
 from sparsebalance_megatron.attention.selection import Selection
 
 _RESIDENT_BYTES = 128 << 10
-"""Shared memory for the keys and values that a program keeps."""
+"""Shared memory for the keys and values that a program keeps; beyond head dim 128 half of it, since
+the queries that are streamed past them take twice the room."""
 _OUTPUT_ROWS = 16
 RUN_TIME_NUMBERS = [
     "first_head", "kv_head", "chunk", "chunks", "chunk_tokens", "items", "width", "place_bits",
@@ -176,7 +177,8 @@ def resident_columns(
     """Keys of a tile, and how many such tiles of a block's keys and values a program can keep."""
     columns = min(tile.columns, block_size)
     tile_bytes = 2 * columns * triton.next_power_of_2(head_dim) * element_bytes
-    return columns, max(1, min(block_size // columns, _RESIDENT_BYTES // tile_bytes))
+    resident_bytes = _RESIDENT_BYTES if head_dim <= 128 else _RESIDENT_BYTES // 2
+    return columns, max(1, min(block_size // columns, resident_bytes // tile_bytes))
 
 
 @triton.jit
