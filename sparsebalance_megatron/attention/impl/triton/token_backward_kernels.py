@@ -9,7 +9,7 @@ KV head, they add to the same sums one launch after the other.
 
 Shape legend: T tokens of the packed row (X: of the keys'), H query heads, G KV heads, D head dim,
 I items, B tokens of a block; in kernels Y query rows of a tile (token by token, heads side by
-side), C columns (keys) of a tile, R rows of output.
+side), C columns (keys) of a tile, O rows of output.
 """
 
 from __future__ import annotations
@@ -265,13 +265,13 @@ def _delta_kernel(
     dout, out, delta, dout_stride_T, dout_stride_H, tokens,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    valid_R = row_R < tokens * HEADS
-    dout_RD = load_rows(dout + (row_R % HEADS)[:, None] * dout_stride_H, dout_stride_T,
-                        row_R // HEADS, valid_R, True, HEAD_DIM, BLOCK_D)  # fmt: skip
-    out_RD = load_rows(out, HEAD_DIM, row_R, valid_R, True, HEAD_DIM, BLOCK_D)
-    delta_R = tl.sum(dout_RD.to(tl.float32) * out_RD.to(tl.float32), 1)
-    tl.store(delta + row_R, delta_R, mask=valid_R)
+    row_O = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    valid_O = row_O < tokens * HEADS
+    dout_OD = load_rows(dout + (row_O % HEADS)[:, None] * dout_stride_H, dout_stride_T,
+                        row_O // HEADS, valid_O, True, HEAD_DIM, BLOCK_D)  # fmt: skip
+    out_OD = load_rows(out, HEAD_DIM, row_O, valid_O, True, HEAD_DIM, BLOCK_D)
+    delta_O = tl.sum(dout_OD.to(tl.float32) * out_OD.to(tl.float32), 1)
+    tl.store(delta + row_O, delta_O, mask=valid_O)
 
 
 @triton.jit
@@ -371,21 +371,21 @@ def _sum_kernel(
     HEADS: tl.constexpr, PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    place_R, valid_R, count_R, result_R = output_rows(
+    place_O, valid_O, count_O, result_O = output_rows(
         counts, chunk, chunk_tokens, tokens, query_heads, selecting_heads, selecting_head,
         first_head, width, HEADS, PARTS, ROWS,
     )  # fmt: skip
     dim_D = tl.arange(0, BLOCK_D)
     inside_D = dim_D < HEAD_DIM
-    dq_RD = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for number in range(0, tl.max(count_R, 0)):
-        there_RD = (number < count_R)[:, None] & inside_D[None, :]
-        place_RD = result_R[:, None] * HEAD_DIM + dim_D[None, :]
-        dq_RD += tl.load(parts + place_RD, mask=there_RD, other=0.0)
-        result_R += HEADS
-    tl.store(dq + place_R[:, None] * HEAD_DIM + dim_D[None, :],
-             (dq_RD * softmax_scale).to(dq.dtype.element_ty),
-             mask=valid_R[:, None] & inside_D[None, :])  # fmt: skip
+    dq_OD = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for number in range(0, tl.max(count_O, 0)):
+        there_OD = (number < count_O)[:, None] & inside_D[None, :]
+        place_OD = result_O[:, None] * HEAD_DIM + dim_D[None, :]
+        dq_OD += tl.load(parts + place_OD, mask=there_OD, other=0.0)
+        result_O += HEADS
+    tl.store(dq + place_O[:, None] * HEAD_DIM + dim_D[None, :],
+             (dq_OD * softmax_scale).to(dq.dtype.element_ty),
+             mask=valid_O[:, None] & inside_D[None, :])  # fmt: skip
 
 
 @triton.jit

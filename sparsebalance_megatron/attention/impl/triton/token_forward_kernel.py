@@ -10,7 +10,7 @@ check; between two kernels the order is certain.
 
 Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, K places of a list;
 in kernels Y query rows of a tile (token by token, heads side by side), C columns (keys) of a tile,
-R rows of output.
+O rows of output.
 """
 
 from __future__ import annotations
@@ -188,30 +188,30 @@ def _merge_kernel(
     HEADS: tl.constexpr, PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    place_R, valid_R, count_R, result_R = output_rows(
+    place_O, valid_O, count_O, result_O = output_rows(
         counts, chunk, chunk_tokens, tokens, query_heads, selecting_heads, selecting_head,
         first_head, width, HEADS, PARTS, ROWS,
     )  # fmt: skip
     dim_D = tl.arange(0, BLOCK_D)
-    peak_R = tl.full([ROWS], float("-inf"), tl.float32)
-    total_R = tl.zeros([ROWS], tl.float32)
-    out_RD = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for number in range(0, tl.max(count_R, 0)):
-        there_R = number < count_R
-        there_RD = there_R[:, None] & (dim_D < HEAD_DIM)[None, :]
-        place_RD = result_R[:, None] * HEAD_DIM + dim_D[None, :]
-        part_RD = tl.load(parts + place_RD, mask=there_RD, other=0.0)
-        lse_R = tl.load(part_lse + result_R, mask=there_R, other=float("-inf"))
-        new_peak_R = tl.maximum(peak_R, lse_R)
-        base_R = tl.where(new_peak_R == float("-inf"), 0.0, new_peak_R)
-        shrink_R, weight_R = tl.exp2(peak_R - base_R), tl.exp2(lse_R - base_R)
-        total_R = total_R * shrink_R + weight_R
-        out_RD = out_RD * shrink_R[:, None] + part_RD * weight_R[:, None]
-        peak_R = new_peak_R
-        result_R += HEADS
+    peak_O = tl.full([ROWS], float("-inf"), tl.float32)
+    total_O = tl.zeros([ROWS], tl.float32)
+    out_OD = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for number in range(0, tl.max(count_O, 0)):
+        there_O = number < count_O
+        there_OD = there_O[:, None] & (dim_D < HEAD_DIM)[None, :]
+        place_OD = result_O[:, None] * HEAD_DIM + dim_D[None, :]
+        part_OD = tl.load(parts + place_OD, mask=there_OD, other=0.0)
+        lse_O = tl.load(part_lse + result_O, mask=there_O, other=float("-inf"))
+        new_peak_O = tl.maximum(peak_O, lse_O)
+        base_O = tl.where(new_peak_O == float("-inf"), 0.0, new_peak_O)
+        shrink_O, weight_O = tl.exp2(peak_O - base_O), tl.exp2(lse_O - base_O)
+        total_O = total_O * shrink_O + weight_O
+        out_OD = out_OD * shrink_O[:, None] + part_OD * weight_O[:, None]
+        peak_O = new_peak_O
+        result_O += HEADS
     # A row without keys: out 0, lse -inf.
-    total_R = tl.where(total_R == 0.0, 1.0, total_R)
-    tl.store(lse + place_R, (peak_R + tl.log2(total_R)) * _LN_2, mask=valid_R)
-    tl.store(out + place_R[:, None] * HEAD_DIM + dim_D[None, :],
-             (out_RD / total_R[:, None]).to(out.dtype.element_ty),
-             mask=valid_R[:, None] & (dim_D < HEAD_DIM)[None, :])  # fmt: skip
+    total_O = tl.where(total_O == 0.0, 1.0, total_O)
+    tl.store(lse + place_O, (peak_O + tl.log2(total_O)) * _LN_2, mask=valid_O)
+    tl.store(out + place_O[:, None] * HEAD_DIM + dim_D[None, :],
+             (out_OD / total_O[:, None]).to(out.dtype.element_ty),
+             mask=valid_O[:, None] & (dim_D < HEAD_DIM)[None, :])  # fmt: skip

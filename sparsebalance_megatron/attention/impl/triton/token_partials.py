@@ -6,7 +6,7 @@ Every entry of a list has a place of its own for the result of every query head,
 the list, part of the block where a program does not keep all of it, and head.
 
 Shape legend: T tokens of the packed row, H query heads, D head dim; in kernels Y query rows of a
-tile (token by token, heads side by side), C columns (keys) of a tile, R rows of output.
+tile (token by token, heads side by side), C columns (keys) of a tile, O rows of output.
 """
 
 from __future__ import annotations
@@ -250,10 +250,10 @@ def output_rows(
 ):  # fmt: skip
     """Rows of a program that adds up: their places in the output, whether they exist, how many
     results each has, and the number of the first."""
-    row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    slot_R = (row_R // HEADS).to(tl.int64)
-    token_R = chunk.to(tl.int64) * chunk_tokens + slot_R
-    valid_R = (slot_R < chunk_tokens) & (token_R < tokens)
-    count_R = tl.load(counts + token_R * selecting_heads + selecting_head, mask=valid_R, other=0)
-    place_R = token_R * query_heads + first_head + row_R % HEADS
-    return place_R, valid_R, count_R * PARTS, slot_R * width * PARTS * HEADS + row_R % HEADS
+    row_O = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    slot_O = (row_O // HEADS).to(tl.int64)
+    token_O = chunk.to(tl.int64) * chunk_tokens + slot_O
+    valid_O = (slot_O < chunk_tokens) & (token_O < tokens)
+    count_O = tl.load(counts + token_O * selecting_heads + selecting_head, mask=valid_O, other=0)
+    place_O = token_O * query_heads + first_head + row_O % HEADS
+    return place_O, valid_O, count_O * PARTS, slot_O * width * PARTS * HEADS + row_O % HEADS
