@@ -59,25 +59,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="quality.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
+    add = parser.add_argument
     tasks = [task.name for study in STUDIES.values() for task in study.tasks]
-    parser.add_argument(
-        "--quick", action="store_true", help="a small run; fails unless dense learns"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write or update the table")
-    parser.add_argument(
-        "--arms", nargs="+", choices=list(ARMS), metavar="ARM", help=", ".join(ARMS)
-    )
-    parser.add_argument(
-        "--tasks", nargs="+", choices=tasks, help=f"default: {' '.join(DEFAULT_TASKS)}"
-    )
-    parser.add_argument("--seeds", nargs="+", type=int, help="default: 0 1 2")
-    parser.add_argument("--steps", type=int, help="of every run; default: what each model needs")
-    parser.add_argument(
-        "--directory", type=Path, help="keeps data and finished runs; default: a temporary one"
-    )
-    parser.add_argument(
-        "--page", type=Path, help="rewrite this page's tables from --json, and stop"
-    )
+    add("--quick", action="store_true", help="a small run; fails unless dense learns")
+    add("--json", type=Path, metavar="FILE", help="write or update the table")
+    add("--arms", nargs="+", choices=list(ARMS), metavar="ARM", help=", ".join(ARMS))
+    add("--tasks", nargs="+", choices=tasks, help=f"default: {' '.join(DEFAULT_TASKS)}")
+    add("--seeds", nargs="+", type=int, help="default: 0 1 2")
+    add("--steps", type=int, help="of every run; default: what each model needs")
+    add("--directory", type=Path, help="keeps data and finished runs; default: a temporary one")
+    add("--page", type=Path, help="rewrite this page's tables from --json, and stop")
     options = parser.parse_args(argv)
     if options.page is not None and options.json is None:
         parser.error("--page needs --json, which it is made of")
@@ -158,8 +149,7 @@ def _in_short(table: dict[str, Any], spec: RunSpec) -> str:
                 f"{task.name} {arm['accuracy'][-1]:.3f}, loss {arm['loss'][-1]:.4f} "
                 f"(dense {arm['loss_dense'][-1]:.4f})"
             )
-    arm = table[spec.study.tasks[0].name] if spec.study.tasks[0].name in table else {}
-    figures = arm.get(spec.arm_name, {})
+    figures = table.get(spec.study.tasks[0].name, {}).get(spec.arm_name)
     if figures and figures["budget_mean"][-1] is not None:
         parts.append(
             f"budgets {figures['budget_mean'][-1]:.2f} ± {figures['budget_deviation'][-1]:.2f}, "

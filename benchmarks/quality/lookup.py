@@ -37,7 +37,7 @@ class Lookup:
     noise: int = 16
     pairs: int = 8
     shortest_tokens: int = 80
-    longest_tokens: int = 384
+    longest_tokens: int = 256
     tokens_per_query: int = 10
     stacked: bool = True
 

@@ -103,7 +103,8 @@ def probe_points(
         probe: the one that the model's layers call.
 
     Returns:
-        ``points``: [document, layer, budget, coverage, mass]; ``losses``: [document, budget, loss, accuracy].
+        ``points``: [document, layer, budget, coverage, mass]; ``losses``: [document, budget, loss,
+        accuracy].
     """
     points, losses = [], []
     for place, budget in enumerate(BUDGETS):

@@ -117,9 +117,9 @@ RECALL = Task(
     name="recall",
     title="multi-query associative recall, stacked",
     place="distance in tokens",
-    edges=(0, 32, 64, 128, 256, 385),
+    edges=(0, 32, 64, 128, 257),
     held_out=_recall(STACKED),
-    documents=640,
+    documents=800,
     chance=STACKED.chance,
 )
 NEEDLE = Task(
@@ -161,7 +161,7 @@ STUDIES: Mapping[str, Study] = {
             block_size=8,
             base_budget=6,
             batch_size=16,
-            steps=500,
+            steps=650,
             attention_weight=40.0,
             training=_lookup_training(STACKED),
         ),
