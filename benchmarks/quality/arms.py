@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sparsebalance_megatron.config import Anchor, Batching, Granularity, Tuning
+from sparsebalance_megatron.config import Anchor, Batching, CoverageMeanOver, Granularity, Tuning
 
 DENSE, FIXED, PAPER, OURS, RANDOM = "dense", "fixed", "paper", "ours", "random"
 """Arms that a table cannot do without; all others are compared with ``fixed``."""
@@ -29,6 +29,7 @@ class Arm:
     tuning: Tuning = "off"
     anchor: Anchor = "mean"
     coverage_threshold: float = 0.1
+    coverage_mean_over: CoverageMeanOver = "samples"
     budget_share: float = 1.0
     dense_from: float = 1.0
     replays: str | None = None
@@ -48,6 +49,7 @@ class Arm:
             *(f"{prefix}-selection", self.selection, f"{prefix}-batching", self.batching),
             *(f"{prefix}-tuning", self.tuning, f"{prefix}-anchor", self.anchor),
             *(f"{prefix}-coverage-threshold", str(self.coverage_threshold)),
+            *(f"{prefix}-coverage-mean-over", self.coverage_mean_over),
             *(f"{prefix}-base-budget", str(self.base_budget(study_budget))),
         ]
 
@@ -94,6 +96,12 @@ ARMS: Mapping[str, Arm] = {
             title="ours, p = 0.3",
             tuning="makespan",
             coverage_threshold=0.3,
+        ),
+        Arm(
+            name="ours-token-mean",
+            title="ours, coverage held as a mean over tokens",
+            tuning="makespan",
+            coverage_mean_over="tokens",
         ),
         Arm(name="half", title="half the fixed budget", budget_share=0.5),
         Arm(

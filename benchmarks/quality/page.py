@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,7 +19,7 @@ from quality.tasks import Task, study_of
 BEGIN, END = "<!-- made by benchmarks/quality.py --page -->", "<!-- end -->"
 _MARKED = re.compile(f"({re.escape(BEGIN)}\n).*?({re.escape(END)})", re.DOTALL)
 PICTURE = "quality_proxy.svg"
-_NOTHING = "–"
+_NOTHING = "-"
 
 
 def rewrite(page: Path, result: Path) -> None:
@@ -134,16 +133,14 @@ def _by_place_words(task: Task) -> str:
 
 
 def _by_place(task: Task, arms: Mapping[str, Any]) -> str:
-    places = [f"{low}–{high - 1}" for low, high in zip(task.edges, task.edges[1:], strict=False)]
+    places = [f"{low}-{high - 1}" for low, high in zip(task.edges, task.edges[1:], strict=False)]
     if all(high - low == 1 for low, high in zip(task.edges, task.edges[1:], strict=False)):
         places = [str(low) for low in task.edges[:-1]]
     figure, scale, digits = ("loss", 1.0, 3) if task.chance is None else ("accuracy", 100.0, 1)
     rows = []
     for name in _ordered(arms):
         seeds = arms[name][f"{figure}_by_place"]
-        cells = [
-            _mean([seed[place] for seed in seeds], scale, digits) for place in range(len(places))
-        ]
+        cells = [_mean(values, scale, digits) for values in zip(*seeds, strict=True)]
         rows.append([f"`{name}`", *cells])
     return _table(("arm", *places), rows)
 
@@ -212,9 +209,8 @@ def _proxies(probed: Sequence[tuple[str, str, Proxy]]) -> str:
         "single budgets, where only documents differ. Mass is what dense attention over the same "
         "queries and keys puts into the blocks that the budget selects."
     )
-    return (
-        f"{words}\n\n{_table(header, rows)}\n\n![Coverage against mass and loss](images/{PICTURE})"
-    )
+    picture = f"![Coverage against attention mass and loss](images/{PICTURE})"
+    return f"{words}\n\n{_table(header, rows)}\n\n{picture}"
 
 
 def _budgets(tasks: Mapping[str, Any]) -> str:
@@ -230,17 +226,9 @@ def _budgets(tasks: Mapping[str, Any]) -> str:
 def _budget_table(task: str, probes: Mapping[str, Any], *, accuracy: bool) -> str:
     found = {name: by_budget(seeds, accuracy=accuracy) for name, seeds in probes.items()}
     budgets = sorted(next(iter(found.values())))
-    show: Callable[[float], str] = (
-        (lambda value: f"{100 * value:.1f}") if accuracy else (lambda value: f"{value:.3f}")
-    )
+    scale, digits = (100.0, 1) if accuracy else (1.0, 3)
     rows = [
-        [
-            f"`{name}`",
-            *(
-                show(values[budget]) if not math.isnan(values[budget]) else _NOTHING
-                for budget in budgets
-            ),
-        ]
+        [f"`{name}`", *(_mean([values[budget]], scale, digits) for budget in budgets)]
         for name, values in found.items()
     ]
     return _table((f"{task}, budget", *map(str, budgets)), rows)
