@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,8 @@ class Arm:
     """One way to train. Names of its choices are those of ``SparseBalanceConfig``.
 
     Attributes:
-        dense_from: share of the steps after which attention is dense; 0 is dense throughout.
+        dense_from: share of the steps after which attention is dense; 0 is dense throughout,
+            infinity never, nor when the trained model is read.
         budget_share: of the study's base budget.
         replays: the arm whose executed budgets this one gives to other samples of the same step.
     """
@@ -31,7 +33,7 @@ class Arm:
     coverage_threshold: float = 0.1
     coverage_mean_over: CoverageMeanOver = "samples"
     budget_share: float = 1.0
-    dense_from: float = 1.0
+    dense_from: float = math.inf
     replays: str | None = None
 
     def base_budget(self, study_budget: int) -> int:
