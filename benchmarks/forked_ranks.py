@@ -129,15 +129,17 @@ def _run(
         process.start()
         started.append(process)
     deadline_s = time.monotonic() + timeout_s
-    while True:
-        exit_codes = [process.exitcode for process in started]
-        failed = [code for code in exit_codes if code not in (None, 0)]
-        late = time.monotonic() > deadline_s
-        if failed or late or None not in exit_codes:
-            break
-        running = [process.sentinel for process in started if process.exitcode is None]
-        connection.wait(running, max(0.0, deadline_s - time.monotonic()))
-    _end(started)
+    try:
+        while True:
+            exit_codes = [process.exitcode for process in started]
+            failed = [code for code in exit_codes if code not in (None, 0)]
+            late = time.monotonic() > deadline_s
+            if failed or late or None not in exit_codes:
+                break
+            running = [process.sentinel for process in started if process.exitcode is None]
+            connection.wait(running, max(0.0, deadline_s - time.monotonic()))
+    finally:
+        _end(started)
     if failed:
         return failed[0]
     return None if late else 0
