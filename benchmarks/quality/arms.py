@@ -76,7 +76,7 @@ ARMS: Mapping[str, Arm] = {
         Arm(
             name="fixed-lookahead",
             title="fixed budget, the mean of a query block selects",
-            selection="query-block",
+            selection="query-block-lookahead",
         ),
         Arm(
             name="fixed-previous-block",

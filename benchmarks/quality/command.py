@@ -2,9 +2,10 @@
 """How well models learn under budgets that change, against dense attention and fixed budgets.
 
 Every arm trains a small GPT of its own in Megatron's loop through the plugin: two data-parallel
-ranks over gloo, one thread each. All arms of a seed have the same documents in the same global
-batches and the same initial weights. The models are scored on held-out documents, with the
-attention that they were trained with at the base budget, and with dense attention.
+ranks over gloo, one thread each. Two idle cores take hours for all. All arms of a seed have the
+same documents in the same global batches and the same initial weights. The models are scored on
+held-out documents, with the attention that they were trained with at the base budget, and with
+dense attention.
 
 Arms run seed by seed, what the others are compared with first. A run that has finished with the
 same settings is not run again, and --json is brought up to date after every run, so that the
