@@ -18,6 +18,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Calibration = Literal["measured", "stages", "off"]
 EvaluationAttention = Literal["sparse", "dense"]
 CoverageTarget = Literal["threshold", "base"]
+CoverageMeanOver = Literal["samples", "tokens"]
 Planning = Literal["ahead", "on-demand"]
 AttentionImplementation = Literal["auto", "triton", "blocks", "tokens", "reference"]
 
@@ -84,6 +85,10 @@ class SparseBalanceConfig:
     coverage_target: CoverageTarget = "base"
     """What makespan tuning keeps besides the threshold: the samples' mean coverage at that of the
     base budgets or above, over this step's and the next samples, or nothing (the fastest step)."""
+
+    coverage_mean_over: CoverageMeanOver = "samples"
+    """What coverage target base takes the mean over: every sample counts alike, or every token, so
+    that long samples count for more."""
 
     max_tokens_per_micro_batch: int | None = None
     """Token cap of a micro-batch; default: micro batch size x sequence length."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from sparsebalance_megatron.config import CoverageMeanOver
 from sparsebalance_megatron.plan.budgets.price import horizon_steps
 from sparsebalance_megatron.plan.measurement import StepMeasurement
 from sparsebalance_megatron.plan.planned_step import PlannedStep
@@ -18,13 +19,15 @@ class CoverageLedger:
 
     Args:
         global_batch_size: samples of a step.
+        mean_over: what a sample counts in the sum: 1, or its tokens over the mean of its step.
 
     Attributes:
         balance: coverage of base budgets less what was executed, over all steps; negative is saved.
     """
 
-    def __init__(self, global_batch_size: int) -> None:
+    def __init__(self, global_batch_size: int, mean_over: CoverageMeanOver = "samples") -> None:
         self.balance = 0.0
+        self._mean_over = mean_over
         self._samples = global_batch_size
         self._steps = horizon_steps(global_batch_size)
 
@@ -33,7 +36,8 @@ class CoverageLedger:
         totals = measured.coverage
         if totals.count:
             limit = _LIMIT * self._samples * self._steps
-            balance = self.balance + (totals.base_mean - totals.executed_mean) * self._samples
+            lost = totals.lost_by_token if self._mean_over == "tokens" else totals.lost
+            balance = self.balance + lost * self._samples
             self.balance = min(max(balance, -limit), limit)
 
     def snapshot(self) -> float:

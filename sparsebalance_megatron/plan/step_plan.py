@@ -19,6 +19,7 @@ import numpy as np
 from sparsebalance_megatron.config import (
     Anchor,
     Batching,
+    CoverageMeanOver,
     CoverageTarget,
     SparseBalanceConfig,
     Tuning,
@@ -72,6 +73,7 @@ class PlanPolicy:
     max_tokens_per_slot: int
     plan_ms: float = 4.0
     coverage_target: CoverageTarget = "threshold"
+    coverage_mean_over: CoverageMeanOver = "samples"
 
     @classmethod
     def from_config(cls, config: SparseBalanceConfig, max_tokens_per_slot: int) -> PlanPolicy:
@@ -82,6 +84,7 @@ class PlanPolicy:
             anchor=config.anchor,
             coverage_threshold=config.coverage_threshold,
             coverage_target=config.coverage_target,
+            coverage_mean_over=config.coverage_mean_over,
             base_budget=config.base_budget,
             block_size=config.block_size,
             max_tokens_per_slot=max_tokens_per_slot,
