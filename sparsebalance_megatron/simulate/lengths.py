@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 
 MAX_TOKENS = 65536
+_LONGEST_TOKENS = 2**30
+"""Of a length in a file; a thousand times what models are trained on."""
 
 
 class WorkloadError(ValueError):
@@ -80,10 +82,18 @@ def read_lengths(path: Path) -> np.ndarray:
     try:
         values = json.loads(text) if text.lstrip().startswith("[") else text.split()
         lengths = [int(str(value)) for value in values]
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise WorkloadError(
             f"{path}: expected a JSON list of lengths, or one per line: {error}"
         ) from None
-    if not lengths or min(lengths) < 1:
-        raise WorkloadError(f"{path}: needs at least one length, all of at least 1 token")
+    if not lengths or min(lengths) < 1 or max(lengths) > _LONGEST_TOKENS:
+        raise WorkloadError(
+            f"{path}: needs at least one length, all from 1 to {_LONGEST_TOKENS} tokens"
+        )
     return np.array(lengths, dtype=np.int64)
+
+
+def check_seed(seed: int) -> None:
+    """Raise :class:`WorkloadError` for a ``--seed`` that no generator takes."""
+    if seed < 0:
+        raise WorkloadError(f"--seed {seed}: must be at least 0")

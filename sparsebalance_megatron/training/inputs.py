@@ -11,6 +11,7 @@ import torch
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import CostTable
+from sparsebalance_megatron.cost.table_doubts import doubts
 from sparsebalance_megatron.data.samples import SampleIndex, Split
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
@@ -159,7 +160,10 @@ def _cost_model(settings: RunSettings, config: SparseBalanceConfig, device_type:
     if config.dry_run is not None:  # not necessarily where training will run
         identity = replace(identity, device=table.identity.device)
     table.check_matches(identity)
-    return CostModel.fit(table)
+    model = CostModel.fit(table)
+    for doubt in doubts(table, model):
+        warnings.warn(doubt, stacklevel=2)
+    return model
 
 
 def counted_cost_model(settings: RunSettings, config: SparseBalanceConfig) -> CostModel:
