@@ -21,6 +21,7 @@ from torch import Tensor
 
 from sparsebalance_megatron.convert.errors import ConvertError, listed
 from sparsebalance_megatron.convert.mapping import Parameter, is_recomputed
+from sparsebalance_megatron.json_file import UnreadableFileError, read_json
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -34,6 +35,8 @@ COMPANIONS = (
     *("tokenizer.model", "chat_template.jinja", "chat_template.json"),
 )
 """Files that ``save_pretrained`` of a model or a tokenizer may have written."""
+
+_SHOWN_CHARACTERS = 80
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _METADATA = {"format": "pt"}
@@ -137,13 +140,28 @@ def _paths(directory: Path) -> list[Path]:
                 "save_pretrained (safe serialisation) first"
             )
         return [directory / WHOLE]
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConvertError(f"{index}: no weight_map ({error})") from error
+    names = _shards(index)
     if absent := [name for name in names if not (directory / name).exists()]:
         raise ConvertError(f"{index}: files are missing: {listed(absent)}")
     return [directory / name for name in names]
+
+
+def _shards(index: Path) -> list[str]:
+    """The files that an index names, all of them beside it."""
+    try:
+        values = read_json(index)
+    except UnreadableFileError as error:
+        raise ConvertError(f"{index}: {error}; save the model with save_pretrained again") from error
+    weight_map = values.get("weight_map") if isinstance(values, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConvertError(f"{index}: no weight_map; save the model with save_pretrained again")
+    for name in weight_map.values():
+        if not isinstance(name, str) or name != Path(name).name or name in ("", ".."):
+            raise ConvertError(
+                f"{index}: weight_map names {str(name)[:_SHOWN_CHARACTERS]!r}; weights must lie "
+                "beside the index, as save_pretrained puts them"
+            )
+    return sorted(set(weight_map.values()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,6 +144,7 @@ def _sample_index(
         seed=settings.seed,
         split_weights=settings.split,
         split=split,
+        vocab_size=settings.shape.vocab_size,
     )
 
 
