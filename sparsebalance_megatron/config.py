@@ -43,7 +43,7 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "max_tokens_per_micro_batch": (lambda tokens: tokens >= 1, "must be at least 1 token"),
     "dry_run": (lambda ranks: 0 <= ranks <= 10**6, "must be a number of ranks, at most 1000000"),
 }
-"""Field -> which numbers it may be, and that in words; None, where a field allows it, needs none."""
+"""Field -> which numbers it may be, and that in words. None is for a field to allow."""
 
 
 class ConfigError(ValueError):

@@ -124,16 +124,16 @@ def _whole_directory(output: Path) -> Iterator[Path]:
         OutputError: if something cannot be written; ``output`` is as before then.
     """
     existed = output.exists()
-    partial = output / f".partial-{os.getpid()}"
+    unfinished = output / f".partial-{os.getpid()}"
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        for path in sorted(partial.iterdir()):
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        for path in sorted(unfinished.iterdir()):
             path.rename(output / path.name)
     except OSError as error:
         raise OutputError(f"--output {output}: cannot be written: {error.strerror}") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         if not existed and output.is_dir() and not any(output.iterdir()):
             output.rmdir()
 
@@ -160,10 +160,10 @@ def _from_hf(arguments: argparse.Namespace) -> None:
         progress = partial(progress_bar, command="convert", unit="parameter", extra="data")
         counts = read_weights(files, targets, model, progress)
     flags = _model_args(model, args)
-    with _whole_directory(arguments.output) as partial:
+    with _whole_directory(arguments.output) as unfinished:
         with redirect_stdout(io.StringIO()):
-            save_release(args, megatron_model, partial)
-        (partial / FLAGS_FILE).write_text(flags, encoding="utf-8")
+            save_release(args, megatron_model, unfinished)
+        (unfinished / FLAGS_FILE).write_text(flags, encoding="utf-8")
     print(f"{arguments.output}: {_describe(counts, args.params_dtype)}")
     print(f"vocabulary: {model.vocab_size} rows, {counts.padding_rows} more of zeros as padding")
     print(f"flags of the model, also in {arguments.output / FLAGS_FILE}:\n{flags}", end="")
@@ -188,9 +188,9 @@ def _to_hf(arguments: argparse.Namespace) -> None:
     with redirect_stdout(io.StringIO()):
         values = saved.load(megatron_model)
     plans = plan_weights(values, model, dtype)
-    with _whole_directory(arguments.output) as partial:
-        files = write_weights(partial, plans)
-        copied = copy_companions(arguments.hf_config, partial, dtype)
+    with _whole_directory(arguments.output) as unfinished:
+        files = write_weights(unfinished, plans)
+        copied = copy_companions(arguments.hf_config, unfinished, dtype)
     counts = TransferCounts(
         tensors=len(plans),
         parameters=len(parameters(model)),

@@ -151,7 +151,9 @@ def _shards(index: Path) -> list[str]:
     try:
         values = read_json(index)
     except UnreadableFileError as error:
-        raise ConvertError(f"{index}: {error}; save the model with save_pretrained again") from error
+        raise ConvertError(
+            f"{index}: {error}; save the model with save_pretrained again"
+        ) from error
     weight_map = values.get("weight_map") if isinstance(values, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConvertError(f"{index}: no weight_map; save the model with save_pretrained again")

@@ -203,9 +203,7 @@ def _checked_index(path: Path) -> _Index:
     lengths, byte_offsets, boundaries = columns
     if lengths.min() < 0:
         raise DataError(f"{path}: damaged: a sequence length is negative; {_REWRITE}")
-    index = _Index(
-        lengths_tokens=lengths, boundaries=boundaries, dtype_code=header.dtype_code
-    )
+    index = _Index(lengths_tokens=lengths, boundaries=boundaries, dtype_code=header.dtype_code)
     if not np.array_equal(byte_offsets, index.token_ends[:-1] * index.token_bytes):
         raise DataError(f"{path}: damaged: sequences do not follow one another; {_REWRITE}")
     in_order = len(boundaries) >= 2 and np.diff(boundaries).min() >= 0

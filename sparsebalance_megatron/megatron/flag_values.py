@@ -50,9 +50,7 @@ def check_values(args: Namespace) -> None:
             raise ConfigError(f"{_flag(name)} {value}: must be from {least} to {most}")
     heads, groups = get("num_attention_heads"), get("num_query_groups")
     if get("group_query_attention") and heads and groups and heads % groups:
-        raise ConfigError(
-            f"--num-query-groups {groups}: must divide --num-attention-heads {heads}"
-        )
+        raise ConfigError(f"--num-query-groups {groups}: must divide --num-attention-heads {heads}")
     if get("use_checkpoint_args"):
         return
     for names, remedy in (

@@ -69,6 +69,7 @@ def _plan_and_print(device_type: str, argv: Sequence[str]) -> None:
         from sparsebalance_megatron.megatron.arguments import config_from_args
         from sparsebalance_megatron.megatron.settings import RunSettings
         from sparsebalance_megatron.megatron.unsupported_training import check_supported
+        from sparsebalance_megatron.telemetry.log_directory import LogDirectory
         from sparsebalance_megatron.training.dry_run_report import describe
         from sparsebalance_megatron.training.inputs import (
             CostedInputs,
@@ -84,6 +85,8 @@ def _plan_and_print(device_type: str, argv: Sequence[str]) -> None:
         print(line)
     config = config_from_args(args)
     check_supported(args, config)
+    if config.log_dir is not None and (remark := LogDirectory(config.log_dir).check()):
+        unchecked.append(remark)
     with one_line_refusals():
         settings = RunSettings.from_args(args)
     inputs = read_inputs(settings, config, device_type)
