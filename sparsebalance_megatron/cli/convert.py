@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         _check_output(arguments.output)
     if arguments.direction == "to-hf":
         if arguments.passed_on:
-            raise ConfigError("convert to-hf takes no flags after --")
+            raise ConfigError("convert to-hf takes no flags after --; drop them")
         _to_hf(arguments)
     elif arguments.print_flags:
         _print_flags(arguments)

@@ -79,7 +79,7 @@ class JsonLines:
     def __post_init__(self) -> None:
         for path in self.paths:
             if not path.is_file():
-                raise DataError(f"--input {path}: no such file")
+                raise DataError(f"--input {path}: no such file; give files of JSON lines")
 
     @property
     def total_bytes(self) -> int:

@@ -36,9 +36,7 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path: Path) -> No
         text=True,
     ) as other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
-        with pytest.raises(
-            LogDirectoryError, match=rf"\(process {other.pid} on .*own"
-        ):
+        with pytest.raises(LogDirectoryError, match=rf"\(process {other.pid} on .*own"):
             LogDirectory(tmp_path).make(claim=True)
         LogDirectory(tmp_path).make(claim=False)
         other.kill()
