@@ -109,7 +109,7 @@ class _Settings:
         """Without a default, the key must be there."""
         value = self.get(key, default)
         if value is None:
-            raise ConvertError(f"{self._path}: no {self._prefix}{key}")
+            raise ConvertError(f"{self._path}: no {self._prefix}{key}; the key must be there")
         if isinstance(value, bool) or not isinstance(value, int | float):
             self.refuse(key, "must be a number")
         if abs(value) > _LARGEST_NUMBER:

@@ -144,7 +144,9 @@ def _open_checked(prefix: str) -> tuple[_Index, Any]:
     """Index and Megatron's ``IndexedDataset`` of a prefix whose files have passed every check."""
     index_path, data_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     for path in (index_path, data_path):
-        if not path.is_file():
+        with _readable(path):
+            is_file = path.is_file()
+        if not is_file:
             raise DataError(f"{path}: no such file; {_missing_remedy(prefix)}")
     index = _read_index(index_path)
     with _readable(data_path):

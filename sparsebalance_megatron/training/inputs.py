@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import platform
 import warnings
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 
+import numpy as np
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
@@ -111,7 +115,18 @@ def fingerprint(inputs: CostedInputs) -> dict[str, str]:
         "cost model": str(inputs.cost),
         "megatron-core": megatron_version(),
         "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "scipy": version("scipy"),
     }
+
+
+def processor() -> str:
+    """The model of this host's processor, as the system names it; else its architecture."""
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def job_shape(settings: RunSettings) -> JobShape:

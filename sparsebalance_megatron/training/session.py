@@ -8,7 +8,8 @@ that calls Megatron's schedules itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from os.path import commonpath
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.plan.scheduler import Scheduler, StateError
 from sparsebalance_megatron.profiling.startup import shared_cost_table
 from sparsebalance_megatron.telemetry.log_directory import LogDirectory, LogDirectoryError
-from sparsebalance_megatron.training.inputs import CostedInputs, Inputs, fingerprint
+from sparsebalance_megatron.training.inputs import CostedInputs, Inputs, fingerprint, processor
 from sparsebalance_megatron.training.resume import compare_runs, run_record
 from sparsebalance_megatron.training.run import Run, make_scheduler
+
+_SHOWN_CHARACTERS = 80
 
 SchedulerMaker = Callable[[CostedInputs], Scheduler]
 
@@ -96,7 +99,7 @@ class Session:
             print_rank_0("sparse balance: measuring the model's layers on rank 0")
             table = shared_cost_table(inputs.settings.command_line or (), inputs.config.log_dir)
             inputs = inputs.with_cost(CostModel.fit(table))
-        check_ranks_agree(fingerprint(inputs))
+        check_ranks_agree(fingerprint(inputs), {"processor": processor()})
         if inputs.config.log_dir is not None:
             self._log_directory = LogDirectory(inputs.config.log_dir)
             prepare_log_directory(self._log_directory, keep_in_place=resumed)
@@ -196,24 +199,51 @@ def _on_all_ranks[T](
 
 
 def check_ranks_agree(
-    fingerprint: Mapping[str, str], group: torch.distributed.ProcessGroup | None = None
+    fingerprint: Mapping[str, str],
+    circumstances: Mapping[str, str] | None = None,
+    group: torch.distributed.ProcessGroup | None = None,
 ) -> None:
     """Compare every rank's fingerprint with rank 0's; collective over the group.
 
+    Args:
+        circumstances: what may differ, and may be why the fingerprint does.
+
     Raises:
-        RankDisagreementError: on every rank alike, naming the entry, the ranks and the values.
+        RankDisagreementError: on every rank alike, naming the entries, the ranks and the values.
     """
-    gathered: list[Mapping[str, str]] = [{}] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(gathered, dict(fingerprint), group=group)
+    gathered: list[tuple[Mapping[str, str], Mapping[str, str]]]
+    gathered = [({}, {})] * torch.distributed.get_world_size(group)
+    mine = dict(fingerprint), dict(circumstances or {})
+    torch.distributed.all_gather_object(gathered, mine, group=group)
+    differences = _differences([entries for entries, _ in gathered])
+    if differences:
+        differences += _differences([entries for _, entries in gathered])
+        raise RankDisagreementError(
+            f"{'; '.join(differences)}; start every rank with the same flags, data and software"
+        )
+
+
+def _differences(gathered: Sequence[Mapping[str, str]]) -> list[str]:
+    """Entries that are not alike on all ranks, one phrase each."""
+    found = []
     for name in sorted(set().union(*gathered)):
         values = [other.get(name, "absent") for other in gathered]
         differing = [rank for rank, value in enumerate(values) if value != values[0]]
         if differing:
-            raise RankDisagreementError(
-                f"{name}: rank 0 has {values[0]!r}, rank {differing[0]} has "
-                f"{values[differing[0]]!r} (ranks that differ: {differing}); "
-                "start every rank with the same flags, data and software"
+            ours, theirs = _where_they_differ(values[0], values[differing[0]])
+            found.append(
+                f"{name}: rank 0 has {ours!r}, rank {differing[0]} has {theirs!r} (ranks that "
+                f"differ: {differing})"
             )
+    return found
+
+
+def _where_they_differ(first: str, second: str) -> tuple[str, str]:
+    """Both texts, or of long ones what begins shortly before their first difference."""
+    if max(len(first), len(second)) <= _SHOWN_CHARACTERS:
+        return first, second
+    start = max(0, len(commonpath([first, second])) - _SHOWN_CHARACTERS // 2)
+    return first[start : start + _SHOWN_CHARACTERS], second[start : start + _SHOWN_CHARACTERS]
 
 
 def _take_over(state: dict[str, Any], scheduler: Scheduler, record: Mapping[str, str]) -> None:
