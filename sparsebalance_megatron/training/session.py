@@ -247,7 +247,21 @@ def _where_they_differ(first: str, second: str) -> tuple[str, str]:
 
 
 def _take_over(state: dict[str, Any], scheduler: Scheduler, record: Mapping[str, str]) -> None:
-    """Go on from loaded state, and say what differs from the run that wrote it."""
-    differences = compare_runs(state.get("run", record), record)
-    for note in (*differences, *scheduler.load_state_dict(state)):
+    """Go on from loaded state, and say what differs from the run that wrote it.
+
+    Raises:
+        StateError: if it cannot be continued, or is damaged.
+    """
+    try:
+        differences = compare_runs(state.get("run", record), record)
+        notes = (*differences, *scheduler.load_state_dict(state))
+    except StateError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        reason = str(error).partition("\n")[0][:_SHOWN_CHARACTERS]
+        raise StateError(
+            f"the plugin's state in the checkpoint is damaged ({type(error).__name__}: {reason}); "
+            "resume from another checkpoint, or with --finetune"
+        ) from error
+    for note in notes:
         print_rank_0(f"sparse balance: resumed: {note}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of Hugging Face that are damaged or out of reach, and checkpoints that cannot be loaded."""
+"""Models and tokenizers of Hugging Face that are damaged, foreign, or out of reach."""
 
 from __future__ import annotations
 
