@@ -27,6 +27,12 @@ settings.register_profile(
 settings.load_profile("sparse-balance")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--damage", type=int, default=120, help="damaged copies of every file format to read"
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked ``gpu`` where no CUDA device is visible."""
     marked = [item for item in items if "gpu" in item.keywords]

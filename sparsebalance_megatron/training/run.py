@@ -38,6 +38,7 @@ class Run:
         scheduler: plans its steps; it has taken over what state there is.
         record: of :func:`.resume.run_record`.
         resumed: whether logs go on from those of an earlier run.
+        extra_steps: trained before, beyond what the samples consumed make at this batch size.
         device: where the model runs.
         after_step: called when a step has been learnt from, where its state may be kept.
 
@@ -51,17 +52,20 @@ class Run:
         *,
         record: Mapping[str, str],
         resumed: bool,
+        extra_steps: int,
         device: torch.device,
         after_step: Callable[[], None],
     ) -> None:
         self._inputs = inputs
         self.scheduler = scheduler
         self.record = dict(record)
+        self.extra_steps = extra_steps
         self._place = place = _rank_place()
         job = inputs.job
         self.monitor = StepMonitor(
             inputs,
             after_step=after_step,
+            extra_steps=extra_steps,
             scheduler=scheduler,
             recorder=MicroBatchRecorder(
                 HostClock() if device.type == "cpu" else CudaEventClock(),

@@ -38,6 +38,7 @@ class StepMonitor:
 
     Args:
         after_step: called when a step has been learnt from, where state may be kept.
+        extra_steps: what the trainer's iterations count beyond steps of this batch size.
         sinks: get every finished step.
         turns: where another run takes steps between this one's.
         clock: seconds.
@@ -51,6 +52,7 @@ class StepMonitor:
         inputs: CostedInputs,
         *,
         after_step: Callable[[], None],
+        extra_steps: int,
         scheduler: Scheduler,
         recorder: MicroBatchRecorder,
         reducer: StepReducer,
@@ -60,6 +62,7 @@ class StepMonitor:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._after_step = after_step
+        self._extra_steps = extra_steps
         self._scheduler = scheduler
         self._recorder = recorder
         self._reducer = reducer
@@ -137,9 +140,14 @@ class StepMonitor:
             self._step_ended_s = self._host_time.clock()
         self._begin_step()
 
+    @property
+    def _iteration(self) -> int:
+        """Of the running step, as the trainer's own log counts it."""
+        return self._step + 1 + self._extra_steps
+
     def _stop_on_mismatch(self, measured: StepMeasurement) -> None:
         if measured.digest_mismatches:
-            self._sinks.write_mismatches(self._step + 1, measured.digest_mismatches)
+            self._sinks.write_mismatches(self._iteration, measured.digest_mismatches)
             raise PlanMismatchError(
                 f"step {self._step}: {measured.digest_mismatches} ranks executed another plan than "
                 "rank 0; check that all ranks run the same software on the same data"
@@ -171,7 +179,7 @@ class StepMonitor:
         host_ms = self._host_time.take_ms()
         with self._host_time.counted("log"):
             finished = FinishedStep(
-                iteration=self._step + 1,
+                iteration=self._iteration,
                 iteration_ms=None
                 if previous_s is None
                 else (self._step_ended_s - previous_s) * 1e3,
