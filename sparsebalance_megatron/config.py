@@ -68,7 +68,7 @@ class SparseBalanceConfig:
     base_budget: int = 32
     """KV blocks a query may read before tuning, its own block included (MoBA's top-k)."""
 
-    selection: Granularity = "query-block-lookahead"
+    selection: Granularity = "token-kv-head"
     """Who selects: a token per KV head, or a token per query head (MoBA's exact semantics); a block
     of queries per KV head, by the mean of the block before it (previous-block), by its first query
     (first-query) or by the mean of its own queries (query-block-lookahead). The last looks ahead:

@@ -30,7 +30,7 @@ FLAGS: dict[str, tuple[Any, Any]] = {
             "first-query",
             "query-block-lookahead",
         ),
-        "query-block-lookahead",
+        "token-kv-head",
     ),
     "--sparse-balance-attention": (("auto", "triton", "blocks", "tokens", "reference"), "auto"),
     "--sparse-balance-eval-attention": (("sparse", "dense"), "sparse"),

@@ -34,7 +34,7 @@ def budgeted_attention(
     *,
     block_size: int,
     softmax_scale: float,
-    selection: Granularity = "query-block-lookahead",
+    selection: Granularity = "token-kv-head",
     implementation: AttentionImplementation = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of packed documents, each query reading the best blocks its budget allows.
