@@ -18,6 +18,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Calibration = Literal["measured", "stages", "off"]
 EvaluationAttention = Literal["sparse", "dense"]
 CoverageTarget = Literal["threshold", "base"]
+ContextParallel = Literal["static", "dynamic"]
 Planning = Literal["ahead", "on-demand"]
 AttentionImplementation = Literal["auto", "triton", "blocks", "tokens", "reference"]
 
