@@ -98,6 +98,10 @@ class SparseBalanceConfig:
     """Cost table measured by `sparse-balance profile`, or auto to measure at start-up on rank 0;
     without one, costs are counted operations."""
 
+    gigabytes_per_second: float | None = None
+    """What a rank receives keys and values with where ranks share a sample; default: as measured in
+    the cost table, or 50."""
+
     overlong: Overlong = "split"
     """What happens to a document longer than the sequence length."""
 
@@ -147,6 +151,11 @@ class SparseBalanceConfig:
             self.plan_ms is None or 0.0 <= self.plan_ms < float("inf"),
             "plan_ms",
             "must be finite, at least 0 ms",
+        )
+        self._require(
+            self.gigabytes_per_second is None or 0.0 < self.gigabytes_per_second < float("inf"),
+            "gigabytes_per_second",
+            "must be finite and above 0",
         )
         self._require(self.window >= 1, "window", "must be at least 1 global batch")
         self._require(self.log_megabytes >= 1, "log_megabytes", "must be at least 1 MB")

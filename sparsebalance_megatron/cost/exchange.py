@@ -11,9 +11,9 @@ from sparsebalance_megatron.cost.parts import Direction
 
 NOMINAL_GIGABYTES_PER_SECOND = 50.0
 """That a rank receives, where nothing was measured: about one 400 Gb/s network card each."""
-TRANSFERS: Mapping[Direction, float] = {Direction.FORWARD: 1.0, Direction.BACKWARD: 2.0}
-"""A forward gathers keys and values. A backward gathers them again and scatters their gradients."""
 _BYTES_PER_MS_AND_GIGABYTE = 1e6
+_ELEMENT_BYTES: Mapping[str, float] = {"float64": 8.0, "float32": 4.0}
+"""Of data types wider than two bytes."""
 
 
 def ms_per_byte(gigabytes_per_second: float) -> float:
@@ -30,15 +30,33 @@ def received_bytes(tokens: float, width: int, bytes_per_token: float) -> float:
 class Exchange:
     """Costs of a slot that several ranks share. Nothing of it is taken to overlap with work.
 
+    A forward gathers keys and values. A backward gathers them again and scatters their gradients.
+
     Attributes:
         bytes_per_token: keys and values of a token in a layer, on one tensor-parallel rank.
+        gradient_bytes_per_token: likewise, of their gradients.
         ms_per_byte: of what a rank receives.
         loss: by which share the work of a rank exceeds an even split of the whole.
     """
 
     bytes_per_token: float = 0.0
+    gradient_bytes_per_token: float = 0.0
     ms_per_byte: float = ms_per_byte(NOMINAL_GIGABYTES_PER_SECOND)
     loss: float = 0.05
+
+    @classmethod
+    def of(cls, kv_heads: int, head_dim: int, dtype: str = "bfloat16") -> Exchange:
+        """That of a model, at the nominal bandwidth.
+
+        Args:
+            kv_heads: of a tensor-parallel rank.
+            dtype: torch's name without the prefix; gradients travel in float32 at least.
+        """
+        elements, element_bytes = 2.0 * kv_heads * head_dim, _ELEMENT_BYTES.get(dtype, 2.0)
+        return cls(
+            bytes_per_token=elements * element_bytes,
+            gradient_bytes_per_token=elements * max(element_bytes, 4.0),
+        )
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -50,7 +68,9 @@ class Exchange:
 
         One of width W takes (W - 1) / W of that.
         """
-        return TRANSFERS[direction] * self.bytes_per_token * self.ms_per_byte
+        backward = direction is Direction.BACKWARD
+        received = self.bytes_per_token + backward * self.gradient_bytes_per_token
+        return received * self.ms_per_byte
 
     def share(self, width: int) -> float:
         """Of the work of a slot, what each of its ranks does."""

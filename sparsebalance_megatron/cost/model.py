@@ -121,7 +121,7 @@ class CostModel:
         return cls(
             block_size=block_size,
             work=work,
-            exchange=Exchange(bytes_per_token=kv_bytes_per_token(identity.shape, identity.dtype)),
+            exchange=_measured_exchange(table),
             forward_ms=fitted[Direction.FORWARD],
             backward_ms=fitted[Direction.BACKWARD],
             source=f"{len(table.rows)} measurements of {table.date} on {identity.device}, "
@@ -162,19 +162,27 @@ class CostModel:
             forward_ms=forward_ms,
             backward_ms=backward_ms,
             work=work,
-            exchange=Exchange(bytes_per_token=kv_bytes_per_token(shape)),
+            exchange=_exchange(shape),
             source=f"counted operations at {flops_per_ms:.3g} per ms",
         )
 
 
-def kv_bytes_per_token(shape: ModelShape, dtype: str = "bfloat16") -> float:
-    """Bytes of the keys and values of a token in a layer, on one tensor-parallel rank.
+def _exchange(shape: ModelShape, dtype: str = "bfloat16") -> Exchange:
+    kv_heads = max(1, shape.num_query_groups // shape.tensor_parallel_size)
+    return Exchange.of(kv_heads, shape.head_dim, dtype)
 
-    Args:
-        dtype: torch's name without the prefix.
+
+def _measured_exchange(table: CostTable) -> Exchange:
+    """The model's, at the measured time per byte where there is one.
+
+    Least squares on relative errors: with x bytes per measured ms, sum(x) / sum(x^2) ms per byte.
     """
-    heads = max(1, shape.num_query_groups // shape.tensor_parallel_size)
-    return 2.0 * heads * shape.head_dim * (4.0 if dtype == "float32" else 2.0)
+    exchange = _exchange(table.identity.shape, table.identity.dtype)
+    bytes_per_ms = np.array([row.received_bytes / row.ms_median for row in table.exchanges])
+    if not len(bytes_per_ms):
+        return exchange
+    fitted = float(bytes_per_ms.sum() / (bytes_per_ms**2).sum())
+    return replace(exchange, ms_per_byte=float(f"{fitted:.6g}"))
 
 
 def fit_errors(model: CostModel, table: CostTable) -> dict[tuple[Part, Direction], FitError]:

@@ -164,6 +164,17 @@ class StepProblem:
         times_2RPVM = self.times_2RPVM(arrangement, sample_2SC)
         return makespans_ms(times_2RPVM, widths_XM=arrangement.widths_RM)
 
+    def search_ms(self, start: Arrangement, share: float) -> float:
+        """Ms of search: what the policy says, or a share of the step that search begins with."""
+        if self.policy.plan_ms is not None:
+            return self.policy.plan_ms
+        return share * rounded_ms(self.makespans_ms(start, self.expected_2SC).max())
+
+
+def rounded_ms(ms: float) -> float:
+    """To nine digits: sums of the same times in another order are a tie."""
+    return float(f"{ms:.8e}")
+
 
 def _check_widths(job: JobShape, policy: PlanPolicy) -> None:
     size, widest = job.context_parallel_size, policy.max_context_parallel

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named setups: the paper's two, and one at scale. The paper is arXiv:2604.13847."""
+"""Named setups: the paper's two, one at scale, and one of packed short documents. The paper is arXiv:2604.13847."""
 
 from __future__ import annotations
 
@@ -65,6 +65,15 @@ SETUPS: Mapping[str, Setup] = {
         pipeline_stages=4,
         tensor_parallel_size=4,
         micro_batch_size=1,
+        global_batch_size=512,
+    ),
+    "packed": Setup(
+        model="qwen2.5-3b",
+        data=("prolong",),
+        data_parallel_size=8,
+        pipeline_stages=4,
+        tensor_parallel_size=1,
+        micro_batch_size=4,
         global_batch_size=512,
     ),
 }

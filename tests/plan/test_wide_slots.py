@@ -15,8 +15,15 @@ from plan.plan_cases import cost_model, coverage_curves, job_shape, planned, pol
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.context_groups import Members, first_places, widest_slot
+from sparsebalance_megatron.plan.placement.wide_moves import Numbers, Rules, draw_moves
+from sparsebalance_megatron.plan.placement.wide_search import improve_widths
+from sparsebalance_megatron.plan.placement.wide_slots import Contents, SlotTable, WideSlots
+from sparsebalance_megatron.plan.placement.wide_start import wide_start
 from sparsebalance_megatron.plan.schedules.simulator import longest_through_ms, makespans_ms
+from sparsebalance_megatron.plan.schedules.wide_bounds import wide_bounds
+from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import PlanError
+from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
 SEEDS = st.integers(0, 2**32 - 1)
 SHAPES = st.sampled_from([(4, 4, 2, 1), (8, 2, 1, 1), (4, 4, 2, 2), (2, 3, 4, 1), (4, 1, 1, 1)])
@@ -174,7 +181,10 @@ def test_what_a_shared_slot_costs():
         "lengths_tokens": lengths
     }
     given_["cost"] = replace(
-        given_["cost"], exchange=Exchange(bytes_per_token=1000.0, ms_per_byte=1e-6, loss=0.1)
+        given_["cost"],
+        exchange=Exchange(
+            bytes_per_token=1000.0, gradient_bytes_per_token=2000.0, ms_per_byte=1e-6, loss=0.1
+        ),
     )
     shared = planned(**given_).expectation.times_2RPVM
     alone_job = replace(given_["job"], data_parallel_size=1, context_parallel_size=1)
@@ -182,10 +192,88 @@ def test_what_a_shared_slot_costs():
     layers, sequences = 2, 2
     constant = np.array([0.08 * layers + 0.11, 2 * (0.08 * layers + 0.11)])
     per_sequence = np.array([0.007, 0.014]) * layers * sequences
-    received = np.array([1, 2]) * sum(lengths) * 1000.0 * 1e-6 * layers * (width - 1) / width
+    received = np.array([1, 3]) * sum(lengths) * 1000.0 * 1e-6 * layers * (width - 1) / width
     work = alone[:, 0, 0, 0, 0] - constant - per_sequence
     wanted = constant + per_sequence + work * 1.1 / width + received
     np.testing.assert_allclose(shared[:, :, 0, 0, 0], np.tile(wanted[:, None], (1, 4)), rtol=1e-9)
+
+
+def test_planned_widths_are_never_slower_than_equal_ones():
+    for seed in range(3):
+        given_ = arguments((4, 4, 2, 1), seed, size=1, c=2, coverage_target="base")
+        equal = planned(**given_).expectation
+        dynamic = replace(given_["policy"], context_parallel="dynamic", max_context_parallel=4)
+        free = planned(**given_ | {"policy": dynamic}).expectation
+        assert free.makespan_ms <= equal.makespan_ms * (1 + 1e-8)
+        assert free.lower_bound_ms <= equal.lower_bound_ms * (1 + 1e-8)
+
+
+def test_a_giant_is_shared():
+    """One sample with most of the work: on one rank the step takes as long as it does."""
+    given_ = arguments((4, 4), 0, size=4, tuning="off")
+    given_["lengths_tokens"] = [60000, *[600] * 63]
+    alone = planned(**given_)
+    dynamic = replace(given_["policy"], context_parallel="dynamic", max_context_parallel=4)
+    shared = planned(**given_ | {"policy": dynamic})
+    assert {slot.width for slot in alone.slots} == {1}
+    (giant,) = (slot for slot in shared.slots if 0 in slot.samples)
+    assert giant.width == 4
+    assert shared.expectation.makespan_ms < 0.5 * alone.expectation.makespan_ms
+
+
+@settings(max_examples=20, deadline=None)
+@given(SHAPES, SEEDS, st.sampled_from(["spread", "equal", "giant"]))
+def test_no_placement_beats_the_bound_of_wide_slots(shape, seed, kind):
+    """Random placements of every width, at the least budgets."""
+    ranks, positions, _, _ = shape
+    given_ = arguments(shape, seed, kind=kind)
+    costs = step_costs(given_["lengths_tokens"], given_["job"], given_["cost"], given_["scales"])
+    samples = len(given_["lengths_tokens"])
+    sample_2SC = costs.sample_ms(np.ones((given_["job"].layers, samples)))
+    bound_ms = wide_bounds(sample_2SC, costs, ranks).bound_ms
+    generator = np.random.default_rng(seed)
+    for attempt in range(4):
+        widths_RM = random_widths(ranks, positions, ranks, seed + attempt)
+        places = np.unique(first_places(widths_RM))
+        slot_of_S = np.concatenate([places, generator.choice(places, samples - len(places))])
+        generator.shuffle(slot_of_S)
+        times = costs.slot_ms(sample_2SC, slot_of_S, widths_RM)
+        assert makespans_ms(times, widths_XM=widths_RM).max() >= bound_ms * (1 - 1e-12)
+
+
+@settings(max_examples=15, deadline=None)
+@given(SHAPES, SEEDS)
+def test_moves_say_what_the_slots_they_make_hold(shape, seed):
+    """Contents and times of a move are those of the placement after it."""
+    given_ = arguments(shape, seed)
+    problem = StepProblem.of(
+        PlanInputs(**given_ | {"lengths_tokens": (*given_["lengths_tokens"],)})
+    )
+    costs, sample_2SC = problem.costs, problem.expected_2SC
+    rules = Rules(cap_tokens=1 << 40, max_width=shape[0])
+    weights_S = sample_2SC.sum(axis=(0, 2))
+    contents = Contents(costs, sample_2SC)
+    state = WideSlots(wide_start(weights_S, costs, rules))
+    islands = [range(shape[0])]
+    numbers = Numbers()
+    for _ in range(6):
+        table = SlotTable(state, islands, contents)
+        moves = draw_moves(table, contents, weights_S, rules, numbers, 8)
+        for move in range(len(moves.kind_X)):
+            made = moves.made(move, table, weights_S)
+            held = sorted(sample for samples in made for sample in samples)
+            assert len(held) == len(set(held))
+            for y, samples in enumerate(made):
+                np.testing.assert_allclose(
+                    moves.contents_XYF[move, y], contents.of(list(samples)), rtol=1e-9, atol=1e-9
+                )
+                assert moves.width_XY[move, y] <= shape[0]
+    before = problem.makespans_ms(state.arranged(), sample_2SC).max()
+    after = improve_widths(state.arranged(), costs, sample_2SC, rules=rules, plan_ms=20.0)
+    assert problem.makespans_ms(after, sample_2SC).max() <= before * (1 + 0.06)
+    assert sorted(s for rank in after.samples for slot in rank for s in slot) == list(
+        range(len(weights_S))
+    )
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ _STRIDES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32])
 _MAX_ROUNDS = 24
 """What rises after that is left where it is."""
 _MAX_EVALUATED_TIMES = 1 << 21
+_MOST_TIMES_AT_ONCE = 1 << 16
+"""Beyond that the work of a call outweighs what it takes to make one."""
 
 
 def unit_growth_JCQ(costs: StepCosts, ladder: Ladder, slot_of_S: np.ndarray) -> np.ndarray:
@@ -129,10 +131,9 @@ class Filling:
         """Levels after the largest common stride that fits, and which islands rose at all, [I]."""
         stride_IXU = np.where(rising_IU[:, None], _STRIDES[:, None], 0)
         candidate_IXU = np.minimum(level_IU[:, None] + stride_IXU, LEVELS)
-        fits_IX = self._fits(islands_I, candidate_IXU, limit_ms)
-        rose_I = fits_IX[:, 0]
-        largest_I = np.maximum(fits_IX.sum(axis=1) - 1, 0)
-        risen_IU = candidate_IXU[np.arange(len(islands_I)), largest_I]
+        fitting_I = self._fitting(islands_I, candidate_IXU, limit_ms)
+        rose_I = fitting_I > 0
+        risen_IU = candidate_IXU[np.arange(len(islands_I)), np.maximum(fitting_I - 1, 0)]
         return np.where(rose_I[:, None], risen_IU, level_IU), rose_I
 
     def _go_on(
@@ -153,6 +154,27 @@ class Filling:
         stuck_I = ~rose_I & (fits_IU | ~rising_IU).all(axis=1)
         in_the_way_IU = rising_IU & (through_IU + together_I1 > limit_ms) & stuck_I[:, None]
         return rising_IU & fits_IU & ~_larger_half(added_IU, in_the_way_IU)
+
+    def _fitting(
+        self, islands_I: np.ndarray, candidate_IXU: np.ndarray, limit_ms: float
+    ) -> np.ndarray:
+        """How many of X candidates, none below the one before, meet the limit, [I].
+
+        Makespans only grow with levels, so where simulating costs more than calling it, halving
+        finds the same.
+        """
+        candidates = candidate_IXU.shape[1]
+        if candidate_IXU.size <= _MOST_TIMES_AT_ONCE:
+            return np.asarray(self._fits(islands_I, candidate_IXU, limit_ms).sum(axis=1))
+        low_I = np.zeros(len(islands_I), dtype=np.int64)
+        high_I = np.full(len(islands_I), candidates)
+        while len(open_I := np.flatnonzero(low_I < high_I)):
+            middle_I = (low_I[open_I] + high_I[open_I]) // 2
+            middle_I1U = candidate_IXU[open_I, middle_I][:, None]
+            fits_I = self._fits(islands_I[open_I], middle_I1U, limit_ms)[:, 0]
+            low_I[open_I] = np.where(fits_I, middle_I + 1, low_I[open_I])
+            high_I[open_I] = np.where(fits_I, high_I[open_I], middle_I)
+        return low_I
 
     def _fits(self, islands_I: np.ndarray, level_IXU: np.ndarray, limit_ms: float) -> np.ndarray:
         """Whether islands meet the limit with their units at X candidate levels, [I, X]."""

@@ -81,7 +81,7 @@ class Numbers:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What a slot must obey: tokens per rank, the widest, a block for every rank."""
+    """What slots that moves make obey: tokens per rank, the widest, a block for every rank."""
 
     cap_tokens: int
     max_width: int

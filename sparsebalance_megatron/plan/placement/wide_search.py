@@ -33,7 +33,7 @@ _OPERATIONS_EACH = 2
 """How many operations of independent pipelines one takes where ranks wait for one another."""
 _ROUND_OPERATIONS = 40_000
 """What a round takes besides."""
-_FIRST_TOLERANCE = 3e-3
+_FIRST_TOLERANCE = 1e-3
 _LAST_TOLERANCE = 6e-5
 """By which share a round may lengthen the island, at the beginning and at the end."""
 _WEIGHT_OF_MEAN = 0.05
@@ -154,12 +154,12 @@ class _WideSearch:
             times_XWMF[x, w, m] = made_XYF[x, y]
             widths_XWM[x, w, m] = moves.width_XY[x, y]
         width = self.rules.max_width
-        for x in np.flatnonzero(moves.kind_X == Kind.POSITIONS).tolist():
-            a, b, _ = moves.slot_3X[:, x]
+        for move in np.flatnonzero(moves.kind_X == Kind.POSITIONS).tolist():
+            a, b, _ = moves.slot_3X[:, move]
             first = local_R[table.rank_J[a]] // width * width
             part, pair = slice(first, first + width), table.position_J[[a, b]]
-            times_XWMF[x, part, pair] = times_XWMF[x, part, pair[::-1]]
-            widths_XWM[x, part, pair] = widths_XWM[x, part, pair[::-1]]
+            times_XWMF[move, part, pair] = times_XWMF[move, part, pair[::-1]]
+            widths_XWM[move, part, pair] = widths_XWM[move, part, pair[::-1]]
         return times_XWMF, widths_XWM
 
     def _apply(self, moves: Moves, move: int, table: SlotTable) -> None:

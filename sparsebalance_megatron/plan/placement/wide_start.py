@@ -20,24 +20,30 @@ from sparsebalance_megatron.plan.step_costs import StepCosts
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanError
 
 
-def wide_start(weights_S: np.ndarray, costs: StepCosts, rules: Rules) -> Arrangement:
+def wide_start(
+    weights_S: np.ndarray, costs: StepCosts, rules: Rules, most_over_mean: float = np.inf
+) -> Arrangement:
     """Samples in slots of the least width under the token cap, then as wide as places are left.
 
     A sample is given a slot of its own, with the least width at which its share of the tokens fits
-    under the cap; where no place is left for that, samples share slots, lightest first. Places that
-    are left widen the slots that weigh most per rank.
+    under the cap and its share of the weight is at most ``most_over_mean`` times the mean of all
+    places; where no place is left for that, samples share slots, lightest first. Places that are
+    left widen the slots that weigh most per rank.
 
     Args:
         weights_S: cost of every sample on a rank by itself.
 
     Raises:
-        PlanError: the samples have too few blocks for so many ranks, or too many tokens.
+        PlanError: the samples are too few for so many ranks, or have too many tokens.
     """
     slots = _Slots(weights_S, costs, rules)
     places = costs.job.slots
-    wanted_S = slots.least_widths()
+    least_S = slots.least_widths()
+    wanted_S = slots.light_widths(least_S, most_over_mean * float(weights_S.sum()) / places)
     for sample in np.lexsort((-weights_S, -wanted_S)).tolist():
         width = int(wanted_S[sample])
+        while width > places and width > least_S[sample]:
+            width //= 2
         if width <= places:
             slots.open(sample, width)
             places -= width
@@ -68,6 +74,19 @@ class _Slots:
             width_S[over_S] *= 2
         return width_S
 
+    def light_widths(self, least_S: np.ndarray, most_weight: float) -> np.ndarray:
+        """[S] with at most so much weight per rank, as far as blocks go round."""
+        width_S = least_S.copy()
+        while True:
+            grows_S = (
+                (self.weights_S > most_weight * width_S)
+                & (2 * width_S <= self.rules.max_width)
+                & (self.blocks_S >= 2 * width_S)
+            )
+            if not grows_S.any():
+                return width_S
+            width_S[grows_S] *= 2
+
     def no_room(self, sample: int) -> PlanError:
         return PlanError(
             f"sample {sample} ({self.tokens_S[sample]} tokens) fits in no slot of "
@@ -97,20 +116,20 @@ class _Slots:
         self.blocks_J[slot] += self.blocks_S[sample]
 
     def widen(self, places: int) -> int:
-        """Double the slot with the most weight per rank that has the blocks; places it took."""
+        """Double the slot with the most weight per rank; places it took.
+
+        One with a block for every rank, if there is any: others compute padding on some.
+        """
         wider_J = 2 * self.width_J
-        able_J = (
-            (self.width_J > 0)
-            & (wider_J <= self.rules.max_width)
-            & (self.width_J <= places)
-            & (self.blocks_J >= wider_J)
-        )
+        able_J = (self.width_J > 0) & (wider_J <= self.rules.max_width) & (self.width_J <= places)
         if not able_J.any():
             raise PlanError(
-                f"{len(self.weights_S)} samples of {int(self.blocks_S.sum())} blocks cannot give "
-                f"every rank a block at every position with slots of up to {self.rules.max_width} "
-                "ranks; raise --micro-batch-size or lower --context-parallel-size"
+                f"{len(self.weights_S)} samples cannot fill every position of every rank with "
+                f"slots of up to {self.rules.max_width} ranks; raise --micro-batch-size or lower "
+                "--context-parallel-size"
             )
+        enough_J = able_J & (self.blocks_J >= wider_J)
+        able_J = enough_J if enough_J.any() else able_J
         slot = int(np.where(able_J, self.weight_J / np.maximum(self.width_J, 1), -1.0).argmax())
         self.width_J[slot] *= 2
         return int(self.width_J[slot]) // 2
