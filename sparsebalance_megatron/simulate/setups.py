@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named setups: the paper's two, one at scale, and one of packed short documents. The paper is arXiv:2604.13847."""
+"""Named setups: the paper's two, one at scale, one of packed short documents.
+
+The paper is arXiv:2604.13847.
+"""
 
 from __future__ import annotations
 
