@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.selectors import SELECTORS
 from sparsebalance_megatron.attention.selectors.block_topk import BlockScores
+from sparsebalance_megatron.config import Granularity
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """out_THD of q_THD, k_TGD and v_TGD."""
@@ -53,11 +54,15 @@ class Case:
     block_size: int
     budget: int
     skewed: bool
+    selection: Granularity = "previous-block"
 
     @property
     def name(self) -> str:
         kind = "skewed" if self.skewed else "uniform"
-        return f"{self.tokens} tokens, block {self.block_size}, budget {self.budget}, {kind}"
+        return (
+            f"{self.tokens} tokens, block {self.block_size}, budget {self.budget}, {kind}, "
+            f"{self.selection}"
+        )
 
     @property
     def boundaries(self) -> list[int]:
@@ -68,33 +73,48 @@ class Case:
         return [self.budget, max(1, self.budget // 4)] if self.skewed else [self.budget]
 
 
-def cases(tokens: list[int], block_sizes: list[int]) -> Iterator[Case]:
+def cases(
+    tokens: list[int],
+    block_sizes: list[int],
+    selections: Sequence[Granularity] = ("previous-block",),
+) -> Iterator[Case]:
     """Densities of 6, 25 and 75 %, and the default budget."""
-    for row, block_size in itertools.product(tokens, block_sizes):
+    for row, block_size, selection in itertools.product(tokens, block_sizes, selections):
         blocks = -(-row // block_size)
         default = min(blocks, max(1, DEFAULT_TOKENS // block_size))
         budgets = {max(1, round(blocks * share)) for share in (0.03, 0.13, 0.5)}
         for budget in sorted(budgets | {default}):
-            yield Case(tokens=row, block_size=block_size, budget=budget, skewed=False)
-        yield Case(tokens=row, block_size=block_size, budget=default, skewed=True)
+            yield Case(
+                tokens=row,
+                block_size=block_size,
+                budget=budget,
+                skewed=False,
+                selection=selection,
+            )
+        yield Case(
+            tokens=row, block_size=block_size, budget=default, skewed=True, selection=selection
+        )
 
 
 def selection_of(case: Case, shape: Shape, device: torch.device) -> Selection:
     """The own block and random past ones."""
+    selector = SELECTORS[case.selection]
     layout = packed_layout(case.boundaries, case.block_size, device)
+    block_Q = layout.block_T if selector.by_token else layout.number_N
+    heads = shape.query_heads if selector.by_query_head else shape.kv_heads
     generator = torch.Generator(device).manual_seed(0)
-    scores_NGJ = torch.randn(
-        layout.blocks, shape.kv_heads, layout.max_blocks, generator=generator, device=device
+    scores_QCJ = torch.randn(
+        block_Q.shape[0], heads, layout.max_blocks, generator=generator, device=device
     )
-    later_NJ = torch.arange(layout.max_blocks, device=device) > layout.index_N[:, None]
+    later_QJ = torch.arange(layout.max_blocks, device=device) > layout.index_N[block_Q, None]
     scores = BlockScores(
-        by_token=False,
-        scores_QCJ=scores_NGJ.masked_fill_(later_NJ[:, None], -torch.inf),
+        by_token=selector.by_token,
+        scores_QCJ=scores_QCJ.masked_fill_(later_QJ[:, None], -torch.inf),
         softmax_scale=shape.softmax_scale,
         layout=layout,
     )
     budgets_S = torch.tensor(case.budgets, device=device)
-    return SELECTORS["query-block-lookahead"].select(scores, budgets_S, max_budget=case.budget)
+    return selector.select(scores, budgets_S, max_budget=case.budget)
 
 
 def inputs_of(case: Case, shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
@@ -110,11 +130,16 @@ def inputs_of(case: Case, shape: Shape, device: torch.device, dtype: torch.dtype
 
 def selected_pairs(selection: Selection, shape: Shape) -> int:
     """Query, key pairs that the selection lets be read, summed over query heads."""
-    layout = selection.query_layout
-    length_N1 = layout.length_N[:, None]
-    past_NG = (selection.counts_QC - 1) * length_N1 * layout.block_size
-    own_NG = length_N1 * (length_N1 + 1) // 2
-    return int((past_NG + own_NG).sum()) * (shape.query_heads // shape.kv_heads)
+    layout, heads = selection.query_layout, selection.counts_QC.shape[1]
+    if selection.by_token:
+        places_T = torch.arange(layout.tokens, device=layout.block_T.device)
+        own_Q1 = (places_T - layout.start_N[layout.block_T] + 1)[:, None]
+        readers_Q1 = torch.ones_like(own_Q1)
+    else:
+        readers_Q1 = layout.length_N[:, None]
+        own_Q1 = readers_Q1 * (readers_Q1 + 1) // 2
+    past_QC = (selection.counts_QC - 1) * readers_Q1 * layout.block_size
+    return int((past_QC + own_Q1).sum()) * (shape.query_heads // heads)
 
 
 def causal_pairs(case: Case, shape: Shape) -> int:
@@ -143,17 +168,19 @@ def dense(case: Case, shape: Shape) -> dict[str, Attend]:
 
 def sparse(case: Case, shape: Shape, selection: Selection) -> dict[str, Attend]:
     """Contenders that read the selected pairs, or as many. FlashMoBA knows one budget a row."""
-    contenders = {"triton": ours(selection, shape, "triton"), "flex": _flex(selection, shape)}
+    contenders = {"triton": ours(selection, shape, "triton")}
+    if not selection.by_token:
+        contenders["flex"] = _flex(selection, shape)
     if importlib.util.find_spec("flash_moba") is not None and not case.skewed:
         contenders["FlashMoBA"] = _flash_moba(case)
-    if importlib.util.find_spec("fla") is not None:
+    if importlib.util.find_spec("fla") is not None and not selection.by_token:
         contenders["fla nsa"] = _fla_nsa(selection, shape)
     return contenders
 
 
 def on_cpu(selection: Selection, case: Case, shape: Shape) -> dict[str, Attend]:
     """What can be run where there is no GPU; "triton" needs Triton's interpreter."""
-    names = ("triton", "blocks", "reference")
+    names = ("triton", "tokens" if selection.by_token else "blocks", "reference")
     return {name: ours(selection, shape, name) for name in names} | {
         "dense math": _dense(case, shape, SDPBackend.MATH)
     }

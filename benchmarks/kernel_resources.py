@@ -5,11 +5,11 @@
     python benchmarks/kernel_resources.py --candidates --json results.json
 
 Triton brings the compiler, the assembler and the disassembler for sm_90a. Per kernel: registers,
-spilled bytes and shared memory; and of its hot loop, the one over past blocks: instructions of a
-warp by kind, copies of later tiles that stay in flight, and the cycles of one turn that the tensor
-cores need for its products and the schedulers to issue its instructions. Cycles rank versions
-before a GPU is at hand; they are no times. ``--candidates`` takes other tile shapes than the
-table's too.
+spilled bytes and shared memory; and of its hot loop, the one over past blocks or, for selections by
+token, over tiles of the tokens that chose a block: instructions of a warp by kind, copies of later
+tiles that stay in flight, and the cycles of one turn that the tensor cores need for its products
+and the schedulers to issue its instructions. Cycles rank versions before a GPU is at hand; they are
+no times. ``--candidates`` takes other tile shapes than the table's too.
 """
 
 from __future__ import annotations
@@ -31,8 +31,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparsebalance_megatron.attention.impl.triton import backward_kernels, forward_kernel
-from sparsebalance_megatron.attention.impl.triton.tiles import Tile, tiles_for
+from sparsebalance_megatron.attention.impl.triton import (
+    backward_kernels,
+    forward_kernel,
+    token_backward_kernels,
+    token_forward_kernel,
+)
+from sparsebalance_megatron.attention.impl.triton.tiles import Tile, tiles_for, token_tiles_for
+from sparsebalance_megatron.attention.impl.triton.token_partials import resident_columns
 
 SHARED_BYTES = 227 * 1024
 """What one block of threads may have on an H100 or H200."""
@@ -45,13 +51,19 @@ KERNELS = {
     "forward": forward_kernel._forward_kernel,
     "query_gradient": backward_kernels._query_gradient_kernel,
     "key_gradient": backward_kernels._key_gradient_kernel,
+    "token_forward": token_forward_kernel._token_forward_kernel,
+    "token_query_gradient": token_backward_kernels._token_query_gradient_kernel,
+    "token_key_gradient": token_backward_kernels._token_key_gradient_kernel,
 }
 PRODUCTS = {"forward": 2, "query_gradient": 3, "key_gradient": 4}
+BY_TOKEN = "token_"
+"""What the names of kernels for selections by token begin with; the rest is their field's name."""
 
 _POINTERS = {
-    "*i64": {"own_blocks", "query_starts", "query_ends", "kv_starts", "kv_ends"},
-    "*i32": {"indices", "counts", "offsets", "queries", "item_list", "item_part", "item_parts"},
-    "*fp32": {"lse", "statistics", "parts"},
+    "*i64": {"own_blocks", "token_blocks", "query_starts", "query_ends", "kv_starts", "kv_ends"},
+    "*i32": {"indices", "counts", "offsets", "queries", "item_list", "item_part", "item_parts"}
+    | {"entries", "bounds"},
+    "*fp32": {"lse", "statistics", "parts", "part_lse", "delta", "sums"},
     "element": {"q", "k", "v", "out", "dout", "dq", "dk", "dv"},
 }
 _KINDS = {
@@ -89,20 +101,31 @@ class Resources:
         return self.loop_matrix_cycles / (self.loop_matrix_cycles + self.loop_issue_cycles)
 
 
+def tile_of(name: str, head_dim: int, element_bytes: int = 2) -> Tile:
+    """The table's tile shape for a kernel of ``KERNELS``."""
+    table = token_tiles_for if name.startswith(BY_TOKEN) else tiles_for
+    tile: Tile = getattr(table(head_dim, element_bytes), name.removeprefix(BY_TOKEN))
+    return tile
+
+
 def compiled(
     name: str, tile: Tile, *, element: str, block_size: int, head_dim: int, group: int = 8
 ) -> Any:
     """A kernel of ``KERNELS`` compiled for sm_90a, with the specialisations of training rows."""
     kernel = KERNELS[name]
-    rows, columns = _fitted(name, tile, block_size, group)
+    element_bytes = 4 if element == "fp32" else 2
+    rows, columns, column_tiles = _fitted(name, tile, block_size, group, head_dim, element_bytes)
     constants = {
         "KV_HEADS": 2,
         "GROUP": group,
+        "HEADS": group,
+        "ACCUMULATE": False,
         "HEAD_DIM": head_dim,
         "BLOCK_D": triton.next_power_of_2(head_dim),
         "BLOCK_SIZE": block_size,
         "TILE_ROWS": rows,
         "TILE_COLUMNS": columns,
+        "COLUMN_TILES": column_tiles,
         "PRECISION": "ieee",
     }
     names = kernel.arg_names
@@ -110,7 +133,7 @@ def compiled(
     source = ASTSource(
         kernel,
         signature,
-        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): value for name, value in constants.items() if name in names},
         {
             (place,): [["tt.divisibility", 16]]
             for place, name in enumerate(names)
@@ -147,8 +170,9 @@ def resources(
     loop = _hot_loop(code)
     if used is None or loop is None:
         raise RuntimeError(f"{name} kernel: no registers or no loop with products in {tile}")
-    rows, columns = _fitted(name, tile, block_size, group)
-    operations = PRODUCTS[name] * 2 * rows * columns * triton.next_power_of_2(head_dim)
+    rows, columns, column_tiles = _fitted(name, tile, block_size, group, head_dim, 2)
+    products = PRODUCTS[name.removeprefix(BY_TOKEN)]
+    operations = products * 2 * rows * columns * column_tiles * triton.next_power_of_2(head_dim)
     waits = [int(m[1], 16) for m in re.finditer(r"DEPBAR\.LE SB0, (0x\w+)", "\n".join(loop))]
     return Resources(
         registers=int(used[1]),
@@ -164,19 +188,29 @@ def resources(
 
 def candidates(name: str, head_dim: int) -> Iterator[Tile]:
     """Tile shapes around the table's; most do not fit."""
-    own = getattr(tiles_for(head_dim, 2), name)
+    own = tile_of(name, head_dim)
     sides = (64, 128) if head_dim <= 128 else (32, 64, 128)
     for rows, columns, warps, stages in itertools.product(sides, sides, (4, 8), (2, 3, 4)):
         yield replace(own, rows=rows, columns=columns, warps=warps, stages=stages)
 
 
-def _fitted(name: str, tile: Tile, block_size: int, group: int) -> tuple[int, int]:
-    """Rows and columns of a tile that fit a block, as the launchers of the kernels choose them."""
+def _fitted(
+    name: str, tile: Tile, block_size: int, group: int, head_dim: int, element_bytes: int
+) -> tuple[int, int, int]:
+    """Rows and columns of a tile that fit a block, and tiles of columns that a program keeps.
+
+    As the launchers of the kernels choose them.
+    """
+    columns, column_tiles = min(tile.columns, block_size), 1
     if name == "key_gradient":
         rows = min(tile.rows, block_size)
+    elif name.startswith(BY_TOKEN):
+        rows = tile.rows
     else:
         rows = forward_kernel.packed_rows(tile, group, block_size)
-    return rows, min(tile.columns, block_size)
+    if name in ("token_forward", "token_query_gradient"):
+        columns, column_tiles = resident_columns(tile, block_size, head_dim, element_bytes)
+    return rows, columns, column_tiles
 
 
 def _type(name: str, element: str) -> str:
@@ -214,7 +248,7 @@ def _kind(instruction: str) -> str:
 
 
 def _tiles(name: str, head_dim: int, every: bool) -> Iterator[Tile]:
-    own = getattr(tiles_for(head_dim, 2), name)
+    own = tile_of(name, head_dim)
     yield own
     if every:
         yield from (tile for tile in candidates(name, head_dim) if tile != own)
@@ -224,7 +258,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
     rows = []
     for head_dim, block_size, name in itertools.product(
-        options.head_dims, options.block_sizes, KERNELS
+        options.head_dims, options.block_sizes, options.kernels
     ):
         for tile in _tiles(name, head_dim, options.candidates):
             try:
@@ -248,7 +282,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _line(row: dict[str, Any]) -> str:
     tile = "{rows} x {columns}, {warps} warps, {stages} stages".format(**row["tile"])
     return (
-        f"{row['kernel']:<15} head dim {row['head_dim']:>3}, block {row['block_size']:>3}, "
+        f"{row['kernel']:<20} head dim {row['head_dim']:>3}, block {row['block_size']:>3}, "
         f"tile {tile}: {row['registers']} registers, {row['spilled_bytes']} bytes spilled "
         f"({row['loop_kinds'].get('spills', 0)} in the loop), {row['shared_bytes'] // 1024} KiB "
         f"shared{'' if row['fits'] else ' (too much)'}, {row['loop_instructions']} instructions, "
@@ -261,6 +295,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="file to write too")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128])
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[256])
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
     parser.add_argument("--candidates", action="store_true", help="other tile shapes too")
     return parser.parse_args(arguments)
 

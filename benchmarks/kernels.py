@@ -9,8 +9,8 @@ key pairs that the selection lets be read (4 D operations a pair forward, 10 D b
 (scores, coverage, guard, selection) and the index of the backward pass; how far the kernels' output
 lies from FlexAttention's. flash-attn, FlashMoBA and fla take part where they are installed. Memory
 is filled with NaN before a contender runs, and its results must be finite. The second-level cache
-is overwritten before every timed call. ``--tune`` instead times the tile shapes that
-``kernel_resources.py --candidates`` finds promising, one kernel's at a time.
+is overwritten before every timed call. ``--tune`` instead times, for selections by query block, the
+tile shapes that ``kernel_resources.py --candidates`` finds promising, one kernel's at a time.
 
 ``--device cpu`` runs all of it but the GPU contenders, with TRITON_INTERPRET=1 in the environment:
 it checks the benchmark, and its times say nothing. Without it, exits with status 2 where no CUDA
@@ -53,7 +53,9 @@ from sparsebalance_megatron.attention.coverage import guard_budgets
 from sparsebalance_megatron.attention.impl.triton import backward_kernels, forward_kernel
 from sparsebalance_megatron.attention.impl.triton.index import inverse_lists
 from sparsebalance_megatron.attention.impl.triton.tiles import Tile, tiles_for
+from sparsebalance_megatron.attention.impl.triton.token_lists import of_head
 from sparsebalance_megatron.attention.layout import PackedLayout
+from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.selectors import SELECTORS
 
 OPERATIONS_PER_PAIR = {"forward": 4, "backward": 10, "both": 14}
@@ -161,7 +163,10 @@ def main(arguments: list[str] | None = None) -> int:
     }
     deadline_s = time.monotonic() + 60 * options.minutes
     dense_results: dict[tuple[int, ...], dict[str, Any]] = {}
-    for case in cases(options.tokens, options.block_sizes):
+    selections = [
+        name for name in options.selections if not (options.tune and SELECTORS[name].by_token)
+    ]
+    for case in cases(options.tokens, options.block_sizes, selections):
         if time.monotonic() > deadline_s:
             results["left_out"].append(case.name)
             continue
@@ -186,10 +191,19 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--tokens", type=int, nargs="+", default=[65536, 8192, 16384, 32768, 131072, 262144]
     )
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[256, 128])
+    parser.add_argument(
+        "--selections",
+        nargs="+",
+        choices=list(SELECTORS),
+        default=["previous-block", "token-kv-head"],
+        help="who selects; default: previous-block token-kv-head",
+    )
     parser.add_argument("--query-heads", type=int, default=Shape.query_heads)
     parser.add_argument("--kv-heads", type=int, default=Shape.kv_heads)
     parser.add_argument("--head-dim", type=int, default=Shape.head_dim)
-    parser.add_argument("--tune", action="store_true", help="time other tile shapes")
+    parser.add_argument(
+        "--tune", action="store_true", help="time other tile shapes, for query blocks"
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument(
         "--minutes",
@@ -211,11 +225,7 @@ def _measured(
     results: dict[str, Any] = {
         "density": pairs / all_pairs,
         "router": _router(case, inputs, selection.query_layout, bench),
-        "index": _summary(
-            bench.times_ms({"index": lambda: _ignore(inverse_lists(selection, wanted_items=256))})[
-                "index"
-            ]
-        ),
+        "index": _summary(bench.times_ms({"index": lambda: _index(selection)})["index"]),
     }
     outputs: dict[str, Tensor] = {}
     if bench.device.type == "cuda":
@@ -286,7 +296,7 @@ def _router(
 ) -> dict[str, float]:
     """What a layer does before its attention: scores, coverage, guard, selection."""
     budgets_S = torch.tensor(case.budgets, device=bench.device)
-    selector = SELECTORS["query-block-lookahead"]
+    selector = SELECTORS[case.selection]
 
     def route() -> None:
         scores = selector.scores(
@@ -326,8 +336,13 @@ def _tuned(case: Case, bench: Bench, deadline_s: float) -> dict[str, Any]:
     return results
 
 
-def _ignore(_: Any) -> None:
-    """A step has no result."""
+def _index(selection: Selection) -> None:
+    """Inverts the lists, as the backward pass does; for selections by token, head by head."""
+    heads = selection.counts_QC.shape[1] if selection.by_token else 1
+    for head in range(heads):
+        inverse_lists(
+            of_head(selection, head) if selection.by_token else selection, wanted_items=256
+        )
 
 
 def _summary(times_ms: list[float]) -> dict[str, float]:

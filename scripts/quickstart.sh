@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Sets itself up, then trains a small GPT twice on the same samples in the same global batches: with
-# block-sparse attention at a fixed budget in order of arrival, and with balancing. Ends with a table
-# of both and runs/quickstart/summary.json.
+# block-sparse attention at a fixed budget in order of arrival, and with balancing. The two runs take
+# steps in turn, so that whatever else the machine does disturbs both alike. Ends with what made the
+# difference, a table of both and runs/quickstart/summary.json.
 #
 #   scripts/quickstart.sh         two ranks on two CPU cores; GPUs are hidden, so that every machine
 #                                 runs the same thing
@@ -107,29 +108,38 @@ measure_costs() {
         "${TRAINING_FLAGS[@]}"
 }
 
-# train NAME FLAG...: the whole output goes to a file, Megatron's log lines to the terminal too.
+# train NAME SIDE FLAG...: the whole output goes to a file, Megatron's log lines to the terminal too.
 train() {
-    local directory="${RUNS}/$1" status=0
-    shift
+    local name="$1" side="$2" directory="${RUNS}/$1" status=0
+    shift 2
     mkdir -p "${directory}"
     say "training: ${directory} (all output in ${directory}/train.log)"
     torchrun --nproc-per-node "${RANKS}" --standalone --local-addr 127.0.0.1 \
         -m sparsebalance_megatron.pretrain_gpt \
         "${TRAINING_FLAGS[@]}" \
         --sparse-balance-cost-table "${COST_TABLE}" \
+        --sparse-balance-in-turn "${RUNS}/turns:${side}" \
         --sparse-balance-log-dir "${directory}" "$@" 2>&1 |
-        tee "${directory}/train.log" | log_lines || status=$?
+        tee "${directory}/train.log" | log_lines "${name}" || status=$?
     if ((status)); then
         tail -n 40 "${directory}/train.log" >&2
         fail "training failed with status ${status}: the end of ${directory}/train.log is above"
     fi
 }
 
-log_lines() { awk '/iteration +[0-9]+\/|^sparse.balance/ { print; fflush() }'; }
+# Times of Megatron's own lines contain the other run's steps: they are left out here.
+log_lines() {
+    awk -v name="$1" '/iteration +[0-9]+\/|^sparse.balance/ {
+        gsub(/ *elapsed time per iteration \(ms\): [0-9.]+ \|/, ""); print name ": " $0; fflush()
+    }'
+}
 
 prepare_data
 measure_costs
-train baseline --sparse-balance-batching arrival --sparse-balance-tuning off
-train sparse_balance --sparse-balance-batching makespan --sparse-balance-tuning makespan
+trap 'jobs -p | xargs -r kill 2>/dev/null' EXIT
+train baseline first --sparse-balance-batching arrival --sparse-balance-tuning off &
+BASELINE_PID=$!
+train sparse_balance second --sparse-balance-batching makespan --sparse-balance-tuning makespan
+wait "${BASELINE_PID}"
 sparse-balance summary --baseline "${RUNS}/baseline" --run "${RUNS}/sparse_balance" \
     -o "${RUNS}/summary.json" --picture "${RUNS}/timeline.svg"

@@ -4,8 +4,9 @@
 Annotations stay evaluated here: Megatron's flag generator reads them as types.
 """
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Literal, get_args, get_origin
 
 Batching = Literal["arrival", "length", "latency", "makespan"]
 Tuning = Literal["off", "anchor", "makespan"]
@@ -19,8 +20,37 @@ Calibration = Literal["measured", "stages", "off"]
 EvaluationAttention = Literal["sparse", "dense"]
 CoverageTarget = Literal["threshold", "base"]
 ContextParallel = Literal["static", "dynamic"]
+CoverageMeanOver = Literal["samples", "tokens"]
 Planning = Literal["ahead", "on-demand"]
 AttentionImplementation = Literal["auto", "triton", "blocks", "tokens", "reference"]
+
+
+MAX_BLOCKS = 2**24
+"""Of a budget: beyond any document, and far from where 32-bit indices of blocks overflow."""
+
+RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "coverage_slack": (lambda slack: 0.0 <= slack < 1.0, "must lie in [0, 1)"),
+    "gigabytes_per_second": (
+        lambda bandwidth: 0.0 < bandwidth < float("inf"),
+        "must be finite and above 0",
+    ),
+    "block_size": (
+        lambda tokens: 1 <= tokens <= 2**20 and 2**20 % tokens == 0,
+        "must be a power of two, from 1 to 1048576 tokens",
+    ),
+    "base_budget": (
+        lambda blocks: 1 <= blocks <= MAX_BLOCKS,
+        f"must be at least 1 block (a query's own), at most {MAX_BLOCKS}",
+    ),
+    "coverage_threshold": (lambda share: 0.0 <= share < 1.0, "must lie in [0, 1)"),
+    "coverage_decay": (lambda weight: 0.0 <= weight < 1.0, "must lie in [0, 1)"),
+    "plan_ms": (lambda ms: 0.0 <= ms <= 10_000.0, "must be finite, from 0 to 10000 ms"),
+    "window": (lambda batches: 1 <= batches <= 1024, "must be 1 to 1024 global batches"),
+    "log_megabytes": (lambda size: 1 <= size <= 10**6, "must be 1 to 1000000 MB"),
+    "max_tokens_per_micro_batch": (lambda tokens: tokens >= 1, "must be at least 1 token"),
+    "dry_run": (lambda ranks: 0 <= ranks <= 10**6, "must be a number of ranks, at most 1000000"),
+}
+"""Field -> which numbers it may be, and that in words. None is for a field to allow."""
 
 
 class ConfigError(ValueError):
@@ -91,6 +121,10 @@ class SparseBalanceConfig:
     """By how much mean coverage may be below the coverage target base (0.002 is 0.2 points): what
     steps with one giant document ask for, which else wait for it."""
 
+    coverage_mean_over: CoverageMeanOver = "samples"
+    """What coverage target base takes the mean over: every sample counts alike, or every token, so
+    that long samples count for more."""
+
     max_tokens_per_micro_batch: int | None = None
     """Token cap of a micro-batch; default: micro batch size x sequence length."""
 
@@ -126,6 +160,11 @@ class SparseBalanceConfig:
     log_megabytes: int = 64
     """Size that no log exceeds, per file and its predecessor together; the oldest lines go."""
 
+    in_turn: str | None = None
+    """Take steps in turn with another run on the same hosts, for a fair comparison on a machine
+    that is not idle: DIR:first in one run, DIR:second in the other. Waiting for the turn is in no
+    time of the step log; in Megatron's own log line it is."""
+
     dry_run: int | None = field(
         default=None,
         metadata={"argparse_meta": {"nargs": "?", "const": 0, "metavar": "WORLD_SIZE"}},
@@ -135,43 +174,32 @@ class SparseBalanceConfig:
     launched."""
 
     def __post_init__(self) -> None:
-        self._require(self.block_size >= 1, "block_size", "must be at least 1 token")
-        self._require(
-            self.block_size & (self.block_size - 1) == 0, "block_size", "must be a power of two"
-        )
-        self._require(
-            self.base_budget >= 1, "base_budget", "must be at least 1 block (a query's own)"
-        )
-        self._require(
-            0.0 <= self.coverage_threshold < 1.0, "coverage_threshold", "must lie in [0, 1)"
-        )
-        self._require(0.0 <= self.coverage_slack < 1.0, "coverage_slack", "must lie in [0, 1)")
-        self._require(0.0 <= self.coverage_decay < 1.0, "coverage_decay", "must lie in [0, 1)")
-        self._require(
-            self.plan_ms is None or 0.0 <= self.plan_ms < float("inf"),
-            "plan_ms",
-            "must be finite, at least 0 ms",
-        )
-        self._require(
-            self.gigabytes_per_second is None or 0.0 < self.gigabytes_per_second < float("inf"),
-            "gigabytes_per_second",
-            "must be finite and above 0",
-        )
-        self._require(self.window >= 1, "window", "must be at least 1 global batch")
-        self._require(self.log_megabytes >= 1, "log_megabytes", "must be at least 1 MB")
-        self._require(
-            self.max_tokens_per_micro_batch is None or self.max_tokens_per_micro_batch >= 1,
-            "max_tokens_per_micro_batch",
-            "must be at least 1 token",
-        )
-        self._require(
-            self.dry_run is None or self.dry_run >= 0, "dry_run", "must be a number of ranks"
-        )
+        for each in fields(self):
+            value = getattr(self, each.name)
+            choices = get_args(each.type) if get_origin(each.type) is Literal else ()
+            if choices and value not in choices:
+                raise ConfigError(
+                    f"{flag_name(each.name)} {value}: must be one of {', '.join(choices)}"
+                )
+            if each.name in RANGES and value is not None:
+                check_range(each.name, value, flag_name(each.name))
+        directory, _, side = (self.in_turn or "").rpartition(":")
+        if self.in_turn is not None and (not directory or side not in ("first", "second")):
+            raise ConfigError(
+                f"{flag_name('in_turn')} {self.in_turn}: must be DIR:first in one run and "
+                "DIR:second in the other"
+            )
 
-    def _require(self, condition: bool, field_name: str, rule: str) -> None:
-        if not condition:
-            value = getattr(self, field_name)
-            raise ConfigError(f"{flag_name(field_name)} {value}: {rule}")
+
+def check_range(field_name: str, value: float, flag: str) -> None:
+    """Check a value of a field of :class:`SparseBalanceConfig`, by whichever flag it was given.
+
+    Raises:
+        ConfigError: naming the flag, the value and the rule.
+    """
+    allowed, rule = RANGES[field_name]
+    if not isinstance(value, int | float) or not allowed(value):
+        raise ConfigError(f"{flag} {value}: {rule}")
 
 
 def flag_name(field_name: str) -> str:

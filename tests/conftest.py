@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for all tests: reproducible examples, poisoned memory, no test on missing hardware."""
+"""Rules for all tests: reproducible examples, poisoned memory, no test on missing hardware.
+
+Makes the modules of benchmarks/ importable, which start training ranks for tests too.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 settings.register_profile(
     # Reproducible everywhere; a first example that pays for an import is not slow code.
@@ -18,6 +25,12 @@ settings.register_profile(
     print_blob=True,
 )
 settings.load_profile("sparse-balance")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--damage", type=int, default=120, help="damaged copies of every file format to read"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from forked_ranks import run_alone, run_ranks
+from forked_ranks import free_port, run_alone, run_ranks
 
 REPOSITORY = Path(__file__).parents[1]
 PROGRAMS = REPOSITORY / "tests" / "programs"
@@ -197,10 +196,3 @@ def read_steps(log_dir: Path) -> list[dict[str, Any]]:
         return []
     records = [json.loads(line) for line in path.read_text().splitlines()]
     return [record for record in records if record["type"] == "step"]
-
-
-def free_port() -> int:
-    """A TCP port on loopback that was free a moment ago."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -24,8 +24,8 @@ class Room:
     """What the files under a path of the package may import beside the standard library.
 
     A name allows the module and everything below it. The package's own modules are named from the
-    package on: ``plan`` is ``sparsebalance_megatron.plan``. Of the package itself only ``config``
-    and the version are open to everyone.
+    package on: ``plan`` is ``sparsebalance_megatron.plan``. Of the package itself only ``config``,
+    ``json_file`` and the version are open to everyone.
     """
 
     outside: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class Room:
     def allows(self, module: str) -> bool:
         own = module.removeprefix(f"{PACKAGE}.")
         if own != module:
-            return _within(own, (*self.inside, "config", "__version__"))
+            return _within(own, (*self.inside, "config", "json_file", "__version__"))
         if module == PACKAGE:
             return False
         return module.partition(".")[0] in sys.stdlib_module_names or _within(module, self.outside)
@@ -71,7 +71,7 @@ ROOMS = {
     "convert": Room(outside=("safetensors", "torch"), inside=("convert",)),
     "simulate": Room(outside=("numpy", "rich"), inside=("simulate", "plan", "cost")),
     "report": Room(
-        outside=("matplotlib", "numpy", "rich"),
+        outside=("matplotlib", "numpy", "rich", "scipy"),
         inside=("plan", "report", "telemetry"),
     ),
     "cli": Room(
@@ -84,6 +84,7 @@ ROOMS = {
     "pretrain_gpt.py": Room(outside=("megatron",), inside=("integration", "megatron", "training")),
     "integration.py": Room(outside=("torch",), inside=("megatron", "training")),
     "config.py": Room(),
+    "json_file.py": Room(),
     "__init__.py": Room(),
 }
 """By the beginning of a path; the first that fits counts."""

@@ -43,6 +43,7 @@ FLAGS: dict[str, tuple[Any, Any]] = {
     "--sparse-balance-tuning": (("off", "anchor", "makespan"), "makespan"),
     "--sparse-balance-anchor": (("mean", "min", "max"), "mean"),
     "--sparse-balance-coverage-threshold": (float, 0.1),
+    "--sparse-balance-coverage-mean-over": (("samples", "tokens"), "samples"),
     "--sparse-balance-coverage-target": (("threshold", "base"), "base"),
     "--sparse-balance-max-tokens-per-micro-batch": (int | None, None),
     "--sparse-balance-cost-table": (str | None, None),
@@ -53,6 +54,7 @@ FLAGS: dict[str, tuple[Any, Any]] = {
     "--sparse-balance-device": (("auto", "cpu", "cuda"), "auto"),
     "--sparse-balance-log-dir": (str | None, None),
     "--sparse-balance-log-megabytes": (int, 64),
+    "--sparse-balance-in-turn": (str, None),
     "--sparse-balance-dry-run": (int | None, None),
 }
 """Flag -> (type or choices, default)."""

@@ -115,7 +115,7 @@ def _started(command: Sequence[str], device: str) -> Iterator[subprocess.Popen[s
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=_environment(device),
+        env=environment(device),
         start_new_session=True,
     )
     try:
@@ -131,7 +131,7 @@ def _tool(*arguments: str, device: str = "cpu") -> None:
     try:
         done = subprocess.run(
             [sys.executable, "-m", "sparsebalance_megatron.cli", *arguments],
-            env=_environment(device),
+            env=environment(device),
             capture_output=True,
             text=True,
             timeout=TOOL_LIMIT_S,
@@ -147,13 +147,13 @@ def _tool(*arguments: str, device: str = "cpu") -> None:
         )
 
 
-def _environment(device: str) -> dict[str, str]:
+def environment(device: str) -> dict[str, str]:
     """One thread per process, no GPU unless asked for, and this folder's modules."""
     benchmarks = Path(__file__).parents[1]
     paths = [str(benchmarks), str(benchmarks.parent), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {
+    found = os.environ | {
         "OMP_NUM_THREADS": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
     }
-    return environment | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+    return found | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})

@@ -109,16 +109,16 @@ def block_sparse_attention(
         softmax_scale: factor on q . k.
         implementation: who computes.
 
-            - "triton": kernels, for selections by query block on CUDA; blocks of at least 16
-              tokens, a power of two, head dims up to 256, no float64. Deterministic, and without a
-              host synchronisation.
+            - "triton": kernels, for every selection on CUDA; blocks of at least 16 tokens, a power
+              of two, head dims up to 256, no float64. Deterministic, and without a host
+              synchronisation.
             - "blocks": gathered blocks through torch's products; for selections by query block on
               any device.
             - "tokens": gathered tokens through torch's products; for every selection by token.
             - "reference": masked dense attention, for every selection, in time quadratic in a
               document's length.
-            - "auto": for selections by query block "triton" wherever it serves, else "blocks", with
-              a warning on CUDA; for selections by token "tokens".
+            - "auto": "triton" wherever it serves; else "blocks" or, for selections by token,
+              "tokens", with a warning on CUDA.
 
     Returns:
         out_THD in the inputs' dtype, and lse_TH: natural log-sum-exp of the scaled scores read,
@@ -129,10 +129,25 @@ def block_sparse_attention(
         ValueError: shapes, dtypes or devices do not fit, or the implementation does not serve the
             selection. An explicit choice never falls back.
     """
+    kernel = checked_kernel(q_THD, k_TGD, v_TGD, selection, implementation)
+    return Attention.apply(q_THD, k_TGD, v_TGD, selection, softmax_scale, kernel)
+
+
+def checked_kernel(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    selection: Selection,
+    implementation: AttentionImplementation,
+) -> Kernel:
+    """The implementation that :func:`block_sparse_attention` takes, all arguments checked.
+
+    Raises:
+        ValueError: see :func:`block_sparse_attention`.
+    """
     _check_tensors(q_THD, k_TGD, v_TGD, selection)
     _check_selection(q_THD, k_TGD, selection)
-    kernel = kernel_named(_resolve(implementation, q_THD, selection))
-    return Attention.apply(q_THD, k_TGD, v_TGD, selection, softmax_scale, kernel)
+    return kernel_named(_resolve(implementation, q_THD, selection))
 
 
 def kernel_named(implementation: str) -> Kernel:
@@ -164,18 +179,17 @@ def kernel_named(implementation: str) -> Kernel:
 
 def _resolve(implementation: str, q_THD: Tensor, selection: Selection) -> str:
     if implementation == "auto":
-        if selection.by_token:
-            return "tokens"
+        other = "tokens" if selection.by_token else "blocks"
         if q_THD.device.type != "cuda":
-            return "blocks"
+            return other
         obstacle = kernel_named("triton").obstacle(q_THD, selection)
         if obstacle is None:
             return "triton"
         warnings.warn(
-            f'block_sparse_attention: "auto" takes "blocks" on CUDA: "triton" {obstacle}',
-            stacklevel=3,
+            f'block_sparse_attention: "auto" takes "{other}" on CUDA: "triton" {obstacle}',
+            stacklevel=4,
         )
-        return "blocks"
+        return other
     obstacle = kernel_named(implementation).obstacle(q_THD, selection)
     if obstacle is not None:
         raise _error(f'implementation "{implementation}" {obstacle}')

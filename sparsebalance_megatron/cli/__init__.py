@@ -69,7 +69,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             _module(name).add_flags(subparser)
     arguments = parser.parse_args(own)
     if passed_on and arguments.command not in TAKES_FLAGS_AFTER_DASHES:
-        parser.error(f"{arguments.command} takes no flags after --: {' '.join(passed_on)}")
+        parser.error(f"{arguments.command} takes no flags after --: drop {' '.join(passed_on)}")
     arguments.passed_on = passed_on
     return arguments
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import argparse
 import io
 import os
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from sparsebalance_megatron.cli.output import progress_bar
+from sparsebalance_megatron.cli.output import OutputError, progress_bar
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.convert.dense_model import DenseModel
 from sparsebalance_megatron.convert.errors import ConvertError
@@ -85,6 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConvertError: if the model is not supported, or tensors are missing, unknown or of another
             shape; nothing is written then.
         ConfigError: if the flags do not fit.
+        OutputError: if the output cannot be written.
     """
     try:
         import safetensors  # noqa: F401
@@ -93,18 +95,47 @@ def run(arguments: argparse.Namespace) -> int:
             "convert needs safetensors: pip install 'sparsebalance-megatron[data]'"
         ) from error
     if arguments.output is not None:
-        output = arguments.output
-        if output.exists() and (not output.is_dir() or any(output.iterdir())):
-            raise ConfigError(f"--output {output}: not an empty directory")
+        _check_output(arguments.output)
     if arguments.direction == "to-hf":
         if arguments.passed_on:
-            raise ConfigError("convert to-hf takes no flags after --")
+            raise ConfigError("convert to-hf takes no flags after --; drop them")
         _to_hf(arguments)
     elif arguments.print_flags:
         _print_flags(arguments)
     else:
         _from_hf(arguments)
     return 0
+
+
+def _check_output(output: Path) -> None:
+    try:
+        unusable = output.is_symlink() and not output.exists()
+        if unusable or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
+            raise ConfigError(f"--output {output}: not an empty directory; choose another")
+    except OSError as error:
+        raise OutputError(f"--output {output}: {error.strerror}") from error
+
+
+@contextmanager
+def _whole_directory(output: Path) -> Iterator[Path]:
+    """A folder to write into, whose contents move to ``output`` once nothing has failed.
+
+    Raises:
+        OutputError: if something cannot be written; ``output`` is as before then.
+    """
+    existed = output.exists()
+    unfinished = output / f".partial-{os.getpid()}"
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        for path in sorted(unfinished.iterdir()):
+            path.rename(output / path.name)
+    except OSError as error:
+        raise OutputError(f"--output {output}: cannot be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if not existed and output.is_dir() and not any(output.iterdir()):
+            output.rmdir()
 
 
 def _print_flags(arguments: argparse.Namespace) -> None:
@@ -128,11 +159,11 @@ def _from_hf(arguments: argparse.Namespace) -> None:
         targets = dict(megatron_model.named_parameters())
         progress = partial(progress_bar, command="convert", unit="parameter", extra="data")
         counts = read_weights(files, targets, model, progress)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    with redirect_stdout(io.StringIO()):
-        save_release(args, megatron_model, arguments.output)
     flags = _model_args(model, args)
-    (arguments.output / FLAGS_FILE).write_text(flags, encoding="utf-8")
+    with _whole_directory(arguments.output) as unfinished:
+        with redirect_stdout(io.StringIO()):
+            save_release(args, megatron_model, unfinished)
+        (unfinished / FLAGS_FILE).write_text(flags, encoding="utf-8")
     print(f"{arguments.output}: {_describe(counts, args.params_dtype)}")
     print(f"vocabulary: {model.vocab_size} rows, {counts.padding_rows} more of zeros as padding")
     print(f"flags of the model, also in {arguments.output / FLAGS_FILE}:\n{flags}", end="")
@@ -157,9 +188,9 @@ def _to_hf(arguments: argparse.Namespace) -> None:
     with redirect_stdout(io.StringIO()):
         values = saved.load(megatron_model)
     plans = plan_weights(values, model, dtype)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    files = write_weights(arguments.output, plans)
-    copied = copy_companions(arguments.hf_config, arguments.output, dtype)
+    with _whole_directory(arguments.output) as unfinished:
+        files = write_weights(unfinished, plans)
+        copied = copy_companions(arguments.hf_config, unfinished, dtype)
     counts = TransferCounts(
         tensors=len(plans),
         parameters=len(parameters(model)),

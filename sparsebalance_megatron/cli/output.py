@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +53,12 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def check_writable_folder(folder: Path) -> None:
+    """Raise :class:`OSError` if no file can be made in a folder."""
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def write_text(path: Path, text: str) -> None:

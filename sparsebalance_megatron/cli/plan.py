@@ -14,7 +14,8 @@ import numpy as np
 
 from sparsebalance_megatron.cli.output import open_console
 from sparsebalance_megatron.cli.sharing import add_sharing_flags, sharing_of
-from sparsebalance_megatron.simulate.lengths import WorkloadError, read_lengths
+from sparsebalance_megatron.config import check_range
+from sparsebalance_megatron.simulate.lengths import WorkloadError, check_seed, read_lengths
 from sparsebalance_megatron.simulate.models import MODELS, cost_of, prior_coverage, with_bandwidth
 from sparsebalance_megatron.simulate.setups import batches_of, default_policy, job_shape
 from sparsebalance_megatron.simulate.tables import as_json, show
@@ -26,6 +27,11 @@ from sparsebalance_megatron.simulate.variants import (
     evaluate,
     unhideable_steps,
 )
+
+_CHECKED = (
+    *("base_budget", "block_size", "coverage_threshold", "max_tokens_per_micro_batch", "plan_ms"),
+)
+"""Flags named after fields of the config, which says what they may be."""
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -64,6 +70,7 @@ def run(arguments: Namespace) -> int:
     """Plan, predict, print.
 
     Raises:
+        ConfigError: if a value is out of its range.
         WorkloadError: if the lengths, sizes or costs do not make a workload.
         PlanError: if a batch has no placement under the cap.
         OutputError: if rich is not installed.
@@ -98,9 +105,14 @@ def _variants(arguments: Namespace, workload: Workload) -> Mapping[str, Variant]
 
 
 def _workload(arguments: Namespace) -> Workload:
-    for name in ("dp", "pp", "tp", "micro_batches", "steps", "base_budget"):
+    for name in ("dp", "pp", "tp", "micro_batches", "steps"):
         if getattr(arguments, name) < 1:
             raise WorkloadError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: below 1")
+    for name in _CHECKED:
+        if (value := getattr(arguments, name)) is not None:
+            check_range(name, value, f"--{name.replace('_', '-')}")
+    if arguments.seed is not None:
+        check_seed(arguments.seed)
     slots = arguments.dp * arguments.micro_batches
     batch = slots if arguments.global_batch is None else arguments.global_batch
     if batch < slots or batch % slots:

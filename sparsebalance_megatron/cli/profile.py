@@ -9,7 +9,12 @@ from pathlib import Path
 
 import torch
 
-from sparsebalance_megatron.cli.output import progress_bar
+from sparsebalance_megatron.cli.output import (
+    OutputError,
+    check_writable_folder,
+    progress_bar,
+    writing,
+)
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.cost.model import CostModel, FitError, fit_errors, held_out_errors
 from sparsebalance_megatron.cost.parts import Direction, Part
@@ -52,12 +57,17 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: if flags are missing or cannot be profiled; nothing is written then.
+        OutputError: if the file cannot be written; found before anything is measured.
     """
     if not arguments.passed_on:
         raise ConfigError("profile: give training's flags after --, at least the model's")
     if arguments.threads < 1:
         raise ConfigError(f"--threads {arguments.threads}: must be at least 1")
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    # Before minutes of measuring.
+    with writing(arguments.output):
+        if arguments.output.is_dir():
+            raise OutputError(f"--output {arguments.output}: is a directory; name a file")
+        check_writable_folder(arguments.output.parent)
     torch.set_num_threads(arguments.threads)
     table = profile(
         arguments.passed_on,
@@ -65,7 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
         threads=arguments.threads,
         progress=partial(progress_bar, command="profile", unit="cell", extra="tools"),
     )
-    table.save(arguments.output)
+    with writing(arguments.output):
+        table.save(arguments.output)
     print(f"{arguments.output}: {len(table.rows)} measurements")
     print(_report("the fitted cost model", fit_errors(CostModel.fit(table), table)))
     if arguments.check:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 from argparse import ArgumentParser, Namespace
+from dataclasses import asdict
 from pathlib import Path
 
 from sparsebalance_megatron.cli.output import open_console, print_notes, write_text
@@ -12,6 +14,7 @@ from sparsebalance_megatron.report.comparison import Comparison
 from sparsebalance_megatron.report.comparison_table import columns_of, table_of
 from sparsebalance_megatron.report.page import render
 from sparsebalance_megatron.report.run_report import make_report
+from sparsebalance_megatron.report.sentences import headline
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -30,7 +33,17 @@ def add_flags(parser: ArgumentParser) -> None:
         metavar="ITERATION",
         help="draw this step; default: one of median speedup, or of median time",
     )
-    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="FILE")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("report.html"),
+        metavar="FILE",
+        help="default: report.html",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the page's numbers as JSON, and nothing else"
+    )
 
 
 def run(arguments: Namespace) -> int:
@@ -44,10 +57,15 @@ def run(arguments: Namespace) -> int:
     """
     report = make_report(arguments.run_directory, arguments.baseline, arguments.step)
     write_text(arguments.output, render(report.page))
+    if arguments.json:
+        print(json.dumps(asdict(report.numbers), indent=2))
+        return 0
     if isinstance(report.numbers, Comparison):
         show(report.numbers)
     else:
-        open_console().print(table_of(columns_of(report.numbers)))
+        console = open_console()
+        console.print(headline(report.numbers), markup=False, highlight=False)
+        console.print(table_of(columns_of(report.numbers)))
         print_notes(report.page.notes)
     for line in report.not_drawn:
         print(line)

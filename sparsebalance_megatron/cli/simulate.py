@@ -9,10 +9,14 @@ from argparse import ArgumentParser, Namespace
 
 from sparsebalance_megatron.cli.output import open_console
 from sparsebalance_megatron.cli.sharing import add_sharing_flags, sharing_of
-from sparsebalance_megatron.simulate.lengths import WorkloadError
+from sparsebalance_megatron.config import check_range
+from sparsebalance_megatron.simulate.lengths import WorkloadError, check_seed
 from sparsebalance_megatron.simulate.setups import PAPER_ABLATION, SETUPS, workload_of
 from sparsebalance_megatron.simulate.tables import as_json, show
 from sparsebalance_megatron.simulate.variants import evaluate, unhideable_steps
+
+_MAX_STEPS = 10_000
+"""Hours of planning at the largest setup."""
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -33,11 +37,13 @@ def run(arguments: Namespace) -> int:
     """Plan, predict, print.
 
     Raises:
-        WorkloadError: if there is nothing to plan.
+        ConfigError, WorkloadError: if a value is out of its range.
         OutputError: if rich is not installed.
     """
-    if arguments.steps < 1:
-        raise WorkloadError(f"--steps {arguments.steps}: at least 1 needed")
+    if not 1 <= arguments.steps <= _MAX_STEPS:
+        raise WorkloadError(f"--steps {arguments.steps}: must be 1 to {_MAX_STEPS}")
+    check_seed(arguments.seed)
+    check_range("coverage_threshold", arguments.coverage_threshold, "--coverage-threshold")
     setup = SETUPS[arguments.setup]
     console = None if arguments.json else open_console(", or use --json")
     found = {}

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from sparsebalance_megatron.cli.output import open_console, print_notes, write_text
 from sparsebalance_megatron.report.comparison import Comparison, compare
-from sparsebalance_megatron.report.comparison_table import columns_of, speedups_of, table_of
+from sparsebalance_megatron.report.comparison_table import columns_of, table_of
 from sparsebalance_megatron.report.run_report import step_picture
+from sparsebalance_megatron.report.sentences import comparison_findings, headline
 from sparsebalance_megatron.telemetry.step_log import read_run_log
 
 
@@ -21,6 +22,7 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--baseline", type=Path, required=True, metavar="DIR")
     parser.add_argument("--run", type=Path, required=True, metavar="DIR", dest="run_directory")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write JSON here")
+    parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
     parser.add_argument(
         "--picture", type=Path, metavar="FILE.svg", help="also draw a typical step of both here"
     )
@@ -36,20 +38,26 @@ def run(arguments: Namespace) -> int:
     """
     baseline, balanced = read_run_log(arguments.baseline), read_run_log(arguments.run_directory)
     comparison = compare(baseline, balanced)
+    text = json.dumps(asdict(comparison), indent=2) + "\n"
     if arguments.output is not None:
-        write_text(arguments.output, json.dumps(asdict(comparison), indent=2) + "\n")
-    show(comparison)
-    if arguments.output is not None:
-        print(f"written to {arguments.output}")
+        write_text(arguments.output, text)
+    written = [] if arguments.output is None else [f"written to {arguments.output}"]
     if arguments.picture is not None:
         iteration, svg = step_picture(balanced, baseline)
         write_text(arguments.picture, svg)
-        print(f"iteration {iteration} of both runs drawn in {arguments.picture}")
+        written.append(f"iteration {iteration} of both runs drawn in {arguments.picture}")
+    if arguments.json:
+        print(text, end="")
+        return 0
+    show(comparison)
+    print(*written, sep="\n", end="\n" if written else "")
     return 0
 
 
 def show(comparison: Comparison) -> None:
-    """Print the table, the speedups, and what was wrong with the logs."""
-    open_console().print(table_of(columns_of(comparison)))
-    print(speedups_of(comparison))
+    """Print the headline, what it consists of, the table, and what was wrong with the logs."""
+    console = open_console()
+    for sentence in (headline(comparison), *comparison_findings(comparison)):
+        console.print(sentence, markup=False, highlight=False)
+    console.print(table_of(columns_of(comparison)))
     print_notes(comparison.problems)

@@ -88,7 +88,7 @@ def _nothing(arguments: Namespace, known: tuple[int, ...]) -> str:
     first, last = arguments.steps
     return (
         f"--steps {first}:{last}: not in {arguments.run_directory}, whose iterations are "
-        f"{known[0]} to {known[-1]}"
+        f"{known[0]} to {known[-1]}; choose some of them"
     )
 
 

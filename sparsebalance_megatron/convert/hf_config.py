@@ -17,6 +17,7 @@ import torch
 
 from sparsebalance_megatron.convert.dense_model import DenseModel, Family, Rope
 from sparsebalance_megatron.convert.errors import ConvertError
+from sparsebalance_megatron.json_file import UnreadableFileError, read_json
 
 DTYPES = {
     "float32": torch.float32,
@@ -26,6 +27,8 @@ DTYPES = {
 """Names of config.json for the dtypes that weights may have."""
 
 _ELSEWHERE = "other models: use Megatron-Bridge (docs/CONVERT.md)"
+_LARGEST_NUMBER = 2**40
+_SHOWN_CHARACTERS = 80
 _LLAMA3_POSITIONS = 8192
 _LLAMA3_CONSTANTS = {
     "low_freq_factor": 1.0,
@@ -106,26 +109,28 @@ class _Settings:
         """Without a default, the key must be there."""
         value = self.get(key, default)
         if value is None:
-            raise ConvertError(f"{self._path}: no {self._prefix}{key}")
+            raise ConvertError(f"{self._path}: no {self._prefix}{key}; the key must be there")
         if isinstance(value, bool) or not isinstance(value, int | float):
             self.refuse(key, "must be a number")
+        if abs(value) > _LARGEST_NUMBER:
+            self.refuse(key, f"must be at most {_LARGEST_NUMBER:g}")
         return float(value)
 
     def refuse(self, key: str, rule: str) -> Any:
         """Raise: this key, this value, this rule."""
         value = json.dumps(self._values.get(key))
+        if len(value) > _SHOWN_CHARACTERS:
+            value = f"{value[:_SHOWN_CHARACTERS]}..."
         raise ConvertError(f"{self._path}: {self._prefix}{key} {value}: {rule}")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+        values = read_json(path)
+    except UnreadableFileError as error:
         raise ConvertError(
-            f"{path}: {error.strerror}; give a directory that save_pretrained wrote"
+            f"{path}: {error}; give a directory that save_pretrained wrote"
         ) from error
-    except ValueError as error:
-        raise ConvertError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(values, dict):
         raise ConvertError(f"{path}: not a JSON object")
     return values
@@ -152,7 +157,10 @@ def _refuse_what_differs(settings: _Settings, family: Family) -> None:
     ):
         if settings.get(key, expected) != expected:
             settings.refuse(key, rule)
-    if any(kind != "full_attention" for kind in settings.get("layer_types", [])):
+    layer_types = settings.get("layer_types", [])
+    if not isinstance(layer_types, list):
+        settings.refuse("layer_types", "must be a list")
+    if any(kind != "full_attention" for kind in layer_types):
         settings.refuse("layer_types", "only full_attention is supported")
     # Qwen2 keeps a window that use_sliding_window switches off; null switches Mistral's off.
     if family != "qwen2" and settings.get("sliding_window") is not None:
@@ -166,7 +174,7 @@ def _dtype(settings: _Settings) -> torch.dtype | None:
     name = settings.get(key)
     if name is None or name == "auto":
         return None
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         settings.refuse(key, f"supported are {', '.join(DTYPES)}")
     return DTYPES[name]
 
@@ -213,7 +221,7 @@ def _yarn(scaling: _Settings, base: int, max_positions: int) -> Rope:
     if scaling.get("truncate", True) is not True:
         scaling.refuse("truncate", "only true is supported")
     # Either alone has no effect in transformers.
-    mscales = (scaling.get("mscale"), scaling.get("mscale_all_dim"))
+    mscales = (scaling.number("mscale", 0.0), scaling.number("mscale_all_dim", 0.0))
     mscale, mscale_all_dim = mscales if all(mscales) else (1.0, 0.0)
     return Rope(
         base=base,

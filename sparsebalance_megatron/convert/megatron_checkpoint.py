@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +24,17 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.training.checkpointing import (
     find_checkpoint_rank_0,
     get_checkpoint_tracker_filename,
-    read_metadata,
     save_checkpoint,
 )
 from megatron.training.global_vars import set_global_variables
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sparsebalance_megatron.convert.errors import ConvertError, listed
+from sparsebalance_megatron.json_file import UnreadableFileError, read_text
 
+_MAX_ITERATION_DIGITS = 12
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 _EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -54,7 +57,7 @@ class SavedModel:
         iteration: None takes the latest.
 
     Raises:
-        ConvertError: if there is no such ``torch_dist`` checkpoint.
+        ConvertError: if there is no such ``torch_dist`` checkpoint, or it is damaged.
     """
 
     def __init__(self, directory: Path, iteration: int | None) -> None:
@@ -66,7 +69,8 @@ class SavedModel:
                 "--save named in a run with --ckpt-format torch_dist"
             )
         self.path = Path(found)
-        stored = FileSystemReader(found).read_metadata().state_dict_metadata
+        with _undamaged(self.path):
+            stored = FileSystemReader(found).read_metadata().state_dict_metadata
         self._tensors = {
             name: tensor
             for name, tensor in stored.items()
@@ -87,11 +91,13 @@ class SavedModel:
         """The values of all parameters, by their names in ``model``; the model is overwritten.
 
         Raises:
-            ConvertError: if the checkpoint's tensors are not those of the model, by name or shape.
+            ConvertError: if the checkpoint's tensors are not those of the model, by name or shape,
+                or a file is damaged.
         """
-        self._check_matches(_without_extra_state(self._sharded(model)))
-        requested = _without_extra_state(self._sharded(model))
-        loaded = dist_checkpointing.load({"model": requested}, str(self.path))
+        with _undamaged(self.path):
+            self._check_matches(_without_extra_state(self._sharded(model)))
+            requested = _without_extra_state(self._sharded(model))
+            loaded = dist_checkpointing.load({"model": requested}, str(self.path))
         return loaded["model"]
 
     def _embedding(self) -> TensorStorageMetadata:
@@ -131,11 +137,46 @@ class SavedModel:
 def _find(directory: Path, iteration: int | None) -> str | None:
     release = False
     if iteration is None:
-        tracker = get_checkpoint_tracker_filename(str(directory))
-        if not Path(tracker).is_file():
+        tracker = Path(get_checkpoint_tracker_filename(str(directory)))
+        if not tracker.is_file():
             return None
-        iteration, release = read_metadata(tracker)
+        iteration, release = _latest(tracker)
     return find_checkpoint_rank_0(str(directory), iteration, release)
+
+
+def _latest(tracker: Path) -> tuple[int, bool]:
+    """Iteration, and whether it is a release; Megatron's own reader ends the process in silence.
+
+    Raises:
+        ConvertError: if the file says neither.
+    """
+    try:
+        content = read_text(tracker).strip()
+    except UnreadableFileError as error:
+        raise ConvertError(f"{tracker}: {error}; choose a checkpoint with --iteration") from error
+    if content == "release":
+        return 0, True
+    if not (content.isdecimal() and len(content) <= _MAX_ITERATION_DIGITS):
+        raise ConvertError(
+            f"{tracker}: holds {content[:60]!r}, neither an iteration nor 'release'; choose a "
+            "checkpoint with --iteration"
+        )
+    return int(content), False
+
+
+@contextmanager
+def _undamaged(path: Path) -> Iterator[None]:
+    """What torch and pickle raise at damaged files, whatever it is, becomes one line."""
+    try:
+        yield
+    except ConvertError:
+        raise
+    except (Exception, CheckpointException) as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise ConvertError(
+            f"{path}: cannot be loaded ({type(error).__name__}: {lines[0][:200]}); copy the "
+            "checkpoint again, or choose another with --iteration"
+        ) from error
 
 
 def _without_extra_state(sharded: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from sparsebalance_megatron.convert.errors import ConvertError, listed
 from sparsebalance_megatron.convert.mapping import Parameter, is_recomputed
+from sparsebalance_megatron.json_file import UnreadableFileError, read_json
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -34,6 +35,9 @@ COMPANIONS = (
     *("tokenizer.model", "chat_template.jinja", "chat_template.json"),
 )
 """Files that ``save_pretrained`` of a model or a tokenizer may have written."""
+
+_SHOWN_CHARACTERS = 80
+_BELONGING = "give weights and config.json of one model"
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _METADATA = {"format": "pt"}
@@ -87,18 +91,20 @@ class WeightFiles:
             for name, shape in zip(parameter.sources, parameter.shapes, strict=True)
         }
         if missing := expected.keys() - self._where.keys():
-            raise ConvertError(f"{self._directory}: tensors are missing: {listed(missing)}")
+            raise ConvertError(
+                f"{self._directory}: tensors are missing: {listed(missing)}; {_BELONGING}"
+            )
         unknown = self._where.keys() - expected.keys() - set(spare)
         if unknown := {name for name in unknown if not is_recomputed(name)}:
             raise ConvertError(
                 f"{self._directory}: tensors that config.json does not account for: "
-                f"{listed(unknown)}"
+                f"{listed(unknown)}; {_BELONGING}"
             )
         for name, shape in expected.items():
             if self.shape(name) != shape:
                 raise ConvertError(
                     f"{self._directory}: {name} has shape {list(self.shape(name))}, config.json "
-                    f"says {list(shape)}"
+                    f"says {list(shape)}; {_BELONGING}"
                 )
 
     def common_dtype(self) -> torch.dtype:
@@ -114,7 +120,7 @@ class WeightFiles:
         try:
             file = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
         except (OSError, SafetensorError) as error:
-            raise ConvertError(f"{path}: {error}") from error
+            raise ConvertError(f"{path}: {error}; copy the file again") from error
         self._files[path] = file
         return list(file.keys())
 
@@ -137,13 +143,35 @@ def _paths(directory: Path) -> list[Path]:
                 "save_pretrained (safe serialisation) first"
             )
         return [directory / WHOLE]
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConvertError(f"{index}: no weight_map ({error})") from error
+    names = _shards(index)
     if absent := [name for name in names if not (directory / name).exists()]:
-        raise ConvertError(f"{index}: files are missing: {listed(absent)}")
+        raise ConvertError(f"{index}: files are missing: {listed(absent)}; copy them, too")
     return [directory / name for name in names]
+
+
+def _shards(index: Path) -> list[str]:
+    """The files that an index names, all of them beside it."""
+    try:
+        values = read_json(index)
+    except UnreadableFileError as error:
+        raise ConvertError(
+            f"{index}: {error}; save the model with save_pretrained again"
+        ) from error
+    weight_map = values.get("weight_map") if isinstance(values, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConvertError(f"{index}: no weight_map; save the model with save_pretrained again")
+    for name in weight_map.values():
+        if (
+            not isinstance(name, str)
+            or name != Path(name).name
+            or name in ("", "..")
+            or len(name.encode("utf-8", "replace")) > 255
+        ):
+            raise ConvertError(
+                f"{index}: weight_map names {str(name)[:_SHOWN_CHARACTERS]!r}; weights must lie "
+                "beside the index, as save_pretrained puts them"
+            )
+    return sorted(set(weight_map.values()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -268,7 +268,13 @@ def _fit_rows(
     relative = matrix / measured_ms[:, None]
     # Columns differ by many orders of magnitude; unit columns keep the solver accurate.
     unit = np.linalg.norm(relative, axis=0)
-    solution, _ = nnls(relative / unit, np.ones(len(rows)))
+    try:
+        solution, _ = nnls(relative / unit, np.ones(len(rows)))
+    except (RuntimeError, ValueError) as error:
+        raise CostTableError(
+            f"cost table: {part} cannot be fitted ({error}); measure again with "
+            "`sparse-balance profile`"
+        ) from error
     # Six digits, so that ranks whose linear algebra rounds differently still agree on the model.
     rounded = [float(f"{value:.6g}") for value in solution / unit]
     return _coefficients(**dict(zip(names, rounded, strict=True)))

@@ -16,11 +16,18 @@ import numpy as np
 from sparsebalance_megatron.cost.features import features
 from sparsebalance_megatron.cost.parts import NEVER_TIMED, Direction, Part
 from sparsebalance_megatron.cost.work_model import WorkModel
+from sparsebalance_megatron.json_file import UnreadableFileError, read_json
 
 FORMAT_VERSION = 1
+_LARGEST_INTEGER = 2**40
+"""Of any size, length or count; far below where numbers of 64 bits lose digits."""
+_MS_RANGE = (1e-7, 1e7)
+"""Of a measurement: less than a clock can tell, and hours."""
 
 _PLAIN_TYPES: Mapping[Any, type] = {"bool": bool, "float": float, "int": int, "str": str}
 """By their names in annotations."""
+
+_SHOWN_CHARACTERS = 60
 
 _REMEDY = "measure again with `sparse-balance profile` and this model's flags"
 
@@ -126,13 +133,9 @@ class CostTable:
         """
         place = f"cost table {os.fspath(path)}"
         try:
-            document = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise CostTableError(
-                f"{place}: cannot be read ({error.strerror}); check the path, or {_REMEDY}"
-            ) from error
-        except ValueError as error:
-            raise CostTableError(f"{place}: not valid JSON ({error}); {_REMEDY}") from error
+            document = read_json(Path(path))
+        except UnreadableFileError as error:
+            raise CostTableError(f"{place}: {error}; check the path, or {_REMEDY}") from error
         table = _Reader(place).table(document, os.fspath(path))
         table.validate()
         return table
@@ -236,8 +239,9 @@ def _row_problem(row: CostRow) -> str | None:
 
 
 def _times_problem(row: CostRow | ExchangeRow) -> str | None:
-    if not (math.isfinite(row.ms_median) and row.ms_median > 0.0):
-        return f"ms_median {row.ms_median} must be finite and positive"
+    least_ms, most_ms = _MS_RANGE
+    if not least_ms <= row.ms_median <= most_ms:
+        return f"ms_median {row.ms_median} must lie in {least_ms:g} to {most_ms:g}"
     if not (math.isfinite(row.ms_spread) and row.ms_spread >= 0.0):
         return f"ms_spread {row.ms_spread} must be finite and not negative"
     if row.repeats < 1:
@@ -325,7 +329,10 @@ class _Reader:
         value = mapping[key]
         accepted = (int, float) if kind is float else kind
         if not isinstance(value, accepted) or (kind is not bool and isinstance(value, bool)):
-            raise self._error(where, f"{key} is {value!r}, expected {kind.__name__}")
+            shown = repr(value)[:_SHOWN_CHARACTERS]
+            raise self._error(where, f"{key} is {shown}, expected {kind.__name__}")
+        if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
+            raise self._error(where, f"{key} is an integer of more than {_LARGEST_INTEGER}")
         return kind(value)
 
     def _error(self, where: str, problem: str) -> CostTableError:

@@ -10,6 +10,8 @@ one mode i8 per sequence. A damaged file is found here, before Megatron maps it.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparsebalance_megatron.data.errors import DataError
+from sparsebalance_megatron.data.stored_values import check_loss_mask, check_token_ids
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -30,6 +33,7 @@ LOSS_MASK_SUFFIX = "_loss_mask"
 """``PREFIX_loss_mask.bin/.idx`` holds one uint8 per stored token: 1 where predicting it counts."""
 
 
+_UINT8 = 1
 _TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}
 """Bytes per token by code of Megatron's ``indexed_dataset.DType``; integer types only."""
 
@@ -46,7 +50,7 @@ class _Index:
 
     lengths_tokens: np.ndarray
     boundaries: np.ndarray
-    token_bytes: int
+    dtype_code: int
 
     @cached_property
     def token_ends(self) -> np.ndarray:
@@ -56,6 +60,10 @@ class _Index:
     @property
     def stored_bytes(self) -> int:
         return int(self.token_ends[-1]) * self.token_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        return _TOKEN_BYTES[self.dtype_code]
 
     def same_layout(self, other: _Index) -> bool:
         return np.array_equal(self.lengths_tokens, other.lengths_tokens) and np.array_equal(
@@ -104,6 +112,19 @@ class Documents:
     def __len__(self) -> int:
         return len(self.lengths_tokens)
 
+    def check_values(self, vocab_size: int) -> None:
+        """Look at a bounded part of the stored tokens and masks.
+
+        Args:
+            vocab_size: rows of the model's embedding.
+
+        Raises:
+            DataError: if a token is not in the vocabulary, or the mask is not one.
+        """
+        check_token_ids(self.prefix, self.dataset.index.dtype, vocab_size)
+        if self.loss_mask is not None:
+            check_loss_mask(Path(f"{self.prefix}{LOSS_MASK_SUFFIX}.bin"))
+
     def read_tokens(self, document: int, offset: int, count: int) -> np.ndarray:
         """A copy of ``count`` tokens of a document from ``offset`` on, in the stored dtype.
 
@@ -123,9 +144,13 @@ def _open_checked(prefix: str) -> tuple[_Index, Any]:
     """Index and Megatron's ``IndexedDataset`` of a prefix whose files have passed every check."""
     index_path, data_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     for path in (index_path, data_path):
-        if not path.is_file():
+        with _readable(path):
+            is_file = path.is_file()
+        if not is_file:
             raise DataError(f"{path}: no such file; {_missing_remedy(prefix)}")
     index = _read_index(index_path)
+    with _readable(data_path):
+        data_path.open("rb").close()
     stored_bytes, actual_bytes = index.stored_bytes, data_path.stat().st_size
     if actual_bytes != stored_bytes:
         problem = "cut short" if actual_bytes < stored_bytes else "not the file of this index"
@@ -150,7 +175,23 @@ def _missing_remedy(prefix: str) -> str:
     )
 
 
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Failures to read the file inside become :class:`DataError`."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror}); check its permissions, or copy it again"
+        ) from error
+
+
 def _read_index(path: Path) -> _Index:
+    with _readable(path):
+        return _checked_index(path)
+
+
+def _checked_index(path: Path) -> _Index:
     header = _read_header(path)
     offset = _HEADER.size
     columns = []
@@ -164,9 +205,7 @@ def _read_index(path: Path) -> _Index:
     lengths, byte_offsets, boundaries = columns
     if lengths.min() < 0:
         raise DataError(f"{path}: damaged: a sequence length is negative; {_REWRITE}")
-    index = _Index(
-        lengths_tokens=lengths, boundaries=boundaries, token_bytes=_TOKEN_BYTES[header.dtype_code]
-    )
+    index = _Index(lengths_tokens=lengths, boundaries=boundaries, dtype_code=header.dtype_code)
     if not np.array_equal(byte_offsets, index.token_ends[:-1] * index.token_bytes):
         raise DataError(f"{path}: damaged: sequences do not follow one another; {_REWRITE}")
     in_order = len(boundaries) >= 2 and np.diff(boundaries).min() >= 0
@@ -218,5 +257,11 @@ def _open_loss_mask(prefix: str, index: _Index) -> Any | None:
         raise DataError(
             f"{mask_prefix}.idx: its documents differ from those of {prefix}.idx; write both again "
             "with `sparse-balance prepare-data`, or remove the loss mask to train on all tokens"
+        )
+    if mask_index.dtype_code != _UINT8:
+        raise DataError(
+            f"{mask_prefix}.idx: dtype code {mask_index.dtype_code}, a loss mask has {_UINT8} "
+            "(uint8); write both again with `sparse-balance prepare-data`, or remove the loss mask "
+            "to train on all tokens"
         )
     return masks

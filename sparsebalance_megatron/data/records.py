@@ -9,9 +9,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from sparsebalance_megatron.data.errors import DataError
+
+_MAX_LINE_BYTES = 2**28
+"""Of a record; a thousand long books."""
 
 Message = dict[str, Any]
 """One turn of a conversation; ``role`` and ``content`` are strings, other keys are kept."""
@@ -76,7 +79,7 @@ class JsonLines:
     def __post_init__(self) -> None:
         for path in self.paths:
             if not path.is_file():
-                raise DataError(f"--input {path}: no such file")
+                raise DataError(f"--input {path}: no such file; give files of JSON lines")
 
     @property
     def total_bytes(self) -> int:
@@ -84,8 +87,8 @@ class JsonLines:
 
     def records(self, bad: BadRecords) -> Iterator[Record]:
         for path in self.paths:
-            with path.open("rb") as lines:
-                for number, line in enumerate(lines, start=1):
+            with path.open("rb") as stream:
+                for number, line in enumerate(_lines(stream), start=1):
                     if line.strip():
                         try:
                             yield _parse(line, f"{path}:{number}")
@@ -130,6 +133,14 @@ class PythonStandardLibrary:
             yield Record(place=str(path), size_bytes=len(raw), text=text)
 
 
+def _lines(stream: BinaryIO) -> Iterator[bytes]:
+    """Lines; one that is too long is cut off, and then no JSON, and its rest is passed over."""
+    while line := stream.readline(_MAX_LINE_BYTES):
+        yield line
+        while len(line) == _MAX_LINE_BYTES and not line.endswith(b"\n"):
+            line = stream.readline(_MAX_LINE_BYTES)
+
+
 class _BadRecordError(Exception):
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason, detail)
@@ -143,6 +154,8 @@ def _parse(line: bytes, place: str) -> Record:
     Raises:
         _BadRecordError: with the reason.
     """
+    if len(line) >= _MAX_LINE_BYTES:
+        raise _BadRecordError("line too long", f"more than {_MAX_LINE_BYTES} bytes")
     try:
         content = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:

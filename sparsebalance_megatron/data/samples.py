@@ -19,6 +19,7 @@ from sparsebalance_megatron.config import Overlong
 from sparsebalance_megatron.data.documents import Documents
 from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.packing import Sample
+from sparsebalance_megatron.data.stored_values import check_mask, check_tokens
 
 Split = Literal["train", "valid", "test"]
 
@@ -76,9 +77,11 @@ class SampleIndex:
         max_tokens: input tokens of the longest sample (Megatron's ``--seq-length``).
         overlong: what happens to documents of more than ``max_tokens`` + 1 tokens.
         seed: of the order; together with the epoch it determines the permutation.
+        vocab_size: rows of the model's embedding, which no stored token may exceed; None leaves
+            tokens unchecked.
 
     Raises:
-        DataError: if no sample is left.
+        DataError: if no sample is left, or what is stored is not for this model.
     """
 
     counts: SampleCounts
@@ -91,6 +94,7 @@ class SampleIndex:
         max_tokens: int,
         overlong: Overlong,
         seed: int,
+        vocab_size: int | None = None,
     ) -> None:
         if max_tokens < 1:
             raise DataError(f"longest sample {max_tokens}: must be at least 1 token")
@@ -98,6 +102,9 @@ class SampleIndex:
             raise DataError(
                 f"overlong {overlong!r}: must be one of {', '.join(get_args(Overlong))}"
             )
+        if vocab_size is not None:
+            documents.check_values(vocab_size)
+        self._vocab_size = vocab_size
         self._documents = documents
         self._first_document, end_document = document_range
         self._lengths_tokens = documents.lengths_tokens[self._first_document : end_document]
@@ -127,6 +134,7 @@ class SampleIndex:
         seed: int,
         split_weights: str = "100,0,0",
         split: Split = "train",
+        vocab_size: int | None = None,
     ) -> SampleIndex | None:
         """Open one split of a data set; None if not a single document falls into it.
 
@@ -134,6 +142,7 @@ class SampleIndex:
             prefix: of the ``.bin`` and ``.idx`` files.
             split_weights: Megatron's ``--split``: weights of train, valid, test over documents.
             split: which of the three.
+            vocab_size: rows of the model's embedding; None leaves tokens unchecked.
 
         Raises:
             DataError: if a file is missing or damaged, the weights are wrong, or documents of the
@@ -143,7 +152,14 @@ class SampleIndex:
         document_range = split_range(len(documents), split_weights, split)
         if document_range[0] == document_range[1]:
             return None
-        return cls(documents, document_range, max_tokens=max_tokens, overlong=overlong, seed=seed)
+        return cls(
+            documents,
+            document_range,
+            max_tokens=max_tokens,
+            overlong=overlong,
+            seed=seed,
+            vocab_size=vocab_size,
+        )
 
     def __len__(self) -> int:
         """Samples of one epoch."""
@@ -169,13 +185,23 @@ class SampleIndex:
         )
 
     def read(self, sample: int) -> Sample:
-        """Tokens of a sample, and its loss mask where the data set has one."""
+        """Tokens of a sample, and its loss mask where the data set has one.
+
+        Raises:
+            DataError: if a token is not in the vocabulary, or the mask is not one.
+        """
         local_document, offset = (int(value[0]) for value in self._locate(np.asarray([sample])))
         length_tokens = int(self.lengths_of(np.asarray([sample]))[0])
         document = self._first_document + local_document
+        tokens = self._documents.read_tokens(document, offset, length_tokens + 1)
         mask = self._documents.read_loss_mask(document, offset + 1, length_tokens)
+        place = f"{self._documents.prefix}, document {document}"
+        if self._vocab_size is not None:
+            check_tokens(tokens, self._vocab_size, place)
+        if mask is not None:
+            check_mask(mask, f"{place}, loss mask")
         return Sample(
-            tokens=self._documents.read_tokens(document, offset, length_tokens + 1),
+            tokens=tokens,
             loss_mask=None if mask is None else mask.astype(np.float32),
         )
 

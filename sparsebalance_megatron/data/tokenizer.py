@@ -20,6 +20,8 @@ END_OF_TEXT = "<|endoftext|>"
 
 _SMALLEST_VOCABULARY = 257
 """The 256 bytes and the end-of-text token."""
+_LARGEST_VOCABULARY = 1_000_000
+"""Several times that of any model; the trainer allocates by it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +52,14 @@ def train_bpe(texts: Iterable[str], vocab_size: int, name: str) -> DocumentToken
     """Train a byte-level BPE; it encodes any text without an unknown token.
 
     Raises:
-        DataError: if the vocabulary is too small for 256 bytes and ``<|endoftext|>``.
+        DataError: if the vocabulary is too small for 256 bytes and ``<|endoftext|>``, or larger
+            than any.
     """
+    if vocab_size > _LARGEST_VOCABULARY:
+        raise DataError(
+            f"--tokenizer-train {vocab_size}: at most {_LARGEST_VOCABULARY} tokens; models have "
+            "about 150000"
+        )
     if vocab_size < _SMALLEST_VOCABULARY:
         raise DataError(
             f"--tokenizer-train {vocab_size}: at least {_SMALLEST_VOCABULARY} tokens are needed "
@@ -100,12 +108,13 @@ def load_tokenizer(name: str) -> DocumentTokenizer:
 
     try:
         loaded = AutoTokenizer.from_pretrained(
-            Path(name).expanduser() if name.startswith("~") else name
+            Path(name).expanduser() if name.startswith("~") else name, trust_remote_code=False
         )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    # What the files hold decides what the libraries raise: KeyError, or the bare Exception of Rust.
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         raise DataError(
-            f"--tokenizer {name}: {reason} Give a directory with tokenizer.json and "
+            f"--tokenizer {name}: {reason}; give a directory with tokenizer.json and "
             "tokenizer_config.json, or train one with --tokenizer-train"
         ) from error
     if not loaded.is_fast:
@@ -125,7 +134,8 @@ def load_tokenizer(name: str) -> DocumentTokenizer:
 
 
 def _template_renderer(loaded: Any) -> Render:
-    from jinja2 import TemplateError
+    # Templates need it; where it is missing, the error names the extra that brings it.
+    import jinja2  # noqa: F401
 
     def render(messages: Sequence[Message], open_assistant_turn: bool) -> str:
         if not messages:
@@ -136,7 +146,8 @@ def _template_renderer(loaded: Any) -> Render:
             return loaded.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=open_assistant_turn
             )
-        except (TemplateError, ValueError, IndexError, TypeError) as error:
+        # A template is a program of somebody else; what it may raise has no end.
+        except Exception as error:
             raise RenderError(f"the chat template refuses it: {error}") from error
 
     return render

@@ -104,7 +104,9 @@ def check_output(prefix: str, *, overwrite: bool, inputs: Sequence[Path] = ()) -
     read = {path.resolve() for path in inputs}
     for path in outputs:
         if path.resolve() in read:
-            raise DataError(f"--output-prefix {prefix}: would replace the input {path}")
+            raise DataError(
+                f"--output-prefix {prefix}: would replace the input {path}; choose another"
+            )
     existing = [str(path) for path in outputs if path.exists()]
     if existing and not overwrite:
         raise DataError(

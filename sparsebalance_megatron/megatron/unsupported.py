@@ -67,6 +67,7 @@ NO_SHARDED_WEIGHTS = (
     "ranks would wait for one another in every layer; drop it, or use --use-distributed-optimizer"
 )
 _NO_FP8 = "rows have any number of tokens, and these kernels need multiples of 16; drop it"
+_PLACES_SAMPLES = "both place samples; drop it"
 GPT_ONLY = "only layers with attention have budgets; drop it"
 
 
@@ -86,7 +87,15 @@ MODEL = (
         remedy="context parallelism is not supported; use 1",
         found=lambda get: get("context_parallel_size", 1) > 1,
     ),
-    Refusal(flag="--hybrid-context-parallel", remedy="both place samples; drop it"),
+    Refusal(flag="--hybrid-context-parallel", remedy=_PLACES_SAMPLES),
+    Refusal(flag="--dynamic-context-parallel", remedy=_PLACES_SAMPLES),
+    Refusal(flag="--sequence-packing-scheduler", remedy=_PLACES_SAMPLES),
+    Refusal(
+        flag="--enable-mhc-connections",
+        remedy="layers with several residual streams are not planned; drop it",
+        name="enable_hyper_connections",
+        found=lambda get: get("enable_mhc_connections") or get("enable_hyper_connections"),
+    ),
     Refusal(
         flag="--overlap-moe-expert-parallel-comm",
         remedy="its combined schedule hides micro-batch times; drop it",

@@ -49,6 +49,7 @@ TRAINING = (
     ),
     Refusal(flag="--full-validation", remedy=_ONE_VALIDATION_SET),
     Refusal(flag="--multiple-validation-sets", remedy=_ONE_VALIDATION_SET),
+    Refusal(flag="--use-varlen-dataset", remedy=f"both pack documents; {_ONE_PREFIX}"),
     Refusal(flag="--mock-data", remedy=f"plans need real lengths; {_ONE_PREFIX}"),
     Refusal(flag="--train-data-path", remedy=_ONE_PREFIX),
     Refusal(flag="--valid-data-path", remedy=f"{_ONE_PREFIX}, and its parts with --split"),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from sparsebalance_megatron.config import CoverageMeanOver
 from sparsebalance_megatron.plan.budgets.price import horizon_steps
 from sparsebalance_megatron.plan.measurement import StepMeasurement
 from sparsebalance_megatron.plan.planned_step import PlannedStep
@@ -21,14 +22,21 @@ class CoverageLedger:
 
     Args:
         global_batch_size: samples of a step.
+        mean_over: what a sample counts in the sum: 1, or its tokens over the mean of its step.
         slack: by how much mean coverage may be below that of base budgets.
 
     Attributes:
         balance: coverage owed less what was executed, over all steps; negative is saved.
     """
 
-    def __init__(self, global_batch_size: int, slack: float = 0.0) -> None:
+    def __init__(
+        self,
+        global_batch_size: int,
+        mean_over: CoverageMeanOver = "samples",
+        slack: float = 0.0,
+    ) -> None:
         self.balance = 0.0
+        self._mean_over = mean_over
         self._slack = slack
         self._base_mean: float | None = None
         self._samples = global_batch_size
@@ -39,8 +47,8 @@ class CoverageLedger:
         totals = measured.coverage
         if totals.count:
             limit = _LIMIT * self._samples * self._steps
-            wanted_mean = totals.base_mean - self._slack
-            balance = self.balance + (wanted_mean - totals.executed_mean) * self._samples
+            lost = totals.lost_by_token if self._mean_over == "tokens" else totals.lost
+            balance = self.balance + (lost - self._slack) * self._samples
             self.balance = min(max(balance, -limit), limit)
             self._base_mean = totals.base_mean
 

@@ -75,8 +75,9 @@ class CoverageTotals:
     ``sums_LUK`` and ``counts_LU`` feed the coverage curves. ``executed_sum``, of which
     ``executed_L`` is each layer's part, ``base_sum`` and ``count`` cover every (sample, layer)
     pair, ``minimum`` is the least executed coverage and ``grown`` counts pairs whose budget the
-    guard raised. ``unobserved`` counts pairs whose coverage was not finite: no other figure holds
-    anything of them.
+    guard raised. ``tokens`` is the sum over pairs of the sample's tokens, ``lost_tokens`` that of
+    tokens times what base budgets had covered more. ``unobserved`` counts pairs whose coverage was
+    not finite: no other figure holds anything of them.
     """
 
     sums_LUK: np.ndarray
@@ -88,6 +89,8 @@ class CoverageTotals:
     minimum: float
     grown: float
     unobserved: int = 0
+    tokens: float = 0.0
+    lost_tokens: float = 0.0
 
     @property
     def executed_mean(self) -> float:
@@ -98,6 +101,16 @@ class CoverageTotals:
     def base_mean(self) -> float:
         """The mean that the base budgets would have had; NaN where nothing was observed."""
         return self.base_sum / (self.count or math.nan)
+
+    @property
+    def lost(self) -> float:
+        """Mean coverage of base budgets less the executed one."""
+        return self.base_mean - self.executed_mean
+
+    @property
+    def lost_by_token(self) -> float:
+        """The same where every token counts alike; NaN where none was counted."""
+        return self.lost_tokens / (self.tokens or math.nan)
 
 
 @dataclass(frozen=True, kw_only=True)

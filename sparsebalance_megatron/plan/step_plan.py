@@ -20,6 +20,7 @@ from sparsebalance_megatron.config import (
     Anchor,
     Batching,
     ContextParallel,
+    CoverageMeanOver,
     CoverageTarget,
     SparseBalanceConfig,
     Tuning,
@@ -94,6 +95,7 @@ class PlanPolicy:
     max_tokens_per_slot: int
     plan_ms: float | None = None
     coverage_target: CoverageTarget = "threshold"
+    coverage_mean_over: CoverageMeanOver = "samples"
     coverage_slack: float = 0.0
     context_parallel: ContextParallel = "static"
     max_context_parallel: int = 1
@@ -118,6 +120,7 @@ class PlanPolicy:
             coverage_threshold=config.coverage_threshold,
             coverage_target=config.coverage_target,
             coverage_slack=config.coverage_slack,
+            coverage_mean_over=config.coverage_mean_over,
             base_budget=config.base_budget,
             block_size=config.block_size,
             max_tokens_per_slot=max_tokens_per_slot,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from sparsebalance_megatron.plan.metrics import imbalance
+from sparsebalance_megatron.report.explanation import Explanation, TimeSplit, explain, split_time
 from sparsebalance_megatron.telemetry.step_log import RunLog
 from sparsebalance_megatron.telemetry.step_record import Step
 
@@ -30,6 +31,7 @@ class RunSummary:
     - ``lower_bound_ms``: median of the planner's bound on a step: no placement can be faster.
     - ``work_ratio``: median of predicted work over that of the same samples at base budgets; below
       1 attention was cut, so a speedup is not balance alone.
+    - ``split``: where the mean step's time goes.
     - ``coverage_mean``: mean over steps of the mean score coverage of samples and layers.
     """
 
@@ -46,6 +48,7 @@ class RunSummary:
     measured_ms: float | None
     lower_bound_ms: float | None
     work_ratio: float | None
+    split: TimeSplit | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +56,9 @@ class Comparison:
     """Two runs over the same samples.
 
     ``speedup``: baseline's median iteration time over the run's. ``speedup_paired``: median of that
-    ratio step by step. ``speedup_total``: of the time all these steps took together. The last two
-    are None unless both runs saw the same number of tokens in every step; otherwise the steps hold
-    different samples.
+    ratio step by step. ``speedup_total``: of the time all these steps took together. The last two,
+    and the explanation of the difference, are None unless both runs saw the same number of tokens
+    in every step; otherwise the steps hold different samples.
     """
 
     baseline: RunSummary
@@ -64,6 +67,7 @@ class Comparison:
     speedup_paired: float | None
     speedup_total: float | None
     problems: tuple[str, ...]
+    explanation: Explanation | None = None
 
 
 def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
@@ -91,6 +95,7 @@ def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
         else _average(_ratio(old.iteration_ms, new.iteration_ms) for old, new in pairs),
         speedup_total=None if differing else _total_speedup(pairs),
         problems=tuple(problems),
+        explanation=None if differing else explain(pairs),
     )
 
 
@@ -115,6 +120,7 @@ def summarize(steps: Sequence[Step]) -> RunSummary:
         measured_ms=_average(_largest(step.measured_rank_ms) for step in after),
         lower_bound_ms=_average(step.lower_bound_ms for step in after),
         work_ratio=_average(step.work_ratio for step in after),
+        split=split_time(after),
     )
 
 

@@ -22,12 +22,20 @@ class Row(NamedTuple):
 
 ROWS = (
     Row("iteration, ms (median)", "measured", lambda run: _ms(run.iteration_ms_median)),
+    Row("mean step, ms", "measured", lambda run: _part(run, "step_ms")),
+    Row("  of it computing, ms", "measured", lambda run: _part(run, "compute_ms")),
+    Row("  of it waiting, ms", "measured", lambda run: _part(run, "waiting_ms")),
+    Row("  of it the rest, ms", "measured", lambda run: _part(run, "rest_ms")),
     Row("imbalance of ranks, max/mean", "measured", lambda run: _text(run.rank_imbalance, ".3f")),
     Row("busiest rank, ms: measured", "measured", lambda run: _ms(run.measured_ms)),
     Row("busiest rank, ms: predicted", "predicted", lambda run: _ms(run.predicted_ms)),
     Row("step, ms: predicted lower bound", "predicted", lambda run: _ms(run.lower_bound_ms)),
     Row("error of predicted rank times", "both", lambda run: _text(run.predicted_error, ".1%")),
-    Row("work, of that at base budgets", "predicted", lambda run: _text(run.work_ratio, ".1%")),
+    Row(
+        "computing, relative to fixed budgets",
+        "predicted",
+        lambda run: _text(run.work_ratio, ".1%"),
+    ),
     Row("score coverage (mean)", "measured", lambda run: _text(run.coverage_mean, ".4f")),
     Row("loss, first step", "measured", lambda run: _text(run.loss_first, ".4f")),
     Row("loss, last step", "measured", lambda run: _text(run.loss_last, ".4f")),
@@ -50,7 +58,14 @@ def table_of(columns: Mapping[str, RunSummary]) -> Table:
 
 def _ms(value: float | None) -> str:
     """Counted operations predict relative times, which can be far below a millisecond."""
+    if value is not None and value >= 100.0:
+        return _text(value, ",.0f")
     return _text(value, ".1f" if value is None or value >= 1.0 else ".3g")
+
+
+def _part(run: RunSummary, name: str) -> str:
+    """Of the mean step's time."""
+    return _ms(None if run.split is None else getattr(run.split, name))
 
 
 def _text(value: float | None, layout: str) -> str:
@@ -62,12 +77,3 @@ def columns_of(numbers: RunSummary | Comparison) -> dict[str, RunSummary]:
     if isinstance(numbers, Comparison):
         return {"baseline": numbers.baseline, "sparse balance": numbers.sparse_balance}
     return {"this run": numbers}
-
-
-def speedups_of(comparison: Comparison) -> str:
-    """The speedups in words."""
-    return (
-        f"speedup {_text(comparison.speedup, '.3f')} (ratio of medians), "
-        f"{_text(comparison.speedup_total, '.3f')} (total time), "
-        f"{_text(comparison.speedup_paired, '.3f')} (median step)"
-    )

@@ -29,6 +29,7 @@ body {
 h1 { font-size: 1.4rem; line-height: 1.25; margin: 0.5rem 0 0.25rem; }
 h2 { font-size: 1.1rem; margin: 0 0 0.5rem; }
 p { margin: 0.5rem 0; max-width: 44rem; }
+.headline { font-size: 1.15rem; margin: 1rem 0 0; }
 .quiet, figcaption, summary { color: var(--muted); font-size: 0.875rem; }
 figcaption { margin-top: 0.5rem; max-width: 44rem; }
 figure { margin: 0; min-width: 0; }
@@ -72,14 +73,17 @@ class Table:
 class Page:
     """What a report says, in reading order.
 
-    ``timeline`` comes first of the pictures, ``step_table`` in a fold below it; ``notes`` is what
-    the logs lack.
+    ``headline`` is the one sentence that counts, and ``reasons`` are the pictures of where the time
+    went. ``step_table`` is in a fold below the ``timeline``; ``notes`` is what the logs lack.
     """
 
     title: str
     subtitle: str
+    headline: str
+    reasons: Sequence[Picture]
     findings: Sequence[str]
     numbers: Table
+    worst_steps: Table
     timeline: Picture
     step_table: Table
     pictures: Sequence[Picture]
@@ -100,16 +104,21 @@ def render(page: Page) -> str:
         "<body>",
         f"<h1>{escape(page.title)}</h1>",
         f'<p class="quiet">{escape(page.subtitle)}</p>',
+        f'<p class="headline">{escape(page.headline)}</p>',
         '<section class="pictures">',
-        "<div>",
-        *(f"<p>{escape(finding)}</p>" for finding in page.findings),
-        _table(page.numbers),
-        "</div>",
+        *(_figure(picture) for picture in page.reasons),
+        "</section>",
+        '<section class="pictures">',
         '<div class="all-columns">' if page.timeline.wide else "<div>",
         _figure(page.timeline),
         *_fold(page.step_table),
         "</div>",
+        "<div>",
+        *(f"<p>{escape(finding)}</p>" for finding in page.findings),
+        _table(page.numbers),
+        "</div>",
         "</section>",
+        *_worst(page.worst_steps),
         '<section class="pictures">',
         *(_figure(picture) for picture in page.pictures),
         "</section>",
@@ -146,6 +155,21 @@ def _fold(table: Table) -> list[str]:
         return []
     words = f"<summary>{len(table.rows)} micro-batches of this step in numbers</summary>"
     return [f"<details>{words}", _table(table), "</details>"]
+
+
+def _worst(table: Table) -> list[str]:
+    if not table.rows:
+        return []
+    words = (
+        "Steps that lost most time against their prediction, and the micro-batch in which it was "
+        "lost; the ratio is measured over predicted, relative to the step's own."
+    )
+    return [
+        "<section><h2>The worst steps</h2>",
+        _table(table),
+        f'<p class="quiet">{words}</p>',
+        "</section>",
+    ]
 
 
 def _notes(notes: Sequence[str]) -> list[str]:

@@ -147,7 +147,7 @@ def choose_iteration(log: RunLog, baseline: RunLog | None, asked: int | None) ->
         if asked not in known:
             raise ReportError(
                 f"--step {asked}: not in {log.directory}, whose iterations are "
-                f"{known[0]} to {known[-1]}"
+                f"{known[0]} to {known[-1]}; choose one of them"
                 if known
                 else f"--step {asked}: {log.directory} holds no iteration"
             )

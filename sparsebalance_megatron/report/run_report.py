@@ -12,6 +12,7 @@ from sparsebalance_megatron.report.charts.distributions import budgets_picture, 
 from sparsebalance_megatron.report.charts.figure import Picture, ReportError, standalone
 from sparsebalance_megatron.report.charts.series import balance_picture, loss_picture
 from sparsebalance_megatron.report.charts.timeline import Panel, shown_places, timeline_picture
+from sparsebalance_megatron.report.charts.waterfall import ranks_picture, waterfall_picture
 from sparsebalance_megatron.report.comparison import Comparison, RunSummary, compare, summarize
 from sparsebalance_megatron.report.comparison_table import ROWS, columns_of
 from sparsebalance_megatron.report.page import Page, Table
@@ -22,9 +23,16 @@ from sparsebalance_megatron.report.run_data import (
     gather,
     open_log,
 )
-from sparsebalance_megatron.report.sentences import comparison_findings, run_findings, subtitle
+from sparsebalance_megatron.report.sentences import (
+    comparison_findings,
+    headline,
+    run_findings,
+    subtitle,
+)
 from sparsebalance_megatron.report.step_table import HEADINGS, micro_batch_rows
 from sparsebalance_megatron.report.timeline import Timeline
+from sparsebalance_megatron.report.worst_steps import HEADINGS as WORST_HEADINGS
+from sparsebalance_megatron.report.worst_steps import worst_iterations, worst_rows
 from sparsebalance_megatron.telemetry.step_log import RunLog
 
 _NOTES_IN_PAGE = 100
@@ -59,7 +67,8 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
     baseline_log = None if baseline_directory is None else open_log(baseline_directory)
     iteration = choose_iteration(log, baseline_log, step)
     sample = evenly(tuple(each.iteration for each in log.steps) or (iteration,))
-    evidence = gather(log, {*sample, iteration})
+    worst = worst_iterations(log.steps)
+    evidence = gather(log, {*sample, iteration, *worst})
     baseline = None if baseline_log is None else gather(baseline_log, {iteration})
     numbers = summarize(log.steps) if baseline_log is None else compare(baseline_log, log)
     notes = (*evidence.problems, *(baseline.problems if baseline else ()))
@@ -70,8 +79,15 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
         title=f"Run {run_directory}"
         + ("" if baseline_directory is None else f" against {baseline_directory}"),
         subtitle=subtitle(log.header),
+        headline=headline(numbers),
+        reasons=_reasons(numbers, evidence, set(sample)),
         findings=_findings(numbers),
         numbers=_numbers(numbers),
+        worst_steps=Table(
+            headings=WORST_HEADINGS,
+            rows=worst_rows(worst, dict(evidence.times), evidence.ranks),
+            style="steps",
+        ),
         timeline=timeline_picture(iteration, panels, missing),
         step_table=_step_table(iteration, evidence, panels),
         pictures=_pictures(evidence, baseline_log),
@@ -81,7 +97,7 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
         *(missing if panels else ()),
         *(
             f"{each.title}: not drawn. {each.caption}"
-            for each in (page.timeline, *page.pictures)
+            for each in (*page.reasons, page.timeline, *page.pictures)
             if each.svg is None
         ),
     ]
@@ -133,6 +149,18 @@ def _drawn(iteration: int, sources: Sequence[_Source]) -> list[Panel]:
         Panel(name=name, timeline=timeline, contents=of.ranks.steps.get(iteration, {}))
         for name, timeline, of in sources
         if timeline is not None
+    ]
+
+
+def _reasons(
+    numbers: RunSummary | Comparison, evidence: Evidence, sample: set[int]
+) -> list[Picture]:
+    """Where the time goes, against the baseline and rank by rank."""
+    times = {each: evidence.times[each] for each in sample if each in evidence.times}
+    explanation = numbers.explanation if isinstance(numbers, Comparison) else None
+    return [
+        *([] if explanation is None else [waterfall_picture(explanation)]),
+        ranks_picture(times, evidence.log.steps, evidence.sampled(times)),
     ]
 
 

@@ -7,13 +7,31 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparsebalance_megatron.report.comparison import Comparison, RunSummary
+from sparsebalance_megatron.report.explanation import Explanation
+
+
+def headline(numbers: RunSummary | Comparison) -> str:
+    """The one sentence that a reader in a hurry reads."""
+    if isinstance(numbers, Comparison):
+        return _speedup(numbers)
+    if numbers.split is None:
+        return "No step of this run was measured whole."
+    split = numbers.split
+    compute, waiting, rest = (
+        f"{part_ms / split.step_ms:.0%}"
+        for part_ms in (split.compute_ms, split.waiting_ms, split.rest_ms)
+    )
+    return (
+        f"Measured: a mean step takes {_ms(split.step_ms)}; stages compute {compute} of it, wait "
+        f"{waiting}, and {rest} is the rest of the step."
+    )
 
 
 def comparison_findings(comparison: Comparison) -> list[str]:
-    """Of a run against its baseline."""
+    """Of a run against its baseline, below the headline."""
     run, baseline = comparison.sparse_balance, comparison.baseline
     return [
-        _speedup(comparison),
+        *_why(comparison.explanation),
         *_imbalance(run, baseline),
         *_work(run, baseline),
         *run_findings(run),
@@ -80,11 +98,36 @@ def _speedup(comparison: Comparison) -> str:
             f"Measured: {_times(comparison.speedup)} as the baseline by median iterations. Total "
             "times are not compared: the runs share no timed step, or saw other samples."
         )
-    return (
-        f"Measured: {_times(comparison.speedup_total)} as the baseline in total time after the "
-        f"warm-up; {_times(comparison.speedup)} by median iterations, "
-        f"{_times(comparison.speedup_paired)} in the median step."
-    )
+    why = comparison.explanation
+    interval = why.speedup_interval if why is not None else None
+    words = f"Measured: {_times(comparison.speedup_total)} as the baseline"
+    if interval is not None:
+        words += f" (95 % interval {interval[0]:.2f} to {interval[1]:.2f})"
+    if why is not None:
+        words += (
+            f": a mean step takes {_ms(why.run.step_ms)} instead of {_ms(why.baseline.step_ms)}"
+        )
+    return words + "."
+
+
+def _why(explanation: Explanation | None) -> list[str]:
+    """What the difference consists of, and what the machine had to do with it."""
+    if explanation is None:
+        return []
+    changes = ", ".join(f"{change.ms:+,.0f} ms {change.name}" for change in explanation.changes)
+    found = [
+        f"Measured, but for the share of attention, which is predicted: from the baseline's "
+        f"{_ms(explanation.baseline.step_ms)}, {changes}."
+    ]
+    if explanation.noisy:
+        share = explanation.machine_ms / explanation.baseline.compute_ms
+        found.append(
+            f"The machine was not even: equal work took {abs(share):.0%} "
+            f"{'longer' if share > 0 else 'less time'} in this run than in the baseline, and from "
+            f"step to step it varied by {explanation.machine_spread:.0%}. Had equal work taken "
+            f"equal time, this run would be {_times(explanation.speedup_on_an_even_machine)}."
+        )
+    return found
 
 
 def _imbalance(run: RunSummary, baseline: RunSummary) -> list[str]:
@@ -100,14 +143,16 @@ def _work(run: RunSummary, baseline: RunSummary) -> list[str]:
     """How much of a speedup is less attention."""
     if run.work_ratio is None:
         return []
-    words = f"Predicted: the work is {run.work_ratio:.1%} of that at base budgets"
+    words = f"Predicted: computing, relative to fixed budgets, is {run.work_ratio:.1%}"
     if run.coverage_mean is not None and baseline.coverage_mean is not None:
         words += (
             f"; measured: the mean score coverage is {run.coverage_mean:.3f} against "
             f"{baseline.coverage_mean:.3f}"
         )
     if run.work_ratio < 0.995:
-        words += ". What is below 100 % was cut, so the speedup is not balance alone"
+        words += (
+            ". What is below 100 % was saved by reading less, so the speedup is not balance alone"
+        )
     return [words + "."]
 
 
@@ -118,4 +163,6 @@ def _times(ratio: float | None) -> str:
 def _ms(value: float | None) -> str:
     if value is None:
         return "an unknown time"
+    if value >= 100.0:
+        return f"{value:,.0f} ms"
     return f"{value:,.1f} ms" if value >= 1.0 else f"{value:.3g} ms"

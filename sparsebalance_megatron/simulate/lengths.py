@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 
+from sparsebalance_megatron.json_file import UnreadableFileError, parse_json, read_text
+
 MAX_TOKENS = 65536
+_LONGEST_TOKENS = 2**30
+"""Of a length in a file; a thousand times what models are trained on."""
 
 
 class WorkloadError(ValueError):
@@ -101,16 +104,23 @@ def read_lengths(path: Path) -> np.ndarray:
         WorkloadError: the file is missing, empty, or holds something else than positive integers.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise WorkloadError(f"{path}: cannot be read: {error}") from None
-    try:
-        values = json.loads(text) if text.lstrip().startswith("[") else text.split()
+        text = read_text(path)
+        values = parse_json(text) if text.lstrip().startswith("[") else text.split()
         lengths = [int(str(value)) for value in values]
-    except (ValueError, TypeError) as error:
+    except UnreadableFileError as error:
+        raise WorkloadError(f"{path}: {error}; give a file of lengths") from None
+    except ValueError as error:
         raise WorkloadError(
-            f"{path}: expected a JSON list of lengths, or one per line: {error}"
+            f"{path}: expected a JSON list of lengths, or one per line: {str(error)[:200]}"
         ) from None
-    if not lengths or min(lengths) < 1:
-        raise WorkloadError(f"{path}: needs at least one length, all of at least 1 token")
+    if not lengths or min(lengths) < 1 or max(lengths) > _LONGEST_TOKENS:
+        raise WorkloadError(
+            f"{path}: needs at least one length, all from 1 to {_LONGEST_TOKENS} tokens"
+        )
     return np.array(lengths, dtype=np.int64)
+
+
+def check_seed(seed: int) -> None:
+    """Raise :class:`WorkloadError` for a ``--seed`` that no generator takes."""
+    if seed < 0:
+        raise WorkloadError(f"--seed {seed}: must be at least 0")

@@ -6,6 +6,7 @@ Shape legend: L layers, U length buckets, K budgets of the grid.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 
 from sparsebalance_megatron.cost.model import CostModel, Part
 from sparsebalance_megatron.cost.table import CostTable, ModelShape
+from sparsebalance_megatron.cost.table_doubts import doubts
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.simulate.lengths import WorkloadError
 
@@ -108,11 +110,20 @@ def cost_of(
     if layers is not None and layers < 1:
         raise WorkloadError(f"--layers {layers}: at least 1 needed")
     if cost_table is None:
+        heads = preset(model).shape.num_attention_heads
+        if heads % tensor_parallel_size:
+            raise WorkloadError(
+                f"--tp {tensor_parallel_size}: must divide the {heads} heads of {model}"
+            )
         cost = h200_cost(model, block_size=block_size, tensor_parallel_size=tensor_parallel_size)
         return cost, layers or preset(model).layers
     if layers is None:
         raise WorkloadError(f"--cost-table {cost_table}: costs are per layer; add --layers")
-    return CostModel.fit(CostTable.load(cost_table)), layers
+    table = CostTable.load(cost_table)
+    cost = CostModel.fit(table)
+    for doubt in doubts(table, cost):
+        warnings.warn(doubt, stacklevel=2)
+    return cost, layers
 
 
 def with_bandwidth(cost: CostModel, gigabytes_per_second: float | None) -> CostModel:

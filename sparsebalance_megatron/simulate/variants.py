@@ -273,6 +273,8 @@ def _as_predicted(
     curves = workload.coverage
     known = float(workload.job.layers * len(batch)) if expected.coverage_mean is not None else 0.0
     executed_mean = expected.coverage_mean or 0.0
+    base_mean = _base_coverage(workload, batch) if known else 0.0
+    tokens = float(sum(batch) * workload.job.layers) if known else 0.0
     return StepMeasurement(
         times_2RPVM=expected.times_2RPVM,
         schedule_ms=np.repeat(
@@ -283,10 +285,12 @@ def _as_predicted(
             counts_LU=np.zeros(curves.observed_LU.shape),
             executed_L=np.full(workload.job.layers, executed_mean * len(batch)),
             executed_sum=executed_mean * known,
-            base_sum=_base_coverage(workload, batch) * known if known else 0.0,
+            base_sum=base_mean * known,
             count=known,
             minimum=expected.coverage_min or 0.0,
             grown=0.0,
+            tokens=tokens,
+            lost_tokens=(base_mean - executed_mean) * tokens,
         ),
         lm_loss=math.nan,
         tokens=sum(batch),

@@ -48,11 +48,13 @@ class Line:
         """
         try:
             record = json.loads(self.text.decode("utf-8", errors="replace"))
-        except (json.JSONDecodeError, RecursionError) as error:
+        except RecursionError:
+            raise BadLineError("cut off or not JSON (nested too deep)") from None
+        except ValueError as error:
             reason = (
                 f"{error.msg}, column {error.colno}"
                 if isinstance(error, json.JSONDecodeError)
-                else "nested too deep"
+                else "a number of too many digits"
             )
             raise BadLineError(f"cut off or not JSON ({reason})") from None
         if not isinstance(record, dict) or record.get("type") not in types:
@@ -163,8 +165,11 @@ def finite(value: Any, place: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadLineError(f"{place} is {value!r}, not a number")
-    return float(value) if math.isfinite(value) else None
+        raise BadLineError(f"{place} is {repr(value)[:60]}, not a number")
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        raise BadLineError(f"{place} is an integer beyond all numbers") from None
 
 
 def array(value: Any, place: str) -> np.ndarray:

@@ -153,7 +153,8 @@ def _left_behind(path: Path) -> tuple[int, bool]:
     is_cut = bool(last) and not last.endswith(b"\n")
     try:
         return int(json.loads(first).get(LINES_DISCARDED, 0)), is_cut
-    except (ValueError, AttributeError):
+    # Whatever a damaged header makes of the number.
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return 0, is_cut
 
 

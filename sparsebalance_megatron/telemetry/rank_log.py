@@ -54,14 +54,6 @@ def rank_log_path(directory: str | Path, world_rank: int) -> Path:
     return rank_folder(Path(directory)) / f"{_PREFIX}{world_rank:05d}.jsonl"
 
 
-def remove_surplus_rank_logs(directory: str | Path, world_size: int) -> None:
-    """Delete what an earlier run with more ranks left in the directory."""
-    for path in Path(directory).glob(_PATTERN):
-        number = path.name.removeprefix(_PREFIX).partition(".")[0]
-        if number.isdigit() and int(number) >= world_size:
-            path.unlink(missing_ok=True)
-
-
 def rank_files(directory: Path) -> tuple[Path, ...]:
     """The newest file of every rank that has one."""
     return tuple(sorted({newest_file(path) for path in directory.glob(_PATTERN)}))

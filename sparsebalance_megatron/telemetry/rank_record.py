@@ -41,12 +41,16 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class RankHeader:
-    """Where a rank stands; ``layers``: global indices, in the order of the rows of its budgets."""
+    """Where a rank stands; ``layers``: global indices, in the order of the rows of its budgets.
+
+    ``host`` is empty where the log does not name it.
+    """
 
     world_rank: int
     place: Place
     tensor_parallel_rank: int
     layers: tuple[int, ...]
+    host: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +99,13 @@ def read_rank_header(record: Mapping[str, Any]) -> RankHeader:
         raise BadLineError(f"layers is {chunks!r}, not a list of layers per chunk") from None
     if max(layers, default=0) > _MOST_LAYERS:
         raise BadLineError(f"layers holds {max(layers)}")
+    host = optional_field(record, "host")
     return RankHeader(
         world_rank=whole(record, "world_rank"),
         place=(whole(record, "data_parallel_rank"), whole(record, "pipeline_rank")),
         tensor_parallel_rank=whole(record, "tensor_parallel_rank"),
         layers=layers,
+        host=host if isinstance(host, str) else "",
     )
 
 

@@ -179,7 +179,9 @@ class _StepLogReader:
                 f"{path}: not there; train with --sparse-balance-log-dir {path.parent}"
             ) from None
         except OSError as error:
-            raise RunLogError(f"{path}: {error.strerror}") from error
+            raise RunLogError(
+                f"{path}: {error.strerror}; give a directory that --sparse-balance-log-dir named"
+            ) from error
 
     def _take(self, line: Line) -> None:
         record = line.parse((RUN, STEP, COVERAGE))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sparsebalance_megatron.plan.measurement import DIRECTIONS, StepMeasurement
-from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms
+from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms, stage_busy_ms
 from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.telemetry.jsonl import (
     BadLineError,
@@ -57,6 +57,8 @@ class Step:
     of its busiest pipeline stage. ``lower_bound_ms`` and ``work_ratio`` are the planner's, and
     ``coverage_base`` is the mean coverage that base budgets had given.
     ``complete``: every micro-batch was measured, forward and backward.
+    ``compute_ms``: the mean over all stages of all ranks of their computing time. ``schedule_ms``:
+    from the schedule's start to the last backward of the slowest rank.
     """
 
     iteration: int
@@ -70,6 +72,8 @@ class Step:
     work_ratio: float | None
     complete: bool
     coverage_base: float | None = None
+    compute_ms: float | None = None
+    schedule_ms: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +159,8 @@ def read_step(record: Mapping[str, Any]) -> Step:
     measured, predicted = _rank_times(record, "measured"), _rank_times(record, "predicted")
     if measured and predicted and len(measured) != len(predicted):
         raise BadLineError(f"{len(measured)} ranks measured, {len(predicted)} predicted")
+    times_2RPVM = _measured_times(record)
+    complete = bool(np.isfinite(times_2RPVM).all())
     return Step(
         iteration=int(iteration),
         iteration_ms=number(record, "iteration_ms"),
@@ -165,8 +171,12 @@ def read_step(record: Mapping[str, Any]) -> Step:
         predicted_rank_ms=predicted,
         lower_bound_ms=number(record, "predicted", "lower_bound_ms"),
         work_ratio=number(record, "predicted", "work_ratio"),
-        complete=bool(np.isfinite(_measured_times(record)).all()),
+        complete=complete,
         coverage_base=optional_number(record, "coverage", "base_mean"),
+        compute_ms=float(stage_busy_ms(times_2RPVM).mean())
+        if complete and times_2RPVM.size
+        else None,
+        schedule_ms=_schedule_ms(record),
     )
 
 
@@ -177,6 +187,16 @@ def read_times(record: Mapping[str, Any]) -> MicroBatchTimes:
         measured_2RPVM=measured_2RPVM,
         predicted_2RPVM=_predicted_times(record, measured_2RPVM.shape),
     )
+
+
+def _schedule_ms(record: Mapping[str, Any]) -> float | None:
+    """Of the slowest stage; None where one of them has none, as in logs without them."""
+    values = optional_field(record, "measured", "schedule_ms")
+    if values is None:
+        return None
+    schedule_RP = array(values, "measured.schedule_ms")
+    known = schedule_RP.size > 0 and bool(np.isfinite(schedule_RP).all())
+    return float(schedule_RP.max()) if known else None
 
 
 def _unless_alike(slowness_RP: np.ndarray) -> list[list[float]] | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import traceback
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.megatron.flag_values import one_line_refusals
 
 FLAG = flag_name("dry_run")
 
@@ -69,6 +69,7 @@ def _plan_and_print(device_type: str, argv: Sequence[str]) -> None:
         from sparsebalance_megatron.megatron.arguments import config_from_args
         from sparsebalance_megatron.megatron.settings import RunSettings
         from sparsebalance_megatron.megatron.unsupported_training import check_supported
+        from sparsebalance_megatron.telemetry.log_directory import LogDirectory
         from sparsebalance_megatron.training.dry_run_report import describe
         from sparsebalance_megatron.training.inputs import (
             CostedInputs,
@@ -78,13 +79,15 @@ def _plan_and_print(device_type: str, argv: Sequence[str]) -> None:
         from sparsebalance_megatron.training.run import make_scheduler
 
     changed_defaults: list[str] = []
-    with _one_line_refusals(), _without_argument_dump():
+    with one_line_refusals(), _without_argument_dump():
         args, unchecked = _validated_args(device_type, argv, changed_defaults.append)
     for line in changed_defaults:
         print(line)
     config = config_from_args(args)
     check_supported(args, config)
-    with _one_line_refusals():
+    if config.log_dir is not None and (remark := LogDirectory(config.log_dir).check()):
+        unchecked.append(remark)
+    with one_line_refusals():
         settings = RunSettings.from_args(args)
     inputs = read_inputs(settings, config, device_type)
     if not isinstance(inputs, CostedInputs):
@@ -120,22 +123,6 @@ def _world(size: int) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def _one_line_refusals() -> Iterator[None]:
-    """Turn what Megatron, or a tokenizer, raises at wrong flags into one :class:`ConfigError`."""
-    try:
-        yield
-    except (AssertionError, ValueError, RuntimeError, OSError, ImportError) as error:
-        if type(error).__module__.partition(".")[0] == __name__.partition(".")[0]:
-            raise
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        reason = str(error).strip().partition("\n")[0] or frame.line
-        raise ConfigError(
-            f"Megatron refuses the flags ({os.path.basename(frame.filename)}:{frame.lineno}): "
-            f"{reason}"
-        ) from error
 
 
 @contextmanager

@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import platform
 import warnings
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 
+import numpy as np
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import CostTable
+from sparsebalance_megatron.cost.table_doubts import doubts
 from sparsebalance_megatron.data.samples import SampleIndex, Split
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
@@ -105,7 +110,7 @@ def fingerprint(inputs: CostedInputs) -> dict[str, str]:
     flags = {
         f"flag {name}": str(value)
         for name, value in asdict(inputs.config).items()
-        if name not in ("log_dir", "cost_table")
+        if name not in ("log_dir", "cost_table", "in_turn")
     }
     return flags | {
         "job shape": str(inputs.job),
@@ -113,7 +118,18 @@ def fingerprint(inputs: CostedInputs) -> dict[str, str]:
         "cost model": str(inputs.cost),
         "megatron-core": megatron_version(),
         "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "scipy": version("scipy"),
     }
+
+
+def processor() -> str:
+    """The model of this host's processor, as the system names it; else its architecture."""
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def job_shape(settings: RunSettings) -> JobShape:
@@ -146,6 +162,7 @@ def _sample_index(
         seed=settings.seed,
         split_weights=settings.split,
         split=split,
+        vocab_size=settings.shape.vocab_size,
     )
 
 
@@ -162,7 +179,10 @@ def _cost_model(settings: RunSettings, config: SparseBalanceConfig, device_type:
     if config.dry_run is not None:  # not necessarily where training will run
         identity = replace(identity, device=table.identity.device)
     table.check_matches(identity)
-    return CostModel.fit(table)
+    model = CostModel.fit(table)
+    for doubt in doubts(table, model):
+        warnings.warn(doubt, stacklevel=2)
+    return model
 
 
 def counted_cost_model(settings: RunSettings, config: SparseBalanceConfig) -> CostModel:

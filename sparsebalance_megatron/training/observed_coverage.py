@@ -2,7 +2,7 @@
 """This rank's coverage observations of one step, laid side by side in one tensor.
 
 Shape legend: O rows of observations, one per (micro-batch and chunk, layer, sample); K budgets of
-the grid, U length buckets, C columns: those of the grid and three more, S samples of the
+the grid, U length buckets, C columns: those of the grid and five more, S samples of the
 micro-batch.
 """
 
@@ -19,10 +19,10 @@ from sparsebalance_megatron.plan.coverage import length_bucket
 from sparsebalance_megatron.plan.measurement import Piece
 from sparsebalance_megatron.training.data_iterator import LocalMicroBatch
 
-EXECUTED, BASE, GROWN = -3, -2, -1
+EXECUTED, BASE, GROWN, TOKENS, LOST_TOKENS = range(-5, 0)
 """Columns behind the K of the grid: executed coverage, coverage at base budgets, 1 where the guard
-raised the budget."""
-EXTRA_COLUMNS = 3
+raised the budget, the sample's tokens, and those times what base budgets had covered more."""
+EXTRA_COLUMNS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,9 @@ class ObservedCoverage:
             for layer, observation in context.observations.items():
                 pieces.append(Piece(micro_batch.position, layer, samples))
                 buckets.append(bucket_S)
-                columns.append(_columns(observation, None if len(blocks) == samples else samples))
+                tokens_S = context.layout.tokens_S
+                some = None if len(blocks) == samples else samples
+                columns.append(_columns(observation, tokens_S, some))
         return cls(
             pieces=tuple(pieces),
             bucket_O=np.concatenate(buckets) if buckets else np.empty(0, dtype=np.int64),
@@ -67,13 +69,17 @@ class ObservedCoverage:
         return self.values_OC[:, [EXECUTED, GROWN]].cpu().numpy()
 
 
-def _columns(observation: CoverageObservation, samples: int | None) -> tuple[torch.Tensor, ...]:
+def _columns(
+    observation: CoverageObservation, tokens_S: torch.Tensor, samples: int | None
+) -> tuple[torch.Tensor, ...]:
     """Grid and extra columns of the first samples, or of all."""
-    columns = (observation.grid_SK, observation.executed_S, observation.base_S, observation.grown_S)
+    executed_S, base_S = observation.executed_S, observation.base_S
+    lost_S = (base_S.double() - executed_S) * tokens_S
+    columns = (observation.grid_SK, executed_S, base_S, observation.grown_S, tokens_S, lost_S)
     return columns if samples is None else tuple(column[:samples] for column in columns)
 
 
 def _side_by_side(columns: Iterable[tuple[torch.Tensor, ...]]) -> torch.Tensor:
-    """[O, K + 3]; the same few operations on the device, however many observations."""
+    """[O, K + 5]; the same few operations on the device, however many observations."""
     grid_OK, *extra = (torch.cat(pieces) for pieces in zip(*columns, strict=True))
     return torch.cat([grid_OK.double(), torch.stack([x.double() for x in extra], dim=1)], dim=1)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import torch
 from megatron.core import parallel_state
@@ -27,6 +28,7 @@ from sparsebalance_megatron.training.sinks import open_sinks
 from sparsebalance_megatron.training.step_monitor import StepMonitor
 from sparsebalance_megatron.training.step_reducer import StepReducer
 from sparsebalance_megatron.training.timing import MicroBatchRecorder
+from sparsebalance_megatron.training.turns import Turns, parse_turns
 
 
 class Run:
@@ -36,6 +38,7 @@ class Run:
         scheduler: plans its steps; it has taken over what state there is.
         record: of :func:`.resume.run_record`.
         resumed: whether logs go on from those of an earlier run.
+        extra_steps: trained before, beyond what the samples consumed make at this batch size.
         device: where the model runs.
         after_step: called when a step has been learnt from, where its state may be kept.
 
@@ -49,17 +52,20 @@ class Run:
         *,
         record: Mapping[str, str],
         resumed: bool,
+        extra_steps: int,
         device: torch.device,
         after_step: Callable[[], None],
     ) -> None:
         self._inputs = inputs
         self.scheduler = scheduler
         self.record = dict(record)
+        self.extra_steps = extra_steps
         self._place = place = _rank_place()
         job = inputs.job
         self.monitor = StepMonitor(
             inputs,
             after_step=after_step,
+            extra_steps=extra_steps,
             scheduler=scheduler,
             recorder=MicroBatchRecorder(
                 HostClock() if device.type == "cpu" else CudaEventClock(),
@@ -77,6 +83,7 @@ class Run:
             ),
             device=device,
             sinks=open_sinks(inputs, place, scheduler.coverage, device, resumed=resumed),
+            turns=_turns(inputs.config.in_turn, place),
         )
 
     def train_iterator(
@@ -171,6 +178,15 @@ def make_scheduler(inputs: CostedInputs) -> Scheduler:
         clock=time.perf_counter,
         worker=ThreadPoolExecutor(1, "sparse-balance-plan") if config.planning == "ahead" else None,
     )
+
+
+def _turns(flag: str | None, place: RankPlace) -> Turns | None:
+    """What ``--sparse-balance-in-turn`` asks for; the first rank says when it is over."""
+    if flag is None:
+        return None
+    directory, side = parse_turns(flag)
+    say = partial(print, flush=True) if place.world_rank == 0 else lambda message: None
+    return Turns(directory, side, world_rank=place.world_rank, say=say)
 
 
 def _rank_place() -> RankPlace:

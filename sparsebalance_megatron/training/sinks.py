@@ -19,7 +19,7 @@ from sparsebalance_megatron.plan.measurement import RankPlace, StepTimes
 from sparsebalance_megatron.telemetry.coverage_record import coverage_record
 from sparsebalance_megatron.telemetry.log_file import JsonLinesFile
 from sparsebalance_megatron.telemetry.log_writer import BackgroundLog, BackgroundWriter
-from sparsebalance_megatron.telemetry.rank_log import rank_log_path, remove_surplus_rank_logs
+from sparsebalance_megatron.telemetry.rank_log import rank_log_path
 from sparsebalance_megatron.telemetry.rank_record import rank_header, rank_record
 from sparsebalance_megatron.telemetry.scalars import MISMATCHES, ScalarWriter, step_scalars
 from sparsebalance_megatron.telemetry.step_log import run_header, step_log_path
@@ -117,8 +117,6 @@ def open_sinks(
             step_file = JsonLinesFile(step_log_path(directory), max_bytes=max_bytes)
             step_log = BackgroundLog(step_file, writer)
             step_log.begin(_run_header(inputs, device), resumed=resumed)
-            if not resumed:
-                writer.submit(partial(remove_surplus_rank_logs, directory, place.world_size))
     return StepSinks(
         inputs=inputs,
         place=place,

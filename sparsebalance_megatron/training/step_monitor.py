@@ -30,6 +30,7 @@ from sparsebalance_megatron.training.observed_coverage import ObservedCoverage
 from sparsebalance_megatron.training.sinks import StepSinks
 from sparsebalance_megatron.training.step_reducer import PlanMismatchError, StepReducer
 from sparsebalance_megatron.training.timing import MicroBatchRecorder
+from sparsebalance_megatron.training.turns import Turns
 
 
 class StepMonitor:
@@ -37,7 +38,9 @@ class StepMonitor:
 
     Args:
         after_step: called when a step has been learnt from, where state may be kept.
+        extra_steps: what the trainer's iterations count beyond steps of this batch size.
         sinks: get every finished step.
+        turns: where another run takes steps between this one's.
         clock: seconds.
 
     ``seen`` holds the running step's micro-batches on this rank, with what their layers observed.
@@ -49,20 +52,25 @@ class StepMonitor:
         inputs: CostedInputs,
         *,
         after_step: Callable[[], None],
+        extra_steps: int,
         scheduler: Scheduler,
         recorder: MicroBatchRecorder,
         reducer: StepReducer,
         device: torch.device,
         sinks: StepSinks,
+        turns: Turns | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._after_step = after_step
+        self._extra_steps = extra_steps
         self._scheduler = scheduler
         self._recorder = recorder
         self._reducer = reducer
         self._inputs = inputs
         self._device = device
         self._sinks = sinks
+        self._turns = turns
+        self._met = False
         self._host_time = HostTime(clock)
         self._step_ended_s: float | None = None
         self.figures: dict[str, float] = {}
@@ -80,6 +88,9 @@ class StepMonitor:
         Args:
             after_finalize: called when gradients are final, in place of :meth:`end_step`.
         """
+        if self._turns is not None and not self._met:
+            self._turns.meet()
+            self._met = True
         self._host_time.begin_forward_step()
         install_hooks(model_config, self._recorder, after_finalize or self.end_step)
 
@@ -124,11 +135,19 @@ class StepMonitor:
             self._after_step()
             self._host_time.add_ms("reduce", -self._reducer.waited_ms)
         self._show(planned, measured, times, observed)
+        if self._turns is not None:
+            self._turns.hand_over()
+            self._step_ended_s = self._host_time.clock()
         self._begin_step()
+
+    @property
+    def _iteration(self) -> int:
+        """Of the running step, as the trainer's own log counts it."""
+        return self._step + 1 + self._extra_steps
 
     def _stop_on_mismatch(self, measured: StepMeasurement) -> None:
         if measured.digest_mismatches:
-            self._sinks.write_mismatches(self._step + 1, measured.digest_mismatches)
+            self._sinks.write_mismatches(self._iteration, measured.digest_mismatches)
             raise PlanMismatchError(
                 f"step {self._step}: {measured.digest_mismatches} ranks executed another plan than "
                 "rank 0; check that all ranks run the same software on the same data"
@@ -160,7 +179,7 @@ class StepMonitor:
         host_ms = self._host_time.take_ms()
         with self._host_time.counted("log"):
             finished = FinishedStep(
-                iteration=self._step + 1,
+                iteration=self._iteration,
                 iteration_ms=None
                 if previous_s is None
                 else (self._step_ended_s - previous_s) * 1e3,

@@ -27,6 +27,8 @@ from sparsebalance_megatron.training.observed_coverage import (
     EXECUTED,
     EXTRA_COLUMNS,
     GROWN,
+    LOST_TOKENS,
+    TOKENS,
     ObservedCoverage,
 )
 
@@ -175,6 +177,8 @@ class StepReducer:
                 count=float(counts_LU.sum()),
                 minimum=float(part["minima"].min()),
                 grown=float(extra_LC[:, GROWN].sum()),
+                tokens=float(extra_LC[:, TOKENS].sum()),
+                lost_tokens=float(extra_LC[:, LOST_TOKENS].sum()),
                 unobserved=int(part["unobserved"][0]),
             ),
             lm_loss=float(loss[0] / loss[1]) if loss[1] else math.nan,

@@ -83,7 +83,9 @@ class TrainingHooks:
         """
         args, inputs = self._args, self.session.inputs
         self._restore_state()
-        run = self.session.start(consumed_samples=args.consumed_train_samples)
+        run = self.session.start(
+            consumed_samples=args.consumed_train_samples, iteration=getattr(args, "iteration", None)
+        )
         train = run.train_iterator(vp_stage, consumed_samples=args.consumed_train_samples)
         valid = test = None
         if inputs.valid is not None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -160,6 +162,19 @@ def on_device(selection: Selection, device: str) -> Selection:
         kv_layout=query_layout if same else kv_layout,
         own_block_N=selection.own_block_N.to(device),
     )
+
+
+def with_heads_far_apart(x_THD: Tensor, file: Path) -> Tensor:
+    """The same values, the third head more than 2^31 elements behind the first.
+
+    In a file of which only these values take room.
+    """
+    _, heads, head_dim = x_THD.shape
+    stride = (1 << 30) + 16
+    memory = torch.from_file(os.fspath(file), shared=True, size=heads * stride, dtype=x_THD.dtype)
+    far_THD = memory.as_strided(x_THD.shape, (head_dim, stride, 1))
+    far_THD.copy_(x_THD)
+    return far_THD
 
 
 def every_other_place(selection: Selection) -> list[Selection]:

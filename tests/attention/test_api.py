@@ -379,7 +379,7 @@ def test_wrong_arguments_are_named() -> None:
         attend(name="tokens")
     with pytest.raises(ValueError, match='"triton" needs CUDA, and q lies on cpu: use'):
         attend(name="triton")
-    with pytest.raises(ValueError, match='"triton" serves selections by query block'):
+    with pytest.raises(ValueError, match=r'"triton" needs CUDA, .* use "tokens" or "auto"'):
         attend(name="triton", selection=by_token)
     with pytest.raises(ValueError, match="implementation 'fast'"):
         attend(name="fast")
@@ -456,9 +456,15 @@ def test_scale_enters_as_given() -> None:
         assert math.isclose(float(lse), 4.0, rel_tol=1e-6)
 
 
-def test_auto_says_when_it_cannot_take_the_fast_kernels_on_a_gpu() -> None:
+@pytest.mark.parametrize(
+    ("granularity", "other"), [("previous-block", "blocks"), ("token-kv-head", "tokens")]
+)
+def test_auto_says_when_it_cannot_take_the_fast_kernels_on_a_gpu(
+    granularity: str, other: str
+) -> None:
     """Stands in for a query on a GPU, which this choice only looks at."""
-    selection = make_case([0, 40], [2], block=16, head_dim=64).selection
+    case = make_case([0, 40], [2], block=16, head_dim=64, granularity=granularity)
+    selection = case.selection
     half, double = (
         SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(40, 2, 64))
         for dtype in (torch.bfloat16, torch.float64)
@@ -466,8 +472,9 @@ def test_auto_says_when_it_cannot_take_the_fast_kernels_on_a_gpu() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert _resolve("auto", half, selection) == "triton"
-    with pytest.warns(UserWarning, match='"blocks" on CUDA: "triton" does not compute in float64'):
-        assert _resolve("auto", double, selection) == "blocks"
+    said = f'"{other}" on CUDA: "triton" does not compute in float64: use "{other}"'
+    with pytest.warns(UserWarning, match=said):
+        assert _resolve("auto", double, selection) == other
 
 
 def test_the_example_of_the_document_runs() -> None:

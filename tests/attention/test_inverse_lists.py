@@ -10,7 +10,11 @@ from attention.cases import sharded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsebalance_megatron.attention.impl.triton.index import InverseLists, inverse_lists
+from sparsebalance_megatron.attention.impl.triton.index import (
+    InverseLists,
+    inverse_lists,
+    sorted_entries,
+)
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.selectors import SELECTORS
@@ -109,3 +113,46 @@ def test_a_block_that_all_read_is_cut() -> None:
     lists = inverse_lists(selection, wanted_items=1)
     assert lists.entries_per_item == 8
     assert _items(lists)[:25] == [(0, part, 25) for part in range(25)]
+
+
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=3),
+    st.integers(1, 4),
+    st.integers(1, 40),
+    st.integers(0, 1000),
+)
+@settings(max_examples=15, deadline=None)
+def test_entries_of_tokens_lie_by_block_and_chunk(
+    lengths: list[int], width: int, chunk_tokens: int, seed: int
+) -> None:
+    """Against loops: tokens in rising order, each with the block's place in its list."""
+    layout = packed_layout([0, *itertools.accumulate(lengths)], 4, "cpu")
+    generator = torch.Generator().manual_seed(seed)
+    indices_TCK = torch.full((layout.tokens, 1, width), -1, dtype=torch.int32)
+    counts_TC = torch.zeros(layout.tokens, 1, dtype=torch.int32)
+    for token, block in enumerate(layout.block_T.tolist()):
+        visible = int(layout.index_N[block]) + 1
+        count = int(torch.randint(0, min(visible, width) + 1, (1,), generator=generator))
+        chosen = block - torch.randperm(visible, generator=generator)[:count]
+        indices_TCK[token, 0, :count], counts_TC[token] = chosen.int(), count
+    entries = sorted_entries(
+        Selection.within(layout, indices_QCK=indices_TCK, counts_QC=counts_TC, by_token=True),
+        chunk_rows=chunk_tokens,
+    )
+    chunks = -(-layout.tokens // chunk_tokens)
+    assert entries.chunks == chunks
+    bounds = entries.bounds_J.tolist()
+    assert entries.offsets_U.tolist() == bounds[::chunks]
+    for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        block, chunk = divmod(number, chunks)
+        tokens = range(chunk * chunk_tokens, min(layout.tokens, (chunk + 1) * chunk_tokens))
+        expected = []
+        for token in tokens:
+            listed = indices_TCK[token, 0, : int(counts_TC[token])].tolist()
+            expected += [(token, listed.index(block))] if block in listed else []
+        found = entries.queries_E[begin:end]
+        places = found & ((1 << entries.place_bits) - 1)
+        assert (
+            list(zip((found >> entries.place_bits).tolist(), places.tolist(), strict=True))
+            == expected
+        )

@@ -15,15 +15,17 @@ from pathlib import Path
 
 import pytest
 
-KERNEL_TESTS = Path(__file__).parent / "triton" / "test_kernels.py"
+KERNEL_TESTS = Path(__file__).parent / "triton"
 
 
-def test_kernels_on_the_cpu() -> None:
+@pytest.mark.parametrize("file", ["test_kernels.py", "test_token_kernels.py"])
+def test_kernels_on_the_cpu(file: str) -> None:
     pytest.importorskip("triton")
     environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
-    command = [sys.executable, "-m", "pytest", str(KERNEL_TESTS), "-q", "-p", "no:cacheprovider"]
+    tests = os.fspath(KERNEL_TESTS / file)
+    command = [sys.executable, "-m", "pytest", tests, "-q", "-p", "no:cacheprovider"]
     result = subprocess.run(
-        command, env=environment, cwd=KERNEL_TESTS.parents[3], capture_output=True, text=True
+        command, env=environment, cwd=KERNEL_TESTS.parents[2], capture_output=True, text=True
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert re.search(r"\d+ passed", result.stdout), result.stdout

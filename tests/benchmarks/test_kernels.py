@@ -18,10 +18,12 @@ pytest.importorskip("triton")
 import kernels
 from kernel_contenders import Case, Shape, cases, causal_pairs, selected_pairs, selection_of
 
+from sparsebalance_megatron.config import Granularity
+
 REPOSITORY = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 TINY = ["--device", "cpu", "--block-sizes", "32", "--rounds", "1", "--query-heads", "4"]
-TINY += ["--kv-heads", "2", "--head-dim", "16"]
+TINY += ["--kv-heads", "2", "--head-dim", "16", "--selections", "previous-block"]
 
 
 def _run(tmp_path: Path, *arguments: str, interpreted: bool = True) -> dict[str, Any]:
@@ -43,9 +45,12 @@ def _run(tmp_path: Path, *arguments: str, interpreted: bool = True) -> dict[str,
     return read
 
 
-@pytest.mark.parametrize("skewed", [False, True])
-def test_counted_pairs_are_those_that_are_read(skewed: bool) -> None:
-    case = Case(tokens=300, block_size=32, budget=4, skewed=skewed)
+@pytest.mark.parametrize(
+    ("skewed", "granularity"),
+    [(False, "previous-block"), (True, "previous-block"), (True, "token-kv-head")],
+)
+def test_counted_pairs_are_those_that_are_read(skewed: bool, granularity: Granularity) -> None:
+    case = Case(tokens=300, block_size=32, budget=4, skewed=skewed, selection=granularity)
     shape = Shape(query_heads=6, kv_heads=2, head_dim=16)
     selection = selection_of(case, shape, CPU)
     layout = selection.query_layout
@@ -54,10 +59,11 @@ def test_counted_pairs_are_those_that_are_read(skewed: bool) -> None:
         block = int(layout.block_T[query])
         start = layout.cu_seqlens[int(layout.document_N[block])]
         total += (query - start + 1) * 6
+        row = query if selection.by_token else block
         for kv_head in range(2):
-            count = int(selection.counts_QC[block, kv_head])
+            count = int(selection.counts_QC[row, kv_head])
             assert count <= case.budgets[int(layout.document_N[block])]
-            listed = set(selection.indices_QCK[block, kv_head, :count].tolist())
+            listed = set(selection.indices_QCK[row, kv_head, :count].tolist())
             keys = range(start, query + 1)
             read += 3 * sum(int(layout.block_T[key]) in listed for key in keys)
     assert selected_pairs(selection, shape) == read
@@ -82,6 +88,15 @@ def test_every_case_measures_every_contender(tmp_path: Path) -> None:
                 assert 0 < measured["min_ms"] <= measured["median_ms"] <= measured["max_ms"]
                 assert measured["tflops"] > 0
         assert case["router"]["median_ms"] > 0
+        assert case["index"]["median_ms"] > 0
+
+
+def test_selections_by_token_are_measured(tmp_path: Path) -> None:
+    results = _run(tmp_path, "--tokens", "32", "--selections", "token-kv-head")
+    assert len(results["cases"]) == 2
+    for case in results["cases"].values():
+        for name in ("triton", "tokens", "reference"):
+            assert case[name]["both"]["median_ms"] > 0, case
         assert case["index"]["median_ms"] > 0
 
 

@@ -106,7 +106,7 @@ def test_interruption_has_the_shells_status(monkeypatch: pytest.MonkeyPatch) -> 
                 "--",
                 "--x",
             ],
-            "prepare-data takes no flags after --: --x",
+            "prepare-data takes no flags after --: drop --x",
         ),
     ],
 )

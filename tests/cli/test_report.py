@@ -26,7 +26,7 @@ from sparsebalance_megatron.report.run_report import make_report
 pytest.importorskip("matplotlib")
 
 RUN = SampleRun(ranks=2, stages=2, micro_batches=3, layers=4, steps=6)
-PICTURES = 7
+PICTURES = 9
 VOID = {"meta", "rect", "path", "use"}
 
 
@@ -100,7 +100,7 @@ def test_the_page_is_legible_on_a_phone_and_in_the_dark(page: str) -> None:
             boxed[tag] += 1
         if tag in ("div", "svg", "table"):
             previous = attributes
-    assert boxed == {"svg": PICTURES, "table": 2}
+    assert boxed == {"svg": PICTURES, "table": 3}
 
 
 def test_every_picture_is_described_and_explained(page: str) -> None:
@@ -122,8 +122,22 @@ def test_numbers_say_how_they_are_known(page: str) -> None:
         ("error of predicted rank times", "both"),
     ):
         assert re.search(rf"<tr><td>{re.escape(name)}</td>.*<td>{kind}</td></tr>", page)
-    assert re.search(r"<p>Measured: [\d.]+ times as fast as the baseline in total time", page)
-    assert "Predicted: the work is" in page
+    assert re.search(r'<p class="headline">Measured: [\d.]+ times as fast as the baseline', page)
+    assert "Predicted: computing, relative to fixed budgets, is" in page
+    assert page.index("headline") < page.index("Waterfall") < page.index("Timeline of iteration")
+
+
+def test_bars_say_what_they_are_when_pointed_at(page: str) -> None:
+    titles = re.findall(r"<g><title>(measured: [^<]*)</title>", page)
+    assert titles
+    assert all(
+        re.fullmatch(
+            r"measured: rank \d, stage \d, (forward|backward) of micro-batch \d+, [\d.,e+]+ ms, "
+            r"[\d,]+ tokens, budget [\d.]+ blocks",
+            title,
+        )
+        for title in titles
+    )
 
 
 def test_the_timeline_shows_predicted_above_measured_above_the_baseline(page: str) -> None:

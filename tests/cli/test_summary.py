@@ -156,6 +156,7 @@ def test_command_writes_json_and_an_80_column_table(
         "speedup_paired",
         "speedup_total",
         "problems",
+        "explanation",
     }
     required = {
         "iteration_ms_median",
@@ -177,16 +178,24 @@ def test_command_writes_json_and_an_80_column_table(
     assert max(map(len, table)) <= 80
     assert "…" not in printed
     for text in (
-        "10450.0",
-        "9500.0",
+        "10,450",
+        "9,500",
         "1.125",
         "98.0%",
         "0.9876",
         "8.9000",
         "6.0000",
-        "speedup 1.1",
+        "1.10 times as fast",
     ):
         assert text in printed
+
+
+def test_json_is_all_that_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_log(tmp_path / "baseline", 100.0)
+    write_log(tmp_path / "balanced", 80.0)
+    flags = ("--baseline", str(tmp_path / "baseline"), "--run", str(tmp_path / "balanced"))
+    assert summary.run(parse(*flags, "--json")) == 0
+    assert json.loads(capsys.readouterr().out)["speedup"] == pytest.approx(1.25)
 
 
 def test_command_shows_the_rest_of_a_damaged_log(
@@ -198,7 +207,7 @@ def test_command_shows_the_rest_of_a_damaged_log(
         parse("--baseline", str(tmp_path / "baseline"), "--run", str(tmp_path / "balanced"))
     )
     printed = capsys.readouterr().out
-    assert "speedup 1.250" in printed
+    assert "1.25 times as fast" in printed
     assert "line 32" in printed
 
 

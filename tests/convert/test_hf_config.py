@@ -173,5 +173,5 @@ def test_a_damaged_file_is_named(text: str, tmp_path: Path) -> None:
 
 
 def test_a_directory_without_the_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConvertError, match=r"config\.json: No such file"):
+    with pytest.raises(ConvertError, match=r"config\.json: cannot be read \(No such file"):
         read_config(tmp_path)

@@ -18,6 +18,7 @@ from sparsebalance_megatron.megatron.arguments import (
     destination,
 )
 from sparsebalance_megatron.megatron.compat import has_yarn_flags
+from sparsebalance_megatron.megatron.flag_values import LEAST
 from sparsebalance_megatron.megatron.unsupported import MODEL, check_model
 from sparsebalance_megatron.megatron.unsupported_training import TRAINING, check_supported
 
@@ -82,12 +83,17 @@ def test_wrong_values_name_flag_and_value(field: str, value: float) -> None:
 
 SUPPORTED = (
     *("--sparse-balance", "--data-path", "prefix", "--seq-length", "256", "--num-layers", "4"),
-    *("--micro-batch-size", "1", "--global-batch-size", "8"),
+    *("--micro-batch-size", "1", "--global-batch-size", "8", "--lr", "1e-3"),
+    *("--train-iters", "4", "--eval-interval", "1000"),
 )
 
 REFUSED = {
     "--context-parallel-size": "2",
     "--hybrid-context-parallel": "",
+    "--dynamic-context-parallel": "",
+    "--sequence-packing-scheduler": "dp_balanced",
+    "--enable-mhc-connections": "",
+    "--use-varlen-dataset": "",
     "--overlap-moe-expert-parallel-comm": "",
     "--microbatch-group-size-per-virtual-pipeline-stage": "4 --pipeline-model-parallel-size 2",
     "--tp-comm-overlap": "",
@@ -156,6 +162,12 @@ SINCE_0_19 = {
     "--override-ckpt-iteration",
     "--tensor-parallel-num-weight-shards",
 }
+SINCE_0_20 = {
+    "--dynamic-context-parallel",
+    "--enable-mhc-connections",
+    "--sequence-packing-scheduler",
+    "--use-varlen-dataset",
+}
 NOT_TYPED = {
     "no --data-path": {"data_path": None},
     "ModelOpt": {"modelopt_enabled": True},
@@ -185,7 +197,7 @@ def test_every_refusal_is_tried() -> None:
 def test_what_is_refused_as_typed(flag: str, megatron_parser: ArgumentParser) -> None:
     """Through Megatron's parser, before Megatron's own assertions."""
     check_typed_flags(megatron_parser, SUPPORTED)
-    if flag in SINCE_0_19 and flag not in megatron_parser._option_string_actions:
+    if flag in SINCE_0_19 | SINCE_0_20 and flag not in megatron_parser._option_string_actions:
         pytest.skip("this megatron-core has no such flag")
     if flag == "--position-embedding-type yarn" and has_yarn_flags():
         pytest.skip("this megatron-core has flags for YaRN")
@@ -222,8 +234,52 @@ def test_refusals_of_models_are_fields_of_a_config() -> None:
     configs = (HeterogeneousTransformerConfig, MLATransformerConfig)
     of_a_config = {field.name for config in configs for field in fields(config)}
     if has_yarn_flags():  # Older versions lack some of the fields.
-        assert {r.attribute for r in MODEL} - of_a_config == {"position_embedding_type", "yarn"}
+        attributes = {r.attribute for r in MODEL if r.flag not in SINCE_0_20}
+        assert attributes - of_a_config == {"position_embedding_type", "yarn"}
     assert {r.attribute for r in TRAINING} & of_a_config == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("--num-layers 0", "--num-layers 0: must be from 1 to"),
+        ("--seed -1", "--seed -1: must be from 0 to 4294967295"),
+        ("--tensor-model-parallel-size -1", "--tensor-model-parallel-size -1: must be"),
+        ("--pipeline-model-parallel-size 0", "--pipeline-model-parallel-size 0: must be"),
+        ("--micro-batch-size 0", "--micro-batch-size 0: must be"),
+        ("--eval-iters -1", "--eval-iters -1: must be from 0"),
+        (
+            "--num-attention-heads 6 --group-query-attention --num-query-groups 4",
+            "--num-query-groups 4: must divide --num-attention-heads 6",
+        ),
+    ],
+)
+def test_sizes_that_are_none_are_named(
+    words: str, complaint: str, megatron_parser: ArgumentParser
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{complaint}"):
+        check_typed_flags(megatron_parser, (*SUPPORTED, *words.split()))
+
+
+@pytest.mark.parametrize("flag", ["--lr", "--train-iters", "--eval-interval"])
+def test_what_megatron_dies_without_is_asked_for(
+    flag: str, megatron_parser: ArgumentParser
+) -> None:
+    position = SUPPORTED.index(flag)
+    words = SUPPORTED[:position] + SUPPORTED[position + 2 :]
+    with pytest.raises(ConfigError, match=rf"^no {flag}.*: "):
+        check_typed_flags(megatron_parser, words)
+    check_typed_flags(megatron_parser, (*words, "--use-checkpoint-args"))
+
+
+def test_every_flag_with_a_least_value_is_a_flag(megatron_parser: ArgumentParser) -> None:
+    """Of this megatron-core or another that is supported."""
+    known = {action.dest for action in megatron_parser._actions}
+    assert LEAST.keys() - known <= {"eval_micro_batch_size", "eval_global_batch_size"}
+
+
+def test_help_is_printed(megatron_parser: ArgumentParser) -> None:
+    assert "--sparse-balance-window" in megatron_parser.format_help()
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,27 @@ def enter(ledger, *, base_mean, executed_mean):
     ledger.update(None, SimpleNamespace(coverage=coverage))
 
 
+def test_tokens_may_count_instead_of_samples():
+    """A long sample that lost 0.2 weighs three times a short one that gained 0.2."""
+    coverage = CoverageTotals(
+        sums_LUK=np.zeros((1, 1, 1)),
+        counts_LU=np.zeros((1, 1)),
+        executed_L=np.array([1.0]),
+        executed_sum=1.0,
+        base_sum=1.0,
+        count=2.0,
+        minimum=0.4,
+        grown=0.0,
+        tokens=400.0,
+        lost_tokens=300 * 0.2 - 100 * 0.2,
+    )
+    by_sample, by_token = CoverageLedger(2), CoverageLedger(2, "tokens")
+    for ledger in (by_sample, by_token):
+        ledger.update(None, SimpleNamespace(coverage=coverage))
+    assert by_sample.balance == 0.0
+    assert by_token.balance == pytest.approx(0.1 * 2)
+
+
 def run(size, errors, *, delay):
     """Surplus of every step, if each executes its even share of what its horizon owed, and errs.
 

@@ -15,7 +15,10 @@ def page(**changes: Any) -> Page:
     values: dict[str, Any] = {
         "title": "run",
         "subtitle": "",
+        "headline": "",
+        "reasons": (),
         "findings": (),
+        "worst_steps": Table(headings=("",), rows=(), style="steps"),
         "numbers": Table(headings=("",), rows=(), style="names"),
         "timeline": absent("timeline", "One step", "nothing"),
         "step_table": Table(headings=("",), rows=(), style="steps"),
@@ -34,6 +37,9 @@ def test_texts_are_no_markup() -> None:
         page(
             title=HOSTILE,
             subtitle=HOSTILE,
+            headline=HOSTILE,
+            reasons=(picture,),
+            worst_steps=table,
             findings=(HOSTILE,),
             numbers=table,
             timeline=picture,
@@ -43,13 +49,13 @@ def test_texts_are_no_markup() -> None:
         )
     )
     assert HOSTILE not in text and "<script" not in text
-    assert text.count("&lt;script&gt;&quot;&amp;") == 17
+    assert text.count("&lt;script&gt;&quot;&amp;") == 23
 
 
 def test_what_is_empty_is_not_there() -> None:
     text = render(page())
     assert "<details>" not in text and "What the logs lack" not in text
-    assert "<li>" not in text
+    assert "<li>" not in text and "The worst steps" not in text
 
 
 def test_a_wide_timeline_takes_the_whole_width_and_scrolls() -> None:

@@ -16,7 +16,6 @@ from sparsebalance_megatron.telemetry.rank_log import (
     rank_iterations,
     rank_log_path,
     read_rank_logs,
-    remove_surplus_rank_logs,
 )
 
 HEADER = {
@@ -164,13 +163,3 @@ def test_no_rank_at_all(tmp_path: Path) -> None:
 
 def test_the_file_name_says_which_rank(tmp_path: Path) -> None:
     assert rank_log_path(tmp_path, 3) == tmp_path / "ranks" / "rank-00003.jsonl"
-
-
-def test_logs_of_ranks_that_are_no_more_go(tmp_path: Path) -> None:
-    (tmp_path / "ranks").mkdir()
-    for name in ("rank-00001.jsonl", "rank-00002.jsonl", "rank-00012.1.jsonl", "rank-note.jsonl"):
-        (tmp_path / "ranks" / name).write_text("")
-    remove_surplus_rank_logs(tmp_path, world_size=2)
-    remove_surplus_rank_logs(tmp_path / "nowhere", world_size=2)
-    left = sorted(path.name for path in (tmp_path / "ranks").iterdir())
-    assert left == ["rank-00001.jsonl", "rank-note.jsonl"]

@@ -112,5 +112,5 @@ def test_the_header_says_which_rank() -> None:
         "host": "node-1",
     }
     assert read_rank_header(json.loads(json.dumps(header))) == RankHeader(
-        world_rank=3, place=(1, 1), tensor_parallel_rank=0, layers=LAYERS
+        world_rank=3, place=(1, 1), tensor_parallel_rank=0, layers=LAYERS, host="node-1"
     )

@@ -55,6 +55,8 @@ def test_every_field_comes_back() -> None:
         work_ratio=expectation.work_ratio,
         complete=True,
         coverage_base=measured.coverage.base_mean,
+        compute_ms=pytest.approx(times_2RPVM.sum(axis=(0, 3, 4)).mean()),
+        schedule_ms=pytest.approx(measured.schedule_ms.max()),
     )
     times = read_times(record)
     assert times.shape == expectation.times_2RPVM[0].shape

@@ -18,12 +18,14 @@ from harness import (
     write_documents,
 )
 from plan.plan_cases import cost_model, job_shape, policy
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sparsebalance_megatron.cost.stage_calibration import Calibration
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.scheduler import Scheduler, StateError
+from sparsebalance_megatron.telemetry.step_log import read_run_log
 from sparsebalance_megatron.training.resume import compare_runs
 
 FEW_ROUNDINGS = 8 * 2.0**-23
@@ -73,6 +75,37 @@ def test_checkpoints_go_from_megatron_to_the_plugin_to_two_ranks_and_back(
         [step["lm_loss"] for step in expected], rel=FEW_ROUNDINGS
     )
     assert len(back.losses) == 2
+
+
+@pytest.mark.distributed
+def test_iterations_are_megatrons_after_a_resume_with_another_batch_size(
+    documents: Path, tmp_path: Path
+) -> None:
+    """Sixteen samples in two steps, then sixteen in one: the third, though samples make it two."""
+    log_dir = tmp_path / "log"
+
+    def train(until: int, batch_size: int, *more: str) -> TrainingRun:
+        save = ("--save", str(tmp_path / "checkpoint"), "--save-interval", "2", *more)
+        flags = (
+            *(*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, "--data-path", str(documents), *save),
+            *("--global-batch-size", str(batch_size), "--train-iters", str(until)),
+            *("--override-opt-param-scheduler", "--ckpt-format", "torch_dist"),
+            *("--tensorboard-dir", str(tmp_path / "tensorboard")),
+        )
+        return run_training(1, flags, log_dir=log_dir).require_success()
+
+    train(2, 8)
+    resumed = train(4, 16, "--load", str(tmp_path / "checkpoint"))
+    assert [step["iteration"] for step in resumed.steps] == [1, 2, 3, 4]
+    assert read_run_log(log_dir).problems == ()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    written = events.Scalars("sparse-balance/coverage-mean")
+    assert [scalar.step for scalar in written] == [1, 2, 3, 4]
+    fresh = train(1, 8)
+    assert f"logs of an earlier run are kept in {log_dir / 'earlier' / '1'}" in fresh.output
+    assert [step["iteration"] for step in fresh.steps] == [1]
+    kept = read_run_log(log_dir / "earlier" / "1")
+    assert [step.iteration for step in kept.steps] == [1, 2, 3, 4]
 
 
 @pytest.fixture(scope="module")

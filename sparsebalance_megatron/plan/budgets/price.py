@@ -26,8 +26,8 @@ class Pricing:
     """Of the own samples of a step.
 
     ``ladder``: their budgets by price level. ``expected_LS``: budgets to place them by, before
-    tuning ``makespan`` knows their places. ``wanted_coverage``: that tuned budgets reach, summed
-    over the layers and samples whose curves are known; -inf where none is wanted.
+    tuning ``makespan`` knows their places. ``wanted_coverage``: that tuned budgets reach, by
+    weight, summed over the layers and samples whose curves are known; -inf where none is wanted.
     """
 
     ladder: Ladder
@@ -49,8 +49,8 @@ def price(
 
     Without a coverage target the slowest rank ends at its floors, and those are expected. With
     target ``base`` it is the least work whose mean coverage, over the horizon, is that of the base
-    budgets less the policy's slack, and ``owed_coverage``, summed over samples, above it; or below,
-    where that is negative.
+    budgets less the policy's slack, and ``owed_coverage``, by weight, above it; or below, where
+    that is negative.
     """
     ladder = price_ladder(problem)
     own = ladder.of(own_samples)
@@ -58,30 +58,30 @@ def price(
         floor_LS = problem.allowed.floor_LS[:, own_samples]
         return Pricing(ladder=own, expected_LS=floor_LS, wanted_coverage=-np.inf)
 
-    blocks_Z, samples_Z = problem.costs.blocks_S[ladder.first_Z], ladder.samples_Z
+    blocks_Z, weight_Z = problem.costs.blocks_S[ladder.first_Z], ladder.sum_Z(problem.weight_S)
 
-    def sum_Z(budgets_LZ: np.ndarray) -> np.ndarray:
+    def coverage_Z(budgets_LZ: np.ndarray) -> np.ndarray:
         """Of a sample of each size, over layers whose curves are known."""
         return np.nansum(problem.coverage.coverage_LS(blocks_Z, budgets_LZ), axis=0)
 
     def sum_at(level: int) -> float:
-        return float((sum_Z(ladder.budgets_QLZ[level]) * samples_Z).sum())
+        return float((coverage_Z(ladder.budgets_QLZ[level]) * weight_Z).sum())
 
     base_LZ = problem.coverage.coverage_LS(blocks_Z, problem.allowed.base_LS[:, ladder.first_Z])
-    surplus = owed_coverage / samples_Z.sum() - problem.policy.coverage_slack
-    wanted = float((np.nansum(base_LZ + surplus, axis=0) * samples_Z).sum())
+    surplus = owed_coverage / weight_Z.sum() - problem.policy.coverage_slack
+    wanted = float((np.nansum(base_LZ + surplus, axis=0) * weight_Z).sum())
     low, high = -1, LEVELS
     while high - low > 1:
         middle = (low + high) // 2
         enough = sum_at(middle) * ROUNDING >= wanted
         low, high = (low, middle) if enough else (middle, high)
     # Where many steps of budgets have one price, its level takes all of them: go there in part.
-    less_Z, more_Z = (sum_Z(ladder.budgets_QLZ[level]) for level in (max(low, 0), high))
-    less, gap = float((less_Z * samples_Z).sum()), float(((more_Z - less_Z) * samples_Z).sum())
+    less_Z, more_Z = (coverage_Z(ladder.budgets_QLZ[level]) for level in (max(low, 0), high))
+    less, gap = float((less_Z * weight_Z).sum()), float(((more_Z - less_Z) * weight_Z).sum())
     share = min(max((wanted - less) / gap, 0.0), 1.0) if gap > 0.0 else 1.0
     wanted_Z = (1.0 - share) * less_Z + share * more_Z
     return Pricing(
         ladder=own,
         expected_LS=own.common_LS(high),
-        wanted_coverage=float((wanted_Z * own.samples_Z).sum()),
+        wanted_coverage=float((wanted_Z * own.sum_Z(problem.weight_S[own_samples])).sum()),
     )

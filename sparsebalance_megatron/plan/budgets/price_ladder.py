@@ -50,22 +50,24 @@ class Ladder:
         """Budgets with all at one level: no other budgets cover as much in as little time."""
         return self.budgets_QLZ[level][:, self.size_S]
 
-    @property
-    def samples_Z(self) -> np.ndarray:
-        """How many samples are of each size."""
-        return np.bincount(self.size_S, minlength=len(self.first_Z))
+    def sum_Z(self, values_S: np.ndarray) -> np.ndarray:
+        """Values of samples, summed by size."""
+        return np.bincount(self.size_S, values_S, minlength=len(self.first_Z))
 
 
 def price_ladder(problem: BudgetProblem) -> Ladder:
     """The ladder of a problem's samples.
 
-    Prices are those of whole blocks; a ragged last block makes no difference to the ranking.
+    Prices are those of whole blocks; a ragged last block makes no difference to the ranking. Where
+    tokens count, coverage gained in a long sample is worth more.
     """
     costs, allowed = problem.costs, problem.allowed
     blocks_Z, first_Z, size_S = np.unique(costs.blocks_S, return_index=True, return_inverse=True)
     whole = replace(costs, lengths_tokens_S=blocks_Z * costs.block_size, blocks_S=blocks_Z)
     floor_LZ = allowed.floor_LS[:, first_Z]
     steps = budget_steps(whole, problem.coverage, floor_LZ, allowed.top_LS[:, first_Z])
+    if problem.policy.coverage_mean_over == "tokens":
+        steps = replace(steps, slope_LSK=steps.slope_LSK * blocks_Z[:, None])
     return Ladder(size_S=size_S.reshape(-1), first_Z=first_Z, budgets_QLZ=_budgets_by_level(steps))
 
 

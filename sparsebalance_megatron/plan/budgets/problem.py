@@ -55,30 +55,51 @@ def feasible_range(costs: StepCosts, coverage: CoverageCurves, policy: PlanPolic
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetProblem:
-    """Samples whose budgets are to be chosen: the policy, their costs, coverage and limits."""
+    """Samples whose budgets are to be chosen: the policy, their costs, coverage and limits.
+
+    ``weight_S``: what a sample's coverage counts in sums, 1 on average over the horizon.
+    """
 
     policy: PlanPolicy
     costs: StepCosts
     coverage: CoverageCurves
     allowed: BudgetRange
+    weight_S: np.ndarray
 
     @classmethod
     def under(cls, policy: PlanPolicy, costs: StepCosts, coverage: CoverageCurves) -> BudgetProblem:
         """The problem whose limits are those of the policy's coverage threshold."""
         allowed = feasible_range(costs, coverage, policy)
-        return cls(policy=policy, costs=costs, coverage=coverage, allowed=allowed)
+        lengths_S = costs.lengths_tokens_S
+        weight_S = (
+            lengths_S / lengths_S.mean()
+            if policy.coverage_mean_over == "tokens"
+            else np.ones(len(lengths_S))
+        )
+        return cls(
+            policy=policy, costs=costs, coverage=coverage, allowed=allowed, weight_S=weight_S
+        )
 
     def of(self, samples: slice) -> BudgetProblem:
         """That of some of the samples."""
-        return replace(self, costs=self.costs.of(samples), allowed=self.allowed.of(samples))
+        return replace(
+            self,
+            costs=self.costs.of(samples),
+            allowed=self.allowed.of(samples),
+            weight_S=self.weight_S[samples],
+        )
 
     def coverage_LS(self, budgets_LS: np.ndarray) -> np.ndarray:
         """Expected coverage; NaN where the curve is not known."""
         return self.coverage.coverage_LS(self.costs.blocks_S, budgets_LS)
 
+    def covered(self, budgets_LS: np.ndarray) -> float:
+        """Coverage by weight, summed where curves are known."""
+        return float(np.nansum(self.coverage_LS(budgets_LS) * self.weight_S))
+
     def covers(self, budgets_LS: np.ndarray, wanted_coverage: float) -> bool:
-        """Whether coverage, summed where curves are known, is at least what is wanted."""
-        return bool(np.nansum(self.coverage_LS(budgets_LS)) * ROUNDING >= wanted_coverage)
+        """Whether :meth:`covered` is at least what is wanted."""
+        return self.covered(budgets_LS) * ROUNDING >= wanted_coverage
 
     def slot_ms(
         self,

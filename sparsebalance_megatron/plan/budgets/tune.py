@@ -167,7 +167,7 @@ def _makespan(
         if base_ms < enough_ms:
             # Never slower than base budgets, whatever is wanted: the most coverage in their time.
             enough_ms, tuned_LS = base_ms, filled_LS(max(base_ms, least_ms))
-            base_coverage = float(np.nansum(problem.coverage_LS(allowed.base_LS)))
+            base_coverage = problem.covered(allowed.base_LS)
             if not problem.covers(tuned_LS, min(base_coverage, wanted)):
                 tuned_LS = allowed.base_LS
             if not problem.covers(tuned_LS, wanted):

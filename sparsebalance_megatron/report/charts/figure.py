@@ -62,6 +62,9 @@ _STYLE = {
 }
 
 
+_HOVER = "hover "
+
+
 class ReportError(ValueError):
     """There is nothing to report, or nothing to report it with."""
 
@@ -113,6 +116,11 @@ def draw(
     return _embedded(stream.getvalue(), width)
 
 
+def hover_id(words: str) -> str:
+    """The id of an artist that shows ``words`` when it is pointed at."""
+    return _HOVER + words
+
+
 def standalone(svg: str) -> str:
     """A file of its own from what :func:`draw` made for a page."""
     for name, colour in LIGHT_THEME.items():
@@ -130,6 +138,7 @@ def _embedded(svg: str, width: float) -> str:
     opening, _, rest = svg.partition(">")
     opening = re.sub(r' (width|height|version)="[^"]*"', "", opening)
     opening += f' style="--inches: {width:g}">'
+    rest = re.sub(rf'<g id="{_HOVER}([^"]*)">', r"<g><title>\1</title>", rest)
     rest = re.sub(r'<g id="[^"]*"', "<g", rest)
     rest = re.sub(r" ?font-family: [^;\"]*;?", "", rest)
     rest = re.sub(r"<[^>]*>", _with_fewer_digits, rest)

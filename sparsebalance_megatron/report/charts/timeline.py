@@ -21,6 +21,7 @@ from sparsebalance_megatron.report.charts.figure import (
     Picture,
     absent,
     draw,
+    hover_id,
 )
 from sparsebalance_megatron.report.timeline import Bar, Timeline
 from sparsebalance_megatron.telemetry.rank_record import Place, RankStep
@@ -28,7 +29,9 @@ from sparsebalance_megatron.telemetry.rank_record import Place, RankStep
 KEY, TITLE = "timeline", "One step"
 MAX_ROWS = 16
 _MAX_VECTOR_BARS = 3000
-_HEIGHTS = {"forward": 0.42, "backward": 0.86}
+_BAR_HEIGHT = 0.86
+_OPACITY = {"forward": 0.5, "backward": 1.0}
+_MAX_BARS_WITH_HOVER = 600
 _GAP_BETWEEN_RANKS = 0.4
 _COLOURS = (0.15, 0.93)
 _LABEL_POINTS_PER_CHARACTER = 4.2
@@ -203,15 +206,28 @@ def _paint_panel(
     axis: Any, panel: Panel, rows: Mapping[Place, float], scale: _Scale, colours: Any
 ) -> None:
     from matplotlib.collections import PolyCollection
+    from matplotlib.patches import Polygon
 
     bars = [bar for bar in panel.timeline.bars if bar.place in rows]
     many = len(bars) > _MAX_VECTOR_BARS
-    axis.barh(list(rows.values()), panel.timeline.makespan_ms, height=0.86, color=FAINT)
-    shares = [scale.share(panel, bar) for bar in bars]
+    axis.barh(list(rows.values()), panel.timeline.makespan_ms, height=_BAR_HEIGHT, color=FAINT)
+    faces = [_face(bar, scale.share(panel, bar), colours) for bar in bars]
+    if len(bars) <= _MAX_BARS_WITH_HOVER:
+        for bar, face in zip(bars, faces, strict=True):
+            axis.add_patch(
+                Polygon(
+                    _corners(bar, rows[bar.place]),
+                    facecolor=face,
+                    edgecolor=PAPER,
+                    linewidth=0.5,
+                    gid=hover_id(_in_words(panel, bar, scale)),
+                )
+            )
+        return
     axis.add_collection(
         PolyCollection(
             [_corners(bar, rows[bar.place]) for bar in bars],
-            facecolors=[MUTED if share is None else colours(share) for share in shares],
+            facecolors=faces,
             edgecolors="none" if many else PAPER,
             linewidths=0 if many else 0.5,
             rasterized=many,
@@ -219,8 +235,27 @@ def _paint_panel(
     )
 
 
+def _face(bar: Bar, share: float | None, colours: Any) -> tuple[Any, float]:
+    """Colour and opacity."""
+    return (MUTED if share is None else colours(share)[:3], _OPACITY[bar.direction])
+
+
+def _in_words(panel: Panel, bar: Bar, scale: _Scale) -> str:
+    """What a bar says when it is pointed at."""
+    rank, stage = bar.place
+    tokens = scale.tokens.get((panel.name, rank, bar.position))
+    budget = stage_budgets(panel.contents).get((bar.place, bar.position))
+    parts = [
+        f"{panel.name}: rank {rank}, stage {stage}, {bar.direction} of micro-batch {bar.position}",
+        f"{bar.ms:,.4g} ms",
+        *([] if tokens is None else [f"{tokens:,} tokens"]),
+        *([] if budget is None else [f"budget {budget:.1f} blocks"]),
+    ]
+    return ", ".join(parts)
+
+
 def _corners(bar: Bar, y: float) -> list[tuple[float, float]]:
-    half = _HEIGHTS[bar.direction] / 2
+    half = _BAR_HEIGHT / 2
     return [
         (bar.start_ms, y - half),
         (bar.end_ms, y - half),
@@ -281,8 +316,8 @@ def _heading(panel: Panel) -> str:
 def _caption(panels: Sequence[Panel], shown: tuple[Place, ...], scale: _Scale) -> str:
     ranks = {rank for panel in panels for rank, _ in panel.timeline.places}
     parts = [
-        "Each row is a pipeline stage of a data-parallel rank, time runs to the right. Thin bars "
-        "are forwards, thick bars backwards, and what stays grey is a bubble: the stage waits."
+        "Each row is a pipeline stage of a data-parallel rank, time runs to the right. Pale bars "
+        "are forwards, full bars backwards, and what stays grey is a bubble: the stage waits."
     ]
     if scale.by_tokens:
         parts.append(

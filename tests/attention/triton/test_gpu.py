@@ -16,7 +16,12 @@ from sparsebalance_megatron.attention.selectors import SELECTORS
 from sparsebalance_megatron.attention.selectors.block_topk import BlockScores
 
 triton = pytest.importorskip("triton")
-from sparsebalance_megatron.attention.impl.triton import backward_kernels, forward_kernel  # noqa: E402
+from sparsebalance_megatron.attention.impl.triton import (  # noqa: E402
+    backward_kernels,
+    forward_kernel,
+    token_backward_kernels,
+    token_forward_kernel,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +34,14 @@ KERNELS = (
     backward_kernels._query_gradient_kernel,
     backward_kernels._key_gradient_kernel,
     backward_kernels._add_parts_kernel,
+    token_forward_kernel._token_forward_kernel,
+    token_forward_kernel._merge_kernel,
+    token_backward_kernels._delta_kernel,
+    token_backward_kernels._token_query_gradient_kernel,
+    token_backward_kernels._sum_kernel,
+    token_backward_kernels._token_key_gradient_kernel,
 )
+GRANULARITIES = ["previous-block", "token-kv-head", "token-query-head"]
 
 
 def _inputs(tokens: int, heads: int = HEADS, kv_heads: int = KV_HEADS) -> list[Tensor]:
@@ -42,19 +54,31 @@ def _inputs(tokens: int, heads: int = HEADS, kv_heads: int = KV_HEADS) -> list[T
     ]
 
 
-def _random_selection(layout: PackedLayout, budgets: list[int], kv_heads: int) -> Selection:
+def _random_selection(
+    layout: PackedLayout,
+    budgets: list[int],
+    heads: int = KV_HEADS,
+    granularity: str = "previous-block",
+) -> Selection:
+    """``heads``: those that select."""
     generator = torch.Generator("cuda").manual_seed(1)
-    shape = (layout.blocks, kv_heads, layout.max_blocks)
-    scores_NGJ = torch.randn(shape, generator=generator, device="cuda")
-    visible_NJ = torch.arange(layout.max_blocks, device="cuda") <= layout.index_N[:, None]
+    selector = SELECTORS[granularity]
+    block_Q = layout.block_T if selector.by_token else layout.number_N
+    shape = (block_Q.shape[0], heads, layout.max_blocks)
+    scores_QCJ = torch.randn(shape, generator=generator, device="cuda")
+    visible_QJ = torch.arange(layout.max_blocks, device="cuda") <= layout.index_N[block_Q, None]
     scores = BlockScores(
-        by_token=False,
-        scores_QCJ=scores_NGJ.masked_fill(~visible_NJ[:, None], -torch.inf),
+        by_token=selector.by_token,
+        scores_QCJ=scores_QCJ.masked_fill(~visible_QJ[:, None], -torch.inf),
         softmax_scale=1.0,
         layout=layout,
     )
     budgets_S = torch.tensor(budgets, device="cuda")
-    return SELECTORS["query-block-lookahead"].select(scores, budgets_S, max_budget=max(budgets))
+    return selector.select(scores, budgets_S, max_budget=max(budgets))
+
+
+def _selecting_heads(granularity: str) -> int:
+    return HEADS if granularity == "token-query-head" else KV_HEADS
 
 
 def _attend(inputs: list[Tensor], selection: Selection) -> tuple[Tensor, ...]:
@@ -68,7 +92,10 @@ def _attend(inputs: list[Tensor], selection: Selection) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("block", [64, 128, 256])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_training_dtypes_at_full_tiles(block: int, head_dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_training_dtypes_at_full_tiles(
+    block: int, head_dim: int, dtype: torch.dtype, granularity: str
+) -> None:
     case = make_case(
         [0, 700, 701, 1500],
         [3, 1, 2],
@@ -76,22 +103,35 @@ def test_training_dtypes_at_full_tiles(block: int, head_dim: int, dtype: torch.d
         head_dim=head_dim,
         heads=8,
         kv_heads=2,
+        granularity=granularity,
         dtype=dtype,
         device="cuda",
     )
     assert_as_good_as_plain(case, case.ours("triton", dtype), dtype, case.plain(torch.float64))
 
 
-def test_auto_takes_the_kernels() -> None:
-    case = make_case([0, 300], [2], block=64, head_dim=64, dtype=torch.bfloat16, device="cuda")
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_auto_takes_the_kernels(granularity: str) -> None:
+    case = make_case(
+        [0, 300],
+        [2],
+        block=64,
+        head_dim=64,
+        granularity=granularity,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
     pairs = zip(case.ours("auto", torch.bfloat16), case.ours("triton", torch.bfloat16), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_32_blocks_of_256_are_dense_up_to_8192_tokens() -> None:
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_32_blocks_of_256_are_dense_up_to_8192_tokens(granularity: str) -> None:
     q, k, v = _inputs(8192)
     layout = packed_layout([0, 8192], 256, "cuda")
-    out, _, *gradients = _attend([q, k, v], _random_selection(layout, [32], KV_HEADS))
+    heads = _selecting_heads(granularity)
+    selection = _random_selection(layout, [32], heads, granularity)
+    out, _, *gradients = _attend([q, k, v], selection)
     wide = [x.detach().double().transpose(0, 1)[None].requires_grad_() for x in (q, k, v)]
     low = [x.detach().transpose(0, 1)[None].requires_grad_() for x in (q, k, v)]
     results = []
@@ -104,24 +144,33 @@ def test_32_blocks_of_256_are_dense_up_to_8192_tokens() -> None:
         assert (ours.double() - exact).abs().max() <= allowed
 
 
-def test_results_repeat_bit_by_bit_with_a_block_that_all_read() -> None:
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_results_repeat_bit_by_bit_with_a_block_that_all_read(granularity: str) -> None:
     inputs = _inputs(32768)
     layout = packed_layout([0, 100, 32768], 128, "cuda")
-    selection = _random_selection(layout, [1, 16], KV_HEADS)
-    selection.indices_QCK[3:, :, 1] = 1
+    heads = _selecting_heads(granularity)
+    selection = _random_selection(layout, [1, 16], heads, granularity)
+    numbers_Q = layout.block_T if selection.by_token else layout.number_N
+    # Where the block is listed already, it stays listed once.
+    lists_QCK = selection.indices_QCK
+    lacking_QC = (lists_QCK != 1).all(-1) & (numbers_Q > 2)[:, None]
+    lists_QCK[..., 1] = lists_QCK[..., 1].masked_fill(lacking_QC, 1)
     first = _attend(inputs, selection)
     for _ in range(3):
         again = _attend(inputs, selection)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_other_budgets_and_lengths_compile_nothing() -> None:
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_other_budgets_and_lengths_compile_nothing(granularity: str) -> None:
     def compiled() -> int:
         return sum(len(caches[0]) for kernel in KERNELS for caches in kernel.device_caches.values())
 
     def run(cu_seqlens: list[int], budgets: list[int]) -> None:
         layout = packed_layout(cu_seqlens, 128, "cuda")
-        _attend(_inputs(cu_seqlens[-1]), _random_selection(layout, budgets, KV_HEADS))
+        heads = _selecting_heads(granularity)
+        selection = _random_selection(layout, budgets, heads, granularity)
+        _attend(_inputs(cu_seqlens[-1]), selection)
 
     run([0, 5000], [4])
     before = compiled()
@@ -131,10 +180,11 @@ def test_other_budgets_and_lengths_compile_nothing() -> None:
     assert compiled() == before
 
 
-def test_neither_pass_waits_for_the_device() -> None:
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_neither_pass_waits_for_the_device(granularity: str) -> None:
     inputs = _inputs(8192)
     layout = packed_layout([0, 3000, 8192], 128, "cuda")
-    selection = _random_selection(layout, [4, 9], KV_HEADS)
+    selection = _random_selection(layout, [4, 9], _selecting_heads(granularity), granularity)
     _attend(inputs, selection)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -144,23 +194,36 @@ def test_neither_pass_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_rows_beyond_two_billion_elements() -> None:
+def _last_blocks(layout: PackedLayout, heads: int, *, by_token: bool) -> Selection:
+    """Lists of the own block and up to three before it."""
+    block_Q = (layout.block_T if by_token else layout.number_N).int()
+    counts_Q = (layout.index_N[block_Q] + 1).clamp(max=4).int()
+    indices_QK = block_Q[:, None] - torch.arange(4, device="cuda", dtype=torch.int32)
+    return Selection.within(
+        layout,
+        indices_QCK=indices_QK[:, None].expand(-1, heads, -1).contiguous(),
+        counts_QC=counts_Q[:, None].expand(-1, heads).contiguous(),
+        by_token=by_token,
+    )
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_rows_beyond_two_billion_elements(by_token: bool) -> None:
     """The end of a row whose addresses need 64 bits, against a row that holds nothing else."""
     tokens, tail, heads = 150_000, 512, 128
     assert tokens * heads * HEAD_DIM > 2**31
     inputs = _inputs(tokens, heads, heads)
-    whole = _attend(
-        inputs,
-        _random_selection(packed_layout([0, tokens - tail, tokens], 128, "cuda"), [1, 9], heads),
-    )
+    layout = packed_layout([0, tokens - tail, tokens], 128, "cuda")
+    whole = _attend(inputs, _last_blocks(layout, heads, by_token=by_token))
     alone = [x.detach()[-tail:].clone().requires_grad_() for x in inputs]
-    part = _attend(alone, _random_selection(packed_layout([0, tail], 128, "cuda"), [9], heads))
+    layout = packed_layout([0, tail], 128, "cuda")
+    part = _attend(alone, _last_blocks(layout, heads, by_token=by_token))
     for a, b in zip(whole, part, strict=True):
         torch.testing.assert_close(a[-tail:], b)
 
 
 @pytest.mark.parametrize("granularity", ["token-kv-head", "token-query-head"])
-def test_selections_by_token(granularity: str) -> None:
+def test_tokens_on_a_gpu(granularity: str) -> None:
     torch.use_deterministic_algorithms(False)
     case = make_case(
         [0, 700, 1500], [3, 2], block=128, head_dim=64, granularity=granularity, device="cuda"

@@ -7,8 +7,12 @@ on the CPU; without it they need a CUDA device.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import mmap
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from attention.cases import (
@@ -19,11 +23,14 @@ from attention.cases import (
     in_shards,
     make_case,
     on_device,
+    with_heads_far_apart,
     with_lists,
 )
+from attention.context_parallel.rows import in_parts
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
+from sparsebalance_megatron.attention.context_parallel.block_owners import BlockOwners
 from sparsebalance_megatron.attention.selectors import SELECTORS
 
 triton = pytest.importorskip("triton")
@@ -95,7 +102,7 @@ def test_tiles_smaller_and_larger_than_a_head_of_a_block(
 @pytest.mark.parametrize("wanted_programs", [1, 6, 10_000])
 def test_cut_lists_of_readers_add_up(wanted_programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every query block reads block 0: one long list beside short ones."""
-    monkeypatch.setattr(backward_module, "_WANTED_PROGRAMS", wanted_programs)
+    monkeypatch.setattr(backward_module, "WANTED_PROGRAMS", wanted_programs)
     case = _case([0, 20, 190], [2, 2], 16, heads=2, kv_heads=2)
     indices_NGK = case.selection.indices_QCK.clone()
     indices_NGK[3:, :, 1] = 2
@@ -187,10 +194,20 @@ def test_parts_add_up_to_the_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Lists cut in two, and queries or keys in rows of their own, a document for every block."""
-    monkeypatch.setattr(backward_module, "_WANTED_PROGRAMS", wanted_programs)
+    monkeypatch.setattr(backward_module, "WANTED_PROGRAMS", wanted_programs)
     case = _case([0, 1, 140], [1, 5], 16)
     assert case.selection.query_layout.blocks == 10
     parts = in_shards(case, "triton", torch.float32, query_shards, kv_shards)
+    assert_as_good_as_plain(case, parts, torch.float32, case.plain(torch.float64))
+
+
+def test_rows_of_members_add_up_to_the_whole() -> None:
+    """Keys and values of one member of a context group at a time."""
+    case = _case([0, 1, 76], [1, 3], 16)
+    owners = BlockOwners(
+        cu_seqlens=(0, 1, 76), block_size=16, owner_N=np.array([1, 0, 1, 1, 0, 1]), members=2
+    )
+    parts = in_parts(case, "triton", torch.float32, owners, 0)
     assert_as_good_as_plain(case, parts, torch.float32, case.plain(torch.float64))
 
 
@@ -210,6 +227,36 @@ def test_strided_inputs_are_read_in_place() -> None:
     dout = case.dout_THD.to(DEVICE).transpose(0, 1).contiguous().transpose(0, 1)
     gradients = backward_attention(dout, q, k, v, out, lse, selection, softmax_scale=SCALE)
     _assert_identical(tuple(x.cpu() for x in (out, lse, *gradients)), expected)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="memory of the host")
+def test_heads_more_than_2_to_the_31_elements_apart(tmp_path: Path) -> None:
+    case = _case([0, 20], [2], 16, heads=3, kv_heads=1, head_dim=16, dtype=torch.float16)
+    k, v, dout, lists = case.k_TGD, case.v_TGD, case.dout_THD, case.selection
+    far = with_heads_far_apart(case.q_THD, tmp_path / "q")
+    results = []
+    for q in (case.q_THD, far):
+        out, lse = forward_attention(q, k, v, lists, softmax_scale=SCALE)
+        gradients = backward_attention(dout, q, k, v, out, lse, lists, softmax_scale=SCALE)
+        results.append((out, lse, *gradients))
+    _assert_identical(*results)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="memory of the host")
+def test_nothing_behind_the_last_list_is_touched() -> None:
+    """It ends where memory does: the next page may not be read."""
+    case = _case([0, 70], [2], 16, heads=2, kv_heads=1, head_dim=16)
+    lists = case.selection.indices_QCK
+    assert int(case.selection.counts_QC[-1, -1]) == lists.shape[2]
+    memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    libc = ctypes.CDLL(None)
+    assert libc.mprotect(ctypes.c_void_p(address + mmap.PAGESIZE), mmap.PAGESIZE, 0) == 0
+    offset = mmap.PAGESIZE - 4 * lists.numel()
+    guarded = torch.frombuffer(memory, dtype=torch.int32, count=lists.numel(), offset=offset)
+    guarded = guarded.view(lists.shape).copy_(lists)
+    ours = with_lists(case, guarded, case.selection.counts_QC).ours("triton", torch.float32)
+    _assert_identical(ours, case.ours("triton", torch.float32))
 
 
 def test_large_scores_stay_finite() -> None:

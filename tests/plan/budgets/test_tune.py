@@ -115,14 +115,19 @@ def test_makespan_is_the_least_above_the_floors(seed, shape):
 
 
 @settings(max_examples=60, deadline=None)
-@given(SEEDS, SHAPES, st.sampled_from([0.5, 1.0]))
+@given(SEEDS, SHAPES, st.sampled_from([0.5, 1.0]), st.sampled_from(["samples", "tokens"]))
 def test_base_target_keeps_mean_coverage_and_is_never_slower_than_base_budgets(
-    seed, shape, observed
+    seed, shape, observed, mean_over
 ):
-    case = Case(seed, "makespan", shape=shape, observed=observed, coverage_target="base")
+    target = {"coverage_target": "base", "coverage_mean_over": mean_over}
+    case = Case(seed, "makespan", shape=shape, observed=observed, **target)
     fastest = Case(seed, "makespan", shape=shape, observed=observed)
-    mean = np.nanmean(case.covered(case.tuned.budgets_LS))
-    assert mean >= np.nanmean(case.covered(case.allowed.base_LS)) * (1 - 1e-8)
+    weight_S = case.costs.lengths_tokens_S if mean_over == "tokens" else 1.0
+    tuned, base = (
+        np.nansum(case.covered(budgets_LS) * weight_S)
+        for budgets_LS in (case.tuned.budgets_LS, case.allowed.base_LS)
+    )
+    assert tuned >= base * (1 - 1e-8)
     lost = np.nan_to_num(case.covered(case.allowed.base_LS) - case.covered(case.tuned.budgets_LS))
     assert lost.max() <= case.policy.coverage_threshold + 1e-12
     reached = case.makespan(case.tuned.budgets_LS)
@@ -154,6 +159,26 @@ def test_base_target_costs_less_than_base_budgets_where_samples_bear_cuts_unequa
     expected_LS = price(case.problem).expected_LS
     assert case.covered(expected_LS).mean() >= case.covered(case.allowed.base_LS).mean()
     assert case.makespan(case.tuned.budgets_LS) <= case.makespan(expected_LS) * (1 + 1e-9)
+
+
+def test_a_mean_over_tokens_keeps_more_of_long_samples():
+    """With the same curves, what a mean over samples saves on long samples it may not save here."""
+    lengths = [16000, 6000, 16000, 6000]
+    by_sample, by_token = (
+        Case(
+            *(5, "makespan"),
+            shape=(2, 2, 1, 1),
+            lengths=lengths,
+            coverage_target="base",
+            coverage_mean_over=mean_over,
+        )
+        for mean_over in ("samples", "tokens")
+    )
+    long_S = np.array(lengths) == 16000
+    kept, given_up = (
+        case.covered(case.tuned.budgets_LS)[:, long_S].mean() for case in (by_token, by_sample)
+    )
+    assert kept > given_up
 
 
 def test_where_base_budgets_have_no_time_for_what_is_owed_their_time_is_spent_well():

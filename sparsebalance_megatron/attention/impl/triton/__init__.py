@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels for selections by query block. Triton is imported where they are first run.
+"""Triton kernels for every selection. Triton is imported where they are first run.
 
 Products take the inputs' dtype and accumulate in float32. Results repeat bit by bit. Neither pass
 reads the device from the host, and budgets or tokens that change compile nothing.
@@ -12,26 +12,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.kernel import obstacle_of_lists
 from sparsebalance_megatron.attention.selection import Selection
 
 
 def forward(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selection, *, softmax_scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend over a selection by query block; see :class:`...kernel.Kernel`.
+    """Attend over a selection; see :class:`...kernel.Kernel`.
 
     Raises:
         ValueError: ``softmax_scale`` is not positive.
     """
-    from sparsebalance_megatron.attention.impl.triton.forward_kernel import forward_attention
-
     if not softmax_scale > 0.0:
         raise ValueError(
             f"block_sparse_attention: softmax_scale {softmax_scale}: must be positive for "
             'implementation "triton"; negate the queries instead'
         )
-    return forward_attention(q_THD, k_TGD, v_TGD, selection, softmax_scale=softmax_scale)
+    if selection.by_token:
+        from sparsebalance_megatron.attention.impl.triton import token_forward_kernel
+
+        attend = token_forward_kernel.forward_by_token
+    else:
+        from sparsebalance_megatron.attention.impl.triton import forward_kernel
+
+        attend = forward_kernel.forward_attention
+    return attend(q_THD, k_TGD, v_TGD, selection, softmax_scale=softmax_scale)
 
 
 def backward(
@@ -46,26 +51,37 @@ def backward(
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients; see :class:`...kernel.Kernel`."""
-    from sparsebalance_megatron.attention.impl.triton.backward_kernels import backward_attention
+    if selection.by_token:
+        from sparsebalance_megatron.attention.impl.triton import token_backward_kernels
 
-    return backward_attention(
+        gradients = token_backward_kernels.backward_by_token
+    else:
+        from sparsebalance_megatron.attention.impl.triton import backward_kernels
+
+        gradients = backward_kernels.backward_attention
+    return gradients(
         dout_THD, q_THD, k_TGD, v_TGD, out_THD, lse_TH, selection, softmax_scale=softmax_scale
     )
 
 
 def obstacle(q_THD: Tensor, selection: Selection) -> str | None:
-    """Say what the kernels do not serve: devices, dtypes, block sizes, head dims."""
+    """Say what the kernels do not serve: devices, dtypes, block sizes, head dims, vast lists."""
     block_size, head_dim = selection.kv_layout.block_size, q_THD.shape[2]
-    if selection.by_token:
-        return obstacle_of_lists(selection, by_token=False)
+    other = "tokens" if selection.by_token else "blocks"
     if q_THD.device.type != "cuda" and not _interpreted():
-        return f'needs CUDA, and q lies on {q_THD.device}: use "blocks" or "auto"'
+        return f'needs CUDA, and q lies on {q_THD.device}: use "{other}" or "auto"'
     if q_THD.dtype == torch.float64:
-        return 'does not compute in float64: use "blocks"'
+        return f'does not compute in float64: use "{other}"'
     if block_size < 16 or block_size & (block_size - 1):
-        return f'needs blocks of 16 tokens or more, a power of two, not {block_size}: use "blocks"'
+        return f'needs blocks of 16 tokens or more, a power of two, not {block_size}: use "{other}"'
     if head_dim > 256:
-        return f'serves head dims up to 256, not {head_dim}: use "blocks"'
+        return f'serves head dims up to 256, not {head_dim}: use "{other}"'
+    tokens, width = selection.selecting_rows, selection.indices_QCK.shape[2]
+    if selection.by_token and tokens << (width - 1).bit_length() >= 1 << 31:
+        return (
+            f"numbers the entries of one head's lists with 31 bits, too few for {tokens} tokens "
+            f'with lists of {width} places: lower the largest budget, or use "tokens"'
+        )
     return None
 
 

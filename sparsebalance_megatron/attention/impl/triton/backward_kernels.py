@@ -32,7 +32,7 @@ from sparsebalance_megatron.attention.impl.triton.index import InverseLists, inv
 from sparsebalance_megatron.attention.impl.triton.tiles import tiles_for
 from sparsebalance_megatron.attention.selection import Selection
 
-_WANTED_PROGRAMS = 512
+WANTED_PROGRAMS = 512
 """Programs that fill a device of 132 multiprocessors a few times over."""
 _LOG2_E = tl.constexpr(LOG2_E)
 
@@ -126,7 +126,7 @@ def _key_gradient(
     tile = tiles_for(head_dim, q_THD.element_size()).key_gradient
     constants = tile_constants(q_THD, layout.block_size, min(tile.rows, layout.block_size), tile)
     column_tiles = layout.block_size // min(tile.columns, layout.block_size)
-    lists = inverse_lists(selection, wanted_items=-(-_WANTED_PROGRAMS // column_tiles))
+    lists = inverse_lists(selection, wanted_items=-(-WANTED_PROGRAMS // column_tiles))
     dk_TGD = torch.empty(tokens, kv_heads, head_dim, dtype=k_TGD.dtype, device=k_TGD.device)
     dv_TGD = torch.empty_like(dk_TGD)
     parts_I2BD = torch.empty(
@@ -161,17 +161,20 @@ def _key_gradient(
         **constants,
     )
     if lists.cut_lists:
-        _add_parts(lists, parts_I2BD, dk_TGD, dv_TGD, selection)
+        add_parts(lists, parts_I2BD, dk_TGD, dv_TGD, selection)
     return dk_TGD, dv_TGD
 
 
-def _add_parts(
+def add_parts(
     lists: InverseLists,
     parts_I2BD: Tensor,
     dk_TGD: Tensor,
     dv_TGD: Tensor,
     selection: Selection,
+    *,
+    accumulate: bool = False,
 ) -> None:
+    """Second pass over lists that were cut: store the sums of their parts, or add them."""
     layout, head_dim = selection.kv_layout, dk_TGD.shape[2]
     rows = min(32, layout.block_size)
     _add_parts_kernel[(min(lists.cut_lists, lists.order_U.shape[0]), layout.block_size // rows)](
@@ -183,6 +186,7 @@ def _add_parts(
         lists.first_item_U,
         layout.start_N,
         layout.blocks,
+        ACCUMULATE=accumulate,
         KV_HEADS=dk_TGD.shape[1],
         HEAD_DIM=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
@@ -401,8 +405,8 @@ def _key_gradient_kernel(
 @triton.jit(do_not_specialize=["blocks"])
 def _add_parts_kernel(
     parts, dk, dv, order, part_counts, first_items, starts, blocks,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    ACCUMULATE: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Second pass over lists that were cut. Their blocks have later readers, hence are full."""
     position = tl.program_id(0)
@@ -424,5 +428,8 @@ def _add_parts_kernel(
         dv_CD += tl.load(parts + place_CD + BLOCK_SIZE * HEAD_DIM, mask=inside_CD, other=0.0)
     token_C = tl.load(starts + inverse_list % blocks) + slot_C
     place_CD = (token_C * KV_HEADS + kv_head)[:, None] * HEAD_DIM + dim_D[None, :]
+    if ACCUMULATE:
+        dk_CD += tl.load(dk + place_CD, mask=inside_CD, other=0.0)
+        dv_CD += tl.load(dv + place_CD, mask=inside_CD, other=0.0)
     tl.store(dk + place_CD, dk_CD.to(dk.dtype.element_ty), mask=inside_CD)
     tl.store(dv + place_CD, dv_CD.to(dv.dtype.element_ty), mask=inside_CD)

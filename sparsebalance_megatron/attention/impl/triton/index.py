@@ -1,35 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From "which KV blocks a query block reads" to "which query blocks read a KV block".
+"""From "which KV blocks a query block or token reads" to "what reads a KV block".
 
 Built on the device by a stable sort and binary searches: no atomics, so the order of every list is
 the same each time, and no buffer depends on a value of the device, so the host never waits.
 
-Shape legend: N blocks of the queries' row, G KV heads, K places of a list, U inverse lists (one per
-KV head and KV block, all KV blocks of a head side by side), E capacity for entries (N * G * K),
-I capacity for items.
+Shape legend: Q rows and C heads that select, K places of a list, U inverse lists (one per selecting
+head and KV block, all KV blocks of a head side by side), E capacity for entries (Q * C * K),
+J bounds of chunks, I capacity for items.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.selection import Selection
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class SortedEntries:
+    """Readers of every KV block in CSR form. Tensors are int32.
+
+    Attributes:
+        queries_E: what reads, by rising number in each list; undefined past the last bound. Query
+            blocks, or tokens: then ``token << place_bits | place``, the place in the token's list.
+        place_bits: see above; 0 for query blocks.
+        bounds_J: the chunks' first entries, list by list, and the end of the last: U * chunks + 1.
+        chunks: runs of consecutive selecting rows; the entries of one lie side by side in a list.
+    """
+
+    queries_E: Tensor
+    place_bits: int
+    bounds_J: Tensor
+    chunks: int
+
+    @property
+    def offsets_U(self) -> Tensor:
+        """U + 1 bounds of the lists in ``queries_E``."""
+        return self.bounds_J[:: self.chunks].contiguous()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class InverseLists:
-    """Readers of every KV block in CSR form, and the items of work they are cut into.
+    """Readers of every KV block, and the items of work that their lists are cut into.
 
     An item is up to ``entries_per_item`` consecutive entries of one list. Items lie by falling
     length of their list, so the longest start first and the items of cut lists precede all others.
     Tensors are int32.
 
     Attributes:
-        offsets_U: U + 1 bounds of the lists in ``queries_E``.
-        queries_E: query blocks by rising number in each list; undefined past the last bound.
+        offsets_U, queries_E: see :class:`SortedEntries`.
         order_U: lists by falling length.
         parts_U: items of each list, in that order; at least 1.
         first_item_U: first item of each list, in that order.
@@ -58,18 +82,29 @@ class InverseLists:
         return self.item_list_I.shape[0]
 
 
-def inverse_lists(selection: Selection, *, wanted_items: int) -> InverseLists:
-    """Invert a query-block selection.
+def inverse_lists(
+    selection: Selection, *, wanted_items: int, entries: SortedEntries | None = None
+) -> InverseLists:
+    """Invert a selection.
 
     Lists are cut into about ``wanted_items`` items to fill the device, and in any case at four
-    times the width of the selection's lists, so that a block that every query reads does not keep
-    one program busy long after all others have ended.
+    times the length that a full block's list has on average, so that a block that every query reads
+    does not keep one program busy long after all others have ended.
+
+    Args:
+        selection: by query block or by token.
+        wanted_items: see above.
+        entries: the selection's entries, where they have been sorted before.
     """
-    offsets_U, queries_E = _invert(selection)
+    entries = entries or sorted_entries(selection)
+    offsets_U = entries.offsets_U
     _, heads, width = selection.indices_QCK.shape
     blocks = selection.kv_layout.blocks
     capacity = heads * _entries(selection)
-    entries_per_item = max(1, min(4 * width, -(-capacity // wanted_items)))
+    # A short block has no readers but its own, so that its list is never cut.
+    own_readers = selection.query_layout.block_size if selection.by_token else 1
+    entries_per_item = min(4 * width * own_readers, -(-capacity // wanted_items))
+    entries_per_item = max(own_readers, entries_per_item)
     cut_lists = capacity // (entries_per_item + 1)
     if _longest(selection) <= entries_per_item:
         cut_lists = 0
@@ -91,7 +126,7 @@ def inverse_lists(selection: Selection, *, wanted_items: int) -> InverseLists:
     first_item_U = end_U - parts_U
     return InverseLists(
         offsets_U=offsets_U,
-        queries_E=queries_E,
+        queries_E=entries.queries_E,
         order_U=order_U.int(),
         parts_U=parts_U.int(),
         first_item_U=first_item_U.int(),
@@ -104,35 +139,65 @@ def inverse_lists(selection: Selection, *, wanted_items: int) -> InverseLists:
     )
 
 
-def _invert(selection: Selection) -> tuple[Tensor, Tensor]:
-    """(offsets_U, queries_E): a stable sort of all entries by (KV head, KV block)."""
-    indices_NGK, counts_NG = selection.indices_QCK, selection.counts_QC
-    query_blocks, heads, width = indices_NGK.shape
-    blocks = selection.kv_layout.blocks
-    device = indices_NGK.device
-    present_NGK = torch.arange(width, device=device) < counts_NG[:, :, None]
-    first_list_G1 = torch.arange(0, heads * blocks, blocks, device=device, dtype=torch.int32)
-    key_NGK = (indices_NGK + first_list_G1[:, None]).masked_fill(~present_NGK, heads * blocks)
-    # Query blocks rise along the flattened order, and a stable sort keeps that.
-    key_E, source_E = key_NGK.transpose(0, 1).reshape(-1).sort(stable=True)
-    queries_E = source_E.div(width, rounding_mode="floor").remainder(query_blocks).int()
-    lists = torch.arange(heads * blocks + 1, device=device, dtype=key_E.dtype)
-    return torch.searchsorted(key_E, lists, out_int32=True), queries_E
+def sorted_entries(selection: Selection, *, chunk_rows: int | None = None) -> SortedEntries:
+    """All entries of a selection by (selecting head, KV block), readers rising.
+
+    Args:
+        selection: by query block or by token.
+        chunk_rows: selecting rows of a chunk; default: all, in one.
+    """
+    indices_QCK, counts_QC = selection.indices_QCK, selection.counts_QC
+    rows, heads, width = indices_QCK.shape
+    chunk_rows = chunk_rows or rows
+    chunks = -(-rows // chunk_rows)
+    blocks, device = selection.kv_layout.blocks, indices_QCK.device
+    present_QCK = torch.arange(width, device=device) < counts_QC[:, :, None]
+    first_list_C1 = torch.arange(0, heads * blocks, blocks, device=device, dtype=torch.int32)
+    key_QCK = indices_QCK + first_list_C1[:, None]
+    if chunks > 1:
+        chunk_Q = torch.arange(rows, device=device, dtype=torch.int32).div(
+            chunk_rows, rounding_mode="floor"
+        )
+        key_QCK.mul_(chunks).add_(chunk_Q[:, None, None])
+    bounds = heads * blocks * chunks
+    key_QCK.masked_fill_(~present_QCK, bounds)
+    # Rows, hence their chunks, rise along the flattened order, and a stable sort keeps that.
+    key_E, source_E = key_QCK.transpose(0, 1).reshape(-1).sort(stable=True)
+    place_bits = (width - 1).bit_length() if selection.by_token else 0
+    row_E = source_E.div(width, rounding_mode="floor").remainder_(rows)
+    if selection.by_token:
+        row_E = row_E.bitwise_left_shift_(place_bits).bitwise_or_(source_E.remainder_(width))
+    numbers_J = torch.arange(bounds + 1, device=device, dtype=key_E.dtype)
+    return SortedEntries(
+        queries_E=row_E.int(),
+        place_bits=place_bits,
+        bounds_J=torch.searchsorted(key_E, numbers_J, out_int32=True),
+        chunks=chunks,
+    )
 
 
 def _longest(selection: Selection) -> int:
     """Most readers that a KV block can have."""
     layout = selection.query_layout
-    return layout.max_blocks if layout is selection.kv_layout else layout.blocks
+    if layout is not selection.kv_layout:
+        return selection.selecting_rows
+    return max(_document_tokens(layout)) if selection.by_token else layout.max_blocks
 
 
 def _entries(selection: Selection) -> int:
     """Most entries that one head's lists can hold; in one row, none reads a later block."""
-    width = selection.indices_QCK.shape[2]
-    if selection.query_layout is not selection.kv_layout:
-        return selection.query_layout.blocks * min(width, selection.kv_layout.blocks)
+    width, layout = selection.indices_QCK.shape[2], selection.query_layout
+    if layout is not selection.kv_layout:
+        return selection.selecting_rows * min(width, selection.kv_layout.blocks)
+    size = layout.block_size if selection.by_token else 1
     total = 0
-    for blocks in selection.kv_layout.blocks_per_document:
+    for blocks, tokens in zip(layout.blocks_per_document, _document_tokens(layout), strict=True):
         growing = min(blocks, width)
-        total += growing * (growing + 1) // 2 + (blocks - growing) * width
+        total += (growing * (growing + 1) // 2 + (blocks - growing) * width) * size
+        if selection.by_token:
+            total -= (blocks * size - tokens) * growing
     return total
+
+
+def _document_tokens(layout: PackedLayout) -> list[int]:
+    return [end - begin for begin, end in itertools.pairwise(layout.cu_seqlens)]

@@ -57,6 +57,18 @@ _FLOAT32 = Tiles(
     key_gradient=Tile(rows=32, columns=32, warps=4, stages=1),
 )
 
+# For selections by token: rows are gathered queries, columns keys that stay on the chip.
+_TOKEN_HALF_UP_TO_128 = Tiles(
+    forward=Tile(rows=128, columns=64, warps=8, stages=3),
+    query_gradient=Tile(rows=64, columns=64, warps=4, stages=3),
+    key_gradient=Tile(rows=64, columns=128, warps=8, stages=3),
+)
+_TOKEN_HALF_256 = Tiles(
+    forward=Tile(rows=64, columns=64, warps=4, stages=3),
+    query_gradient=Tile(rows=64, columns=32, warps=4, stages=2),
+    key_gradient=Tile(rows=32, columns=64, warps=8, stages=3),
+)
+
 
 def tiles_for(head_dim: int, element_bytes: int) -> Tiles:
     """The table's row for a head dim and a dtype's size."""
@@ -65,3 +77,10 @@ def tiles_for(head_dim: int, element_bytes: int) -> Tiles:
     if head_dim <= 64:
         return _HALF_UP_TO_64
     return _HALF_UP_TO_128 if head_dim <= 128 else _HALF_256
+
+
+def token_tiles_for(head_dim: int, element_bytes: int) -> Tiles:
+    """The same for selections by token."""
+    if element_bytes > 2:
+        return _FLOAT32
+    return _TOKEN_HALF_UP_TO_128 if head_dim <= 128 else _TOKEN_HALF_256

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs of tests, forked from a process that has imported PyTorch and Megatron-Core.
+"""Programs, forked from a process that has imported PyTorch and Megatron-Core.
 
 A small run spends most of its time on imports. Here they are made once per test process. What
 matters is as under torchrun: every rank is a process of its own, with the environment that torchrun
@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,7 @@ from multiprocessing import connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-_IMPORTED_BEFOREHAND = [
+IMPORTED_BEFOREHAND = (
     "torch",
     "torch._dynamo",
     "torch._inductor.compile_fx",
@@ -39,7 +40,7 @@ _IMPORTED_BEFOREHAND = [
     "transformers.models.auto.tokenization_auto",
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.tokenizers.text",
-]
+)
 _TERMINATION_S = 30.0
 """What torchrun gives ranks to end when one has failed."""
 
@@ -53,12 +54,14 @@ def run_ranks(
     output: Path,
     timeout_s: float,
     folder: Path | None = None,
+    imports: Sequence[str] = IMPORTED_BEFOREHAND,
 ) -> int | None:
     """Run ``python PROGRAM...`` as all ranks of a job, in ``folder`` or this process's own.
 
     Args:
         environment: of every rank, whole.
         output: a file that gets what they print.
+        imports: modules imported once, before ranks are forked; those of the first call count.
 
     Returns:
         0, the exit code of the rank that failed first, or None after ``timeout_s`` seconds.
@@ -71,7 +74,8 @@ def run_ranks(
         }
         for rank in range(ranks)
     ]
-    return _run(program, environment, places, folder or Path.cwd(), output, output, timeout_s)
+    where = folder or Path.cwd()
+    return _run(program, environment, places, where, output, output, timeout_s, imports)
 
 
 def run_alone(
@@ -95,6 +99,13 @@ def run_alone(
     return subprocess.CompletedProcess(list(program), code, stdout, stderr)
 
 
+def free_port() -> int:
+    """A TCP port on loopback that was free a moment ago."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
 def _run(
     program: Sequence[str],
     environment: Mapping[str, str],
@@ -103,10 +114,11 @@ def _run(
     stdout: Path,
     stderr: Path,
     timeout_s: float,
+    imports: Sequence[str] = IMPORTED_BEFOREHAND,
 ) -> int | None:
     """One process per place, which is what its environment has besides."""
     told = json.dumps(dict(environment))
-    context, path = _server(told), _path(told)
+    context, path = _server(told, tuple(imports)), _path(told)
     outputs = (str(stdout), str(stderr))
     for output in outputs:
         Path(output).touch()
@@ -117,15 +129,17 @@ def _run(
         process.start()
         started.append(process)
     deadline_s = time.monotonic() + timeout_s
-    while True:
-        exit_codes = [process.exitcode for process in started]
-        failed = [code for code in exit_codes if code not in (None, 0)]
-        late = time.monotonic() > deadline_s
-        if failed or late or None not in exit_codes:
-            break
-        running = [process.sentinel for process in started if process.exitcode is None]
-        connection.wait(running, max(0.0, deadline_s - time.monotonic()))
-    _end(started)
+    try:
+        while True:
+            exit_codes = [process.exitcode for process in started]
+            failed = [code for code in exit_codes if code not in (None, 0)]
+            late = time.monotonic() > deadline_s
+            if failed or late or None not in exit_codes:
+                break
+            running = [process.sentinel for process in started if process.exitcode is None]
+            connection.wait(running, max(0.0, deadline_s - time.monotonic()))
+    finally:
+        _end(started)
     if failed:
         return failed[0]
     return None if late else 0
@@ -145,10 +159,10 @@ def _end(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
 
 
 @functools.cache
-def _server(environment: str) -> ForkServerContext:
+def _server(environment: str, imports: tuple[str, ...]) -> ForkServerContext:
     """The forking process, started with the environment that decides how libraries load."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED_BEFOREHAND)
+    context.set_forkserver_preload(list(imports))
     own = dict(os.environ)
     os.environ.update(json.loads(environment))
     try:

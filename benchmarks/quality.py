@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How well models learn under budgets that change, against dense attention and fixed budgets.
+
+    python benchmarks/quality.py --json RESULT.json
+
+``--help`` says what is trained, and ``quality/`` how.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from quality.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arms: ways to train the same model on the same documents from the same weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sparsebalance_megatron.config import Anchor, Batching, CoverageMeanOver, Granularity, Tuning
+
+DENSE, FIXED, PAPER, OURS, RANDOM = "dense", "fixed", "paper", "ours", "random"
+"""Arms that a table cannot do without; all others are compared with ``fixed``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One way to train. Names of its choices are those of ``SparseBalanceConfig``.
+
+    Attributes:
+        dense_from: share of the steps after which attention is dense; 0 is dense throughout,
+            infinity never, nor when the trained model is read.
+        budget_share: of the study's base budget.
+        replays: the arm whose executed budgets this one gives to other samples of the same step.
+    """
+
+    name: str
+    title: str
+    selection: Granularity = "token-kv-head"
+    batching: Batching = "makespan"
+    tuning: Tuning = "off"
+    anchor: Anchor = "mean"
+    coverage_threshold: float = 0.1
+    coverage_mean_over: CoverageMeanOver = "samples"
+    budget_share: float = 1.0
+    dense_from: float = math.inf
+    replays: str | None = None
+
+    def base_budget(self, study_budget: int) -> int:
+        """Blocks."""
+        return max(1, round(study_budget * self.budget_share))
+
+    def is_dense(self, step: int, steps: int) -> bool:
+        """Whether a step of training, or evaluation after it, reads everything."""
+        return step >= self.dense_from * steps
+
+    def flags(self, study_budget: int) -> list[str]:
+        """Of the plugin."""
+        prefix = "--sparse-balance"
+        return [
+            *(f"{prefix}-selection", self.selection, f"{prefix}-batching", self.batching),
+            *(f"{prefix}-tuning", self.tuning, f"{prefix}-anchor", self.anchor),
+            *(f"{prefix}-coverage-threshold", str(self.coverage_threshold)),
+            *(f"{prefix}-coverage-mean-over", self.coverage_mean_over),
+            *(f"{prefix}-base-budget", str(self.base_budget(study_budget))),
+        ]
+
+
+ARMS: Mapping[str, Arm] = {
+    arm.name: arm
+    for arm in (
+        Arm(name=DENSE, title="dense attention", dense_from=0.0),
+        Arm(name=FIXED, title="fixed budget, a token per KV head selects"),
+        Arm(
+            name=PAPER,
+            title="the paper: latency batching, tuned to the mean",
+            batching="latency",
+            tuning="anchor",
+        ),
+        Arm(name=OURS, title="ours, p = 0.1", tuning="makespan"),
+        Arm(
+            name=RANDOM,
+            title="random: the budgets of ours, to other samples of the step",
+            replays=OURS,
+        ),
+        Arm(
+            name="fixed-lookahead",
+            title="fixed budget, the mean of a query block selects",
+            selection="query-block-lookahead",
+        ),
+        Arm(
+            name="fixed-previous-block",
+            title="fixed budget, the mean of the block before selects",
+            selection="previous-block",
+        ),
+        Arm(
+            name="fixed-first-query",
+            title="fixed budget, a block's first query selects",
+            selection="first-query",
+        ),
+        Arm(
+            name="fixed-query-head",
+            title="fixed budget, a token per query head selects (MoBA)",
+            selection="token-query-head",
+        ),
+        Arm(
+            name="ours-p0.3",
+            title="ours, p = 0.3",
+            tuning="makespan",
+            coverage_threshold=0.3,
+        ),
+        Arm(
+            name="ours-token-mean",
+            title="ours, coverage held as a mean over tokens",
+            tuning="makespan",
+            coverage_mean_over="tokens",
+        ),
+        Arm(name="half", title="half the fixed budget", budget_share=0.5),
+        Arm(
+            name="fixed-then-dense",
+            title="fixed budget, dense for the last tenth of the steps",
+            dense_from=0.9,
+        ),
+    )
+}
+"""By name, in the order in which they run: what every other arm is compared with comes first."""
+
+
+def in_order(names: Sequence[str]) -> list[Arm]:
+    """Arms of these names in the order in which they run, with those that they replay.
+
+    Raises:
+        ValueError: there is no such arm.
+    """
+    for name in names:
+        if name not in ARMS:
+            raise ValueError(f"--arms {name}: must be among {', '.join(ARMS)}")
+    needed = {*names, *(ARMS[name].replays for name in names)}
+    return [arm for name, arm in ARMS.items() if name in needed]

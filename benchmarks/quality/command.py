@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How well models learn under budgets that change, against dense attention and fixed budgets.
+
+Every arm trains a small GPT of its own in Megatron's loop through the plugin: two data-parallel
+ranks over gloo, one thread each. Two idle cores take hours for all. All arms of a seed have the
+same documents in the same global batches and the same initial weights. The models are scored on
+held-out documents, with the attention that they were trained with at the base budget, and with
+dense attention.
+
+Arms run seed by seed, what the others are compared with first. A run that has finished with the
+same settings is not run again, and --json is brought up to date after every run, so that the
+command may be stopped and started. --page rewrites the tables of a page from --json, and trains
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from end_to_end.command import machine
+
+from quality.arms import ARMS, DENSE, FIXED, OURS, RANDOM, in_order
+from quality.launch import QualityError, budgets_file, execute, prepared_data
+from quality.page import rewrite
+from quality.results import assemble, load, save, write_json
+from quality.run_spec import RunSpec
+from quality.tasks import DEFAULT_TASKS, RECALL, STUDIES, describe, study_of
+
+PROBED = (DENSE, FIXED, OURS, RANDOM)
+"""Arms whose models are asked how much attention mass a budget keeps."""
+QUICK_ARMS, QUICK_STEPS, QUICK_SHARE = (DENSE, FIXED), 320, 0.2
+WELL_ABOVE_CHANCE = 4.0
+"""Times the accuracy of a guess, that dense attention must reach."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(list(sys.argv[1:] if argv is None else argv))
+    if options.page is not None:
+        rewrite(options.page, options.json)
+        return 0
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = options.directory or Path(temporary)
+        try:
+            table = run_all(options, directory)
+        except QualityError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    return verdict(table) if options.quick else 0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Options; --quick changes the defaults of some."""
+    parser = argparse.ArgumentParser(
+        prog="quality.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    add = parser.add_argument
+    tasks = [task.name for study in STUDIES.values() for task in study.tasks]
+    add("--quick", action="store_true", help="a small run; fails unless dense learns")
+    add("--json", type=Path, metavar="FILE", help="write or update the table")
+    add("--arms", nargs="+", choices=list(ARMS), metavar="ARM", help=", ".join(ARMS))
+    add("--tasks", nargs="+", choices=tasks, help=f"default: {' '.join(DEFAULT_TASKS)}")
+    add("--seeds", nargs="+", type=int, help="default: 0 1 2")
+    add("--steps", type=int, help="of every run; default: what each model needs")
+    add("--directory", type=Path, help="keeps data and finished runs; default: a temporary one")
+    add("--page", type=Path, help="rewrite this page's tables from --json, and stop")
+    options = parser.parse_args(argv)
+    if options.page is not None and options.json is None:
+        parser.error("--page needs --json, which it is made of")
+    if options.steps is not None and options.steps < 4:
+        parser.error(f"--steps {options.steps}: must be at least 4")
+    quick = options.quick
+    options.arms = options.arms or list(QUICK_ARMS if quick else ARMS)
+    options.tasks = options.tasks or ([RECALL.name] if quick else list(DEFAULT_TASKS))
+    options.seeds = options.seeds or ([0] if quick else [0, 1, 2])
+    options.steps = options.steps or (QUICK_STEPS if quick else None)
+    return options
+
+
+def run_all(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Train and score whatever is missing; gives the table."""
+    specs = list(planned_runs(options, directory.resolve()))
+    finished: list[tuple[RunSpec, dict[str, Any]]] = []
+    for number, spec in enumerate(specs):
+        found = load(spec)
+        what = f"[{number + 1}/{len(specs)}] {spec.study_name} {spec.arm_name} seed {spec.seed}"
+        if found is None:
+            began_s = time.monotonic()
+            study = spec.study
+            data = prepared_data(study, spec.seed, spec.steps, directory.resolve())
+            found = execute(replace(spec, data=str(data)))
+            save(spec, found)
+            what += f": {time.monotonic() - began_s:.0f} s, {found['cpu_seconds']:.0f} s of CPU"
+        finished.append((spec, found))
+        table = assemble(finished, options.tasks)
+        print(f"{what}; {_in_short(table, spec)}", flush=True)
+        if options.json is not None:
+            write_json(options.json, _file(options, table))
+    return table
+
+
+def planned_runs(options: argparse.Namespace, directory: Path) -> Iterator[RunSpec]:
+    """Seed by seed, arm by arm."""
+    studies = {study_of(task).name: study_of(task) for task in options.tasks}
+    for seed in options.seeds:
+        for arm in in_order(options.arms):
+            for study in studies.values():
+                spec = RunSpec(
+                    study_name=study.name,
+                    arm_name=arm.name,
+                    seed=seed,
+                    steps=options.steps or study.steps,
+                    share=QUICK_SHARE if options.quick else 1.0,
+                    data="",
+                    directory=str(directory / f"{study.name}_{arm.name}_{seed}"),
+                    probe=arm.name in PROBED and not options.quick,
+                )
+                if arm.replays is not None:
+                    other = directory / f"{study.name}_{arm.replays}_{seed}"
+                    replayed = budgets_file(replace(spec, directory=str(other)))
+                    spec = replace(spec, replay=str(replayed))
+                yield spec
+
+
+def verdict(table: dict[str, Any]) -> int:
+    """Whether dense attention has learnt to recall; 1 and a line if it has not."""
+    if DENSE not in table.get(RECALL.name, {}):
+        return 0
+    assert RECALL.chance is not None
+    accuracy, least = table[RECALL.name][DENSE]["accuracy"][-1], WELL_ABOVE_CHANCE * RECALL.chance
+    if accuracy >= least:
+        return 0
+    print(f"error: dense attention recalls {accuracy:.1%}, less than {least:.1%}", file=sys.stderr)
+    return 1
+
+
+def _in_short(table: dict[str, Any], spec: RunSpec) -> str:
+    """The run's scores."""
+    parts = []
+    for task in spec.study.tasks:
+        if task.name in table:
+            arm = table[task.name][spec.arm_name]
+            parts.append(
+                f"{task.name} {arm['accuracy'][-1]:.3f}, loss {arm['loss'][-1]:.4f} "
+                f"(dense {arm['loss_dense'][-1]:.4f})"
+            )
+    figures = table.get(spec.study.tasks[0].name, {}).get(spec.arm_name)
+    if figures and figures["budget_mean"][-1] is not None:
+        parts.append(
+            f"budgets {figures['budget_mean'][-1]:.2f} ± {figures['budget_deviation'][-1]:.2f}, "
+            f"work {figures['work_ratio'][-1]:.3f}"
+        )
+    return "; ".join(parts)
+
+
+def _file(options: argparse.Namespace, table: dict[str, Any]) -> dict[str, Any]:
+    studies = {study_of(task).name: study_of(task) for task in options.tasks}
+    return {
+        "benchmark": "quality",
+        "quick": options.quick,
+        "tasks": table,
+        "machine": machine("cpu"),
+        "settings": {
+            "seeds": options.seeds,
+            "studies": {
+                name: describe(study) | {"steps": options.steps or study.steps}
+                for name, study in studies.items()
+            },
+        },
+    }

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finished runs on disk, and the one JSON file that is made of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from quality.run_spec import RunSpec
+from quality.tasks import Task, study_of
+
+RESULT = "result.json"
+_OF_RUN = (
+    *("seconds", "cpu_seconds", "training_loss", "coverage", "coverage_base"),
+    *("budget_mean", "budget_deviation", "budget_quantiles", "work_ratio"),
+)
+_SETTINGS = ("study_name", "arm_name", "seed", "steps", "share", "probe")
+"""Of a run: what decides whether a finished one is what is asked for."""
+
+
+def save(spec: RunSpec, found: Mapping[str, Any]) -> None:
+    """Keep a finished run."""
+    settings = {name: asdict(spec)[name] for name in _SETTINGS}
+    write_json(spec.folder / RESULT, {"settings": settings, "found": found})
+
+
+def load(spec: RunSpec) -> dict[str, Any] | None:
+    """What a run found, if it has finished with the same settings."""
+    path = spec.folder / RESULT
+    if not path.exists():
+        return None
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    wanted = asdict(spec)
+    if any(saved["settings"][name] != wanted[name] for name in _SETTINGS):
+        return None
+    found: dict[str, Any] = saved["found"]
+    return found
+
+
+def write_json(path: Path, value: Any) -> None:
+    """The whole file or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def assemble(
+    finished: Sequence[tuple[RunSpec, Mapping[str, Any]]], tasks: Sequence[str]
+) -> dict[str, Any]:
+    """``{task: {arm: {figure: [one per seed]}}}``; ``seeds`` says which.
+
+    ``accuracy`` and ``loss`` are those of the arm's own attention; the same with ``_dense`` of the
+    same weights read with dense attention, with ``_sparse`` at the base budget.
+    """
+    table: dict[str, Any] = {}
+    for name in tasks:
+        study = study_of(name)
+        task = next(each for each in study.tasks if each.name == name)
+        arms: dict[str, Any] = {}
+        for spec, found in finished:
+            if spec.study_name == study.name:
+                figures = _figures(task, found)
+                arm = arms.setdefault(spec.arm_name, {"seeds": []} | {key: [] for key in figures})
+                arm["seeds"].append(spec.seed)
+                for key, value in figures.items():
+                    arm[key].append(value)
+        table[name] = arms
+    return table
+
+
+def _figures(task: Task, found: Mapping[str, Any]) -> dict[str, Any]:
+    scored = found["tasks"][task.name]
+    figures: dict[str, Any] = {}
+    # A reading that is not there has the same budget as the arm's own.
+    for suffix, reading in (("", "own"), ("_dense", "dense"), ("_sparse", "sparse")):
+        sums = scored.get(reading, scored["own"])
+        labels = sum(sums["labels"])
+        figures[f"accuracy{suffix}"] = sum(sums["right"]) / labels
+        figures[f"loss{suffix}"] = sum(sums["loss"]) / labels
+        for figure, name in (("accuracy", "right"), ("loss", "loss")):
+            figures[f"{figure}{suffix}_by_place"] = [
+                value / count if count else None
+                for value, count in zip(sums[name], sums["labels"], strict=True)
+            ]
+    figures["labels"] = sum(scored["own"]["labels"])
+    if "probe" in scored:
+        figures["probe"] = scored["probe"]
+    return figures | {name: found[name] for name in _OF_RUN}

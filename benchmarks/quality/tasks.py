@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tasks, and the models that learn them: several tasks may be learnt by one model."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from quality import text
+from quality.documents import Document
+from quality.lookup import DEPTHS, Lookup
+
+STACKED = Lookup()
+SEQUENTIAL = Lookup(stacked=False, keys=32, values=32, pairs=4, longest_tokens=192)
+TEXT_TOKENS = (128, 1024)
+"""Inputs of the shortest and of the longest document of text."""
+_NEEDLE_SHARE = 0.25
+"""Of the documents that a lookup model is trained on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a model is scored on.
+
+    ``place``: what the documents' places are. ``edges``: of the intervals that places are grouped
+    in. ``chance``: accuracy of a guess, None where accuracy is not the point.
+    """
+
+    name: str
+    title: str
+    place: str
+    edges: tuple[int, ...]
+    held_out: Callable[[np.random.Generator, int], Iterator[Document]]
+    documents: int
+    chance: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A model with the documents that it is trained on and the tasks that it is scored on.
+
+    ``steps``: of training, unless told otherwise. ``attention_weight``: how many times as expensive
+    the planner takes attention to be as counting its operations says.
+    """
+
+    name: str
+    tasks: tuple[Task, ...]
+    vocabulary: int
+    longest_tokens: int
+    layers: int
+    block_size: int
+    base_budget: int
+    batch_size: int
+    steps: int
+    attention_weight: float
+    training: Callable[[np.random.Generator], Iterator[Document]]
+
+
+def generator_of(study: Study, purpose: str, seed: int) -> np.random.Generator:
+    """The same stream for the same study, purpose and seed, whatever else is drawn."""
+    return np.random.default_rng([seed, zlib.crc32(f"{study.name}/{purpose}".encode())])
+
+
+def training_documents(study: Study, seed: int, count: int) -> Iterator[Document]:
+    """What the model of a seed is trained on."""
+    return islice(study.training(generator_of(study, "training", seed)), count)
+
+
+def held_out_documents(study: Study, task: Task, seed: int, share: float) -> list[Document]:
+    """What it is scored on; ``share`` of all that the task has."""
+    generator = generator_of(study, task.name, seed)
+    return list(task.held_out(generator, max(DEPTHS, round(task.documents * share))))
+
+
+def _lookup_training(lookup: Lookup) -> Callable[[np.random.Generator], Iterator[Document]]:
+    def documents(generator: np.random.Generator) -> Iterator[Document]:
+        while True:
+            if generator.random() < _NEEDLE_SHARE:
+                yield lookup.needle(generator, int(generator.integers(DEPTHS)))
+            else:
+                yield lookup.recall(generator)
+
+    return documents
+
+
+def _recall(lookup: Lookup) -> Callable[[np.random.Generator, int], Iterator[Document]]:
+    return lambda generator, count: (lookup.recall(generator) for _ in range(count))
+
+
+def _needles(lookup: Lookup) -> Callable[[np.random.Generator, int], Iterator[Document]]:
+    """As many at every depth."""
+    return lambda generator, count: (
+        lookup.needle(generator, number % DEPTHS) for number in range(count)
+    )
+
+
+def _text(*, held_out: bool) -> Callable[..., Iterator[Document]]:
+    def documents(generator: np.random.Generator, count: int | None = None) -> Iterator[Document]:
+        shortest, longest = TEXT_TOKENS
+        found = text.text_documents(
+            generator,
+            text.files_of(held_out=held_out),
+            shortest_tokens=shortest,
+            longest_tokens=longest,
+        )
+        return islice(found, count)
+
+    return documents
+
+
+RECALL = Task(
+    name="recall",
+    title="multi-query associative recall, stacked",
+    place="distance in tokens",
+    edges=(0, 32, 64, 128, 257),
+    held_out=_recall(STACKED),
+    documents=800,
+    chance=STACKED.chance,
+)
+NEEDLE = Task(
+    name="needle",
+    title="a needle in noise",
+    place="depth in tenths",
+    edges=tuple(range(DEPTHS + 1)),
+    held_out=_needles(STACKED),
+    documents=1500,
+    chance=STACKED.chance,
+)
+MQAR = Task(
+    name="mqar",
+    title="multi-query associative recall, keys and values in turn",
+    place="distance in tokens",
+    edges=(0, 32, 64, 128, 193),
+    held_out=_recall(SEQUENTIAL),
+    documents=800,
+    chance=SEQUENTIAL.chance,
+)
+STDLIB = Task(
+    name="stdlib",
+    title="bytes of the Python standard library",
+    place="position in bytes",
+    edges=(0, 64, 128, 256, 512, 1024),
+    held_out=_text(held_out=True),
+    documents=160,
+)
+
+STUDIES: Mapping[str, Study] = {
+    study.name: study
+    for study in (
+        Study(
+            name="lookup",
+            tasks=(RECALL, NEEDLE),
+            vocabulary=STACKED.vocabulary,
+            longest_tokens=STACKED.longest_tokens,
+            layers=1,
+            block_size=8,
+            base_budget=6,
+            batch_size=16,
+            steps=650,
+            attention_weight=40.0,
+            training=_lookup_training(STACKED),
+        ),
+        Study(
+            name="mqar",
+            tasks=(MQAR,),
+            vocabulary=SEQUENTIAL.vocabulary,
+            longest_tokens=SEQUENTIAL.longest_tokens,
+            layers=2,
+            block_size=8,
+            base_budget=4,
+            batch_size=16,
+            steps=2000,
+            attention_weight=40.0,
+            training=_lookup_training(SEQUENTIAL),
+        ),
+        Study(
+            name="text",
+            tasks=(STDLIB,),
+            vocabulary=text.VOCABULARY,
+            longest_tokens=TEXT_TOKENS[1],
+            layers=2,
+            block_size=16,
+            base_budget=4,
+            batch_size=8,
+            steps=200,
+            attention_weight=20.0,
+            training=_text(held_out=False),
+        ),
+    )
+}
+DEFAULT_TASKS = ("recall", "needle", "stdlib")
+
+
+def study_of(task: str) -> Study:
+    """The study that has a task of that name; raises KeyError if none has."""
+    for study in STUDIES.values():
+        if any(own.name == task for own in study.tasks):
+            return study
+    raise KeyError(task)
+
+
+def describe(study: Study) -> dict[str, Any]:
+    """Settings, for the result's file."""
+    return {
+        "tasks": [task.name for task in study.tasks],
+        "layers": study.layers,
+        "longest_tokens": study.longest_tokens,
+        "block_size": study.block_size,
+        "base_budget": study.base_budget,
+        "batch_size": study.batch_size,
+        "vocabulary": study.vocabulary,
+        "attention_weight": study.attention_weight,
+    }

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels for selections by token, against float64; where they run, test_kernels.py says."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from attention.cases import (
+    NAMES,
+    SCALE,
+    Case,
+    assert_as_good_as_plain,
+    in_shards,
+    make_case,
+    with_heads_far_apart,
+    with_lists,
+)
+from torch import Tensor
+
+from sparsebalance_megatron.attention.impl import triton as implementation
+from sparsebalance_megatron.attention.selectors import SELECTORS
+
+triton = pytest.importorskip("triton")
+from sparsebalance_megatron.attention.impl.triton import (  # noqa: E402
+    token_backward_kernels,
+    token_forward_kernel,
+    token_lists,
+    token_partials,
+)
+from sparsebalance_megatron.attention.impl.triton.tiles import Tile, Tiles  # noqa: E402
+
+INTERPRETED = triton.knobs.runtime.interpret
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+BY_KV_HEAD, BY_QUERY_HEAD = "token-kv-head", "token-query-head"
+
+
+def _case(cu_seqlens: list[int], budgets: list[int], block: int = 16, **settings) -> Case:
+    defaults = {"head_dim": 16, "heads": 2, "kv_heads": 1, "granularity": BY_KV_HEAD}
+    return make_case(cu_seqlens, budgets, block=block, device=DEVICE, **defaults | settings)
+
+
+def _assert_right(case: Case, dtype: torch.dtype = torch.float32) -> None:
+    ours = case.ours("triton", dtype)
+    assert [x.dtype for x in ours] == [dtype, torch.float32, dtype, dtype, dtype]
+    assert_as_good_as_plain(case, ours, dtype, case.plain(torch.float64))
+
+
+def _assert_identical(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> None:
+    for name, x, y in zip(NAMES, a, b, strict=True):
+        assert torch.equal(x, y), name
+
+
+def _use_tiles(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None:
+    tile = Tile(rows=rows, columns=columns, warps=4, stages=1)
+    tiles = Tiles(forward=tile, query_gradient=tile, key_gradient=tile)
+    for module in (token_forward_kernel, token_backward_kernels):
+        monkeypatch.setattr(module, "token_tiles_for", lambda *_: tiles)
+
+
+def _popular(case: Case, block: int) -> Case:
+    """Every later token of the block's document that reads two blocks reads this one."""
+    layout = case.selection.query_layout
+    indices_TCK = case.selection.indices_QCK.clone()
+    later_T = layout.block_T > block
+    assert (layout.document_N[layout.block_T[later_T]] == layout.document_N[block]).all()
+    indices_TCK[later_T, :, 1] = block
+    return with_lists(case, indices_TCK, case.selection.counts_QC)
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "budgets", "settings", "dtype"),
+    [
+        pytest.param([0, 1, 2, 30, 71], [1, 3, 2, 3], {"heads": 3}, torch.float32, id="ragged"),
+        pytest.param(
+            [0, 75],
+            [2],
+            {"block": 32, "head_dim": 64, "granularity": BY_QUERY_HEAD},
+            torch.float16,
+            id="query-heads",
+        ),
+        pytest.param(
+            [0, 20, 97],
+            [9, 9],
+            {"block": 64, "head_dim": 128, "kv_heads": 2},
+            torch.float32,
+            id="everything",
+        ),
+        pytest.param(
+            [0, 3, 5],
+            [1, 2],
+            {"block": 64, "head_dim": 80, "granularity": BY_QUERY_HEAD},
+            torch.float32,
+            id="shorter-than-a-block",
+        ),
+    ],
+)
+def test_every_result_is_as_good_as_plain_torch(
+    cu_seqlens: list[int], budgets: list[int], settings: dict[str, int], dtype: torch.dtype
+) -> None:
+    _assert_right(_case(cu_seqlens, budgets, dtype=dtype, **settings), dtype)
+
+
+@pytest.mark.parametrize("granularity", [BY_KV_HEAD, BY_QUERY_HEAD])
+def test_chunks_parts_of_blocks_and_cut_lists_add_up(
+    granularity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Partial results of 20 tokens, keys of half a block, and a block that all tokens read."""
+    _use_tiles(monkeypatch, rows=32, columns=16)
+    monkeypatch.setattr(token_partials, "_RESIDENT_BYTES", 1)
+    monkeypatch.setattr(token_lists, "TILES_PER_ITEM", 1)
+    heads = 2 if granularity == BY_KV_HEAD else 1
+    monkeypatch.setattr(token_lists, "_PARTIAL_BYTES", 20 * 2 * 2 * heads * 17 * 4)
+    case = _popular(_case([0, 100], [2], 32, granularity=granularity), 0)
+    chunked: list[int] = []
+    cut: list[int] = []
+    lists_of, invert = token_partials.chunked_lists, token_backward_kernels.inverse_lists
+
+    def lists(*args, **kwargs):
+        found = lists_of(*args, **kwargs)
+        chunked.append(found.entries.chunks)
+        return found
+
+    def inverse(*args, **kwargs):
+        found = invert(*args, **kwargs)
+        cut.append(int(found.parts_U.max()))
+        return found
+
+    monkeypatch.setattr(token_partials, "chunked_lists", lists)
+    monkeypatch.setattr(token_backward_kernels, "inverse_lists", inverse)
+    _assert_right(case)
+    assert set(chunked) == {5}
+    assert min(cut) > 1
+
+
+def test_a_group_larger_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its heads are computed in slices, whose gradients of keys add up."""
+    _use_tiles(monkeypatch, rows=16, columns=16)
+    _assert_right(_case([0, 20], [2], heads=32))
+
+
+def test_parts_of_lists_and_rows_of_their_own_add_up() -> None:
+    """Also lists without the own block, and empty ones."""
+    case = _case([0, 1, 30, 62], [1, 2, 3])
+    parts = in_shards(case, "triton", torch.float32, [[0, 2, 4], [1, 3]], [range(5)])
+    assert_as_good_as_plain(case, parts, torch.float32, case.plain(torch.float64))
+
+
+def test_a_query_without_keys_gives_zero_and_finite_gradients() -> None:
+    """And what lies past a list is not read."""
+    case = _case([0, 50], [3])
+    indices_TCK, counts_TC = case.selection.indices_QCK.clone(), case.selection.counts_QC.clone()
+    counts_TC[20:37] = 0
+    past_end_TCK = torch.arange(indices_TCK.shape[2]) >= counts_TC[:, :, None]
+    indices_TCK[past_end_TCK] = 1 << 30
+    out, lse, *gradients = with_lists(case, indices_TCK, counts_TC).ours("triton", torch.float32)
+    assert (out[20:37] == 0).all()
+    assert (lse[20:37] == -torch.inf).all()
+    assert (gradients[0][20:37] == 0).all()
+    assert (gradients[2][:16] != 0).all()
+    assert all(x.isfinite().all() for x in (out, lse[:20], lse[37:], *gradients))
+
+
+def test_bad_numbers_of_a_document_stay_in_it() -> None:
+    clean = _case([0, 20, 45, 62], [2, 2, 2])
+    selector = SELECTORS[BY_KV_HEAD]
+    q_THD, k_TGD = clean.q_THD.clone(), clean.k_TGD.clone()
+    q_THD[[20, 40], 0, 3] = k_TGD[[20, 44], 0, 3] = torch.nan
+    scores = selector.scores(q_THD, k_TGD, clean.selection.query_layout, softmax_scale=SCALE)
+    selection = selector.select(scores, torch.tensor([2, 2, 2]), max_budget=2)
+    broken = dataclasses.replace(clean, q_THD=q_THD, k_TGD=k_TGD, selection=selection)
+    ours = broken.ours("triton", torch.float32)
+    assert ours[0][20:45].isnan().any()
+    elsewhere = torch.cat((torch.arange(20), torch.arange(45, 62)))
+    _assert_identical(
+        tuple(x[elsewhere] for x in ours),
+        tuple(x[elsewhere] for x in clean.ours("triton", torch.float32)),
+    )
+
+
+def test_results_repeat_and_later_tokens_change_no_bit() -> None:
+    """Token 37 lies inside a block; the loss is over what comes before it, so dq, dk and dv too."""
+    token, before = 37, slice(0, 37)
+    results = []
+    for factor in (1.0, -30.0):
+        case = _case([0, 62], [2])
+        for x in (case.q_THD, case.k_TGD, case.v_TGD):
+            x[token:] *= factor
+        case.dout_THD[token:] = 0.0
+        selector, layout = SELECTORS[BY_KV_HEAD], case.selection.query_layout
+        scores = selector.scores(case.q_THD, case.k_TGD, layout, softmax_scale=SCALE)
+        selection = selector.select(scores, torch.tensor([2]), max_budget=2)
+        case = dataclasses.replace(case, selection=selection)
+        results.append(tuple(x[before] for x in case.ours("triton", torch.float32)))
+    _assert_identical(*results)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="memory of the host")
+def test_heads_more_than_2_to_the_31_elements_apart(tmp_path: Path) -> None:
+    case = _case([0, 20], [2], heads=3, dtype=torch.float16)
+    far = with_heads_far_apart(case.q_THD, tmp_path / "q")
+    lists, results = case.selection, []
+    for q in (case.q_THD, far):
+        inputs = q, case.k_TGD, case.v_TGD
+        out, lse = implementation.forward(*inputs, lists, softmax_scale=SCALE)
+        gradients = implementation.backward(
+            case.dout_THD, *inputs, out, lse, lists, softmax_scale=SCALE
+        )
+        results.append((out, lse, *gradients))
+    _assert_identical(*results)
+
+
+def test_rows_too_many_for_31_bits_are_refused() -> None:
+    """The row lies on the meta device, so that it needs no memory."""
+    case = _case([0, 20], [2])
+    lists_TCK = torch.empty(20, 1, 1 << 27, dtype=torch.int32, device="meta")
+    selection = dataclasses.replace(case.selection, indices_QCK=lists_TCK)
+    q_THD = case.q_THD.to(DEVICE)
+    assert "too few for 20 tokens" in str(implementation.obstacle(q_THD, selection))
+    assert implementation.obstacle(q_THD, case.selection) is None

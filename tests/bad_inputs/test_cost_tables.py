@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cost tables that are damaged, foreign, or not to be believed."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bad_inputs.judge import bounded, check_refused
+
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.parts import NEVER_TIMED, Direction, Part
+from sparsebalance_megatron.cost.table import CostTable, CostTableError
+
+DELETED = object()
+BAD_NUMBERS: tuple[Any, ...] = (
+    *(0, -1, 1.5, "1", None, True, [], {}, float("nan"), float("inf"), 10**400, 2**60, DELETED),
+)
+BAD_TIMES: tuple[Any, ...] = (
+    *(0, -1.0, "1", None, True, [], float("nan"), float("-inf"), 10**400, 1e308, 1e-300, DELETED),
+)
+BAD_TEXTS: tuple[Any, ...] = (None, 5, True, [], {}, DELETED)
+
+DAMAGE: dict[tuple[Any, ...], tuple[Any, ...]] = {
+    ("block_size",): BAD_NUMBERS,
+    ("shape", "hidden_size"): BAD_NUMBERS,
+    ("shape", "gated_linear_unit"): ("yes", 1, None, DELETED),
+    ("shape",): ([], None, 5, {}, DELETED),
+    ("device",): BAD_TEXTS,
+    ("dtype",): BAD_TEXTS,
+    ("selection",): (*BAD_TEXTS, "best"),
+    ("date",): BAD_TEXTS,
+    ("threads",): ("1", None, DELETED),
+    ("versions",): (None, [], 5, {"torch": 2}, DELETED),
+    ("format_version",): (0, 2, "1", None, True, [1], DELETED),
+    ("rows",): (None, {}, 5, [], [None], [[]], ["row"], DELETED),
+    ("rows", 0, "kind"): (*BAD_TEXTS, "mlp"),
+    ("rows", 0, "direction"): (*BAD_TEXTS, "sideways"),
+    ("rows", 0, "lengths_tokens"): (*BAD_TEXTS, [0], [-1], [1.5], ["1"], [None], [2**60]),
+    ("rows", 0, "budget_blocks"): (0, -1, 1.5, "4", [], DELETED),
+    ("rows", 0, "ms_median"): BAD_TIMES,
+    ("rows", 0, "ms_spread"): (-1.0, "0", None, float("nan"), DELETED),
+    ("rows", 0, "repeats"): (0, -1, 2.5, "5", None, DELETED),
+}
+TEXTS: dict[str, bytes] = {
+    "nothing": b"",
+    "an open object": b'{"format_version": 1',
+    "a list": b"[]",
+    "null": b"null",
+    "text": b"not a table",
+    "nested too deep": b'{"rows":' * 200_000,
+    "a list nested too deep": b"[" * 200_000,
+    "bytes that are not UTF-8": b"\xff\xfe",
+    "zero bytes": b"\x00" * 100,
+    "an integer of too many digits": b'{"format_version": ' + b"9" * 5000 + b"}",
+}
+
+
+def document() -> dict[str, Any]:
+    rows = [
+        {
+            "kind": part.value,
+            "direction": direction.value,
+            "lengths_tokens": [length],
+            "budget_blocks": None,
+            "ms_median": 0.5 + length / 1000,
+            "ms_spread": 0.0,
+            "repeats": 3,
+        }
+        for part in Part
+        for direction in Direction
+        if (part, direction) not in NEVER_TIMED
+        for length in (64, 256, 1024)
+    ]
+    shape = {
+        **{"hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4},
+        **{"num_query_groups": 2, "head_dim": 16, "vocab_size": 256},
+        **{"gated_linear_unit": True, "tensor_parallel_size": 1},
+    }
+    return {
+        **{"format_version": 1, "device": "cpu", "dtype": "float32", "block_size": 16},
+        **{"selection": "token-kv-head", "shape": shape, "versions": {}, "date": "2026-01-31"},
+        **{"threads": 1, "rows": rows},
+    }
+
+
+def load_and_fit(path: Path) -> CostModel:
+    return CostModel.fit(CostTable.load(path))
+
+
+def test_the_undamaged_table_is_read(tmp_path: Path) -> None:
+    (tmp_path / "table.json").write_text(json.dumps(document()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_and_fit(tmp_path / "table.json")
+
+
+CASES = [(path, value) for path, values in DAMAGE.items() for value in values]
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    CASES,
+    ids=[
+        f"{'.'.join(map(str, keys))} {'deleted' if value is DELETED else str(value)[:20]}"
+        for keys, value in CASES
+    ],
+)
+def test_damage(keys: tuple[Any, ...], value: Any, tmp_path: Path) -> None:
+    table = document()
+    holder: Any = table
+    for key in keys[:-1]:
+        holder = holder[key]
+    if value is DELETED:
+        del holder[keys[-1]]
+    else:
+        holder[keys[-1]] = value
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(table))
+    # A selection that no release knows is found when the fit needs it.
+    place = "cost table" if value == "best" else f"cost table {path}"
+    check_refused(lambda: load_and_fit(path), CostTableError, place)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_texts(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_bytes(TEXTS[name])
+    check_refused(lambda: load_and_fit(path), CostTableError, f"cost table {path}", "measure again")
+
+
+def test_accepted(tmp_path: Path) -> None:
+    """Keys that this release does not know: a later one may write more."""
+    table = document() | {"comment": "of a later release"}
+    (tmp_path / "table.json").write_text(json.dumps(table))
+    with bounded():
+        load_and_fit(tmp_path / "table.json")

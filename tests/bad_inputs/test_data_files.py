@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data sets that are damaged, foreign, or made for another model; and what cannot be opened."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bad_inputs.judge import as_nobody, bounded, check_refused
+
+from sparsebalance_megatron.data.errors import DataError
+from sparsebalance_megatron.data.samples import SampleIndex
+
+VOCABULARY = 256
+LENGTHS = (30, 7, 2, 64)
+HEADER = struct.Struct("<9sQBQQ")
+Change = Callable[[bytearray], object]
+
+
+def write(prefix: Path, values: np.ndarray, lengths: tuple[int, ...] = LENGTHS) -> Path:
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=values.dtype.type)
+    for document in np.split(values, np.cumsum(lengths)[:-1]):
+        builder.add_document(document, [len(document)])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def tokens(dtype: Any = np.uint16) -> np.ndarray:
+    return np.arange(sum(LENGTHS)).astype(dtype)
+
+
+def read(prefix: Path, *, vocab_size: int = VOCABULARY) -> int:
+    """Open as training does, and read every sample."""
+    index = SampleIndex.open(prefix, max_tokens=32, overlong="split", seed=1, vocab_size=vocab_size)
+    assert index is not None
+    return sum(index.read(sample).length_tokens for sample in range(len(index)))
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    return write(tmp_path / "train", tokens())
+
+
+def put(format_: str, offset: int, *values: Any) -> Change:
+    return lambda raw: struct.pack_into(format_, raw, offset, *values)
+
+
+LENGTHS_AT, OFFSETS_AT, BOUNDARIES_AT = HEADER.size, HEADER.size + 16, HEADER.size + 48
+INDEX: dict[str, Change] = {
+    "another magic": put("<9s", 0, b"PK\x03\x04"),
+    "version 0": put("<Q", 9, 0),
+    "version 2": put("<Q", 9, 2),
+    "a version of many bits": put("<Q", 9, 2**63),
+    "no dtype": put("<B", 17, 0),
+    "a dtype of fractions": put("<B", 17, 7),
+    "a dtype of double fractions": put("<B", 17, 6),
+    "an unknown dtype": put("<B", 17, 255),
+    "wider tokens than there are": put("<B", 17, 4),
+    "narrower tokens than there are": put("<B", 17, 1),
+    "no sequence": put("<Q", 18, 0),
+    "a sequence too many": put("<Q", 18, 5),
+    "a sequence too few": put("<Q", 18, 3),
+    "sequences beyond any disk": put("<Q", 18, 2**63),
+    "no boundary": put("<Q", 26, 0),
+    "a boundary too many": put("<Q", 26, 6),
+    "boundaries beyond any disk": put("<Q", 26, 2**62),
+    "a negative length": put("<i", LENGTHS_AT, -30),
+    "a length that is another": put("<i", LENGTHS_AT, 31),
+    "a huge length": put("<i", LENGTHS_AT, 2**31 - 1),
+    "an offset that is another": put("<q", OFFSETS_AT + 8, 61),
+    "a negative offset": put("<q", OFFSETS_AT, -1),
+    "a first boundary that is not 0": put("<q", BOUNDARIES_AT, 1),
+    "a negative boundary": put("<q", BOUNDARIES_AT + 8, -1),
+    "boundaries out of order": put("<q", BOUNDARIES_AT + 8, 3),
+    "a last boundary beyond the end": put("<q", BOUNDARIES_AT + 32, 5),
+    "cut inside the magic": lambda raw: raw.__delitem__(slice(5, None)),
+    "cut inside the header": lambda raw: raw.__delitem__(slice(20, None)),
+    "cut inside the lengths": lambda raw: raw.__delitem__(slice(LENGTHS_AT + 3, None)),
+    "cut by a byte": lambda raw: raw.pop(),
+    "a byte too many": lambda raw: raw.append(0),
+    "twice": lambda raw: raw.extend(bytes(raw)),
+    "nothing": lambda raw: raw.clear(),
+    "text": lambda raw: raw.__setitem__(slice(None), b"not an index\n" * 9),
+    "zero bytes": lambda raw: raw.__setitem__(slice(None), bytes(len(raw))),
+}
+
+
+@pytest.mark.parametrize("name", INDEX)
+def test_index(name: str, prefix: Path) -> None:
+    path = Path(f"{prefix}.idx")
+    raw = bytearray(path.read_bytes())
+    INDEX[name](raw)
+    path.write_bytes(raw)
+    check_refused(lambda: read(prefix), DataError, str(prefix))
+
+
+TOKENS: dict[str, Change] = {
+    "nothing": lambda raw: raw.clear(),
+    "cut by a byte": lambda raw: raw.pop(),
+    "cut by a token": lambda raw: raw.__delitem__(slice(-2, None)),
+    "a byte too many": lambda raw: raw.append(0),
+    "twice": lambda raw: raw.extend(bytes(raw)),
+    "a token beyond the vocabulary": put("<H", 40, VOCABULARY),
+    "the largest token": put("<H", 40, 2**16 - 1),
+    "noise": lambda raw: raw.__setitem__(slice(None), b"\xff" * len(raw)),
+}
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_tokens(name: str, prefix: Path) -> None:
+    path = Path(f"{prefix}.bin")
+    raw = bytearray(path.read_bytes())
+    TOKENS[name](raw)
+    path.write_bytes(raw)
+    check_refused(lambda: read(prefix), DataError, str(path))
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(np.int32, -1), (np.int8, -5), (np.int64, 2**40)])
+def test_signed_tokens(dtype: Any, value: int, tmp_path: Path) -> None:
+    values = tokens(dtype)
+    values[50] = value
+    prefix = write(tmp_path / "signed", values)
+    check_refused(lambda: read(prefix), DataError, f"{prefix}.bin", f"token {value}")
+
+
+def test_tokens_that_the_first_look_passes_over_are_found_when_they_are_read(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sparsebalance_megatron.data import stored_values
+
+    monkeypatch.setattr(stored_values, "_PLACE_BYTES", 2)
+    monkeypatch.setattr(stored_values, "_PLACES", 2)
+    raw = bytearray(Path(f"{prefix}.bin").read_bytes())
+    struct.pack_into("<H", raw, 64, 999)
+    Path(f"{prefix}.bin").write_bytes(raw)
+    SampleIndex.open(prefix, max_tokens=32, overlong="split", seed=1, vocab_size=VOCABULARY)
+    check_refused(lambda: read(prefix), DataError, f"{prefix}, document 1", "token 999")
+
+
+SUMMARIES: dict[str, tuple[bytes, bool]] = {
+    "a tokenizer that is too large": (b'{"tokenizer": {"vocab_size": 257}}', True),
+    "a tokenizer far too large": (b'{"tokenizer": {"vocab_size": 151936}}', True),
+    "a tokenizer that fits": (b'{"tokenizer": {"vocab_size": 256}}', False),
+    "no size": (b'{"tokenizer": {"path": "x"}}', False),
+    "a size that is text": (b'{"tokenizer": {"vocab_size": "999"}}', False),
+    "another program's": (b'[{"file": 1}]', False),
+    "damaged": (b'{"tokenizer": ', False),
+    "nested too deep": (b"[" * 200_000, False),
+    "not UTF-8": (b"\xff\xfe", False),
+}
+"""PREFIX.json -> whether it is refused. What is no summary is nobody's business: tokens are looked
+at themselves."""
+
+
+@pytest.mark.parametrize("name", SUMMARIES)
+def test_summaries(name: str, prefix: Path) -> None:
+    text, refused = SUMMARIES[name]
+    Path(f"{prefix}.json").write_bytes(text)
+    if refused:
+        check_refused(lambda: read(prefix), DataError, f"{prefix}.json", "vocabulary has 256")
+    else:
+        with bounded():
+            assert read(prefix) == sum(LENGTHS) - len(LENGTHS)
+
+
+ONES = np.ones(sum(LENGTHS), dtype=np.uint8)
+MASKS: dict[str, tuple[np.ndarray, tuple[int, ...]]] = {
+    "tokens": (tokens(np.uint16), LENGTHS),
+    "tokens of one byte": (tokens(np.uint8), LENGTHS),
+    "weights of four bytes": (ONES.astype(np.int32), LENGTHS),
+    "signed bytes": (ONES.astype(np.int8), LENGTHS),
+    "twos": (2 * ONES, LENGTHS),
+    "one two": (np.where(np.arange(len(ONES)) == 40, 2, 1).astype(np.uint8), LENGTHS),
+    "all zero": (0 * ONES, LENGTHS),
+    "other documents": (ONES, tuple(reversed(LENGTHS))),
+    "a document less": (ONES[:-64], LENGTHS[:-1]),
+    "fractions": (ONES.astype(np.float32), LENGTHS),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str, prefix: Path) -> None:
+    mask = write(Path(f"{prefix}_loss_mask"), *MASKS[name])
+    check_refused(lambda: read(prefix), DataError, str(mask))
+
+
+def test_a_mask_of_zeros_and_ones_is_accepted(prefix: Path) -> None:
+    write(Path(f"{prefix}_loss_mask"), (np.arange(sum(LENGTHS)) % 2).astype(np.uint8))
+    read(prefix)
+
+
+@pytest.mark.parametrize("missing", [".bin", ".idx"])
+def test_half_a_mask(missing: str, prefix: Path) -> None:
+    mask = write(Path(f"{prefix}_loss_mask"), ONES)
+    Path(f"{mask}{missing}").unlink()
+    check_refused(lambda: read(prefix), DataError, f"{mask}{missing}: no such file")
+
+
+def replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def replace_by_loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path)
+
+
+def replace_by_nothing(path: Path) -> None:
+    path.unlink()
+
+
+def replace_by_dangling_link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.parent / "nowhere")
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+@pytest.mark.parametrize(
+    "replace",
+    [
+        replace_by_folder,
+        replace_by_pipe,
+        replace_by_loop,
+        replace_by_nothing,
+        replace_by_dangling_link,
+    ],
+)
+def test_what_is_no_file(suffix: str, replace: Callable[[Path], None], prefix: Path) -> None:
+    path = Path(f"{prefix}{suffix}")
+    replace(path)
+    check_refused(lambda: read(prefix), DataError, str(path))
+
+
+@pytest.mark.parametrize("name", ["", "\0", "x" * 300, "/", "train.bin", "train.idx"])
+def test_prefixes(name: str, prefix: Path) -> None:
+    check_refused(lambda: read(Path(f"{prefix.parent}/{name}")), DataError)
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that everybody can enter; pytest's own are root's."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx", "_loss_mask.bin", "_loss_mask.idx"])
+def test_without_permission(suffix: str, open_folder: Path) -> None:
+    prefix = write(open_folder / "train", tokens())
+    write(open_folder / "train_loss_mask", ONES)
+    Path(f"{prefix}{suffix}").chmod(0)
+    with as_nobody():
+        check_refused(lambda: read(prefix), DataError, f"{prefix}{suffix}", "permissions")
+
+
+def test_links_are_followed(prefix: Path, tmp_path: Path) -> None:
+    """Data sets are often links into a shared folder."""
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"link{suffix}").symlink_to(f"{prefix}{suffix}")
+    assert read(tmp_path / "link") == read(prefix)
+
+
+def test_a_summary_of_prepare_data_names_its_tokenizer(tmp_path: Path) -> None:
+    from sparsebalance_megatron.data.prepare import prepare
+    from sparsebalance_megatron.data.records import JsonLines
+
+    source = tmp_path / "documents.jsonl"
+    source.write_text("\n".join(json.dumps({"text": f"word {n} again"}) for n in range(20)))
+    prepare(JsonLines([source]), str(tmp_path / "made"), train_vocab_size=300)
+    size = json.loads((tmp_path / "made.json").read_text())["tokenizer"]["vocab_size"]
+    read(tmp_path / "made", vocab_size=size)
+    check_refused(
+        lambda: read(tmp_path / "made", vocab_size=size - 1), DataError, "made.json", str(size)
+    )

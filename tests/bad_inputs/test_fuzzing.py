@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every file format that the package reads, with random damage: its own error, or none.
+
+``pytest tests/bad_inputs/test_fuzzing.py --damage 20000`` looks longer than continuous integration.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bad_inputs.judge import bounded
+from bad_inputs.test_cost_tables import document
+from bad_inputs.test_data_files import ONES, VOCABULARY, tokens, write
+from bad_inputs.test_models import CONFIG, write_weights
+from fuzzing import check_reader
+from plan.plan_cases import cost_model, job_shape, policy
+from report.sample_run import SampleRun
+
+from sparsebalance_megatron.convert.errors import ConvertError
+from sparsebalance_megatron.convert.hf_config import read_config
+from sparsebalance_megatron.convert.mapping import parameters
+from sparsebalance_megatron.convert.weight_files import INDEX, WHOLE, WeightFiles
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.table import CostTable, CostTableError
+from sparsebalance_megatron.data.errors import DataError
+from sparsebalance_megatron.data.records import BadRecords, JsonLines
+from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.scheduler import Scheduler, StateError
+from sparsebalance_megatron.report.charts.figure import ReportError
+from sparsebalance_megatron.report.run_data import gather, iterations_of, open_log
+from sparsebalance_megatron.simulate.lengths import WorkloadError, read_lengths
+from sparsebalance_megatron.telemetry.log_file import JsonLinesFile
+from sparsebalance_megatron.telemetry.step_log import RunLogError
+from sparsebalance_megatron.training import session
+
+
+@pytest.fixture
+def damage(request: pytest.FixtureRequest) -> int:
+    return int(request.config.getoption("--damage"))
+
+
+def test_cost_tables(tmp_path: Path, damage: int) -> None:
+    path = tmp_path / "table.json"
+
+    def read(raw: bytes) -> None:
+        path.write_bytes(raw)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            CostModel.fit(CostTable.load(path))
+
+    text = json.dumps(document(), indent=1).encode()
+    assert check_reader(text, damage, read, CostTableError) > damage // 4
+
+
+def test_configs(tmp_path: Path, damage: int) -> None:
+    def read(raw: bytes) -> None:
+        (tmp_path / "config.json").write_bytes(raw)
+        read_config(tmp_path)
+
+    rope = {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    text = json.dumps(CONFIG | {"rope_scaling": rope, "layer_types": ["full_attention"]}).encode()
+    assert check_reader(text, damage, read, ConvertError) > damage // 4
+
+
+@pytest.mark.parametrize("name", [WHOLE, INDEX])
+def test_weights(name: str, tmp_path: Path, damage: int) -> None:
+    names = write_weights(tmp_path)
+    weight_map = {"weight_map": dict.fromkeys(names, WHOLE)}
+    if name == INDEX:
+        (tmp_path / INDEX).write_text(json.dumps(weight_map))
+    mapped = parameters(read_config(tmp_path))
+
+    def read(raw: bytes) -> None:
+        (tmp_path / name).write_bytes(raw)
+        with WeightFiles(tmp_path) as files:
+            files.check_matches(mapped)
+
+    original = (tmp_path / name).read_bytes()
+    head = original[: 8 + int.from_bytes(original[:8], "little")] if name == WHOLE else original
+    rest = original[len(head) :]
+    assert check_reader(head, damage, lambda raw: read(raw + rest), ConvertError) > damage // 4
+
+
+@pytest.mark.parametrize("suffix", [".idx", ".bin", "_loss_mask.idx", "_loss_mask.bin", ".json"])
+def test_data_files(suffix: str, tmp_path: Path, damage: int) -> None:
+    prefix = write(tmp_path / "train", tokens(np.uint16))
+    write(tmp_path / "train_loss_mask", ONES)
+    Path(f"{prefix}.json").write_text(json.dumps({"tokenizer": {"vocab_size": VOCABULARY}}))
+    path = Path(f"{prefix}{suffix}")
+
+    def read(raw: bytes) -> None:
+        path.write_bytes(raw)
+        index = SampleIndex.open(
+            prefix, max_tokens=32, overlong="split", seed=1, vocab_size=VOCABULARY
+        )
+        assert index is not None
+        for sample in range(len(index)):
+            index.read(sample)
+
+    refused = check_reader(path.read_bytes(), damage, read, DataError)
+    assert suffix == ".json" or refused > damage // 4
+
+
+def test_records(tmp_path: Path, damage: int) -> None:
+    path = tmp_path / "documents.jsonl"
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    lines = [{"text": "one"}, {"messages": turns}, {"text": "two", "id": 5}]
+
+    def read(raw: bytes) -> None:
+        path.write_bytes(raw)
+        list(JsonLines([path]).records(BadRecords(skip=False)))
+
+    text = "\n".join(map(json.dumps, lines)).encode()
+    assert check_reader(text, damage, read, DataError) > damage // 4
+
+
+def test_lengths(tmp_path: Path, damage: int) -> None:
+    path = tmp_path / "lengths.json"
+
+    def read(raw: bytes) -> None:
+        path.write_bytes(raw)
+        read_lengths(path)
+
+    assert check_reader(b"[5, 70, 1234, 99]", damage, read, WorkloadError) > damage // 4
+
+
+@pytest.mark.parametrize("name", ["steps.jsonl", "ranks/rank-00000.jsonl"])
+def test_logs(name: str, tmp_path: Path, damage: int) -> None:
+    run = SampleRun(ranks=1, stages=1, micro_batches=2, layers=2, steps=2)
+    directory = run.write(tmp_path / "run")
+    path = directory / name
+
+    def read(raw: bytes) -> None:
+        path.write_bytes(raw)
+        log = open_log(directory)
+        gather(log, iterations_of(log))
+
+    with bounded():
+        check_reader(path.read_bytes(), damage // 2, read, (RunLogError, ReportError))
+
+
+def test_logs_that_a_resumed_run_goes_on_with(tmp_path: Path, damage: int) -> None:
+    path = tmp_path / "steps.jsonl"
+
+    def resume(raw: bytes) -> None:
+        path.write_bytes(raw)
+        log = JsonLinesFile(path)
+        log.begin({"type": "run"}, resumed=True)
+        log.append({"type": "step", "iteration": 7})
+        log.close()
+        lines = path.read_bytes().splitlines()
+        assert json.loads(lines[-1])["iteration"] == 7
+
+    original = b'{"type":"run","lines_discarded":12}\n{"type":"step","iteration":6}\n'
+    assert check_reader(original, damage // 2, resume, ()) == 0
+
+
+JUNK: tuple[Any, ...] = (
+    *(None, True, -1, 0, 3, 10**30, 2.5, float("nan"), float("inf"), "", "x", [], {}, [[1.0]]),
+)
+
+
+def junk_within(value: Any, generator: random.Random) -> Any:
+    """A copy with something else in a random place."""
+    if isinstance(value, dict | list) and value and generator.random() < 0.85:
+        keys = list(value) if isinstance(value, dict) else range(len(value))
+        key = generator.choice(keys)
+        changed = copy.copy(value)
+        if isinstance(changed, dict) and generator.random() < 0.1:
+            del changed[key]
+        else:
+            changed[key] = junk_within(value[key], generator)
+        return changed
+    return generator.choice(JUNK)
+
+
+def test_checkpoint_state(tmp_path: Path, damage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """State that fits no run is refused, or the part of it that does not starts afresh."""
+    prefix = write(tmp_path / "train", tokens(np.uint16))
+    index = SampleIndex.open(prefix, max_tokens=32, overlong="split", seed=1)
+    assert index is not None
+
+    def scheduler() -> Scheduler:
+        return Scheduler(
+            job=job_shape(1, 2),
+            policy=policy(),
+            cost=cost_model(),
+            coverage=CoverageCurves(2, 8, 0.5),
+            index=index,
+            global_batch_size=2,
+            window=1,
+            calibrate="measured",
+            clock=lambda: 0.0,
+        )
+
+    monkeypatch.setattr(session, "print_rank_0", lambda message: None)
+    record = {"training samples": index.digest(), "torch": "2"}
+    saved = scheduler().state_dict() | {"run": record, "iteration": 0}
+    session._take_over(saved, scheduler(), record)
+    for number in range(damage // 2):
+        state = junk_within(saved, random.Random(number))
+        try:
+            if isinstance(state, dict):
+                session._take_over(state, scheduler(), record)
+        except StateError as error:
+            assert "\n" not in str(error)
+        except Exception as error:
+            raise AssertionError(f"state {number}: {type(error).__name__}: {error}") from error

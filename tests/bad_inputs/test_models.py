@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models and tokenizers of Hugging Face that are damaged, foreign, or out of reach."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bad_inputs.judge import check_refused
+from safetensors.torch import save_file
+
+from sparsebalance_megatron.convert.errors import ConvertError
+from sparsebalance_megatron.convert.hf_config import read_config
+from sparsebalance_megatron.convert.mapping import parameters
+from sparsebalance_megatron.convert.weight_files import INDEX, WHOLE, WeightFiles
+from sparsebalance_megatron.data.errors import DataError
+from sparsebalance_megatron.data.tokenizer import load_tokenizer
+
+CONFIG: dict[str, Any] = {
+    **{"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "vocab_size": 20},
+    **{"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2},
+    **{"max_position_embeddings": 64, "rms_norm_eps": 1e-6, "torch_dtype": "float32"},
+}
+DELETED = object()
+SIZES: tuple[Any, ...] = (
+    *(0, -1, 1.5, "16", True, [], {}, float("nan"), float("inf"), 10**400, 2**60),
+)
+BAD: dict[str, tuple[Any, ...]] = {
+    "model_type": (DELETED, None, "gpt2", 5, [], {}),
+    "hidden_size": (*SIZES, 15, DELETED),
+    "intermediate_size": (*SIZES, DELETED),
+    "num_hidden_layers": (*SIZES, DELETED),
+    "num_attention_heads": (*SIZES, 3, DELETED),
+    "num_key_value_heads": (*SIZES, 3),
+    "vocab_size": (*SIZES, DELETED),
+    "head_dim": SIZES,
+    "max_position_embeddings": (*SIZES, DELETED),
+    "rms_norm_eps": ("small", True, [], float("nan"), 10**400),
+    "attention_dropout": ("none", [], float("inf")),
+    "torch_dtype": ("float8", 5, [], ["float32"], {"a": 1}),
+    "layer_types": (5, "full_attention", {"a": 1}, ["sliding_attention"], [None], [5]),
+    "hidden_act": ("gelu", 5, []),
+    "attention_bias": (True, 1.5, "no"),
+    "mlp_bias": (True, "no"),
+    "sliding_window": (4096, "none"),
+    "quantization_config": ({}, {"bits": 4}, 5),
+    "rope_theta": (*SIZES,),
+    "rope_scaling": (5, [], "linear", {"rope_type": "su"}, {"type": 5}, {"type": ["linear"]}),
+    "rope_parameters": (
+        *({"rope_type": "linear"}, {"rope_type": "linear", "factor": "2"}),
+        *({"rope_type": "linear", "factor": 1.5}, {"rope_type": "yarn"}),
+        *({"rope_type": "yarn", "factor": 10**400}, {"rope_type": "llama3"}),
+        *({"rope_type": "yarn", "factor": 2, "mscale": []}, {"sliding": {"rope_type": "x"}}),
+        *({"rope_type": "yarn", "factor": 2, "truncate": False}, {"rope_theta": "big"}),
+    ),
+    "partial_rotary_factor": (0.5, "all"),
+}
+TEXTS: dict[str, bytes] = {
+    "nothing": b"",
+    "an open object": b'{"model_type": "llama"',
+    "a list": b"[]",
+    "null": b"null",
+    "nested too deep": b'{"rope_scaling":' * 200_000,
+    "not UTF-8": b"\xff\xfe",
+    "an integer of too many digits": b'{"hidden_size": ' + b"9" * 5000 + b"}",
+    "weights": b"\x08\x00\x00\x00\x00\x00\x00\x00{}      ",
+}
+
+
+def with_config(folder: Path, **changes: Any) -> Path:
+    values = {key: value for key, value in (CONFIG | changes).items() if value is not DELETED}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def test_the_undamaged_config_is_read(tmp_path: Path) -> None:
+    assert read_config(with_config(tmp_path)).layers == 1
+
+
+CASES = [(key, value) for key, values in BAD.items() for value in values]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    CASES,
+    ids=[f"{key} {'deleted' if value is DELETED else str(value)[:30]}" for key, value in CASES],
+)
+def test_config(key: str, value: Any, tmp_path: Path) -> None:
+    with_config(tmp_path, **{key: value})
+    check_refused(lambda: read_config(tmp_path), ConvertError, "config.json")
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_texts(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(TEXTS[name])
+    check_refused(lambda: read_config(tmp_path), ConvertError, "config.json")
+
+
+def write_weights(folder: Path) -> dict[str, torch.Tensor]:
+    model = read_config(with_config(folder))
+    tensors = {
+        name: torch.ones(shape)
+        for parameter in parameters(model)
+        for name, shape in zip(parameter.sources, parameter.shapes, strict=True)
+    }
+    save_file(tensors, folder / WHOLE, metadata={"format": "pt"})
+    return tensors
+
+
+def read_weights(folder: Path) -> None:
+    with WeightFiles(folder) as files:
+        files.check_matches(parameters(read_config(folder)))
+
+
+WEIGHT_MAPS: dict[str, Any] = {
+    "no weight_map": {},
+    "an empty weight_map": {"weight_map": {}},
+    "a weight_map that is null": {"weight_map": None},
+    "a weight_map that is a list": {"weight_map": ["a"]},
+    "no object": [],
+    "numbers for files": {"weight_map": {"a": 5, "b": "c.safetensors"}},
+    "null for a file": {"weight_map": {"a": None}},
+    "lists for files": {"weight_map": {"a": ["b"]}},
+    "a file of another folder": {"weight_map": {"a": "../other/x.safetensors"}},
+    "an absolute path": {"weight_map": {"a": "/etc/passwd"}},
+    "a path that goes out and in": {"weight_map": {"a": "x/../../y.safetensors"}},
+    "a folder below": {"weight_map": {"a": "sub/x.safetensors"}},
+    "an empty name": {"weight_map": {"a": ""}},
+    "the folder itself": {"weight_map": {"a": "."}},
+    "the folder above": {"weight_map": {"a": ".."}},
+    "a file that is not there": {"weight_map": {"a": "x.safetensors"}},
+    "the config": {"weight_map": {"a": "config.json"}},
+}
+
+
+@pytest.mark.parametrize("name", WEIGHT_MAPS)
+def test_indices(name: str, tmp_path: Path) -> None:
+    write_weights(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps(WEIGHT_MAPS[name]))
+    check_refused(lambda: read_weights(tmp_path), ConvertError, str(tmp_path))
+
+
+WEIGHTS: dict[str, Callable[[bytes], bytes]] = {
+    "nothing": lambda raw: b"",
+    "cut inside the header": lambda raw: raw[:100],
+    "cut inside the tensors": lambda raw: raw[:-5],
+    "a header beyond the file": lambda raw: (2**40).to_bytes(8, "little") + raw[8:],
+    "a header of no length": lambda raw: bytes(8) + raw[8:],
+    "noise": lambda raw: b"\xff" * len(raw),
+    "a pickle": lambda raw: b"\x80\x02}q\x00.",
+    "text": lambda raw: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights(name: str, tmp_path: Path) -> None:
+    write_weights(tmp_path)
+    path = tmp_path / WHOLE
+    path.write_bytes(WEIGHTS[name](path.read_bytes()))
+    check_refused(lambda: read_weights(tmp_path), ConvertError, str(tmp_path))
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown", "shape", "dtype"])
+def test_tensors(change: str, tmp_path: Path) -> None:
+    tensors = write_weights(tmp_path)
+    name = "model.norm.weight"
+    match change:
+        case "missing":
+            del tensors[name]
+        case "unknown":
+            tensors["model.adapter.weight"] = torch.ones(2)
+        case "shape":
+            tensors[name] = torch.ones(17)
+        case "dtype":
+            tensors[name] = tensors[name].to(torch.int8)
+    save_file(tensors, tmp_path / WHOLE, metadata={"format": "pt"})
+    check_refused(lambda: read_weights(tmp_path), ConvertError, str(tmp_path))
+
+
+def test_links_to_weights_are_followed(tmp_path: Path) -> None:
+    """The hub's cache is links into a folder of blobs."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_weights(folder)
+    shutil.move(folder / WHOLE, tmp_path / "blob")
+    (folder / WHOLE).symlink_to(tmp_path / "blob")
+    read_weights(folder)
+
+
+TOKENIZERS: dict[str, bytes] = {
+    "an empty object": b"{}",
+    "a list": b"[]",
+    "null": b"null",
+    "nothing": b"",
+    "an open object": b'{"model": ',
+    "no vocabulary": b'{"version": "1.0", "model": {"type": "BPE"}}',
+    "an unknown model": b'{"version": "1.0", "model": {"type": "X", "vocab": {}}}',
+    "not UTF-8": b"\xff\xfe",
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_tokenizers(name: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(TOKENIZERS[name])
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
+    check_refused(lambda: load_tokenizer(str(tmp_path)), DataError, f"--tokenizer {tmp_path}")
+
+
+def test_code_beside_a_tokenizer_is_never_run(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": {"AutoTokenizer": ["code.Own", None]}, "tokenizer_class": "Own"})
+    )
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    check_refused(lambda: load_tokenizer(str(tmp_path)), DataError, f"--tokenizer {tmp_path}")
+    assert not (tmp_path / "ran").exists()
