@@ -19,6 +19,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Calibration = Literal["measured", "stages", "off"]
 EvaluationAttention = Literal["sparse", "dense"]
 CoverageTarget = Literal["threshold", "base"]
+ContextParallel = Literal["static", "dynamic"]
 CoverageMeanOver = Literal["samples", "tokens"]
 Planning = Literal["ahead", "on-demand"]
 AttentionImplementation = Literal["auto", "triton", "blocks", "tokens", "reference"]
@@ -28,6 +29,11 @@ MAX_BLOCKS = 2**24
 """Of a budget: beyond any document, and far from where 32-bit indices of blocks overflow."""
 
 RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "coverage_slack": (lambda slack: 0.0 <= slack < 1.0, "must lie in [0, 1)"),
+    "gigabytes_per_second": (
+        lambda bandwidth: 0.0 < bandwidth < float("inf"),
+        "must be finite and above 0",
+    ),
     "block_size": (
         lambda tokens: 1 <= tokens <= 2**20 and 2**20 % tokens == 0,
         "must be a power of two, from 1 to 1048576 tokens",
@@ -86,9 +92,10 @@ class SparseBalanceConfig:
     """How the samples of a global batch are placed: in order of arrival, by tokens, by predicted
     latency (the paper), or by simulated makespan."""
 
-    plan_ms: float = 4.0
+    plan_ms: float | None = None
     """Search for makespan batching, in ms of a typical core; counted in simulated operations and
-    never timed, so that all ranks find the same plan."""
+    never timed, so that all ranks find the same plan. By default 2 % of the step that it is for, as
+    predicted at balanced latencies, and 10 % where widths are planned."""
 
     planning: Planning = "ahead"
     """When a step is planned: while the one before it runs, from what was known when that began; or
@@ -110,6 +117,10 @@ class SparseBalanceConfig:
     """What makespan tuning keeps besides the threshold: the samples' mean coverage at that of the
     base budgets or above, over this step's and the next samples, or nothing (the fastest step)."""
 
+    coverage_slack: float = 0.0
+    """By how much mean coverage may be below the coverage target base (0.002 is 0.2 points): what
+    steps with one giant document ask for, which else wait for it."""
+
     coverage_mean_over: CoverageMeanOver = "samples"
     """What coverage target base takes the mean over: every sample counts alike, or every token, so
     that long samples count for more."""
@@ -120,6 +131,10 @@ class SparseBalanceConfig:
     cost_table: str | None = None
     """Cost table measured by `sparse-balance profile`, or auto to measure at start-up on rank 0;
     without one, costs are counted operations."""
+
+    gigabytes_per_second: float | None = None
+    """What a rank receives keys and values with where ranks share a sample; default: as measured in
+    the cost table, or 50."""
 
     overlong: Overlong = "split"
     """What happens to a document longer than the sequence length."""

@@ -15,6 +15,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from sparsebalance_megatron.config import Granularity
+from sparsebalance_megatron.cost.exchange import Exchange, ms_per_byte
 from sparsebalance_megatron.cost.features import FEATURES
 from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.table import CostRow, CostTable, CostTableError, ModelShape
@@ -51,7 +52,7 @@ class CostModel:
     """ms per unit of every feature, in the order of :data:`.features.FEATURES`, never negative.
 
     ``source`` says where the numbers come from, ``work`` how many block pairs the selection
-    computes. The parts of a layer are per layer.
+    computes, ``exchange`` what it takes that ranks share a row. The parts of a layer are per layer.
     """
 
     block_size: int
@@ -59,6 +60,7 @@ class CostModel:
     backward_ms: Mapping[Part, tuple[float, ...]]
     source: str
     work: WorkModel = field(default=WORK_MODELS["token-kv-head"], repr=False)
+    exchange: Exchange = field(default=Exchange())
 
     def __post_init__(self) -> None:
         for direction in Direction:
@@ -93,6 +95,11 @@ class CostModel:
             backward_ms[part] = tuple(backward + forward for backward, forward in pairs)
         return replace(self, backward_ms=backward_ms)
 
+    def with_bandwidth(self, gigabytes_per_second: float) -> CostModel:
+        """A model whose exchange runs at a bandwidth that a rank receives with."""
+        exchange = replace(self.exchange, ms_per_byte=ms_per_byte(gigabytes_per_second))
+        return replace(self, exchange=exchange)
+
     @classmethod
     def fit(cls, table: CostTable) -> CostModel:
         """Non-negative least squares on relative errors, so that small and large both fit.
@@ -114,6 +121,7 @@ class CostModel:
         return cls(
             block_size=block_size,
             work=work,
+            exchange=_measured_exchange(table),
             forward_ms=fitted[Direction.FORWARD],
             backward_ms=fitted[Direction.BACKWARD],
             source=f"{len(table.rows)} measurements of {table.date} on {identity.device}, "
@@ -154,8 +162,27 @@ class CostModel:
             forward_ms=forward_ms,
             backward_ms=backward_ms,
             work=work,
+            exchange=_exchange(shape),
             source=f"counted operations at {flops_per_ms:.3g} per ms",
         )
+
+
+def _exchange(shape: ModelShape, dtype: str = "bfloat16") -> Exchange:
+    kv_heads = max(1, shape.num_query_groups // shape.tensor_parallel_size)
+    return Exchange.of(kv_heads, shape.head_dim, dtype)
+
+
+def _measured_exchange(table: CostTable) -> Exchange:
+    """The model's, at the measured time per byte where there is one.
+
+    Least squares on relative errors: with x bytes per measured ms, sum(x) / sum(x^2) ms per byte.
+    """
+    exchange = _exchange(table.identity.shape, table.identity.dtype)
+    bytes_per_ms = np.array([row.received_bytes / row.ms_median for row in table.exchanges])
+    if not len(bytes_per_ms):
+        return exchange
+    fitted = float(bytes_per_ms.sum() / (bytes_per_ms**2).sum())
+    return replace(exchange, ms_per_byte=float(f"{fitted:.6g}"))
 
 
 def fit_errors(model: CostModel, table: CostTable) -> dict[tuple[Part, Direction], FitError]:

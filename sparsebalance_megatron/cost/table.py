@@ -93,9 +93,24 @@ class CostRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExchangeRow:
+    """One measurement of keys and values travelling between the ranks that share a row.
+
+    ``width``: ranks. ``received_bytes``: by each of them (:func:`.exchange.received_bytes`).
+    """
+
+    width: int
+    received_bytes: int
+    ms_median: float
+    ms_spread: float
+    repeats: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class CostTable:
     """Measurements and what they were measured on.
 
+    ``exchanges``: none in a table that was measured on one rank, or by an earlier release.
     ``versions``: package -> version, ``date``: ISO 8601, ``threads``: host threads of the
     process. ``path`` is where the table was read from; it is not part of the table.
     """
@@ -105,6 +120,7 @@ class CostTable:
     date: str
     threads: int
     rows: tuple[CostRow, ...]
+    exchanges: tuple[ExchangeRow, ...] = ()
     path: str | None = field(default=None, compare=False)
 
     @classmethod
@@ -157,6 +173,10 @@ class CostTable:
             problem = _row_problem(row)
             if problem is not None:
                 raise CostTableError(f"{place}, row {index}: {problem}; {_REMEDY}")
+        for index, exchange in enumerate(self.exchanges):
+            problem = _exchange_problem(exchange)
+            if problem is not None:
+                raise CostTableError(f"{place}, exchange {index}: {problem}; {_REMEDY}")
         measured = {(row.part, row.direction) for row in self.rows}
         for pair in ((part, direction) for part in Part for direction in Direction):
             if pair not in measured | NEVER_TIMED:
@@ -187,6 +207,8 @@ class CostTable:
             "date": self.date,
             "threads": self.threads,
         }
+        if self.exchanges:
+            header["exchanges"] = [asdict(exchange) for exchange in self.exchanges]
         head = json.dumps(header, indent=1, allow_nan=False).removesuffix("\n}")
         rows = ",\n".join("  " + json.dumps(_row_json(row), allow_nan=False) for row in self.rows)
         return f'{head},\n "rows": [\n{rows}\n ]\n}}\n'
@@ -202,11 +224,21 @@ def _row_json(row: CostRow) -> dict[str, Any]:
     return {"kind": values.pop("part"), **values}
 
 
+def _exchange_problem(row: ExchangeRow) -> str | None:
+    if row.width < 2 or row.received_bytes < 1:
+        return f"{row.received_bytes} bytes received by {row.width} ranks; at least 1 by 2 ranks"
+    return _times_problem(row)
+
+
 def _row_problem(row: CostRow) -> str | None:
     if not row.lengths_tokens or min(row.lengths_tokens) < 1:
         return f"lengths_tokens {list(row.lengths_tokens)} must be at least 1 token each"
     if row.budget_blocks is not None and row.budget_blocks < 1:
         return f"budget_blocks {row.budget_blocks} must be at least 1 or null"
+    return _times_problem(row)
+
+
+def _times_problem(row: CostRow | ExchangeRow) -> str | None:
     least_ms, most_ms = _MS_RANGE
     if not least_ms <= row.ms_median <= most_ms:
         return f"ms_median {row.ms_median} must lie in {least_ms:g} to {most_ms:g}"
@@ -245,7 +277,17 @@ class _Reader:
             date=self._value(document, "date", str, ""),
             threads=self._value(document, "threads", int, ""),
             rows=tuple(self._row(row, f"row {index}") for index, row in enumerate(rows)),
+            exchanges=self._exchanges(document),
             path=path,
+        )
+
+    def _exchanges(self, document: Any) -> tuple[ExchangeRow, ...]:
+        if "exchanges" not in document:
+            return ()
+        rows = self._value(document, "exchanges", list, "")
+        return tuple(
+            ExchangeRow(**self._plain(ExchangeRow, row, f"exchange {index}"))
+            for index, row in enumerate(rows)
         )
 
     def _plain(self, holder: Any, mapping: Any, where: str) -> dict[str, Any]:

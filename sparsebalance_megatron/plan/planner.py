@@ -11,10 +11,13 @@ import numpy as np
 from sparsebalance_megatron.config import Batching
 from sparsebalance_megatron.plan.budgets.tune import TunedBudgets
 from sparsebalance_megatron.plan.expectation import expectation
+from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.placement.balance import Placement, arrival, balanced
 from sparsebalance_megatron.plan.placement.search import improve
+from sparsebalance_megatron.plan.placement.search_effort import SHARE_OF_STEP
+from sparsebalance_megatron.plan.planned_widths import best_widths
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError, StepPlan
-from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
+from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem, rounded_ms
 
 _SIMPLE: tuple[Batching, ...] = ("arrival", "length", "latency")
 
@@ -28,44 +31,72 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
     except that a balanced packing which the token cap defeats gives way to arrival order where that
     fits.
 
+    Every slot is as wide as the job's context-parallel size, unless the policy lets widths be
+    planned and batching is ``makespan``; then those that fit the samples are used where they give
+    the shorter step. Tuning ``anchor`` has no widths to choose: the anchor is a slot's latency.
+
     Raises:
         PlanError: no placement exists, or the inputs contradict one another.
     """
     problem = StepProblem.of(inputs)
-    batching, placement, tuned = _best_candidate(problem)
+    batching, arrangement, tuned = _best_candidate(problem)
     plan = StepPlan(
         step=step,
         data_parallel_size=inputs.job.data_parallel_size,
-        slots=_slots(problem, placement, tuned.budgets_LS),
-        expectation=expectation(problem, placement, tuned),
+        slots=_slots(problem, arrangement, tuned.budgets_LS),
+        expectation=expectation(problem, arrangement, tuned),
         batching=batching,
     )
     plan.validate(inputs.lengths_tokens, inputs.job, inputs.policy)
     return plan
 
 
-def _best_candidate(problem: StepProblem) -> tuple[Batching, Placement, TunedBudgets]:
-    """Least makespan, then least sum of the ranks' makespans, then the simplest.
+def _best_candidate(problem: StepProblem) -> tuple[Batching, Arrangement, TunedBudgets]:
+    if not problem.policy.plans_widths:
+        batching, placement, tuned = _best_of_groups(problem.of_groups)
+        width = problem.job.context_parallel_size
+        return batching, Arrangement.of_groups(placement, width), tuned
+    try:
+        batching, placement = _best_placement(problem.of_groups)
+    except PlanError:  # the cap may ask for wider slots
+        return "makespan", *best_widths(problem, None)
+    equal = Arrangement.of_groups(placement, problem.job.context_parallel_size)
+    arrangement, tuned = best_widths(problem, equal)
+    return batching if arrangement is equal else "makespan", arrangement, tuned
 
-    Only the winner is tuned, except where tuning towards an anchor decides who wins.
-    """
+
+def _best_of_groups(problem: StepProblem) -> tuple[Batching, Placement, TunedBudgets]:
+    """Only the winner is tuned, except where tuning towards an anchor decides who wins."""
+    if problem.policy.tuning != "anchor":
+        batching, placement = _best_placement(problem)
+        return batching, placement, problem.tuned(placement)
+    placements = _candidates(problem)
+    tuned = {name: problem.tuned(where) for name, where in placements.items()}
+    batching = min(
+        placements,
+        key=lambda name: _key(
+            problem, placements[name], problem.costs.sample_ms(tuned[name].budgets_LS)
+        ),
+    )
+    return batching, placements[batching], tuned[batching]
+
+
+def _best_placement(problem: StepProblem) -> tuple[Batching, Placement]:
+    """At the expected budgets."""
     placements = _candidates(problem)
     if len(placements) == 1:
         ((batching, placement),) = placements.items()
-        return batching, placement, problem.tuned(placement)
-    by_tuning = problem.policy.tuning == "anchor"
-    tuned = {name: problem.tuned(where) for name, where in placements.items()} if by_tuning else {}
+        return batching, placement
+    batching = min(
+        placements, key=lambda name: _key(problem, placements[name], problem.expected_2SC)
+    )
+    return batching, placements[batching]
 
-    def key(name: Batching) -> tuple[float, float]:
-        sample_2SC = (
-            problem.costs.sample_ms(tuned[name].budgets_LS) if by_tuning else problem.expected_2SC
-        )
-        ms_R = problem.makespans_ms(placements[name], sample_2SC)
-        return _rounded(ms_R.max()), _rounded(ms_R.sum())
 
-    batching = min(placements, key=key)
-    placement = placements[batching]
-    return batching, placement, tuned[batching] if by_tuning else problem.tuned(placement)
+def _key(problem: StepProblem, placement: Placement, sample_2SC: np.ndarray) -> tuple[float, float]:
+    """Least makespan first, then least sum of the ranks' makespans, then the simplest."""
+    ms_R = problem.makespans_ms(Arrangement(samples=placement), sample_2SC)
+    return rounded_ms(ms_R.max()), rounded_ms(ms_R.sum())
 
 
 def _candidates(problem: StepProblem) -> dict[Batching, Placement]:
@@ -96,14 +127,14 @@ def _candidates(problem: StepProblem) -> dict[Batching, Placement]:
             start,
             problem.costs,
             problem.expected_2SC,
-            cap_tokens=problem.policy.max_tokens_per_slot,
-            plan_ms=problem.policy.plan_ms,
+            cap_tokens=problem.cap_tokens,
+            plan_ms=problem.search_ms(Arrangement(samples=start), SHARE_OF_STEP),
         )
     return found
 
 
 def _placement(batching: Batching, problem: StepProblem) -> Placement:
-    lengths, job, cap = problem.lengths_tokens, problem.job, problem.policy.max_tokens_per_slot
+    lengths, job, cap = problem.lengths_tokens, problem.job, problem.cap_tokens
     match batching:
         case "arrival":
             return arrival(lengths, job, cap)
@@ -113,22 +144,19 @@ def _placement(batching: Batching, problem: StepProblem) -> Placement:
             return problem.balanced_by(problem.expected_LS)
 
 
-def _rounded(ms: float) -> float:
-    """To nine digits: sums of the same times in another order are a tie."""
-    return float(f"{ms:.8e}")
-
-
 def _slots(
-    problem: StepProblem, placement: Placement, budgets_LS: np.ndarray
+    problem: StepProblem, arrangement: Arrangement, budgets_LS: np.ndarray
 ) -> tuple[MicroBatchPlan, ...]:
-    """Every slot on one rank, with its budgets cut from one array of all."""
-    samples = [sample for rank in placement for slot in rank for sample in slot]
+    """Every slot on its first rank, with its budgets cut from one array of all."""
+    samples = [sample for rank in arrangement.samples for slot in rank for sample in slot]
     placed_LS = np.ascontiguousarray(budgets_LS[:, samples])
     placed_LS.flags.writeable = False
     slots = []
     first = 0
-    for rank, in_rank in enumerate(placement):
+    for rank, in_rank in enumerate(arrangement.samples):
         for position, slot in enumerate(in_rank):
+            if not slot:
+                continue
             slots.append(
                 MicroBatchPlan(
                     samples=slot,
@@ -136,6 +164,7 @@ def _slots(
                     budgets_LS=placed_LS[:, first : first + len(slot)],
                     rank=rank,
                     position=position,
+                    width=arrangement.width(rank, position),
                 )
             )
             first += len(slot)

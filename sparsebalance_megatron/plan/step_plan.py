@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 
@@ -19,6 +19,7 @@ import numpy as np
 from sparsebalance_megatron.config import (
     Anchor,
     Batching,
+    ContextParallel,
     CoverageMeanOver,
     CoverageTarget,
     SparseBalanceConfig,
@@ -34,6 +35,10 @@ class PlanError(ValueError):
 class JobShape:
     """How a training job is cut up. Sizes count ranks, micro-batches and layers.
 
+    ``data_parallel_size``: the ranks that hold different tokens, Megatron's data-parallel times its
+    context-parallel ranks; neighbours among them may share a slot. ``context_parallel_size``:
+    Megatron's ``--context-parallel-size``, which fixes ``micro_batches``, the positions of a rank,
+    as global batch / (micro-batch size x data-parallel size) without the context-parallel ranks.
     ``stage_layers[p][v]`` holds the global, zero-based indices of the layers in chunk ``v`` of
     pipeline stage ``p``; the embedding runs before the first chunk of stage 0, the output head and
     the loss after the last chunk of the last stage.
@@ -42,6 +47,7 @@ class JobShape:
     data_parallel_size: int
     micro_batches: int
     stage_layers: tuple[tuple[tuple[int, ...], ...], ...]
+    context_parallel_size: int = 1
 
     @property
     def pipeline_stages(self) -> int:
@@ -57,12 +63,28 @@ class JobShape:
 
     @property
     def slots(self) -> int:
+        """Places of a rank and a position; a slot as wide as one rank takes one of them."""
         return self.data_parallel_size * self.micro_batches
+
+    @property
+    def groups(self) -> JobShape:
+        """The job whose ranks are the context-parallel groups of this one."""
+        return replace(
+            self,
+            data_parallel_size=self.data_parallel_size // self.context_parallel_size,
+            context_parallel_size=1,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanPolicy:
-    """What the user chose; see :class:`sparsebalance_megatron.config.SparseBalanceConfig`."""
+    """What the user chose; see :class:`sparsebalance_megatron.config.SparseBalanceConfig`.
+
+    ``max_tokens_per_slot``: of one rank's share. ``plan_ms``: of search; None follows the step.
+    ``context_parallel``: whether every slot is as wide as the job's context-parallel size
+    (``static``), or as wide as the plan says (``dynamic``): 1, 2, 4, ... up to
+    ``max_context_parallel`` ranks, beginning at a multiple of its width.
+    """
 
     batching: Batching
     tuning: Tuning
@@ -71,9 +93,22 @@ class PlanPolicy:
     base_budget: int
     block_size: int
     max_tokens_per_slot: int
-    plan_ms: float = 4.0
+    plan_ms: float | None = None
     coverage_target: CoverageTarget = "threshold"
     coverage_mean_over: CoverageMeanOver = "samples"
+    coverage_slack: float = 0.0
+    context_parallel: ContextParallel = "static"
+    max_context_parallel: int = 1
+
+    @property
+    def plans_widths(self) -> bool:
+        """Whether slots may differ in width."""
+        return (
+            self.context_parallel == "dynamic"
+            and self.max_context_parallel > 1
+            and self.batching == "makespan"
+            and self.tuning != "anchor"
+        )
 
     @classmethod
     def from_config(cls, config: SparseBalanceConfig, max_tokens_per_slot: int) -> PlanPolicy:
@@ -84,6 +119,7 @@ class PlanPolicy:
             anchor=config.anchor,
             coverage_threshold=config.coverage_threshold,
             coverage_target=config.coverage_target,
+            coverage_slack=config.coverage_slack,
             coverage_mean_over=config.coverage_mean_over,
             base_budget=config.base_budget,
             block_size=config.block_size,
@@ -217,8 +253,10 @@ class StepPlan:
 
 
 def _validate_place(slot: MicroBatchPlan, job: JobShape, place: str) -> None:
-    if slot.width < 1:
-        raise PlanError(f"{place}: width {slot.width} is below 1 rank")
+    if slot.width < 1 or slot.width & (slot.width - 1):
+        raise PlanError(f"{place}: width {slot.width} is no power of two")
+    if slot.rank % slot.width:
+        raise PlanError(f"{place}: a slot of {slot.width} ranks begins at a multiple of its width")
     if slot.rank < 0 or slot.rank + slot.width > job.data_parallel_size:
         raise PlanError(
             f"{place}: {slot.width} ranks from there are not all among the job's "

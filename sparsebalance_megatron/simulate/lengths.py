@@ -49,6 +49,32 @@ def chatqa2_tail_like(samples: int, seed: int) -> np.ndarray:
     return _bimodal(samples, seed, long)
 
 
+def prolong_like(samples: int, seed: int) -> np.ndarray:
+    """Documents for long-context pre-training, from quantiles of 77,932 ProLong lengths.
+
+    Those of ``dist_prolong.json`` (hao-ai-lab/DistCA), truncated at 64K; between them lengths grow
+    geometrically. Half of the documents have less than 2K tokens, one in a hundred more than 16K.
+    """
+    uniform = np.random.default_rng([seed, 4]).random(samples)
+    levels, lengths = zip(*_PROLONG_QUANTILES, strict=True)
+    return np.exp(np.interp(uniform, levels, np.log(lengths))).astype(np.int64)
+
+
+_PROLONG_QUANTILES = (
+    (0.0, 512),
+    (0.01, 678),
+    (0.10, 919),
+    (0.25, 1237),
+    (0.50, 1914),
+    (0.75, 3467),
+    (0.90, 6051),
+    (0.95, 8378),
+    (0.99, 16270),
+    (0.999, 47398),
+    (1.0, MAX_TOKENS),
+)
+
+
 def _bimodal(samples: int, seed: int, long: np.ndarray) -> np.ndarray:
     generator = np.random.default_rng([seed, 2])
     short = np.exp(np.log(1024.0) + 0.8 * generator.standard_normal(samples))
@@ -66,6 +92,7 @@ GENERATORS: Mapping[str, Callable[[int, int], np.ndarray]] = {
     "longalign": longalign_like,
     "chatqa2": chatqa2_like,
     "chatqa2-tail": chatqa2_tail_like,
+    "prolong": prolong_like,
 }
 """Name to ``generator(samples, seed) -> int64 lengths``."""
 

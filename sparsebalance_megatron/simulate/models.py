@@ -87,6 +87,7 @@ def h200_cost(name: str, *, block_size: int, tensor_parallel_size: int = 1) -> C
         block_size=block_size,
         forward_ms=_scaled(linear.forward_ms, slower),
         backward_ms=_scaled(linear.backward_ms, slower),
+        exchange=linear.exchange,
         source=f"{name}: counted operations on an H200, {LINEAR_EFFICIENCY:.0%} of peak in "
         f"projections, {ATTENTION_EFFICIENCY:.0%} in attention",
     )
@@ -123,6 +124,21 @@ def cost_of(
     for doubt in doubts(table, cost):
         warnings.warn(doubt, stacklevel=2)
     return cost, layers
+
+
+def with_bandwidth(cost: CostModel, gigabytes_per_second: float | None) -> CostModel:
+    """Costs whose exchange runs at a bandwidth; None leaves it as it is.
+
+    Raises:
+        WorkloadError: the bandwidth is not finite or not above 0.
+    """
+    if gigabytes_per_second is None:
+        return cost
+    if not 0.0 < gigabytes_per_second < float("inf"):
+        raise WorkloadError(
+            f"--gigabytes-per-second {gigabytes_per_second}: must be finite and above 0"
+        )
+    return cost.with_bandwidth(gigabytes_per_second)
 
 
 def _scaled(

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named setups: the paper's two, and one at scale. The paper is arXiv:2604.13847."""
+"""Named setups: the paper's two, one at scale, one of packed short documents.
+
+The paper is arXiv:2604.13847.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,13 @@ import numpy as np
 
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy
 from sparsebalance_megatron.simulate.lengths import GENERATORS, MAX_TOKENS
-from sparsebalance_megatron.simulate.models import h200_cost, preset, prior_coverage
-from sparsebalance_megatron.simulate.variants import Workload
+from sparsebalance_megatron.simulate.models import (
+    h200_cost,
+    preset,
+    prior_coverage,
+    with_bandwidth,
+)
+from sparsebalance_megatron.simulate.variants import Sharing, Workload
 
 BLOCK_SIZE = 256
 BASE_BUDGET = 32
@@ -62,6 +70,15 @@ SETUPS: Mapping[str, Setup] = {
         micro_batch_size=1,
         global_batch_size=512,
     ),
+    "packed": Setup(
+        model="qwen2.5-3b",
+        data=("prolong",),
+        data_parallel_size=8,
+        pipeline_stages=4,
+        tensor_parallel_size=1,
+        micro_batch_size=4,
+        global_batch_size=512,
+    ),
 }
 
 PAPER_ABLATION: Mapping[str, tuple[float | None, float]] = {
@@ -101,7 +118,14 @@ def default_policy(
 
 
 def workload_of(
-    setup: Setup, data: str, *, steps: int, seed: int, coverage_threshold: float
+    setup: Setup,
+    data: str,
+    *,
+    steps: int,
+    seed: int,
+    coverage_threshold: float,
+    sharing: Sharing | None = None,
+    gigabytes_per_second: float | None = None,
 ) -> Workload:
     """``steps`` global batches drawn in order from one of the setup's distributions."""
     layers = preset(setup.model).layers
@@ -120,9 +144,13 @@ def workload_of(
             coverage_threshold=coverage_threshold,
             cap_tokens=setup.micro_batch_size * MAX_TOKENS,
         ),
-        cost=h200_cost(
-            setup.model, block_size=BLOCK_SIZE, tensor_parallel_size=setup.tensor_parallel_size
+        cost=with_bandwidth(
+            h200_cost(
+                setup.model, block_size=BLOCK_SIZE, tensor_parallel_size=setup.tensor_parallel_size
+            ),
+            gigabytes_per_second,
         ),
+        sharing=sharing or Sharing(),
         coverage=prior_coverage(layers, MAX_TOKENS // BLOCK_SIZE),
     )
 

@@ -99,7 +99,10 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
     )
     if config.cost_table == AUTO:
         return inputs
-    return inputs.with_cost(_cost_model(settings, config, device_type))
+    cost = _cost_model(settings, config, device_type)
+    if config.gigabytes_per_second is not None:
+        cost = cost.with_bandwidth(config.gigabytes_per_second)
+    return inputs.with_cost(cost)
 
 
 def fingerprint(inputs: CostedInputs) -> dict[str, str]:

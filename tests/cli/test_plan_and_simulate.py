@@ -81,9 +81,27 @@ def test_simulate_json(capsys):
         assert set(part["variants"]["ours"]) > KEYS
 
 
+def test_rows_of_shared_slots(lengths, capsys):
+    shared = ("--dp", "4", "--context-parallel-size", "2", "--gigabytes-per-second", "100")
+    assert plan(lengths, "--json", "--steps", "1", "--global-batch", "16", *shared) == 0
+    found = json.loads(capsys.readouterr().out)["variants"]
+    rows = {"baseline-cp", "ours-static-cp", "ours-dynamic-cp"}
+    assert rows < set(found)
+    assert all(set(found[row]) > KEYS for row in rows)
+    assert found["ours-dynamic-cp"]["speedup"] >= found["ours-static-cp"]["speedup"]
+    assert found["ours-static-cp"]["speedup"] > found["baseline-cp"]["speedup"] > 1.0
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
+        (("--context-parallel-size", "3"), "--context-parallel-size 3: must be a power of two"),
+        (("--max-context-parallel", "4"), "that divides the 2 ranks"),
+        (
+            ("--context-parallel-size", "2", "--max-context-parallel", "1"),
+            "--max-context-parallel 1: below --context-parallel-size 2",
+        ),
+        (("--gigabytes-per-second", "0"), "--gigabytes-per-second 0.0: must be finite and above"),
         (("--global-batch", "12"), "--global-batch 12 must be a multiple"),
         (("--steps", "0"), "--steps 0"),
         (("--global-batch", "800"), "a step needs 800"),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sparsebalance_megatron.cost.parts import Direction, Part
-from sparsebalance_megatron.cost.table import CostTable, CostTableError, RunIdentity
+from sparsebalance_megatron.cost.table import CostTable, CostTableError, ExchangeRow, RunIdentity
 
 Measure = Callable[..., CostTable]
 
@@ -158,3 +158,36 @@ def test_every_differing_field_is_named_with_both_values(
     ):
         assert difference in str(caught.value)
     assert "selection" not in str(caught.value)
+
+
+EXCHANGES = (
+    ExchangeRow(width=2, received_bytes=4_000_000, ms_median=0.1, ms_spread=0.0, repeats=5),
+    ExchangeRow(width=4, received_bytes=6_000_000, ms_median=0.15, ms_spread=0.01, repeats=5),
+)
+
+
+def test_exchanges_are_kept_and_may_be_absent(tmp_path: Path, measure: Measure) -> None:
+    path = tmp_path / "table.json"
+    table = replace(measure(), exchanges=EXCHANGES)
+    table.save(path)
+    assert CostTable.load(path) == table
+    document = json.loads(path.read_text())
+    del document["exchanges"]
+    path.write_text(json.dumps(document))
+    assert CostTable.load(path).exchanges == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"width": 1}, "exchange 0: 4000000 bytes received by 1 ranks"),
+        ({"received_bytes": 0}, "exchange 0: 0 bytes"),
+        ({"ms_median": 0.0}, "exchange 0: ms_median 0.0"),
+    ],
+)
+def test_exchanges_that_no_measurement_gives(
+    measure: Measure, changes: dict[str, Any], words: str
+) -> None:
+    bad = replace(EXCHANGES[0], **changes)
+    with pytest.raises(CostTableError, match=words):
+        replace(measure(), exchanges=(bad,)).validate()

@@ -99,8 +99,10 @@ def test_a_wide_slot_belongs_to_all_its_ranks(wide):
     ("changes", "words"),
     [
         ({"width": 1}, "rank 1, micro-batch 0: in 0 slots"),
-        ({"width": 0}, "width 0 is below 1"),
-        ({"rank": 1}, "2 ranks from there are not all among the job's 2"),
+        ({"width": 0}, "width 0 is no power of two"),
+        ({"width": 3}, "width 3 is no power of two"),
+        ({"rank": 1}, "a slot of 2 ranks begins at a multiple of its width"),
+        ({"rank": 2}, "2 ranks from there are not all among the job's 2"),
         ({"position": 1}, "rank 0, micro-batch 0: in 0 slots"),
     ],
 )
@@ -118,18 +120,19 @@ def test_the_cap_is_that_of_a_rank(wide):
 
 def test_the_digest_knows_how_wide_a_slot_is():
     """Plans that differ in a width alone: a slot of two ranks, and one rank's of the same rows."""
-    job, lengths = job_shape(3, 1), [300, 400]
+    job, lengths = job_shape(4, 1), [300, 400, 500]
     narrow = planned(
-        lengths_tokens=[*lengths, 500],
+        lengths_tokens=[*lengths, 600],
         job=job,
         policy=replace(POLICY, batching="arrival"),
         cost=cost_model(),
         scales=StageScales.ones(1),
         coverage=coverage_curves(job.layers),
     )
-    first, second, _ = narrow.slots
-    left = replace(narrow, slots=(replace(first, width=2), replace(second, rank=2)))
-    right = replace(narrow, slots=(first, replace(second, width=2)))
+    first, second, third, _ = narrow.slots
+    left = (replace(first, width=2), replace(second, rank=2), replace(third, rank=3))
+    right = (first, second, replace(third, width=2))
+    left, right = (replace(narrow, slots=slots) for slots in (left, right))
     for plan in (left, right):
         plan.validate(lengths, job, POLICY)
     assert left.digest() != right.digest()

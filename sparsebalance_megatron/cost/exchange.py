@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What it takes that several ranks share one row: keys and values travel, work splits unevenly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sparsebalance_megatron.cost.parts import Direction
+
+NOMINAL_GIGABYTES_PER_SECOND = 50.0
+"""That a rank receives, where nothing was measured: about one 400 Gb/s network card each."""
+_BYTES_PER_MS_AND_GIGABYTE = 1e6
+_ELEMENT_BYTES: Mapping[str, float] = {"float64": 8.0, "float32": 4.0}
+"""Of data types wider than two bytes."""
+
+
+def ms_per_byte(gigabytes_per_second: float) -> float:
+    """The time that a byte takes at a bandwidth."""
+    return 1.0 / (gigabytes_per_second * _BYTES_PER_MS_AND_GIGABYTE)
+
+
+def received_bytes(tokens: float, width: int, bytes_per_token: float) -> float:
+    """Bytes that each of ``width`` ranks receives of a row of so many tokens, gathering it once."""
+    return tokens * bytes_per_token * (width - 1) / width
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """Costs of a slot that several ranks share. Nothing of it is taken to overlap with work.
+
+    A forward gathers keys and values. A backward gathers them again and scatters their gradients.
+
+    Attributes:
+        bytes_per_token: keys and values of a token in a layer, on one tensor-parallel rank.
+        gradient_bytes_per_token: likewise, of their gradients.
+        ms_per_byte: of what a rank receives.
+        loss: by which share the work of a rank exceeds an even split of the whole.
+    """
+
+    bytes_per_token: float = 0.0
+    gradient_bytes_per_token: float = 0.0
+    ms_per_byte: float = ms_per_byte(NOMINAL_GIGABYTES_PER_SECOND)
+    loss: float = 0.05
+
+    @classmethod
+    def of(cls, kv_heads: int, head_dim: int, dtype: str = "bfloat16") -> Exchange:
+        """That of a model, at the nominal bandwidth.
+
+        Args:
+            kv_heads: of a tensor-parallel rank.
+            dtype: torch's name without the prefix; gradients travel in float32 at least.
+        """
+        elements, element_bytes = 2.0 * kv_heads * head_dim, _ELEMENT_BYTES.get(dtype, 2.0)
+        return cls(
+            bytes_per_token=elements * element_bytes,
+            gradient_bytes_per_token=elements * max(element_bytes, 4.0),
+        )
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (math.isfinite(value) and value >= 0.0):
+                raise ValueError(f"exchange: {name} is {value}, must be finite and at least 0")
+
+    def ms_per_token(self, direction: Direction) -> float:
+        """Ms per token and layer of a slot so wide that ranks receive all of it.
+
+        One of width W takes (W - 1) / W of that.
+        """
+        backward = direction is Direction.BACKWARD
+        received = self.bytes_per_token + backward * self.gradient_bytes_per_token
+        return received * self.ms_per_byte
+
+    def share(self, width: int) -> float:
+        """Of the work of a slot, what each of its ranks does."""
+        return 1.0 if width == 1 else (1.0 + self.loss) / width

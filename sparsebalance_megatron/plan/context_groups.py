@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slots that several ranks share: neighbours, as many as a power of two, at one position.
+
+A slot of width w begins at a multiple of w, so the width of the slot that every rank takes part in
+says which ranks share it.
+
+Shape legend: R data-parallel ranks, M micro-batches, J = R x M places, I items, X ranks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def first_places(widths_RM: np.ndarray) -> np.ndarray:
+    """The place ``r * M + m`` on a slot's first rank, for every place in the slot, [J]."""
+    ranks, positions = widths_RM.shape
+    rank_R1 = np.arange(ranks)[:, None]
+    first_RM = rank_R1 - rank_R1 % widths_RM
+    return np.asarray(first_RM * positions + np.arange(positions)).reshape(-1)
+
+
+def widest_slot(ranks: int, ranks_per_node: int) -> int:
+    """The largest power of two, up to 8, of neighbours that share a node wherever they begin."""
+    width = 8
+    while ranks % width or ranks_per_node % width:
+        width //= 2
+    return width
+
+
+class Members:
+    """Who shares with whom, for arrays whose last axis is ranks.
+
+    Ranks that may share are far apart there, so that what is done to one of them is done to long
+    rows of numbers: see :attr:`order`.
+
+    Args:
+        widths_IX: of the slot that each rank takes part in.
+    """
+
+    def __init__(self, widths_IX: np.ndarray) -> None:
+        ranks = widths_IX.shape[1]
+        self._together = int(widths_IX.max(initial=1))
+        self._islands = ranks // self._together
+        by_rank = widths_IX[:, self.order].reshape(len(widths_IX), self._together, -1)
+        self._apart = []
+        """Of 2, 4, ... neighbours: 0 where they all share, -inf where they do not."""
+        size = 2
+        while size <= self._together:
+            self._apart.append(np.where(by_rank[:, ::size] >= size, 0.0, -np.inf))
+            size *= 2
+
+    @property
+    def order(self) -> np.ndarray:
+        """Ranks by their number within the widest slot, then by island: how arrays hold them."""
+        return np.arange(self._islands * self._together).reshape(-1, self._together).T.reshape(-1)
+
+    def maximum(self, values_IX: np.ndarray, items: slice = slice(None)) -> None:
+        """In place, the largest value among the members of a slot, for each of them.
+
+        Args:
+            values_IX: contiguous, with the ranks in :attr:`order`.
+            items: of the first axis of the widths, those that ``values_IX`` is for.
+        """
+        by_rank = values_IX.reshape(len(values_IX), self._together, self._islands)
+        largest = by_rank
+        for level, apart in enumerate(self._apart):
+            largest = np.maximum(largest[:, ::2], largest[:, 1::2])
+            shared = by_rank.reshape(len(by_rank), -1, 2 << level, self._islands)
+            np.maximum(shared, (largest + apart[items])[:, :, None], out=shared)

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slots as wide as their samples ask for: where they lie, and their budgets.
+
+Shape legend: S samples of a global batch, R data-parallel ranks, C chunks; a leading 2: forward and
+backward.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sparsebalance_megatron.plan.budgets.tune import TunedBudgets
+from sparsebalance_megatron.plan.placement.arrangement import Arrangement
+from sparsebalance_megatron.plan.placement.search_effort import SHARE_OF_STEP_FOR_WIDTHS
+from sparsebalance_megatron.plan.placement.wide_moves import Rules
+from sparsebalance_megatron.plan.placement.wide_search import improve_widths
+from sparsebalance_megatron.plan.placement.wide_start import wide_start
+from sparsebalance_megatron.plan.step_plan import PlanError
+from sparsebalance_megatron.plan.step_problem import StepProblem, rounded_ms
+
+_STARTS = (np.inf, 4.0, 2.0, 1.0)
+"""What a sample may weigh per rank, over the mean of all ranks and positions."""
+_FIRST_SEARCH = 0.7
+"""Of the search, before budgets are tuned; the rest goes on with those."""
+_CLOSE = 1.04
+"""By how much tuning may turn which one of two placements is faster."""
+
+
+def best_widths(
+    problem: StepProblem, equal: Arrangement | None
+) -> tuple[Arrangement, TunedBudgets]:
+    """The best of planned widths and of slots of equal width, with tuned budgets.
+
+    Widths are searched at budgets between those expected and the least allowed, since slots that
+    the step waits for end below what is expected of all; then again at the budgets that tuning
+    gave. Equal widths are tuned only where they may win.
+
+    Args:
+        equal: the best placement of equal widths; None where there is none.
+
+    Raises:
+        PlanError: no placement of the samples exists.
+    """
+    costs = problem.costs
+    search_2SC = (problem.expected_2SC + costs.sample_ms(problem.budgets.allowed.floor_LS)) / 2
+    rules = Rules(cap_tokens=problem.cap_tokens, max_width=problem.policy.max_context_parallel)
+    try:
+        start = _best_start(problem, search_2SC, rules)
+    except PlanError:
+        if equal is None:
+            raise
+        return equal, problem.tuned_where(equal)
+    plan_ms = problem.search_ms(start, SHARE_OF_STEP_FOR_WIDTHS)
+    first = improve_widths(start, costs, search_2SC, rules=rules, plan_ms=_FIRST_SEARCH * plan_ms)
+    tuned = problem.tuned_where(first)
+    tuned_2SC = costs.sample_ms(tuned.budgets_LS)
+    second = improve_widths(
+        first, costs, tuned_2SC, rules=rules, plan_ms=(1.0 - _FIRST_SEARCH) * plan_ms
+    )
+    found = [(first, tuned), (second, problem.tuned_where(second))]
+    if equal is not None:
+        first_ms, equal_ms = (
+            problem.makespans_ms(where, problem.expected_2SC).max() for where in (first, equal)
+        )
+        if equal_ms <= _CLOSE * first_ms:
+            found.insert(0, (equal, problem.tuned_where(equal)))
+
+    def makespan_ms(candidate: tuple[Arrangement, TunedBudgets]) -> float:
+        where, budgets = candidate
+        ms_R = problem.makespans_ms(where, costs.sample_ms(budgets.budgets_LS))
+        return rounded_ms(ms_R.max())
+
+    return min(found, key=makespan_ms)
+
+
+def _best_start(problem: StepProblem, sample_2SC: np.ndarray, rules: Rules) -> Arrangement:
+    """Of starts that share samples more and less eagerly, that with the shortest step."""
+    starts: list[Arrangement] = []
+    failure: PlanError | None = None
+    for most_over_mean in _STARTS:
+        try:
+            starts.append(
+                wide_start(sample_2SC.sum(axis=(0, 2)), problem.costs, rules, most_over_mean)
+            )
+        except PlanError as error:
+            failure = error
+    if failure is not None and not starts:
+        raise failure
+    return min(starts, key=lambda where: problem.makespans_ms(where, sample_2SC).max())

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What sharing a row costs: bytes from shapes, time from measurements or a bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from sparsebalance_megatron.cost.exchange import Exchange, ms_per_byte, received_bytes
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.parts import Direction
+from sparsebalance_megatron.cost.table import CostTable, ExchangeRow
+
+
+def test_bytes_of_keys_values_and_gradients() -> None:
+    exchange = Exchange.of(2, 128)
+    assert exchange.bytes_per_token == 2 * 2 * 128 * 2
+    assert exchange.gradient_bytes_per_token == 2 * 2 * 128 * 4
+    assert Exchange.of(2, 128, "float32").bytes_per_token == 2 * 2 * 128 * 4
+    assert received_bytes(1000, 4, exchange.bytes_per_token) == 750 * 1024
+
+
+def test_a_backward_gathers_again_and_scatters() -> None:
+    exchange = Exchange(bytes_per_token=1e6, gradient_bytes_per_token=2e6, ms_per_byte=1e-6)
+    assert exchange.ms_per_token(Direction.FORWARD) == pytest.approx(1.0)
+    assert exchange.ms_per_token(Direction.BACKWARD) == pytest.approx(3.0)
+
+
+def test_shares_of_the_work() -> None:
+    exchange = Exchange(loss=0.05)
+    assert [exchange.share(width) for width in (1, 2, 4)] == [1.0, 0.525, 0.2625]
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_costs_that_cannot_be(value: float) -> None:
+    with pytest.raises(ValueError, match="exchange: loss"):
+        Exchange(loss=value)
+
+
+def test_measured_exchanges_give_the_time_of_a_byte(measure: Callable[..., CostTable]) -> None:
+    """Relative errors count: the time lies between those of the two measurements."""
+    assert CostModel.fit(measure()).exchange.ms_per_byte == ms_per_byte(50.0)
+    rows = tuple(
+        ExchangeRow(width=2, received_bytes=size, ms_median=ms, ms_spread=0.0, repeats=3)
+        for size, ms in ((1_000_000, 0.1), (4_000_000, 0.32))
+    )
+    for chosen, lowest, highest in ((rows[:1], 1e-7, 1e-7), (rows, 0.8e-7, 1e-7)):
+        fitted = CostModel.fit(replace(measure(), exchanges=chosen)).exchange.ms_per_byte
+        assert lowest * (1 - 1e-5) <= fitted <= highest * (1 + 1e-5)
+    faster = CostModel.fit(measure()).with_bandwidth(200.0)
+    assert faster.exchange.ms_per_byte == pytest.approx(ms_per_byte(50.0) / 4)
