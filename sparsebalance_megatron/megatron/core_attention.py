@@ -22,7 +22,7 @@ from torch import Tensor
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.coverage import coverage_at, guard_budgets
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.selectors import SELECTORS, Selector
+from sparsebalance_megatron.attention.selectors import SELECTORS, Selector, rank_row
 from sparsebalance_megatron.config import (
     AttentionImplementation,
     ConfigError,
@@ -148,18 +148,22 @@ class BudgetedCoreAttention(MegatronModule):
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, context: MicroBatchContext
     ) -> Tensor:
         options = self._options
-        layout = context.layout
         budgets_S = context.budgets_LS[self._layer_index]
         max_budget = context.max_budgets[self._layer_index]
+        if context.observe:
+            # A guarded sample never needs more than the base budget.
+            max_budget = max(max_budget, options.base_budget)
         with torch.no_grad():
-            scores = options.selector.scores(
-                q_THD, k_TGD, layout, softmax_scale=self._softmax_scale
+            ranking = rank_row(
+                options.selector,
+                *(q_THD, k_TGD, context.layout),
+                softmax_scale=self._softmax_scale,
+                max_budget=max_budget,
+                observe=context.observe,
             )
             if context.observe:
-                budgets_S = self.guard_and_observe(scores, budgets_S, context)
-                # A guarded sample never needs more than the base budget.
-                max_budget = max(max_budget, options.base_budget)
-            selection = options.selector.select(scores, budgets_S, max_budget=max_budget)
+                budgets_S = self.guard_and_observe(ranking, budgets_S, context)
+            selection = options.selector.select(ranking, budgets_S)
         out_THD, _ = block_sparse_attention(
             q_THD,
             k_TGD,
@@ -171,14 +175,14 @@ class BudgetedCoreAttention(MegatronModule):
         return out_THD.reshape(out_THD.shape[0], -1)
 
     def guard_and_observe(
-        self, scores: Any, budgets_S: Tensor, context: MicroBatchContext
+        self, ranking: Any, budgets_S: Tensor, context: MicroBatchContext
     ) -> Tensor:
         """Raise budgets that would lose too much coverage, by this micro-batch's own scores.
 
         Returns the budgets [S] to execute; what was seen goes into the context's observations.
         """
         options = self._options
-        curves_SK = self._mean_over_tensor_parallel(options.selector.coverage(scores))
+        curves_SK = self._mean_over_tensor_parallel(options.selector.coverage(ranking))
         guarded_S, grown_S = guard_budgets(
             curves_SK,
             budgets_S,
