@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row, streaming
+from sparsebalance_megatron.attention.selectors import summaries as summaries_of_blocks
 
 BLOCK, HEAD_DIM = 256, 16
 LARGE_TOKENS, LARGE_HEADS, LARGE_HEAD_DIM, LARGE_BUDGET = 128 * 1024, 16, 128, 32
@@ -85,7 +86,8 @@ def _bound_bytes(selection: str, tokens: int, heads: int, head_dim: int, budget:
     summaries = 4 * blocks * heads * head_dim * 4
     mass = 2 * blocks * blocks * 8
     chunk = 40 * streaming.CHUNK_ELEMENTS
-    return lists + row_tensors + summaries + mass + chunk
+    pooled = 8 * max(summaries_of_blocks._COPIED_ELEMENTS, BLOCK * heads * head_dim)
+    return lists + row_tensors + summaries + mass + max(chunk, pooled)
 
 
 @pytest.mark.parametrize(
@@ -99,13 +101,16 @@ def _bound_bytes(selection: str, tokens: int, heads: int, head_dim: int, budget:
     ],
 )
 def test_peaks_follow_the_formula_whose_value_for_long_rows_is_bounded(
-    selection: str, limit_bytes: int
+    selection: str, limit_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    large = (LARGE_TOKENS, LARGE_HEADS, LARGE_HEAD_DIM, LARGE_BUDGET)
+    assert _bound_bytes(selection, *large) <= limit_bytes
+    # Small chunks hide nothing that is kept.
+    monkeypatch.setattr(streaming, "CHUNK_ELEMENTS", 1 << 10)
+    monkeypatch.setattr(summaries_of_blocks, "_COPIED_ELEMENTS", 1 << 10)
     for tokens, heads, budget in ((2048, 2, 2), (8192, 2, 4), (4096, 8, 8)):
         bound = _bound_bytes(selection, tokens, heads, HEAD_DIM, budget)
         assert _peak_bytes(selection, tokens, heads, budget) <= bound
-    large = (LARGE_TOKENS, LARGE_HEADS, LARGE_HEAD_DIM, LARGE_BUDGET)
-    assert _bound_bytes(selection, *large) <= limit_bytes
 
 
 def test_a_tensor_that_is_held_is_counted() -> None:
