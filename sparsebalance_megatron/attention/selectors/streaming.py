@@ -19,7 +19,8 @@ from torch.nn.functional import pad
 
 from sparsebalance_megatron.attention.precision import exact_product
 from sparsebalance_megatron.attention.row_pair import RowPair
-from sparsebalance_megatron.attention.selectors.chunks import Chunk, chunks
+from sparsebalance_megatron.attention.selectors.chunks import chunks
+from sparsebalance_megatron.attention.selectors.document_mass import DocumentMass
 from sparsebalance_megatron.attention.selectors.sorting_network import sort_falling_
 
 CHUNK_ELEMENTS = 1 << 18
@@ -55,7 +56,7 @@ def rank_in_chunks(
     heads, kv_layout = askers_QCED.shape[1], rows.kv_layout
     own_Q = rows.row_block(by_token=by_token)
     indices_QCK = own_Q.new_empty(own_Q.shape[0], heads, places, dtype=torch.int32)
-    mass = _DocumentMass(rows, by_token=by_token) if observe else None
+    mass = DocumentMass(rows, by_token=by_token) if observe else None
     scratch = _Scratch(keys_NGD.device)
     for chunk in chunks(
         rows, by_token=by_token, heads=heads, elements=_chunk_elements(keys_NGD.device)
@@ -68,7 +69,7 @@ def rank_in_chunks(
         own_Y1 = (own_Y - chunk.blocks.start)[:, None]
         if mass is not None:
             seen = _mass_by_place(scores_CYW, hidden_YW, own_Y1, softmax_scale, scratch)
-            mass.add(chunk, *seen)
+            mass.add(chunk.rows, chunk.documents, *seen)
         column_CYK = _best_columns_(scores_CYW, hidden_YW, own_Y1, places, scratch)
         list_CYK = column_CYK + chunk.blocks.start
         absent_YK = torch.arange(places, device=own_Y.device) > (own_Y - first_Y)[:, None]
@@ -161,37 +162,3 @@ class _Scratch:
             buffer = torch.empty(elements, dtype=_SCRATCH_DTYPES[name], device=self._device)
             self._buffers[name] = buffer
         return buffer[:elements].view(shape)
-
-
-class _DocumentMass:
-    """Router mass per document and place, from chunks of rows."""
-
-    def __init__(self, rows: RowPair, *, by_token: bool) -> None:
-        kv_layout = rows.kv_layout
-        self._document_Q = kv_layout.document_N[rows.row_block(by_token=by_token)]
-        # A query block speaks for all of its tokens.
-        self._tokens_Q = None if by_token else rows.query_layout.length_N
-        self._mass_SK = torch.zeros(
-            *(kv_layout.documents, kv_layout.max_blocks),
-            dtype=torch.float64,
-            device=self._document_Q.device,
-        )
-        self._broken_S = self._mass_SK.new_zeros(kv_layout.documents, dtype=torch.bool)
-
-    def add(self, chunk: Chunk, mass_KY: Tensor, broken_Y: Tensor) -> None:
-        """Add a chunk's mass by place; rows that are broken break their document."""
-        documents = chunk.documents
-        document_S1 = torch.arange(documents.start, documents.stop, device=mass_KY.device)[:, None]
-        inside_SY = document_S1 == self._document_Q[chunk.rows]
-        self._broken_S[documents] |= (inside_SY & broken_Y).any(1)
-        weights_SY = inside_SY.to(mass_KY.dtype)
-        if self._tokens_Q is not None:
-            weights_SY *= self._tokens_Q[chunk.rows]
-        # A product, since scattered sums are not reproducible on CUDA.
-        mass_SK = weights_SY @ mass_KY.t()
-        places = min(mass_SK.shape[1], self._mass_SK.shape[1])
-        self._mass_SK[documents, :places] += mass_SK[:, :places]
-
-    def of_documents(self) -> Tensor:
-        """float64 [S, K]; NaN in documents with mass that is not finite."""
-        return self._mass_SK.masked_fill_(self._broken_S[:, None], torch.nan)
