@@ -20,8 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import SELECTORS
-from sparsebalance_megatron.attention.selectors.block_topk import BlockScores
+from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
 from sparsebalance_megatron.config import Granularity
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -100,21 +99,20 @@ def selection_of(case: Case, shape: Shape, device: torch.device) -> Selection:
     """The own block and random past ones."""
     selector = SELECTORS[case.selection]
     layout = packed_layout(case.boundaries, case.block_size, device)
-    block_Q = layout.block_T if selector.by_token else layout.number_N
     heads = shape.query_heads if selector.by_query_head else shape.kv_heads
     generator = torch.Generator(device).manual_seed(0)
-    scores_QCJ = torch.randn(
-        block_Q.shape[0], heads, layout.max_blocks, generator=generator, device=device
+    q_THD, k_TGD = (
+        torch.randn(case.tokens, each, 16, generator=generator, device=device)
+        for each in (heads, shape.kv_heads)
     )
-    later_QJ = torch.arange(layout.max_blocks, device=device) > layout.index_N[block_Q, None]
-    scores = BlockScores(
-        by_token=selector.by_token,
-        scores_QCJ=scores_QCJ.masked_fill_(later_QJ[:, None], -torch.inf),
+    ranking = rank_row(
+        selector,
+        *(q_THD, k_TGD, layout),
         softmax_scale=shape.softmax_scale,
-        layout=layout,
+        max_budget=case.budget,
+        observe=False,
     )
-    budgets_S = torch.tensor(case.budgets, device=device)
-    return selector.select(scores, budgets_S, max_budget=case.budget)
+    return selector.select(ranking, torch.tensor(case.budgets, device=device))
 
 
 def inputs_of(case: Case, shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Tensor]:

@@ -81,10 +81,10 @@ class ArmAttention(PeerAttention):
         )
 
     def guard_and_observe(
-        self, scores: Any, budgets_S: Tensor, context: MicroBatchContext
+        self, ranking: Any, budgets_S: Tensor, context: MicroBatchContext
     ) -> Tensor:
         """As the parent, and keep what will be executed."""
-        guarded_S = super().guard_and_observe(scores, budgets_S, context)
+        guarded_S = super().guard_and_observe(ranking, budgets_S, context)
         self._experiment.executed[self._layer_index] = guarded_S
         return guarded_S
 

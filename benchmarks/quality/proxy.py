@@ -16,6 +16,7 @@ from quality.documents import Document
 from quality.masked_attention import listed_blocks
 from quality.scoring import Evaluation
 from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.selectors import rank_row
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions
 from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
 
@@ -46,15 +47,21 @@ class MassProbe:
         softmax_scale: float,
     ) -> None:
         layout, selector = context.layout, options.selector
-        scores = selector.scores(q_THD, k_TGD, layout, softmax_scale=softmax_scale)
-        curves_SK = selector.coverage(scores)
+        ranking = rank_row(
+            selector,
+            *(q_THD, k_TGD, layout),
+            softmax_scale=softmax_scale,
+            max_budget=max(BUDGETS),
+            observe=True,
+        )
+        curves_SK = selector.coverage(ranking)
         budgets = torch.tensor(BUDGETS).clamp(max=curves_SK.shape[1])
         self.coverage_SJ.setdefault(layer, []).append(curves_SK[:, budgets - 1])
         kept_J = []
         mass_THN = block_mass(q_THD, k_TGD, context, softmax_scale)
         for budget in BUDGETS:
             budgets_S = torch.full((layout.documents,), budget)
-            selection = selector.select(scores, budgets_S, max_budget=budget)
+            selection = selector.select(ranking, budgets_S)
             kept_J.append(kept_mass_S(mass_THN, selection))
         self.mass_SJ.setdefault(layer, []).append(torch.stack(kept_J, dim=1))
 

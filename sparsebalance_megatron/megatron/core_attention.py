@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,14 +21,14 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.coverage import coverage_at, guard_budgets
-from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.selectors import SELECTORS, Selector
+from sparsebalance_megatron.attention.selectors import SELECTORS, Selector, rank_row
 from sparsebalance_megatron.config import (
     AttentionImplementation,
     ConfigError,
     SparseBalanceConfig,
 )
 from sparsebalance_megatron.megatron.compat import default_layer_spec
+from sparsebalance_megatron.megatron.layout_cache import LayoutCache
 from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, MicroBatchContext
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -36,7 +36,10 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """What the layers of one model share; coverage is observed at the budgets in ``grid``."""
+    """What the layers of one model share; coverage is observed at the budgets in ``grid``.
+
+    ``layouts`` holds the last row that came without a carrier.
+    """
 
     block_size: int
     base_budget: int
@@ -44,6 +47,7 @@ class AttentionOptions:
     coverage_threshold: float
     implementation: AttentionImplementation
     grid: tuple[int, ...]
+    layouts: LayoutCache = field(default_factory=LayoutCache, compare=False, repr=False)
 
     @classmethod
     def from_config(cls, config: SparseBalanceConfig, grid: tuple[int, ...]) -> AttentionOptions:
@@ -63,7 +67,8 @@ class BudgetedCoreAttention(MegatronModule):
     Takes the keyword constructor and the forward of Megatron's ``DotProductAttention``; has no
     parameters. Without a carrier (plain ``PackedSeqParams``, or the sbhd layout) every sample gets
     the base budget and nothing is observed. With a carrier the host never waits for the device;
-    plain ``PackedSeqParams`` hold their boundaries on the device, and reading them makes it wait.
+    plain ``PackedSeqParams`` hold their boundaries on the device, and reading them makes it wait,
+    in the first layer of a micro-batch.
     """
 
     def __init__(
@@ -119,8 +124,8 @@ class BudgetedCoreAttention(MegatronModule):
             return self._batched(query, key, value)
         context = getattr(packed_seq_params, "micro_batch", None)
         if context is None:
-            cu_seqlens = tuple(packed_seq_params.cu_seqlens_q.tolist())
-            context = self._base_context(cu_seqlens, query.device)
+            boundaries = self._options.layouts.boundaries_of(packed_seq_params.cu_seqlens_q)
+            context = self._base_context(boundaries, query.device)
         return self._attend(query, key, value, context)
 
     def _batched(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -136,7 +141,7 @@ class BudgetedCoreAttention(MegatronModule):
         samples = len(cu_seqlens) - 1
         base = self._options.base_budget
         return MicroBatchContext(
-            layout=packed_layout(cu_seqlens, self._options.block_size, device),
+            layout=self._options.layouts.layout(cu_seqlens, self._options.block_size, device),
             budgets_LS=torch.full(
                 (self._layer_index + 1, samples), base, dtype=torch.int32, device=device
             ),
@@ -148,18 +153,22 @@ class BudgetedCoreAttention(MegatronModule):
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, context: MicroBatchContext
     ) -> Tensor:
         options = self._options
-        layout = context.layout
         budgets_S = context.budgets_LS[self._layer_index]
         max_budget = context.max_budgets[self._layer_index]
+        if context.observe:
+            # A guarded sample never needs more than the base budget.
+            max_budget = max(max_budget, options.base_budget)
         with torch.no_grad():
-            scores = options.selector.scores(
-                q_THD, k_TGD, layout, softmax_scale=self._softmax_scale
+            ranking = rank_row(
+                options.selector,
+                *(q_THD, k_TGD, context.layout),
+                softmax_scale=self._softmax_scale,
+                max_budget=max_budget,
+                observe=context.observe,
             )
             if context.observe:
-                budgets_S = self.guard_and_observe(scores, budgets_S, context)
-                # A guarded sample never needs more than the base budget.
-                max_budget = max(max_budget, options.base_budget)
-            selection = options.selector.select(scores, budgets_S, max_budget=max_budget)
+                budgets_S = self.guard_and_observe(ranking, budgets_S, context)
+            selection = options.selector.select(ranking, budgets_S)
         out_THD, _ = block_sparse_attention(
             q_THD,
             k_TGD,
@@ -171,14 +180,14 @@ class BudgetedCoreAttention(MegatronModule):
         return out_THD.reshape(out_THD.shape[0], -1)
 
     def guard_and_observe(
-        self, scores: Any, budgets_S: Tensor, context: MicroBatchContext
+        self, ranking: Any, budgets_S: Tensor, context: MicroBatchContext
     ) -> Tensor:
         """Raise budgets that would lose too much coverage, by this micro-batch's own scores.
 
         Returns the budgets [S] to execute; what was seen goes into the context's observations.
         """
         options = self._options
-        curves_SK = self._mean_over_tensor_parallel(options.selector.coverage(scores))
+        curves_SK = self._mean_over_tensor_parallel(options.selector.coverage(ranking))
         guarded_S, grown_S = guard_budgets(
             curves_SK,
             budgets_S,

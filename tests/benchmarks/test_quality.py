@@ -38,7 +38,7 @@ from step_cases import BLOCK_SIZE, SHAPE, planned_step
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.selectors import SELECTORS
+from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import Part
 
@@ -169,8 +169,10 @@ def test_masked_attention_is_that_of_the_kernels(selection: Any) -> None:
         for heads in (4, 2, 2)
     )
     selector = SELECTORS[selection]
-    scores = selector.scores(q_THD, k_TGD, layout, softmax_scale=0.3)
-    lists = selector.select(scores, torch.tensor([1, 2, 3]), max_budget=3)
+    ranking = rank_row(
+        selector, q_THD, k_TGD, layout, softmax_scale=0.3, max_budget=3, observe=False
+    )
+    lists = selector.select(ranking, torch.tensor([1, 2, 3]))
     leaves = (q_THD, k_TGD, v_TGD)
     gradient = torch.randn(48, 4, 8, generator=generator, dtype=torch.float64)
     found, _ = masked_attention(*leaves, lists, softmax_scale=0.3)
@@ -194,11 +196,13 @@ def test_kept_mass_is_that_of_the_selected_blocks(selection: Any) -> None:
     q_THD = torch.randn(43, 4, 8, generator=generator)
     k_TGD = torch.randn(43, 2, 8, generator=generator)
     selector = SELECTORS[selection]
-    scores = selector.scores(q_THD, k_TGD, layout, softmax_scale=scale)
+    ranking = rank_row(
+        selector, q_THD, k_TGD, layout, softmax_scale=scale, max_budget=8, observe=False
+    )
     context: Any = SimpleNamespace(layout=layout)
     mass_THN = block_mass(q_THD, k_TGD, context, scale)
     for budget in (1, 3, 8):
-        lists = selector.select(scores, torch.tensor([budget, budget]), max_budget=budget)
+        lists = selector.select(ranking, torch.tensor([budget, budget]))
         expected = []
         for first, end in pairwise(bounds):
             kept = []

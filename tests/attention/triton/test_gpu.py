@@ -12,8 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import SELECTORS
-from sparsebalance_megatron.attention.selectors.block_topk import BlockScores
+from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
 
 triton = pytest.importorskip("triton")
 from sparsebalance_megatron.attention.impl.triton import (  # noqa: E402
@@ -63,18 +62,19 @@ def _random_selection(
     """``heads``: those that select."""
     generator = torch.Generator("cuda").manual_seed(1)
     selector = SELECTORS[granularity]
-    block_Q = layout.block_T if selector.by_token else layout.number_N
-    shape = (block_Q.shape[0], heads, layout.max_blocks)
-    scores_QCJ = torch.randn(shape, generator=generator, device="cuda")
-    visible_QJ = torch.arange(layout.max_blocks, device="cuda") <= layout.index_N[block_Q, None]
-    scores = BlockScores(
-        by_token=selector.by_token,
-        scores_QCJ=scores_QCJ.masked_fill(~visible_QJ[:, None], -torch.inf),
-        softmax_scale=1.0,
-        layout=layout,
+    keys = KV_HEADS if selector.by_query_head else heads
+    q_THD, k_TGD = (
+        torch.randn(layout.tokens, each, 16, generator=generator, device="cuda")
+        for each in (heads, keys)
     )
-    budgets_S = torch.tensor(budgets, device="cuda")
-    return selector.select(scores, budgets_S, max_budget=max(budgets))
+    ranking = rank_row(
+        selector,
+        *(q_THD, k_TGD, layout),
+        softmax_scale=1.0,
+        max_budget=max(budgets),
+        observe=False,
+    )
+    return selector.select(ranking, torch.tensor(budgets, device="cuda"))
 
 
 def _selecting_heads(granularity: str) -> int:

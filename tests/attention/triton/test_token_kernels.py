@@ -21,7 +21,7 @@ from attention.cases import (
 from torch import Tensor
 
 from sparsebalance_megatron.attention.impl import triton as implementation
-from sparsebalance_megatron.attention.selectors import SELECTORS
+from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
 
 triton = pytest.importorskip("triton")
 from sparsebalance_megatron.attention.impl.triton import (  # noqa: E402
@@ -169,8 +169,14 @@ def test_bad_numbers_of_a_document_stay_in_it() -> None:
     selector = SELECTORS[BY_KV_HEAD]
     q_THD, k_TGD = clean.q_THD.clone(), clean.k_TGD.clone()
     q_THD[[20, 40], 0, 3] = k_TGD[[20, 44], 0, 3] = torch.nan
-    scores = selector.scores(q_THD, k_TGD, clean.selection.query_layout, softmax_scale=SCALE)
-    selection = selector.select(scores, torch.tensor([2, 2, 2]), max_budget=2)
+    ranking = rank_row(
+        selector,
+        *(q_THD, k_TGD, clean.selection.query_layout),
+        softmax_scale=SCALE,
+        max_budget=2,
+        observe=False,
+    )
+    selection = selector.select(ranking, torch.tensor([2, 2, 2]))
     broken = dataclasses.replace(clean, q_THD=q_THD, k_TGD=k_TGD, selection=selection)
     ours = broken.ours("triton", torch.float32)
     assert ours[0][20:45].isnan().any()
@@ -191,8 +197,14 @@ def test_results_repeat_and_later_tokens_change_no_bit() -> None:
             x[token:] *= factor
         case.dout_THD[token:] = 0.0
         selector, layout = SELECTORS[BY_KV_HEAD], case.selection.query_layout
-        scores = selector.scores(case.q_THD, case.k_TGD, layout, softmax_scale=SCALE)
-        selection = selector.select(scores, torch.tensor([2]), max_budget=2)
+        ranking = rank_row(
+            selector,
+            *(case.q_THD, case.k_TGD, layout),
+            softmax_scale=SCALE,
+            max_budget=2,
+            observe=False,
+        )
+        selection = selector.select(ranking, torch.tensor([2]))
         case = dataclasses.replace(case, selection=selection)
         results.append(tuple(x[before] for x in case.ours("triton", torch.float32)))
     _assert_identical(*results)
