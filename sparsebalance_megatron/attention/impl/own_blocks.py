@@ -119,7 +119,7 @@ class OwnBlocks:
         return k, v
 
     def _tiles(self, x_NBH: Tensor, blocks_J: Tensor) -> Tensor:
-        """Some blocks of [N, B, H, ...] as tiles [A, I, ...]: a KV head's query heads side by side."""
+        """Some blocks of [N, B, H, ...] as tiles [A, I, ...], all heads of a group in one."""
         x = x_NBH.index_select(0, blocks_J).unflatten(2, (self._kv_heads, -1))
         return x.transpose(1, 2).flatten(2, 3).flatten(0, 1)
 

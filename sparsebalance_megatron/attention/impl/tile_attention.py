@@ -3,8 +3,8 @@
 
 On the CPU torch's own flash kernel computes, the one behind ``scaled_dot_product_attention``: it
 gives the LSE, and its backward pass takes an output and an LSE from outside, so that parts add up.
-What it does for a row depends on the tile's shape and on nothing else in the tile. Elsewhere torch's
-products compute.
+It cuts tiles by their shape, hence a row's bits do not follow from the rows beside it. Elsewhere
+torch's products compute.
 
 Shape legend: A tiles, I rows of a tile, W keys of a tile, D head dim.
 """
