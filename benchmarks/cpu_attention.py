@@ -7,7 +7,8 @@
 Every round times each contender once, so that what disturbs the machine disturbs all; time is this
 process's processor time, so turns that other processes take do not count. Per case:
 median and spread of forward + backward, the speedup over dense, and how the time compares with what
-the selected block pairs would take at dense SDPA's rate (1.0 is that rate).
+the selected block pairs would take at dense SDPA's rate (1.0 is that rate). Selections by token
+also with the time of as many pairs selected by block (``time_per_pair_over_blocks``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -56,8 +57,6 @@ CASES = (
     SparseCase(selection="query-block-lookahead", block_size=128, budget=8),
     SparseCase(selection="query-block-lookahead", block_size=256, budget=8),
     SparseCase(selection="query-block-lookahead", block_size=256, budget=32),
-)
-TOKEN_CASES = (
     SparseCase(selection="token-kv-head", block_size=128, budget=8),
     SparseCase(selection="token-query-head", block_size=128, budget=8),
 )
@@ -68,8 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     shape = Shape(tokens=options.tokens)
     q, k, v, dout = _inputs(shape)
-    cases = CASES + (TOKEN_CASES if options.by_token else ())
-    selections = [_selection(case, q, k) for case in cases]
+    selections = [_selection(case, q, k) for case in CASES]
     scale = shape.head_dim**-0.5
 
     def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -82,6 +80,10 @@ def main(arguments: list[str] | None = None) -> int:
 
     contenders = [dense, *(sparse(selection) for selection in selections)]
     dense_ms, *sparse_ms = _measure(contenders, (q, k, v), dout, options.rounds)
+    compared = {
+        case: _compared(_summary(times), _summary(dense_ms), selection)
+        for case, selection, times in zip(CASES, selections, sparse_ms, strict=True)
+    }
     results = {
         "machine": {
             "processor": platform.processor() or platform.machine(),
@@ -93,8 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
         "rounds": options.rounds,
         "dense": _summary(dense_ms),
         "cases": {
-            case.name: _compared(_summary(times), _summary(dense_ms), selection)
-            for case, selection, times in zip(cases, selections, sparse_ms, strict=True)
+            case.name: found | _against_blocks(case, compared) for case, found in compared.items()
         },
     }
     text = json.dumps(results, indent=2)
@@ -111,14 +112,11 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds, after one untimed")
     parser.add_argument("--tokens", type=int, default=Shape.tokens)
     parser.add_argument(
-        "--by-token", action="store_true", help="time selections by token too (slow)"
-    )
-    parser.add_argument(
         "--quick", action="store_true", help="1,024 tokens, one round, every case: does it run"
     )
     options = parser.parse_args(arguments)
     if options.quick:
-        options.tokens, options.rounds, options.by_token = 1024, 1, True
+        options.tokens, options.rounds = 1024, 1
     return options
 
 
@@ -179,6 +177,17 @@ def _compared(
         "speedup_over_dense": dense["median_ms"] / sparse["median_ms"],
         "time_over_dense_rate": sparse["median_ms"] / (density * dense["median_ms"]),
     }
+
+
+def _against_blocks(
+    case: SparseCase, compared: dict[SparseCase, dict[str, float]]
+) -> dict[str, float]:
+    """How a selection by token compares, pair by pair, with one by block of the same budget."""
+    by_block = replace(case, selection="query-block-lookahead")
+    if not SELECTORS[case.selection].by_token or by_block not in compared:
+        return {}
+    rate = compared[case]["time_over_dense_rate"] / compared[by_block]["time_over_dense_rate"]
+    return {"time_per_pair_over_blocks": rate}
 
 
 if __name__ == "__main__":

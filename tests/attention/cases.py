@@ -15,11 +15,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from oracles import attention as oracle
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention, kernel_named
+from sparsebalance_megatron.attention.impl import (
+    blocks,
+    dense_documents,
+    own_blocks,
+    tile_attention,
+    tokens,
+)
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.merge import merge_partials
 from sparsebalance_megatron.attention.selection import Selection
@@ -168,6 +176,12 @@ def selection_by_scores(
     return Selection.within(
         layout, indices_QCK=indices_NGK.to(device), counts_QC=counts_NG.to(device), by_token=False
     )
+
+
+def compute_as_off_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``blocks`` and ``tokens`` read no list, and compute without torch's CPU kernels."""
+    for module in (blocks, dense_documents, own_blocks, tile_attention, tokens):
+        monkeypatch.setattr(module, "host_may_read", lambda device: False)
 
 
 def on_device(selection: Selection, device: str) -> Selection:

@@ -14,7 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from attention.cases import SCALE, Case, assert_as_good_as_plain, make_case, with_lists
+from attention.cases import (
+    SCALE,
+    Case,
+    assert_as_good_as_plain,
+    compute_as_off_the_cpu,
+    make_case,
+    with_lists,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -26,7 +33,7 @@ from sparsebalance_megatron.attention.api import (
     block_sparse_attention,
     budgeted_attention,
 )
-from sparsebalance_megatron.attention.impl import blocks as blocks_module
+from sparsebalance_megatron.attention.impl import tile_attention
 from sparsebalance_megatron.attention.impl import tokens as tokens_module
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
@@ -170,21 +177,20 @@ def test_lists_masked_at_full_width_equal_sorted_lists(
         indices_QCK[empty_row], counts_QC[empty_row] = -1, 0
     case = with_lists(case, indices_QCK, counts_QC)
     by_length = case.ours("blocks", torch.float64)
-    monkeypatch.setattr(blocks_module, "_host_may_read", lambda device: False)
+    compute_as_off_the_cpu(monkeypatch)
     for a, b in zip(case.ours("blocks", torch.float64), by_length, strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("chunk_elements", [1, 700, 3000])
-@pytest.mark.parametrize("least_span_rows", [1, 6, 256])
-def test_results_do_not_depend_on_chunks_and_spans(
-    chunk_elements: int, least_span_rows: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("granularity", ["query-block", "token-kv-head", "token-query-head"])
+@pytest.mark.parametrize("scores_at_once", [1, 700, 3000])
+def test_results_do_not_depend_on_what_is_computed_at_once(
+    granularity: str, scores_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = _case([0, 30, 77], [3, 4])
-    whole = case.ours("blocks", torch.float64)
-    monkeypatch.setattr(blocks_module, "_CHUNK_ELEMENTS", chunk_elements)
-    monkeypatch.setattr(blocks_module, "_LEAST_SPAN_ROWS", least_span_rows)
-    for a, b in zip(case.ours("blocks", torch.float64), whole, strict=True):
+    case = _case([0, 30, 77], [3, 4], granularity=granularity)
+    whole = case.ours("auto", torch.float64)
+    monkeypatch.setattr(tile_attention, "_SCORES_AT_ONCE", scores_at_once)
+    for a, b in zip(case.ours("auto", torch.float64), whole, strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
 
 
@@ -197,16 +203,23 @@ def test_selections_by_token_in_training_precision(granularity: str, dtype: torc
     assert_as_good_as_plain(case, ours, dtype, case.exact())
 
 
-@pytest.mark.parametrize("tile_tokens", [1, 16, 64])
+@pytest.mark.parametrize("granularity", ["token-kv-head", "token-query-head"])
+@pytest.mark.parametrize("off_the_cpu", [False, True])
+@pytest.mark.parametrize(("tile_rows", "places_at_once"), [(1, 8), (6, 1), (16, 2), (768, 3)])
 def test_tiles_of_tokens_may_be_padded_and_cut(
-    tile_tokens: int, monkeypatch: pytest.MonkeyPatch
+    granularity: str,
+    off_the_cpu: bool,
+    tile_rows: int,
+    places_at_once: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The way of devices that the host does not read: as many tiles as there may be at most."""
-    case = _case([0, 30, 77], [3, 4], granularity="token-kv-head")
+    """Also as many tiles as there may be at most, where the host does not read."""
+    case = _case([0, 30, 77], [3, 4], granularity=granularity)
     expected = case.ours("tokens", torch.float64)
-    monkeypatch.setattr(tokens_module, "_TILE_TOKENS", tile_tokens)
-    monkeypatch.setattr(tokens_module, "_tile_count", lambda end_N, most: most)
-    monkeypatch.setattr(tokens_module, "_CHUNK_ELEMENTS", 700)
+    monkeypatch.setattr(tokens_module, "_TILE_ROWS", (tile_rows,))
+    monkeypatch.setattr(tokens_module, "_PLACES_AT_ONCE", places_at_once)
+    if off_the_cpu:
+        compute_as_off_the_cpu(monkeypatch)
     for a, b in zip(case.ours("tokens", torch.float64), expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
 

@@ -10,11 +10,10 @@ import math
 
 import pytest
 import torch
-from attention.cases import SCALE
+from attention.cases import SCALE, compute_as_off_the_cpu
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
-from sparsebalance_megatron.attention.impl import blocks
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
@@ -143,7 +142,7 @@ def test_padding_of_lists_reads_no_other_document(
     document: int, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The way of devices whose list lengths the host does not read: lists are padded."""
-    monkeypatch.setattr(blocks, "_host_may_read", lambda device: False)
+    compute_as_off_the_cpu(monkeypatch)
     *qkv, _ = _row()
     own = slice(*BOUNDARIES[document : document + 2])
     broken_qkv = [x.clone() for x in qkv]

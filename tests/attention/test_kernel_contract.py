@@ -7,7 +7,15 @@ import random
 
 import pytest
 import torch
-from attention.cases import SCALE, Case, in_shards, make_case, sharded, tokens_of
+from attention.cases import (
+    SCALE,
+    Case,
+    compute_as_off_the_cpu,
+    in_shards,
+    make_case,
+    sharded,
+    tokens_of,
+)
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 
@@ -68,10 +76,7 @@ def test_queries_of_some_blocks_get_their_rows_of_the_whole(
 ) -> None:
     """With gradients, through the public call; as computed on the CPU and elsewhere."""
     if on_full_width:
-        from sparsebalance_megatron.attention.impl import blocks, tokens
-
-        monkeypatch.setattr(blocks, "_host_may_read", lambda device: False)
-        monkeypatch.setattr(tokens, "_tile_count", lambda end_N, most: most)
+        compute_as_off_the_cpu(monkeypatch)
     case = _case(granularity)
     some = _random_halves(4)[0]
     rows = tokens_of(case.selection.query_layout, some)

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of single tokens over their own lists of blocks: MoBA's semantics, on any device.
 
-One selecting head at a time, one place of the lists at a time: the tokens whose k-th entry is the
-same block are gathered into tiles, a tile attends to its block, and what a token gets from its
-entries is merged by LSE. Time follows the budget; memory is linear in tokens, whatever the budget,
-since a place of the lists gives every token at most one result. Tiles are padded, and their number
-is bounded by what the host knows, so outside the CPU nothing waits for the device.
+Past blocks are worked off by block, one KV head after the other: the rows whose lists name a block
+are gathered into tiles, which attend to it. A row's results lie in different tiles; one weighted
+sum puts them together. All tiles have one shape, and a row's place in its block's tiles follows
+from the rows before it: no bit of its result depends on what later rows choose. Tiles are padded,
+and their number is bounded by what the host knows, so outside the CPU nothing waits for the device.
 
-Shape legend: T tokens of the packed row (of queries, X: one more, a dummy that padding reads and
-writes; or of keys), H query heads, G KV heads, D head dim, N blocks of the keys' row, K places of a
-list, B tokens of a KV block, Q rows and C heads that select, E query heads of a selecting head,
-A tiles, I tokens of a tile, Y rows of a tile (I * E).
+Results wait for their sum, at most ``_PLACES_AT_ONCE`` for each row: memory is linear in tokens,
+whatever the budget.
+
+Shape legend: T tokens of the packed row (of queries or of keys), H query heads, G KV heads, D head
+dim, N blocks of the keys' row, K places of a list, X rows of a KV head that select (a token's
+selecting heads side by side; where a dummy is added, it is what padding reads and writes), E query
+heads of a row, B tokens of a KV block, A tiles, I rows of a tile, Y query heads of all rows of a
+tile (I * E), Z places in all tiles (A * Y).
 """
 
 from __future__ import annotations
@@ -20,15 +24,24 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import embedding_bag, pad
 
-from sparsebalance_megatron.attention.kernel import obstacle_of_lists, wide_dtype
-from sparsebalance_megatron.attention.merge import merge_partials
+from sparsebalance_megatron.attention.impl import assembled
+from sparsebalance_megatron.attention.impl.own_blocks import own_listed_QC
+from sparsebalance_megatron.attention.impl.tile_attention import (
+    attend,
+    attend_backward,
+    host_may_read,
+    tiles_at_once,
+)
+from sparsebalance_megatron.attention.kernel import obstacle_of_lists
 from sparsebalance_megatron.attention.selection import Selection
 
-_TILE_TOKENS = 64
-_CHUNK_ELEMENTS = 1 << 19
-"""Scores computed at once, per thread: 2 MiB in float32, about a core's share of the cache."""
+_PLACES_AT_ONCE = 8
+_TILE_ROWS = (768, 256, 128, 64, 32, 16)
+"""Query heads of a tile's rows. Few are slow, many leave a block's last tile empty."""
+_LEAST_TILES = 2
+"""Tiles that a block's readers should fill on average."""
 
 
 def forward(
@@ -39,14 +52,7 @@ def forward(
     Computes in float32, or float64 for float64 inputs. Deterministic on the CPU; on CUDA where
     ``torch.use_deterministic_algorithms`` makes ``index_add_`` so.
     """
-    out_THD = torch.empty_like(q_THD)
-    lse_TH = torch.empty(q_THD.shape[:2], dtype=wide_dtype(q_THD.dtype), device=q_THD.device)
-    for head in range(selection.counts_QC.shape[1]):
-        one = _SelectingHead(head, q_THD, k_TGD, v_TGD, selection)
-        out_TED, lse_TE = one.forward(softmax_scale)
-        out_THD[:, one.query_heads] = out_TED.to(out_THD.dtype)
-        lse_TH[:, one.query_heads] = lse_TE
-    return out_THD, lse_TH
+    return assembled.forward(_PastBlocks, q_THD, k_TGD, v_TGD, selection, softmax_scale)
 
 
 def backward(
@@ -61,19 +67,9 @@ def backward(
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients, as deterministic as :func:`forward`; see :class:`..kernel.Kernel`."""
-    dq_THD = torch.empty_like(q_THD)
-    dk_TGD = torch.zeros_like(k_TGD, dtype=wide_dtype(k_TGD.dtype))
-    dv_TGD = torch.zeros_like(dk_TGD)
-    for head in range(selection.counts_QC.shape[1]):
-        one = _SelectingHead(head, q_THD, k_TGD, v_TGD, selection)
-        heads = one.query_heads
-        dq_TED, dk_TD, dv_TD = one.backward(
-            dout_THD[:, heads], out_THD[:, heads], lse_TH[:, heads], softmax_scale
-        )
-        dq_THD[:, heads] = dq_TED.to(dq_THD.dtype)
-        dk_TGD[:, one.kv_head] += dk_TD
-        dv_TGD[:, one.kv_head] += dv_TD
-    return dq_THD, dk_TGD.to(k_TGD.dtype), dv_TGD.to(v_TGD.dtype)
+    return assembled.backward(
+        _PastBlocks, dout_THD, q_THD, k_TGD, v_TGD, out_THD, lse_TH, selection, softmax_scale
+    )
 
 
 def obstacle(q_THD: Tensor, selection: Selection) -> str | None:
@@ -83,148 +79,197 @@ def obstacle(q_THD: Tensor, selection: Selection) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Tiles:
-    """Tiles computed together; absent tokens are T, the dummy."""
+    """Who reads a block, in tiles of one shape.
 
-    tokens_AI: Tensor
+    ``rows_AI``: numbers of rows, X where a tile is padded. ``blocks_A``: what a tile reads.
+    ``place_XK``: where an entry of a list went, in [A * I]; A * I where there is none.
+    """
+
+    rows_AI: Tensor
     blocks_A: Tensor
+    place_XK: Tensor
 
 
-class _SelectingHead:
-    """One head that selects: its query heads, its KV head, its lists."""
+class _PastBlocks:
+    """The KV heads of a selection, and the past blocks that their lists name."""
 
     def __init__(
-        self, head: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selection
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        selection: Selection,
+        softmax_scale: float,
     ) -> None:
-        selecting_heads = selection.counts_QC.shape[1]
-        group = q_THD.shape[1] // selecting_heads
-        self.query_heads = slice(head * group, (head + 1) * group)
-        self.kv_head = head * k_TGD.shape[1] // selecting_heads
-        self._kv_layout = selection.kv_layout
-        self._dtype = wide_dtype(q_THD.dtype)
-        self._lists_TK = selection.indices_QCK[:, head]
-        self._counts_T = selection.counts_QC[:, head]
-        self._q_XED = self._with_dummy(q_THD[:, self.query_heads])
-        self._k_NBD, self._v_NBD = (
-            self._kv_layout.to_blocks(x_TGD[:, self.kv_head].to(self._dtype))
-            for x_TGD in (k_TGD, v_TGD)
-        )
-        layout = selection.query_layout
-        own_T = selection.own_block_N[layout.block_T]
-        place_T = torch.arange(layout.tokens, device=own_T.device) - layout.start_N[layout.block_T]
-        # The dummy has no own block, so that its scores stay finite.
-        self._own_X, self._place_X = pad(own_T, (0, 1), value=-1), pad(place_T, (0, 1))
+        self._layout = selection.kv_layout
+        self._kv_heads = k_TGD.shape[1]
+        self._rows_per_token = selection.counts_QC.shape[1] // self._kv_heads
+        self._heads = q_THD.shape[1] // selection.counts_QC.shape[1]
+        self._q_THD, self._k_TGD, self._v_TGD = q_THD, k_TGD, v_TGD
+        self._softmax_scale = softmax_scale
+        lists_QCK, blocks = selection.indices_QCK, self._layout.blocks
+        place_K = torch.arange(lists_QCK.shape[2], device=lists_QCK.device)
+        absent_QCK = place_K >= selection.counts_QC[..., None]
+        absent_QCK[..., 0] |= own_listed_QC(selection)
+        self._lists_QCK = lists_QCK.masked_fill(absent_QCK, blocks)
 
-    def forward(self, softmax_scale: float) -> tuple[Tensor, Tensor]:
-        """out_TED and lse_TE."""
-        out_XED = torch.zeros_like(self._q_XED)
-        lse_XE = out_XED.new_full(out_XED.shape[:2], -torch.inf)
-        for place in range(self._lists_TK.shape[1]):
-            part_XED = torch.zeros_like(out_XED)
-            part_lse_XE = torch.full_like(lse_XE, -torch.inf)
-            for tiles in self._tiles(place):
-                s_AYB = self._scores(tiles, masked=place == 0).mul_(softmax_scale)
-                lse_AY = s_AYB.logsumexp(-1)
-                p_AYB = s_AYB.sub_(lse_AY.unsqueeze(-1)).exp_()
-                o_AYD = torch.bmm(p_AYB, self._v_NBD.index_select(0, tiles.blocks_A))
-                token = tiles.tokens_AI.flatten()
-                part_XED.index_copy_(0, token, o_AYD.view(-1, *out_XED.shape[1:]))
-                part_lse_XE.index_copy_(0, token, lse_AY.view(-1, lse_XE.shape[1]))
-            out_XED, lse_XE = merge_partials(out_XED, lse_XE, part_XED, part_lse_XE)
-        return out_XED[:-1], lse_XE[:-1]
+    def forward(self, out_THD: Tensor, lse_TH: Tensor) -> tuple[Tensor, Tensor]:
+        for head in range(self._kv_heads):
+            heads = self._query_heads(head)
+            out_XED, lse_XE = self._by_row(out_THD[:, heads]), self._by_row(lse_TH[:, heads])
+            q_XED = _with_dummy(self._by_row(self._q_THD[:, heads]))
+            k_NBD, v_NBD = self._keys(head)
+            for tiles in self._tiles(head):
+                parts_ZD = q_XED.new_empty(tiles.rows_AI.numel() * self._heads + 1, q_XED.shape[2])
+                lse_Z = q_XED.new_empty(len(parts_ZD))
+                # What an absent entry points to.
+                parts_ZD[-1], lse_Z[-1] = 0.0, -torch.inf
+                for chunk, rows_AI, blocks_A in self._chunks(tiles):
+                    o_AYD, lse_AY = attend(
+                        _gather(q_XED, rows_AI),
+                        k_NBD.index_select(0, blocks_A),
+                        v_NBD.index_select(0, blocks_A),
+                        softmax_scale=self._softmax_scale,
+                    )
+                    parts_ZD[chunk], lse_Z[chunk] = o_AYD.flatten(0, 1), lse_AY.flatten()
+                out_XED, lse_XE = self._merged(out_XED, lse_XE, parts_ZD, lse_Z, tiles.place_XK)
+            out_THD[:, heads], lse_TH[:, heads] = self._by_token(out_XED), self._by_token(lse_XE)
+        return out_THD, lse_TH
 
     def backward(
-        self, dout_TED: Tensor, out_TED: Tensor, lse_TE: Tensor, softmax_scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq_TED, dk_TD and dv_TD of this head alone, in the dtype computed in."""
-        dout_XED = self._with_dummy(dout_TED)
-        delta_XE1 = (dout_XED * self._with_dummy(out_TED)).sum(-1, keepdim=True)
-        # The dummy's infinite lse makes its probabilities 0.
-        lse_XE1 = pad(lse_TE, (0, 0, 0, 1), value=torch.inf).unsqueeze(-1)
-        dq_XED = torch.zeros_like(self._q_XED)
-        dk_NBD, dv_NBD = torch.zeros_like(self._k_NBD), torch.zeros_like(self._v_NBD)
-        for place in range(self._lists_TK.shape[1]):
-            for tiles in self._tiles(place):
-                blocks_A = tiles.blocks_A
-                p_AYB = self._scores(tiles, masked=place == 0).mul_(softmax_scale)
-                p_AYB.sub_(_rows(lse_XE1, tiles)).exp_()
-                do_AYD = _rows(dout_XED, tiles)
-                dv_NBD.index_add_(0, blocks_A, torch.bmm(p_AYB.transpose(1, 2), do_AYD))
-                v_ABD = self._v_NBD.index_select(0, blocks_A)
-                ds_AYB = torch.bmm(do_AYD, v_ABD.transpose(1, 2))
-                ds_AYB.sub_(_rows(delta_XE1, tiles)).mul_(p_AYB)
-                dq_AYD = torch.bmm(ds_AYB, self._k_NBD.index_select(0, blocks_A))
-                dq_XED.index_add_(0, tiles.tokens_AI.flatten(), dq_AYD.view(-1, *dq_XED.shape[1:]))
-                dk_ABD = torch.bmm(ds_AYB.transpose(1, 2), _rows(self._q_XED, tiles))
-                dk_NBD.index_add_(0, blocks_A, dk_ABD)
-        from_blocks = self._kv_layout.from_blocks
-        return (
-            dq_XED[:-1].mul_(softmax_scale),
-            from_blocks(dk_NBD.mul_(softmax_scale)),
-            from_blocks(dv_NBD),
+        self,
+        dout_THD: Tensor,
+        out_THD: Tensor,
+        lse_TH: Tensor,
+        dq_THD: Tensor,
+        dk_TGD: Tensor,
+        dv_TGD: Tensor,
+    ) -> None:
+        for head in range(self._kv_heads):
+            heads = self._query_heads(head)
+            lse_XE = pad(self._by_row(lse_TH[:, heads]), (0, 0, 0, 1), value=torch.inf)
+            # One gather serves for all three, and each is a view of it.
+            rows = [self._by_row(x[:, heads]) for x in (dout_THD, self._q_THD, out_THD)]
+            rows_XE3D = _with_dummy(torch.stack(rows, 2))
+            dq_XED = _with_dummy(self._by_row(dq_THD[:, heads]))
+            k_NBD, v_NBD = self._keys(head)
+            dk_NBD, dv_NBD = torch.zeros_like(k_NBD), torch.zeros_like(v_NBD)
+            for tiles in self._tiles(head):
+                for _, rows_AI, blocks_A in self._chunks(tiles):
+                    dout_AYD, q_AYD, out_AYD = _gather(rows_XE3D, rows_AI).unbind(2)
+                    dq_AYD, dk_ABD, dv_ABD = attend_backward(
+                        dout_AYD,
+                        q_AYD,
+                        k_NBD.index_select(0, blocks_A),
+                        v_NBD.index_select(0, blocks_A),
+                        out_AYD,
+                        _gather(lse_XE, rows_AI),
+                        softmax_scale=self._softmax_scale,
+                    )
+                    dq_XED.index_add_(0, rows_AI.flatten(), dq_AYD.reshape(-1, *dq_XED.shape[1:]))
+                    dk_NBD.index_add_(0, blocks_A, dk_ABD)
+                    dv_NBD.index_add_(0, blocks_A, dv_ABD)
+            dq_THD[:, heads] = self._by_token(dq_XED[:-1])
+            dk_TGD[:, head] += self._layout.from_blocks(dk_NBD)
+            dv_TGD[:, head] += self._layout.from_blocks(dv_NBD)
+
+    def _query_heads(self, head: int) -> slice:
+        number = self._rows_per_token * self._heads
+        return slice(head * number, (head + 1) * number)
+
+    def _by_row(self, x_TH: Tensor) -> Tensor:
+        """A KV head's query heads, [T, H / G, ...] to [X, E, ...]."""
+        return x_TH.unflatten(1, (self._rows_per_token, self._heads)).flatten(0, 1).contiguous()
+
+    def _by_token(self, x_XE: Tensor) -> Tensor:
+        """The inverse of :meth:`_by_row`."""
+        return x_XE.unflatten(0, (-1, self._rows_per_token)).flatten(1, 2)
+
+    def _keys(self, head: int) -> tuple[Tensor, Tensor]:
+        to_blocks = self._layout.to_blocks
+        return to_blocks(self._k_TGD[:, head]), to_blocks(self._v_TGD[:, head])
+
+    def _tiles(self, head: int) -> Iterator[_Tiles]:
+        """The tiles of some places of all lists, then of the next."""
+        some = slice(head * self._rows_per_token, (head + 1) * self._rows_per_token)
+        for lists_XK in self._lists_QCK[:, some].flatten(0, 1).split(_PLACES_AT_ONCE, 1):
+            size = self._tile_rows(lists_XK.shape[1])
+            yield _gathered_tiles(lists_XK, self._layout.blocks, size, self._at_once(size))
+
+    def _tile_rows(self, places: int) -> int:
+        """I: by how many would read a block if all lists were full, which the host knows."""
+        readers = places * self._layout.block_tokens * self._rows_per_token * self._heads
+        fitting = (size for size in _TILE_ROWS if _LEAST_TILES * size <= readers)
+        return max(1, next(fitting, _TILE_ROWS[-1]) // self._heads)
+
+    def _at_once(self, rows: int) -> int:
+        return tiles_at_once(rows * self._heads, self._layout.block_tokens, self._q_THD.device)
+
+    def _chunks(self, tiles: _Tiles) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Tiles of one call: their places in Z, their rows and their blocks."""
+        count, size = tiles.rows_AI.shape
+        at_once = self._at_once(size)
+        for first in range(0, count, at_once):
+            some = slice(first, first + at_once)
+            places = slice(*(x * size * self._heads for x in (some.start, some.stop)))
+            yield places, tiles.rows_AI[some], tiles.blocks_A[some]
+
+    def _merged(
+        self, out_XED: Tensor, lse_XE: Tensor, parts_ZD: Tensor, lse_Z: Tensor, place_XK: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Put a row's results together with what it has."""
+        rows, heads, head_dim = out_XED.shape
+        number_E1 = torch.arange(heads, device=place_XK.device)[:, None]
+        place_XEK = (place_XK[:, None] * heads + number_E1).clamp_(max=len(lse_Z) - 1)
+        lse_XEK = lse_Z[place_XEK]
+        total_XE = torch.cat((lse_XEK, lse_XE[..., None]), -1).logsumexp(-1)
+        lowest = torch.finfo(total_XE.dtype).min
+        finite_XE1 = total_XE.clamp(min=lowest)[..., None]
+        merged = embedding_bag(
+            place_XEK.flatten(0, 1),
+            parts_ZD,
+            mode="sum",
+            per_sample_weights=lse_XEK.sub_(finite_XE1).exp_().flatten(0, 1),
         )
-
-    def _with_dummy(self, x_TED: Tensor) -> Tensor:
-        return pad(x_TED.to(self._dtype), (0, 0) * (x_TED.ndim - 1) + (0, 1))
-
-    def _scores(self, tiles: _Tiles, *, masked: bool) -> Tensor:
-        """Unscaled scores of a chunk; -inf at later keys, which only the own block has."""
-        k_ABD = self._k_NBD.index_select(0, tiles.blocks_A)
-        s_AYB = torch.bmm(_rows(self._q_XED, tiles), k_ABD.transpose(1, 2))
-        if masked:
-            place_B = torch.arange(self._kv_layout.block_tokens, device=s_AYB.device)
-            own_AI = self._own_X[tiles.tokens_AI] == tiles.blocks_A[:, None]
-            later_AIB = own_AI[:, :, None] & (place_B > self._place_X[tiles.tokens_AI][:, :, None])
-            s_AYB.unflatten(1, (tiles.tokens_AI.shape[1], -1)).masked_fill_(
-                later_AIB[:, :, None, :], -torch.inf
-            )
-        return s_AYB
-
-    def _tiles(self, place: int) -> Iterator[_Tiles]:
-        """Chunks of tiles that hold each token's entry at this place of its list."""
-        tokens, blocks = self._lists_TK.shape[0], self._kv_layout.blocks
-        block_tokens, group = self._kv_layout.block_tokens, self._q_XED.shape[1]
-        size = min(_TILE_TOKENS, max(16, block_tokens))
-        tokens_AI, blocks_A = _gather_tiles(
-            self._lists_TK[:, place].masked_fill(self._counts_T <= place, blocks),
-            blocks,
-            size,
-            absent=tokens,
-        )
-        if blocks_A.shape[0] == 0:
-            return
-        on_cpu = self._lists_TK.device.type == "cpu"
-        elements = _CHUNK_ELEMENTS * (torch.get_num_threads() if on_cpu else 64)
-        length = max(1, elements // (size * group * block_tokens))
-        for chunk_AI, chunk_A in zip(tokens_AI.split(length), blocks_A.split(length), strict=True):
-            yield _Tiles(tokens_AI=chunk_AI, blocks_A=chunk_A)
+        share_XE1 = (lse_XE[..., None] - finite_XE1).exp_()
+        return merged.view(rows, heads, head_dim).addcmul_(out_XED, share_XE1), total_XE
 
 
-def _gather_tiles(block_T: Tensor, blocks: int, size: int, *, absent: int) -> tuple[Tensor, Tensor]:
-    """Tokens of the same block, ``size`` to a tile: tokens_AI (``absent`` where none) and blocks_A.
+def _gathered_tiles(block_XK: Tensor, blocks: int, size: int, at_once: int) -> _Tiles:
+    """Rows of the same block, ``size`` to a tile; a multiple of ``at_once`` tiles.
 
-    ``block_T`` is ``blocks`` where a token has none. A stable sort, hence the same each time.
+    ``block_XK`` is ``blocks`` where a list has no entry. A stable sort, hence the same each time.
     """
-    device, tokens = block_T.device, block_T.shape[0]
-    sorted_T, token_T = block_T.sort(stable=True)
-    number = torch.arange(blocks + 1, device=device, dtype=block_T.dtype)
-    bound_N1 = torch.searchsorted(sorted_T, number)
+    device, (rows, places) = block_XK.device, block_XK.shape
+    number = torch.arange(blocks + 1, device=device, dtype=block_XK.dtype)
+    sorted_U, entry_U = block_XK.flatten().sort(stable=True)
+    bound_N1 = torch.searchsorted(sorted_U, number)
     tiles_N = (bound_N1.diff() + (size - 1)).div(size, rounding_mode="floor")
     end_N = tiles_N.cumsum(0)
-    tile_A = torch.arange(_tile_count(end_N, tokens // size + blocks), device=device)
-    block_A = torch.searchsorted(end_N, tile_A, right=True).clamp(max=blocks - 1)
-    first_A = (tile_A - (end_N - tiles_N)[block_A]) * size + bound_N1[block_A]
-    place_AI = first_A[:, None] + torch.arange(size, device=device)
-    present_AI = place_AI < bound_N1[block_A + 1][:, None]
-    tokens_AI = token_T[place_AI.clamp(max=tokens - 1)].masked_fill(~present_AI, absent)
-    return tokens_AI, block_A
+    most = rows * places // size + blocks
+    count = int(end_N[-1]) if host_may_read(device) else most
+    tile_A = torch.arange(-(-count // at_once) * at_once, device=device)
+    blocks_A = torch.searchsorted(end_N, tile_A, right=True).clamp_(max=blocks - 1)
+    # Where a block's readers go: their places in the order, moved by what is padded before.
+    moved_N = (end_N - tiles_N) * size - bound_N1[:-1]
+    place_AI = tile_A[:, None] * size + torch.arange(size, device=device)
+    place_AI -= moved_N[blocks_A][:, None]
+    padding_AI = place_AI >= bound_N1[blocks_A + 1][:, None]
+    rows_AI = entry_U[place_AI.clamp_(max=len(entry_U) - 1)].div_(places, rounding_mode="floor")
+    place_U = torch.arange(len(entry_U), device=device)
+    place_U += pad(moved_N, (0, 1))[sorted_U.long()]
+    place_U.masked_fill_(sorted_U == blocks, tile_A.numel() * size)
+    place_XK = torch.empty_like(place_U).index_copy_(0, entry_U, place_U).view(rows, places)
+    return _Tiles(
+        rows_AI=rows_AI.masked_fill_(padding_AI, rows), blocks_A=blocks_A, place_XK=place_XK
+    )
 
 
-def _tile_count(end_N: Tensor, most: int) -> int:
-    """As many tiles as there are; off the CPU, where reading that stops the host, as may be."""
-    return int(end_N[-1]) if end_N.device.type == "cpu" else most
+def _with_dummy(x_X: Tensor) -> Tensor:
+    """One more row, of zeros."""
+    return pad(x_X, (0, 0) * (x_X.ndim - 1) + (0, 1))
 
 
-def _rows(x_XED: Tensor, tiles: _Tiles) -> Tensor:
-    """A tile's tokens with their heads, [A, Y, any]."""
-    x = x_XED.index_select(0, tiles.tokens_AI.flatten())
-    return x.view(tiles.tokens_AI.shape[0], -1, x_XED.shape[-1])
+def _gather(x_XE: Tensor, rows_AI: Tensor) -> Tensor:
+    """Rows with their heads, [A, Y, ...]."""
+    return x_XE.index_select(0, rows_AI.flatten()).view(len(rows_AI), -1, *x_XE.shape[2:])
