@@ -35,7 +35,7 @@ from quality.tasks import DEFAULT_TASKS, RECALL, STUDIES, describe, study_of
 
 PROBED = (DENSE, FIXED, OURS, RANDOM)
 """Arms whose models are asked how much attention mass a budget keeps."""
-QUICK_ARMS, QUICK_STEPS, QUICK_SHARE = (DENSE, FIXED), 320, 0.2
+QUICK_ARMS, QUICK_STEPS, QUICK_SHARE = (DENSE, FIXED), 380, 0.2
 WELL_ABOVE_CHANCE = 4.0
 """Times the accuracy of a guess, that dense attention must reach."""
 

@@ -14,11 +14,13 @@ Probe = Mapping[str, Sequence[Sequence[float]]]
 accuracy]."""
 _ALL = 1.0 - 1e-6
 """Coverage of budgets that read whole documents, of which there is nothing to predict."""
+_MOST_POINTS = 120
+_DIGITS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proxy:
-    """Pearson's r where a budget leaves something out, means over seeds.
+    """Pearson's r of one model, where a budget leaves something out; NaN if nothing varies.
 
     Attributes:
         mass: coverage and mass, over documents, layers and budgets.
@@ -35,24 +37,19 @@ class Proxy:
     loss_within: float
 
 
-def proxy_of(probes: Sequence[Probe]) -> Proxy:
-    """Of the probes of an arm's seeds."""
-    found = [_of_seed(probe) for probe in probes]
-    return Proxy(**{name: float(np.mean([each[name] for each in found])) for name in found[0]})
-
-
-def _of_seed(probe: Probe) -> dict[str, float]:
+def proxy_of(probe: Probe) -> Proxy:
+    """Of one model."""
     points = np.array(probe["points"])
     _, layer, budget, coverage, mass = points[points[:, 3] < _ALL].T
     pairs = covered_losses(probe)
     pairs = pairs[pairs[:, 1] < _ALL]
-    return {
-        "mass": correlation(coverage, mass),
-        "mass_within": _within(coverage, mass, [*zip(layer, budget, strict=True)]),
-        "excess": float((mass - coverage).mean()),
-        "loss": correlation(pairs[:, 1], pairs[:, 2]),
-        "loss_within": _within(pairs[:, 1], pairs[:, 2], pairs[:, 0].tolist()),
-    }
+    return Proxy(
+        mass=correlation(coverage, mass),
+        mass_within=_within(coverage, mass, [*zip(layer, budget, strict=True)]),
+        excess=float((mass - coverage).mean()),
+        loss=correlation(pairs[:, 1], pairs[:, 2]),
+        loss_within=_within(pairs[:, 1], pairs[:, 2], pairs[:, 0].tolist()),
+    )
 
 
 def covered_losses(probe: Probe) -> np.ndarray:
@@ -69,14 +66,31 @@ def covered_losses(probe: Probe) -> np.ndarray:
     )
 
 
-def by_budget(probes: Sequence[Probe], *, accuracy: bool) -> dict[int, float]:
-    """Mean accuracy or loss of documents at every budget."""
-    rows = np.concatenate([np.array(probe["losses"]) for probe in probes])
-    column = 3 if accuracy else 2
+def by_budget(probe: Probe) -> dict[str, list[float]]:
+    """``budgets``, and the mean ``loss`` and ``accuracy`` of documents at each."""
+    rows = np.array(probe["losses"])
+    budgets = np.unique(rows[:, 1])
+    loss, accuracy = np.transpose([rows[rows[:, 1] == each, 2:].mean(axis=0) for each in budgets])
     return {
-        int(budget): float(rows[rows[:, 1] == budget, column].mean())
-        for budget in np.unique(rows[:, 1])
+        "budgets": budgets.astype(int).tolist(),
+        "loss": loss.tolist(),
+        "accuracy": accuracy.tolist(),
     }
+
+
+def scatter(probe: Probe) -> dict[str, list[list[float]]]:
+    """As many points as a picture can show: [coverage, mass], and [coverage, loss]."""
+    points, pairs = np.array(probe["points"])[:, 3:], covered_losses(probe)[:, 1:]
+    return {
+        "mass": _thinned(points).round(_DIGITS).tolist(),
+        "loss": _thinned(pairs).round(_DIGITS).tolist(),
+    }
+
+
+def _thinned(points: np.ndarray) -> np.ndarray:
+    """Every so many of them."""
+    kept = np.linspace(0, len(points) - 1, min(len(points), _MOST_POINTS)).astype(np.int64)
+    return np.asarray(points[kept])
 
 
 def correlation(x: np.ndarray, y: np.ndarray) -> float:

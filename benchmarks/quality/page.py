@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,6 @@ from statistics import fmean
 from typing import Any
 
 from quality.arms import ARMS, FIXED
-from quality.correlation import Proxy, by_budget, proxy_of
 from quality.intervals import difference, of_arm
 from quality.picture import proxy_picture
 from quality.tasks import Task, study_of
@@ -20,6 +20,7 @@ BEGIN, END = "<!-- made by benchmarks/quality.py --page -->", "<!-- end -->"
 _MARKED = re.compile(f"({re.escape(BEGIN)}\n).*?({re.escape(END)})", re.DOTALL)
 PICTURE = "quality_proxy.svg"
 _NOTHING = "-"
+_PROXY = ("mass", "mass_within", "excess", "loss", "loss_within")
 
 
 def rewrite(page: Path, result: Path) -> None:
@@ -56,7 +57,7 @@ def sections(found: Mapping[str, Any]) -> Iterator[str]:
     probed = list(_probed(found["tasks"]))
     if probed:
         yield f"### Router coverage, attention mass and the budget\n\n{_proxies(probed)}"
-        yield f"{_BUDGET_WORDS}\n\n{_budgets(found['tasks'])}"
+        yield f"{_BUDGET_WORDS}\n\n{_budgets(probed)}"
 
 
 _BUDGET_WORDS = (
@@ -146,7 +147,7 @@ def _by_place(task: Task, arms: Mapping[str, Any]) -> str:
 
 
 def _mean(values: Sequence[float | None], scale: float = 1.0, digits: int = 3) -> str:
-    known = [value for value in values if value is not None]
+    known = [value for value in values if value is not None and not math.isnan(value)]
     return f"{fmean(known) * scale:.{digits}f}" if known else _NOTHING
 
 
@@ -179,27 +180,19 @@ def _training(tasks: Mapping[str, Any]) -> str:
     return _table(header, rows)
 
 
-def _probed(tasks: Mapping[str, Any]) -> Iterator[tuple[str, str, Proxy]]:
+def _probed(tasks: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Task, arm and the arm's figures, of the arms whose models were probed."""
     for task, arms in tasks.items():
         for name in _ordered(arms):
-            probes = arms[name].get("probe")
-            if probes:
-                yield task, name, proxy_of(probes)
+            if "proxy" in arms[name]:
+                yield task, name, arms[name]
 
 
-def _proxies(probed: Sequence[tuple[str, str, Proxy]]) -> str:
-    rows = [
-        [
-            f"`{name}`",
-            task,
-            f"{proxy.mass:.3f}",
-            f"{proxy.mass_within:.3f}",
-            f"{proxy.excess:+.3f}",
-            f"{proxy.loss:.3f}",
-            f"{proxy.loss_within:.3f}",
-        ]
-        for task, name, proxy in probed
-    ]
+def _proxies(probed: Sequence[tuple[str, str, Mapping[str, Any]]]) -> str:
+    rows = []
+    for task, name, arm in probed:
+        figures = [_mean([seed[key] for seed in arm["proxy"]]) for key in _PROXY]
+        rows.append([f"`{name}`", task, *figures])
     header = (
         *("arm", "task", "coverage and mass", "at one budget", "mass less coverage"),
         *("coverage and loss", "at one budget"),
@@ -213,22 +206,17 @@ def _proxies(probed: Sequence[tuple[str, str, Proxy]]) -> str:
     return f"{words}\n\n{_table(header, rows)}\n\n{picture}"
 
 
-def _budgets(tasks: Mapping[str, Any]) -> str:
+def _budgets(probed: Sequence[tuple[str, str, Mapping[str, Any]]]) -> str:
+    """A table per task."""
     tables = []
-    for task, arms in tasks.items():
-        probes = {name: arms[name]["probe"] for name in _ordered(arms) if arms[name].get("probe")}
-        if probes:
-            chance = next(each for each in study_of(task).tasks if each.name == task).chance
-            tables.append(_budget_table(task, probes, accuracy=chance is not None))
+    for task in dict.fromkeys(task for task, _, _ in probed):
+        chance = next(each for each in study_of(task).tasks if each.name == task).chance
+        figure, scale, digits = ("loss", 1.0, 3) if chance is None else ("accuracy", 100.0, 1)
+        arms = {name: arm["by_budget"] for each, name, arm in probed if each == task}
+        rows = []
+        for name, seeds in arms.items():
+            by_seed = zip(*(seed[figure] for seed in seeds), strict=True)
+            rows.append([f"`{name}`", *(_mean(values, scale, digits) for values in by_seed)])
+        budgets = next(iter(arms.values()))[0]["budgets"]
+        tables.append(_table((f"{task}, budget", *map(str, budgets)), rows))
     return "\n\n".join(tables)
-
-
-def _budget_table(task: str, probes: Mapping[str, Any], *, accuracy: bool) -> str:
-    found = {name: by_budget(seeds, accuracy=accuracy) for name, seeds in probes.items()}
-    budgets = sorted(next(iter(found.values())))
-    scale, digits = (100.0, 1) if accuracy else (1.0, 3)
-    rows = [
-        [f"`{name}`", *(_mean([values[budget]], scale, digits) for budget in budgets)]
-        for name, values in found.items()
-    ]
-    return _table((f"{task}, budget", *map(str, budgets)), rows)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from quality.correlation import by_budget, proxy_of, scatter
 from quality.run_spec import RunSpec
 from quality.tasks import Task, study_of
 
@@ -20,6 +22,8 @@ _OF_RUN = (
 )
 _SETTINGS = ("study_name", "arm_name", "seed", "steps", "share", "probe")
 """Of a run: what decides whether a finished one is what is asked for."""
+_NUMBERS = re.compile(r"\[[-\d.,\se+null]+\]")
+"""A list of numbers in JSON, over several lines."""
 
 
 def save(spec: RunSpec, found: Mapping[str, Any]) -> None:
@@ -45,8 +49,12 @@ def write_json(path: Path, value: Any) -> None:
     """The whole file or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    partial.write_text(_NUMBERS.sub(_on_one_line, json.dumps(value, indent=1)) + "\n", "utf-8")
     os.replace(partial, path)
+
+
+def _on_one_line(numbers: re.Match[str]) -> str:
+    return " ".join(numbers[0].split()).replace("[ ", "[").replace(" ]", "]")
 
 
 def assemble(
@@ -55,7 +63,9 @@ def assemble(
     """``{task: {arm: {figure: [one per seed]}}}``; ``seeds`` says which.
 
     ``accuracy`` and ``loss`` are those of the arm's own attention; the same with ``_dense`` of the
-    same weights read with dense attention, with ``_sparse`` at the base budget.
+    same weights read with dense attention, with ``_sparse`` at the base budget. ``proxy``,
+    ``by_budget`` and ``scatter``, of the arms that were probed, are those of :mod:`.correlation`;
+    the last of the first seed alone.
     """
     table: dict[str, Any] = {}
     for name in tasks:
@@ -68,7 +78,8 @@ def assemble(
                 arm = arms.setdefault(spec.arm_name, {"seeds": []} | {key: [] for key in figures})
                 arm["seeds"].append(spec.seed)
                 for key, value in figures.items():
-                    arm[key].append(value)
+                    if key != "scatter" or not arm[key]:
+                        arm[key].append(value)
         table[name] = arms
     return table
 
@@ -89,5 +100,7 @@ def _figures(task: Task, found: Mapping[str, Any]) -> dict[str, Any]:
             ]
     figures["labels"] = sum(scored["own"]["labels"])
     if "probe" in scored:
-        figures["probe"] = scored["probe"]
+        figures["proxy"] = asdict(proxy_of(scored["probe"]))
+        figures["by_budget"] = by_budget(scored["probe"])
+        figures["scatter"] = scatter(scored["probe"])
     return figures | {name: found[name] for name in _OF_RUN}

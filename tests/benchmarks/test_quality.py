@@ -21,7 +21,7 @@ from quality import text
 from quality.arm_session import ArmScheduler, with_expensive_attention
 from quality.arms import ARMS, DENSE, FIXED, OURS, PAPER, RANDOM, in_order
 from quality.command import parse, planned_runs, verdict
-from quality.correlation import by_budget, proxy_of
+from quality.correlation import by_budget, proxy_of, scatter
 from quality.documents import Document
 from quality.intervals import difference, interval, of_arm
 from quality.launch import executed_figures
@@ -364,12 +364,14 @@ PROBE = {
 
 
 def test_proxies_leave_out_budgets_that_read_everything() -> None:
-    found = proxy_of([PROBE])
+    found = proxy_of(PROBE)
     assert found.mass == pytest.approx(1.0) and found.mass_within == pytest.approx(1.0)
     assert found.excess == pytest.approx(0.1)
     assert found.loss < -0.9 and found.loss_within == pytest.approx(-1.0)
-    assert by_budget([PROBE], accuracy=True) == {1: 0.25, 2: 0.75, 9: 1.0}
-    assert by_budget([PROBE], accuracy=False)[1] == 2.5
+    budgets = by_budget(PROBE)
+    assert budgets == {"budgets": [1, 2, 9], "loss": [2.5, 0.75, 0.4], "accuracy": [0.25, 0.75, 1]}
+    assert scatter(PROBE)["mass"][:2] == [[0.2, 0.3], [0.4, 0.5]]
+    assert scatter(PROBE)["loss"][:2] == [[0.2, 3.0], [0.4, 2.0]]
 
 
 def test_tables_are_made_of_the_result_alone() -> None:
