@@ -182,7 +182,9 @@ def test_lists_masked_at_full_width_equal_sorted_lists(
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("granularity", ["query-block", "token-kv-head", "token-query-head"])
+@pytest.mark.parametrize(
+    "granularity", ["query-block-lookahead", "token-kv-head", "token-query-head"]
+)
 @pytest.mark.parametrize("scores_at_once", [1, 700, 3000])
 def test_results_do_not_depend_on_what_is_computed_at_once(
     granularity: str, scores_at_once: int, monkeypatch: pytest.MonkeyPatch
