@@ -18,6 +18,8 @@ Device = Literal["auto", "cpu", "cuda"]
 Calibration = Literal["measured", "stages", "off"]
 EvaluationAttention = Literal["sparse", "dense"]
 CoverageTarget = Literal["threshold", "base"]
+ContextParallel = Literal["static", "dynamic"]
+Exchange = Literal["all-gather", "ring", "hierarchical-ring"]
 Planning = Literal["ahead", "on-demand"]
 AttentionImplementation = Literal["auto", "triton", "blocks", "tokens", "reference"]
 
@@ -88,6 +90,20 @@ class SparseBalanceConfig:
     max_tokens_per_micro_batch: int | None = None
     """Token cap of a micro-batch; default: micro batch size x sequence length."""
 
+    context_parallel: ContextParallel = "dynamic"
+    """How many ranks share a row of samples: all those of a context-parallel group (static), or 1,
+    2, 4, ... neighbours as the plan decides (dynamic)."""
+
+    max_context_parallel: int | None = None
+    """Ranks that may share a row with dynamic context parallelism, a power of two that divides the
+    data-parallel times context-parallel size. Default: 1 without --context-parallel-size, else 8 or
+    what a node holds, and at least --context-parallel-size."""
+
+    exchange: Exchange = "all-gather"
+    """How keys and values travel between ranks that share a row: gathered, one KV head at a time,
+    or in a ring, or in rings within nodes and between them; rings need less memory and wait at
+    every hop."""
+
     cost_table: str | None = None
     """Cost table measured by `sparse-balance profile`, or auto to measure at start-up on rank 0;
     without one, costs are counted operations."""
@@ -145,6 +161,17 @@ class SparseBalanceConfig:
             self.max_tokens_per_micro_batch is None or self.max_tokens_per_micro_batch >= 1,
             "max_tokens_per_micro_batch",
             "must be at least 1 token",
+        )
+        width = self.max_context_parallel
+        self._require(
+            width is None or (width >= 1 and width & (width - 1) == 0),
+            "max_context_parallel",
+            "must be a power of two",
+        )
+        self._require(
+            width is None or self.context_parallel == "dynamic",
+            "max_context_parallel",
+            "is for dynamic context parallelism; use --sparse-balance-context-parallel dynamic",
         )
         self._require(
             self.dry_run is None or self.dry_run >= 0, "dry_run", "must be a number of ranks"

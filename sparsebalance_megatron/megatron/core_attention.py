@@ -20,6 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
+from sparsebalance_megatron.attention.context_parallel.shard import Gather
 from sparsebalance_megatron.attention.coverage import coverage_at, guard_budgets
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selectors import SELECTORS, Selector
@@ -115,9 +116,11 @@ class BudgetedCoreAttention(MegatronModule):
             raise ConfigError(f"--sparse-balance: attention mask {attn_mask_type} is not causal")
         if attention_bias is not None:
             raise ConfigError("--sparse-balance: attention bias is not supported")
+        context = getattr(packed_seq_params, "micro_batch", None)
+        if context is not None and context.shared is not None:
+            return self._shared(query, key, value, context)
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
             return self._batched(query, key, value)
-        context = getattr(packed_seq_params, "micro_batch", None)
         if context is None:
             cu_seqlens = tuple(packed_seq_params.cu_seqlens_q.tolist())
             context = self._base_context(cu_seqlens, query.device)
@@ -131,6 +134,19 @@ class BudgetedCoreAttention(MegatronModule):
         cu_seqlens = tuple(range(0, (batch + 1) * sequence, sequence))
         out = self._attend(q_THD, k_TGD, v_TGD, self._base_context(cu_seqlens, query.device))
         return out.view(batch, sequence, heads * head_dim).transpose(0, 1).contiguous()
+
+    def _shared(
+        self, query: Tensor, key: Tensor, value: Tensor, context: MicroBatchContext
+    ) -> Tensor:
+        """A row of which other ranks may have blocks, in the form [T, 1, H, D]; padding gets 0."""
+        shared = context.shared
+        tokens = query.shape[0] - shared.padding_tokens
+        q_THD, k_TGD, v_TGD = (x[:tokens, 0] for x in (query, key, value))
+        whole = [
+            Gather.apply(x, shared.shard, shared.group.process_group) for x in (q_THD, k_TGD, v_TGD)
+        ]
+        out_T = self._attend(*whole, context)[shared.shard.tokens_by_member[shared.shard.member]]
+        return torch.nn.functional.pad(out_T, (0, 0, 0, shared.padding_tokens))[:, None]
 
     def _base_context(self, cu_seqlens: tuple[int, ...], device: torch.device) -> MicroBatchContext:
         samples = len(cu_seqlens) - 1

@@ -22,8 +22,8 @@ class RunSettings:
     Names are those of Megatron's arguments. ``stage_layers`` is [P][V][layers], global and
     zero-based; ``dtype`` is torch's name without the prefix; ``recompute_all`` and
     ``recompute_attention`` say what backward computes again; ``data_prefix`` names a pair of .bin
-    and .idx files. ``command_line`` holds Megatron's flags, to profile with at start-up, and is
-    None for a trainer without them.
+    and .idx files. ``data_parallel_size`` counts no context-parallel ranks. ``command_line`` holds
+    Megatron's flags, to profile with at start-up, and is None for a trainer without them.
     """
 
     shape: ModelShape
@@ -34,6 +34,7 @@ class RunSettings:
     recompute_attention: bool
 
     data_parallel_size: int
+    context_parallel_size: int
     seq_length: int
     micro_batch_size: int
     global_batch_size: int
@@ -45,6 +46,7 @@ class RunSettings:
     eval_micro_batch_size: int | None = None
     eval_global_batch_size: int | None = None
 
+    distributed_timeout_minutes: float = 10.0
     command_line: tuple[str, ...] | None = None
 
     @property
@@ -68,6 +70,7 @@ class RunSettings:
             dtype=str(transformer_config.params_dtype).removeprefix("torch."),
             stage_layers=stage_layers(transformer_config),
             sequence_parallel=bool(transformer_config.sequence_parallel),
+            context_parallel_size=transformer_config.context_parallel_size,
             recompute_all=transformer_config.recompute_granularity == "full",
             recompute_attention=selective and "core_attn" in transformer_config.recompute_modules,
             **others,
@@ -91,6 +94,7 @@ class RunSettings:
             eval_iters=args.eval_iters or 0,
             eval_micro_batch_size=getattr(args, "eval_micro_batch_size", None),
             eval_global_batch_size=getattr(args, "eval_global_batch_size", None),
+            distributed_timeout_minutes=args.distributed_timeout_minutes,
             command_line=tuple(sys.argv[1:]),
         )
 

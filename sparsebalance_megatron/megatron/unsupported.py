@@ -74,6 +74,10 @@ def _more_shards_than_ranks(get: Settings, shards: str, ranks: int) -> bool:
     return get(shards, 1) > ranks
 
 
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
 def _kv_heads_are_shared(get: Settings) -> bool:
     """Whether several tensor-parallel ranks have query heads of one KV head."""
     grouped = get("group_query_attention", True)
@@ -83,10 +87,14 @@ def _kv_heads_are_shared(get: Settings) -> bool:
 MODEL = (
     Refusal(
         flag="--context-parallel-size",
-        remedy="context parallelism is not supported; use 1",
-        found=lambda get: get("context_parallel_size", 1) > 1,
+        remedy="rows lie on 1, 2, 4, ... ranks; use a power of two",
+        found=lambda get: not _is_power_of_two(get("context_parallel_size", 1)),
     ),
     Refusal(flag="--hybrid-context-parallel", remedy="both place samples; drop it"),
+    Refusal(
+        flag="--hierarchical-context-parallel-sizes",
+        remedy="both exchange keys and values; use --sparse-balance-exchange hierarchical-ring",
+    ),
     Refusal(
         flag="--overlap-moe-expert-parallel-comm",
         remedy="its combined schedule hides micro-batch times; drop it",

@@ -28,6 +28,14 @@ _ONE_PREFIX = "give one prefix made by `sparse-balance prepare-data` as --data-p
 _NO_LOGITS = "logits are stored per row of fixed length; drop it"
 
 TRAINING = (
+    Refusal(
+        flag="--seq-length",
+        remedy="Megatron wants a multiple of twice --context-parallel-size; choose one",
+        found=lambda get: (
+            get("context_parallel_size", 1) > 1
+            and get("seq_length", 0) % (2 * get("context_parallel_size", 1))
+        ),
+    ),
     Refusal(flag="--use-megatron-fsdp", remedy=NO_SHARDED_WEIGHTS),
     Refusal(flag="--use-torch-fsdp2", remedy=NO_SHARDED_WEIGHTS),
     Refusal(flag="--hybrid-layer-pattern", remedy=GPT_ONLY),

@@ -19,6 +19,7 @@ import numpy as np
 from sparsebalance_megatron.config import (
     Anchor,
     Batching,
+    ContextParallel,
     CoverageTarget,
     SparseBalanceConfig,
     Tuning,
@@ -33,6 +34,10 @@ class PlanError(ValueError):
 class JobShape:
     """How a training job is cut up. Sizes count ranks, micro-batches and layers.
 
+    ``data_parallel_size``: the ranks that hold different tokens, Megatron's data-parallel times its
+    context-parallel ranks; neighbours among them may share a slot. ``context_parallel_size``:
+    Megatron's ``--context-parallel-size``, which fixes ``micro_batches``, the positions of a rank,
+    as global batch / (micro-batch size x data-parallel size) without the context-parallel ranks.
     ``stage_layers[p][v]`` holds the global, zero-based indices of the layers in chunk ``v`` of
     pipeline stage ``p``; the embedding runs before the first chunk of stage 0, the output head and
     the loss after the last chunk of the last stage.
@@ -41,6 +46,7 @@ class JobShape:
     data_parallel_size: int
     micro_batches: int
     stage_layers: tuple[tuple[tuple[int, ...], ...], ...]
+    context_parallel_size: int = 1
 
     @property
     def pipeline_stages(self) -> int:
@@ -72,6 +78,8 @@ class PlanPolicy:
     max_tokens_per_slot: int
     plan_ms: float = 4.0
     coverage_target: CoverageTarget = "threshold"
+    context_parallel: ContextParallel = "static"
+    max_context_parallel: int = 1
 
     @classmethod
     def from_config(cls, config: SparseBalanceConfig, max_tokens_per_slot: int) -> PlanPolicy:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.data.packing import padding_tokens
 from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
 from sparsebalance_megatron.megatron.timers import install_hooks
 from sparsebalance_megatron.plan.measurement import StepMeasurement, StepTimes
@@ -27,6 +26,7 @@ from sparsebalance_megatron.training.data_iterator import LocalMicroBatch
 from sparsebalance_megatron.training.host_time import HostTime
 from sparsebalance_megatron.training.inputs import CostedInputs
 from sparsebalance_megatron.training.observed_coverage import ObservedCoverage
+from sparsebalance_megatron.training.rows import RowPacking
 from sparsebalance_megatron.training.sinks import StepSinks
 from sparsebalance_megatron.training.step_reducer import PlanMismatchError, StepReducer
 from sparsebalance_megatron.training.timing import MicroBatchRecorder
@@ -37,6 +37,7 @@ class StepMonitor:
 
     Args:
         after_step: called when a step has been learnt from, where state may be kept.
+        packing: how the run's rows lie on ranks.
         sinks: get every finished step.
         clock: seconds.
 
@@ -53,6 +54,7 @@ class StepMonitor:
         recorder: MicroBatchRecorder,
         reducer: StepReducer,
         device: torch.device,
+        packing: RowPacking,
         sinks: StepSinks,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -62,6 +64,7 @@ class StepMonitor:
         self._reducer = reducer
         self._inputs = inputs
         self._device = device
+        self._packing = packing
         self._sinks = sinks
         self._host_time = HostTime(clock)
         self._step_ended_s: float | None = None
@@ -144,11 +147,9 @@ class StepMonitor:
         """To Megatron's log line and the sinks; what the latter take counts for the next step."""
         previous_s, self._step_ended_s = self._step_ended_s, self._host_time.clock()
         with self._host_time.counted("log"):
-            multiple, counts = self._inputs.settings.pad_to_multiple_of, self._inputs.train.counts
+            counts = self._inputs.train.counts
             # Over all data-parallel ranks.
-            padded_tokens = sum(
-                padding_tokens(slot.tokens, multiple) for slot in planned.plan.slots
-            )
+            padded_tokens = sum(map(self._packing.padded_tokens, planned.plan.slots))
             rare_counts = {
                 "padded-tokens": padded_tokens,
                 "unobserved": measured.coverage.unobserved,
