@@ -53,9 +53,9 @@ class SparseCase:
 
 
 CASES = (
-    SparseCase(selection="query-block", block_size=128, budget=8),
-    SparseCase(selection="query-block", block_size=256, budget=8),
-    SparseCase(selection="query-block", block_size=256, budget=32),
+    SparseCase(selection="query-block-lookahead", block_size=128, budget=8),
+    SparseCase(selection="query-block-lookahead", block_size=256, budget=8),
+    SparseCase(selection="query-block-lookahead", block_size=256, budget=32),
 )
 TOKEN_CASES = (
     SparseCase(selection="token-kv-head", block_size=128, budget=8),

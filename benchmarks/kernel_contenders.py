@@ -94,7 +94,7 @@ def selection_of(case: Case, shape: Shape, device: torch.device) -> Selection:
         layout=layout,
     )
     budgets_S = torch.tensor(case.budgets, device=device)
-    return SELECTORS["query-block"].select(scores, budgets_S, max_budget=case.budget)
+    return SELECTORS["query-block-lookahead"].select(scores, budgets_S, max_budget=case.budget)
 
 
 def inputs_of(case: Case, shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Tensor]:

@@ -286,7 +286,7 @@ def _router(
 ) -> dict[str, float]:
     """What a layer does before its attention: scores, coverage, guard, selection."""
     budgets_S = torch.tensor(case.budgets, device=bench.device)
-    selector = SELECTORS["query-block"]
+    selector = SELECTORS["query-block-lookahead"]
 
     def route() -> None:
         scores = selector.scores(

@@ -11,7 +11,7 @@ Batching = Literal["arrival", "length", "latency", "makespan"]
 Tuning = Literal["off", "anchor", "makespan"]
 Anchor = Literal["mean", "min", "max"]
 Granularity = Literal[
-    "query-block", "previous-block", "first-query", "token-kv-head", "token-query-head"
+    "token-kv-head", "token-query-head", "previous-block", "first-query", "query-block-lookahead"
 ]
 Overlong = Literal["split", "truncate", "drop"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -45,12 +45,12 @@ class SparseBalanceConfig:
     base_budget: int = 32
     """KV blocks a query may read before tuning, its own block included (MoBA's top-k)."""
 
-    selection: Granularity = "query-block"
-    """Who selects: a block of queries per KV head, by the mean of its queries (query-block), by the
-    mean of the block before it (previous-block) or by its first query (first-query); a token per KV
-    head, or a token per query head (MoBA's exact semantics). With query-block the choice of blocks
-    looks ahead: what a token reads depends on up to block size - 1 tokens after it, which a model
-    that decodes has not seen. With every other choice it does not."""
+    selection: Granularity = "query-block-lookahead"
+    """Who selects: a token per KV head, or a token per query head (MoBA's exact semantics); a block
+    of queries per KV head, by the mean of the block before it (previous-block), by its first query
+    (first-query) or by the mean of its own queries (query-block-lookahead). The last looks ahead:
+    what a token reads depends on up to block size - 1 tokens after it, which a model that decodes
+    has not seen. The others do not."""
 
     attention: AttentionImplementation = "auto"
     """Attention implementation; auto takes the fastest that runs on the device, an explicit choice

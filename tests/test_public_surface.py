@@ -23,8 +23,14 @@ FLAGS: dict[str, tuple[Any, Any]] = {
     "--sparse-balance-block-size": (int, 256),
     "--sparse-balance-base-budget": (int, 32),
     "--sparse-balance-selection": (
-        ("query-block", "previous-block", "first-query", "token-kv-head", "token-query-head"),
-        "query-block",
+        (
+            "token-kv-head",
+            "token-query-head",
+            "previous-block",
+            "first-query",
+            "query-block-lookahead",
+        ),
+        "query-block-lookahead",
     ),
     "--sparse-balance-attention": (("auto", "triton", "blocks", "tokens", "reference"), "auto"),
     "--sparse-balance-eval-attention": (("sparse", "dense"), "sparse"),

@@ -34,7 +34,7 @@ def budgeted_attention(
     *,
     block_size: int,
     softmax_scale: float,
-    selection: Granularity = "query-block",
+    selection: Granularity = "query-block-lookahead",
     implementation: AttentionImplementation = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of packed documents, each query reading the best blocks its budget allows.
@@ -129,10 +129,25 @@ def block_sparse_attention(
         ValueError: shapes, dtypes or devices do not fit, or the implementation does not serve the
             selection. An explicit choice never falls back.
     """
+    kernel = checked_kernel(q_THD, k_TGD, v_TGD, selection, implementation)
+    return Attention.apply(q_THD, k_TGD, v_TGD, selection, softmax_scale, kernel)
+
+
+def checked_kernel(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    selection: Selection,
+    implementation: AttentionImplementation,
+) -> Kernel:
+    """The implementation that :func:`block_sparse_attention` takes, all arguments checked.
+
+    Raises:
+        ValueError: see :func:`block_sparse_attention`.
+    """
     _check_tensors(q_THD, k_TGD, v_TGD, selection)
     _check_selection(q_THD, k_TGD, selection)
-    kernel = kernel_named(_resolve(implementation, q_THD, selection))
-    return Attention.apply(q_THD, k_TGD, v_TGD, selection, softmax_scale, kernel)
+    return kernel_named(_resolve(implementation, q_THD, selection))
 
 
 def kernel_named(implementation: str) -> Kernel:
@@ -173,7 +188,7 @@ def _resolve(implementation: str, q_THD: Tensor, selection: Selection) -> str:
             return "triton"
         warnings.warn(
             f'block_sparse_attention: "auto" takes "blocks" on CUDA: "triton" {obstacle}',
-            stacklevel=3,
+            stacklevel=4,
         )
         return "blocks"
     obstacle = kernel_named(implementation).obstacle(q_THD, selection)

@@ -15,10 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.host_copy import copied_to
-
-_ALIGNED_ELEMENTS = 16
-"""int64 elements in 128 bytes."""
+from sparsebalance_megatron.attention.block_grid import block_grid
+from sparsebalance_megatron.attention.host_copy import arrays_to
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,64 +112,28 @@ def packed_layout(
         ValueError: ``cu_seqlens`` has fewer than two entries, does not start at 0, or does not
             increase; ``block_size`` is below 1.
     """
-    boundaries = np.asarray(cu_seqlens, dtype=np.int64)
-    _check(boundaries, block_size)
-    tokens_S = np.diff(boundaries)
-    blocks_S = -(-tokens_S // block_size)
-    first_block_S = np.cumsum(blocks_S) - blocks_S
-    document_N = np.repeat(np.arange(len(tokens_S)), blocks_S)
-    index_N = np.arange(len(document_N)) - first_block_S[document_N]
-    start_N = boundaries[document_N] + index_N * block_size
-    length_N = np.minimum(block_size, boundaries[document_N + 1] - start_N)
-    block_T = np.repeat(np.arange(len(document_N)), length_N)
+    grid = block_grid(cu_seqlens, block_size)
+    tokens_S = np.diff(grid.boundaries)
+    blocks = len(grid.document_N)
+    block_T = np.repeat(np.arange(blocks), grid.length_N)
     block_tokens = min(block_size, int(tokens_S.max()))
-    place_T = block_T * block_tokens + np.arange(boundaries[-1]) - start_N[block_T]
+    place_T = block_T * block_tokens + np.arange(grid.boundaries[-1]) - grid.start_N[block_T]
     tensors = {
-        "number_N": np.arange(len(document_N)),
-        "document_N": document_N,
-        "index_N": index_N,
-        "start_N": start_N,
-        "length_N": length_N,
-        "document_end_N": boundaries[document_N + 1],
-        "first_block_S": first_block_S,
-        "blocks_S": blocks_S,
+        "number_N": np.arange(blocks),
+        "document_N": grid.document_N,
+        "index_N": grid.index_N,
+        "start_N": grid.start_N,
+        "length_N": grid.length_N,
+        "document_end_N": grid.boundaries[grid.document_N + 1],
+        "first_block_S": grid.first_block_S,
+        "blocks_S": grid.blocks_S,
         "tokens_S": tokens_S,
         "block_T": block_T,
         "place_T": place_T,
     }
     return PackedLayout(
-        cu_seqlens=tuple(int(boundary) for boundary in boundaries),
+        cu_seqlens=tuple(int(boundary) for boundary in grid.boundaries),
         block_size=block_size,
-        blocks_per_document=tuple(int(blocks) for blocks in blocks_S),
-        **_on_device(tensors, device),
+        blocks_per_document=tuple(int(blocks) for blocks in grid.blocks_S),
+        **arrays_to(tensors, device),
     )
-
-
-def _on_device(arrays: dict[str, np.ndarray], device: torch.device | str) -> dict[str, Tensor]:
-    """Copy int64 arrays in one transfer; all are views of one tensor.
-
-    Each begins at a multiple of 128 bytes: Triton compiles a kernel anew for pointers that are
-    aligned otherwise than before.
-    """
-    pieces = []
-    for x in arrays.values():
-        pieces += [x, np.zeros(-len(x) % _ALIGNED_ELEMENTS, dtype=np.int64)]
-    copied = copied_to(torch.from_numpy(np.concatenate(pieces)), device)
-    parts = copied.split([len(piece) for piece in pieces])
-    return dict(zip(arrays, parts[::2], strict=True))
-
-
-def _check(boundaries: np.ndarray, block_size: int) -> None:
-    if block_size < 1:
-        raise ValueError(f"packed_layout: block_size {block_size}: must be at least 1 token")
-    if boundaries.ndim != 1 or len(boundaries) < 2:
-        raise ValueError("packed_layout: cu_seqlens must hold at least one document: [0, tokens]")
-    if boundaries[0] != 0:
-        raise ValueError(f"packed_layout: cu_seqlens starts at {boundaries[0]}: must start at 0")
-    lengths = np.diff(boundaries)
-    if (lengths < 1).any():
-        document = int(np.argmax(lengths < 1))
-        raise ValueError(
-            f"packed_layout: cu_seqlens must increase; document {document} has "
-            f"{lengths[document]} tokens: leave empty documents out"
-        )

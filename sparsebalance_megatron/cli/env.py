@@ -256,7 +256,7 @@ def _forward_and_backward(implementation: Any, device: str) -> None:
         *(q, k, v, (0, first, first + second), 2),
         block_size=_BLOCK_SIZE,
         softmax_scale=0.125,
-        selection="token-kv-head" if implementation == "tokens" else "query-block",
+        selection="token-kv-head" if implementation == "tokens" else "query-block-lookahead",
         implementation=implementation,
     )
     out.float().square().sum().backward()

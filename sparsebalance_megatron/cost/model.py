@@ -58,7 +58,7 @@ class CostModel:
     forward_ms: Mapping[Part, tuple[float, ...]]
     backward_ms: Mapping[Part, tuple[float, ...]]
     source: str
-    work: WorkModel = field(default=WORK_MODELS["query-block"], repr=False)
+    work: WorkModel = field(default=WORK_MODELS["query-block-lookahead"], repr=False)
 
     def __post_init__(self) -> None:
         for direction in Direction:
@@ -126,7 +126,7 @@ class CostModel:
         shape: ModelShape,
         block_size: int,
         *,
-        selection: Granularity = "query-block",
+        selection: Granularity = "query-block-lookahead",
         flops_per_ms: float = _NOMINAL_FLOPS_PER_MS,
     ) -> CostModel:
         """Counted operations over a nominal rate, for runs without a table.

@@ -90,7 +90,7 @@ class BlockTopK:
 _BY_QUERY_BLOCK = BlockTopK(per_token=False, per_query_head=False)
 
 WORK_MODELS: Mapping[Granularity, WorkModel] = {
-    "query-block": _BY_QUERY_BLOCK,
+    "query-block-lookahead": _BY_QUERY_BLOCK,
     "previous-block": _BY_QUERY_BLOCK,
     "first-query": _BY_QUERY_BLOCK,
     "token-kv-head": BlockTopK(per_token=True, per_query_head=False),

@@ -120,7 +120,7 @@ def make_case(
     *,
     block: int,
     head_dim: int,
-    granularity: str = "query-block",
+    granularity: str = "query-block-lookahead",
     heads: int = 4,
     kv_heads: int = 2,
     dtype: torch.dtype = torch.float32,

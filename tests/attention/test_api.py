@@ -46,7 +46,7 @@ def _case(cu_seqlens: list[int], budgets: list[int], **settings: Any) -> Case:
 
 
 def _serving(granularity: str) -> tuple[str, ...]:
-    return ("blocks" if granularity == "query-block" else "tokens", "reference")
+    return ("blocks" if granularity == "query-block-lookahead" else "tokens", "reference")
 
 
 @pytest.mark.parametrize(("cu_seqlens", "budgets"), CASES)
@@ -250,7 +250,7 @@ def test_mass_covered_grows_with_the_budget() -> None:
         assert (more > less + 1e-3).any()
 
 
-@pytest.mark.parametrize("granularity", ["query-block", "token-query-head"])
+@pytest.mark.parametrize("granularity", ["query-block-lookahead", "token-query-head"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_passes_repeat_every_bit(granularity: str, reentrant: bool) -> None:
     case = _case([0, 30, 51], [3, 2], granularity=granularity)
@@ -355,7 +355,7 @@ def test_router_coverage_is_the_true_mass_where_keys_of_a_block_agree() -> None:
         for _ in range(2)
     )
     layout = packed_layout([0, tokens], BLOCK, "cpu")
-    selector = SELECTORS["query-block"]
+    selector = SELECTORS["query-block-lookahead"]
     curves_SK = selector.coverage(selector.scores(q, k, layout, softmax_scale=SCALE))
     lse = [
         budgeted_attention(q, k, k, [0, tokens], budget, block_size=BLOCK, softmax_scale=SCALE)[1]
@@ -432,7 +432,7 @@ def test_one_call_is_its_steps(granularity: str, boundaries: list[int] | Tensor)
         ({"cu_seqlens": [0, 9]}, "with 9 tokens as in the layout"),
         ({"cu_seqlens": [0, 9, 9, 20]}, "document 1 has 0 tokens"),
         ({"cu_seqlens": torch.empty(3, device="meta")}, "lies on meta, .* a tensor on the CPU"),
-        ({"selection": "token"}, "selection 'token': must be one of query-block, "),
+        ({"selection": "token"}, "selection 'token': must be one of token-kv-head, "),
         ({"implementation": "fast"}, "implementation 'fast': must be one of"),
     ],
 )

@@ -104,7 +104,7 @@ def test_infinity_ranks_first_and_nan_last_of_the_others() -> None:
     scores_NGJ[4, 0, :5] = torch.tensor([nan, -inf, 1.0, inf, -5.0])
     scores_NGJ[5, 0] = torch.tensor([inf, nan, 2.0, inf, 2.0, nan])
     scores = BlockScores(by_token=False, scores_QCJ=scores_NGJ, softmax_scale=1.0, layout=layout)
-    selected = SELECTORS["query-block"].select(scores, torch.tensor([6]))
+    selected = SELECTORS["query-block-lookahead"].select(scores, torch.tensor([6]))
     assert selected.indices_QCK[4, 0].tolist() == [4, 3, 2, 1, 0, -1]
     assert selected.indices_QCK[5, 0].tolist() == [5, 0, 3, 2, 4, 1]
     ranked_NGJ, _ = scores.ranked
@@ -137,7 +137,7 @@ def test_padding_of_lists_reads_no_other_document(
     broken_qkv = [x.clone() for x in qkv]
     for x in broken_qkv:
         x[own] = value
-    broken, clean = (_attend(x, "query-block", "blocks") for x in (broken_qkv, qkv))
+    broken, clean = (_attend(x, "query-block-lookahead", "blocks") for x in (broken_qkv, qkv))
     for ours, expected in zip(broken, clean, strict=True):
         ours[own] = expected[own] = 0.0
         assert torch.equal(ours, expected)

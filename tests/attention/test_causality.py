@@ -57,7 +57,8 @@ def _changes_before(token: int, selection: str, implementation: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("selection", "implementation"), [pair for pair in SERVING if pair[0] != "query-block"]
+    ("selection", "implementation"),
+    [pair for pair in SERVING if pair[0] != "query-block-lookahead"],
 )
 def test_later_tokens_change_no_bit(selection: str, implementation: str) -> None:
     assert not any(_changes_before(token, selection, implementation) for token in CHANGED)
@@ -66,4 +67,4 @@ def test_later_tokens_change_no_bit(selection: str, implementation: str) -> None
 @pytest.mark.parametrize("implementation", ["blocks", "reference"])
 def test_query_block_looks_ahead_as_documented(implementation: str) -> None:
     """The help text of ``--sparse-balance-selection`` says so."""
-    assert any(_changes_before(token, "query-block", implementation) for token in CHANGED)
+    assert any(_changes_before(token, "query-block-lookahead", implementation) for token in CHANGED)

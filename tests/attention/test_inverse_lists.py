@@ -29,7 +29,7 @@ def _selections(draw: st.DrawFn) -> Selection:
     if popular:
         scores[:, :, 0] = 100.0
     later_NJ = torch.arange(layout.max_blocks) > layout.index_N[:, None]
-    return SELECTORS["query-block"].select(
+    return SELECTORS["query-block-lookahead"].select(
         BlockScores(
             by_token=False,
             scores_QCJ=scores.masked_fill(later_NJ[:, None], -torch.inf),

@@ -90,7 +90,7 @@ def test_gradients_of_bfloat16_are_computed_in_float32(selection: str, implement
 def test_coverage_of_a_long_document_rounds_once(by_token: bool) -> None:
     """Sums over many blocks are of float64."""
     layout = packed_layout([0, 1500], 2, "cpu")
-    selector = SELECTORS["token-query-head" if by_token else "query-block"]
+    selector = SELECTORS["token-query-head" if by_token else "query-block-lookahead"]
     generator = torch.Generator().manual_seed(5)
     q_THD, k_TGD = (torch.randn(1500, 1, 16, generator=generator) for _ in range(2))
     scores = selector.scores(q_THD, k_TGD, layout, softmax_scale=SCALE)

@@ -11,7 +11,7 @@ from sparsebalance_megatron.cost.features import FEATURES, features
 from sparsebalance_megatron.cost.work_model import WORK_MODELS
 
 BUDGETS = st.integers(1, 12)
-WORK = WORK_MODELS["query-block"]
+WORK = WORK_MODELS["query-block-lookahead"]
 
 
 @settings(max_examples=50, deadline=None)

@@ -156,7 +156,7 @@ def test_counted_operations_of_a_layer(identity: RunIdentity) -> None:
 
 
 def test_counted_operations_shrink_with_tensor_parallelism(identity: RunIdentity) -> None:
-    row = features([4096], 4, 128, WORK_MODELS["query-block"])
+    row = features([4096], 4, 128, WORK_MODELS["query-block-lookahead"])
     whole = CostModel.analytic(identity.shape, 128)
     half = CostModel.analytic(replace(identity.shape, tensor_parallel_size=2), 128)
     for part in (Part.ATTENTION, Part.ROUTER, Part.LINEAR, Part.HEAD):
@@ -167,13 +167,13 @@ def test_counted_operations_shrink_with_tensor_parallelism(identity: RunIdentity
 
 
 def test_token_selection_costs_more_routing(identity: RunIdentity) -> None:
-    row = features([4096], 4, 128, WORK_MODELS["query-block"])
+    row = features([4096], 4, 128, WORK_MODELS["query-block-lookahead"])
     per_block, per_token, per_head = (
         predict_ms(
             CostModel.analytic(identity.shape, 128, selection=selection),
             *(Part.ROUTER, Direction.FORWARD, row),
         )
-        for selection in ("query-block", "token-kv-head", "token-query-head")
+        for selection in ("query-block-lookahead", "token-kv-head", "token-query-head")
     )
     assert per_block < per_token < per_head
 

@@ -18,7 +18,7 @@ from sparsebalance_megatron.cost.work_model import WORK_MODELS
 TOKENS = st.integers(0, 90)
 BUDGETS = st.integers(1, 12)
 BLOCK_SIZES = st.sampled_from([1, 2, 8, 16])
-WORK = WORK_MODELS["query-block"]
+WORK = WORK_MODELS["query-block-lookahead"]
 
 
 def attended_block_pairs(tokens, budget, block_size):
@@ -84,5 +84,5 @@ def test_growth_is_that_of_the_counted_pairs(tokens: int, block_size: int, data)
 
 def test_the_router_scores_what_selects() -> None:
     sizes = {name: work.scores_per_visible_pair(8, 2, 64) for name, work in WORK_MODELS.items()}
-    by_query_block = dict.fromkeys(("query-block", "previous-block", "first-query"), 2)
+    by_query_block = dict.fromkeys(("query-block-lookahead", "previous-block", "first-query"), 2)
     assert sizes == by_query_block | {"token-kv-head": 128, "token-query-head": 512}

@@ -38,7 +38,7 @@ def attention(*, base_budget: int = 3, threshold: float = 0.1, layer: int = 1):
     options = AttentionOptions(
         block_size=BLOCK,
         base_budget=base_budget,
-        selector=SELECTORS["query-block"],
+        selector=SELECTORS["query-block-lookahead"],
         coverage_threshold=threshold,
         implementation="auto",
         grid=(1, 2, 4, 8, 15),
@@ -146,7 +146,7 @@ def test_observed_grid_is_the_routers_coverage() -> None:
     params = packed_params(context, max_seqlen_tokens=256, device=CPU)
     module = attention()
     module(q_THD, k_TGD, v_TGD, None, packed_seq_params=params)
-    selector = SELECTORS["query-block"]
+    selector = SELECTORS["query-block-lookahead"]
     scores = selector.scores(q_THD, k_TGD, context.layout, softmax_scale=HEAD_DIM**-0.5)
     curves_SK = selector.coverage(scores)
     observed_SK = context.observations[0].grid_SK

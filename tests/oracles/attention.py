@@ -17,7 +17,7 @@ from torch import Tensor
 Block = tuple[int, int, int]
 Lists = dict[tuple[int, int], list[int]]
 
-BY_QUERY_BLOCK = ("query-block", "previous-block", "first-query")
+BY_QUERY_BLOCK = ("query-block-lookahead", "previous-block", "first-query")
 
 
 def blocks_of(cu_seqlens: list[int], block_size: int) -> list[Block]:

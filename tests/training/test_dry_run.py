@@ -98,7 +98,7 @@ def table_of_another_device(path: Path) -> Path:
         device="NVIDIA H200",
         dtype="float32",
         block_size=16,
-        selection="query-block",
+        selection="query-block-lookahead",
         shape=shape,
     )
     table = CostTable(

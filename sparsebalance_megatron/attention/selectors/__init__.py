@@ -44,15 +44,15 @@ class Selector[Scores](Protocol):
 
 SELECTORS: Mapping[Granularity, Selector[Any]] = MappingProxyType(
     {
-        "query-block": BlockTopK(by_token=False, by_query_head=False),
-        "previous-block": BlockTopK(by_token=False, by_query_head=False, speaker="previous-mean"),
-        "first-query": BlockTopK(by_token=False, by_query_head=False, speaker="first"),
         "token-kv-head": BlockTopK(by_token=True, by_query_head=False),
         "token-query-head": BlockTopK(by_token=True, by_query_head=True),
+        "previous-block": BlockTopK(by_token=False, by_query_head=False, speaker="previous-mean"),
+        "first-query": BlockTopK(by_token=False, by_query_head=False, speaker="first"),
+        "query-block-lookahead": BlockTopK(by_token=False, by_query_head=False),
     }
 )
-"""By the value of ``--sparse-balance-selection``; "token-query-head" is MoBA's. All but
-"query-block" choose what a token reads without looking at later tokens."""
+"""By the value of ``--sparse-balance-selection``; "token-query-head" is MoBA's. Only
+"query-block-lookahead" looks at later tokens to choose what a token reads."""
 
 
 def selector_named(name: str) -> Selector[Any]:

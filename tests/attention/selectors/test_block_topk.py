@@ -105,8 +105,8 @@ def test_budgets_below_one_read_the_own_block(granularity: str) -> None:
 def test_equal_scores_go_to_the_lower_block() -> None:
     layout = packed_layout([0, 320], BLOCK, "cpu")
     q_THD, k_TGD = torch.ones(320, 2, 4), torch.ones(320, 1, 4)
-    scores = SELECTORS["query-block"].scores(q_THD, k_TGD, layout, softmax_scale=1.0)
-    selection = SELECTORS["query-block"].select(scores, torch.tensor([4]))
+    scores = SELECTORS["query-block-lookahead"].scores(q_THD, k_TGD, layout, softmax_scale=1.0)
+    selection = SELECTORS["query-block-lookahead"].select(scores, torch.tensor([4]))
     assert selection.indices_QCK[30, 0, :4].tolist() == [30, 0, 1, 2]
 
 
@@ -137,9 +137,9 @@ def test_a_second_pass_repeats_every_bit() -> None:
     q_THD, k_TGD = _inputs(90)
 
     def run() -> tuple[Tensor, Tensor]:
-        scores = SELECTORS["query-block"].scores(q_THD, k_TGD, layout, softmax_scale=0.3)
-        selection = SELECTORS["query-block"].select(scores, torch.tensor([3, 2]))
-        return SELECTORS["query-block"].coverage(scores), selection.indices_QCK
+        scores = SELECTORS["query-block-lookahead"].scores(q_THD, k_TGD, layout, softmax_scale=0.3)
+        selection = SELECTORS["query-block-lookahead"].select(scores, torch.tensor([3, 2]))
+        return SELECTORS["query-block-lookahead"].coverage(scores), selection.indices_QCK
 
     for first, second in zip(run(), run(), strict=True):
         assert torch.equal(first, second)
@@ -148,17 +148,17 @@ def test_a_second_pass_repeats_every_bit() -> None:
 def test_nothing_carries_a_gradient() -> None:
     layout = packed_layout([0, 20], BLOCK, "cpu")
     q_THD, k_TGD = (x.requires_grad_() for x in _inputs(20))
-    scores = SELECTORS["query-block"].scores(q_THD, k_TGD, layout, softmax_scale=1.0)
+    scores = SELECTORS["query-block-lookahead"].scores(q_THD, k_TGD, layout, softmax_scale=1.0)
     assert not scores.scores_QCJ.requires_grad
 
 
 def test_bad_arguments_are_named() -> None:
     layout = packed_layout([0, 20], BLOCK, "cpu")
     q_THD, k_TGD = _inputs(20)
-    with pytest.raises(ValueError, match="selection 'token': must be one of query-block, "):
+    with pytest.raises(ValueError, match="selection 'token': must be one of token-kv-head, "):
         selector_named("token")
     with pytest.raises(ValueError, match="20 tokens as in the layout"):
-        SELECTORS["query-block"].scores(q_THD[:9], k_TGD[:9], layout, softmax_scale=1.0)
+        SELECTORS["query-block-lookahead"].scores(q_THD[:9], k_TGD[:9], layout, softmax_scale=1.0)
     scores = BlockScores(
         by_token=False,
         scores_QCJ=torch.zeros(3, 1, 3),
@@ -166,6 +166,6 @@ def test_bad_arguments_are_named() -> None:
         layout=layout,
     )
     with pytest.raises(ValueError, match="each of the 1 documents"):
-        SELECTORS["query-block"].select(scores, torch.tensor([1, 2]))
+        SELECTORS["query-block-lookahead"].select(scores, torch.tensor([1, 2]))
     with pytest.raises(ValueError, match="max_budget 0"):
-        SELECTORS["query-block"].select(scores, torch.tensor([1]), max_budget=0)
+        SELECTORS["query-block-lookahead"].select(scores, torch.tensor([1]), max_budget=0)

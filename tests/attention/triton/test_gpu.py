@@ -54,7 +54,7 @@ def _random_selection(layout: PackedLayout, budgets: list[int], kv_heads: int) -
         layout=layout,
     )
     budgets_S = torch.tensor(budgets, device="cuda")
-    return SELECTORS["query-block"].select(scores, budgets_S, max_budget=max(budgets))
+    return SELECTORS["query-block-lookahead"].select(scores, budgets_S, max_budget=max(budgets))
 
 
 def _attend(inputs: list[Tensor], selection: Selection) -> tuple[Tensor, ...]:

@@ -139,7 +139,7 @@ def test_bad_numbers_of_a_document_stay_in_it(value: float) -> None:
     clean = _case(cu_seqlens, budgets, 16, **settings)
     q_THD, k_TGD = clean.q_THD.clone(), clean.k_TGD.clone()
     q_THD[[20, 60], 0, 3] = k_TGD[[20, 60], 0, 3] = value
-    selector = SELECTORS["query-block"]
+    selector = SELECTORS["query-block-lookahead"]
     scores = selector.scores(q_THD, k_TGD, clean.selection.query_layout, softmax_scale=SCALE)
     selection = selector.select(scores, torch.tensor(budgets), max_budget=2)
     broken = dataclasses.replace(clean, q_THD=q_THD, k_TGD=k_TGD, selection=selection)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes that a member of a context group receives for attention over a row on several ranks.
+
+They follow from shapes alone: of :mod:`sparsebalance_megatron.attention.context_parallel`, whose
+tests count what its exchanges receive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+ExchangeName = Literal["all-gather", "ring", "hierarchical-ring"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeBytes:
+    """What one member receives in one layer.
+
+    Attributes:
+        forward_bytes, backward_bytes: through all links.
+        outer_forward_bytes, outer_backward_bytes: those of them that a hierarchical ring sends
+            between its inner groups; 0 otherwise.
+    """
+
+    forward_bytes: int
+    backward_bytes: int
+    outer_forward_bytes: int = 0
+    outer_backward_bytes: int = 0
+
+
+def exchange_bytes(
+    exchange: ExchangeName,
+    *,
+    member: int,
+    tokens_per_member: Sequence[int],
+    kv_heads: int,
+    head_dim: int,
+    element_bytes: int = 2,
+    inner_members: int | None = None,
+) -> ExchangeBytes:
+    """Count the bytes of keys, values and their gradients that a member receives in one layer.
+
+    Pooled keys and coverage, some thousandths of it, are not counted.
+
+    Args:
+        exchange: how keys and values travel.
+        member: the receiving member.
+        tokens_per_member: tokens of every member's row.
+        kv_heads, head_dim: of this rank, after tensor parallelism.
+        element_bytes: of a key's element; gradients travel in float32, or in float64 for float64.
+        inner_members: ranks of an inner group, for a hierarchical ring.
+
+    Raises:
+        ValueError: ``member`` is not in the group; ``inner_members`` is missing or does not divide
+            the group, or is given for another exchange.
+    """
+    members = len(tokens_per_member)
+    if not 0 <= member < members:
+        raise ValueError(f"exchange_bytes: member {member}: the group has 0 to {members - 1}")
+    if (inner_members is None) == (exchange == "hierarchical-ring") or (
+        inner_members is not None and (inner_members < 1 or members % inner_members)
+    ):
+        raise ValueError(
+            f'exchange_bytes: "{exchange}" over {members} members with inner_members '
+            f"{inner_members}: a hierarchical ring needs a divisor of the members, others None"
+        )
+    if members == 1:
+        return ExchangeBytes(forward_bytes=0, backward_bytes=0)
+    elements = 2 * kv_heads * head_dim
+    forward = elements * element_bytes
+    gradient = elements * max(element_bytes, 4)
+    if exchange == "all-gather":
+        padded = (members - 1) * max(tokens_per_member)
+        return ExchangeBytes(
+            forward_bytes=padded * forward, backward_bytes=padded * (forward + gradient)
+        )
+    row, own = sum(tokens_per_member), tokens_per_member[member]
+    others = (row - own) * forward
+    if inner_members is None:
+        return ExchangeBytes(forward_bytes=others, backward_bytes=others + row * gradient)
+    # The members with the same place in every inner group.
+    across = sum(tokens_per_member[member % inner_members :: inner_members])
+    return ExchangeBytes(
+        forward_bytes=others,
+        backward_bytes=others + (row + across) * gradient,
+        outer_forward_bytes=(across - own) * forward,
+        outer_backward_bytes=(across - own) * forward + across * gradient,
+    )
