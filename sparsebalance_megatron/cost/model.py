@@ -15,6 +15,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from sparsebalance_megatron.config import Granularity
+from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.features import FEATURES
 from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.table import CostRow, CostTable, CostTableError, ModelShape
@@ -51,7 +52,7 @@ class CostModel:
     """ms per unit of every feature, in the order of :data:`.features.FEATURES`, never negative.
 
     ``source`` says where the numbers come from, ``work`` how many block pairs the selection
-    computes. The parts of a layer are per layer.
+    computes, ``exchange`` what it takes that ranks share a row. The parts of a layer are per layer.
     """
 
     block_size: int
@@ -59,6 +60,7 @@ class CostModel:
     backward_ms: Mapping[Part, tuple[float, ...]]
     source: str
     work: WorkModel = field(default=WORK_MODELS["query-block-lookahead"], repr=False)
+    exchange: Exchange = field(default=Exchange())
 
     def __post_init__(self) -> None:
         for direction in Direction:
@@ -114,6 +116,7 @@ class CostModel:
         return cls(
             block_size=block_size,
             work=work,
+            exchange=Exchange(bytes_per_token=kv_bytes_per_token(identity.shape, identity.dtype)),
             forward_ms=fitted[Direction.FORWARD],
             backward_ms=fitted[Direction.BACKWARD],
             source=f"{len(table.rows)} measurements of {table.date} on {identity.device}, "
@@ -154,8 +157,19 @@ class CostModel:
             forward_ms=forward_ms,
             backward_ms=backward_ms,
             work=work,
+            exchange=Exchange(bytes_per_token=kv_bytes_per_token(shape)),
             source=f"counted operations at {flops_per_ms:.3g} per ms",
         )
+
+
+def kv_bytes_per_token(shape: ModelShape, dtype: str = "bfloat16") -> float:
+    """Bytes of the keys and values of a token in a layer, on one tensor-parallel rank.
+
+    Args:
+        dtype: torch's name without the prefix.
+    """
+    heads = max(1, shape.num_query_groups // shape.tensor_parallel_size)
+    return 2.0 * heads * shape.head_dim * (4.0 if dtype == "float32" else 2.0)
 
 
 def fit_errors(model: CostModel, table: CostTable) -> dict[tuple[Part, Direction], FitError]:

@@ -11,18 +11,18 @@ import numpy as np
 
 from sparsebalance_megatron.plan.budgets.tune import TunedBudgets
 from sparsebalance_megatron.plan.metrics import imbalance
-from sparsebalance_megatron.plan.placement.balance import Placement
+from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.schedules.bounds import sample_bounds
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_plan import Expectation
 from sparsebalance_megatron.plan.step_problem import StepProblem
 
 
-def expectation(problem: StepProblem, placement: Placement, tuned: TunedBudgets) -> Expectation:
+def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudgets) -> Expectation:
     """Times, balance and coverage of a placement with tuned budgets."""
     costs = problem.costs
     tuned_2SC = costs.sample_ms(tuned.budgets_LS)
-    times_2RPVM = problem.times_2RPVM(placement, tuned_2SC)
+    times_2RPVM = problem.times_2RPVM(arrangement, tuned_2SC)
     times_2RPVM.flags.writeable = False
     work_RPVM = times_2RPVM[0] + times_2RPVM[1]
     constant_ms = costs.job.slots * (costs.constant_2C[0] + costs.constant_2C[1]).sum()
@@ -30,7 +30,7 @@ def expectation(problem: StepProblem, placement: Placement, tuned: TunedBudgets)
         constant_ms + sum(sample_SC.sum() for sample_SC in sample_2SC)
         for sample_2SC in (tuned_2SC, costs.sample_ms(problem.budgets.allowed.base_LS))
     )
-    makespans_R = makespans_ms(times_2RPVM)
+    makespans_R = makespans_ms(times_2RPVM, widths_XM=arrangement.widths_RM)
     coverage_mean, coverage_min = _coverage(problem, tuned.budgets_LS)
     return Expectation(
         makespan_ms=float(makespans_R.max()),
@@ -50,27 +50,30 @@ def expectation(problem: StepProblem, placement: Placement, tuned: TunedBudgets)
 
 
 def _lower_bound_ms(problem: StepProblem) -> float:
-    """Of every placement of these samples at every budget the policy allows."""
-    costs = problem.costs
-    floor_2SC = costs.sample_ms(problem.budgets.allowed.floor_LS)
-    bounds = sample_bounds(floor_2SC, costs.constant_2C, costs.job)
-    work_P = _work_of_stages_ms(problem, floor_2SC)
+    """Of every placement of these samples at every budget and width the policy allows."""
+    if problem.policy.plans_widths:
+        return float(_mean_work_ms(problem).max())
+    groups = problem.of_groups
+    floor_2SC = groups.costs.sample_ms(groups.budgets.allowed.floor_LS)
+    bounds = sample_bounds(floor_2SC, groups.costs.constant_2C, groups.job)
     return max(
-        bounds.bound_ms * float(costs.slowness_RP.min()),
-        float((work_P / (1.0 / costs.slowness_RP).sum(axis=0)).max()),
+        bounds.bound_ms * float(groups.costs.slowness_RP.min()),
+        float(_mean_work_ms(groups).max()),
     )
 
 
-def _work_of_stages_ms(problem: StepProblem, sample_2SC: np.ndarray) -> np.ndarray:
-    """[P] of all ranks together, on average devices.
+def _mean_work_ms(problem: StepProblem) -> np.ndarray:
+    """[P] ms that the ranks take for all their work if they share it ideally.
 
     Within T, rank r of stage p does work T / slowness[r, p] at most; so T is at least the work over
-    the sum of what the ranks do in one ms.
+    the sum of what the ranks do in one ms. Sharing a slot makes the work no less.
     """
     costs = problem.costs
+    sample_2SC = costs.sample_ms(problem.budgets.allowed.floor_LS)
     constant_C = costs.constant_2C[0] + costs.constant_2C[1]
     work_C = sum(sample_SC.sum(axis=0) for sample_SC in sample_2SC) + costs.job.slots * constant_C
-    return np.asarray(work_C).reshape(costs.job.pipeline_stages, -1).sum(axis=1)
+    work_P = np.asarray(work_C).reshape(costs.job.pipeline_stages, -1).sum(axis=1)
+    return np.asarray(work_P / (1.0 / costs.slowness_RP).sum(axis=0))
 
 
 def _coverage(problem: StepProblem, budgets_LS: np.ndarray) -> tuple[float | None, float | None]:

@@ -11,8 +11,10 @@ import numpy as np
 from sparsebalance_megatron.config import Batching
 from sparsebalance_megatron.plan.budgets.tune import TunedBudgets
 from sparsebalance_megatron.plan.expectation import expectation
+from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.placement.balance import Placement, arrival, balanced
 from sparsebalance_megatron.plan.placement.search import improve
+from sparsebalance_megatron.plan.placement.wide_start import wide_start
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError, StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
@@ -28,23 +30,54 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
     except that a balanced packing which the token cap defeats gives way to arrival order where that
     fits.
 
+    Every slot is as wide as the job's context-parallel size, unless the policy lets widths be
+    planned and batching is ``makespan``; then those that fit the samples are used where they give
+    the shorter step. Tuning ``anchor`` has no widths to choose: the anchor is a slot's latency.
+
     Raises:
         PlanError: no placement exists, or the inputs contradict one another.
     """
     problem = StepProblem.of(inputs)
-    batching, placement, tuned = _best_candidate(problem)
+    batching, arrangement, tuned = _best_candidate(problem)
     plan = StepPlan(
         step=step,
         data_parallel_size=inputs.job.data_parallel_size,
-        slots=_slots(problem, placement, tuned.budgets_LS),
-        expectation=expectation(problem, placement, tuned),
+        slots=_slots(problem, arrangement, tuned.budgets_LS),
+        expectation=expectation(problem, arrangement, tuned),
         batching=batching,
     )
     plan.validate(inputs.lengths_tokens, inputs.job, inputs.policy)
     return plan
 
 
-def _best_candidate(problem: StepProblem) -> tuple[Batching, Placement, TunedBudgets]:
+def _best_candidate(problem: StepProblem) -> tuple[Batching, Arrangement, TunedBudgets]:
+    if not problem.policy.plans_widths:
+        batching, placement, tuned = _best_of_groups(problem.of_groups)
+        width = problem.job.context_parallel_size
+        return batching, Arrangement.of_groups(placement, width), tuned
+    arrangement = _best_widths(problem)
+    return "makespan", arrangement, problem.tuned_where(arrangement)
+
+
+def _best_widths(problem: StepProblem) -> Arrangement:
+    """The best of slots as wide as their samples ask for, and of equal widths where those may be.
+
+    Raises:
+        PlanError: no placement of the samples exists.
+    """
+    forward_SC, backward_SC = problem.expected_2SC
+    start = wide_start(
+        (forward_SC + backward_SC).sum(axis=1),
+        problem.costs.lengths_tokens_S,
+        problem.costs.blocks_S,
+        problem.job,
+        cap_tokens=problem.cap_tokens,
+        max_width=problem.policy.max_context_parallel,
+    )
+    return start
+
+
+def _best_of_groups(problem: StepProblem) -> tuple[Batching, Placement, TunedBudgets]:
     """Least makespan, then least sum of the ranks' makespans, then the simplest.
 
     Only the winner is tuned, except where tuning towards an anchor decides who wins.
@@ -60,7 +93,7 @@ def _best_candidate(problem: StepProblem) -> tuple[Batching, Placement, TunedBud
         sample_2SC = (
             problem.costs.sample_ms(tuned[name].budgets_LS) if by_tuning else problem.expected_2SC
         )
-        ms_R = problem.makespans_ms(placements[name], sample_2SC)
+        ms_R = problem.makespans_ms(Arrangement(samples=placements[name]), sample_2SC)
         return _rounded(ms_R.max()), _rounded(ms_R.sum())
 
     batching = min(placements, key=key)
@@ -96,14 +129,14 @@ def _candidates(problem: StepProblem) -> dict[Batching, Placement]:
             start,
             problem.costs,
             problem.expected_2SC,
-            cap_tokens=problem.policy.max_tokens_per_slot,
+            cap_tokens=problem.cap_tokens,
             plan_ms=problem.policy.plan_ms,
         )
     return found
 
 
 def _placement(batching: Batching, problem: StepProblem) -> Placement:
-    lengths, job, cap = problem.lengths_tokens, problem.job, problem.policy.max_tokens_per_slot
+    lengths, job, cap = problem.lengths_tokens, problem.job, problem.cap_tokens
     match batching:
         case "arrival":
             return arrival(lengths, job, cap)
@@ -119,16 +152,18 @@ def _rounded(ms: float) -> float:
 
 
 def _slots(
-    problem: StepProblem, placement: Placement, budgets_LS: np.ndarray
+    problem: StepProblem, arrangement: Arrangement, budgets_LS: np.ndarray
 ) -> tuple[MicroBatchPlan, ...]:
-    """Every slot on one rank, with its budgets cut from one array of all."""
-    samples = [sample for rank in placement for slot in rank for sample in slot]
+    """Every slot on its first rank, with its budgets cut from one array of all."""
+    samples = [sample for rank in arrangement.samples for slot in rank for sample in slot]
     placed_LS = np.ascontiguousarray(budgets_LS[:, samples])
     placed_LS.flags.writeable = False
     slots = []
     first = 0
-    for rank, in_rank in enumerate(placement):
+    for rank, in_rank in enumerate(arrangement.samples):
         for position, slot in enumerate(in_rank):
+            if not slot:
+                continue
             slots.append(
                 MicroBatchPlan(
                     samples=slot,
@@ -136,6 +171,7 @@ def _slots(
                     budgets_LS=placed_LS[:, first : first + len(slot)],
                     rank=rank,
                     position=position,
+                    width=arrangement.width(rank, position),
                 )
             )
             first += len(slot)

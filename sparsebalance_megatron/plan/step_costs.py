@@ -8,7 +8,8 @@ agree to the last bit.
 
 Shape legend: S samples of a global batch, L layers, P pipeline stages, V virtual stages (chunks per
 stage), C = P x V chunks (chunk v of stage p is ``p * V + v``), R data-parallel ranks,
-M micro-batches, J = R x M slots, F features, I ranks looked at; a leading 2: forward and backward.
+M micro-batches, J = R x M slots, F features, I ranks looked at, W ranks of a group; a leading 2:
+forward and backward.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from functools import cached_property
 
 import numpy as np
 
+from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.features import FEATURES
 from sparsebalance_megatron.cost.model import CostModel, Direction, Part
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.cost.work_model import WorkModel
+from sparsebalance_megatron.plan.context_groups import Members, first_places
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanError
 
 _LAYER_PARTS = (Part.ATTENTION, Part.ROUTER, Part.LINEAR)
@@ -33,9 +36,11 @@ _MICRO_BATCHES, _SEQUENCES, _TOKENS, _PAIRS, _VISIBLE = range(len(FEATURES))
 class StepCosts:
     """Predicted cost terms of the samples of one step.
 
-    ``constant_2C``: ms of a micro-batch whatever it holds. ``fixed_2SC``: ms of a sample whatever
-    its budgets. ``pair_2C``: ms of a block pair in one layer of the chunk. ``slowness_RP``: factors
-    on all times of a rank in a stage. ``work``: how block pairs follow from budgets.
+    ``constant_2C``: ms of a micro-batch whatever it holds. ``sequence_2C``: of every sample in it,
+    on every rank that shares it. ``fixed_2SC``: ms of a sample whatever its budgets, on a rank by
+    itself. ``pair_2C``: ms of a block pair in one layer of the chunk. ``exchange_2SC``: ms of
+    receiving all of a sample's keys and values. ``exchange``: how ranks share. ``slowness_RP``:
+    factors on all times of a rank in a stage. ``work``: how block pairs follow from budgets.
     """
 
     job: JobShape
@@ -44,8 +49,11 @@ class StepCosts:
     lengths_tokens_S: np.ndarray
     blocks_S: np.ndarray
     constant_2C: np.ndarray
+    sequence_2C: np.ndarray
     fixed_2SC: np.ndarray
     pair_2C: np.ndarray
+    exchange_2SC: np.ndarray
+    exchange: Exchange
     chunk_of_layer_L: np.ndarray
     slowness_RP: np.ndarray
 
@@ -56,7 +64,44 @@ class StepCosts:
             lengths_tokens_S=self.lengths_tokens_S[samples],
             blocks_S=self.blocks_S[samples],
             fixed_2SC=self.fixed_2SC[:, samples],
+            exchange_2SC=self.exchange_2SC[:, samples],
         )
+
+    @property
+    def of_groups(self) -> StepCosts:
+        """Those of the job whose ranks are context-parallel groups, at the width that gives slots.
+
+        A group is as slow as its slowest rank in every stage.
+        """
+        width, share = self.job.context_parallel_size, self.share_W[self.job.context_parallel_size]
+        if width == 1:
+            return self
+        slowness_RWP = self.slowness_RP.reshape(-1, width, self.job.pipeline_stages)
+        return replace(
+            self,
+            job=self.job.groups,
+            fixed_2SC=self.wide_ms(self.fixed_2SC, np.full(len(self.lengths_tokens_S), width)),
+            pair_2C=share * self.pair_2C,
+            slowness_RP=slowness_RWP.max(axis=1),
+        )
+
+    @cached_property
+    def share_W(self) -> np.ndarray:
+        """Of a slot's work, what every rank of a slot of width 0 (none) to R does."""
+        widths = range(1, self.job.data_parallel_size + 1)
+        return np.array([0.0, *map(self.exchange.share, widths)])
+
+    def wide_ms(self, sample_2SC: np.ndarray, width_S: np.ndarray) -> np.ndarray:
+        """Ms of samples on each rank of slots so wide, from those on a rank by itself, [2, S, C].
+
+        A part of the work, all that every sequence takes, and what it receives of the others.
+        """
+        share_S1 = self.share_W[width_S][:, None]
+        received_S1 = ((width_S - 1) / width_S)[:, None]
+        whole_21C = self.sequence_2C[:, None]
+        shared_2SC = whole_21C + (sample_2SC - whole_21C) * share_S1
+        wide_2SC = shared_2SC + self.exchange_2SC * received_S1
+        return np.where(width_S[:, None] > 1, wide_2SC, sample_2SC)
 
     @property
     def chunks(self) -> int:
@@ -87,19 +132,40 @@ class StepCosts:
         np.add.at(pairs_CS, self.chunk_of_layer_L, self.block_pairs(budgets_LS))
         return self.fixed_2SC + pairs_CS.T * self.pair_2C[:, None]
 
-    def slot_ms(self, sample_2SC: np.ndarray, slot_of_S: np.ndarray) -> np.ndarray:
-        """[2, R, P, V, M] ms; slot ``r * M + m`` is micro-batch m of rank r."""
+    def slot_ms(
+        self,
+        sample_2SC: np.ndarray,
+        slot_of_S: np.ndarray,
+        widths_RM: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """[2, R, P, V, M] ms; slot ``r * M + m`` is micro-batch m of rank r.
+
+        Args:
+            sample_2SC: ms of every sample on a rank by itself.
+            slot_of_S: of the first rank of a slot.
+            widths_RM: of the slot that each rank takes part in; None where all are 1. Every rank
+                of a slot takes as long as the slowest.
+        """
+        if widths_RM is not None:
+            sample_2SC = self.wide_ms(sample_2SC, widths_RM.reshape(-1)[slot_of_S])
         slot_2JC = np.tile(self.constant_2C[:, None], (1, self.job.slots, 1))
         for slot_JC, sample_SC in zip(slot_2JC, sample_2SC, strict=True):
             np.add.at(slot_JC, slot_of_S, sample_SC)
-        return self.grid_2IPVM(slot_2JC, np.arange(self.job.data_parallel_size))
+        if widths_RM is not None:
+            slot_2JC = slot_2JC[:, first_places(widths_RM)]
+        return self.grid_2IPVM(slot_2JC, np.arange(self.job.data_parallel_size), widths_RM)
 
-    def grid_2IPVM(self, ms_2JC: np.ndarray, ranks_I: np.ndarray) -> np.ndarray:
+    def grid_2IPVM(
+        self, ms_2JC: np.ndarray, ranks_I: np.ndarray, widths_IM: np.ndarray | None = None
+    ) -> np.ndarray:
         """Ms of the slots of whole ranks, from what an average device would take."""
         stages, chunks = self.job.pipeline_stages, self.job.virtual_stages
         ms_2IMPV = ms_2JC.reshape(2, -1, self.job.micro_batches, stages, chunks)
         ms_2IPVM = ms_2IMPV.transpose(0, 1, 3, 4, 2)
-        return ms_2IPVM if self._alike else ms_2IPVM * self.slowness_RP[ranks_I][..., None, None]
+        if self._alike:
+            return ms_2IPVM
+        ms_2IPVM = ms_2IPVM * self.slowness_RP[ranks_I][..., None, None]
+        return ms_2IPVM if widths_IM is None else _as_slow_as_slowest(ms_2IPVM, widths_IM)
 
     @cached_property
     def _alike(self) -> bool:
@@ -152,6 +218,8 @@ def step_costs(
         + visible_S[:, None] * coefficients_2CF[:, None, :, _VISIBLE]
     )
     scale_2C = scales.scales_2PV.reshape(2, -1)
+    per_token_2 = np.array([cost.exchange.ms_per_token(direction) for direction in Direction])
+    exchange_2SC = per_token_2[:, None, None] * lengths_S[:, None] * layers_C
     return StepCosts(
         job=job,
         work=cost.work,
@@ -159,11 +227,21 @@ def step_costs(
         lengths_tokens_S=lengths_S,
         blocks_S=-(-lengths_S // cost.block_size),
         constant_2C=scale_2C * coefficients_2CF[..., _MICRO_BATCHES],
+        sequence_2C=scale_2C * coefficients_2CF[..., _SEQUENCES],
         fixed_2SC=scale_2C[:, None] * fixed_2SC,
         pair_2C=scale_2C * layer_2F[:, _PAIRS, None],
+        exchange_2SC=exchange_2SC,
+        exchange=cost.exchange,
         chunk_of_layer_L=chunk_of_layer_L,
         slowness_RP=np.broadcast_to(scales.device_slowness_RP, devices),
     )
+
+
+def _as_slow_as_slowest(times_2RPVM: np.ndarray, widths_RM: np.ndarray) -> np.ndarray:
+    """Times whose slots take on every rank as long as on the slowest."""
+    times_2PVMR = np.ascontiguousarray(np.moveaxis(times_2RPVM, 1, -1))
+    Members(widths_RM.T).maximum(times_2PVMR)
+    return np.moveaxis(times_2PVMR, -1, 1)
 
 
 def base_sample_ms(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 
@@ -62,12 +62,27 @@ class JobShape:
 
     @property
     def slots(self) -> int:
+        """Places of a rank and a position; a slot as wide as one rank takes one of them."""
         return self.data_parallel_size * self.micro_batches
+
+    @property
+    def groups(self) -> JobShape:
+        """The job whose ranks are the context-parallel groups of this one."""
+        return replace(
+            self,
+            data_parallel_size=self.data_parallel_size // self.context_parallel_size,
+            context_parallel_size=1,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanPolicy:
-    """What the user chose; see :class:`sparsebalance_megatron.config.SparseBalanceConfig`."""
+    """What the user chose; see :class:`sparsebalance_megatron.config.SparseBalanceConfig`.
+
+    ``max_tokens_per_slot``: of one rank's share. ``context_parallel``: whether every slot is as
+    wide as the job's context-parallel size (``static``), or as wide as the plan says (``dynamic``):
+    1, 2, 4, ... up to ``max_context_parallel`` ranks, beginning at a multiple of its width.
+    """
 
     batching: Batching
     tuning: Tuning
@@ -80,6 +95,16 @@ class PlanPolicy:
     coverage_target: CoverageTarget = "threshold"
     context_parallel: ContextParallel = "static"
     max_context_parallel: int = 1
+
+    @property
+    def plans_widths(self) -> bool:
+        """Whether slots may differ in width."""
+        return (
+            self.context_parallel == "dynamic"
+            and self.max_context_parallel > 1
+            and self.batching == "makespan"
+            and self.tuning != "anchor"
+        )
 
     @classmethod
     def from_config(cls, config: SparseBalanceConfig, max_tokens_per_slot: int) -> PlanPolicy:
@@ -222,8 +247,10 @@ class StepPlan:
 
 
 def _validate_place(slot: MicroBatchPlan, job: JobShape, place: str) -> None:
-    if slot.width < 1:
-        raise PlanError(f"{place}: width {slot.width} is below 1 rank")
+    if slot.width < 1 or slot.width & (slot.width - 1):
+        raise PlanError(f"{place}: width {slot.width} is no power of two")
+    if slot.rank % slot.width:
+        raise PlanError(f"{place}: a slot of {slot.width} ranks begins at a multiple of its width")
     if slot.rank < 0 or slot.rank + slot.width > job.data_parallel_size:
         raise PlanError(
             f"{place}: {slot.width} ranks from there are not all among the job's "
@@ -245,6 +272,9 @@ def _validate_micro_batch(
     cap_tokens = policy.max_tokens_per_slot * micro_batch.width
     if micro_batch.tokens > cap_tokens:
         raise PlanError(f"{place}: {micro_batch.tokens} tokens exceed the cap of {cap_tokens}")
+    blocks = sum(-(-length // policy.block_size) for length in micro_batch.lengths_tokens)
+    if policy.plans_widths and blocks < micro_batch.width:
+        raise PlanError(f"{place}: {blocks} blocks cannot be shared by {micro_batch.width} ranks")
     if any(not 0 <= sample < len(lengths_tokens) for sample in micro_batch.samples):
         raise PlanError(f"{place}: sample index outside the global batch")
     expected_lengths = tuple(lengths_tokens[sample] for sample in micro_batch.samples)

@@ -7,7 +7,7 @@ V virtual stages, M micro-batches, C = P x V chunks; a leading 2: forward and ba
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -19,6 +19,7 @@ from sparsebalance_megatron.plan.budgets.problem import BudgetProblem
 from sparsebalance_megatron.plan.budgets.tune import TunedBudgets, tune
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.placement import balance
+from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_costs import StepCosts, step_costs
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanError, PlanPolicy
@@ -52,13 +53,13 @@ class PlanInputs:
 class StepProblem:
     """A step to plan: its samples with all that they cost, and how to judge where they go.
 
-    ``pricing``: of tuning ``makespan``.
+    ``pricing``: of tuning ``makespan``. ``cap_tokens``: of a slot one rank of the job wide.
     """
 
     lengths_tokens: tuple[int, ...]
-    job: JobShape
     budgets: BudgetProblem
     pricing: Pricing | None
+    cap_tokens: int
 
     @classmethod
     def of(cls, inputs: PlanInputs) -> StepProblem:
@@ -68,6 +69,7 @@ class StepProblem:
             PlanError: the inputs contradict one another.
         """
         job, policy, coverage = inputs.job, inputs.policy, inputs.coverage
+        _check_widths(job, policy)
         if policy.block_size != inputs.cost.block_size:
             raise PlanError(
                 f"block size {policy.block_size} differs from the cost model's "
@@ -82,10 +84,26 @@ class StepProblem:
         horizon = BudgetProblem.under(policy, costs, coverage)
         return cls(
             lengths_tokens=inputs.lengths_tokens,
-            job=job,
             budgets=horizon.of(own),
             pricing=price(horizon, own, inputs.owed_coverage) if tunes else None,
+            cap_tokens=policy.max_tokens_per_slot,
         )
+
+    @cached_property
+    def of_groups(self) -> StepProblem:
+        """The same step on the job whose ranks are its context-parallel groups."""
+        width = self.job.context_parallel_size
+        if width == 1:
+            return self
+        return replace(
+            self,
+            budgets=replace(self.budgets, costs=self.costs.of_groups),
+            cap_tokens=self.cap_tokens * width,
+        )
+
+    @property
+    def job(self) -> JobShape:
+        return self.costs.job
 
     @property
     def policy(self) -> PlanPolicy:
@@ -125,21 +143,38 @@ class StepProblem:
             (forward_SC + backward_SC).sum(axis=1),
             self.lengths_tokens,
             self.job,
-            self.policy.max_tokens_per_slot,
+            self.cap_tokens,
             self.costs.slowness_R,
         )
 
     def tuned(self, placement: balance.Placement) -> TunedBudgets:
         """Budgets of the placed samples."""
-        return tune(self.budgets, self._slot_of_S(placement), self.pricing)
+        return self.tuned_where(Arrangement(samples=placement))
 
-    def times_2RPVM(self, placement: balance.Placement, sample_2SC: np.ndarray) -> np.ndarray:
-        """Ms of every slot, from those of every sample."""
-        return self.costs.slot_ms(sample_2SC, self._slot_of_S(placement))
+    def tuned_where(self, arrangement: Arrangement) -> TunedBudgets:
+        """Budgets of the placed samples."""
+        return tune(self.budgets, arrangement.slot_of_S, self.pricing, arrangement.widths_RM)
 
-    def makespans_ms(self, placement: balance.Placement, sample_2SC: np.ndarray) -> np.ndarray:
-        """[R] makespans, from the ms of every sample."""
-        return makespans_ms(self.times_2RPVM(placement, sample_2SC))
+    def times_2RPVM(self, arrangement: Arrangement, sample_2SC: np.ndarray) -> np.ndarray:
+        """Ms of every slot, from those of every sample on a rank by itself."""
+        return self.costs.slot_ms(sample_2SC, arrangement.slot_of_S, arrangement.widths_RM)
 
-    def _slot_of_S(self, placement: balance.Placement) -> np.ndarray:
-        return balance.slot_of_sample(placement, len(self.lengths_tokens))
+    def makespans_ms(self, arrangement: Arrangement, sample_2SC: np.ndarray) -> np.ndarray:
+        """[R] makespans, from the ms of every sample on a rank by itself."""
+        times_2RPVM = self.times_2RPVM(arrangement, sample_2SC)
+        return makespans_ms(times_2RPVM, widths_XM=arrangement.widths_RM)
+
+
+def _check_widths(job: JobShape, policy: PlanPolicy) -> None:
+    size, widest = job.context_parallel_size, policy.max_context_parallel
+    for name, width in (("context-parallel size", size), ("widest slot", widest)):
+        if width < 1 or width & (width - 1) or job.data_parallel_size % width:
+            raise PlanError(
+                f"{name} {width}: must be a power of two that divides the "
+                f"{job.data_parallel_size} data-parallel x context-parallel ranks"
+            )
+    if policy.context_parallel == "dynamic" and widest < size:
+        raise PlanError(
+            f"widest slot {widest} is below the context-parallel size {size}, which widths have on "
+            "average; raise --sparse-balance-max-context-parallel"
+        )

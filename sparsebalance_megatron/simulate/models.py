@@ -85,6 +85,7 @@ def h200_cost(name: str, *, block_size: int, tensor_parallel_size: int = 1) -> C
         block_size=block_size,
         forward_ms=_scaled(linear.forward_ms, slower),
         backward_ms=_scaled(linear.backward_ms, slower),
+        exchange=linear.exchange,
         source=f"{name}: counted operations on an H200, {LINEAR_EFFICIENCY:.0%} of peak in "
         f"projections, {ATTENTION_EFFICIENCY:.0%} in attention",
     )

@@ -141,3 +141,42 @@ def most_coverage(chains, limit):
         if sum(ms for ms, _ in choice) <= limit:
             best = max(best, sum(gain for _, gain in choice))
     return best
+
+
+def shared_makespans(forward, backward, widths, schedule="1f1b"):
+    """Makespan of every rank where the ranks of a slot begin each operation together.
+
+    Args:
+        forward: of rank r, stage p, chunk v, micro-batch m: forward[r][p][v][m]. backward alike.
+        widths: of the slot that rank r takes part in at position m: widths[r][m].
+    """
+    ranks, stages, chunks = len(forward), len(forward[0]), len(forward[0][0])
+    positions = len(forward[0][0][0])
+    ends = {}
+    programs = [stage_program(stages, positions, schedule, chunks, p) for p in range(stages)]
+    path = [(p, c) for c in range(chunks) for p in range(stages)]
+    changed = True
+    while changed:
+        changed = False
+        for p in range(stages):
+            for number, (kind, c, m) in enumerate(programs[p]):
+                for r in range(ranks):
+                    first = r // widths[r][m] * widths[r][m]
+                    start = 0.0
+                    for member in range(first, first + widths[r][m]):
+                        place = path.index((p, c))
+                        waited = []
+                        if number:
+                            waited.append((member, p, *programs[p][number - 1]))
+                        if kind == "F" and place:
+                            waited.append((member, path[place - 1][0], "F", path[place - 1][1], m))
+                        if kind == "B" and place + 1 == len(path):
+                            waited.append((member, p, "F", c, m))
+                        if kind == "B" and place + 1 < len(path):
+                            waited.append((member, path[place + 1][0], "B", path[place + 1][1], m))
+                        start = max([start, *(ends.get(other, 0.0) for other in waited)])
+                    end = start + (forward if kind == "F" else backward)[r][p][c][m]
+                    if end > ends.get((r, p, kind, c, m), -1.0):
+                        ends[r, p, kind, c, m] = end
+                        changed = True
+    return [max(end for key, end in ends.items() if key[0] == r) for r in range(ranks)]

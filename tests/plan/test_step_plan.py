@@ -99,8 +99,10 @@ def test_a_wide_slot_belongs_to_all_its_ranks(wide):
     ("changes", "words"),
     [
         ({"width": 1}, "rank 1, micro-batch 0: in 0 slots"),
-        ({"width": 0}, "width 0 is below 1"),
-        ({"rank": 1}, "2 ranks from there are not all among the job's 2"),
+        ({"width": 0}, "width 0 is no power of two"),
+        ({"width": 3}, "width 3 is no power of two"),
+        ({"rank": 1}, "a slot of 2 ranks begins at a multiple of its width"),
+        ({"rank": 2}, "2 ranks from there are not all among the job's 2"),
         ({"position": 1}, "rank 0, micro-batch 0: in 0 slots"),
     ],
 )
@@ -108,6 +110,18 @@ def test_broken_wide_slots(wide, changes, words):
     policy_ = replace(POLICY, max_tokens_per_slot=3000)
     with pytest.raises(PlanError, match=words):
         with_first(wide, **changes).validate(LENGTHS, JOB, policy_)
+
+
+def test_every_rank_of_a_planned_width_has_a_block(wide):
+    blocks = sum(-(-length // POLICY.block_size) for length in wide.slots[0].lengths_tokens)
+    roomy = replace(POLICY, context_parallel="dynamic", max_context_parallel=2)
+    wide.validate(LENGTHS, JOB, roomy)
+    coarse = replace(roomy, block_size=4096)
+    assert blocks > 2
+    with pytest.raises(PlanError, match="1 blocks cannot be shared by 2 ranks"):
+        one = replace(wide.slots[0], samples=(0,), lengths_tokens=(LENGTHS[0],))
+        one = replace(one, budgets_LS=wide.slots[0].budgets_LS[:, :1])
+        replace(wide, slots=(one, *wide.slots[1:])).validate(LENGTHS, JOB, coarse)
 
 
 def test_the_cap_is_that_of_a_rank(wide):
@@ -118,18 +132,19 @@ def test_the_cap_is_that_of_a_rank(wide):
 
 def test_the_digest_knows_how_wide_a_slot_is():
     """Plans that differ in a width alone: a slot of two ranks, and one rank's of the same rows."""
-    job, lengths = job_shape(3, 1), [300, 400]
+    job, lengths = job_shape(4, 1), [300, 400, 500]
     narrow = planned(
-        lengths_tokens=[*lengths, 500],
+        lengths_tokens=[*lengths, 600],
         job=job,
         policy=replace(POLICY, batching="arrival"),
         cost=cost_model(),
         scales=StageScales.ones(1),
         coverage=coverage_curves(job.layers),
     )
-    first, second, _ = narrow.slots
-    left = replace(narrow, slots=(replace(first, width=2), replace(second, rank=2)))
-    right = replace(narrow, slots=(first, replace(second, width=2)))
+    first, second, third, _ = narrow.slots
+    left = (replace(first, width=2), replace(second, rank=2), replace(third, rank=3))
+    right = (first, second, replace(third, width=2))
+    left, right = (replace(narrow, slots=slots) for slots in (left, right))
     for plan in (left, right):
         plan.validate(lengths, job, POLICY)
     assert left.digest() != right.digest()

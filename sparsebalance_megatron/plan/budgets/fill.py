@@ -2,9 +2,10 @@
 """Fills what every rank has left until a step time with attention, best value first.
 
 A unit is one chunk of one slot. Its budgets follow one price level: all steps at least that good
-are taken. The rule, for every rank by itself, in rounds:
+are taken. Ranks that share slots form an island; without shared slots every rank is one. The rule,
+for every island by itself, in rounds:
 
-1. *Rise.* The units of the rank rise together, by as many levels as its makespan allows.
+1. *Rise.* The units of the island rise together, by as many levels as its makespan allows.
 2. *Stop.* A unit stops whose next level does not fit: the longest chain of operations through it
    would end after the step.
 3. *Give way.* Where the units could not rise together though each of them could alone, the more
@@ -14,8 +15,8 @@ So every round lifts or stops a unit. Without a pipeline this is greedy by slope
 
 Shape legend: Q price levels, S samples, L layers, Z sizes (samples of as many blocks),
 R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, C = P x V chunks,
-J = R x M slots, U = M x C units of a rank, I ranks that still rise, X candidates; a leading 2:
-forward and backward.
+J = R x M slots, E islands, W ranks of an island, U = W x M x C units of an island, I islands that
+still rise, X candidates; a leading 2: forward and backward.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from functools import cached_property
 import numpy as np
 
 from sparsebalance_megatron.plan.budgets.price_ladder import LEVELS, Ladder
+from sparsebalance_megatron.plan.context_groups import Members, first_places
 from sparsebalance_megatron.plan.schedules.simulator import longest_through_ms, makespans_ms
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
@@ -35,121 +37,172 @@ _MAX_ROUNDS = 24
 _MAX_EVALUATED_TIMES = 1 << 21
 
 
-def unit_growth_RUQ(costs: StepCosts, ladder: Ladder, slot_of_S: np.ndarray) -> np.ndarray:
-    """Block pairs that each unit adds above its floors at price level 0..LEVELS.
+def unit_growth_JCQ(costs: StepCosts, ladder: Ladder, slot_of_S: np.ndarray) -> np.ndarray:
+    """Block pairs that each unit adds above its floors at price level 0..LEVELS, of whole slots.
 
     Its pairs are ``sum_S (length_S a_S - b_S)``, where a and b are the sums over the chunk's layers
     of the terms of :meth:`.WorkModel.growth`.
     """
     order_S = np.argsort(slot_of_S, kind="stable")
-    first_J = np.searchsorted(slot_of_S[order_S], np.arange(costs.job.slots))
+    filled_J, first_J = np.unique(slot_of_S[order_S], return_index=True)
     length_S, size_S = costs.length_blocks_S[order_S], ladder.size_S[order_S]
-    growth_QJC = np.empty((LEVELS + 1, costs.job.slots, costs.chunks))
+    growth_QJC = np.zeros((LEVELS + 1, costs.job.slots, costs.chunks))
     for chunk in range(costs.chunks):
         terms = costs.work.growth(ladder.budgets_QLZ[:, costs.chunk_of_layer_L == chunk])
         a_QZ, b_QZ = (term_QLZ.sum(axis=1) for term_QLZ in terms)
         a_QZ, b_QZ = a_QZ - a_QZ[0], b_QZ - b_QZ[0]
         pairs_QS = length_S * a_QZ[:, size_S] - b_QZ[:, size_S]
-        growth_QJC[..., chunk] = np.add.reduceat(pairs_QS, first_J, axis=1)
-    growth_UQ = growth_QJC.reshape(LEVELS + 1, -1).T.copy()
-    return growth_UQ.reshape(costs.job.data_parallel_size, -1, LEVELS + 1)
+        growth_QJC[:, filled_J, chunk] = np.add.reduceat(pairs_QS, first_J, axis=1)
+    return np.moveaxis(growth_QJC, 0, -1).copy()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Filling:
     """Pipelines to fill.
 
-    ``floor_2RPVM``: ms of all slots at their floors. ``growth_RUQ``: of :func:`unit_growth_RUQ`.
+    ``floor_2RPVM``: ms of all slots at their floors. ``growth_JCQ``: of :func:`unit_growth_JCQ`.
+    ``widths_RM``: of the slot that each rank takes part in; None where all are 1.
     """
 
     costs: StepCosts
     floor_2RPVM: np.ndarray
-    growth_RUQ: np.ndarray
+    growth_JCQ: np.ndarray
+    widths_RM: np.ndarray | None = None
 
-    def levels_RU(self, limit_ms: float) -> np.ndarray:
-        """The price level of every unit once all ranks are filled up to ``limit_ms``.
+    def levels_JC(self, limit_ms: float) -> np.ndarray:
+        """The price level of every unit once all islands are filled up to ``limit_ms``.
 
-        Units of a rank are ordered by micro-batch, then chunk.
+        A slot that ranks share has its units on the first of them; those of the others stay 0.
         """
-        level_RU = np.zeros(self.growth_RUQ.shape[:2], dtype=np.int64)
-        rising_RU = self.growth_RUQ[..., -1] > 0
+        level_EU = np.zeros(self._growth_EUQ.shape[:2], dtype=np.int64)
+        rising_EU = self._growth_EUQ[..., -1] > 0
         for _ in range(_MAX_ROUNDS):
-            ranks_I = np.flatnonzero(rising_RU.any(axis=1))
-            if not len(ranks_I):
+            islands_I = np.flatnonzero(rising_EU.any(axis=1))
+            if not len(islands_I):
                 break
-            rising_IU = rising_RU[ranks_I]
-            level_IU, rose_I = self._rise(ranks_I, level_RU[ranks_I], rising_IU, limit_ms)
+            rising_IU = rising_EU[islands_I]
+            level_IU, rose_I = self._rise(islands_I, level_EU[islands_I], rising_IU, limit_ms)
             rising_IU = rising_IU & (level_IU < LEVELS)
-            level_RU[ranks_I] = level_IU
-            rising_RU[ranks_I] = self._go_on(ranks_I, level_IU, rising_IU, rose_I, limit_ms)
-        return level_RU
+            level_EU[islands_I] = level_IU
+            rising_EU[islands_I] = self._go_on(islands_I, level_IU, rising_IU, rose_I, limit_ms)
+        return level_EU.reshape(self.growth_JCQ.shape[:2])
+
+    @cached_property
+    def _island_ranks(self) -> int:
+        return 1 if self.widths_RM is None else int(self.widths_RM.max())
+
+    @cached_property
+    def _growth_EUQ(self) -> np.ndarray:
+        islands = self.costs.job.data_parallel_size // self._island_ranks
+        return self.growth_JCQ.reshape(islands, -1, self.growth_JCQ.shape[-1])
+
+    @cached_property
+    def _unit_ms_EU(self) -> np.ndarray:
+        """Forward and backward ms that a block pair of each unit takes, on each of its ranks."""
+        costs = self.costs
+        slowness_RC = np.repeat(costs.slowness_RP, costs.job.virtual_stages, axis=1)
+        ms_RMC = np.repeat(
+            (costs.pair_ms_C * slowness_RC)[:, None], costs.job.micro_batches, axis=1
+        )
+        if self.widths_RM is not None:
+            ms_MCR = np.ascontiguousarray(np.moveaxis(ms_RMC, 0, -1))
+            Members(self.widths_RM.T[:, None]).maximum(ms_MCR)
+            ms_RMC = np.moveaxis(ms_MCR, -1, 0) * costs.share_W[self.widths_RM][..., None]
+        return ms_RMC.reshape(self._growth_EUQ.shape[:2])
+
+    @cached_property
+    def _first_unit_EU(self) -> np.ndarray | None:
+        """Of every rank's part of a slot, the unit on the first rank; None where all are alone."""
+        if self.widths_RM is None:
+            return None
+        chunks = self.costs.chunks
+        unit_JC = first_places(self.widths_RM)[:, None] * chunks + np.arange(chunks)
+        units = self._growth_EUQ.shape[1]
+        return unit_JC.reshape(-1, units) % units
 
     def _rise(
-        self, ranks_I: np.ndarray, level_IU: np.ndarray, rising_IU: np.ndarray, limit_ms: float
+        self, islands_I: np.ndarray, level_IU: np.ndarray, rising_IU: np.ndarray, limit_ms: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Levels after the largest common stride that fits, and which ranks rose at all, [I]."""
+        """Levels after the largest common stride that fits, and which islands rose at all, [I]."""
         stride_IXU = np.where(rising_IU[:, None], _STRIDES[:, None], 0)
         candidate_IXU = np.minimum(level_IU[:, None] + stride_IXU, LEVELS)
-        fits_IX = self._fits(ranks_I, candidate_IXU, limit_ms)
+        fits_IX = self._fits(islands_I, candidate_IXU, limit_ms)
         rose_I = fits_IX[:, 0]
         largest_I = np.maximum(fits_IX.sum(axis=1) - 1, 0)
-        risen_IU = candidate_IXU[np.arange(len(ranks_I)), largest_I]
+        risen_IU = candidate_IXU[np.arange(len(islands_I)), largest_I]
         return np.where(rose_I[:, None], risen_IU, level_IU), rose_I
 
     def _go_on(
         self,
-        ranks_I: np.ndarray,
+        islands_I: np.ndarray,
         level_IU: np.ndarray,
         rising_IU: np.ndarray,
         rose_I: np.ndarray,
         limit_ms: float,
     ) -> np.ndarray:
         """Which of the rising units rise in the next round as well, [I, U]."""
-        times_2IPVM = self._times_2XPVM(ranks_I, level_IU[:, None])
-        through_IPVM = longest_through_ms(times_2IPVM)
-        through_IU = through_IPVM.transpose(0, 3, 1, 2).reshape(level_IU.shape)
-        added_IU = self._next_level_ms(ranks_I, level_IU)
+        times_2XPVM, widths_XM = self._pipelines(islands_I, level_IU[:, None])
+        through_XPVM = longest_through_ms(times_2XPVM, widths_XM=widths_XM)
+        through_IU = through_XPVM.transpose(0, 3, 1, 2).reshape(level_IU.shape)
+        added_IU = self._next_level_ms(islands_I, level_IU)
         fits_IU = through_IU + added_IU <= limit_ms
         together_I1 = np.where(rising_IU, added_IU, 0.0).sum(axis=1, keepdims=True)
         stuck_I = ~rose_I & (fits_IU | ~rising_IU).all(axis=1)
         in_the_way_IU = rising_IU & (through_IU + together_I1 > limit_ms) & stuck_I[:, None]
         return rising_IU & fits_IU & ~_larger_half(added_IU, in_the_way_IU)
 
-    def _fits(self, ranks_I: np.ndarray, level_IXU: np.ndarray, limit_ms: float) -> np.ndarray:
-        """Whether each rank meets the limit at each of X candidate levels of its units, [I, X]."""
+    def _fits(self, islands_I: np.ndarray, level_IXU: np.ndarray, limit_ms: float) -> np.ndarray:
+        """Whether islands meet the limit with their units at X candidate levels, [I, X]."""
         _, candidates, units = level_IXU.shape
         fits_IX = np.empty(level_IXU.shape[:2], dtype=bool)
         batch = max(1, _MAX_EVALUATED_TIMES // (candidates * units))
-        for first in range(0, len(ranks_I), batch):
+        for first in range(0, len(islands_I), batch):
             part = slice(first, first + batch)
-            ms_X = makespans_ms(self._times_2XPVM(ranks_I[part], level_IXU[part]))
-            fits_IX[part] = (ms_X <= limit_ms).reshape(-1, candidates)
+            times_2XPVM, widths_XM = self._pipelines(islands_I[part], level_IXU[part])
+            fits_X = makespans_ms(times_2XPVM, widths_XM=widths_XM) <= limit_ms
+            fits_IX[part] = fits_X.reshape(-1, candidates, self._island_ranks).all(axis=2)
         return fits_IX
 
-    def _times_2XPVM(self, ranks_I: np.ndarray, level_IXU: np.ndarray) -> np.ndarray:
-        """Ms of ranks with their units at X candidate levels each, I x X pipelines."""
-        _, candidates, units = level_IXU.shape
-        pairs_IXU = self.growth_RUQ[ranks_I[:, None, None], np.arange(units), level_IXU]
-        pairs_XMC = pairs_IXU.reshape(-1, self.costs.job.micro_batches, self.costs.chunks)
-        times_2XPVM = np.repeat(self.floor_2RPVM[:, ranks_I], candidates, axis=1)
-        times_2XPVM += self.costs.grid_2IPVM(
-            pairs_XMC * self.costs.pair_2C[:, None, None], np.repeat(ranks_I, candidates)
-        )
-        return times_2XPVM
+    def _pipelines(
+        self, islands_I: np.ndarray, level_IXU: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Times and widths of islands with their units at X candidate levels each.
 
-    def _next_level_ms(self, ranks_I: np.ndarray, level_IU: np.ndarray) -> np.ndarray:
+        I x X x W pipelines: [2, .., P, V, M] ms and [.., M].
+        """
+        _, candidates, units = level_IXU.shape
+        pairs_IXU = self._growth_EUQ[islands_I[:, None, None], np.arange(units), level_IXU]
+        if self._first_unit_EU is not None:
+            first_I1U = self._first_unit_EU[islands_I][:, None]
+            pairs_IXU = (
+                np.take_along_axis(pairs_IXU, first_I1U, axis=2)
+                * self._share_EU[islands_I][:, None]
+            )
+        pairs_XMC = pairs_IXU.reshape(-1, self.costs.job.micro_batches, self.costs.chunks)
+        of_island_W = np.arange(self._island_ranks)
+        ranks_IW = islands_I[:, None] * self._island_ranks + of_island_W
+        ranks_X = np.repeat(ranks_IW, candidates, axis=0).reshape(-1)
+        widths_XM = None if self.widths_RM is None else self.widths_RM[ranks_X]
+        grown_2XPVM = self.costs.grid_2IPVM(
+            pairs_XMC * self.costs.pair_2C[:, None, None], ranks_X, widths_XM
+        )
+        return self.floor_2RPVM[:, ranks_X] + grown_2XPVM, widths_XM
+
+    def _next_level_ms(self, islands_I: np.ndarray, level_IU: np.ndarray) -> np.ndarray:
         """Forward and backward ms that one more level adds to every unit, [I, U]."""
         units = np.arange(level_IU.shape[1])
         now_IU, next_IU = (
-            self.growth_RUQ[ranks_I[:, None], units, np.minimum(level_IU + more, LEVELS)]
+            self._growth_EUQ[islands_I[:, None], units, np.minimum(level_IU + more, LEVELS)]
             for more in (0, 1)
         )
-        return (next_IU - now_IU) * self._pair_ms_RU[ranks_I]
+        return (next_IU - now_IU) * self._unit_ms_EU[islands_I]
 
     @cached_property
-    def _pair_ms_RU(self) -> np.ndarray:
-        slowness_RC = np.repeat(self.costs.slowness_RP, self.costs.job.virtual_stages, axis=1)
-        return np.tile(self.costs.pair_ms_C * slowness_RC, (1, self.costs.job.micro_batches))
+    def _share_EU(self) -> np.ndarray:
+        """Of a unit's pairs, what each of its ranks computes."""
+        widths_RM = self.widths_RM if self.widths_RM is not None else np.ones(1, dtype=np.int64)
+        share_J = self.costs.share_W[widths_RM].reshape(-1)
+        return np.repeat(share_J, self.costs.chunks).reshape(self._growth_EUQ.shape[:2])
 
 
 def _larger_half(values_IU: np.ndarray, among_IU: np.ndarray) -> np.ndarray:

@@ -80,6 +80,11 @@ class BudgetProblem:
         """Whether coverage, summed where curves are known, is at least what is wanted."""
         return bool(np.nansum(self.coverage_LS(budgets_LS)) * ROUNDING >= wanted_coverage)
 
-    def slot_ms(self, budgets_LS: np.ndarray, slot_of_S: np.ndarray) -> np.ndarray:
+    def slot_ms(
+        self,
+        budgets_LS: np.ndarray,
+        slot_of_S: np.ndarray,
+        widths_RM: np.ndarray | None = None,
+    ) -> np.ndarray:
         """[2, R, P, V, M] ms of the slots that hold the samples."""
-        return self.costs.slot_ms(self.costs.sample_ms(budgets_LS), slot_of_S)
+        return self.costs.slot_ms(self.costs.sample_ms(budgets_LS), slot_of_S, widths_RM)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsebalance_megatron.config import Anchor
-from sparsebalance_megatron.plan.budgets.fill import Filling, unit_growth_RUQ
+from sparsebalance_megatron.plan.budgets.fill import Filling, unit_growth_JCQ
 from sparsebalance_megatron.plan.budgets.price import Pricing, price
 from sparsebalance_megatron.plan.budgets.price_ladder import budget_steps
 from sparsebalance_megatron.plan.budgets.problem import ROUNDING, BudgetProblem
@@ -48,12 +48,16 @@ class TunedBudgets:
 
 
 def tune(
-    problem: BudgetProblem, slot_of_S: np.ndarray, pricing: Pricing | None = None
+    problem: BudgetProblem,
+    slot_of_S: np.ndarray,
+    pricing: Pricing | None = None,
+    widths_RM: np.ndarray | None = None,
 ) -> TunedBudgets:
     """Budgets of a placed global batch under ``policy.tuning``.
 
     Args:
-        slot_of_S: where the samples are placed.
+        slot_of_S: where the samples are placed: on the first rank of their slots.
+        widths_RM: of the slot that each rank takes part in; None where all are 1.
         pricing: what tuning ``makespan`` goes by; by default that of these samples alone.
 
     Raises:
@@ -66,7 +70,9 @@ def tune(
         case "anchor":
             tuned_LS, clamped_S = _anchor(problem, slot_of_S)
         case "makespan":
-            tuned_LS, clamped_S = _makespan(problem, slot_of_S, pricing or price(problem))
+            tuned_LS, clamped_S = _makespan(
+                problem, slot_of_S, pricing or price(problem), widths_RM
+            )
         case other:
             raise PlanError(f"tuning {other!r} is not one of off, anchor, makespan")
     same_LS = tuned_LS == allowed.base_LS
@@ -124,7 +130,10 @@ def _latency_ms_J(
 
 
 def _makespan(
-    problem: BudgetProblem, slot_of_S: np.ndarray, pricing: Pricing
+    problem: BudgetProblem,
+    slot_of_S: np.ndarray,
+    pricing: Pricing,
+    widths_RM: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The least step time that the policy allows, then the most coverage in that time.
 
@@ -133,21 +142,23 @@ def _makespan(
     grows until it is reached, but never beyond what base budgets take.
     """
     costs, allowed, ladder = problem.costs, problem.allowed, pricing.ladder
-    floor_2RPVM = problem.slot_ms(allowed.floor_LS, slot_of_S)
+    floor_2RPVM = problem.slot_ms(allowed.floor_LS, slot_of_S, widths_RM)
     filling = Filling(
         costs=costs,
         floor_2RPVM=floor_2RPVM,
-        growth_RUQ=unit_growth_RUQ(costs, ladder, slot_of_S),
+        growth_JCQ=unit_growth_JCQ(costs, ladder, slot_of_S),
+        widths_RM=widths_RM,
     )
     unit_LS = slot_of_S * costs.chunks + costs.chunk_of_layer_L[:, None]
 
     def filled_LS(limit_ms: float) -> np.ndarray:
-        return ladder.budgets_LS(filling.levels_RU(limit_ms).ravel()[unit_LS])
+        return ladder.budgets_LS(filling.levels_JC(limit_ms).ravel()[unit_LS])
 
     def step_ms(budgets_LS: np.ndarray) -> float:
-        return float(makespans_ms(problem.slot_ms(budgets_LS, slot_of_S)).max())
+        times_2RPVM = problem.slot_ms(budgets_LS, slot_of_S, widths_RM)
+        return float(makespans_ms(times_2RPVM, widths_XM=widths_RM).max())
 
-    floor_ms_R = makespans_ms(floor_2RPVM)
+    floor_ms_R = makespans_ms(floor_2RPVM, widths_XM=widths_RM)
     least_ms = floor_ms_R.max() * ROUNDING
     tuned_LS, wanted = filled_LS(least_ms), pricing.wanted_coverage
     if not problem.covers(tuned_LS, wanted):

@@ -3,6 +3,7 @@
 
 An operation starts when its stage has finished the operation before it and its inputs have arrived.
 The order and the inputs are those of a :data:`.orders.Schedule`, by default Megatron-Core's.
+Ranks that share a slot begin each of its operations together.
 
 Shape legend: P pipeline stages, V virtual stages (chunks per stage), M micro-batches, X independent
 pipelines (ranks or candidates), O operations; a leading 2: forward and backward.
@@ -19,6 +20,7 @@ from functools import lru_cache
 import numpy as np
 
 from sparsebalance_megatron.cost.parts import Direction
+from sparsebalance_megatron.plan.context_groups import Members
 from sparsebalance_megatron.plan.schedules.orders import (
     PipelineOrder,
     Schedule,
@@ -56,36 +58,54 @@ class PipelineTrace:
     critical_path: tuple[Event, ...]
 
 
-def makespans_ms(times_2XPVM: np.ndarray, schedule: Schedule = megatron_order) -> np.ndarray:
-    """Makespan of X independent pipelines at once, [X] ms. Trusts its input to be finite.
+def makespans_ms(
+    times_2XPVM: np.ndarray,
+    schedule: Schedule = megatron_order,
+    widths_XM: np.ndarray | None = None,
+) -> np.ndarray:
+    """Makespan of X pipelines at once, [X] ms. Trusts its input to be finite.
+
+    Args:
+        times_2XPVM: equal on all ranks that share a slot.
+        schedule: order and inputs of the operations.
+        widths_XM: of the slot that each pipeline takes part in (:mod:`..context_groups`); None
+            where the pipelines are independent.
 
     Raises:
         PlanError: the schedule does not exist for these numbers.
     """
-    if times_2XPVM.shape[2] == 1:
+    if times_2XPVM.shape[2] == 1 and widths_XM is None:
         return _work_XPVM(times_2XPVM).sum(axis=(1, 2, 3))
     graph = _graph(schedule, *_sizes(times_2XPVM))
-    return _finish_OX(graph, _durations_OX(graph, times_2XPVM))[:-1].max(axis=0)
+    members = _members(graph, widths_XM)
+    return _finish_OX(graph, _durations_OX(graph, times_2XPVM), members)[:-1].max(axis=0)
 
 
-def longest_through_ms(times_2XPVM: np.ndarray, schedule: Schedule = megatron_order) -> np.ndarray:
+def longest_through_ms(
+    times_2XPVM: np.ndarray,
+    schedule: Schedule = megatron_order,
+    widths_XM: np.ndarray | None = None,
+) -> np.ndarray:
     """Longest chain through the forward or the backward of each (chunk, micro-batch), [X, P, V, M].
 
     The makespan less this is by how much both together may grow without delaying the step: a chain
-    that uses either of them, or both, is no longer than this.
+    that uses either of them, or both, is no longer than this. A slot that ranks share is one.
     """
     shape = times_2XPVM.shape[1:]
-    if shape[1] == 1:
+    if shape[1] == 1 and widths_XM is None:
         total_X = _work_XPVM(times_2XPVM).sum(axis=(1, 2, 3))
         return np.broadcast_to(total_X[:, None, None, None], shape)
     graph = _graph(schedule, *_sizes(times_2XPVM))
     tail = _durations_OX(graph, times_2XPVM)
-    finish = _finish_OX(graph, tail.copy())[:-1]
+    members = _members(graph, widths_XM)
+    finish = _finish_OX(graph, tail.copy(), members)[:-1]
     rest = np.zeros_like(finish)
     for start, stop in reversed(list(itertools.pairwise(graph.waves))):
         after = tail.take(graph.after_O[start:stop], axis=0)
         for output_O in graph.outputs:
             np.maximum(after, tail.take(output_O[start:stop], axis=0), out=after)
+        if members is not None:
+            members.maximum(after, slice(start, stop))
         rest[start:stop] = after
         tail[start:stop] += after
     through = np.empty_like(finish)
@@ -248,12 +268,21 @@ def _durations_OX(graph: _Graph, times_2XPVM: np.ndarray) -> np.ndarray:
     return durations
 
 
-def _finish_OX(graph: _Graph, finish_OX: np.ndarray) -> np.ndarray:
+def _members(graph: _Graph, widths_XM: np.ndarray | None) -> Members | None:
+    """Who shares each operation."""
+    if widths_XM is None:
+        return None
+    return Members(widths_XM.T[graph.source_O % widths_XM.shape[1]])
+
+
+def _finish_OX(graph: _Graph, finish_OX: np.ndarray, members: Members | None = None) -> np.ndarray:
     """End of every operation, in the place of its duration; the last row is the step's start."""
     for start, stop in itertools.pairwise(graph.waves):
         ready = finish_OX.take(graph.before_O[start:stop], axis=0)
         for input_O in graph.inputs:
             np.maximum(ready, finish_OX.take(input_O[start:stop], axis=0), out=ready)
+        if members is not None:
+            members.maximum(ready, slice(start, stop))
         finish_OX[start:stop] += ready
     return finish_OX
 

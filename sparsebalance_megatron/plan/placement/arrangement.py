@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where every sample of a step runs, with the slots that several ranks share.
+
+Shape legend: S samples of a global batch, R data-parallel ranks, M micro-batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparsebalance_megatron.plan.placement.balance import Placement, slot_of_sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrangement:
+    """Samples by rank and position, and how many ranks share each slot.
+
+    ``samples[rank][position]``: those of the slot that begins on the rank, none where the rank
+    takes part in a slot that begins on another. ``widths_RM``: ranks of the slot that each takes
+    part in; None where all are 1.
+    """
+
+    samples: Placement
+    widths_RM: np.ndarray | None = None
+
+    @classmethod
+    def of_groups(cls, placement: Placement, width: int) -> Arrangement:
+        """Every slot of a placement onto groups of so many ranks."""
+        if width == 1:
+            return cls(samples=placement)
+        nothing = tuple(() for _ in placement[0])
+        samples = tuple(slots for group in placement for slots in (group, *[nothing] * (width - 1)))
+        widths_RM = np.full((len(samples), len(nothing)), width)
+        return cls(samples=samples, widths_RM=widths_RM)
+
+    @property
+    def slot_of_S(self) -> np.ndarray:
+        """The place ``rank * M + position`` where every sample's slot begins."""
+        return slot_of_sample(
+            self.samples, sum(len(slot) for rank in self.samples for slot in rank)
+        )
+
+    def width(self, rank: int, position: int) -> int:
+        """Ranks of the slot that a rank takes part in."""
+        return 1 if self.widths_RM is None else int(self.widths_RM[rank, position])

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slots that ranks share: who they are, when they run, and plans of all widths."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import plan as oracle
+from plan.plan_cases import cost_model, coverage_curves, job_shape, planned, policy, random_lengths
+
+from sparsebalance_megatron.cost.exchange import Exchange
+from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan.context_groups import Members, first_places, widest_slot
+from sparsebalance_megatron.plan.schedules.simulator import longest_through_ms, makespans_ms
+from sparsebalance_megatron.plan.step_plan import PlanError
+
+SEEDS = st.integers(0, 2**32 - 1)
+SHAPES = st.sampled_from([(4, 4, 2, 1), (8, 2, 1, 1), (4, 4, 2, 2), (2, 3, 4, 1), (4, 1, 1, 1)])
+
+
+def random_widths(ranks, positions, widest, seed):
+    """[ranks, positions] of aligned powers of two."""
+    generator = np.random.default_rng(seed)
+    widths = np.ones((ranks, positions), dtype=np.int64)
+    for m in range(positions):
+        rank = 0
+        while rank < ranks:
+            able = [w for w in (1, 2, 4, 8) if w <= widest and rank % w == 0 and rank + w <= ranks]
+            width = int(generator.choice(able))
+            widths[rank : rank + width, m] = width
+            rank += width
+    return widths
+
+
+def shared_times(shape, widths_RM, seed):
+    ranks, positions, stages, chunks = shape
+    times = np.random.default_rng(seed).uniform(0.1, 5.0, (2, ranks, stages, chunks, positions))
+    first_RM = np.arange(ranks)[:, None] - np.arange(ranks)[:, None] % widths_RM
+    for m in range(positions):
+        times[..., m] = times[..., m][:, first_RM[:, m]]
+    return times
+
+
+def arguments(shape, seed, *, size=2, kind="spread", cost=None, **changes):
+    job = replace(job_shape(*shape), context_parallel_size=changes.pop("c", 1))
+    samples = job.slots * size // job.context_parallel_size
+    return {
+        "lengths_tokens": random_lengths(samples, seed, kind=kind, longest=2**15),
+        "job": job,
+        "policy": policy(**{"plan_ms": 1.0} | changes),
+        "cost": replace(cost or cost_model(), exchange=Exchange(bytes_per_token=512.0)),
+        "scales": StageScales.ones(job.pipeline_stages, job.virtual_stages),
+        "coverage": coverage_curves(job.layers, seed=seed),
+    }
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from([2, 4, 8]), SEEDS)
+def test_members_are_the_ranks_of_a_slot(widest, seed):
+    widths_RM = random_widths(8, 3, widest, seed)
+    values_MR = np.random.default_rng(seed).random((3, 8))
+    found = values_MR.copy()
+    Members(widths_RM.T).maximum(found)
+    place_J = first_places(widths_RM).reshape(8, 3)
+    for m in range(3):
+        for r in range(8):
+            first = r // widths_RM[r, m] * widths_RM[r, m]
+            assert found[m, r] == values_MR[m, first : first + widths_RM[r, m]].max()
+            assert place_J[r, m] == first * 3 + m
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "widest"), [(16, 8, 8), (4, 8, 4), (6, 8, 2), (12, 8, 4), (7, 8, 1)]
+)
+def test_the_widest_slot_divides_ranks_and_nodes(ranks, per_node, widest):
+    assert widest_slot(ranks, per_node) == widest
+
+
+@settings(max_examples=10, deadline=None)
+@given(SHAPES, SEEDS)
+def test_shared_slots_begin_together(shape, seed):
+    ranks, positions, stages, chunks = shape
+    widths_RM = random_widths(ranks, positions, ranks, seed)
+    times = shared_times(shape, widths_RM, seed)
+    name = "no_pipeline" if stages == 1 else "interleaved" if chunks > 1 else "1f1b"
+    naive = oracle.shared_makespans(*times.tolist(), widths_RM.tolist(), name)
+    assert makespans_ms(times, widths_XM=widths_RM) == pytest.approx(naive, rel=1e-12)
+    alone = np.ones_like(widths_RM)
+    np.testing.assert_allclose(
+        makespans_ms(times, widths_XM=alone), makespans_ms(times), rtol=1e-12
+    )
+
+
+@settings(max_examples=15, deadline=None)
+@given(SHAPES, SEEDS)
+def test_the_longest_chain_through_a_shared_slot(shape, seed):
+    """A slot that grows by less than the chain lacks delays no rank; by more it delays one."""
+    ranks, positions, _, _ = shape
+    widths_RM = random_widths(ranks, positions, ranks, seed)
+    times = shared_times(shape, widths_RM, seed)
+    step_ms = makespans_ms(times, widths_XM=widths_RM).max()
+    through = longest_through_ms(times, widths_XM=widths_RM)
+    assert through.max() == pytest.approx(step_ms)
+    r, m = seed % ranks, seed % positions
+    first = r // widths_RM[r, m] * widths_RM[r, m]
+    members = slice(first, first + widths_RM[r, m])
+    assert np.ptp(through[members, ..., m], axis=0).max() == pytest.approx(0.0, abs=1e-9)
+    slack_ms = step_ms - through[r, 0, 0, m]
+    for added_ms, same in ((0.99 * slack_ms, True), (slack_ms + 0.5, False)):
+        grown_ms = []
+        for direction in (0, 1):
+            grown = times.copy()
+            grown[direction, members, 0, 0, m] += added_ms
+            grown_ms.append(makespans_ms(grown, widths_XM=widths_RM).max())
+        assert (max(grown_ms) <= step_ms * (1 + 1e-9)) == same
+
+
+@settings(max_examples=12, deadline=None)
+@given(SHAPES, SEEDS, st.sampled_from(["spread", "equal", "giant"]), st.sampled_from([1, 2]))
+def test_plans_of_planned_widths_are_valid(shape, seed, kind, c):
+    given_ = arguments(
+        shape, seed, kind=kind, size=2, c=c,
+        context_parallel="dynamic", max_context_parallel=shape[0], coverage_target="base",
+    )  # fmt: skip
+    given_["lengths_tokens"] = [max(length, 64 * shape[0]) for length in given_["lengths_tokens"]]
+    plan = planned(**given_)
+    assert plan.digest() == planned(**given_).digest()
+    widths_RM = np.array(
+        [[slot.width for slot in plan.for_rank(r).micro_batches] for r in range(shape[0])]
+    )
+    name = "no_pipeline" if shape[2] == 1 else "interleaved" if shape[3] > 1 else "1f1b"
+    expected = plan.expectation
+    naive = oracle.shared_makespans(*expected.times_2RPVM.tolist(), widths_RM.tolist(), name)
+    assert expected.rank_makespan_ms == pytest.approx(naive, rel=1e-9)
+    assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-12)
+
+
+def test_a_sample_over_the_cap_gets_the_least_width_that_holds_it():
+    given_ = arguments(
+        (4, 2), 0, context_parallel="dynamic", max_context_parallel=4, max_tokens_per_slot=1000
+    )
+    given_["lengths_tokens"] = [3900, 1900, *[100] * 14]
+    plan = planned(**given_)
+    by_length = {slot.lengths_tokens[0]: slot for slot in plan.slots if len(slot.samples) == 1}
+    assert by_length[3900].width == 4
+    assert by_length[1900].width >= 2
+    narrow = given_ | {"policy": replace(given_["policy"], max_context_parallel=2)}
+    with pytest.raises(PlanError, match="up to 2 ranks"):
+        planned(**narrow)
+
+
+@pytest.mark.parametrize("tuning", ["off", "anchor", "makespan"])
+@pytest.mark.parametrize("batching", ["arrival", "latency", "makespan"])
+def test_static_widths_are_those_of_the_job(tuning, batching):
+    given_ = arguments((4, 4, 2, 1), 3, c=2, batching=batching, tuning=tuning)
+    plan = planned(**given_)
+    assert {slot.width for slot in plan.slots} == {2}
+    assert plan.expectation.lower_bound_ms <= plan.expectation.makespan_ms
+    if batching == "arrival":
+        ordered = sorted(plan.slots, key=lambda slot: (slot.position, slot.rank))
+        assert [sample for slot in ordered for sample in slot.samples] == list(range(16))
+
+
+def test_what_a_shared_slot_costs():
+    """Work in equal parts and the loss, what every sequence takes, and what is received."""
+    lengths, width = [64 * 40, 64 * 24], 4
+    given_ = arguments((4, 1), 0, c=4, batching="arrival", tuning="off") | {
+        "lengths_tokens": lengths
+    }
+    given_["cost"] = replace(
+        given_["cost"], exchange=Exchange(bytes_per_token=1000.0, ms_per_byte=1e-6, loss=0.1)
+    )
+    shared = planned(**given_).expectation.times_2RPVM
+    alone_job = replace(given_["job"], data_parallel_size=1, context_parallel_size=1)
+    alone = planned(**given_ | {"job": alone_job}).expectation.times_2RPVM
+    layers, sequences = 2, 2
+    constant = np.array([0.08 * layers + 0.11, 2 * (0.08 * layers + 0.11)])
+    per_sequence = np.array([0.007, 0.014]) * layers * sequences
+    received = np.array([1, 2]) * sum(lengths) * 1000.0 * 1e-6 * layers * (width - 1) / width
+    work = alone[:, 0, 0, 0, 0] - constant - per_sequence
+    wanted = constant + per_sequence + work * 1.1 / width + received
+    np.testing.assert_allclose(shared[:, :, 0, 0, 0], np.tile(wanted[:, None], (1, 4)), rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"c": 3}, "context-parallel size 3: must be a power of two that divides the 4"),
+        ({"max_context_parallel": 8}, "widest slot 8"),
+        ({"c": 4, "max_context_parallel": 2, "context_parallel": "dynamic"}, "widest slot 2 is b"),
+    ],
+)
+def test_widths_that_cannot_be(changes, words):
+    given_ = arguments((4, 4, 2, 1), 3)
+    given_["job"] = replace(given_["job"], context_parallel_size=changes.pop("c", 1))
+    given_["policy"] = replace(given_["policy"], **changes)
+    with pytest.raises(PlanError, match=words):
+        planned(**given_)
