@@ -19,7 +19,7 @@ Calibration = Literal["measured", "stages", "off"]
 EvaluationAttention = Literal["sparse", "dense"]
 CoverageTarget = Literal["threshold", "base"]
 ContextParallel = Literal["static", "dynamic"]
-Exchange = Literal["all-gather", "ring", "hierarchical-ring"]
+ExchangeName = Literal["all-gather", "ring", "hierarchical-ring"]
 Planning = Literal["ahead", "on-demand"]
 AttentionImplementation = Literal["auto", "triton", "blocks", "tokens", "reference"]
 
@@ -99,7 +99,7 @@ class SparseBalanceConfig:
     data-parallel times context-parallel size. Default: 1 without --context-parallel-size, else 8 or
     what a node holds, and at least --context-parallel-size."""
 
-    exchange: Exchange = "all-gather"
+    exchange: ExchangeName = "all-gather"
     """How keys and values travel between ranks that share a row: gathered, one KV head at a time,
     or in a ring, or in rings within nodes and between them; rings need less memory and wait at
     every hop."""

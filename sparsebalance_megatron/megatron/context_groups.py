@@ -11,38 +11,47 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
 
+from sparsebalance_megatron.attention.context_parallel.all_gather import AllGatherExchange
+from sparsebalance_megatron.attention.context_parallel.exchange import Exchange
+from sparsebalance_megatron.attention.context_parallel.hierarchical_ring import (
+    HierarchicalRingExchange,
+)
+from sparsebalance_megatron.attention.context_parallel.ring import RingExchange
+from sparsebalance_megatron.config import ExchangeName
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ContextGroup:
     """The ranks that share one row, of which this is ``member`` of ``members``.
 
+    ``exchange`` is how their keys and values travel, None where this rank has all of the row.
     ``alone`` is a group of this rank by itself.
     """
 
     process_group: ProcessGroup
-    alone: ProcessGroup
     member: int
     members: int
+    exchange: Exchange | None
+    alone: ProcessGroup
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ContextGroups:
     """Every group that this rank is in.
 
-    ``rank`` counts data-parallel and context-parallel ranks together, as plans do. ``by_width``
-    begins with the rank alone. ``agreement`` holds all ranks that may share a row with this one,
-    over a backend of the host.
+    ``rank`` counts data-parallel and context-parallel ranks together, as plans do. ``agreement``
+    holds all ranks that may share a row with this one, over a backend of the host.
     """
 
     rank: int
-    by_width: Mapping[int, ProcessGroup]
+    by_width: Mapping[int, ContextGroup]
     agreement: ProcessGroup
 
     def of_slot(self, slot: MicroBatchPlan) -> ContextGroup:
@@ -57,49 +66,76 @@ class ContextGroups:
                 f"{slot.rank + slot.width - 1}: groups of 1, 2, ... {max(self.by_width)} ranks "
                 "begin at a multiple of their size"
             )
-        return ContextGroup(
-            process_group=self.by_width[slot.width],
-            alone=self.by_width[1],
-            member=self.rank - slot.rank,
-            members=slot.width,
-        )
+        return self.by_width[slot.width]
 
 
-def make_context_groups(max_width: int, *, timeout_minutes: float) -> ContextGroups:
+def make_context_groups(
+    widest: int, *, exchange: ExchangeName, ranks_per_node: int, timeout_minutes: float
+) -> ContextGroups:
     """Make the groups; collective over all ranks, once Megatron's own exist.
 
     Args:
-        max_width: ranks of the widest row, a power of two that divides the data-parallel times
+        widest: ranks of the widest row, a power of two that divides the data-parallel times
             context-parallel size.
+        exchange: how keys and values travel.
+        ranks_per_node: of those that may share a row; the inner rings of a hierarchical one.
         timeout_minutes: after which a rank that waits in vain for another member fails.
     """
-    neighbours = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    own = torch.distributed.get_process_group_ranks(neighbours)
-    found: list[list[int]] = [[]] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, own)
-    timeout = timedelta(minutes=timeout_minutes)
-    everyone = sorted(set(map(tuple, found)))
-    widths = [1 << power for power in range(max_width.bit_length())]
-    by_width = {width: _own_group(everyone, width, timeout) for width in widths}
+    maker = _Maker(timedelta(minutes=timeout_minutes))
+    groups = {1 << power: maker.neighbours(1 << power) for power in range(widest.bit_length())}
+    inner = max(width for width in groups if width <= ranks_per_node)
+    made: dict[int, ContextGroup] = {}
+    for width, group in groups.items():
+        if width == 1:
+            travel: Exchange | None = None
+        elif exchange == "all-gather":
+            travel = AllGatherExchange(group)
+        elif exchange == "ring" or width <= inner:
+            travel = RingExchange(group)
+        else:
+            travel = HierarchicalRingExchange(
+                inner=groups[inner], outer=maker.neighbours(width, every=inner)
+            )
+        made[width] = ContextGroup(
+            process_group=group,
+            member=torch.distributed.get_rank(group),
+            members=width,
+            exchange=travel,
+            alone=groups[1],
+        )
     return ContextGroups(
-        rank=own.index(torch.distributed.get_rank()),
-        by_width=by_width,
-        agreement=_own_group(everyone, max_width, timeout, backend="gloo"),
+        rank=maker.rank, by_width=made, agreement=maker.neighbours(widest, backend="gloo")
     )
 
 
-def _own_group(
-    everyone: Sequence[Sequence[int]], width: int, timeout: timedelta, backend: str | None = None
-) -> ProcessGroup:
-    """The group of ``width`` neighbours that this rank is in; all ranks make all of them."""
-    rank = torch.distributed.get_rank()
-    own: ProcessGroup | None = None
-    for neighbours in everyone:
-        for first in range(0, len(neighbours), width):
-            members = list(neighbours[first : first + width])
-            group = torch.distributed.new_group(members, timeout=timeout, backend=backend)
-            if rank in members:
-                own = group
-    if own is None:
-        raise PlanError(f"rank {rank} is in no group of {width} data-parallel ranks")
-    return own
+class _Maker:
+    """Makes groups of ranks that are neighbours in data-parallel and context-parallel place."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        own: Sequence[int] = torch.distributed.get_process_group_ranks(group)
+        rows: list[Sequence[int]] = [()] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(rows, own)
+        self._rows = sorted(set(map(tuple, rows)))
+        self._timeout = timeout
+        self.rank = own.index(torch.distributed.get_rank())
+
+    def neighbours(self, width: int, *, every: int = 1, backend: str | None = None) -> ProcessGroup:
+        """The group that this rank is in, of all that ``width`` neighbours make.
+
+        Args:
+            every: one group of each of so many neighbours, not one of all.
+        """
+        wanted: ProcessGroup | None = None
+        for row in self._rows:
+            for first in range(0, len(row), width):
+                for offset in range(every):
+                    members = list(row[first + offset : first + width : every])
+                    group: Any = torch.distributed.new_group(
+                        members, timeout=self._timeout, backend=backend
+                    )
+                    if torch.distributed.get_rank() in members:
+                        wanted = group
+        if wanted is None:
+            raise PlanError(f"rank {self.rank} is in no group of {width} data-parallel ranks")
+        return wanted

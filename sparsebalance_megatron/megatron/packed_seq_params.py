@@ -105,27 +105,24 @@ def micro_batch_context(
     padding = len(cu_seqlens) - 1 - len(plan.samples)
     if padding:
         budgets_LS = torch.nn.functional.pad(budgets_LS, (0, padding), value=1)
+    shared = None if share is None else _shared_row(share, device)
     return MicroBatchContext(
-        layout=packed_layout(cu_seqlens, block_size, device),
+        layout=packed_layout(cu_seqlens, block_size, device)
+        if shared is None
+        else shared.shard.row_layout,
         budgets_LS=copied_to(budgets_LS, device),
         max_budgets=tuple(int(k) for k in plan.budgets_LS.max(axis=1)),
         observe=observe,
         step=step,
-        shared=None if share is None else _shared_row(cu_seqlens, block_size, share, device),
+        shared=shared,
     )
 
 
-def _shared_row(
-    cu_seqlens: tuple[int, ...],
-    block_size: int,
-    share: RowShare,
-    device: torch.device,
-) -> SharedRow:
+def _shared_row(share: RowShare, device: torch.device) -> SharedRow:
+    shard = row_shard(share.owners, share.group.member, device)
     positions_T = np.pad(share.positions_T, (0, share.padding_tokens))
     return SharedRow(
-        shard=row_shard(
-            cu_seqlens, block_size, share.owner_N, share.group.member, share.group.members, device
-        ),
+        shard=shard,
         group=share.group,
         positions_T=copied_to(torch.from_numpy(positions_T), device),
         padding_tokens=share.padding_tokens,

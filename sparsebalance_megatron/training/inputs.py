@@ -90,7 +90,7 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
                 or settings.micro_batch_size * settings.seq_length,
             ),
             context_parallel=config.context_parallel,
-            max_context_parallel=widest_row(settings, config, _ranks_per_node(device_type)),
+            max_context_parallel=widest_row(settings, config),
         ),
         train=train,
         valid=valid,
@@ -106,7 +106,7 @@ _WIDEST_BY_DEFAULT = 8
 """Ranks: a row over more waits for its exchange more than it gains."""
 
 
-def widest_row(settings: RunSettings, config: SparseBalanceConfig, ranks_per_node: int) -> int:
+def widest_row(settings: RunSettings, config: SparseBalanceConfig) -> int:
     """How many ranks may share a row at most.
 
     Raises:
@@ -124,16 +124,10 @@ def widest_row(settings: RunSettings, config: SparseBalanceConfig, ranks_per_nod
         return widest
     widest = least
     if config.context_parallel == "dynamic" and least > 1:
-        # Of a row's neighbours tensor-parallel ranks lie in between.
-        limit = min(_WIDEST_BY_DEFAULT, ranks_per_node // settings.shape.tensor_parallel_size)
+        limit = min(_WIDEST_BY_DEFAULT, settings.neighbours_per_node)
         while 2 * widest <= limit and ranks % (2 * widest) == 0:
             widest *= 2
     return widest
-
-
-def _ranks_per_node(device_type: str) -> int:
-    """A machine without a GPU counts as a whole cluster's node: its ranks are for tests."""
-    return torch.cuda.device_count() if device_type == "cuda" else _WIDEST_BY_DEFAULT
 
 
 def fingerprint(inputs: CostedInputs) -> dict[str, str]:

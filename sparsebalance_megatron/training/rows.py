@@ -16,7 +16,6 @@ from sparsebalance_megatron.megatron.context_groups import ContextGroups
 from sparsebalance_megatron.megatron.row_share import (
     RowShare,
     member_tokens,
-    row_blocks,
     share_of_row,
 )
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
@@ -76,12 +75,12 @@ class RowPacking:
             return padding_tokens(slot.tokens, self.pad_to_multiple_of)
         cu_seqlens = self.cu_seqlens(slot)
         padding = cu_seqlens[-1] - slot.tokens
-        tokens_W = member_tokens(cu_seqlens, slot.width, block_size=self.block_size)
-        return padding + int((-tokens_W % self.pad_to_multiple_of).sum())
+        shares = member_tokens(cu_seqlens, slot.width, block_size=self.block_size)
+        return padding + sum(padding_tokens(tokens, self.pad_to_multiple_of) for tokens in shares)
 
     def _padding(self, slot: MicroBatchPlan) -> tuple[int, int]:
         """What the whole row divides by, and its padding documents."""
         if self.groups is None:
             return self.pad_to_multiple_of, 0
-        blocks = row_blocks(slot.lengths_tokens, self.block_size) if slot.width > 1 else 1
+        blocks = sum(-(-length // self.block_size) for length in slot.lengths_tokens)
         return 1, max(0, slot.width - blocks)

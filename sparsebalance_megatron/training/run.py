@@ -64,6 +64,8 @@ class Run:
             pad_to_multiple_of=settings.pad_to_multiple_of,
             groups=make_context_groups(
                 inputs.policy.max_context_parallel,
+                exchange=inputs.config.exchange,
+                ranks_per_node=settings.neighbours_per_node,
                 timeout_minutes=settings.distributed_timeout_minutes,
             )
             if inputs.policy.max_context_parallel > 1
