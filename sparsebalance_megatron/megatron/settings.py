@@ -27,8 +27,8 @@ class RunSettings:
     zero-based; ``dtype`` is torch's name without the prefix; ``recompute_all`` and
     ``recompute_attention`` say what backward computes again; ``data_prefix`` names a pair of .bin
     and .idx files. ``data_parallel_size`` counts no context-parallel ranks; ``ranks_per_node``
-    counts all. ``command_line`` holds Megatron's flags, to profile with at start-up, and is None for a
-    trainer without them.
+    counts all. ``command_line`` holds Megatron's flags, to profile with at start-up, and is None
+    for a trainer without them.
     """
 
     shape: ModelShape

@@ -272,9 +272,6 @@ def _validate_micro_batch(
     cap_tokens = policy.max_tokens_per_slot * micro_batch.width
     if micro_batch.tokens > cap_tokens:
         raise PlanError(f"{place}: {micro_batch.tokens} tokens exceed the cap of {cap_tokens}")
-    blocks = sum(-(-length // policy.block_size) for length in micro_batch.lengths_tokens)
-    if policy.plans_widths and blocks < micro_batch.width:
-        raise PlanError(f"{place}: {blocks} blocks cannot be shared by {micro_batch.width} ranks")
     if any(not 0 <= sample < len(lengths_tokens) for sample in micro_batch.samples):
         raise PlanError(f"{place}: sample index outside the global batch")
     expected_lengths = tuple(lengths_tokens[sample] for sample in micro_batch.samples)

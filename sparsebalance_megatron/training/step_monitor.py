@@ -26,6 +26,7 @@ from sparsebalance_megatron.training.data_iterator import LocalMicroBatch
 from sparsebalance_megatron.training.host_time import HostTime
 from sparsebalance_megatron.training.inputs import CostedInputs
 from sparsebalance_megatron.training.observed_coverage import ObservedCoverage
+from sparsebalance_megatron.training.plan_agreement import require_agreement
 from sparsebalance_megatron.training.rows import RowPacking
 from sparsebalance_megatron.training.sinks import StepSinks
 from sparsebalance_megatron.training.step_reducer import PlanMismatchError, StepReducer
@@ -87,13 +88,22 @@ class StepMonitor:
         install_hooks(model_config, self._recorder, after_finalize or self.end_step)
 
     def begin_micro_batch(self, micro_batch: LocalMicroBatch, context: MicroBatchContext) -> None:
-        """Name the forward that is running, and keep its context for the step's end."""
+        """Name the forward that is running, and keep its context for the step's end.
+
+        Raises:
+            PlanMismatchError: if ranks that may share rows planned different steps.
+        """
         self._step = micro_batch.step
         self._recorder.bind_forward(micro_batch.chunk, micro_batch.position)
         # The step's first micro-batch waited for the plan.
         wait_ms = 0.0 if self.seen else self._scheduler.planned(self._step).wait_ms
+        first = not self.seen
         self.seen.append((micro_batch, context))
         self._host_time.end_forward_step(plan_wait_ms=wait_ms)
+        if first and self._packing.groups is not None:
+            # Waits for ranks, which is no time of this plugin's.
+            digest = self._scheduler.planned(self._step).plan.digest()
+            require_agreement(self._step, digest, self._packing.groups.agreement)
 
     def end_forward(self, micro_batch: LocalMicroBatch) -> None:
         """The model's kernels are launched: time to think about the next step."""

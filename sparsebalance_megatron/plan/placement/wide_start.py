@@ -41,7 +41,7 @@ def wide_start(
         max_width: of a slot, a power of two that divides the ranks.
 
     Raises:
-        PlanError: the samples have too few blocks for so many ranks, or too many tokens.
+        PlanError: the samples are too few for so many ranks, or have too many tokens.
     """
     slots = _Slots(weights_S, tokens_S, blocks_S, cap_tokens, max_width)
     mean = float(weights_S.sum()) / job.slots
@@ -117,21 +117,26 @@ class _Slots:
         self.members[min(fits)[1]].append(sample)
 
     def widen(self, places: int) -> int:
-        """Double the slot with the most weight per rank that has the blocks; places it took."""
+        """Double the slot with the most weight per rank; places it took.
+
+        One with a block for every rank, if there is any: others compute padding on some.
+        """
         able = [
-            (self._weight(slot) / width, -slot)
+            (
+                bool(self.blocks_S[self.members[slot]].sum() >= 2 * width),
+                self._weight(slot) / width,
+                -slot,
+            )
             for slot, width in enumerate(self.widths)
-            if 2 * width <= self.max_width
-            and width <= places
-            and self.blocks_S[self.members[slot]].sum() >= 2 * width
+            if 2 * width <= self.max_width and width <= places
         ]
         if not able:
             raise PlanError(
-                f"{len(self.weights_S)} samples of {int(self.blocks_S.sum())} blocks cannot give "
-                f"every rank a block at every position with slots of up to {self.max_width} ranks; "
-                "raise --micro-batch-size or lower --context-parallel-size"
+                f"{len(self.weights_S)} samples cannot fill every position of every rank with "
+                f"slots of up to {self.max_width} ranks; raise --micro-batch-size or lower "
+                "--context-parallel-size"
             )
-        slot = -max(able)[1]
+        slot = -max(able)[2]
         taken = self.widths[slot]
         self.widths[slot] *= 2
         return taken
