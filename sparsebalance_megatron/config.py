@@ -88,7 +88,8 @@ class SparseBalanceConfig:
     base budgets or above, over this step's and the next samples, or nothing (the fastest step)."""
 
     max_tokens_per_micro_batch: int | None = None
-    """Token cap of a micro-batch; default: micro batch size x sequence length."""
+    """Token cap of a micro-batch, or of a rank's share of one; default: micro batch size x sequence
+    length / context-parallel size."""
 
     context_parallel: ContextParallel = "dynamic"
     """How many ranks share a row of samples: all those of a context-parallel group (static), or 1,

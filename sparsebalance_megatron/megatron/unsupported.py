@@ -220,18 +220,21 @@ def check_model(transformer_config: object, config: SparseBalanceConfig) -> None
     refuse(MODEL, Settings(transformer_config, config))
 
 
-def check_cap(seq_length: int, config: SparseBalanceConfig) -> None:
-    """Refuse a cap on a micro-batch's tokens that a sample of ``seq_length`` tokens exceeds.
+def check_cap(
+    seq_length: int, config: SparseBalanceConfig, *, context_parallel_size: int = 1
+) -> None:
+    """Refuse a cap on a rank's tokens that the shares of a sample of ``seq_length`` exceed.
 
     Raises:
         ConfigError: naming the cap that would do.
     """
     cap = config.max_tokens_per_micro_batch
-    if cap is not None and cap < seq_length:
+    ranks = max(context_parallel_size, config.max_context_parallel or 1)
+    if cap is not None and cap * ranks < seq_length:
         raise ConfigError(
             f"--sparse-balance with --seq-length {seq_length}: "
             f"{flag_name('max_tokens_per_micro_batch')} {cap} cannot hold one longest sample; use "
-            f"at least {seq_length}"
+            f"at least {-(-seq_length // ranks)}"
         )
 
 

@@ -119,7 +119,11 @@ def check_supported(args: Namespace, config: SparseBalanceConfig) -> None:
         ConfigError: naming both flags and the remedy.
     """
     refuse((*MODEL, *TRAINING), Settings(args, config))
-    check_cap(value_of(args, "seq_length", 0), config)
+    check_cap(
+        value_of(args, "seq_length", 0),
+        config,
+        context_parallel_size=value_of(args, "context_parallel_size", 1),
+    )
 
 
 def check_batches(args: Namespace) -> None:

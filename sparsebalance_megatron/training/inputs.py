@@ -79,6 +79,7 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
             f"--eval-iters {settings.eval_iters} with --split {settings.split}: no document is "
             "left for validation; give it a weight, or use --eval-iters 0"
         )
+    longest_row_tokens = settings.micro_batch_size * settings.seq_length
     inputs = Inputs(
         config=config,
         settings=settings,
@@ -87,7 +88,7 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
             PlanPolicy.from_config(
                 config,
                 config.max_tokens_per_micro_batch
-                or settings.micro_batch_size * settings.seq_length,
+                or -(-longest_row_tokens // settings.context_parallel_size),
             ),
             context_parallel=config.context_parallel,
             max_context_parallel=widest_row(settings, config),

@@ -112,18 +112,6 @@ def test_broken_wide_slots(wide, changes, words):
         with_first(wide, **changes).validate(LENGTHS, JOB, policy_)
 
 
-def test_every_rank_of_a_planned_width_has_a_block(wide):
-    blocks = sum(-(-length // POLICY.block_size) for length in wide.slots[0].lengths_tokens)
-    roomy = replace(POLICY, context_parallel="dynamic", max_context_parallel=2)
-    wide.validate(LENGTHS, JOB, roomy)
-    coarse = replace(roomy, block_size=4096)
-    assert blocks > 2
-    with pytest.raises(PlanError, match="1 blocks cannot be shared by 2 ranks"):
-        one = replace(wide.slots[0], samples=(0,), lengths_tokens=(LENGTHS[0],))
-        one = replace(one, budgets_LS=wide.slots[0].budgets_LS[:, :1])
-        replace(wide, slots=(one, *wide.slots[1:])).validate(LENGTHS, JOB, coarse)
-
-
 def test_the_cap_is_that_of_a_rank(wide):
     tight = replace(POLICY, max_tokens_per_slot=wide.slots[0].tokens // 2 - 1)
     with pytest.raises(PlanError, match=f"cap of {2 * tight.max_tokens_per_slot}"):
