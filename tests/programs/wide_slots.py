@@ -3,7 +3,7 @@
 
 A plan for narrow rows, or for rows as wide as the context-parallel groups, is made as ever; then
 neighbours at a position merge their rows, by a generator that all ranks seed with the step. Where a
-row holds several samples it may also fall apart into narrow ones. Start with
+row holds several samples it may also fall apart into narrow ones. A node has two ranks. Start with
 ``--sparse-balance-device cpu``.
 """
 
@@ -18,6 +18,7 @@ from sparsebalance_megatron.megatron import cpu
 
 cpu.install()
 
+from sparsebalance_megatron.megatron import settings  # noqa: E402
 from sparsebalance_megatron.plan import evaluation_schedule, scheduler  # noqa: E402
 from sparsebalance_megatron.plan.planner import plan_step  # noqa: E402
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan  # noqa: E402
@@ -121,6 +122,7 @@ def split(slot: MicroBatchPlan, generator: np.random.Generator) -> list[MicroBat
 
 
 if __name__ == "__main__":
+    settings.RANKS_PER_NODE = 2
     scheduler.plan_step = plan_with_drawn_widths
     evaluation_schedule.plan_step = plan_with_drawn_widths
     main()
