@@ -77,13 +77,14 @@ def exchange_bytes(
         )
     row, own = sum(tokens_per_member), tokens_per_member[member]
     others = (row - own) * forward
-    if inner_members is None:
-        return ExchangeBytes(forward_bytes=others, backward_bytes=others + row * gradient)
-    # The members with the same place in every inner group.
-    across = sum(tokens_per_member[member % inner_members :: inner_members])
+    inner = inner_members or members
+    # The members with the same place in every inner group; a ring of one sends nothing.
+    across = sum(tokens_per_member[member % inner :: inner]) if inner < members else own
+    summed_inside = row if inner > 1 else 0
+    summed_across = across if inner < members else 0
     return ExchangeBytes(
         forward_bytes=others,
-        backward_bytes=others + (row + across) * gradient,
+        backward_bytes=others + (summed_inside + summed_across) * gradient,
         outer_forward_bytes=(across - own) * forward,
-        outer_backward_bytes=(across - own) * forward + across * gradient,
+        outer_backward_bytes=(across - own) * forward + summed_across * gradient,
     )

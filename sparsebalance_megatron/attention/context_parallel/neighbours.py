@@ -45,8 +45,13 @@ class Ring:
         return cls(group=group, rank=dist.get_rank(group), size=dist.get_world_size(group))
 
     def pass_on(self, x: Tensor, receive_tokens: int, tag: int) -> InFlight:
-        """Send ``x`` to the next member, and receive its like, of ``receive_tokens`` rows."""
+        """Send ``x`` to the next member, and receive its like, of ``receive_tokens`` rows.
+
+        In a ring of one member nothing is sent: it receives ``x`` itself.
+        """
         sent = x.contiguous()
+        if self.size == 1:
+            return InFlight(sent=sent, received=sent, works=[])
         received = sent.new_empty(receive_tokens, *x.shape[1:])
         after, before = (
             dist.get_global_rank(self.group, (self.rank + step) % self.size) for step in (1, -1)

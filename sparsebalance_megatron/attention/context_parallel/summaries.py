@@ -46,7 +46,7 @@ def gather_summaries(
         )
     if shard.members == 1:
         return list(summaries)
-    flat = torch.cat([x.flatten(1) for x in summaries], 1)
+    flat = torch.cat([x.reshape(blocks, -1) for x in summaries], 1)
     most = max(shard.owners.blocks_per_member)
     # What lies past a shorter row's end travels, and is not read.
     sent = flat.new_empty(most, flat.shape[1])

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every exchange on real process groups: results of one rank, traffic as counted, ends in time."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_ranks import run_ranks
+from harness import PROGRAMS, free_port, python_environment
+
+from sparsebalance_megatron.cost.exchange_bytes import ExchangeBytes, exchange_bytes
+
+pytestmark = pytest.mark.distributed
+
+EXCHANGES = ("all-gather", "ring", "hierarchical-ring")
+INNER_MEMBERS = {2: 1, 3: 3, 4: 2, 6: 3}
+"""By the number of members: inner groups of the hierarchical ring."""
+KV_HEADS, HEAD_DIM = 2, 8
+TIMEOUT_S = 240.0
+
+
+def _run(members: int, directory: Path, *arguments: str, timeout_s: float) -> int | None:
+    environment = python_environment()
+    environment["PYTHONPATH"] += os.pathsep + str(PROGRAMS.parent)
+    output = directory / "output"
+    exit_code = run_ranks(
+        members,
+        (str(PROGRAMS / "exchange_rank.py"), str(directory), *arguments),
+        environment=environment,
+        master_port=free_port(),
+        output=output,
+        timeout_s=timeout_s,
+    )
+    assert exit_code == 0, f"exit code {exit_code}\n{output.read_text()[-4000:]}"
+    return exit_code
+
+
+@functools.cache
+def _reports(members: int) -> list[dict[str, Any]]:
+    """What each member reports."""
+    with tempfile.TemporaryDirectory() as directory:
+        _run(members, Path(directory), timeout_s=TIMEOUT_S)
+        return [
+            json.loads((Path(directory) / f"rank{rank}.json").read_text())
+            for rank in range(members)
+        ]
+
+
+def _bytes(exchange: str, member: int, tokens: list[int]) -> ExchangeBytes:
+    inner = INNER_MEMBERS[len(tokens)] if exchange == "hierarchical-ring" else None
+    return exchange_bytes(
+        exchange,
+        member=member,
+        tokens_per_member=tokens,
+        kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        element_bytes=8,
+        inner_members=inner,
+    )
+
+
+def _calls(exchange: str, members: int) -> list[dict[str, int]]:
+    """Collectives of a forward and a backward pass."""
+    if exchange == "all-gather":
+        gathers = {"all_gather_into_tensor": KV_HEADS}
+        return [gathers, gathers | {"reduce_scatter_tensor": KV_HEADS}]
+    if exchange == "ring":
+        return [{"batch_isend_irecv": members - 1}, {"batch_isend_irecv": 2 * members - 1}]
+    inner = INNER_MEMBERS[members]
+    outer = members // inner
+    sums = (outer * inner if inner > 1 else 0) + (outer if outer > 1 else 0)
+    return [{"batch_isend_irecv": n} for n in (members - 1, members - 1 + sums)]
+
+
+@pytest.mark.parametrize("members", INNER_MEMBERS)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_results_are_those_of_one_rank(exchange: str, members: int) -> None:
+    """GQA, ragged documents, dealt and random owners, all kinds of lists; memory that is not
+    written is NaN, and in one case a document is."""
+    for report in _reports(members):
+        for case, found in report["exchanges"][exchange].items():
+            for name, error in found["errors"].items():
+                assert error <= 1e-12, (case, name)
+            assert found["repeats"], f"{case}: other bits the second time"
+
+
+@pytest.mark.parametrize("members", INNER_MEMBERS)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_traffic_is_what_it_says(exchange: str, members: int) -> None:
+    """Collectives per pass, and the bytes that the cost model counts with."""
+    for member, report in enumerate(_reports(members)):
+        for case, found in report["exchanges"][exchange].items():
+            assert found["calls"] == _calls(exchange, members), case
+            expected = _bytes(exchange, member, found["tokens"])
+            assert found["bytes"] == [expected.forward_bytes, expected.backward_bytes], case
+
+
+@pytest.mark.parametrize("members", INNER_MEMBERS)
+def test_summaries_are_those_of_the_row(members: int) -> None:
+    found = [report["summaries"] for report in _reports(members)]
+    for one in found:
+        assert one["equal"]
+        assert one["calls"] == {"all_gather_into_tensor": 1, "all_reduce": 1}
+        assert one["error"] <= 1e-12
+    assert len({one["digest"] for one in found}) == 1, "sums differ between members"
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_member_that_dies_ends_the_others(exchange: str, tmp_path: Path) -> None:
+    """With an error, within the 20 seconds of the process group; not by the test's timeout."""
+    _run(4, tmp_path, exchange, timeout_s=120.0)
+    for rank in (0, 2, 3):
+        ended = json.loads((tmp_path / f"rank{rank}.died").read_text())
+        assert ended["error"]
+        assert math.isfinite(ended["s"])

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One member of a context group runs every exchange on every case, and reports how it went.
+
+    exchange_rank.py DIRECTORY [EXCHANGE]
+
+leaves ``rank0.json`` and so on. With an exchange named, member 1 ends in the middle of its forward
+pass, and the others leave ``rank0.died`` and so on with what they were told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attention.cases import NAMES, SCALE, Case, make_case
+from attention.context_parallel.rows import BLOCK, random_owners
+from torch import Tensor
+
+from sparsebalance_megatron.attention.api import kernel_named
+from sparsebalance_megatron.attention.context_parallel.all_gather import AllGatherExchange
+from sparsebalance_megatron.attention.context_parallel.block_owners import BlockOwners, dealt_row
+from sparsebalance_megatron.attention.context_parallel.exchange import (
+    Exchange,
+    exchanged_attention,
+)
+from sparsebalance_megatron.attention.context_parallel.hierarchical_ring import (
+    HierarchicalRingExchange,
+)
+from sparsebalance_megatron.attention.context_parallel.ring import RingExchange
+from sparsebalance_megatron.attention.context_parallel.shard import RowShard, row_shard
+from sparsebalance_megatron.attention.context_parallel.summaries import (
+    gather_summaries,
+    sum_over_members,
+)
+
+RANK, MEMBERS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+INNER_MEMBERS = {2: 1, 3: 3, 4: 2, 6: 3}[MEMBERS]
+CU_SEQLENS, BUDGETS, BLOCKS = [0, 1, 2, 30, 51, 111], [1, 3, 2, 3, 5], 17
+BROKEN = slice(2, 30)
+"""Tokens of the document that is NaN in the case "broken"."""
+TIMEOUT_S = 20
+
+CASES = {
+    "dealt": ("previous-block", "blocks", None),
+    "random": ("first-query", "blocks", 0),
+    "token": ("token-kv-head", "tokens", None),
+    "token-random": ("token-query-head", "tokens", 1),
+    "reference": ("token-kv-head", "reference", 2),
+    "broken": ("first-query", "blocks", 3),
+}
+"""Granularity, implementation, and the seed of random owners."""
+
+
+class Traffic:
+    """Which collectives this rank calls, and the bytes it receives."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.bytes = 0
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        names = [
+            *("all_gather_into_tensor", "reduce_scatter_tensor", "batch_isend_irecv"),
+            *("all_reduce", "all_gather", "all_to_all_single", "broadcast", "barrier"),
+            *("reduce_scatter", "all_to_all", "reduce", "scatter", "gather", "send", "recv"),
+            *("all_gather_object", "broadcast_object_list", "monitored_barrier"),
+        ]
+        plain = {name: getattr(dist, name) for name in names}
+        for name, function in plain.items():
+            setattr(dist, name, self._counted(name, function))
+        try:
+            yield
+        finally:
+            for name, function in plain.items():
+                setattr(dist, name, function)
+
+    def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **keywords: Any) -> Any:
+            self.calls[name] += 1
+            first = arguments[0]
+            if name == "batch_isend_irecv":
+                self.bytes += sum(op.tensor.nbytes for op in first if op.op is dist.irecv)
+            elif name == "all_gather_into_tensor":
+                self.bytes += first.nbytes * (MEMBERS - 1) // MEMBERS
+            else:
+                # A reduce-scatter by rings: every other member's part passes once.
+                self.bytes += first.nbytes * (MEMBERS - 1)
+            return function(*arguments, **keywords)
+
+        return counted
+
+
+def exchanges() -> dict[str, Exchange]:
+    """All of them, on groups of their own; every rank makes all groups in the same order."""
+    everyone = dist.new_group()
+    inner = [
+        dist.new_group(range(first, first + INNER_MEMBERS))
+        for first in range(0, MEMBERS, INNER_MEMBERS)
+    ]
+    outer = [dist.new_group(range(place, MEMBERS, INNER_MEMBERS)) for place in range(INNER_MEMBERS)]
+    hierarchical = HierarchicalRingExchange(
+        inner=inner[RANK // INNER_MEMBERS], outer=outer[RANK % INNER_MEMBERS]
+    )
+    return {
+        "all-gather": AllGatherExchange(everyone),
+        "ring": RingExchange(everyone),
+        "hierarchical-ring": hierarchical,
+    }
+
+
+def owners_of(seed: int | None) -> BlockOwners:
+    if seed is None:
+        return dealt_row(CU_SEQLENS, BLOCK, MEMBERS, first=1)
+    return BlockOwners(
+        cu_seqlens=tuple(CU_SEQLENS),
+        block_size=BLOCK,
+        owner_N=random_owners(BLOCKS, MEMBERS, seed),
+        members=MEMBERS,
+    )
+
+
+def on_members(
+    case: Case, implementation: str, shard: RowShard, exchange: Exchange
+) -> tuple[list[Tensor], list[Traffic]]:
+    """out, lse, dq, dk, dv of this member's tokens, and the traffic forward and backward."""
+    forward, backward = Traffic(), Traffic()
+    leaves = [
+        shard.local(x).double().requires_grad_() for x in (case.q_THD, case.k_TGD, case.v_TGD)
+    ]
+    with forward.watched():
+        out, lse = exchanged_attention(
+            *leaves,
+            shard.local_selection(case.selection),
+            shard=shard,
+            exchange=exchange,
+            softmax_scale=SCALE,
+            implementation=implementation,
+        )
+    assert not lse.requires_grad
+    with backward.watched():
+        out.backward(shard.local(case.dout_THD).double())
+    return [out.detach(), lse, *(x.grad for x in leaves)], [forward, backward]
+
+
+def broken(case: Case) -> Case:
+    inputs = {}
+    for name in ("q_THD", "k_TGD", "v_TGD", "dout_THD"):
+        inputs[name] = getattr(case, name).clone()
+        inputs[name][BROKEN] = math.nan
+    return dataclasses.replace(case, **inputs)
+
+
+def report_of(name: str, exchange: Exchange) -> dict[str, Any]:
+    granularity, implementation, seed = CASES[name]
+    case = make_case(CU_SEQLENS, BUDGETS, block=BLOCK, head_dim=8, granularity=granularity)
+    shard = row_shard(owners_of(seed), RANK, "cpu")
+    expected = [shard.local(x) for x in case.ours("reference", torch.float64)]
+    kept = torch.ones(len(shard.token_T), dtype=torch.bool)
+    if name == "broken":
+        case = broken(case)
+        kept = (shard.token_T < BROKEN.start) | (shard.token_T >= BROKEN.stop)
+    found, traffic = on_members(case, implementation, shard, exchange)
+    again, _ = on_members(case, implementation, shard, exchange)
+    return {
+        "errors": {
+            result: float((a - b)[kept].abs().max()) if kept.any() else 0.0
+            for result, a, b in zip(NAMES, found, expected, strict=True)
+        },
+        "repeats": all(
+            torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found, again, strict=True)
+        ),
+        "calls": [dict(one.calls) for one in traffic],
+        "bytes": [one.bytes for one in traffic],
+        "tokens": shard.owners.tokens_per_member,
+    }
+
+
+def summaries_report() -> dict[str, Any]:
+    shard, group = row_shard(owners_of(5), RANK, "cpu"), dist.new_group()
+    generator = torch.Generator().manual_seed(1)
+    whole = [torch.randn(BLOCKS, *shape, generator=generator) for shape in ((2, 8), (4, 8), ())]
+    traffic = Traffic()
+    with traffic.watched():
+        gathered = gather_summaries([x[shard.own_block_N] for x in whole], shard, group)
+    masses = torch.rand(MEMBERS, 5, 3, generator=generator, dtype=torch.float64)
+    with traffic.watched():
+        total = sum_over_members(masses[RANK], shard, group)
+    return {
+        "equal": all(a.equal(b) for a, b in zip(gathered, whole, strict=True)),
+        "calls": dict(traffic.calls),
+        "digest": hashlib.sha256(total.numpy().tobytes()).hexdigest(),
+        "error": float((total - masses.sum(0)).abs().max()),
+    }
+
+
+def die_midway(exchange: Exchange, directory: Path) -> None:
+    """Member 1 ends while it computes on the second row, or head, that it gets."""
+    case = make_case(CU_SEQLENS, BUDGETS, block=BLOCK, head_dim=8, granularity="first-query")
+    shard = row_shard(owners_of(None), RANK, "cpu")
+    blocks, calls = kernel_named("blocks"), Counter()
+    plain = blocks.forward
+
+    def mortal(*arguments: Any, **keywords: Any) -> Any:
+        calls["forward"] += 1
+        if RANK == 1 and calls["forward"] == 2:
+            os._exit(0)
+        return plain(*arguments, **keywords)
+
+    blocks.forward = mortal
+    begin_s = time.monotonic()
+    try:
+        on_members(case, "blocks", shard, exchange)
+    except RuntimeError as error:
+        ended = {"s": time.monotonic() - begin_s, "error": str(error)}
+        (directory / f"rank{RANK}.died").write_text(json.dumps(ended))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    directory = Path(sys.argv[1])
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all(), "uninitialised memory is to be NaN"
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    existing = exchanges()
+    if len(sys.argv) > 2:
+        die_midway(existing[sys.argv[2]], directory)
+    report = {
+        "exchanges": {
+            exchange: {name: report_of(name, existing[exchange]) for name in CASES}
+            for exchange in existing
+        },
+        "summaries": summaries_report(),
+    }
+    (directory / f"rank{RANK}.json").write_text(json.dumps(report))
+    dist.destroy_process_group()
