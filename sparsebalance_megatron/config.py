@@ -63,9 +63,10 @@ class SparseBalanceConfig:
     """How the samples of a global batch are placed: in order of arrival, by tokens, by predicted
     latency (the paper), or by simulated makespan."""
 
-    plan_ms: float = 4.0
+    plan_ms: float | None = None
     """Search for makespan batching, in ms of a typical core; counted in simulated operations and
-    never timed, so that all ranks find the same plan."""
+    never timed, so that all ranks find the same plan. By default 2 % of the step that it is for, as
+    predicted at balanced latencies."""
 
     planning: Planning = "ahead"
     """When a step is planned: while the one before it runs, from what was known when that began; or
@@ -86,6 +87,10 @@ class SparseBalanceConfig:
     coverage_target: CoverageTarget = "base"
     """What makespan tuning keeps besides the threshold: the samples' mean coverage at that of the
     base budgets or above, over this step's and the next samples, or nothing (the fastest step)."""
+
+    coverage_slack: float = 0.0
+    """By how much mean coverage may be below the coverage target base (0.002 is 0.2 points): what
+    steps with one giant document ask for, which else wait for it."""
 
     max_tokens_per_micro_batch: int | None = None
     """Token cap of a micro-batch, or of a rank's share of one; default: micro batch size x sequence
@@ -152,9 +157,12 @@ class SparseBalanceConfig:
         self._require(
             0.0 <= self.coverage_threshold < 1.0, "coverage_threshold", "must lie in [0, 1)"
         )
+        self._require(0.0 <= self.coverage_slack < 1.0, "coverage_slack", "must lie in [0, 1)")
         self._require(0.0 <= self.coverage_decay < 1.0, "coverage_decay", "must lie in [0, 1)")
         self._require(
-            0.0 <= self.plan_ms < float("inf"), "plan_ms", "must be finite, at least 0 ms"
+            self.plan_ms is None or 0.0 <= self.plan_ms < float("inf"),
+            "plan_ms",
+            "must be finite, at least 0 ms",
         )
         self._require(self.window >= 1, "window", "must be at least 1 global batch")
         self._require(self.log_megabytes >= 1, "log_megabytes", "must be at least 1 MB")

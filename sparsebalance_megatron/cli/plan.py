@@ -52,7 +52,7 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--base-budget", type=int, default=32, metavar="BLOCKS")
     parser.add_argument("--block-size", type=int, default=256, help="with --model, tokens")
     parser.add_argument("--max-tokens-per-micro-batch", type=int, help="default: no cap")
-    parser.add_argument("--plan-ms", type=float, default=4.0, help="search effort")
+    parser.add_argument("--plan-ms", type=float, help="search effort; default: 2 %% of the step")
     parser.add_argument("--steps", type=int, default=20, help="global batches to plan")
     parser.add_argument("--seed", type=int, help="shuffle the lengths first; default: as filed")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")

@@ -11,6 +11,9 @@ _LIMIT = 0.05
 """Of coverage per sample of a horizon: what happened long ago is not made up for."""
 _RESERVE = 0.01
 """Likewise, saved up at all times: what single steps reach differs from what they expect."""
+_RESERVE_OF_HEADROOM = 0.04
+"""The reserve takes no more of what base budgets leave uncovered: where they cover nearly all, more
+costs the most and errors are as small."""
 
 
 class CoverageLedger:
@@ -18,13 +21,16 @@ class CoverageLedger:
 
     Args:
         global_batch_size: samples of a step.
+        slack: by how much mean coverage may be below that of base budgets.
 
     Attributes:
-        balance: coverage of base budgets less what was executed, over all steps; negative is saved.
+        balance: coverage owed less what was executed, over all steps; negative is saved.
     """
 
-    def __init__(self, global_batch_size: int) -> None:
+    def __init__(self, global_batch_size: int, slack: float = 0.0) -> None:
         self.balance = 0.0
+        self._slack = slack
+        self._base_mean: float | None = None
         self._samples = global_batch_size
         self._steps = horizon_steps(global_batch_size)
 
@@ -33,22 +39,29 @@ class CoverageLedger:
         totals = measured.coverage
         if totals.count:
             limit = _LIMIT * self._samples * self._steps
-            balance = self.balance + (totals.base_mean - totals.executed_mean) * self._samples
+            wanted_mean = totals.base_mean - self._slack
+            balance = self.balance + (wanted_mean - totals.executed_mean) * self._samples
             self.balance = min(max(balance, -limit), limit)
+            self._base_mean = totals.base_mean
 
     def snapshot(self) -> float:
-        """By how much coverage of the horizon of the next plan should exceed that of base budgets.
+        """By how much coverage of the horizon of the next plan should exceed what is wanted of it.
 
         All that is owed, and a horizon of one step half of it: planned ahead, two plans are made
-        before the first of them is executed and enters.
+        before the first of them is executed and enters. The reserve counts as owed from the first
+        measurement on.
         """
-        owed = self.balance + _RESERVE * self._samples * self._steps
+        headroom = 0.0 if self._base_mean is None else 1.0 - self._base_mean
+        reserve = min(_RESERVE, _RESERVE_OF_HEADROOM * headroom)
+        owed = self.balance + reserve * self._samples * self._steps
         return owed if self._steps > 1 else owed / 2
 
-    def state_dict(self) -> float:
-        """The balance."""
-        return self.balance
+    def state_dict(self) -> dict[str, float | None]:
+        """The balance, and the coverage of base budgets that the reserve follows."""
+        return {"balance": self.balance, "base_mean": self._base_mean}
 
-    def load_state_dict(self, state: float) -> None:
-        """Take over a balance."""
-        self.balance = float(state)
+    def load_state_dict(self, state: dict[str, float | None] | float) -> None:
+        """Take over a balance; a number is one as earlier releases saved it."""
+        saved = {"balance": state} if isinstance(state, int | float) else state
+        self.balance = float(saved["balance"] or 0.0)
+        self._base_mean = saved.get("base_mean")

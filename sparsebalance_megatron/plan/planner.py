@@ -14,6 +14,7 @@ from sparsebalance_megatron.plan.expectation import expectation
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.placement.balance import Placement, arrival, balanced
 from sparsebalance_megatron.plan.placement.search import improve
+from sparsebalance_megatron.plan.placement.search_effort import SHARE_OF_STEP
 from sparsebalance_megatron.plan.placement.wide_start import wide_start
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError, StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
@@ -130,9 +131,17 @@ def _candidates(problem: StepProblem) -> dict[Batching, Placement]:
             problem.costs,
             problem.expected_2SC,
             cap_tokens=problem.cap_tokens,
-            plan_ms=problem.policy.plan_ms,
+            plan_ms=_plan_ms(problem, start),
         )
     return found
+
+
+def _plan_ms(problem: StepProblem, start: Placement) -> float:
+    """Ms of search: what the policy says, or a share of the step that the search begins with."""
+    if problem.policy.plan_ms is not None:
+        return problem.policy.plan_ms
+    makespans_R = problem.makespans_ms(Arrangement(samples=start), problem.expected_2SC)
+    return SHARE_OF_STEP * _rounded(float(makespans_R.max()))
 
 
 def _placement(batching: Batching, problem: StepProblem) -> Placement:

@@ -83,7 +83,7 @@ class Scheduler:
         self.coverage = coverage
         self.calibration = Calibration(job.pipeline_stages, job.virtual_stages)
         self._learners: dict[str, Learner] = {
-            "coverage_balance": CoverageLedger(global_batch_size),
+            "coverage_balance": CoverageLedger(global_batch_size, policy.coverage_slack),
             "coverage": coverage,
             "calibration": self.calibration,
             "device_speed": DeviceSlowness(job.data_parallel_size, job.pipeline_stages),

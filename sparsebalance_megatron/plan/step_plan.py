@@ -79,9 +79,10 @@ class JobShape:
 class PlanPolicy:
     """What the user chose; see :class:`sparsebalance_megatron.config.SparseBalanceConfig`.
 
-    ``max_tokens_per_slot``: of one rank's share. ``context_parallel``: whether every slot is as
-    wide as the job's context-parallel size (``static``), or as wide as the plan says (``dynamic``):
-    1, 2, 4, ... up to ``max_context_parallel`` ranks, beginning at a multiple of its width.
+    ``max_tokens_per_slot``: of one rank's share. ``plan_ms``: of search; None follows the step.
+    ``context_parallel``: whether every slot is as wide as the job's context-parallel size
+    (``static``), or as wide as the plan says (``dynamic``): 1, 2, 4, ... up to
+    ``max_context_parallel`` ranks, beginning at a multiple of its width.
     """
 
     batching: Batching
@@ -91,8 +92,9 @@ class PlanPolicy:
     base_budget: int
     block_size: int
     max_tokens_per_slot: int
-    plan_ms: float = 4.0
+    plan_ms: float | None = None
     coverage_target: CoverageTarget = "threshold"
+    coverage_slack: float = 0.0
     context_parallel: ContextParallel = "static"
     max_context_parallel: int = 1
 
@@ -115,6 +117,7 @@ class PlanPolicy:
             anchor=config.anchor,
             coverage_threshold=config.coverage_threshold,
             coverage_target=config.coverage_target,
+            coverage_slack=config.coverage_slack,
             base_budget=config.base_budget,
             block_size=config.block_size,
             max_tokens_per_slot=max_tokens_per_slot,

@@ -34,9 +34,9 @@ class PlanInputs:
     horizon's later steps.
 
     With the coverage target ``base``, coverage summed over this step's samples and the later ones
-    exceeds that of the base budgets by ``owed_coverage``, or may fall below it by as much if that
-    is negative; this step's share follows from one price for all (:mod:`.budgets.price`), and is
-    paid as far as a step at base budgets has the time.
+    exceeds that of the base budgets, less the policy's slack, by ``owed_coverage``, or may fall
+    below it by as much if that is negative; this step's share follows from one price for all
+    (:mod:`.budgets.price`), and is paid as far as a step at base budgets has the time.
     """
 
     lengths_tokens: tuple[int, ...]

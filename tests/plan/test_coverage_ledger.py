@@ -68,3 +68,26 @@ def test_what_lies_long_back_is_capped():
     for _ in range(100):
         enter(ledger, base_mean=0.1, executed_mean=0.9)
     assert ledger.balance == pytest.approx(-0.05 * 64)
+
+
+def test_the_reserve_is_small_where_base_budgets_cover_nearly_all():
+    ledger = CoverageLedger(64)
+    assert ledger.snapshot() == 0.0
+    for base_mean, reserve in ((0.5, 0.01), (0.99, 0.0004)):
+        enter(ledger, base_mean=base_mean, executed_mean=base_mean)
+        assert ledger.snapshot() == pytest.approx(reserve * 64 / 2)
+
+
+def test_slack_is_not_owed():
+    ledger = CoverageLedger(64, slack=0.002)
+    enter(ledger, base_mean=0.8, executed_mean=0.798)
+    assert ledger.balance == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_saved_balance_is_taken_over():
+    ledger, resumed, early = CoverageLedger(64), CoverageLedger(64), CoverageLedger(64)
+    enter(ledger, base_mean=0.8, executed_mean=0.79)
+    resumed.load_state_dict(ledger.state_dict())
+    assert resumed.snapshot() == ledger.snapshot()
+    early.load_state_dict(ledger.balance)
+    assert early.balance == ledger.balance

@@ -278,3 +278,26 @@ def test_published_latency_batching_is_not_searched():
     for rank in (0, 1):
         firsts = [micro_batch.samples[0] for micro_batch in plan.for_rank(rank).micro_batches]
         assert firsts == sorted(firsts), "slots run in the order of their first sample"
+
+
+def test_search_follows_the_step_that_it_is_for():
+    """Longer steps are searched for longer; a number of ms is kept to."""
+    lengths = np.random.default_rng(4).integers(1000, 20000, 32).tolist()
+    given_ = arguments((4, 8, 4, 1), size=1) | {"lengths_tokens": lengths}
+    spent = {}
+    for name, factor, plan_ms in (
+        ("short", 1e-3, None),
+        ("long", 10.0, None),
+        ("fixed", 10.0, 0.0),
+    ):
+        cost = given_["cost"]
+        scaled = [
+            {part: tuple(factor * ms for ms in row) for part, row in of.items()}
+            for of in (cost.forward_ms, cost.backward_ms)
+        ]
+        cost = replace(cost, forward_ms=scaled[0], backward_ms=scaled[1])
+        policy_ = replace(given_["policy"], plan_ms=plan_ms)
+        plan = planned(**given_ | {"cost": cost, "policy": policy_})
+        spent[name] = plan.expectation.makespan_ms / factor
+    assert spent["long"] < 0.995 * spent["short"]
+    assert spent["fixed"] == pytest.approx(spent["short"])

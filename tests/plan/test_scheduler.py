@@ -192,7 +192,9 @@ def test_coverage_lost_in_steps_is_made_up_for_in_the_next_horizon(
         for step in range(3 * STEPS):
             keep_account(schedule, step, executed=-short if step == 0 else 0.0)
             means.append(schedule.planned(step).plan.expectation.coverage_mean)
-        assert schedule.state_dict()["coverage_balance"] == pytest.approx(short * global_batch_size)
+        assert schedule.state_dict()["coverage_balance"]["balance"] == pytest.approx(
+            short * global_batch_size
+        )
         expected.append(np.mean(means[STEPS:]))
     repaid = lost / max(2, steps_per_horizon)
     assert repaid / 2 < expected[1] - expected[0] < 2 * repaid
@@ -214,7 +216,7 @@ def test_coverage_saved_in_steps_may_be_spent_in_later_ones_half_at_a_time(
         )
         for step in range(STEPS):
             keep_account(schedule, step, executed=savings if step == 0 else 0.0)
-        assert schedule.state_dict()["coverage_balance"] == pytest.approx(-savings * 128)
+        assert schedule.state_dict()["coverage_balance"]["balance"] == pytest.approx(-savings * 128)
         expected.append(schedule.planned(STEPS).plan.expectation.coverage_mean)
     assert base_mean(schedule, STEPS) - saved / 2 - 1e-9 <= expected[1] < expected[0]
 

@@ -49,7 +49,8 @@ def price(
 
     Without a coverage target the slowest rank ends at its floors, and those are expected. With
     target ``base`` it is the least work whose mean coverage, over the horizon, is that of the base
-    budgets and ``owed_coverage``, summed over samples, above it; or below, where that is negative.
+    budgets less the policy's slack, and ``owed_coverage``, summed over samples, above it; or below,
+    where that is negative.
     """
     ladder = price_ladder(problem)
     own = ladder.of(own_samples)
@@ -67,7 +68,7 @@ def price(
         return float((sum_Z(ladder.budgets_QLZ[level]) * samples_Z).sum())
 
     base_LZ = problem.coverage.coverage_LS(blocks_Z, problem.allowed.base_LS[:, ladder.first_Z])
-    surplus = owed_coverage / samples_Z.sum()
+    surplus = owed_coverage / samples_Z.sum() - problem.policy.coverage_slack
     wanted = float((np.nansum(base_LZ + surplus, axis=0) * samples_Z).sum())
     low, high = -1, LEVELS
     while high - low > 1:

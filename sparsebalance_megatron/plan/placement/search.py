@@ -37,11 +37,12 @@ def improve(
 ) -> Placement:
     """Order the slots of every rank, then trade samples with the slowest rank and order again.
 
+    Where no trade with another rank helps, the slots of the slowest rank trade with one another.
     A few orders of every rank are always tried; all else lasts while ``plan_ms`` buys effort.
     """
     search = _Search(placement, costs, sample_2SC, cap_tokens, plan_ms)
     search.order()
-    while search.exchange():
+    while search.exchange() or search.rearrange():
         search.order()
     return tuple(tuple(tuple(sorted(slot)) for slot in rank) for rank in search.ranks)
 
@@ -158,6 +159,48 @@ class _Search:
             changed = True
         return changed
 
+    def rearrange(self) -> bool:
+        """Trade samples between the slots of the slowest rank while that helps."""
+        changed = False
+        while self._order_matters:
+            moves = self._moves_within(int(self.makespans_R.argmax()))
+            if not len(moves) or not self._take_best_move_within(moves):
+                break
+            changed = True
+        return changed
+
+    def _moves_within(self, slow: int) -> np.ndarray:
+        """Moves as those of :meth:`_moves`, whose other rank is the slow one itself.
+
+        Of more than may be simulated, an even choice.
+        """
+        most = self._affordable(1)
+        if not most:
+            return np.empty((0, 6), dtype=np.int64)
+        gives = self._members(slow, nothing=False)
+        takes = self._members(slow, nothing=True)
+        pairs = np.indices((len(gives), len(takes))).reshape(2, -1)
+        moves = np.concatenate([gives[pairs[0]], takes[pairs[1]]], axis=1)
+        _, m, _, _, n, take = moves.T
+        moves = moves[self._legal(slow, moves) & np.where(take >= 0, m < n, m != n)]
+        if len(moves) > most:
+            moves = moves[np.linspace(0, len(moves) - 1, most).astype(np.int64)]
+        return moves
+
+    def _take_best_move_within(self, moves: np.ndarray) -> bool:
+        slow, m, give, _, n, take = moves.T
+        slots, rows = self.slot_RMC2[slow], np.arange(len(moves))
+        difference = self._difference(give, take)
+        slots[rows, m] -= difference
+        slots[rows, n] += difference
+        ms_X = self._simulate(slots, slow)
+        best = int(ms_X.argmin())
+        if ms_X[best] >= self.makespans_R[slow[0]] * (1 - _GAIN):
+            return False
+        self._apply(moves[best].tolist(), slots[best], slots[best])
+        self.makespans_R[slow[0]] = ms_X[best]
+        return True
+
     def _moves(self, slow: int) -> np.ndarray:
         """Moves (slow rank, slot, sample, other rank, slot, sample or -1) that obey cap and slots.
 
@@ -174,15 +217,23 @@ class _Search:
                 takes = np.concatenate([takes, self._members(other, nothing=True)])
         pairs = np.indices((len(gives), len(takes))).reshape(2, -1)
         moves = np.concatenate([gives[pairs[0]], takes[pairs[1]]], axis=1)
+        chosen = np.flatnonzero(self._legal(slow, moves))
+        return moves[chosen[np.argsort(pairs[1][chosen], kind="stable")][:most]]
+
+    def _legal(self, slow: int, moves: np.ndarray) -> np.ndarray:
+        """Which moves obey the cap and leave no slot empty."""
         _, m, give, other, n, take = moves.T
         alone_M = np.array([len(slot) == 1 for slot in self.ranks[slow]])
         change = self.tokens_S[give] - np.where(take >= 0, self.tokens_S[take], 0)
-        legal = (self.used_RM[other, n] + change <= self.cap_tokens) & (
+        fits = (self.used_RM[other, n] + change <= self.cap_tokens) & (
             self.used_RM[slow, m] - change <= self.cap_tokens
         )
-        legal &= (take >= 0) | ~alone_M[m]
-        chosen = np.flatnonzero(legal)
-        return moves[chosen[np.argsort(pairs[1][chosen], kind="stable")][:most]]
+        return np.asarray(fits & ((take >= 0) | ~alone_M[m]))
+
+    def _difference(self, give: np.ndarray, take: np.ndarray) -> np.ndarray:
+        """Ms that go from one slot to another, [X, C, 2]."""
+        taken = np.where((take >= 0)[:, None, None], self.sample_SC2[take], 0.0)
+        return np.asarray(self.sample_SC2[give] - taken)
 
     def _members(self, rank: int, *, nothing: bool) -> np.ndarray:
         """(rank, slot, sample) of a rank's samples, [I, 3]; -1 per slot for nothing.
@@ -203,8 +254,7 @@ class _Search:
     def _take_best_move(self, moves: np.ndarray) -> bool:
         """The best move in place; where none helps, the best one with both ranks ordered anew."""
         slow, m, give, other, n, take = moves.T
-        taken = np.where((take >= 0)[:, None, None], self.sample_SC2[take], 0.0)
-        difference = self.sample_SC2[give] - taken
+        difference = self._difference(give, take)
         rows = np.arange(len(moves))
         slow_slots, other_slots = self.slot_RMC2[slow], self.slot_RMC2[other]
         slow_slots[rows, m] -= difference

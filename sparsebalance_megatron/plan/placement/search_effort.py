@@ -7,6 +7,9 @@ OPERATIONS_PER_MS = 80_000
 """Forwards and backwards of one chunk and micro-batch that numpy simulates in a ms on one core of a
 2020s server CPU. A constant, not a measurement: ranks must agree on it to the last bit."""
 
+SHARE_OF_STEP = 0.02
+"""Of the time of a step, what searching its placement may take: it runs beside the step before."""
+
 _CALL_OPERATIONS = 4_000
 """What a call of the simulator costs beside its operations."""
 

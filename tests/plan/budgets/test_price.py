@@ -147,3 +147,21 @@ def test_what_was_never_observed_wants_nothing():
 def test_horizons_hold_whole_steps():
     assert [horizon_steps(n) for n in (1, 8, 50, 63)] == [HORIZON_SAMPLES, 8, 2, 2]
     assert [horizon_steps(n) for n in (64, 65, 4096)] == [1, 1, 1]
+
+
+def test_slack_lowers_what_is_wanted():
+    curves = coverage_curves(JOB.layers, seed=2)
+    slack = 0.01
+    strict, loose = (
+        Step(LONG, SHORT, curves, tuning_policy=replace(POLICY, coverage_slack=points))
+        for points in (0.0, slack)
+    )
+    both = [
+        Step(SHORT, LONG, curves, tuning_policy=s)
+        for s in (POLICY, replace(POLICY, coverage_slack=slack))
+    ]
+    wanted = [
+        a.pricing.wanted_coverage + b.pricing.wanted_coverage
+        for a, b in zip((strict, loose), both, strict=True)
+    ]
+    assert wanted[0] - wanted[1] == pytest.approx(slack * 8 * JOB.layers)

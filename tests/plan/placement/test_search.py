@@ -76,3 +76,13 @@ def test_moves_empty_no_slot():
     after, _ = searched(lengths, job_shape(2, 1), 1 << 40)
     weights = [sum(lengths[s] for slot in rank for s in slot) for rank in after]
     assert max(weights) == oracle.least_heaviest_bin(lengths, 2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_slots_of_one_rank_trade_samples(seed):
+    """There is no other rank to trade with, and no order of the slots helps as much."""
+    lengths = np.sort(np.random.default_rng(seed).integers(500, 20000, 16)).tolist()
+    _, (old, new) = searched(lengths, job_shape(1, 4, 4), 1 << 40)
+    orders = [list(order) for order in itertools.permutations(range(4))]
+    ordered_ms = makespans_ms(np.stack([old[:, 0][..., order] for order in orders], axis=1)).min()
+    assert makespans_ms(new)[0] < 0.99 * ordered_ms
