@@ -17,6 +17,7 @@ from sparsebalance_megatron.report.charts.figure import (
     FAINT,
     MUTED,
     PAPER,
+    PREDICTED,
     WIDTH_INCHES,
     Picture,
     absent,
@@ -99,7 +100,7 @@ class _Scale:
 
     def __init__(self, panels: Sequence[Panel]) -> None:
         self.tokens = {
-            (panel.name, place[0], micro_batch.position): micro_batch.tokens
+            (panel.name, place[0], micro_batch.position): micro_batch.tokens // micro_batch.width
             for panel in panels
             for place, step in panel.contents.items()
             for micro_batch in step.micro_batches
@@ -208,12 +209,16 @@ def _paint_panel(
     many = len(bars) > _MAX_VECTOR_BARS
     axis.barh(list(rows.values()), panel.timeline.makespan_ms, height=0.86, color=FAINT)
     shares = [scale.share(panel, bar) for bar in bars]
+    shared = shared_rows(panel.contents)
+    edge = "none" if many else PAPER
     axis.add_collection(
         PolyCollection(
             [_corners(bar, rows[bar.place]) for bar in bars],
             facecolors=[MUTED if share is None else colours(share) for share in shares],
-            edgecolors="none" if many else PAPER,
-            linewidths=0 if many else 0.5,
+            edgecolors=[
+                PREDICTED if (bar.place[0], bar.position) in shared else edge for bar in bars
+            ],
+            linewidths=0 if many and not shared else 0.5,
             rasterized=many,
         )
     )
@@ -259,6 +264,16 @@ def _paint_budgets(
         )
 
 
+def shared_rows(contents: Mapping[Place, RankStep]) -> set[tuple[int, int]]:
+    """(rank, position) of the micro-batches whose rows lay on several ranks."""
+    return {
+        (place[0], micro_batch.position)
+        for place, step in contents.items()
+        for micro_batch in step.micro_batches
+        if micro_batch.width > 1
+    }
+
+
 def stage_budgets(contents: Mapping[Place, RankStep]) -> dict[tuple[Place, int], float]:
     """Budget of the longest sample of every micro-batch, the mean over a stage's layers."""
     return {
@@ -289,6 +304,11 @@ def _caption(panels: Sequence[Panel], shown: tuple[Place, ...], scale: _Scale) -
             "Colour is the number of tokens in the micro-batch; the number in a backward is the "
             "budget of its longest sample in blocks, the mean over the stage's layers."
         )
+        if any(shared_rows(panel.contents) for panel in panels):
+            parts.append(
+                "Bars with a coloured edge are rows that neighbouring ranks shared; their colour "
+                "is the number of tokens per rank."
+            )
     else:
         parts.append(
             "Colour is the time of the bar: lengths and budgets are in ranks/, which holds nothing "
