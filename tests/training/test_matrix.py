@@ -195,7 +195,10 @@ SHARED_ROWS = {
     "wide": Layout(
         model="llama",
         ranks=2,
-        flags=(*WIDE, *PLANNED_WIDTHS, *OVERLAP, *FULL_RECOMPUTE, "--recompute-method", "uniform"),
+        flags=(
+            *(*WIDE, *PLANNED_WIDTHS, "--sparse-balance-max-tokens-per-micro-batch", "128"),
+            *(*OVERLAP, *FULL_RECOMPUTE, "--recompute-method", "uniform"),
+        ),
     ),
     "context": Layout(model="llama", ranks=2, flags=(*CONTEXT, *PLANNED_WIDTHS)),
     "context-static-yarn": Layout(

@@ -69,7 +69,7 @@ def test_evaluation_and_a_checkpoint_do_not_depend_on_widths(
     load = ("--load", str(tmp_path / "saved"), "--ckpt-format", "torch_dist")
     one = train(1, documents, *evaluate, log_dir=tmp_path / "one").require_success()
     wide = train(
-        *(2, documents, *evaluate, *save, *WIDE, "--train-iters", "2"),
+        *(2, documents, *evaluate, *save, *WIDE, "--exit-interval", "2"),
         program="wide_slots.py",
         log_dir=tmp_path / "wide",
     ).require_success()
