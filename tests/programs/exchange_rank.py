@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One member of a context group runs every exchange on every case, and reports how it went.
 
-    exchange_rank.py DIRECTORY [EXCHANGE]
+    exchange_rank.py DIRECTORY [EXCHANGE dies|stalls]
 
 leaves ``rank0.json`` and so on. With an exchange named, member 1 ends in the middle of its forward
-pass, and the others leave ``rank0.died`` and so on with what they were told.
+pass, or stops there, and the others leave ``rank0.told`` and so on with what they were told.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ INNER_MEMBERS = {2: 1, 3: 3, 4: 2, 6: 3}[MEMBERS]
 CU_SEQLENS, BUDGETS, BLOCKS = [0, 1, 2, 30, 51, 111], [1, 3, 2, 3, 5], 17
 BROKEN = slice(2, 30)
 """Tokens of the document that is NaN in the case "broken"."""
-TIMEOUT_S = 20
+TIMEOUT_S = 60
+STALLED_TIMEOUT_S, STALL_S = 5, 20
+"""Of the process group, where a member is to stop; and for how long it does."""
 
 CASES = {
     "dealt": ("previous-block", "blocks", None),
@@ -104,14 +106,18 @@ class Traffic:
         return counted
 
 
-def exchanges() -> dict[str, Exchange]:
+def exchanges(timeout_s: float) -> dict[str, Exchange]:
     """All of them, on groups of their own; every rank makes all groups in the same order."""
-    everyone = dist.new_group()
+    timeout = timedelta(seconds=timeout_s)
+    everyone = dist.new_group(timeout=timeout)
     inner = [
-        dist.new_group(range(first, first + INNER_MEMBERS))
+        dist.new_group(range(first, first + INNER_MEMBERS), timeout=timeout)
         for first in range(0, MEMBERS, INNER_MEMBERS)
     ]
-    outer = [dist.new_group(range(place, MEMBERS, INNER_MEMBERS)) for place in range(INNER_MEMBERS)]
+    outer = [
+        dist.new_group(range(place, MEMBERS, INNER_MEMBERS), timeout=timeout)
+        for place in range(INNER_MEMBERS)
+    ]
     hierarchical = HierarchicalRingExchange(
         inner=inner[RANK // INNER_MEMBERS], outer=outer[RANK % INNER_MEMBERS]
     )
@@ -192,7 +198,11 @@ def report_of(name: str, exchange: Exchange) -> dict[str, Any]:
 def summaries_report() -> dict[str, Any]:
     shard, group = row_shard(owners_of(5), RANK, "cpu"), dist.new_group()
     generator = torch.Generator().manual_seed(1)
-    whole = [torch.randn(BLOCKS, *shape, generator=generator) for shape in ((2, 8), (4, 8), ())]
+    shapes = {(2, 7): torch.bfloat16, (4, 8): torch.float32, (): torch.float64}
+    whole = [
+        torch.randn(BLOCKS, *shape, generator=generator).to(dtype)
+        for shape, dtype in shapes.items()
+    ]
     traffic = Traffic()
     with traffic.watched():
         gathered = gather_summaries([x[shard.own_block_N] for x in whole], shard, group)
@@ -207,8 +217,8 @@ def summaries_report() -> dict[str, Any]:
     }
 
 
-def die_midway(exchange: Exchange, directory: Path) -> None:
-    """Member 1 ends while it computes on the second row, or head, that it gets."""
+def stop_midway(exchange: Exchange, directory: Path, how: str) -> None:
+    """Member 1 goes no further while it computes on the second row, or head, that it gets."""
     case = make_case(CU_SEQLENS, BUDGETS, block=BLOCK, head_dim=8, granularity="first-query")
     shard = row_shard(owners_of(None), RANK, "cpu")
     blocks, calls = kernel_named("blocks"), Counter()
@@ -217,27 +227,26 @@ def die_midway(exchange: Exchange, directory: Path) -> None:
     def mortal(*arguments: Any, **keywords: Any) -> Any:
         calls["forward"] += 1
         if RANK == 1 and calls["forward"] == 2:
+            time.sleep(STALL_S if how == "stalls" else 0)
             os._exit(0)
         return plain(*arguments, **keywords)
 
     blocks.forward = mortal
-    begin_s = time.monotonic()
     try:
         on_members(case, "blocks", shard, exchange)
     except RuntimeError as error:
-        ended = {"s": time.monotonic() - begin_s, "error": str(error)}
-        (directory / f"rank{RANK}.died").write_text(json.dumps(ended))
+        (directory / f"rank{RANK}.told").write_text(str(error))
     os._exit(0)
 
 
 if __name__ == "__main__":
-    directory = Path(sys.argv[1])
+    directory, stopping = Path(sys.argv[1]), sys.argv[2:]
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all(), "uninitialised memory is to be NaN"
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
-    existing = exchanges()
-    if len(sys.argv) > 2:
-        die_midway(existing[sys.argv[2]], directory)
+    existing = exchanges(STALLED_TIMEOUT_S if "stalls" in stopping else TIMEOUT_S)
+    if stopping:
+        stop_midway(existing[stopping[0]], directory, stopping[1])
     report = {
         "exchanges": {
             exchange: {name: report_of(name, existing[exchange]) for name in CASES}

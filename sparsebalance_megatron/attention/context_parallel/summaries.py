@@ -27,7 +27,7 @@ def gather_summaries(
 
     Args:
         summaries: of this member's blocks, one entry per block, such as pooled keys
-            [N, KV heads, head dim] and pooled queries; all of one dtype.
+            [N, KV heads, head dim] and pooled queries; of any dtypes.
         shard: what this member holds.
         group: the context group; all its members call at the same place of their programs.
 
@@ -35,28 +35,29 @@ def gather_summaries(
         The summaries of the packed row's blocks.
 
     Raises:
-        ValueError: a summary has not one entry for each of this member's blocks, or dtypes differ.
+        ValueError: a summary has not one entry for each of this member's blocks.
     """
     blocks = shard.local_layout.blocks
-    found = [f"{x.dtype} {tuple(x.shape)}" for x in summaries]
-    if any(x.shape[0] != blocks for x in summaries) or len({x.dtype for x in summaries}) != 1:
+    if any(x.shape[0] != blocks for x in summaries):
         raise ValueError(
-            f"gather_summaries: {', '.join(found)}: must have one entry for each of the member's "
-            f"{blocks} blocks, and one dtype"
+            f"gather_summaries: shapes {', '.join(str(tuple(x.shape)) for x in summaries)}: must "
+            f"have one entry for each of the member's {blocks} blocks"
         )
     if shard.members == 1:
         return list(summaries)
-    flat = torch.cat([x.reshape(blocks, -1) for x in summaries], 1)
+    # As bytes, summaries of different dtypes travel together.
+    parts = [x.reshape(blocks, -1).contiguous().view(torch.uint8) for x in summaries]
+    widths = [part.shape[1] for part in parts]
     most = max(shard.owners.blocks_per_member)
     # What lies past a shorter row's end travels, and is not read.
-    sent = flat.new_empty(most, flat.shape[1])
-    sent[:blocks] = flat
-    received = flat.new_empty(shard.members * most, flat.shape[1])
+    sent = parts[0].new_empty(most, sum(widths))
+    torch.cat(parts, 1, out=sent[:blocks])
+    received = sent.new_empty(shard.members * most, sum(widths))
     dist.all_gather_into_tensor(received, sent, group)
     row = received.index_select(0, shard.slot_N)
-    widths = [x.shape[1:].numel() for x in summaries]
     return [
-        part.reshape(-1, *x.shape[1:])
+        # A copy begins where its dtype may; a slice may not.
+        part.clone(memory_format=torch.contiguous_format).view(x.dtype).view(-1, *x.shape[1:])
         for part, x in zip(row.split(widths, 1), summaries, strict=True)
     ]
 
