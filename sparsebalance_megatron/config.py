@@ -66,7 +66,7 @@ class SparseBalanceConfig:
     plan_ms: float | None = None
     """Search for makespan batching, in ms of a typical core; counted in simulated operations and
     never timed, so that all ranks find the same plan. By default 2 % of the step that it is for, as
-    predicted at balanced latencies."""
+    predicted at balanced latencies, and 10 % where widths are planned."""
 
     planning: Planning = "ahead"
     """When a step is planned: while the one before it runs, from what was known when that began; or

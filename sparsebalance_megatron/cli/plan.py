@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from sparsebalance_megatron.cli.output import open_console
+from sparsebalance_megatron.cli.sharing import add_sharing_flags, sharing_of
 from sparsebalance_megatron.simulate.lengths import WorkloadError, read_lengths
-from sparsebalance_megatron.simulate.models import MODELS, cost_of, prior_coverage
+from sparsebalance_megatron.simulate.models import MODELS, cost_of, prior_coverage, with_bandwidth
 from sparsebalance_megatron.simulate.setups import batches_of, default_policy, job_shape
 from sparsebalance_megatron.simulate.tables import as_json, show
 from sparsebalance_megatron.simulate.variants import (
@@ -53,6 +54,7 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--block-size", type=int, default=256, help="with --model, tokens")
     parser.add_argument("--max-tokens-per-micro-batch", type=int, help="default: no cap")
     parser.add_argument("--plan-ms", type=float, help="search effort; default: 2 %% of the step")
+    add_sharing_flags(parser)
     parser.add_argument("--steps", type=int, default=20, help="global batches to plan")
     parser.add_argument("--seed", type=int, help="shuffle the lengths first; default: as filed")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
@@ -67,7 +69,7 @@ def run(arguments: Namespace) -> int:
         OutputError: if rich is not installed.
     """
     workload = _workload(arguments)
-    outcomes = evaluate(workload, _variants(arguments), time.perf_counter)
+    outcomes = evaluate(workload, _variants(arguments, workload), time.perf_counter)
     unhideable = unhideable_steps(workload)
     if arguments.json:
         found = {
@@ -85,10 +87,10 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def _variants(arguments: Namespace) -> Mapping[str, Variant]:
+def _variants(arguments: Namespace, workload: Workload) -> Mapping[str, Variant]:
     """The chosen combination beside the baseline, or everything."""
     if arguments.batching is None and arguments.tuning is None:
-        return ALL_ROWS
+        return workload.variants()
     chosen = Variant(
         batching=arguments.batching or "makespan", tuning=arguments.tuning or "makespan"
     )
@@ -112,6 +114,7 @@ def _workload(arguments: Namespace) -> Workload:
     batches = batches_of(lengths[: arguments.steps * batch], batch)
     if not batches:
         raise WorkloadError(f"{arguments.lengths}: {len(lengths)} lengths, a step needs {batch}")
+    sharing = sharing_of(arguments, arguments.dp)
     cost, layers = cost_of(
         arguments.model,
         cost_table=arguments.cost_table,
@@ -137,6 +140,7 @@ def _workload(arguments: Namespace) -> Workload:
             micro_batches=arguments.micro_batches,
         ),
         policy=replace(policy, anchor=arguments.anchor, plan_ms=arguments.plan_ms),
-        cost=cost,
+        cost=with_bandwidth(cost, arguments.gigabytes_per_second),
+        sharing=sharing,
         coverage=prior_coverage(layers, max(1, -(-longest // cost.block_size))),
     )

@@ -8,10 +8,11 @@ import time
 from argparse import ArgumentParser, Namespace
 
 from sparsebalance_megatron.cli.output import open_console
+from sparsebalance_megatron.cli.sharing import add_sharing_flags, sharing_of
 from sparsebalance_megatron.simulate.lengths import WorkloadError
 from sparsebalance_megatron.simulate.setups import PAPER_ABLATION, SETUPS, workload_of
 from sparsebalance_megatron.simulate.tables import as_json, show
-from sparsebalance_megatron.simulate.variants import ALL_ROWS, evaluate, unhideable_steps
+from sparsebalance_megatron.simulate.variants import evaluate, unhideable_steps
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -24,6 +25,7 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=24, help="global batches to plan")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--coverage-threshold", type=float, default=0.1, metavar="P")
+    add_sharing_flags(parser)
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
 
 
@@ -46,8 +48,10 @@ def run(arguments: Namespace) -> int:
             steps=arguments.steps,
             seed=arguments.seed,
             coverage_threshold=arguments.coverage_threshold,
+            sharing=sharing_of(arguments, setup.data_parallel_size),
+            gigabytes_per_second=arguments.gigabytes_per_second,
         )
-        outcomes = evaluate(workload, ALL_ROWS, time.perf_counter)
+        outcomes = evaluate(workload, workload.variants(), time.perf_counter)
         unhideable = unhideable_steps(workload)
         found[data] = {
             "steps": arguments.steps,

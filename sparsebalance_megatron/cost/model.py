@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from sparsebalance_megatron.config import Granularity
-from sparsebalance_megatron.cost.exchange import Exchange
+from sparsebalance_megatron.cost.exchange import Exchange, ms_per_byte
 from sparsebalance_megatron.cost.features import FEATURES
 from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.table import CostRow, CostTable, CostTableError, ModelShape
@@ -94,6 +94,11 @@ class CostModel:
             pairs = zip(self.backward_ms[part], self.forward_ms[part], strict=True)
             backward_ms[part] = tuple(backward + forward for backward, forward in pairs)
         return replace(self, backward_ms=backward_ms)
+
+    def with_bandwidth(self, gigabytes_per_second: float) -> CostModel:
+        """A model whose exchange runs at a bandwidth that a rank receives with."""
+        exchange = replace(self.exchange, ms_per_byte=ms_per_byte(gigabytes_per_second))
+        return replace(self, exchange=exchange)
 
     @classmethod
     def fit(cls, table: CostTable) -> CostModel:

@@ -4,7 +4,7 @@
 A slot of width w begins at a multiple of w, so the width of the slot that every rank takes part in
 says which ranks share it.
 
-Shape legend: R data-parallel ranks, M micro-batches, J = R x M places, X ranks.
+Shape legend: R data-parallel ranks, M micro-batches, J = R x M places, I items, X ranks.
 """
 
 from __future__ import annotations
@@ -31,31 +31,40 @@ def widest_slot(ranks: int, ranks_per_node: int) -> int:
 class Members:
     """Who shares with whom, for arrays whose last axis is ranks.
 
+    Ranks that may share are far apart there, so that what is done to one of them is done to long
+    rows of numbers: see :attr:`order`.
+
     Args:
-        widths_X: of the slot that each rank takes part in, [..., X].
+        widths_IX: of the slot that each rank takes part in.
     """
 
-    def __init__(self, widths_X: np.ndarray) -> None:
-        widest = int(widths_X.max(initial=1))
-        sizes = [1 << level for level in range(widest.bit_length() - 1)]
-        self._wider = [
-            (size, _pairs(widths_X, size)[..., 0, :] > size) for size in sizes if size < widest
-        ]
+    def __init__(self, widths_IX: np.ndarray) -> None:
+        ranks = widths_IX.shape[1]
+        self._together = int(widths_IX.max(initial=1))
+        self._islands = ranks // self._together
+        by_rank = widths_IX[:, self.order].reshape(len(widths_IX), self._together, -1)
+        self._apart = []
+        """Of 2, 4, ... neighbours: 0 where they all share, -inf where they do not."""
+        size = 2
+        while size <= self._together:
+            self._apart.append(np.where(by_rank[:, ::size] >= size, 0.0, -np.inf))
+            size *= 2
 
-    def maximum(self, values_X: np.ndarray, rows: slice | np.ndarray = slice(None)) -> None:
+    @property
+    def order(self) -> np.ndarray:
+        """Ranks by their number within the widest slot, then by island: how arrays hold them."""
+        return np.arange(self._islands * self._together).reshape(-1, self._together).T.reshape(-1)
+
+    def maximum(self, values_IX: np.ndarray, items: slice = slice(None)) -> None:
         """In place, the largest value among the members of a slot, for each of them.
 
         Args:
-            values_X: [..., X], contiguous.
-            rows: of the first axis of the widths, those that ``values_X`` is for.
+            values_IX: contiguous, with the ranks in :attr:`order`.
+            items: of the first axis of the widths, those that ``values_IX`` is for.
         """
-        for size, wider in self._wider:
-            pairs = _pairs(values_X, size)
-            largest = np.maximum(pairs[..., 0, :], pairs[..., 1, :])
-            chosen = wider[rows]
-            np.copyto(pairs[..., 0, :], largest, where=chosen)
-            np.copyto(pairs[..., 1, :], largest, where=chosen)
-
-
-def _pairs(values_X: np.ndarray, size: int) -> np.ndarray:
-    return values_X.reshape(*values_X.shape[:-1], -1, 2, size)
+        by_rank = values_IX.reshape(len(values_IX), self._together, self._islands)
+        largest = by_rank
+        for level, apart in enumerate(self._apart):
+            largest = np.maximum(largest[:, ::2], largest[:, 1::2])
+            shared = by_rank.reshape(len(by_rank), -1, 2 << level, self._islands)
+            np.maximum(shared, (largest + apart[items])[:, :, None], out=shared)

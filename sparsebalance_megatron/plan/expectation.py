@@ -14,6 +14,7 @@ from sparsebalance_megatron.plan.metrics import imbalance
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.schedules.bounds import sample_bounds
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
+from sparsebalance_megatron.plan.schedules.wide_bounds import wide_bounds
 from sparsebalance_megatron.plan.step_plan import Expectation
 from sparsebalance_megatron.plan.step_problem import StepProblem
 
@@ -51,25 +52,25 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
 
 def _lower_bound_ms(problem: StepProblem) -> float:
     """Of every placement of these samples at every budget and width the policy allows."""
-    if problem.policy.plans_widths:
-        return float(_mean_work_ms(problem).max())
-    groups = problem.of_groups
-    floor_2SC = groups.costs.sample_ms(groups.budgets.allowed.floor_LS)
-    bounds = sample_bounds(floor_2SC, groups.costs.constant_2C, groups.job)
-    return max(
-        bounds.bound_ms * float(groups.costs.slowness_RP.min()),
-        float(_mean_work_ms(groups).max()),
-    )
+    wide = problem.policy.plans_widths
+    bounded = problem if wide else problem.of_groups
+    costs = bounded.costs
+    floor_2SC = costs.sample_ms(bounded.budgets.allowed.floor_LS)
+    if wide:
+        bounds = wide_bounds(floor_2SC, costs, problem.policy.max_context_parallel)
+    else:
+        bounds = sample_bounds(floor_2SC, costs.constant_2C, costs.job)
+    nominal_ms = bounds.bound_ms * float(costs.slowness_RP.min())
+    return max(nominal_ms, float(_mean_work_ms(bounded, floor_2SC).max()))
 
 
-def _mean_work_ms(problem: StepProblem) -> np.ndarray:
+def _mean_work_ms(problem: StepProblem, sample_2SC: np.ndarray) -> np.ndarray:
     """[P] ms that the ranks take for all their work if they share it ideally.
 
     Within T, rank r of stage p does work T / slowness[r, p] at most; so T is at least the work over
     the sum of what the ranks do in one ms. Sharing a slot makes the work no less.
     """
     costs = problem.costs
-    sample_2SC = costs.sample_ms(problem.budgets.allowed.floor_LS)
     constant_C = costs.constant_2C[0] + costs.constant_2C[1]
     work_C = sum(sample_SC.sum(axis=0) for sample_SC in sample_2SC) + costs.job.slots * constant_C
     work_P = np.asarray(work_C).reshape(costs.job.pipeline_stages, -1).sum(axis=1)

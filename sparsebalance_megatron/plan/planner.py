@@ -14,11 +14,18 @@ from sparsebalance_megatron.plan.expectation import expectation
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.placement.balance import Placement, arrival, balanced
 from sparsebalance_megatron.plan.placement.search import improve
-from sparsebalance_megatron.plan.placement.search_effort import SHARE_OF_STEP
+from sparsebalance_megatron.plan.placement.search_effort import (
+    SHARE_OF_STEP,
+    SHARE_OF_STEP_FOR_WIDTHS,
+)
+from sparsebalance_megatron.plan.placement.wide_moves import Rules
+from sparsebalance_megatron.plan.placement.wide_search import improve_widths
 from sparsebalance_megatron.plan.placement.wide_start import wide_start
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError, StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
+_CLOSE = 1.04
+"""Of two placements before tuning: by how much tuning may turn which one is faster."""
 _SIMPLE: tuple[Batching, ...] = ("arrival", "length", "latency")
 
 
@@ -56,50 +63,100 @@ def _best_candidate(problem: StepProblem) -> tuple[Batching, Arrangement, TunedB
         batching, placement, tuned = _best_of_groups(problem.of_groups)
         width = problem.job.context_parallel_size
         return batching, Arrangement.of_groups(placement, width), tuned
-    arrangement = _best_widths(problem)
-    return "makespan", arrangement, problem.tuned_where(arrangement)
+    return _best_widths(problem)
 
 
-def _best_widths(problem: StepProblem) -> Arrangement:
-    """The best of slots as wide as their samples ask for, and of equal widths where those may be.
+def _best_widths(problem: StepProblem) -> tuple[Batching, Arrangement, TunedBudgets]:
+    """The best of planned widths and, where their slots may have them, of equal ones.
+
+    Widths are planned at budgets between those expected and the least allowed: slots that the step
+    waits for end below what is expected of all. Two plans are tuned only where it is not clear
+    before which one wins.
 
     Raises:
         PlanError: no placement of the samples exists.
     """
-    forward_SC, backward_SC = problem.expected_2SC
-    start = wide_start(
-        (forward_SC + backward_SC).sum(axis=1),
-        problem.costs.lengths_tokens_S,
-        problem.costs.blocks_S,
-        problem.job,
-        cap_tokens=problem.cap_tokens,
-        max_width=problem.policy.max_context_parallel,
+    costs, policy = problem.costs, problem.policy
+    groups = problem.of_groups
+    found: list[tuple[float, Batching, Arrangement]] = []
+    try:
+        batching, placement = _best_placement(groups)
+        equal = Arrangement.of_groups(placement, problem.job.context_parallel_size)
+        if _gives_blocks(equal, costs.blocks_S):
+            ms_R = problem.makespans_ms(equal, problem.expected_2SC)
+            found.append((_rounded(ms_R.max()), batching, equal))
+    except PlanError:  # the cap may ask for wider slots
+        pass
+    rules = Rules(cap_tokens=problem.cap_tokens, max_width=policy.max_context_parallel)
+    search_2SC = (problem.expected_2SC + costs.sample_ms(problem.budgets.allowed.floor_LS)) / 2
+    try:
+        start = wide_start(search_2SC.sum(axis=(0, 2)), costs, rules)
+    except PlanError:
+        if not found:
+            raise
+    else:
+        plan_ms = _plan_ms(problem, start, SHARE_OF_STEP_FOR_WIDTHS)
+        planned = improve_widths(start, costs, search_2SC, rules=rules, plan_ms=plan_ms)
+        ms_R = problem.makespans_ms(planned, problem.expected_2SC)
+        found.append((_rounded(ms_R.max()), "makespan", planned))
+    least_ms = min(ms for ms, _, _ in found)
+    close = [each for each in found if each[0] <= _CLOSE * least_ms]
+    tuned = [(problem.tuned_where(where), name, where) for _, name, where in close]
+    if len(tuned) == 1:
+        ((budgets, name, where),) = tuned
+        return name, where, budgets
+
+    def tuned_ms(candidate: tuple[TunedBudgets, Batching, Arrangement]) -> float:
+        budgets, _, where = candidate
+        ms_R = problem.makespans_ms(where, costs.sample_ms(budgets.budgets_LS))
+        return _rounded(ms_R.max())
+
+    budgets, name, where = min(tuned, key=tuned_ms)
+    return name, where, budgets
+
+
+def _gives_blocks(arrangement: Arrangement, blocks_S: np.ndarray) -> bool:
+    """Whether every rank of every slot gets a block."""
+    return all(
+        arrangement.width(rank, position) <= int(blocks_S[list(slot)].sum())
+        for rank, slots in enumerate(arrangement.samples)
+        for position, slot in enumerate(slots)
+        if slot
     )
-    return start
 
 
 def _best_of_groups(problem: StepProblem) -> tuple[Batching, Placement, TunedBudgets]:
-    """Least makespan, then least sum of the ranks' makespans, then the simplest.
+    """Only the winner is tuned, except where tuning towards an anchor decides who wins."""
+    if problem.policy.tuning != "anchor":
+        batching, placement = _best_placement(problem)
+        return batching, placement, problem.tuned(placement)
+    placements = _candidates(problem)
+    tuned = {name: problem.tuned(where) for name, where in placements.items()}
+    batching = min(
+        placements,
+        key=lambda name: _key(
+            problem, placements[name], problem.costs.sample_ms(tuned[name].budgets_LS)
+        ),
+    )
+    return batching, placements[batching], tuned[batching]
 
-    Only the winner is tuned, except where tuning towards an anchor decides who wins.
-    """
+
+def _best_placement(problem: StepProblem) -> tuple[Batching, Placement]:
+    """At the expected budgets."""
     placements = _candidates(problem)
     if len(placements) == 1:
         ((batching, placement),) = placements.items()
-        return batching, placement, problem.tuned(placement)
-    by_tuning = problem.policy.tuning == "anchor"
-    tuned = {name: problem.tuned(where) for name, where in placements.items()} if by_tuning else {}
+        return batching, placement
+    batching = min(
+        placements, key=lambda name: _key(problem, placements[name], problem.expected_2SC)
+    )
+    return batching, placements[batching]
 
-    def key(name: Batching) -> tuple[float, float]:
-        sample_2SC = (
-            problem.costs.sample_ms(tuned[name].budgets_LS) if by_tuning else problem.expected_2SC
-        )
-        ms_R = problem.makespans_ms(Arrangement(samples=placements[name]), sample_2SC)
-        return _rounded(ms_R.max()), _rounded(ms_R.sum())
 
-    batching = min(placements, key=key)
-    placement = placements[batching]
-    return batching, placement, tuned[batching] if by_tuning else problem.tuned(placement)
+def _key(problem: StepProblem, placement: Placement, sample_2SC: np.ndarray) -> tuple[float, float]:
+    """Least makespan first, then least sum of the ranks' makespans, then the simplest."""
+    ms_R = problem.makespans_ms(Arrangement(samples=placement), sample_2SC)
+    return _rounded(ms_R.max()), _rounded(ms_R.sum())
 
 
 def _candidates(problem: StepProblem) -> dict[Batching, Placement]:
@@ -131,17 +188,17 @@ def _candidates(problem: StepProblem) -> dict[Batching, Placement]:
             problem.costs,
             problem.expected_2SC,
             cap_tokens=problem.cap_tokens,
-            plan_ms=_plan_ms(problem, start),
+            plan_ms=_plan_ms(problem, Arrangement(samples=start)),
         )
     return found
 
 
-def _plan_ms(problem: StepProblem, start: Placement) -> float:
+def _plan_ms(problem: StepProblem, start: Arrangement, share: float = SHARE_OF_STEP) -> float:
     """Ms of search: what the policy says, or a share of the step that the search begins with."""
     if problem.policy.plan_ms is not None:
         return problem.policy.plan_ms
-    makespans_R = problem.makespans_ms(Arrangement(samples=start), problem.expected_2SC)
-    return SHARE_OF_STEP * _rounded(float(makespans_R.max()))
+    makespans_R = problem.makespans_ms(start, problem.expected_2SC)
+    return share * _rounded(float(makespans_R.max()))
 
 
 def _placement(batching: Batching, problem: StepProblem) -> Placement:

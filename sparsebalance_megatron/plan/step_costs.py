@@ -164,7 +164,7 @@ class StepCosts:
         ms_2IPVM = ms_2IMPV.transpose(0, 1, 3, 4, 2)
         if self._alike:
             return ms_2IPVM
-        ms_2IPVM = ms_2IPVM * self.slowness_RP[ranks_I][..., None, None]
+        ms_2IPVM = np.ascontiguousarray(ms_2IPVM * self.slowness_RP[ranks_I][..., None, None])
         return ms_2IPVM if widths_IM is None else _as_slow_as_slowest(ms_2IPVM, widths_IM)
 
     @cached_property
@@ -239,9 +239,15 @@ def step_costs(
 
 def _as_slow_as_slowest(times_2RPVM: np.ndarray, widths_RM: np.ndarray) -> np.ndarray:
     """Times whose slots take on every rank as long as on the slowest."""
-    times_2PVMR = np.ascontiguousarray(np.moveaxis(times_2RPVM, 1, -1))
-    Members(widths_RM.T).maximum(times_2PVMR)
-    return np.moveaxis(times_2PVMR, -1, 1)
+    members = Members(widths_RM.T)
+    shape = times_2RPVM.shape
+    for times_RPVM in times_2RPVM:
+        times_RCM = times_RPVM.reshape(shape[1], -1, shape[-1])
+        for chunk in range(times_RCM.shape[1]):
+            times_MR = np.ascontiguousarray(times_RCM[members.order, chunk].T)
+            members.maximum(times_MR)
+            times_RCM[members.order, chunk] = times_MR.T
+    return times_2RPVM
 
 
 def base_sample_ms(

@@ -115,6 +115,21 @@ def cost_of(
     return CostModel.fit(CostTable.load(cost_table)), layers
 
 
+def with_bandwidth(cost: CostModel, gigabytes_per_second: float | None) -> CostModel:
+    """Costs whose exchange runs at a bandwidth; None leaves it as it is.
+
+    Raises:
+        WorkloadError: the bandwidth is not finite or not above 0.
+    """
+    if gigabytes_per_second is None:
+        return cost
+    if not 0.0 < gigabytes_per_second < float("inf"):
+        raise WorkloadError(
+            f"--gigabytes-per-second {gigabytes_per_second}: must be finite and above 0"
+        )
+    return cost.with_bandwidth(gigabytes_per_second)
+
+
 def _scaled(
     ms: Mapping[Part, tuple[float, ...]], factor: Mapping[Part, float]
 ) -> dict[Part, tuple[float, ...]]:

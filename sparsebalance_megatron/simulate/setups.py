@@ -10,8 +10,13 @@ import numpy as np
 
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy
 from sparsebalance_megatron.simulate.lengths import GENERATORS, MAX_TOKENS
-from sparsebalance_megatron.simulate.models import h200_cost, preset, prior_coverage
-from sparsebalance_megatron.simulate.variants import Workload
+from sparsebalance_megatron.simulate.models import (
+    h200_cost,
+    preset,
+    prior_coverage,
+    with_bandwidth,
+)
+from sparsebalance_megatron.simulate.variants import Sharing, Workload
 
 BLOCK_SIZE = 256
 BASE_BUDGET = 32
@@ -101,7 +106,14 @@ def default_policy(
 
 
 def workload_of(
-    setup: Setup, data: str, *, steps: int, seed: int, coverage_threshold: float
+    setup: Setup,
+    data: str,
+    *,
+    steps: int,
+    seed: int,
+    coverage_threshold: float,
+    sharing: Sharing | None = None,
+    gigabytes_per_second: float | None = None,
 ) -> Workload:
     """``steps`` global batches drawn in order from one of the setup's distributions."""
     layers = preset(setup.model).layers
@@ -120,9 +132,13 @@ def workload_of(
             coverage_threshold=coverage_threshold,
             cap_tokens=setup.micro_batch_size * MAX_TOKENS,
         ),
-        cost=h200_cost(
-            setup.model, block_size=BLOCK_SIZE, tensor_parallel_size=setup.tensor_parallel_size
+        cost=with_bandwidth(
+            h200_cost(
+                setup.model, block_size=BLOCK_SIZE, tensor_parallel_size=setup.tensor_parallel_size
+            ),
+            gigabytes_per_second,
         ),
+        sharing=sharing or Sharing(),
         coverage=prior_coverage(layers, MAX_TOKENS // BLOCK_SIZE),
     )
 

@@ -13,28 +13,36 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sparsebalance_megatron.config import Batching, CoverageTarget, Tuning
+from sparsebalance_megatron.config import Batching, ContextParallel, CoverageTarget, Tuning
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.budgets.problem import feasible_range
+from sparsebalance_megatron.plan.context_groups import widest_slot
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.measurement import CoverageTotals, StepMeasurement
 from sparsebalance_megatron.plan.scheduler import Scheduler
 from sparsebalance_megatron.plan.schedules.bounds import sample_bounds
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import Expectation, JobShape, PlanPolicy, StepPlan
+from sparsebalance_megatron.simulate.lengths import WorkloadError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to plan."""
+    """One way to plan.
+
+    ``context_parallel``: None leaves the ranks of the job apart, whatever its context-parallel
+    size.
+    """
 
     batching: Batching
     tuning: Tuning
     coverage_target: CoverageTarget = "threshold"
     window: int = 1
+    context_parallel: ContextParallel | None = None
 
 
+RANKS_PER_NODE = 8
 BASELINE = "baseline"
 OURS = "ours"
 ALL_ROWS: Mapping[str, Variant] = {
@@ -50,6 +58,64 @@ ALL_ROWS: Mapping[str, Variant] = {
 }
 """The rows of the paper's ablation table, then this package's."""
 
+SHARED_ROWS: Mapping[str, Variant] = {
+    "baseline-cp": Variant(batching="arrival", tuning="off", context_parallel="static"),
+    "ours-static-cp": Variant(
+        batching="makespan", tuning="makespan", coverage_target="base", context_parallel="static"
+    ),
+    "ours-dynamic-cp": Variant(
+        batching="makespan", tuning="makespan", coverage_target="base", context_parallel="dynamic"
+    ),
+}
+"""Rows whose slots several ranks share: what the same parallelism gives without a plan, all slots
+as wide as the context-parallel size, and widths that are planned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """Which ranks may share slots.
+
+    ``context_parallel_size``: of static sharing, which also fixes the positions of a rank.
+    ``max_context_parallel``: of planned widths.
+    """
+
+    context_parallel_size: int = 1
+    max_context_parallel: int = 1
+
+    @classmethod
+    def of(
+        cls, ranks: int, context_parallel_size: int, max_context_parallel: int | None
+    ) -> Sharing:
+        """The sharing that a user asks for.
+
+        Args:
+            ranks: data-parallel times context-parallel.
+            max_context_parallel: None for 8 ranks at most, or none to share where the
+                context-parallel size is 1.
+
+        Raises:
+            WorkloadError: a size is no power of two that divides the ranks, or the widest slot is
+                below the context-parallel size.
+        """
+        widest = max_context_parallel
+        if widest is None:
+            widest = 1 if context_parallel_size == 1 else widest_slot(ranks, RANKS_PER_NODE)
+            widest = max(widest, context_parallel_size)
+        for flag, size in (
+            ("--context-parallel-size", context_parallel_size),
+            ("--max-context-parallel", widest),
+        ):
+            if size < 1 or size & (size - 1) or ranks % size:
+                raise WorkloadError(
+                    f"{flag} {size}: must be a power of two that divides the {ranks} ranks"
+                )
+        if widest < context_parallel_size:
+            raise WorkloadError(
+                f"--max-context-parallel {widest}: below --context-parallel-size "
+                f"{context_parallel_size}"
+            )
+        return cls(context_parallel_size=context_parallel_size, max_context_parallel=widest)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -60,6 +126,37 @@ class Workload:
     policy: PlanPolicy
     cost: CostModel
     coverage: CoverageCurves
+    sharing: Sharing = Sharing()
+
+    def job_of(self, variant: Variant) -> JobShape:
+        """The job as the variant cuts it up: shared slots leave each rank more positions."""
+        if variant.context_parallel is None:
+            return self.job
+        size = self.sharing.context_parallel_size
+        return replace(
+            self.job, context_parallel_size=size, micro_batches=self.job.micro_batches * size
+        )
+
+    def policy_of(self, variant: Variant) -> PlanPolicy:
+        """The policy with the variant's choices."""
+        dynamic = variant.context_parallel == "dynamic"
+        return replace(
+            self.policy,
+            batching=variant.batching,
+            tuning=variant.tuning,
+            coverage_target=variant.coverage_target,
+            context_parallel="dynamic" if dynamic else "static",
+            max_context_parallel=self.sharing.max_context_parallel if dynamic else 1,
+        )
+
+    def variants(self) -> dict[str, Variant]:
+        """All rows, with those of shared slots that there are."""
+        shared = dict(SHARED_ROWS)
+        if self.sharing.context_parallel_size == 1:
+            del shared["baseline-cp"], shared["ours-static-cp"]
+        if self.sharing.max_context_parallel == 1:
+            del shared["ours-dynamic-cp"]
+        return {**ALL_ROWS, **shared}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,13 +223,8 @@ class _Run:
 def _runs(workload: Workload, variant: Variant, clock: Callable[[], float]) -> list[_Run]:
     order = _SampleOrder(workload.batches)
     scheduler = Scheduler(
-        job=workload.job,
-        policy=replace(
-            workload.policy,
-            batching=variant.batching,
-            tuning=variant.tuning,
-            coverage_target=variant.coverage_target,
-        ),
+        job=workload.job_of(variant),
+        policy=workload.policy_of(variant),
         cost=workload.cost,
         coverage=copy.deepcopy(workload.coverage),
         index=order,

@@ -105,9 +105,12 @@ class Filling:
             (costs.pair_ms_C * slowness_RC)[:, None], costs.job.micro_batches, axis=1
         )
         if self.widths_RM is not None:
-            ms_MCR = np.ascontiguousarray(np.moveaxis(ms_RMC, 0, -1))
-            Members(self.widths_RM.T[:, None]).maximum(ms_MCR)
-            ms_RMC = np.moveaxis(ms_MCR, -1, 0) * costs.share_W[self.widths_RM][..., None]
+            members = Members(self.widths_RM.T)
+            for chunk in range(costs.chunks):
+                ms_MR = np.ascontiguousarray(ms_RMC[members.order, :, chunk].T)
+                members.maximum(ms_MR)
+                ms_RMC[members.order, :, chunk] = ms_MR.T
+            ms_RMC = ms_RMC * costs.share_W[self.widths_RM][..., None]
         return ms_RMC.reshape(self._growth_EUQ.shape[:2])
 
     @cached_property

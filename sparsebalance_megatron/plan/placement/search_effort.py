@@ -10,6 +10,10 @@ OPERATIONS_PER_MS = 80_000
 SHARE_OF_STEP = 0.02
 """Of the time of a step, what searching its placement may take: it runs beside the step before."""
 
+SHARE_OF_STEP_FOR_WIDTHS = 0.10
+"""The same, where widths are searched as well: ranks that wait for one another are simulated
+together, few candidates at a time."""
+
 _CALL_OPERATIONS = 4_000
 """What a call of the simulator costs beside its operations."""
 
@@ -23,7 +27,12 @@ class SearchEffort:
     """
 
     def __init__(self, plan_ms: float) -> None:
-        self.operations = plan_ms * OPERATIONS_PER_MS
+        self.bought = self.operations = plan_ms * OPERATIONS_PER_MS
+
+    @property
+    def left(self) -> float:
+        """Share of the operations that may still be spent."""
+        return max(self.operations, 0.0) / self.bought if self.bought else 0.0
 
     def affordable(self, operations_each: int) -> int:
         """How many pipelines of so many operations one more call may simulate."""

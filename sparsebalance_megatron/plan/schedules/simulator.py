@@ -77,8 +77,13 @@ def makespans_ms(
     if times_2XPVM.shape[2] == 1 and widths_XM is None:
         return _work_XPVM(times_2XPVM).sum(axis=(1, 2, 3))
     graph = _graph(schedule, *_sizes(times_2XPVM))
+    if widths_XM is None:
+        return _finish_OX(graph, _durations_OX(graph, times_2XPVM))[:-1].max(axis=0)
     members = _members(graph, widths_XM)
-    return _finish_OX(graph, _durations_OX(graph, times_2XPVM), members)[:-1].max(axis=0)
+    durations_OX = _durations_OX(graph, times_2XPVM[:, members.order])
+    makespans_X = np.empty(len(widths_XM))
+    makespans_X[members.order] = _finish_OX(graph, durations_OX, members)[:-1].max(axis=0)
+    return makespans_X
 
 
 def longest_through_ms(
@@ -96,8 +101,10 @@ def longest_through_ms(
         total_X = _work_XPVM(times_2XPVM).sum(axis=(1, 2, 3))
         return np.broadcast_to(total_X[:, None, None, None], shape)
     graph = _graph(schedule, *_sizes(times_2XPVM))
+    members = None if widths_XM is None else _members(graph, widths_XM)
+    if members is not None:
+        times_2XPVM = times_2XPVM[:, members.order]
     tail = _durations_OX(graph, times_2XPVM)
-    members = _members(graph, widths_XM)
     finish = _finish_OX(graph, tail.copy(), members)[:-1]
     rest = np.zeros_like(finish)
     for start, stop in reversed(list(itertools.pairwise(graph.waves))):
@@ -111,8 +118,12 @@ def longest_through_ms(
     through = np.empty_like(finish)
     through[graph.source_O] = finish + rest
     per_direction = len(through) // 2
-    both = np.maximum(through[:per_direction], through[per_direction:])
-    return both.T.reshape(shape)
+    both_XPVM = np.maximum(through[:per_direction], through[per_direction:]).T.reshape(shape)
+    if members is None:
+        return both_XPVM
+    through_XPVM = np.empty(shape)
+    through_XPVM[members.order] = both_XPVM
+    return through_XPVM
 
 
 def simulate(times_2PVM: np.ndarray, schedule: Schedule = megatron_order) -> PipelineTrace:
@@ -268,10 +279,8 @@ def _durations_OX(graph: _Graph, times_2XPVM: np.ndarray) -> np.ndarray:
     return durations
 
 
-def _members(graph: _Graph, widths_XM: np.ndarray | None) -> Members | None:
+def _members(graph: _Graph, widths_XM: np.ndarray) -> Members:
     """Who shares each operation."""
-    if widths_XM is None:
-        return None
     return Members(widths_XM.T[graph.source_O % widths_XM.shape[1]])
 
 

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Neighbours of a placement whose slots differ in width, drawn many at a time.
+
+A move makes up to three slots anew, in the place of others and from their samples, or exchanges
+two positions of an island.
+
+Shape legend: X moves drawn, J slots of a :class:`.SlotTable`, F contents, S samples, Y = 3 slots
+that a move makes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from sparsebalance_megatron.plan.placement.wide_slots import (
+    BLOCKS,
+    SEQUENCES,
+    TOKENS,
+    Contents,
+    SlotTable,
+)
+
+_OVERDRAWN = 3
+"""Moves drawn for each that is wanted: many of them are not allowed."""
+
+
+class Kind(IntEnum):
+    """What a move does with slots a, b, c and samples x of a, y of b."""
+
+    POSITIONS = 0
+    """The island of a exchanges the positions of a and b."""
+    TRADE = 1
+    """a gives x to b, and takes y where that is a sample."""
+    MERGE = 2
+    """a and its buddy become one slot."""
+    MERGE_JOIN = 3
+    """a becomes as wide as itself and its buddy, whose samples join c."""
+    MERGE_HALVE = 4
+    """The same, but c keeps one half of its ranks, and they get the other."""
+    HALVE_TAKE = 5
+    """a keeps one half of its ranks, and y of b gets the other."""
+    HALVE = 6
+    """a becomes two slots, with every second of its samples by weight."""
+
+
+_SHARES = {
+    Kind.POSITIONS: 0.06,
+    Kind.TRADE: 0.24,
+    Kind.MERGE: 0.06,
+    Kind.MERGE_JOIN: 0.12,
+    Kind.MERGE_HALVE: 0.34,
+    Kind.HALVE_TAKE: 0.10,
+    Kind.HALVE: 0.08,
+}
+_UNTIL = np.cumsum(list(_SHARES.values()))
+
+
+class Numbers:
+    """Numbers without a pattern, the same everywhere: a counter, mixed (splitmix64)."""
+
+    def __init__(self) -> None:
+        self._drawn = 0
+
+    def draw(self, count: int) -> np.ndarray:
+        """So many, uint64."""
+        mixed = np.arange(self._drawn + 1, self._drawn + count + 1, dtype=np.uint64)
+        self._drawn += count
+        mixed *= np.uint64(0x9E3779B97F4A7C15)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+        return np.asarray(mixed ^ (mixed >> np.uint64(31)))
+
+    def below(self, limit: np.ndarray | int, count: int) -> np.ndarray:
+        """So many from 0 to below the limit, int64."""
+        drawn = self.draw(count) >> np.uint64(33)
+        return np.asarray(drawn.astype(np.int64) % limit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What a slot must obey: tokens per rank, the widest, a block for every rank."""
+
+    cap_tokens: int
+    max_width: int
+
+    def allow_X(self, width_XY: np.ndarray, contents_XYF: np.ndarray) -> np.ndarray:
+        """Which moves make slots that obey; width 0 makes none."""
+        fine_XY = (
+            (contents_XYF[..., SEQUENCES] > 0)
+            & (contents_XYF[..., TOKENS] <= self.cap_tokens * width_XY)
+            & ((contents_XYF[..., BLOCKS] >= width_XY) | (width_XY == 1))
+            & (width_XY <= self.max_width)
+        )
+        return np.asarray((fine_XY | (width_XY == 0)).all(axis=1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moves:
+    """Moves of a table's slots.
+
+    ``kind_X``, ``slot_3X`` (a, b, c), ``sample_2X`` (x, y or -1), ``swapped_X`` (which half is
+    whose). ``rank_XY``, ``position_XY``, ``width_XY`` (0 for none), ``contents_XYF``: the slots
+    that each makes.
+    """
+
+    kind_X: np.ndarray
+    slot_3X: np.ndarray
+    sample_2X: np.ndarray
+    swapped_X: np.ndarray
+    rank_XY: np.ndarray
+    position_XY: np.ndarray
+    width_XY: np.ndarray
+    contents_XYF: np.ndarray
+
+    def made(self, move: int, table: SlotTable, weights_S: np.ndarray) -> list[tuple[int, ...]]:
+        """Samples of the slots that a move makes."""
+        a, b, c = (table.members[slot] for slot in self.slot_3X[:, move].tolist())
+        x, y = self.sample_2X[:, move].tolist()
+        match Kind(int(self.kind_X[move])):
+            case Kind.TRADE:
+                taken = (y,) if y >= 0 else ()
+                return [(*_without(a, x), *taken), (*_without(b, y), x)]
+            case Kind.MERGE:
+                return [a + b]
+            case Kind.MERGE_JOIN:
+                return [a, c + b]
+            case Kind.MERGE_HALVE:
+                return [a, b, c] if self.swapped_X[move] else [a, c, b]
+            case Kind.HALVE_TAKE:
+                halves = [(y,), a] if self.swapped_X[move] else [a, (y,)]
+                return [*halves, _without(b, y)]
+            case Kind.HALVE:
+                return list(_two_parts(a, weights_S))
+            case _:
+                return []
+
+
+def _without(samples: tuple[int, ...], left_out: int) -> tuple[int, ...]:
+    return tuple(sample for sample in samples if sample != left_out)
+
+
+def _two_parts(
+    samples: tuple[int, ...], weights_S: np.ndarray
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    by_weight = sorted(samples, key=lambda sample: (-weights_S[sample], sample))
+    return tuple(by_weight[::2]), tuple(by_weight[1::2])
+
+
+def draw_moves(
+    table: SlotTable,
+    contents: Contents,
+    weights_S: np.ndarray,
+    rules: Rules,
+    numbers: Numbers,
+    count: int,
+) -> Moves:
+    """At most so many allowed moves of the table's slots."""
+    drawn = count * _OVERDRAWN
+    slots = len(table.width_J)
+    kind_X = np.searchsorted(_UNTIL, numbers.below(1 << 20, drawn) / (1 << 20), side="right")
+    slot_3X = numbers.below(slots, 3 * drawn).reshape(3, drawn)
+    merges_X = (kind_X >= Kind.MERGE) & (kind_X <= Kind.MERGE_HALVE)
+    slot_3X[1] = np.where(merges_X, table.buddy_J[slot_3X[0]], slot_3X[1])
+    a, b, c = slot_3X
+    real_X = _possible(table, kind_X, a, b, c)
+    kind_X, slot_3X = kind_X[real_X], slot_3X[:, real_X]
+    a, b, c = slot_3X
+    x = table.sample_I[table.first_J[a] + numbers.below(table.size_J[a], len(a))]
+    place = numbers.below(table.size_J[b] + (kind_X == Kind.TRADE), len(a))
+    y = table.sample_I[table.first_J[b] + np.minimum(place, table.size_J[b] - 1)]
+    y = np.where(place < table.size_J[b], y, -1)
+    swapped_X = numbers.below(2, len(a)) == 1
+
+    width_J, has_JF = table.width_J, table.contents_JF
+    place_3XY = np.zeros((3, len(a), 3), dtype=np.int64)
+    made_XYF = np.zeros((len(a), 3, has_JF.shape[1]))
+
+    def make(
+        rows: np.ndarray, y: int, slot: np.ndarray, width: np.ndarray, has: np.ndarray
+    ) -> None:
+        place_3XY[0, rows, y] = table.rank_J[slot]
+        place_3XY[1, rows, y] = table.position_J[slot]
+        place_3XY[2, rows, y] = width
+        made_XYF[rows, y] = has
+
+    trade = np.flatnonzero(kind_X == Kind.TRADE)
+    out_XF, in_XF = contents.of_sample_SF[x[trade]], contents.of_sample_SF[y[trade]]
+    difference = out_XF - np.where((y[trade] >= 0)[:, None], in_XF, 0.0)
+    make(trade, 0, a[trade], width_J[a[trade]], has_JF[a[trade]] - difference)
+    make(trade, 1, b[trade], width_J[b[trade]], has_JF[b[trade]] + difference)
+
+    merges = np.flatnonzero((kind_X >= Kind.MERGE) & (kind_X <= Kind.MERGE_HALVE))
+    first = np.where(table.rank_J[a] < table.rank_J[b], a, b)
+    make(merges, 0, first[merges], 2 * width_J[a[merges]], has_JF[a[merges]])
+    merge = np.flatnonzero(kind_X == Kind.MERGE)
+    made_XYF[merge, 0] += has_JF[b[merge]]
+    join = np.flatnonzero(kind_X == Kind.MERGE_JOIN)
+    make(join, 1, c[join], width_J[c[join]], has_JF[c[join]] + has_JF[b[join]])
+
+    def halve(
+        rows: np.ndarray, y: int, slot: np.ndarray, one: np.ndarray, other: np.ndarray
+    ) -> None:
+        turned = swapped_X[rows][:, None]
+        half = width_J[slot] // 2
+        make(rows, y, slot, half, np.where(turned, other, one))
+        make(rows, y + 1, slot, half, np.where(turned, one, other))
+        place_3XY[0, rows, y + 1] += half
+
+    rows = np.flatnonzero(kind_X == Kind.MERGE_HALVE)
+    halve(rows, 1, c[rows], has_JF[c[rows]], has_JF[b[rows]])
+    rows = np.flatnonzero(kind_X == Kind.HALVE_TAKE)
+    taken_XF = contents.of_sample_SF[y[rows]]
+    halve(rows, 0, a[rows], has_JF[a[rows]], taken_XF)
+    make(rows, 2, b[rows], width_J[b[rows]], has_JF[b[rows]] - taken_XF)
+    rows = np.flatnonzero(kind_X == Kind.HALVE)
+    swapped_X[rows] = False
+    if len(rows):
+        part_XF = np.stack(
+            [contents.of(list(_two_parts(table.members[slot], weights_S)[0])) for slot in a[rows]]
+        )
+        halve(rows, 0, a[rows], part_XF, has_JF[a[rows]] - part_XF)
+
+    chosen = np.flatnonzero(rules.allow_X(place_3XY[2], made_XYF))[:count]
+    return Moves(
+        kind_X=kind_X[chosen],
+        slot_3X=slot_3X[:, chosen],
+        sample_2X=np.stack([x, y])[:, chosen],
+        swapped_X=swapped_X[chosen],
+        rank_XY=place_3XY[0, chosen],
+        position_XY=place_3XY[1, chosen],
+        width_XY=place_3XY[2, chosen],
+        contents_XYF=made_XYF[chosen],
+    )
+
+
+def _possible(
+    table: SlotTable, kind_X: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarray
+) -> np.ndarray:
+    """Which kinds of moves these slots can make."""
+    several_J, wide_J = table.size_J > 1, table.width_J > 1
+    buddies_X, apart_X = b >= 0, (c != a) & (c != b)
+    choices = [
+        table.position_J[a] != table.position_J[b],
+        a != b,
+        buddies_X,
+        buddies_X & apart_X,
+        buddies_X & apart_X & wide_J[c],
+        (a != b) & wide_J[a] & several_J[b],
+        wide_J[a] & several_J[a],
+    ]
+    return np.choose(kind_X, choices).astype(bool)

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local search over placements whose slots differ in width.
+
+An island is as many neighbouring ranks as the widest slot may have: its pipelines wait for one
+another, those of two islands never do. Every round draws moves in the slowest island, or in it and
+another one, simulates them at once and takes the best, if it is better or hardly worse; what counts
+as hardly falls to nothing. What is simulated is limited by a :class:`.SearchEffort`.
+
+Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches,
+C = P x V chunks, E islands, W ranks looked at, X candidates, Y slots that a move makes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sparsebalance_megatron.plan.placement.arrangement import Arrangement
+from sparsebalance_megatron.plan.placement.search_effort import SearchEffort
+from sparsebalance_megatron.plan.placement.wide_moves import (
+    Kind,
+    Moves,
+    Numbers,
+    Rules,
+    draw_moves,
+)
+from sparsebalance_megatron.plan.placement.wide_slots import Contents, SlotTable, WideSlots
+from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
+from sparsebalance_megatron.plan.step_costs import StepCosts
+
+_DRAWN = 24
+"""Moves of a round: fewer find better placements with as many simulated, more cost less each."""
+_OPERATIONS_EACH = 2
+"""How many operations of independent pipelines one takes where ranks wait for one another."""
+_ROUND_OPERATIONS = 40_000
+"""What a round takes besides."""
+_FIRST_TOLERANCE = 3e-3
+_LAST_TOLERANCE = 6e-5
+"""By which share a round may lengthen the island, at the beginning and at the end."""
+_WEIGHT_OF_MEAN = 0.05
+"""Of the ranks' mean makespan beside the largest: moves that free ranks lead somewhere."""
+_IDLE_ROUNDS = 200
+_GAIN = 1e-9
+
+
+def improve_widths(
+    start: Arrangement,
+    costs: StepCosts,
+    sample_2SC: np.ndarray,
+    *,
+    rules: Rules,
+    plan_ms: float,
+) -> Arrangement:
+    """Change widths, places and order while ``plan_ms`` buys effort; never a longer step."""
+    search = _WideSearch(start, costs, sample_2SC, rules, SearchEffort(plan_ms))
+    return search.best()
+
+
+class _WideSearch:
+    def __init__(
+        self,
+        start: Arrangement,
+        costs: StepCosts,
+        sample_2SC: np.ndarray,
+        rules: Rules,
+        effort: SearchEffort,
+    ) -> None:
+        self.state, self.rules, self.effort = WideSlots(start), rules, effort
+        self.job, self.contents = costs.job, Contents(costs, sample_2SC)
+        self.weights_S = sample_2SC.sum(axis=(0, 2))
+        self.numbers = Numbers()
+        width, ranks = rules.max_width, costs.job.data_parallel_size
+        self.islands = [range(first, first + width) for first in range(0, ranks, width)]
+        table = SlotTable(self.state, self.islands, self.contents)
+        self.times_RMF = self._times(table)
+        shape = (len(self.islands), width)
+        self.ms_EW = self._simulate(self.times_RMF[None], self.state.widths_RM[None]).reshape(shape)
+
+    def _times(self, table: SlotTable) -> np.ndarray:
+        """Ms of every rank and position of the whole job, [R, M, 2 C]."""
+        ms_JF = self.contents.ms(table.contents_JF, table.width_J, table.rank_J)
+        times_RMF = np.empty((*self.state.widths_RM.shape, ms_JF.shape[1]))
+        for offset in range(int(table.width_J.max())):
+            reached = np.flatnonzero(table.width_J > offset)
+            times_RMF[table.rank_J[reached] + offset, table.position_J[reached]] = ms_JF[reached]
+        return times_RMF
+
+    def _simulate(self, times_XWMF: np.ndarray, widths_XWM: np.ndarray) -> np.ndarray:
+        """[X, W] makespans."""
+        self.effort.spend(_OPERATIONS_EACH * times_XWMF.size + _ROUND_OPERATIONS)
+        stages, chunks = self.job.pipeline_stages, self.job.virtual_stages
+        candidates, ranks, positions, _ = times_XWMF.shape
+        shape = (candidates * ranks, positions, 2, stages, chunks)
+        times_2XPVM = times_XWMF.reshape(shape).transpose(2, 0, 3, 4, 1)
+        widths_XM = widths_XWM.reshape(-1, positions)
+        return makespans_ms(times_2XPVM, widths_XM=widths_XM).reshape(candidates, ranks)
+
+    def best(self) -> Arrangement:
+        """The best placement found."""
+        best_score, best = self._score(self.ms_EW.reshape(1, -1))[0], self.state.copy()
+        idle = 0
+        while idle < _IDLE_ROUNDS and self._round(turn=idle):
+            score = self._score(self.ms_EW.reshape(1, -1))[0]
+            idle += 1
+            if score < best_score * (1 - _GAIN):
+                best_score, best, idle = score, self.state.copy(), 0
+        return best.arranged()
+
+    @staticmethod
+    def _score(ms_XW: np.ndarray) -> np.ndarray:
+        return np.asarray(ms_XW.max(axis=1) + _WEIGHT_OF_MEAN * ms_XW.mean(axis=1))
+
+    def _round(self, *, turn: int) -> bool:
+        """Draw moves and take the best if it is good enough; False once effort is spent."""
+        order = np.argsort(self.ms_EW.max(axis=1), kind="stable").tolist()
+        field = [order[-1]]
+        if len(order) > 1 and turn % 2:
+            field.append(order[turn // 2 % (len(order) - 1)])
+        ranks = np.concatenate([np.array(self.islands[island]) for island in field])
+        each = _OPERATIONS_EACH * len(ranks) * self.times_RMF[0].size
+        count = min(_DRAWN, self.effort.affordable(each))
+        if count < 1:
+            return False
+        table = SlotTable(self.state, [self.islands[island] for island in field], self.contents)
+        moves = draw_moves(table, self.contents, self.weights_S, self.rules, self.numbers, count)
+        if not len(moves.kind_X):
+            return True
+        times_XWMF, widths_XWM = self._after(moves, table, ranks)
+        ms_XW = self._simulate(times_XWMF, widths_XWM)
+        score_X = self._score(ms_XW)
+        chosen = int(score_X.argmin())
+        now = self._score(self.ms_EW[field].reshape(1, -1))[0]
+        if score_X[chosen] < now * (1.0 + self._tolerance()):
+            self._apply(moves, chosen, table)
+            self.times_RMF[ranks] = times_XWMF[chosen]
+            self.ms_EW[field] = ms_XW[chosen].reshape(len(field), -1)
+        return True
+
+    def _tolerance(self) -> float:
+        return float(_LAST_TOLERANCE * (_FIRST_TOLERANCE / _LAST_TOLERANCE) ** self.effort.left)
+
+    def _after(
+        self, moves: Moves, table: SlotTable, ranks: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Times [X, W, M, 2 C] and widths [X, W, M] of the ranks after every move."""
+        candidates = len(moves.kind_X)
+        times_XWMF = np.repeat(self.times_RMF[None, ranks], candidates, axis=0)
+        widths_XWM = np.repeat(self.state.widths_RM[None, ranks], candidates, axis=0)
+        local_R = np.zeros(len(self.times_RMF), dtype=np.int64)
+        local_R[ranks] = np.arange(len(ranks))
+        made_XYF = self.contents.ms(moves.contents_XYF, moves.width_XY, moves.rank_XY)
+        for offset in range(int(moves.width_XY.max(initial=0))):
+            x, y = np.nonzero(moves.width_XY > offset)
+            w, m = local_R[moves.rank_XY[x, y]] + offset, moves.position_XY[x, y]
+            times_XWMF[x, w, m] = made_XYF[x, y]
+            widths_XWM[x, w, m] = moves.width_XY[x, y]
+        width = self.rules.max_width
+        for x in np.flatnonzero(moves.kind_X == Kind.POSITIONS).tolist():
+            a, b, _ = moves.slot_3X[:, x]
+            first = local_R[table.rank_J[a]] // width * width
+            part, pair = slice(first, first + width), table.position_J[[a, b]]
+            times_XWMF[x, part, pair] = times_XWMF[x, part, pair[::-1]]
+            widths_XWM[x, part, pair] = widths_XWM[x, part, pair[::-1]]
+        return times_XWMF, widths_XWM
+
+    def _apply(self, moves: Moves, move: int, table: SlotTable) -> None:
+        slots = moves.slot_3X[:, move]
+        if moves.kind_X[move] == Kind.POSITIONS:
+            one, other = table.position_J[slots[:2]].tolist()
+            island = int(table.rank_J[slots[0]]) // self.rules.max_width
+            self.state.swap_positions(self.islands[island], one, other)
+            return
+        made = moves.made(move, table, self.weights_S)
+        places = np.stack([moves.rank_XY[move], moves.position_XY[move], moves.width_XY[move]])
+        for rank, position, width in places.T.tolist():
+            for begun in range(rank, rank + width):
+                self.state.members.pop((begun, position), None)
+        for (rank, position, width), samples in zip(places.T.tolist(), made, strict=False):
+            self.state.put(rank, position, width, samples)
