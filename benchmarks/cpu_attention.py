@@ -29,7 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import SELECTORS
+from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
 from sparsebalance_megatron.config import Granularity
 
 
@@ -131,8 +131,14 @@ def _inputs(shape: Shape) -> tuple[Tensor, ...]:
 def _selection(case: SparseCase, q_THD: Tensor, k_TGD: Tensor) -> Selection:
     layout = packed_layout([0, q_THD.shape[0]], case.block_size, "cpu")
     selector = SELECTORS[case.selection]
-    scores = selector.scores(q_THD, k_TGD, layout, softmax_scale=1.0)
-    return selector.select(scores, torch.tensor([case.budget]), max_budget=case.budget)
+    ranking = rank_row(
+        selector,
+        *(q_THD, k_TGD, layout),
+        softmax_scale=1.0,
+        max_budget=case.budget,
+        observe=False,
+    )
+    return selector.select(ranking, torch.tensor([case.budget]))
 
 
 def _measure(

@@ -20,8 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import SELECTORS
-from sparsebalance_megatron.attention.selectors.block_topk import BlockScores
+from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """out_THD of q_THD, k_TGD and v_TGD."""
@@ -83,18 +82,17 @@ def selection_of(case: Case, shape: Shape, device: torch.device) -> Selection:
     """The own block and random past ones."""
     layout = packed_layout(case.boundaries, case.block_size, device)
     generator = torch.Generator(device).manual_seed(0)
-    scores_NGJ = torch.randn(
-        layout.blocks, shape.kv_heads, layout.max_blocks, generator=generator, device=device
-    )
-    later_NJ = torch.arange(layout.max_blocks, device=device) > layout.index_N[:, None]
-    scores = BlockScores(
-        by_token=False,
-        scores_QCJ=scores_NGJ.masked_fill_(later_NJ[:, None], -torch.inf),
+    shape_TGD = (case.tokens, shape.kv_heads, 16)
+    q_TGD, k_TGD = (torch.randn(shape_TGD, generator=generator, device=device) for _ in range(2))
+    selector = SELECTORS["query-block-lookahead"]
+    ranking = rank_row(
+        selector,
+        *(q_TGD, k_TGD, layout),
         softmax_scale=shape.softmax_scale,
-        layout=layout,
+        max_budget=case.budget,
+        observe=False,
     )
-    budgets_S = torch.tensor(case.budgets, device=device)
-    return SELECTORS["query-block-lookahead"].select(scores, budgets_S, max_budget=case.budget)
+    return selector.select(ranking, torch.tensor(case.budgets, device=device))
 
 
 def inputs_of(case: Case, shape: Shape, device: torch.device, dtype: torch.dtype) -> list[Tensor]:

@@ -54,7 +54,7 @@ from sparsebalance_megatron.attention.impl.triton import backward_kernels, forwa
 from sparsebalance_megatron.attention.impl.triton.index import inverse_lists
 from sparsebalance_megatron.attention.impl.triton.tiles import Tile, tiles_for
 from sparsebalance_megatron.attention.layout import PackedLayout
-from sparsebalance_megatron.attention.selectors import SELECTORS
+from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
 
 OPERATIONS_PER_PAIR = {"forward": 4, "backward": 10, "both": 14}
 POISONED_BYTES = 16 << 30
@@ -289,13 +289,17 @@ def _router(
     selector = SELECTORS["query-block-lookahead"]
 
     def route() -> None:
-        scores = selector.scores(
-            inputs[0], inputs[1], layout, softmax_scale=bench.shape.softmax_scale
+        ranking = rank_row(
+            selector,
+            *(inputs[0], inputs[1], layout),
+            softmax_scale=bench.shape.softmax_scale,
+            max_budget=case.budget,
+            observe=True,
         )
         guarded_S, _ = guard_budgets(
-            selector.coverage(scores), budgets_S, base_budget=case.budget, threshold=0.1
+            selector.coverage(ranking), budgets_S, base_budget=case.budget, threshold=0.1
         )
-        selector.select(scores, guarded_S, max_budget=case.budget)
+        selector.select(ranking, guarded_S)
 
     return _summary(bench.times_ms({"router": route})["router"])
 

@@ -19,7 +19,7 @@ from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.attention.kernel import Kernel
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import selector_named
+from sparsebalance_megatron.attention.selectors import rank_row, selector_named
 from sparsebalance_megatron.config import AttentionImplementation, Granularity
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -73,13 +73,19 @@ def budgeted_attention(
             f"budgeted_attention: budgets {budgets}: must be one number of blocks, or one for each "
             f"of the {layout.documents} documents of cu_seqlens, all at least 1 (the own block)"
         )
-    scores = selector.scores(q_THD, k_TGD, layout, softmax_scale=softmax_scale)
+    ranking = rank_row(
+        selector,
+        *(q_THD, k_TGD, layout),
+        softmax_scale=softmax_scale,
+        max_budget=max(budgets),
+        observe=False,
+    )
     budgets_S = copied_to(torch.tensor(budgets), q_THD.device)
     return block_sparse_attention(
         q_THD,
         k_TGD,
         v_TGD,
-        selector.select(scores, budgets_S, max_budget=max(budgets)),
+        selector.select(ranking, budgets_S),
         softmax_scale=softmax_scale,
         implementation=implementation,
     )

@@ -4,7 +4,7 @@
 Pure functions over curves, whichever selector they come from. Nothing here reads the device from
 the host, and every result is the same in a recomputed pass: no atomics.
 
-Shape legend: S documents, N blocks of the row, K budgets, from 1 to the most blocks of a document.
+Shape legend: S documents, K budgets, from 1 to the most blocks of a document.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 from sparsebalance_megatron.attention.layout import PackedLayout
 
 
-def curves_of_mass(mass_NK: Tensor, layout: PackedLayout, *, selecting_heads: int) -> Tensor:
+def curves_of_mass(mass_SK: Tensor, layout: PackedLayout, *, selecting_heads: int) -> Tensor:
     """Coverage curves of documents.
 
     Args:
-        mass_NK: float64 [N, K]; in column k - 1 the mass that the k-th best block adds, summed
-            over the tokens of a query block and its selecting heads, each of which has mass 1.
-        layout: the query blocks.
+        mass_SK: float64; in column k - 1 the mass that the k-th best block adds, summed over the
+            tokens of a document and their selecting heads, each of which has mass 1.
+        layout: the documents.
         selecting_heads: heads that were summed over.
 
     Returns:
@@ -29,20 +29,14 @@ def curves_of_mass(mass_NK: Tensor, layout: PackedLayout, *, selecting_heads: in
         and is exactly 1 from the document's number of blocks on. A document with mass that is not
         finite has no curve: NaN throughout.
     """
-    # A product, since scattered sums are not reproducible on CUDA. It multiplies the mass of other
-    # documents by 0, which NaN and infinity would survive.
-    document_S1 = torch.arange(layout.documents, device=mass_NK.device)[:, None]
-    inside_SN = document_S1 == layout.document_N
-    broken_N = ~mass_NK.isfinite().all(1)
-    mass_NK = mass_NK.masked_fill(broken_N[:, None], 0.0)
-    mass_SK = inside_SN.to(mass_NK.dtype) @ mass_NK
-    mass_SK = mass_SK / (layout.tokens_S * selecting_heads)[:, None]
+    broken_S1 = ~mass_SK.isfinite().all(1, keepdim=True)
+    mean_SK = mass_SK / (layout.tokens_S * selecting_heads)[:, None]
     # A product with a triangle, since CUDA's cumsum is not reproducible; cummax heals rounding.
-    curves_SK = (mass_SK @ torch.ones_like(mass_SK[:1]).expand(mass_SK.shape[1], -1).triu()).float()
-    budget_K = torch.arange(1, mass_SK.shape[1] + 1, device=curves_SK.device)
+    curves_SK = (mean_SK @ torch.ones_like(mean_SK[:1]).expand(mean_SK.shape[1], -1).triu()).float()
+    budget_K = torch.arange(1, mean_SK.shape[1] + 1, device=curves_SK.device)
     complete_SK = budget_K >= layout.blocks_S[:, None]
     curves_SK = curves_SK.clamp(max=1.0).cummax(1).values.masked_fill(complete_SK, 1.0)
-    return curves_SK.masked_fill((inside_SN & broken_N).any(1)[:, None], torch.nan)
+    return curves_SK.masked_fill(broken_S1, torch.nan)
 
 
 def coverage_at(curves_SK: Tensor, budgets: Tensor) -> Tensor:

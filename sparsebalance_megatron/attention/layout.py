@@ -77,6 +77,20 @@ class PackedLayout:
         longest = max(np.diff(self.cu_seqlens))
         return min(self.block_size, int(longest))
 
+    @cached_property
+    def bounds_on_host(self) -> np.ndarray:
+        """N + 1 tokens: where each block begins, and the end of the row."""
+        boundaries = np.asarray(self.cu_seqlens)
+        blocks_S = np.asarray(self.blocks_per_document)
+        index_N = np.arange(self.blocks) - np.repeat(np.cumsum(blocks_S) - blocks_S, blocks_S)
+        start_N = np.repeat(boundaries[:-1], blocks_S) + index_N * self.block_size
+        return np.append(start_N, boundaries[-1])
+
+    @cached_property
+    def document_on_host(self) -> np.ndarray:
+        """N documents: the one of each block."""
+        return np.repeat(np.arange(self.documents), self.blocks_per_document)
+
     def to_blocks(self, x_T: Tensor) -> Tensor:
         """[T, ...] to [N, B, ...], zeros in the places past a short block's end.
 

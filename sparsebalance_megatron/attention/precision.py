@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
+from torch import Tensor
 
 
 def outside_autocast(device: torch.device) -> torch.autocast:
@@ -13,18 +12,16 @@ def outside_autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, enabled=False)
 
 
-def warn_of_tf32(device: torch.device) -> None:
-    """Warn where float32 products on CUDA take TF32 operands, of 10 bits of mantissa.
+def exact_product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` of float32 operands, all of whose 24 bits count; float32.
 
-    That is a setting of the whole process, which cannot be changed for one call without changing it
-    for other threads.
+    Where CUDA takes TF32 operands, of 11 bits, the product is taken in float64 instead. That TF32
+    is on is a setting of the whole process, which cannot be changed for one call without changing
+    it for other threads.
     """
-    if device.type == "cuda" and _tf32_is_on():
-        warnings.warn(
-            "float32 products use TF32 (torch.backends.cuda.matmul): blocks are selected by scores "
-            "of less precision, and a run may select otherwise than with TF32 off",
-            stacklevel=3,
-        )
+    if a.device.type == "cuda" and _tf32_is_on():
+        return (a.double() @ b.double()).float()
+    return a @ b
 
 
 def _tf32_is_on() -> bool:

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.context_parallel.exchange import exchanged_attention
-from sparsebalance_megatron.attention.context_parallel.summaries import gather_summaries
+from sparsebalance_megatron.attention.context_parallel.shared_ranking import rank_shared_row
 from sparsebalance_megatron.attention.coverage import coverage_at, guard_budgets
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import SELECTORS, Selector
+from sparsebalance_megatron.attention.selectors import SELECTORS, Selector, rank_row
 from sparsebalance_megatron.config import (
     AttentionImplementation,
     ConfigError,
@@ -35,7 +35,6 @@ from sparsebalance_megatron.megatron.compat import default_layer_spec
 from sparsebalance_megatron.megatron.packed_seq_params import (
     CoverageObservation,
     MicroBatchContext,
-    SharedRow,
 )
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -124,7 +123,7 @@ class BudgetedCoreAttention(MegatronModule):
             raise ConfigError("--sparse-balance: attention bias is not supported")
         context = getattr(packed_seq_params, "micro_batch", None)
         if context is not None and context.shared is not None:
-            return self._shared(query, key, value, context, context.shared)
+            return self._shared(query, key, value, context, context.shared.padding_tokens)
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
             return self._batched(query, key, value)
         if context is None:
@@ -142,31 +141,12 @@ class BudgetedCoreAttention(MegatronModule):
         return out.view(batch, sequence, heads * head_dim).transpose(0, 1).contiguous()
 
     def _shared(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        context: MicroBatchContext,
-        shared: SharedRow,
+        self, query: Tensor, key: Tensor, value: Tensor, context: MicroBatchContext, padding: int
     ) -> Tensor:
         """A row of which other ranks may have blocks, in the form [T, 1, H, D]; padding gets 0."""
-        tokens = query.shape[0] - shared.padding_tokens
-        q_THD, k_TGD, v_TGD = (x[:tokens, 0] for x in (query, key, value))
-        with torch.no_grad():
-            whole = self._select(_whole(q_THD, shared), _whole(k_TGD, shared), context)
-            selection = shared.shard.local_selection(whole)
-        out_THD, _ = exchanged_attention(
-            q_THD,
-            k_TGD,
-            v_TGD,
-            selection,
-            shard=shared.shard,
-            exchange=shared.group.exchange,
-            softmax_scale=self._softmax_scale,
-            implementation=self._options.implementation,
-        )
-        padding = (0, 0, 0, shared.padding_tokens)
-        return torch.nn.functional.pad(out_THD.flatten(1), padding)[:, None]
+        tokens = query.shape[0] - padding
+        out_T = self._attend(*(x[:tokens, 0] for x in (query, key, value)), context)
+        return torch.nn.functional.pad(out_T, (0, 0, 0, padding))[:, None]
 
     def _base_context(self, cu_seqlens: tuple[int, ...], device: torch.device) -> MicroBatchContext:
         samples = len(cu_seqlens) - 1
@@ -185,38 +165,54 @@ class BudgetedCoreAttention(MegatronModule):
     ) -> Tensor:
         with torch.no_grad():
             selection = self._select(q_THD, k_TGD, context)
-        out_THD, _ = block_sparse_attention(
-            q_THD,
-            k_TGD,
-            v_TGD,
-            selection,
-            softmax_scale=self._softmax_scale,
-            implementation=self._options.implementation,
-        )
+        how: dict[str, Any] = {
+            "softmax_scale": self._softmax_scale,
+            "implementation": self._options.implementation,
+        }
+        shared = context.shared
+        if shared is None:
+            out_THD, _ = block_sparse_attention(q_THD, k_TGD, v_TGD, selection, **how)
+        else:
+            out_THD, _ = exchanged_attention(
+                *(q_THD, k_TGD, v_TGD, selection),
+                shard=shared.shard,
+                exchange=shared.group.exchange,
+                **how,
+            )
         return out_THD.reshape(out_THD.shape[0], -1)
 
     def _select(self, q_THD: Tensor, k_TGD: Tensor, context: MicroBatchContext) -> Selection:
-        options = self._options
+        """The blocks that this rank's queries read, by guarded budgets."""
+        options, shared = self._options, context.shared
         budgets_S = context.budgets_LS[self._layer_index]
         max_budget = context.max_budgets[self._layer_index]
-        scores = options.selector.scores(
-            q_THD, k_TGD, context.layout, softmax_scale=self._softmax_scale
-        )
         if context.observe:
-            budgets_S = self.guard_and_observe(scores, budgets_S, context)
             # A guarded sample never needs more than the base budget.
             max_budget = max(max_budget, options.base_budget)
-        return options.selector.select(scores, budgets_S, max_budget=max_budget)
+        how: dict[str, Any] = {
+            "softmax_scale": self._softmax_scale,
+            "max_budget": max_budget,
+            "observe": context.observe,
+        }
+        if shared is None:
+            ranking = rank_row(options.selector, q_THD, k_TGD, context.layout, **how)
+        else:
+            ranking = rank_shared_row(
+                *(options.selector, q_THD, k_TGD, shared.shard, shared.group.process_group), **how
+            )
+        if context.observe:
+            budgets_S = self.guard_and_observe(ranking, budgets_S, context)
+        return options.selector.select(ranking, budgets_S)
 
     def guard_and_observe(
-        self, scores: Any, budgets_S: Tensor, context: MicroBatchContext
+        self, ranking: Any, budgets_S: Tensor, context: MicroBatchContext
     ) -> Tensor:
         """Raise budgets that would lose too much coverage, by this micro-batch's own scores.
 
         Returns the budgets [S] to execute; what was seen goes into the context's observations.
         """
         options = self._options
-        curves_SK = self._mean_over_tensor_parallel(options.selector.coverage(scores))
+        curves_SK = self._mean_over_tensor_parallel(options.selector.coverage(ranking))
         guarded_S, grown_S = guard_budgets(
             curves_SK,
             budgets_S,
@@ -249,14 +245,6 @@ class BudgetedCoreAttention(MegatronModule):
         curves_SK = curves_SK.contiguous()
         torch.distributed.all_reduce(curves_SK, group=group)
         return curves_SK / torch.distributed.get_world_size(group)
-
-
-def _whole(x_T: Tensor, shared: SharedRow) -> Tensor:
-    layout = shared.shard.row_layout
-    x_NB = shared.shard.local_layout.to_blocks(x_T)
-    x_NB = torch.nn.functional.pad(x_NB, (0, 0, 0, 0, 0, layout.block_tokens - x_NB.shape[1]))
-    (whole_NB,) = gather_summaries([x_NB], shared.shard, shared.group.process_group)
-    return layout.from_blocks(whole_NB)
 
 
 def sparse_balance_layer_spec(options: AttentionOptions) -> Callable[[Any, int | None], Any]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.selectors import rank_row
 from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.megatron.compat import enable_variable_lengths, gpt_model
 from sparsebalance_megatron.megatron.core_attention import (
@@ -128,17 +129,18 @@ class ProfiledModel:
     ) -> Selection:
         """What core attention does before it attends; unguarded, the budgets stay as they are."""
         budgets_S = context.budgets_LS[0]
+        selector = self._options.selector
         with torch.no_grad():
-            scores = self._options.selector.scores(
-                q_THD, k_TGD, context.layout, softmax_scale=q_THD.shape[-1] ** -0.5
+            ranking = rank_row(
+                selector,
+                *(q_THD, k_TGD, context.layout),
+                softmax_scale=q_THD.shape[-1] ** -0.5,
+                max_budget=max(context.max_budgets[0], self._options.base_budget),
+                observe=guarded,
             )
             if guarded:
-                budgets_S = self._core_attention.guard_and_observe(scores, budgets_S, context)
-            return self._options.selector.select(
-                scores,
-                budgets_S,
-                max_budget=max(context.max_budgets[0], self._options.base_budget),
-            )
+                budgets_S = self._core_attention.guard_and_observe(ranking, budgets_S, context)
+            return selector.select(ranking, budgets_S)
 
     def _linear(self, tokens: int, context: MicroBatchContext) -> Timed:
         params = packed_params(

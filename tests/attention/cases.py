@@ -21,7 +21,7 @@ from sparsebalance_megatron.attention.api import block_sparse_attention, kernel_
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.merge import merge_partials
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import SELECTORS
+from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
 
 SCALE = 0.4
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -134,14 +134,38 @@ def make_case(
     )
     layout = packed_layout(cu_seqlens, block, "cpu")
     selector = SELECTORS[granularity]
-    scores = selector.scores(q, k, layout, softmax_scale=SCALE)
-    selection = selector.select(scores, torch.tensor(budgets), max_budget=max(budgets))
+    ranking = rank_row(
+        selector, q, k, layout, softmax_scale=SCALE, max_budget=max(budgets), observe=False
+    )
+    selection = selector.select(ranking, torch.tensor(budgets))
     return Case(q, k, v, dout, budgets, granularity, selection, device)
 
 
 def with_lists(case: Case, indices_QCK: Tensor, counts_QC: Tensor) -> Case:
     changed = dataclasses.replace(case.selection, indices_QCK=indices_QCK, counts_QC=counts_QC)
     return dataclasses.replace(case, selection=changed)
+
+
+def selection_by_scores(
+    scores_NGJ: Tensor, layout: PackedLayout, budgets: Sequence[int]
+) -> Selection:
+    """A selection by query block: its own, then the past ones of the best scores, where column j
+    scores block j of the document."""
+    blocks, heads, _ = scores_NGJ.shape
+    indices_NGK = torch.full((blocks, heads, max(budgets)), -1, dtype=torch.int32)
+    counts_NG = torch.empty(blocks, heads, dtype=torch.int32)
+    for block, (document, index) in enumerate(
+        zip(layout.document_N.tolist(), layout.index_N.tolist(), strict=True)
+    ):
+        past_GK = scores_NGJ[block, :, :index].argsort(dim=-1, descending=True).cpu()
+        count = min(budgets[document], index + 1)
+        counts_NG[block] = count
+        indices_NGK[block, :, 0] = block
+        indices_NGK[block, :, 1:count] = (past_GK + block - index)[:, : count - 1].int()
+    device = layout.number_N.device
+    return Selection.within(
+        layout, indices_QCK=indices_NGK.to(device), counts_QC=counts_NG.to(device), by_token=False
+    )
 
 
 def on_device(selection: Selection, device: str) -> Selection:
@@ -169,7 +193,7 @@ def every_other_place(selection: Selection) -> list[Selection]:
         indices = torch.full_like(selection.indices_QCK, -1)
         taken = selection.indices_QCK[..., begin::2]
         indices[..., : taken.shape[-1]] = taken
-        counts = (indices >= 0).sum(-1).int()
+        counts = (selection.counts_QC + (1 - begin)) // 2
         parts.append(dataclasses.replace(selection, indices_QCK=indices, counts_QC=counts))
     return parts
 

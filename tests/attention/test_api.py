@@ -29,7 +29,7 @@ from sparsebalance_megatron.attention.api import (
 from sparsebalance_megatron.attention.impl import blocks as blocks_module
 from sparsebalance_megatron.attention.impl import tokens as tokens_module
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.selectors import SELECTORS
+from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
 
 BLOCK, HEAD_DIM = 8, 8
 CASES = [
@@ -356,7 +356,8 @@ def test_router_coverage_is_the_true_mass_where_keys_of_a_block_agree() -> None:
     )
     layout = packed_layout([0, tokens], BLOCK, "cpu")
     selector = SELECTORS["query-block-lookahead"]
-    curves_SK = selector.coverage(selector.scores(q, k, layout, softmax_scale=SCALE))
+    ranking = rank_row(selector, q, k, layout, softmax_scale=SCALE, max_budget=1, observe=True)
+    curves_SK = selector.coverage(ranking)
     lse = [
         budgeted_attention(q, k, k, [0, tokens], budget, block_size=BLOCK, softmax_scale=SCALE)[1]
         for budget in (2, 99)

@@ -17,8 +17,7 @@ from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.impl import blocks
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import SELECTORS
-from sparsebalance_megatron.attention.selectors.block_topk import BlockScores
+from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
 
 BLOCK = 16
 BOUNDARIES = [0, 37, 139, 203]
@@ -48,8 +47,14 @@ def _spoil(x_THD: Tensor, value: float) -> Tensor:
 def _select(q_THD: Tensor, k_TGD: Tensor, selection: str, budget: int = 3) -> Selection:
     layout = packed_layout(BOUNDARIES, BLOCK, "cpu")
     selector = SELECTORS[selection]
-    scores = selector.scores(q_THD, k_TGD, layout, softmax_scale=SCALE)
-    return selector.select(scores, torch.full((3,), budget))
+    ranking = rank_row(
+        selector,
+        *(q_THD, k_TGD, layout),
+        softmax_scale=SCALE,
+        max_budget=budget,
+        observe=False,
+    )
+    return selector.select(ranking, torch.full((3,), budget))
 
 
 def _attend(qkv: list[Tensor], selection: str, implementation: str) -> list[Tensor]:
@@ -98,18 +103,25 @@ def test_own_block_is_first_and_only_visible_blocks_are_listed(
 
 
 def test_infinity_ranks_first_and_nan_last_of_the_others() -> None:
-    layout = packed_layout([0, 6 * BLOCK], BLOCK, "cpu")
+    """A head dim of 1 and queries of 1: a block's score is its key."""
     inf, nan = math.inf, math.nan
-    scores_NGJ = torch.full((6, 1, 6), -inf)
-    scores_NGJ[4, 0, :5] = torch.tensor([nan, -inf, 1.0, inf, -5.0])
-    scores_NGJ[5, 0] = torch.tensor([inf, nan, 2.0, inf, 2.0, nan])
-    scores = BlockScores(by_token=False, scores_QCJ=scores_NGJ, softmax_scale=1.0, layout=layout)
-    selected = SELECTORS["query-block-lookahead"].select(scores, torch.tensor([6]))
-    assert selected.indices_QCK[4, 0].tolist() == [4, 3, 2, 1, 0, -1]
-    assert selected.indices_QCK[5, 0].tolist() == [5, 0, 3, 2, 4, 1]
-    ranked_NGJ, _ = scores.ranked
-    expected_J = torch.tensor([-5.0, inf, 1.0, -inf, nan, -inf])
-    torch.testing.assert_close(ranked_NGJ[4, 0], expected_J, equal_nan=True)
+    layout = packed_layout([0, 8 * BLOCK], BLOCK, "cpu")
+    score_N = torch.tensor([nan, -inf, 1.0, inf, -5.0, inf, nan, 2.0])
+    k_TGD = score_N.repeat_interleave(BLOCK)[:, None, None]
+    for selection, selector in SELECTORS.items():
+        ranking = rank_row(
+            selector,
+            *(torch.ones_like(k_TGD), k_TGD, layout),
+            softmax_scale=1.0,
+            max_budget=8,
+            observe=True,
+        )
+        indices_QCK = selector.select(ranking, torch.tensor([8])).indices_QCK
+        row = 7 * BLOCK if selector.by_token else 7
+        assert indices_QCK[row, 0].tolist() == [7, 3, 5, 2, 4, 1, 0, 6], selection
+        row = 4 * BLOCK if selector.by_token else 4
+        assert indices_QCK[row, 0].tolist() == [4, 3, 2, 1, 0, -1, -1, -1], selection
+        assert selector.coverage(ranking).isnan().all()
 
 
 @pytest.mark.parametrize("value", BAD.values(), ids=BAD)

@@ -23,11 +23,11 @@ def test_coverage_lookup_reads_the_ends_outside() -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_mass_that_is_not_finite_stays_in_its_document(value: float) -> None:
     layout = packed_layout([0, 40, 60, 100], 10, "cpu")
-    mass_NK = torch.rand(layout.blocks, 4, dtype=torch.float64) * 2.5
-    broken_NK = mass_NK.clone()
-    broken_NK[5, 1] = value
-    curves_SK = curves_of_mass(mass_NK, layout, selecting_heads=1)
-    broken_SK = curves_of_mass(broken_NK, layout, selecting_heads=1)
+    mass_SK = torch.rand(layout.documents, 4, dtype=torch.float64) * 5.0
+    broken_SK = mass_SK.clone()
+    broken_SK[1, 1] = value
+    curves_SK = curves_of_mass(mass_SK, layout, selecting_heads=1)
+    broken_SK = curves_of_mass(broken_SK, layout, selecting_heads=1)
     assert broken_SK[1].isnan().all()
     assert torch.equal(broken_SK[[0, 2]], curves_SK[[0, 2]])
     guarded_S, grown_S = guard_budgets(

@@ -6,15 +6,13 @@ from __future__ import annotations
 import itertools
 
 import torch
-from attention.cases import sharded
+from attention.cases import selection_by_scores, sharded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsebalance_megatron.attention.impl.triton.index import InverseLists, inverse_lists
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import SELECTORS
-from sparsebalance_megatron.attention.selectors.block_topk import BlockScores
 
 
 @st.composite
@@ -28,17 +26,7 @@ def _selections(draw: st.DrawFn) -> Selection:
     scores = torch.randn(layout.blocks, kv_heads, layout.max_blocks, generator=generator)
     if popular:
         scores[:, :, 0] = 100.0
-    later_NJ = torch.arange(layout.max_blocks) > layout.index_N[:, None]
-    return SELECTORS["query-block-lookahead"].select(
-        BlockScores(
-            by_token=False,
-            scores_QCJ=scores.masked_fill(later_NJ[:, None], -torch.inf),
-            softmax_scale=1.0,
-            layout=layout,
-        ),
-        torch.tensor(budgets),
-        max_budget=max(budgets),
-    )
+    return selection_by_scores(scores, layout, budgets)
 
 
 def _readers(selection: Selection) -> list[list[int]]:

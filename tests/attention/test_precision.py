@@ -4,19 +4,19 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 from attention.cases import SCALE
+from oracles import router as at_once
 from torch import Tensor
 
 from sparsebalance_megatron.attention import precision
 from sparsebalance_megatron.attention.api import budgeted_attention, kernel_named
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.precision import warn_of_tf32
-from sparsebalance_megatron.attention.selectors import SELECTORS
+from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
+from sparsebalance_megatron.attention.selectors.ranking import Ranking
 
 CU_SEQLENS = [0, 37, 139]
 SERVING = [
@@ -58,25 +58,34 @@ def test_autocast_changes_no_bit(selection: str, implementation: str, dtype: tor
         assert torch.equal(inside, outside)
 
 
+def _ranking(selection: str, q_THD: Tensor, k_TGD: Tensor) -> Ranking:
+    return rank_row(
+        SELECTORS[selection],
+        *(q_THD, k_TGD, packed_layout(CU_SEQLENS, 16, "cpu")),
+        softmax_scale=SCALE,
+        max_budget=3,
+        observe=True,
+    )
+
+
 @pytest.mark.parametrize("selection", SELECTORS)
-def test_autocast_leaves_scores_and_coverage_alone(selection: str) -> None:
-    selector, layout = SELECTORS[selection], packed_layout(CU_SEQLENS, 16, "cpu")
+def test_autocast_leaves_lists_and_mass_alone(selection: str) -> None:
     q_THD, k_TGD, _ = _qkv(torch.float32)
-    outside = selector.scores(q_THD, k_TGD, layout, softmax_scale=SCALE)
+    outside = _ranking(selection, q_THD, k_TGD)
     with _autocast():
-        inside = selector.scores(q_THD, k_TGD, layout, softmax_scale=SCALE)
-        curves_SK = selector.coverage(inside)
-    assert torch.equal(inside.scores_QCJ, outside.scores_QCJ)
-    assert torch.equal(curves_SK, selector.coverage(outside))
+        inside = _ranking(selection, q_THD, k_TGD)
+        curves_SK = SELECTORS[selection].coverage(inside)
+    assert torch.equal(inside.indices_QCK, outside.indices_QCK)
+    assert torch.equal(inside.mass_SK, outside.mass_SK)
+    assert torch.equal(curves_SK, SELECTORS[selection].coverage(outside))
 
 
 @pytest.mark.parametrize(("selection", "implementation"), SERVING)
 def test_gradients_of_bfloat16_are_computed_in_float32(selection: str, implementation: str) -> None:
     """Every step of it: the result is rounded once, at the end."""
-    selector, layout = SELECTORS[selection], packed_layout(CU_SEQLENS, 16, "cpu")
+    selector = SELECTORS[selection]
     q_THD, k_TGD, v_TGD = _qkv(torch.bfloat16)
-    scores = selector.scores(q_THD, k_TGD, layout, softmax_scale=SCALE)
-    lists = selector.select(scores, torch.tensor([2, 3]))
+    lists = selector.select(_ranking(selection, q_THD, k_TGD), torch.tensor([2, 3]))
     kernel = kernel_named(implementation)
     out_THD, lse_TH = kernel.forward(q_THD, k_TGD, v_TGD, lists, softmax_scale=SCALE)
     rounded = (q_THD.roll(1, 0), q_THD, k_TGD, v_TGD, out_THD)
@@ -86,22 +95,30 @@ def test_gradients_of_bfloat16_are_computed_in_float32(selection: str, implement
         assert torch.equal(a, b.bfloat16())
 
 
-@pytest.mark.parametrize("by_token", [False, True])
-def test_coverage_of_a_long_document_rounds_once(by_token: bool) -> None:
-    """Sums over many blocks are of float64."""
-    layout = packed_layout([0, 1500], 2, "cpu")
-    selector = SELECTORS["token-query-head" if by_token else "query-block-lookahead"]
+@pytest.mark.parametrize("selection", ["token-query-head", "previous-block"])
+def test_mass_of_a_long_document_is_summed_in_float64(selection: str) -> None:
+    """What is summed has 24 bits, rounded from a softmax whose own error is unbiased: over 6,000
+    tokens a sum in float32 would be further off than all those errors together."""
+    cu_seqlens, scale = [0, 6000], 0.05
     generator = torch.Generator().manual_seed(5)
-    q_THD, k_TGD = (torch.randn(1500, 1, 16, generator=generator) for _ in range(2))
-    scores = selector.scores(q_THD, k_TGD, layout, softmax_scale=SCALE)
-    mass_QK = (scores.ranked[0][:, 0] * SCALE).softmax(-1).double()
-    exact_K = mass_QK.mean(0).cumsum(0)
-    ulp = 2.0**-24
-    assert (selector.coverage(scores)[0].double() - exact_K).abs().max() <= 1.01 * ulp
+    q_THD, k_TGD = (torch.randn(6000, 1, 16, generator=generator) for _ in range(2))
+    ranking = rank_row(
+        SELECTORS[selection],
+        *(q_THD, k_TGD, packed_layout(cu_seqlens, 40, "cpu")),
+        softmax_scale=scale,
+        max_budget=1,
+        observe=True,
+    )
+    scores_QCN, own_Q = at_once.scores_at_once(q_THD, k_TGD, cu_seqlens, 40, selection)
+    exact_SK = at_once.mass_at_once(
+        *(scores_QCN, own_Q, cu_seqlens, 40, scale), by_token=ranking.by_token
+    )
+    error_SK = (ranking.mass_SK - exact_SK).abs()
+    assert (error_SK <= 2.0**-27 * exact_SK).all(), (error_SK / exact_SK).max() * 2**27
 
 
 @pytest.mark.parametrize(
-    ("matmul", "warns"),
+    ("matmul", "is_on"),
     [
         (SimpleNamespace(fp32_precision="tf32"), True),
         (SimpleNamespace(fp32_precision="ieee", allow_tf32=True), False),
@@ -109,14 +126,24 @@ def test_coverage_of_a_long_document_rounds_once(by_token: bool) -> None:
         (SimpleNamespace(allow_tf32=False), False),
     ],
 )
-def test_tf32_is_warned_of(
-    matmul: SimpleNamespace, warns: bool, monkeypatch: pytest.MonkeyPatch
+def test_products_are_taken_in_float64_where_tf32_is_on(
+    matmul: SimpleNamespace, is_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cuda = SimpleNamespace(matmul=matmul)
-    monkeypatch.setattr(precision.torch.backends, "cuda", cuda)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        warn_of_tf32(torch.device("cuda"))
-        assert len(seen) == warns
-        warn_of_tf32(torch.device("cpu"))
-        assert len(seen) == warns
+    """On the CPU, which has no TF32, posing as CUDA."""
+    seen = []
+
+    class Operand:
+        device = torch.device("cuda")
+
+        def __matmul__(self, other: Operand) -> Tensor:
+            seen.append(torch.float32)
+            return torch.ones(())
+
+        def double(self) -> Tensor:
+            seen.append(torch.float64)
+            return torch.ones(1)
+
+    monkeypatch.setattr(precision.torch.backends, "cuda", SimpleNamespace(matmul=matmul))
+    product = precision.exact_product(Operand(), Operand())
+    assert product.dtype == torch.float32
+    assert seen == ([torch.float64] * 2 if is_on else [torch.float32])

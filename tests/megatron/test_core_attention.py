@@ -12,7 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from sparsebalance_megatron.attention.selectors import SELECTORS
+from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
 from sparsebalance_megatron.megatron.packed_seq_params import (
@@ -147,8 +147,14 @@ def test_observed_grid_is_the_routers_coverage() -> None:
     module = attention()
     module(q_THD, k_TGD, v_TGD, None, packed_seq_params=params)
     selector = SELECTORS["query-block-lookahead"]
-    scores = selector.scores(q_THD, k_TGD, context.layout, softmax_scale=HEAD_DIM**-0.5)
-    curves_SK = selector.coverage(scores)
+    ranking = rank_row(
+        selector,
+        *(q_THD, k_TGD, context.layout),
+        softmax_scale=HEAD_DIM**-0.5,
+        max_budget=1,
+        observe=True,
+    )
+    curves_SK = selector.coverage(ranking)
     observed_SK = context.observations[0].grid_SK
     torch.testing.assert_close(observed_SK, curves_SK[:, [0, 1, 3, 7, 14]])
 

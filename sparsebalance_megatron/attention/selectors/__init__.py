@@ -14,32 +14,74 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import PackedLayout
+from sparsebalance_megatron.attention.row_pair import RowPair
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.selectors.block_topk import BlockTopK
+from sparsebalance_megatron.attention.selectors.summaries import BlockSummaries
 from sparsebalance_megatron.config import Granularity
 
 
-class Selector[Scores](Protocol):
+class Selector[Ranked](Protocol):
     """Lists of KV blocks under a budget, from queries and keys.
 
+    Three steps, so that a rank may hold some of a row's blocks: summaries of what it holds, which
+    are gathered; ranking for its own queries; and, once a document's mass is known, the cut.
     No method reads the device from the host, carries a gradient, or gives another result in a
     recomputed pass.
     """
 
-    def scores(
-        self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout, *, softmax_scale: float
-    ) -> Scores:
-        """Score what may be selected; ``coverage`` and ``select`` take the result."""
+    def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> BlockSummaries:
+        """Summarise the blocks of a row. Each entry depends on its own block alone, so those of
+        several rows may be put together in any order."""
 
-    def coverage(self, scores: Scores) -> Tensor:
+    def rank(
+        self,
+        q_THD: Tensor,
+        summaries: BlockSummaries,
+        rows: RowPair,
+        *,
+        softmax_scale: float,
+        max_budget: int,
+        observe: bool,
+    ) -> Ranked:
+        """Rank what each row may read, in lists that serve budgets up to ``max_budget``.
+
+        ``summaries`` are those of the keys' row. Coverage can be asked for where ``observe``
+        says so; else its mass is not computed.
+        """
+
+    def coverage(self, ranking: Ranked) -> Tensor:
         """Score coverage curves_SK: float32 [S, K], the share of a document's router mass that
         budget k reaches in column k - 1, for every budget up to the most blocks of a document."""
 
-    def select(
-        self, scores: Scores, budgets_S: Tensor, *, max_budget: int | None = None
-    ) -> Selection:
-        """Select what the documents' budgets allow; no budget is above ``max_budget``, and one
-        below 1 counts as 1."""
+    def select(self, ranking: Ranked, budgets_S: Tensor) -> Selection:
+        """Select what the documents' budgets allow; one below 1 counts as 1, one above
+        ``max_budget`` as ``max_budget``."""
+
+
+def rank_row[Ranked](
+    selector: Selector[Ranked],
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    layout: PackedLayout,
+    *,
+    softmax_scale: float,
+    max_budget: int,
+    observe: bool,
+) -> Ranked:
+    """Rank a row whose queries and keys all lie here.
+
+    Raises:
+        ValueError: shapes do not fit, or ``max_budget`` is below 1.
+    """
+    return selector.rank(
+        q_THD,
+        selector.summaries(q_THD, k_TGD, layout),
+        RowPair.within(layout),
+        softmax_scale=softmax_scale,
+        max_budget=max_budget,
+        observe=observe,
+    )
 
 
 SELECTORS: Mapping[Granularity, Selector[Any]] = MappingProxyType(

@@ -102,9 +102,7 @@ class _Slots:
         One with a block for every rank, if there is any: others compute padding on some.
         """
         wider_J = 2 * self.width_J
-        able_J = (
-            (self.width_J > 0) & (wider_J <= self.rules.max_width) & (self.width_J <= places)
-        )
+        able_J = (self.width_J > 0) & (wider_J <= self.rules.max_width) & (self.width_J <= places)
         if not able_J.any():
             raise PlanError(
                 f"{len(self.weights_S)} samples cannot fill every position of every rank with "

@@ -1,17 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores, coverage and selection against their definitions."""
+"""Lists and coverage against their definitions.
+
+Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim.
+"""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from oracles import attention as oracle
+from oracles import router as at_once
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.row_pair import RowPair
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import SELECTORS, block_topk, selector_named
-from sparsebalance_megatron.attention.selectors.block_topk import BlockScores
+from sparsebalance_megatron.attention.selectors import (
+    SELECTORS,
+    rank_row,
+    selector_named,
+    streaming,
+)
+from sparsebalance_megatron.attention.selectors.ranking import Ranking
 
 GRANULARITIES = tuple(SELECTORS)
 PACKINGS = ([0, 64], [0, 1, 2, 51, 70], [0, 37, 38, 61], [0, 1])
@@ -27,6 +41,24 @@ def _inputs(
     return q_THD, k_TGD
 
 
+def _ranking(
+    granularity: str,
+    inputs: tuple[Tensor, Tensor],
+    cu_seqlens: list[int],
+    *,
+    softmax_scale: float = 0.3,
+    max_budget: int = 99,
+    observe: bool = False,
+) -> Ranking:
+    return rank_row(
+        SELECTORS[granularity],
+        *(*inputs, packed_layout(cu_seqlens, BLOCK, "cpu")),
+        softmax_scale=softmax_scale,
+        max_budget=max_budget,
+        observe=observe,
+    )
+
+
 def _as_lists(selection: Selection) -> oracle.Lists:
     rows, heads, _ = selection.indices_QCK.shape
     return {
@@ -40,88 +72,115 @@ def _as_lists(selection: Selection) -> oracle.Lists:
 @pytest.mark.parametrize("cu_seqlens", PACKINGS)
 @pytest.mark.parametrize("budget", [1, 2, 3, 16])
 def test_selection_is_mobas(granularity: str, cu_seqlens: list[int], budget: int) -> None:
-    layout = packed_layout(cu_seqlens, BLOCK, "cpu")
-    q_THD, k_TGD = _inputs(cu_seqlens[-1])
-    scores = SELECTORS[granularity].scores(q_THD, k_TGD, layout, softmax_scale=0.3)
-    budgets_S = torch.full((layout.documents,), budget, dtype=torch.int32)
+    inputs = _inputs(cu_seqlens[-1])
+    ranking = _ranking(granularity, inputs, cu_seqlens, max_budget=max(2, budget))
+    budgets_S = torch.full((len(cu_seqlens) - 1,), budget, dtype=torch.int32)
     budgets_S[-1] = 2
-    selection = SELECTORS[granularity].select(scores, budgets_S)
-    expected = oracle.moba_lists(q_THD, k_TGD, cu_seqlens, BLOCK, budgets_S.tolist(), granularity)
+    selection = SELECTORS[granularity].select(ranking, budgets_S)
+    expected = oracle.moba_lists(*inputs, cu_seqlens, BLOCK, budgets_S.tolist(), granularity)
     assert _as_lists(selection) == expected
-    past_end_K = torch.arange(selection.indices_QCK.shape[2]) >= selection.counts_QC[..., None]
-    assert (selection.indices_QCK[past_end_K] == -1).all()
     assert selection.indices_QCK.dtype == selection.counts_QC.dtype == torch.int32
 
 
-@pytest.mark.parametrize("group", [1, 2, 4])
-def test_selection_of_bfloat16_keys_uses_rounded_means(group: int) -> None:
-    cu_seqlens = [0, 29, 90]
-    layout = packed_layout(cu_seqlens, BLOCK, "cpu")
-    q_THD, k_TGD = _inputs(90, heads=4, kv_heads=4 // group, dtype=torch.bfloat16)
-    scores = SELECTORS["token-query-head"].scores(q_THD, k_TGD, layout, softmax_scale=0.3)
-    blocks = oracle.blocks_of(cu_seqlens, BLOCK)
-    for row, head, own, kv_head, vector in oracle.selectors(
-        q_THD, 4 // group, blocks, "token-query-head"
-    ):
-        expected = oracle.visible_scores(vector, k_TGD, kv_head, own, blocks)
-        got = scores.scores_QCJ[row, head]
-        assert got[len(expected) :].eq(-torch.inf).all()
-        # Products of bfloat16 are exact in float32: what is left is the sum's rounding.
-        torch.testing.assert_close(
-            got[: len(expected)].double(),
-            torch.tensor(list(expected.values()), dtype=torch.float64),
-            atol=1e-6,
-            rtol=1e-6,
-        )
+lengths = st.lists(st.integers(1, 90), min_size=1, max_size=5)
+
+
+@given(
+    lengths=lengths,
+    granularity=st.sampled_from(GRANULARITIES),
+    group=st.sampled_from([1, 2, 4]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    places=st.integers(1, 13),
+    chunk_elements=st.sampled_from([1, 100, 1 << 18]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_chunks_give_what_all_at_once_gives(
+    lengths: list[int],
+    granularity: str,
+    group: int,
+    dtype: torch.dtype,
+    places: int,
+    chunk_elements: int,
+    seed: int,
+) -> None:
+    """Lists to the last bit; mass as exactly as a softmax in float32 has it."""
+    cu_seqlens = [0, *itertools.accumulate(lengths)]
+    generator = torch.Generator().manual_seed(seed)
+    inputs = tuple(
+        torch.randn(cu_seqlens[-1], heads, 8, generator=generator).to(dtype)
+        for heads in (4, 4 // group)
+    )
+    scores_QCN, own_Q = at_once.scores_at_once(*inputs, cu_seqlens, BLOCK, granularity)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streaming, "CHUNK_ELEMENTS", chunk_elements)
+        ranking = _ranking(granularity, inputs, cu_seqlens, max_budget=places, observe=True)
+    width = ranking.indices_QCK.shape[2]
+    expected_QCK = at_once.lists_at_once(scores_QCN, own_Q, width)
+    # Scores that differ by rounding alone may trade places.
+    tied_QC = _nearly_tied(scores_QCN)
+    assert torch.equal(ranking.indices_QCK[~tied_QC], expected_QCK[~tied_QC])
+    expected_SK = at_once.mass_at_once(
+        *(scores_QCN, own_Q, cu_seqlens, BLOCK, 0.3), by_token=ranking.by_token
+    )
+    assert ranking.mass_SK is not None
+    columns = min(ranking.mass_SK.shape[1], expected_SK.shape[1])
+    torch.testing.assert_close(
+        ranking.mass_SK[:, :columns], expected_SK[:, :columns], atol=1e-6, rtol=1e-6
+    )
+
+
+def _nearly_tied(scores_QCN: Tensor) -> Tensor:
+    falling = scores_QCN.sort(dim=-1, descending=True).values
+    return ((falling[..., :-1] - falling[..., 1:]) < 1e-5).any(-1)
 
 
 def test_narrow_lists_are_the_wide_ones_cut() -> None:
-    layout = packed_layout([0, 50, 90], BLOCK, "cpu")
-    scores = SELECTORS["token-kv-head"].scores(*_inputs(90), layout, softmax_scale=0.3)
-    budgets_S = torch.tensor([3, 2])
-    wide = SELECTORS["token-kv-head"].select(scores, budgets_S)
-    narrow = SELECTORS["token-kv-head"].select(scores, budgets_S, max_budget=3)
+    selector, inputs, cu_seqlens = SELECTORS["token-kv-head"], _inputs(90), [0, 50, 90]
+    wide = _ranking("token-kv-head", inputs, cu_seqlens)
+    narrow = _ranking("token-kv-head", inputs, cu_seqlens, max_budget=3)
     assert narrow.indices_QCK.shape[2] == 3
     assert torch.equal(narrow.indices_QCK, wide.indices_QCK[..., :3])
-    assert torch.equal(narrow.counts_QC, wide.counts_QC)
-    capped = SELECTORS["token-kv-head"].select(scores, budgets_S, max_budget=2)
-    assert torch.equal(capped.indices_QCK[40], wide.indices_QCK[40, :, :2])
-    assert capped.counts_QC.max() == 2
+    budgets_S = torch.tensor([3, 2])
+    counts = [selector.select(ranking, budgets_S).counts_QC for ranking in (wide, narrow)]
+    assert torch.equal(*counts)
+    capped = selector.select(narrow, torch.tensor([9, 9]))
+    assert capped.counts_QC.max() == 3
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_budgets_below_one_read_the_own_block(granularity: str) -> None:
-    layout = packed_layout([0, 50, 90, 99], BLOCK, "cpu")
-    scores = SELECTORS[granularity].scores(*_inputs(99), layout, softmax_scale=0.3)
-    for max_budget in (None, 3):
-        low, least = (
-            SELECTORS[granularity].select(scores, torch.tensor(budgets), max_budget=max_budget)
-            for budgets in ([0, 3, -7], [1, 3, 1])
-        )
-        assert torch.equal(low.counts_QC, least.counts_QC)
-        assert torch.equal(low.indices_QCK, least.indices_QCK)
+    ranking = _ranking(granularity, _inputs(99), [0, 50, 90, 99])
+    low, least = (
+        SELECTORS[granularity].select(ranking, torch.tensor(budgets))
+        for budgets in ([0, 3, -7], [1, 3, 1])
+    )
+    assert torch.equal(low.counts_QC, least.counts_QC)
+    assert low.counts_QC.min() == 1
 
 
-def test_equal_scores_go_to_the_lower_block() -> None:
-    layout = packed_layout([0, 320], BLOCK, "cpu")
-    q_THD, k_TGD = torch.ones(320, 2, 4), torch.ones(320, 1, 4)
-    scores = SELECTORS["query-block-lookahead"].scores(q_THD, k_TGD, layout, softmax_scale=1.0)
-    selection = SELECTORS["query-block-lookahead"].select(scores, torch.tensor([4]))
-    assert selection.indices_QCK[30, 0, :4].tolist() == [30, 0, 1, 2]
+@pytest.mark.parametrize("sign", [1.0, -1.0, 0.0, -0.0])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_equal_scores_go_to_the_lower_block(granularity: str, sign: float) -> None:
+    """Zeros of either sign are equal too."""
+    q_THD, k_TGD = sign * torch.ones(320, 2, 4), torch.ones(320, 1, 4)
+    k_TGD[160:] = k_TGD[160:].copysign(torch.tensor(1.0 if sign else -1.0))
+    ranking = _ranking(granularity, (q_THD, k_TGD), [0, 320], max_budget=4)
+    row = 30 * BLOCK if ranking.by_token else 30
+    assert ranking.indices_QCK[row, 0].tolist() == [30, 0, 1, 2]
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("cu_seqlens", PACKINGS)
-@pytest.mark.parametrize("chunk_elements", [1, 1 << 26])
-def test_coverage_is_the_router_mass_inside(
-    granularity: str, cu_seqlens: list[int], chunk_elements: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(block_topk, "_CHUNK_ELEMENTS", chunk_elements)
+def test_coverage_is_the_router_mass_inside(granularity: str, cu_seqlens: list[int]) -> None:
     layout = packed_layout(cu_seqlens, BLOCK, "cpu")
     q_THD, k_TGD = _inputs(cu_seqlens[-1])
-    scores = SELECTORS[granularity].scores(q_THD, k_TGD, layout, softmax_scale=2.0)
-    curves_SK = SELECTORS[granularity].coverage(scores)
+    ranking = _ranking(
+        granularity, (q_THD, k_TGD), cu_seqlens, softmax_scale=2.0, max_budget=1, observe=True
+    )
+    curves_SK = SELECTORS[granularity].coverage(ranking)
     assert curves_SK.dtype == torch.float32
+    assert curves_SK.shape == (layout.documents, layout.max_blocks)
     assert (curves_SK.diff(dim=1) >= 0).all()
     for budget in range(1, layout.max_blocks + 1):
         expected = oracle.coverage(q_THD, k_TGD, cu_seqlens, BLOCK, granularity, 2.0, budget)
@@ -132,40 +191,52 @@ def test_coverage_is_the_router_mass_inside(
         assert (curves_SK[document, blocks - 1 :] == 1.0).all()
 
 
-def test_a_second_pass_repeats_every_bit() -> None:
-    layout = packed_layout([0, 50, 90], BLOCK, "cpu")
-    q_THD, k_TGD = _inputs(90)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_observing_changes_no_list(granularity: str) -> None:
+    seen, unseen = (
+        _ranking(granularity, _inputs(90), [0, 50, 90], observe=observe)
+        for observe in (True, False)
+    )
+    assert torch.equal(seen.indices_QCK, unseen.indices_QCK)
+    assert unseen.mass_SK is None
+    with pytest.raises(ValueError, match="observe=True"):
+        SELECTORS[granularity].coverage(unseen)
 
-    def run() -> tuple[Tensor, Tensor]:
-        scores = SELECTORS["query-block-lookahead"].scores(q_THD, k_TGD, layout, softmax_scale=0.3)
-        selection = SELECTORS["query-block-lookahead"].select(scores, torch.tensor([3, 2]))
-        return SELECTORS["query-block-lookahead"].coverage(scores), selection.indices_QCK
 
-    for first, second in zip(run(), run(), strict=True):
-        assert torch.equal(first, second)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_a_second_pass_repeats_every_bit(granularity: str) -> None:
+    first, second = (
+        _ranking(granularity, _inputs(90), [0, 50, 90], observe=True) for _ in range(2)
+    )
+    assert torch.equal(first.indices_QCK, second.indices_QCK)
+    assert torch.equal(first.mass_SK, second.mass_SK)
 
 
 def test_nothing_carries_a_gradient() -> None:
-    layout = packed_layout([0, 20], BLOCK, "cpu")
-    q_THD, k_TGD = (x.requires_grad_() for x in _inputs(20))
-    scores = SELECTORS["query-block-lookahead"].scores(q_THD, k_TGD, layout, softmax_scale=1.0)
-    assert not scores.scores_QCJ.requires_grad
+    inputs = tuple(x.requires_grad_() for x in _inputs(20))
+    for granularity in GRANULARITIES:
+        ranking = _ranking(granularity, inputs, [0, 20], observe=True)
+        assert not SELECTORS[granularity].coverage(ranking).requires_grad
 
 
 def test_bad_arguments_are_named() -> None:
     layout = packed_layout([0, 20], BLOCK, "cpu")
     q_THD, k_TGD = _inputs(20)
+    selector = SELECTORS["first-query"]
     with pytest.raises(ValueError, match="selection 'token': must be one of token-kv-head, "):
         selector_named("token")
     with pytest.raises(ValueError, match="20 tokens as in the layout"):
-        SELECTORS["query-block-lookahead"].scores(q_THD[:9], k_TGD[:9], layout, softmax_scale=1.0)
-    scores = BlockScores(
-        by_token=False,
-        scores_QCJ=torch.zeros(3, 1, 3),
-        softmax_scale=1.0,
-        layout=layout,
-    )
-    with pytest.raises(ValueError, match="each of the 1 documents"):
-        SELECTORS["query-block-lookahead"].select(scores, torch.tensor([1, 2]))
+        selector.summaries(q_THD[:9], k_TGD[:9], layout)
     with pytest.raises(ValueError, match="max_budget 0"):
-        SELECTORS["query-block-lookahead"].select(scores, torch.tensor([1]), max_budget=0)
+        _ranking("first-query", (q_THD, k_TGD), [0, 20], max_budget=0)
+    with pytest.raises(ValueError, match="20 tokens as in its layout"):
+        selector.rank(
+            q_THD[:9],
+            selector.summaries(q_THD, k_TGD, layout),
+            RowPair.within(layout),
+            softmax_scale=1.0,
+            max_budget=1,
+            observe=False,
+        )
+    with pytest.raises(ValueError, match="each of the 1 documents"):
+        selector.select(_ranking("first-query", (q_THD, k_TGD), [0, 20]), torch.tensor([1, 2]))

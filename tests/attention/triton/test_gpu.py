@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention.cases import assert_as_good_as_plain, make_case
+from attention.cases import assert_as_good_as_plain, make_case, selection_by_scores
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import SELECTORS
-from sparsebalance_megatron.attention.selectors.block_topk import BlockScores
 
 triton = pytest.importorskip("triton")
 from sparsebalance_megatron.attention.impl.triton import backward_kernels, forward_kernel  # noqa: E402
@@ -46,15 +44,7 @@ def _random_selection(layout: PackedLayout, budgets: list[int], kv_heads: int) -
     generator = torch.Generator("cuda").manual_seed(1)
     shape = (layout.blocks, kv_heads, layout.max_blocks)
     scores_NGJ = torch.randn(shape, generator=generator, device="cuda")
-    visible_NJ = torch.arange(layout.max_blocks, device="cuda") <= layout.index_N[:, None]
-    scores = BlockScores(
-        by_token=False,
-        scores_QCJ=scores_NGJ.masked_fill(~visible_NJ[:, None], -torch.inf),
-        softmax_scale=1.0,
-        layout=layout,
-    )
-    budgets_S = torch.tensor(budgets, device="cuda")
-    return SELECTORS["query-block-lookahead"].select(scores, budgets_S, max_budget=max(budgets))
+    return selection_by_scores(scores_NGJ, layout, budgets)
 
 
 def _attend(inputs: list[Tensor], selection: Selection) -> tuple[Tensor, ...]:

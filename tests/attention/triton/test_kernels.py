@@ -24,7 +24,7 @@ from attention.cases import (
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
-from sparsebalance_megatron.attention.selectors import SELECTORS
+from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
 
 triton = pytest.importorskip("triton")
 from sparsebalance_megatron.attention.impl.triton import backward_kernels as backward_module  # noqa: E402
@@ -140,8 +140,14 @@ def test_bad_numbers_of_a_document_stay_in_it(value: float) -> None:
     q_THD, k_TGD = clean.q_THD.clone(), clean.k_TGD.clone()
     q_THD[[20, 60], 0, 3] = k_TGD[[20, 60], 0, 3] = value
     selector = SELECTORS["query-block-lookahead"]
-    scores = selector.scores(q_THD, k_TGD, clean.selection.query_layout, softmax_scale=SCALE)
-    selection = selector.select(scores, torch.tensor(budgets), max_budget=2)
+    ranking = rank_row(
+        selector,
+        *(q_THD, k_TGD, clean.selection.query_layout),
+        softmax_scale=SCALE,
+        max_budget=2,
+        observe=False,
+    )
+    selection = selector.select(ranking, torch.tensor(budgets))
     broken = dataclasses.replace(clean, q_THD=q_THD, k_TGD=k_TGD, selection=selection)
     elsewhere = torch.cat((torch.arange(20), torch.arange(61, 90)))
     _assert_identical(

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A row's blocks dealt to several members: together they rank as one.
+
+Shape legend: T tokens of a row, H query heads, G KV heads, D head dim, S documents, N blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
+from sparsebalance_megatron.attention.row_pair import RowPair
+from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
+from sparsebalance_megatron.attention.selectors.summaries import BlockSummaries
+
+BLOCK, TOKENS = 8, 157
+CU_SEQLENS = [0, 21, 29, 120, 157]
+DEALS = {
+    "contiguous": lambda blocks: [range(blocks // 2), range(blocks // 2, blocks)],
+    "zigzag": lambda blocks: [
+        [n for n in range(blocks) if (n % 6) in (member, 5 - member)] for member in range(3)
+    ],
+    "reversed": lambda blocks: [range(blocks - 1, -1, -2), range(blocks - 2, -1, -2)],
+}
+OPTIONS = {"softmax_scale": 0.7, "max_budget": 4, "observe": True}
+
+
+def _inputs() -> tuple[Tensor, Tensor]:
+    """Small integers: all sums and products are exact, in whatever order."""
+    generator = torch.Generator().manual_seed(0)
+    q_THD = torch.randint(-8, 9, (TOKENS, 4, 8), generator=generator).float()
+    return q_THD, torch.randint(-8, 9, (TOKENS, 2, 8), generator=generator).float()
+
+
+def _row_of(layout: PackedLayout, blocks: list[int], x_T: Tensor) -> tuple[PackedLayout, Tensor]:
+    """A row of some blocks, each a document of its own, and their tokens."""
+    bounds = layout.bounds_on_host.tolist()
+    tokens = [x for n in blocks for x in range(bounds[n], bounds[n + 1])]
+    boundaries = [0, *itertools.accumulate(bounds[n + 1] - bounds[n] for n in blocks)]
+    return packed_layout(boundaries, BLOCK, "cpu"), x_T[tokens]
+
+
+@pytest.mark.parametrize("deal", DEALS.values(), ids=DEALS)
+@pytest.mark.parametrize("granularity", SELECTORS)
+def test_members_of_a_group_rank_as_one(granularity: str, deal) -> None:
+    selector, layout = SELECTORS[granularity], packed_layout(CU_SEQLENS, BLOCK, "cpu")
+    q_THD, k_TGD = _inputs()
+    whole = rank_row(selector, q_THD, k_TGD, layout, **OPTIONS)
+    members = [list(blocks) for blocks in deal(layout.blocks)]
+
+    order = torch.tensor(list(itertools.chain(*members))).argsort()
+    parts = []
+    for blocks in members:
+        local_layout, local_q_THD = _row_of(layout, blocks, q_THD)
+        _, local_k_TGD = _row_of(layout, blocks, k_TGD)
+        parts.append(selector.summaries(local_q_THD, local_k_TGD, local_layout))
+    queries = [part.queries_NCD for part in parts]
+    gathered = BlockSummaries(
+        keys_NGD=torch.cat([part.keys_NGD for part in parts])[order],
+        queries_NCD=None if selector.by_token else torch.cat(queries)[order],
+    )
+
+    rankings = []
+    for blocks in members:
+        local_layout, local_q_THD = _row_of(layout, blocks, q_THD)
+        rows = RowPair.of_blocks(local_layout, layout, blocks)
+        rankings.append(selector.rank(local_q_THD, gathered, rows, **OPTIONS))
+        expected_QCK = whole.indices_QCK[blocks]
+        if selector.by_token:
+            _, expected_QCK = _row_of(layout, blocks, whole.indices_QCK)
+        assert torch.equal(rankings[-1].indices_QCK, expected_QCK)
+
+    mass_SK = torch.stack([ranking.mass_SK for ranking in rankings]).sum(0)
+    torch.testing.assert_close(mass_SK, whole.mass_SK, rtol=1e-6, atol=1e-6)
+    curves_SK = selector.coverage(dataclasses.replace(rankings[0], mass_SK=mass_SK))
+    torch.testing.assert_close(curves_SK, selector.coverage(whole), rtol=0, atol=2**-23)
+    budgets_S = torch.tensor([2, 4, 3, 1])
+    counts_QC = selector.select(whole, budgets_S).counts_QC
+    for blocks, ranking in zip(members, rankings, strict=True):
+        selection = selector.select(ranking, budgets_S)
+        expected_QC = counts_QC[blocks]
+        if selector.by_token:
+            _, expected_QC = _row_of(layout, blocks, counts_QC)
+        assert torch.equal(selection.counts_QC, expected_QC)
+        assert selection.own_block_N.tolist() == blocks
+
+
+@pytest.mark.parametrize("own_blocks", [[0, 1], [0, 1, 99], [-1, 1, 2], [0, 1, 2]])
+def test_wrong_own_blocks_are_named(own_blocks: list[int]) -> None:
+    layout = packed_layout(CU_SEQLENS, BLOCK, "cpu")
+    local = packed_layout([0, 8, 16, 24], BLOCK, "cpu")
+    with pytest.raises(ValueError, match="own_blocks"):
+        RowPair.of_blocks(local, layout, own_blocks)
