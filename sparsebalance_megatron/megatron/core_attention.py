@@ -145,7 +145,8 @@ class BudgetedCoreAttention(MegatronModule):
     ) -> Tensor:
         """A row of which other ranks may have blocks, in the form [T, 1, H, D]; padding gets 0."""
         tokens = query.shape[0] - padding
-        out_T = self._attend(*(x[:tokens, 0] for x in (query, key, value)), context)
+        q_THD, k_TGD, v_TGD = (x[:tokens, 0] for x in (query, key, value))
+        out_T = self._attend(q_THD, k_TGD, v_TGD, context)
         return torch.nn.functional.pad(out_T, (0, 0, 0, padding))[:, None]
 
     def _base_context(self, cu_seqlens: tuple[int, ...], device: torch.device) -> MicroBatchContext:
