@@ -39,6 +39,7 @@ LEG=(
     tests/training/test_resume.py
     "tests/training/test_matrix.py::test_layout_trains_to_the_losses_of_one_rank[pipeline]"
     "tests/training/test_matrix.py::test_layout_trains_to_the_losses_of_one_rank[data-overlapped]"
+    "tests/training/test_matrix.py::test_ranks_that_share_rows_train_to_the_losses_of_one_rank[context]"
 )
 
 set_up tools data test

@@ -21,6 +21,7 @@ EvaluationAttention = Literal["sparse", "dense"]
 CoverageTarget = Literal["threshold", "base"]
 ContextParallel = Literal["static", "dynamic"]
 CoverageMeanOver = Literal["samples", "tokens"]
+ExchangeName = Literal["all-gather", "ring", "hierarchical-ring"]
 Planning = Literal["ahead", "on-demand"]
 AttentionImplementation = Literal["auto", "triton", "blocks", "tokens", "reference"]
 
@@ -48,6 +49,10 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "window": (lambda batches: 1 <= batches <= 1024, "must be 1 to 1024 global batches"),
     "log_megabytes": (lambda size: 1 <= size <= 10**6, "must be 1 to 1000000 MB"),
     "max_tokens_per_micro_batch": (lambda tokens: tokens >= 1, "must be at least 1 token"),
+    "max_context_parallel": (
+        lambda ranks: 1 <= ranks <= 2**20 and 2**20 % ranks == 0,
+        "must be a power of two",
+    ),
     "dry_run": (lambda ranks: 0 <= ranks <= 10**6, "must be a number of ranks, at most 1000000"),
 }
 """Field -> which numbers it may be, and that in words. None is for a field to allow."""
@@ -126,7 +131,22 @@ class SparseBalanceConfig:
     that long samples count for more."""
 
     max_tokens_per_micro_batch: int | None = None
-    """Token cap of a micro-batch; default: micro batch size x sequence length."""
+    """Token cap of a micro-batch, or of a rank's share of one; default: micro batch size x sequence
+    length / context-parallel size."""
+
+    context_parallel: ContextParallel = "dynamic"
+    """How many ranks share a row of samples: all those of a context-parallel group (static), or 1,
+    2, 4, ... neighbours as the plan decides (dynamic)."""
+
+    max_context_parallel: int | None = None
+    """Ranks that may share a row with dynamic context parallelism, a power of two that divides the
+    data-parallel times context-parallel size. Default: 1 without --context-parallel-size, else 8 or
+    what a node holds, and at least --context-parallel-size."""
+
+    exchange: ExchangeName = "all-gather"
+    """How keys and values travel between ranks that share a row: gathered, one KV head at a time,
+    or in a ring, or in rings within nodes and between them; rings need less memory and wait at
+    every hop."""
 
     cost_table: str | None = None
     """Cost table measured by `sparse-balance profile`, or auto to measure at start-up on rank 0;
@@ -188,6 +208,11 @@ class SparseBalanceConfig:
             raise ConfigError(
                 f"{flag_name('in_turn')} {self.in_turn}: must be DIR:first in one run and "
                 "DIR:second in the other"
+            )
+        if self.max_context_parallel is not None and self.context_parallel != "dynamic":
+            raise ConfigError(
+                f"{flag_name('max_context_parallel')} {self.max_context_parallel}: is for dynamic "
+                "context parallelism; use --sparse-balance-context-parallel dynamic"
             )
 
 

@@ -31,10 +31,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--damage", type=int, default=120, help="damaged copies of every file format to read"
     )
+    parser.addoption("--matrix", action="store_true", help="run every layout of the matrix")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where no CUDA device is visible."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip layouts that nobody asked for, and ``gpu`` where no CUDA device is visible."""
+    if not config.getoption("--matrix"):
+        for item in items:
+            name = getattr(item, "callspec", None) and item.callspec.params.get("name")
+            if name in getattr(item.module, "ONLY_WITH_MATRIX", ()):
+                item.add_marker(pytest.mark.skip(reason="give --matrix to run it"))
     marked = [item for item in items if "gpu" in item.keywords]
     if not marked:
         return

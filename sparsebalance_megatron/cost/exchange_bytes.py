@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-ExchangeName = Literal["all-gather", "ring", "hierarchical-ring"]
+from sparsebalance_megatron.config import ExchangeName
 
 
 @dataclass(frozen=True, kw_only=True)

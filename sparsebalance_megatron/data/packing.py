@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packing: samples, one after another, into one row without a batch dimension (THD).
 
-Shape legend: n input tokens of a sample, T tokens of the row.
+Shape legend: n input tokens of a sample, T tokens of the row or of a part of it.
 """
 
 from __future__ import annotations
@@ -59,6 +59,20 @@ class PackedRow:
     position_ids: np.ndarray
     loss_mask: np.ndarray
 
+    def part(self, tokens: np.ndarray, *, padding_tokens: int = 0, pad_token: int = 0) -> PackedRow:
+        """The row's tokens at the given places, and padding behind them.
+
+        Labels go with their tokens: the label of a part's last token is the one that followed it in
+        the row, not the part's next token.
+        """
+        padding = (0, padding_tokens)
+        return PackedRow(
+            tokens=np.pad(self.tokens[tokens], padding, constant_values=pad_token),
+            labels=np.pad(self.labels[tokens], padding, constant_values=pad_token),
+            position_ids=np.pad(self.position_ids[tokens], padding),
+            loss_mask=np.pad(self.loss_mask[tokens], padding),
+        )
+
 
 def padding_tokens(tokens: int, pad_to_multiple_of: int) -> int:
     """Tokens that a row of so many is filled up with, to divide by ``pad_to_multiple_of``."""
@@ -66,7 +80,7 @@ def padding_tokens(tokens: int, pad_to_multiple_of: int) -> int:
 
 
 def packed_cu_seqlens(
-    lengths_tokens: Sequence[int], pad_to_multiple_of: int = 1
+    lengths_tokens: Sequence[int], pad_to_multiple_of: int = 1, padding_documents: int = 0
 ) -> tuple[int, ...]:
     """Boundaries of a packed row, as :func:`pack` lays it out, from the lengths alone.
 
@@ -76,6 +90,8 @@ def packed_cu_seqlens(
     Args:
         lengths_tokens: input tokens per sample.
         pad_to_multiple_of: the last boundary divides by this (sequence parallelism needs it).
+        padding_documents: of one token each, behind the samples (a row that several ranks share
+            needs something for each of them).
 
     Raises:
         ValueError: if there is no sample, or a length or the multiple is below 1.
@@ -84,7 +100,8 @@ def packed_cu_seqlens(
         raise ValueError(f"a row needs samples of at least 1 token, got {list(lengths_tokens)}")
     if pad_to_multiple_of < 1:
         raise ValueError(f"pad_to_multiple_of is {pad_to_multiple_of}, must be at least 1 token")
-    boundaries = [0, *accumulate(int(length) for length in lengths_tokens)]
+    lengths = [*map(int, lengths_tokens), *[1] * padding_documents]
+    boundaries = [0, *accumulate(lengths)]
     padding = padding_tokens(boundaries[-1], pad_to_multiple_of)
     if padding:
         boundaries.append(boundaries[-1] + padding)
@@ -92,19 +109,24 @@ def packed_cu_seqlens(
 
 
 def pack(
-    samples: Sequence[Sample], *, pad_to_multiple_of: int = 1, pad_token: int = 0
+    samples: Sequence[Sample],
+    *,
+    pad_to_multiple_of: int = 1,
+    padding_documents: int = 0,
+    pad_token: int = 0,
 ) -> PackedRow:
     """Pack samples in the order given.
 
     Args:
         samples: at least one.
-        pad_to_multiple_of: T divides by this; see :func:`packed_cu_seqlens`.
+        pad_to_multiple_of, padding_documents: see :func:`packed_cu_seqlens`.
         pad_token: input and label of padding; its loss weight is 0.
 
     Raises:
         ValueError: if there is no sample or the multiple is below 1.
     """
-    cu_seqlens = packed_cu_seqlens([sample.length_tokens for sample in samples], pad_to_multiple_of)
+    lengths_tokens = [sample.length_tokens for sample in samples]
+    cu_seqlens = packed_cu_seqlens(lengths_tokens, pad_to_multiple_of, padding_documents)
     row_tokens = cu_seqlens[-1]
     tokens = np.full(row_tokens, pad_token, dtype=np.int64)
     labels = np.full(row_tokens, pad_token, dtype=np.int64)

@@ -255,10 +255,19 @@ def last_saved_iteration(directory: str) -> int | None:
     return int(content) if content.isdigit() else None
 
 
-def update_sequence_statistics(cu_seqlens: Any) -> None:
-    """Feed the true sequence lengths to Megatron's FLOP count, where this version has the hook."""
+def update_sequence_statistics(cu_seqlens: Any, *, times: int = 1) -> None:
+    """Feed the true sequence lengths to Megatron's FLOP count, where this version has the hook.
+
+    Megatron sums over all ranks, if this one has fed anything, and divides by the context-parallel
+    size among others. So every rank feeds something, and a row counts as often as that says.
+
+    Args:
+        times: how often the sequences count; with 0 they only say that this rank takes part.
+    """
     import megatron.training.training as training
 
     hook = getattr(training, "update_seqlen_stats_from_cu_seqlens", None)
     if hook is not None:
-        hook(cu_seqlens)
+        hook(cu_seqlens if times else cu_seqlens * 0)
+        for _ in range(times - 1):
+            hook(cu_seqlens)

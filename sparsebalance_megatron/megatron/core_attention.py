@@ -20,7 +20,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
+from sparsebalance_megatron.attention.context_parallel.exchange import exchanged_attention
+from sparsebalance_megatron.attention.context_parallel.shared_ranking import rank_shared_row
 from sparsebalance_megatron.attention.coverage import coverage_at, guard_budgets
+from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.selectors import SELECTORS, Selector, rank_row
 from sparsebalance_megatron.config import (
     AttentionImplementation,
@@ -120,9 +123,11 @@ class BudgetedCoreAttention(MegatronModule):
             raise ConfigError(f"--sparse-balance: attention mask {attn_mask_type} is not causal")
         if attention_bias is not None:
             raise ConfigError("--sparse-balance: attention bias is not supported")
+        context = getattr(packed_seq_params, "micro_batch", None)
+        if context is not None and context.shared is not None:
+            return self._shared(query, key, value, context, context.shared.padding_tokens)
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
             return self._batched(query, key, value)
-        context = getattr(packed_seq_params, "micro_batch", None)
         if context is None:
             boundaries = self._options.layouts.boundaries_of(packed_seq_params.cu_seqlens_q)
             context = self._base_context(boundaries, query.device)
@@ -136,6 +141,15 @@ class BudgetedCoreAttention(MegatronModule):
         cu_seqlens = tuple(range(0, (batch + 1) * sequence, sequence))
         out = self._attend(q_THD, k_TGD, v_TGD, self._base_context(cu_seqlens, query.device))
         return out.view(batch, sequence, heads * head_dim).transpose(0, 1).contiguous()
+
+    def _shared(
+        self, query: Tensor, key: Tensor, value: Tensor, context: MicroBatchContext, padding: int
+    ) -> Tensor:
+        """A row of which other ranks may have blocks, in the form [T, 1, H, D]; padding gets 0."""
+        tokens = query.shape[0] - padding
+        q_THD, k_TGD, v_TGD = (x[:tokens, 0] for x in (query, key, value))
+        out_T = self._attend(q_THD, k_TGD, v_TGD, context)
+        return torch.nn.functional.pad(out_T, (0, 0, 0, padding))[:, None]
 
     def _base_context(self, cu_seqlens: tuple[int, ...], device: torch.device) -> MicroBatchContext:
         samples = len(cu_seqlens) - 1
@@ -152,32 +166,46 @@ class BudgetedCoreAttention(MegatronModule):
     def _attend(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, context: MicroBatchContext
     ) -> Tensor:
-        options = self._options
+        with torch.no_grad():
+            selection = self._select(q_THD, k_TGD, context)
+        how: dict[str, Any] = {
+            "softmax_scale": self._softmax_scale,
+            "implementation": self._options.implementation,
+        }
+        shared = context.shared
+        if shared is None:
+            out_THD, _ = block_sparse_attention(q_THD, k_TGD, v_TGD, selection, **how)
+        else:
+            out_THD, _ = exchanged_attention(
+                *(q_THD, k_TGD, v_TGD, selection),
+                shard=shared.shard,
+                exchange=shared.group.exchange,
+                **how,
+            )
+        return out_THD.reshape(out_THD.shape[0], -1)
+
+    def _select(self, q_THD: Tensor, k_TGD: Tensor, context: MicroBatchContext) -> Selection:
+        """The blocks that this rank's queries read, by guarded budgets."""
+        options, shared = self._options, context.shared
         budgets_S = context.budgets_LS[self._layer_index]
         max_budget = context.max_budgets[self._layer_index]
         if context.observe:
             # A guarded sample never needs more than the base budget.
             max_budget = max(max_budget, options.base_budget)
-        with torch.no_grad():
-            ranking = rank_row(
-                options.selector,
-                *(q_THD, k_TGD, context.layout),
-                softmax_scale=self._softmax_scale,
-                max_budget=max_budget,
-                observe=context.observe,
+        how: dict[str, Any] = {
+            "softmax_scale": self._softmax_scale,
+            "max_budget": max_budget,
+            "observe": context.observe,
+        }
+        if shared is None:
+            ranking = rank_row(options.selector, q_THD, k_TGD, context.layout, **how)
+        else:
+            ranking = rank_shared_row(
+                *(options.selector, q_THD, k_TGD, shared.shard, shared.group.process_group), **how
             )
-            if context.observe:
-                budgets_S = self.guard_and_observe(ranking, budgets_S, context)
-            selection = options.selector.select(ranking, budgets_S)
-        out_THD, _ = block_sparse_attention(
-            q_THD,
-            k_TGD,
-            v_TGD,
-            selection,
-            softmax_scale=self._softmax_scale,
-            implementation=options.implementation,
-        )
-        return out_THD.reshape(out_THD.shape[0], -1)
+        if context.observe:
+            budgets_S = self.guard_and_observe(ranking, budgets_S, context)
+        return options.selector.select(ranking, budgets_S)
 
     def guard_and_observe(
         self, ranking: Any, budgets_S: Tensor, context: MicroBatchContext

@@ -57,6 +57,9 @@ class _CpuForCuda(TorchFunctionMode):
             return torch.device("cpu")
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", _CUDA_TYPE_PREFIX, 1)
+        if kwargs.get("pin_memory"):
+            # Rotary embeddings under context parallelism; pinning would start CUDA.
+            kwargs = {**kwargs, "pin_memory": False}
         device = kwargs.get("device")
         if device is not None and _is_cuda(device):
             kwargs = {**kwargs, "device": "cpu"}

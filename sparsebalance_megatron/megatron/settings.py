@@ -12,7 +12,11 @@ import torch
 
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.table import ModelShape, RunIdentity
+from sparsebalance_megatron.megatron import cpu
 from sparsebalance_megatron.megatron.compat import stage_layers
+
+RANKS_PER_NODE = 8
+"""Where no GPU is, which is in tests and dry runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +26,9 @@ class RunSettings:
     Names are those of Megatron's arguments. ``stage_layers`` is [P][V][layers], global and
     zero-based; ``dtype`` is torch's name without the prefix; ``recompute_all`` and
     ``recompute_attention`` say what backward computes again; ``data_prefix`` names a pair of .bin
-    and .idx files. ``command_line`` holds Megatron's flags, to profile with at start-up, and is
-    None for a trainer without them.
+    and .idx files. ``data_parallel_size`` counts no context-parallel ranks; ``ranks_per_node``
+    counts all. ``command_line`` holds Megatron's flags, to profile with at start-up, and is None
+    for a trainer without them.
     """
 
     shape: ModelShape
@@ -34,6 +39,7 @@ class RunSettings:
     recompute_attention: bool
 
     data_parallel_size: int
+    context_parallel_size: int
     seq_length: int
     micro_batch_size: int
     global_batch_size: int
@@ -45,7 +51,14 @@ class RunSettings:
     eval_micro_batch_size: int | None = None
     eval_global_batch_size: int | None = None
 
+    ranks_per_node: int = RANKS_PER_NODE
+    distributed_timeout_minutes: float = 10.0
     command_line: tuple[str, ...] | None = None
+
+    @property
+    def neighbours_per_node(self) -> int:
+        """Ranks of a node between which rows are shared: tensor-parallel ranks lie in between."""
+        return max(1, self.ranks_per_node // self.shape.tensor_parallel_size)
 
     @property
     def pad_to_multiple_of(self) -> int:
@@ -68,6 +81,8 @@ class RunSettings:
             dtype=str(transformer_config.params_dtype).removeprefix("torch."),
             stage_layers=stage_layers(transformer_config),
             sequence_parallel=bool(transformer_config.sequence_parallel),
+            context_parallel_size=transformer_config.context_parallel_size,
+            ranks_per_node=RANKS_PER_NODE if cpu.installed() else torch.cuda.device_count(),
             recompute_all=transformer_config.recompute_granularity == "full",
             recompute_attention=selective and "core_attn" in transformer_config.recompute_modules,
             **others,
@@ -91,6 +106,7 @@ class RunSettings:
             eval_iters=args.eval_iters or 0,
             eval_micro_batch_size=getattr(args, "eval_micro_batch_size", None),
             eval_global_batch_size=getattr(args, "eval_global_batch_size", None),
+            distributed_timeout_minutes=args.distributed_timeout_minutes,
             command_line=tuple(sys.argv[1:]),
         )
 

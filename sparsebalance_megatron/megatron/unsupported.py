@@ -75,6 +75,10 @@ def _more_shards_than_ranks(get: Settings, shards: str, ranks: int) -> bool:
     return get(shards, 1) > ranks
 
 
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
 def _kv_heads_are_shared(get: Settings) -> bool:
     """Whether several tensor-parallel ranks have query heads of one KV head."""
     grouped = get("group_query_attention", True)
@@ -84,8 +88,8 @@ def _kv_heads_are_shared(get: Settings) -> bool:
 MODEL = (
     Refusal(
         flag="--context-parallel-size",
-        remedy="context parallelism is not supported; use 1",
-        found=lambda get: get("context_parallel_size", 1) > 1,
+        remedy="rows lie on 1, 2, 4, ... ranks; use a power of two",
+        found=lambda get: not _is_power_of_two(get("context_parallel_size", 1)),
     ),
     Refusal(flag="--hybrid-context-parallel", remedy=_PLACES_SAMPLES),
     Refusal(flag="--dynamic-context-parallel", remedy=_PLACES_SAMPLES),
@@ -95,6 +99,10 @@ MODEL = (
         remedy="layers with several residual streams are not planned; drop it",
         name="enable_hyper_connections",
         found=lambda get: get("enable_mhc_connections") or get("enable_hyper_connections"),
+    ),
+    Refusal(
+        flag="--hierarchical-context-parallel-sizes",
+        remedy="both exchange keys and values; use --sparse-balance-exchange hierarchical-ring",
     ),
     Refusal(
         flag="--overlap-moe-expert-parallel-comm",
@@ -221,18 +229,21 @@ def check_model(transformer_config: object, config: SparseBalanceConfig) -> None
     refuse(MODEL, Settings(transformer_config, config))
 
 
-def check_cap(seq_length: int, config: SparseBalanceConfig) -> None:
-    """Refuse a cap on a micro-batch's tokens that a sample of ``seq_length`` tokens exceeds.
+def check_cap(
+    seq_length: int, config: SparseBalanceConfig, *, context_parallel_size: int = 1
+) -> None:
+    """Refuse a cap on a rank's tokens that the shares of a sample of ``seq_length`` exceed.
 
     Raises:
         ConfigError: naming the cap that would do.
     """
     cap = config.max_tokens_per_micro_batch
-    if cap is not None and cap < seq_length:
+    ranks = max(context_parallel_size, config.max_context_parallel or 1)
+    if cap is not None and cap * ranks < seq_length:
         raise ConfigError(
             f"--sparse-balance with --seq-length {seq_length}: "
             f"{flag_name('max_tokens_per_micro_batch')} {cap} cannot hold one longest sample; use "
-            f"at least {seq_length}"
+            f"at least {-(-seq_length // ranks)}"
         )
 
 

@@ -28,6 +28,14 @@ _ONE_PREFIX = "give one prefix made by `sparse-balance prepare-data` as --data-p
 _NO_LOGITS = "logits are stored per row of fixed length; drop it"
 
 TRAINING = (
+    Refusal(
+        flag="--seq-length",
+        remedy="Megatron wants a multiple of twice --context-parallel-size; choose one",
+        found=lambda get: (
+            get("context_parallel_size", 1) > 1
+            and get("seq_length", 0) % (2 * get("context_parallel_size", 1))
+        ),
+    ),
     Refusal(flag="--use-megatron-fsdp", remedy=NO_SHARDED_WEIGHTS),
     Refusal(flag="--use-torch-fsdp2", remedy=NO_SHARDED_WEIGHTS),
     Refusal(flag="--hybrid-layer-pattern", remedy=GPT_ONLY),
@@ -112,7 +120,11 @@ def check_supported(args: Namespace, config: SparseBalanceConfig) -> None:
         ConfigError: naming both flags and the remedy.
     """
     refuse((*MODEL, *TRAINING), Settings(args, config))
-    check_cap(value_of(args, "seq_length", 0), config)
+    check_cap(
+        value_of(args, "seq_length", 0),
+        config,
+        context_parallel_size=value_of(args, "context_parallel_size", 1),
+    )
 
 
 def check_batches(args: Namespace) -> None:

@@ -140,6 +140,8 @@ def _bar_arguments(bar: Bar, traced: TracedStep) -> Event:
     held = _micro_batch(traced.contents.get(bar.place), bar.position)
     if held is not None:
         found["tokens"] = held.tokens
+        if held.width > 1:
+            found["ranks_of_row"], found["member_of_row"] = held.width, held.member
         found["lengths_tokens"] = list(held.lengths_tokens)
         if held.budgets_LS.size:
             found["budgets_blocks_mean"] = held.budgets_LS.mean(axis=0).round(2).tolist()

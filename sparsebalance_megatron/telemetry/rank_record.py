@@ -55,12 +55,18 @@ class RankHeader:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMicroBatch:
-    """A micro-batch as one rank ran it: budgets in blocks, coverage the mean over its layers."""
+    """A micro-batch as one rank ran it: budgets in blocks, coverage the mean over its layers.
+
+    The row lay on ``width`` neighbouring ranks, of which this was number ``member``; member 0
+    speaks for all of coverage, and the others have none.
+    """
 
     position: int
     lengths_tokens: tuple[int, ...]
     budgets_LS: np.ndarray
     coverage_S: tuple[float | None, ...]
+    width: int = 1
+    member: int = 0
 
     @property
     def tokens(self) -> int:
@@ -140,6 +146,8 @@ def rank_record(
         "micro_batches": [
             {
                 "position": position,
+                "width": micro_batch.width,
+                "member": place.data_parallel_rank - micro_batch.rank,
                 **_micro_batch(micro_batch, planned.samples, layers, observed.get(position)),
             }
             for position, micro_batch in enumerate(micro_batches)
@@ -157,7 +165,8 @@ def _micro_batch(
     layers: list[int],
     observed: list[np.ndarray] | None,
 ) -> dict[str, Any]:
-    """``observed``: [S, 2] of every layer; coverage is null where this rank has no layers."""
+    """``observed``: [S, 2] of every layer; coverage is null where this rank has no layers, or is
+    not the first of those that share the row."""
     coverage, guarded = None, 0
     if observed is not None:
         observed_LS2 = np.stack(observed)
@@ -230,4 +239,6 @@ def _read_micro_batch(record: Any, layers: int) -> RankMicroBatch:
         coverage_S=tuple(finite(value, "coverage") for value in coverage)
         if isinstance(coverage, list)
         else (),
+        width=whole(record, "width") if "width" in record else 1,
+        member=whole(record, "member") if "member" in record else 0,
     )

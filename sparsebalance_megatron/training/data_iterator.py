@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sparsebalance_megatron.data.packing import PackedRow, packed_cu_seqlens
+from sparsebalance_megatron.data.packing import PackedRow
+from sparsebalance_megatron.megatron.row_share import RowShare
 from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.training.row_reader import RowReader
+from sparsebalance_megatron.training.rows import RowPacking
 
 
 class Schedule(Protocol):
@@ -27,9 +29,10 @@ class LocalMicroBatch:
     """One micro-batch as this rank runs it, from the iterator to the step's end.
 
     ``step``, ``position`` and ``chunk`` say where it runs: training step, place in the rank's order
-    and virtual stage. ``cu_seqlens`` bounds its samples in the row, and padding. ``row`` holds
-    tokens and labels on stages that read them (embedding or loss) and is None on all others:
-    boundaries and budgets follow from the plan alone.
+    and virtual stage. ``cu_seqlens`` bounds its samples in the whole row, and padding; ``share`` is
+    what this rank computes of it, None where every row lies on one rank. ``row`` holds tokens and
+    labels of that on stages that read them (embedding or loss) and is None on all others:
+    boundaries, shares and budgets follow from the plan alone.
     """
 
     step: int
@@ -38,6 +41,7 @@ class LocalMicroBatch:
     training: bool
     plan: MicroBatchPlan
     cu_seqlens: tuple[int, ...]
+    share: RowShare | None
     row: PackedRow | None
 
 
@@ -54,7 +58,7 @@ class MicroBatchIterator:
             loss.
         consumed_samples: where to start, a multiple of the global batch size.
         global_batch_size: samples per step.
-        pad_to_multiple_of: row length in tokens divides by this (sequence parallelism).
+        packing: how slots become rows.
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class MicroBatchIterator:
         training: bool,
         consumed_samples: int,
         global_batch_size: int,
-        pad_to_multiple_of: int,
+        packing: RowPacking,
     ) -> None:
         self._schedule = schedule
         self._data_parallel_rank = data_parallel_rank
@@ -75,7 +79,7 @@ class MicroBatchIterator:
         self._reader = reader
         self._training = training
         self._global_batch_size = global_batch_size
-        self._pad_to_multiple_of = pad_to_multiple_of
+        self._packing = packing
         self._step = consumed_samples // global_batch_size
         self._position = 0
 
@@ -92,7 +96,8 @@ class MicroBatchIterator:
             chunk=self._chunk,
             training=self._training,
             plan=plan,
-            cu_seqlens=packed_cu_seqlens(plan.lengths_tokens, self._pad_to_multiple_of),
+            cu_seqlens=self._packing.cu_seqlens(plan),
+            share=self._packing.share(plan),
             row=self._row(planned),
         )
         self._position += 1

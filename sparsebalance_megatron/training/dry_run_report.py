@@ -27,11 +27,15 @@ def describe(
         unchecked: what a dry run cannot know, one line each.
     """
     job, expected = inputs.job, planned.plan.expectation
+    settings = inputs.settings
+    context = (
+        f"context {settings.context_parallel_size} x " if settings.context_parallel_size > 1 else ""
+    )
     layers = [sum(len(chunk) for chunk in stage) for stage in job.stage_layers]
     return [
         f"sparse balance: dry run of {args.world_size} ranks: tensor "
-        f"{args.tensor_model_parallel_size} x pipeline {job.pipeline_stages} x data "
-        f"{job.data_parallel_size}; nothing is trained, nothing written",
+        f"{args.tensor_model_parallel_size} x pipeline {job.pipeline_stages} x {context}data "
+        f"{settings.data_parallel_size}; nothing is trained, nothing written",
         "checked:",
         f"  flags: by megatron-core {megatron_version()} and for --sparse-balance",
         f"  data: {args.data_path[0]}: {inputs.train.counts.describe()}",
@@ -43,8 +47,8 @@ def describe(
         f"data-parallel rank; layers per pipeline stage: {' '.join(map(str, layers))}",
         "",
         *_table(_HEADER, _rows(planned)),
-        "(rank: data-parallel; budgets: blocks, over layers and samples; ms: forward and backward, "
-        "all stages)",
+        "(rank: data-parallel and context-parallel; budgets: blocks, over layers and samples; ms: "
+        "forward and backward, all stages)",
         "",
         f"batching: {planned.plan.batching}, planned in {planned.plan_ms:.1f} ms",
         f"makespan: {expected.makespan_ms:.4g} ms predicted, at least {expected.lower_bound_ms:.4g}"
@@ -62,7 +66,7 @@ def _rows(planned: PlannedStep) -> list[tuple[str, ...]]:
     slot_ms_RM = (expected.times_2RPVM[0] + expected.times_2RPVM[1]).sum(axis=(1, 2))
     return [
         (
-            str(slot.rank),
+            str(slot.rank) if slot.width == 1 else f"{slot.rank}-{slot.rank + slot.width - 1}",
             str(slot.position),
             str(len(slot.samples)),
             f"{slot.tokens:,}",

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
@@ -18,10 +19,12 @@ from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.megatron.compat import update_sequence_statistics
 from sparsebalance_megatron.megatron.loss import validate_loss
 from sparsebalance_megatron.megatron.packed_seq_params import (
+    BudgetedPackedSeqParams,
     MicroBatchContext,
     micro_batch_context,
     packed_params,
 )
+from sparsebalance_megatron.megatron.rope_rows import use_true_positions
 from sparsebalance_megatron.training.data_iterator import LocalMicroBatch
 from sparsebalance_megatron.training.inputs import Inputs
 
@@ -81,7 +84,10 @@ class ForwardStep:
             observe=micro_batch.training,
             device=self._device,
             step=micro_batch.step,
+            share=micro_batch.share,
         )
+        if context.shared is not None:
+            use_true_positions(model)
         if micro_batch.training:
             self._observer().begin_micro_batch(micro_batch, context)
         batch = self._batch(micro_batch, context)
@@ -122,6 +128,20 @@ class ForwardStep:
         return loss, tokens, report
 
 
+def count_sequences(packed: BudgetedPackedSeqParams) -> None:
+    """Have Megatron's FLOP count see a row once, however many ranks share it.
+
+    It divides by the context-parallel size, as if each of those ranks had counted every row.
+    """
+    shared = None if packed.micro_batch is None else packed.micro_batch.shared
+    if shared is None:
+        update_sequence_statistics(packed.cu_seqlens_q)
+        return
+    first = shared.group.member == 0
+    times = parallel_state.get_context_parallel_world_size() if first else 0
+    update_sequence_statistics(packed.cu_seqlens_q, times=times)
+
+
 def packed_forward_step(
     check_for_nan: bool, data_iterator: Iterator[Batch], model: Any
 ) -> tuple[Tensor, LossFunction]:
@@ -131,7 +151,7 @@ def packed_forward_step(
         check_for_nan: validate losses through Megatron's re-run machinery.
     """
     batch = next(data_iterator)
-    update_sequence_statistics(batch["packed_seq_params"].cu_seqlens_q)
+    count_sequences(batch["packed_seq_params"])
     output = model(
         batch["tokens"],
         batch["position_ids"],

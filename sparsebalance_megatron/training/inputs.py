@@ -84,13 +84,19 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
             f"--eval-iters {settings.eval_iters} with --split {settings.split}: no document is "
             "left for validation; give it a weight, or use --eval-iters 0"
         )
+    longest_row_tokens = settings.micro_batch_size * settings.seq_length
     inputs = Inputs(
         config=config,
         settings=settings,
         job=job_shape(settings),
-        policy=PlanPolicy.from_config(
-            config,
-            config.max_tokens_per_micro_batch or settings.micro_batch_size * settings.seq_length,
+        policy=replace(
+            PlanPolicy.from_config(
+                config,
+                config.max_tokens_per_micro_batch
+                or -(-longest_row_tokens // settings.context_parallel_size),
+            ),
+            context_parallel=config.context_parallel,
+            max_context_parallel=widest_row(settings, config),
         ),
         train=train,
         valid=valid,
@@ -105,6 +111,34 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
     return inputs.with_cost(cost)
 
 
+_WIDEST_BY_DEFAULT = 8
+"""Ranks: a row over more waits for its exchange more than it gains."""
+
+
+def widest_row(settings: RunSettings, config: SparseBalanceConfig) -> int:
+    """How many ranks may share a row at most.
+
+    Raises:
+        ConfigError: if --sparse-balance-max-context-parallel does not fit the job.
+    """
+    least, widest = settings.context_parallel_size, config.max_context_parallel
+    ranks = settings.data_parallel_size * least
+    if widest is not None:
+        if ranks % widest or widest < least:
+            raise ConfigError(
+                f"{flag_name('max_context_parallel')} {widest}: must be at least "
+                f"--context-parallel-size {least} and divide the data-parallel times "
+                f"context-parallel size, {ranks}"
+            )
+        return widest
+    widest = least
+    if config.context_parallel == "dynamic" and least > 1:
+        limit = min(_WIDEST_BY_DEFAULT, settings.neighbours_per_node)
+        while 2 * widest <= limit and ranks % (2 * widest) == 0:
+            widest *= 2
+    return widest
+
+
 def fingerprint(inputs: CostedInputs) -> dict[str, str]:
     """What all ranks must share for their plans to agree: flag or file -> value or digest."""
     flags = {
@@ -114,6 +148,7 @@ def fingerprint(inputs: CostedInputs) -> dict[str, str]:
     }
     return flags | {
         "job shape": str(inputs.job),
+        "ranks that may share a row": str(inputs.policy.max_context_parallel),
         "training samples": inputs.train.digest(),
         "cost model": str(inputs.cost),
         "megatron-core": megatron_version(),
@@ -146,7 +181,8 @@ def job_shape(settings: RunSettings) -> JobShape:
             f"{settings.data_parallel_size} = {per_slot}"
         )
     return JobShape(
-        data_parallel_size=settings.data_parallel_size,
+        data_parallel_size=settings.data_parallel_size * settings.context_parallel_size,
+        context_parallel_size=settings.context_parallel_size,
         micro_batches=settings.global_batch_size // per_slot,
         stage_layers=settings.stage_layers,
     )

@@ -38,10 +38,13 @@ class ObservedCoverage:
     def gather(cls, seen: Iterable[tuple[LocalMicroBatch, MicroBatchContext]]) -> ObservedCoverage:
         """From this rank's micro-batches and what their layers observed.
 
-        Padding sequences come after the planned samples and are left out.
+        Padding sequences come after the planned samples and are left out. Ranks that share a row
+        see the same of it, and the first of them speaks for all.
         """
         pieces, buckets, columns = [], [], []
         for micro_batch, context in seen:
+            if micro_batch.share is not None and micro_batch.share.group.member > 0:
+                continue
             samples = len(micro_batch.plan.samples)
             blocks = context.layout.blocks_per_document
             bucket_S = length_bucket(np.array(blocks[:samples]))

@@ -136,7 +136,7 @@ def begin_run(
     device = device or torch.device(torch.cuda.current_device())
     _check_config(config, device)
     check_model(transformer_config, config)
-    check_cap(seq_length, config)
+    check_cap(seq_length, config, context_parallel_size=transformer_config.context_parallel_size)
     settings = RunSettings.from_transformer_config(
         transformer_config,
         vocab_size=vocab_size,

@@ -6,10 +6,11 @@ from __future__ import annotations
 from concurrent.futures import Executor, Future
 from threading import Lock
 
-from sparsebalance_megatron.data.packing import PackedRow, pack
+from sparsebalance_megatron.data.packing import PackedRow
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
+from sparsebalance_megatron.training.rows import RowPacking
 
 
 class RowReader:
@@ -19,7 +20,7 @@ class RowReader:
 
     Args:
         data_parallel_rank: whose slots to read.
-        pad_to_multiple_of: row length in tokens divides by this (sequence parallelism).
+        packing: how slots become rows, of which only this rank's share is kept.
         worker: reads; one thread keeps the order.
     """
 
@@ -28,12 +29,12 @@ class RowReader:
         index: SampleIndex,
         *,
         data_parallel_rank: int,
-        pad_to_multiple_of: int,
+        packing: RowPacking,
         worker: Executor,
     ) -> None:
         self._index = index
         self._data_parallel_rank = data_parallel_rank
-        self._pad_to_multiple_of = pad_to_multiple_of
+        self._packing = packing
         self._worker = worker
         self._lock = Lock()
         self._latest: StepPlan | None = None
@@ -72,4 +73,4 @@ class RowReader:
 
     def _read(self, planned: PlannedStep, slot: MicroBatchPlan) -> PackedRow:
         samples = [self._index.read(int(planned.samples[i])) for i in slot.samples]
-        return pack(samples, pad_to_multiple_of=self._pad_to_multiple_of)
+        return self._packing.row(slot, samples)

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 
 from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.megatron.context_groups import make_context_groups
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.evaluation_schedule import EvaluationSchedule
 from sparsebalance_megatron.plan.measurement import RankPlace
@@ -24,6 +25,7 @@ from sparsebalance_megatron.profiling.clocks import CudaEventClock, HostClock
 from sparsebalance_megatron.training.data_iterator import MicroBatchIterator, Schedule
 from sparsebalance_megatron.training.inputs import CostedInputs
 from sparsebalance_megatron.training.row_reader import RowReader
+from sparsebalance_megatron.training.rows import RowPacking
 from sparsebalance_megatron.training.sinks import open_sinks
 from sparsebalance_megatron.training.step_monitor import StepMonitor
 from sparsebalance_megatron.training.step_reducer import StepReducer
@@ -42,7 +44,7 @@ class Run:
         device: where the model runs.
         after_step: called when a step has been learnt from, where its state may be kept.
 
-    ``monitor`` observes its forward steps.
+    ``monitor`` observes its forward steps; ``packing`` says how their rows lie on ranks.
     """
 
     def __init__(
@@ -61,7 +63,19 @@ class Run:
         self.record = dict(record)
         self.extra_steps = extra_steps
         self._place = place = _rank_place()
-        job = inputs.job
+        settings, job = inputs.settings, inputs.job
+        self.packing = RowPacking(
+            block_size=inputs.config.block_size,
+            pad_to_multiple_of=settings.pad_to_multiple_of,
+            groups=make_context_groups(
+                inputs.policy.max_context_parallel,
+                exchange=inputs.config.exchange,
+                ranks_per_node=settings.neighbours_per_node,
+                timeout_minutes=settings.distributed_timeout_minutes,
+            )
+            if inputs.policy.max_context_parallel > 1
+            else None,
+        )
         self.monitor = StepMonitor(
             inputs,
             after_step=after_step,
@@ -82,6 +96,7 @@ class Run:
                 device=device,
             ),
             device=device,
+            packing=self.packing,
             sinks=open_sinks(inputs, place, scheduler.coverage, device, resumed=resumed),
             turns=_turns(inputs.config.in_turn, place),
         )
@@ -110,7 +125,7 @@ class Run:
         settings, job = self._inputs.settings, self._inputs.job
         batch_size = settings.eval_global_batch_size or settings.global_batch_size
         micro_batch_size = settings.eval_micro_batch_size or settings.micro_batch_size
-        micro_batches = batch_size // (micro_batch_size * job.data_parallel_size)
+        micro_batches = batch_size // (micro_batch_size * settings.data_parallel_size)
         schedule = EvaluationSchedule(
             job=replace(job, micro_batches=micro_batches),
             policy=self._inputs.policy,
@@ -148,7 +163,7 @@ class Run:
             reader = RowReader(
                 index,
                 data_parallel_rank=self._place.data_parallel_rank,
-                pad_to_multiple_of=self._inputs.settings.pad_to_multiple_of,
+                packing=self.packing,
                 worker=ThreadPoolExecutor(1, "sparse-balance-read"),
             )
         return MicroBatchIterator(
@@ -159,7 +174,7 @@ class Run:
             training=training,
             consumed_samples=consumed,
             global_batch_size=batch_size,
-            pad_to_multiple_of=self._inputs.settings.pad_to_multiple_of,
+            packing=self.packing,
         )
 
 
@@ -191,7 +206,7 @@ def _turns(flag: str | None, place: RankPlace) -> Turns | None:
 
 def _rank_place() -> RankPlace:
     return RankPlace(
-        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        data_parallel_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         tensor_parallel_rank=parallel_state.get_tensor_model_parallel_rank(),
         world_rank=torch.distributed.get_rank(),

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.data.packing import padding_tokens
 from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
 from sparsebalance_megatron.megatron.timers import install_hooks
 from sparsebalance_megatron.plan.measurement import StepMeasurement, StepTimes
@@ -27,6 +26,8 @@ from sparsebalance_megatron.training.data_iterator import LocalMicroBatch
 from sparsebalance_megatron.training.host_time import HostTime
 from sparsebalance_megatron.training.inputs import CostedInputs
 from sparsebalance_megatron.training.observed_coverage import ObservedCoverage
+from sparsebalance_megatron.training.plan_agreement import require_agreement
+from sparsebalance_megatron.training.rows import RowPacking
 from sparsebalance_megatron.training.sinks import StepSinks
 from sparsebalance_megatron.training.step_reducer import PlanMismatchError, StepReducer
 from sparsebalance_megatron.training.timing import MicroBatchRecorder
@@ -39,6 +40,7 @@ class StepMonitor:
     Args:
         after_step: called when a step has been learnt from, where state may be kept.
         extra_steps: what the trainer's iterations count beyond steps of this batch size.
+        packing: how the run's rows lie on ranks.
         sinks: get every finished step.
         turns: where another run takes steps between this one's.
         clock: seconds.
@@ -57,6 +59,7 @@ class StepMonitor:
         recorder: MicroBatchRecorder,
         reducer: StepReducer,
         device: torch.device,
+        packing: RowPacking,
         sinks: StepSinks,
         turns: Turns | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -68,6 +71,7 @@ class StepMonitor:
         self._reducer = reducer
         self._inputs = inputs
         self._device = device
+        self._packing = packing
         self._sinks = sinks
         self._turns = turns
         self._met = False
@@ -95,13 +99,22 @@ class StepMonitor:
         install_hooks(model_config, self._recorder, after_finalize or self.end_step)
 
     def begin_micro_batch(self, micro_batch: LocalMicroBatch, context: MicroBatchContext) -> None:
-        """Name the forward that is running, and keep its context for the step's end."""
+        """Name the forward that is running, and keep its context for the step's end.
+
+        Raises:
+            PlanMismatchError: if ranks that may share rows planned different steps.
+        """
         self._step = micro_batch.step
         self._recorder.bind_forward(micro_batch.chunk, micro_batch.position)
         # The step's first micro-batch waited for the plan.
         wait_ms = 0.0 if self.seen else self._scheduler.planned(self._step).wait_ms
+        first = not self.seen
         self.seen.append((micro_batch, context))
         self._host_time.end_forward_step(plan_wait_ms=wait_ms)
+        if first and self._packing.groups is not None:
+            # Waits for ranks, which is no time of this plugin's.
+            digest = self._scheduler.planned(self._step).plan.digest()
+            require_agreement(self._step, digest, self._packing.groups.agreement)
 
     def end_forward(self, micro_batch: LocalMicroBatch) -> None:
         """The model's kernels are launched: time to think about the next step."""
@@ -163,11 +176,9 @@ class StepMonitor:
         """To Megatron's log line and the sinks; what the latter take counts for the next step."""
         previous_s, self._step_ended_s = self._step_ended_s, self._host_time.clock()
         with self._host_time.counted("log"):
-            multiple, counts = self._inputs.settings.pad_to_multiple_of, self._inputs.train.counts
+            counts = self._inputs.train.counts
             # Over all data-parallel ranks.
-            padded_tokens = sum(
-                padding_tokens(slot.tokens, multiple) for slot in planned.plan.slots
-            )
+            padded_tokens = sum(map(self._packing.padded_tokens, planned.plan.slots))
             rare_counts = {
                 "padded-tokens": padded_tokens,
                 "unobserved": measured.coverage.unobserved,

@@ -74,6 +74,8 @@ def test_flags_that_a_yaml_file_replaced_are_missed_by_name() -> None:
         ("coverage_decay", 1.0),
         ("window", 0),
         ("max_tokens_per_micro_batch", 0),
+        ("max_context_parallel", 0),
+        ("max_context_parallel", 6),
     ],
 )
 def test_wrong_values_name_flag_and_value(field: str, value: float) -> None:
@@ -88,12 +90,14 @@ SUPPORTED = (
 )
 
 REFUSED = {
-    "--context-parallel-size": "2",
+    "--context-parallel-size": "3",
     "--hybrid-context-parallel": "",
     "--dynamic-context-parallel": "",
     "--sequence-packing-scheduler": "dp_balanced",
     "--enable-mhc-connections": "",
     "--use-varlen-dataset": "",
+    "--hierarchical-context-parallel-sizes": "2 2",
+    "--seq-length": "254 --context-parallel-size 2",
     "--overlap-moe-expert-parallel-comm": "",
     "--microbatch-group-size-per-virtual-pipeline-stage": "4 --pipeline-model-parallel-size 2",
     "--tp-comm-overlap": "",
@@ -220,8 +224,8 @@ def test_a_trainer_with_its_own_loop_is_asked_for_its_model_only() -> None:
     config = SparseBalanceConfig(enabled=True)
     model = SimpleNamespace(calculate_per_token_loss=True, mock_data=True, data_path=None)
     check_model(model, config)
-    model.context_parallel_size = 2
-    with pytest.raises(ConfigError, match=r"^--sparse-balance with --context-parallel-size 2: "):
+    model.context_parallel_size = 6
+    with pytest.raises(ConfigError, match=r"^--sparse-balance with --context-parallel-size 6: "):
         check_model(model, config)
 
 
@@ -286,6 +290,9 @@ def test_help_is_printed(megatron_parser: ArgumentParser) -> None:
     "words",
     [
         "--context-parallel-size 1",
+        "--context-parallel-size 4 --sparse-balance-max-context-parallel 8",
+        "--context-parallel-size 2 --sparse-balance-context-parallel static",
+        "--context-parallel-size 2 --sparse-balance-max-tokens-per-micro-batch 128",
         "--moe-token-dispatcher-type allgather",
         "--moe-token-dispatcher-type alltoall --num-experts 4",
         "--num-query-groups 2 --group-query-attention --tensor-model-parallel-size 2",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -98,6 +99,38 @@ def test_a_rank_without_layers_has_no_coverage() -> None:
     step = read_rank_step(record | {"schedule_ms": None}, len(LAYERS))
     assert (step.start_unix_s, step.spans) == (None, ())
     assert [micro_batch.coverage_S for micro_batch in step.micro_batches] == [(), ()]
+
+
+def test_a_rank_says_which_share_of_a_row_it_had() -> None:
+    """The second of two that share a row has no coverage to say."""
+    planned = planned_step()
+    first, second = (planned.plan.for_rank(rank).micro_batches for rank in (0, 1))
+    slots = (replace(first[0], width=2), first[1], second[1])
+    times = StepTimes(
+        forward_VM=np.zeros((2, 2)),
+        backward_VM=np.zeros((2, 2)),
+        schedule_ms=math.nan,
+        start_unix_s=None,
+        spans=(),
+    )
+    record = rank_record(
+        iteration=1,
+        planned=replace(planned, plan=replace(planned.plan, slots=slots)),
+        place=PLACE,
+        job=JOB,
+        times=times,
+        pieces=(),
+        executed_and_grown_O2=np.empty((0, 2)),
+    )
+    read = read_rank_step(record | {"schedule_ms": None}, len(LAYERS)).micro_batches
+    assert [(each.width, each.member) for each in read] == [(2, 1), (1, 0)]
+    assert read[0].lengths_tokens == first[0].lengths_tokens
+    old = [
+        {key: value for key, value in each.items() if key not in ("width", "member")}
+        for each in record["micro_batches"]
+    ]
+    read = read_rank_step(record | {"schedule_ms": None, "micro_batches": old}, len(LAYERS))
+    assert {(each.width, each.member) for each in read.micro_batches} == {(1, 0)}
 
 
 def test_the_header_says_which_rank() -> None:

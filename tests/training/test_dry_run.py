@@ -26,7 +26,7 @@ from sparsebalance_megatron.cost.table import CostRow, CostTable, ModelShape, Ru
 from sparsebalance_megatron.training import dry_run
 
 FLAGS = (*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS)
-_ROW = re.compile(r" +\d+( +[\d.,e+-]+){7}")
+_ROW = re.compile(r" +[\d-]+( +[\d.,e+-]+){7}")
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,16 @@ def test_plans_for_ranks_that_do_not_exist_and_writes_nothing(
     assert sum(int(row[2]) for row in rows) == 8
     assert {tuple(row[4:7]) for row in rows} == {("4", "4.0", "4")}
     assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_of_a_context_group_name_their_ranks(documents: Path, tmp_path: Path) -> None:
+    context = ("--context-parallel-size", "2", "--sparse-balance-context-parallel", "static")
+    flags = (*FLAGS, *context, "--data-path", str(documents), "--sparse-balance-dry-run", "4")
+    result = start(tmp_path, *flags)
+    assert result.returncode == 0, result.stderr
+    assert "dry run of 4 ranks: tensor 1 x pipeline 1 x context 2 x data 2;" in result.stdout
+    places = [row[:2] for row in slots(result.stdout)]
+    assert sorted(places) == [[ranks, str(m)] for ranks in ("0-1", "2-3") for m in range(4)]
 
 
 def table_of_another_device(path: Path) -> Path:

@@ -3,11 +3,13 @@
 
 All runs of a model load the same weights, train on the same global batches, and must log the same
 losses and gradient norms. One run covers several features that do not touch one another;
-docs/SUPPORT.md names the run of each.
+docs/SUPPORT.md names the run of each. Most layouts whose rows lie on several ranks run only where
+pytest is given ``--matrix``.
 """
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,8 @@ from harness import (
     write_documents,
 )
 
+from sparsebalance_megatron.telemetry.rank_log import rank_files
+
 pytestmark = pytest.mark.distributed
 
 FEW_ROUNDINGS = 8 * 2.0**-23
@@ -37,11 +41,17 @@ LAST_PRINTED_DIGIT = 1.01e-3
 STEPS = 4
 PROGRAM = ("-m", "sparsebalance_megatron.pretrain_gpt")
 WITH_NORMS = (str(PROGRAMS / "sequence_parallel.py"),)
+DRAWN_WIDTHS = (str(PROGRAMS / "wide_slots.py"),)
 
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 TENSOR = ("--tensor-model-parallel-size", "2")
 SEQUENCE = ("--sequence-parallel", "--sparse-balance-device", "cpu")
 OVERLAP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+INTERLEAVED = (*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2")
+CONTEXT = ("--context-parallel-size", "2")
+WIDE = ("--sparse-balance-max-context-parallel", "2")
+PLANNED_WIDTHS = ("--sparse-balance-batching", "makespan")
+ON_CPU = ("--sparse-balance-device", "cpu")
 FULL_RECOMPUTE = ("--recompute-granularity", "full", "--recompute-num-layers", "1")
 
 
@@ -76,6 +86,14 @@ MODELS = {
         batching="arrival",
         weights="llama",
         tolerance=BFLOAT16_ROUNDING,
+    ),
+    "yarn": Model(
+        flags=(
+            *without(MODEL_FLAGS, "--position-embedding-type"),
+            *("--position-embedding-type", "yarn", "--rotary-scaling-factor", "4"),
+            *("--yarn-original-max-position-embeddings", "64"),
+        ),
+        weights="llama",
     ),
     "gpt2": Model(
         flags=(
@@ -118,7 +136,7 @@ LAYOUTS = {
         model="llama",
         ranks=2,
         flags=(
-            *(*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2"),
+            *INTERLEAVED,
             *("--overlap-p2p-communication-warmup-flush", "--recompute-granularity", "selective"),
         ),
     ),
@@ -173,6 +191,75 @@ LAYOUTS = {
 }
 
 
+SHARED_ROWS = {
+    "wide": Layout(
+        model="llama",
+        ranks=2,
+        flags=(
+            *(*WIDE, *PLANNED_WIDTHS, "--sparse-balance-max-tokens-per-micro-batch", "128"),
+            *(*OVERLAP, *FULL_RECOMPUTE, "--recompute-method", "uniform"),
+        ),
+    ),
+    "context": Layout(model="llama", ranks=2, flags=(*CONTEXT, *PLANNED_WIDTHS)),
+    "context-static-yarn": Layout(
+        model="yarn", ranks=2, flags=(*CONTEXT, "--sparse-balance-context-parallel", "static")
+    ),
+    "context-learned-positions": Layout(model="gpt2", ranks=2, flags=(*CONTEXT, *PLANNED_WIDTHS)),
+    "wide-data4-ring": Layout(
+        model="llama",
+        ranks=4,
+        flags=(
+            *("--sparse-balance-max-context-parallel", "4", "--sparse-balance-exchange", "ring"),
+            *ON_CPU,
+        ),
+        program=DRAWN_WIDTHS,
+    ),
+    "wide-hierarchical": Layout(
+        model="llama",
+        ranks=4,
+        flags=(
+            *("--sparse-balance-max-context-parallel", "4", *ON_CPU),
+            *("--sparse-balance-exchange", "hierarchical-ring", "--use-distributed-optimizer"),
+        ),
+        program=DRAWN_WIDTHS,
+    ),
+    "wide-pipeline": Layout(
+        model="llama", ranks=4, flags=(*PIPELINE, *WIDE, *ON_CPU), program=DRAWN_WIDTHS
+    ),
+    "wide-interleaved": Layout(
+        model="llama",
+        ranks=4,
+        flags=(*INTERLEAVED, *WIDE, *ON_CPU, "--recompute-granularity", "selective"),
+        program=DRAWN_WIDTHS,
+    ),
+    "wide-tensor": Layout(
+        model="llama", ranks=4, flags=(*TENSOR, *WIDE, *ON_CPU), program=DRAWN_WIDTHS
+    ),
+    "context-data-overlapped": Layout(
+        model="llama",
+        ranks=4,
+        flags=(*CONTEXT, "--sparse-balance-max-context-parallel", "4", *OVERLAP, *ON_CPU),
+        program=DRAWN_WIDTHS,
+    ),
+    "context-pipeline": Layout(model="llama", ranks=4, flags=(*CONTEXT, *PIPELINE)),
+    "context-interleaved": Layout(
+        model="llama",
+        ranks=4,
+        flags=(*CONTEXT, *INTERLEAVED, *FULL_RECOMPUTE, "--recompute-method", "uniform"),
+    ),
+    "context-tensor-sequence": Layout(
+        model="llama",
+        ranks=4,
+        flags=(*CONTEXT, *TENSOR, *SEQUENCE, *PLANNED_WIDTHS),
+        program=WITH_NORMS,
+    ),
+    "context-bf16": Layout(model="llama bf16", ranks=2, flags=CONTEXT),
+}
+"""Rows lie on several ranks, as wide as the plan says or as a lot says."""
+
+ONLY_WITH_MATRIX = SHARED_ROWS.keys() - {"wide", "context"}
+
+
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with documents of any length, and others whose samples have even lengths."""
@@ -187,7 +274,8 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def models(request: pytest.FixtureRequest) -> list[str]:
     """Those that the selected layouts need."""
     own = [item for item in request.session.items if item.module is request.module]
-    return sorted({LAYOUTS[item.callspec.params["name"]].model for item in own})
+    names = {item.callspec.params["name"] for item in own if not item.get_closest_marker("skip")}
+    return sorted({(LAYOUTS | SHARED_ROWS)[name].model for name in names})
 
 
 @pytest.fixture(scope="module")
@@ -233,17 +321,54 @@ def test_layout_trains_to_the_losses_of_one_rank(
     tmp_path: Path,
 ) -> None:
     layout = LAYOUTS[name]
-    model, expected = MODELS[layout.model], one_rank[layout.model]
-    run = _train(
+    run = _train_layout(layout, documents, weights, tmp_path)
+    _assert_trains_alike(run, one_rank[layout.model], MODELS[layout.model])
+    pads = MODELS[layout.model].padded and "--sequence-parallel" in layout.flags
+    assert any(step["padded_tokens"] for step in run.steps) == pads
+
+
+@pytest.mark.parametrize("name", SHARED_ROWS)
+def test_ranks_that_share_rows_train_to_the_losses_of_one_rank(
+    name: str,
+    documents: Path,
+    weights: dict[str, Path],
+    one_rank: dict[str, TrainingRun],
+    tmp_path: Path,
+) -> None:
+    """They see the same coverage, too, and count it once; and rows were shared."""
+    layout = SHARED_ROWS[name]
+    expected = one_rank[layout.model]
+    run = _train_layout(layout, documents, weights, tmp_path)
+    _assert_trains_alike(run, expected, MODELS[layout.model])
+    for step, other in zip(run.steps, expected.steps, strict=True):
+        tolerance = MODELS[layout.model].tolerance
+        assert step["coverage"]["mean"] == pytest.approx(other["coverage"]["mean"], rel=tolerance)
+    assert max(_widths(tmp_path)) > 1
+
+
+def _train_layout(
+    layout: Layout, documents: Path, weights: dict[str, Path], log_dir: Path
+) -> TrainingRun:
+    return _train(
         layout.ranks,
         layout.model,
         layout.flags,
         documents,
         weights,
-        model.batching,
-        tmp_path,
+        MODELS[layout.model].batching,
+        log_dir,
         layout.program,
     )
+
+
+def _widths(log_dir: Path) -> set[int]:
+    """Of all rows that any rank ran."""
+    lines = [line for path in rank_files(log_dir) for line in path.read_text().splitlines()]
+    steps = [record for record in map(json.loads, lines) if record["type"] == "step"]
+    return {row["width"] for step in steps for row in step["micro_batches"]}
+
+
+def _assert_trains_alike(run: TrainingRun, expected: TrainingRun, model: Model) -> None:
     losses, expected_losses = (
         [step["lm_loss"] for step in steps] for steps in (run.steps, expected.steps)
     )
@@ -258,8 +383,6 @@ def test_layout_trains_to_the_losses_of_one_rank(
         for norm, other, limit in zip(norms, expected_norms, allowed, strict=True)
     ), (norms, expected_norms)
     assert [step["tokens"] for step in run.steps] == [step["tokens"] for step in expected.steps]
-    pads = model.padded and "--sequence-parallel" in layout.flags
-    assert any(step["padded_tokens"] for step in run.steps) == pads
 
 
 def _train(

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from plan.scheduler_cases import BLOCK_TOKENS, scheduler
 from plan.scheduler_cases import index as index  # a fixture
-from plan.scheduler_cases import scheduler
 
 from sparsebalance_megatron.data.packing import PackedRow
 from sparsebalance_megatron.data.samples import SampleIndex
@@ -19,6 +19,7 @@ from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.scheduler import Scheduler
 from sparsebalance_megatron.training.data_iterator import MicroBatchIterator
 from sparsebalance_megatron.training.row_reader import RowReader
+from sparsebalance_megatron.training.rows import RowPacking
 
 WAIT_S = 30
 
@@ -45,8 +46,11 @@ def planner() -> Iterator[Executor]:
         yield executor
 
 
+PACKING = RowPacking(block_size=BLOCK_TOKENS, pad_to_multiple_of=16)
+
+
 def reader_of(index: SampleIndex, worker: Executor, rank: int = 1) -> RowReader:
-    return RowReader(index, data_parallel_rank=rank, pad_to_multiple_of=16, worker=worker)
+    return RowReader(index, data_parallel_rank=rank, packing=PACKING, worker=worker)
 
 
 def iterator_of(schedule: Scheduler, reader: RowReader | None, rank: int = 1) -> MicroBatchIterator:
@@ -58,7 +62,7 @@ def iterator_of(schedule: Scheduler, reader: RowReader | None, rank: int = 1) ->
         training=True,
         consumed_samples=0,
         global_batch_size=8,
-        pad_to_multiple_of=16,
+        packing=PACKING,
     )
 
 

@@ -74,6 +74,35 @@ def test_a_differing_plan_is_counted_on_every_rank(directory: Path) -> None:
     assert [measured.digest_mismatches for measured in found] == [1, 1]
 
 
+def test_only_the_first_of_the_ranks_that_share_a_row_speaks_of_it() -> None:
+    observation = CoverageObservation(
+        grid_SK=torch.ones(1, 2),
+        executed_S=torch.ones(1),
+        base_S=torch.ones(1),
+        grown_S=torch.zeros(1, dtype=torch.bool),
+    )
+    context = SimpleNamespace(
+        observations={0: observation}, layout=packed_layout((0, 40), 16, "cpu")
+    )
+    found = [
+        ObservedCoverage.gather(
+            [
+                (
+                    SimpleNamespace(
+                        position=0,
+                        plan=SimpleNamespace(samples=(3,)),
+                        share=SimpleNamespace(group=SimpleNamespace(member=member)),
+                    ),
+                    context,
+                )
+            ]
+        )
+        for member in (0, 1)
+    ]
+    assert [len(each.pieces) for each in found] == [1, 0]
+    assert found[1].values_OC is None
+
+
 def test_observations_keep_their_place_without_padding() -> None:
     observed = ObservedCoverage.gather(seen(1, layer) for layer in (0, 1))
     assert observed.pieces == (Piece(0, 0, 2), Piece(1, 1, 2))
@@ -99,7 +128,9 @@ def reduced(coverage_SK: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> 
     )
     layout = packed_layout(range(0, 64 * samples + 1, 64), 16, "cpu")
     context = SimpleNamespace(observations={0: observation}, layout=layout)
-    micro_batch = SimpleNamespace(position=0, plan=SimpleNamespace(samples=range(samples)))
+    micro_batch = SimpleNamespace(
+        position=0, plan=SimpleNamespace(samples=range(samples)), share=None
+    )
     reducer = StepReducer(
         JobShape(data_parallel_size=1, micro_batches=1, stage_layers=(((0,),),)),
         RankPlace(

@@ -173,18 +173,20 @@ def budget_ratios(
 
 
 def _micro_batches(ranks: RankLogs) -> Iterable[tuple[tuple[int, int], RankMicroBatch]]:
+    """Every one once in a stage, though several ranks may share its row."""
     for by_place in ranks.steps.values():
         for place, step in by_place.items():
-            yield from ((place, micro_batch) for micro_batch in step.micro_batches)
+            yield from ((place, each) for each in step.micro_batches if each.member == 0)
 
 
 def _lengths(ranks: RankLogs) -> Iterable[int]:
-    """Every sample once: all stages of a rank run the same micro-batches."""
+    """Every sample once: all stages of a rank, and all ranks that share a row, run the same."""
     for by_place in ranks.steps.values():
         first = dict(sorted(by_place, reverse=True))
         for place in first.items():
             for micro_batch in by_place[place].micro_batches:
-                yield from micro_batch.lengths_tokens
+                if micro_batch.member == 0:
+                    yield from micro_batch.lengths_tokens
 
 
 def _annotate(axis: Any, ratio_LU: np.ndarray, reach: float) -> None:

@@ -17,6 +17,7 @@ from sparsebalance_megatron.report.charts.figure import (
     FAINT,
     MUTED,
     PAPER,
+    PREDICTED,
     WIDTH_INCHES,
     Picture,
     absent,
@@ -102,7 +103,7 @@ class _Scale:
 
     def __init__(self, panels: Sequence[Panel]) -> None:
         self.tokens = {
-            (panel.name, place[0], micro_batch.position): micro_batch.tokens
+            (panel.name, place[0], micro_batch.position): micro_batch.tokens // micro_batch.width
             for panel in panels
             for place, step in panel.contents.items()
             for micro_batch in step.micro_batches
@@ -212,13 +213,18 @@ def _paint_panel(
     many = len(bars) > _MAX_VECTOR_BARS
     axis.barh(list(rows.values()), panel.timeline.makespan_ms, height=_BAR_HEIGHT, color=FAINT)
     faces = [_face(bar, scale.share(panel, bar), colours) for bar in bars]
+    shared = shared_rows(panel.contents)
+    edges = [
+        PREDICTED if (bar.place[0], bar.position) in shared else "none" if many else PAPER
+        for bar in bars
+    ]
     if len(bars) <= _MAX_BARS_WITH_HOVER:
-        for bar, face in zip(bars, faces, strict=True):
+        for bar, face, edge in zip(bars, faces, edges, strict=True):
             axis.add_patch(
                 Polygon(
                     _corners(bar, rows[bar.place]),
                     facecolor=face,
-                    edgecolor=PAPER,
+                    edgecolor=edge,
                     linewidth=0.5,
                     gid=hover_id(_in_words(panel, bar, scale)),
                 )
@@ -228,8 +234,8 @@ def _paint_panel(
         PolyCollection(
             [_corners(bar, rows[bar.place]) for bar in bars],
             facecolors=faces,
-            edgecolors="none" if many else PAPER,
-            linewidths=0 if many else 0.5,
+            edgecolors=edges,
+            linewidths=0 if many and not shared else 0.5,
             rasterized=many,
         )
     )
@@ -294,6 +300,16 @@ def _paint_budgets(
         )
 
 
+def shared_rows(contents: Mapping[Place, RankStep]) -> set[tuple[int, int]]:
+    """(rank, position) of the micro-batches whose rows lay on several ranks."""
+    return {
+        (place[0], micro_batch.position)
+        for place, step in contents.items()
+        for micro_batch in step.micro_batches
+        if micro_batch.width > 1
+    }
+
+
 def stage_budgets(contents: Mapping[Place, RankStep]) -> dict[tuple[Place, int], float]:
     """Budget of the longest sample of every micro-batch, the mean over a stage's layers."""
     return {
@@ -324,6 +340,11 @@ def _caption(panels: Sequence[Panel], shown: tuple[Place, ...], scale: _Scale) -
             "Colour is the number of tokens in the micro-batch; the number in a backward is the "
             "budget of its longest sample in blocks, the mean over the stage's layers."
         )
+        if any(shared_rows(panel.contents) for panel in panels):
+            parts.append(
+                "Bars with a coloured edge are rows that neighbouring ranks shared; their colour "
+                "is the number of tokens per rank."
+            )
     else:
         parts.append(
             "Colour is the time of the bar: lengths and budgets are in ranks/, which holds nothing "

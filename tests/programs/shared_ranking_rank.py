@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One member of a context group ranks its queries with every selector, and the whole row alone."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from sparsebalance_megatron.attention.context_parallel.block_owners import dealt_row
+from sparsebalance_megatron.attention.context_parallel.shard import row_shard
+from sparsebalance_megatron.attention.context_parallel.shared_ranking import rank_shared_row
+from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
+
+RANK, MEMBERS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+CU_SEQLENS = (0, 70, 75, 139, 240)
+BLOCK_TOKENS, BUDGET = 16, 3
+OPTIONS = {"softmax_scale": 0.35, "max_budget": BUDGET, "observe": True}
+FEW_ROUNDINGS = 4 * 2.0**-23
+"""Sums of mass in another order; curves are float32."""
+
+
+def compare() -> None:
+    dist.init_process_group("gloo")
+    shard = row_shard(dealt_row(CU_SEQLENS, BLOCK_TOKENS, MEMBERS), RANK, "cpu")
+    generator = torch.Generator().manual_seed(5)
+    q_THD = torch.randn(CU_SEQLENS[-1], 4, 8, generator=generator)
+    k_TGD = torch.randn(CU_SEQLENS[-1], 2, 8, generator=generator)
+    budgets_S = torch.tensor([3, 1, 2, 3])
+    for name, selector in SELECTORS.items():
+        whole = rank_row(selector, q_THD, k_TGD, shard.row_layout, **OPTIONS)
+        own = rank_shared_row(
+            selector, shard.local(q_THD), shard.local(k_TGD), shard, dist.group.WORLD, **OPTIONS
+        )
+        expected = shard.local_selection(selector.select(whole, budgets_S))
+        found = selector.select(own, budgets_S)
+        assert torch.equal(found.counts_QC, expected.counts_QC), name
+        assert torch.equal(found.indices_QCK, expected.indices_QCK), name
+        curves_SK = selector.coverage(own)
+        torch.testing.assert_close(
+            curves_SK, selector.coverage(whole), rtol=FEW_ROUNDINGS, atol=FEW_ROUNDINGS
+        )
+        everyone_MSK = [torch.empty_like(curves_SK) for _ in range(MEMBERS)]
+        dist.all_gather(everyone_MSK, curves_SK.contiguous())
+        assert all(torch.equal(each, curves_SK) for each in everyone_MSK), name
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    compare()

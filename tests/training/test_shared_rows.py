@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs whose rows lie on several ranks: evaluation, resuming with other widths, and failures.
+
+That layouts train alike is for test_matrix.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from harness import (
+    BALANCE_FLAGS,
+    MODEL_FLAGS,
+    PROGRAMS,
+    TRAINING_FLAGS,
+    TrainingRun,
+    long_tailed_lengths,
+    run_training,
+    write_documents,
+)
+
+pytestmark = pytest.mark.distributed
+
+FEW_ROUNDINGS = 8 * 2.0**-23
+"""Layouts differ in the order of float32 sums only."""
+PRINTED_DIGITS = 1e-6
+WIDE = ("--sparse-balance-max-context-parallel", "2")
+ENDS_WITHIN_S = 180
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prefix = tmp_path_factory.mktemp("documents") / "train"
+    return write_documents(prefix, long_tailed_lengths(60, longest=250))
+
+
+def train(
+    ranks: int, documents: Path, *flags: str, program: str | None = None, **options: object
+) -> TrainingRun:
+    program_ = ("-m", "sparsebalance_megatron.pretrain_gpt")
+    if program is not None:
+        path, *arguments = program.split()
+        program_ = (str(PROGRAMS / path), *arguments)
+    common = ("--data-path", str(documents), "--sparse-balance-device", "cpu")
+    policy = ("--sparse-balance-tuning", "off", "--sparse-balance-batching", "latency")
+    return run_training(
+        ranks,
+        (*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, *common, *policy, *flags),
+        program=program_,
+        **options,
+    )
+
+
+def test_evaluation_and_a_checkpoint_do_not_depend_on_widths(
+    documents: Path, tmp_path: Path
+) -> None:
+    """One rank; two that share rows by lot until iteration 2; two of a context group after it."""
+    evaluate = ("--split", "80,10,10", "--eval-iters", "2", "--eval-interval", "2")
+    save = (
+        "--save",
+        str(tmp_path / "saved"),
+        "--save-interval",
+        "2",
+        "--ckpt-format",
+        "torch_dist",
+    )
+    load = ("--load", str(tmp_path / "saved"), "--ckpt-format", "torch_dist")
+    one = train(1, documents, *evaluate, log_dir=tmp_path / "one").require_success()
+    wide = train(
+        *(2, documents, *evaluate, *save, *WIDE, "--exit-interval", "2"),
+        program="wide_slots.py",
+        log_dir=tmp_path / "wide",
+    ).require_success()
+    context = train(
+        *(2, documents, *evaluate, *load, "--context-parallel-size", "2"),
+        *("--sparse-balance-context-parallel", "static"),
+        log_dir=tmp_path / "context",
+    ).require_success()
+    losses = [step["lm_loss"] for run in (wide, context) for step in run.steps]
+    assert losses == pytest.approx([step["lm_loss"] for step in one.steps], rel=FEW_ROUNDINGS)
+    found = evaluated(wide)[:1] + evaluated(context)
+    assert found == pytest.approx(evaluated(one), rel=PRINTED_DIGITS)
+    assert len(found) >= 2
+
+
+def evaluated(run: TrainingRun) -> list[float]:
+    """Validation losses in the order they were printed."""
+    found = re.findall(
+        r"validation loss at iteration \d+ .*?lm loss value: ([-+.\dE]+)", run.output
+    )
+    return [float(value) for value in found]
+
+
+def test_ranks_that_planned_different_widths_stop_before_the_step(
+    documents: Path, tmp_path: Path
+) -> None:
+    run = train(2, documents, *WIDE, program="disagreeing_plan.py", timeout_s=ENDS_WITHIN_S)
+    assert run.exit_code not in (None, 0)
+    assert "step 2: ranks [1] planned another step than rank 0" in run.output
+    assert len(run.losses) == 2
+
+
+def test_a_member_that_is_gone_ends_the_others_with_a_message(
+    documents: Path, tmp_path: Path
+) -> None:
+    save = ("--save", str(tmp_path), "--save-interval", "10", "--ckpt-format", "torch_dist")
+    timeout = ("--distributed-timeout-minutes", "1")
+    run = train(
+        *(2, documents, "--context-parallel-size", "2", *save, *timeout),
+        program="failing_rank.py leave 1",
+        timeout_s=ENDS_WITHIN_S,
+    )
+    assert run.exit_code not in (None, 0)
+    assert "sparse balance: rank 0 ended by" in run.output
+    assert len(run.losses) == 1
