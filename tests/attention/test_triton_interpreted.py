@@ -18,7 +18,9 @@ import pytest
 KERNEL_TESTS = Path(__file__).parent / "triton"
 
 
-@pytest.mark.parametrize("file", ["test_kernels.py", "test_token_kernels.py"])
+@pytest.mark.parametrize(
+    "file", ["test_kernels.py", "test_router_kernels.py", "test_token_kernels.py"]
+)
 def test_kernels_on_the_cpu(file: str) -> None:
     pytest.importorskip("triton")
     environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")

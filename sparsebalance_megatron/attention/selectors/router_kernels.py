@@ -8,9 +8,13 @@ list of 64-bit keys, each a score above a block number, and merges every tile of
 Scores never reach memory. Nothing is atomic, and neither budgets nor lengths compile anything: the
 list's length is the next power of two.
 
-Shape legend: H heads, D head dim, N blocks of a row, K places of a list, Q rows that select,
-C heads that select, E query heads of a selecting head; in kernels Y rows of a tile, W columns
-(blocks) of a tile, P places of the sorted list.
+No selector calls them yet: they agree with :mod:`.streaming` in Triton's interpreter and compile
+for sm_90a, but spill registers there (216 bytes a thread with lists of 32, 3,040 with 512), and
+were never timed.
+
+Shape legend: H query heads or KV heads, D head dim, N blocks of a row, K places of a list, Q rows
+that select, C heads that select, E query heads of a selecting head; in kernels Y rows of a tile,
+W columns (blocks) of a tile, J places of the sorted list.
 """
 
 from __future__ import annotations
@@ -60,7 +64,7 @@ def pooled_means(x_THD: Tensor, layout: PackedLayout) -> Tensor:
 
 
 def list_places(places: int, max_blocks: int, *, observe: bool) -> int:
-    """P: places of the sorted list. Mass is asked for at every place."""
+    """J: places of the sorted list. Mass is asked for at every place."""
     return max(_LEAST_PLACES, triton.next_power_of_2(max_blocks if observe else places))
 
 
@@ -82,7 +86,7 @@ def rank_in_kernels(
     device, blocks = keys_NGD.device, query_layout.blocks
     width = list_places(places, kv_layout.max_blocks, observe=observe)
     indices_QCK = torch.empty(count, heads, places, dtype=torch.int32, device=device)
-    mass_NCP = torch.empty(
+    mass_NCJ = torch.empty(
         *((blocks, heads, width) if observe else (1, 1, 1)), dtype=torch.float64, device=device
     )
     with torch.cuda.device_of(keys_NGD):
@@ -90,7 +94,7 @@ def rank_in_kernels(
             askers_QCED,
             keys_NGD.contiguous(),
             indices_QCK,
-            mass_NCP,
+            mass_NCJ,
             query_layout.start_N if by_token else query_layout.number_N,
             query_layout.length_N,
             rows.own_block_N,
@@ -110,19 +114,19 @@ def rank_in_kernels(
             OBSERVE=observe,
             num_warps=4,
         )
-    return indices_QCK, _of_documents(mass_NCP, rows, by_token=by_token) if observe else None
+    return indices_QCK, _of_documents(mass_NCJ, rows, by_token=by_token) if observe else None
 
 
-def _of_documents(mass_NCP: Tensor, rows: RowPair, *, by_token: bool) -> Tensor:
+def _of_documents(mass_NCJ: Tensor, rows: RowPair, *, by_token: bool) -> Tensor:
     """mass_SK from that of query blocks and heads, some blocks at a time."""
     mass = DocumentMass(rows, by_token=False, summed=by_token)
     document_N = rows.kv_layout.document_on_host[list(rows.own_blocks)]
     for first in range(0, len(document_N), _MASS_BLOCKS):
         some = slice(first, first + _MASS_BLOCKS)
         documents = slice(int(document_N[some].min()), int(document_N[some].max()) + 1)
-        mass_NP = mass_NCP[some].sum(1)
-        broken_N = ~mass_NP.isfinite().all(1)
-        mass.add(some, documents, mass_NP.masked_fill(broken_N[:, None], 0.0).t(), broken_N)
+        mass_NJ = mass_NCJ[some].sum(1)
+        broken_N = ~mass_NJ.isfinite().all(1)
+        mass.add(some, documents, mass_NJ.masked_fill(broken_N[:, None], 0.0).t(), broken_N)
     return mass.of_documents()
 
 
@@ -153,7 +157,7 @@ def _mean_kernel(
 
 @triton.jit
 def _rank_kernel(
-    askers_QCED, keys_NGD, indices_QCK, mass_NCP, begin_N, length_N, own_N, first_N,
+    askers_QCED, keys_NGD, indices_QCK, mass_NCJ, begin_N, length_N, own_N, first_N,
     asker_stride_Q, asker_stride_C, asker_stride_E, softmax_scale, places,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
@@ -164,35 +168,35 @@ def _rank_kernel(
     begin = tl.load(begin_N + block)
     count = tl.load(length_N + block).to(tl.int32) if BY_TOKEN else 1
     own, first = tl.load(own_N + block).to(tl.int32), tl.load(first_N + block).to(tl.int32)
-    place_P = tl.arange(0, PLACES)
-    mass_P = tl.zeros([PLACES], tl.float64)
+    place_J = tl.arange(0, PLACES)
+    mass_J = tl.zeros([PLACES], tl.float64)
     for row in range(0, count, TILE_ROWS):
         place_Y = row + tl.arange(0, TILE_ROWS)
         query_YD = _asking(
             askers_QCED + head * asker_stride_C, (begin + place_Y) * asker_stride_Q,
             place_Y < count, asker_stride_E, GROUP, HEAD_DIM, BLOCK_D,
         )  # fmt: skip
-        list_YP, own_score_Y, peak_Y, total_Y = _best_blocks(
+        list_YJ, own_score_Y, peak_Y, total_Y = _best_blocks(
             query_YD, keys_NGD + head // (HEADS // KV_HEADS) * HEAD_DIM, first, own,
             softmax_scale, KV_HEADS * HEAD_DIM, HEAD_DIM, BLOCK_D, TILE_ROWS, TILE_COLUMNS, PLACES,
         )  # fmt: skip
-        block_YP = (-list_YP) & _COLUMN_MASK
-        present_P = place_P <= own - first
-        row_YP = ((begin + place_Y) * HEADS + head)[:, None] * places
+        block_YJ = (-list_YJ) & _COLUMN_MASK
+        present_J = place_J <= own - first
+        row_YJ = ((begin + place_Y) * HEADS + head)[:, None] * places
         tl.store(
-            indices_QCK + row_YP + place_P[None, :],
-            tl.where(present_P[None, :], block_YP, -1).to(tl.int32),
-            mask=(place_Y < count)[:, None] & (place_P < places)[None, :],
+            indices_QCK + row_YJ + place_J[None, :],
+            tl.where(present_J[None, :], block_YJ, -1).to(tl.int32),
+            mask=(place_Y < count)[:, None] & (place_J < places)[None, :],
         )
         if OBSERVE:
-            ordered_YP = ((list_YP + block_YP) >> 32).to(tl.int32)
-            score_YP = _flipped_if_negative(ordered_YP).to(tl.float32, bitcast=True)
-            score_YP = tl.where((place_P == 0)[None, :], own_score_Y[:, None], score_YP)
-            share_YP = tl.exp(score_YP * softmax_scale - peak_Y[:, None]) / total_Y[:, None]
-            counted_YP = present_P[None, :] & (place_Y < count)[:, None]
-            mass_P += tl.sum(tl.where(counted_YP, share_YP, 0.0).to(tl.float64), 0)
+            ordered_YJ = ((list_YJ + block_YJ) >> 32).to(tl.int32)
+            score_YJ = _flipped_if_negative(ordered_YJ).to(tl.float32, bitcast=True)
+            score_YJ = tl.where((place_J == 0)[None, :], own_score_Y[:, None], score_YJ)
+            share_YJ = tl.exp(score_YJ * softmax_scale - peak_Y[:, None]) / total_Y[:, None]
+            counted_YJ = present_J[None, :] & (place_Y < count)[:, None]
+            mass_J += tl.sum(tl.where(counted_YJ, share_YJ, 0.0).to(tl.float64), 0)
     if OBSERVE:
-        tl.store(mass_NCP + (block * HEADS + head) * PLACES + place_P, mass_P)
+        tl.store(mass_NCJ + (block * HEADS + head) * PLACES + place_J, mass_J)
 
 
 @triton.jit
@@ -219,7 +223,7 @@ def _best_blocks(
     """Keys of the best blocks from ``first`` to ``own``, falling; the own block's score; and peak
     and sum of the softmax."""
     place_D = tl.arange(0, BLOCK_D)
-    list_YP = tl.full([TILE_ROWS, PLACES], _NO_KEY, tl.int64)
+    list_YJ = tl.full([TILE_ROWS, PLACES], _NO_KEY, tl.int64)
     own_score_Y = tl.zeros([TILE_ROWS], tl.float32)
     peak_Y = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     total_Y = tl.zeros([TILE_ROWS], tl.float32)
@@ -245,9 +249,9 @@ def _best_blocks(
         number_YW = tl.where(visible_YW, number_YW - block_W[None, :], _NO_KEY)
         rising_YW = _rising(number_YW, TILE_COLUMNS)
         # One falling after one rising sequence: their pairwise greatest, in merging order.
-        list_YP = tl.maximum(list_YP, _at_the_end(rising_YW, TILE_ROWS, TILE_COLUMNS, PLACES))
-        list_YP = _merged(list_YP, PLACES)
-    return list_YP, own_score_Y, peak_Y, total_Y
+        list_YJ = tl.maximum(list_YJ, _at_the_end(rising_YW, TILE_ROWS, TILE_COLUMNS, PLACES))
+        list_YJ = _merged(list_YJ, PLACES)
+    return list_YJ, own_score_Y, peak_Y, total_Y
 
 
 @triton.jit
@@ -280,24 +284,24 @@ def _rising(x_YW, PLACES: tl.constexpr):
 
 
 @triton.jit
-def _merged(x_YP, PLACES: tl.constexpr):
+def _merged(x_YJ, PLACES: tl.constexpr):
     """A bitonic sequence along the second dimension, sorted, the greatest first."""
     BITS: tl.constexpr = PLACES.bit_length() - 1
-    place_P = tl.arange(0, PLACES)
+    place_J = tl.arange(0, PLACES)
     for step in tl.static_range(BITS):
-        x_YP = _exchanged(x_YP, place_P, BITS - 1 - step, place_P < 0)
-    return x_YP
+        x_YJ = _exchanged(x_YJ, place_J, BITS - 1 - step, place_J < 0)
+    return x_YJ
 
 
 @triton.jit
-def _exchanged(x_YP, place_P, BIT: tl.constexpr, rises_P):
+def _exchanged(x_YJ, place_J, BIT: tl.constexpr, rises_J):
     """Pairs of places that differ in one bit put in order."""
-    partner_P = place_P ^ (1 << BIT)
-    index_YP = tl.broadcast_to(partner_P[None, :], x_YP.shape)
-    other_YP = tl.gather(x_YP, index_YP, 1)
-    takes_less_P = (((place_P >> BIT) & 1) == 0) == rises_P
-    less_YP, more_YP = tl.minimum(x_YP, other_YP), tl.maximum(x_YP, other_YP)
-    return tl.where(takes_less_P[None, :], less_YP, more_YP)
+    partner_J = place_J ^ (1 << BIT)
+    index_YJ = tl.broadcast_to(partner_J[None, :], x_YJ.shape)
+    other_YJ = tl.gather(x_YJ, index_YJ, 1)
+    takes_less_J = (((place_J >> BIT) & 1) == 0) == rises_J
+    less_YJ, more_YJ = tl.minimum(x_YJ, other_YJ), tl.maximum(x_YJ, other_YJ)
+    return tl.where(takes_less_J[None, :], less_YJ, more_YJ)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 """Scores, lists and mass of a few rows at a time, in torch: for any device.
 
 What is kept is the lists alone, and a sum per document. Beside them a chunk of rows takes about
-32 bytes per element, see ``tests``.
+30 bytes per score.
 
 Shape legend: S documents of the keys' row, N blocks of the keys' row, G KV heads, D head dim,
 K places of a list, Q rows that select, C heads that select, E query heads of a selecting head,
