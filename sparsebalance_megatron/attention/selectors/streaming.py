@@ -25,7 +25,7 @@ from sparsebalance_megatron.attention.selectors.sorting_network import sort_fall
 
 CHUNK_ELEMENTS = 1 << 18
 """Scores computed at once: 1 MiB in float32, about a core's second-level cache."""
-_LARGER_ON_CUDA = 4
+_LARGER_ON_CUDA = 2
 _COLUMN_BITS = 32
 _BELOW_ALL_SCORES = -0x7FFFFFFF
 _SCRATCH_DTYPES = {
