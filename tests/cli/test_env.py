@@ -71,7 +71,7 @@ def test_attention_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
     assert usable >= EVERYWHERE
     if attention["device"] == "cpu" and "TRITON_INTERPRET" not in os.environ:
         assert usable == EVERYWHERE
-        assert 'triton     does not run: needs CUDA, and q lies on cpu: use "blocks"' in text
+        assert 'triton     does not run: needs CUDA, and q lies on cpu: use "tokens" or "auto"' in text
 
 
 def test_an_implementation_that_breaks_is_told_with_its_reason(
