@@ -121,7 +121,6 @@ USES = {
     "megatron.training.checkpointing:find_checkpoint_rank_0": "checkpoints_path iteration release",
     "megatron.training.checkpointing:get_checkpoint_tracker_filename": "checkpoints_path",
     "megatron.training.checkpointing:load_args_from_checkpoint": "args load_arg",
-    "megatron.training.checkpointing:read_metadata": "tracker_filename",
     "megatron.training.checkpointing:save_checkpoint": (
         "iteration model optimizer opt_param_scheduler num_floating_point_operations_so_far release"
     ),

@@ -462,11 +462,13 @@ def test_wrong_arguments_of_the_one_call_are_named(changed: dict[str, Any], mess
 def test_scale_enters_as_given() -> None:
     """With one key of score s, lse is scale * s."""
     q = torch.full((1, 1, 4), 2.0)
-    for implementation in ("blocks", "reference"):
+    for implementation in ("blocks", "tokens", "reference"):
+        selection = "previous-block" if implementation == "blocks" else "token-kv-head"
         _, lse = budgeted_attention(
             *(q, q, q, [0, 1], 1),
             block_size=BLOCK,
             softmax_scale=0.25,
+            selection=selection,
             implementation=implementation,
         )
         assert math.isclose(float(lse), 4.0, rel_tol=1e-6)

@@ -50,7 +50,7 @@ MEGATRON = (
     *("--make-vocab-size-divisible-by=0", "--num-layers=1099511627777"),
     *("--sparse-balance-window=1000000", "--sparse-balance-base-budget=1099511627776"),
     *("--sparse-balance-max-tokens-per-micro-batch=255", "--global-batch-size=7"),
-    *("--attention-dropout=0.5", "--dataloader-type=single", "--context-parallel-size=2"),
+    *("--attention-dropout=0.5", "--dataloader-type=single"),
 )
 """Of training, refused as typed; each names its flag."""
 TYPED = (

@@ -71,7 +71,8 @@ def test_attention_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
     assert usable >= EVERYWHERE
     if attention["device"] == "cpu" and "TRITON_INTERPRET" not in os.environ:
         assert usable == EVERYWHERE
-        assert 'triton     does not run: needs CUDA, and q lies on cpu: use "tokens" or "auto"' in text
+        remedy = 'needs CUDA, and q lies on cpu: use "tokens" or "auto"'
+        assert f"triton     does not run: {remedy}" in text
 
 
 def test_an_implementation_that_breaks_is_told_with_its_reason(

@@ -24,7 +24,9 @@ triton = pytest.importorskip("triton")
 from sparsebalance_megatron.attention.selectors import router_kernels  # noqa: E402
 
 BLOCK = 8
-DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
+INTERPRETED = triton.knobs.runtime.interpret
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
 
 def _integers(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
