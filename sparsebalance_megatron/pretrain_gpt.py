@@ -48,10 +48,10 @@ def _train(device_type: str, refusals: AbstractContextManager[None]) -> None:
             f"sparse balance: {'on' if enabled else 'off'}, training on {device_type}", flush=True
         )
     if enabled:
-        from sparsebalance_megatron.training.resume import advice_after_a_crash
+        from sparsebalance_megatron.training.last_words import last_words
 
         hooks = integration.training_hooks(args)
-        with advice_after_a_crash(args):
+        with last_words(args):
             run_pretrain(
                 args,
                 dataset_provider=hooks.dataset_provider,

@@ -89,7 +89,7 @@ def measured_as_planned(planned: PlannedStep) -> StepMeasurement:
         coverage=totals,
         lm_loss=2.0,
         tokens=sum(LENGTHS_TOKENS),
-        digest_mismatches=0,
+        differing_ranks=(),
     )
 
 

@@ -124,4 +124,5 @@ class StepMeasurement:
     coverage: CoverageTotals
     lm_loss: float
     tokens: int
-    digest_mismatches: int
+    differing_ranks: tuple[int, ...]
+    """World ranks that executed another plan than rank 0."""

@@ -294,7 +294,7 @@ def _as_predicted(
         ),
         lm_loss=math.nan,
         tokens=sum(batch),
-        digest_mismatches=0,
+        differing_ranks=(),
     )
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import sys
-from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 from sparsebalance_megatron.megatron.compat import last_saved_iteration
@@ -51,27 +48,13 @@ def _short(value: str) -> str:
     return f"digest {hashlib.sha256(value.encode()).hexdigest()[:12]}"
 
 
-@contextmanager
-def advice_after_a_crash(args: Namespace) -> Iterator[None]:
-    """Where training ends by an error, say what it can go on from; the error goes its way.
-
-    The user's mistakes, which end in one line of their own, need no advice.
-    """
-    try:
-        yield
-    except BaseException as error:  # as PyTorch's CheckpointException is, without being more
-        if args.save and not isinstance(error, ValueError | SystemExit | KeyboardInterrupt):
-            print(_advice(args, error), file=sys.stderr, flush=True)
-        raise
-
-
-def _advice(args: Namespace, error: BaseException) -> str:
-    iteration = last_saved_iteration(args.save)
-    ended = f"sparse balance: rank {args.rank} ended by {type(error).__name__}; "
+def resume_advice(save: Path) -> str:
+    """What a run that saves to ``save``, and was ended by an error, can go on from."""
+    iteration = last_saved_iteration(str(save))
     if iteration is None:
-        return f"{ended}there is no complete checkpoint in {args.save}"
-    free_gigabytes = shutil.disk_usage(Path(args.save)).free / 1e9
+        return f"there is no complete checkpoint in {save}"
+    free_gigabytes = shutil.disk_usage(save).free / 1e9
     return (
-        f"{ended}the last complete checkpoint in {args.save} is of iteration {iteration}, with "
-        f"{free_gigabytes:.1f} GB free there; mend the cause and resume with --load {args.save}"
+        f"the last complete checkpoint in {save} is of iteration {iteration}, with "
+        f"{free_gigabytes:.1f} GB free there; mend the cause and resume with --load {save}"
     )

@@ -27,7 +27,7 @@ _SHOWN_CHARACTERS = 80
 SchedulerMaker = Callable[[CostedInputs], Scheduler]
 
 
-class RankDisagreementError(RuntimeError):
+class RankDisagreementError(ValueError):
     """Ranks were started with different flags, data or software."""
 
 

@@ -159,11 +159,11 @@ class StepMonitor:
         return self._step + 1 + self._extra_steps
 
     def _stop_on_mismatch(self, measured: StepMeasurement) -> None:
-        if measured.digest_mismatches:
-            self._sinks.write_mismatches(self._iteration, measured.digest_mismatches)
+        if differing := measured.differing_ranks:
+            self._sinks.write_mismatches(self._iteration, len(differing))
             raise PlanMismatchError(
-                f"step {self._step}: {measured.digest_mismatches} ranks executed another plan than "
-                "rank 0; check that all ranks run the same software on the same data"
+                f"step {self._step}: ranks {list(differing)} executed another plan than rank 0; "
+                "check that all ranks run the same software on the same data"
             )
 
     def _show(

@@ -183,5 +183,5 @@ class StepReducer:
             ),
             lm_loss=float(loss[0] / loss[1]) if loss[1] else math.nan,
             tokens=int(loss[1]),
-            digest_mismatches=int((digests != digests[0]).sum()),
+            differing_ranks=tuple(np.flatnonzero(digests != digests[0]).tolist()),
         )

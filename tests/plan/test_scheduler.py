@@ -59,7 +59,7 @@ def measurement(schedule: Scheduler, rise: int, step: int | None = None) -> Step
         coverage=coverage,
         lm_loss=1.0,
         tokens=1,
-        digest_mismatches=0,
+        differing_ranks=(),
     )
 
 

@@ -3,11 +3,16 @@
 
 ``kill STEP`` ends rank 1 with SIGKILL in the middle of that step (the first is 0), together with
 the processes that Megatron's checkpoint writer has left it, which nobody would end otherwise.
-``leave STEP`` ends it there with exit code 0, so that nobody ends the others.
+``leave STEP`` ends it there with exit code 0, so that nobody ends the others; ``stop STEP`` stops
+it there, as a hang does, and lets collectives time out after 20 s. ``reader STEP`` and
+``plan STEP`` let what reads its rows, or plans its steps, raise; ``digest STEP`` lets it execute
+another plan; ``nan STEP`` makes its loss NaN from there on.
 ``file-size BYTES`` lets no file grow beyond that, as a full disk would. Start with
 ``--sparse-balance-device cpu``.
 """
 
+import datetime
+import functools
 import os
 import resource
 import signal
@@ -18,30 +23,100 @@ from sparsebalance_megatron.megatron import cpu
 
 cpu.install()
 
+import torch  # noqa: E402
+
+from sparsebalance_megatron.data.errors import DataError  # noqa: E402
+from sparsebalance_megatron.plan import scheduler  # noqa: E402
+from sparsebalance_megatron.plan.step_plan import StepPlan  # noqa: E402
 from sparsebalance_megatron.pretrain_gpt import main  # noqa: E402
+from sparsebalance_megatron.training import forward_step  # noqa: E402
 from sparsebalance_megatron.training.data_iterator import MicroBatchIterator  # noqa: E402
+from sparsebalance_megatron.training.row_reader import RowReader  # noqa: E402
+
+FAULTY = os.environ["RANK"] == "1"
 
 
-def die_in(step: int, die: Callable[[], None]) -> None:
+def at(step: int, do: Callable[[], None]) -> None:
+    """Do something at rank 1's second micro-batch of a step, when it was read."""
     next_micro_batch = MicroBatchIterator.__next__
 
-    def next_or_die(iterator):
+    def next_and_do(iterator):
         micro_batch = next_micro_batch(iterator)
-        if (micro_batch.step, micro_batch.position) == (step, 1) and os.environ["RANK"] == "1":
-            die()
+        if FAULTY and (micro_batch.step, micro_batch.position) == (step, 1):
+            do()
         return micro_batch
 
-    MicroBatchIterator.__next__ = next_or_die
+    MicroBatchIterator.__next__ = next_and_do
 
+
+def time_out_after_s(seconds: float) -> None:
+    """Megatron's flag counts whole minutes."""
+    for name in ("init_process_group", "new_group"):
+        made = getattr(torch.distributed, name)
+
+        def make(*arguments, made=made, **keywords):
+            return made(*arguments, **keywords | {"timeout": datetime.timedelta(seconds=seconds)})
+
+        setattr(torch.distributed, name, functools.wraps(made)(make))
+
+
+def raise_in_reader(step: int) -> None:
+    read = RowReader._read
+
+    def read_or_raise(reader, planned, slot):
+        if FAULTY and planned.plan.step == step:
+            raise DataError("train.bin: cannot be read (input/output error)")
+        return read(reader, planned, slot)
+
+    RowReader._read = read_or_raise
+
+
+def raise_in_plan(step: int) -> None:
+    plan_step = scheduler.plan_step
+
+    def plan_or_raise(planned_step, inputs):
+        if FAULTY and planned_step == step:
+            raise ArithmeticError("no plan for this step")
+        return plan_step(planned_step, inputs)
+
+    scheduler.plan_step = plan_or_raise
+
+
+def differ_in(step: int) -> None:
+    digest = StepPlan.digest
+    StepPlan.digest = lambda plan: bytes(32) if FAULTY and plan.step == step else digest(plan)
+
+
+def lose_numbers_from(step: int) -> None:
+    """The loss of rank 1 is NaN from a step on, whenever that is run."""
+    token_loss = forward_step._token_loss
+    lost = []
+    at(step, lambda: lost.append(True))
+    forward_step._token_loss = lambda mask, check, output: token_loss(
+        mask, check, output * (float("nan") if lost else 1.0)
+    )
+
+
+def limit_files(size_bytes: int) -> None:
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard_limit))
+
+
+FAULTS = {
+    "kill": lambda step: at(step, lambda: os.killpg(os.getpgrp(), signal.SIGKILL)),
+    "leave": lambda step: at(step, lambda: os._exit(0)),
+    "stop": lambda step: at(step, lambda: os.kill(os.getpid(), signal.SIGSTOP)),
+    "reader": raise_in_reader,
+    "plan": raise_in_plan,
+    "digest": differ_in,
+    "nan": lose_numbers_from,
+    "file-size": limit_files,
+}
 
 if __name__ == "__main__":
     fault, value = sys.argv[1], int(sys.argv[2])
     del sys.argv[1:3]
-    if fault == "kill":
-        die_in(value, lambda: os.killpg(os.getpgrp(), signal.SIGKILL))
-    elif fault == "leave":
-        die_in(value, lambda: os._exit(0))
-    else:
-        _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (value, hard_limit))
+    if fault == "stop":
+        time_out_after_s(20)
+    FAULTS[fault](value)
     main()

@@ -52,7 +52,7 @@ def test_all_ranks_learn_the_same_sums(directory: Path) -> None:
     np.testing.assert_array_equal(first.schedule_ms, [[40.0], [41.0]])
     assert first.lm_loss == 3.0
     assert first.tokens == 6
-    assert first.digest_mismatches == 0
+    assert first.differing_ranks == ()
     coverage = first.coverage
     np.testing.assert_array_equal(coverage.counts_LU, [[2, 0, 2], [2, 0, 2]])
     np.testing.assert_allclose(coverage.sums_LUK[:, 0], 2.0)
@@ -71,7 +71,7 @@ def test_all_ranks_learn_the_same_sums(directory: Path) -> None:
 @pytest.mark.distributed
 def test_a_differing_plan_is_counted_on_every_rank(directory: Path) -> None:
     found = measurements(directory, "own")
-    assert [measured.digest_mismatches for measured in found] == [1, 1]
+    assert [measured.differing_ranks for measured in found] == [(1,), (1,)]
 
 
 def test_only_the_first_of_the_ranks_that_share_a_row_speaks_of_it() -> None:
