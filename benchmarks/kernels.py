@@ -161,12 +161,16 @@ def main(arguments: list[str] | None = None) -> int:
         "cases": {},
         "left_out": [],
     }
+    if options.resume:
+        results["cases"] = _measured_before(results, options.json)
     deadline_s = time.monotonic() + 60 * options.minutes
     dense_results: dict[tuple[int, ...], dict[str, Any]] = {}
     selections = [
         name for name in options.selections if not (options.tune and SELECTORS[name].by_token)
     ]
     for case in cases(options.tokens, options.block_sizes, selections):
+        if case.name in results["cases"]:
+            continue
         if time.monotonic() > deadline_s:
             results["left_out"].append(case.name)
             continue
@@ -186,6 +190,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="file to write; default: none")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the cases that --json has of this machine"
+    )
     parser.add_argument("--rounds", type=int, default=10, help="timed rounds, after two untimed")
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[65536, 8192, 16384, 32768, 131072, 262144]
@@ -211,7 +218,10 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         default=float("inf"),
         help="begin nothing after that time; what is left out is listed. Default: no limit",
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.resume and options.json is None:
+        parser.error("--resume: name the file with --json")
+    return options
 
 
 def _measured(
@@ -376,6 +386,19 @@ def _lines(case: Case, found: dict[str, Any]) -> list[str]:
             )
         lines.append(f"  {name}: {text}")
     return lines
+
+
+def _measured_before(results: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The cases in a file, if it is of the same machine, shape, data type and rounds."""
+    if not path.exists():
+        return {}
+    before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    described = ("machine", "shape", "dtype", "rounds", "not_installed")
+    if any(before.get(name) != results[name] for name in described):
+        print(f"{path}: measured otherwise; begun anew", file=sys.stderr)
+        return {}
+    cases_before: dict[str, Any] = before["cases"]
+    return cases_before
 
 
 def _write(results: dict[str, Any], path: Path | None) -> None:

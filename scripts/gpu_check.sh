@@ -1,25 +1,40 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# What continuous integration cannot run, because it has no GPU. Runs the stages named, or all, one
-# after another; each ends after STAGE_MINUTES (9), a failed one stops no other, and logs and results
-# are in DIRECTORY.
+# What continuous integration cannot run, because it has no GPU: the stages named, or all, the most
+# valuable first. Together they take 30 minutes at most, none more than 9. Logs and results are in
+# DIRECTORY; a stage that is cut off leaves what it has found, and goes on there when started again.
+# A failed stage stops no other. `--check` lists the stages and their limits, and runs nothing.
 #
-#   scripts/gpu_check.sh DIRECTORY [tests] [kernels] [tiles] [profile] [quickstart]
+#   scripts/gpu_check.sh DIRECTORY [tests] [quickstart] [profile] [kernels] [sanitizer] [tiles]
 #
-#   tests        pytest -m gpu
-#   kernels      benchmarks/kernels.py: kernels.json
-#   tiles        benchmarks/kernels.py --tune: tiles.json
-#   profile      a cost table for layers with the attention of Qwen2.5-3B, checked: cost_table.json
+#   tests        pytest -m gpu: tests.jsonl, a line per test
 #   quickstart   Megatron's loop over NCCL, one rank per GPU: quickstart.json
+#   profile      a cost table for layers with the attention of Qwen2.5-3B, checked: cost_table.json
+#   kernels      benchmarks/kernels.py: kernels.json
+#   sanitizer    compute-sanitizer's memcheck and racecheck on small cases: sanitizer_*.jsonl
+#   tiles        benchmarks/kernels.py --tune: tiles.json
+#
+# Where nothing can be downloaded, install megatron-core from a wheel and this package with pip's
+# --no-index --no-deps, and set SETUP=skip.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
+declare -A LIMIT_MINUTES=(
+    [tests]=8 [quickstart]=3 [profile]=4 [kernels]=8 [sanitizer]=3 [tiles]=4
+)
+ORDER=(tests quickstart profile kernels sanitizer tiles)
 (($#)) || fail "name a directory for logs and results: $0 DIRECTORY [STAGE...]"
+if [[ "$1" == --check ]]; then
+    for name in "${ORDER[@]}"; do printf '%s %s\n' "${name}" "${LIMIT_MINUTES[${name}]}"; done
+    exit
+fi
 mkdir -p "$1"
 OUT="$(cd "$1" && pwd)"
 shift
-(($#)) || set -- tests kernels tiles profile quickstart
+(($#)) || set -- "${ORDER[@]}"
 STAGES=("$@")
-LIMIT_MINUTES="${STAGE_MINUTES:-9}"
+for name in "${STAGES[@]}"; do
+    [[ -n "${LIMIT_MINUTES[${name}]:-}" ]] || fail "unknown stage ${name}: one of ${ORDER[*]}"
+done
 set_up tools data test
 python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
     fail 'no CUDA device is visible'
@@ -58,28 +73,44 @@ LAYER_ARGS=(
 )
 
 stage() {
+    local minutes="${LIMIT_MINUTES[$1]}"
     case "$1" in
-        tests) limited python -m pytest -m gpu -q -p no:cacheprovider ;;
-        kernels)
-            limited python benchmarks/kernels.py --json "${OUT}/kernels.json" \
-                --minutes "$((LIMIT_MINUTES - 2))"
-            ;;
-        tiles)
-            limited python benchmarks/kernels.py --json "${OUT}/tiles.json" --tune \
-                --tokens 65536 --block-sizes 256 --minutes "$((LIMIT_MINUTES - 2))"
-            ;;
-        profile)
-            limited sparse-balance profile --check -o "${OUT}/cost_table.json" -- "${LAYER_ARGS[@]}"
+        tests)
+            limited "${minutes}m" python -m pytest -m gpu -q -p no:cacheprovider \
+                --outcomes "${OUT}/tests.jsonl"
             ;;
         quickstart)
-            limited scripts/quickstart.sh --gpu &&
+            limited "${minutes}m" scripts/quickstart.sh --gpu &&
                 cp runs/quickstart_gpu/summary.json "${OUT}/quickstart.json"
             ;;
-        *) fail "unknown stage $1: tests, kernels, tiles, profile or quickstart" ;;
+        profile)
+            limited "${minutes}m" sparse-balance profile --check -o "${OUT}/cost_table.json" \
+                -- "${LAYER_ARGS[@]}"
+            ;;
+        kernels)
+            limited "${minutes}m" python benchmarks/kernels.py --json "${OUT}/kernels.json" \
+                --resume --minutes "$((minutes - 1))"
+            ;;
+        sanitizer)
+            if ! command -v compute-sanitizer >/dev/null; then
+                say 'compute-sanitizer is not installed: left out'
+                return
+            fi
+            for tool in memcheck racecheck; do
+                limited "$((minutes * 30 - 5))s" compute-sanitizer --tool "${tool}" --error-exitcode 9 \
+                    --target-processes all python -m pytest -m gpu -q -p no:cacheprovider \
+                    tests/attention/triton/test_gpu.py -k 'full_tiles and 64-64' \
+                    --outcomes "${OUT}/sanitizer_${tool}.jsonl" || return
+            done
+            ;;
+        tiles)
+            limited "${minutes}m" python benchmarks/kernels.py --json "${OUT}/tiles.json" --tune \
+                --tokens 65536 --block-sizes 256 --resume --minutes "$((minutes - 1))"
+            ;;
     esac
 }
 
-limited() { timeout --kill-after=20s "${LIMIT_MINUTES}m" "$@"; }
+limited() { timeout --signal=INT --kill-after=20s "$1" "${@:2}"; }
 
 RESULTS=()
 FAILED=0
@@ -87,7 +118,7 @@ for name in "${STAGES[@]}"; do
     say "===== ${name}"
     begin="${SECONDS}"
     status=0
-    (stage "${name}") 2>&1 | tee "${OUT}/${name}.log" || status=$?
+    (stage "${name}") 2>&1 | tee -a "${OUT}/${name}.log" || status=$?
     RESULTS+=("$(printf '%-12s status %-4s %s s' "${name}" "${status}" "$((SECONDS - begin))")")
     ((status == 0)) || FAILED=1
 done

@@ -6,6 +6,7 @@ Makes the modules of benchmarks/ importable, which start training ranks for test
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +33,44 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--damage", type=int, default=120, help="damaged copies of every file format to read"
     )
     parser.addoption("--matrix", action="store_true", help="run every layout of the matrix")
+    parser.addoption(
+        "--outcomes",
+        type=Path,
+        help="add a line of JSON per finished test to this file; what passed there is left out",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path: Path | None = config.getoption("--outcomes")
+    if path is not None:
+        config.pluginmanager.register(OutcomeLog(path))
+
+
+class OutcomeLog:
+    """What a session that may be cut off has found so far, and where the next one goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        records = [json.loads(line) for line in lines]
+        self._passed = {record["test"] for record in records if record["outcome"] == "passed"}
+
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        done = [item for item in items if item.nodeid in self._passed]
+        if done:
+            config.hook.pytest_deselected(items=done)
+            items[:] = [item for item in items if item.nodeid not in self._passed]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.outcome == "passed":
+            return
+        record = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration}
+        if report.failed:
+            record["error"] = report.longreprtext[-2000:]
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -237,7 +237,7 @@ def gpu_check_commands(folder: Path) -> list[Command]:
     commands = [json.loads(line) for line in log.read_text().splitlines()]
     assert commands[0][:2] == ["python", "-c"]
     assert [command[0] for command in commands[1:]] == [
-        *("python", "python", "python", "sparse-balance", "scripts/quickstart.sh"),
+        *("python", "scripts/quickstart.sh", "sparse-balance", "python", "python"),
     ]
     return commands[1:]
 
@@ -248,6 +248,19 @@ def scripts_folder(folder: Path, name: str) -> str:
         "set -euo pipefail\nsay() { :; }\nfail() { exit 1; }\nset_up() { :; }\n"
     )
     return (REPOSITORY / "scripts" / name).read_text()
+
+
+def test_checks_on_a_gpu_fit_a_lease_of_30_minutes() -> None:
+    listed = subprocess.run(
+        ["bash", "scripts/gpu_check.sh", "--check"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    minutes = [int(word) for word in listed[1::2]]
+    assert listed[0] == "tests" and len(minutes) == 6
+    assert sum(minutes) <= 30 and max(minutes) <= 9
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -121,6 +121,20 @@ def test_what_no_time_is_left_for_is_listed(tmp_path: Path) -> None:
     assert results["left_out"] == [case.name for case in cases([64], [32])]
 
 
+def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
+    names = [case.name for case in cases([32], [32])]
+    first = _run(tmp_path, "--tokens", "32", interpreted=False)
+    path = tmp_path / "results.json"
+    cut_off = first | {"cases": {names[0]: {"density": -1.0}}}
+    path.write_text(json.dumps(cut_off))
+    again = _run(tmp_path, "--tokens", "32", "--resume", interpreted=False)
+    assert list(again["cases"]) == names
+    assert again["cases"][names[0]] == {"density": -1.0}
+    path.write_text(json.dumps(cut_off | {"rounds": 99}))
+    anew = _run(tmp_path, "--tokens", "32", "--resume", interpreted=False)
+    assert anew["cases"][names[0]]["density"] > 0
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is visible")
 def test_without_a_gpu_it_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert kernels.main([]) == 2
