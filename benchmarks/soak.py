@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a run that is killed, starved and delayed learns what one left alone does.
+
+    python benchmarks/soak.py --json benchmarks/results/soak.json
+
+``--help`` says what is done, and ``soak/`` how.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from soak.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())
