@@ -44,6 +44,8 @@ RUN_BY: dict[str, str | None] = {
     "scripts/test.sh": ".ci/run",
     "scripts/lint.sh": ".ci/run",
     ".ci/run": None,
+    "examples/cluster_7b_sft.sh": "tests/test_examples.py",
+    "examples/cluster_8b_128k.sh": "tests/test_examples.py",
     "examples/cpu_quickstart.sh": "tests/test_examples.py",
     "examples/longcontext_pretrain.sh": "tests/test_examples.py",
     "examples/qwen2.5_0.5b_sft.sh": "tests/test_examples.py",
