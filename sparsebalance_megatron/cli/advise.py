@@ -8,10 +8,11 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import cast
 
 from sparsebalance_megatron.cli.output import open_console
 from sparsebalance_megatron.cli.workload_files import LENGTHS_HELP, NamedModel, lengths_of, model_of
-from sparsebalance_megatron.config import check_range
+from sparsebalance_megatron.config import Granularity, SparseBalanceConfig, check_range
 from sparsebalance_megatron.cost.memory import GIBIBYTE, memory_lines
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import CostTable, ModelShape
@@ -23,7 +24,8 @@ from sparsebalance_megatron.simulate.setups import batches_of
 
 MEMORY_SOURCE = (
     "weights, gradients and optimizer counted with the formula of Megatron's "
-    "theoretical_memory_usage, without Megatron; a dry run asks Megatron itself"
+    "theoretical_memory_usage, without Megatron, for --sequence-parallel and "
+    "--use-distributed-optimizer; a dry run asks Megatron itself"
 )
 
 
@@ -128,6 +130,7 @@ def _job(arguments: Namespace) -> AdvisedJob:
         raise WorkloadError(
             f"{arguments.lengths}: {len(lengths)} lengths, a step needs {arguments.global_batch}"
         )
+    costs, selection = _costs(arguments, model)
     return AdvisedJob(
         shape=replace(model.shape, tensor_parallel_size=arguments.tp),
         layers=model.layers,
@@ -135,24 +138,31 @@ def _job(arguments: Namespace) -> AdvisedJob:
         gpus=arguments.gpus,
         pipeline_stages=arguments.pp,
         batches=batches,
-        costs=_costs(arguments, model),
+        costs=costs,
+        selection=selection,
         recompute_all=arguments.recompute == "full",
         recompute_attention=arguments.recompute == "attention",
     )
 
 
-def _costs(arguments: Namespace, model: NamedModel) -> Callable[[int], CostModel]:
-    """Block size -> costs; a table serves the block size that it was measured at."""
+def _costs(
+    arguments: Namespace, model: NamedModel
+) -> tuple[Callable[[int], CostModel], Granularity]:
+    """Block size -> costs, and whose queries select; a table knows one of either."""
     shape = replace(model.shape, tensor_parallel_size=arguments.tp)
     if arguments.cost_table is None:
-        return lambda block_size: with_bandwidth(
-            h200_cost_of(model.name, shape, block_size=block_size, selection="token-kv-head"),
-            arguments.gigabytes_per_second,
-        )
+        selection = SparseBalanceConfig().selection
+
+        def counted(block_size: int) -> CostModel:
+            cost = h200_cost_of(model.name, shape, block_size=block_size, selection=selection)
+            return with_bandwidth(cost, arguments.gigabytes_per_second)
+
+        return counted, selection
     table = CostTable.load(arguments.cost_table)
     table.check_matches(replace(table.identity, shape=_padded(shape, table)))
     cost = with_bandwidth(CostModel.fit(table), arguments.gigabytes_per_second)
-    return lambda _: cost
+    # Fitting has found it among the selections that there are.
+    return lambda _: cost, cast(Granularity, table.identity.selection)
 
 
 def _padded(shape: ModelShape, table: CostTable) -> ModelShape:

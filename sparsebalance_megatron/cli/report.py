@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -104,7 +105,7 @@ def _serve(arguments: Namespace) -> int:
         raise OutputError(
             f"--serve {arguments.serve}: {error.strerror}; choose another port"
         ) from error
-    with server:
+    with server, suppress(KeyboardInterrupt):
         print(f"http://{ADDRESS}:{server.server_port} shows the report; Ctrl-C ends it", flush=True)
         server.serve_forever()
     return 0

@@ -56,6 +56,8 @@ def run(arguments: Namespace) -> int:
             return 0
         _live(follower, views)
         return 0
+    except KeyboardInterrupt:  # the way to end it
+        return 0
     finally:
         follower.close()
 

@@ -11,7 +11,7 @@ Shape legend: P pipeline stages, R data-parallel ranks, M micro-batches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -169,7 +169,7 @@ def stage_memory(model: MemoryModel, tokens_RM: np.ndarray) -> tuple[StageMemory
 
 
 def _whole_layer_bytes(model: MemoryModel) -> float:
-    return MemoryModel(**vars(model) | {"recompute_all": False}).layer_bytes_per_token()
+    return replace(model, recompute_all=False).layer_bytes_per_token()
 
 
 def memory_lines(stages: Sequence[StageMemory], source: str) -> list[str]:

@@ -95,8 +95,9 @@ def _slowest(steps: Sequence[SeenStep], hosts: Mapping[Place, str]) -> SlowDevic
     shape = steps[-1].measured_RP.shape
     measured_RP, predicted_RP = np.zeros(shape), np.zeros(shape)
     for each in steps:
-        usable = each.predicted_RP is not None and each.measured_RP.shape == shape
-        if usable and np.isfinite(each.measured_RP).all():
+        if each.predicted_RP is None or each.measured_RP.shape != shape:
+            continue
+        if np.isfinite(each.measured_RP).all():
             measured_RP += each.measured_RP
             predicted_RP += each.predicted_RP
     if measured_RP.size < 2 or not (predicted_RP > 0.0).all():

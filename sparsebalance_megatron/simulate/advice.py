@@ -158,40 +158,31 @@ def _named(choice: Choice) -> str:
 
 
 def _outlook(job: AdvisedJob, choice: Choice) -> Outlook:
-    shape = _shape(job, choice)
-    longest = max(max(batch) for batch in job.batches)
-    per_slot = len(job.batches[0]) // (shape.groups.data_parallel_size * choice.micro_batches)
-    cost = job.costs(choice.block_size)
-    plans = [
-        _plan(job, choice, shape, cost, batch, cap_tokens=per_slot * longest, dense=False)
-        for batch in job.batches
-    ]
-    dense_ms = [
-        _plan(
-            *(job, choice, shape, cost, batch), cap_tokens=per_slot * longest, dense=True
-        ).expectation.makespan_ms
-        for batch in job.batches
-    ]
-    step_ms = np.array([plan.expectation.makespan_ms for plan in plans])
-    busy_ms = np.array([plan.expectation.times_2RPVM.sum() for plan in plans])
+    shape, cost = _shape(job, choice), job.costs(choice.block_size)
+    sparse, dense = (
+        [_plan(job, choice, shape, cost, batch, dense=dense) for batch in job.batches]
+        for dense in (False, True)
+    )
+    step_ms, dense_ms = (
+        sum(plan.expectation.makespan_ms for plan in plans) for plans in (sparse, dense)
+    )
+    busy_ms = sum(float(plan.expectation.times_2RPVM.sum()) for plan in sparse)
+    router_ms = sum(_router_ms(cost, job.layers, plan) for plan in sparse)
     lengths = np.concatenate(job.batches)
-    seconds = float(step_ms.sum()) / 1e3
     is_dense = lengths <= choice.block_size * choice.base_budget
-    coverages = [plan.expectation.coverage_mean for plan in plans]
+    coverages = [plan.expectation.coverage_mean for plan in sparse]
     known = [coverage for coverage in coverages if coverage is not None]
     return Outlook(
         choice=choice,
         dense_tokens_share=float(lengths[is_dense].sum() / lengths.sum()),
-        router_share=float(sum(_router_ms(cost, job.layers, plan) for plan in plans))
-        / float(busy_ms.sum()),
-        step_ms=float(step_ms.mean()),
-        tokens_per_second_per_gpu=float(lengths.sum()) / seconds / job.gpus,
-        bubble_share=1.0
-        - float(busy_ms.sum()) / (job.ranks * job.pipeline_stages * float(step_ms.sum())),
-        speedup_over_dense=float(np.sum(dense_ms) / step_ms.sum()),
+        router_share=router_ms / busy_ms,
+        step_ms=step_ms / len(sparse),
+        tokens_per_second_per_gpu=float(lengths.sum()) / (step_ms / 1e3) / job.gpus,
+        bubble_share=1.0 - busy_ms / (job.ranks * job.pipeline_stages * step_ms),
+        speedup_over_dense=dense_ms / step_ms,
         coverage_prior=float(np.mean(known)) if known else None,
         stages=_fullest(
-            [stage_memory(_memory(job, choice, plan), plan.share_tokens_RM()) for plan in plans]
+            [stage_memory(_memory(job, choice, plan), plan.share_tokens_RM()) for plan in sparse]
         ),
     )
 
@@ -226,18 +217,22 @@ def _plan(
     cost: CostModel,
     batch: tuple[int, ...],
     *,
-    cap_tokens: int,
     dense: bool,
 ) -> StepPlan:
-    """A step as training plans it by default; ``dense``: budgets of all blocks, no router."""
+    """A step as training plans it by default; ``dense``: budgets of all blocks, no router.
+
+    The token cap is Megatron's: samples per micro-batch times the longest sample.
+    """
     blocks = max(1, -(-max(batch) // choice.block_size))
     size = choice.context_parallel_size
+    per_slot = len(batch) // (shape.groups.data_parallel_size * choice.micro_batches)
+    longest = max(max(each) for each in job.batches)
     cost = cost.with_recompute(full=job.recompute_all, attention_only=job.recompute_attention)
     policy = default_policy(
         block_size=choice.block_size,
         base_budget=blocks if dense else choice.base_budget,
         coverage_threshold=0.1,
-        cap_tokens=-(-cap_tokens // size),
+        cap_tokens=-(-per_slot * longest // size),
     )
     policy = replace(
         policy,
@@ -266,7 +261,8 @@ def _plan(
 
 def _router_ms(cost: CostModel, layers: int, plan: StepPlan) -> float:
     """Selecting blocks, forward and backward, on all ranks and layers of a step."""
-    per_unit = sum(cost.coefficients_ms(Part.ROUTER, direction) for direction in Direction)
+    forward, backward = (cost.coefficients_ms(Part.ROUTER, each) for each in Direction)
+    per_unit = forward + backward
     return layers * sum(float(per_unit @ _features(cost, slot)) for slot in plan.slots)
 
 

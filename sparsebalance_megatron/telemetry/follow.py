@@ -77,14 +77,14 @@ class StepLogFollower:
             RunLogError: there is no log, or it cannot be read.
         """
         try:
-            is_new = False
             if self._stream is None:
                 self._open(skip=True)
-            while True:
+            is_new = self._take_all()
+            while self._was_replaced():
+                # What was written between the last look and the renaming.
                 is_new |= self._take_all()
-                if not self._was_replaced():
-                    break
                 self._open(skip=False)
+                is_new |= self._take_all()
         except FileNotFoundError:
             raise RunLogError(
                 f"{self._path}: not there yet; train with --sparse-balance-log-dir {self.directory}"
