@@ -1,68 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Package metadata; tool settings live in pyproject.toml."""
+"""What pyproject.toml cannot say: the index page, and files from outside the package."""
 
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
+SHIPPED = ("examples", "patches")
+"""Folders that `sparse-balance examples` copies; a wheel holds them below the package."""
 
 
-def version() -> str:
-    """``__version__`` as text: importing the package would need its dependencies."""
-    source = (ROOT / "sparsebalance_megatron" / "__init__.py").read_text(encoding="utf-8")
-    match = re.search(r'^__version__ = "([^"]+)"$', source, re.MULTILINE)
-    if match is None:
-        raise RuntimeError('sparsebalance_megatron/__init__.py: no line __version__ = "..."')
-    return match[1]
+def index_page() -> str:
+    """The README with links to the outside only: an index page has no files beside it."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"!\[[^\]]*\]\((?![a-z]+:)[^)]*\)\n*", "", text)
+    return re.sub(r"\[([^\]]*)\]\((?![a-z]+:)[^)]*\)", r"\1", text)
 
 
-# PyPI's "apex" is not NVIDIA's: it must never become a requirement.
+class BuildWithShippedFolders(build_py):
+    """Also copies the folders of ``SHIPPED``, with their modes; an editable install has them."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            for folder in SHIPPED:
+                target = Path(self.build_lib, "sparsebalance_megatron", "shipped", folder)
+                shutil.copytree(ROOT / folder, target, dirs_exist_ok=True)
+
+
 setup(
-    name="sparsebalance-megatron",
-    version=version(),
-    description="Load-balanced long-context training with dynamic sparse attention for Megatron-LM",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description=index_page(),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
-    license_files=["LICENSE"],
-    classifiers=[
-        "Programming Language :: Python :: 3",
-        "Programming Language :: Python :: 3.12",
-        "Topic :: Scientific/Engineering :: Artificial Intelligence",
-    ],
-    packages=find_packages(include=["sparsebalance_megatron", "sparsebalance_megatron.*"]),
-    python_requires=">=3.12",
-    install_requires=[
-        "torch>=2.8",
-        "megatron-core>=0.18,<0.20",
-        "numpy",
-        "scipy",
-        # Megatron's checkpoint writer imports it on a CPU, and megatron-core does not require it.
-        "psutil",
-    ],
-    extras_require={
-        "tools": ["rich", "matplotlib", "tqdm"],
-        "data": ["jinja2", "safetensors", "tokenizers", "transformers", "tqdm"],
-        "test": [
-            "pytest>=8",
-            "pytest-timeout",
-            "pytest-xdist",
-            "hypothesis",
-            "mypy",
-            # Reads traces back; its trace_processor_shell is fetched on first use.
-            "perfetto",
-            # Proves optima that tests hold the planner against.
-            "ortools",
-            "ruff",
-            "tensorboard",
-        ],
-        "te": ["transformer-engine[pytorch]"],
-        "flash": ["flash-attn"],
-        "wandb": ["wandb"],
-    },
-    entry_points={"console_scripts": ["sparse-balance = sparsebalance_megatron.cli:main"]},
+    cmdclass={"build_py": BuildWithShippedFolders},
 )

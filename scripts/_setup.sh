@@ -64,7 +64,7 @@ make_venv() {
 base_prefix() { "$1" -c 'import sys; print(sys.base_prefix)'; }
 
 # What an installation depends on: the requirements, and where the editable install points.
-fingerprint() { (printf '%s\n' "${ROOT}" && cat "${ROOT}/setup.py") | cksum | tr ' ' '-'; }
+fingerprint() { (printf '%s\n' "${ROOT}" && cat "${ROOT}/pyproject.toml") | cksum | tr ' ' '-'; }
 
 # Extras of an installation that still matches, one per line.
 installed_extras() {

@@ -44,6 +44,8 @@ RUN_BY: dict[str, str | None] = {
     "scripts/test.sh": ".ci/run",
     "scripts/lint.sh": ".ci/run",
     ".ci/run": None,
+    "examples/cluster_7b_sft.sh": "tests/test_examples.py",
+    "examples/cluster_8b_128k.sh": "tests/test_examples.py",
     "examples/cpu_quickstart.sh": "tests/test_examples.py",
     "examples/longcontext_pretrain.sh": "tests/test_examples.py",
     "examples/qwen2.5_0.5b_sft.sh": "tests/test_examples.py",
@@ -51,7 +53,7 @@ RUN_BY: dict[str, str | None] = {
     "examples/slurm.sh": "tests/test_examples.py",
 }
 """Script -> the file that runs it; None is what continuous integration starts."""
-RUN_HERE = frozenset({"plan", "simulate"})
+RUN_HERE = frozenset({"advise", "plan", "simulate"})
 """Subcommands fast enough to be run as documented, in a folder with ``INPUTS``."""
 INPUTS = {"lengths.txt": "\n".join(str(400 + 977 * n % 30_000) for n in range(400))}
 

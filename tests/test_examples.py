@@ -28,7 +28,17 @@ from sparsebalance_megatron.simulate.models import preset
 
 REPOSITORY = Path(__file__).parents[1]
 EXAMPLES = sorted(path.name for path in (REPOSITORY / "examples").glob("*.sh"))
-MODELS = {"qwen2.5_0.5b_sft.sh": "qwen2.5-0.5b", "qwen2.5_3b_sft.sh": "qwen2.5-3b"}
+MODELS = {
+    "cluster_7b_sft.sh": "qwen2.5-7b",
+    "qwen2.5_0.5b_sft.sh": "qwen2.5-0.5b",
+    "qwen2.5_3b_sft.sh": "qwen2.5-3b",
+}
+UNTIED = frozenset({"cluster_7b_sft.sh"})
+CLUSTER = {
+    "cluster_7b_sft.sh": ("tensor 2 x pipeline 4 x data 8", "7 7 7 7", "256"),
+    "cluster_8b_128k.sh": ("tensor 4 x pipeline 2 x context 4 x data 2", "16 16", "512"),
+}
+"""Script -> layout, layers per stage, and a sequence length for documents of a few tokens."""
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -202,6 +212,74 @@ def test_fine_tuning_3b_plans(
     assert not (work / "runs" / ranks).exists()
 
 
+@pytest.mark.parametrize("name", CLUSTER)
+def test_a_cluster_of_64_ranks_plans(work: Path, name: str) -> None:
+    layout, layers, seq_length = CLUSTER[name]
+    variables = one_process(
+        COST_TABLE="auto",
+        DATA="small",
+        BLEND="small",
+        RUN=f"runs/{name}",
+        SEQ_LENGTH=seq_length,
+    )
+    planned = run_step(name, "--sparse-balance-dry-run", "64", directory=work, variables=variables)
+    assert f"dry run of 64 ranks: {layout}" in planned
+    assert f"layers per pipeline stage: {layers}" in planned
+    assert "estimated from counted operations" in planned
+    assert re.search(r"^  stages? 0.*: [\d.]+ = weights, gradients and optimizer", planned, re.M)
+    assert not (work / "runs" / name).exists()
+
+
+def test_cluster_scripts_compare_two_runs_that_share_nothing_but_samples(tmp_path: Path) -> None:
+    programs, log = recorders(tmp_path / "programs", "torchrun")
+    for step in (["baseline", "--exit-interval", "20"], ["--exit-interval", "20"]):
+        run_script("cluster_7b_sft.sh", *step, directory=tmp_path, path_first=programs)
+    baseline, balanced = (flag_values(words[1:]) for words in calls(log))
+    assert baseline.pop("--sparse-balance-batching") == ("arrival",)
+    assert baseline.pop("--sparse-balance-tuning") == ("off",)
+    changed = {flag for flag in balanced if baseline[flag] != balanced[flag]}
+    assert changed == {"--sparse-balance-log-dir", "--tensorboard-dir", "--load", "--save"}
+    assert set(baseline) == set(balanced)
+
+
+def test_cluster_scripts_ask_for_advice_on_what_they_train(tmp_path: Path) -> None:
+    for name in CLUSTER:
+        programs, log = recorders(tmp_path / name, "sparse-balance", "torchrun")
+        run_script(name, "advise", directory=tmp_path, path_first=programs)
+        run_script(name, directory=tmp_path, path_first=programs)
+        (_, *advise), (_, *launched) = calls(log)
+        asked, trained = cli.parse(advise), flag_values(launched)
+        assert asked.gpus == 64
+        assert trained["--tensor-model-parallel-size"] == (asked.tp,)
+        assert trained["--pipeline-model-parallel-size"] == (asked.pp,)
+        assert trained["--global-batch-size"] == (asked.global_batch,)
+        assert trained["--seq-length"] == (asked.seq_length,)
+        assert str(asked.lengths) in trained["--data-path"]
+
+
+def test_the_8b_model_is_the_public_one(tmp_path: Path) -> None:
+    shape = preset("llama-3.1-8b").shape
+    programs, log = recorders(tmp_path / "programs", "torchrun")
+    run_script("cluster_8b_128k.sh", directory=tmp_path, path_first=programs)
+    given = flag_values(calls(log)[0][1:])
+    assert {
+        "--num-layers": (preset("llama-3.1-8b").layers,),
+        "--hidden-size": (shape.hidden_size,),
+        "--ffn-hidden-size": (shape.ffn_hidden_size,),
+        "--num-attention-heads": (shape.num_attention_heads,),
+        "--num-query-groups": (shape.num_query_groups,),
+        "--kv-channels": (shape.head_dim,),
+        "--padded-vocab-size": (shape.vocab_size,),
+        "--data-path": (
+            0.7,
+            "runs/cluster_8b_128k/data/long",
+            0.3,
+            "runs/cluster_8b_128k/data/short",
+        ),
+    }.items() <= given.items()
+    assert "--untie-embeddings-and-output-weights" in given
+
+
 def test_pretraining_plans(work: Path) -> None:
     name = "longcontext_pretrain.sh"
     variables = one_process(COST_TABLE="auto", TOKENIZER="small_tokenizer")
@@ -243,7 +321,7 @@ def test_the_model_is_the_public_one(name: str, tmp_path: Path) -> None:
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-06,
         "rope_theta": 1000000.0,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": name not in UNTIED,
         "torch_dtype": "bfloat16",
         "vocab_size": shape.vocab_size,
     }
@@ -261,7 +339,7 @@ def test_the_model_is_the_public_one(name: str, tmp_path: Path) -> None:
     run_script(name, directory=tmp_path, path_first=programs)
     given = flag_values(calls(log)[0][1:])
     assert {flag: given.get(flag) for flag in expected} == expected
-    assert "--untie-embeddings-and-output-weights" not in given
+    assert ("--untie-embeddings-and-output-weights" in given) == (name in UNTIED)
 
 
 def flag_values(words: Sequence[str]) -> dict[str, tuple[float | str, ...]]:

@@ -80,8 +80,11 @@ INTEGRATION = {
 }
 """Function of sparsebalance_megatron.integration -> its parameters."""
 COMMANDS = [
+    "advise",
+    "completion",
     "convert",
     "env",
+    "examples",
     "plan",
     "prepare-data",
     "profile",
@@ -89,6 +92,7 @@ COMMANDS = [
     "simulate",
     "summary",
     "trace",
+    "watch",
 ]
 DISTRIBUTION = "sparsebalance-megatron"
 EXTRAS = {"data", "flash", "te", "test", "tools", "wandb"}

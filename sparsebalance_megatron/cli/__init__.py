@@ -14,16 +14,23 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from sparsebalance_megatron import __version__
+from sparsebalance_megatron.cli.help_formatter import HelpFormatter
+
 COMMANDS = {
     "prepare-data": "tokenise documents into Megatron's .bin and .idx files",
+    "advise": "predict time, bubble and memory of your samples and model over settings",
     "plan": "predict step times of your sample lengths under every way to plan",
     "simulate": "predict the paper's setups, baseline to ours",
     "profile": "measure a model's layers on this machine and write a cost table",
     "convert": "turn Hugging Face weights into a Megatron checkpoint, and back",
     "summary": "compare the step logs of two runs",
     "report": "show a run's logs as one HTML page",
+    "watch": "follow a run in progress in the terminal",
     "trace": "write steps of a run as a trace for Perfetto",
     "env": "show versions, devices and usable attention implementations",
+    "examples": "list the example scripts and patches, or copy them into a folder",
+    "completion": "print a completion script for bash or zsh",
 }
 """Subcommand to its line of help; its module has the same name, with underscores."""
 
@@ -62,9 +69,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Tools around training with --sparse-balance.",
         epilog="`sparse-balance COMMAND --help` lists a command's flags.",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, help_line in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=help_line)
+        subparser = subparsers.add_parser(name, help=help_line, formatter_class=HelpFormatter)
         if name == chosen:
             _module(name).add_flags(subparser)
     arguments = parser.parse_args(own)
@@ -72,6 +80,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"{arguments.command} takes no flags after --: drop {' '.join(passed_on)}")
     arguments.passed_on = passed_on
     return arguments
+
+
+def parser_of(command: str) -> argparse.ArgumentParser:
+    """The parser of one subcommand, without what leads to it."""
+    parser = argparse.ArgumentParser(
+        prog=f"sparse-balance {command}", formatter_class=HelpFormatter
+    )
+    _module(command).add_flags(parser)
+    return parser
 
 
 def _module(command: str) -> Any:

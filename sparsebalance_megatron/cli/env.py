@@ -124,7 +124,7 @@ def _requirement(name: str) -> str | None:
         lines = requires(DISTRIBUTION) or []
     except PackageNotFoundError:
         return None
-    found = (re.fullmatch(rf"{re.escape(name)}\s*\(?([<>=!~0-9.,\s]+)\)?", line) for line in lines)
+    found = (re.fullmatch(rf"{re.escape(name)}\s*\(?([<>=!~0-9a.,\s]+)\)?", line) for line in lines)
     return next((match[1] for match in found if match), None)
 
 
@@ -135,7 +135,7 @@ def is_within(known: str, wanted: str) -> bool:
         ValueError: a bound is of another kind.
     """
     for bound in wanted.split(","):
-        match = re.fullmatch(r"\s*(>=|<)\s*([\d.]+)\s*", bound)
+        match = re.fullmatch(r"\s*(>=|<)\s*([\d.]+)(?:a\d+)?\s*", bound)
         if match is None:
             raise ValueError(f"version range {wanted!r}: only >= and < are understood")
         below = _release(known) < _release(match[2])

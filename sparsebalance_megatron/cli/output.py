@@ -48,6 +48,8 @@ def print_notes(notes: Sequence[str]) -> None:
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Make the folder of a file that is written inside; failures become :class:`OutputError`."""
+    if path == Path("-"):
+        raise OutputError("-: stands for no file here; name one, or use --json where there is one")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield

@@ -14,8 +14,9 @@ import numpy as np
 
 from sparsebalance_megatron.cli.output import open_console
 from sparsebalance_megatron.cli.sharing import add_sharing_flags, sharing_of
+from sparsebalance_megatron.cli.workload_files import LENGTHS_HELP, lengths_of
 from sparsebalance_megatron.config import check_range
-from sparsebalance_megatron.simulate.lengths import WorkloadError, check_seed, read_lengths
+from sparsebalance_megatron.simulate.lengths import WorkloadError, check_seed
 from sparsebalance_megatron.simulate.models import MODELS, cost_of, prior_coverage, with_bandwidth
 from sparsebalance_megatron.simulate.setups import batches_of, default_policy, job_shape
 from sparsebalance_megatron.simulate.tables import as_json, show
@@ -40,9 +41,7 @@ def add_flags(parser: ArgumentParser) -> None:
         "Plan global batches drawn in order from a file of lengths and predict their "
         "step times. Coverage is the prior (k/n)^0.35: no training run is read."
     )
-    parser.add_argument(
-        "--lengths", type=Path, required=True, metavar="FILE", help="JSON list, or one per line"
-    )
+    parser.add_argument("--lengths", type=Path, required=True, metavar="FILE", help=LENGTHS_HELP)
     parser.add_argument("--dp", type=int, required=True, help="data-parallel ranks")
     parser.add_argument("--pp", type=int, required=True, help="pipeline stages")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (with --model)")
@@ -50,13 +49,33 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--global-batch", type=int, help="samples; default: dp x micro-batches")
     costs = parser.add_mutually_exclusive_group()
     costs.add_argument("--cost-table", type=Path, help="written by `sparse-balance profile`")
-    costs.add_argument("--model", choices=tuple(MODELS), default="qwen2.5-3b")
+    costs.add_argument(
+        "--model", choices=tuple(MODELS), default="qwen2.5-3b", help="counted costs of an H200"
+    )
     parser.add_argument("--layers", type=int, help="of the model; needed with --cost-table")
-    parser.add_argument("--batching", choices=("arrival", "length", "latency", "makespan"))
-    parser.add_argument("--tuning", choices=("off", "anchor", "makespan"))
-    parser.add_argument("--anchor", choices=("mean", "min", "max"), default="mean")
-    parser.add_argument("--coverage-threshold", type=float, default=0.1, metavar="P")
-    parser.add_argument("--base-budget", type=int, default=32, metavar="BLOCKS")
+    parser.add_argument(
+        "--batching",
+        choices=("arrival", "length", "latency", "makespan"),
+        help="plan this way only, beside the baseline; default: every way",
+    )
+    parser.add_argument(
+        "--tuning",
+        choices=("off", "anchor", "makespan"),
+        help="plan this way only, beside the baseline; default: every way",
+    )
+    parser.add_argument(
+        "--anchor", choices=("mean", "min", "max"), default="mean", help="of anchor tuning"
+    )
+    parser.add_argument(
+        "--coverage-threshold",
+        type=float,
+        default=0.1,
+        metavar="P",
+        help="coverage that a sample may lose",
+    )
+    parser.add_argument(
+        "--base-budget", type=int, default=32, metavar="BLOCKS", help="budget before tuning"
+    )
     parser.add_argument("--block-size", type=int, default=256, help="with --model, tokens")
     parser.add_argument("--max-tokens-per-micro-batch", type=int, help="default: no cap")
     parser.add_argument("--plan-ms", type=float, help="search effort; default: 2 %% of the step")
@@ -120,7 +139,7 @@ def _workload(arguments: Namespace) -> Workload:
             f"--global-batch {batch} must be a multiple of --dp {arguments.dp} x --micro-batches "
             f"{arguments.micro_batches} = {slots}"
         )
-    lengths = read_lengths(arguments.lengths)
+    lengths = lengths_of(arguments.lengths)
     if arguments.seed is not None:
         lengths = np.random.default_rng(arguments.seed).permutation(lengths)
     batches = batches_of(lengths[: arguments.steps * batch], batch)

@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from sparsebalance_megatron.cli.help_formatter import ParagraphsHelpFormatter
 from sparsebalance_megatron.data.documents import LOSS_MASK_SUFFIX
 from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.prepare import counts_text, prepare
@@ -25,7 +26,7 @@ the assistant's turns are trained on: PREFIX_loss_mask.bin and .idx say which to
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``prepare-data``."""
     parser.description = _DESCRIPTION
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.formatter_class = ParagraphsHelpFormatter
     documents = parser.add_mutually_exclusive_group(required=True)
     documents.add_argument(
         "--input", nargs="+", type=Path, metavar="FILE.jsonl", help="JSON-lines files, in order"
@@ -50,7 +51,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--append-eod",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="end every document with the tokenizer's end-of-sequence token (default: on)",
+        help="end every document with the tokenizer's end-of-sequence token",
     )
     parser.add_argument(
         "--on-bad-record",

@@ -6,8 +6,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from sparsebalance_megatron.cli.output import (
     OutputError,
@@ -16,10 +15,10 @@ from sparsebalance_megatron.cli.output import (
     writing,
 )
 from sparsebalance_megatron.config import ConfigError
-from sparsebalance_megatron.cost.model import CostModel, FitError, fit_errors, held_out_errors
-from sparsebalance_megatron.cost.parts import Direction, Part
-from sparsebalance_megatron.profiling.cells import FULL, QUICK
-from sparsebalance_megatron.profiling.profile import profile
+
+if TYPE_CHECKING:
+    from sparsebalance_megatron.cost.model import FitError
+    from sparsebalance_megatron.cost.parts import Direction, Part
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -68,6 +67,13 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.output.is_dir():
             raise OutputError(f"--output {arguments.output}: is a directory; name a file")
         check_writable_folder(arguments.output.parent)
+    # Torch and Megatron take seconds, which neither --help nor a wrong flag should cost.
+    import torch
+
+    from sparsebalance_megatron.cost.model import CostModel, fit_errors, held_out_errors
+    from sparsebalance_megatron.profiling.cells import FULL, QUICK
+    from sparsebalance_megatron.profiling.profile import profile
+
     torch.set_num_threads(arguments.threads)
     table = profile(
         arguments.passed_on,

@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from sparsebalance_megatron.cli.output import open_console, print_notes, write_text
+from sparsebalance_megatron.cli.output import OutputError, open_console, print_notes, write_text
 from sparsebalance_megatron.cli.summary import show
 from sparsebalance_megatron.report.comparison import Comparison
 from sparsebalance_megatron.report.comparison_table import columns_of, table_of
 from sparsebalance_megatron.report.page import render
 from sparsebalance_megatron.report.run_report import make_report
 from sparsebalance_megatron.report.sentences import headline
+from sparsebalance_megatron.report.server import ADDRESS, PageServer, log_version
+
+_REFRESH_S = 15.0
+_LARGEST_PORT = 65535
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -41,8 +46,15 @@ def add_flags(parser: ArgumentParser) -> None:
         metavar="FILE",
         help="default: report.html",
     )
-    parser.add_argument(
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument(
         "--json", action="store_true", help="print the page's numbers as JSON, and nothing else"
+    )
+    shown.add_argument(
+        "--serve",
+        type=int,
+        metavar="PORT",
+        help="show the page at http://127.0.0.1:PORT, made anew as the run goes on; writes no file",
     )
 
 
@@ -52,9 +64,11 @@ def run(arguments: Namespace) -> int:
     Raises:
         RunLogError: if a directory holds no readable log.
         ReportError: if matplotlib is not installed, or the step is not logged.
-        OutputError: if the page cannot be written, or rich is not installed; the page is written
-            by then.
+        OutputError: if the page cannot be written or the port cannot be had, or rich is not
+            installed; the page is written by then.
     """
+    if arguments.serve is not None:
+        return _serve(arguments)
     report = make_report(arguments.run_directory, arguments.baseline, arguments.step)
     write_text(arguments.output, render(report.page))
     if arguments.json:
@@ -70,4 +84,28 @@ def run(arguments: Namespace) -> int:
     for line in report.not_drawn:
         print(line)
     print(f"iteration {report.iteration} is drawn; written to {arguments.output}")
+    return 0
+
+
+def _serve(arguments: Namespace) -> int:
+    """Serve until interrupted."""
+    if not 0 <= arguments.serve <= _LARGEST_PORT:
+        raise OutputError(f"--serve {arguments.serve}: must be a port, 0 to {_LARGEST_PORT}")
+    directories = [each for each in (arguments.run_directory, arguments.baseline) if each]
+    try:
+        server = PageServer(
+            arguments.serve,
+            lambda: render(
+                make_report(arguments.run_directory, arguments.baseline, arguments.step).page
+            ),
+            lambda: log_version(*directories),
+            _REFRESH_S,
+        )
+    except OSError as error:
+        raise OutputError(
+            f"--serve {arguments.serve}: {error.strerror}; choose another port"
+        ) from error
+    with server, suppress(KeyboardInterrupt):
+        print(f"http://{ADDRESS}:{server.server_port} shows the report; Ctrl-C ends it", flush=True)
+        server.serve_forever()
     return 0

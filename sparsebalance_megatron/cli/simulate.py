@@ -25,10 +25,18 @@ def add_flags(parser: ArgumentParser) -> None:
         "Plan generated lengths on a named setup and predict step times at counted "
         "layer costs of an H200."
     )
-    parser.add_argument("--setup", choices=tuple(SETUPS), required=True)
+    parser.add_argument(
+        "--setup", choices=tuple(SETUPS), required=True, help="named job on generated lengths"
+    )
     parser.add_argument("--steps", type=int, default=24, help="global batches to plan")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--coverage-threshold", type=float, default=0.1, metavar="P")
+    parser.add_argument("--seed", type=int, default=0, help="of the lengths")
+    parser.add_argument(
+        "--coverage-threshold",
+        type=float,
+        default=0.1,
+        metavar="P",
+        help="coverage that a sample may lose",
+    )
     add_sharing_flags(parser)
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
 

@@ -19,8 +19,17 @@ from sparsebalance_megatron.telemetry.step_log import read_run_log
 def add_flags(parser: ArgumentParser) -> None:
     """Add the flags of ``summary``."""
     parser.description = "Compare two runs by their step logs (--sparse-balance-log-dir)."
-    parser.add_argument("--baseline", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--run", type=Path, required=True, metavar="DIR", dest="run_directory")
+    parser.add_argument(
+        "--baseline", type=Path, required=True, metavar="DIR", help="logs to compare with"
+    )
+    parser.add_argument(
+        "--run",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        dest="run_directory",
+        help="logs of the run over the same samples",
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write JSON here")
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
     parser.add_argument(

@@ -34,6 +34,8 @@ _DEPENDS_ON: Mapping[Part, tuple[str, ...]] = {
 _FULL_RECOMPUTE = frozenset({Part.ATTENTION, Part.ROUTER, Part.LINEAR})
 _ATTENTION_RECOMPUTE = frozenset({Part.ATTENTION, Part.ROUTER})
 
+COUNTED = "counted operations"
+"""How the source of a model begins that measured nothing."""
 _NOMINAL_FLOPS_PER_MS = 1e11
 """100 TFLOP/s. Plans depend on ratios of costs only."""
 
@@ -163,7 +165,7 @@ class CostModel:
             backward_ms=backward_ms,
             work=work,
             exchange=_exchange(shape),
-            source=f"counted operations at {flops_per_ms:.3g} per ms",
+            source=f"{COUNTED} at {flops_per_ms:.3g} per ms",
         )
 
 

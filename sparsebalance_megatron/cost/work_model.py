@@ -97,3 +97,16 @@ WORK_MODELS: Mapping[Granularity, WorkModel] = {
     "token-query-head": BlockTopK(per_token=True, per_query_head=True),
 }
 """By the selection's name."""
+
+
+def selected_blocks_per_token(
+    selection: Granularity, *, heads: int, groups: int, block_size: int, budget_blocks: int
+) -> float:
+    """Entries that the lists of selected blocks have per token and layer, of all heads.
+
+    One list of ``budget_blocks`` for every KV head, or every query head where those select, and
+    for every token, or every block of ``block_size`` tokens.
+    """
+    selecting_heads = heads if selection == "token-query-head" else groups
+    by_token = selection in ("token-query-head", "token-kv-head")
+    return selecting_heads * budget_blocks / (1 if by_token else block_size)

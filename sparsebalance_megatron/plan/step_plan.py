@@ -204,6 +204,12 @@ class StepPlan:
         """What a data-parallel rank runs, position by position."""
         return self._rank_plans[rank]
 
+    def share_tokens_RM(self) -> np.ndarray:
+        """Tokens of every rank's share of its micro-batches, position by position, float64."""
+        return np.array(
+            [[slot.tokens / slot.width for slot in rank.micro_batches] for rank in self._rank_plans]
+        )
+
     @cached_property
     def _rank_plans(self) -> tuple[RankPlan, ...]:
         of_rank: list[list[MicroBatchPlan]] = [[] for _ in range(self.data_parallel_size)]

@@ -120,6 +120,14 @@ def read_lengths(path: Path) -> np.ndarray:
     return np.array(lengths, dtype=np.int64)
 
 
+def split_overlong(lengths: np.ndarray, seq_length: int) -> np.ndarray:
+    """Lengths as ``--sparse-balance-overlong split`` cuts documents: none above ``seq_length``."""
+    pieces = -(-lengths // seq_length)
+    cut = np.full(int(pieces.sum()), seq_length, dtype=np.int64)
+    cut[np.cumsum(pieces) - 1] = lengths - (pieces - 1) * seq_length
+    return cut
+
+
 def check_seed(seed: int) -> None:
     """Raise :class:`WorkloadError` for a ``--seed`` that no generator takes."""
     if seed < 0:

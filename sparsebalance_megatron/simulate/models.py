@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sparsebalance_megatron.config import Granularity
 from sparsebalance_megatron.cost.model import CostModel, Part
 from sparsebalance_megatron.cost.table import CostTable, ModelShape
 from sparsebalance_megatron.cost.table_doubts import doubts
@@ -34,14 +35,16 @@ class ModelPreset:
     shape: ModelShape
 
 
-def _qwen25(*, layers: int, hidden: int, ffn: int, heads: int, head_dim: int) -> ModelPreset:
+def _preset(
+    *, layers: int, hidden: int, ffn: int, heads: int, groups: int, head_dim: int, vocabulary: int
+) -> ModelPreset:
     shape = ModelShape(
         hidden_size=hidden,
         ffn_hidden_size=ffn,
         num_attention_heads=heads,
-        num_query_groups=2,
+        num_query_groups=groups,
         head_dim=head_dim,
-        vocab_size=151936,
+        vocab_size=vocabulary,
         gated_linear_unit=True,
         tensor_parallel_size=1,
     )
@@ -49,8 +52,18 @@ def _qwen25(*, layers: int, hidden: int, ffn: int, heads: int, head_dim: int) ->
 
 
 MODELS: Mapping[str, ModelPreset] = {
-    "qwen2.5-0.5b": _qwen25(layers=24, hidden=896, ffn=4864, heads=14, head_dim=64),
-    "qwen2.5-3b": _qwen25(layers=36, hidden=2048, ffn=11008, heads=16, head_dim=128),
+    "qwen2.5-0.5b": _preset(
+        layers=24, hidden=896, ffn=4864, heads=14, groups=2, head_dim=64, vocabulary=151936
+    ),
+    "qwen2.5-3b": _preset(
+        layers=36, hidden=2048, ffn=11008, heads=16, groups=2, head_dim=128, vocabulary=151936
+    ),
+    "qwen2.5-7b": _preset(
+        layers=28, hidden=3584, ffn=18944, heads=28, groups=4, head_dim=128, vocabulary=152064
+    ),
+    "llama-3.1-8b": _preset(
+        layers=32, hidden=4096, ffn=14336, heads=32, groups=8, head_dim=128, vocabulary=128256
+    ),
 }
 
 
@@ -66,18 +79,27 @@ def preset(name: str) -> ModelPreset:
 
 
 def h200_cost(name: str, *, block_size: int, tensor_parallel_size: int = 1) -> CostModel:
-    """Counted operations at the H200's peak, half of it for projections, 30 % for attention.
-
-    Selection is MoBA's, per token and query head.
+    """:func:`h200_cost_of` a public model whose query heads select for themselves, as MoBA's do.
 
     Raises:
         WorkloadError: the name is unknown.
     """
     shape = replace(preset(name).shape, tensor_parallel_size=tensor_parallel_size)
+    return h200_cost_of(name, shape, block_size=block_size, selection="token-query-head")
+
+
+def h200_cost_of(
+    name: str, shape: ModelShape, *, block_size: int, selection: Granularity
+) -> CostModel:
+    """Counted operations at the H200's peak, half of it for projections, 30 % for attention.
+
+    Args:
+        name: of the model, for the source that the costs name.
+    """
     linear = CostModel.analytic(
         shape,
         block_size,
-        selection="token-query-head",
+        selection=selection,
         flops_per_ms=H200_PEAK_FLOPS_PER_MS * LINEAR_EFFICIENCY,
     )
     slower = dict.fromkeys(Part, 1.0) | dict.fromkeys(
@@ -87,6 +109,7 @@ def h200_cost(name: str, *, block_size: int, tensor_parallel_size: int = 1) -> C
         block_size=block_size,
         forward_ms=_scaled(linear.forward_ms, slower),
         backward_ms=_scaled(linear.backward_ms, slower),
+        work=linear.work,
         exchange=linear.exchange,
         source=f"{name}: counted operations on an H200, {LINEAR_EFFICIENCY:.0%} of peak in "
         f"projections, {ATTENTION_EFFICIENCY:.0%} in attention",

@@ -117,6 +117,7 @@ def _stages(planned: PlannedStep, measured: StepMeasurement) -> dict[str, float]
     relative_RP = ratio_RP / ratio_RP.mean()
     return {
         **_numbered("bubble-fraction-stage", bubble_P),
+        "wait-time-ratio": float(1.0 - busy_RP.mean() / makespan_R1.max()),
         **_numbered("relative-time-stage", relative_RP.mean(axis=0)),
         "relative-time-max": float(relative_RP.max()),
         "slowness-planned-max": float(scales.device_slowness_RP.max()),

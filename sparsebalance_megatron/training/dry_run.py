@@ -113,6 +113,8 @@ def _world(size: int) -> Iterator[None]:
     """Be rank 0 of ``size`` ranks, or of those launched if 0, for whoever asks the environment."""
     size = size or int(os.environ.get("WORLD_SIZE", "1"))
     place = {"WORLD_SIZE": str(size), "RANK": "0", "LOCAL_RANK": "0"}
+    # Megatron demands it of some layouts, for the order of kernels on a device; none runs here.
+    place["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     saved = {name: os.environ.get(name) for name in place}
     os.environ.update(place)
     try:
@@ -176,7 +178,11 @@ def _validated_args(
     set_global_variables(args)
     # Learning rate and weight decay over time, for an optimizer without parameters.
     get_optimizer_param_scheduler(Namespace(param_groups=[]))
-    unchecked = ["memory", "processes, the network and its libraries (NCCL)", "attention kernels"]
+    unchecked = [
+        "memory, which is counted below",
+        "processes, the network and its libraries (NCCL)",
+        "attention kernels",
+    ]
     if args.load or args.pretrained_checkpoint:
         unchecked.append("checkpoints; the plan is that of a run from the start")
     if args.transformer_impl == "transformer_engine" and find_spec("transformer_engine") is None:

@@ -11,11 +11,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from sparsebalance_megatron.cost.model import COUNTED
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.plan.planned_step import PlannedStep
+from sparsebalance_megatron.training.dry_run_memory import describe_memory
 from sparsebalance_megatron.training.inputs import CostedInputs
 
 _HEADER = ("rank", "micro-batch", "samples", "tokens", "budget min", "mean", "max", "predicted ms")
+_RANK_HEADER = ("ranks", "micro-batches", *_HEADER[2:])
+_MOST_SLOTS = 32
+"""Above it the table has a row per rank, not per micro-batch."""
+_MOST_RANKS = 16
+"""Rows of that table: as many of the slowest and of the fastest ranks."""
 
 
 def describe(
@@ -46,17 +53,80 @@ def describe(
         f"first step: {args.global_batch_size} samples in {job.micro_batches} micro-batches per "
         f"data-parallel rank; layers per pipeline stage: {' '.join(map(str, layers))}",
         "",
-        *_table(_HEADER, _rows(planned)),
+        *_slots(planned),
         "(rank: data-parallel and context-parallel; budgets: blocks, over layers and samples; ms: "
         "forward and backward, all stages)",
         "",
+        *describe_memory(args, inputs, planned.plan),
+        "",
         f"batching: {planned.plan.batching}, planned in {planned.plan_ms:.1f} ms",
-        f"makespan: {expected.makespan_ms:.4g} ms predicted, at least {expected.lower_bound_ms:.4g}"
+        f"makespan: {expected.makespan_ms:.4g} ms {_predicted(inputs)}, at least "
+        f"{expected.lower_bound_ms:.4g}"
         f" ms for any plan of this step ({_ratio(expected.makespan_ms, expected.lower_bound_ms)})",
         f"imbalance, max/mean: micro-batches {expected.imbalance_micro_batches:.3f}, rank sums "
         f"{expected.imbalance_rank_sums:.3f}, makespans {expected.imbalance_makespans:.3f}",
         f"work: {expected.work_ratio:.1%} of that at base budgets",
         f"coverage: {_coverage(expected.coverage_mean, expected.coverage_min)}",
+    ]
+
+
+def _predicted(inputs: CostedInputs) -> str:
+    """How the times were predicted: counted operations are no measurement of any device."""
+    if inputs.cost.source.startswith(COUNTED):
+        return "estimated from counted operations, not measured on any device"
+    return "predicted"
+
+
+def _slots(planned: PlannedStep) -> list[str]:
+    """Every micro-batch, or of many the ranks: alike ones once, those in the middle counted."""
+    if len(planned.plan.slots) <= _MOST_SLOTS:
+        return _table(_HEADER, _rows(planned))
+    rows = _folded(_rank_rows(planned))
+    left_out = max(0, len(rows) - _MOST_RANKS)
+    if left_out:
+        half = _MOST_RANKS // 2
+        rows = [*rows[:half], *rows[-half:]]
+    lines = _table(_RANK_HEADER, rows)
+    if left_out:
+        lines.append(
+            f"(slowest ranks first; {left_out} rows between the {_MOST_RANKS // 2} slowest and the "
+            f"{_MOST_RANKS // 2} fastest are left out)"
+        )
+    return lines
+
+
+def _rank_rows(planned: PlannedStep) -> list[tuple[str, ...]]:
+    """One per rank, slowest first: what its micro-batches hold together; shared rows count as its
+    share of their tokens."""
+    plan, expected = planned.plan, planned.plan.expectation
+    rank_ms_R = (expected.times_2RPVM[0] + expected.times_2RPVM[1]).sum(axis=(1, 2, 3))
+    rows = []
+    for rank in np.argsort(-rank_ms_R, kind="stable"):
+        slots = plan.for_rank(int(rank)).micro_batches
+        budgets = np.concatenate([slot.budgets_LS.ravel() for slot in slots])
+        rows.append(
+            (
+                str(rank),
+                str(len(slots)),
+                str(sum(len(slot.samples) for slot in slots)),
+                f"{round(sum(slot.tokens / slot.width for slot in slots)):,}",
+                str(budgets.min()),
+                f"{budgets.mean():.1f}",
+                str(budgets.max()),
+                f"{rank_ms_R[rank]:.4g}",
+            )
+        )
+    return rows
+
+
+def _folded(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Ranks whose rows say the same, in one row that names how many they are and the first."""
+    ranks: dict[tuple[str, ...], list[str]] = {}
+    for rank, *rest in rows:
+        ranks.setdefault(tuple(rest), []).append(rank)
+    return [
+        (each[0] if len(each) == 1 else f"{len(each)} as {each[0]}", *rest)
+        for rest, each in ranks.items()
     ]
 
 

@@ -9,6 +9,6 @@ import pytest
 @pytest.fixture(scope="session", autouse=True)
 def imported() -> None:
 
-    import sparsebalance_megatron.cli.convert
-    import sparsebalance_megatron.cli.profile
+    import sparsebalance_megatron.cli.conversion
+    import sparsebalance_megatron.profiling.profile
     import sparsebalance_megatron.report.run_report  # noqa: F401

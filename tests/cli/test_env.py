@@ -34,6 +34,8 @@ EVERYWHERE = {"blocks", "tokens", "reference"}
         ("0.19.0rc1+abc", "<0.20,>=0.18", True),
         ("2.15.0+cpu", ">=2.6", True),
         ("2.5.1", ">=2.6", False),
+        ("2.8.0a0+5228986c39.nv25.6", ">=2.8.0a0", True),
+        ("2.7.1", ">=2.8.0a0", False),
     ],
 )
 def test_ranges(known: str, wanted: str, inside: bool) -> None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -41,6 +43,28 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def page(runs: tuple[Path, Path]) -> str:
     return render(make_report(runs[0], runs[1], None).page)
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules.update(dict.fromkeys(["torch", "megatron"]))
+from sparsebalance_megatron import cli
+sys.exit(cli.main(["report", sys.argv[1], "--json", "-o", sys.argv[2]]))
+"""
+
+
+def test_a_laptop_without_torch_and_megatron_makes_the_page(
+    runs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    page = tmp_path / "report.html"
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, str(runs[0]), str(page)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert page.is_file()
 
 
 class _Reader(HTMLParser):

@@ -53,6 +53,10 @@ def test_a_step_as_predicted_measures_what_it_predicted() -> None:
         idle_D = 1.0 - busy_D / np.array(planned.plan.expectation.rank_makespan_ms)
         assert values[f"bubble-fraction-stage-{stage}"] == pytest.approx(idle_D.mean())
     assert values["relative-time-max"] == pytest.approx(1.0)
+    busy_ms = float((measured.times_2RPVM[0] + measured.times_2RPVM[1]).sum())
+    stages = JOB.data_parallel_size * JOB.pipeline_stages
+    available_ms = stages * planned.plan.expectation.makespan_ms
+    assert values["wait-time-ratio"] == pytest.approx(1.0 - busy_ms / available_ms)
 
 
 def test_a_slow_device_shows_although_its_samples_are_short() -> None:
@@ -134,6 +138,7 @@ def test_wandb_gets_all_finite_scalars_of_a_step_at_once() -> None:
         "makespan-ms-measured",
         "bubble-fraction-stage-0",
         "bubble-fraction-stage-1",
+        "wait-time-ratio",
         "tokens-per-second",
         "tflops-per-rank-executed",
         "tflops-per-rank-dense-equivalent",

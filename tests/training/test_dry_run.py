@@ -57,7 +57,9 @@ def test_plans_for_ranks_that_do_not_exist_and_writes_nothing(
     assert result.returncode == 0, result.stderr
     assert "dry run of 32 ranks: tensor 2 x pipeline 4 x data 4" in result.stdout
     assert "layers per pipeline stage: 1 1 1 1" in result.stdout
-    assert "not checked:\n  memory\n" in result.stdout
+    assert "not checked:\n  whether memory suffices: it is counted below" in result.stdout
+    assert "ms estimated from counted operations, not measured on any device" in result.stdout
+    assert re.findall(r"^  stages? ([\d-]+): [\d.e-]+ = ", result.stdout, re.M) == ["0", "1-2", "3"]
     rows = slots(result.stdout)
     assert [row[:2] for row in rows] == [[str(d), str(m)] for d in range(4) for m in range(2)]
     assert sum(int(row[2]) for row in rows) == 8

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sparse-balance advise``: what a job would take under several settings, before any is run."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import cast
+
+from sparsebalance_megatron.cli.output import open_console
+from sparsebalance_megatron.cli.workload_files import LENGTHS_HELP, NamedModel, lengths_of, model_of
+from sparsebalance_megatron.config import Granularity, SparseBalanceConfig, check_range
+from sparsebalance_megatron.cost.memory import GIBIBYTE, memory_lines
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.table import CostTable, ModelShape
+from sparsebalance_megatron.simulate.advice import Advice, AdvisedJob, Choice, advise
+from sparsebalance_megatron.simulate.advice_table import best_fitting, findings, show
+from sparsebalance_megatron.simulate.lengths import WorkloadError, split_overlong
+from sparsebalance_megatron.simulate.models import h200_cost_of, with_bandwidth
+from sparsebalance_megatron.simulate.setups import batches_of
+
+MEMORY_SOURCE = (
+    "weights, gradients and optimizer counted with the formula of Megatron's "
+    "theoretical_memory_usage, without Megatron, for --sequence-parallel and "
+    "--use-distributed-optimizer; a dry run asks Megatron itself"
+)
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    """Add the flags of ``advise``."""
+    parser.description = (
+        "Predict step time, bubble and memory of your samples and your model over block sizes, "
+        "budgets, micro-batches and context-parallel sizes. Times are estimated from counted "
+        "operations of an H200 unless a cost table is given."
+    )
+    parser.add_argument("--lengths", type=Path, required=True, metavar="FILE", help=LENGTHS_HELP)
+    parser.add_argument(
+        "--model", required=True, help="a public model's name, or a directory with config.json"
+    )
+    parser.add_argument("--gpus", type=int, required=True, help="of the job")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
+    parser.add_argument("--global-batch", type=int, required=True, help="samples of a step")
+    parser.add_argument(
+        "--seq-length", type=int, help="longer samples are cut to it; default: none is cut"
+    )
+    for flag, default, text in (
+        ("--block-sizes", [128, 256, 512], "tokens; with --cost-table: that of the table"),
+        ("--base-budgets", [16, 32, 64], "blocks"),
+        ("--micro-batches", None, "per rank and step; default: one sample in each"),
+        ("--context-parallel-sizes", [1], "ranks that share a sample, as --context-parallel-size"),
+    ):
+        parser.add_argument(flag, type=int, nargs="+", default=default, metavar="N", help=text)
+    parser.add_argument(
+        "--recompute", choices=("none", "attention", "full"), default="none", help="in backward"
+    )
+    parser.add_argument("--cost-table", type=Path, help="written by `sparse-balance profile`")
+    parser.add_argument(
+        "--gigabytes-per-second",
+        type=float,
+        metavar="X",
+        help="what a rank receives keys and values with; default: as measured, or 50",
+    )
+    parser.add_argument("--gpu-memory", type=float, default=80.0, metavar="GIB", help="of one GPU")
+    parser.add_argument("--steps", type=int, default=2, help="global batches to plan")
+    parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+
+
+def run(arguments: Namespace) -> int:
+    """Plan every choice, predict, print.
+
+    Raises:
+        ConfigError, WorkloadError, DataError, CostTableError: a value or a file is wrong.
+        OutputError: if rich is not installed.
+    """
+    job = _job(arguments)
+    found = advise(job, _choices(arguments, job))
+    chosen = best_fitting(found, arguments.gpu_memory)
+    sentences = findings(found, arguments.gpu_memory, chosen)
+    if arguments.json:
+        print(json.dumps(_as_json(found, sentences), indent=2))
+        return 0
+    console = open_console(", or use --json")
+    show(console, found, arguments.gpu_memory)
+    lines = [*sentences, *memory_lines(chosen.stages, MEMORY_SOURCE)]
+    lines += [f"costs: {found.cost_source}"]
+    lines += [f"left out: {reason}" for reason in found.left_out]
+    for line in lines:
+        console.print(line, markup=False, highlight=False)
+    return 0
+
+
+def _as_json(found: Advice, sentences: list[str]) -> dict[str, object]:
+    return {
+        "costs": found.cost_source,
+        "memory": MEMORY_SOURCE,
+        "advice": sentences,
+        "left_out": list(found.left_out),
+        "choices": [
+            asdict(outlook) | {"fullest_gib": outlook.fullest_bytes / GIBIBYTE}
+            for outlook in found.outlooks
+        ],
+    }
+
+
+def _job(arguments: Namespace) -> AdvisedJob:
+    for name in ("gpus", "tp", "pp", "global_batch", "steps"):
+        if getattr(arguments, name) < 1:
+            raise WorkloadError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: below 1")
+    if not 0 < arguments.gpu_memory < float("inf"):
+        raise WorkloadError(f"--gpu-memory {arguments.gpu_memory}: must be finite and above 0")
+    model = model_of(arguments.model)
+    if model.shape.num_attention_heads % arguments.tp:
+        raise WorkloadError(
+            f"--tp {arguments.tp}: must divide the {model.shape.num_attention_heads} heads of "
+            f"{model.name}"
+        )
+    lengths = lengths_of(arguments.lengths)
+    if arguments.seq_length is not None:
+        if arguments.seq_length < 1:
+            raise WorkloadError(f"--seq-length {arguments.seq_length}: below 1")
+        lengths = split_overlong(lengths, arguments.seq_length)
+    batches = batches_of(
+        lengths[: arguments.steps * arguments.global_batch], arguments.global_batch
+    )
+    if not batches:
+        raise WorkloadError(
+            f"{arguments.lengths}: {len(lengths)} lengths, a step needs {arguments.global_batch}"
+        )
+    costs, selection = _costs(arguments, model)
+    return AdvisedJob(
+        shape=replace(model.shape, tensor_parallel_size=arguments.tp),
+        layers=model.layers,
+        tied_embeddings=model.tied_embeddings,
+        gpus=arguments.gpus,
+        pipeline_stages=arguments.pp,
+        batches=batches,
+        costs=costs,
+        selection=selection,
+        recompute_all=arguments.recompute == "full",
+        recompute_attention=arguments.recompute == "attention",
+    )
+
+
+def _costs(
+    arguments: Namespace, model: NamedModel
+) -> tuple[Callable[[int], CostModel], Granularity]:
+    """Block size -> costs, and whose queries select; a table knows one of either."""
+    shape = replace(model.shape, tensor_parallel_size=arguments.tp)
+    if arguments.cost_table is None:
+        selection = SparseBalanceConfig().selection
+
+        def counted(block_size: int) -> CostModel:
+            cost = h200_cost_of(model.name, shape, block_size=block_size, selection=selection)
+            return with_bandwidth(cost, arguments.gigabytes_per_second)
+
+        return counted, selection
+    table = CostTable.load(arguments.cost_table)
+    table.check_matches(replace(table.identity, shape=_padded(shape, table)))
+    cost = with_bandwidth(CostModel.fit(table), arguments.gigabytes_per_second)
+    # Fitting has found it among the selections that there are.
+    return lambda _: cost, cast(Granularity, table.identity.selection)
+
+
+def _padded(shape: ModelShape, table: CostTable) -> ModelShape:
+    """The shape with the table's vocabulary: Megatron pads it, and by how much is not known."""
+    return replace(shape, vocab_size=table.identity.shape.vocab_size)
+
+
+def _choices(arguments: Namespace, job: AdvisedJob) -> list[Choice]:
+    block_sizes = arguments.block_sizes
+    if arguments.cost_table is not None:
+        block_sizes = [job.costs(0).block_size]
+    for name, values in (("block_size", block_sizes), ("base_budget", arguments.base_budgets)):
+        for value in values:
+            check_range(name, value, f"--{name.replace('_', '-')}s")
+    micro_batches = arguments.micro_batches
+    if micro_batches is None:
+        micro_batches = [max(1, arguments.global_batch // job.ranks)]
+    return Choice.grid(
+        block_sizes, arguments.base_budgets, micro_batches, arguments.context_parallel_sizes
+    )

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a stage of the pipeline holds in memory, counted: an estimate before any GPU is used.
+
+Counted are weights with gradients and Adam's state, and the activations of the micro-batches in
+flight, with what this package adds: the lists of selected blocks. Not counted are the allocator's
+fragmentation, the CUDA context, NCCL's buffers and workspaces of libraries.
+
+Shape legend: P pipeline stages, R data-parallel ranks, M micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sparsebalance_megatron.cost.table import ModelShape
+
+GIBIBYTE = 2.0**30
+NOT_COUNTED = "fragmentation, CUDA context, NCCL buffers, library workspaces"
+_HALF, _FLOAT = 2, 4
+"""Bytes of a number in bfloat16 and in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryModel:
+    """What decides the memory of a dense GPT in bfloat16 with RMSNorm, flags as in Megatron.
+
+    ``layers_per_stage``: of every pipeline stage. ``virtual_stages``: chunks per stage.
+    ``optimizer_ranks``: over which ``--use-distributed-optimizer`` divides Adam's state, 1 without
+    it. ``selected_blocks_per_token``: entries of the lists that attention saves, per token and
+    layer of a whole model: KV heads (or query heads) times budget where tokens select, and that
+    over the block size where blocks of queries do. ``recompute_all`` and ``recompute_attention``:
+    what backward computes again.
+    """
+
+    shape: ModelShape
+    layers_per_stage: tuple[int, ...]
+    virtual_stages: int
+    tied_embeddings: bool
+    sequence_parallel: bool
+    optimizer_ranks: int
+    selected_blocks_per_token: float
+    recompute_all: bool = False
+    recompute_attention: bool = False
+
+    @property
+    def stages(self) -> int:
+        return len(self.layers_per_stage)
+
+    def parameters(self, stage: int) -> float:
+        """Parameters that one tensor-parallel rank of a stage holds.
+
+        As ``megatron.training.theoretical_memory_usage`` counts them: projections without biases,
+        two norms per layer, one norm in all at the end.
+        """
+        shape, share = self.shape, 1.0 / self.shape.tensor_parallel_size
+        heads, groups = shape.num_attention_heads, shape.num_query_groups
+        attention = shape.hidden_size * shape.head_dim * 2 * (heads + groups)
+        mlp = shape.hidden_size * shape.ffn_hidden_size * (3 if shape.gated_linear_unit else 2)
+        layer = (attention + mlp) * share + 2 * shape.hidden_size
+        embedding = shape.hidden_size * shape.vocab_size * share
+        first, last = stage == 0, stage == self.stages - 1
+        embeddings = int(first) + int(last and not (first and self.tied_embeddings))
+        return (
+            self.layers_per_stage[stage] * layer
+            + embeddings * embedding
+            + int(last) * shape.hidden_size
+        )
+
+    def weights_bytes(self, stage: int) -> float:
+        """Weights, gradients and Adam's state of a stage: 18 bytes per parameter.
+
+        With the distributed optimizer 6 bytes, and 12 divided by its ranks; both as Megatron counts
+        them for training in bfloat16 with float32 gradients.
+        """
+        if self.optimizer_ranks == 1:
+            return 18 * self.parameters(stage)
+        return (6 + 12 / self.optimizer_ranks) * self.parameters(stage)
+
+    def layer_bytes_per_token(self) -> float:
+        """What backward needs of one layer, per token of one rank's share of a row.
+
+        The inputs of both norms and their outputs; query, key, value and attention output with its
+        log-sum-exp; the lists of blocks; the MLP's input of the activation and its output. Terms
+        as in section 4 of arXiv:2205.05198, with attention that stores no scores and without
+        dropout masks.
+        """
+        shape, share = self.shape, 1.0 / self.shape.tensor_parallel_size
+        hidden_share = share if self.sequence_parallel else 1.0
+        if self.recompute_all:
+            return _HALF * shape.hidden_size * hidden_share
+        heads, groups = shape.num_attention_heads, shape.num_query_groups
+        qkv_and_output = _HALF * shape.head_dim * 2 * (heads + groups)
+        mlp = _HALF * shape.ffn_hidden_size * (3 if shape.gated_linear_unit else 2)
+        kept = 4 * _HALF * shape.hidden_size * hidden_share + (qkv_and_output + mlp) * share
+        if self.recompute_attention:
+            return kept
+        return kept + (_FLOAT * heads + 4 * self.selected_blocks_per_token) * share
+
+    def output_bytes_per_token(self) -> float:
+        """The logits in bfloat16 and their softmax in float32, of the last stage, per token."""
+        return (_HALF + _FLOAT) * self.shape.vocab_size / self.shape.tensor_parallel_size
+
+    def chunks_in_flight(self, stage: int, micro_batches: int) -> int:
+        """Chunk forwards whose backward is still to come, at most.
+
+        1F1B: as many as there are stages from this one on; interleaved: as Megatron's warm-up,
+        ``(P - stage - 1) x 2 + (virtual stages - 1) x P``, and the one that runs.
+        """
+        after = self.stages - stage - 1
+        if self.virtual_stages == 1:
+            return min(micro_batches, after + 1)
+        warm_up = 2 * after + (self.virtual_stages - 1) * self.stages
+        return min(micro_batches * self.virtual_stages, warm_up + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Bytes of the fullest rank of one pipeline stage."""
+
+    weights_bytes: float
+    activations_bytes: float
+    lists_bytes: float
+    """Of the activations: what the lists of selected blocks take."""
+
+    @property
+    def total_bytes(self) -> float:
+        return self.weights_bytes + self.activations_bytes
+
+
+def stage_memory(model: MemoryModel, tokens_RM: np.ndarray) -> tuple[StageMemory, ...]:
+    """Memory of every stage while a step runs.
+
+    Args:
+        tokens_RM: tokens of a rank's share of every micro-batch, in the order they run.
+
+    Returns:
+        One per pipeline stage: of the rank whose micro-batches in flight hold most tokens.
+    """
+    micro_batches = tokens_RM.shape[1]
+    per_layer = model.layer_bytes_per_token()
+    lists_per_layer = 0.0
+    if not (model.recompute_all or model.recompute_attention):
+        lists_per_layer = 4 * model.selected_blocks_per_token / model.shape.tensor_parallel_size
+    found = []
+    for stage, layers in enumerate(model.layers_per_stage):
+        chunks = model.chunks_in_flight(stage, micro_batches)
+        # So many neighbouring micro-batches, the last of them perhaps with some chunks only.
+        window = min(micro_batches, -(-chunks // model.virtual_stages))
+        sums = np.lib.stride_tricks.sliding_window_view(tokens_RM, window, axis=1).sum(axis=2)
+        tokens_in_flight = float(sums.max()) * chunks / (window * model.virtual_stages)
+        activations = tokens_in_flight * layers * per_layer
+        most_tokens = float(tokens_RM.max())
+        if model.recompute_all:
+            # One layer at a time is computed again, and then held whole.
+            activations += most_tokens * _whole_layer_bytes(model)
+        if stage == model.stages - 1:
+            activations += most_tokens * model.output_bytes_per_token()
+        found.append(
+            StageMemory(
+                weights_bytes=model.weights_bytes(stage),
+                activations_bytes=activations,
+                lists_bytes=tokens_in_flight * layers * lists_per_layer,
+            )
+        )
+    return tuple(found)
+
+
+def _whole_layer_bytes(model: MemoryModel) -> float:
+    return replace(model, recompute_all=False).layer_bytes_per_token()
+
+
+def memory_lines(stages: Sequence[StageMemory], source: str) -> list[str]:
+    """What a dry run and ``sparse-balance advise`` print: GiB per stage, and what is not counted.
+
+    Args:
+        source: who counted weights and optimizer.
+    """
+    lines = [
+        f"memory per stage, counted, GiB of the fullest rank ({source}; not counted: "
+        f"{NOT_COUNTED}):"
+    ]
+    first = 0
+    for stage, memory in enumerate(stages):
+        if stage + 1 < len(stages) and _gibibytes(stages[stage + 1]) == _gibibytes(memory):
+            continue
+        places = f"stage {first}" if first == stage else f"stages {first}-{stage}"
+        total, weights, activations, lists = _gibibytes(memory)
+        lines.append(
+            f"  {places}: {total} = weights, gradients and optimizer {weights} + activations "
+            f"{activations} (of which lists of blocks {lists})"
+        )
+        first = stage + 1
+    return lines
+
+
+def _gibibytes(memory: StageMemory) -> tuple[str, ...]:
+    parts = (
+        *(memory.total_bytes, memory.weights_bytes),
+        *(memory.activations_bytes, memory.lists_bytes),
+    )
+    return tuple(f"{part / GIBIBYTE:.3g}" for part in parts)

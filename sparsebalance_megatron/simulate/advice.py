@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a job would take under several block sizes, budgets, micro-batches and context groups.
+
+Everything is counted or predicted by the code that plans training; nothing is run.
+
+Shape legend: S samples of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from sparsebalance_megatron.config import Granularity
+from sparsebalance_megatron.cost.memory import MemoryModel, StageMemory, stage_memory
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.parts import Direction, Part
+from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.cost.table import ModelShape
+from sparsebalance_megatron.cost.work_model import selected_blocks_per_token
+from sparsebalance_megatron.plan.planner import plan_step
+from sparsebalance_megatron.plan.step_plan import JobShape, MicroBatchPlan, PlanError, StepPlan
+from sparsebalance_megatron.plan.step_problem import PlanInputs
+from sparsebalance_megatron.simulate.lengths import WorkloadError
+from sparsebalance_megatron.simulate.models import prior_coverage
+from sparsebalance_megatron.simulate.setups import default_policy, job_shape
+from sparsebalance_megatron.simulate.variants import Sharing
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvisedJob:
+    """A model on some GPUs, and the samples it trains on.
+
+    ``shape`` names the tensor-parallel size. ``batches``: lengths in tokens of global batches in
+    order, alike in size. ``costs``: block size -> cost model, without recomputation.
+    """
+
+    shape: ModelShape
+    layers: int
+    tied_embeddings: bool
+    gpus: int
+    pipeline_stages: int
+    batches: tuple[tuple[int, ...], ...]
+    costs: Callable[[int], CostModel]
+    selection: Granularity = "token-kv-head"
+    recompute_all: bool = False
+    recompute_attention: bool = False
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1 or self.gpus % self.model_parallel_size:
+            raise WorkloadError(
+                f"--gpus {self.gpus}: must be a multiple of --tp {self.shape.tensor_parallel_size} "
+                f"x --pp {self.pipeline_stages} = {self.model_parallel_size}"
+            )
+        if self.layers < self.pipeline_stages:
+            raise WorkloadError(
+                f"--pp {self.pipeline_stages}: the model has {self.layers} layers only"
+            )
+
+    @property
+    def model_parallel_size(self) -> int:
+        return self.shape.tensor_parallel_size * self.pipeline_stages
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel times context-parallel."""
+        return self.gpus // self.model_parallel_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What the user may set. ``micro_batches``: per rank and step, as Megatron counts them."""
+
+    block_size: int
+    base_budget: int
+    micro_batches: int
+    context_parallel_size: int
+
+    @classmethod
+    def grid(
+        cls,
+        block_sizes: Sequence[int],
+        base_budgets: Sequence[int],
+        micro_batches: Sequence[int],
+        context_parallel_sizes: Sequence[int],
+    ) -> list[Choice]:
+        """Every combination."""
+        return [
+            cls(block_size=block, base_budget=budget, micro_batches=many, context_parallel_size=c)
+            for block, budget, many, c in product(
+                block_sizes, base_budgets, micro_batches, context_parallel_sizes
+            )
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """What a choice is predicted to give; means over the steps.
+
+    ``dense_tokens_share``: of tokens in documents whose blocks all fit the base budget, so that
+    their attention is dense anyway. ``router_share``: of the compute time, what selecting takes.
+    ``bubble_share``: of the GPUs' time within a step, what no micro-batch fills.
+    ``speedup_over_dense``: the time of the same job with dense attention and no router, over this
+    one's. ``stages``: memory of every pipeline stage in the fullest of the steps.
+    """
+
+    choice: Choice
+    dense_tokens_share: float
+    router_share: float
+    step_ms: float
+    tokens_per_second_per_gpu: float
+    bubble_share: float
+    speedup_over_dense: float
+    coverage_prior: float | None
+    stages: tuple[StageMemory, ...]
+
+    @property
+    def fullest_bytes(self) -> float:
+        """Memory of the stage that needs most."""
+        return max(stage.total_bytes for stage in self.stages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """Outlooks in the order of the choices, and why others have none."""
+
+    outlooks: tuple[Outlook, ...]
+    left_out: tuple[str, ...]
+    cost_source: str
+
+
+def advise(job: AdvisedJob, choices: Sequence[Choice]) -> Advice:
+    """The outlook of every choice that makes a job.
+
+    Raises:
+        WorkloadError: none does.
+    """
+    outlooks, left_out = [], []
+    for choice in choices:
+        try:
+            outlooks.append(_outlook(job, choice))
+        except (PlanError, WorkloadError) as error:
+            left_out.append(f"{_named(choice)}: {error}")
+    if not outlooks:
+        raise WorkloadError(f"no choice makes a job: {left_out[0]}")
+    source = job.costs(choices[0].block_size).source
+    return Advice(outlooks=tuple(outlooks), left_out=tuple(left_out), cost_source=source)
+
+
+def _named(choice: Choice) -> str:
+    return (
+        f"block size {choice.block_size}, budget {choice.base_budget}, {choice.micro_batches} "
+        f"micro-batches, context parallel {choice.context_parallel_size}"
+    )
+
+
+def _outlook(job: AdvisedJob, choice: Choice) -> Outlook:
+    shape, cost = _shape(job, choice), job.costs(choice.block_size)
+    sparse, dense = (
+        [_plan(job, choice, shape, cost, batch, dense=dense) for batch in job.batches]
+        for dense in (False, True)
+    )
+    step_ms, dense_ms = (
+        sum(plan.expectation.makespan_ms for plan in plans) for plans in (sparse, dense)
+    )
+    busy_ms = sum(float(plan.expectation.times_2RPVM.sum()) for plan in sparse)
+    router_ms = sum(_router_ms(cost, job.layers, plan) for plan in sparse)
+    lengths = np.concatenate(job.batches)
+    is_dense = lengths <= choice.block_size * choice.base_budget
+    coverages = [plan.expectation.coverage_mean for plan in sparse]
+    known = [coverage for coverage in coverages if coverage is not None]
+    return Outlook(
+        choice=choice,
+        dense_tokens_share=float(lengths[is_dense].sum() / lengths.sum()),
+        router_share=router_ms / busy_ms,
+        step_ms=step_ms / len(sparse),
+        tokens_per_second_per_gpu=float(lengths.sum()) / (step_ms / 1e3) / job.gpus,
+        bubble_share=1.0 - busy_ms / (job.ranks * job.pipeline_stages * step_ms),
+        speedup_over_dense=dense_ms / step_ms,
+        coverage_prior=float(np.mean(known)) if known else None,
+        stages=_fullest(
+            [stage_memory(_memory(job, choice, plan), plan.share_tokens_RM()) for plan in sparse]
+        ),
+    )
+
+
+def _shape(job: AdvisedJob, choice: Choice) -> JobShape:
+    """The job cut up.
+
+    Raises:
+        WorkloadError: if the samples do not fill the micro-batches evenly.
+    """
+    size, samples = choice.context_parallel_size, len(job.batches[0])
+    Sharing.of(job.ranks, size, None)
+    slots = job.ranks // size * choice.micro_batches
+    if choice.micro_batches < 1 or samples < slots or samples % slots:
+        raise WorkloadError(
+            f"--global-batch {samples} must be a multiple of {choice.micro_batches} micro-batches "
+            f"x {job.ranks // size} data-parallel ranks = {slots}"
+        )
+    shape = job_shape(
+        layers=job.layers,
+        ranks=job.ranks,
+        stages=job.pipeline_stages,
+        micro_batches=choice.micro_batches,
+    )
+    return replace(shape, context_parallel_size=size)
+
+
+def _plan(
+    job: AdvisedJob,
+    choice: Choice,
+    shape: JobShape,
+    cost: CostModel,
+    batch: tuple[int, ...],
+    *,
+    dense: bool,
+) -> StepPlan:
+    """A step as training plans it by default; ``dense``: budgets of all blocks, no router.
+
+    The token cap is Megatron's: samples per micro-batch times the longest sample.
+    """
+    blocks = max(1, -(-max(batch) // choice.block_size))
+    size = choice.context_parallel_size
+    per_slot = len(batch) // (shape.groups.data_parallel_size * choice.micro_batches)
+    longest = max(max(each) for each in job.batches)
+    cost = cost.with_recompute(full=job.recompute_all, attention_only=job.recompute_attention)
+    policy = default_policy(
+        block_size=choice.block_size,
+        base_budget=blocks if dense else choice.base_budget,
+        coverage_threshold=0.1,
+        cap_tokens=-(-per_slot * longest // size),
+    )
+    policy = replace(
+        policy,
+        coverage_target="base",
+        context_parallel="dynamic" if size > 1 else "static",
+        max_context_parallel=Sharing.of(job.ranks, size, None).max_context_parallel,
+        tuning="off" if dense else "makespan",
+    )
+    if dense:
+        nothing = {Part.ROUTER: (0.0,) * len(cost.forward_ms[Part.ROUTER])}
+        cost = replace(
+            cost,
+            forward_ms={**cost.forward_ms, **nothing},
+            backward_ms={**cost.backward_ms, **nothing},
+        )
+    inputs = PlanInputs(
+        lengths_tokens=batch,
+        job=shape,
+        policy=policy,
+        cost=cost,
+        scales=StageScales.ones(shape.pipeline_stages, shape.virtual_stages),
+        coverage=prior_coverage(job.layers, blocks),
+    )
+    return plan_step(0, inputs)
+
+
+def _router_ms(cost: CostModel, layers: int, plan: StepPlan) -> float:
+    """Selecting blocks, forward and backward, on all ranks and layers of a step."""
+    forward, backward = (cost.coefficients_ms(Part.ROUTER, each) for each in Direction)
+    per_unit = forward + backward
+    return layers * sum(float(per_unit @ _features(cost, slot)) for slot in plan.slots)
+
+
+def _features(cost: CostModel, slot: MicroBatchPlan) -> np.ndarray:
+    blocks_S = np.array(slot.lengths_tokens) / cost.block_size
+    visible = cost.work.visible_pairs(blocks_S).sum()
+    return np.array([1.0, len(blocks_S), slot.tokens, 0.0, visible])
+
+
+def _memory(job: AdvisedJob, choice: Choice, plan: StepPlan) -> MemoryModel:
+    data_parallel_size = job.ranks // choice.context_parallel_size
+    return MemoryModel(
+        shape=job.shape,
+        layers_per_stage=tuple(
+            len(part) for part in np.array_split(np.arange(job.layers), job.pipeline_stages)
+        ),
+        virtual_stages=1,
+        tied_embeddings=job.tied_embeddings,
+        sequence_parallel=True,
+        optimizer_ranks=data_parallel_size,
+        selected_blocks_per_token=selected_blocks_per_token(
+            job.selection,
+            heads=job.shape.num_attention_heads,
+            groups=job.shape.num_query_groups,
+            block_size=choice.block_size,
+            budget_blocks=max(int(slot.budgets_LS.max()) for slot in plan.slots),
+        ),
+        recompute_all=job.recompute_all,
+        recompute_attention=job.recompute_attention,
+    )
+
+
+def _fullest(steps: Sequence[tuple[StageMemory, ...]]) -> tuple[StageMemory, ...]:
+    """Of every stage, the memory in the step that needs most of it."""
+    return tuple(
+        max(of_stage, key=lambda memory: memory.total_bytes)
+        for of_stage in zip(*steps, strict=True)
+    )

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sparse-balance advise`` from the command line: lists, indexes, models on disk, errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sparsebalance_megatron import cli
+
+JOB = ("--model", "qwen2.5-0.5b", "--gpus", "4", "--pp", "2", "--global-batch", "8")
+ONE = ("--block-sizes", "128", "--base-budgets", "8", "--steps", "1")
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> Path:
+    path = tmp_path / "lengths.txt"
+    path.write_text("\n".join(str(400 * (1 + number % 13)) for number in range(40)))
+    return path
+
+
+def test_json(lengths: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grid = ("--block-sizes", "128", "256", "--base-budgets", "8", "--micro-batches", "2", "4")
+    assert cli.main(["advise", "--lengths", str(lengths), *JOB, *grid, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["costs"].startswith("qwen2.5-0.5b: counted operations")
+    assert "without Megatron" in found["memory"]
+    assert [each["choice"]["block_size"] for each in found["choices"]] == [128, 128, 256, 256]
+    for each in found["choices"]:
+        assert len(each["stages"]) == 2
+        assert each["step_ms"] > 0 and 0 <= each["bubble_share"] < 1
+        assert each["fullest_gib"] > 0
+    assert found["left_out"] == [] and found["advice"]
+
+
+def test_table_fits_eighty_columns(
+    lengths: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["advise", "--lengths", str(lengths), *JOB, *ONE]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "…" not in printed
+    joined = " ".join(printed.split())
+    assert "Fastest that fits 80 GiB" in joined
+    assert "counted operations on an H200" in joined
+    assert "stage 1: " in joined
+
+
+def test_an_index_and_a_model_on_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    harness = pytest.importorskip("harness")
+    prefix = harness.write_documents(tmp_path / "train", [300, 5000, 40, 900, 1200, 64, 80, 2000])
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 1000,
+    }
+    folder = tmp_path / "tiny-llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    command = ("advise", "--lengths", str(prefix), "--model", str(folder), "--gpus", "4")
+    more = ("--global-batch", "8", "--seq-length", "4096", *ONE, "--json")
+    assert cli.main([*command, *more]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["costs"].startswith("tiny-llama: ")
+    # The first global batch: 5000 was split into 4096 and 904, so 2000 is in the next.
+    tokens = 300 + 4096 + 904 + 40 + 900 + 1200 + 64 + 80
+    (choice,) = found["choices"]
+    dense = tokens - 4096 - 1200
+    assert choice["dense_tokens_share"] == pytest.approx(dense / tokens)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--model", "gpt-9"), "--model gpt-9: not one of qwen2.5-0.5b"),
+        (("--gpus", "3"), "--gpus 3: must be a multiple"),
+        (("--tp", "4"), "--tp 4: must divide the 14 heads"),
+        (("--global-batch", "41"), "40 lengths, a step needs 41"),
+        (("--micro-batches", "3"), "no choice makes a job"),
+        (("--gpu-memory", "nan"), "--gpu-memory nan"),
+        (("--block-sizes", "100"), "--block-sizes 100: must be a power of two"),
+        (("--seq-length", "0"), "--seq-length 0: below 1"),
+        (("--context-parallel-sizes", "3"), "power of two"),
+    ],
+)
+def test_errors_name_the_flag(
+    lengths: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], expected: str
+) -> None:
+    assert cli.main(["advise", "--lengths", str(lengths), *JOB, *ONE, *flags]) == 2
+    assert expected in capsys.readouterr().err

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of stages: weights as Megatron counts them, activations by hand, what a line says.
+
+Shape legend: R data-parallel ranks, M micro-batches.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparsebalance_megatron.cost.memory import (
+    GIBIBYTE,
+    MemoryModel,
+    StageMemory,
+    memory_lines,
+    stage_memory,
+)
+from sparsebalance_megatron.cost.table import ModelShape
+from sparsebalance_megatron.cost.work_model import selected_blocks_per_token
+
+SHAPE = ModelShape(
+    hidden_size=64,
+    ffn_hidden_size=160,
+    num_attention_heads=8,
+    num_query_groups=2,
+    head_dim=16,
+    vocab_size=1000,
+    gated_linear_unit=True,
+    tensor_parallel_size=2,
+)
+
+
+def model(**changes: Any) -> MemoryModel:
+    values: dict[str, Any] = {
+        "shape": SHAPE,
+        "layers_per_stage": (3, 3),
+        "virtual_stages": 1,
+        "tied_embeddings": False,
+        "sequence_parallel": True,
+        "optimizer_ranks": 1,
+        "selected_blocks_per_token": 0.0,
+    }
+    return MemoryModel(**(values | changes))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_weights_of_one_stage_are_those_that_megatron_counts(
+    gated: bool, tied: bool, ranks: int
+) -> None:
+    counting = pytest.importorskip("megatron.training.theoretical_memory_usage")
+    shape = replace(SHAPE, gated_linear_unit=gated)
+    args = Namespace(
+        **{f"moe_{name}": None for name in ("ffn_hidden_size", "latent_size", "router_topk")},
+        **{name: 1 for name in ("pipeline_model_parallel_size", "expert_model_parallel_size")},
+        moe_shared_expert_intermediate_size=None,
+        num_experts=None,
+        mtp_num_layers=None,
+        multi_latent_attention=False,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        group_query_attention=True,
+        kv_channels=shape.head_dim,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_query_groups,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_layers=6,
+        swiglu=gated,
+        padded_vocab_size=shape.vocab_size,
+        untie_embeddings_and_output_weights=not tied,
+        tensor_model_parallel_size=shape.tensor_parallel_size,
+        expert_tensor_parallel_size=shape.tensor_parallel_size,
+        world_size=shape.tensor_parallel_size * ranks,
+        data_parallel_size=ranks,
+        use_distributed_optimizer=ranks > 1,
+    )
+    ours = model(
+        shape=shape, layers_per_stage=(6,), tied_embeddings=tied, optimizer_ranks=ranks
+    ).weights_bytes(0)
+    assert ours == pytest.approx(counting.compute_weight_and_optimizer_memory(args), rel=1e-12)
+
+
+def test_stages_hold_the_layers_and_embeddings_that_are_theirs() -> None:
+    layer = 64 * 16 * 2 * (8 + 2) / 2 + 64 * 160 * 3 / 2 + 2 * 64
+    embedding = 64 * 1000 / 2
+    shape = model(layers_per_stage=(2, 4, 3))
+    assert [shape.parameters(stage) for stage in range(3)] == [
+        *(2 * layer + embedding, 4 * layer, 3 * layer + embedding + 64),
+    ]
+    tied = model(layers_per_stage=(2, 4, 3), tied_embeddings=True)
+    assert tied.parameters(2) == shape.parameters(2)  # two stages hold a copy each
+    assert model(layers_per_stage=(9,), tied_embeddings=True).parameters(0) == (
+        9 * layer + embedding + 64
+    )
+
+
+def test_a_layer_by_hand() -> None:
+    """Per token: bfloat16 numbers and the log-sum-exp, of one of two tensor-parallel ranks."""
+    norms = 4 * 64 / 2
+    attention = (8 + 2 + 2) * 16 / 2 + 8 * 16 / 2
+    mlp = 3 * 160 / 2
+    plain = 2 * (norms + attention + mlp) + 4 * 8 / 2
+    assert model().layer_bytes_per_token() == plain
+    assert model(selected_blocks_per_token=10.0).layer_bytes_per_token() == plain + 4 * 10 / 2
+    assert model(sequence_parallel=False).layer_bytes_per_token() == plain + 2 * norms
+    assert model(recompute_all=True).layer_bytes_per_token() == 2 * 64 / 2
+    kept = model(recompute_attention=True, selected_blocks_per_token=10.0)
+    assert kept.layer_bytes_per_token() == plain - 4 * 8 / 2
+
+
+@pytest.mark.parametrize(
+    ("stages", "virtual", "micro_batches", "expected"),
+    [
+        (4, 1, 8, [4, 3, 2, 1]),
+        (4, 1, 2, [2, 2, 2, 1]),
+        (1, 1, 8, [1]),
+        (2, 2, 8, [5, 3]),
+        (4, 2, 8, [11, 9, 7, 5]),
+        (4, 2, 4, [8, 8, 7, 5]),
+    ],
+)
+def test_chunks_in_flight(
+    stages: int, virtual: int, micro_batches: int, expected: list[int]
+) -> None:
+    shape = model(layers_per_stage=(2,) * stages, virtual_stages=virtual)
+    assert [shape.chunks_in_flight(stage, micro_batches) for stage in range(stages)] == expected
+
+
+def test_the_fullest_rank_and_its_fullest_neighbours_count() -> None:
+    tokens_RM = np.array([[10.0, 20.0, 30.0, 5.0], [1.0, 1.0, 48.0, 1.0]])
+    shape = model(selected_blocks_per_token=6.0)
+    first, last = stage_memory(shape, tokens_RM)
+    per_token = shape.layer_bytes_per_token()
+    assert first.activations_bytes == pytest.approx(50 * 3 * per_token)
+    assert first.lists_bytes == pytest.approx(50 * 3 * 4 * 6 / 2)
+    assert last.activations_bytes == pytest.approx(48 * 3 * per_token + 48 * 6 * 1000 / 2)
+    assert first.total_bytes == first.weights_bytes + first.activations_bytes
+
+
+def test_recomputation_of_all_holds_one_whole_layer() -> None:
+    tokens_RM = np.array([[100.0, 40.0]])
+    whole = model(layers_per_stage=(6,)).layer_bytes_per_token()
+    (memory,) = stage_memory(model(layers_per_stage=(6,), recompute_all=True), tokens_RM)
+    expected = 100 * (6 * 2 * 64 / 2 + whole + 6 * 1000 / 2)
+    assert memory.activations_bytes == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [
+        ("token-kv-head", 2 * 32),
+        ("token-query-head", 8 * 32),
+        ("previous-block", 2 * 32 / 128),
+    ],
+)
+def test_entries_of_lists(selection: Any, expected: float) -> None:
+    found = selected_blocks_per_token(
+        selection, heads=8, groups=2, block_size=128, budget_blocks=32
+    )
+    assert found == expected
+
+
+def test_stages_alike_are_said_once() -> None:
+    alike = StageMemory(
+        weights_bytes=2 * GIBIBYTE, activations_bytes=4 * GIBIBYTE, lists_bytes=GIBIBYTE / 4
+    )
+    lines = memory_lines([replace(alike, weights_bytes=3 * GIBIBYTE), alike, alike], "by hand")
+    assert "by hand" in lines[0] and "not counted" in lines[0]
+    assert lines[1:] == [
+        "  stage 0: 7 = weights, gradients and optimizer 3 + activations 4 (of which lists of "
+        "blocks 0.25)",
+        "  stages 1-2: 6 = weights, gradients and optimizer 2 + activations 4 (of which lists of "
+        "blocks 0.25)",
+    ]

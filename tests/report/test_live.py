@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The live view: the slowest device is found, silence is told from work, strips show the step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from report.sample_run import SampleRun
+
+from sparsebalance_megatron.report.live import LiveView, live_view
+from sparsebalance_megatron.report.live_text import (
+    BACKWARD,
+    FORWARD,
+    WAITING,
+    sparkline,
+    status_line,
+    timeline_strip,
+    view_lines,
+)
+from sparsebalance_megatron.report.timeline import MEASURED, Bar, Timeline
+from sparsebalance_megatron.telemetry.follow import StepLogFollower, hosts_of
+
+RUN = SampleRun(ranks=2, stages=2, micro_batches=2, layers=4, steps=5, noise=0.0)
+
+
+def view_of(directory: Path, *, seconds_later: float = 1.0) -> LiveView:
+    follower = StepLogFollower(directory)
+    follower.poll()
+    written_s = follower.written_unix_s
+    assert written_s is not None
+    view = live_view(follower, hosts_of(directory), written_s + seconds_later)
+    assert view is not None
+    return view
+
+
+def test_a_log_without_steps_has_no_view(tmp_path: Path) -> None:
+    (tmp_path / "steps.jsonl").touch()
+    follower = StepLogFollower(tmp_path)
+    follower.poll()
+    assert live_view(follower, {}, 0.0) is None
+
+
+def test_the_device_that_takes_longer_is_named_with_its_host(tmp_path: Path) -> None:
+    RUN.write(tmp_path)
+    path = tmp_path / "steps.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for record in records:
+        if record["type"] == "step":
+            for name in ("forward_ms", "backward_ms"):
+                predicted = np.array(record["predicted"][name])
+                predicted[1, 0] *= 1.5
+                record["measured"][name] = predicted.tolist()
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    for rank_path in (tmp_path / "ranks").glob("*.jsonl"):
+        first, *rest = rank_path.read_text().splitlines()
+        header = json.loads(first) | {"host": f"node-{json.loads(first)['data_parallel_rank']}"}
+        rank_path.write_text("\n".join([json.dumps(header), *rest]) + "\n")
+    view = view_of(tmp_path)
+    assert view.slowest is not None
+    assert view.slowest.place == (1, 0)
+    assert view.slowest.host == "node-1"
+    assert view.slowest.slowness == pytest.approx(1.5)
+    assert "slowest rank 1 stage 0 on node-1 1.50x" in status_line(view)
+
+
+def test_a_run_that_works_is_not_called_silent_and_one_that_stopped_is(tmp_path: Path) -> None:
+    RUN.write(tmp_path)
+    assert view_of(tmp_path, seconds_later=30.0).silent_s is None
+    view = view_of(tmp_path, seconds_later=600.0)
+    assert view.silent_s == pytest.approx(600.0, abs=1.0)
+    assert "silent for 10 min: the run has ended, or hangs" in status_line(view)
+
+
+def test_everything_fits_the_terminal(tmp_path: Path) -> None:
+    RUN.write(tmp_path)
+    lines = view_lines(view_of(tmp_path), 100)
+    text = "\n".join(lines)
+    for word in ("iteration 5", "r0 s0", "r1 s1", "loss", "coverage", "busiest", "slowest"):
+        assert word in text
+    strips = [line for line in lines if line.startswith("r")]
+    assert len(strips) == 4
+    assert {len(line) for line in strips} == {98}
+    for strip in strips:
+        assert FORWARD in strip and BACKWARD in strip
+
+
+def bar(start_ms: float, end_ms: float, direction: str = "forward", rank: int = 0) -> Bar:
+    return Bar(
+        place=(rank, 0),
+        direction=direction,
+        chunk=0,
+        position=0,
+        start_ms=start_ms,
+        end_ms=end_ms,
+    )
+
+
+def test_a_strip_is_to_scale() -> None:
+    timeline = Timeline(bars=(bar(0, 20), bar(50, 100, "backward")), source=MEASURED)
+    strip, legend, _ = timeline_strip(timeline, 10 + 2 + 10)
+    assert strip[10:] == FORWARD * 2 + WAITING * 3 + BACKWARD * 5
+    assert "100 ms" in legend
+
+
+def test_of_many_stages_the_busiest_are_drawn_and_the_rest_is_said() -> None:
+    timeline = Timeline(
+        bars=tuple(bar(0, 10 + rank, rank=rank) for rank in range(20)), source=MEASURED
+    )
+    *strips, legend, _ = timeline_strip(timeline, 60)
+    assert [line.split()[0] for line in strips] == [f"r{rank}" for rank in range(12, 20)]
+    assert "the 8 busiest of 20 stages" in legend
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [((), ""), ((1.0,), ""), ((2.0, 2.0), "▁▁"), ((1.0, 2.0, 8.0), "▁▂█")],
+)
+def test_sparkline(values: tuple[float, ...], expected: str) -> None:
+    assert sparkline(values, 10) == expected
+    assert len(sparkline(tuple(map(float, range(50))), 10)) == 10
