@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from sparsebalance_megatron.data.blend import read_blends
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.training.inputs import CostedInputs
@@ -38,12 +39,13 @@ def describe(
         f"{settings.data_parallel_size}; nothing is trained, nothing written",
         "checked:",
         f"  flags: by megatron-core {megatron_version()} and for --sparse-balance",
-        f"  data: {args.data_path[0]}: {inputs.train.counts.describe()}",
+        *(f"  data: {line}" for line in _data(inputs)),
         f"  costs: {inputs.cost.source}",
         "not checked:",
         *(f"  {what}" for what in unchecked),
         "",
-        f"first step: {args.global_batch_size} samples in {job.micro_batches} micro-batches per "
+        f"first step: {len(planned.samples)} samples in {planned.micro_batches} "
+        "micro-batches per "
         f"data-parallel rank; layers per pipeline stage: {' '.join(map(str, layers))}",
         "",
         *_table(_HEADER, _rows(planned)),
@@ -58,6 +60,14 @@ def describe(
         f"work: {expected.work_ratio:.1%} of that at base budgets",
         f"coverage: {_coverage(expected.coverage_mean, expected.coverage_min)}",
     ]
+
+
+def _data(inputs: CostedInputs) -> tuple[str, ...]:
+    lines = inputs.train.describe()
+    if len(lines) > 1:
+        return lines
+    blend = read_blends(inputs.settings)["train"]
+    return lines if blend is None else (f"{blend.prefixes[0]}: {lines[0]}",)
 
 
 def _rows(planned: PlannedStep) -> list[tuple[str, ...]]:
