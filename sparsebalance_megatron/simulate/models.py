@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer costs of public models, and what coverage to expect before any was observed.
+"""Layer costs of models, and what coverage to expect before any was observed.
 
 Shape legend: L layers, U length buckets, K budgets of the grid.
 """
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from sparsebalance_megatron.cost.model import CostModel, Part
-from sparsebalance_megatron.cost.table import CostTable, ModelShape
+from sparsebalance_megatron.cost.table import CostTable
 from sparsebalance_megatron.cost.table_doubts import doubts
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.simulate.lengths import WorkloadError
+from sparsebalance_megatron.simulate.presets import ModelPreset, preset
 
 H200_PEAK_FLOPS_PER_MS = 989e9
 """Dense BF16, NVIDIA's data sheet."""
@@ -26,46 +27,9 @@ ATTENTION_EFFICIENCY = 0.3
 COVERAGE_EXPONENT = 0.35
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelPreset:
-    """Sizes of a public model, from its config.json."""
-
-    layers: int
-    shape: ModelShape
-
-
-def _qwen25(*, layers: int, hidden: int, ffn: int, heads: int, head_dim: int) -> ModelPreset:
-    shape = ModelShape(
-        hidden_size=hidden,
-        ffn_hidden_size=ffn,
-        num_attention_heads=heads,
-        num_query_groups=2,
-        head_dim=head_dim,
-        vocab_size=151936,
-        gated_linear_unit=True,
-        tensor_parallel_size=1,
-    )
-    return ModelPreset(layers=layers, shape=shape)
-
-
-MODELS: Mapping[str, ModelPreset] = {
-    "qwen2.5-0.5b": _qwen25(layers=24, hidden=896, ffn=4864, heads=14, head_dim=64),
-    "qwen2.5-3b": _qwen25(layers=36, hidden=2048, ffn=11008, heads=16, head_dim=128),
-}
-
-
-def preset(name: str) -> ModelPreset:
-    """A public model by name.
-
-    Raises:
-        WorkloadError: the name is unknown.
-    """
-    if name not in MODELS:
-        raise WorkloadError(f"model {name!r} is not one of {', '.join(MODELS)}")
-    return MODELS[name]
-
-
-def h200_cost(name: str, *, block_size: int, tensor_parallel_size: int = 1) -> CostModel:
+def h200_cost(
+    model: str | ModelPreset, *, block_size: int, tensor_parallel_size: int = 1
+) -> CostModel:
     """Counted operations at the H200's peak, half of it for projections, 30 % for attention.
 
     Selection is MoBA's, per token and query head.
@@ -73,7 +37,8 @@ def h200_cost(name: str, *, block_size: int, tensor_parallel_size: int = 1) -> C
     Raises:
         WorkloadError: the name is unknown.
     """
-    shape = replace(preset(name).shape, tensor_parallel_size=tensor_parallel_size)
+    model = preset(model) if isinstance(model, str) else model
+    shape = replace(model.shape, tensor_parallel_size=tensor_parallel_size)
     linear = CostModel.analytic(
         shape,
         block_size,
@@ -88,13 +53,13 @@ def h200_cost(name: str, *, block_size: int, tensor_parallel_size: int = 1) -> C
         forward_ms=_scaled(linear.forward_ms, slower),
         backward_ms=_scaled(linear.backward_ms, slower),
         exchange=linear.exchange,
-        source=f"{name}: counted operations on an H200, {LINEAR_EFFICIENCY:.0%} of peak in "
+        source=f"{model.name}: counted operations on an H200, {LINEAR_EFFICIENCY:.0%} of peak in "
         f"projections, {ATTENTION_EFFICIENCY:.0%} in attention",
     )
 
 
 def cost_of(
-    model: str,
+    model: str | ModelPreset,
     *,
     cost_table: Path | None,
     layers: int | None,
@@ -110,13 +75,14 @@ def cost_of(
     if layers is not None and layers < 1:
         raise WorkloadError(f"--layers {layers}: at least 1 needed")
     if cost_table is None:
-        heads = preset(model).shape.num_attention_heads
+        model = preset(model) if isinstance(model, str) else model
+        heads = model.shape.num_attention_heads
         if heads % tensor_parallel_size:
             raise WorkloadError(
-                f"--tp {tensor_parallel_size}: must divide the {heads} heads of {model}"
+                f"--tp {tensor_parallel_size}: must divide the {heads} heads of {model.name}"
             )
         cost = h200_cost(model, block_size=block_size, tensor_parallel_size=tensor_parallel_size)
-        return cost, layers or preset(model).layers
+        return cost, layers or model.layers
     if layers is None:
         raise WorkloadError(f"--cost-table {cost_table}: costs are per layer; add --layers")
     table = CostTable.load(cost_table)
