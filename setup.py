@@ -46,7 +46,11 @@ setup(
     ],
     extras_require={
         "tools": ["rich", "matplotlib", "tqdm"],
-        "data": ["jinja2", "safetensors", "tokenizers", "transformers", "tqdm"],
+        "data": [
+            *("jinja2", "safetensors", "tokenizers", "transformers", "tqdm"),
+            # Inputs of prepare-data: .parquet and .zst.
+            *("pyarrow", "zstandard"),
+        ],
         "test": [
             "pytest>=8",
             "pytest-timeout",

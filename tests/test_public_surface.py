@@ -82,6 +82,7 @@ INTEGRATION = {
 COMMANDS = [
     "convert",
     "env",
+    "merge-data",
     "plan",
     "prepare-data",
     "profile",

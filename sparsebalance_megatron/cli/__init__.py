@@ -16,6 +16,7 @@ from typing import Any
 
 COMMANDS = {
     "prepare-data": "tokenise documents into Megatron's .bin and .idx files",
+    "merge-data": "put data sets of prepare-data, such as its shards, together",
     "plan": "predict step times of your sample lengths under every way to plan",
     "simulate": "predict the paper's setups, baseline to ours",
     "profile": "measure a model's layers on this machine and write a cost table",
