@@ -10,16 +10,20 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
 
+import numpy as np
+
 from sparsebalance_megatron.cli.output import open_console
-from sparsebalance_megatron.cli.workload_files import LENGTHS_HELP, NamedModel, lengths_of, model_of
+from sparsebalance_megatron.cli.workload_flags import add_data_flags, add_model_flag, stored_lengths
 from sparsebalance_megatron.config import Granularity, SparseBalanceConfig, check_range
 from sparsebalance_megatron.cost.memory import GIBIBYTE, memory_lines
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import CostTable, ModelShape
 from sparsebalance_megatron.simulate.advice import Advice, AdvisedJob, Choice, advise
 from sparsebalance_megatron.simulate.advice_table import best_fitting, findings, show
-from sparsebalance_megatron.simulate.lengths import WorkloadError, split_overlong
-from sparsebalance_megatron.simulate.models import h200_cost_of, with_bandwidth
+from sparsebalance_megatron.simulate.hf_sizes import model_named
+from sparsebalance_megatron.simulate.lengths import WorkloadError, read_lengths, split_overlong
+from sparsebalance_megatron.simulate.models import h200_cost, with_bandwidth
+from sparsebalance_megatron.simulate.presets import ModelPreset
 from sparsebalance_megatron.simulate.setups import batches_of
 
 MEMORY_SOURCE = (
@@ -36,17 +40,15 @@ def add_flags(parser: ArgumentParser) -> None:
         "budgets, micro-batches and context-parallel sizes. Times are estimated from counted "
         "operations of an H200 unless a cost table is given."
     )
-    parser.add_argument("--lengths", type=Path, required=True, metavar="FILE", help=LENGTHS_HELP)
-    parser.add_argument(
-        "--model", required=True, help="a public model's name, or a directory with config.json"
-    )
+    lengths = parser.add_mutually_exclusive_group(required=True)
+    lengths.add_argument("--lengths", type=Path, metavar="FILE", help="JSON list, or one per line")
+    add_data_flags(parser, lengths)
+    parser.add_argument("--seed", type=int, help="of the order of --data-path; default: 1234")
+    add_model_flag(parser, required=True)
     parser.add_argument("--gpus", type=int, required=True, help="of the job")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
     parser.add_argument("--global-batch", type=int, required=True, help="samples of a step")
-    parser.add_argument(
-        "--seq-length", type=int, help="longer samples are cut to it; default: none is cut"
-    )
     for flag, default, text in (
         ("--block-sizes", [128, 256, 512], "tokens; with --cost-table: that of the table"),
         ("--base-budgets", [16, 32, 64], "blocks"),
@@ -112,23 +114,19 @@ def _job(arguments: Namespace) -> AdvisedJob:
             raise WorkloadError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: below 1")
     if not 0 < arguments.gpu_memory < float("inf"):
         raise WorkloadError(f"--gpu-memory {arguments.gpu_memory}: must be finite and above 0")
-    model = model_of(arguments.model)
+    model = model_named(arguments.model)
     if model.shape.num_attention_heads % arguments.tp:
         raise WorkloadError(
             f"--tp {arguments.tp}: must divide the {model.shape.num_attention_heads} heads of "
             f"{model.name}"
         )
-    lengths = lengths_of(arguments.lengths)
-    if arguments.seq_length is not None:
-        if arguments.seq_length < 1:
-            raise WorkloadError(f"--seq-length {arguments.seq_length}: below 1")
-        lengths = split_overlong(lengths, arguments.seq_length)
+    lengths = _lengths(arguments)
     batches = batches_of(
         lengths[: arguments.steps * arguments.global_batch], arguments.global_batch
     )
     if not batches:
         raise WorkloadError(
-            f"{arguments.lengths}: {len(lengths)} lengths, a step needs {arguments.global_batch}"
+            f"{len(lengths)} lengths, and a step needs --global-batch {arguments.global_batch}"
         )
     costs, selection = _costs(arguments, model)
     return AdvisedJob(
@@ -145,8 +143,20 @@ def _job(arguments: Namespace) -> AdvisedJob:
     )
 
 
+def _lengths(arguments: Namespace) -> np.ndarray:
+    """Tokens of samples in order, longer ones than ``--seq-length`` split."""
+    if arguments.seq_length is not None and arguments.seq_length < 1:
+        raise WorkloadError(f"--seq-length {arguments.seq_length}: below 1")
+    if arguments.data_path is not None:
+        return stored_lengths(arguments, arguments.steps * arguments.global_batch)
+    lengths = read_lengths(arguments.lengths)
+    if arguments.seq_length is None:
+        return lengths
+    return split_overlong(lengths, arguments.seq_length)
+
+
 def _costs(
-    arguments: Namespace, model: NamedModel
+    arguments: Namespace, model: ModelPreset
 ) -> tuple[Callable[[int], CostModel], Granularity]:
     """Block size -> costs, and whose queries select; a table knows one of either."""
     shape = replace(model.shape, tensor_parallel_size=arguments.tp)
@@ -154,7 +164,12 @@ def _costs(
         selection = SparseBalanceConfig().selection
 
         def counted(block_size: int) -> CostModel:
-            cost = h200_cost_of(model.name, shape, block_size=block_size, selection=selection)
+            cost = h200_cost(
+                model,
+                block_size=block_size,
+                tensor_parallel_size=arguments.tp,
+                selection=selection,
+            )
             return with_bandwidth(cost, arguments.gigabytes_per_second)
 
         return counted, selection

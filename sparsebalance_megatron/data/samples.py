@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -19,6 +19,7 @@ from sparsebalance_megatron.config import Overlong
 from sparsebalance_megatron.data.documents import Documents
 from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.packing import Sample
+from sparsebalance_megatron.data.sample_order import SampleCounts, SourceFacts
 from sparsebalance_megatron.data.stored_values import check_mask, check_tokens
 
 Split = Literal["train", "valid", "test"]
@@ -28,41 +29,6 @@ _EPOCHS_KEPT = 2
 
 _SPOTS, _SPOT_TOKENS = 64, 64
 """Documents, and tokens of each, that a digest looks at."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleCounts:
-    """What became of a split's documents. Tokens are stored tokens unless said otherwise.
-
-    Nothing is lost uncounted: all stored tokens = ``tokens`` + one per document kept (its first
-    token is never a label) + ``truncated_tokens`` + ``dropped_tokens``.
-
-    Attributes:
-        documents: documents of the split.
-        samples: samples of one epoch.
-        tokens: input tokens of one epoch, as many as predictions.
-        dropped_documents: documents without a sample: below 2 tokens, or overlong and dropped.
-        dropped_tokens: tokens of those documents.
-        truncated_tokens: tokens cut off the ends of overlong documents.
-        split_documents: overlong documents that became several samples.
-    """
-
-    documents: int
-    samples: int
-    tokens: int
-    dropped_documents: int
-    dropped_tokens: int
-    truncated_tokens: int
-    split_documents: int
-
-    def describe(self) -> str:
-        """All of it in one line."""
-        return (
-            f"{self.documents:,} documents gave {self.samples:,} samples of {self.tokens:,} "
-            f"tokens; {self.split_documents:,} overlong documents split, "
-            f"{self.truncated_tokens:,} tokens truncated, {self.dropped_documents:,} documents "
-            f"({self.dropped_tokens:,} tokens) dropped"
-        )
 
 
 class SampleIndex:
@@ -178,11 +144,35 @@ class SampleIndex:
         """
         if first < 0 or size < 1:
             raise ValueError(f"batch of {size} samples from {first}: need size >= 1 and first >= 0")
-        positions = np.arange(first, first + size)
-        epochs, within = np.divmod(positions, len(self))
+        return self.samples_at(np.arange(first, first + size))
+
+    def samples_at(self, places: np.ndarray) -> np.ndarray:
+        """Samples at the given places of the endless order, int64; places must not fall."""
+        epochs, within = np.divmod(places, len(self))
         return np.concatenate(
-            [self._order(int(epoch))[within[epochs == epoch]] for epoch in np.unique(epochs)]
+            [
+                np.empty(0, dtype=np.int64),
+                *(self._order(int(epoch))[within[epochs == epoch]] for epoch in np.unique(epochs)),
+            ]
         )
+
+    def source_of(self, samples: np.ndarray) -> np.ndarray | None:
+        """None: all samples come from one data set."""
+        return None
+
+    def describe(self) -> tuple[str, ...]:
+        """What became of the documents, in one line."""
+        return (self.counts.describe(),)
+
+    @property
+    def sources(self) -> tuple[SourceFacts, ...]:
+        """None to tell apart."""
+        return ()
+
+    @property
+    def has_loss_mask(self) -> bool:
+        """Whether some labels are not trained on."""
+        return self._documents.loss_mask is not None
 
     def read(self, sample: int) -> Sample:
         """Tokens of a sample, and its loss mask where the data set has one.
