@@ -4,11 +4,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from sparsebalance_megatron import cli
+from sparsebalance_megatron.cost.parts import Direction, Part
+from sparsebalance_megatron.cost.table import CostRow, CostTable, RunIdentity
+from sparsebalance_megatron.simulate.models import h200_cost_of, preset
 
 JOB = ("--model", "qwen2.5-0.5b", "--gpus", "4", "--pp", "2", "--global-batch", "8")
 ONE = ("--block-sizes", "128", "--base-budgets", "8", "--steps", "1")
@@ -78,6 +83,52 @@ def test_an_index_and_a_model_on_disk(tmp_path: Path, capsys: pytest.CaptureFixt
     assert found["costs"].startswith("tiny-llama: ")
     (choice,) = found["choices"]
     assert 0 < choice["dense_tokens_share"] < 1
+
+
+def save_table(path: Path, *, slowness: float) -> Path:
+    """A table for qwen2.5-0.5b with blocks of 512 tokens: counted costs times ``slowness``."""
+    shape = preset("qwen2.5-0.5b").shape
+    cost = h200_cost_of("x", shape, block_size=512, selection="previous-block")
+    rows = []
+    for part, direction, length in product(Part, Direction, (512, 2048, 8192)):
+        row = CostRow(
+            part=part,
+            direction=direction,
+            lengths_tokens=(length,),
+            budget_blocks=8 if part is Part.ATTENTION else None,
+            ms_median=1.0,
+            ms_spread=0.0,
+            repeats=3,
+        )
+        ms = row.features(512, cost.work) @ cost.coefficients_ms(part, direction)
+        if ms > 0:
+            rows.append(replace(row, ms_median=slowness * float(ms)))
+    identity = RunIdentity(
+        device="a device", dtype="bfloat16", block_size=512, selection="previous-block", shape=shape
+    )
+    CostTable(identity=identity, versions={}, date="2026-01-31", threads=1, rows=tuple(rows)).save(
+        path
+    )
+    return path
+
+
+def test_a_cost_table_brings_its_times_and_its_block_size(
+    lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step_ms = []
+    for slowness in (1.0, 3.0):
+        table = save_table(tmp_path / f"table{slowness}.json", slowness=slowness)
+        command = ("advise", "--lengths", str(lengths), *JOB, *ONE, "--json")
+        assert cli.main([*command, "--cost-table", str(table)]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert "measurements of 2026-01-31 on a device" in found["costs"]
+        (choice,) = found["choices"]
+        assert choice["choice"]["block_size"] == 512
+        step_ms.append(choice["step_ms"])
+    assert step_ms[1] == pytest.approx(3 * step_ms[0], rel=0.02)
+    other = ("--model", "qwen2.5-3b", "--cost-table", str(table))
+    assert cli.main(["advise", "--lengths", str(lengths), *JOB, *ONE, *other]) == 2
+    assert "hidden_size is 896 in the table" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,19 @@ def test_a_run_is_followed_from_before_its_first_step(tmp_path: Path) -> None:
     assert [view.iteration for view in others if view is not None] == [1, 2, 3, 4]
 
 
+def test_ctrl_c_is_how_it_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RUN.write(tmp_path)
+
+    def interrupted(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch.time, "sleep", interrupted)
+    assert cli.main(["watch", str(tmp_path), "--plain"]) == 0
+    assert "iteration 4 | " in capsys.readouterr().out
+
+
 def test_without_rich_the_plain_mode_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
