@@ -109,6 +109,24 @@ class Documents:
             loss_mask=_open_loss_mask(prefix, index),
         )
 
+    @classmethod
+    def lengths_only(cls, prefix: str | Path) -> Documents:
+        """Open the ``.idx`` file alone: documents have lengths, and no token can be read.
+
+        Raises:
+            DataError: if the file is missing, empty, damaged or cut short.
+        """
+        prefix = str(prefix)
+        path = _existing(Path(f"{prefix}.idx"), prefix)
+        index = _read_index(path)
+        return cls(
+            prefix=prefix,
+            lengths_tokens=np.diff(index.token_ends[index.boundaries]),
+            dataset=None,
+            first_sequences=index.boundaries[:-1],
+            loss_mask=None,
+        )
+
     def __len__(self) -> int:
         return len(self.lengths_tokens)
 
@@ -154,10 +172,7 @@ def _open_checked(prefix: str) -> tuple[_Index, Any]:
     """Index and Megatron's ``IndexedDataset`` of a prefix whose files have passed every check."""
     index_path, data_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     for path in (index_path, data_path):
-        with _readable(path):
-            is_file = path.is_file()
-        if not is_file:
-            raise DataError(f"{path}: no such file; {_missing_remedy(prefix)}")
+        _existing(path, prefix)
     index = _read_index(index_path)
     with _readable(data_path):
         data_path.open("rb").close()
@@ -174,6 +189,14 @@ def _open_checked(prefix: str) -> tuple[_Index, Any]:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     return index, IndexedDataset(prefix)
+
+
+def _existing(path: Path, prefix: str) -> Path:
+    with _readable(path):
+        is_file = path.is_file()
+    if not is_file:
+        raise DataError(f"{path}: no such file; {_missing_remedy(prefix)}")
+    return path
 
 
 def _missing_remedy(prefix: str) -> str:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 
@@ -55,6 +55,15 @@ class SampleCounts:
     truncated_tokens: int
     split_documents: int
 
+    def __add__(self, other: SampleCounts) -> SampleCounts:
+        """Of two data sets together."""
+        return SampleCounts(
+            **{
+                field.name: getattr(self, field.name) + getattr(other, field.name)
+                for field in fields(self)
+            }
+        )
+
     def describe(self) -> str:
         """All of it in one line."""
         return (
@@ -63,6 +72,54 @@ class SampleCounts:
             f"{self.truncated_tokens:,} tokens truncated, {self.dropped_documents:,} documents "
             f"({self.dropped_tokens:,} tokens) dropped"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFacts:
+    """One of several data sets that a run mixes.
+
+    Attributes:
+        prefix: of its files.
+        weight: its share of the samples; all shares add up to 1.
+        counts: what became of its documents.
+        digest: of what its order and lengths depend on.
+    """
+
+    prefix: str
+    weight: float
+    counts: SampleCounts
+    digest: str
+
+
+class Samples(Protocol):
+    """An endless order of samples, of one data set or of several.
+
+    ``counts`` is of one epoch of every data set.
+    """
+
+    counts: SampleCounts
+
+    def lengths_of(self, samples: np.ndarray) -> np.ndarray:
+        """Input tokens of each sample, int64, in the order given."""
+
+    def global_batch(self, first: int, size: int) -> np.ndarray:
+        """Samples at the places ``first`` to ``first + size`` of the order, int64."""
+
+    def read(self, sample: int) -> Sample:
+        """Tokens of a sample, and its loss mask where its data set has one."""
+
+    def digest(self) -> str:
+        """Hexadecimal SHA-256 of what order and lengths depend on; equal on ranks that agree."""
+
+    def source_of(self, samples: np.ndarray) -> np.ndarray | None:
+        """Which of :attr:`sources` each sample comes from, int64; None where there is but one."""
+
+    @property
+    def sources(self) -> tuple[SourceFacts, ...]:
+        """The data sets that are mixed; none where there is but one."""
+
+    def describe(self) -> tuple[str, ...]:
+        """Lines that say what became of the documents."""
 
 
 class SampleIndex:
@@ -178,11 +235,35 @@ class SampleIndex:
         """
         if first < 0 or size < 1:
             raise ValueError(f"batch of {size} samples from {first}: need size >= 1 and first >= 0")
-        positions = np.arange(first, first + size)
-        epochs, within = np.divmod(positions, len(self))
+        return self.samples_at(np.arange(first, first + size))
+
+    def samples_at(self, places: np.ndarray) -> np.ndarray:
+        """Samples at the given places of the endless order, int64; places must not fall."""
+        epochs, within = np.divmod(places, len(self))
         return np.concatenate(
-            [self._order(int(epoch))[within[epochs == epoch]] for epoch in np.unique(epochs)]
+            [
+                np.empty(0, dtype=np.int64),
+                *(self._order(int(epoch))[within[epochs == epoch]] for epoch in np.unique(epochs)),
+            ]
         )
+
+    def source_of(self, samples: np.ndarray) -> np.ndarray | None:
+        """None: all samples come from one data set."""
+        return None
+
+    def describe(self) -> tuple[str, ...]:
+        """What became of the documents, in one line."""
+        return (self.counts.describe(),)
+
+    @property
+    def sources(self) -> tuple[SourceFacts, ...]:
+        """None to tell apart."""
+        return ()
+
+    @property
+    def has_loss_mask(self) -> bool:
+        """Whether some labels are not trained on."""
+        return self._documents.loss_mask is not None
 
     def read(self, sample: int) -> Sample:
         """Tokens of a sample, and its loss mask where the data set has one.

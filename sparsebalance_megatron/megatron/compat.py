@@ -230,6 +230,27 @@ def _custom_layout(layout: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
     return tuple(tuple(stage) for stage in stages)
 
 
+def batch_size_schedule(args: Namespace) -> tuple[tuple[int, int], ...]:
+    """(samples consumed, global batch size) pairs of ``--step-batch-size-schedule``.
+
+    Megatron's own calculator reads it, which takes thresholds for tokens of full samples. Empty
+    where the size is fixed, as it also is with ``--rampup-batch-size``: these versions ignore that.
+    """
+    if getattr(args, "step_batch_size_schedule", None) is None:
+        return ()
+    from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+
+    calculator = StepBatchsizeNumMicroBatchesCalculator(
+        micro_batch_size=args.micro_batch_size,
+        data_parallel_size=args.data_parallel_size,
+        decrease_batch_size_if_needed=False,
+        rank=-1,
+        schedule=args.step_batch_size_schedule,
+        seq_length=args.seq_length,
+    )
+    return tuple((int(threshold), int(size)) for threshold, size in calculator.schedule)
+
+
 def saved_arguments(args: Namespace) -> Namespace | None:
     """The ``args`` stored in the checkpoint this run resumed from; None where it started afresh.
 

@@ -13,7 +13,8 @@ import torch
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.table import ModelShape, RunIdentity
 from sparsebalance_megatron.megatron import cpu
-from sparsebalance_megatron.megatron.compat import stage_layers
+from sparsebalance_megatron.megatron.compat import batch_size_schedule, stage_layers
+from sparsebalance_megatron.plan.batch_sizes import BatchSizes
 
 RANKS_PER_NODE = 8
 """Where no GPU is, which is in tests and dry runs."""
@@ -25,10 +26,12 @@ class RunSettings:
 
     Names are those of Megatron's arguments. ``stage_layers`` is [P][V][layers], global and
     zero-based; ``dtype`` is torch's name without the prefix; ``recompute_all`` and
-    ``recompute_attention`` say what backward computes again; ``data_prefix`` names a pair of .bin
-    and .idx files. ``data_parallel_size`` counts no context-parallel ranks; ``ranks_per_node``
-    counts all. ``command_line`` holds Megatron's flags, to profile with at start-up, and is None
-    for a trainer without them.
+    ``recompute_attention`` say what backward computes again; the words of ``data_path`` and its
+    like are as typed, empty or None where not given. ``batch_size_schedule`` holds (samples
+    consumed, global batch size) pairs where the size changes; ``global_batch_size`` is then the
+    largest. ``data_parallel_size`` counts no
+    context-parallel ranks; ``ranks_per_node`` counts all. ``command_line`` holds Megatron's flags,
+    to profile with at start-up, and is None for a trainer without them.
     """
 
     shape: ModelShape
@@ -44,9 +47,15 @@ class RunSettings:
     micro_batch_size: int
     global_batch_size: int
 
-    data_prefix: str
     split: str
     seed: int
+    batch_size_schedule: tuple[tuple[int, int], ...] = ()
+    data_path: tuple[str, ...] = ()
+    data_args_path: str | None = None
+    train_data_path: tuple[str, ...] = ()
+    valid_data_path: tuple[str, ...] = ()
+    test_data_path: tuple[str, ...] = ()
+    per_split_data_args_path: str | None = None
     eval_iters: int = 0
     eval_micro_batch_size: int | None = None
     eval_global_batch_size: int | None = None
@@ -54,6 +63,11 @@ class RunSettings:
     ranks_per_node: int = RANKS_PER_NODE
     distributed_timeout_minutes: float = 10.0
     command_line: tuple[str, ...] | None = None
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """Samples of every training step."""
+        return BatchSizes(schedule=self.batch_size_schedule or ((0, self.global_batch_size),))
 
     @property
     def neighbours_per_node(self) -> int:
@@ -93,16 +107,23 @@ class RunSettings:
         """Settings of a run of ``megatron.training``, from its validated arguments."""
         from megatron.training.arguments import core_transformer_config_from_args
 
+        schedule = batch_size_schedule(args)
         return cls.from_transformer_config(
             core_transformer_config_from_args(args),
             vocab_size=args.padded_vocab_size,
             data_parallel_size=args.data_parallel_size,
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
-            global_batch_size=args.global_batch_size,
-            data_prefix=args.data_path[0],
+            global_batch_size=max((size for _, size in schedule), default=args.global_batch_size),
+            batch_size_schedule=schedule,
             split=args.split or "100,0,0",
             seed=args.seed,
+            data_path=tuple(args.data_path or ()),
+            data_args_path=args.data_args_path,
+            train_data_path=tuple(args.train_data_path or ()),
+            valid_data_path=tuple(args.valid_data_path or ()),
+            test_data_path=tuple(args.test_data_path or ()),
+            per_split_data_args_path=args.per_split_data_args_path,
             eval_iters=args.eval_iters or 0,
             eval_micro_batch_size=getattr(args, "eval_micro_batch_size", None),
             eval_global_batch_size=getattr(args, "eval_global_batch_size", None),

@@ -22,9 +22,12 @@ from sparsebalance_megatron.megatron.unsupported import (
     value_of,
 )
 
-_FIXED_BATCH = "the global batch size must stay fixed; drop it"
 _ONE_VALIDATION_SET = "there is one validation set, and it has no end; drop it"
-_ONE_PREFIX = "give one prefix made by `sparse-balance prepare-data` as --data-path"
+_REAL_DATA = "give prefixes made by `sparse-balance prepare-data` as --data-path"
+_DATA_FLAGS = (
+    *("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path"),
+    "per_split_data_args_path",
+)
 _NO_LOGITS = "logits are stored per row of fixed length; drop it"
 
 TRAINING = (
@@ -44,9 +47,20 @@ TRAINING = (
     Refusal(
         flag="ModelOpt", remedy="both choose the layers; train without it", name="modelopt_enabled"
     ),
-    Refusal(flag="--rampup-batch-size", remedy=_FIXED_BATCH),
-    Refusal(flag="--step-batch-size-schedule", remedy=_FIXED_BATCH),
-    Refusal(flag="--decrease-batch-size-if-needed", remedy=_FIXED_BATCH),
+    Refusal(
+        flag="--rampup-batch-size",
+        remedy="megatron-core 0.18 and newer ignore it; use --step-batch-size-schedule",
+    ),
+    Refusal(
+        flag="--step-batch-size-schedule",
+        remedy="a window exchanges samples between steps of one size; use "
+        "--sparse-balance-window 1",
+        found=lambda get: get("step_batch_size_schedule") and get.config.window > 1,
+    ),
+    Refusal(
+        flag="--decrease-batch-size-if-needed",
+        remedy="the global batch size must not depend on the number of ranks; drop it",
+    ),
     Refusal(
         flag="--iterations-to-skip",
         remedy="Megatron reads the rows it skips as rows of fixed length; drop it",
@@ -57,23 +71,18 @@ TRAINING = (
     ),
     Refusal(flag="--full-validation", remedy=_ONE_VALIDATION_SET),
     Refusal(flag="--multiple-validation-sets", remedy=_ONE_VALIDATION_SET),
-    Refusal(flag="--use-varlen-dataset", remedy=f"both pack documents; {_ONE_PREFIX}"),
-    Refusal(flag="--mock-data", remedy=f"plans need real lengths; {_ONE_PREFIX}"),
-    Refusal(flag="--train-data-path", remedy=_ONE_PREFIX),
-    Refusal(flag="--valid-data-path", remedy=f"{_ONE_PREFIX}, and its parts with --split"),
-    Refusal(flag="--test-data-path", remedy=f"{_ONE_PREFIX}, and its parts with --split"),
-    Refusal(flag="--data-args-path", remedy=_ONE_PREFIX),
-    Refusal(flag="--per-split-data-args-path", remedy=_ONE_PREFIX),
+    Refusal(flag="--use-varlen-dataset", remedy=f"both pack documents; {_REAL_DATA}"),
+    Refusal(flag="--mock-data", remedy=f"plans need real lengths; {_REAL_DATA}"),
     Refusal(
         flag="no --data-path",
-        remedy=f"plans need real lengths; {_ONE_PREFIX}",
+        remedy=f"plans need real lengths; {_REAL_DATA}",
         name="no_data_path",
-        found=lambda get: not get("data_path"),
+        found=lambda get: not any(map(get, _DATA_FLAGS)),
     ),
     Refusal(
-        flag="--data-path",
-        remedy="blends are not supported; give one prefix",
-        found=lambda get: len(get("data_path")) > 1,
+        flag="--split",
+        remedy="every split has sources of its own already; drop it",
+        found=lambda get: get("split") and any(map(get, _DATA_FLAGS[2:])),
     ),
     Refusal(
         flag="--dataloader-type",

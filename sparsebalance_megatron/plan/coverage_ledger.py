@@ -21,7 +21,7 @@ class CoverageLedger:
     """Coverage is summed over samples, a mean over layers.
 
     Args:
-        global_batch_size: samples of a step.
+        global_batch_size: samples of a step; of the largest where they differ.
         mean_over: what a sample counts in the sum: 1, or its tokens over the mean of its step.
         slack: by how much mean coverage may be below that of base budgets.
 
@@ -48,7 +48,7 @@ class CoverageLedger:
         if totals.count:
             limit = _LIMIT * self._samples * self._steps
             lost = totals.lost_by_token if self._mean_over == "tokens" else totals.lost
-            balance = self.balance + (lost - self._slack) * self._samples
+            balance = self.balance + (lost - self._slack) * len(planned.samples)
             self.balance = min(max(balance, -limit), limit)
             self._base_mean = totals.base_mean
 

@@ -114,6 +114,20 @@ class CoverageTotals:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SourceTotals:
+    """One step by data set, for a run that mixes several; sums over ranks.
+
+    ``losses_X`` and ``tokens_X``: token losses and tokens with a loss. ``coverage_X`` and
+    ``pairs_X``: executed coverage over (sample, layer) pairs, and those pairs.
+    """
+
+    losses_X: np.ndarray
+    tokens_X: np.ndarray
+    coverage_X: np.ndarray
+    pairs_X: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepMeasurement:
     """What happened in one step, identical on every rank. Times in ms, NaN where unmeasured."""
 
@@ -126,3 +140,4 @@ class StepMeasurement:
     tokens: int
     differing_ranks: tuple[int, ...]
     """World ranks that executed another plan than rank 0."""
+    sources: SourceTotals | None = None

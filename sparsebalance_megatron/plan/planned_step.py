@@ -32,6 +32,11 @@ class PlannedStep:
     wait_ms: float
 
     @property
+    def micro_batches(self) -> int:
+        """Of every data-parallel rank."""
+        return int(self.times_2RPVM.shape[-1])
+
+    @property
     def times_2RPVM(self) -> np.ndarray:
         """Predicted forward and backward ms of every micro-batch on every chunk."""
         return self.plan.expectation.times_2RPVM

@@ -22,13 +22,14 @@ from sparsebalance_megatron.cost.device_speed import DeviceSlowness
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.stage_calibration import Calibration
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan.batch_sizes import BatchSizes
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.coverage_ledger import CoverageLedger
 from sparsebalance_megatron.plan.measurement import StepMeasurement
 from sparsebalance_megatron.plan.planned_step import Learner, PlannedStep
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_costs import base_sample_ms
-from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy
+from sparsebalance_megatron.plan.step_plan import JobShape, PlanError, PlanPolicy
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 from sparsebalance_megatron.plan.step_samples import SampleLengths, StepSamples
 
@@ -56,8 +57,10 @@ class Scheduler:
     """Plans training steps and learns from them.
 
     Args:
+        job: how steps are cut up; a step of fewer samples has fewer micro-batches than it says.
         index: the training samples and their lengths.
-        global_batch_size: samples per step.
+        global_batch_size: samples per step, or what they depend on. In the latter case the largest
+            step is that of ``job``.
         window: consecutive global batches that may exchange samples.
         calibrate: which predicted times measured ones correct.
         clock: seconds, for the time planning takes.
@@ -72,19 +75,26 @@ class Scheduler:
         cost: CostModel,
         coverage: CoverageCurves,
         index: SampleLengths,
-        global_batch_size: int,
+        global_batch_size: int | BatchSizes,
         window: int,
         calibrate: CalibrationChoice,
         clock: Callable[[], float],
         worker: Executor | None = None,
     ) -> None:
+        sizes = (
+            BatchSizes.constant(global_batch_size)
+            if isinstance(global_batch_size, int)
+            else global_batch_size
+        )
+        self.batch_sizes = sizes
+        self._most_samples = max(size for _, size in sizes.schedule)
         self.job = job
         self.policy = policy
         self.coverage = coverage
         self.calibration = Calibration(job.pipeline_stages, job.virtual_stages)
         self._learners: dict[str, Learner] = {
             "coverage_balance": CoverageLedger(
-                global_batch_size, policy.coverage_mean_over, policy.coverage_slack
+                self._most_samples, policy.coverage_mean_over, policy.coverage_slack
             ),
             "coverage": coverage,
             "calibration": self.calibration,
@@ -94,13 +104,12 @@ class Scheduler:
         self._cost = cost
         self._samples = StepSamples(
             index=index,
-            global_batch_size=global_batch_size,
+            batch_sizes=sizes,
             window=window,
             data_parallel_size=job.data_parallel_size,
             # The cost model as loaded, never corrected: a resumed run must deal the same way.
             sample_ms=partial(base_sample_ms, job=job, cost=cost, base_budget=policy.base_budget),
         )
-        self._global_batch_size = global_batch_size
         self._clock = clock
         self._worker = worker
         self._planned: dict[int, PlannedStep] = {}
@@ -170,7 +179,7 @@ class Scheduler:
         samples = self._samples.of_step(step)
         inputs = PlanInputs(
             lengths_tokens=self._samples.lengths_tokens(samples),
-            job=self.job,
+            job=self._job_of(step),
             policy=self.policy,
             cost=self._cost,
             scales=replace(known["calibration"], slowness_RP=known["device_speed"]),
@@ -185,6 +194,20 @@ class Scheduler:
             plan_ms=(self._clock() - started) * 1e3,
             wait_ms=0.0,
         )
+
+    def _job_of(self, step: int) -> JobShape:
+        """The job with as many micro-batches as the step has samples for."""
+        size, most = self.batch_sizes.size_of(step), self._most_samples
+        if size == most:
+            return self.job
+        micro_batches, rest = divmod(self.job.micro_batches * size, most)
+        if rest or not micro_batches:
+            raise PlanError(
+                f"step {step} has {size} samples, which do not fill the same slots on all ranks; "
+                "every batch size of --step-batch-size-schedule must be a multiple of "
+                f"{most // self.job.micro_batches}"
+            )
+        return replace(self.job, micro_batches=micro_batches)
 
     def finish_step(self, step: int, measured: StepMeasurement) -> None:
         """Learn from a step. Megatron may run a step again; a repeated call changes nothing."""
@@ -201,7 +224,7 @@ class Scheduler:
         learnt = {name: learner.state_dict() for name, learner in self._learners.items()}
         return {
             "version": _STATE_VERSION,
-            "consumed_samples": following * self._global_batch_size,
+            "consumed_samples": self.batch_sizes.first_sample(following),
             "open_window": self._samples.open_window(following),
             **{name: state for name, state in learnt.items() if state is not None},
             "next_plan": self._known_for_next and _saved(self._known_for_next),
@@ -224,7 +247,12 @@ class Scheduler:
                 f"the plugin's state in the checkpoint has version {state.get('version')}, not "
                 f"{_STATE_VERSION}; resume with the release that wrote it, or with --finetune"
             )
-        following = int(state["consumed_samples"]) // self._global_batch_size
+        following = self.batch_sizes.step_at(int(state["consumed_samples"]))
+        if following is None:
+            raise StateError(
+                f"the checkpoint has consumed {state['consumed_samples']} samples, after which no "
+                "step begins; resume with another global batch size"
+            )
         if state["open_window"] != self._samples.open_window(following):
             raise StateError(
                 "the checkpoint stops between steps that exchange samples, and this run would deal "

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from sparsebalance_megatron.plan.batch_sizes import BatchSizes
 from sparsebalance_megatron.plan.budgets.price import horizon_steps
 from sparsebalance_megatron.plan.step_plan import PlanError
 
@@ -40,14 +41,14 @@ class StepSamples:
 
     Attributes:
         index: the training samples and their lengths.
-        global_batch_size: samples per step.
+        batch_sizes: samples per step; a window needs steps of one size.
         window: consecutive global batches that may exchange samples.
         data_parallel_size: ranks that share a step.
         sample_ms: ms of samples of so many tokens, [S] to [S].
     """
 
     index: SampleLengths
-    global_batch_size: int
+    batch_sizes: BatchSizes
     window: int
     data_parallel_size: int
     sample_ms: Callable[[np.ndarray], np.ndarray]
@@ -55,9 +56,9 @@ class StepSamples:
 
     def of_step(self, step: int) -> np.ndarray:
         """Training samples of a step, in order of arrival."""
-        size = self.global_batch_size
         if self.window == 1:
-            return self.index.global_batch(step * size, size)
+            first, size = self.batch_sizes.first_sample(step), self.batch_sizes.size_of(step)
+            return self.index.global_batch(first, size)
         return self._dealt_window(step - step % self.window)[step % self.window]
 
     def lengths_tokens(self, samples: np.ndarray) -> tuple[int, ...]:
@@ -66,11 +67,11 @@ class StepSamples:
 
     def later_lengths_tokens(self, step: int) -> tuple[int, ...]:
         """Of the horizon's later steps, in order of arrival: a window changes little in the sum."""
-        size = self.global_batch_size
-        later_steps = horizon_steps(size) - 1
+        later_steps = horizon_steps(self.batch_sizes.size_of(step)) - 1
         if later_steps == 0:
             return ()
-        return self.lengths_tokens(self.index.global_batch((step + 1) * size, later_steps * size))
+        first, end = map(self.batch_sizes.first_sample, (step + 1, step + 1 + later_steps))
+        return self.lengths_tokens(self.index.global_batch(first, end - first))
 
     def open_window(self, step: int) -> str | None:
         """Digest of what is left of the window that ``step`` continues; None where one begins."""
@@ -83,7 +84,7 @@ class StepSamples:
         """The global batches of the window that begins with step ``first``; kept until the next."""
         dealt = self._dealt.get(first)
         if dealt is None:
-            size = self.global_batch_size
+            size = self.batch_sizes.size_of(first)
             samples = self.index.global_batch(first * size, size * self.window)
             batches = assign_window(
                 self.sample_ms(self.index.lengths_of(samples)),

@@ -7,7 +7,7 @@ kept, and every line that had to be left out is named.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,7 @@ def run_header(
     megatron_core: str,
     torch: str,
     device: str,
+    sources: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """The first line: what runs, on what, with which settings.
 
@@ -86,6 +87,8 @@ def run_header(
         counts: of the training samples.
         megatron_core, torch: versions.
         device: in words.
+        sources: the data sets that the run mixes, each with its ``prefix`` and ``weight``; none
+            where there is but one.
     """
     return {
         "type": RUN,
@@ -105,6 +108,7 @@ def run_header(
         "megatron_core": megatron_core,
         "torch": torch,
         "device": device,
+        **({"sources": list(sources)} if sources else {}),
     }
 
 

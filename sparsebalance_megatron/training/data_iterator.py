@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The external data iterator: one rank's packed micro-batches, in the order its plan gives."""
+"""The external data iterator: one rank's packed micro-batches, in the order its plan gives.
+
+Shape legend: S samples of a micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from sparsebalance_megatron.data.packing import PackedRow
+from sparsebalance_megatron.data.samples import Samples
 from sparsebalance_megatron.megatron.row_share import RowShare
+from sparsebalance_megatron.plan.batch_sizes import BatchSizes
 from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.training.row_reader import RowReader
@@ -32,7 +39,8 @@ class LocalMicroBatch:
     and virtual stage. ``cu_seqlens`` bounds its samples in the whole row, and padding; ``share`` is
     what this rank computes of it, None where every row lies on one rank. ``row`` holds tokens and
     labels of that on stages that read them (embedding or loss) and is None on all others:
-    boundaries, shares and budgets follow from the plan alone.
+    boundaries, shares and budgets follow from the plan alone. ``source_S`` says which of the
+    run's sources each sample comes from; None where there is but one.
     """
 
     step: int
@@ -43,10 +51,11 @@ class LocalMicroBatch:
     cu_seqlens: tuple[int, ...]
     share: RowShare | None
     row: PackedRow | None
+    source_S: np.ndarray | None = None
 
 
 class MicroBatchIterator:
-    """Endless iterator over (step, position), from a number of samples already consumed.
+    """Endless iterator over (step, position).
 
     Megatron takes it through ``--dataloader-type external``. There is one per model chunk; all
     chunks of a rank walk through the same plans.
@@ -56,9 +65,10 @@ class MicroBatchIterator:
         chunk: virtual stage, 0 without virtual pipelines.
         reader: of this rank's rows; None where the chunk neither embeds tokens nor computes the
             loss.
-        consumed_samples: where to start, a multiple of the global batch size.
-        global_batch_size: samples per step.
+        step: where to start.
+        batch_sizes: samples of every step.
         packing: how slots become rows.
+        samples: what is trained on; None says nothing of sources.
     """
 
     def __init__(
@@ -69,18 +79,20 @@ class MicroBatchIterator:
         chunk: int,
         reader: RowReader | None,
         training: bool,
-        consumed_samples: int,
-        global_batch_size: int,
+        step: int,
+        batch_sizes: BatchSizes,
         packing: RowPacking,
+        samples: Samples | None = None,
     ) -> None:
+        self._samples = samples
         self._schedule = schedule
         self._data_parallel_rank = data_parallel_rank
         self._chunk = chunk
         self._reader = reader
         self._training = training
-        self._global_batch_size = global_batch_size
+        self._batch_sizes = batch_sizes
         self._packing = packing
-        self._step = consumed_samples // global_batch_size
+        self._step = step
         self._position = 0
 
     def __iter__(self) -> MicroBatchIterator:
@@ -99,6 +111,9 @@ class MicroBatchIterator:
             cu_seqlens=self._packing.cu_seqlens(plan),
             share=self._packing.share(plan),
             row=self._row(planned),
+            source_S=None
+            if self._samples is None
+            else self._samples.source_of(planned.samples[list(plan.samples)]),
         )
         self._position += 1
         if self._position == len(rank_plan.micro_batches):
@@ -116,4 +131,4 @@ class MicroBatchIterator:
 
     def save_state(self) -> dict[str, Any]:
         """Position, for Megatron's ``--dataloader-save``; resuming needs consumed samples only."""
-        return {"consumed_samples": self._step * self._global_batch_size}
+        return {"consumed_samples": self._batch_sizes.first_sample(self._step)}

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from sparsebalance_megatron.cost.model import COUNTED
+from sparsebalance_megatron.data.blend import read_blends
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.training.dry_run_memory import describe_memory
@@ -45,12 +46,13 @@ def describe(
         f"{settings.data_parallel_size}; nothing is trained, nothing written",
         "checked:",
         f"  flags: by megatron-core {megatron_version()} and for --sparse-balance",
-        f"  data: {args.data_path[0]}: {inputs.train.counts.describe()}",
+        *(f"  data: {line}" for line in _data(inputs)),
         f"  costs: {inputs.cost.source}",
         "not checked:",
         *(f"  {what}" for what in unchecked),
         "",
-        f"first step: {args.global_batch_size} samples in {job.micro_batches} micro-batches per "
+        f"first step: {len(planned.samples)} samples in {planned.micro_batches} "
+        "micro-batches per "
         f"data-parallel rank; layers per pipeline stage: {' '.join(map(str, layers))}",
         "",
         *_slots(planned),
@@ -128,6 +130,14 @@ def _folded(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
         (each[0] if len(each) == 1 else f"{len(each)} as {each[0]}", *rest)
         for rest, each in ranks.items()
     ]
+
+
+def _data(inputs: CostedInputs) -> tuple[str, ...]:
+    lines = inputs.train.describe()
+    if len(lines) > 1:
+        return lines
+    blend = read_blends(inputs.settings)["train"]
+    return lines if blend is None else (f"{blend.prefixes[0]}: {lines[0]}",)
 
 
 def _rows(planned: PlannedStep) -> list[tuple[str, ...]]:

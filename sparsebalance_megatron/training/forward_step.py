@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's forward step for packed micro-batches that carry their budgets.
 
-Shape legend: T tokens of the packed row.
+Shape legend: T tokens of the packed row, X sources.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from sparsebalance_megatron.megatron.packed_seq_params import (
 from sparsebalance_megatron.megatron.rope_rows import use_true_positions
 from sparsebalance_megatron.training.data_iterator import LocalMicroBatch
 from sparsebalance_megatron.training.inputs import Inputs
+from sparsebalance_megatron.training.source_losses import losses_by_source
 
 Batch = dict[str, Any]
 """What a forward step reads: ``tokens``, ``position_ids``, ``labels`` and ``loss_mask``, [1, T] or
@@ -48,7 +49,13 @@ class StepObserver(Protocol):
 
     def end_forward(self, micro_batch: LocalMicroBatch) -> None: ...
 
-    def add_loss(self, loss: Tensor, tokens: Tensor, report: dict[str, Tensor]) -> None: ...
+    def add_loss(
+        self,
+        loss: Tensor,
+        tokens: Tensor,
+        report: dict[str, Tensor],
+        by_source_X2: Tensor | None = None,
+    ) -> None: ...
 
 
 class ForwardStep:
@@ -94,7 +101,7 @@ class ForwardStep:
         output, loss_function = self._inner(iter((batch,)), model)
         if micro_batch.training:
             self._observer().end_forward(micro_batch)
-        return output, partial(self._loss, loss_function, micro_batch.training)
+        return output, partial(self._loss, loss_function, micro_batch, batch["loss_mask"])
 
     def _batch(self, micro_batch: LocalMicroBatch, context: MicroBatchContext) -> Batch:
         batch: Batch = dict.fromkeys(_ROW_KEYS)
@@ -113,7 +120,11 @@ class ForwardStep:
         return batch
 
     def _loss(
-        self, loss_function: LossFunction, training: bool, output: Tensor
+        self,
+        loss_function: LossFunction,
+        micro_batch: LocalMicroBatch,
+        loss_mask_1T: Tensor | None,
+        output: Tensor,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         values = loss_function(output)
         if len(values) != 3:
@@ -123,8 +134,12 @@ class ForwardStep:
                 "calculate_per_token_loss"
             )
         loss, tokens, report = values
-        if training:
-            self._observer().add_loss(loss.detach(), tokens, report)
+        if micro_batch.training:
+            by_source_X2 = None
+            if micro_batch.source_S is not None and loss_mask_1T is not None:
+                sources = len(self._inputs.train.sources)
+                by_source_X2 = losses_by_source(output, loss_mask_1T, micro_batch, sources)
+            self._observer().add_loss(loss.detach(), tokens, report, by_source_X2)
         return loss, tokens, report
 
 

@@ -8,6 +8,7 @@ import warnings
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,7 +17,9 @@ from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import CostTable
 from sparsebalance_megatron.cost.table_doubts import doubts
-from sparsebalance_megatron.data.samples import SampleIndex, Split
+from sparsebalance_megatron.data.blend import Blend, read_blends
+from sparsebalance_megatron.data.blend_index import open_samples
+from sparsebalance_megatron.data.samples import Samples, SourceFacts, Split
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
 from sparsebalance_megatron.plan.coverage import budget_grid
@@ -36,9 +39,9 @@ class Inputs:
     settings: RunSettings
     job: JobShape
     policy: PlanPolicy
-    train: SampleIndex
-    valid: SampleIndex | None
-    test: SampleIndex | None
+    train: Samples
+    valid: Samples | None
+    test: Samples | None
     grid: tuple[int, ...]
 
     def with_cost(self, cost: CostModel) -> CostedInputs:
@@ -74,16 +77,24 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
     Raises:
         ConfigError, DataError, CostTableError: naming the flag or file and the remedy.
     """
-    train = _sample_index(settings, config, "train")
+    blends = read_blends(settings)
+    if blends["train"] is None:
+        raise ConfigError("no --train-data-path: nothing to train on; give its data sets")
+    train = _samples(settings, config, blends["train"], "train")
     if train is None:
         raise ConfigError(f"--split {settings.split}: no document is left for training")
-    valid = _sample_index(settings, config, "valid") if settings.eval_iters else None
-    test = _sample_index(settings, config, "test") if settings.eval_iters else None
-    if settings.eval_iters and valid is None:
-        raise ConfigError(
-            f"--eval-iters {settings.eval_iters} with --split {settings.split}: no document is "
-            "left for validation; give it a weight, or use --eval-iters 0"
-        )
+    valid = test = None
+    if settings.eval_iters:
+        valid = _samples(settings, config, blends["valid"], "valid")
+        test = _samples(settings, config, blends["test"], "test")
+        if valid is None:
+            given = (
+                f"with --split {settings.split}: no document is left for validation; give it a "
+                "weight"
+                if blends["valid"]
+                else "without --valid-data-path: there is nothing to validate on; give it"
+            )
+            raise ConfigError(f"--eval-iters {settings.eval_iters} {given}, or use --eval-iters 0")
     longest_row_tokens = settings.micro_batch_size * settings.seq_length
     inputs = Inputs(
         config=config,
@@ -146,15 +157,34 @@ def fingerprint(inputs: CostedInputs) -> dict[str, str]:
         for name, value in asdict(inputs.config).items()
         if name not in ("log_dir", "cost_table", "in_turn")
     }
-    return flags | {
-        "job shape": str(inputs.job),
-        "ranks that may share a row": str(inputs.policy.max_context_parallel),
-        "training samples": inputs.train.digest(),
-        "cost model": str(inputs.cost),
-        "megatron-core": megatron_version(),
-        "torch": str(torch.__version__),
-        "numpy": np.__version__,
-        "scipy": version("scipy"),
+    sources = {
+        name: text
+        for number, source in enumerate(inputs.train.sources, start=1)
+        for name, text in source_record(number, source).items()
+    }
+    return (
+        flags
+        | sources
+        | {
+            "job shape": str(inputs.job),
+            "ranks that may share a row": str(inputs.policy.max_context_parallel),
+            "training samples": inputs.train.digest(),
+            "cost model": str(inputs.cost),
+            "megatron-core": megatron_version(),
+            "torch": str(torch.__version__),
+            "numpy": np.__version__,
+            "scipy": version("scipy"),
+        }
+    )
+
+
+def source_record(number: int, source: SourceFacts) -> dict[str, str]:
+    """What identifies a source of a blend: its share to as many digits as weights have."""
+    name = f"source {number}"
+    return {
+        f"{name} files": Path(source.prefix).name,
+        f"{name} weight": f"{source.weight:.9g}",
+        f"{name} samples": source.digest[:16],
     }
 
 
@@ -175,9 +205,11 @@ def job_shape(settings: RunSettings) -> JobShape:
     """
     per_slot = settings.micro_batch_size * settings.data_parallel_size
     if settings.global_batch_size < per_slot or settings.global_batch_size % per_slot:
+        scheduled = "--step-batch-size-schedule: size"
+        flag = scheduled if settings.batch_size_schedule else "--global-batch-size"
         raise ConfigError(
-            f"--global-batch-size {settings.global_batch_size} must be a multiple of "
-            f"--micro-batch-size {settings.micro_batch_size} x data-parallel size "
+            f"{flag} {settings.global_batch_size} must "
+            f"be a multiple of --micro-batch-size {settings.micro_batch_size} x data-parallel size "
             f"{settings.data_parallel_size} = {per_slot}"
         )
     return JobShape(
@@ -188,16 +220,34 @@ def job_shape(settings: RunSettings) -> JobShape:
     )
 
 
-def _sample_index(
-    settings: RunSettings, config: SparseBalanceConfig, split: Split
-) -> SampleIndex | None:
-    return SampleIndex.open(
-        settings.data_prefix,
+def check_batch_sizes(settings: RunSettings, step: int) -> None:
+    """Check every size of ``--step-batch-size-schedule`` that is still to come.
+
+    Raises:
+        ConfigError: if one does not fill its slots evenly.
+    """
+    per_slot = settings.micro_batch_size * settings.data_parallel_size
+    for size in settings.batch_sizes.sizes_from(step):
+        if size % per_slot:
+            raise ConfigError(
+                f"--step-batch-size-schedule: size {size} must be a multiple of --micro-batch-size "
+                f"{settings.micro_batch_size} x data-parallel size "
+                f"{settings.data_parallel_size} = {per_slot}"
+            )
+
+
+def _samples(
+    settings: RunSettings, config: SparseBalanceConfig, blend: Blend | None, split: Split
+) -> Samples | None:
+    if blend is None:
+        return None
+    return open_samples(
+        blend,
+        split,
         max_tokens=settings.seq_length,
         overlong=config.overlong,
         seed=settings.seed,
         split_weights=settings.split,
-        split=split,
         vocab_size=settings.shape.vocab_size,
     )
 

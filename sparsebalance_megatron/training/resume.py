@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from sparsebalance_megatron.plan.scheduler import StateError
 from sparsebalance_megatron.training.inputs import CostedInputs, fingerprint
 
 _SAMPLES = "training samples"
+_SOURCE = re.compile(r"source \d+ (files|weight|samples)")
 _LONGEST_VALUE = 80
 """Characters; of longer values a digest is kept."""
 
@@ -31,15 +33,46 @@ def compare_runs(saved: Mapping[str, str], now: Mapping[str, str]) -> tuple[str,
     """
     if saved[_SAMPLES] != now[_SAMPLES]:
         raise StateError(
-            "--data-path: the training samples are not those of the checkpoint (the files, "
-            "--split, --seq-length, --seed or --sparse-balance-overlong changed); resume with the "
-            "same ones, or begin anew on these from the checkpoint's weights with --finetune"
+            "--data-path: the training samples are not those of the checkpoint ("
+            f"{_changed_sources(saved, now) or _WHAT_SAMPLES_FOLLOW}); resume with the same ones, "
+            "or begin anew on these from the checkpoint's weights with --finetune"
         )
     return tuple(
         f"{name} is {now.get(name, 'absent')}, in the checkpoint {saved.get(name, 'absent')}"
         for name in sorted(saved.keys() | now.keys())
         if saved.get(name) != now.get(name)
     )
+
+
+_WHAT_SAMPLES_FOLLOW = (
+    "the files, --split, --seq-length, --seed or --sparse-balance-overlong changed"
+)
+
+
+def _changed_sources(saved: Mapping[str, str], now: Mapping[str, str]) -> str | None:
+    """Which sources of a blend changed, and how; None where the names of none say anything."""
+    names = sorted(
+        (name for name in saved.keys() | now.keys() if _SOURCE.fullmatch(name)),
+        key=lambda name: (int(name.split()[1]), name),
+    )
+    changes = []
+    for name in names:
+        before, after = saved.get(name), now.get(name)
+        if before == after:
+            continue
+        if before is None or after is None:
+            if name.endswith("files"):
+                changes.append(f"{before or after} {'was added' if before is None else 'is gone'}")
+            continue
+        files = now[f"{' '.join(name.split()[:2])} files"]
+        changes.append(
+            f"{name.rpartition(' ')[0]} is {after}, was {before}"
+            if name.endswith("files")
+            else f"weight of {files} is {after}, was {before}"
+            if name.endswith("weight")
+            else f"samples of {files} changed"
+        )
+    return "; ".join(changes) or None
 
 
 def _short(value: str) -> str:

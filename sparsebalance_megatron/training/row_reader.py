@@ -7,7 +7,7 @@ from concurrent.futures import Executor, Future
 from threading import Lock
 
 from sparsebalance_megatron.data.packing import PackedRow
-from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.data.samples import Samples
 from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
 from sparsebalance_megatron.training.rows import RowPacking
@@ -26,7 +26,7 @@ class RowReader:
 
     def __init__(
         self,
-        index: SampleIndex,
+        index: Samples,
         *,
         data_parallel_rank: int,
         packing: RowPacking,

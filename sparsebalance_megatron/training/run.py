@@ -13,8 +13,9 @@ import torch
 from megatron.core import parallel_state
 
 from sparsebalance_megatron.cost.parts import Direction
-from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.data.samples import Samples
 from sparsebalance_megatron.megatron.context_groups import make_context_groups
+from sparsebalance_megatron.plan.batch_sizes import BatchSizes
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.evaluation_schedule import EvaluationSchedule
 from sparsebalance_megatron.plan.measurement import RankPlace
@@ -84,14 +85,14 @@ class Run:
             recorder=MicroBatchRecorder(
                 HostClock() if device.type == "cpu" else CudaEventClock(),
                 virtual_stages=job.virtual_stages,
-                micro_batches=job.micro_batches,
-                backward_order=_backward_order(job, place.pipeline_rank),
+                backward_order=partial(_backward_order, job, place.pipeline_rank),
             ),
             reducer=StepReducer(
                 job,
                 place,
                 buckets=scheduler.coverage.buckets,
                 grid_size=len(inputs.grid),
+                sources=len(inputs.train.sources),
                 group=None,
                 device=device,
             ),
@@ -107,19 +108,17 @@ class Run:
         """This rank's training micro-batches for one model chunk.
 
         Args:
-            consumed_samples: trained on before, a multiple of the global batch size.
+            consumed_samples: trained on before; a step must begin there.
         """
+        sizes = self._inputs.settings.batch_sizes
+        step = sizes.step_at(consumed_samples)
+        assert step is not None, "the session has checked it"
         return self._iterator(
-            self.scheduler,
-            self._inputs.train,
-            vp_stage,
-            training=True,
-            consumed=consumed_samples,
-            batch_size=self._inputs.settings.global_batch_size,
+            self.scheduler, self._inputs.train, vp_stage, training=True, step=step, sizes=sizes
         )
 
     def evaluation_iterator(
-        self, index: SampleIndex, vp_stage: int | None = None, *, consumed_samples: int
+        self, index: Samples, vp_stage: int | None = None, *, consumed_samples: int
     ) -> MicroBatchIterator:
         """Micro-batches of validation or test samples, at base budgets."""
         settings, job = self._inputs.settings, self._inputs.job
@@ -140,19 +139,19 @@ class Run:
             index,
             vp_stage,
             training=False,
-            consumed=consumed_samples,
-            batch_size=batch_size,
+            step=consumed_samples // batch_size,
+            sizes=BatchSizes.constant(batch_size),
         )
 
     def _iterator(
         self,
         schedule: Schedule,
-        index: SampleIndex,
+        index: Samples,
         vp_stage: int | None,
         *,
         training: bool,
-        consumed: int,
-        batch_size: int,
+        step: int,
+        sizes: BatchSizes,
     ) -> MicroBatchIterator:
         chunk = vp_stage or 0
         stage, job = self._place.pipeline_rank, self._inputs.job
@@ -172,9 +171,10 @@ class Run:
             chunk=chunk,
             reader=reader,
             training=training,
-            consumed_samples=consumed,
-            global_batch_size=batch_size,
+            step=step,
+            batch_sizes=sizes,
             packing=self.packing,
+            samples=index if training else None,
         )
 
 
@@ -187,7 +187,7 @@ def make_scheduler(inputs: CostedInputs) -> Scheduler:
         cost=inputs.cost,
         coverage=CoverageCurves(inputs.job.layers, inputs.grid[-1], config.coverage_decay),
         index=inputs.train,
-        global_batch_size=inputs.settings.global_batch_size,
+        global_batch_size=inputs.settings.batch_sizes,
         window=config.window,
         calibrate=config.calibration,
         clock=time.perf_counter,
@@ -214,8 +214,8 @@ def _rank_place() -> RankPlace:
     )
 
 
-def _backward_order(job: JobShape, stage: int) -> list[tuple[int, int]]:
-    order = megatron_order(job.pipeline_stages, job.micro_batches, job.virtual_stages)
+def _backward_order(job: JobShape, stage: int, micro_batches: int) -> list[tuple[int, int]]:
+    order = megatron_order(job.pipeline_stages, micro_batches, job.virtual_stages)
     return [
         (operation.chunk, operation.micro_batch)
         for operation in order.by_stage[stage]

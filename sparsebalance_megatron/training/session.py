@@ -18,7 +18,13 @@ from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.plan.scheduler import Scheduler, StateError
 from sparsebalance_megatron.profiling.startup import shared_cost_table
 from sparsebalance_megatron.telemetry.log_directory import LogDirectory, LogDirectoryError
-from sparsebalance_megatron.training.inputs import CostedInputs, Inputs, fingerprint, processor
+from sparsebalance_megatron.training.inputs import (
+    CostedInputs,
+    Inputs,
+    check_batch_sizes,
+    fingerprint,
+    processor,
+)
 from sparsebalance_megatron.training.resume import compare_runs, run_record
 from sparsebalance_megatron.training.run import Run, make_scheduler
 
@@ -71,7 +77,7 @@ class Session:
         """Start the run, or give the one that has started; collective over all ranks.
 
         Args:
-            consumed_samples: trained on before, a multiple of the global batch size.
+            consumed_samples: trained on before; a step must begin there.
             iteration: steps trained before, as the trainer counts them; None for a trainer that
                 does not say. With another global batch size than now, it is not what the samples
                 make.
@@ -80,14 +86,21 @@ class Session:
             StateError, CostTableError, RankDisagreementError, LogDirectoryError: on all ranks
                 alike.
         """
-        batch_size = self.inputs.settings.global_batch_size
-        if consumed_samples % batch_size:
+        settings = self.inputs.settings
+        steps = settings.batch_sizes.step_at(consumed_samples)
+        if steps is None:
             raise StateError(
-                f"the checkpoint has consumed {consumed_samples} samples, no multiple of "
-                f"--global-batch-size {batch_size}; resume with another global batch size"
+                f"the checkpoint has consumed {consumed_samples} samples, "
+                + (
+                    "after which no step of --step-batch-size-schedule begins; resume with the "
+                    "schedule that it was trained with"
+                    if settings.batch_size_schedule
+                    else f"no multiple of --global-batch-size {settings.global_batch_size}; resume "
+                    "with another global batch size"
+                )
             )
+        check_batch_sizes(settings, steps)
         if self._run is None:
-            steps = consumed_samples // batch_size
             if iteration is None:
                 iteration = (self._loaded_state or {}).get("iteration", steps)
             self._run = self._started(resumed=consumed_samples > 0, extra_steps=iteration - steps)
@@ -112,7 +125,8 @@ class Session:
                 "sparse balance: the checkpoint has no plugin state; coverage curves and cost "
                 "corrections start afresh"
             )
-        print_rank_0(f"sparse balance: {inputs.train.counts.describe()}")
+        for line in inputs.train.describe():
+            print_rank_0(f"sparse balance: {line}")
         return Run(
             inputs,
             scheduler,
@@ -127,7 +141,8 @@ class Session:
         """What resuming needs besides the number of consumed samples; plain Python types."""
         if self._run is not None:
             state = self._run.scheduler.state_dict()
-            steps = state["consumed_samples"] // self.inputs.settings.global_batch_size
+            steps = self.inputs.settings.batch_sizes.step_at(state["consumed_samples"])
+            assert steps is not None, "the scheduler counts by the same sizes"
             return state | {
                 "run": self._run.record,
                 "iteration": steps + self._run.extra_steps,

@@ -139,4 +139,8 @@ def _run_header(inputs: CostedInputs, device: torch.device) -> dict[str, Any]:
         megatron_core=megatron_version(),
         torch=str(torch.__version__),
         device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
+        sources=[
+            {"prefix": source.prefix, "weight": source.weight, "counts": asdict(source.counts)}
+            for source in inputs.train.sources
+        ],
     )

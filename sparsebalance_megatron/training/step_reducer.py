@@ -2,8 +2,8 @@
 """One reduction per step: what every rank measured, known to all ranks alike.
 
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
-U length buckets, K budgets of the grid, C = K + 3 columns, O rows of observations, 2 forward and
-backward.
+U length buckets, K budgets of the grid, C = K + 3 columns, O rows of observations, X sources,
+2 forward and backward.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from sparsebalance_megatron.plan.measurement import (
     CoverageTotals,
     RankPlace,
+    SourceTotals,
     StepMeasurement,
     StepTimes,
 )
@@ -44,12 +45,14 @@ class StepReducer:
     """Sums every rank's contribution in one all-reduce of one float64 buffer.
 
     The buffer has slots for the times and the least coverage of every rank and stage and for the
-    plan digest of every world rank, so that a plain sum also gathers.
+    plan digest of every world rank, so that a plain sum also gathers. Its size follows the number
+    of micro-batches, which may differ between steps and not between ranks.
 
     Args:
         group: process group of all ranks; None is the default group.
         device: where the buffer lives; the group's backend must reach it.
         clock: seconds, for the time that the reduction waits.
+        sources: data sets that the run mixes; 0 where there is but one.
 
     Attributes:
         waited_ms: of the last reduction, spent in the collective: until the slowest rank came.
@@ -65,7 +68,9 @@ class StepReducer:
         group: torch.distributed.ProcessGroup | None,
         device: torch.device,
         clock: Callable[[], float] = time.perf_counter,
+        sources: int = 0,
     ) -> None:
+        self._sources = sources
         self._place = place
         self._here = (place.data_parallel_rank, place.pipeline_rank)
         self._slot = place.data_parallel_rank * job.pipeline_stages + place.pipeline_rank
@@ -74,10 +79,9 @@ class StepReducer:
         self._clock = clock
         self._buckets = buckets
         stages = (job.data_parallel_size, job.pipeline_stages)
-        self._times_shape = (2, *stages, job.virtual_stages, job.micro_batches)
+        self._times_shape = (2, *stages, job.virtual_stages, -1)
         self._coverage_shape = (job.layers, buckets, grid_size + EXTRA_COLUMNS)
         sizes = {
-            "times": math.prod(self._times_shape),
             "digests": place.world_size,
             "schedule": math.prod(stages),
             "counts": job.layers * buckets,
@@ -85,13 +89,16 @@ class StepReducer:
             "minima": math.prod(stages),
             "coverage": math.prod(self._coverage_shape),
             "loss": 2,
+            "sources": 4 * sources,
         }
         ends = np.cumsum(list(sizes.values())).tolist()
         self._parts = {
             name: slice(end - size, end)
             for (name, size), end in zip(sizes.items(), ends, strict=True)
         }
-        self._size = ends[-1]
+        # As many as the step has micro-batches.
+        self._parts["times"] = slice(ends[-1], None)
+        self._times_per_position = 2 * math.prod(stages) * job.virtual_stages
         self.waited_ms = 0.0
 
     def reduce(
@@ -101,6 +108,7 @@ class StepReducer:
         observed: ObservedCoverage,
         loss_and_tokens: torch.Tensor | None,
         digest: bytes,
+        by_source_X2: torch.Tensor | None = None,
     ) -> StepMeasurement:
         """Collective over the group: every rank must call it once per step.
 
@@ -108,8 +116,10 @@ class StepReducer:
             times, observed: of this rank.
             loss_and_tokens: [2] sum of losses and tokens, on last stages; None elsewhere.
             digest: of the plan this rank executed.
+            by_source_X2: of every source, the same as in ``loss_and_tokens``.
         """
-        host = np.zeros(self._size)
+        times_size = self._times_per_position * times.forward_VM.shape[1]
+        host = np.zeros(self._parts["times"].start + times_size)
         host[self._parts["digests"]][self._place.world_rank] = int.from_bytes(
             digest[:_DIGEST_BYTES], "big"
         )
@@ -118,6 +128,8 @@ class StepReducer:
             self._put_on_host(host, times)
             flat = torch.from_numpy(host).to(self._device)
             self._put_on_device(flat, observed, group_O, loss_and_tokens)
+            if self._sources and by_source_X2 is not None:
+                self._sources_of(flat)[:, :2] = by_source_X2.to(self._device)
         else:
             flat = torch.from_numpy(host).to(self._device)
         return self._unpack(self._sum(flat))
@@ -148,8 +160,16 @@ class StepReducer:
             flat[self._parts["counts"]].index_add_(0, group_O, (~broken_O).to(flat.dtype))
             flat[self._parts["unobserved"]] = broken_O.sum()
             minima[self._slot] = values_OC[:, EXECUTED].masked_fill(broken_O, math.inf).min()
+            if self._sources and observed.source_O is not None:
+                source_O = torch.from_numpy(observed.source_O).to(self._device)
+                seen_O2 = torch.stack([values_OC[:, EXECUTED], (~broken_O).to(flat.dtype)], dim=1)
+                self._sources_of(flat)[:, 2:].index_add_(0, source_O, seen_O2)
         if loss_and_tokens is not None:
             flat[self._parts["loss"]] = loss_and_tokens.to(self._device)
+
+    def _sources_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The buffer's [X, 4]: losses, tokens, coverage, pairs."""
+        return flat[self._parts["sources"]].view(self._sources, 4)
 
     def _sum(self, flat: torch.Tensor) -> np.ndarray:
         """The buffer summed over ranks, on the host."""
@@ -184,4 +204,12 @@ class StepReducer:
             lm_loss=float(loss[0] / loss[1]) if loss[1] else math.nan,
             tokens=int(loss[1]),
             differing_ranks=tuple(np.flatnonzero(digests != digests[0]).tolist()),
+            sources=_source_totals(part["sources"]) if self._sources else None,
         )
+
+
+def _source_totals(flat: np.ndarray) -> SourceTotals:
+    losses_X, tokens_X, coverage_X, pairs_X = flat.reshape(-1, 4).T
+    return SourceTotals(
+        losses_X=losses_X, tokens_X=tokens_X, coverage_X=coverage_X, pairs_X=pairs_X
+    )

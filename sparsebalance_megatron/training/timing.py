@@ -28,8 +28,9 @@ class MicroBatchRecorder:
 
     Args:
         clock: takes the marks.
-        virtual_stages, micro_batches: of the job.
-        backward_order: (chunk, micro-batch) of every backward of this pipeline stage, in order.
+        virtual_stages: of the job.
+        backward_order: of a step of so many micro-batches, (chunk, micro-batch) of every backward
+            of this pipeline stage, in order.
         unix_clock: seconds since 1970, to set the ranks' steps side by side.
     """
 
@@ -38,14 +39,15 @@ class MicroBatchRecorder:
         clock: Clock,
         *,
         virtual_stages: int,
-        micro_batches: int,
-        backward_order: Sequence[tuple[int, int]],
+        backward_order: Callable[[int], Sequence[tuple[int, int]]],
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
         self._unix_clock = unix_clock
-        self._shape = (virtual_stages, micro_batches)
-        self._backward_order = tuple(backward_order)
+        self._virtual_stages = virtual_stages
+        self._order_of = backward_order
+        self._micro_batches = 0
+        self._backward_order: tuple[tuple[int, int], ...] = ()
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -56,6 +58,12 @@ class MicroBatchRecorder:
         self._backwards = 0
         self._spans: list[tuple[str, int, int, Any, Any]] = []
         self._schedule: tuple[Any, Any] | None = None
+
+    def expect(self, micro_batches: int) -> None:
+        """Say how many micro-batches the step has, before its first forward is bound."""
+        if micro_batches != self._micro_batches:
+            self._micro_batches = micro_batches
+            self._backward_order = tuple(self._order_of(micro_batches))
 
     def bind_forward(self, chunk: int, micro_batch: int) -> None:
         """Name the forward that is running."""
@@ -99,7 +107,7 @@ class MicroBatchRecorder:
 
     def times(self) -> StepTimes:
         """Everything measured since :meth:`begin_step`; after :meth:`wait`."""
-        forward_VM, backward_VM = np.full((2, *self._shape), np.nan)
+        forward_VM, backward_VM = np.full((2, self._virtual_stages, self._micro_batches), np.nan)
         spans = []
         if self._origin is not None:
             origin, elapsed_ms = self._origin[0], self._clock.elapsed_ms

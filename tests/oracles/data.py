@@ -52,3 +52,18 @@ def trained_tokens(token_ends: Sequence[int], spans: Sequence[tuple[int, int]]) 
     """1 for every token whose last character is one of the characters of a span."""
     trained_characters = {character for start, end in spans for character in range(start, end)}
     return [int(end - 1 in trained_characters) for end in token_ends]
+
+
+def blended_sources(weights: Sequence[float], places: int) -> list[int]:
+    """Which source every place takes from: the one that lacks most of its share, the first of
+    equals."""
+    total = sum(weights)
+    taken = [0] * len(weights)
+    chosen = []
+    for place in range(places):
+        lacking = [
+            weight / total * max(place, 1) - t for weight, t in zip(weights, taken, strict=True)
+        ]
+        chosen.append(lacking.index(max(lacking)))
+        taken[chosen[-1]] += 1
+    return chosen

@@ -18,7 +18,7 @@ SIZES = st.sampled_from([1, 8, 24, 64, 512])
 
 
 def enter(ledger, *, base_mean, executed_mean):
-    """A step of one sample and layer."""
+    """A step of the ledger's samples, all of one coverage, and one layer."""
     coverage = CoverageTotals(
         sums_LUK=np.zeros((1, 1, 1)),
         counts_LU=np.zeros((1, 1)),
@@ -29,7 +29,8 @@ def enter(ledger, *, base_mean, executed_mean):
         minimum=executed_mean,
         grown=0.0,
     )
-    ledger.update(None, SimpleNamespace(coverage=coverage))
+    planned = SimpleNamespace(samples=range(ledger._samples))
+    ledger.update(planned, SimpleNamespace(coverage=coverage))
 
 
 def test_tokens_may_count_instead_of_samples():
@@ -48,7 +49,7 @@ def test_tokens_may_count_instead_of_samples():
     )
     by_sample, by_token = CoverageLedger(2), CoverageLedger(2, "tokens")
     for ledger in (by_sample, by_token):
-        ledger.update(None, SimpleNamespace(coverage=coverage))
+        ledger.update(SimpleNamespace(samples=range(2)), SimpleNamespace(coverage=coverage))
     assert by_sample.balance == 0.0
     assert by_token.balance == pytest.approx(0.1 * 2)
 

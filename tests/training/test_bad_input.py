@@ -39,7 +39,7 @@ CASES = {
         "use at least 256",
     ),
     "attention dropout": (("--attention-dropout", "0.1"), "use --attention-dropout 0"),
-    "two data prefixes": (("--data-path", "one", "two"), "blends are not supported"),
+    "a weight of zero": (("--data-path", "0", "one", "1", "two"), "the weight 0 of one"),
     "missing data": (("--data-path", "/nonexistent/prefix"), "/nonexistent/prefix"),
     "missing cost table": (
         ("--sparse-balance-cost-table", "/nonexistent.json"),

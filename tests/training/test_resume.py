@@ -22,10 +22,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from sparsebalance_megatron.cost.stage_calibration import Calibration
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.data.samples import SampleCounts, SampleIndex, SourceFacts
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.scheduler import Scheduler, StateError
 from sparsebalance_megatron.telemetry.step_log import read_run_log
+from sparsebalance_megatron.training.inputs import source_record
 from sparsebalance_megatron.training.resume import compare_runs
 
 FEW_ROUNDINGS = 8 * 2.0**-23
@@ -154,7 +155,7 @@ def learnt(index: SampleIndex, consumed_samples: int, **shape: int) -> dict:
     measured = Times(times * np.array([3.0, 2.0]).reshape(2, 1, 1, 1, 1), scales)
     for _ in range(3):
         run.calibration.update(Times(times, run.calibration.snapshot()), measured)
-    run._finished_step = consumed_samples // run._global_batch_size - 1
+    run._finished_step = run.batch_sizes.step_at(consumed_samples) - 1
     return run.state_dict()
 
 
@@ -242,3 +243,37 @@ def test_other_settings_are_said_and_other_samples_refused() -> None:
     )
     with pytest.raises(StateError, match="--finetune"):
         compare_runs(saved, saved | {"training samples": "b"})
+
+
+def test_a_changed_blend_is_named() -> None:
+    saved = {
+        "training samples": "a",
+        **source_record(1, source("web", weight=0.7)),
+        **source_record(2, source("books", weight=0.3)),
+    }
+    for changed, words in (
+        (source("books", weight=0.4), r"\(weight of books is 0.4, was 0.3\)"),
+        (source("books", weight=0.3, digest="d" * 64), r"\(samples of books changed\)"),
+        (source("code", weight=0.3), r"\(source 2 is code, was books\)"),
+    ):
+        now = saved | {"training samples": "b"} | source_record(2, changed)
+        with pytest.raises(StateError, match=words):
+            compare_runs(saved, now)
+    third = saved | {"training samples": "b"} | source_record(3, source("code", weight=0.1))
+    with pytest.raises(StateError, match=r"\(code was added\)"):
+        compare_runs(saved, third)
+    with pytest.raises(StateError, match=r"\(code is gone\)"):
+        compare_runs(third, saved)
+
+
+def source(name: str, *, weight: float, digest: str = "0" * 64) -> SourceFacts:
+    counts = SampleCounts(
+        documents=1,
+        samples=1,
+        tokens=1,
+        dropped_documents=0,
+        dropped_tokens=0,
+        truncated_tokens=0,
+        split_documents=0,
+    )
+    return SourceFacts(prefix=f"/data/{name}", weight=weight, counts=counts, digest=digest)

@@ -15,6 +15,7 @@ from plan.scheduler_cases import index as index  # a fixture
 
 from sparsebalance_megatron.data.packing import PackedRow
 from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.plan.batch_sizes import BatchSizes
 from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.scheduler import Scheduler
 from sparsebalance_megatron.training.data_iterator import MicroBatchIterator
@@ -60,8 +61,8 @@ def iterator_of(schedule: Scheduler, reader: RowReader | None, rank: int = 1) ->
         chunk=0,
         reader=reader,
         training=True,
-        consumed_samples=0,
-        global_batch_size=8,
+        step=0,
+        batch_sizes=BatchSizes.constant(8),
         packing=PACKING,
     )
 

@@ -18,7 +18,6 @@ from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.measurement import (
-    CoverageTotals,
     Piece,
     RankPlace,
     StepMeasurement,
@@ -92,6 +91,7 @@ def test_only_the_first_of_the_ranks_that_share_a_row_speaks_of_it() -> None:
                         position=0,
                         plan=SimpleNamespace(samples=(3,)),
                         share=SimpleNamespace(group=SimpleNamespace(member=member)),
+                        source_S=None,
                     ),
                     context,
                 )
@@ -115,7 +115,12 @@ def test_observations_keep_their_place_without_padding() -> None:
     assert nothing.group_O(BUCKETS).shape == (0,)
 
 
-def reduced(coverage_SK: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> CoverageTotals:
+def reduced(
+    coverage_SK: list[list[float]],
+    monkeypatch: pytest.MonkeyPatch,
+    source_S: list[int] | None = None,
+    by_source_X2: torch.Tensor | None = None,
+) -> StepMeasurement:
     """What a job of one rank and one layer learns from one row of documents of 4 blocks."""
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda flat, group: None)
     observed_SK = torch.tensor(coverage_SK)
@@ -129,7 +134,10 @@ def reduced(coverage_SK: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> 
     layout = packed_layout(range(0, 64 * samples + 1, 64), 16, "cpu")
     context = SimpleNamespace(observations={0: observation}, layout=layout)
     micro_batch = SimpleNamespace(
-        position=0, plan=SimpleNamespace(samples=range(samples)), share=None
+        position=0,
+        plan=SimpleNamespace(samples=range(samples)),
+        share=None,
+        source_S=None if source_S is None else np.array(source_S),
     )
     reducer = StepReducer(
         JobShape(data_parallel_size=1, micro_batches=1, stage_layers=(((0,),),)),
@@ -144,8 +152,9 @@ def reduced(coverage_SK: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> 
         grid_size=len(GRID),
         group=None,
         device=torch.device("cpu"),
+        sources=0 if source_S is None else 3,
     )
-    measured = reducer.reduce(
+    return reducer.reduce(
         times=StepTimes(
             forward_VM=np.ones((1, 1)),
             backward_VM=np.ones((1, 1)),
@@ -156,8 +165,8 @@ def reduced(coverage_SK: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> 
         observed=ObservedCoverage.gather([(micro_batch, context)]),
         loss_and_tokens=None,
         digest=b"digest",
+        by_source_X2=by_source_X2,
     )
-    return measured.coverage
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -165,8 +174,8 @@ def test_a_document_without_finite_coverage_counts_nowhere(
     bad: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = [0.3, 0.5, 0.75, 1.0], [0.2, 0.4, 0.5, 1.0]
-    alone = reduced([first, second], monkeypatch)
-    broken = reduced([first, [bad] * 4, second, [0.1, bad, 0.9, 1.0]], monkeypatch)
+    alone = reduced([first, second], monkeypatch).coverage
+    broken = reduced([first, [bad] * 4, second, [0.1, bad, 0.9, 1.0]], monkeypatch).coverage
     assert (alone.unobserved, broken.unobserved) == (0, 2)
     for name, value in asdict(broken).items():
         if name != "unobserved":
@@ -175,7 +184,19 @@ def test_a_document_without_finite_coverage_counts_nowhere(
     curves.observe(broken.sums_LUK, broken.counts_LU)
     expected.observe(alone.sums_LUK, alone.counts_LU)
     np.testing.assert_array_equal(curves.mean_LUK, expected.mean_LUK)
-    nothing = reduced([[bad] * 4], monkeypatch)
+    nothing = reduced([[bad] * 4], monkeypatch).coverage
     assert (nothing.count, nothing.unobserved, nothing.minimum) == (0, 1, math.inf)
     curves.observe(nothing.sums_LUK, nothing.counts_LU)
     np.testing.assert_array_equal(curves.mean_LUK, expected.mean_LUK)
+
+
+def test_sums_are_kept_by_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [[0.3, 0.5, 0.75, 1.0], [math.nan] * 4, [0.2, 0.4, 0.5, 1.0], [0.0, 0.1, 0.5, 1.0]]
+    losses = torch.tensor([[3.0, 2.0], [0.0, 0.0], [5.0, 4.0]], dtype=torch.float64)
+    sources = reduced(rows, monkeypatch, [2, 0, 0, 2], losses).sources
+    assert sources is not None
+    np.testing.assert_array_equal(sources.losses_X, [3.0, 0.0, 5.0])
+    np.testing.assert_array_equal(sources.tokens_X, [2, 0, 4])
+    np.testing.assert_allclose(sources.coverage_X, [0.4, 0.0, 0.6], rtol=1e-6)
+    np.testing.assert_array_equal(sources.pairs_X, [1, 0, 2])
+    assert reduced(rows, monkeypatch).sources is None

@@ -43,10 +43,10 @@ def recorder_for(stages: int, virtual: int, micro_batches: int, stage: int):
     recorder = MicroBatchRecorder(
         clock,
         virtual_stages=virtual,
-        micro_batches=micro_batches,
-        backward_order=[(c, m) for kind, c, m in order if kind == "backward"],
+        backward_order=lambda _: [(c, m) for kind, c, m in order if kind == "backward"],
         unix_clock=lambda: UNIX_S + clock.now_ms / 1e3,
     )
+    recorder.expect(micro_batches)
     return order, clock, recorder
 
 

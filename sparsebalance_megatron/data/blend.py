@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which data sets a run mixes, read from Megatron's flags for data.
+
+The rules are those of ``get_blend_from_list`` (``megatron.core.datasets.utils``) and
+``get_blend_and_blend_per_split`` (``megatron.training.utils``); what these would misread or assert
+on is refused here in one line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, get_args
+
+from sparsebalance_megatron.data.errors import DataError
+from sparsebalance_megatron.data.samples import Split
+from sparsebalance_megatron.json_file import UnreadableFileError, read_json, read_text
+
+_ALTERNATE = "give prefixes only, or a weight before every prefix, such as 0.7 web 0.3 books"
+
+
+class DataFlags(Protocol):
+    """Values of Megatron's flags of these names; an empty tuple or None where not given."""
+
+    @property
+    def data_path(self) -> tuple[str, ...]: ...
+    @property
+    def data_args_path(self) -> str | None: ...
+    @property
+    def train_data_path(self) -> tuple[str, ...]: ...
+    @property
+    def valid_data_path(self) -> tuple[str, ...]: ...
+    @property
+    def test_data_path(self) -> tuple[str, ...]: ...
+    @property
+    def per_split_data_args_path(self) -> str | None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blend:
+    """Data sets that are mixed, in the order given.
+
+    Attributes:
+        place: the flag or file that names them.
+        prefixes: of their ``.bin`` and ``.idx`` files.
+        weights: positive, in any unit; None mixes by size.
+        whole: every document counts, whatever ``--split`` says.
+    """
+
+    place: str
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None = None
+    whole: bool = False
+
+
+def read_blends(flags: DataFlags) -> Mapping[Split, Blend | None]:
+    """The blend of every split.
+
+    Raises:
+        DataError: if a list or a file cannot be read as blends, or flags contradict one another.
+    """
+    kinds = {
+        "--data-path": flags.data_path,
+        "--data-args-path": flags.data_args_path,
+        "--train-data-path": flags.train_data_path,
+        "--valid-data-path": flags.valid_data_path,
+        "--test-data-path": flags.test_data_path,
+        "--per-split-data-args-path": flags.per_split_data_args_path,
+    }
+    given = [flag for flag, value in kinds.items() if value]
+    by_split = ("--train-data-path", "--valid-data-path", "--test-data-path")
+    if not given:
+        raise DataError(
+            "no --data-path: plans need the lengths of documents; give a prefix of "
+            "files made by `sparse-balance prepare-data`"
+        )
+    if len(given) > 1 and not set(given) <= set(by_split):
+        raise DataError(f"{' and '.join(given)}: all of them name the data; give one of them")
+    if flags.data_path:
+        return dict.fromkeys(get_args(Split), parse_blend(flags.data_path, "--data-path"))
+    if flags.data_args_path:
+        place = f"--data-args-path {flags.data_args_path}"
+        words = _read_words(flags.data_args_path, place)
+        return dict.fromkeys(get_args(Split), parse_blend(words, place))
+    if flags.per_split_data_args_path:
+        return _read_per_split(flags.per_split_data_args_path)
+    return {
+        split: parse_blend(words, flag, whole=True) if words else None
+        for split, flag, words in zip(
+            get_args(Split),
+            by_split,
+            (flags.train_data_path, flags.valid_data_path, flags.test_data_path),
+            strict=True,
+        )
+    }
+
+
+def parse_blend(words: Sequence[str], place: str, *, whole: bool = False) -> Blend:
+    """Read prefixes, or weights and prefixes in turn.
+
+    Args:
+        words: as typed.
+        place: the flag or file they come from, for errors.
+        whole: see :class:`Blend`.
+
+    Raises:
+        DataError: if there is none, weights are missing or no numbers, or one is not positive.
+    """
+    words = [word.strip() for word in words]
+    if not words:
+        raise DataError(f"{place}: names no data set; {_ALTERNATE}")
+    pairs = list(zip(words[::2], words[1::2], strict=False))
+    numbers = [_number(weight) for weight, _ in pairs]
+    if len(words) % 2 or all(number is None for number in numbers):
+        _refuse_stray_weights(words, place)
+        return Blend(place=place, prefixes=tuple(words), whole=whole)
+    for (word, prefix), number in zip(pairs, numbers, strict=True):
+        if number is None:
+            raise DataError(f"{place}: the weight {word!r} of {prefix} is no number; {_ALTERNATE}")
+        if not (math.isfinite(number) and number > 0):
+            raise DataError(
+                f"{place}: the weight {word} of {prefix} must be a number above 0; leave a data "
+                "set out that is not to be used"
+            )
+    weights = tuple(number for number in numbers if number is not None)
+    return Blend(
+        place=place, prefixes=tuple(prefix for _, prefix in pairs), weights=weights, whole=whole
+    )
+
+
+def _refuse_stray_weights(words: Sequence[str], place: str) -> None:
+    """A number among prefixes is a misplaced weight, unless a file has that name."""
+    for word in words:
+        if _number(word) is not None and not Path(f"{word}.idx").exists():
+            raise DataError(
+                f"{place}: {word} is no prefix, and not every prefix has a weight "
+                f"before it; {_ALTERNATE}"
+            )
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def _read_words(path: str, place: str) -> list[str]:
+    try:
+        return read_text(Path(path)).split()
+    except UnreadableFileError as error:
+        raise DataError(f"{place}: {error}; list weights and prefixes in it") from error
+
+
+def _read_per_split(path: str) -> dict[Split, Blend | None]:
+    place = f"--per-split-data-args-path {path}"
+    try:
+        content = read_json(Path(path))
+    except UnreadableFileError as error:
+        raise DataError(f"{place}: {error}") from error
+    splits = get_args(Split)
+    if not isinstance(content, dict) or not all(split in content for split in splits):
+        raise DataError(
+            f"{place}: must hold a list of weights and prefixes for each of {', '.join(splits)}; "
+            "null or an empty list is none"
+        )
+    return {split: _split_blend(content[split], f"{place}, {split}") for split in splits}
+
+
+def _split_blend(value: Any, place: str) -> Blend | None:
+    words = value.split() if isinstance(value, str) else value
+    if words is None or words == []:
+        return None
+    if not isinstance(words, list):
+        raise DataError(f"{place}: is {value!r}, not a list; {_ALTERNATE}")
+    return parse_blend([str(word) for word in words], place, whole=True)

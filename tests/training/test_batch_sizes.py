@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training whose global batch grows: iterations and samples are Megatron's in every log."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from harness import (
+    BALANCE_FLAGS,
+    MODEL_FLAGS,
+    TRAINING_FLAGS,
+    TrainingRun,
+    long_tailed_lengths,
+    run_training,
+    write_documents,
+)
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+pytestmark = pytest.mark.distributed
+
+SIZES = [4, 4, 8, 8, 12]
+"""From the schedule in tokens below: at 8 and at 24 samples of 256 tokens."""
+SCHEDULE = "0:4 2048:8 6144:12"
+SAVED = 2
+_LINE = re.compile(r"iteration +(\d+)/.*?consumed samples: +(\d+) .*?global batch size: +(\d+)")
+
+
+def test_growing_batches_are_megatrons_in_every_log_and_resume(tmp_path: Path) -> None:
+    prefix = write_documents(tmp_path / "train", long_tailed_lengths(40, longest=250))
+    at = TRAINING_FLAGS.index("--global-batch-size")
+
+    def train(name: str, *more: str) -> TrainingRun:
+        flags = (
+            *(*MODEL_FLAGS, *TRAINING_FLAGS[:at], *TRAINING_FLAGS[at + 2 :], *BALANCE_FLAGS),
+            *("--data-path", str(prefix), "--step-batch-size-schedule", SCHEDULE),
+            *("--train-iters", str(len(SIZES)), "--ckpt-format", "torch_dist"),
+            *("--pipeline-model-parallel-size", "2", "--override-opt-param-scheduler"),
+            *("--tensorboard-dir", str(tmp_path / f"{name}-board"), *more),
+        )
+        return run_training(4, flags, log_dir=tmp_path / name).require_success()
+
+    checkpoints = str(tmp_path / "checkpoints")
+    whole = train("whole", "--save", checkpoints, "--save-interval", str(SAVED))
+    resumed = train("resumed", "--load", checkpoints, "--ckpt-step", str(SAVED))
+
+    printed = [tuple(map(int, numbers)) for numbers in _LINE.findall(whole.output)]
+    consumed = [sum(SIZES[: step + 1]) for step in range(len(SIZES))]
+    assert printed == list(zip(range(1, 6), consumed, SIZES, strict=True))
+    assert [step["iteration"] for step in whole.steps] == [1, 2, 3, 4, 5]
+    for step, size in zip(whole.steps, SIZES, strict=True):
+        # [data-parallel rank][stage][virtual stage][micro-batch]
+        assert all(
+            len(chunk) == size // 2
+            for rank in step["measured"]["forward_ms"]
+            for stage in rank
+            for chunk in stage
+        )
+    ranks = [rank_steps(tmp_path / "whole", rank) for rank in range(4)]
+    assert all(sorted(steps) == [1, 2, 3, 4, 5] for steps in ranks)
+    for iteration, size in enumerate(SIZES, start=1):
+        samples = {sample for steps in ranks for sample in steps[iteration]}
+        assert len(samples) == size
+    events = EventAccumulator(str(tmp_path / "whole-board")).Reload()
+    assert [each.step for each in events.Scalars("sparse-balance/coverage-mean")] == [1, 2, 3, 4, 5]
+
+    assert [step["iteration"] for step in resumed.steps] == [3, 4, 5]
+    assert resumed.grad_norms == whole.grad_norms[SAVED:]
+    for step, other in zip(resumed.steps, whole.steps[SAVED:], strict=True):
+        for quantity in ("lm_loss", "predicted", "coverage", "tokens"):
+            assert step[quantity] == other[quantity], quantity
+
+
+def rank_steps(directory: Path, rank: int) -> dict[int, list[int]]:
+    """Iteration -> samples of one rank's log."""
+    lines = (directory / "ranks" / f"rank-{rank:05d}.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return {
+        record["iteration"]: [
+            sample for slot in record["micro_batches"] for sample in slot["samples"]
+        ]
+        for record in records
+        if record["type"] == "step"
+    }

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training on three sources, one with a loss mask, over two pipelines of two stages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import (
+    BALANCE_FLAGS,
+    MODEL_FLAGS,
+    TRAINING_FLAGS,
+    TrainingRun,
+    long_tailed_lengths,
+    run_training,
+    write_documents,
+)
+
+from sparsebalance_megatron.report.source_table import source_rows
+from sparsebalance_megatron.telemetry.step_log import read_run_log
+
+pytestmark = pytest.mark.distributed
+
+STEPS, SAVED = 4, 2
+DOCUMENTS = {"web": 6, "books": 5, "chat": 20}
+"""Of the first, two steps take 8 samples: the checkpoint lies in the middle of its second epoch."""
+WEIGHTS = {"web": 0.5, "books": 0.3, "chat": 0.2}
+SUMS_OF_FLOAT32 = 64 * 2.0**-23
+"""Token losses are added by source, and once more all together."""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    directory = tmp_path_factory.mktemp("blend")
+    for seed, (name, documents) in enumerate(DOCUMENTS.items()):
+        lengths = long_tailed_lengths(documents, longest=250, seed=seed)
+        write_documents(directory / name, lengths, seed=seed)
+    builder = IndexedDatasetBuilder(str(directory / "chat_loss_mask.bin"), dtype=np.uint8)
+    for length in lengths:
+        builder.add_document(np.arange(length) % 2, [length])
+    builder.finalize(str(directory / "chat_loss_mask.idx"))
+    return directory
+
+
+def flags(directory: Path, weights: dict[str, float] = WEIGHTS) -> tuple[str, ...]:
+    words = [word for name in weights for word in (str(weights[name]), str(directory / name))]
+    return (
+        *(*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, "--data-path", *words),
+        *("--train-iters", str(STEPS), "--pipeline-model-parallel-size", "2"),
+        *("--ckpt-format", "torch_dist", "--override-opt-param-scheduler"),
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(directory: Path) -> TrainingRun:
+    """Never stops."""
+    save = ("--save", str(directory / "checkpoints"), "--save-interval", str(SAVED))
+    return run_training(4, (*flags(directory), *save), log_dir=directory / "log").require_success()
+
+
+def test_three_sources_train_and_a_resumed_run_equals_one_that_never_stopped(
+    directory: Path, whole: TrainingRun
+) -> None:
+    load = ("--load", str(directory / "checkpoints"), "--ckpt-step", str(SAVED))
+    resumed = run_training(
+        4, (*flags(directory), *load), log_dir=directory / "resumed"
+    ).require_success()
+    assert resumed.grad_norms == whole.grad_norms[SAVED:]
+    expected = [step for step in whole.steps if step["iteration"] > SAVED]
+    assert [step["iteration"] for step in resumed.steps] == [3, 4]
+    for step, other in zip(resumed.steps, expected, strict=True):
+        for quantity in ("lm_loss", "predicted", "coverage", "tokens", "sources"):
+            assert step[quantity] == other[quantity], quantity
+
+
+def test_the_start_says_what_is_mixed(directory: Path, whole: TrainingRun) -> None:
+    assert "sparse balance: 3 sources: 31 documents gave" in whole.output
+    assert f"source {directory / 'web'}: 50.00% of the samples" in whole.output
+    assert f"no loss mask beside {directory / 'web'}, {directory / 'books'}" in whole.output
+
+
+def test_tokens_losses_and_coverage_are_told_apart_by_source(
+    directory: Path, whole: TrainingRun
+) -> None:
+    for step in whole.steps:
+        sources = step["sources"]
+        assert sum(source["tokens"] for source in sources) == step["tokens"]
+        assert len({source["lm_loss"] for source in sources}) == len(sources)
+        total = sum(source["tokens"] * source["lm_loss"] for source in sources)
+        assert total / step["tokens"] == pytest.approx(step["lm_loss"], rel=SUMS_OF_FLOAT32)
+        least, most = (f([s["coverage"] for s in sources]) for f in (min, max))
+        assert step["coverage"]["min"] <= least <= step["coverage"]["mean"] <= most <= 1.0
+    log = read_run_log(directory / "log")
+    rows = source_rows(log.header, log.steps)
+    assert [row[:2] for row in rows] == [
+        (str(directory / name), f"{weight:.2%}") for name, weight in WEIGHTS.items()
+    ]
+
+
+def test_a_changed_blend_is_refused_by_name(directory: Path, whole: TrainingRun) -> None:
+    load = ("--load", str(directory / "checkpoints"), "--train-iters", str(STEPS + 2))
+    changed = flags(directory, WEIGHTS | {"web": 0.7, "books": 0.1})
+    run = run_training(1, (*changed, *load, "--pipeline-model-parallel-size", "1"), timeout_s=120)
+    assert run.exit_code == 2, run.output[-4000:]
+    (line,) = {each for each in run.output.splitlines() if "sparse balance: error:" in each}
+    assert "(weight of web is 0.7, was 0.5; weight of books is 0.1, was 0.3)" in line
+
+
+def test_splits_may_have_sources_of_their_own(directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "splits.json"
+    web, books, chat = (str(directory / name) for name in DOCUMENTS)
+    path.write_text(json.dumps({"train": [web, books], "valid": f"1 {chat} 2 {web}", "test": None}))
+    words = [word for word in TRAINING_FLAGS if word not in ("--split", "100,0,0")]
+    run = run_training(
+        1,
+        (
+            *(*MODEL_FLAGS, *words, *BALANCE_FLAGS, "--per-split-data-args-path", str(path)),
+            *("--train-iters", "1", "--eval-iters", "1", "--eval-interval", "1"),
+        ),
+    ).require_success()
+    assert "sparse balance: 2 sources: 11 documents gave" in run.output
+    assert "validation loss at iteration 1" in run.output
