@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import cast
 
 from sparsebalance_megatron.cli.output import open_console
-from sparsebalance_megatron.cli.workload_files import LENGTHS_HELP, NamedModel, lengths_of, model_of
+from sparsebalance_megatron.cli.workload_files import LENGTHS_HELP, lengths_of
 from sparsebalance_megatron.config import Granularity, SparseBalanceConfig, check_range
 from sparsebalance_megatron.cost.memory import GIBIBYTE, memory_lines
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import CostTable, ModelShape
 from sparsebalance_megatron.simulate.advice import Advice, AdvisedJob, Choice, advise
 from sparsebalance_megatron.simulate.advice_table import best_fitting, findings, show
+from sparsebalance_megatron.simulate.hf_sizes import model_named
 from sparsebalance_megatron.simulate.lengths import WorkloadError, split_overlong
 from sparsebalance_megatron.simulate.models import h200_cost_of, with_bandwidth
+from sparsebalance_megatron.simulate.presets import ModelPreset
 from sparsebalance_megatron.simulate.setups import batches_of
 
 MEMORY_SOURCE = (
@@ -112,7 +114,7 @@ def _job(arguments: Namespace) -> AdvisedJob:
             raise WorkloadError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: below 1")
     if not 0 < arguments.gpu_memory < float("inf"):
         raise WorkloadError(f"--gpu-memory {arguments.gpu_memory}: must be finite and above 0")
-    model = model_of(arguments.model)
+    model = model_named(arguments.model)
     if model.shape.num_attention_heads % arguments.tp:
         raise WorkloadError(
             f"--tp {arguments.tp}: must divide the {model.shape.num_attention_heads} heads of "
@@ -146,7 +148,7 @@ def _job(arguments: Namespace) -> AdvisedJob:
 
 
 def _costs(
-    arguments: Namespace, model: NamedModel
+    arguments: Namespace, model: ModelPreset
 ) -> tuple[Callable[[int], CostModel], Granularity]:
     """Block size -> costs, and whose queries select; a table knows one of either."""
     shape = replace(model.shape, tensor_parallel_size=arguments.tp)

@@ -15,9 +15,16 @@ import numpy as np
 from sparsebalance_megatron.cli.output import open_console
 from sparsebalance_megatron.cli.sharing import add_sharing_flags, sharing_of
 from sparsebalance_megatron.cli.workload_files import LENGTHS_HELP, lengths_of
+from sparsebalance_megatron.cli.workload_flags import (
+    add_data_flags,
+    add_model_flag,
+    check_data_flags,
+    stored_lengths,
+)
 from sparsebalance_megatron.config import check_range
+from sparsebalance_megatron.simulate.hf_sizes import model_named
 from sparsebalance_megatron.simulate.lengths import WorkloadError, check_seed
-from sparsebalance_megatron.simulate.models import MODELS, cost_of, prior_coverage, with_bandwidth
+from sparsebalance_megatron.simulate.models import cost_of, prior_coverage, with_bandwidth
 from sparsebalance_megatron.simulate.setups import batches_of, default_policy, job_shape
 from sparsebalance_megatron.simulate.tables import as_json, show
 from sparsebalance_megatron.simulate.variants import (
@@ -29,6 +36,8 @@ from sparsebalance_megatron.simulate.variants import (
     unhideable_steps,
 )
 
+DEFAULT_MODEL = "qwen2.5-3b"
+
 _CHECKED = (
     *("base_budget", "block_size", "coverage_threshold", "max_tokens_per_micro_batch", "plan_ms"),
 )
@@ -38,10 +47,12 @@ _CHECKED = (
 def add_flags(parser: ArgumentParser) -> None:
     """Add the flags of ``plan``."""
     parser.description = (
-        "Plan global batches drawn in order from a file of lengths and predict their "
-        "step times. Coverage is the prior (k/n)^0.35: no training run is read."
+        "Plan global batches drawn in order from a file of lengths, or from stored documents, and "
+        "predict their step times. Coverage is the prior (k/n)^0.35: no training run is read."
     )
-    parser.add_argument("--lengths", type=Path, required=True, metavar="FILE", help=LENGTHS_HELP)
+    lengths = parser.add_mutually_exclusive_group(required=True)
+    lengths.add_argument("--lengths", type=Path, metavar="FILE", help=LENGTHS_HELP)
+    add_data_flags(parser, lengths)
     parser.add_argument("--dp", type=int, required=True, help="data-parallel ranks")
     parser.add_argument("--pp", type=int, required=True, help="pipeline stages")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (with --model)")
@@ -49,9 +60,7 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--global-batch", type=int, help="samples; default: dp x micro-batches")
     costs = parser.add_mutually_exclusive_group()
     costs.add_argument("--cost-table", type=Path, help="written by `sparse-balance profile`")
-    costs.add_argument(
-        "--model", choices=tuple(MODELS), default="qwen2.5-3b", help="counted costs of an H200"
-    )
+    add_model_flag(costs)
     parser.add_argument("--layers", type=int, help="of the model; needed with --cost-table")
     parser.add_argument(
         "--batching",
@@ -81,7 +90,9 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--plan-ms", type=float, help="search effort; default: 2 %% of the step")
     add_sharing_flags(parser)
     parser.add_argument("--steps", type=int, default=20, help="global batches to plan")
-    parser.add_argument("--seed", type=int, help="shuffle the lengths first; default: as filed")
+    parser.add_argument(
+        "--seed", type=int, help="shuffle --lengths first; default: as filed; or of --data-path"
+    )
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
 
 
@@ -123,6 +134,16 @@ def _variants(arguments: Namespace, workload: Workload) -> Mapping[str, Variant]
     return {BASELINE: ALL_ROWS[BASELINE], f"{chosen.batching}+{chosen.tuning}": chosen}
 
 
+def _lengths(arguments: Namespace, samples: int) -> np.ndarray:
+    """In the order in which steps take them."""
+    if arguments.data_path is not None:
+        return stored_lengths(arguments, samples)
+    lengths = lengths_of(arguments.lengths)
+    if arguments.seed is None:
+        return lengths
+    return np.random.default_rng(arguments.seed).permutation(lengths)
+
+
 def _workload(arguments: Namespace) -> Workload:
     for name in ("dp", "pp", "tp", "micro_batches", "steps"):
         if getattr(arguments, name) < 1:
@@ -132,6 +153,7 @@ def _workload(arguments: Namespace) -> Workload:
             check_range(name, value, f"--{name.replace('_', '-')}")
     if arguments.seed is not None:
         check_seed(arguments.seed)
+    check_data_flags(arguments)
     slots = arguments.dp * arguments.micro_batches
     batch = slots if arguments.global_batch is None else arguments.global_batch
     if batch < slots or batch % slots:
@@ -139,15 +161,13 @@ def _workload(arguments: Namespace) -> Workload:
             f"--global-batch {batch} must be a multiple of --dp {arguments.dp} x --micro-batches "
             f"{arguments.micro_batches} = {slots}"
         )
-    lengths = lengths_of(arguments.lengths)
-    if arguments.seed is not None:
-        lengths = np.random.default_rng(arguments.seed).permutation(lengths)
+    lengths = _lengths(arguments, arguments.steps * batch)
     batches = batches_of(lengths[: arguments.steps * batch], batch)
     if not batches:
         raise WorkloadError(f"{arguments.lengths}: {len(lengths)} lengths, a step needs {batch}")
     sharing = sharing_of(arguments, arguments.dp)
     cost, layers = cost_of(
-        arguments.model,
+        model_named(arguments.model or DEFAULT_MODEL),
         cost_table=arguments.cost_table,
         layers=arguments.layers,
         block_size=arguments.block_size,

@@ -6,12 +6,22 @@ from __future__ import annotations
 import json
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+
+import numpy as np
 
 from sparsebalance_megatron.cli.output import open_console
 from sparsebalance_megatron.cli.sharing import add_sharing_flags, sharing_of
+from sparsebalance_megatron.cli.workload_flags import (
+    add_data_flags,
+    add_model_flag,
+    check_data_flags,
+    stored_lengths,
+)
 from sparsebalance_megatron.config import check_range
+from sparsebalance_megatron.simulate.hf_sizes import model_named
 from sparsebalance_megatron.simulate.lengths import WorkloadError, check_seed
-from sparsebalance_megatron.simulate.setups import PAPER_ABLATION, SETUPS, workload_of
+from sparsebalance_megatron.simulate.setups import PAPER_ABLATION, SETUPS, Setup, workload_of
 from sparsebalance_megatron.simulate.tables import as_json, show
 from sparsebalance_megatron.simulate.variants import evaluate, unhideable_steps
 
@@ -22,14 +32,18 @@ _MAX_STEPS = 10_000
 def add_flags(parser: ArgumentParser) -> None:
     """Add the flags of ``simulate``."""
     parser.description = (
-        "Plan generated lengths on a named setup and predict step times at counted "
-        "layer costs of an H200."
+        "Plan generated lengths, or those of stored documents, on a named setup and predict step "
+        "times at counted layer costs of an H200."
     )
     parser.add_argument(
         "--setup", choices=tuple(SETUPS), required=True, help="named job on generated lengths"
     )
     parser.add_argument("--steps", type=int, default=24, help="global batches to plan")
-    parser.add_argument("--seed", type=int, default=0, help="of the lengths")
+    parser.add_argument(
+        "--seed", type=int, help="of the lengths; default: 0, or 1234 with --data-path"
+    )
+    add_data_flags(parser, parser)
+    add_model_flag(parser)
     parser.add_argument(
         "--coverage-threshold",
         type=float,
@@ -50,20 +64,29 @@ def run(arguments: Namespace) -> int:
     """
     if not 1 <= arguments.steps <= _MAX_STEPS:
         raise WorkloadError(f"--steps {arguments.steps}: must be 1 to {_MAX_STEPS}")
-    check_seed(arguments.seed)
+    if arguments.seed is not None:
+        check_seed(arguments.seed)
+    check_data_flags(arguments)
     check_range("coverage_threshold", arguments.coverage_threshold, "--coverage-threshold")
     setup = SETUPS[arguments.setup]
     console = None if arguments.json else open_console(", or use --json")
+    model = None if arguments.model is None else model_named(arguments.model)
+    if model is not None and model.layers < setup.pipeline_stages:
+        raise WorkloadError(
+            f"--model {arguments.model}: {model.layers} layers, the setup has "
+            f"{setup.pipeline_stages} pipeline stages"
+        )
     found = {}
-    for data in setup.data:
+    for data, lengths in _lengths(arguments, setup).items():
         workload = workload_of(
             setup,
-            data,
+            lengths,
             steps=arguments.steps,
-            seed=arguments.seed,
+            seed=arguments.seed or 0,
             coverage_threshold=arguments.coverage_threshold,
             sharing=sharing_of(arguments, setup.data_parallel_size),
             gigabytes_per_second=arguments.gigabytes_per_second,
+            model=model,
         )
         outcomes = evaluate(workload, workload.variants(), time.perf_counter)
         unhideable = unhideable_steps(workload)
@@ -73,11 +96,22 @@ def run(arguments: Namespace) -> int:
             "variants": as_json(outcomes),
         }
         if console is not None:
-            published = PAPER_ABLATION if arguments.setup == "paper-ablation" else None
-            show(console, f"{arguments.setup}, {data}-like lengths", outcomes, published)
+            as_published = arguments.data_path is None and model is None
+            ablation = arguments.setup == "paper-ablation" and as_published
+            kind = f"{data}-like lengths" if arguments.data_path is None else data
+            published = PAPER_ABLATION if ablation else None
+            show(console, f"{arguments.setup}, {kind}", outcomes, published)
             console.print(
                 f"{arguments.steps} steps; {unhideable} hold a sample that no placement hides"
             )
     if console is None:
         print(json.dumps({"setup": arguments.setup, "data": found}, indent=2))
     return 0
+
+
+def _lengths(arguments: Namespace, setup: Setup) -> Mapping[str, str | np.ndarray]:
+    """Heading -> a distribution's name, or the lengths of stored documents."""
+    if arguments.data_path is None:
+        return {name: name for name in setup.data}
+    samples = arguments.steps * setup.global_batch_size
+    return {" ".join(arguments.data_path): stored_lengths(arguments, samples)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer costs of public models, and what coverage to expect before any was observed.
+"""Layer costs of models, and what coverage to expect before any was observed.
 
 Shape legend: L layers, U length buckets, K budgets of the grid.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from sparsebalance_megatron.cost.table import CostTable, ModelShape
 from sparsebalance_megatron.cost.table_doubts import doubts
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.simulate.lengths import WorkloadError
+from sparsebalance_megatron.simulate.presets import ModelPreset, preset
 
 H200_PEAK_FLOPS_PER_MS = 989e9
 """Dense BF16, NVIDIA's data sheet."""
@@ -27,65 +28,17 @@ ATTENTION_EFFICIENCY = 0.3
 COVERAGE_EXPONENT = 0.35
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelPreset:
-    """Sizes of a public model, from its config.json."""
-
-    layers: int
-    shape: ModelShape
-
-
-def _preset(
-    *, layers: int, hidden: int, ffn: int, heads: int, groups: int, head_dim: int, vocabulary: int
-) -> ModelPreset:
-    shape = ModelShape(
-        hidden_size=hidden,
-        ffn_hidden_size=ffn,
-        num_attention_heads=heads,
-        num_query_groups=groups,
-        head_dim=head_dim,
-        vocab_size=vocabulary,
-        gated_linear_unit=True,
-        tensor_parallel_size=1,
-    )
-    return ModelPreset(layers=layers, shape=shape)
-
-
-MODELS: Mapping[str, ModelPreset] = {
-    "qwen2.5-0.5b": _preset(
-        layers=24, hidden=896, ffn=4864, heads=14, groups=2, head_dim=64, vocabulary=151936
-    ),
-    "qwen2.5-3b": _preset(
-        layers=36, hidden=2048, ffn=11008, heads=16, groups=2, head_dim=128, vocabulary=151936
-    ),
-    "qwen2.5-7b": _preset(
-        layers=28, hidden=3584, ffn=18944, heads=28, groups=4, head_dim=128, vocabulary=152064
-    ),
-    "llama-3.1-8b": _preset(
-        layers=32, hidden=4096, ffn=14336, heads=32, groups=8, head_dim=128, vocabulary=128256
-    ),
-}
-
-
-def preset(name: str) -> ModelPreset:
-    """A public model by name.
+def h200_cost(
+    model: str | ModelPreset, *, block_size: int, tensor_parallel_size: int = 1
+) -> CostModel:
+    """:func:`h200_cost_of` a model whose query heads select for themselves, as MoBA's do.
 
     Raises:
         WorkloadError: the name is unknown.
     """
-    if name not in MODELS:
-        raise WorkloadError(f"model {name!r} is not one of {', '.join(MODELS)}")
-    return MODELS[name]
-
-
-def h200_cost(name: str, *, block_size: int, tensor_parallel_size: int = 1) -> CostModel:
-    """:func:`h200_cost_of` a public model whose query heads select for themselves, as MoBA's do.
-
-    Raises:
-        WorkloadError: the name is unknown.
-    """
-    shape = replace(preset(name).shape, tensor_parallel_size=tensor_parallel_size)
-    return h200_cost_of(name, shape, block_size=block_size, selection="token-query-head")
+    model = preset(model) if isinstance(model, str) else model
+    shape = replace(model.shape, tensor_parallel_size=tensor_parallel_size)
+    return h200_cost_of(model.name, shape, block_size=block_size, selection="token-query-head")
 
 
 def h200_cost_of(
@@ -117,7 +70,7 @@ def h200_cost_of(
 
 
 def cost_of(
-    model: str,
+    model: str | ModelPreset,
     *,
     cost_table: Path | None,
     layers: int | None,
@@ -133,13 +86,14 @@ def cost_of(
     if layers is not None and layers < 1:
         raise WorkloadError(f"--layers {layers}: at least 1 needed")
     if cost_table is None:
-        heads = preset(model).shape.num_attention_heads
+        model = preset(model) if isinstance(model, str) else model
+        heads = model.shape.num_attention_heads
         if heads % tensor_parallel_size:
             raise WorkloadError(
-                f"--tp {tensor_parallel_size}: must divide the {heads} heads of {model}"
+                f"--tp {tensor_parallel_size}: must divide the {heads} heads of {model.name}"
             )
         cost = h200_cost(model, block_size=block_size, tensor_parallel_size=tensor_parallel_size)
-        return cost, layers or preset(model).layers
+        return cost, layers or model.layers
     if layers is None:
         raise WorkloadError(f"--cost-table {cost_table}: costs are per layer; add --layers")
     table = CostTable.load(cost_table)

@@ -13,12 +13,8 @@ import numpy as np
 
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy
 from sparsebalance_megatron.simulate.lengths import GENERATORS, MAX_TOKENS
-from sparsebalance_megatron.simulate.models import (
-    h200_cost,
-    preset,
-    prior_coverage,
-    with_bandwidth,
-)
+from sparsebalance_megatron.simulate.models import h200_cost, prior_coverage, with_bandwidth
+from sparsebalance_megatron.simulate.presets import ModelPreset, preset
 from sparsebalance_megatron.simulate.variants import Sharing, Workload
 
 BLOCK_SIZE = 256
@@ -119,17 +115,26 @@ def default_policy(
 
 def workload_of(
     setup: Setup,
-    data: str,
+    data: str | np.ndarray,
     *,
     steps: int,
     seed: int,
     coverage_threshold: float,
     sharing: Sharing | None = None,
     gigabytes_per_second: float | None = None,
+    model: ModelPreset | None = None,
 ) -> Workload:
-    """``steps`` global batches drawn in order from one of the setup's distributions."""
-    layers = preset(setup.model).layers
-    lengths = GENERATORS[data](steps * setup.global_batch_size, seed)
+    """``steps`` global batches in order.
+
+    Args:
+        data: the name of a distribution to draw lengths from, or lengths in tokens.
+        model: in place of the setup's.
+    """
+    model = model or preset(setup.model)
+    layers = model.layers
+    samples = steps * setup.global_batch_size
+    lengths = GENERATORS[data](samples, seed) if isinstance(data, str) else data[:samples]
+    longest = max(MAX_TOKENS, int(lengths.max()))
     return Workload(
         batches=batches_of(lengths, setup.global_batch_size),
         job=job_shape(
@@ -142,16 +147,16 @@ def workload_of(
             block_size=BLOCK_SIZE,
             base_budget=BASE_BUDGET,
             coverage_threshold=coverage_threshold,
-            cap_tokens=setup.micro_batch_size * MAX_TOKENS,
+            cap_tokens=setup.micro_batch_size * longest,
         ),
         cost=with_bandwidth(
             h200_cost(
-                setup.model, block_size=BLOCK_SIZE, tensor_parallel_size=setup.tensor_parallel_size
+                model, block_size=BLOCK_SIZE, tensor_parallel_size=setup.tensor_parallel_size
             ),
             gigabytes_per_second,
         ),
         sharing=sharing or Sharing(),
-        coverage=prior_coverage(layers, MAX_TOKENS // BLOCK_SIZE),
+        coverage=prior_coverage(layers, -(-longest // BLOCK_SIZE)),
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from harness import long_tailed_lengths, write_documents
 
 from sparsebalance_megatron import cli
 
@@ -92,9 +93,65 @@ def test_rows_of_shared_slots(lengths, capsys):
     assert found["ours-static-cp"]["speedup"] > found["baseline-cp"]["speedup"] > 1.0
 
 
+def test_stored_documents_are_planned_in_the_order_of_training(tmp_path, capsys):
+    """Of a blend, without .bin files: as a file with the lengths of its order plans them."""
+    from sparsebalance_megatron.data.blend import parse_blend
+    from sparsebalance_megatron.data.blend_index import open_samples
+
+    words = []
+    for seed, (weight, name) in enumerate([("0.7", "web"), ("0.3", "books")]):
+        documents = long_tailed_lengths(25, longest=4000, seed=seed)
+        words += [weight, str(write_documents(tmp_path / name, documents, seed=seed))]
+    trained = open_samples(
+        parse_blend(words, "--data-path"),
+        "train",
+        max_tokens=1024,
+        overlong="split",
+        seed=1234,
+        split_weights="100,0,0",
+    )
+    in_order = trained.lengths_of(trained.global_batch(0, 16)).tolist()
+    for name in ("web", "books"):
+        (tmp_path / f"{name}.bin").unlink()
+    (tmp_path / "lengths.json").write_text(json.dumps(in_order))
+    sizes = ("--dp", "2", "--pp", "2", "--micro-batches", "4", "--steps", "2", "--json")
+    chosen = ("--model", "qwen3-0.6b", "--batching", "length", "--tuning", "off")
+    found = []
+    for given in (
+        ("--data-path", *words, "--seq-length", "1024"),
+        ("--lengths", str(tmp_path / "lengths.json")),
+    ):
+        assert cli.main(["plan", *given, *sizes, *chosen]) == 0
+        result = json.loads(capsys.readouterr().out)
+        for variant in result["variants"].values():
+            del variant["plan_ms"]
+        found.append(result)
+    assert found[0] == found[1]
+    assert found[0]["costs"].startswith("qwen3-0.6b: counted operations")
+
+
+def test_simulate_on_stored_documents_and_a_directory(tmp_path, capsys):
+    prefix = write_documents(tmp_path / "web", long_tailed_lengths(40, longest=4000))
+    config = {
+        **{"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4},
+        **{"num_hidden_layers": 4, "vocab_size": 1000},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = ("--data-path", str(prefix), "--model", str(tmp_path), "--steps", "1", "--json")
+    assert cli.main(["simulate", "--setup", "paper-ablation", *given]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["data"]) == {str(prefix)}
+    config["num_hidden_layers"] = 3
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert cli.main(["simulate", "--setup", "paper-ablation", *given]) == 2
+    assert "3 layers, the setup has 4 pipeline stages" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
+        (("--seq-length", "128"), "--seq-length splits stored documents; add --data-path"),
+        (("--model", "gpt"), "--model gpt: not one of qwen2.5-0.5b"),
         (("--context-parallel-size", "3"), "--context-parallel-size 3: must be a power of two"),
         (("--max-context-parallel", "4"), "that divides the 2 ranks"),
         (

@@ -12,7 +12,8 @@ from sparsebalance_megatron.cost.memory import GIBIBYTE
 from sparsebalance_megatron.simulate.advice import AdvisedJob, Choice, advise
 from sparsebalance_megatron.simulate.advice_table import best_fitting, findings
 from sparsebalance_megatron.simulate.lengths import WorkloadError, split_overlong
-from sparsebalance_megatron.simulate.models import h200_cost_of, preset
+from sparsebalance_megatron.simulate.models import h200_cost_of
+from sparsebalance_megatron.simulate.presets import preset
 
 MODEL = preset("qwen2.5-0.5b")
 LENGTHS = (4096, 900, 2048, 300, 8192, 512, 1024, 600)

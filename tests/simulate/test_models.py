@@ -12,7 +12,6 @@ from sparsebalance_megatron.simulate.models import (
     H200_PEAK_FLOPS_PER_MS,
     cost_of,
     h200_cost,
-    preset,
     prior_coverage,
 )
 
@@ -35,13 +34,6 @@ def test_tensor_parallel_ranks_share_the_work():
     for part in (Part.LINEAR, Part.ATTENTION, Part.HEAD):
         ratio = one.coefficients_ms(part, Direction.FORWARD).sum()
         assert ratio == pytest.approx(2 * two.coefficients_ms(part, Direction.FORWARD).sum())
-
-
-def test_presets():
-    assert preset("qwen2.5-3b").layers == 36
-    assert preset("qwen2.5-0.5b").shape.hidden_size == 896
-    with pytest.raises(WorkloadError, match=r"'gpt' is not one of qwen2\.5-0\.5b"):
-        preset("gpt")
 
 
 def test_layers_are_needed_with_a_table(tmp_path):
