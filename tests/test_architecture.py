@@ -59,8 +59,8 @@ ROOMS = {
     ),
     "data": Room(
         outside=(
-            *("jinja2", "megatron.core.datasets", "numpy", "tokenizers", "torch", "tqdm"),
-            "transformers",
+            *("jinja2", "megatron.core.datasets", "numpy", "pyarrow", "tokenizers", "torch"),
+            *("tqdm", "transformers", "zstandard"),
         ),
         inside=("data",),
     ),

@@ -85,6 +85,7 @@ COMMANDS = [
     "convert",
     "env",
     "examples",
+    "merge-data",
     "plan",
     "prepare-data",
     "profile",

@@ -19,6 +19,7 @@ from sparsebalance_megatron.cli.help_formatter import HelpFormatter
 
 COMMANDS = {
     "prepare-data": "tokenise documents into Megatron's .bin and .idx files",
+    "merge-data": "put data sets of prepare-data, such as its shards, together",
     "advise": "predict time, bubble and memory of your samples and model over settings",
     "plan": "predict step times of your sample lengths under every way to plan",
     "simulate": "predict the paper's setups, baseline to ours",

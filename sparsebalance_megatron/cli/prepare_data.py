@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from sparsebalance_megatron.cli.help_formatter import ParagraphsHelpFormatter
 from sparsebalance_megatron.data.documents import LOSS_MASK_SUFFIX
 from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.prepare import counts_text, prepare
-from sparsebalance_megatron.data.records import JsonLines, PythonStandardLibrary
+from sparsebalance_megatron.data.records import PythonStandardLibrary, RecordFiles, Source
+from sparsebalance_megatron.data.shard import Shard
 
 _DESCRIPTION = """\
 Tokenise documents and write them as PREFIX.bin and PREFIX.idx, which Megatron reads with
@@ -29,7 +31,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = ParagraphsHelpFormatter
     documents = parser.add_mutually_exclusive_group(required=True)
     documents.add_argument(
-        "--input", nargs="+", type=Path, metavar="FILE.jsonl", help="JSON-lines files, in order"
+        "--input",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="files of JSON lines, plain, .gz or .zst, or .parquet, in order",
     )
     documents.add_argument(
         "--python-stdlib",
@@ -60,6 +66,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="a record that cannot be used stops the run, or is left out and counted",
     )
     parser.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="only the I-th of N equal parts of --input, counted from 1; compressed and Parquet "
+        "files are not divided. `sparse-balance merge-data` puts the parts together",
+    )
+    parser.add_argument(
         "--overwrite", action="store_true", help="replace a data set of the same prefix"
     )
 
@@ -70,9 +82,11 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         DataError: naming file, line and remedy.
     """
+    began = time.perf_counter()
     try:
+        source = _source(arguments)
         summary = prepare(
-            PythonStandardLibrary() if arguments.python_stdlib else JsonLines(arguments.input),
+            source,
             arguments.output_prefix,
             tokenizer_name=arguments.tokenizer,
             train_vocab_size=arguments.tokenizer_train,
@@ -87,11 +101,34 @@ def run(arguments: argparse.Namespace) -> int:
         ) from error
     except OSError as error:
         raise DataError(str(error)) from error
-    print(_report(summary, arguments.output_prefix))
+    seconds = time.perf_counter() - began
+    print(describe(summary, arguments.output_prefix))
+    print(
+        f"{seconds:.1f} s: {source.total_bytes / 1e6 / seconds:.2f} MB of input and "
+        f"{summary['tokens'] / seconds:,.0f} tokens per second"
+    )
     return 0
 
 
-def _report(summary: dict[str, Any], prefix: str) -> str:
+def _source(arguments: argparse.Namespace) -> Source:
+    if arguments.shard is None:
+        return PythonStandardLibrary() if arguments.python_stdlib else RecordFiles(arguments.input)
+    shard = Shard.parse(arguments.shard)
+    for flag, given, remedy in (
+        ("--python-stdlib", arguments.python_stdlib, "give files as --input"),
+        (
+            "--tokenizer-train",
+            arguments.tokenizer_train is not None,
+            "every part would get a tokenizer of its own; train it once and give --tokenizer",
+        ),
+    ):
+        if given:
+            raise DataError(f"--shard {arguments.shard} with {flag}: {remedy}")
+    return RecordFiles(arguments.input, shard)
+
+
+def describe(summary: dict[str, Any], prefix: str) -> str:
+    """What was written, in a few lines."""
     lengths = ", ".join(f"{name} {value:,}" for name, value in summary["document_tokens"].items())
     lines = [
         f"wrote {prefix}.bin and .idx: {summary['documents']:,} documents, "

@@ -160,23 +160,23 @@ def _summary(
     loss_tokens: int,
 ) -> dict[str, Any]:
     lengths = writer.lengths_tokens
-    percentiles = np.percentile(lengths, _PERCENTILES, method="nearest")
     return {
         "documents": len(lengths),
         "tokens": int(lengths.sum()),
         "loss_tokens": loss_tokens,
         "loss_mask": writer.any_masked,
-        "document_tokens": {
-            **{
-                f"p{rank}": int(value)
-                for rank, value in zip(_PERCENTILES, percentiles, strict=True)
-            },
-            "max": int(lengths.max()),
-        },
+        "document_tokens": document_tokens(lengths),
         "skipped": dict(sorted(bad.counts.items())),
         "tokenizer": {"path": tokenizer.name, "vocab_size": tokenizer.vocab_size},
         "append_eod": append_eod,
     }
+
+
+def document_tokens(lengths_tokens: np.ndarray) -> dict[str, int]:
+    """Percentiles of documents' tokens, and the most."""
+    percentiles = np.percentile(lengths_tokens, _PERCENTILES, method="nearest")
+    named = zip(_PERCENTILES, percentiles, strict=True)
+    return {f"p{rank}": int(value) for rank, value in named} | {"max": int(lengths_tokens.max())}
 
 
 def counts_text(counts: Mapping[str, int]) -> str:

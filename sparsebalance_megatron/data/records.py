@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Raw documents: records of JSON-lines files, or the sources of Python's standard library."""
+"""Raw documents: records of files, or the sources of Python's standard library."""
 
 from __future__ import annotations
 
 import json
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 from sparsebalance_megatron.data.errors import DataError
-
-_MAX_LINE_BYTES = 2**28
-"""Of a record; a thousand long books."""
+from sparsebalance_megatron.data.input_formats import MAX_LINE_BYTES, lines_of, parquet_rows
+from sparsebalance_megatron.data.shard import Shard
 
 Message = dict[str, Any]
 """One turn of a conversation; ``role`` and ``content`` are strings, other keys are kept."""
@@ -68,13 +68,15 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class JsonLines:
-    """Files with one JSON object per line: ``{"text": ...}`` or ``{"messages": [...]}``.
+class RecordFiles:
+    """Files of ``{"text": ...}`` or ``{"messages": [...]}``: one JSON object per line, plain or
+    compressed (``.gz``, ``.zst``), or rows of ``.parquet`` with such columns.
 
-    Blank lines are no records.
+    Blank lines are no records. ``shard`` chooses a part of them.
     """
 
     paths: Sequence[Path]
+    shard: Shard = field(default_factory=Shard)
 
     def __post_init__(self) -> None:
         for path in self.paths:
@@ -83,17 +85,17 @@ class JsonLines:
 
     @property
     def total_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.paths)
+        return sum(end - begin for _, begin, end in self.shard.ranges(self.paths))
 
     def records(self, bad: BadRecords) -> Iterator[Record]:
-        for path in self.paths:
-            with path.open("rb") as stream:
-                for number, line in enumerate(_lines(stream), start=1):
-                    if line.strip():
-                        try:
-                            yield _parse(line, f"{path}:{number}")
-                        except _BadRecordError as error:
-                            bad.found(f"{path}:{number}", error.reason, error.detail)
+        for path, begin, end in self.shard.ranges(self.paths):
+            if path.suffix == ".parquet":
+                for place, row, row_bytes in parquet_rows(path, begin):
+                    yield from _usable(partial(_record, row, place, row_bytes), place, bad)
+                continue
+            for place, line in lines_of(path, begin, end):
+                if line.strip():
+                    yield from _usable(partial(_parse, line, place), place, bad)
 
 
 @dataclass(frozen=True)
@@ -133,12 +135,14 @@ class PythonStandardLibrary:
             yield Record(place=str(path), size_bytes=len(raw), text=text)
 
 
-def _lines(stream: BinaryIO) -> Iterator[bytes]:
-    """Lines; one that is too long is cut off, and then no JSON, and its rest is passed over."""
-    while line := stream.readline(_MAX_LINE_BYTES):
-        yield line
-        while len(line) == _MAX_LINE_BYTES and not line.endswith(b"\n"):
-            line = stream.readline(_MAX_LINE_BYTES)
+def _usable(read: Callable[[], Record], place: str, bad: BadRecords) -> Iterator[Record]:
+    """The record, or none and a note of why."""
+    try:
+        record = read()
+    except _BadRecordError as error:
+        bad.found(place, error.reason, error.detail)
+    else:
+        yield record
 
 
 class _BadRecordError(Exception):
@@ -154,8 +158,8 @@ def _parse(line: bytes, place: str) -> Record:
     Raises:
         _BadRecordError: with the reason.
     """
-    if len(line) >= _MAX_LINE_BYTES:
-        raise _BadRecordError("line too long", f"more than {_MAX_LINE_BYTES} bytes")
+    if len(line) >= MAX_LINE_BYTES:
+        raise _BadRecordError("line too long", f"more than {MAX_LINE_BYTES} bytes")
     try:
         content = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -164,13 +168,18 @@ def _parse(line: bytes, place: str) -> Record:
         raise _BadRecordError("not JSON", str(error)) from error
     if not isinstance(content, dict):
         raise _BadRecordError("not a JSON object", f"a {type(content).__name__}")
+    return _record(content, place, len(line))
+
+
+def _record(content: dict[str, Any], place: str, size_bytes: int) -> Record:
+    """The record of one object; raises :class:`_BadRecordError`."""
     if ("text" in content) == ("messages" in content):
         keys = ", ".join(map(repr, content)) or "none"
         raise _BadRecordError("needs one of 'text' and 'messages'", f"its keys: {keys}"[:200])
     if "text" in content:
         text = _text(content["text"], "text")
-        return Record(place=place, size_bytes=len(line), text=text)
-    return Record(place=place, size_bytes=len(line), messages=_messages(content["messages"]))
+        return Record(place=place, size_bytes=size_bytes, text=text)
+    return Record(place=place, size_bytes=size_bytes, messages=_messages(content["messages"]))
 
 
 def _messages(value: Any) -> tuple[Message, ...]:

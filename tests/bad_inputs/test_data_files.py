@@ -277,11 +277,11 @@ def test_links_are_followed(prefix: Path, tmp_path: Path) -> None:
 
 def test_a_summary_of_prepare_data_names_its_tokenizer(tmp_path: Path) -> None:
     from sparsebalance_megatron.data.prepare import prepare
-    from sparsebalance_megatron.data.records import JsonLines
+    from sparsebalance_megatron.data.records import RecordFiles
 
     source = tmp_path / "documents.jsonl"
     source.write_text("\n".join(json.dumps({"text": f"word {n} again"}) for n in range(20)))
-    prepare(JsonLines([source]), str(tmp_path / "made"), train_vocab_size=300)
+    prepare(RecordFiles([source]), str(tmp_path / "made"), train_vocab_size=300)
     size = json.loads((tmp_path / "made.json").read_text())["tokenizer"]["vocab_size"]
     read(tmp_path / "made", vocab_size=size)
     check_refused(

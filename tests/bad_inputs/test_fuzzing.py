@@ -30,7 +30,7 @@ from sparsebalance_megatron.convert.weight_files import INDEX, WHOLE, WeightFile
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import CostTable, CostTableError
 from sparsebalance_megatron.data.errors import DataError
-from sparsebalance_megatron.data.records import BadRecords, JsonLines
+from sparsebalance_megatron.data.records import BadRecords, RecordFiles
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.scheduler import Scheduler, StateError
@@ -116,7 +116,7 @@ def test_records(tmp_path: Path, damage: int) -> None:
 
     def read(raw: bytes) -> None:
         path.write_bytes(raw)
-        list(JsonLines([path]).records(BadRecords(skip=False)))
+        list(RecordFiles([path]).records(BadRecords(skip=False)))
 
     text = "\n".join(map(json.dumps, lines)).encode()
     assert check_reader(text, damage, read, DataError) > damage // 4

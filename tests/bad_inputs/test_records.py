@@ -11,7 +11,7 @@ from bad_inputs.judge import bounded, check_refused
 
 from sparsebalance_megatron.data import records
 from sparsebalance_megatron.data.errors import DataError
-from sparsebalance_megatron.data.records import BadRecords, JsonLines
+from sparsebalance_megatron.data.records import BadRecords, RecordFiles
 from sparsebalance_megatron.simulate.lengths import WorkloadError, read_lengths
 
 GOOD = json.dumps({"text": "good"})
@@ -104,7 +104,7 @@ BAD_LENGTHS: dict[str, bytes] = {
 
 
 def read(path: Path) -> list[records.Record]:
-    return list(JsonLines([path]).records(BadRecords(skip=False)))
+    return list(RecordFiles([path]).records(BadRecords(skip=False)))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -113,7 +113,7 @@ def test_a_bad_record_names_file_and_line(name: str, tmp_path: Path) -> None:
     path.write_bytes(GOOD.encode() + b"\n\n" + REFUSED[name] + b"\n" + GOOD.encode())
     check_refused(lambda: read(path), DataError, f"{path}:3: ", "--on-bad-record skip")
     skipped = BadRecords(skip=True)
-    assert len(list(JsonLines([path]).records(skipped))) == 2
+    assert len(list(RecordFiles([path]).records(skipped))) == 2
     assert skipped.counts.total() == 1
 
 
@@ -134,7 +134,7 @@ def test_a_line_too_long_is_refused_and_the_next_is_read(
     path.write_text("\n".join([GOOD, json.dumps({"text": "x" * 200}), GOOD]))
     check_refused(lambda: read(path), DataError, f"{path}:2: line too long")
     skipped = BadRecords(skip=True)
-    assert len(list(JsonLines([path]).records(skipped))) == 2
+    assert len(list(RecordFiles([path]).records(skipped))) == 2
 
 
 @pytest.mark.parametrize("name", BAD_LENGTHS)

@@ -15,7 +15,7 @@ from sparsebalance_megatron.cli import main
 from sparsebalance_megatron.data.documents import Documents
 from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.prepare import prepare
-from sparsebalance_megatron.data.records import JsonLines
+from sparsebalance_megatron.data.records import RecordFiles
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.data.tokenizer import DocumentTokenizer
 
@@ -33,12 +33,12 @@ CHAT_TEMPLATE = (
 VOCABULARY = 300
 
 
-def jsonl(path: Path, records: Sequence[Any]) -> JsonLines:
+def jsonl(path: Path, records: Sequence[Any]) -> RecordFiles:
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return JsonLines([path])
+    return RecordFiles([path])
 
 
-def texts_source(directory: Path) -> JsonLines:
+def texts_source(directory: Path) -> RecordFiles:
     return jsonl(directory / "in.jsonl", [{"text": text} for text in TEXTS])
 
 
@@ -137,7 +137,7 @@ def test_conversations_train_the_assistants_turns(tmp_path: Path) -> None:
     assert decode(prefix, sample.tokens[1:][sample.loss_mask == 1]) == " It is 2.\n"
 
 
-def chat_tokenizer(directory: Path, source: JsonLines) -> str:
+def chat_tokenizer(directory: Path, source: RecordFiles) -> str:
     """A tokenizer with a chat template and special tokens for its turns."""
     prefix = str(directory / "base")
     prepare(source, prefix, train_vocab_size=VOCABULARY)

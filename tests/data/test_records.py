@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparsebalance_megatron.data.errors import DataError
-from sparsebalance_megatron.data.records import BadRecords, JsonLines, PythonStandardLibrary
+from sparsebalance_megatron.data.records import BadRecords, PythonStandardLibrary, RecordFiles
 
 BAD_LINES = {
     b'{"text": "\xff"}': "not UTF-8",
@@ -40,7 +40,7 @@ def write(path: Path, *lines: bytes) -> Path:
 def test_bad_record_stops_with_file_and_line(line: bytes, tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", GOOD, b"", line, GOOD)
     with pytest.raises(DataError) as caught:
-        list(JsonLines([path]).records(BadRecords(skip=False)))
+        list(RecordFiles([path]).records(BadRecords(skip=False)))
     assert str(caught.value).startswith(f"{path}:3: {BAD_LINES[line]}")
     assert "--on-bad-record skip" in str(caught.value)
 
@@ -48,7 +48,7 @@ def test_bad_record_stops_with_file_and_line(line: bytes, tmp_path: Path) -> Non
 def test_skipped_records_are_counted_by_reason(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", *BAD_LINES, GOOD)
     bad = BadRecords(skip=True)
-    assert [record.text for record in JsonLines([path]).records(bad)] == ["good"]
+    assert [record.text for record in RecordFiles([path]).records(bad)] == ["good"]
     reasons = list(BAD_LINES.values())
     assert bad.counts == {reason: reasons.count(reason) for reason in reasons}
 
@@ -58,7 +58,7 @@ def test_records_come_in_order_with_their_places(tmp_path: Path) -> None:
     second = write(
         tmp_path / "a.jsonl", b'{"messages": [{"role": "assistant", "content": "\xc3\xa9"}]}'
     )
-    source = JsonLines([first, second])
+    source = RecordFiles([first, second])
     for _ in range(2):
         records = list(source.records(BadRecords(skip=False)))
         assert [record.place for record in records] == [f"{first}:1", f"{first}:3", f"{second}:1"]
@@ -69,7 +69,7 @@ def test_records_come_in_order_with_their_places(tmp_path: Path) -> None:
 
 def test_missing_input_is_named() -> None:
     with pytest.raises(DataError, match=r"--input nowhere.jsonl: no such file"):
-        JsonLines([Path("nowhere.jsonl")])
+        RecordFiles([Path("nowhere.jsonl")])
 
 
 def test_standard_library_takes_sources_only(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from sparsebalance_megatron.data.documents import LOSS_MASK_SUFFIX
 from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.packing import PackedRow, pack
 from sparsebalance_megatron.data.prepare import prepare
-from sparsebalance_megatron.data.records import JsonLines
+from sparsebalance_megatron.data.records import RecordFiles
 from sparsebalance_megatron.data.samples import SampleIndex
 
 CHATML = Layout(opening="<|im_start|>ROLE\n", closing="<|im_end|>\n")
@@ -121,7 +121,7 @@ def prepared(
     (directory / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     prefix = str(directory / "data")
     prepare(
-        JsonLines([directory / "in.jsonl"]),
+        RecordFiles([directory / "in.jsonl"]),
         prefix,
         tokenizer_name=str(tokenizer),
         append_eod=append_eod,
