@@ -18,7 +18,8 @@ from sparsebalance_megatron.data.blend import Blend
 from sparsebalance_megatron.data.documents import Documents
 from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.packing import Sample
-from sparsebalance_megatron.data.samples import SampleIndex, Samples, SourceFacts, Split
+from sparsebalance_megatron.data.sample_order import Samples, SourceFacts
+from sparsebalance_megatron.data.samples import SampleIndex, Split
 
 _FIRST_PLACES = 2**16
 _MOST_SOURCES = 2**15 - 2

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from sparsebalance_megatron.data.packing import PackedRow
-from sparsebalance_megatron.data.samples import Samples
+from sparsebalance_megatron.data.sample_order import Samples
 from sparsebalance_megatron.megatron.row_share import RowShare
 from sparsebalance_megatron.plan.batch_sizes import BatchSizes
 from sparsebalance_megatron.plan.planned_step import PlannedStep

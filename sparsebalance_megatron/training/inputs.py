@@ -19,7 +19,8 @@ from sparsebalance_megatron.cost.table import CostTable
 from sparsebalance_megatron.cost.table_doubts import doubts
 from sparsebalance_megatron.data.blend import Blend, read_blends
 from sparsebalance_megatron.data.blend_index import open_samples
-from sparsebalance_megatron.data.samples import Samples, SourceFacts, Split
+from sparsebalance_megatron.data.sample_order import Samples, SourceFacts
+from sparsebalance_megatron.data.samples import Split
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
 from sparsebalance_megatron.plan.coverage import budget_grid

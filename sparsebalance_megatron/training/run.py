@@ -13,7 +13,7 @@ import torch
 from megatron.core import parallel_state
 
 from sparsebalance_megatron.cost.parts import Direction
-from sparsebalance_megatron.data.samples import Samples
+from sparsebalance_megatron.data.sample_order import Samples
 from sparsebalance_megatron.megatron.context_groups import make_context_groups
 from sparsebalance_megatron.plan.batch_sizes import BatchSizes
 from sparsebalance_megatron.plan.coverage import CoverageCurves

@@ -22,7 +22,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from sparsebalance_megatron.cost.stage_calibration import Calibration
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.data.samples import SampleCounts, SampleIndex, SourceFacts
+from sparsebalance_megatron.data.sample_order import SampleCounts, SourceFacts
+from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.scheduler import Scheduler, StateError
 from sparsebalance_megatron.telemetry.step_log import read_run_log
