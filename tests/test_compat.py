@@ -44,6 +44,8 @@ USES = {
     "megatron.core.datasets.indexed_dataset:DType.optimal_dtype": "cardinality",
     "megatron.core.datasets.indexed_dataset:IndexedDataset": "path_prefix",
     "megatron.core.datasets.indexed_dataset:IndexedDatasetBuilder": "bin_path dtype",
+    "megatron.core.datasets:helpers": "",
+    "megatron.core.datasets:helpers.build_blending_indices": "",
     "megatron.core.datasets.utils": "",
     "megatron.core.datasets.utils.compile_helpers": "",
     "megatron.core.dist_checkpointing.dict_utils:nested_values": "x",
@@ -68,6 +70,9 @@ USES = {
     ),
     "megatron.core.models.gpt:gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec": (
         "qk_layernorm qk_l2_norm use_te_activation_func use_grouped_gemm_for_dense_mlp"
+    ),
+    "megatron.core.num_microbatches_calculator:StepBatchsizeNumMicroBatchesCalculator": (
+        "micro_batch_size data_parallel_size decrease_batch_size_if_needed rank schedule seq_length"
     ),
     "megatron.core.package_info:__version__": "",
     "megatron.core.packed_seq_params:PackedSeqParams": (
