@@ -8,7 +8,7 @@ import importlib
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from sparsebalance_megatron.data.errors import DataError
 
@@ -45,6 +45,7 @@ def lines_of(path: Path, begin: int, end: int) -> Iterator[tuple[str, bytes]]:
                 raise DataError(f"{path}: damaged compression ({error}); {_REPAIR}") from error
         return
     with path.open("rb") as stream:
+        named: Iterator[tuple[str, bytes]]
         if begin == 0:
             named = ((f"{path}:{number}", each) for number, each in enumerate(_lines(stream), 1))
         else:
@@ -109,7 +110,7 @@ def _lines_by_byte(path: Path, stream: BinaryIO) -> Iterator[tuple[str, bytes]]:
 
 def _decompressed(path: Path) -> BinaryIO:
     if path.suffix == ".gz":
-        return gzip.open(path, "rb")
+        return cast(BinaryIO, gzip.open(path, "rb"))
     stream: BinaryIO = _library("zstandard", path).open(path, "rb")
     return stream
 
