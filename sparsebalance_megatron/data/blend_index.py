@@ -22,6 +22,7 @@ from sparsebalance_megatron.data.sample_order import Samples, SourceFacts
 from sparsebalance_megatron.data.samples import SampleIndex, Split
 
 _FIRST_PLACES = 2**16
+_SHOWN_SOURCES = 32
 _MOST_SOURCES = 2**15 - 2
 """Megatron's index stores sources as int16 and asserts this limit."""
 
@@ -143,8 +144,8 @@ class BlendIndex:
     def digest(self) -> str:
         """Hexadecimal SHA-256 of shares and of every data set's digest, in order."""
         digest = hashlib.sha256(np.ascontiguousarray(self._order.shares, dtype="<f8").tobytes())
-        for index in self._indices:
-            digest.update(index.digest().encode())
+        for source in self.sources:
+            digest.update(source.digest.encode())
         return digest.hexdigest()
 
     def describe(self) -> tuple[str, ...]:
@@ -160,8 +161,11 @@ class BlendIndex:
             f"source {source.prefix}: {source.weight:.2%} of the samples, "
             f"{each / sum(tokens):.2%} of the tokens; {source.counts.samples:,} samples of "
             f"{source.counts.tokens:,} tokens"
-            for source, each in zip(facts, tokens, strict=True)
+            for source, each in list(zip(facts, tokens, strict=True))[:_SHOWN_SOURCES]
         ]
+        if len(facts) > _SHOWN_SOURCES:
+            more = len(facts) - _SHOWN_SOURCES
+            lines.append(f"and {more} more sources; the header of steps.jsonl has all")
         unmasked = [
             prefix
             for prefix, index in zip(self._prefixes, self._indices, strict=True)
