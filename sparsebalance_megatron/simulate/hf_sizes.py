@@ -26,8 +26,8 @@ def model_named(name: str) -> ModelPreset:
     directory = Path(name)
     if not name or not directory.is_dir():
         raise WorkloadError(
-            f"--model {name}: is neither a directory with a config.json nor one of the models that "
-            "--help lists"
+            f"--model {name}: is no directory with a config.json; give one, or one of the models "
+            "that --help lists"
         )
     return read_sizes(directory)
 
