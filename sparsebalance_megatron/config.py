@@ -22,6 +22,7 @@ CoverageTarget = Literal["threshold", "base"]
 ContextParallel = Literal["static", "dynamic"]
 CoverageMeanOver = Literal["samples", "tokens"]
 ExchangeName = Literal["all-gather", "ring", "hierarchical-ring"]
+RecomputeAttention = Literal["keep", "again"]
 Planning = Literal["ahead", "on-demand"]
 AttentionImplementation = Literal["auto", "triton", "blocks", "tokens", "reference"]
 
@@ -89,6 +90,11 @@ class SparseBalanceConfig:
     attention: AttentionImplementation = "auto"
     """Attention implementation; auto takes the fastest that runs on the device, an explicit choice
     never falls back."""
+
+    recompute_attention: RecomputeAttention = "again"
+    """Attention in the layers that Megatron recomputes in backward: computed again, or kept from
+    the forward, with its log-sum-exp and lists, until backward has used it. Numbers are the same;
+    keeping takes memory, which the first lines of a run state."""
 
     eval_attention: EvaluationAttention = "sparse"
     """Attention of validation and test: sparse at base budgets, or dense. Never tuned."""

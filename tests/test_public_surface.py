@@ -33,6 +33,7 @@ FLAGS: dict[str, tuple[Any, Any]] = {
         "token-kv-head",
     ),
     "--sparse-balance-attention": (("auto", "triton", "blocks", "tokens", "reference"), "auto"),
+    "--sparse-balance-recompute-attention": (("keep", "again"), "again"),
     "--sparse-balance-eval-attention": (("sparse", "dense"), "sparse"),
     "--sparse-balance-batching": (
         ("arrival", "length", "latency", "makespan"),

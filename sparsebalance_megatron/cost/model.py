@@ -33,6 +33,7 @@ _DEPENDS_ON: Mapping[Part, tuple[str, ...]] = {
 }
 _FULL_RECOMPUTE = frozenset({Part.ATTENTION, Part.ROUTER, Part.LINEAR})
 _ATTENTION_RECOMPUTE = frozenset({Part.ATTENTION, Part.ROUTER})
+_NOTHING: frozenset[Part] = frozenset()
 
 COUNTED = "counted operations"
 """How the source of a model begins that measured nothing."""
@@ -83,14 +84,19 @@ class CostModel:
         """[5] ms per unit of every feature."""
         return np.array(self._of(direction)[part], dtype=np.float64)
 
-    def with_recompute(self, *, full: bool, attention_only: bool) -> CostModel:
+    def with_recompute(
+        self, *, full: bool, attention_only: bool, attention_kept: bool = False
+    ) -> CostModel:
         """A model whose backward contains the forward that activation recomputation repeats.
 
         Args:
             full: ``--recompute-granularity full``: whole layers.
             attention_only: selective recomputation of ``core_attn``: routing and attention.
+            attention_kept: routing and attention of the forward serve the recomputed pass too.
         """
-        repeated = _FULL_RECOMPUTE if full else _ATTENTION_RECOMPUTE if attention_only else ()
+        repeated = _FULL_RECOMPUTE if full else _ATTENTION_RECOMPUTE if attention_only else _NOTHING
+        if attention_kept:
+            repeated -= _ATTENTION_RECOMPUTE
         backward_ms = dict(self.backward_ms)
         for part in repeated:
             pairs = zip(self.backward_ms[part], self.forward_ms[part], strict=True)

@@ -49,7 +49,9 @@ class Inputs:
         """
         settings = self.settings
         cost = cost.with_recompute(
-            full=settings.recompute_all, attention_only=settings.recompute_attention
+            full=settings.recompute_all,
+            attention_only=settings.recompute_attention,
+            attention_kept=self.config.recompute_attention == "keep",
         )
         return CostedInputs(**vars(self) | {"cost": cost})
 

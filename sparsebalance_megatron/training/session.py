@@ -19,6 +19,7 @@ from sparsebalance_megatron.plan.scheduler import Scheduler, StateError
 from sparsebalance_megatron.profiling.startup import shared_cost_table
 from sparsebalance_megatron.telemetry.log_directory import LogDirectory, LogDirectoryError
 from sparsebalance_megatron.training.inputs import CostedInputs, Inputs, fingerprint, processor
+from sparsebalance_megatron.training.recompute import recompute_line
 from sparsebalance_megatron.training.resume import compare_runs, run_record
 from sparsebalance_megatron.training.run import Run, make_scheduler
 
@@ -113,6 +114,9 @@ class Session:
                 "corrections start afresh"
             )
         print_rank_0(f"sparse balance: {inputs.train.counts.describe()}")
+        recompute = recompute_line(inputs)
+        if recompute is not None:
+            print_rank_0(f"sparse balance: {recompute}")
         return Run(
             inputs,
             scheduler,

@@ -18,6 +18,7 @@ import torch
 from sparsebalance_megatron.plan.measurement import (
     CoverageTotals,
     RankPlace,
+    RecomputeTotals,
     StepMeasurement,
     StepTimes,
 )
@@ -82,6 +83,7 @@ class StepReducer:
             "schedule": math.prod(stages),
             "counts": job.layers * buckets,
             "unobserved": 1,
+            "recompute": 3,
             "minima": math.prod(stages),
             "coverage": math.prod(self._coverage_shape),
             "loss": 2,
@@ -100,6 +102,7 @@ class StepReducer:
         times: StepTimes,
         observed: ObservedCoverage,
         loss_and_tokens: torch.Tensor | None,
+        recompute: torch.Tensor | None,
         digest: bytes,
     ) -> StepMeasurement:
         """Collective over the group: every rank must call it once per step.
@@ -107,6 +110,8 @@ class StepReducer:
         Args:
             times, observed: of this rank.
             loss_and_tokens: [2] sum of losses and tokens, on last stages; None elsewhere.
+            recompute: [3] of :meth:`.kept_attention.RecomputeCounts.totals`, summed over
+                micro-batches; None where there are none.
             digest: of the plan this rank executed.
         """
         host = np.zeros(self._size)
@@ -118,6 +123,8 @@ class StepReducer:
             self._put_on_host(host, times)
             flat = torch.from_numpy(host).to(self._device)
             self._put_on_device(flat, observed, group_O, loss_and_tokens)
+            if recompute is not None:
+                flat[self._parts["recompute"]] = recompute.to(self._device)
         else:
             flat = torch.from_numpy(host).to(self._device)
         return self._unpack(self._sum(flat))
@@ -184,4 +191,5 @@ class StepReducer:
             lm_loss=float(loss[0] / loss[1]) if loss[1] else math.nan,
             tokens=int(loss[1]),
             differing_ranks=tuple(np.flatnonzero(digests != digests[0]).tolist()),
+            recompute=RecomputeTotals(*(int(count) for count in part["recompute"])),
         )
