@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.attention.kernel import Kernel, wide_dtype
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import rank_row, selector_named
-from sparsebalance_megatron.config import AttentionImplementation, Granularity
+from sparsebalance_megatron.attention.selectors import Selector, rank_row, selector_named
+from sparsebalance_megatron.config import AttentionImplementation
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -34,7 +34,7 @@ def budgeted_attention(
     *,
     block_size: int,
     softmax_scale: float,
-    selection: Granularity = "token-kv-head",
+    selection: str | Selector[Any] = "token-kv-head",
     implementation: AttentionImplementation = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of packed documents, each query reading the best blocks its budget allows.
@@ -49,7 +49,7 @@ def budgeted_attention(
         budgets: KV blocks that a query may read, its own included: one for all documents, or S.
         block_size: tokens of a full block.
         softmax_scale: factor on q . k.
-        selection: who selects, a name of :data:`.selectors.SELECTORS`.
+        selection: who selects: a name that ``--sparse-balance-selection`` takes, or a selector.
         implementation: see :func:`block_sparse_attention`.
 
     Returns:
@@ -58,7 +58,7 @@ def budgeted_attention(
     Raises:
         ValueError: an argument does not fit; the message names it and says what to do.
     """
-    selector = selector_named(selection)
+    selector = selector_named(selection) if isinstance(selection, str) else selection
     if isinstance(cu_seqlens, Tensor):
         if cu_seqlens.device.type != "cpu":
             raise ValueError(

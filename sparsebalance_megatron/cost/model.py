@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from scipy.optimize import nnls
 
-from sparsebalance_megatron.config import Granularity
+from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.cost.exchange import Exchange, ms_per_byte
 from sparsebalance_megatron.cost.features import FEATURES
 from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.table import CostRow, CostTable, CostTableError, ModelShape
-from sparsebalance_megatron.cost.work_model import WORK_MODELS, WorkModel
+from sparsebalance_megatron.cost.work_model import WORK_MODELS, WorkModel, work_model_named
 
 _FOLDS = 5
 
@@ -142,7 +142,7 @@ class CostModel:
         shape: ModelShape,
         block_size: int,
         *,
-        selection: Granularity = "token-kv-head",
+        selection: str = "token-kv-head",
         flops_per_ms: float = _NOMINAL_FLOPS_PER_MS,
     ) -> CostModel:
         """Counted operations over a nominal rate, for runs without a table.
@@ -150,7 +150,7 @@ class CostModel:
         Counts matrix multiplications, twice per multiply-add, of one tensor-parallel rank.
         Backward is 2x the forward of a projection and 2.5x of attention (five products for two).
         """
-        work = WORK_MODELS[selection]
+        work = work_model_named(selection)
         per_token, per_pair = _counted_flops(shape, block_size, work)
         forward_ms = {
             part: _coefficients(
@@ -225,13 +225,13 @@ def held_out_errors(table: CostTable) -> dict[tuple[Part, Direction], FitError]:
 
 
 def _work_of(table: CostTable) -> WorkModel:
-    for name, work in WORK_MODELS.items():
-        if name == table.identity.selection:
-            return work
-    raise CostTableError(
-        f"cost table: selection is {table.identity.selection!r}, expected one of "
-        f"{', '.join(WORK_MODELS)}"
-    )
+    try:
+        return work_model_named(table.identity.selection)
+    except ConfigError as error:
+        raise CostTableError(
+            f"cost table: selection is {table.identity.selection!r}, expected one of "
+            f"{', '.join(WORK_MODELS)}, or one that a package brings ({error})"
+        ) from error
 
 
 def _timed_parts(table: CostTable) -> list[tuple[Part, Direction, list[CostRow]]]:

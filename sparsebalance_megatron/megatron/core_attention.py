@@ -24,7 +24,7 @@ from sparsebalance_megatron.attention.context_parallel.exchange import exchanged
 from sparsebalance_megatron.attention.context_parallel.shared_ranking import rank_shared_row
 from sparsebalance_megatron.attention.coverage import coverage_at, guard_budgets
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import SELECTORS, Selector, rank_row
+from sparsebalance_megatron.attention.selectors import Selector, rank_row, selector_named
 from sparsebalance_megatron.config import (
     AttentionImplementation,
     ConfigError,
@@ -64,7 +64,7 @@ class AttentionOptions:
         return cls(
             block_size=config.block_size,
             base_budget=config.base_budget,
-            selector=SELECTORS[config.selection],
+            selector=selector_named(config.selection),
             coverage_threshold=config.coverage_threshold,
             implementation=config.attention,
             grid=grid,

@@ -17,6 +17,7 @@ from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import CostTable
 from sparsebalance_megatron.cost.table_doubts import doubts
 from sparsebalance_megatron.data.samples import SampleIndex, Split
+from sparsebalance_megatron.installed_selectors import source_of
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
 from sparsebalance_megatron.plan.coverage import budget_grid
@@ -153,6 +154,7 @@ def fingerprint(inputs: CostedInputs) -> dict[str, str]:
         "ranks that may share a row": str(inputs.policy.max_context_parallel),
         "training samples": inputs.train.digest(),
         "cost model": str(inputs.cost),
+        "selector of another package": source_of(inputs.config.selection) or "none",
         "megatron-core": megatron_version(),
         "torch": str(torch.__version__),
         "numpy": np.__version__,
