@@ -7,7 +7,7 @@ K budgets, Q rows that select, C heads that select.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -171,7 +171,9 @@ def _check_documents(selector: Selector[Any], row: _Row) -> None:
         found, found_SK = _selected(selector, row.changed(bounds[document], bounds[document + 1]))
         assert found_SK is not None
         other_S = torch.arange(row.layout.documents, device=found_SK.device) != document
-        moved = _first_moved(found, expected, lambda t, d=document: _document(row, t) != d)
+        other_T = torch.ones(row.layout.tokens, dtype=torch.bool)
+        other_T[bounds[document] : bounds[document + 1]] = False
+        moved = _first_moved(found, expected, other_T)
         if moved is not None or not torch.equal(found_SK[other_S], expected_SK[other_S]):
             raise SelectorError(
                 f"documents: what document {document} holds changes lists or coverage of another"
@@ -187,7 +189,7 @@ def _check_causality(selector: Selector[Any], row: _Row) -> None:
     for place in (1, size // 2, size, size + 1, 3 * size - 1, 5 * size + 3):
         token = begin + place
         found, _ = _selected(selector, row.changed(token, end))
-        moved = _first_moved(found, expected, lambda t, changed=token: t < changed)
+        moved = _first_moved(found, expected, torch.arange(row.layout.tokens) < token)
         if moved is not None:
             raise SelectorError(
                 f"causality: what token {token} and those after it hold changes the list of token "
@@ -195,19 +197,12 @@ def _check_causality(selector: Selector[Any], row: _Row) -> None:
             )
 
 
-def _first_moved(
-    found: Selection, expected: Selection, counts: Callable[[int], bool]
-) -> int | None:
-    """The first token of a row whose list differs, of those rows whose first token counts."""
+def _first_moved(found: Selection, expected: Selection, among_T: Tensor) -> int | None:
+    """The first token of a row whose list differs, of those rows whose first token is among some."""
     differs_Q = (_lists(found) != _lists(expected)).flatten(1).any(1)
     starts = expected.query_layout.bounds_on_host
     for place in differs_Q.nonzero()[:, 0].tolist():
         token = place if expected.by_token else int(starts[place])
-        if counts(token):
+        if among_T[token]:
             return token
     return None
-
-
-def _document(row: _Row, token: int) -> int:
-    bounds = row.layout.cu_seqlens
-    return max(d for d in range(row.layout.documents) if bounds[d] <= token)

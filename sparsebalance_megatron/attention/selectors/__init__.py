@@ -116,5 +116,5 @@ def selector_named(name: str) -> Selector[Any]:
     if name not in installed_names():
         names = ", ".join((*SELECTORS, *installed_names()))
         raise ConfigError(f"selection {name!r}: must be one of {names}")
-    selector: Selector[Any] = load_selector(name)
-    return selector
+    installed: Selector[Any] = load_selector(name)
+    return installed
