@@ -198,7 +198,7 @@ def _check_causality(selector: Selector[Any], row: _Row) -> None:
 
 
 def _first_moved(found: Selection, expected: Selection, among_T: Tensor) -> int | None:
-    """The first token of a row whose list differs, of those rows whose first token is among some."""
+    """The first token of a row whose list differs, of rows whose first token is among some."""
     differs_Q = (_lists(found) != _lists(expected)).flatten(1).any(1)
     starts = expected.query_layout.bounds_on_host
     for place in differs_Q.nonzero()[:, 0].tolist():
