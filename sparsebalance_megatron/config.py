@@ -22,6 +22,7 @@ CoverageTarget = Literal["threshold", "base"]
 ContextParallel = Literal["static", "dynamic"]
 CoverageMeanOver = Literal["samples", "tokens"]
 ExchangeName = Literal["all-gather", "ring", "hierarchical-ring"]
+RecomputeAttention = Literal["keep", "again"]
 Planning = Literal["ahead", "on-demand"]
 AttentionImplementation = Literal["auto", "triton", "blocks", "tokens", "reference"]
 
@@ -79,16 +80,22 @@ class SparseBalanceConfig:
     base_budget: int = 32
     """KV blocks a query may read before tuning, its own block included (MoBA's top-k)."""
 
-    selection: Granularity = "token-kv-head"
-    """Who selects: a token per KV head, or a token per query head (MoBA's exact semantics); a block
-    of queries per KV head, by the mean of the block before it (previous-block), by its first query
-    (first-query) or by the mean of its own queries (query-block-lookahead). The last looks ahead:
-    what a token reads depends on up to block size - 1 tokens after it, which a model that decodes
-    has not seen. The others do not."""
+    selection: str = field(default="token-kv-head", metadata={"argparse_meta": {"metavar": "NAME"}})
+    """Who selects: a token per KV head (token-kv-head), or a token per query head (MoBA's exact
+    semantics; token-query-head); a block of queries per KV head, by the mean of the block before it
+    (previous-block), by its first query (first-query) or by the mean of its own queries
+    (query-block-lookahead). The last looks ahead: what a token reads depends on up to block size -
+    1 tokens after it, which a model that decodes has not seen. The others do not. Other packages
+    may bring selectors under further names (docs/SELECTORS.md)."""
 
     attention: AttentionImplementation = "auto"
     """Attention implementation; auto takes the fastest that runs on the device, an explicit choice
     never falls back."""
+
+    recompute_attention: RecomputeAttention = "again"
+    """Attention in the layers that Megatron recomputes in backward: computed again, or kept from
+    the forward, with its log-sum-exp and lists, until backward has used it. Numbers are the same;
+    keeping takes memory, which the first lines of a run state."""
 
     eval_attention: EvaluationAttention = "sparse"
     """Attention of validation and test: sparse at base budgets, or dense. Never tuned."""
@@ -203,6 +210,7 @@ class SparseBalanceConfig:
                 )
             if each.name in RANGES and value is not None:
                 check_range(each.name, value, flag_name(each.name))
+        _check_selection(self.selection)
         directory, _, side = (self.in_turn or "").rpartition(":")
         if self.in_turn is not None and (not directory or side not in ("first", "second")):
             raise ConfigError(
@@ -214,6 +222,20 @@ class SparseBalanceConfig:
                 f"{flag_name('max_context_parallel')} {self.max_context_parallel}: is for dynamic "
                 "context parallelism; use --sparse-balance-context-parallel dynamic"
             )
+
+
+def _check_selection(name: str) -> None:
+    own = get_args(Granularity)
+    if name in own:
+        return
+    from sparsebalance_megatron.installed_selectors import GROUP, installed_names
+
+    installed = installed_names()
+    if name not in installed:
+        raise ConfigError(
+            f"{flag_name('selection')} {name}: must be one of {', '.join((*own, *installed))}"
+            + ("" if installed else f"; no package brings others (entry points of {GROUP})")
+        )
 
 
 def check_range(field_name: str, value: float, flag: str) -> None:

@@ -19,13 +19,16 @@ MAX_LINES = 600
 SPDX = "# SPDX-License-Identifier: Apache-2.0"
 
 
+OPEN_TO_ALL = ("config", "installed_selectors", "json_file", "__version__")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Room:
     """What the files under a path of the package may import beside the standard library.
 
     A name allows the module and everything below it. The package's own modules are named from the
-    package on: ``plan`` is ``sparsebalance_megatron.plan``. Of the package itself only ``config``,
-    ``json_file`` and the version are open to everyone.
+    package on: ``plan`` is ``sparsebalance_megatron.plan``. Of the package itself only
+    ``OPEN_TO_ALL`` is open to everyone.
     """
 
     outside: tuple[str, ...] = ()
@@ -34,7 +37,7 @@ class Room:
     def allows(self, module: str) -> bool:
         own = module.removeprefix(f"{PACKAGE}.")
         if own != module:
-            return _within(own, (*self.inside, "config", "json_file", "__version__"))
+            return _within(own, (*self.inside, *OPEN_TO_ALL))
         if module == PACKAGE:
             return False
         return module.partition(".")[0] in sys.stdlib_module_names or _within(module, self.outside)
@@ -84,6 +87,7 @@ ROOMS = {
     "pretrain_gpt.py": Room(outside=("megatron",), inside=("integration", "megatron", "training")),
     "integration.py": Room(outside=("torch",), inside=("megatron", "training")),
     "config.py": Room(),
+    "installed_selectors.py": Room(),
     "json_file.py": Room(),
     "__init__.py": Room(),
 }

@@ -22,17 +22,9 @@ FLAGS: dict[str, tuple[Any, Any]] = {
     "--sparse-balance": (bool, False),
     "--sparse-balance-block-size": (int, 256),
     "--sparse-balance-base-budget": (int, 32),
-    "--sparse-balance-selection": (
-        (
-            "token-kv-head",
-            "token-query-head",
-            "previous-block",
-            "first-query",
-            "query-block-lookahead",
-        ),
-        "token-kv-head",
-    ),
+    "--sparse-balance-selection": (str, "token-kv-head"),
     "--sparse-balance-attention": (("auto", "triton", "blocks", "tokens", "reference"), "auto"),
+    "--sparse-balance-recompute-attention": (("keep", "again"), "again"),
     "--sparse-balance-eval-attention": (("sparse", "dense"), "sparse"),
     "--sparse-balance-batching": (
         ("arrival", "length", "latency", "makespan"),

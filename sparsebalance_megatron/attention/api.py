@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.autograd import Attention
 from sparsebalance_megatron.attention.host_copy import copied_to
-from sparsebalance_megatron.attention.kernel import Kernel
+from sparsebalance_megatron.attention.kernel import Kernel, wide_dtype
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import rank_row, selector_named
-from sparsebalance_megatron.config import AttentionImplementation, Granularity
+from sparsebalance_megatron.attention.selectors import Selector, rank_row, selector_named
+from sparsebalance_megatron.config import AttentionImplementation
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -34,7 +34,7 @@ def budgeted_attention(
     *,
     block_size: int,
     softmax_scale: float,
-    selection: Granularity = "token-kv-head",
+    selection: str | Selector[Any] = "token-kv-head",
     implementation: AttentionImplementation = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of packed documents, each query reading the best blocks its budget allows.
@@ -49,7 +49,7 @@ def budgeted_attention(
         budgets: KV blocks that a query may read, its own included: one for all documents, or S.
         block_size: tokens of a full block.
         softmax_scale: factor on q . k.
-        selection: who selects, a name of :data:`.selectors.SELECTORS`.
+        selection: who selects: a name that ``--sparse-balance-selection`` takes, or a selector.
         implementation: see :func:`block_sparse_attention`.
 
     Returns:
@@ -58,7 +58,7 @@ def budgeted_attention(
     Raises:
         ValueError: an argument does not fit; the message names it and says what to do.
     """
-    selector = selector_named(selection)
+    selector = selector_named(selection) if isinstance(selection, str) else selection
     if isinstance(cu_seqlens, Tensor):
         if cu_seqlens.device.type != "cpu":
             raise ValueError(
@@ -99,6 +99,7 @@ def block_sparse_attention(
     *,
     softmax_scale: float,
     implementation: AttentionImplementation = "auto",
+    known: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every query over its selected KV blocks.
 
@@ -125,6 +126,8 @@ def block_sparse_attention(
               document's length.
             - "auto": "triton" wherever it serves; else "blocks" or, for selections by token,
               "tokens", with a warning on CUDA.
+        known: out_THD and lse_TH of an earlier call with the same arguments. They are given back,
+            differentiable, and nothing is attended to again: what a recomputed pass can use.
 
     Returns:
         out_THD in the inputs' dtype, and lse_TH: natural log-sum-exp of the scaled scores read,
@@ -136,7 +139,9 @@ def block_sparse_attention(
             selection. An explicit choice never falls back.
     """
     kernel = checked_kernel(q_THD, k_TGD, v_TGD, selection, implementation)
-    return Attention.apply(q_THD, k_TGD, v_TGD, selection, softmax_scale, kernel)
+    if known is not None:
+        check_known(q_THD, known)
+    return Attention.apply(q_THD, k_TGD, v_TGD, selection, softmax_scale, kernel, known)
 
 
 def checked_kernel(
@@ -154,6 +159,25 @@ def checked_kernel(
     _check_tensors(q_THD, k_TGD, v_TGD, selection)
     _check_selection(q_THD, k_TGD, selection)
     return kernel_named(_resolve(implementation, q_THD, selection))
+
+
+def check_known(q_THD: Tensor, known: tuple[Tensor, Tensor]) -> None:
+    """Refuse results of an earlier call that cannot be those of these queries.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    wide = wide_dtype(q_THD.dtype)
+    found = [(tuple(x.shape), x.dtype, x.device) for x in known]
+    expected = [
+        (tuple(q_THD.shape), q_THD.dtype, q_THD.device),
+        (tuple(q_THD.shape[:2]), wide, q_THD.device),
+    ]
+    if found != expected:
+        raise _error(
+            f"known out and lse are {found}: must be {expected}, as an earlier call with the same "
+            "arguments gave them"
+        )
 
 
 def kernel_named(implementation: str) -> Kernel:

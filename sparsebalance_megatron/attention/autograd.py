@@ -18,10 +18,11 @@ from sparsebalance_megatron.attention.selection import Selection
 
 
 class Attention(torch.autograd.Function):
-    """``apply(q_THD, k_TGD, v_TGD, selection, softmax_scale, kernel)`` gives out_THD and lse_TH.
+    """``apply(q_THD, k_TGD, v_TGD, selection, softmax_scale, kernel, known)``: out_THD and lse_TH.
 
-    It is differentiable in q, k and v through the output alone. Inside ``torch.autocast`` it
-    computes as outside.
+    ``known`` is None, or the out_THD and lse_TH of an earlier call with the same arguments, which
+    are then given back as they are. It is differentiable in q, k and v through the output alone.
+    Inside ``torch.autocast`` it computes as outside.
     """
 
     @staticmethod
@@ -33,11 +34,15 @@ class Attention(torch.autograd.Function):
         selection: Selection,
         softmax_scale: float,
         kernel: Kernel,
+        known: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
-        with outside_autocast(q_THD.device):
-            out_THD, lse_TH = kernel.forward(
-                q_THD, k_TGD, v_TGD, selection, softmax_scale=softmax_scale
-            )
+        if known is not None:
+            out_THD, lse_TH = known
+        else:
+            with outside_autocast(q_THD.device):
+                out_THD, lse_TH = kernel.forward(
+                    q_THD, k_TGD, v_TGD, selection, softmax_scale=softmax_scale
+                )
         # Lists are saved as tensors, so that recomputation and offloading can let go of them.
         lists = selection.indices_QCK, selection.counts_QC, selection.own_block_N
         ctx.save_for_backward(q_THD, k_TGD, v_TGD, out_THD, lse_TH, *lists)
@@ -64,4 +69,4 @@ class Attention(torch.autograd.Function):
             gradients = ctx.kernel.backward(
                 dout_THD, *saved, selection, softmax_scale=ctx.softmax_scale
             )
-        return *gradients, None, None, None
+        return *gradients, None, None, None, None

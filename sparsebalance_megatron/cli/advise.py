@@ -8,13 +8,12 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 
 from sparsebalance_megatron.cli.output import open_console
 from sparsebalance_megatron.cli.workload_flags import add_data_flags, add_model_flag, stored_lengths
-from sparsebalance_megatron.config import Granularity, SparseBalanceConfig, check_range
+from sparsebalance_megatron.config import SparseBalanceConfig, check_range
 from sparsebalance_megatron.cost.memory import GIBIBYTE, memory_lines
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import CostTable, ModelShape
@@ -155,9 +154,7 @@ def _lengths(arguments: Namespace) -> np.ndarray:
     return split_overlong(lengths, arguments.seq_length)
 
 
-def _costs(
-    arguments: Namespace, model: ModelPreset
-) -> tuple[Callable[[int], CostModel], Granularity]:
+def _costs(arguments: Namespace, model: ModelPreset) -> tuple[Callable[[int], CostModel], str]:
     """Block size -> costs, and whose queries select; a table knows one of either."""
     shape = replace(model.shape, tensor_parallel_size=arguments.tp)
     if arguments.cost_table is None:
@@ -177,7 +174,7 @@ def _costs(
     table.check_matches(replace(table.identity, shape=_padded(shape, table)))
     cost = with_bandwidth(CostModel.fit(table), arguments.gigabytes_per_second)
     # Fitting has found it among the selections that there are.
-    return lambda _: cost, cast(Granularity, table.identity.selection)
+    return lambda _: cost, table.identity.selection
 
 
 def _padded(shape: ModelShape, table: CostTable) -> ModelShape:

@@ -32,7 +32,8 @@ class MemoryModel:
     it. ``selected_blocks_per_token``: entries of the lists that attention saves, per token and
     layer of a whole model: KV heads (or query heads) times budget where tokens select, and that
     over the block size where blocks of queries do. ``recompute_all`` and ``recompute_attention``:
-    what backward computes again.
+    what backward computes again. ``attention_kept``: the forward's output, log-sum-exp and lists
+    of recomputed layers stay (``--sparse-balance-recompute-attention keep``).
     """
 
     shape: ModelShape
@@ -44,6 +45,7 @@ class MemoryModel:
     selected_blocks_per_token: float
     recompute_all: bool = False
     recompute_attention: bool = False
+    attention_kept: bool = False
 
     @property
     def stages(self) -> int:
@@ -89,15 +91,18 @@ class MemoryModel:
         """
         shape, share = self.shape, 1.0 / self.shape.tensor_parallel_size
         hidden_share = share if self.sequence_parallel else 1.0
-        if self.recompute_all:
-            return _HALF * shape.hidden_size * hidden_share
         heads, groups = shape.num_attention_heads, shape.num_query_groups
+        statistics_and_lists = (_FLOAT * heads + 4 * self.selected_blocks_per_token) * share
+        if self.recompute_all:
+            layer_input = _HALF * shape.hidden_size * hidden_share
+            output = _HALF * shape.head_dim * heads * share
+            return layer_input + (output + statistics_and_lists if self.attention_kept else 0.0)
         qkv_and_output = _HALF * shape.head_dim * 2 * (heads + groups)
         mlp = _HALF * shape.ffn_hidden_size * (3 if shape.gated_linear_unit else 2)
         kept = 4 * _HALF * shape.hidden_size * hidden_share + (qkv_and_output + mlp) * share
-        if self.recompute_attention:
+        if self.recompute_attention and not self.attention_kept:
             return kept
-        return kept + (_FLOAT * heads + 4 * self.selected_blocks_per_token) * share
+        return kept + statistics_and_lists
 
     def output_bytes_per_token(self) -> float:
         """The logits in bfloat16 and their softmax in float32, of the last stage, per token."""
@@ -142,7 +147,7 @@ def stage_memory(model: MemoryModel, tokens_RM: np.ndarray) -> tuple[StageMemory
     micro_batches = tokens_RM.shape[1]
     per_layer = model.layer_bytes_per_token()
     lists_per_layer = 0.0
-    if not (model.recompute_all or model.recompute_attention):
+    if model.attention_kept or not (model.recompute_all or model.recompute_attention):
         lists_per_layer = 4 * model.selected_blocks_per_token / model.shape.tensor_parallel_size
     found = []
     for stage, layers in enumerate(model.layers_per_stage):

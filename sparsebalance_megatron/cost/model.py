@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from scipy.optimize import nnls
 
-from sparsebalance_megatron.config import Granularity
+from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.cost.exchange import Exchange, ms_per_byte
 from sparsebalance_megatron.cost.features import FEATURES
 from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.table import CostRow, CostTable, CostTableError, ModelShape
-from sparsebalance_megatron.cost.work_model import WORK_MODELS, WorkModel
+from sparsebalance_megatron.cost.work_model import WORK_MODELS, WorkModel, work_model_named
 
 _FOLDS = 5
 
@@ -33,6 +33,7 @@ _DEPENDS_ON: Mapping[Part, tuple[str, ...]] = {
 }
 _FULL_RECOMPUTE = frozenset({Part.ATTENTION, Part.ROUTER, Part.LINEAR})
 _ATTENTION_RECOMPUTE = frozenset({Part.ATTENTION, Part.ROUTER})
+_NOTHING: frozenset[Part] = frozenset()
 
 COUNTED = "counted operations"
 """How the source of a model begins that measured nothing."""
@@ -83,14 +84,19 @@ class CostModel:
         """[5] ms per unit of every feature."""
         return np.array(self._of(direction)[part], dtype=np.float64)
 
-    def with_recompute(self, *, full: bool, attention_only: bool) -> CostModel:
+    def with_recompute(
+        self, *, full: bool, attention_only: bool, attention_kept: bool = False
+    ) -> CostModel:
         """A model whose backward contains the forward that activation recomputation repeats.
 
         Args:
             full: ``--recompute-granularity full``: whole layers.
             attention_only: selective recomputation of ``core_attn``: routing and attention.
+            attention_kept: routing and attention of the forward serve the recomputed pass too.
         """
-        repeated = _FULL_RECOMPUTE if full else _ATTENTION_RECOMPUTE if attention_only else ()
+        repeated = _FULL_RECOMPUTE if full else _ATTENTION_RECOMPUTE if attention_only else _NOTHING
+        if attention_kept:
+            repeated -= _ATTENTION_RECOMPUTE
         backward_ms = dict(self.backward_ms)
         for part in repeated:
             pairs = zip(self.backward_ms[part], self.forward_ms[part], strict=True)
@@ -136,7 +142,7 @@ class CostModel:
         shape: ModelShape,
         block_size: int,
         *,
-        selection: Granularity = "token-kv-head",
+        selection: str = "token-kv-head",
         flops_per_ms: float = _NOMINAL_FLOPS_PER_MS,
     ) -> CostModel:
         """Counted operations over a nominal rate, for runs without a table.
@@ -144,7 +150,7 @@ class CostModel:
         Counts matrix multiplications, twice per multiply-add, of one tensor-parallel rank.
         Backward is 2x the forward of a projection and 2.5x of attention (five products for two).
         """
-        work = WORK_MODELS[selection]
+        work = work_model_named(selection)
         per_token, per_pair = _counted_flops(shape, block_size, work)
         forward_ms = {
             part: _coefficients(
@@ -219,13 +225,13 @@ def held_out_errors(table: CostTable) -> dict[tuple[Part, Direction], FitError]:
 
 
 def _work_of(table: CostTable) -> WorkModel:
-    for name, work in WORK_MODELS.items():
-        if name == table.identity.selection:
-            return work
-    raise CostTableError(
-        f"cost table: selection is {table.identity.selection!r}, expected one of "
-        f"{', '.join(WORK_MODELS)}"
-    )
+    try:
+        return work_model_named(table.identity.selection)
+    except ConfigError as error:
+        raise CostTableError(
+            f"cost table: selection is {table.identity.selection!r}, expected one of "
+            f"{', '.join(WORK_MODELS)}, or one that a package brings ({error})"
+        ) from error
 
 
 def _timed_parts(table: CostTable) -> list[tuple[Part, Direction, list[CostRow]]]:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from sparsebalance_megatron.config import Granularity
+from sparsebalance_megatron.installed_selectors import load_selector
 
 
 class WorkModel(Protocol):
@@ -99,14 +100,27 @@ WORK_MODELS: Mapping[Granularity, WorkModel] = {
 """By the selection's name."""
 
 
+def work_model_named(name: str) -> WorkModel:
+    """The work model of a selection of this package, or of one that another package brings.
+
+    Raises:
+        ConfigError: there is none of that name, or its entry point is broken.
+    """
+    for known, work in WORK_MODELS.items():
+        if known == name:
+            return work
+    found: WorkModel = load_selector(name).work_model
+    return found
+
+
 def selected_blocks_per_token(
-    selection: Granularity, *, heads: int, groups: int, block_size: int, budget_blocks: int
+    selection: str, *, heads: int, groups: int, block_size: int, budget_blocks: int
 ) -> float:
     """Entries that the lists of selected blocks have per token and layer, of all heads.
 
     One list of ``budget_blocks`` for every KV head, or every query head where those select, and
     for every token, or every block of ``block_size`` tokens.
     """
-    selecting_heads = heads if selection == "token-query-head" else groups
-    by_token = selection in ("token-query-head", "token-kv-head")
-    return selecting_heads * budget_blocks / (1 if by_token else block_size)
+    work = work_model_named(selection)
+    # A list is made from one row of scores.
+    return work.scores_per_visible_pair(heads, groups, block_size) / block_size * budget_blocks

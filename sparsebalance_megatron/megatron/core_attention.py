@@ -24,13 +24,18 @@ from sparsebalance_megatron.attention.context_parallel.exchange import exchanged
 from sparsebalance_megatron.attention.context_parallel.shared_ranking import rank_shared_row
 from sparsebalance_megatron.attention.coverage import coverage_at, guard_budgets
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import SELECTORS, Selector, rank_row
+from sparsebalance_megatron.attention.selectors import Selector, rank_row, selector_named
 from sparsebalance_megatron.config import (
     AttentionImplementation,
     ConfigError,
     SparseBalanceConfig,
 )
 from sparsebalance_megatron.megatron.compat import default_layer_spec
+from sparsebalance_megatron.megatron.kept_attention import (
+    KeptAttention,
+    in_first_pass,
+    in_recomputed_pass,
+)
 from sparsebalance_megatron.megatron.layout_cache import LayoutCache
 from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, MicroBatchContext
 
@@ -41,7 +46,8 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 class AttentionOptions:
     """What the layers of one model share; coverage is observed at the budgets in ``grid``.
 
-    ``layouts`` holds the last row that came without a carrier.
+    ``keep`` is whether a first forward's attention serves the recomputed pass too. ``layouts``
+    holds the last row that came without a carrier.
     """
 
     block_size: int
@@ -50,6 +56,7 @@ class AttentionOptions:
     coverage_threshold: float
     implementation: AttentionImplementation
     grid: tuple[int, ...]
+    keep: bool = False
     layouts: LayoutCache = field(default_factory=LayoutCache, compare=False, repr=False)
 
     @classmethod
@@ -57,10 +64,11 @@ class AttentionOptions:
         return cls(
             block_size=config.block_size,
             base_budget=config.base_budget,
-            selector=SELECTORS[config.selection],
+            selector=selector_named(config.selection),
             coverage_threshold=config.coverage_threshold,
             implementation=config.attention,
             grid=grid,
+            keep=config.recompute_attention == "keep",
         )
 
 
@@ -71,7 +79,7 @@ class BudgetedCoreAttention(MegatronModule):
     parameters. Without a carrier (plain ``PackedSeqParams``, or the sbhd layout) every sample gets
     the base budget and nothing is observed. With a carrier the host never waits for the device;
     plain ``PackedSeqParams`` hold their boundaries on the device, and reading them makes it wait,
-    in the first layer of a micro-batch.
+    in the first layer of a micro-batch. Without a carrier nothing is kept for a recomputed pass.
     """
 
     def __init__(
@@ -124,14 +132,15 @@ class BudgetedCoreAttention(MegatronModule):
         if attention_bias is not None:
             raise ConfigError("--sparse-balance: attention bias is not supported")
         context = getattr(packed_seq_params, "micro_batch", None)
+        kept = getattr(packed_seq_params, "kept", None) if self._options.keep else None
         if context is not None and context.shared is not None:
-            return self._shared(query, key, value, context, context.shared.padding_tokens)
+            return self._shared(query, key, value, context, kept, context.shared.padding_tokens)
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
             return self._batched(query, key, value)
         if context is None:
             boundaries = self._options.layouts.boundaries_of(packed_seq_params.cu_seqlens_q)
             context = self._base_context(boundaries, query.device)
-        return self._attend(query, key, value, context)
+        return self._attend(query, key, value, context, kept)
 
     def _batched(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         sequence, batch, heads, head_dim = query.shape
@@ -139,16 +148,22 @@ class BudgetedCoreAttention(MegatronModule):
             x.transpose(0, 1).reshape(batch * sequence, x.shape[2], -1) for x in (query, key, value)
         )
         cu_seqlens = tuple(range(0, (batch + 1) * sequence, sequence))
-        out = self._attend(q_THD, k_TGD, v_TGD, self._base_context(cu_seqlens, query.device))
+        out = self._attend(q_THD, k_TGD, v_TGD, self._base_context(cu_seqlens, query.device), None)
         return out.view(batch, sequence, heads * head_dim).transpose(0, 1).contiguous()
 
     def _shared(
-        self, query: Tensor, key: Tensor, value: Tensor, context: MicroBatchContext, padding: int
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        context: MicroBatchContext,
+        kept: KeptAttention | None,
+        padding: int,
     ) -> Tensor:
         """A row of which other ranks may have blocks, in the form [T, 1, H, D]; padding gets 0."""
         tokens = query.shape[0] - padding
         q_THD, k_TGD, v_TGD = (x[:tokens, 0] for x in (query, key, value))
-        out_T = self._attend(q_THD, k_TGD, v_TGD, context)
+        out_T = self._attend(q_THD, k_TGD, v_TGD, context, kept)
         return torch.nn.functional.pad(out_T, (0, 0, 0, padding))[:, None]
 
     def _base_context(self, cu_seqlens: tuple[int, ...], device: torch.device) -> MicroBatchContext:
@@ -164,24 +179,35 @@ class BudgetedCoreAttention(MegatronModule):
         )
 
     def _attend(
-        self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, context: MicroBatchContext
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        context: MicroBatchContext,
+        kept: KeptAttention | None,
     ) -> Tensor:
-        with torch.no_grad():
-            selection = self._select(q_THD, k_TGD, context)
         how: dict[str, Any] = {
             "softmax_scale": self._softmax_scale,
             "implementation": self._options.implementation,
         }
+        inputs, found = (q_THD, k_TGD, v_TGD), None
+        if kept is not None and in_recomputed_pass():
+            found = kept.take(self._layer_index, inputs)
+        if found is not None:
+            selection = found.selection
+            how["known"] = found.out_THD, found.lse_TH
+        else:
+            with torch.no_grad():
+                selection = self._select(q_THD, k_TGD, context)
         shared = context.shared
         if shared is None:
-            out_THD, _ = block_sparse_attention(q_THD, k_TGD, v_TGD, selection, **how)
+            out_THD, lse_TH = block_sparse_attention(*inputs, selection, **how)
         else:
-            out_THD, _ = exchanged_attention(
-                *(q_THD, k_TGD, v_TGD, selection),
-                shard=shared.shard,
-                exchange=shared.group.exchange,
-                **how,
+            out_THD, lse_TH = exchanged_attention(
+                *inputs, selection, shard=shared.shard, exchange=shared.group.exchange, **how
             )
+        if kept is not None and in_first_pass():
+            kept.keep(self._layer_index, inputs, selection, (out_THD, lse_TH))
         return out_THD.reshape(out_THD.shape[0], -1)
 
     def _select(self, q_THD: Tensor, k_TGD: Tensor, context: MicroBatchContext) -> Selection:

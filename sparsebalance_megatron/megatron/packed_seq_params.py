@@ -21,6 +21,7 @@ from sparsebalance_megatron.attention.context_parallel.shard import RowShard, ro
 from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.megatron.context_groups import ContextGroup
+from sparsebalance_megatron.megatron.kept_attention import KeptAttention, RecomputeCounts
 from sparsebalance_megatron.megatron.row_share import RowShare
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
@@ -64,7 +65,7 @@ class MicroBatchContext:
     ``layout`` is that of the whole row; ``shared`` is None where every row lies on one rank.
     ``budgets_LS`` lives on the device, ``max_budgets`` holds each layer's largest on the host.
     ``observations`` is keyed by layer, so that a recomputed pass overwrites what it repeats.
-    ``step`` is the training step, -1 outside of one.
+    ``step`` is the training step, -1 outside of one. ``recompute`` counts what recomputation did.
     """
 
     layout: PackedLayout
@@ -74,13 +75,19 @@ class MicroBatchContext:
     step: int = -1
     shared: SharedRow | None = None
     observations: dict[int, CoverageObservation] = field(default_factory=dict)
+    recompute: RecomputeCounts = field(default_factory=RecomputeCounts)
 
 
 @dataclass
 class BudgetedPackedSeqParams(PackedSeqParams):
-    """Megatron's ``PackedSeqParams`` with the micro-batch's budgets on board."""
+    """Megatron's ``PackedSeqParams`` with the micro-batch's budgets on board.
+
+    ``kept`` holds what layers keep for their recomputed pass. It is here and not in the context,
+    which lives until the step's end: what no backward takes goes with the micro-batch's graph.
+    """
 
     micro_batch: MicroBatchContext | None = None
+    kept: KeptAttention | None = None
 
 
 def micro_batch_context(
@@ -150,4 +157,5 @@ def packed_params(
         max_seqlen_q=max_seqlen_tokens,
         max_seqlen_kv=max_seqlen_tokens,
         micro_batch=context,
+        kept=KeptAttention(context.recompute),
     )

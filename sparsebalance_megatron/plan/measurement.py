@@ -8,7 +8,7 @@ U length buckets, K budgets of the grid.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -113,6 +113,18 @@ class CoverageTotals:
         return self.lost_tokens / (self.tokens or math.nan)
 
 
+class RecomputeTotals(NamedTuple):
+    """Passes of single layers that backward recomputed where attention is to be kept.
+
+    ``kept`` took the first forward's attention; ``again`` found none and attended again;
+    ``otherwise`` are those of the former whose inputs had other numbers than in the first forward.
+    """
+
+    kept: int = 0
+    again: int = 0
+    otherwise: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class SourceTotals:
     """One step by data set, for a run that mixes several; sums over ranks.
@@ -140,4 +152,5 @@ class StepMeasurement:
     tokens: int
     differing_ranks: tuple[int, ...]
     """World ranks that executed another plan than rank 0."""
+    recompute: RecomputeTotals = field(default=RecomputeTotals())
     sources: SourceTotals | None = None

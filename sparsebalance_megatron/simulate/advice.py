@@ -14,7 +14,6 @@ from itertools import product
 
 import numpy as np
 
-from sparsebalance_megatron.config import Granularity
 from sparsebalance_megatron.cost.memory import MemoryModel, StageMemory, stage_memory
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import Direction, Part
@@ -45,7 +44,7 @@ class AdvisedJob:
     pipeline_stages: int
     batches: tuple[tuple[int, ...], ...]
     costs: Callable[[int], CostModel]
-    selection: Granularity = "token-kv-head"
+    selection: str = "token-kv-head"
     recompute_all: bool = False
     recompute_attention: bool = False
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from sparsebalance_megatron.config import Granularity
 from sparsebalance_megatron.cost.model import CostModel, Part
 from sparsebalance_megatron.cost.table import CostTable
 from sparsebalance_megatron.cost.table_doubts import doubts
@@ -33,7 +32,7 @@ def h200_cost(
     *,
     block_size: int,
     tensor_parallel_size: int = 1,
-    selection: Granularity = "token-query-head",
+    selection: str = "token-query-head",
 ) -> CostModel:
     """Counted operations at the H200's peak, half of it for projections, 30 % for attention.
 

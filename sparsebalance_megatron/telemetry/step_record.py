@@ -156,6 +156,7 @@ def step_record(step: FinishedStep) -> dict[str, Any]:
         "guarded_samples": int(coverage.grown),
         "tokens": measured.tokens,
         "padded_tokens": step.padded_tokens,
+        "recompute": measured.recompute._asdict(),
         **_source_entries(measured.sources),
     }
 

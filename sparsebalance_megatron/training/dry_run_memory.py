@@ -34,6 +34,7 @@ def describe_memory(args: Namespace, inputs: Inputs, plan: StepPlan) -> list[str
         ),
         recompute_all=inputs.settings.recompute_all,
         recompute_attention=inputs.settings.recompute_attention,
+        attention_kept=inputs.config.recompute_attention == "keep",
     )
     weights = weights_bytes(args, inputs)
     stages = [

@@ -21,6 +21,7 @@ from sparsebalance_megatron.data.blend import Blend, read_blends
 from sparsebalance_megatron.data.blend_index import open_samples
 from sparsebalance_megatron.data.sample_order import Samples, SourceFacts
 from sparsebalance_megatron.data.samples import Split
+from sparsebalance_megatron.installed_selectors import source_of
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
 from sparsebalance_megatron.plan.coverage import budget_grid
@@ -53,7 +54,9 @@ class Inputs:
         """
         settings = self.settings
         cost = cost.with_recompute(
-            full=settings.recompute_all, attention_only=settings.recompute_attention
+            full=settings.recompute_all,
+            attention_only=settings.recompute_attention,
+            attention_kept=self.config.recompute_attention == "keep",
         )
         return CostedInputs(**vars(self) | {"cost": cost})
 
@@ -171,6 +174,7 @@ def fingerprint(inputs: CostedInputs) -> dict[str, str]:
             "ranks that may share a row": str(inputs.policy.max_context_parallel),
             "training samples": inputs.train.digest(),
             "cost model": str(inputs.cost),
+            "selector of another package": source_of(inputs.config.selection) or "none",
             "megatron-core": megatron_version(),
             "torch": str(torch.__version__),
             "numpy": np.__version__,

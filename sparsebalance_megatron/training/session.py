@@ -25,6 +25,7 @@ from sparsebalance_megatron.training.inputs import (
     fingerprint,
     processor,
 )
+from sparsebalance_megatron.training.recompute import recompute_line
 from sparsebalance_megatron.training.resume import compare_runs, run_record
 from sparsebalance_megatron.training.run import Run, make_scheduler
 
@@ -127,6 +128,9 @@ class Session:
             )
         for line in inputs.train.describe():
             print_rank_0(f"sparse balance: {line}")
+        recompute = recompute_line(inputs)
+        if recompute is not None:
+            print_rank_0(f"sparse balance: {recompute}")
         return Run(
             inputs,
             scheduler,

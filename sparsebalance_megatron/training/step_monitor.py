@@ -155,6 +155,7 @@ class StepMonitor:
                 by_source_X2=torch.stack(self._losses_by_source).sum(dim=0)
                 if self._losses_by_source
                 else None,
+                recompute=self._recompute_totals(),
                 digest=planned.plan.digest(),
             )
             self._stop_on_mismatch(measured)
@@ -166,6 +167,12 @@ class StepMonitor:
             self._turns.hand_over()
             self._step_ended_s = self._host_time.clock()
         self._begin_step()
+
+    def _recompute_totals(self) -> Tensor | None:
+        """Summed over this rank's micro-batches, without waiting for the device."""
+        counts = [context.recompute for _, context in self.seen]
+        totals = [each.totals().to(self._device) for each in counts if each.again or each.changed]
+        return torch.stack(totals).sum(dim=0) if totals else None
 
     @property
     def _iteration(self) -> int:
@@ -198,6 +205,8 @@ class StepMonitor:
                 "unobserved": measured.coverage.unobserved,
                 "truncated-tokens": counts.truncated_tokens,
                 "dropped-tokens": counts.dropped_tokens,
+                "attended-again": measured.recompute.again,
+                "recomputed-otherwise": measured.recompute.otherwise,
             }
             self.figures = step_figures(planned.plan.expectation, measured, rare_counts)
             extend_reports(self._reports, self.figures, self._device)
@@ -222,8 +231,8 @@ def step_figures(
     """Name -> value, alike on all ranks.
 
     Args:
-        rare_counts: name -> tokens that were padded or lost, or pairs without coverage; shown
-            where they are not zero.
+        rare_counts: name -> tokens that were padded or lost, pairs without coverage, or layers
+            whose recomputed pass did not go as planned; shown where they are not zero.
     """
     busy_R = rank_busy_ms(measured.times_2RPVM)
     predicted_R = rank_busy_ms(expectation.times_2RPVM)

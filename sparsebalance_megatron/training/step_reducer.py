@@ -18,6 +18,7 @@ import torch
 from sparsebalance_megatron.plan.measurement import (
     CoverageTotals,
     RankPlace,
+    RecomputeTotals,
     SourceTotals,
     StepMeasurement,
     StepTimes,
@@ -86,6 +87,7 @@ class StepReducer:
             "schedule": math.prod(stages),
             "counts": job.layers * buckets,
             "unobserved": 1,
+            "recompute": 3,
             "minima": math.prod(stages),
             "coverage": math.prod(self._coverage_shape),
             "loss": 2,
@@ -107,6 +109,7 @@ class StepReducer:
         times: StepTimes,
         observed: ObservedCoverage,
         loss_and_tokens: torch.Tensor | None,
+        recompute: torch.Tensor | None,
         digest: bytes,
         by_source_X2: torch.Tensor | None = None,
     ) -> StepMeasurement:
@@ -115,6 +118,8 @@ class StepReducer:
         Args:
             times, observed: of this rank.
             loss_and_tokens: [2] sum of losses and tokens, on last stages; None elsewhere.
+            recompute: [3] of :meth:`.kept_attention.RecomputeCounts.totals`, summed over
+                micro-batches; None where there are none.
             digest: of the plan this rank executed.
             by_source_X2: of every source, the same as in ``loss_and_tokens``.
         """
@@ -130,6 +135,8 @@ class StepReducer:
             self._put_on_device(flat, observed, group_O, loss_and_tokens)
             if self._sources and by_source_X2 is not None:
                 self._sources_of(flat)[:, :2] = by_source_X2.to(self._device)
+            if recompute is not None:
+                flat[self._parts["recompute"]] = recompute.to(self._device)
         else:
             flat = torch.from_numpy(host).to(self._device)
         return self._unpack(self._sum(flat))
@@ -205,6 +212,7 @@ class StepReducer:
             tokens=int(loss[1]),
             differing_ranks=tuple(np.flatnonzero(digests != digests[0]).tolist()),
             sources=_source_totals(part["sources"]) if self._sources else None,
+            recompute=RecomputeTotals(*(int(count) for count in part["recompute"])),
         )
 
 

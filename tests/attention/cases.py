@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import runpy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,14 @@ from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
 
 SCALE = 0.4
+_EXAMPLE = Path(__file__).parents[2] / "examples" / "selectors" / "quest.py"
 NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+@functools.cache
+def example_selector() -> Any:
+    """The selector of examples/selectors, as a package that brings one would."""
+    return runpy.run_path(str(_EXAMPLE))["QUEST"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention.cases import SCALE
+from attention.cases import SCALE, example_selector
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import budgeted_attention
 from sparsebalance_megatron.attention.selectors import SELECTORS
 
 BLOCK = 16
+EVERY_SELECTOR = dict(SELECTORS) | {"quest": example_selector()}
 CU_SEQLENS = [0, 21, 160, 197]
 CHANGED = (1, 37, 52, 100, 101, 159, 190)
 """Tokens inside, at the beginning and at the end of blocks; the long document begins at 21."""
 SERVING = [
     (name, implementation)
-    for name, selector in SELECTORS.items()
+    for name, selector in EVERY_SELECTOR.items()
     for implementation in ("tokens" if selector.by_token else "blocks", "reference")
 ]
 
@@ -39,7 +40,7 @@ def _before(token: int, qkv: list[Tensor], selection: str, implementation: str) 
         3,
         block_size=BLOCK,
         softmax_scale=SCALE,
-        selection=selection,
+        selection=EVERY_SELECTOR[selection],
         implementation=implementation,
     )
     out_THD[:token].square().sum().backward()

@@ -120,12 +120,17 @@ def test_prediction_equals_the_oracles_sum(
 
 
 def test_recompute_adds_the_forward_it_repeats(planted: CostModel) -> None:
-    for full, attention_only, repeated in (
-        (False, False, set()),
-        (True, False, {Part.ATTENTION, Part.ROUTER, Part.LINEAR}),
-        (False, True, {Part.ATTENTION, Part.ROUTER}),
+    for full, attention_only, attention_kept, repeated in (
+        (False, False, False, set()),
+        (True, False, False, {Part.ATTENTION, Part.ROUTER, Part.LINEAR}),
+        (False, True, False, {Part.ATTENTION, Part.ROUTER}),
+        (False, False, True, set()),
+        (True, False, True, {Part.LINEAR}),
+        (False, True, True, set()),
     ):
-        model = planted.with_recompute(full=full, attention_only=attention_only)
+        model = planted.with_recompute(
+            full=full, attention_only=attention_only, attention_kept=attention_kept
+        )
         assert model.forward_ms == planted.forward_ms
         for part in Part:
             expected = planted.coefficients_ms(part, Direction.BACKWARD)

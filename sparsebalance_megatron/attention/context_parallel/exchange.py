@@ -11,7 +11,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sparsebalance_megatron.attention.api import block_sparse_attention, checked_kernel
+from sparsebalance_megatron.attention.api import (
+    block_sparse_attention,
+    check_known,
+    checked_kernel,
+)
 from sparsebalance_megatron.attention.autograd import Attention
 from sparsebalance_megatron.attention.context_parallel.shard import RowShard
 from sparsebalance_megatron.attention.kernel import Kernel
@@ -80,6 +84,7 @@ def exchanged_attention(
     exchange: Exchange | None,
     softmax_scale: float,
     implementation: AttentionImplementation = "auto",
+    known: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`..api.block_sparse_attention` over a packed row of which this rank holds a share.
 
@@ -94,6 +99,7 @@ def exchanged_attention(
         shard: what this member holds.
         exchange: how keys and values travel; of no use to a context group of one member.
         softmax_scale, implementation: see :func:`..api.block_sparse_attention`.
+        known: likewise; all members give it, or none, since the exchange of a forward is left out.
 
     Returns:
         out_THD and lse_TH of this member's queries.
@@ -111,6 +117,7 @@ def exchanged_attention(
             selection,
             softmax_scale=softmax_scale,
             implementation=implementation,
+            known=known,
         )
     if exchange is None or (exchange.member, exchange.members) != (shard.member, shard.members):
         found = f"member {exchange.member} of {exchange.members}" if exchange else "none"
@@ -122,7 +129,9 @@ def exchanged_attention(
     here = replace(selection, kv_layout=shard.local_layout)
     kernel = checked_kernel(q_THD, k_TGD, v_TGD, here, implementation)
     over_members = _OverMembers(exchange=exchange, shard=shard, kernel=kernel)
-    return Attention.apply(q_THD, k_TGD, v_TGD, selection, softmax_scale, over_members)
+    if known is not None:
+        check_known(q_THD, known)
+    return Attention.apply(q_THD, k_TGD, v_TGD, selection, softmax_scale, over_members, known)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,17 +18,24 @@ from sparsebalance_megatron.attention.row_pair import RowPair
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.selectors.block_topk import BlockTopK
 from sparsebalance_megatron.attention.selectors.summaries import BlockSummaries
-from sparsebalance_megatron.config import Granularity
+from sparsebalance_megatron.config import ConfigError, Granularity
+from sparsebalance_megatron.installed_selectors import installed_names, load_selector
 
 
 class Selector[Ranked](Protocol):
-    """Lists of KV blocks under a budget, from queries and keys.
+    """Lists of KV blocks under a budget, from queries and keys; docs/SELECTORS.md is its guide.
 
     Three steps, so that a rank may hold some of a row's blocks: summaries of what it holds, which
     are gathered; ranking for its own queries; and, once a document's mass is known, the cut.
     No method reads the device from the host, carries a gradient, or gives another result in a
     recomputed pass.
+
+    Attributes:
+        by_token: whether tokens select, each for itself, or the tokens of a block together.
     """
+
+    @property
+    def by_token(self) -> bool: ...
 
     def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> BlockSummaries:
         """Summarise the blocks of a row. Each entry depends on its own block alone, so those of
@@ -98,12 +105,16 @@ SELECTORS: Mapping[Granularity, Selector[Any]] = MappingProxyType(
 
 
 def selector_named(name: str) -> Selector[Any]:
-    """Look a selector up.
+    """Look a selector up: one of :data:`SELECTORS`, or one that an installed package brings.
 
     Raises:
-        ValueError: there is none of that name.
+        ConfigError: there is none of that name, or its entry point is broken.
     """
     for known, selector in SELECTORS.items():
         if known == name:
             return selector
-    raise ValueError(f"selection {name!r}: must be one of {', '.join(SELECTORS)}")
+    if name not in installed_names():
+        names = ", ".join((*SELECTORS, *installed_names()))
+        raise ConfigError(f"selection {name!r}: must be one of {names}")
+    installed: Selector[Any] = load_selector(name)
+    return installed

@@ -11,6 +11,7 @@ import itertools
 
 import pytest
 import torch
+from attention.cases import example_selector
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
@@ -27,6 +28,7 @@ DEALS = {
     ],
     "reversed": lambda blocks: [range(blocks - 1, -1, -2), range(blocks - 2, -1, -2)],
 }
+EVERY_SELECTOR = dict(SELECTORS) | {"quest": example_selector()}
 OPTIONS = {"softmax_scale": 0.7, "max_budget": 4, "observe": True}
 
 
@@ -46,9 +48,9 @@ def _row_of(layout: PackedLayout, blocks: list[int], x_T: Tensor) -> tuple[Packe
 
 
 @pytest.mark.parametrize("deal", DEALS.values(), ids=DEALS)
-@pytest.mark.parametrize("granularity", SELECTORS)
+@pytest.mark.parametrize("granularity", EVERY_SELECTOR)
 def test_members_of_a_group_rank_as_one(granularity: str, deal) -> None:
-    selector, layout = SELECTORS[granularity], packed_layout(CU_SEQLENS, BLOCK, "cpu")
+    selector, layout = EVERY_SELECTOR[granularity], packed_layout(CU_SEQLENS, BLOCK, "cpu")
     q_THD, k_TGD = _inputs()
     whole = rank_row(selector, q_THD, k_TGD, layout, **OPTIONS)
     members = [list(blocks) for blocks in deal(layout.blocks)]

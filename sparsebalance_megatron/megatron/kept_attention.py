@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention that activation recomputation does not compute twice.
+
+Megatron runs a checkpointed layer once without gradients, and again in backward. The first run's
+output, log-sum-exp and lists stay with the micro-batch, and the second takes them instead of
+routing and attending again, as in DISTFLASHATTN (arXiv:2310.03294, section 3.3: a checkpoint at
+attention's output). Queries, keys and values are computed again; backward needs them.
+
+Shape legend: T tokens of this rank's share of the row, H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.tensor_parallel.random import is_checkpointing
+from torch import Tensor
+
+from sparsebalance_megatron.attention.selection import Selection
+
+_COMPARED_TOKENS = 8
+
+
+class RecomputeError(RuntimeError):
+    """A layer was recomputed with inputs that its first forward did not have."""
+
+
+def in_first_pass() -> bool:
+    """Whether Megatron runs a checkpointed function for the first time."""
+    return bool(is_checkpointing()) and not torch.is_grad_enabled()
+
+
+def in_recomputed_pass() -> bool:
+    """Whether Megatron runs a checkpointed function again, in backward."""
+    return bool(is_checkpointing()) and torch.is_grad_enabled()
+
+
+@dataclass(kw_only=True)
+class RecomputeCounts:
+    """How recomputation went for one micro-batch and model chunk.
+
+    ``again`` counts layers that attended again although results were to be kept. ``changed`` holds
+    one boolean on the device for every layer that took what was kept: whether its inputs had other
+    numbers than before.
+    """
+
+    again: int = 0
+    changed: list[Tensor] = field(default_factory=list)
+
+    def totals(self) -> Tensor:
+        """[3] float64: passes that took what was kept, that attended again, and that took it with
+        other inputs; on the device of ``changed``."""
+        if not self.changed:
+            return torch.tensor([0, self.again, 0], dtype=torch.float64)
+        changed = torch.stack(self.changed).sum().double()
+        taken, again = (torch.full_like(changed, n) for n in (len(self.changed), self.again))
+        return torch.stack([taken, again, changed])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KeptResult:
+    """What a first forward of one layer found: lists, out_THD and lse_TH.
+
+    ``version`` is that of out_THD, which nobody may write to. ``samples`` are the inputs at some
+    tokens, copied.
+    """
+
+    selection: Selection
+    out_THD: Tensor
+    lse_TH: Tensor
+    version: int
+    shapes: tuple[torch.Size, ...]
+    samples: tuple[Tensor, ...]
+
+
+class KeptAttention:
+    """The results of one micro-batch in one model chunk, by layer, until backward takes them.
+
+    It belongs to the parameters that travel with the micro-batch, so what no backward takes goes
+    with them. Results of a layer that runs forward twice under the same parameters are let go:
+    which of the two a backward means cannot be told, so it attends again, and that is counted.
+    """
+
+    def __init__(self, counts: RecomputeCounts) -> None:
+        self._counts = counts
+        self._by_layer: dict[int, KeptResult | None] = {}
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Whose results are here."""
+        return tuple(layer for layer, kept in self._by_layer.items() if kept is not None)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all results that are here: outputs, log-sum-exps and lists."""
+        return sum(
+            x.numel() * x.element_size()
+            for kept in self._by_layer.values()
+            if kept is not None
+            for x in (
+                *(kept.out_THD, kept.lse_TH),
+                *(kept.selection.indices_QCK, kept.selection.counts_QC),
+            )
+        )
+
+    def keep(
+        self,
+        layer: int,
+        inputs: tuple[Tensor, ...],
+        selection: Selection,
+        result: tuple[Tensor, Tensor],
+    ) -> None:
+        """Keep the result of a layer's first forward.
+
+        Args:
+            inputs: q_THD, k_TGD and v_TGD.
+            result: out_THD and lse_TH.
+        """
+        if layer in self._by_layer:
+            self._by_layer[layer] = None
+            return
+        out_THD, lse_TH = result
+        self._by_layer[layer] = KeptResult(
+            selection=selection,
+            out_THD=out_THD,
+            lse_TH=lse_TH,
+            version=out_THD._version,
+            shapes=tuple(x.shape for x in inputs),
+            samples=tuple(_some_tokens(x).clone() for x in inputs),
+        )
+
+    def take(self, layer: int, inputs: tuple[Tensor, ...]) -> KeptResult | None:
+        """Give a layer's result to its recomputed pass and let go of it; None to attend again.
+
+        Raises:
+            RecomputeError: the inputs have other shapes, or somebody wrote to the output since.
+        """
+        kept = self._by_layer.get(layer)
+        if kept is None:
+            self._counts.again += 1
+            return None
+        del self._by_layer[layer]
+        shapes = tuple(x.shape for x in inputs)
+        if shapes != kept.shapes or kept.out_THD._version != kept.version:
+            found = (
+                f"query, key and value of shapes {_text(shapes)} after {_text(kept.shapes)}"
+                if shapes != kept.shapes
+                else "an attention output that was written to in place"
+            )
+            raise RecomputeError(
+                f"layer {layer + 1}: the recomputed pass found {found}; if the model is not to "
+                "blame, use --sparse-balance-recompute-attention again"
+            )
+        changed = [
+            _differs(_some_tokens(x), sample).any()
+            for x, sample in zip(inputs, kept.samples, strict=True)
+        ]
+        self._counts.changed.append(torch.stack(changed).any())
+        return kept
+
+
+def _some_tokens(x_THD: Tensor) -> Tensor:
+    """A few tokens from all over the row: enough to tell two micro-batches or weights apart."""
+    return x_THD.detach()[:: -(-x_THD.shape[0] // _COMPARED_TOKENS)]
+
+
+def _differs(x: Tensor, other: Tensor) -> Tensor:
+    """Where numbers differ; one NaN is as good as another."""
+    return (x != other) & ~(x.isnan() & other.isnan())
+
+
+def _text(shapes: tuple[torch.Size, ...]) -> str:
+    return " ".join(str(tuple(shape)) for shape in shapes)
+
+
+def bytes_per_token(
+    *, heads: int, head_dim: int, itemsize: int, listing_heads: float, budget: int
+) -> dict[str, float]:
+    """What one layer keeps of a token, in bytes, by what it is.
+
+    Args:
+        heads, head_dim, itemsize: of attention's output on this rank.
+        listing_heads: lists per token: heads that select, over the block size where blocks do.
+        budget: places of a list; a document with fewer blocks takes fewer.
+    """
+    return {
+        "output": float(heads * head_dim * itemsize),
+        "log-sum-exp": 4.0 * heads,
+        "lists": 4.0 * listing_heads * (budget + 1),
+    }
