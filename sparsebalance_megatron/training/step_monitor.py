@@ -142,7 +142,7 @@ class StepMonitor:
                 observed=observed,
                 loss_and_tokens=torch.stack(self._losses).sum(dim=0) if self._losses else None,
                 digest=planned.plan.digest(),
-            )
+            ).without_waiting(planned.plan.slots)
             self._stop_on_mismatch(measured)
             self._scheduler.finish_step(self._step, measured)
             self._after_step()
