@@ -17,11 +17,11 @@ from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.row_pair import RowPair
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.selectors.block_topk import BlockTopK
-from sparsebalance_megatron.attention.selectors.summaries import BlockSummaries
+from sparsebalance_megatron.attention.selectors.vertical_slash import VerticalSlash
 from sparsebalance_megatron.config import Granularity
 
 
-class Selector[Ranked](Protocol):
+class Selector[Summarised, Ranked](Protocol):
     """Lists of KV blocks under a budget, from queries and keys.
 
     Three steps, so that a rank may hold some of a row's blocks: summaries of what it holds, which
@@ -30,14 +30,14 @@ class Selector[Ranked](Protocol):
     recomputed pass.
     """
 
-    def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> BlockSummaries:
+    def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> Summarised:
         """Summarise the blocks of a row. Each entry depends on its own block alone, so those of
         several rows may be put together in any order."""
 
     def rank(
         self,
         q_THD: Tensor,
-        summaries: BlockSummaries,
+        summaries: Summarised,
         rows: RowPair,
         *,
         softmax_scale: float,
@@ -59,8 +59,8 @@ class Selector[Ranked](Protocol):
         ``max_budget`` as ``max_budget``."""
 
 
-def rank_row[Ranked](
-    selector: Selector[Ranked],
+def rank_row[Summarised, Ranked](
+    selector: Selector[Summarised, Ranked],
     q_THD: Tensor,
     k_TGD: Tensor,
     layout: PackedLayout,
@@ -84,20 +84,23 @@ def rank_row[Ranked](
     )
 
 
-SELECTORS: Mapping[Granularity, Selector[Any]] = MappingProxyType(
+SELECTORS: Mapping[Granularity, Selector[Any, Any]] = MappingProxyType(
     {
         "token-kv-head": BlockTopK(by_token=True, by_query_head=False),
         "token-query-head": BlockTopK(by_token=True, by_query_head=True),
         "previous-block": BlockTopK(by_token=False, by_query_head=False, speaker="previous-mean"),
         "first-query": BlockTopK(by_token=False, by_query_head=False, speaker="first"),
+        "vertical-slash": VerticalSlash(),
         "query-block-lookahead": BlockTopK(by_token=False, by_query_head=False),
+        "vertical-slash-last-queries": VerticalSlash(looks_ahead=True),
     }
 )
 """By the value of ``--sparse-balance-selection``; "token-query-head" is MoBA's. Only
-"query-block-lookahead" looks at later tokens to choose what a token reads."""
+"query-block-lookahead" and "vertical-slash-last-queries" look at later tokens to choose what a
+token reads."""
 
 
-def selector_named(name: str) -> Selector[Any]:
+def selector_named(name: str) -> Selector[Any, Any]:
     """Look a selector up.
 
     Raises:
