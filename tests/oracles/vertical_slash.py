@@ -74,11 +74,12 @@ def ranked(
                         if place < min(SINKS, block_size // 4):
                             continue
                         # Every query of a whole block looks back as far as the probe does.
-                        for query in range(begin, begin + block_size):
-                            key = query - (probe - first - place)
-                            number = first_block + (key - first) // block_size
-                            if key >= first and number in diagonal:
-                                diagonal[number] += share / block_size
+                        low = begin - (probe - first - place)
+                        near = first_block + (low - first) // block_size
+                        for number in {near, near + 1} & diagonal.keys():
+                            start = first + (number - first_block) * block_size
+                            queries = min(low, start) + block_size - max(low, start)
+                            diagonal[number] += share * queries / block_size
             window = [n for n in (own, own - 1) if n in diagonal]
             others = sorted(diagonal.keys() - window, key=lambda n: (-diagonal[n], n))
             sinks = [c for c in column if c - first < min(SINKS, block_size // 4)]
@@ -119,12 +120,26 @@ def mask(
     return found
 
 
+def seen_by_blocks(
+    q_THD: Tensor, k_TGD: Tensor, cu_seqlens: list[int], block_size: int, scale: float
+) -> dict[tuple[int, int], list[list[float]]]:
+    """(query block, KV head) -> softmax of every own probe and query head, from the document's
+    first key on."""
+    return {
+        (own, head): [
+            mass.tolist()
+            for probe in even_probes(block, block_size)
+            for mass in attention_of(q_THD, k_TGD, head, probe, cu_seqlens[block[0]], scale)
+        ]
+        for own, block in enumerate(blocks_of(cu_seqlens, block_size))
+        for head in range(k_TGD.shape[1])
+    }
+
+
 def coverage(
-    q_THD: Tensor,
-    k_TGD: Tensor,
+    seen: dict[tuple[int, int], list[list[float]]],
     cu_seqlens: list[int],
     block_size: int,
-    scale: float,
     choices: dict[tuple[int, int], Choice],
 ) -> list[float]:
     """Per document: the mean softmax mass that probes of a block find in what the block reads."""
@@ -135,9 +150,8 @@ def coverage(
         first = cu_seqlens[document]
         read = {token for n in choice.blocks for token in range(*grid[n][1:])} | {*choice.columns}
         shares = [
-            sum(share for place, share in enumerate(mass.tolist()) if first + place in read)
-            for probe in even_probes(grid[own], block_size)
-            for mass in attention_of(q_THD, k_TGD, head, probe, first, scale)
+            sum(share for place, share in enumerate(mass) if first + place in read)
+            for mass in seen[own, head]
         ]
         covered[document] += (end - begin) * sum(shares) / len(shares)
         weights[document] += end - begin

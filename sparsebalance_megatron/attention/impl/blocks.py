@@ -15,7 +15,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sparsebalance_megatron.attention.impl import assembled
-from sparsebalance_megatron.attention.impl.gathered_units import Blocks, GatheredUnits, Tokens
+from sparsebalance_megatron.attention.impl.gathered_units import (
+    Blocks,
+    GatheredUnits,
+    Tokens,
+    Units,
+)
 from sparsebalance_megatron.attention.impl.own_blocks import own_listed_QC
 from sparsebalance_megatron.attention.kernel import obstacle_of_lists
 from sparsebalance_megatron.attention.selection import Selection
@@ -65,25 +70,24 @@ class _PastBlocks:
         selection: Selection,
         softmax_scale: float,
     ) -> None:
-        own_NG = own_listed_QC(selection)
+        own_NG, columns = own_listed_QC(selection), selection.columns
         # The own block comes first, and is not gathered.
         shifted_NGK = pad(selection.indices_QCK[..., 1:], (0, 1), value=-1)
-        lists = [
-            (
+
+        def gathered(lists_NGK: Tensor, counts_NG: Tensor, units: Units) -> GatheredUnits:
+            lists = lists_NGK, counts_NG, selection.query_layout, units
+            return GatheredUnits(q_THD, k_TGD, v_TGD, *lists, softmax_scale)
+
+        self._parts = [
+            gathered(
                 torch.where(own_NG[..., None], shifted_NGK, selection.indices_QCK),
                 selection.counts_QC - own_NG.to(selection.counts_QC.dtype),
                 Blocks(layout=selection.kv_layout),
-            ),
-        ]
-        if selection.columns is not None and selection.columns.tokens_NGK.shape[2]:
-            units = Tokens(count=selection.kv_layout.tokens)
-            lists.append((selection.columns.tokens_NGK, selection.columns.counts_NG, units))
-        self._parts = [
-            GatheredUnits(
-                *(q_THD, k_TGD, v_TGD, *some, selection.query_layout, units), softmax_scale
             )
-            for *some, units in lists
         ]
+        if columns is not None and columns.tokens_NGK.shape[2]:
+            tokens = Tokens(count=selection.kv_layout.tokens)
+            self._parts.append(gathered(columns.tokens_NGK, columns.counts_NG, tokens))
 
     def forward(self, out_THD: Tensor, lse_TH: Tensor) -> tuple[Tensor, Tensor]:
         for part in self._parts:

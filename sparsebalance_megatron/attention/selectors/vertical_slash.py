@@ -164,10 +164,9 @@ class _RowLists:
         self._probe_NU = layout.start_N[:, None] + offset_NU
         self._first_block = np.cumsum((0, *layout.blocks_per_document))
         places, heads = min(max_budget, layout.max_blocks), k_TGD.shape[1]
-        lists = {"dtype": torch.int32, "device": q_THD.device}
-        self._blocks_NGK = torch.full((layout.blocks, heads, places), -1, **lists)
+        self._blocks_NGK = _no_lists(layout, heads, places)
         columns = self._size * max(0, places - _ALWAYS_READ)
-        self._columns_NGX = torch.full((layout.blocks, heads, columns), -1, **lists)
+        self._columns_NGX = _no_lists(layout, heads, columns)
         self._budgets = observed_budgets(layout.max_blocks)
         self._covered_SK = torch.zeros(
             *(layout.documents, len(self._budgets)), dtype=torch.float64, device=q_THD.device
@@ -350,6 +349,11 @@ def observed_budgets(max_blocks: int) -> tuple[int, ...]:
     while budgets[-1] < max_blocks:
         budgets.append(min(max_blocks, budgets[-1] + budgets[-1] // 4))
     return tuple(budgets)
+
+
+def _no_lists(layout: PackedLayout, heads: int, places: int) -> Tensor:
+    shape = (layout.blocks, heads, places)
+    return torch.full(shape, -1, dtype=torch.int32, device=layout.number_N.device)
 
 
 def _falling_blocks(mass_JGW: Tensor, first: int) -> Tensor:

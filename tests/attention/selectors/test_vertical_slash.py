@@ -87,6 +87,7 @@ def test_lists_and_coverage_are_the_definitions(
     ranked = oracle.ranked(
         *inputs, cu_seqlens, BLOCK, SCALE, looks_ahead=name == "vertical-slash-last-queries"
     )
+    seen = oracle.seen_by_blocks(*inputs, cu_seqlens, BLOCK, SCALE)
     curves_SK = SELECTORS[name].coverage(ranking)
     for budget in range(1, curves_SK.shape[1] + 1):
         expected = {
@@ -94,7 +95,7 @@ def test_lists_and_coverage_are_the_definitions(
         }
         selection = SELECTORS[name].select(ranking, torch.full((len(cu_seqlens) - 1,), budget))
         assert _choices(selection) == expected
-        covered = oracle.coverage(*inputs, cu_seqlens, BLOCK, SCALE, expected)
+        covered = oracle.coverage(seen, cu_seqlens, BLOCK, expected)
         torch.testing.assert_close(
             curves_SK[:, budget - 1], torch.tensor(covered), atol=1e-6, rtol=0
         )
@@ -163,9 +164,10 @@ def test_a_budget_buys_the_keys_of_so_many_blocks_and_no_key_twice(
 
 
 def test_probes_are_those_that_the_router_is_priced_with() -> None:
-    for name in BOTH:
-        probes = SELECTORS[name].probe_tokens
-        assert WORK_MODELS[name].scores_per_visible_pair(3, 1, 64) == probes * 3 * 64
+    for name, selector in BOTH.items():
+        assert SELECTORS[name] == selector
+        scores = WORK_MODELS[name].scores_per_visible_pair(3, 1, 64)
+        assert scores == selector.probe_tokens * 3 * 64
 
 
 def test_sinks_and_the_block_before_are_read_whatever_probes_say() -> None:
