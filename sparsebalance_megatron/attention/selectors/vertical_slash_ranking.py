@@ -86,8 +86,9 @@ class VerticalSlashRanking:
         width = column_blocks(self.blocks_NGK.shape[2]) * layout.block_size
         tokens_NGK = self.columns_NGX.new_empty(rows, heads, width)
         first_N = layout.first_block_S[layout.document_N]
-        for some in torch.arange(rows).split(max(1, _CUT_ELEMENTS // (heads * max(1, places)))):
-            part = slice(int(some[0]), int(some[-1]) + 1)
+        at_once = max(1, _CUT_ELEMENTS // (heads * places))
+        for row in range(0, rows, at_once):
+            part = slice(row, row + at_once)
             tokens_RGX = self.columns_NGX[part]
             first_R11 = first_N[part, None, None]
             block_RGX = layout.block_T[tokens_RGX.clamp(min=0).long()] - first_R11

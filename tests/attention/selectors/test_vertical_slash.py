@@ -197,7 +197,7 @@ def test_a_sink_draws_no_diagonal_along() -> None:
     """Every query looks at the first token alone: no distance is better than another, so that the
     lower block wins, and not the one that lies as far back as the token does."""
     k_TGD = torch.eye(160)[:, None]
-    q_THD = 12.0 / SCALE * k_TGD[:1].expand(160, -1, -1)
+    q_THD = 200.0 / SCALE * k_TGD[:1].expand(160, -1, -1)
     ranking = _ranking(CAUSAL, (q_THD, k_TGD), [0, 160])
     assert ranking.blocks_NGK[19, 0, :5].tolist() == [19, 18, 0, 1, 2]
     assert ranking.columns_NGX[19, 0, :2].tolist() == [0, 1]
