@@ -8,7 +8,7 @@ blocks, whatever it reads; where it sees no more than k blocks, it reads them al
 budget hold those of a smaller one.
 
 Shape legend: S documents, N blocks of the row, G KV heads, K places of a list of blocks, X places
-of a list of columns, R rows of lists, W blocks of a document.
+of a list of columns, J rows of lists, W blocks of a document.
 """
 
 from __future__ import annotations
@@ -89,21 +89,21 @@ class VerticalSlashRanking:
         at_once = max(1, _CUT_ELEMENTS // (heads * places))
         for row in range(0, rows, at_once):
             part = slice(row, row + at_once)
-            tokens_RGX = self.columns_NGX[part]
-            first_R11 = first_N[part, None, None]
-            block_RGX = layout.block_T[tokens_RGX.clamp(min=0).long()] - first_R11
+            tokens_JGX = self.columns_NGX[part]
+            first_J11 = first_N[part, None, None]
+            block_JGX = layout.block_T[tokens_JGX.clamp(min=0).long()] - first_J11
             # What is past a list's end lies in any block; it is no candidate.
-            block_RGX.clamp_(min=0)
-            read_RGW = read_blocks(
-                self.blocks_NGK[part] - first_R11, blocks_N[part, None], layout.max_blocks
+            block_JGX.clamp_(min=0)
+            read_JGW = read_blocks(
+                self.blocks_NGK[part] - first_J11, blocks_N[part, None], layout.max_blocks
             )
-            taken_RGX = best_outside(
-                *(block_RGX, tokens_RGX >= 0, read_RGW),
+            taken_JGX = best_outside(
+                *(block_JGX, tokens_JGX >= 0, read_JGW),
                 (columns_N[part] * layout.block_size)[:, None, None],
             )
-            place_RGX = taken_RGX.cumsum(-1).sub_(1).masked_fill_(~taken_RGX, width)
-            listed = tokens_RGX.new_full((*tokens_RGX.shape[:2], width + 1), -1)
-            tokens_NGK[part] = listed.scatter_(2, place_RGX, tokens_RGX)[..., :width]
+            place_JGX = taken_JGX.cumsum(-1).sub_(1).masked_fill_(~taken_JGX, width)
+            listed = tokens_JGX.new_full((*tokens_JGX.shape[:2], width + 1), -1)
+            tokens_NGK[part] = listed.scatter_(2, place_JGX, tokens_JGX)[..., :width]
         return ColumnLists(
             tokens_NGK=tokens_NGK, counts_NG=self._per_head(columns_N * layout.block_size)
         )
@@ -112,39 +112,39 @@ class VerticalSlashRanking:
         return counts_N.int()[:, None].expand(-1, self.blocks_NGK.shape[1]).contiguous()
 
 
-def read_blocks(order_RGK: Tensor, count_RG: Tensor, blocks: int) -> Tensor:
+def read_blocks(order_JGK: Tensor, count_JG: Tensor, blocks: int) -> Tensor:
     """Which blocks of a document are read as blocks.
 
     Args:
-        order_RGK: numbers of blocks inside the document; anything past the ``count_RG`` first.
-        count_RG: how many are read; sizes of 1 are broadcast.
+        order_JGK: numbers of blocks inside the document; anything past the ``count_JG`` first.
+        count_JG: how many are read; sizes of 1 are broadcast.
         blocks: W.
 
     Returns:
-        bool [R, G, W].
+        bool [J, G, W].
     """
-    place_K = torch.arange(order_RGK.shape[2], device=order_RGK.device)
+    place_K = torch.arange(order_JGK.shape[2], device=order_JGK.device)
     # What is not read lands in an extra column, which is cut off.
-    number_RGK = torch.where(place_K < count_RG[..., None], order_RGK, blocks).long()
-    read_RGW = torch.zeros(
-        *order_RGK.shape[:2], blocks + 1, dtype=torch.bool, device=order_RGK.device
+    number_JGK = torch.where(place_K < count_JG[..., None], order_JGK, blocks).long()
+    read_JGW = torch.zeros(
+        *order_JGK.shape[:2], blocks + 1, dtype=torch.bool, device=order_JGK.device
     )
-    return read_RGW.scatter_(2, number_RGK, True)[..., :blocks]
+    return read_JGW.scatter_(2, number_JGK, True)[..., :blocks]
 
 
 def best_outside(
-    block_RGX: Tensor, candidate_RGX: Tensor, read_RGW: Tensor, count_R11: Tensor | int
+    block_JGX: Tensor, candidate_JGX: Tensor, read_JGW: Tensor, count_J11: Tensor | int
 ) -> Tensor:
     """Which columns are read: the first so many candidates whose block is not read as a block.
 
     Args:
-        block_RGX: the block inside its document of every column, best columns first.
-        candidate_RGX: bool.
-        read_RGW: of :func:`read_blocks`.
-        count_R11: how many columns are read.
+        block_JGX: the block inside its document of every column, best columns first.
+        candidate_JGX: bool.
+        read_JGW: of :func:`read_blocks`.
+        count_J11: how many columns are read.
 
     Returns:
-        bool [R, G, X].
+        bool [J, G, X].
     """
-    outside_RGX = candidate_RGX & ~read_RGW.gather(2, block_RGX)
-    return outside_RGX & (outside_RGX.cumsum(-1, dtype=torch.int32) <= count_R11)
+    outside_JGX = candidate_JGX & ~read_JGW.gather(2, block_JGX)
+    return outside_JGX & (outside_JGX.cumsum(-1, dtype=torch.int32) <= count_J11)
