@@ -12,7 +12,13 @@ Batching = Literal["arrival", "length", "latency", "makespan"]
 Tuning = Literal["off", "anchor", "makespan"]
 Anchor = Literal["mean", "min", "max"]
 Granularity = Literal[
-    "token-kv-head", "token-query-head", "previous-block", "first-query", "query-block-lookahead"
+    "token-kv-head",
+    "token-query-head",
+    "previous-block",
+    "first-query",
+    "vertical-slash",
+    "query-block-lookahead",
+    "vertical-slash-last-queries",
 ]
 Overlong = Literal["split", "truncate", "drop"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -84,9 +90,12 @@ class SparseBalanceConfig:
     """Who selects: a token per KV head (token-kv-head), or a token per query head (MoBA's exact
     semantics; token-query-head); a block of queries per KV head, by the mean of the block before it
     (previous-block), by its first query (first-query) or by the mean of its own queries
-    (query-block-lookahead). The last looks ahead: what a token reads depends on up to block size -
-    1 tokens after it, which a model that decodes has not seen. The others do not. Other packages
-    may bring selectors under further names (docs/SELECTORS.md)."""
+    (query-block-lookahead). Or queries probe for columns and diagonals of keys, per KV head: some
+    of the block before (vertical-slash), or the last ones of a document for all of it
+    (vertical-slash-last-queries, MTraining's). Names that end in lookahead or last-queries look
+    ahead: what a token reads depends on up to block size - 1 tokens after it, or on all of its
+    document, which a model that decodes has not seen. The others do not. Other packages may bring
+    selectors under further names (docs/SELECTORS.md)."""
 
     attention: AttentionImplementation = "auto"
     """Attention implementation; auto takes the fastest that runs on the device, an explicit choice

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 
 
 def masked_attention(
@@ -44,6 +44,8 @@ def masked_attention(
         rows_t = slice(first, end) if selection.by_token else block_t
         listed_Ctt = listed_QCN[rows_t][:, :, layout.index_N[block_t]].transpose(0, 1)
         past_tt = torch.ones(end - first, end - first, dtype=torch.bool).tril()
+        if selection.columns is not None:
+            listed_Ctt |= _columns(selection.columns, block_t, first, end)
         mask_1Htt = (listed_Ctt & past_tt).repeat_interleave(heads // selecting, 0)[None]
         q_1HtD, k_1GtD, v_1GtD = (x[first:end].transpose(0, 1)[None] for x in (q_THD, k_TGD, v_TGD))
         out_1HtD = scaled_dot_product_attention(
@@ -51,6 +53,16 @@ def masked_attention(
         )
         outputs.append(out_1HtD[0].transpose(0, 1))
     return torch.cat(outputs), None
+
+
+def _columns(columns: ColumnLists, block_t: Tensor, first: int, end: int) -> Tensor:
+    """bool [C, t, t]: whether a row's head reads a single token of its document."""
+    tokens_NCK, counts_NC = (x[block_t[0] : block_t[-1] + 1] for x in vars(columns).values())
+    past_end_NCK = torch.arange(tokens_NCK.shape[2]) >= counts_NC[..., None]
+    place_NCK = (tokens_NCK - first).long().masked_fill_(past_end_NCK, end - first)
+    read_NCt = torch.zeros(*tokens_NCK.shape[:2], end - first + 1, dtype=torch.bool)
+    read_NCt.scatter_(2, place_NCK, True)
+    return read_NCt[block_t - block_t[0], :, :-1].transpose(0, 1)
 
 
 def listed_blocks(selection: Selection) -> Tensor:

@@ -34,7 +34,7 @@ def budgeted_attention(
     *,
     block_size: int,
     softmax_scale: float,
-    selection: str | Selector[Any] = "token-kv-head",
+    selection: str | Selector[Any, Any] = "token-kv-head",
     implementation: AttentionImplementation = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of packed documents, each query reading the best blocks its budget allows.
@@ -104,6 +104,7 @@ def block_sparse_attention(
     """Attention of every query over its selected KV blocks.
 
     Tokens of a selected past block are all read; of the query's own block, those up to itself.
+    Where the selection has columns, their tokens are read besides.
     Differentiable in q, k and v through the output; the selection gets no gradient, as in MoBA.
 
     Args:
@@ -116,9 +117,9 @@ def block_sparse_attention(
         softmax_scale: factor on q . k.
         implementation: who computes.
 
-            - "triton": kernels, for every selection on CUDA; blocks of at least 16 tokens, a power
-              of two, head dims up to 256, no float64. Deterministic, and without a host
-              synchronisation.
+            - "triton": kernels, for every selection without columns on CUDA; blocks of at least 16
+              tokens, a power of two, head dims up to 256, no float64. Deterministic, and without a
+              host synchronisation.
             - "blocks": gathered blocks through torch's products; for selections by query block on
               any device.
             - "tokens": gathered tokens through torch's products; for every selection by token.
@@ -245,8 +246,7 @@ def _check_tensors(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selec
             f"q, k, v have dtypes {q_THD.dtype}, {k_TGD.dtype}, {v_TGD.dtype}: must share one of "
             "float16, bfloat16, float32, float64"
         )
-    lists = selection.indices_QCK, selection.counts_QC, selection.own_block_N
-    devices = {x.device for x in (q_THD, k_TGD, v_TGD, *lists)}
+    devices = {x.device for x in (q_THD, k_TGD, v_TGD, *selection.tensors())}
     if len(devices) > 1:
         raise _error(
             f"q, k, v and the selection lie on {sorted(map(str, devices))}: must share one"
@@ -265,6 +265,7 @@ def _check_selection(q_THD: Tensor, k_TGD: Tensor, selection: Selection) -> None
             f"{' or '.join(map(str, dict.fromkeys(allowed)))} heads, width] and the same without "
             "width; select with these queries, keys and layout"
         )
+    _check_columns(selection, kv_heads)
     sizes = selection.query_layout.block_size, selection.kv_layout.block_size
     own = tuple(selection.own_block_N.shape)
     if sizes[0] != sizes[1] or own != (selection.query_layout.blocks,):
@@ -272,6 +273,21 @@ def _check_selection(q_THD: Tensor, k_TGD: Tensor, selection: Selection) -> None
             f"selection has blocks of {sizes[0]} tokens for queries and of {sizes[1]} for keys, "
             f"and own_block_N of shape {own}: must share one block size, and name one own block "
             f"for each of the {selection.query_layout.blocks} query blocks"
+        )
+
+
+def _check_columns(selection: Selection, kv_heads: int) -> None:
+    columns = selection.columns
+    if columns is None:
+        return
+    tokens, counts = columns.tokens_NGK.shape, columns.counts_NG.shape
+    rows = selection.query_layout.blocks
+    if selection.by_token or tokens[:-1] != (rows, kv_heads) or counts != (rows, kv_heads):
+        raise _error(
+            f"selection by {'token' if selection.by_token else 'query block'} has columns "
+            f"{tuple(tokens)} and counts {tuple(counts)} of them: must be [{rows} query blocks, "
+            f"{kv_heads} KV heads, width] and the same without width, where blocks of queries "
+            "select"
         )
 
 

@@ -44,8 +44,7 @@ class Attention(torch.autograd.Function):
                     q_THD, k_TGD, v_TGD, selection, softmax_scale=softmax_scale
                 )
         # Lists are saved as tensors, so that recomputation and offloading can let go of them.
-        lists = selection.indices_QCK, selection.counts_QC, selection.own_block_N
-        ctx.save_for_backward(q_THD, k_TGD, v_TGD, out_THD, lse_TH, *lists)
+        ctx.save_for_backward(q_THD, k_TGD, v_TGD, out_THD, lse_TH, *selection.tensors())
         ctx.by_token = selection.by_token
         ctx.layouts = selection.query_layout, selection.kv_layout
         ctx.softmax_scale, ctx.kernel = softmax_scale, kernel
@@ -55,18 +54,14 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_THD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, indices_QCK, counts_QC, own_block_N = ctx.saved_tensors
+        q_THD, k_TGD, v_TGD, out_THD, lse_TH, *lists = ctx.saved_tensors
         query_layout, kv_layout = ctx.layouts
-        selection = Selection(
-            indices_QCK=indices_QCK,
-            counts_QC=counts_QC,
-            by_token=ctx.by_token,
-            query_layout=query_layout,
-            kv_layout=kv_layout,
-            own_block_N=own_block_N,
+        selection = Selection.of_tensors(
+            lists, by_token=ctx.by_token, query_layout=query_layout, kv_layout=kv_layout
         )
         with outside_autocast(dout_THD.device):
             gradients = ctx.kernel.backward(
-                dout_THD, *saved, selection, softmax_scale=ctx.softmax_scale
+                *(dout_THD, q_THD, k_TGD, v_TGD, out_THD, lse_TH, selection),
+                softmax_scale=ctx.softmax_scale,
             )
         return *gradients, None, None, None, None

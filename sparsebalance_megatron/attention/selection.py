@@ -7,11 +7,28 @@ that select, C heads that select, K places of a list.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import PackedLayout
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ColumnLists:
+    """Single tokens that blocks of queries read besides whole blocks of keys.
+
+    Attributes:
+        tokens_NGK: int32 numbers of tokens in the keys' row without repetition, one list for each
+            query block and KV head. All lie in past blocks of the query block's document, so that
+            every query of the block may read them, and in none that its list of blocks holds, so
+            that no key is read twice. Undefined past the list's end.
+        counts_NG: int32 lengths of the lists.
+    """
+
+    tokens_NGK: Tensor
+    counts_NG: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,6 +51,7 @@ class Selection:
         kv_layout: the blocks of the keys' row, which the numbers refer to.
         own_block_N: int64, for every query block the number in ``kv_layout`` of the block that it
             is itself; -1 where the keys' row does not hold it.
+        columns: single tokens that are read besides, where blocks of queries select; or None.
     """
 
     indices_QCK: Tensor
@@ -42,10 +60,17 @@ class Selection:
     query_layout: PackedLayout
     kv_layout: PackedLayout
     own_block_N: Tensor
+    columns: ColumnLists | None = None
 
     @classmethod
     def within(
-        cls, layout: PackedLayout, *, indices_QCK: Tensor, counts_QC: Tensor, by_token: bool
+        cls,
+        layout: PackedLayout,
+        *,
+        indices_QCK: Tensor,
+        counts_QC: Tensor,
+        by_token: bool,
+        columns: ColumnLists | None = None,
     ) -> Selection:
         """A selection whose queries and keys lie in the same row."""
         return cls(
@@ -55,7 +80,36 @@ class Selection:
             query_layout=layout,
             kv_layout=layout,
             own_block_N=layout.number_N,
+            columns=columns,
         )
+
+    @classmethod
+    def of_tensors(
+        cls,
+        tensors: Sequence[Tensor],
+        *,
+        by_token: bool,
+        query_layout: PackedLayout,
+        kv_layout: PackedLayout,
+    ) -> Selection:
+        """A selection from what :meth:`tensors` gave, and what it does not give."""
+        indices_QCK, counts_QC, own_block_N, *columns = tensors
+        return cls(
+            indices_QCK=indices_QCK,
+            counts_QC=counts_QC,
+            by_token=by_token,
+            query_layout=query_layout,
+            kv_layout=kv_layout,
+            own_block_N=own_block_N,
+            columns=ColumnLists(tokens_NGK=columns[0], counts_NG=columns[1]) if columns else None,
+        )
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Its lists and own blocks, for who keeps tensors and nothing else."""
+        lists = self.indices_QCK, self.counts_QC, self.own_block_N
+        if self.columns is None:
+            return lists
+        return *lists, self.columns.tokens_NGK, self.columns.counts_NG
 
     @property
     def selecting_rows(self) -> int:

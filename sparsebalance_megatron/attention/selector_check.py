@@ -43,7 +43,7 @@ class _Row:
 
 
 def check_selector(
-    selector: Selector[Any],
+    selector: Selector[Any, Any],
     *,
     block_size: int = 16,
     query_heads: int = 4,
@@ -81,7 +81,7 @@ def check_selector(
 
 
 def _selected(
-    selector: Selector[Any], row: _Row, *, observe: bool = True
+    selector: Selector[Any, Any], row: _Row, *, observe: bool = True
 ) -> tuple[Selection, Tensor | None]:
     """Lists at the budgets above, and coverage [S, K] where it is observed."""
     ranking = rank_row(
@@ -102,7 +102,7 @@ def _lists(selection: Selection) -> Tensor:
     return lists_QCK.masked_fill(past_QCK, -1)
 
 
-def _check_lists(selector: Selector[Any], row: _Row) -> None:
+def _check_lists(selector: Selector[Any, Any], row: _Row) -> None:
     selection, curves_SK = _selected(selector, row)
     layout, lists_QCK = row.layout, _lists(selection)
     if selection.by_token != selector.by_token:
@@ -147,7 +147,7 @@ def _check_coverage(curves_SK: Tensor, layout: PackedLayout) -> None:
         )
 
 
-def _check_determinism(selector: Selector[Any], row: _Row) -> None:
+def _check_determinism(selector: Selector[Any, Any], row: _Row) -> None:
     expected, expected_SK = _selected(selector, row)
     tracked = replace(
         row, q_THD=row.q_THD.clone().requires_grad_(), k_TGD=row.k_TGD.clone().requires_grad_()
@@ -163,7 +163,7 @@ def _check_determinism(selector: Selector[Any], row: _Row) -> None:
         raise SelectorError("determinism: results carry a gradient; use torch.no_grad")
 
 
-def _check_documents(selector: Selector[Any], row: _Row) -> None:
+def _check_documents(selector: Selector[Any, Any], row: _Row) -> None:
     bounds = row.layout.cu_seqlens
     expected, expected_SK = _selected(selector, row)
     assert expected_SK is not None
@@ -181,7 +181,7 @@ def _check_documents(selector: Selector[Any], row: _Row) -> None:
             )
 
 
-def _check_causality(selector: Selector[Any], row: _Row) -> None:
+def _check_causality(selector: Selector[Any, Any], row: _Row) -> None:
     expected, _ = _selected(selector, row)
     size = row.layout.block_size
     begin, end = row.layout.cu_seqlens[1:3]

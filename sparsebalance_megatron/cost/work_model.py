@@ -88,12 +88,33 @@ class BlockTopK:
         return (heads if self.per_query_head else groups) * (block_size if self.per_token else 1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class VerticalSlash(BlockTopK):
+    """Blocks on diagonals and columns of keys, together as many keys as k whole blocks.
+
+    So attention computes the pairs of lists of blocks by query block. The router attends, without
+    values, from a few queries of every block.
+
+    Attributes:
+        probe_tokens: queries that probe in every block.
+    """
+
+    probe_tokens: int
+
+    def scores_per_visible_pair(self, heads: int, groups: int, block_size: int) -> int:
+        """One per probe, query head and key."""
+        return min(self.probe_tokens, block_size) * heads * block_size
+
+
 _BY_QUERY_BLOCK = BlockTopK(per_token=False, per_query_head=False)
+_VERTICAL_SLASH = VerticalSlash(per_token=False, per_query_head=False, probe_tokens=16)
 
 WORK_MODELS: Mapping[Granularity, WorkModel] = {
     "query-block-lookahead": _BY_QUERY_BLOCK,
     "previous-block": _BY_QUERY_BLOCK,
     "first-query": _BY_QUERY_BLOCK,
+    "vertical-slash": _VERTICAL_SLASH,
+    "vertical-slash-last-queries": _VERTICAL_SLASH,
     "token-kv-head": BlockTopK(per_token=True, per_query_head=False),
     "token-query-head": BlockTopK(per_token=True, per_query_head=True),
 }

@@ -52,7 +52,7 @@ class AttentionOptions:
 
     block_size: int
     base_budget: int
-    selector: Selector[Any]
+    selector: Selector[Any, Any]
     coverage_threshold: float
     implementation: AttentionImplementation
     grid: tuple[int, ...]

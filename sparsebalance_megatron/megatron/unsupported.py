@@ -247,6 +247,24 @@ def check_cap(
         )
 
 
+def check_selection(config: SparseBalanceConfig, *, context_parallel_size: int = 1) -> None:
+    """Refuse a selection that needs all keys of a row, where ranks may share rows.
+
+    Raises:
+        ConfigError: naming the selection, the flag that lets ranks share rows, and the remedy.
+    """
+    sharing = {
+        "--context-parallel-size": context_parallel_size,
+        flag_name("max_context_parallel"): config.max_context_parallel or 1,
+    }
+    for flag, ranks in sharing.items():
+        if ranks > 1 and config.selection.startswith("vertical-slash"):
+            raise ConfigError(
+                f"{flag_name('selection')} {config.selection} with {flag} {ranks}: its probes need "
+                "all keys of a row on one rank; use another selection, or 1 rank"
+            )
+
+
 def refuse(refusals: Iterable[Refusal], get: Settings) -> None:
     """Raise :class:`ConfigError` for the first that applies."""
     for refusal in refusals:

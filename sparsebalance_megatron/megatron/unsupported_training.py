@@ -18,6 +18,7 @@ from sparsebalance_megatron.megatron.unsupported import (
     Refusal,
     Settings,
     check_cap,
+    check_selection,
     refuse,
     value_of,
 )
@@ -134,6 +135,7 @@ def check_supported(args: Namespace, config: SparseBalanceConfig) -> None:
         config,
         context_parallel_size=value_of(args, "context_parallel_size", 1),
     )
+    check_selection(config, context_parallel_size=value_of(args, "context_parallel_size", 1))
 
 
 def check_batches(args: Namespace) -> None:

@@ -22,7 +22,11 @@ from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_va
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, replace_core_attention
 from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
 from sparsebalance_megatron.megatron.settings import RunSettings
-from sparsebalance_megatron.megatron.unsupported import check_cap, check_model
+from sparsebalance_megatron.megatron.unsupported import (
+    check_cap,
+    check_model,
+    check_selection,
+)
 from sparsebalance_megatron.profiling.startup import AUTO
 from sparsebalance_megatron.training.data_iterator import LocalMicroBatch, MicroBatchIterator
 from sparsebalance_megatron.training.forward_step import ForwardStep
@@ -139,6 +143,7 @@ def begin_run(
     _check_config(config, device)
     check_model(transformer_config, config)
     check_cap(seq_length, config, context_parallel_size=transformer_config.context_parallel_size)
+    check_selection(config, context_parallel_size=transformer_config.context_parallel_size)
     settings = RunSettings.from_transformer_config(
         transformer_config,
         vocab_size=vocab_size,

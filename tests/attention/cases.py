@@ -23,8 +23,8 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention, kernel_named
 from sparsebalance_megatron.attention.impl import (
-    blocks,
     dense_documents,
+    gathered_units,
     own_blocks,
     tile_attention,
     tokens,
@@ -188,7 +188,7 @@ def selection_by_scores(
 
 def compute_as_off_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``blocks`` and ``tokens`` read no list, and compute without torch's CPU kernels."""
-    for module in (blocks, dense_documents, own_blocks, tile_attention, tokens):
+    for module in (dense_documents, gathered_units, own_blocks, tile_attention, tokens):
         monkeypatch.setattr(module, "host_may_read", lambda device: False)
 
 

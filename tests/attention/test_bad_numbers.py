@@ -17,6 +17,7 @@ from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
+from sparsebalance_megatron.attention.selectors.block_topk import BlockTopK
 
 BLOCK = 16
 BOUNDARIES = [0, 37, 139, 203]
@@ -99,6 +100,15 @@ def test_own_block_is_first_and_only_visible_blocks_are_listed(
             assert max(listed) == own
             if document != 1:
                 assert listed == expected.indices_QCK[row, head, :count].tolist()
+            if selected.columns is not None and expected.columns is not None:
+                count = int(selected.columns.counts_NG[row, head])
+                columns = selected.columns.tokens_NGK[row, head, :count].tolist()
+                assert count == expected.columns.counts_NG[row, head]
+                assert not {int(layout.block_T[token]) for token in columns} & {*listed}
+                assert all(BOUNDARIES[document] <= token for token in columns)
+                assert all(token < layout.start_N[own] for token in columns)
+                if document != 1:
+                    assert columns == expected.columns.tokens_NGK[row, head, :count].tolist()
 
 
 def test_infinity_ranks_first_and_nan_last_of_the_others() -> None:
@@ -108,6 +118,8 @@ def test_infinity_ranks_first_and_nan_last_of_the_others() -> None:
     score_N = torch.tensor([nan, -inf, 1.0, inf, -5.0, inf, nan, 2.0])
     k_TGD = score_N.repeat_interleave(BLOCK)[:, None, None]
     for selection, selector in SELECTORS.items():
+        if not isinstance(selector, BlockTopK):
+            continue
         ranking = rank_row(
             selector,
             *(torch.ones_like(k_TGD), k_TGD, layout),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from sparsebalance_megatron.attention import precision
 from sparsebalance_megatron.attention.api import budgeted_attention, kernel_named
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
-from sparsebalance_megatron.attention.selectors.ranking import Ranking
 
 CU_SEQLENS = [0, 37, 139]
 SERVING = [
@@ -57,7 +57,7 @@ def test_autocast_changes_no_bit(selection: str, implementation: str, dtype: tor
         assert torch.equal(inside, outside)
 
 
-def _ranking(selection: str, q_THD: Tensor, k_TGD: Tensor) -> Ranking:
+def _ranking(selection: str, q_THD: Tensor, k_TGD: Tensor) -> Any:
     return rank_row(
         SELECTORS[selection],
         *(q_THD, k_TGD, packed_layout(CU_SEQLENS, 16, "cpu")),
@@ -74,8 +74,10 @@ def test_autocast_leaves_lists_and_mass_alone(selection: str) -> None:
     with _autocast():
         inside = _ranking(selection, q_THD, k_TGD)
         curves_SK = SELECTORS[selection].coverage(inside)
-    assert torch.equal(inside.indices_QCK, outside.indices_QCK)
-    assert torch.equal(inside.mass_SK, outside.mass_SK)
+    for name, found in vars(inside).items():
+        if isinstance(found, Tensor):
+            assert torch.equal(found, getattr(outside, name)), name
+    assert inside.mass_SK is not None
     assert torch.equal(curves_SK, SELECTORS[selection].coverage(outside))
 
 

@@ -85,4 +85,6 @@ def test_growth_is_that_of_the_counted_pairs(tokens: int, block_size: int, data)
 def test_the_router_scores_what_selects() -> None:
     sizes = {name: work.scores_per_visible_pair(8, 2, 64) for name, work in WORK_MODELS.items()}
     by_query_block = dict.fromkeys(("query-block-lookahead", "previous-block", "first-query"), 2)
-    assert sizes == by_query_block | {"token-kv-head": 128, "token-query-head": 512}
+    # 16 probes of a block with 8 heads and 64 keys.
+    probed = dict.fromkeys(("vertical-slash", "vertical-slash-last-queries"), 8192)
+    assert sizes == by_query_block | probed | {"token-kv-head": 128, "token-query-head": 512}

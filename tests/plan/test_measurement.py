@@ -34,7 +34,7 @@ def measurement(times_2RPVM: np.ndarray) -> StepMeasurement:
         coverage=NOTHING,
         lm_loss=1.0,
         tokens=1,
-        digest_mismatches=0,
+        differing_ranks=(),
     )
 
 

@@ -12,6 +12,7 @@ from sparsebalance_megatron.attention.context_parallel.block_owners import dealt
 from sparsebalance_megatron.attention.context_parallel.shard import row_shard
 from sparsebalance_megatron.attention.context_parallel.shared_ranking import rank_shared_row
 from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
+from sparsebalance_megatron.attention.selectors.block_topk import BlockTopK
 
 RANK, MEMBERS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 CU_SEQLENS = (0, 70, 75, 139, 240)
@@ -29,6 +30,8 @@ def compare() -> None:
     k_TGD = torch.randn(CU_SEQLENS[-1], 2, 8, generator=generator)
     budgets_S = torch.tensor([3, 1, 2, 3])
     for name, selector in SELECTORS.items():
+        if not isinstance(selector, BlockTopK):
+            continue
         whole = rank_row(selector, q_THD, k_TGD, shard.row_layout, **OPTIONS)
         own = rank_shared_row(
             selector, shard.local(q_THD), shard.local(k_TGD), shard, dist.group.WORLD, **OPTIONS

@@ -33,6 +33,14 @@ LAYOUTS = {
     "dp2": (2, ()),
     "dp2-pp2": (4, PIPELINE),
     "pp2-virtual2": (2, (*PIPELINE, "--num-layers-per-virtual-pipeline-stage", "1")),
+    "dp2-vertical-slash": (
+        2,
+        (
+            *("--sparse-balance-selection", "vertical-slash"),
+            *("--recompute-granularity", "full", "--recompute-method", "uniform"),
+            *("--recompute-num-layers", "1"),
+        ),
+    ),
     "dp2-full-recompute": (
         2,
         (

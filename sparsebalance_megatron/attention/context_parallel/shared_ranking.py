@@ -25,7 +25,7 @@ from sparsebalance_megatron.attention.selectors.summaries import BlockSummaries
 
 @torch.no_grad()
 def rank_shared_row(
-    selector: Selector[Ranking],
+    selector: Selector[BlockSummaries, Ranking],
     q_THD: Tensor,
     k_TGD: Tensor,
     shard: RowShard,

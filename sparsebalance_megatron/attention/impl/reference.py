@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.kernel import wide_dtype
-from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 
 
 def forward(
@@ -131,7 +131,26 @@ def _mask(selection: Selection, queries: slice, keys: slice, selecting_head: int
     place_Q = _positions(queries, query_block_Q) - query_layout.start_N[query_block_Q]
     place_E = _positions(keys, key_block_E) - kv_layout.start_N[key_block_E]
     own_QE = selection.own_block_N[query_block_Q, None] == key_block_E
-    return listed_QN[:, key_block_E] & ~(own_QE & (place_E > place_Q[:, None]))
+    read_QE = listed_QN[:, key_block_E] & ~(own_QE & (place_E > place_Q[:, None]))
+    if selection.columns is not None:
+        read_QE |= _columns(selection.columns, query_block_Q, keys, selecting_head)
+    return read_QE
+
+
+def _columns(lists: ColumnLists, query_block_Q: Tensor, keys: slice, kv_head: int) -> Tensor:
+    """True where a key (column) is one of the single tokens that a query (row) reads."""
+    tokens_QK = lists.tokens_NGK[query_block_Q, kv_head].long() - keys.start
+    place_K = torch.arange(tokens_QK.shape[1], device=query_block_Q.device)
+    past_end_QK = place_K >= lists.counts_NG[query_block_Q, kv_head, None]
+    read_QE = torch.zeros(
+        *(len(query_block_Q), keys.stop - keys.start + 1),
+        dtype=torch.bool,
+        device=query_block_Q.device,
+    )
+    # What lies past a list's end lands in an extra column, which no key belongs to.
+    return read_QE.scatter_(1, tokens_QK.masked_fill(past_end_QK, keys.stop - keys.start), True)[
+        :, :-1
+    ]
 
 
 def _positions(tokens: slice, like: Tensor) -> Tensor:

@@ -17,12 +17,12 @@ from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.row_pair import RowPair
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.selectors.block_topk import BlockTopK
-from sparsebalance_megatron.attention.selectors.summaries import BlockSummaries
+from sparsebalance_megatron.attention.selectors.vertical_slash import VerticalSlash
 from sparsebalance_megatron.config import ConfigError, Granularity
 from sparsebalance_megatron.installed_selectors import installed_names, load_selector
 
 
-class Selector[Ranked](Protocol):
+class Selector[Summarised, Ranked](Protocol):
     """Lists of KV blocks under a budget, from queries and keys; docs/SELECTORS.md is its guide.
 
     Three steps, so that a rank may hold some of a row's blocks: summaries of what it holds, which
@@ -37,14 +37,14 @@ class Selector[Ranked](Protocol):
     @property
     def by_token(self) -> bool: ...
 
-    def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> BlockSummaries:
+    def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> Summarised:
         """Summarise the blocks of a row. Each entry depends on its own block alone, so those of
         several rows may be put together in any order."""
 
     def rank(
         self,
         q_THD: Tensor,
-        summaries: BlockSummaries,
+        summaries: Summarised,
         rows: RowPair,
         *,
         softmax_scale: float,
@@ -66,8 +66,8 @@ class Selector[Ranked](Protocol):
         ``max_budget`` as ``max_budget``."""
 
 
-def rank_row[Ranked](
-    selector: Selector[Ranked],
+def rank_row[Summarised, Ranked](
+    selector: Selector[Summarised, Ranked],
     q_THD: Tensor,
     k_TGD: Tensor,
     layout: PackedLayout,
@@ -91,20 +91,23 @@ def rank_row[Ranked](
     )
 
 
-SELECTORS: Mapping[Granularity, Selector[Any]] = MappingProxyType(
+SELECTORS: Mapping[Granularity, Selector[Any, Any]] = MappingProxyType(
     {
         "token-kv-head": BlockTopK(by_token=True, by_query_head=False),
         "token-query-head": BlockTopK(by_token=True, by_query_head=True),
         "previous-block": BlockTopK(by_token=False, by_query_head=False, speaker="previous-mean"),
         "first-query": BlockTopK(by_token=False, by_query_head=False, speaker="first"),
+        "vertical-slash": VerticalSlash(),
         "query-block-lookahead": BlockTopK(by_token=False, by_query_head=False),
+        "vertical-slash-last-queries": VerticalSlash(looks_ahead=True),
     }
 )
 """By the value of ``--sparse-balance-selection``; "token-query-head" is MoBA's. Only
-"query-block-lookahead" looks at later tokens to choose what a token reads."""
+"query-block-lookahead" and "vertical-slash-last-queries" look at later tokens to choose what a
+token reads."""
 
 
-def selector_named(name: str) -> Selector[Any]:
+def selector_named(name: str) -> Selector[Any, Any]:
     """Look a selector up: one of :data:`SELECTORS`, or one that an installed package brings.
 
     Raises:
@@ -116,5 +119,5 @@ def selector_named(name: str) -> Selector[Any]:
     if name not in installed_names():
         names = ", ".join((*SELECTORS, *installed_names()))
         raise ConfigError(f"selection {name!r}: must be one of {names}")
-    installed: Selector[Any] = load_selector(name)
+    installed: Selector[Any, Any] = load_selector(name)
     return installed

@@ -25,9 +25,12 @@ from sparsebalance_megatron.attention.selectors import (
     selector_named,
     streaming,
 )
+from sparsebalance_megatron.attention.selectors.block_topk import BlockTopK
 from sparsebalance_megatron.attention.selectors.ranking import Ranking
 
-GRANULARITIES = tuple(SELECTORS)
+GRANULARITIES = tuple(
+    name for name, selector in SELECTORS.items() if isinstance(selector, BlockTopK)
+)
 PACKINGS = ([0, 64], [0, 1, 2, 51, 70], [0, 37, 38, 61], [0, 1])
 BLOCK = 8
 
