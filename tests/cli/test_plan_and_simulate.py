@@ -151,7 +151,7 @@ def test_simulate_on_stored_documents_and_a_directory(tmp_path, capsys):
     ("more", "words"),
     [
         (("--seq-length", "128"), "--seq-length splits stored documents; add --data-path"),
-        (("--model", "gpt"), "--model gpt: is neither a directory"),
+        (("--model", "gpt"), "--model gpt: is no directory"),
         (("--context-parallel-size", "3"), "--context-parallel-size 3: must be a power of two"),
         (("--max-context-parallel", "4"), "that divides the 2 ranks"),
         (

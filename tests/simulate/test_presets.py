@@ -54,7 +54,7 @@ def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
 def test_an_unknown_name_is_told_the_known_ones() -> None:
     with pytest.raises(WorkloadError, match=r"'gpt' is not one of qwen2\.5-0\.5b"):
         preset("gpt")
-    with pytest.raises(WorkloadError, match="--model gpt: is neither a directory"):
+    with pytest.raises(WorkloadError, match="--model gpt: is no directory"):
         model_named("gpt")
 
 
