@@ -13,7 +13,8 @@ import pytest
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.table import CostRow, CostTable, RunIdentity
-from sparsebalance_megatron.simulate.models import h200_cost_of, preset
+from sparsebalance_megatron.simulate.models import h200_cost
+from sparsebalance_megatron.simulate.presets import preset
 
 JOB = ("--model", "qwen2.5-0.5b", "--gpus", "4", "--pp", "2", "--global-batch", "8")
 ONE = ("--block-sizes", "128", "--base-budgets", "8", "--steps", "1")
@@ -88,7 +89,7 @@ def test_an_index_and_a_model_on_disk(tmp_path: Path, capsys: pytest.CaptureFixt
 def save_table(path: Path, *, slowness: float) -> Path:
     """A table for qwen2.5-0.5b with blocks of 512 tokens: counted costs times ``slowness``."""
     shape = preset("qwen2.5-0.5b").shape
-    cost = h200_cost_of("x", shape, block_size=512, selection="previous-block")
+    cost = h200_cost("qwen2.5-0.5b", block_size=512, selection="previous-block")
     rows = []
     for part, direction, length in product(Part, Direction, (512, 2048, 8192)):
         row = CostRow(
