@@ -69,11 +69,14 @@ class PeerAttention(BudgetedCoreAttention):
         packed_seq_params: Any = None,
         **keywords: Any,
     ) -> Tensor:
-        """As the parent; [T, H * D]."""
+        """As the parent; [T, H * D], or [T, 1, H * D] where ranks may share rows."""
         context = packed_seq_params.micro_batch
         if self._is_dense(context.step):
             cu_seqlens = context.layout.cu_seqlens
-            return dense_attention(query, key, value, cu_seqlens, self._softmax_scale)
+            if context.shared is None:
+                return dense_attention(query, key, value, cu_seqlens, self._softmax_scale)
+            q_THD, k_TGD, v_TGD = (x[:, 0] for x in (query, key, value))
+            return dense_attention(q_THD, k_TGD, v_TGD, cu_seqlens, self._softmax_scale)[:, None]
         return super().forward(
             query, key, value, *arguments, packed_seq_params=packed_seq_params, **keywords
         )

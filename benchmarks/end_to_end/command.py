@@ -7,9 +7,11 @@ disturbs all, and times can be compared in pairs. A variant plans from its own p
 
 ``dp2`` and ``pp2`` run two processes over gloo, one thread each: they need two idle cores. In
 ``dp2-slow`` another job runs on the core of the second one; that takes some warm-up to find out. In
-``gpu-dp4`` one device plays four data-parallel ranks in turn: every micro-batch is timed for real,
-a step is the slowest rank's computation plus what all ranks share, and nothing is communicated.
-Flags after -- go to Megatron, last, so that they win over the benchmark's.
+``dp2-giant`` ranks may share rows, and every global batch holds a giant document, made of others,
+that weighs more than four times the mean. In ``gpu-dp4`` one device plays four data-parallel ranks
+in turn: every micro-batch is timed for real, a step is the slowest rank's computation plus what all
+ranks share, and nothing is communicated. Flags after -- go to Megatron, last, so that they win over
+the benchmark's.
 
 Documents are the sources of Python's standard library, up to --seq-length tokens; --directory
 keeps them, the cost table and all logs.
@@ -29,11 +31,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from end_to_end import launch, show
+from end_to_end import giants, launch, show
 from end_to_end.evaluation import FORMULAS, bounds_ms, judge, summarise
-from end_to_end.layouts import LAYOUTS, Layout, model_flags
+from end_to_end.layouts import LAYOUTS, SEED, Layout, model_flags
 from end_to_end.results import read_steps
-from end_to_end.variants import ALL_VARIANTS, FIXED, VARIANTS, WARM_UP_BATCHES, StepOrder
+from end_to_end.variants import (
+    ALL_VARIANTS,
+    FIXED,
+    OURS_WIDE,
+    VARIANTS,
+    WARM_UP_BATCHES,
+    WITH_GIANTS,
+    StepOrder,
+)
 
 BUSY_LOAD = 0.5
 QUICK = {"batches": 4, "warm_up": 2, "seq_length": 2048}
@@ -81,7 +91,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--variants",
         nargs="+",
         choices=[variant.name for variant in ALL_VARIANTS],
-        default=[variant.name for variant in VARIANTS],
+        help="default: those that the layout is for",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: as the layout says")
     parser.add_argument("--data", type=Path, help="prefix of .bin and .idx; default: made once")
@@ -95,12 +105,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv[:split])
     options.megatron_flags = argv[split + 1 :]
     options.device = options.device or ("cuda" if options.layout == "gpu-dp4" else "cpu")
+    with_giants = options.layout != "both" and LAYOUTS[options.layout].giants > 0
+    if options.variants is None:
+        usual_variants = [variant.name for variant in VARIANTS]
+        options.variants = list(WITH_GIANTS) if with_giants else usual_variants
     usual = {"batches": 30, "warm_up": WARM_UP_BATCHES, "seq_length": SEQ_LENGTH[options.device]}
     for name, value in (QUICK if options.quick else usual).items():
         if getattr(options, name) is None:
             setattr(options, name, value)
     if options.device == "cuda" and options.layout != "gpu-dp4":
         parser.error(f"--device cuda: only --layout gpu-dp4 runs on a GPU, not {options.layout}")
+    if OURS_WIDE in options.variants and not with_giants:
+        parser.error(f"--variants {OURS_WIDE}: only --layout dp2-giant has ranks that share rows")
     if options.plot is not None and FIXED not in options.variants:
         parser.error(f"--plot draws times relative to the variant {FIXED}; add it")
     if options.plot is not None and find_spec("matplotlib") is None:
@@ -119,12 +135,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     names = ("dp2", "pp2") if options.layout == "both" else (options.layout,)
     prefix = launch.prepared_data(options.data or options.directory / "data" / "python-stdlib")
     flags = model_flags(device=options.device, seq_length=options.seq_length)
-    data = launch.data_flags(prefix, options.megatron_flags)
+    tokenizer = launch.tokenizer_flags(prefix, options.megatron_flags)
+    if (batch_size := LAYOUTS[names[0]].giants) > 0:
+        prefix = data_with_giants(prefix, options, batch_size)
+    data = ["--data-path", str(prefix), *tokenizer]
     table = options.cost_table or launch.profile(
         [*flags, *data, *LAYOUTS[names[0]].flags, *options.megatron_flags],
         options.directory / "cost_table.json",
         device=options.device,
         quick=options.quick,
+        ranks=LAYOUTS[names[0]].processes if LAYOUTS[names[0]].giants else 1,
     )
     costs = ["--sparse-balance-cost-table", str(table)]
     return {
@@ -136,6 +156,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         )
         for name in names
     }
+
+
+def data_with_giants(source: Path, options: argparse.Namespace, batch_size: int) -> Path:
+    """As many global batches as the run takes, made anew of the data set at ``source``."""
+    lengths_tokens = giants.lengths_with_giants(
+        options.warm_up + options.batches,
+        batch_size=batch_size,
+        seq_length=options.seq_length,
+        seed=SEED,
+    )
+    prefix = options.directory / "data" / "with-giants"
+    return giants.write_with_giants(source, prefix, lengths_tokens)
 
 
 def measure_layout(

@@ -36,32 +36,32 @@ def prepared_data(prefix: Path) -> Path:
     return prefix
 
 
-def data_flags(prefix: Path, given: Sequence[str]) -> list[str]:
-    """The data set and its tokenizer, unless the flags given bring one.
+def tokenizer_flags(prefix: Path, given: Sequence[str]) -> list[str]:
+    """The tokenizer of a data set, unless the flags given bring one.
 
     Raises:
         BenchmarkError: if there is no tokenizer.
     """
-    flags = ["--data-path", str(prefix)]
     tokenizer = Path(f"{prefix}_tokenizer")
     if "--tokenizer-type" in given:
-        return flags
+        return []
     if not tokenizer.is_dir():
         raise BenchmarkError(
             f"{tokenizer}: no such directory; prepare the data with --tokenizer-train, or give "
             "--tokenizer-type after --"
         )
-    return [
-        *flags,
-        *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)),
-    ]
+    return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
 
 
-def profile(flags: Sequence[str], table: Path, *, device: str, quick: bool) -> Path:
-    """Measure a cost table for these flags; with ``quick`` fewer lengths and repeats."""
+def profile(flags: Sequence[str], table: Path, *, device: str, quick: bool, ranks: int) -> Path:
+    """Measure a cost table for these flags; with ``quick`` fewer lengths and repeats.
+
+    Args:
+        ranks: that may share a row; several measure what that takes.
+    """
     print("measuring the model's layers on this machine", flush=True)
     effort = ["--quick"] if quick else []
-    _tool("profile", "-o", str(table), *effort, "--", *flags, device=device)
+    _tool("profile", "-o", str(table), *effort, "--", *flags, device=device, ranks=ranks)
     return table
 
 
@@ -80,11 +80,10 @@ def train(
         BenchmarkError: with the end of the output, if training fails.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    for old in directory.glob("*.jsonl"):
+    for old in (*directory.glob("*.jsonl"), *directory.glob("ranks/*.jsonl")):
         old.unlink()
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--local-addr", "127.0.0.1", "--nproc-per-node", str(layout.processes)),
+        *_torchrun(layout.processes),
         *("-m", "end_to_end.worker", "--paired-directory", str(directory)),
         *("--paired-batches", str(order.batches)),
         *("--paired-ranks-in-turn", str(layout.ranks_in_turn)),
@@ -126,11 +125,19 @@ def _started(command: Sequence[str], device: str) -> Iterator[subprocess.Popen[s
             process.wait()
 
 
-def _tool(*arguments: str, device: str = "cpu") -> None:
+def _torchrun(processes: int) -> list[str]:
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--local-addr", "127.0.0.1", "--nproc-per-node", str(processes)),
+    ]
+
+
+def _tool(*arguments: str, device: str = "cpu", ranks: int = 1) -> None:
     """The ``sparse-balance`` tool; its output only if it fails."""
+    python = [sys.executable] if ranks == 1 else _torchrun(ranks)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "sparsebalance_megatron.cli", *arguments],
+            [*python, "-m", "sparsebalance_megatron.cli", *arguments],
             env=environment(device),
             capture_output=True,
             text=True,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 GPU_RANKS = 4
+SEED = 1234
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,6 +14,8 @@ class Layout:
     """How a run is spread. ``processes`` run at once; each plays ``ranks_in_turn`` ranks.
 
     ``disturbed``: every process has a core of its own, and the last one shares it with another job.
+    ``giants``: every global batch, of so many documents, holds one giant, and ranks may share rows;
+    0 leaves the data set as it is.
     """
 
     name: str
@@ -21,6 +24,7 @@ class Layout:
     flags: tuple[str, ...]
     ranks_in_turn: int = 1
     disturbed: bool = False
+    giants: int = 0
 
 
 LAYOUTS = {
@@ -38,6 +42,16 @@ LAYOUTS = {
             processes=2,
             flags=("--micro-batch-size", "1", "--global-batch-size", "8"),
             disturbed=True,
+        ),
+        Layout(
+            name="dp2-giant",
+            title="two data-parallel ranks that may share rows, one giant in every global batch",
+            processes=2,
+            flags=(
+                *("--micro-batch-size", "1", "--global-batch-size", "8"),
+                *("--sparse-balance-max-context-parallel", "2"),
+            ),
+            giants=8,
         ),
         Layout(
             name="pp2",
@@ -105,6 +119,6 @@ def model_flags(*, device: str, seq_length: int) -> list[str]:
 def training_flags(*, steps: int) -> list[str]:
     return [
         *("--train-iters", str(steps), "--lr", "1e-3", "--lr-decay-style", "constant"),
-        *("--clip-grad", "1.0", "--seed", "1234", "--log-interval", "1"),
+        *("--clip-grad", "1.0", "--seed", str(SEED), "--log-interval", "1"),
         *("--eval-iters", "0", "--eval-interval", "1000000", "--split", "100,0,0"),
     ]

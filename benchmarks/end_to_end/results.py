@@ -7,6 +7,7 @@ Shape legend: D data-parallel ranks, P pipeline stages, V virtual stages, M micr
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,9 @@ class StepResult:
     ``step_ms``: of the slowest process, from the common beginning to the end of the optimizer;
     where one process plays several ranks in turn, with the slowest rank's computation only.
     ``balanced_ms``: the same step with its work spread evenly, see :func:`balanced_ms`.
-    ``busy_ms``: computation per rank and stage, flat. ``coverage`` is executed, ``base_coverage``
+    ``busy_ms``: computation per rank and stage, flat. ``heaviest_over_mean``: of the computation of
+    a rank's micro-batch over all stages. ``shared_micro_batches``: on several ranks; each counts
+    once in every pipeline stage. ``coverage`` is executed, ``base_coverage``
     what base budgets had given with the same scores, ``work_ratio`` the planner's; None for dense
     attention, which scores nothing.
     """
@@ -34,6 +37,8 @@ class StepResult:
     step_ms: float
     balanced_ms: float
     busy_ms: tuple[float, ...]
+    heaviest_over_mean: float
+    shared_micro_batches: int
     coverage: float | None
     base_coverage: float | None
     work_ratio: float | None
@@ -65,10 +70,11 @@ def read_steps(
             f"{directory}: {len(records)} steps in steps.jsonl and "
             f"{[len(found) for found in times]} in rank*.jsonl, expected {order.steps}"
         )
+    shared = _shared_micro_batches(directory)
     found: dict[tuple[int, int], StepResult] = {}
     for step in range(warm_up * order.variants, order.steps):
         slowest_ms = max(found[step]["ms"] for found in times)
-        result = _result(records[step], slowest_ms, ranks_in_turn)
+        result = _result(records[step], slowest_ms, shared[step + 1], ranks_in_turn)
         if not np.isfinite([result.balanced_ms, result.lm_loss]).all():
             raise BenchmarkError(f"{directory}: step {step} lacks a time or has no finite loss")
         found[order.batch(step), order.variant(step)] = result
@@ -88,12 +94,30 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _result(record: dict[str, Any], slowest_ms: float, ranks_in_turn: int) -> StepResult:
+def _shared_micro_batches(directory: Path) -> Counter[int]:
+    """Those of every iteration that lay on several ranks, counted on their first."""
+    files = sorted((directory / "ranks").glob("*.jsonl"))
+    if not files:
+        raise BenchmarkError(f"{directory / 'ranks'}: holds no log; see train.log beside it")
+    return Counter(
+        record["iteration"]
+        for path in files
+        for record in _lines(path)
+        if record["type"] == "step"
+        for micro_batch in record["micro_batches"]
+        if micro_batch["width"] > 1 and micro_batch["member"] == 0
+    )
+
+
+def _result(
+    record: dict[str, Any], slowest_ms: float, shared: int, ranks_in_turn: int
+) -> StepResult:
     forward, backward = (
         _by_rank(np.array(record["measured"][f"{name}_ms"], dtype=np.float64), ranks_in_turn)
         for name in ("forward", "backward")
     )
     busy_DP = (forward + backward).sum(axis=(2, 3))
+    busy_DM = (forward + backward).sum(axis=(1, 2))
     step_ms = slowest_ms
     if ranks_in_turn > 1:
         step_ms += float(busy_DP.max() - busy_DP.sum())
@@ -103,6 +127,8 @@ def _result(record: dict[str, Any], slowest_ms: float, ranks_in_turn: int) -> St
         step_ms=step_ms,
         balanced_ms=balanced_ms(step_ms, forward, backward),
         busy_ms=tuple(busy_DP.ravel().tolist()),
+        heaviest_over_mean=float(busy_DM.max() / busy_DM.mean()),
+        shared_micro_batches=shared,
         coverage=coverage["mean"],
         base_coverage=coverage["base_mean"],
         work_ratio=None if dense else record["predicted"]["work_ratio"],

@@ -20,7 +20,8 @@ def print_layout(name: str, found: Mapping[str, Any]) -> None:
     rows: list[tuple[str, ...]] = [
         (
             *("", "median ms", "quartiles", "x fixed", "95 %", "median x"),
-            *("x dense", "over bound", "imbalance", "waiting", "coverage (base)", "work", "loss"),
+            *("x dense", "over bound", "imbalance", "waiting", "coverage (base)", "work", "shared"),
+            "loss",
         )
     ]
     rows += [_row(variant, summary) for variant, summary in found["variants"].items()]
@@ -29,6 +30,10 @@ def print_layout(name: str, found: Mapping[str, Any]) -> None:
         cells = [row[0].ljust(widths[0])]
         cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         print("  ".join(cells).rstrip())
+    heaviest = next(iter(found["variants"].values()))["heaviest_over_mean"]
+    print(
+        "  heaviest micro-batch over the mean: {:.2f} at least, {:.2f} on average".format(*heaviest)
+    )
     for goal in found["goals"]:
         limit = f">= {goal['at_least']:.3f}" if "at_least" in goal else f"<= {goal['at_most']:.3f}"
         verdict = "met" if goal["met"] else "NOT MET"
@@ -56,6 +61,7 @@ def _row(name: str, summary: Mapping[str, Any]) -> tuple[str, ...]:
         f"{summary['waiting']:.1%}",
         covered,
         "-" if summary["work_ratio"] is None else f"{summary['work_ratio']:.3f}",
+        f"{summary['shared_micro_batches']:.2f}",
         f"{summary['lm_loss']:.3f}",
     )
 

@@ -24,9 +24,11 @@ class Variant:
     """None: as the flags say."""
     dense: bool = False
     """Dense attention instead of block-sparse; its plan then says only which sample runs where."""
+    wide: bool = False
+    """Rows may lie on several ranks; for layouts whose ranks may share rows."""
 
 
-DENSE, FIXED, OURS, OURS_BASE = "dense", "fixed", "ours", "ours-base"
+DENSE, FIXED, OURS, OURS_BASE, OURS_WIDE = "dense", "fixed", "ours", "ours-base", "ours-wide"
 
 VARIANTS = (
     Variant(
@@ -65,7 +67,17 @@ EQUAL_DEVICES = Variant(
     coverage_target="base",
     calibration="stages",
 )
-ALL_VARIANTS = (*VARIANTS, EQUAL_DEVICES)
+WIDE = Variant(
+    name=OURS_WIDE,
+    label="ours, rows on several ranks",
+    batching="makespan",
+    tuning="makespan",
+    coverage_target="base",
+    wide=True,
+)
+ALL_VARIANTS = (*VARIANTS, EQUAL_DEVICES, WIDE)
+WITH_GIANTS = (FIXED, OURS_BASE, OURS_WIDE)
+"""What a run compares whose global batches hold giants."""
 
 
 @dataclass(frozen=True)
