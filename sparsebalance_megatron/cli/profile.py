@@ -15,10 +15,12 @@ from sparsebalance_megatron.cli.output import (
     writing,
 )
 from sparsebalance_megatron.config import ConfigError
+from sparsebalance_megatron.cost.exchange import gigabytes_per_second
 
 if TYPE_CHECKING:
-    from sparsebalance_megatron.cost.model import FitError
+    from sparsebalance_megatron.cost.model import CostModel, FitError
     from sparsebalance_megatron.cost.parts import Direction, Part
+    from sparsebalance_megatron.cost.table import CostTable
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +28,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Measure a model's layers on this machine and write a cost table for "
         "--sparse-balance-cost-table. Everything after -- is what training gets: Megatron's flags "
-        "and --sparse-balance-*."
+        "and --sparse-balance-*. Started by torchrun on 2, 4, ... ranks, it also measures what it "
+        "takes that so many share a row."
     )
     parser.usage = (
         "sparse-balance profile -o TABLE.json [--quick] [--check] [--threads N] "
@@ -81,13 +84,24 @@ def run(arguments: argparse.Namespace) -> int:
         threads=arguments.threads,
         progress=partial(progress_bar, command="profile", unit="cell", extra="tools"),
     )
+    if table is None:  # the first rank has it
+        return 0
     with writing(arguments.output):
         table.save(arguments.output)
     print(f"{arguments.output}: {len(table.rows)} measurements")
-    print(_report("the fitted cost model", fit_errors(CostModel.fit(table), table)))
+    model = CostModel.fit(table)
+    if table.exchanges:
+        print(_exchange_report(table, model))
+    print(_report("the fitted cost model", fit_errors(model, table)))
     if arguments.check:
         print(_report("the cost model on rows left out of the fit", held_out_errors(table)))
     return 0
+
+
+def _exchange_report(table: CostTable, model: CostModel) -> str:
+    widths = ", ".join(map(str, sorted({row.width for row in table.exchanges})))
+    received = gigabytes_per_second(model.exchange.ms_per_byte)
+    return f"rows shared by {widths} ranks: each receives {received:.3g} GB/s"
 
 
 def _report(what: str, errors: dict[tuple[Part, Direction], FitError]) -> str:

@@ -21,6 +21,11 @@ def ms_per_byte(gigabytes_per_second: float) -> float:
     return 1.0 / (gigabytes_per_second * _BYTES_PER_MS_AND_GIGABYTE)
 
 
+def gigabytes_per_second(ms_per_byte: float) -> float:
+    """The bandwidth at which a byte takes so long."""
+    return 1.0 / (ms_per_byte * _BYTES_PER_MS_AND_GIGABYTE)
+
+
 def received_bytes(tokens: float, width: int, bytes_per_token: float) -> float:
     """Bytes that each of ``width`` ranks receives of a row of so many tokens, gathering it once."""
     return tokens * bytes_per_token * (width - 1) / width

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the model that training's flags describe, part by part, on this machine.
 
-One process measures one rank's share of one layer, of the embedding and of the head.
-Communication between ranks is not in the table; calibration adds it while training runs.
+One process measures one rank's share of one layer, of the embedding and of the head. Where
+profiling is started on several ranks, what it takes that they share a row is measured as well.
+Other communication is not in the table; calibration adds it while training runs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import io
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 
 from sparsebalance_megatron import __version__
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
-from sparsebalance_megatron.cost.table import CostRow, CostTable, RunIdentity
+from sparsebalance_megatron.cost.table import CostRow, CostTable, ExchangeRow, RunIdentity
 from sparsebalance_megatron.megatron.arguments import early_flags
 from sparsebalance_megatron.plan.coverage import budget_grid
 from sparsebalance_megatron.profiling.cells import Cell, Thoroughness, measure, plan_cells
@@ -54,6 +55,8 @@ _ONE_RANK: dict[str, Any] = {
     "recompute_granularity": None,
     "recompute_method": None,
     "recompute_num_layers": None,
+    "rank": 0,
+    "world_size": 1,
     "save": None,
     "load": None,
     "tensorboard_dir": None,
@@ -68,13 +71,21 @@ def profile(
     thoroughness: Thoroughness,
     threads: int,
     progress: Callable[[list[Cell]], Any],
-) -> CostTable:
+) -> CostTable | None:
     """Measure the model that training's flags describe. Once per process.
+
+    Under torchrun with several ranks all of them measure the exchange, then the first one the rest.
 
     Args:
         flags: Megatron's and this plugin's flags.
         threads: host threads in use; recorded in the table.
         progress: wraps the list of cells in an iterator, and may draw a bar.
+
+    Returns:
+        The table; None on all ranks but the first.
+
+    Raises:
+        ConfigError: the flags cannot be profiled, or not on so many ranks.
     """
     _, device_type = early_flags(flags)
     if device_type == "cpu":
@@ -85,12 +96,15 @@ def profile(
     from sparsebalance_megatron.megatron.core_attention import AttentionOptions
     from sparsebalance_megatron.profiling.model import ProfiledModel
 
+    clock: Clock = HostClock() if device_type == "cpu" else CudaEventClock()
     with redirect_stdout(io.StringIO()):
-        args, config, identity = _read_flags(flags, device_type)
+        args, config, identity, launched = _read_flags(flags, device_type)
+        exchanges = _exchanges(args, config, launched, device_type, thoroughness, clock)
+        if launched.rank > 0:
+            return None
         grid = budget_grid(-(-args.seq_length // config.block_size))
         options = AttentionOptions.from_config(config, grid)
         model = ProfiledModel(args, options, torch.device(device_type))
-    clock: Clock = HostClock() if device_type == "cpu" else CudaEventClock()
     rows: list[CostRow] = []
     for cell in progress(plan_cells(args.seq_length, config, thoroughness)):
         for part in cell.parts:
@@ -106,12 +120,51 @@ def profile(
         date=datetime.now(UTC).date().isoformat(),
         threads=threads,
         rows=tuple(rows),
+        exchanges=exchanges,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Launched:
+    """This process among those that profiling was started as."""
+
+    rank: int
+    local_rank: int
+    ranks: int
+
+
+def _exchanges(
+    args: argparse.Namespace,
+    config: SparseBalanceConfig,
+    launched: _Launched,
+    device_type: str,
+    thoroughness: Thoroughness,
+    clock: Clock,
+) -> tuple[ExchangeRow, ...]:
+    """None for a process by itself."""
+    if launched.ranks == 1:
+        return ()
+    from sparsebalance_megatron.megatron.settings import RANKS_PER_NODE
+    from sparsebalance_megatron.profiling.exchange import measured_exchanges
+
+    on_cpu = device_type == "cpu"
+    if not on_cpu:
+        torch.cuda.set_device(launched.local_rank)
+    return measured_exchanges(
+        args,
+        launched.ranks,
+        exchange=config.exchange,
+        block_size=config.block_size,
+        ranks_per_node=RANKS_PER_NODE if on_cpu else torch.cuda.device_count(),
+        device=torch.device(device_type),
+        thoroughness=thoroughness,
+        clock=clock,
     )
 
 
 def _read_flags(
     flags: Sequence[str], device_type: str
-) -> tuple[argparse.Namespace, SparseBalanceConfig, RunIdentity]:
+) -> tuple[argparse.Namespace, SparseBalanceConfig, RunIdentity, _Launched]:
     """Megatron's arguments of one rank's share, and what the table will be valid for."""
     from megatron.training.arguments import core_transformer_config_from_args, validate_args
     from megatron.training.global_vars import set_global_variables
@@ -124,6 +177,7 @@ def _read_flags(
     config = config_from_args(args)
     ranks = args.tensor_model_parallel_size
     _check_profilable(args)
+    launched = _Launched(rank=args.rank, local_rank=args.local_rank, ranks=args.world_size)
     for name in _ONE_RANK.keys() & vars(args).keys():
         setattr(args, name, _ONE_RANK[name])
     args.make_vocab_size_divisible_by *= ranks
@@ -134,7 +188,7 @@ def _read_flags(
     identity = run_identity(shape, dtype, config, device_type)
     identity = replace(identity, shape=replace(identity.shape, tensor_parallel_size=ranks))
     _cut_to_share(args, ranks)
-    return args, config, identity
+    return args, config, identity, launched
 
 
 def _check_profilable(args: argparse.Namespace) -> None:
@@ -145,6 +199,11 @@ def _check_profilable(args: argparse.Namespace) -> None:
             isinstance(getattr(args, "moe_layer_freq", 1), list),
             f"--moe-layer-freq {getattr(args, 'moe_layer_freq', 1)}",
             "the cost model knows one kind of layer; use layers that are alike",
+        ),
+        (
+            args.world_size > 1 and args.world_size % 2,
+            f"{args.world_size} ranks",
+            "rows are shared by 2, 4, ... of them; start it on an even number, or on one",
         ),
     ):
         if found:

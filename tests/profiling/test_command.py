@@ -10,7 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import MODEL_FLAGS, TRAINING_FLAGS, run_program
+from forked_ranks import run_alone
+from harness import (
+    MODEL_FLAGS,
+    TIMEOUT_S,
+    TRAINING_FLAGS,
+    python_environment,
+    run_program,
+    run_training,
+)
 
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.features import features
@@ -32,11 +40,12 @@ BALANCE_FLAGS = (
     "--sparse-balance",
     *("--sparse-balance-block-size", str(BLOCK_SIZE), "--sparse-balance-base-budget", "4"),
 )
+PROFILE = ("-m", "sparsebalance_megatron.cli", "profile", "--quick", "-o")
 IDENTITY = RunIdentity(
     device="cpu",
     dtype="float32",
     block_size=BLOCK_SIZE,
-    selection="query-block-lookahead",
+    selection="token-kv-head",
     shape=ModelShape(
         hidden_size=64,
         ffn_hidden_size=128,
@@ -52,8 +61,7 @@ IDENTITY = RunIdentity(
 
 def run_profile(output: Path, flags: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """The command as a user runs it, on a machine without a GPU."""
-    command = ("-m", "sparsebalance_megatron.cli", "profile", "--quick", "-o", str(output))
-    return run_program((*command, "--", *flags), output.parents[1])
+    return run_program((*PROFILE, str(output), "--", *flags), output.parents[1])
 
 
 def test_a_tiny_model_gives_a_table_that_fits_and_predicts(tmp_path: Path) -> None:
@@ -66,7 +74,7 @@ def test_a_tiny_model_gives_a_table_that_fits_and_predicts(tmp_path: Path) -> No
 
     table = CostTable.load(output)
     table.check_matches(IDENTITY)
-    assert table.threads == 1
+    assert (table.threads, table.exchanges) == (1, ())
     assert set(table.versions) == {"sparsebalance-megatron", "megatron-core", "torch"}
     model = CostModel.fit(table)
     short, long = (features([tokens], 4, BLOCK_SIZE, model.work) for tokens in (64, 4096))
@@ -93,6 +101,43 @@ def test_parallel_flags_give_one_ranks_share(tmp_path: Path) -> None:
     shape = replace(IDENTITY.shape, tensor_parallel_size=2)
     CostTable.load(output).check_matches(replace(IDENTITY, dtype="bfloat16", shape=shape))
     assert [entry.name for entry in tmp_path.iterdir()] == ["table.json"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("exchange", ["all-gather", "ring"])
+def test_two_ranks_measure_what_sharing_a_row_takes(exchange: str, tmp_path: Path) -> None:
+    output = tmp_path / "table.json"
+    run = run_training(
+        2,
+        [*MODEL_FLAGS, *BALANCE_FLAGS, "--sparse-balance-exchange", exchange],
+        program=(*PROFILE, str(output), "--"),
+    ).require_success()
+    table = CostTable.load(output)
+    kv_bytes, gradient_bytes = 2 * 2 * 16 * 4, 2 * 2 * 16 * 4
+    # Each rank receives half of a row of 64 tokens, then of one of 256.
+    assert [(row.width, row.received_bytes) for row in table.exchanges] == [
+        (2, tokens * received // 2)
+        for tokens in (64, 256)
+        for received in (kv_bytes, kv_bytes + gradient_bytes)
+    ]
+    assert {row.repeats for row in table.exchanges} == {QUICK.most_repeats}
+    model = CostModel.fit(table)
+    per_byte = [row.ms_median / row.received_bytes for row in table.exchanges]
+    assert min(per_byte) * (1 - 1e-5) <= model.exchange.ms_per_byte <= max(per_byte) * (1 + 1e-5)
+    # One rank says it, and measures the model besides.
+    assert run.output.count("rows shared by 2 ranks: each receives ") == 1
+    assert {row.part for row in table.rows} == set(Part)
+
+
+def test_ranks_that_cannot_share_rows_are_refused(tmp_path: Path) -> None:
+    process = run_alone(
+        [*PROFILE, str(tmp_path / "table.json"), "--", *MODEL_FLAGS, *BALANCE_FLAGS],
+        environment=python_environment() | {"RANK": "0", "WORLD_SIZE": "3"},
+        folder=tmp_path,
+        timeout_s=TIMEOUT_S,
+    )
+    assert process.returncode == 2
+    assert "sparse-balance profile with 3 ranks: rows are shared by 2, 4" in process.stderr
 
 
 @pytest.mark.parametrize(
