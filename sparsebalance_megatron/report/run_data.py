@@ -67,7 +67,9 @@ class Evidence:
 
     def predicted(self, iteration: int) -> Timeline | None:
         times = self.times.get(iteration)
-        return None if times is None else predicted_timeline(times)
+        if times is None:
+            return None
+        return predicted_timeline(times, self.ranks.steps.get(iteration, {}))
 
     def measured(self, iteration: int) -> Timeline | None:
         return measured_timeline(

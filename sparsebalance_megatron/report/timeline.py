@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparsebalance_megatron.plan.schedules.simulator import simulate
+from sparsebalance_megatron.plan.schedules.simulator import simulate, simulate_together
 from sparsebalance_megatron.plan.step_plan import PlanError
 from sparsebalance_megatron.telemetry.rank_record import Place, RankStep
 from sparsebalance_megatron.telemetry.step_record import MicroBatchTimes
@@ -67,11 +67,15 @@ class Timeline:
         return sum(bar.ms for bar in self.bars) / available_ms if available_ms else 1.0
 
 
-def predicted_timeline(times: MicroBatchTimes) -> Timeline | None:
-    """The schedule simulated with predicted times; None where a log holds totals only."""
+def predicted_timeline(times: MicroBatchTimes, ranks: Mapping[Place, RankStep]) -> Timeline | None:
+    """The schedule simulated with predicted times; None where a log holds totals only.
+
+    Args:
+        ranks: what ranks logged of this step, for the rows that they shared.
+    """
     if times.predicted_2RPVM is None:
         return None
-    return _simulated(times.predicted_2RPVM, PREDICTED)
+    return _simulated(times.predicted_2RPVM, PREDICTED, ranks)
 
 
 def measured_timeline(
@@ -93,13 +97,20 @@ def measured_timeline(
         return _measured(ranks, expected)
     if times is None:
         return None
-    return _simulated(times.measured_2RPVM, SIMULATED)
+    return _simulated(times.measured_2RPVM, SIMULATED, ranks)
 
 
-def _simulated(times_2RPVM: np.ndarray, source: str) -> Timeline | None:
+def _simulated(
+    times_2RPVM: np.ndarray, source: str, ranks: Mapping[Place, RankStep]
+) -> Timeline | None:
     """None where a time is missing or negative."""
+    widths_RM = _widths(times_2RPVM, ranks)
     try:
-        traces = [simulate(times_2PVM) for times_2PVM in times_2RPVM.swapaxes(0, 1)]
+        if widths_RM.max() > 1:
+            events_R = simulate_together(times_2RPVM, widths_RM)
+        else:
+            by_rank = times_2RPVM.swapaxes(0, 1)
+            events_R = tuple(simulate(times_2PVM).events for times_2PVM in by_rank)
     except PlanError:
         return None
     return Timeline(
@@ -112,11 +123,27 @@ def _simulated(times_2RPVM: np.ndarray, source: str) -> Timeline | None:
                 start_ms=event.start_ms,
                 end_ms=event.end_ms,
             )
-            for rank, trace in enumerate(traces)
-            for event in trace.events
+            for rank, events in enumerate(events_R)
+            for event in events
         ),
         source=source,
     )
+
+
+def _widths(times_2RPVM: np.ndarray, ranks: Mapping[Place, RankStep]) -> np.ndarray:
+    """[R, M] ranks of the row that each had a share of; 1 where none of them logged it.
+
+    What a damaged log holds of groups that cannot be, or of other ranks, is left out.
+    """
+    count, positions = times_2RPVM.shape[1], times_2RPVM.shape[-1]
+    widths_RM = np.ones((count, positions), dtype=np.int64)
+    for (rank, _), step in ranks.items():
+        for held in step.micro_batches:
+            first, width = rank - held.member, held.width
+            possible = 0 < width <= count - first and width & (width - 1) == 0
+            if possible and first >= 0 and first % width == 0 and held.position < positions:
+                widths_RM[first : first + width, held.position] = width
+    return widths_RM
 
 
 def _measured(ranks: Mapping[Place, RankStep], expected: Iterable[Place]) -> Timeline:

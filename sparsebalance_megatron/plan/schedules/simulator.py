@@ -138,9 +138,8 @@ def simulate(times_2PVM: np.ndarray, schedule: Schedule = megatron_order) -> Pip
         raise PlanError(
             f"times have shape {times_2PVM.shape}, expected [2, stages, chunks, micro-batches]"
         )
-    if not np.isfinite(times_2PVM).all() or times_2PVM.min(initial=0.0) < 0:
-        raise PlanError("a time of the pipeline is negative or not finite")
     times_2XPVM = times_2PVM[:, None]
+    _check_times(times_2XPVM)
     graph = _graph(schedule, *_sizes(times_2XPVM))
     end_O = _finish_OX(graph, _durations_OX(graph, times_2XPVM))[:, 0]
     start_O = np.max([end_O[waited_O] for waited_O in (graph.before_O, *graph.inputs)], axis=0)
@@ -148,15 +147,7 @@ def simulate(times_2PVM: np.ndarray, schedule: Schedule = megatron_order) -> Pip
     busy_ms = _work_XPVM(times_2XPVM)[0].sum(axis=(1, 2))
 
     def event(number: int) -> Event:
-        stage, operation = graph.operations[number]
-        return Event(
-            stage=stage,
-            direction=operation.direction,
-            chunk=operation.chunk,
-            micro_batch=operation.micro_batch,
-            start_ms=float(start_O[number]),
-            end_ms=float(end_O[number]),
-        )
+        return _event(graph, number, start_O[number], end_O[number])
 
     return PipelineTrace(
         makespan_ms=makespan_ms,
@@ -165,6 +156,39 @@ def simulate(times_2PVM: np.ndarray, schedule: Schedule = megatron_order) -> Pip
         bubble_ms=tuple((makespan_ms - busy_ms).tolist()),
         critical_path=tuple(event(number) for number in _critical(graph, start_O, end_O)),
     )
+
+
+def simulate_together(
+    times_2RPVM: np.ndarray, widths_RM: np.ndarray, schedule: Schedule = megatron_order
+) -> tuple[tuple[Event, ...], ...]:
+    """All events of every rank, where the ranks that share a slot begin its operations together.
+
+    Args:
+        times_2RPVM: on every rank by itself; an operation ends on each when it has taken so long.
+        widths_RM: of the slot that each rank takes part in.
+
+    Raises:
+        PlanError: as :func:`simulate`.
+    """
+    _check_times(times_2RPVM)
+    graph = _graph(schedule, *_sizes(times_2RPVM))
+    members = _members(graph, widths_RM)
+    durations_OX = _durations_OX(graph, times_2RPVM[:, members.order])
+    end_OX = _finish_OX(graph, durations_OX.copy(), members)
+    start_OX = end_OX - durations_OX
+    column_R = np.argsort(members.order)
+    return tuple(
+        tuple(
+            _event(graph, number, start_OX[number, column], end_OX[number, column])
+            for number in np.concatenate(graph.by_stage).tolist()
+        )
+        for column in column_R.tolist()
+    )
+
+
+def _check_times(times_2XPVM: np.ndarray) -> None:
+    if not np.isfinite(times_2XPVM).all() or times_2XPVM.min(initial=0.0) < 0:
+        raise PlanError("a time of the pipeline is negative or not finite")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +208,18 @@ class _Graph:
     waves: tuple[int, ...]
     by_stage: tuple[np.ndarray, ...]
     operations: tuple[StageOperation, ...]
+
+
+def _event(graph: _Graph, number: int, start_ms: float, end_ms: float) -> Event:
+    stage, operation = graph.operations[number]
+    return Event(
+        stage=stage,
+        direction=operation.direction,
+        chunk=operation.chunk,
+        micro_batch=operation.micro_batch,
+        start_ms=float(start_ms),
+        end_ms=float(end_ms),
+    )
 
 
 @lru_cache(maxsize=32)
