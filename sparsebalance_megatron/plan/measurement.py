@@ -2,16 +2,19 @@
 """What was measured of a step: on one rank, and, reduced over ranks, on all of them alike.
 
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
-U length buckets, K budgets of the grid.
+U length buckets, K budgets of the grid, W members of a shared slot.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
+
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
 DIRECTIONS = ("forward", "backward")
 """Of a pass through the model; also the order of an axis of two."""
@@ -144,7 +147,7 @@ class StepMeasurement:
     """What happened in one step, identical on every rank. Times in ms, NaN where unmeasured."""
 
     times_2RPVM: np.ndarray
-    """Forward and backward of every micro-batch on every chunk."""
+    """Forward and backward of every micro-batch on every chunk, as each rank measured them."""
     schedule_ms: np.ndarray
     """[R, P] from the start of the step to the stage's last backward."""
     coverage: CoverageTotals
@@ -154,3 +157,24 @@ class StepMeasurement:
     """World ranks that executed another plan than rank 0."""
     recompute: RecomputeTotals = field(default=RecomputeTotals())
     sources: SourceTotals | None = None
+
+    def without_waiting(self, slots: Iterable[MicroBatchPlan]) -> StepMeasurement:
+        """The same step with what ranks waited for one another inside shared slots taken out.
+
+        A rank that comes first to a shared slot waits inside attention for the last to come, which
+        waits for nobody and from then on computes in step with the others. So each operation of
+        the slot takes, on all of its ranks, what it took on the rank that took least. Waiting would
+        otherwise look like computation, and a rank with little to do before like a slow device.
+
+        Args:
+            slots: of the step's plan.
+        """
+        shared = [slot for slot in slots if slot.width > 1]
+        if not shared:
+            return self
+        times_2RPVM = self.times_2RPVM.copy()
+        for slot in shared:
+            ranks = slice(slot.rank, slot.rank + slot.width)
+            of_members_2WPV = times_2RPVM[:, ranks, :, :, slot.position]
+            of_members_2WPV[:] = np.fmin.reduce(of_members_2WPV, axis=1, keepdims=True)
+        return replace(self, times_2RPVM=times_2RPVM)

@@ -157,7 +157,7 @@ class StepMonitor:
                 else None,
                 recompute=self._recompute_totals(),
                 digest=planned.plan.digest(),
-            )
+            ).without_waiting(planned.plan.slots)
             self._stop_on_mismatch(measured)
             self._scheduler.finish_step(self._step, measured)
             self._after_step()
