@@ -81,22 +81,21 @@ def run_pipeline(forward, backward, schedule):
 
 
 def _input_time(times, stages, chunks, p, kind, c, m):
+    source = input_of(stages, chunks, p, kind, c, m)
+    if source is None:
+        return 0.0
+    return times[source][1] if source in times else None
+
+
+def input_of(stages, chunks, p, kind, c, m):
+    """The operation that another one needs the output of; None for the first forward."""
     if kind == "F":
         if p > 0:
-            source = (p - 1, "F", c, m)
-        elif c > 0:
-            source = (stages - 1, "F", c - 1, m)
-        else:
-            return 0.0
-    elif p < stages - 1:
-        source = (p + 1, "B", c, m)
-    elif c < chunks - 1:
-        source = (0, "B", c + 1, m)
-    else:
-        source = (p, "F", c, m)
-    if source not in times:
-        return None
-    return times[source][1]
+            return (p - 1, "F", c, m)
+        return (stages - 1, "F", c - 1, m) if c > 0 else None
+    if p < stages - 1:
+        return (p + 1, "B", c, m)
+    return (0, "B", c + 1, m) if c < chunks - 1 else (p, "F", c, m)
 
 
 def makespan(forward, backward, schedule):
