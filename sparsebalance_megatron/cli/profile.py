@@ -15,7 +15,6 @@ from sparsebalance_megatron.cli.output import (
     writing,
 )
 from sparsebalance_megatron.config import ConfigError
-from sparsebalance_megatron.cost.exchange import gigabytes_per_second
 
 if TYPE_CHECKING:
     from sparsebalance_megatron.cost.model import CostModel, FitError
