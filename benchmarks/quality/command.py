@@ -66,6 +66,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write or update the table")
     add("--arms", nargs="+", choices=list(ARMS), metavar="ARM", help=", ".join(ARMS))
     add("--tasks", nargs="+", choices=tasks, help=f"default: {' '.join(DEFAULT_TASKS)}")
+    add("--finished", action="store_true", help="table of what has finished; trains nothing")
     add("--seeds", nargs="+", type=int, help="default: 0 1 2")
     add("--steps", type=int, help="of every run; default: what each model needs")
     add("--directory", type=Path, help="keeps data and finished runs; default: a temporary one")
@@ -90,6 +91,8 @@ def run_all(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     for number, spec in enumerate(specs):
         found = load(spec)
         what = f"[{number + 1}/{len(specs)}] {spec.study_name} {spec.arm_name} seed {spec.seed}"
+        if found is None and options.finished:
+            continue
         if found is None:
             began_s = time.monotonic()
             study = spec.study
