@@ -105,6 +105,10 @@ class VerticalSlash(BlockTopK):
         """One per probe, query head and key."""
         return min(self.probe_tokens, block_size) * heads * block_size
 
+    def column_blocks(self, budget_blocks: int) -> int:
+        """How many of a budget's blocks are spent on columns."""
+        return (budget_blocks + 1) // 4
+
 
 _BY_QUERY_BLOCK = BlockTopK(per_token=False, per_query_head=False)
 _VERTICAL_SLASH = VerticalSlash(per_token=False, per_query_head=False, probe_tokens=16)
@@ -140,8 +144,11 @@ def selected_blocks_per_token(
     """Entries that the lists of selected blocks have per token and layer, of all heads.
 
     One list of ``budget_blocks`` for every KV head, or every query head where those select, and
-    for every token, or every block of ``block_size`` tokens.
+    for every token, or every block of ``block_size`` tokens; with columns, one entry each.
     """
     work = work_model_named(selection)
+    if isinstance(work, VerticalSlash):
+        columns_blocks = work.column_blocks(budget_blocks)
+        return groups * (budget_blocks / block_size + columns_blocks)
     # A list is made from one row of scores.
     return work.scores_per_visible_pair(heads, groups, block_size) / block_size * budget_blocks

@@ -100,7 +100,8 @@ class KeptAttention:
             if kept is not None
             for x in (
                 *(kept.out_THD, kept.lse_TH),
-                *(kept.selection.indices_QCK, kept.selection.counts_QC),
+                # Own blocks belong to the layout.
+                *(x for x in kept.selection.tensors() if x is not kept.selection.own_block_N),
             )
         )
 

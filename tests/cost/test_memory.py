@@ -163,6 +163,8 @@ def test_recomputation_of_all_holds_one_whole_layer() -> None:
         ("token-kv-head", 2 * 32),
         ("token-query-head", 8 * 32),
         ("previous-block", 2 * 32 / 128),
+        # A quarter of the budget in columns, each token with an entry.
+        ("vertical-slash", 2 * (32 / 128 + 8)),
     ],
 )
 def test_entries_of_lists(selection: Any, expected: float) -> None:

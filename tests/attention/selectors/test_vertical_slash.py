@@ -24,7 +24,10 @@ from sparsebalance_megatron.attention.row_pair import RowPair
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row, vertical_slash
 from sparsebalance_megatron.attention.selectors.vertical_slash import VerticalSlash
-from sparsebalance_megatron.attention.selectors.vertical_slash_ranking import VerticalSlashRanking
+from sparsebalance_megatron.attention.selectors.vertical_slash_ranking import (
+    VerticalSlashRanking,
+    column_blocks,
+)
 from sparsebalance_megatron.cost.work_model import WORK_MODELS
 
 BLOCK, SCALE = 8, 0.8
@@ -163,9 +166,11 @@ def test_a_budget_buys_the_keys_of_so_many_blocks_and_no_key_twice(
     assert pairs / (4 // group) == pytest.approx(predicted.sum(), rel=1e-6)
 
 
-def test_probes_are_those_that_the_router_is_priced_with() -> None:
+def test_the_work_model_knows_the_probes_and_the_columns() -> None:
     for name, selector in BOTH.items():
         assert SELECTORS[name] == selector
+        columns = [WORK_MODELS[name].column_blocks(budget) for budget in range(99)]
+        assert columns == [column_blocks(budget) for budget in range(99)]
         scores = WORK_MODELS[name].scores_per_visible_pair(3, 1, 64)
         assert scores == selector.probe_tokens * 3 * 64
 
