@@ -49,8 +49,7 @@ def wide_start(
             places -= width
         else:
             slots.share(sample)
-    while places:
-        places -= slots.widen(places)
+    slots.widen(places)
     return slots.arranged(costs.job)
 
 
@@ -60,10 +59,17 @@ class _Slots:
     def __init__(self, weights_S: np.ndarray, costs: StepCosts, rules: Rules) -> None:
         self.weights_S, self.rules = weights_S, rules
         self.tokens_S, self.blocks_S = costs.lengths_tokens_S, costs.blocks_S
+        # Lists: one at a time, their numbers are read much faster than those of arrays.
+        self._of_sample = list(
+            zip(*(each.tolist() for each in (weights_S, self.tokens_S, self.blocks_S)), strict=True)
+        )
         self.members: list[list[int]] = []
-        self.width_J = np.zeros(costs.job.slots, dtype=np.int64)
-        self.weight_J = np.zeros(costs.job.slots)
-        self.tokens_J, self.blocks_J = np.zeros_like(self.width_J), np.zeros_like(self.width_J)
+        self.width_J: list[int] = []
+        self.weight_J: list[float] = []
+        self.tokens_J: list[int] = []
+        self.blocks_J: list[int] = []
+        self._light: list[tuple[float, int]] = []
+        """By weight per rank; entries of before a slot got its last sample stay behind."""
 
     def least_widths(self) -> np.ndarray:
         """[S] under the cap."""
@@ -96,43 +102,73 @@ class _Slots:
 
     def open(self, sample: int, width: int) -> None:
         slot = len(self.members)
-        self.width_J[slot] = width
         self.members.append([])
+        self.width_J.append(width)
+        self.weight_J.append(0.0)
+        self.tokens_J.append(0)
+        self.blocks_J.append(0)
         self._add(sample, slot)
 
     def share(self, sample: int) -> None:
         """Put a sample where the weight per rank is least and the cap allows it."""
-        open_ = slice(len(self.members))
-        width_J = self.width_J[open_]
-        fits_J = self.tokens_J[open_] + self.tokens_S[sample] <= self.rules.cap_tokens * width_J
-        if not fits_J.any():
+        tokens, full = self._of_sample[sample][1], []
+        while self._light:
+            entry = weight, slot = heapq.heappop(self._light)
+            if weight != self._weight_per_rank(slot):  # of before another sample came
+                continue
+            cap_tokens = self.rules.cap_tokens * self.width_J[slot]
+            if self.tokens_J[slot] + tokens <= cap_tokens:
+                break
+            full.append(entry)
+        else:
             raise self.no_room(sample)
-        self._add(sample, int(np.where(fits_J, self.weight_J[open_] / width_J, np.inf).argmin()))
+        self._add(sample, slot)
+        for entry in full:
+            heapq.heappush(self._light, entry)
+
+    def _weight_per_rank(self, slot: int) -> float:
+        return self.weight_J[slot] / self.width_J[slot]
 
     def _add(self, sample: int, slot: int) -> None:
         self.members[slot].append(sample)
-        self.weight_J[slot] += self.weights_S[sample]
-        self.tokens_J[slot] += self.tokens_S[sample]
-        self.blocks_J[slot] += self.blocks_S[sample]
+        weight, tokens, blocks = self._of_sample[sample]
+        self.weight_J[slot] += weight
+        self.tokens_J[slot] += tokens
+        self.blocks_J[slot] += blocks
+        heapq.heappush(self._light, (self._weight_per_rank(slot), slot))
 
-    def widen(self, places: int) -> int:
-        """Double the slot with the most weight per rank; places it took.
+    def widen(self, places: int) -> None:
+        """Double slots until they fill so many places more, always that with most weight per rank.
 
         One with a block for every rank, if there is any: others compute padding on some.
+
+        Raises:
+            PlanError: no slot may become wider, and places are left.
         """
-        wider_J = 2 * self.width_J
-        able_J = (self.width_J > 0) & (wider_J <= self.rules.max_width) & (self.width_J <= places)
-        if not able_J.any():
-            raise PlanError(
-                f"{len(self.weights_S)} samples cannot fill every position of every rank with "
-                f"slots of up to {self.rules.max_width} ranks; raise --micro-batch-size or lower "
-                "--context-parallel-size"
-            )
-        enough_J = able_J & (self.blocks_J >= wider_J)
-        able_J = enough_J if enough_J.any() else able_J
-        slot = int(np.where(able_J, self.weight_J / np.maximum(self.width_J, 1), -1.0).argmax())
-        self.width_J[slot] *= 2
-        return int(self.width_J[slot]) // 2
+        enough: list[tuple[float, int]] = []
+        padded: list[tuple[float, int]] = []
+
+        def offer(slot: int) -> None:
+            heap = enough if self.blocks_J[slot] >= 2 * self.width_J[slot] else padded
+            heapq.heappush(heap, (-self._weight_per_rank(slot), slot))
+
+        for slot in range(len(self.members)):
+            offer(slot)
+        while places:
+            heap = enough or padded
+            if not heap:
+                raise PlanError(
+                    f"{len(self.weights_S)} samples cannot fill every position of every rank with "
+                    f"slots of up to {self.rules.max_width} ranks; raise --micro-batch-size or "
+                    "lower --context-parallel-size"
+                )
+            slot = heapq.heappop(heap)[1]
+            width = self.width_J[slot]
+            # Neither becomes possible later: places only become fewer.
+            if 2 * width <= self.rules.max_width and width <= places:
+                self.width_J[slot] = 2 * width
+                places -= width
+                offer(slot)
 
     def arranged(self, job: JobShape) -> Arrangement:
         """Widest slots first, each in the island with the least load that has room."""
@@ -143,9 +179,9 @@ class _Slots:
         widths_RM = np.ones((job.data_parallel_size, job.micro_batches), dtype=np.int64)
         used = np.zeros((islands, job.micro_batches), dtype=np.int64)
         loads = [(0.0, island) for island in range(islands)]
-        opened = len(self.members)
-        for slot in np.lexsort((-self.weight_J[:opened], -self.width_J[:opened])).tolist():
-            width, passed_over = int(self.width_J[slot]), []
+        heaviest_widest = np.lexsort((-np.array(self.weight_J), -np.array(self.width_J)))
+        for slot in heaviest_widest.tolist():
+            width, passed_over = self.width_J[slot], []
             while True:
                 load, island = heapq.heappop(loads)
                 position = int(used[island].argmin())
@@ -156,7 +192,7 @@ class _Slots:
             samples[rank][position] = tuple(sorted(self.members[slot]))
             widths_RM[rank : rank + width, position] = width
             used[island, position] += width
-            for entry in (*passed_over, (load + float(self.weight_J[slot]), island)):
+            for entry in (*passed_over, (load + self.weight_J[slot], island)):
                 heapq.heappush(loads, entry)
         return Arrangement(
             samples=tuple(tuple(rank) for rank in samples),
