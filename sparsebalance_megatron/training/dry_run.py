@@ -179,7 +179,7 @@ def _validated_args(
     # Learning rate and weight decay over time, for an optimizer without parameters.
     get_optimizer_param_scheduler(Namespace(param_groups=[]))
     unchecked = [
-        "memory, which is counted below",
+        "whether memory suffices: it is counted below, not tried",
         "processes, the network and its libraries (NCCL)",
         "attention kernels",
     ]
