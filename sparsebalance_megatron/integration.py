@@ -8,6 +8,10 @@ A trainer that calls Megatron's schedules itself begins a run (:func:`begin_run`
 with :func:`sparse_balance_layer_spec`, trains through :func:`wrap_forward_step` on
 :func:`train_data_iterator`, and says when a step has ended (:func:`on_step_end`).
 
+A host that owns its data as well asks a planner for plans (:func:`planner`), on any process, and
+begins a run on its ranks (:func:`begin_host_run`), where :func:`attach` puts a plan's budgets on
+the host's own ``PackedSeqParams``.
+
 Importing this module loads neither torch nor Megatron.
 """
 
@@ -18,19 +22,29 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sparsebalance_megatron.config import ConfigError, flag_name
 
 if TYPE_CHECKING:
+    from sparsebalance_megatron.config import SparseBalanceConfig
+    from sparsebalance_megatron.plan.host_job import HostJob
+    from sparsebalance_megatron.plan.host_planner import HostPlanner
+    from sparsebalance_megatron.plan.planned_step import PlannedStep
+    from sparsebalance_megatron.training.host_run import HostRun, begin_host_run
     from sparsebalance_megatron.training.own_loop import OwnLoopRun, begin_run
     from sparsebalance_megatron.training.training_hooks import TrainingHooks
 
 __all__ = [
+    "HostJob",
     "arguments_provider",
+    "attach",
+    "begin_host_run",
     "begin_run",
     "is_enabled",
     "on_step_end",
+    "planner",
     "sparse_balance_layer_spec",
     "train_data_iterator",
     "training_hooks",
@@ -38,13 +52,18 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """:func:`begin_run` is that of :mod:`.training.own_loop`, which loads torch and Megatron."""
-    if name == "begin_run":
-        from sparsebalance_megatron.training.own_loop import begin_run
+_ELSEWHERE = {
+    "HostJob": "plan.host_job",
+    "begin_host_run": "training.host_run",
+    "begin_run": "training.own_loop",
+}
+"""Names whose modules load numpy, or torch and Megatron: loaded when asked for."""
 
-        return begin_run
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    if name not in _ELSEWHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"sparsebalance_megatron.{_ELSEWHERE[name]}"), name)
 
 
 @contextmanager
@@ -143,8 +162,57 @@ def training_hooks(args: Namespace) -> TrainingHooks:
     return TrainingHooks(args, inputs, device)
 
 
+def planner(config: SparseBalanceConfig, job: HostJob) -> HostPlanner:
+    """What plans steps from lengths alone; loads neither torch nor Megatron.
+
+    It is an object and not a function because plans get better by what steps measured:
+    ``plan(lengths_tokens)`` is pure in its arguments and in that knowledge, which ``state_dict()``
+    and ``load_state_dict()`` carry between processes and into checkpoints. A run has one of its
+    own, ``run.planner``.
+
+    Args:
+        config: the plugin's choices.
+        job: of the host: ``run.job`` of one of its ranks, or made where there is none.
+
+    Raises:
+        ConfigError, CostTableError: naming the field or file and the remedy.
+    """
+    from sparsebalance_megatron.plan.host_planner import HostPlanner
+
+    return HostPlanner(config, job)
+
+
+def attach(
+    run: HostRun,
+    planned: PlannedStep,
+    position: int,
+    packed_seq_params: Any,
+    *,
+    vp_stage: int | None = None,
+    learn: bool = True,
+) -> Any:
+    """A copy of a micro-batch's ``PackedSeqParams`` that carries its budgets, for the model.
+
+    Called within the host's forward step, on every pipeline stage.
+
+    Args:
+        planned: the step, alike on all ranks.
+        position: of the micro-batch among those of this data-parallel rank.
+        packed_seq_params: of the host's row, in the thd layout; its samples are those of the plan's
+            slot, in that order. What follows them is padding. Their boundaries are read on the
+            host, which waits for the device where they are there.
+        vp_stage: model chunk, with virtual pipeline stages.
+        learn: whether the pass is part of a training step, measured and observed. A pass that is
+            not executes the planned budgets as they are.
+
+    Raises:
+        IntegrationError: if the row is not that of the plan, or a step was not ended.
+    """
+    return run.attach(planned, position, packed_seq_params, vp_stage=vp_stage, learn=learn)
+
+
 def sparse_balance_layer_spec(
-    run: OwnLoopRun, spec: Any = None, *, vp_stage: int | None = None
+    run: OwnLoopRun | HostRun, spec: Any = None, *, vp_stage: int | None = None
 ) -> Any:
     """The decoder's layer spec with core attention replaced; for ``GPTModel``.
 
@@ -192,7 +260,7 @@ def train_data_iterator(
     return run.train_iterator(consumed_samples, vp_stage)
 
 
-def on_step_end(run: OwnLoopRun) -> dict[str, float]:
+def on_step_end(run: OwnLoopRun | HostRun) -> dict[str, float]:
     """Learn from a training step; collective: once per step, on every rank, after the schedule.
 
     Returns:

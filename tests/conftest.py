@@ -32,6 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--damage", type=int, default=120, help="damaged copies of every file format to read"
     )
+    parser.addoption(
+        "--hosts", help="directory with checkouts of frameworks, to look up what examples touch"
+    )
     parser.addoption("--matrix", action="store_true", help="run every layout of the matrix")
     parser.addoption(
         "--outcomes",

@@ -85,7 +85,7 @@ ROOMS = {
         ),
     ),
     "pretrain_gpt.py": Room(outside=("megatron",), inside=("integration", "megatron", "training")),
-    "integration.py": Room(outside=("torch",), inside=("megatron", "training")),
+    "integration.py": Room(outside=("torch",), inside=("megatron", "plan", "training")),
     "config.py": Room(),
     "installed_selectors.py": Room(),
     "json_file.py": Room(),

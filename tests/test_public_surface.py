@@ -58,13 +58,25 @@ FLAGS: dict[str, tuple[Any, Any]] = {
 
 EXPORTS = ["SparseBalanceConfig", "__version__"]
 INTEGRATION = {
+    "HostJob": [
+        *("shape", "stage_layers", "data_parallel_size", "max_sample_tokens"),
+        *("global_batch_size", "micro_batches_multiple_of", "pad_samples_to", "recompute_all"),
+        *("recompute_attention", "frozen_weights"),
+    ],
     "arguments_provider": ["other"],
+    "attach": ["run", "planned", "position", "packed_seq_params", "vp_stage", "learn"],
+    "begin_host_run": [
+        *("config", "transformer_config", "vocab_size", "max_sample_tokens"),
+        *("global_batch_size", "pad_samples_to", "frozen_weights"),
+        *("scales_own_loss", "device"),
+    ],
     "begin_run": [
         *("config", "transformer_config", "vocab_size", "data_prefix", "seq_length"),
         *("micro_batch_size", "global_batch_size", "split", "seed", "device"),
     ],
     "is_enabled": ["args"],
     "on_step_end": ["run"],
+    "planner": ["config", "job"],
     "sparse_balance_layer_spec": ["run", "spec", "vp_stage"],
     "train_data_iterator": ["run", "consumed_samples", "vp_stage"],
     "training_hooks": ["args"],

@@ -103,6 +103,21 @@ class CostModel:
             backward_ms[part] = tuple(backward + forward for backward, forward in pairs)
         return replace(self, backward_ms=backward_ms)
 
+    def with_frozen_weights(self) -> CostModel:
+        """A model whose weights take no gradients: of low-rank adapters (LoRA), say.
+
+        Backward of a projection is two products as large as its forward, one for its input and one
+        for its weights; the second falls away, and with it half the backward of the linear parts
+        and the head, and all of the embedding's. Attention has no weights. The adapters' own
+        products are left out: they are smaller by rank over width.
+        """
+        kept = {Part.LINEAR: 0.5, Part.HEAD: 0.5, Part.EMBEDDING: 0.0}
+        backward_ms = {
+            part: tuple(kept.get(part, 1.0) * value for value in row)
+            for part, row in self.backward_ms.items()
+        }
+        return replace(self, backward_ms=backward_ms)
+
     def with_bandwidth(self, gigabytes_per_second: float) -> CostModel:
         """A model whose exchange runs at a bandwidth that a rank receives with."""
         exchange = replace(self.exchange, ms_per_byte=ms_per_byte(gigabytes_per_second))

@@ -238,6 +238,8 @@ class BudgetedCoreAttention(MegatronModule):
     ) -> Tensor:
         """Raise budgets that would lose too much coverage, by this micro-batch's own scores.
 
+        Pinned ones stay: another pass over the same sample executes them too.
+
         Returns the budgets [S] to execute; what was seen goes into the context's observations.
         """
         options = self._options
@@ -248,6 +250,9 @@ class BudgetedCoreAttention(MegatronModule):
             base_budget=options.base_budget,
             threshold=options.coverage_threshold,
         )
+        if context.pinned_S is not None:
+            guarded_S = torch.where(context.pinned_S, budgets_S, guarded_S)
+            grown_S = grown_S & ~context.pinned_S
         seen_SK = coverage_at(
             curves_SK, torch.cat((self._grid_and_base_on(curves_SK), guarded_S[:, None]), dim=1)
         )

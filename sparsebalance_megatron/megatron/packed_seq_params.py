@@ -66,6 +66,7 @@ class MicroBatchContext:
     ``budgets_LS`` lives on the device, ``max_budgets`` holds each layer's largest on the host.
     ``observations`` is keyed by layer, so that a recomputed pass overwrites what it repeats.
     ``step`` is the training step, -1 outside of one. ``recompute`` counts what recomputation did.
+    ``pinned_S``: bool on the device, whose budgets no guard may raise; None where all may be.
     """
 
     layout: PackedLayout
@@ -74,6 +75,7 @@ class MicroBatchContext:
     observe: bool
     step: int = -1
     shared: SharedRow | None = None
+    pinned_S: Tensor | None = None
     observations: dict[int, CoverageObservation] = field(default_factory=dict)
     recompute: RecomputeCounts = field(default_factory=RecomputeCounts)
 
@@ -112,6 +114,7 @@ def micro_batch_context(
     padding = len(cu_seqlens) - 1 - len(plan.samples)
     if padding:
         budgets_LS = torch.nn.functional.pad(budgets_LS, (0, padding), value=1)
+    pinned_S = torch.tensor((*plan.pinned, *[False] * padding)) if plan.pinned else None
     shared = None if share is None else _shared_row(share, device)
     return MicroBatchContext(
         layout=packed_layout(cu_seqlens, block_size, device)
@@ -122,6 +125,7 @@ def micro_batch_context(
         observe=observe,
         step=step,
         shared=shared,
+        pinned_S=None if pinned_S is None else copied_to(pinned_S, device),
     )
 
 

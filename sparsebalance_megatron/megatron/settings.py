@@ -15,6 +15,7 @@ from sparsebalance_megatron.cost.table import ModelShape, RunIdentity
 from sparsebalance_megatron.megatron import cpu
 from sparsebalance_megatron.megatron.compat import batch_size_schedule, stage_layers
 from sparsebalance_megatron.plan.batch_sizes import BatchSizes
+from sparsebalance_megatron.plan.host_job import HostJob
 
 RANKS_PER_NODE = 8
 """Where no GPU is, which is in tests and dry runs."""
@@ -143,6 +144,26 @@ def model_shape(transformer_config: Any, vocab_size: int) -> ModelShape:
         vocab_size=vocab_size,
         gated_linear_unit=transformer_config.gated_linear_unit,
         tensor_parallel_size=transformer_config.tensor_model_parallel_size,
+    )
+
+
+def host_job(transformer_config: Any, *, vocab_size: int, **others: Any) -> HostJob:
+    """The job of a host with this model; ``others`` are the fields that its config does not
+    hold.
+
+    With virtual stages Megatron's interleaved schedule takes micro-batches in groups as large as
+    the pipeline.
+    """
+    recompute = transformer_config.recompute_granularity
+    layers = stage_layers(transformer_config)
+    return HostJob(
+        shape=model_shape(transformer_config, vocab_size),
+        stage_layers=layers,
+        micro_batches_multiple_of=len(layers) if len(layers[0]) > 1 else 1,
+        recompute_all=recompute == "full",
+        recompute_attention=recompute == "selective"
+        and "core_attn" in transformer_config.recompute_modules,
+        **others,
     )
 
 

@@ -24,6 +24,7 @@ class CoverageLedger:
         global_batch_size: samples of a step; of the largest where they differ.
         mean_over: what a sample counts in the sum: 1, or its tokens over the mean of its step.
         slack: by how much mean coverage may be below that of base budgets.
+        steps: of a horizon; None is as many as plans look ahead.
 
     Attributes:
         balance: coverage owed less what was executed, over all steps; negative is saved.
@@ -34,13 +35,14 @@ class CoverageLedger:
         global_batch_size: int,
         mean_over: CoverageMeanOver = "samples",
         slack: float = 0.0,
+        steps: int | None = None,
     ) -> None:
         self.balance = 0.0
         self._mean_over = mean_over
         self._slack = slack
         self._base_mean: float | None = None
         self._samples = global_batch_size
-        self._steps = horizon_steps(global_batch_size)
+        self._steps = steps or horizon_steps(global_batch_size)
 
     def update(self, planned: PlannedStep, measured: StepMeasurement) -> None:
         """Enter a step, where any coverage was measured."""

@@ -6,7 +6,7 @@ Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,6 +40,11 @@ class PlannedStep:
     def times_2RPVM(self) -> np.ndarray:
         """Predicted forward and backward ms of every micro-batch on every chunk."""
         return self.plan.expectation.times_2RPVM
+
+    def pinned(self) -> PlannedStep:
+        """The same step with all budgets pinned: every pass over it executes them as they are."""
+        slots = tuple(replace(slot, pinned=(True,) * len(slot.samples)) for slot in self.plan.slots)
+        return replace(self, plan=replace(self.plan, slots=slots))
 
 
 class Learner(Protocol):

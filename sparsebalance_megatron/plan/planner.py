@@ -6,6 +6,8 @@ Shape legend: S samples of a global batch, L layers, R data-parallel ranks.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from sparsebalance_megatron.config import Batching
@@ -31,6 +33,8 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
     except that a balanced packing which the token cap defeats gives way to arrival order where that
     fits.
 
+    A placement that is given stays as it is, whatever its tokens, and only its budgets are chosen.
+
     Every slot is as wide as the job's context-parallel size, unless the policy lets widths be
     planned and batching is ``makespan``; then those that fit the samples are used where they give
     the shorter step. Tuning ``anchor`` has no widths to choose: the anchor is a slot's latency.
@@ -47,11 +51,18 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
         expectation=expectation(problem, arrangement, tuned),
         batching=batching,
     )
-    plan.validate(inputs.lengths_tokens, inputs.job, inputs.policy)
+    cap_tokens = inputs.policy.max_tokens_per_slot
+    if inputs.placement is not None:
+        cap_tokens = max(cap_tokens, *(slot.tokens for slot in plan.slots))
+    plan.validate(
+        inputs.lengths_tokens, inputs.job, replace(inputs.policy, max_tokens_per_slot=cap_tokens)
+    )
     return plan
 
 
 def _best_candidate(problem: StepProblem) -> tuple[Batching, Arrangement, TunedBudgets]:
+    if problem.placement is not None:
+        return "arrival", *_as_placed(problem, problem.placement)
     if not problem.policy.plans_widths:
         batching, placement, tuned = _best_of_groups(problem.of_groups)
         width = problem.job.context_parallel_size
@@ -63,6 +74,27 @@ def _best_candidate(problem: StepProblem) -> tuple[Batching, Arrangement, TunedB
     equal = Arrangement.of_groups(placement, problem.job.context_parallel_size)
     arrangement, tuned = best_widths(problem, equal)
     return batching if arrangement is equal else "makespan", arrangement, tuned
+
+
+def _as_placed(problem: StepProblem, placement: Placement) -> tuple[Arrangement, TunedBudgets]:
+    """A placement that somebody else has made, with budgets for it.
+
+    Raises:
+        PlanError: it is not one of this job, or does not hold every sample once.
+    """
+    job = problem.job
+    shape = [len(rank) for rank in placement]
+    if job.context_parallel_size > 1 or shape != [job.micro_batches] * job.data_parallel_size:
+        raise PlanError(
+            f"placement: ranks have {shape} micro-batches, the job {job.data_parallel_size} ranks "
+            f"of {job.micro_batches}, without context parallelism"
+        )
+    placed = sorted(sample for rank in placement for slot in rank for sample in slot)
+    if placed != list(range(len(problem.lengths_tokens))):
+        raise PlanError(
+            f"placement: must hold each of the {len(problem.lengths_tokens)} samples exactly once"
+        )
+    return Arrangement(samples=placement), problem.tuned(placement)
 
 
 def _best_of_groups(problem: StepProblem) -> tuple[Batching, Placement, TunedBudgets]:
@@ -149,6 +181,7 @@ def _slots(
 ) -> tuple[MicroBatchPlan, ...]:
     """Every slot on its first rank, with its budgets cut from one array of all."""
     samples = [sample for rank in arrangement.samples for slot in rank for sample in slot]
+    pinned_S = problem.budgets.pinned_S
     placed_LS = np.ascontiguousarray(budgets_LS[:, samples])
     placed_LS.flags.writeable = False
     slots = []
@@ -165,6 +198,7 @@ def _slots(
                     rank=rank,
                     position=position,
                     width=arrangement.width(rank, position),
+                    pinned=tuple(pinned_S[list(slot)].tolist()) if pinned_S.any() else (),
                 )
             )
             first += len(slot)

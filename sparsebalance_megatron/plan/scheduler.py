@@ -18,15 +18,13 @@ from typing import Any
 import numpy as np
 
 from sparsebalance_megatron.config import Calibration as CalibrationChoice
-from sparsebalance_megatron.cost.device_speed import DeviceSlowness
 from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.cost.stage_calibration import Calibration
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.batch_sizes import BatchSizes
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.coverage_ledger import CoverageLedger
+from sparsebalance_megatron.plan.learners import IDLE_LEARNERS, make_learners
 from sparsebalance_megatron.plan.measurement import StepMeasurement
-from sparsebalance_megatron.plan.planned_step import Learner, PlannedStep
+from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_costs import base_sample_ms
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanError, PlanPolicy
@@ -37,12 +35,6 @@ _PLANS_KEPT = 2
 """The step that runs and the one after it."""
 
 _STATE_VERSION = 3
-
-_IDLE_LEARNERS: Mapping[CalibrationChoice, tuple[str, ...]] = {
-    "off": ("calibration", "device_speed"),
-    "stages": ("device_speed",),
-    "measured": (),
-}
 
 
 class StateError(ValueError):
@@ -91,16 +83,9 @@ class Scheduler:
         self.job = job
         self.policy = policy
         self.coverage = coverage
-        self.calibration = Calibration(job.pipeline_stages, job.virtual_stages)
-        self._learners: dict[str, Learner] = {
-            "coverage_balance": CoverageLedger(
-                self._most_samples, policy.coverage_mean_over, policy.coverage_slack
-            ),
-            "coverage": coverage,
-            "calibration": self.calibration,
-            "device_speed": DeviceSlowness(job.data_parallel_size, job.pipeline_stages),
-        }
-        self._idle_learners = _IDLE_LEARNERS[calibrate]
+        self._learners = make_learners(job, policy, coverage, global_batch_size=self._most_samples)
+        self.calibration = self._learners["calibration"]
+        self._idle_learners = IDLE_LEARNERS[calibrate]
         self._cost = cost
         self._samples = StepSamples(
             index=index,

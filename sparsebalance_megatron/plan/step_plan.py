@@ -135,7 +135,8 @@ class MicroBatchPlan:
     ``samples``: positions in the global batch's order of arrival. ``lengths_tokens``: one per
     sample. ``budgets_LS``: KV blocks a query may read, int32, read-only, at least 1. ``position``:
     of the rank's micro-batches. ``rank``, ``width``: the row is shared by so many neighbouring
-    data-parallel ranks, of which ``rank`` is the first.
+    data-parallel ranks, of which ``rank`` is the first. ``pinned``: whether each sample's budgets
+    were given, and are executed as they are; empty where none were.
     """
 
     samples: tuple[int, ...]
@@ -144,6 +145,7 @@ class MicroBatchPlan:
     rank: int
     position: int
     width: int = 1
+    pinned: tuple[bool, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -218,12 +220,22 @@ class StepPlan:
                 of_rank[rank].append(slot)
         return tuple(RankPlan(micro_batches=tuple(slots)) for slots in of_rank)
 
+    @cached_property
+    def budgets_LS(self) -> np.ndarray:
+        """Budgets of all samples in order of arrival, int32: what a later plan may pin."""
+        samples = [sample for slot in self.slots for sample in slot.samples]
+        budgets_LS = np.empty((self.slots[0].budgets_LS.shape[0], len(samples)), dtype=np.int32)
+        budgets_LS[:, samples] = np.concatenate([slot.budgets_LS for slot in self.slots], axis=1)
+        return budgets_LS
+
     def digest(self) -> bytes:
         """32 bytes that are equal exactly when step, placement and budgets are equal."""
         digest = hashlib.sha256(f"{self.step}:{self.data_parallel_size}".encode())
         for slot in sorted(self.slots, key=attrgetter("rank", "position")):
             if slot.width > 1:
                 digest.update(f"{slot.rank}:{slot.position}:{slot.width}".encode())
+            if slot.pinned:
+                digest.update(f"pinned {slot.pinned}".encode())
             digest.update(repr(slot.budgets_LS.shape).encode())
             digest.update(np.asarray(slot.samples, dtype=np.int64).tobytes())
             digest.update(np.asarray(slot.lengths_tokens, dtype=np.int64).tobytes())

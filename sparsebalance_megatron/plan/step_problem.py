@@ -31,7 +31,9 @@ class PlanInputs:
 
     ``lengths_tokens``: of the step's samples, in order of arrival. ``coverage``, ``scales`` and
     ``owed_coverage``: what has been learnt. ``later_lengths_tokens``: of the samples of the
-    horizon's later steps.
+    horizon's later steps. ``placement``: where a host has placed the samples, [rank][position];
+    None lets the plan place them. ``pinned_LS``: budgets that are given, in whole columns; 0 lets
+    the plan choose.
 
     With the coverage target ``base``, coverage summed over this step's samples and the later ones
     exceeds that of the base budgets, less the policy's slack, by ``owed_coverage``, or may fall
@@ -47,6 +49,8 @@ class PlanInputs:
     coverage: CoverageCurves
     owed_coverage: float = 0.0
     later_lengths_tokens: tuple[int, ...] = ()
+    placement: balance.Placement | None = None
+    pinned_LS: np.ndarray | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +58,14 @@ class StepProblem:
     """A step to plan: its samples with all that they cost, and how to judge where they go.
 
     ``pricing``: of tuning ``makespan``. ``cap_tokens``: of a slot one rank of the job wide.
+    ``placement``: None where the plan is to place the samples.
     """
 
     lengths_tokens: tuple[int, ...]
     budgets: BudgetProblem
     pricing: Pricing | None
     cap_tokens: int
+    placement: balance.Placement | None = None
 
     @classmethod
     def of(cls, inputs: PlanInputs) -> StepProblem:
@@ -81,12 +87,14 @@ class StepProblem:
         tunes = policy.tuning == "makespan"
         later = inputs.later_lengths_tokens if policy.coverage_target == "base" and tunes else ()
         costs = step_costs((*inputs.lengths_tokens, *later), job, inputs.cost, inputs.scales)
-        horizon = BudgetProblem.under(policy, costs, coverage)
+        pinned_LS = _pinned(inputs.pinned_LS, job.layers, len(inputs.lengths_tokens), len(later))
+        horizon = BudgetProblem.under(policy, costs, coverage, pinned_LS)
         return cls(
             lengths_tokens=inputs.lengths_tokens,
             budgets=horizon.of(own),
             pricing=price(horizon, own, inputs.owed_coverage) if tunes else None,
             cap_tokens=policy.max_tokens_per_slot,
+            placement=inputs.placement,
         )
 
     @cached_property
@@ -174,6 +182,22 @@ class StepProblem:
 def rounded_ms(ms: float) -> float:
     """To nine digits: sums of the same times in another order are a tie."""
     return float(f"{ms:.8e}")
+
+
+def _pinned(
+    pinned_LS: np.ndarray | None, layers: int, samples: int, later: int
+) -> np.ndarray | None:
+    """Pinned budgets of the whole horizon; later samples have none."""
+    if pinned_LS is None or not pinned_LS.any():
+        return None
+    if pinned_LS.shape != (layers, samples):
+        raise PlanError(
+            f"pinned budgets have shape {pinned_LS.shape}, expected {(layers, samples)} (layers, "
+            "samples)"
+        )
+    if ((pinned_LS > 0).any(axis=0) != (pinned_LS > 0).all(axis=0)).any() or pinned_LS.min() < 0:
+        raise PlanError("pinned budgets: a sample's must be at least 1 in every layer, or 0 in all")
+    return np.pad(pinned_LS, ((0, 0), (0, later)))
 
 
 def _check_widths(job: JobShape, policy: PlanPolicy) -> None:

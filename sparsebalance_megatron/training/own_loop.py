@@ -182,7 +182,7 @@ class _LoopObserver:
     def install(self, model_config: Any) -> None:
         """Hook the config; nothing but :meth:`OwnLoopRun.end_step` ends a step."""
         if model_config.timers is None:
-            model_config.timers = _NoTimers()
+            model_config.timers = NoTimers()
         self._session.run.monitor.install(model_config, after_finalize=lambda: None)
 
     def begin_micro_batch(self, micro_batch: LocalMicroBatch, context: MicroBatchContext) -> None:
@@ -231,10 +231,10 @@ class _LoopObserver:
             )
 
 
-class _NoTimers:
+class NoTimers:
     """Timers that take no time; somebody has to be watched."""
 
-    def __call__(self, name: str, log_level: int | None = None) -> _NoTimers:
+    def __call__(self, name: str, log_level: int | None = None) -> NoTimers:
         return self
 
     def start(self, barrier: bool = False) -> None:

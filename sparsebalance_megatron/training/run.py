@@ -63,7 +63,7 @@ class Run:
         self.scheduler = scheduler
         self.record = dict(record)
         self.extra_steps = extra_steps
-        self._place = place = _rank_place()
+        self._place = place = rank_place()
         settings, job = inputs.settings, inputs.job
         self.packing = RowPacking(
             block_size=inputs.config.block_size,
@@ -85,7 +85,7 @@ class Run:
             recorder=MicroBatchRecorder(
                 HostClock() if device.type == "cpu" else CudaEventClock(),
                 virtual_stages=job.virtual_stages,
-                backward_order=partial(_backward_order, job, place.pipeline_rank),
+                backward_order=partial(backward_order, job, place.pipeline_rank),
             ),
             reducer=StepReducer(
                 job,
@@ -204,7 +204,8 @@ def _turns(flag: str | None, place: RankPlace) -> Turns | None:
     return Turns(directory, side, world_rank=place.world_rank, say=say)
 
 
-def _rank_place() -> RankPlace:
+def rank_place() -> RankPlace:
+    """Where this rank stands; once Megatron's groups exist."""
     return RankPlace(
         data_parallel_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
@@ -214,7 +215,8 @@ def _rank_place() -> RankPlace:
     )
 
 
-def _backward_order(job: JobShape, stage: int, micro_batches: int) -> list[tuple[int, int]]:
+def backward_order(job: JobShape, stage: int, micro_batches: int) -> list[tuple[int, int]]:
+    """(chunk, micro-batch) of every backward of a pipeline stage, in the schedule's order."""
     order = megatron_order(job.pipeline_stages, micro_batches, job.virtual_stages)
     return [
         (operation.chunk, operation.micro_batch)

@@ -145,6 +145,22 @@ def test_a_model_refuses_impossible_costs(planted: CostModel, bad: tuple[float, 
         replace(planted, forward_ms={**planted.forward_ms, Part.HEAD: bad})
 
 
+def test_frozen_weights_leave_one_product_of_two(identity: RunIdentity) -> None:
+    """Counted by hand: a projection's backward is as long as its forward, attention as before."""
+    model = CostModel.analytic(identity.shape, 64)
+    frozen = model.with_frozen_weights()
+    assert frozen.forward_ms == model.forward_ms
+    for part in (Part.LINEAR, Part.HEAD):
+        assert frozen.backward_ms[part] == model.forward_ms[part]
+    assert not any(frozen.backward_ms[Part.EMBEDDING])
+    for part in (Part.ATTENTION, Part.ROUTER):
+        assert frozen.backward_ms[part] == model.backward_ms[part]
+    recomputed = frozen.with_recompute(full=True, attention_only=False)
+    assert recomputed.backward_ms[Part.LINEAR] == tuple(
+        2 * value for value in model.forward_ms[Part.LINEAR]
+    )
+
+
 def test_counted_operations_of_a_layer(identity: RunIdentity) -> None:
     """2 operations per weight and token; 4 T^2 H D for dense attention over whole blocks."""
     shape = identity.shape

@@ -4,7 +4,8 @@
 A step leads from one grid budget to the next, with a price in ms and a gain in coverage. Steps are
 ranked by gain per ms on the concave envelope of the curve, so that a ranking by gain never asks for
 a later step before an earlier one.
-Samples of as many blocks have the same curves, floors and prices, so the ladder is one of sizes.
+Samples of as many blocks have the same curves, floors and prices, so the ladder is one of sizes;
+one whose budgets are pinned is a size of its own.
 
 Shape legend: S samples, L layers, K budgets of the grid, Z sizes (samples of as many blocks),
 Q price levels, I chains of steps (of a layer and sample or size).
@@ -62,7 +63,8 @@ def price_ladder(problem: BudgetProblem) -> Ladder:
     tokens count, coverage gained in a long sample is worth more.
     """
     costs, allowed = problem.costs, problem.allowed
-    blocks_Z, first_Z, size_S = np.unique(costs.blocks_S, return_index=True, return_inverse=True)
+    _, first_Z, size_S = np.unique(problem.size_S, return_index=True, return_inverse=True)
+    blocks_Z = costs.blocks_S[first_Z]
     whole = replace(costs, lengths_tokens_S=blocks_Z * costs.block_size, blocks_S=blocks_Z)
     floor_LZ = allowed.floor_LS[:, first_Z]
     steps = budget_steps(whole, problem.coverage, floor_LZ, allowed.top_LS[:, first_Z])

@@ -38,8 +38,23 @@ class BudgetRange:
         )
 
 
-def feasible_range(costs: StepCosts, coverage: CoverageCurves, policy: PlanPolicy) -> BudgetRange:
-    """Budgets that keep coverage within the policy's threshold of the base budget's."""
+def feasible_range(
+    costs: StepCosts,
+    coverage: CoverageCurves,
+    policy: PlanPolicy,
+    pinned_LS: np.ndarray | None = None,
+) -> BudgetRange:
+    """Budgets that keep coverage within the policy's threshold of the base budget's.
+
+    Pinned budgets allow no others, and stand for the base budgets of their samples.
+    """
+    if pinned_LS is not None:
+        free = feasible_range(costs, coverage, policy)
+        floor_LS, base_LS, top_LS = (
+            np.where(pinned_LS > 0, pinned_LS, limit_LS)
+            for limit_LS in (free.floor_LS, free.base_LS, free.top_LS)
+        )
+        return BudgetRange(floor_LS=floor_LS, base_LS=base_LS, top_LS=top_LS)
     base_S = np.minimum(policy.base_budget, costs.blocks_S)
     base_LS = np.broadcast_to(base_S, (coverage.layers, len(base_S)))
     if policy.tuning == "off":
@@ -58,6 +73,7 @@ class BudgetProblem:
     """Samples whose budgets are to be chosen: the policy, their costs, coverage and limits.
 
     ``weight_S``: what a sample's coverage counts in sums, 1 on average over the horizon.
+    ``pinned_S``: whose budgets are given and not to be chosen.
     """
 
     policy: PlanPolicy
@@ -65,19 +81,36 @@ class BudgetProblem:
     coverage: CoverageCurves
     allowed: BudgetRange
     weight_S: np.ndarray
+    pinned_S: np.ndarray
 
     @classmethod
-    def under(cls, policy: PlanPolicy, costs: StepCosts, coverage: CoverageCurves) -> BudgetProblem:
-        """The problem whose limits are those of the policy's coverage threshold."""
-        allowed = feasible_range(costs, coverage, policy)
+    def under(
+        cls,
+        policy: PlanPolicy,
+        costs: StepCosts,
+        coverage: CoverageCurves,
+        pinned_LS: np.ndarray | None = None,
+    ) -> BudgetProblem:
+        """The problem whose limits are those of the policy's coverage threshold.
+
+        Args:
+            pinned_LS: budgets that are given, 0 where they are to be chosen; None pins none.
+        """
+        allowed = feasible_range(costs, coverage, policy, pinned_LS)
         lengths_S = costs.lengths_tokens_S
         weight_S = (
             lengths_S / lengths_S.mean()
             if policy.coverage_mean_over == "tokens"
             else np.ones(len(lengths_S))
         )
+        pinned_S = np.zeros(len(lengths_S), bool) if pinned_LS is None else pinned_LS[0] > 0
         return cls(
-            policy=policy, costs=costs, coverage=coverage, allowed=allowed, weight_S=weight_S
+            policy=policy,
+            costs=costs,
+            coverage=coverage,
+            allowed=allowed,
+            weight_S=weight_S,
+            pinned_S=pinned_S,
         )
 
     def of(self, samples: slice) -> BudgetProblem:
@@ -87,7 +120,17 @@ class BudgetProblem:
             costs=self.costs.of(samples),
             allowed=self.allowed.of(samples),
             weight_S=self.weight_S[samples],
+            pinned_S=self.pinned_S[samples],
         )
+
+    @property
+    def size_S(self) -> np.ndarray:
+        """Equal for samples that are alike in all but their place: of as many blocks, and free.
+
+        A sample with pinned budgets is like no other.
+        """
+        own_S = self.costs.blocks_S.max() + 1 + np.arange(len(self.pinned_S))
+        return np.where(self.pinned_S, own_S, self.costs.blocks_S)
 
     def coverage_LS(self, budgets_LS: np.ndarray) -> np.ndarray:
         """Expected coverage; NaN where the curve is not known."""

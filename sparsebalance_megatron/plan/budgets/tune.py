@@ -34,7 +34,8 @@ _TARGET_HALVINGS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class TunedBudgets:
-    """``budgets_LS`` int32; where nothing was tuned it is the base budget itself.
+    """``budgets_LS`` int32; where nothing was tuned it is the base budget itself, and
+    where budgets are pinned the pinned one.
 
     ``cut_S``, ``raised_S``: some layer is below, above the base budget. ``clamped_S``: the sample
     could not follow: its micro-batch did not reach the anchor, or all its layers lie at their
@@ -75,7 +76,7 @@ def tune(
             )
         case other:
             raise PlanError(f"tuning {other!r} is not one of off, anchor, makespan")
-    same_LS = tuned_LS == allowed.base_LS
+    same_LS = (tuned_LS == allowed.base_LS) & ~problem.pinned_S
     return TunedBudgets(
         budgets_LS=np.where(same_LS, policy.base_budget, tuned_LS).astype(np.int32),
         cut_S=(tuned_LS < allowed.base_LS).any(axis=0),

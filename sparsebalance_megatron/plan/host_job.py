@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a planner must know of a host: its model, its layout and the sizes of its steps."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.table import CostTable, ModelShape, RunIdentity
+from sparsebalance_megatron.plan.step_plan import JobShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostJob:
+    """One job of a host that owns its data and its loop; plain data, alike in all its processes.
+
+    Attributes:
+        shape: the sizes that a layer's cost depends on.
+        stage_layers: [P][V][layers], global and zero-based: which layers a chunk of a pipeline
+            stage holds; one stage without chunks is ``((tuple(range(layers)),),)``.
+        data_parallel_size: ranks that hold different tokens.
+        max_sample_tokens: the longest sample.
+        global_batch_size: samples of a training step, on average.
+        micro_batches_multiple_of: what the number of micro-batches divides by; the number of
+            pipeline stages with virtual stages.
+        pad_samples_to: tokens that the host pads every sample to a multiple of, in its rows.
+        recompute_all, recompute_attention: what backward computes again (Megatron's
+            ``--recompute-granularity`` full, or selective with ``core_attn``).
+        frozen_weights: whether the model's own weights take no gradients, as beside low-rank
+            adapters (LoRA).
+    """
+
+    shape: ModelShape
+    stage_layers: tuple[tuple[tuple[int, ...], ...], ...]
+    data_parallel_size: int
+    max_sample_tokens: int
+    global_batch_size: int
+    micro_batches_multiple_of: int = 1
+    pad_samples_to: int = 1
+    recompute_all: bool = False
+    recompute_attention: bool = False
+    frozen_weights: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (
+            *("data_parallel_size", "max_sample_tokens", "global_batch_size"),
+            *("micro_batches_multiple_of", "pad_samples_to"),
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"host job: {name} {getattr(self, name)}: must be at least 1")
+
+    def padded(self, tokens: int) -> int:
+        """Tokens of a sample in a row of this host."""
+        return -(-tokens // self.pad_samples_to) * self.pad_samples_to
+
+    def layout(self, micro_batches: int) -> JobShape:
+        """The job with so many micro-batches per rank."""
+        return JobShape(
+            data_parallel_size=self.data_parallel_size,
+            micro_batches=micro_batches,
+            stage_layers=self.stage_layers,
+        )
+
+    def cost_model(self, config: SparseBalanceConfig) -> CostModel:
+        """The costs of this job: those of the configured table, else counted operations.
+
+        A table's device and dtype are not looked at: a process that only plans has neither.
+
+        Raises:
+            ConfigError, CostTableError: naming the flag or file and the remedy.
+        """
+        if config.cost_table == "auto":
+            raise ConfigError(
+                f"{flag_name('cost_table')} auto: a host's planner has nothing to measure; give a "
+                "table of `sparse-balance profile`"
+            )
+        if config.cost_table is None:
+            warnings.warn(
+                f"no {flag_name('cost_table')}: latencies are counted operations, not "
+                "measurements; plans will be worse. Run `sparse-balance profile` with this "
+                "model's flags.",
+                stacklevel=3,
+            )
+            cost = CostModel.analytic(self.shape, config.block_size, selection=config.selection)
+        else:
+            table = CostTable.load(config.cost_table)
+            table.check_matches(
+                RunIdentity(
+                    device=table.identity.device,
+                    dtype=table.identity.dtype,
+                    block_size=config.block_size,
+                    selection=config.selection,
+                    shape=self.shape,
+                )
+            )
+            cost = CostModel.fit(table)
+        if self.frozen_weights:
+            cost = cost.with_frozen_weights()
+        return cost.with_recompute(full=self.recompute_all, attention_only=self.recompute_attention)

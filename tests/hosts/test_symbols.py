@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the adapters touch stands in the frameworks' source, where a checkout is given.
+
+``pytest tests/hosts/test_symbols.py --hosts DIR`` with checkouts DIR/slime, DIR/verl,
+DIR/Megatron-Bridge, DIR/mcore-bridge and DIR/ms-swift; git's bare directories serve as well.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SYMBOLS = {
+    "slime": {
+        "slime/ray/rollout.py": (
+            "from slime.utils.dp_schedule import build_dp_schedule",
+            "partitions, micro_batch_indices, num_microbatches, global_batch_sizes = ",
+            "            self.train_parallel_config,\n            total_lengths,\n",
+            "global_batch_size=self.args.global_batch_size,",
+            'rollout_indices=data["rollout_ids"],',
+            'rollout_data["num_microbatches"] = num_microbatches',
+        ),
+        "slime/backends/megatron_utils/data.py": (
+            "self.rollout_data = rollout_data",
+            "self.micro_batch_indices = micro_batch_indices",
+            "self.offset = 0",
+            'batch["packed_seq_params"] = packed_seq_params',
+        ),
+        "slime/backends/megatron_utils/model.py": (
+            "get_batch(\n            data_iterator,",
+            '"advantages",',
+            "custom_before_train_step_hook(args, rollout_id, step_id, model, optimizer,",
+            "custom_before_log_prob_hook(args, model, store_prefix)",
+        ),
+        "slime/backends/megatron_utils/model_provider.py": (
+            "result = transformer_layer_spec(args, config, vp_stage)",
+        ),
+        "slime/backends/megatron_utils/initialize.py": ("custom_init(args)",),
+        "slime/utils/data.py": ('rollout_data["total_lengths"] = [total_lengths[i] for i in part',),
+        "slime/utils/arguments.py": ("if args.custom_config_path:",),
+    },
+    "verl": {
+        "verl/__init__.py": ('os.getenv("VERL_USE_EXTERNAL_MODULES", "")',),
+        "verl/workers/engine/base.py": ("def register(cls, model_type: str, backend:",),
+        "verl/workers/engine/utils.py": ("def prepare_micro_batches(",),
+        "verl/workers/engine/megatron/transformer_impl.py": (
+            "from ..utils import postprocess_batch_func, prepare_micro_batches",
+            "class MegatronEngineWithLMHead(MegatronEngine):",
+            "def forward_backward_batch(self, data: TensorDict, loss_function: Callable, forward_",
+            "micro_batches, indices = prepare_micro_batches(",
+            "self.engine_config.override_transformer_config}",
+            "def get_data_parallel_rank(self):",
+            "self.provider = provider",
+            "model=self.module,",
+        ),
+    },
+    "Megatron-Bridge": {
+        "src/megatron/bridge/models/gpt_provider.py": (
+            "transformer_layer_spec = transformer_layer_spec(self, vp_stage=vp_stage)",
+            "if self.attention_backend == AttnBackend.local:",
+        ),
+        "src/megatron/bridge/training/gpt_step.py": (
+            "def forward_step(\n    state: GlobalState, data_iterator: Iterable, model: GPTModel,",
+            'forward_args["packed_seq_params"] = get_packed_seq_params(',
+            "output_tensor = model(**forward_args)",
+            '"cu_seqlens_q_padded"',
+            '_LEGACY_PACKED_SEQ_DEVICE_KEYS = ("cu_seqlens",',
+        ),
+        "src/megatron/bridge/training/callbacks.py": (
+            "class Callback:",
+            "def on_train_step_end(self, context",
+            "user_state: dict",
+        ),
+    },
+    "mcore-bridge": {
+        "src/mcore_bridge/model/register.py": (
+            "class ModelLoader:",
+            "self.config = config",
+            "def get_transformer_layer_spec(self, vp_stage: Optional[int] = None):",
+        ),
+        "src/mcore_bridge/config/model_config.py": ("padded_vocab_size",),
+    },
+    "ms-swift": {
+        "swift/megatron/trainers/base.py": (
+            "def train_step(self, train_data_iterator):",
+            "data_iterator = self._replace_data_iterator(train_data_iterator)",
+            "def get_batch(self, data_iterator, vp_stage=None):",
+            "num_microbatches=args.num_microbatches,",
+            "model=self.wrapped_models,",
+        ),
+        "swift/megatron/trainers/trainer.py": (
+            "class MegatronTrainer(BaseMegatronTrainer):",
+            "data = self.get_batch(data_iterator, vp_stage)",
+            "output_tensor = model(**data)",
+            "packed_seq_params = data.get('packed_seq_params')",
+        ),
+    },
+}
+"""Framework -> file -> what stands in it."""
+
+
+@pytest.mark.parametrize("framework", SYMBOLS)
+def test_what_is_touched_exists(framework: str, request: pytest.FixtureRequest) -> None:
+    folder = request.config.getoption("--hosts")
+    if folder is None or not Path(folder, framework).exists():
+        pytest.skip(f"give --hosts DIR with a checkout DIR/{framework} to look names up in it")
+    missing = [
+        (path, text)
+        for path, texts in SYMBOLS[framework].items()
+        for text in texts
+        if text not in _source(Path(folder, framework), path)
+    ]
+    assert missing == []
+
+
+def _source(checkout: Path, path: str) -> str:
+    if (checkout / path).exists():
+        return (checkout / path).read_text("utf-8")
+    command = ["git", "-C", str(checkout), "show", f"HEAD:{path}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains with the host of docs/INTEGRATION.md on two gloo ranks; what happened goes to a JSON file.
+
+Usage: host_loop.py HOST.py OUTPUT_DIRECTORY. HOST.py holds the document's code block as it stands.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sparsebalance_megatron.megatron import cpu
+
+cpu.install()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from own_loop import (  # noqa: E402
+    Losses,
+    balance_config,
+    load_trainer,
+    pipeline,
+    transformer_config,
+)
+
+from sparsebalance_megatron import integration  # noqa: E402
+from sparsebalance_megatron.attention.selectors import SELECTORS  # noqa: E402
+
+SIZES = {"vocab_size": 256, "max_sample_tokens": 250, "global_batch_size": 8}
+DENSE = 1000
+STEPS = 4
+TUNED: dict[str, Any] = {"coverage_target": "threshold", "coverage_threshold": 0.3}
+
+
+def batches(count: int = STEPS, first: int = 0) -> list[list[torch.Tensor]]:
+    """Every step has another number of samples, of long-tailed lengths."""
+    made = []
+    for step in range(first, first + count):
+        generator = np.random.default_rng(step)
+        lengths = np.clip(generator.lognormal(np.log(40), 0.9, 8 + 2 * (step % 2)), 4, 250)
+        made.append([_tokens(generator, int(length) + 1) for length in lengths])
+    return made
+
+
+def _tokens(generator: np.random.Generator, length: int) -> torch.Tensor:
+    return torch.as_tensor((generator.random(length) ** 3 * 255).astype(np.int64))
+
+
+class ExecutedBudgets:
+    """What a selector was asked for, by the lengths of the samples, while it is in place."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+
+    def __enter__(self) -> ExecutedBudgets:
+        self._kind = type(SELECTORS["token-kv-head"])
+        self._select = self._kind.select
+
+        def select(selector: Any, ranking: Any, budgets_S: torch.Tensor) -> Any:
+            self.seen.append(budgets_S.tolist())
+            return self._select(selector, ranking, budgets_S)
+
+        self._kind.select = select
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._kind.select = self._select
+
+
+def run(host: Any, stages: int, log: Losses, some: Any, state: Any = None, **choices: Any) -> Any:
+    config = balance_config(**{"calibration": "off", **choices})
+    return host.train(transformer_config(stages), config, SIZES, some, log, state)
+
+
+def train(host: Any, stages: int) -> dict[str, Any]:
+    with pipeline(stages):
+        dense, tuned, resumed = Losses(), Losses(), Losses()
+        run(host, stages, dense, batches(2), base_budget=DENSE, tuning="off")
+        result: dict[str, Any] = {"dense": dense.values}
+        if stages == 1:
+            plain = Losses()
+            run(host, stages, plain, batches(2), base_budget=DENSE, tuning="off", batching="length")
+            result["otherwise placed"] = plain.values
+            ended, _, model = run(host, stages, tuned, batches(), **TUNED)
+            _, state, _ = run(host, stages, resumed, batches(2), **TUNED)
+            run(host, stages, resumed, batches(2, 2), state, **TUNED)
+            result |= {
+                "tuned": tuned.values,
+                "resumed": resumed.values,
+                "figures": tuned.figures,
+                "as placed": as_placed(ended),
+                "pinned": pinned_passes(host, ended, model),
+                "mistakes": mistakes(host, ended, model),
+            }
+        return result
+
+
+def pinned_passes(host: Any, ended: Any, model: Any) -> dict[str, Any]:
+    """A forward-only pass and its update, with a guard that would raise what it may."""
+    (batch,) = batches(1, 9)
+    lengths = [len(sample) - 1 for sample in batch]
+    planned = ended.planner.plan(lengths)
+    with ExecutedBudgets() as forward:
+        host.run_schedule(ended, model, planned, batch, forward_only=True)
+    update = ended.planner.plan(lengths, pinned_LS=np.ones_like(planned.plan.budgets_LS))
+    with ExecutedBudgets() as pinned:
+        host.run_schedule(ended, model, update, batch)
+    integration.on_step_end(ended)
+    rank = parallel_state.get_data_parallel_rank()
+    return {
+        "forward": forward.seen,
+        "forward planned": _by_layer(planned, rank),
+        "update": pinned.seen,
+        "update planned": _by_layer(update, rank),
+        "free after": ended.planner.plan(lengths).plan.slots[0].pinned,
+    }
+
+
+def as_placed(ended: Any) -> Any:
+    """Each rank knows its own micro-batches; the plan is that of both."""
+    rank = parallel_state.get_data_parallel_rank()
+    plan = ended.plan_as_placed([[10 + rank, 20], [30]]).plan
+    return [[slot.rank, slot.position, slot.lengths_tokens] for slot in plan.slots]
+
+
+def _by_layer(planned: Any, rank: int) -> list[list[int]]:
+    slots = planned.plan.for_rank(rank).micro_batches
+    return [layer.tolist() for slot in slots for layer in slot.budgets_LS]
+
+
+def mistakes(host: Any, ended: Any, model: Any) -> dict[str, str]:
+    """Name -> message, of everything a host can do wrong."""
+    (batch,) = batches(1)
+    planned = ended.planner.plan([len(sample) - 1 for sample in batch])
+    rank = parallel_state.get_data_parallel_rank()
+
+    def wrong_row() -> None:
+        boundaries = torch.tensor([0, 5, 9], dtype=torch.int32)
+        row = PackedSeqParams(qkv_format="thd", cu_seqlens_q=boundaries)
+        integration.attach(ended, planned, 0, row)
+
+    def half_a_step() -> None:
+        host.run_schedule(ended, model, planned, batch)
+        if rank == 1:
+            ended._seen.pop()
+        integration.on_step_end(ended)
+
+    def other_plans() -> None:
+        ended._begin_step()
+        step = planned if rank == 0 else ended.planner.plan([len(s) - 1 for s in batch], step=99)
+        host.run_schedule(ended, model, step, batch)
+        integration.on_step_end(ended)
+
+    def never_ended() -> None:
+        host.run_schedule(ended, model, ended.planner.plan([9] * 4), [batch[0][:10]] * 4)
+
+    return {
+        "wrong row": _message(wrong_row),
+        "no row": _message(lambda: integration.attach(ended, planned, 0, None)),
+        "no such micro-batch": _message(lambda: integration.attach(ended, planned, 99, None)),
+        "one rank only": _message(half_a_step),
+        "other plans": _message(other_plans),
+        "step never ended": _message(never_ended),
+        "step log": _message(lambda: run(host, 1, Losses(), (), log_dir="here")),
+        "window": _message(lambda: run(host, 1, Losses(), (), window=2)),
+    }
+
+
+def _message(mistake: Callable[[], Any]) -> str:
+    try:
+        mistake()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def main(host_path: str, output: str) -> None:
+    host = load_trainer(Path(host_path))
+    dist.init_process_group("gloo")
+    result: dict[str, Any] = {f"pp{stages}": train(host, stages) for stages in (1, 2)}
+    result["loaded"] = sorted(name for name in sys.modules if name.startswith("megatron.training"))
+    Path(output, f"rank{dist.get_rank()}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

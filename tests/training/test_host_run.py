@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The host in docs/INTEGRATION.md, run as it stands there on two ranks, and its mistakes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import PROGRAMS, REPOSITORY, run_training
+
+pytestmark = pytest.mark.distributed
+
+DOCUMENT = REPOSITORY / "docs" / "INTEGRATION.md"
+FEW_ROUNDINGS = 8 * 2.0**-23
+"""Placements and layouts differ in the order of float32 sums only."""
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The document's second Python block, as it stands."""
+    _, block = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text("utf-8"), re.M | re.S)
+    path = tmp_path_factory.mktemp("host") / "host.py"
+    path.write_text(block, "utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def ranks(host: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    output = tmp_path_factory.mktemp("output")
+    program = (str(PROGRAMS / "host_loop.py"), str(host), str(output))
+    run_training(2, (), program=program).require_success()
+    return [json.loads((output / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_the_plugins_lines_are_marked(host: Path) -> None:
+    lines = host.read_text("utf-8").splitlines()
+    marked = [line for line in lines if line.endswith("  #")]
+    named = [line for line in lines if "sparse_balance." in line or "sparsebalance" in line]
+    assert set(named) <= set(marked)
+    assert len(marked) == 14
+
+
+def test_losses_depend_neither_on_placement_nor_on_the_layout(ranks: list[dict[str, Any]]) -> None:
+    """Budgets of more blocks than any sample has: dense attention within documents."""
+    dense = ranks[0]["pp1"]["dense"]
+    assert ranks[0]["pp1"]["otherwise placed"] == pytest.approx(dense, rel=FEW_ROUNDINGS)
+    assert ranks[0]["pp2"]["dense"] == pytest.approx(dense, rel=FEW_ROUNDINGS)
+
+
+def test_budgets_are_tuned_and_ranks_agree(ranks: list[dict[str, Any]]) -> None:
+    figures = ranks[0]["pp1"]["figures"]
+    assert figures == ranks[1]["pp1"]["figures"]
+    assert figures[-1]["sparse-balance/tuned-samples"] > 0
+    assert all(0.0 < step["sparse-balance/coverage"] <= 1.0 for step in figures)
+    assert all(step["sparse-balance/imbalance"] >= 1.0 for step in figures)
+
+
+def test_a_checkpoint_goes_on_as_if_training_had_never_stopped(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["pp1"]["resumed"] == ranks[0]["pp1"]["tuned"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", ["forward", "update"])
+def test_passes_execute_the_budgets_that_are_planned(
+    rank: int, kind: str, ranks: list[dict[str, Any]]
+) -> None:
+    """Layer by layer. The update's are 1 block, which its guard would not let pass."""
+    passes = ranks[rank]["pp1"]["pinned"]
+    assert passes[kind] == passes[f"{kind} planned"]
+    assert passes["free after"] == []
+
+
+def test_a_plan_of_a_given_placement_is_that_of_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    placed = [[0, 0, [10, 20]], [0, 1, [30]], [1, 0, [11, 20]], [1, 1, [30]]]
+    assert [rank["pp1"]["as placed"] for rank in ranks] == [placed, placed]
+
+
+def test_megatron_training_is_never_loaded(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["loaded"] for rank in ranks] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("wrong row", "the row's samples have 5"),
+        ("no row", "needs PackedSeqParams in the thd layout"),
+        ("no such micro-batch", "micro-batch 99: the plan has"),
+        ("step never ended", "but on_step_end was not called for step"),
+        ("other plans", "PlanMismatchError: ranks 1 executed another plan than rank 0"),
+        ("step log", "--sparse-balance-log-dir here: not where a host owns data and loop"),
+        ("window", "--sparse-balance-window 2: a host decides which samples a step has"),
+    ],
+)
+def test_a_mistake_is_told(mistake: str, message: str, ranks: list[dict[str, Any]]) -> None:
+    assert message in ranks[0]["pp1"]["mistakes"][mistake]
+
+
+def test_a_failure_of_one_rank_fails_all_of_them(ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank["pp1"]["mistakes"]["one rank only"] for rank in ranks)
+    assert "on_step_end: ranks 1 have a problem of their own to report" in first
+    assert re.search(r"on_step_end after \d micro-batches, expected \d: attach each", second)
