@@ -7,6 +7,7 @@ K budgets, Q rows that select, C heads that select.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -102,6 +103,19 @@ def _lists(selection: Selection) -> Tensor:
     return lists_QCK.masked_fill(past_QCK, -1)
 
 
+def _everything(selection: Selection) -> Tensor:
+    """The same, with single tokens that are read besides behind the blocks."""
+    lists_QCK = _lists(selection)
+    if selection.columns is None:
+        return lists_QCK
+    columns_NGK, counts_NG = (
+        x.cpu() for x in (selection.columns.tokens_NGK, selection.columns.counts_NG)
+    )
+    past_NGK = torch.arange(columns_NGK.shape[2]) >= counts_NG[..., None]
+    columns_NGK = columns_NGK.masked_fill(past_NGK, -1).to(lists_QCK.dtype)
+    return torch.cat([lists_QCK, columns_NGK], dim=2)
+
+
 def _check_lists(selector: Selector[Any, Any], row: _Row) -> None:
     selection, curves_SK = _selected(selector, row)
     layout, lists_QCK = row.layout, _lists(selection)
@@ -128,8 +142,30 @@ def _check_lists(selector: Selector[Any, Any], row: _Row) -> None:
                     f"own block {own}, and hold at most {allowed} of it and those before it in "
                     "its document, none twice"
                 )
+    _check_columns(selection)
     assert curves_SK is not None
     _check_coverage(curves_SK.cpu(), layout)
+
+
+def _check_columns(selection: Selection) -> None:
+    if selection.columns is None:
+        return
+    layout, lists_NGK = selection.kv_layout, _lists(selection)
+    block_T, document_N = layout.block_T.cpu(), layout.document_N.cpu()
+    columns_NGK = _everything(selection)[..., lists_NGK.shape[2] :]
+    for place, head in itertools.product(*map(range, lists_NGK.shape[:2])):
+        tokens = [token for token in columns_NGK[place, head].tolist() if token >= 0]
+        read = set(lists_NGK[place, head].tolist())
+        blocks = block_T[tokens].tolist()
+        fits = len(set(tokens)) == len(tokens) and all(
+            block < place and document_N[block] == document_N[place] and block not in read
+            for block in blocks
+        )
+        if not fits:
+            raise SelectorError(
+                f"columns: row {place}, head {head} reads tokens {tokens}: must lie in past blocks "
+                "of its document that are not read whole, none twice"
+            )
 
 
 def _check_coverage(curves_SK: Tensor, layout: PackedLayout) -> None:
@@ -155,9 +191,11 @@ def _check_determinism(selector: Selector[Any, Any], row: _Row) -> None:
     again, again_SK = _selected(selector, tracked)
     unseen, _ = _selected(selector, row, observe=False)
     assert expected_SK is not None and again_SK is not None
-    if not torch.equal(_lists(again), _lists(expected)) or not torch.equal(again_SK, expected_SK):
+    if not torch.equal(_everything(again), _everything(expected)) or not torch.equal(
+        again_SK, expected_SK
+    ):
         raise SelectorError("determinism: the same row gave other lists or coverage")
-    if not torch.equal(_lists(unseen), _lists(expected)):
+    if not torch.equal(_everything(unseen), _everything(expected)):
         raise SelectorError("determinism: lists depend on whether coverage is observed")
     if again_SK.requires_grad or again.indices_QCK.requires_grad:
         raise SelectorError("determinism: results carry a gradient; use torch.no_grad")
@@ -199,7 +237,7 @@ def _check_causality(selector: Selector[Any, Any], row: _Row) -> None:
 
 def _first_moved(found: Selection, expected: Selection, among_T: Tensor) -> int | None:
     """The first token of a row whose list differs, of rows whose first token is among some."""
-    differs_Q = (_lists(found) != _lists(expected)).flatten(1).any(1)
+    differs_Q = (_everything(found) != _everything(expected)).flatten(1).any(1)
     starts = expected.query_layout.bounds_on_host
     for place in differs_Q.nonzero()[:, 0].tolist():
         token = place if expected.by_token else int(starts[place])
