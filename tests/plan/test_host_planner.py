@@ -84,7 +84,7 @@ def measurement(planned: Any, curves: Any, factor: float = 1.5) -> StepMeasureme
         ),
         lm_loss=float("nan"),
         tokens=0,
-        digest_mismatches=0,
+        differing_ranks=(),
     )
 
 
