@@ -98,6 +98,21 @@ def test_model_chunks_train_and_are_measured(
     assert all(time > 0 for time in times)
 
 
+def test_rows_on_both_ranks_train_alike(
+    one_rank: dict[str, Any], two_ranks: dict[str, Any], directory: Path
+) -> None:
+    assert two_ranks["shared"]["dense"] == pytest.approx(one_rank["plain"], rel=FEW_ROUNDINGS)
+    for rank in range(2):
+        log = (directory / "shared" / "ranks" / f"rank-0000{rank}.jsonl").read_text()
+        steps = [json.loads(line) for line in log.splitlines()[1:]]
+        held = [each for step in steps for each in step["micro_batches"]]
+        assert {each["member"] for each in held if each["width"] == 2} == {rank}
+    steps = read_steps(directory / "shared")
+    assert [step["lm_loss"] for step in steps] == pytest.approx(
+        two_ranks["shared"]["dense"], rel=FEW_ROUNDINGS
+    )
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_micro_batch_is_measured_and_budgets_are_tuned(
     layout: str, two_ranks: dict[str, Any], directory: Path

@@ -143,6 +143,22 @@ def train_twice(trainer: Any, data: dict[str, Any], stages: int, directory: Path
     return result
 
 
+def train_shared(trainer: Any, data: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Dense, with rows on both ranks where that gives the shorter step."""
+    with pipeline(1):
+        losses = Losses()
+        balance = balance_config(
+            directory / "shared",
+            base_budget=DENSE,
+            tuning="off",
+            max_context_parallel=2,
+            # Counted operations take no time beside what travels at a bandwidth of this world.
+            gigabytes_per_second=1e6,
+        )
+        trainer.train(transformer_config(), balance, data, STEPS, losses)
+    return {"dense": losses.values}
+
+
 def train_chunks(trainer: Any, data: dict[str, Any], directory: Path) -> dict[str, Any]:
     """A step of two stages with two model chunks each, without a data-parallel wrapper."""
     with pipeline(2, virtual_stages=2):
@@ -383,6 +399,7 @@ def main(trainer_path: str, data_prefix: str, output: str) -> None:
     else:
         for name, stages in (("dp2", 1), ("pp2", 2)):
             result[name] = train_twice(trainer, data, stages, directory)
+        result["shared"] = train_shared(trainer, data, directory)
         result["chunks"] = train_chunks(trainer, data, directory)
     result["loaded"] = sorted(name for name in sys.modules if name.startswith("megatron.training"))
     path = directory / f"world{dist.get_world_size()}-rank{dist.get_rank()}.json"
