@@ -31,7 +31,7 @@ from sparsebalance_megatron.training import run  # noqa: E402
 COLLECTIVES = (
     *("all_gather_into_tensor", "reduce_scatter_tensor", "batch_isend_irecv", "all_reduce"),
     *("all_gather", "all_to_all_single", "all_to_all", "broadcast", "barrier", "reduce_scatter"),
-    *("reduce", "scatter", "gather", "send", "recv", "isend", "irecv", "all_gather_object"),
+    *("reduce", "scatter", "gather", "send", "recv", "all_gather_object"),
     *("broadcast_object_list", "monitored_barrier", "gather_object", "scatter_object_list"),
 )
 
