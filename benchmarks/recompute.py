@@ -35,6 +35,7 @@ HOW = ("keep", "again")
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Measure in a world of one rank, on the CPU."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=8192, help="of the row, one document")
     parser.add_argument(
@@ -46,6 +47,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.quick:
         options.tokens, options.pairs = 1024, 2
     torch.set_num_threads(1)
+    cpu.install()
+    from sparsebalance_megatron.megatron.single_process import start_single_process
+
+    start_single_process(1234, torch.device("cpu"))
     result = {"machine": machine(), **compare(options.tokens, options.pairs)}
     text = json.dumps(result, indent=1)
     print(text)
@@ -185,14 +190,5 @@ def machine() -> dict[str, Any]:
     }
 
 
-def run_alone() -> int:
-    """:func:`main` in a world of one rank, on the CPU."""
-    cpu.install()
-    from sparsebalance_megatron.megatron.single_process import start_single_process
-
-    start_single_process(1234, torch.device("cpu"))
-    return main()
-
-
 if __name__ == "__main__":
-    sys.exit(run_alone())
+    sys.exit(main())

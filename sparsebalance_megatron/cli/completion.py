@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from sparsebalance_megatron import cli
 
 _SCRIPT = """\
-# Completes sparse-balance; `sparse-balance completion {shell}` wrote it.
+# Completes sparse-balance; `sparse-balance completion {name}` wrote it.
 {prologue}_sparse_balance() {{
     local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD - 1]}}"
     COMPREPLY=()
@@ -61,7 +61,7 @@ def script(shell: str) -> str:
     """
     parsers = {name: cli.parser_of(name) for name in cli.COMMANDS}
     return _SCRIPT.format(
-        shell=shell,
+        name=shell,
         prologue=_PROLOGUE[shell],
         commands=" ".join(cli.COMMANDS),
         choices="\n".join(_choices(parsers)),

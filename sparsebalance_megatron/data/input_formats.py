@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import importlib
+import io
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ MAX_LINE_BYTES = 2**28
 
 _COLUMNS = ("text", "messages")
 _ROWS_AT_ONCE = 256
+_READ_BYTES = 1 << 20
 _REPAIR = "copy it again"
 
 
@@ -111,8 +113,43 @@ def _lines_by_byte(path: Path, stream: BinaryIO) -> Iterator[tuple[str, bytes]]:
 def _decompressed(path: Path) -> BinaryIO:
     if path.suffix == ".gz":
         return cast(BinaryIO, gzip.open(path, "rb"))
-    stream: BinaryIO = _library("zstandard", path).open(path, "rb")
-    return stream
+    return io.BufferedReader(_ZstdStream(path.open("rb"), _library("zstandard", path)))
+
+
+class _ZstdStream(io.RawIOBase):
+    """What a file's frames hold. The library's own stream takes a file that is cut short for one
+    that ends there."""
+
+    def __init__(self, file: BinaryIO, library: Any) -> None:
+        self._file = file
+        self._new_frame = library.ZstdDecompressor().decompressobj
+        self._frame = self._new_frame()
+        self._begun = False
+        self._pending = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        while not self._pending:
+            if self._frame.eof:
+                read = self._frame.unused_data or self._file.read(_READ_BYTES)
+                self._frame, self._begun = self._new_frame(), False
+            else:
+                read = self._file.read(_READ_BYTES)
+            if not read:
+                if self._begun:
+                    raise EOFError("it ends inside a frame")
+                return 0
+            self._begun = True
+            self._pending = self._frame.decompress(read)
+        size = min(len(into), len(self._pending))
+        into[:size], self._pending = self._pending[:size], self._pending[size:]
+        return size
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def _zstd_error() -> type[Exception]:

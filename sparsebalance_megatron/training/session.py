@@ -9,7 +9,7 @@ that calls Megatron's schedules itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from os.path import commonpath
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -261,7 +261,9 @@ def _where_they_differ(first: str, second: str) -> tuple[str, str]:
     """Both texts, or of long ones what begins shortly before their first difference."""
     if max(len(first), len(second)) <= _SHOWN_CHARACTERS:
         return first, second
-    start = max(0, len(commonpath([first, second])) - _SHOWN_CHARACTERS // 2)
+    pairs = zip(first, second, strict=False)
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    start = max(0, alike - _SHOWN_CHARACTERS // 2)
     return first[start : start + _SHOWN_CHARACTERS], second[start : start + _SHOWN_CHARACTERS]
 
 

@@ -109,8 +109,8 @@ class StepReducer:
         times: StepTimes,
         observed: ObservedCoverage,
         loss_and_tokens: torch.Tensor | None,
-        recompute: torch.Tensor | None,
         digest: bytes,
+        recompute: torch.Tensor | None = None,
         by_source_X2: torch.Tensor | None = None,
     ) -> StepMeasurement:
         """Collective over the group: every rank must call it once per step.

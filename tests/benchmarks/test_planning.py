@@ -12,7 +12,9 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 COMMANDS = sorted(
-    path.name for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text("utf-8")
+    path.name
+    for path in BENCHMARKS.glob("*.py")
+    if 'if __name__ == "__main__"' in path.read_text("utf-8")
 )
 RESULTS = BENCHMARKS / "results" / "planning.json"
 

@@ -34,7 +34,9 @@ def write(path: Path) -> Path:
     elif path.suffix == ".parquet":
         arrow = pytest.importorskip("pyarrow")
         parquet = importlib.import_module("pyarrow.parquet")
-        parquet.write_table(arrow.Table.from_pylist([{"id": 7} | row for row in ROWS]), path)
+        # Columns are those of the first row.
+        rows = [{"id": 7, "text": None, "messages": None} | row for row in ROWS]
+        parquet.write_table(arrow.Table.from_pylist(rows), path)
     else:
         path.write_bytes(PLAIN)
     return path
@@ -93,3 +95,12 @@ def test_a_missing_library_is_named_with_its_remedy(
         list(RecordFiles([tmp_path / name]).records(BadRecords(skip=False)))
     assert f"need the package {package}" in str(caught.value)
     assert 'pip install "sparsebalance_megatron[data]"' in str(caught.value)
+
+
+def test_frames_of_zstandard_follow_each_other(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    path = tmp_path / "in.jsonl.zst"
+    half = len(PLAIN) // 2
+    frames = [zstandard.ZstdCompressor().compress(part) for part in (PLAIN[:half], PLAIN[half:])]
+    path.write_bytes(b"".join(frames))
+    assert len(list(RecordFiles([path]).records(BadRecords(skip=False)))) == len(ROWS)
