@@ -128,7 +128,9 @@ def _words_of_all(
             return []
         words = _collect(store, world_size, quiet_s)
         store.set(_TOLD, "")
-    except (RuntimeError, ValueError):  # of the store, where the host that serves it is gone
+    except (RuntimeError, ValueError) as error:  # the host that serves the store is gone, say
+        reason = str(error).strip().partition("\n")[0]
+        print(f"sparse balance: other ranks cannot be asked: {reason}", file=sys.stderr)
         return [word]
     return words
 

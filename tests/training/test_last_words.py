@@ -115,7 +115,9 @@ def test_a_rank_that_reaches_nobody_speaks_of_itself(capfd: pytest.CaptureFixtur
     args = Namespace(rank=1, world_size=2, save=None)
     with pytest.raises(KeyError), last_words(args, gone):
         raise KeyError("weights")
-    assert "rank 1 on" in capfd.readouterr().err
+    asked, told = capfd.readouterr().err.splitlines()
+    assert asked == "sparse balance: other ranks cannot be asked: connection refused"
+    assert "rank 1 on" in told
 
 
 def test_interruptions_need_no_words(capfd: pytest.CaptureFixture[str]) -> None:

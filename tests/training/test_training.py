@@ -124,6 +124,7 @@ def test_dense_evaluation_is_that_of_budgets_that_cover_everything(
     assert len(_evaluated(dense)) == 4
     assert _evaluated(dense) == pytest.approx(_evaluated(covering), rel=LAST_PRINTED_LOSS_DIGIT)
     differences = [abs(a - b) for a, b in zip(_evaluated(dense), _evaluated(sparse), strict=True)]
+    # Two rounded losses may differ by one last digit where nothing else does.
     assert min(differences) > 5 * LAST_PRINTED_LOSS_DIGIT * max(_evaluated(dense))
     for quantity in ("lm_loss", "predicted", "coverage", "tokens"):
         assert [step[quantity] for step in dense.steps] == [
