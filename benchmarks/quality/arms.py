@@ -26,7 +26,7 @@ class Arm:
 
     name: str
     title: str
-    selection: Granularity = "token-kv-head"
+    selection: Granularity = "token-query-head"
     batching: Batching = "makespan"
     tuning: Tuning = "off"
     anchor: Anchor = "mean"
@@ -56,23 +56,34 @@ class Arm:
         ]
 
 
+def _balanced(suffix: str, remark: str, selection: Granularity) -> tuple[Arm, ...]:
+    """A fixed budget, and three ways to change it, with one selection."""
+    ours = f"{OURS}{suffix}"
+    return (
+        Arm(name=f"{FIXED}{suffix}", title=f"{remark}fixed budget", selection=selection),
+        Arm(
+            name=f"{PAPER}{suffix}",
+            title=f"{remark}the paper: latency batching, tuned to the mean",
+            selection=selection,
+            batching="latency",
+            tuning="anchor",
+        ),
+        Arm(name=ours, title=f"{remark}ours, p = 0.1", selection=selection, tuning="makespan"),
+        Arm(
+            name=f"{RANDOM}{suffix}",
+            title=f"{remark}random: the budgets of ours, to other samples of the step",
+            selection=selection,
+            replays=ours,
+        ),
+    )
+
+
 ARMS: Mapping[str, Arm] = {
     arm.name: arm
     for arm in (
         Arm(name=DENSE, title="dense attention", dense_from=0.0),
-        Arm(name=FIXED, title="fixed budget, a token per KV head selects"),
-        Arm(
-            name=PAPER,
-            title="the paper: latency batching, tuned to the mean",
-            batching="latency",
-            tuning="anchor",
-        ),
-        Arm(name=OURS, title="ours, p = 0.1", tuning="makespan"),
-        Arm(
-            name=RANDOM,
-            title="random: the budgets of ours, to other samples of the step",
-            replays=OURS,
-        ),
+        *_balanced("", "", "token-query-head"),
+        *_balanced("-kv-head", "a token per KV head selects: ", "token-kv-head"),
         Arm(
             name="fixed-lookahead",
             title="fixed budget, the mean of a query block selects",
@@ -87,11 +98,6 @@ ARMS: Mapping[str, Arm] = {
             name="fixed-first-query",
             title="fixed budget, a block's first query selects",
             selection="first-query",
-        ),
-        Arm(
-            name="fixed-query-head",
-            title="fixed budget, a token per query head selects (MoBA)",
-            selection="token-query-head",
         ),
         Arm(
             name="ours-p0.3",
