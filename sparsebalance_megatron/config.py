@@ -12,8 +12,8 @@ Batching = Literal["arrival", "length", "latency", "makespan"]
 Tuning = Literal["off", "anchor", "makespan"]
 Anchor = Literal["mean", "min", "max"]
 Granularity = Literal[
-    "token-kv-head",
     "token-query-head",
+    "token-kv-head",
     "previous-block",
     "first-query",
     "vertical-slash",
@@ -32,6 +32,8 @@ RecomputeAttention = Literal["keep", "again"]
 Planning = Literal["ahead", "on-demand"]
 AttentionImplementation = Literal["auto", "triton", "blocks", "tokens", "reference"]
 
+
+DEFAULT_SELECTION: Granularity = "token-query-head"
 
 MAX_BLOCKS = 2**24
 """Of a budget: beyond any document, and far from where 32-bit indices of blocks overflow."""
@@ -86,9 +88,11 @@ class SparseBalanceConfig:
     base_budget: int = 32
     """KV blocks a query may read before tuning, its own block included (MoBA's top-k)."""
 
-    selection: str = field(default="token-kv-head", metadata={"argparse_meta": {"metavar": "NAME"}})
-    """Who selects: a token per KV head (token-kv-head), or a token per query head (MoBA's exact
-    semantics; token-query-head); a block of queries per KV head, by the mean of the block before it
+    selection: str = field(
+        default=DEFAULT_SELECTION, metadata={"argparse_meta": {"metavar": "NAME"}}
+    )
+    """Who selects: a token per query head (token-query-head, as MoBA does), or a token per KV head
+    (token-kv-head); a block of queries per KV head, by the mean of the block before it
     (previous-block), by its first query (first-query) or by the mean of its own queries
     (query-block-lookahead). Or queries probe for columns and diagonals of keys, per KV head: some
     of the block before (vertical-slash), or the last ones of a document for all of it

@@ -68,9 +68,9 @@ def test_a_selector_is_found_by_its_name(packages: Path) -> None:
 
 
 def test_an_unknown_name_lists_what_exists(packages: Path) -> None:
-    with pytest.raises(ConfigError, match=r"token-kv-head, .*query-block-lookahead, .*quest"):
+    with pytest.raises(ConfigError, match=r"token-query-head, .*query-block-lookahead, .*quest"):
         SparseBalanceConfig(selection="token")
-    with pytest.raises(ValueError, match=r"'token': must be one of token-kv-head, .*quest"):
+    with pytest.raises(ValueError, match=r"'token': must be one of token-query-head, .*quest"):
         selector_named("token")
 
 
@@ -104,7 +104,7 @@ def test_two_packages_with_one_name_are_both_named(
 
 @pytest.mark.parametrize(
     ("selection", "line"),
-    [("nobody", "must be one of token-kv-head"), ("absent", "cannot be loaded")],
+    [("nobody", "must be one of token-query-head"), ("absent", "cannot be loaded")],
 )
 def test_training_ends_with_one_line(
     selection: str, line: str, packages: Path, capsys: pytest.CaptureFixture[str]

@@ -22,7 +22,7 @@ FLAGS: dict[str, tuple[Any, Any]] = {
     "--sparse-balance": (bool, False),
     "--sparse-balance-block-size": (int, 256),
     "--sparse-balance-base-budget": (int, 32),
-    "--sparse-balance-selection": (str, "token-kv-head"),
+    "--sparse-balance-selection": (str, "token-query-head"),
     "--sparse-balance-attention": (("auto", "triton", "blocks", "tokens", "reference"), "auto"),
     "--sparse-balance-recompute-attention": (("keep", "again"), "again"),
     "--sparse-balance-eval-attention": (("sparse", "dense"), "sparse"),

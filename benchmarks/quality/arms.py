@@ -100,6 +100,16 @@ ARMS: Mapping[str, Arm] = {
             selection="first-query",
         ),
         Arm(
+            name="fixed-vertical-slash",
+            title="fixed budget, columns and diagonals of the block before",
+            selection="vertical-slash",
+        ),
+        Arm(
+            name="fixed-last-queries",
+            title="fixed budget, columns and diagonals of the last queries (MTraining)",
+            selection="vertical-slash-last-queries",
+        ),
+        Arm(
             name="ours-p0.3",
             title="ours, p = 0.3",
             tuning="makespan",

@@ -3,7 +3,7 @@
 
     python -m quality.rank SPEC
 
-Leaves ``rank<R>.json`` and ``rank<R>.npz`` in the run's directory.
+Leaves ``rank<R>.json``, ``rank<R>.npz`` and ``work_<task>_<R>.npz`` in the run's directory.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def train(spec: RunSpec) -> Any:
 def score(spec: RunSpec, hooks: Any, rank: int) -> dict[str, Any]:
     """This rank's share of every task: sums for ranks to be added, and points of the probe."""
     from quality.proxy import MassProbe, probe_points
+    from quality.ring_work import WorkProbe
     from quality.scoring import Evaluation
 
     study, arm = spec.study, spec.arm
@@ -91,7 +92,12 @@ def score(spec: RunSpec, hooks: Any, rank: int) -> dict[str, Any]:
             hooks.experiment.probe = probe = MassProbe()
             points = probe_points(evaluation, documents[:PROBED_DOCUMENTS], probe)
             tasks[task.name]["probe"] = points
-            hooks.experiment.probe = None
+        if own is not None:
+            hooks.experiment.probe = work = WorkProbe(own)
+            for _ in evaluation.rows(documents[:PROBED_DOCUMENTS], own):
+                pass
+            work.save(spec.folder / f"work_{task.name}_{rank}.npz")
+        hooks.experiment.probe = None
     return {"tasks": tasks, "scoring_seconds": time.perf_counter() - began_s}
 
 

@@ -20,7 +20,7 @@ from sparsebalance_megatron.attention.kernel import Kernel, wide_dtype
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.selectors import Selector, rank_row, selector_named
-from sparsebalance_megatron.config import AttentionImplementation
+from sparsebalance_megatron.config import DEFAULT_SELECTION, AttentionImplementation
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -34,7 +34,7 @@ def budgeted_attention(
     *,
     block_size: int,
     softmax_scale: float,
-    selection: str | Selector[Any, Any] = "token-kv-head",
+    selection: str | Selector[Any, Any] = DEFAULT_SELECTION,
     implementation: AttentionImplementation = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of packed documents, each query reading the best blocks its budget allows.

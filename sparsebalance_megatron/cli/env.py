@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, get_args
 
-from sparsebalance_megatron.config import AttentionImplementation
+from sparsebalance_megatron.config import DEFAULT_SELECTION, AttentionImplementation
 
 DISTRIBUTION = "sparsebalance-megatron"
 PACKAGES = (
@@ -256,7 +256,7 @@ def _forward_and_backward(implementation: Any, device: str) -> None:
         *(q, k, v, (0, first, first + second), 2),
         block_size=_BLOCK_SIZE,
         softmax_scale=0.125,
-        selection="previous-block" if implementation == "blocks" else "token-kv-head",
+        selection="previous-block" if implementation == "blocks" else DEFAULT_SELECTION,
         implementation=implementation,
     )
     out.float().square().sum().backward()

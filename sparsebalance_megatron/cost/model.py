@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from scipy.optimize import nnls
 
-from sparsebalance_megatron.config import ConfigError
+from sparsebalance_megatron.config import DEFAULT_SELECTION, ConfigError
 from sparsebalance_megatron.cost.exchange import Exchange, ms_per_byte
 from sparsebalance_megatron.cost.features import FEATURES
 from sparsebalance_megatron.cost.parts import Direction, Part
@@ -62,7 +62,7 @@ class CostModel:
     forward_ms: Mapping[Part, tuple[float, ...]]
     backward_ms: Mapping[Part, tuple[float, ...]]
     source: str
-    work: WorkModel = field(default=WORK_MODELS["token-kv-head"], repr=False)
+    work: WorkModel = field(default=WORK_MODELS[DEFAULT_SELECTION], repr=False)
     exchange: Exchange = field(default=Exchange())
 
     def __post_init__(self) -> None:
@@ -157,7 +157,7 @@ class CostModel:
         shape: ModelShape,
         block_size: int,
         *,
-        selection: str = "token-kv-head",
+        selection: str = DEFAULT_SELECTION,
         flops_per_ms: float = _NOMINAL_FLOPS_PER_MS,
     ) -> CostModel:
         """Counted operations over a nominal rate, for runs without a table.

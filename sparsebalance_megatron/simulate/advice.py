@@ -14,6 +14,7 @@ from itertools import product
 
 import numpy as np
 
+from sparsebalance_megatron.config import DEFAULT_SELECTION
 from sparsebalance_megatron.cost.memory import MemoryModel, StageMemory, stage_memory
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import Direction, Part
@@ -44,7 +45,7 @@ class AdvisedJob:
     pipeline_stages: int
     batches: tuple[tuple[int, ...], ...]
     costs: Callable[[int], CostModel]
-    selection: str = "token-kv-head"
+    selection: str = DEFAULT_SELECTION
     recompute_all: bool = False
     recompute_attention: bool = False
 

@@ -448,7 +448,7 @@ def test_one_call_is_its_steps(granularity: str, boundaries: list[int] | Tensor)
         ({"cu_seqlens": [0, 9]}, "with 9 tokens as in the layout"),
         ({"cu_seqlens": [0, 9, 9, 20]}, "document 1 has 0 tokens"),
         ({"cu_seqlens": torch.empty(3, device="meta")}, "lies on meta, .* a tensor on the CPU"),
-        ({"selection": "token"}, "selection 'token': must be one of token-kv-head, "),
+        ({"selection": "token"}, "selection 'token': must be one of token-query-head, "),
         ({"implementation": "fast"}, "implementation 'fast': must be one of"),
     ],
 )

@@ -93,8 +93,8 @@ def rank_row[Summarised, Ranked](
 
 SELECTORS: Mapping[Granularity, Selector[Any, Any]] = MappingProxyType(
     {
-        "token-kv-head": BlockTopK(by_token=True, by_query_head=False),
         "token-query-head": BlockTopK(by_token=True, by_query_head=True),
+        "token-kv-head": BlockTopK(by_token=True, by_query_head=False),
         "previous-block": BlockTopK(by_token=False, by_query_head=False, speaker="previous-mean"),
         "first-query": BlockTopK(by_token=False, by_query_head=False, speaker="first"),
         "vertical-slash": VerticalSlash(),

@@ -226,7 +226,7 @@ def test_bad_arguments_are_named() -> None:
     layout = packed_layout([0, 20], BLOCK, "cpu")
     q_THD, k_TGD = _inputs(20)
     selector = SELECTORS["first-query"]
-    with pytest.raises(ValueError, match="selection 'token': must be one of token-kv-head, "):
+    with pytest.raises(ValueError, match="selection 'token': must be one of token-query-head, "):
         selector_named("token")
     with pytest.raises(ValueError, match="20 tokens as in the layout"):
         selector.summaries(q_THD[:9], k_TGD[:9], layout)
