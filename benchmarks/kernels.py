@@ -57,6 +57,7 @@ from sparsebalance_megatron.attention.impl.triton.token_lists import of_head
 from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
+from sparsebalance_megatron.config import DEFAULT_SELECTION
 
 OPERATIONS_PER_PAIR = {"forward": 4, "backward": 10, "both": 14}
 POISONED_BYTES = 16 << 30
@@ -202,8 +203,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--selections",
         nargs="+",
         choices=list(SELECTORS),
-        default=["previous-block", "token-kv-head"],
-        help="who selects; default: previous-block token-kv-head",
+        default=["previous-block", DEFAULT_SELECTION],
+        help=f"who selects; default: previous-block {DEFAULT_SELECTION}",
     )
     parser.add_argument("--query-heads", type=int, default=Shape.query_heads)
     parser.add_argument("--kv-heads", type=int, default=Shape.kv_heads)

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparsebalance_megatron.config import DEFAULT_SELECTION
 from sparsebalance_megatron.megatron import cpu
 
 LAYERS, HIDDEN, HEADS, GROUPS, HEAD_DIM, VOCABULARY = 2, 64, 4, 2, 32, 256
@@ -126,7 +127,7 @@ class Step:
         self._options = AttentionOptions(
             block_size=BLOCK_SIZE,
             base_budget=BASE_BUDGET,
-            selector=SELECTORS["token-kv-head"],
+            selector=SELECTORS[DEFAULT_SELECTION],
             coverage_threshold=0.1,
             implementation="auto",
             grid=(1, 2, 4, 8, 16, 32, 64),

@@ -248,7 +248,7 @@ def check_cap(
 
 
 def check_selection(config: SparseBalanceConfig, *, context_parallel_size: int = 1) -> None:
-    """Refuse a selection that needs all keys of a row, where ranks may share rows.
+    """Refuse a selection that needs the last queries of a row, where ranks may share rows.
 
     Raises:
         ConfigError: naming the selection, the flag that lets ranks share rows, and the remedy.
@@ -258,10 +258,10 @@ def check_selection(config: SparseBalanceConfig, *, context_parallel_size: int =
         flag_name("max_context_parallel"): config.max_context_parallel or 1,
     }
     for flag, ranks in sharing.items():
-        if ranks > 1 and config.selection.startswith("vertical-slash"):
+        if ranks > 1 and config.selection == "vertical-slash-last-queries":
             raise ConfigError(
-                f"{flag_name('selection')} {config.selection} with {flag} {ranks}: its probes need "
-                "all keys of a row on one rank; use another selection, or 1 rank"
+                f"{flag_name('selection')} {config.selection} with {flag} {ranks}: its probes are "
+                "the last queries of a row, which one rank must hold; use vertical-slash, or 1 rank"
             )
 
 

@@ -20,7 +20,7 @@ from harness import (
     run_training,
 )
 
-from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.config import DEFAULT_SELECTION, SparseBalanceConfig
 from sparsebalance_megatron.cost.features import features
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import NEVER_TIMED, Direction, Part
@@ -45,7 +45,7 @@ IDENTITY = RunIdentity(
     device="cpu",
     dtype="float32",
     block_size=BLOCK_SIZE,
-    selection="token-kv-head",
+    selection=DEFAULT_SELECTION,
     shape=ModelShape(
         hidden_size=64,
         ffn_hidden_size=128,

@@ -61,6 +61,7 @@ CASES = {
     "token": ("token-kv-head", "tokens", None),
     "token-random": ("token-query-head", "tokens", 1),
     "reference": ("token-kv-head", "reference", 2),
+    "columns": ("vertical-slash", "blocks", 4),
     "broken": ("first-query", "blocks", 3),
 }
 """Granularity, implementation, and the seed of random owners."""

@@ -20,7 +20,7 @@ from harness import (
     write_documents,
 )
 
-from sparsebalance_megatron.config import ConfigError
+from sparsebalance_megatron.config import DEFAULT_SELECTION, ConfigError
 from sparsebalance_megatron.cost.model import CostModel, Direction, Part
 from sparsebalance_megatron.cost.table import CostRow, CostTable, ModelShape, RunIdentity
 from sparsebalance_megatron.training import dry_run
@@ -111,7 +111,7 @@ def table_of_another_device(path: Path) -> Path:
         device="NVIDIA H200",
         dtype="float32",
         block_size=16,
-        selection="token-kv-head",
+        selection=DEFAULT_SELECTION,
         shape=shape,
     )
     table = CostTable(

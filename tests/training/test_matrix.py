@@ -106,6 +106,13 @@ MODELS = {
             *("--sparse-balance-selection", "token-query-head"),
         )
     ),
+    "vertical-slash": Model(
+        flags=(
+            *(*MODEL_FLAGS, "--use-rope-scaling"),
+            *("--sparse-balance-selection", "vertical-slash"),
+        ),
+        weights="llama",
+    ),
     "experts": Model(
         flags=(
             *without(MODEL_FLAGS, "--position-embedding-type"),
@@ -254,6 +261,14 @@ SHARED_ROWS = {
         program=WITH_NORMS,
     ),
     "context-bf16": Layout(model="llama bf16", ranks=2, flags=CONTEXT),
+    "context-vertical-slash": Layout(
+        model="vertical-slash", ranks=2, flags=(*CONTEXT, *PLANNED_WIDTHS)
+    ),
+    "wide-vertical-slash-ring": Layout(
+        model="vertical-slash",
+        ranks=2,
+        flags=(*WIDE, *PLANNED_WIDTHS, "--sparse-balance-exchange", "ring"),
+    ),
 }
 """Rows lie on several ranks, as wide as the plan says or as a lot says."""
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.context_parallel.shard import RowShard
 from sparsebalance_megatron.attention.kernel import Kernel, wide_dtype
-from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 
 
 class AllGatherExchange:
@@ -163,6 +163,13 @@ class _InFlight:
         dv_TD.copy_(dkv_TYD[:, 1])
 
 
+def _columns_of_head(columns: ColumnLists | None, head: int) -> ColumnLists | None:
+    if columns is None:
+        return None
+    one = slice(head, head + 1)
+    return ColumnLists(tokens_NGK=columns.tokens_NGK[:, one], counts_NG=columns.counts_NG[:, one])
+
+
 def _one_head(
     selection: Selection, head: int, kv_heads: int, query_heads: int
 ) -> tuple[slice, Selection]:
@@ -173,6 +180,7 @@ def _one_head(
         selection,
         indices_QCK=selection.indices_QCK[:, some],
         counts_QC=selection.counts_QC[:, some],
+        columns=_columns_of_head(selection.columns, head),
     )
     group = query_heads // kv_heads
     return slice(head * group, (head + 1) * group), one

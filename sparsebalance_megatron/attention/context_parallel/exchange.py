@@ -106,7 +106,7 @@ def exchanged_attention(
 
     Raises:
         ValueError: as :func:`..api.block_sparse_attention`; or the selection or the exchange
-            belongs to another shard; or the selection has columns, and there are several members.
+            belongs to another shard.
     """
     _check_selection(selection, shard)
     if shard.members == 1:
@@ -118,11 +118,6 @@ def exchanged_attention(
             softmax_scale=softmax_scale,
             implementation=implementation,
             known=known,
-        )
-    if selection.columns is not None:
-        raise ValueError(
-            f"exchanged_attention: the selection reads single columns, whose keys {shard.members} "
-            "members do not exchange: use one member, or a selection of whole blocks"
         )
     if exchange is None or (exchange.member, exchange.members) != (shard.member, shard.members):
         found = f"member {exchange.member} of {exchange.members}" if exchange else "none"

@@ -20,7 +20,7 @@ from torch import Tensor
 from sparsebalance_megatron.attention.context_parallel.shard import RowShard
 from sparsebalance_megatron.attention.kernel import Kernel, wide_dtype
 from sparsebalance_megatron.attention.merge import merge_partials
-from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 
 Visits = Iterator[tuple[int, Tensor]]
 """Members whose rows come by, each once and the own one first, with their kv_TYGD."""
@@ -95,23 +95,47 @@ def part_of(selection: Selection, shard: RowShard, member: int) -> Selection:
     is.
     """
     layout = shard.member_layouts[member]
-    places = selection.indices_QCK.shape[2]
-    width = min(places, layout.max_blocks)
-    table_X = shard.local_block_WX[member]
-    past_end_QCK = torch.arange(places, device=table_X.device) >= selection.counts_QC[..., None]
-    listed_QCK = selection.indices_QCK.masked_fill(past_end_QCK, shard.row_layout.blocks)
-    local_QCK = table_X.index_select(0, listed_QCK.flatten()).view(listed_QCK.shape)
-    held_QCK = local_QCK >= 0
-    # What the member does not hold goes to a place of its own, which is cut off.
-    place_QCK = held_QCK.cumsum(2, dtype=torch.int32).sub_(1).masked_fill_(~held_QCK, width)
-    indices_QCK = local_QCK.new_full((*listed_QCK.shape[:2], width + 1), -1)
-    indices_QCK.scatter_(2, place_QCK.long(), local_QCK)
+    indices_QCK, counts_QC = _held_of(
+        *(selection.indices_QCK, selection.counts_QC, shard.local_block_WX[member]),
+        most=layout.max_blocks,
+    )
+    columns = selection.columns
+    if columns is not None:
+        tokens_NGK, counts_NG = _held_of(
+            *(columns.tokens_NGK, columns.counts_NG, shard.local_token_WX[member]),
+            most=layout.tokens,
+        )
+        columns = ColumnLists(tokens_NGK=tokens_NGK, counts_NG=counts_NG)
     own = shard.local_layout.number_N
     return Selection(
-        indices_QCK=indices_QCK[:, :, :width].contiguous(),
-        counts_QC=held_QCK.sum(2, dtype=torch.int32),
+        indices_QCK=indices_QCK,
+        counts_QC=counts_QC,
+        columns=columns,
         by_token=selection.by_token,
         query_layout=selection.query_layout,
         kv_layout=layout,
         own_block_N=own if member == shard.member else torch.full_like(own, -1),
     )
+
+
+def _held_of(
+    lists_QCK: Tensor, counts_QC: Tensor, table_X: Tensor, *, most: int
+) -> tuple[Tensor, Tensor]:
+    """What of lists a member holds, by its own numbers and in the lists' order; and how much.
+
+    Args:
+        table_X: a member's number of what the lists name, -1 where it does not hold it, and in the
+            last place.
+        most: entries of one list that a member can hold.
+    """
+    places = lists_QCK.shape[2]
+    width = min(places, most)
+    past_end_QCK = torch.arange(places, device=table_X.device) >= counts_QC[..., None]
+    listed_QCK = lists_QCK.masked_fill(past_end_QCK, table_X.shape[0] - 1)
+    local_QCK = table_X.index_select(0, listed_QCK.flatten()).view(listed_QCK.shape)
+    held_QCK = local_QCK >= 0
+    # What the member does not hold goes to a place of its own, which is cut off.
+    place_QCK = held_QCK.cumsum(2, dtype=torch.int32).sub_(1).masked_fill_(~held_QCK, width)
+    held_lists_QCK = local_QCK.new_full((*listed_QCK.shape[:2], width + 1), -1)
+    held_lists_QCK.scatter_(2, place_QCK.long(), local_QCK)
+    return held_lists_QCK[:, :, :width].contiguous(), held_QCK.sum(2, dtype=torch.int32)

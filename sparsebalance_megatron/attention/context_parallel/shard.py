@@ -17,7 +17,7 @@ from torch import Tensor
 from sparsebalance_megatron.attention.context_parallel.block_owners import BlockOwners
 from sparsebalance_megatron.attention.host_copy import arrays_to, copied_to
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
-from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,7 +51,14 @@ class RowShard:
         """Cut this member's tokens out of something with one entry per token of the packed row."""
         return x_T.index_select(0, self.token_T)
 
-    def selection(self, *, indices_QCK: Tensor, counts_QC: Tensor, by_token: bool) -> Selection:
+    def selection(
+        self,
+        *,
+        indices_QCK: Tensor,
+        counts_QC: Tensor,
+        by_token: bool,
+        columns: ColumnLists | None = None,
+    ) -> Selection:
         """Lists of this member's queries over the blocks of the packed row."""
         return Selection(
             indices_QCK=indices_QCK,
@@ -60,15 +67,23 @@ class RowShard:
             query_layout=self.local_layout,
             kv_layout=self.row_layout,
             own_block_N=self.own_block_N,
+            columns=columns,
         )
 
     def local_selection(self, selection: Selection) -> Selection:
         """Cut the lists of this member's queries out of a selection within the packed row."""
         row_Q = self.token_T if selection.by_token else self.own_block_N
+        columns = selection.columns
+        if columns is not None:
+            columns = ColumnLists(
+                tokens_NGK=columns.tokens_NGK.index_select(0, row_Q),
+                counts_NG=columns.counts_NG.index_select(0, row_Q),
+            )
         return self.selection(
             indices_QCK=selection.indices_QCK.index_select(0, row_Q),
             counts_QC=selection.counts_QC.index_select(0, row_Q),
             by_token=selection.by_token,
+            columns=columns,
         )
 
     @cached_property
@@ -90,6 +105,15 @@ class RowShard:
         for member in range(self.members):
             table_WX[member, owners.blocks_of(member)] = np.arange(owners.blocks_per_member[member])
         return self._on_device(table_WX.ravel()).view(table_WX.shape).int()
+
+    @cached_property
+    def local_token_WX(self) -> Tensor:
+        """The same of tokens: int32, with one place for every token of the packed row and one."""
+        owners = self.owners
+        table_WX = np.full((self.members, owners.cu_seqlens[-1] + 1), -1, dtype=np.int32)
+        for member, tokens in enumerate(owners.tokens_per_member):
+            table_WX[member, owners.tokens_of(member)] = np.arange(tokens, dtype=np.int32)
+        return self._on_device(table_WX.ravel()).view(table_WX.shape)
 
     @cached_property
     def slot_T(self) -> Tensor:

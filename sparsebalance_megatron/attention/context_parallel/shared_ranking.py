@@ -7,6 +7,7 @@ Shape legend: T tokens of this member's row, H query heads, G KV heads, D head d
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -19,13 +20,19 @@ from sparsebalance_megatron.attention.context_parallel.summaries import (
 )
 from sparsebalance_megatron.attention.row_pair import RowPair
 from sparsebalance_megatron.attention.selectors import Selector
-from sparsebalance_megatron.attention.selectors.ranking import Ranking
-from sparsebalance_megatron.attention.selectors.summaries import BlockSummaries
+from sparsebalance_megatron.attention.selectors.summaries import SharedSummaries
+
+
+class SummedRanking(Protocol):
+    """A dataclass with the mass by which coverage is measured, None where nobody observes."""
+
+    @property
+    def mass_SK(self) -> Tensor | None: ...
 
 
 @torch.no_grad()
-def rank_shared_row(
-    selector: Selector[BlockSummaries, Ranking],
+def rank_shared_row[Summarised: SharedSummaries, Ranked: SummedRanking](
+    selector: Selector[Summarised, Ranked],
     q_THD: Tensor,
     k_TGD: Tensor,
     shard: RowShard,
@@ -34,7 +41,7 @@ def rank_shared_row(
     softmax_scale: float,
     max_budget: int,
     observe: bool,
-) -> Ranking:
+) -> Ranked:
     """Rank for this member's queries, over the blocks of the packed row.
 
     One collective, and another where coverage is observed; none in a context group of one member.
@@ -51,8 +58,7 @@ def rank_shared_row(
         ValueError: as the selector does.
     """
     own = selector.summaries(q_THD, k_TGD, shard.local_layout)
-    speakers = [] if own.queries_NCD is None else [own.queries_NCD]
-    keys_NGD, *queries = gather_summaries([own.keys_NGD, *speakers], shard, group)
+    parts = gather_summaries(own.parts(shard.local_layout), shard, group)
     rows = RowPair(
         query_layout=shard.local_layout,
         kv_layout=shard.row_layout,
@@ -61,7 +67,7 @@ def rank_shared_row(
     )
     ranking = selector.rank(
         q_THD,
-        BlockSummaries(keys_NGD=keys_NGD, queries_NCD=queries[0] if queries else None),
+        own.joined(parts, shard.row_layout),
         rows,
         softmax_scale=softmax_scale,
         max_budget=max_budget,
@@ -69,4 +75,5 @@ def rank_shared_row(
     )
     if ranking.mass_SK is None:
         return ranking
-    return replace(ranking, mass_SK=sum_over_members(ranking.mass_SK, shard, group))
+    mass_SK = sum_over_members(ranking.mass_SK, shard, group)
+    return cast("Ranked", replace(cast("Any", ranking), mass_SK=mass_SK))

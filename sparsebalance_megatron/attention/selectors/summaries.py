@@ -7,7 +7,9 @@ row, B places of a block, C heads that select.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -16,6 +18,17 @@ from sparsebalance_megatron.attention.layout import PackedLayout
 
 _COPIED_ELEMENTS = 1 << 21
 """Elements that are widened or padded at once: 8 MiB in float32."""
+
+
+class SharedSummaries(Protocol):
+    """What ranks that share a row can gather."""
+
+    def parts(self, layout: PackedLayout) -> list[Tensor]:
+        """Tensors with one entry for each of the row's blocks, of shapes that depend on neither
+        the row's length nor its documents."""
+
+    def joined(self, parts: Sequence[Tensor], layout: PackedLayout) -> Self:
+        """Summaries of another row, from the parts of all of its blocks in their order."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,6 +42,15 @@ class BlockSummaries:
 
     keys_NGD: Tensor
     queries_NCD: Tensor | None
+
+    def parts(self, layout: PackedLayout) -> list[Tensor]:
+        """See :class:`SharedSummaries`."""
+        return [self.keys_NGD] + ([] if self.queries_NCD is None else [self.queries_NCD])
+
+    def joined(self, parts: Sequence[Tensor], layout: PackedLayout) -> BlockSummaries:
+        """See :class:`SharedSummaries`."""
+        keys_NGD, *queries = parts
+        return BlockSummaries(keys_NGD=keys_NGD, queries_NCD=queries[0] if queries else None)
 
 
 def block_means(x_THD: Tensor, layout: PackedLayout) -> Tensor:

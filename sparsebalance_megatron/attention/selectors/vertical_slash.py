@@ -7,14 +7,14 @@ What differs from theirs, and why, is in docs/VERTICAL_SLASH.md. Nothing here re
 the host, and every result is the same in a recomputed pass.
 
 Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, S documents, N
-blocks of the row, K budgets or places of a list, X places of a list of columns, U probes of a
-block, E query heads of a KV head, J consecutive blocks of a document, Y keys from a document's
-first, W blocks from its first.
+blocks of a row, B tokens of a block, K budgets or places of a list, X places of a list of columns,
+U probes of a block, E query heads of a KV head, J consecutive blocks of a document, Y keys from a
+document's first, W blocks from its first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,14 +47,31 @@ _ALWAYS_READ = 2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RowKeys:
-    """What probes attend to: the keys of a row, as they are.
+class ProbesAndKeys:
+    """Queries that probe in every block, and what they attend to: the row's keys, as they are.
 
     Attributes:
         keys_TGD: one entry per token of the row.
+        probes_NUHD: the probes of every block.
     """
 
     keys_TGD: Tensor
+    probes_NUHD: Tensor
+
+    def parts(self, layout: PackedLayout) -> list[Tensor]:
+        """See :class:`.summaries.SharedSummaries`."""
+        size, keys_TGD = layout.block_size, self.keys_TGD
+        place_T = torch.arange(layout.tokens, device=keys_TGD.device)
+        place_T += (layout.number_N * size - layout.start_N)[layout.block_T]
+        padded = keys_TGD.new_zeros(layout.blocks * size, *keys_TGD.shape[1:])
+        padded.index_copy_(0, place_T, keys_TGD)
+        return [padded.unflatten(0, (layout.blocks, size)), self.probes_NUHD]
+
+    def joined(self, parts: Sequence[Tensor], layout: PackedLayout) -> ProbesAndKeys:
+        """See :class:`.summaries.SharedSummaries`."""
+        keys_NBGD, probes_NUHD = parts
+        keys_TGD = layout.from_blocks(keys_NBGD[:, : layout.block_tokens])
+        return ProbesAndKeys(keys_TGD=keys_TGD, probes_NUHD=probes_NUHD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,15 +104,22 @@ class VerticalSlash:
         return False
 
     @torch.no_grad()
-    def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> RowKeys:
-        """Take the row's keys; see :class:`..selectors.Selector`."""
-        return RowKeys(keys_TGD=k_TGD)
+    def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> ProbesAndKeys:
+        """Take the row's keys and probes; see :class:`..selectors.Selector`."""
+        return ProbesAndKeys(keys_TGD=k_TGD, probes_NUHD=q_THD[self.probes_of(layout)])
+
+    def probes_of(self, layout: PackedLayout) -> Tensor:
+        """int64 [N, U]: the tokens that probe in every block; in short blocks some do twice."""
+        probes = min(self.probe_tokens, layout.block_size)
+        rank_U1 = torch.arange(1, probes + 1, device=layout.start_N.device)
+        offset_NU = (rank_U1 * layout.length_N[:, None] // probes - 1).clamp_(min=0)
+        return layout.start_N[:, None] + offset_NU
 
     @torch.no_grad()
     def rank(
         self,
         q_THD: Tensor,
-        summaries: RowKeys,
+        summaries: ProbesAndKeys,
         rows: RowPair,
         *,
         softmax_scale: float,
@@ -108,14 +132,12 @@ class VerticalSlash:
         sums are float32 or wider, inside ``torch.autocast`` too.
 
         Raises:
-            ValueError: ``max_budget`` is below 1, shapes do not fit one another or the layout, or
-                queries and keys lie in different rows.
+            ValueError: ``max_budget`` is below 1, shapes do not fit one another or the layouts, or
+                the selector looks ahead and queries and keys lie in different rows.
         """
-        _check(q_THD, summaries.keys_TGD, rows, max_budget)
+        _check(q_THD, summaries, rows, max_budget, looks_ahead=self.looks_ahead)
         with outside_autocast(q_THD.device):
-            lists = _RowLists(
-                self, q_THD, summaries.keys_TGD, rows.kv_layout, softmax_scale, max_budget, observe
-            )
+            lists = _RowLists(self, q_THD, summaries, rows, softmax_scale, max_budget, observe)
             for document in range(rows.kv_layout.documents):
                 lists.rank_document(document)
             return lists.ranking()
@@ -130,7 +152,7 @@ class VerticalSlash:
         if ranking.mass_SK is None:
             raise ValueError("coverage: the ranking holds no mass: rank with observe=True")
         heads = ranking.blocks_NGK.shape[1]
-        return curves_of_mass(ranking.mass_SK, ranking.layout, selecting_heads=heads)
+        return curves_of_mass(ranking.mass_SK, ranking.rows.kv_layout, selecting_heads=heads)
 
     @torch.no_grad()
     def select(self, ranking: VerticalSlashRanking, budgets_S: Tensor) -> Selection:
@@ -139,34 +161,35 @@ class VerticalSlash:
 
 
 class _RowLists:
-    """The lists of one row, written document by document."""
+    """The lists of a row of queries, written document by document of the keys' row."""
 
     def __init__(
         self,
         selector: VerticalSlash,
         q_THD: Tensor,
-        k_TGD: Tensor,
-        layout: PackedLayout,
+        summaries: ProbesAndKeys,
+        rows: RowPair,
         softmax_scale: float,
         max_budget: int,
         observe: bool,
     ) -> None:
-        self._selector, self._layout, self._k_TGD = selector, layout, k_TGD
-        self._q_TGED = q_THD.unflatten(1, (k_TGD.shape[1], -1))
+        self._selector, self._rows, self._layout = selector, rows, rows.kv_layout
+        self._k_TGD, layout = summaries.keys_TGD, rows.kv_layout
+        heads = self._k_TGD.shape[1]
+        self._q_TGED = q_THD.unflatten(1, (heads, -1))
+        self._probes_NUGED = summaries.probes_NUHD.unflatten(2, (heads, -1))
         self._softmax_scale, self._observe = softmax_scale, observe
         self._size = layout.block_size
         self._sinks = min(selector.sink_tokens, self._size // 4)
-        probes = min(selector.probe_tokens, self._size)
+        self._probe_NU = selector.probes_of(layout)
+        probes = self._probe_NU.shape[1]
         rank_U1 = torch.arange(1, probes + 1, device=q_THD.device)
         self._offset_U = rank_U1 * self._size // probes - 1
-        # Blocks that are short have probes more than once.
-        offset_NU = (rank_U1 * layout.length_N[:, None] // probes - 1).clamp_(min=0)
-        self._probe_NU = layout.start_N[:, None] + offset_NU
         self._first_block = np.cumsum((0, *layout.blocks_per_document))
-        places, heads = min(max_budget, layout.max_blocks), k_TGD.shape[1]
-        self._blocks_NGK = _no_lists(layout, heads, places)
+        places = min(max_budget, layout.max_blocks)
+        self._blocks_NGK = _no_lists(rows, heads, places)
         columns = self._size * max(0, places - _ALWAYS_READ)
-        self._columns_NGX = _no_lists(layout, heads, columns)
+        self._columns_NGX = _no_lists(rows, heads, columns)
         self._budgets = observed_budgets(layout.max_blocks)
         self._covered_SK = torch.zeros(
             *(layout.documents, len(self._budgets)), dtype=torch.float64, device=q_THD.device
@@ -174,7 +197,7 @@ class _RowLists:
 
     def ranking(self) -> VerticalSlashRanking:
         return VerticalSlashRanking(
-            layout=self._layout,
+            rows=self._rows,
             blocks_NGK=self._blocks_NGK,
             columns_NGX=self._columns_NGX,
             mass_SK=self._mass_of_budgets() if self._observe else None,
@@ -184,27 +207,43 @@ class _RowLists:
         first_token, end_token = self._layout.cu_seqlens[document : document + 2]
         k_YGD = self._k_TGD[first_token:end_token]
         last = self._end_of_document(document, k_YGD) if self._selector.looks_ahead else None
-        for some in self._chunks(document):
+        for some, row in self._chunks(document):
             k_some = k_YGD[: some.stop * self._size]
             blocks_JGW, columns_JGY, seen_JGY = self._masses(document, some, k_some, last)
             block_order_JGW = _falling_blocks(blocks_JGW, some.start)
             column_order_JGY, listed_JGY = self._falling_columns(columns_JGY, some.start)
-            self._write(document, some, block_order_JGW, column_order_JGY, listed_JGY)
+            self._write(document, some, row, block_order_JGW, column_order_JGY, listed_JGY)
             if seen_JGY is not None:
                 self._observe_blocks(
                     *(document, some, seen_JGY, block_order_JGW, column_order_JGY, listed_JGY)
                 )
 
-    def _chunks(self, document: int) -> Iterator[slice]:
-        """Consecutive blocks of a document, whose probes score few enough keys."""
+    def _chunks(self, document: int) -> Iterator[tuple[slice, int]]:
+        """Consecutive blocks of a document, whose probes score few enough keys; and where their
+        lists begin."""
         blocks = self._layout.blocks_per_document[document]
         probes = self._offset_U.shape[0] * self._q_TGED.shape[1] * self._q_TGED.shape[2]
         elements = CHUNK_ELEMENTS
         if self._k_TGD.device.type == "cuda":
             elements *= _LARGER_ON_CUDA
         at_once = max(1, elements // (probes * blocks * self._size))
-        for first in range(0, blocks, at_once):
-            yield slice(first, min(first + at_once, blocks))
+        for run, row in self._runs(document):
+            for first in range(run.start, run.stop, at_once):
+                some = slice(first, min(first + at_once, run.stop))
+                yield some, row + first - run.start
+
+    def _runs(self, document: int) -> Iterator[tuple[slice, int]]:
+        """Blocks of a document that follow one another in both rows; and the first one's place in
+        the queries' row."""
+        own_N = np.asarray(self._rows.own_blocks)
+        first, end = self._first_block[document : document + 2]
+        row_J = np.flatnonzero((first <= own_N) & (own_N < end))
+        index_J = own_N[row_J] - first
+        breaks = (np.diff(index_J) != 1) | (np.diff(row_J) != 1)
+        for run in np.split(np.arange(len(row_J)), np.flatnonzero(breaks) + 1):
+            if len(run):
+                begin = int(index_J[run[0]])
+                yield slice(begin, begin + len(run)), int(row_J[run[0]])
 
     def _masses(
         self, document: int, some: slice, k_YGD: Tensor, last: tuple[Tensor, Tensor] | None
@@ -234,7 +273,7 @@ class _RowLists:
         first = int(self._first_block[document])
         probe_JU = self._probe_NU[first + some.start : first + some.stop]
         return probed_mass(
-            self._q_TGED[probe_JU],
+            self._probes_NUGED[first + some.start : first + some.stop],
             probe_JU - self._layout.cu_seqlens[document],
             k_YGD,
             block_size=self._size,
@@ -288,15 +327,16 @@ class _RowLists:
         self,
         document: int,
         some: slice,
+        row: int,
         block_order_JGW: Tensor,
         column_order_JGY: Tensor,
         listed_JGY: Tensor,
     ) -> None:
         first = int(self._first_block[document])
-        rows = slice(first + some.start, first + some.stop)
+        rows = slice(row, row + some.stop - some.start)
         places = min(self._blocks_NGK.shape[2], some.stop)
         number_JGK = block_order_JGW[..., :places] + first
-        past_end = number_JGK > self._layout.number_N[rows, None, None]
+        past_end = number_JGK > self._rows.own_block_N[rows, None, None]
         self._blocks_NGK[rows, :, :places] = number_JGK.masked_fill(past_end, -1).int()
         places = min(self._columns_NGX.shape[2], column_order_JGY.shape[2])
         token_JGX = column_order_JGY[..., :places] + self._layout.cu_seqlens[document]
@@ -351,9 +391,9 @@ def observed_budgets(max_blocks: int) -> tuple[int, ...]:
     return tuple(budgets)
 
 
-def _no_lists(layout: PackedLayout, heads: int, places: int) -> Tensor:
-    shape = (layout.blocks, heads, places)
-    return torch.full(shape, -1, dtype=torch.int32, device=layout.number_N.device)
+def _no_lists(rows: RowPair, heads: int, places: int) -> Tensor:
+    shape = (rows.query_layout.blocks, heads, places)
+    return torch.full(shape, -1, dtype=torch.int32, device=rows.own_block_N.device)
 
 
 def _falling_blocks(mass_JGW: Tensor, first: int) -> Tensor:
@@ -368,24 +408,32 @@ def _falling_blocks(mass_JGW: Tensor, first: int) -> Tensor:
     return mass_JGW.sort(dim=-1, descending=True, stable=True).indices
 
 
-def _check(q_THD: Tensor, k_TGD: Tensor, rows: RowPair, max_budget: int) -> None:
-    if rows.query_layout is not rows.kv_layout:
+def _check(
+    q_THD: Tensor, summaries: ProbesAndKeys, rows: RowPair, max_budget: int, *, looks_ahead: bool
+) -> None:
+    k_TGD, probes_NUHD = summaries.keys_TGD, summaries.probes_NUHD
+    if looks_ahead and rows.query_layout is not rows.kv_layout:
         raise ValueError(
-            'rank: "vertical-slash" selections need the queries and all keys of a row in one '
-            "place: rank the whole row, or take a selection of blocks"
+            'rank: "vertical-slash-last-queries" needs the last queries of every document: rank '
+            'the whole row, or take "vertical-slash"'
         )
     fits = (
         q_THD.ndim == 3
         and k_TGD.ndim == 3
-        and q_THD.shape[0] == k_TGD.shape[0] == rows.kv_layout.tokens
+        and q_THD.shape[0] == rows.query_layout.tokens
+        and k_TGD.shape[0] == rows.kv_layout.tokens
+        and probes_NUHD.shape[0] == rows.kv_layout.blocks
+        and probes_NUHD.shape[2:] == q_THD.shape[1:]
         and q_THD.shape[2] == k_TGD.shape[2]
         and q_THD.shape[1] % k_TGD.shape[1] == 0
     )
     if not fits:
         raise ValueError(
-            f"rank: query {tuple(q_THD.shape)} and key {tuple(k_TGD.shape)} must be [tokens, "
-            f"heads, head dim] with {rows.kv_layout.tokens} tokens as in the layout, one head dim, "
-            "and query heads a multiple of KV heads"
+            f"rank: query {tuple(q_THD.shape)}, key {tuple(k_TGD.shape)} and probes "
+            f"{tuple(probes_NUHD.shape)} must be [tokens, heads, head dim] with the layouts' "
+            f"{rows.query_layout.tokens} and {rows.kv_layout.tokens} tokens, and [blocks, probes, "
+            f"heads, head dim] with {rows.kv_layout.blocks} blocks, one head dim, and query heads "
+            "a multiple of KV heads"
         )
     if max_budget < 1:
         raise ValueError(f"rank: max_budget {max_budget}: must be at least 1 block")

@@ -7,8 +7,8 @@ columns are the best ones outside of the blocks, so a query block reads exactly 
 blocks, whatever it reads; where it sees no more than k blocks, it reads them all. Lists of a larger
 budget hold those of a smaller one.
 
-Shape legend: S documents, N blocks of the row, G KV heads, K places of a list of blocks, X places
-of a list of columns, J rows of lists, W blocks of a document.
+Shape legend: S documents, N blocks of the queries' row, G KV heads, K places of a list of blocks,
+X places of a list of columns, J rows of lists, W blocks of a document.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.layout import PackedLayout
+from sparsebalance_megatron.attention.row_pair import RowPair
 from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 
 _CUT_ELEMENTS = 1 << 22
@@ -35,19 +35,19 @@ class VerticalSlashRanking:
     """What every query block may read, per KV head, up to the widest budget.
 
     Attributes:
-        layout: the row.
-        blocks_NGK: int32 numbers of blocks in the row: the own block, the block before it, then the
-            others by falling mass of their diagonals; -1 past the visible ones.
-        columns_NGX: int32 numbers of tokens in the row, those of blocks that every budget above 1
-            reads left out: a document's first tokens, then the others by falling mass; -1 past the
-            visible ones.
+        rows: where queries and keys lie.
+        blocks_NGK: int32 numbers of blocks in the keys' row: the own block, the block before it,
+            then the others by falling mass of their diagonals; -1 past the visible ones.
+        columns_NGX: int32 numbers of tokens in the keys' row, those of blocks that every budget
+            above 1 reads left out: a document's first tokens, then the others by falling mass; -1
+            past the visible ones.
         mass_SK: float64; in column k - 1 the softmax mass that budget k reads beyond budget k - 1,
             summed over tokens and KV heads, each of which has mass 1; for every k up to the most
             blocks of a document. NaN throughout for a document with mass that is not finite. None
             where nobody observes.
     """
 
-    layout: PackedLayout
+    rows: RowPair
     blocks_NGK: Tensor
     columns_NGX: Tensor
     mass_SK: Tensor | None
@@ -62,30 +62,32 @@ class VerticalSlashRanking:
         Raises:
             ValueError: ``budgets_S`` has not one entry per document.
         """
-        layout = self.layout
+        own_N, layout = self.rows.own_block_N, self.rows.kv_layout
         if budgets_S.shape != (layout.documents,):
             raise ValueError(
                 f"select: budgets_S has shape {tuple(budgets_S.shape)}: must hold one budget for "
                 f"each of the {layout.documents} documents"
             )
         width = self.blocks_NGK.shape[2]
-        budget_N = budgets_S.long().clamp(1, width)[layout.document_N]
-        visible_N = layout.index_N + 1
+        budget_N = budgets_S.long().clamp(1, width)[layout.document_N[own_N]]
+        visible_N = layout.index_N[own_N] + 1
         columns_N = column_blocks(budget_N).masked_fill(visible_N <= budget_N, 0)
         blocks_N = torch.minimum(visible_N, budget_N) - columns_N
-        return Selection.within(
-            layout,
+        return Selection(
             indices_QCK=self.blocks_NGK,
             counts_QC=self._per_head(blocks_N),
             by_token=False,
+            query_layout=self.rows.query_layout,
+            kv_layout=layout,
+            own_block_N=own_N,
             columns=self._columns(blocks_N, columns_N) if column_blocks(width) else None,
         )
 
     def _columns(self, blocks_N: Tensor, columns_N: Tensor) -> ColumnLists:
-        layout, (rows, heads, places) = self.layout, self.columns_NGX.shape
+        layout, (rows, heads, places) = self.rows.kv_layout, self.columns_NGX.shape
         width = column_blocks(self.blocks_NGK.shape[2]) * layout.block_size
         tokens_NGK = self.columns_NGX.new_empty(rows, heads, width)
-        first_N = layout.first_block_S[layout.document_N]
+        first_N = layout.first_block_S[layout.document_N[self.rows.own_block_N]]
         at_once = max(1, _CUT_ELEMENTS // (heads * places))
         for row in range(0, rows, at_once):
             part = slice(row, row + at_once)

@@ -31,6 +31,8 @@ def _owners(members: int, seed: int) -> BlockOwners:
         ("tokens", "token-kv-head"),
         ("tokens", "token-query-head"),
         ("reference", "first-query"),
+        ("blocks", "vertical-slash"),
+        ("reference", "vertical-slash"),
     ],
 )
 @settings(max_examples=6)

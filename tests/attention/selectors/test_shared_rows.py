@@ -17,8 +17,8 @@ from torch import Tensor
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.row_pair import RowPair
 from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
-from sparsebalance_megatron.attention.selectors.summaries import BlockSummaries
-from sparsebalance_megatron.attention.selectors.vertical_slash import VerticalSlash
+from sparsebalance_megatron.attention.selectors.ranking import Ranking
+from sparsebalance_megatron.attention.selectors.vertical_slash_ranking import VerticalSlashRanking
 
 BLOCK, TOKENS = 8, 157
 CU_SEQLENS = [0, 21, 29, 120, 157]
@@ -51,7 +51,7 @@ def _row_of(layout: PackedLayout, blocks: list[int], x_T: Tensor) -> tuple[Packe
 @pytest.mark.parametrize("deal", DEALS.values(), ids=DEALS)
 @pytest.mark.parametrize(
     "granularity",
-    [name for name, one in EVERY_SELECTOR.items() if not isinstance(one, VerticalSlash)],
+    [name for name, one in EVERY_SELECTOR.items() if not getattr(one, "looks_ahead", False)],
 )
 def test_members_of_a_group_rank_as_one(granularity: str, deal) -> None:
     selector, layout = EVERY_SELECTOR[granularity], packed_layout(CU_SEQLENS, BLOCK, "cpu")
@@ -65,10 +65,18 @@ def test_members_of_a_group_rank_as_one(granularity: str, deal) -> None:
         local_layout, local_q_THD = _row_of(layout, blocks, q_THD)
         _, local_k_TGD = _row_of(layout, blocks, k_TGD)
         parts.append(selector.summaries(local_q_THD, local_k_TGD, local_layout))
-    queries = [part.queries_NCD for part in parts]
-    gathered = BlockSummaries(
-        keys_NGD=torch.cat([part.keys_NGD for part in parts])[order],
-        queries_NCD=None if selector.by_token else torch.cat(queries)[order],
+    gathered = parts[0].joined(
+        [
+            torch.cat(tensors)[order]
+            for tensors in zip(
+                *(
+                    part.parts(_row_of(layout, blocks, q_THD)[0])
+                    for part, blocks in zip(parts, members, strict=True)
+                ),
+                strict=True,
+            )
+        ],
+        layout,
     )
 
     rankings = []
@@ -76,10 +84,11 @@ def test_members_of_a_group_rank_as_one(granularity: str, deal) -> None:
         local_layout, local_q_THD = _row_of(layout, blocks, q_THD)
         rows = RowPair.of_blocks(local_layout, layout, blocks)
         rankings.append(selector.rank(local_q_THD, gathered, rows, **OPTIONS))
-        expected_QCK = whole.indices_QCK[blocks]
-        if selector.by_token:
-            _, expected_QCK = _row_of(layout, blocks, whole.indices_QCK)
-        assert torch.equal(rankings[-1].indices_QCK, expected_QCK)
+        for name in _lists_of(whole):
+            expected_QCK = getattr(whole, name)[blocks]
+            if selector.by_token:
+                _, expected_QCK = _row_of(layout, blocks, getattr(whole, name))
+            assert torch.equal(getattr(rankings[-1], name), expected_QCK)
 
     mass_SK = torch.stack([ranking.mass_SK for ranking in rankings]).sum(0)
     torch.testing.assert_close(mass_SK, whole.mass_SK, rtol=1e-6, atol=1e-6)
@@ -93,7 +102,27 @@ def test_members_of_a_group_rank_as_one(granularity: str, deal) -> None:
         if selector.by_token:
             _, expected_QC = _row_of(layout, blocks, counts_QC)
         assert torch.equal(selection.counts_QC, expected_QC)
+        if selection.columns is not None:
+            columns = selector.select(whole, budgets_S).columns
+            assert torch.equal(selection.columns.tokens_NGK, columns.tokens_NGK[blocks])
+            assert torch.equal(selection.columns.counts_NG, columns.counts_NG[blocks])
         assert selection.own_block_N.tolist() == blocks
+
+
+def _lists_of(ranking: Ranking | VerticalSlashRanking) -> tuple[str, ...]:
+    if isinstance(ranking, VerticalSlashRanking):
+        return "blocks_NGK", "columns_NGX"
+    return ("indices_QCK",)
+
+
+def test_last_queries_must_lie_here() -> None:
+    layout = packed_layout(CU_SEQLENS, BLOCK, "cpu")
+    q_THD, k_TGD = _inputs()
+    selector = SELECTORS["vertical-slash-last-queries"]
+    local_layout, local_q_THD = _row_of(layout, [3, 4], q_THD)
+    rows = RowPair.of_blocks(local_layout, layout, [3, 4])
+    with pytest.raises(ValueError, match="the last queries of every document"):
+        selector.rank(local_q_THD, selector.summaries(q_THD, k_TGD, layout), rows, **OPTIONS)
 
 
 @pytest.mark.parametrize("own_blocks", [[0, 1], [0, 1, 99], [-1, 1, 2], [0, 1, 2]])
