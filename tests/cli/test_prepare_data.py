@@ -80,6 +80,22 @@ def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         cli.main(["profile"])
 
 
+def test_a_reader_that_has_read_enough_ends_the_command_quietly() -> None:
+    """As in ``sparse-balance env | head -1``."""
+    program = (
+        "import sys; from sparsebalance_megatron import cli\n"
+        "from sparsebalance_megatron.cli import examples\n"
+        "examples.run = lambda arguments: print('x' * 1_000_000) or 0\n"
+        "sys.exit(cli.main(['examples']))"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
 def test_interruption_has_the_shells_status(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(arguments: argparse.Namespace) -> int:
         raise KeyboardInterrupt
