@@ -17,8 +17,8 @@ from sparsebalance_megatron.config import Overlong
 from sparsebalance_megatron.data.blend import Blend
 from sparsebalance_megatron.data.documents import Documents
 from sparsebalance_megatron.data.errors import DataError
-from sparsebalance_megatron.data.quiet_imports import quiet_imports
 from sparsebalance_megatron.data.packing import Sample
+from sparsebalance_megatron.data.quiet_imports import quiet_imports
 from sparsebalance_megatron.data.sample_order import Samples, SourceFacts
 from sparsebalance_megatron.data.samples import SampleIndex, Split
 
