@@ -83,13 +83,14 @@ class Tracer:
             for bar in timeline.bars:
                 yield self._slice(side, bar, origin_ns, traced)
             for place, from_ms, to_ms in waiting_ms(timeline):
-                yield _complete(
-                    "waiting",
-                    "waiting",
-                    self._where(side, place),
-                    (origin_ns + _ns(from_ms), origin_ns + _ns(to_ms)),
-                    {"iteration": traced.iteration, "ms": round(to_ms - from_ms, 4)},
-                )
+                if _ns(from_ms) < _ns(to_ms):
+                    yield _complete(
+                        "waiting",
+                        "waiting",
+                        self._where(side, place),
+                        (origin_ns + _ns(from_ms), origin_ns + _ns(to_ms)),
+                        {"iteration": traced.iteration, "ms": round(to_ms - from_ms, 4)},
+                    )
             length_ns = _ns(timeline.makespan_ms)
             self._end_ns[side] = origin_ns + length_ns + _PAUSE_NS
             if side == "measured" or not longest_ns:

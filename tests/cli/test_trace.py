@@ -236,7 +236,8 @@ def test_arguments_of_a_slice(run_directory: Path, events: list[Event]) -> None:
 
 
 def test_counters(events: list[Event]) -> None:
-    counters = [event for event in events if event["ph"] == "C"]
+    (run,) = (pid for (pid, _), name in names(events, "process_name").items() if name == "run")
+    counters = [event for event in events if event["ph"] == "C" and event["pid"] == run]
     assert {event["name"] for event in counters} == {"coverage", "imbalance of ranks"}
     assert len(counters) == 2 * 3
     imbalance = [event for event in counters if event["name"] == "imbalance of ranks"]
@@ -302,10 +303,16 @@ def test_the_last_steps_are_the_default_and_gz_compresses(
     path = tmp_path / "new" / "trace.json.gz"
     assert cli.main(["trace", str(run_directory), "-o", str(path)]) == 0
     with gzip.open(path, "rt") as stream:
-        check_format(json.load(stream)["traceEvents"])
+        written = json.load(stream)["traceEvents"]
+    check_format(written)
     sides = 2 * RUN.ranks
     metadata = 3 + 2 * sides + 2 * sides * RUN.stages
-    count = metadata + RUN.steps * (sides * RUN.stages * SLICES + 1 + 2)
+    work = sides * RUN.stages * SLICES
+    # Of the work half is predicted, half measured, and an arrow with two ends joins them.
+    devices = RUN.ranks * RUN.stages
+    waits = sum(event.get("cat") == "waiting" for event in written)
+    count = metadata + RUN.steps * (work + work + 1 + 2 + devices) + waits
+    assert len(written) == count and waits > 0
     assert f"5 steps, {count} events written to {path}" in capsys.readouterr().out
 
 
@@ -387,7 +394,8 @@ def test_perfetto_reads_it(trace_path: Path) -> None:
         found = rows(
             "select p.name as process, t.name as thread, count(*) as n, max(s.depth) as depth "
             "from slice s join thread_track tt on s.track_id = tt.id join thread t using (utid) "
-            "join process p using (upid) group by 1, 2 order by 1, 2",
+            "join process p using (upid) where s.name != 'waiting' "
+            "group by 1, 2 order by 1, 2",
             *("process", "thread", "n", "depth"),
         )
         sides = [
@@ -407,4 +415,10 @@ def test_perfetto_reads_it(trace_path: Path) -> None:
             ("coverage executed", 3),
             ("imbalance of ranks measured", 3),
             ("imbalance of ranks predicted", 3),
+            *(
+                (f"measured over predicted, stage {stage} ratio", 3 * RUN.ranks)
+                for stage in range(RUN.stages)
+            ),
         ]
+        (arrows,) = rows("select count(*) as n from flow", "n")
+        assert arrows == (3 * RUN.ranks * RUN.stages * SLICES,)
