@@ -87,7 +87,9 @@ def test_the_page_fits_and_is_readable(
     document = html.escape(report, quote=True)
     frame = f'<iframe srcdoc="{document}" width="{width}" height="800" style="border: 0"></iframe>'
     path = tmp_path / "frame.html"
-    path.write_text(f"<!doctype html><body>{frame}{MEASURE}</body>", encoding="utf-8")
+    # A frame takes its colour scheme from the page around it.
+    scheme = '<meta name="color-scheme" content="light dark">'
+    path.write_text(f"<!doctype html>{scheme}<body>{frame}{MEASURE}</body>", encoding="utf-8")
     command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     command += ["--virtual-time-budget=5000", f"--user-data-dir={tmp_path / 'profile'}"]
     command += [f"--blink-settings=preferredColorScheme={int(not dark)}", path.as_uri()]
