@@ -94,6 +94,7 @@ USES = {
     "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu": (
         "tensor as_numpy record_stream"
     ),
+    "megatron.core.transformer.moe.moe_utils:get_align_size_for_quantization": "config",
     "megatron.core.transformer.spec_utils:ModuleSpec": "module params submodules",
     "megatron.core.transformer.transformer_block:get_num_layers_to_build": (
         "config vp_stage pp_rank"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -40,6 +41,8 @@ TAKES_FLAGS_AFTER_DASHES = frozenset({"convert", "profile"})
 
 _PACKAGE = "sparsebalance_megatron"
 _INTERRUPTED = 130
+_CLOSED_PIPE = 141
+"""128 + SIGPIPE, what shells give programs that write into a closed pipe."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,12 +53,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         arguments = parse(argv)
-        return int(_module(arguments.command).run(arguments))
+        status = int(_module(arguments.command).run(arguments))
+        sys.stdout.flush()
+        return status
     except ValueError as error:
         if type(error).__module__.partition(".")[0] != _PACKAGE:
             raise
         print(f"sparse-balance: error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # Whoever reads has read enough, as `head` does. What is still buffered goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _CLOSED_PIPE
     except KeyboardInterrupt:
         print("sparse-balance: interrupted", file=sys.stderr)
         return _INTERRUPTED

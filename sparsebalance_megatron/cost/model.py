@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from scipy.optimize import nnls
 
 from sparsebalance_megatron.config import DEFAULT_SELECTION, ConfigError
 from sparsebalance_megatron.cost.exchange import Exchange, ms_per_byte
@@ -289,6 +288,9 @@ def _fit_rows(
     measured_ms = np.array([row.ms_median for row in rows])
     matrix = np.stack([row.features(block_size, work) for row in rows])[:, columns]
     relative = matrix / measured_ms[:, None]
+    # Here, because it takes a second to load, and only measured tables are fitted.
+    from scipy.optimize import nnls
+
     # Columns differ by many orders of magnitude; unit columns keep the solver accurate.
     unit = np.linalg.norm(relative, axis=0)
     try:

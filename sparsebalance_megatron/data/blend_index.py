@@ -18,6 +18,7 @@ from sparsebalance_megatron.data.blend import Blend
 from sparsebalance_megatron.data.documents import Documents
 from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.packing import Sample
+from sparsebalance_megatron.data.quiet_imports import quiet_imports
 from sparsebalance_megatron.data.sample_order import Samples, SourceFacts
 from sparsebalance_megatron.data.samples import SampleIndex, Split
 
@@ -53,7 +54,8 @@ class BlendingOrder:
 
     def _build(self, size: int) -> tuple[np.ndarray, np.ndarray]:
         try:
-            from megatron.core.datasets import helpers
+            with quiet_imports():
+                from megatron.core.datasets import helpers
         except ImportError as error:
             raise DataError(
                 "blends need Megatron's compiled data set helpers, which this installation lacks "

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparsebalance_megatron.data.errors import DataError
+from sparsebalance_megatron.data.quiet_imports import quiet_imports
 from sparsebalance_megatron.data.stored_values import check_loss_mask, check_token_ids
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -186,7 +187,8 @@ def _open_checked(prefix: str) -> tuple[_Index, Any]:
     if stored_bytes == 0:
         raise DataError(f"{prefix}.bin: the data set holds no token; {_REWRITE}")
 
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
+    with quiet_imports():
+        from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     return index, IndexedDataset(prefix)
 

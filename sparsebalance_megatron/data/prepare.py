@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,14 @@ def prepare(
     append_eod: bool = True,
     skip_bad_records: bool = False,
     overwrite: bool = False,
+    on_start: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Tokenise all documents of a source and write the data set; its summary.
 
     Exactly one of ``tokenizer_name`` and ``train_vocab_size`` is given.
+
+    Args:
+        on_start: called when everything is loaded and trained, before the first document.
 
     Raises:
         DataError: if input, tokenizer or output cannot be used; nothing is left behind then.
@@ -68,6 +72,7 @@ def prepare(
     bad = BadRecords(skip=skip_bad_records)
     with DatasetWriter(prefix, vocab_size=tokenizer.vocab_size, overwrite=overwrite) as writer:
         loss_tokens = 0
+        on_start()
         records = _with_progress(source, bad, "tokenise")
         eod = tokenizer.eod if append_eod else None
         for tokens, mask in _encoded(records, tokenizer, eod, bad):

@@ -11,6 +11,7 @@ import numpy as np
 
 from sparsebalance_megatron.data.documents import LOSS_MASK_SUFFIX
 from sparsebalance_megatron.data.errors import DataError
+from sparsebalance_megatron.data.quiet_imports import quiet_imports
 
 _TOKEN_SUFFIXES = (".bin", ".idx")
 _MASK_SUFFIXES = (f"{LOSS_MASK_SUFFIX}.bin", f"{LOSS_MASK_SUFFIX}.idx")
@@ -35,7 +36,8 @@ class DatasetWriter:
     """
 
     def __init__(self, prefix: str, *, vocab_size: int, overwrite: bool) -> None:
-        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+        with quiet_imports():
+            from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
         check_output(prefix, overwrite=overwrite)
         self._prefix = prefix
@@ -77,7 +79,8 @@ class DatasetWriter:
         Raises:
             DataError: if its tokens are stored otherwise.
         """
-        from megatron.core.datasets.indexed_dataset import IndexedDataset
+        with quiet_imports():
+            from megatron.core.datasets.indexed_dataset import IndexedDataset
 
         stored = IndexedDataset(prefix)
         if stored.index.dtype != self._tokens.dtype:

@@ -37,6 +37,22 @@ def has_yarn_flags() -> bool:
     return hasattr(argument_utils, "_apply_yarn_config_from_args")
 
 
+def quantized_row_multiple(config: Any) -> int:
+    """Tokens that fp8 and fp4 matrix products need rows to divide by; 1 without either.
+
+    As ``megatron.core`` pads the tokens of every expert: 16, with the recipe mxfp8 32, with fp4
+    128 (``get_align_size_for_quantization``).
+
+    Args:
+        config: a ``TransformerConfig``.
+    """
+    if not (config.fp8 or getattr(config, "fp4", None)):
+        return 1
+    from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
+
+    return max(1, int(get_align_size_for_quantization(config)))
+
+
 def run_pretrain(
     args: Namespace,
     *,

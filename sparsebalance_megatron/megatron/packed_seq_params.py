@@ -67,6 +67,7 @@ class MicroBatchContext:
     ``observations`` is keyed by layer, so that a recomputed pass overwrites what it repeats.
     ``step`` is the training step, -1 outside of one. ``recompute`` counts what recomputation did.
     ``pinned_S``: bool on the device, whose budgets no guard may raise; None where all may be.
+    ``padding_documents``: the last sequences of the row, which are of no sample.
     """
 
     layout: PackedLayout
@@ -76,6 +77,7 @@ class MicroBatchContext:
     step: int = -1
     shared: SharedRow | None = None
     pinned_S: Tensor | None = None
+    padding_documents: int = 0
     observations: dict[int, CoverageObservation] = field(default_factory=dict)
     recompute: RecomputeCounts = field(default_factory=RecomputeCounts)
 
@@ -104,8 +106,9 @@ def micro_batch_context(
 ) -> MicroBatchContext:
     """Build the context of one slot.
 
-    A row padded for sequence parallelism, or for ranks that share it, has more sequences than the
-    plan has samples; padding gets budget 1, since nothing it computes reaches the loss.
+    A row padded for sequence parallelism, for fp8 or fp4 products, or for ranks that share it, has
+    more sequences than the plan has samples; padding gets budget 1, since nothing it computes
+    reaches the loss.
 
     Args:
         share: what this rank computes of the row; None in a run where no row is shared.
@@ -126,6 +129,7 @@ def micro_batch_context(
         step=step,
         shared=shared,
         pinned_S=None if pinned_S is None else copied_to(pinned_S, device),
+        padding_documents=padding,
     )
 
 

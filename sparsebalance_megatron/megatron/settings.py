@@ -13,7 +13,11 @@ import torch
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.table import ModelShape, RunIdentity
 from sparsebalance_megatron.megatron import cpu
-from sparsebalance_megatron.megatron.compat import batch_size_schedule, stage_layers
+from sparsebalance_megatron.megatron.compat import (
+    batch_size_schedule,
+    quantized_row_multiple,
+    stage_layers,
+)
 from sparsebalance_megatron.plan.batch_sizes import BatchSizes
 from sparsebalance_megatron.plan.host_job import HostJob
 
@@ -31,7 +35,8 @@ class RunSettings:
     like are as typed, empty or None where not given. ``batch_size_schedule`` holds (samples
     consumed, global batch size) pairs where the size changes; ``global_batch_size`` is then the
     largest. ``data_parallel_size`` counts no
-    context-parallel ranks; ``ranks_per_node`` counts all. ``command_line`` holds Megatron's flags,
+    context-parallel ranks; ``ranks_per_node`` counts all. ``quantized_multiple`` is what a rank's
+    tokens of a row divide by in fp8 or fp4 products. ``command_line`` holds Megatron's flags,
     to profile with at start-up, and is None for a trainer without them.
     """
 
@@ -62,6 +67,7 @@ class RunSettings:
     eval_global_batch_size: int | None = None
 
     ranks_per_node: int = RANKS_PER_NODE
+    quantized_multiple: int = 1
     distributed_timeout_minutes: float = 10.0
     command_line: tuple[str, ...] | None = None
 
@@ -77,8 +83,13 @@ class RunSettings:
 
     @property
     def pad_to_multiple_of(self) -> int:
-        """Tokens that the length of a packed row must divide by."""
-        return self.shape.tensor_parallel_size if self.sequence_parallel else 1
+        """Tokens that the length of a packed row must divide by.
+
+        With sequence parallelism every rank of a tensor-parallel group holds a part of the row and
+        quantises it by itself.
+        """
+        parts = self.shape.tensor_parallel_size if self.sequence_parallel else 1
+        return parts * self.quantized_multiple
 
     @classmethod
     def from_transformer_config(
@@ -98,6 +109,7 @@ class RunSettings:
             sequence_parallel=bool(transformer_config.sequence_parallel),
             context_parallel_size=transformer_config.context_parallel_size,
             ranks_per_node=RANKS_PER_NODE if cpu.installed() else torch.cuda.device_count(),
+            quantized_multiple=quantized_row_multiple(transformer_config),
             recompute_all=transformer_config.recompute_granularity == "full",
             recompute_attention=selective and "core_attn" in transformer_config.recompute_modules,
             **others,

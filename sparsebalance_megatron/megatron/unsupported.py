@@ -66,7 +66,6 @@ _NO_GRAPHS = "graphs freeze budgets and lengths; use --cuda-graph-impl none"
 NO_SHARDED_WEIGHTS = (
     "ranks would wait for one another in every layer; drop it, or use --use-distributed-optimizer"
 )
-_NO_FP8 = "rows have any number of tokens, and these kernels need multiples of 16; drop it"
 _PLACES_SAMPLES = "both place samples; drop it"
 GPT_ONLY = "only layers with attention have budgets; drop it"
 
@@ -155,8 +154,6 @@ MODEL = (
     ),
     Refusal(flag="--enable-cuda-graph", remedy=_NO_GRAPHS),
     Refusal(flag="--external-cuda-graph", remedy=_NO_GRAPHS),
-    Refusal(flag="--fp8-format", remedy=_NO_FP8, name="fp8"),
-    Refusal(flag="--fp4-format", remedy=_NO_FP8, name="fp4"),
     Refusal(flag="fp8_dot_product_attention", remedy="attention runs in the model's dtype"),
     Refusal(flag="fp8_multi_head_attention", remedy="attention runs in the model's dtype"),
     Refusal(

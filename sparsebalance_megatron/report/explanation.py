@@ -43,6 +43,11 @@ class Change(NamedTuple):
     name: str
     ms: float
 
+    @property
+    def signed(self) -> str:
+        """Whole ms with their sign; what rounds to nothing has none."""
+        return f"{self.ms:+,.0f}" if round(self.ms) else "0"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:

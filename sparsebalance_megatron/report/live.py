@@ -42,7 +42,8 @@ class LiveView:
 
     ``recent_ms``: median of the last steps. ``measured_rank_ms`` and ``predicted_rank_ms``: of the
     busiest rank of the last step. ``silent_s``: seconds since the log grew, where that is longer
-    than steps take; the run has ended then, or hangs.
+    than steps take; the run has ended then, or hangs. ``shared_rows`` lay on several ranks of the
+    last step, at most on ``widest``.
     """
 
     iteration: int
@@ -55,6 +56,8 @@ class LiveView:
     lm_loss: float | None
     losses: tuple[float, ...]
     tokens: int
+    shared_rows: int
+    widest: int
     slowest: SlowDevice | None
     timeline: Timeline | None
     silent_s: float | None
@@ -70,6 +73,7 @@ def live_view(
     steps = follower.steps
     recent = steps[-RECENT_STEPS:]
     last = steps[-1].step
+    times = follower.last_times
     known_ms = [each.step.iteration_ms for each in recent if each.step.iteration_ms]
     recent_ms = median(known_ms) if known_ms else None
     return LiveView(
@@ -83,8 +87,10 @@ def live_view(
         lm_loss=last.lm_loss,
         losses=tuple(each.step.lm_loss for each in steps if each.step.lm_loss is not None),
         tokens=last.tokens,
+        shared_rows=0 if times is None else times.shared_rows,
+        widest=1 if times is None else times.widest,
         slowest=_slowest(recent, hosts),
-        timeline=measured_timeline(follower.last_times, {}),
+        timeline=measured_timeline(times, {}),
         silent_s=_silence(follower, recent_ms, now_unix_s),
         notes=tuple(_notes(follower)),
     )

@@ -57,6 +57,9 @@ def numbers(view: LiveView, width: int) -> list[str]:
         f"{_number(view.coverage_base, '.4f')}",
         f"loss        {_number(view.lm_loss, '.5g')}  {sparkline(view.losses, width - 24)}",
     ]
+    if view.shared_rows:
+        rows = "one row" if view.shared_rows == 1 else f"{view.shared_rows} rows"
+        lines.append(f"shared      {rows} on up to {view.widest} ranks each")
     if view.slowest is not None:
         says = (
             f"{view.slowest.slowness:.2f}x the median device's time for the same prediction"

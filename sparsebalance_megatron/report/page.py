@@ -54,6 +54,7 @@ td { border-bottom: 1px solid var(--faint); }
 .names th:first-child, .names td:first-child { text-align: left; }
 .names td:last-child, .names th:last-child { text-align: left; color: var(--muted); }
 .steps td { white-space: nowrap; }
+.below { margin-top: 2rem; }
 .all-columns { grid-column: 1 / -1; }
 li { max-width: 60rem; }
 """
@@ -118,10 +119,10 @@ def render(page: Page) -> str:
         "<div>",
         *(f"<p>{escape(finding)}</p>" for finding in page.findings),
         _table(page.numbers),
+        *_worst(page.worst_steps),
         "</div>",
         "</section>",
         *_sources(page.sources),
-        *_worst(page.worst_steps),
         '<section class="pictures">',
         *(_figure(picture) for picture in page.pictures),
         "</section>",
@@ -180,10 +181,10 @@ def _worst(table: Table) -> list[str]:
         "lost; the ratio is measured over predicted, relative to the step's own."
     )
     return [
-        "<section><h2>The worst steps</h2>",
+        '<div class="below"><h2>The worst steps</h2>',
         _table(table),
         f'<p class="quiet">{words}</p>',
-        "</section>",
+        "</div>",
     ]
 
 

@@ -114,7 +114,7 @@ def _why(explanation: Explanation | None) -> list[str]:
     """What the difference consists of, and what the machine had to do with it."""
     if explanation is None:
         return []
-    changes = ", ".join(f"{change.ms:+,.0f} ms {change.name}" for change in explanation.changes)
+    changes = ", ".join(f"{change.name} {change.signed} ms" for change in explanation.changes)
     found = [
         f"Measured, but for the share of attention, which is predicted: from the baseline's "
         f"{_ms(explanation.baseline.step_ms)}, {changes}."

@@ -71,11 +71,12 @@ def predicted_timeline(times: MicroBatchTimes, ranks: Mapping[Place, RankStep]) 
     """The schedule simulated with predicted times; None where a log holds totals only.
 
     Args:
-        ranks: what ranks logged of this step, for the rows that they shared.
+        ranks: what ranks logged of this step: rows that they shared, where the step log says
+            nothing of them.
     """
     if times.predicted_2RPVM is None:
         return None
-    return _simulated(times.predicted_2RPVM, PREDICTED, ranks)
+    return _simulated(times.predicted_2RPVM, PREDICTED, _widths(times, ranks))
 
 
 def measured_timeline(
@@ -97,14 +98,11 @@ def measured_timeline(
         return _measured(ranks, expected)
     if times is None:
         return None
-    return _simulated(times.measured_2RPVM, SIMULATED, ranks)
+    return _simulated(times.measured_2RPVM, SIMULATED, _widths(times, ranks))
 
 
-def _simulated(
-    times_2RPVM: np.ndarray, source: str, ranks: Mapping[Place, RankStep]
-) -> Timeline | None:
+def _simulated(times_2RPVM: np.ndarray, source: str, widths_RM: np.ndarray) -> Timeline | None:
     """None where a time is missing or negative."""
-    widths_RM = _widths(times_2RPVM, ranks)
     try:
         if widths_RM.max() > 1:
             events_R = simulate_together(times_2RPVM, widths_RM)
@@ -130,12 +128,15 @@ def _simulated(
     )
 
 
-def _widths(times_2RPVM: np.ndarray, ranks: Mapping[Place, RankStep]) -> np.ndarray:
-    """[R, M] ranks of the row that each had a share of; 1 where none of them logged it.
+def _widths(times: MicroBatchTimes, ranks: Mapping[Place, RankStep]) -> np.ndarray:
+    """[R, M] ranks of the row that each had a share of, by the step log or by what ranks logged.
 
-    What a damaged log holds of groups that cannot be, or of other ranks, is left out.
+    1 where neither says. What a damaged log of a rank holds of groups that cannot be, or of other
+    ranks, is left out.
     """
-    count, positions = times_2RPVM.shape[1], times_2RPVM.shape[-1]
+    if times.widths_RM is not None:
+        return times.widths_RM
+    count, _, _, positions = times.shape
     widths_RM = np.ones((count, positions), dtype=np.int64)
     for (rank, _), step in ranks.items():
         for held in step.micro_batches:

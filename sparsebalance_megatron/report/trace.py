@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps as Chrome trace events, which Perfetto and chrome://tracing open.
 
-Format: "Trace Event Format", Google; complete events ("X"), counters ("C"), metadata ("M").
+Format: "Trace Event Format", Google; complete events ("X"), counters ("C"), flows ("s", "f"),
+metadata ("M").
 Times are microseconds with three decimals, so whole nanoseconds: neighbours never overlap.
 
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, 2 forward
@@ -18,6 +19,7 @@ from typing import Any
 from sparsebalance_megatron.plan.measurement import DIRECTIONS
 from sparsebalance_megatron.plan.metrics import imbalance
 from sparsebalance_megatron.report.timeline import Bar, Timeline
+from sparsebalance_megatron.report.trace_extras import device_ratios, same_work, waiting_ms
 from sparsebalance_megatron.telemetry.rank_record import Place, RankMicroBatch, RankStep
 from sparsebalance_megatron.telemetry.step_record import SIDES, MicroBatchTimes, Step
 
@@ -50,12 +52,14 @@ class Tracer:
     Predicted and measured are processes of their own, one per data-parallel rank, with a thread per
     stage. The measured steps keep their distance where the ranks logged when they began, and follow
     one another where not. A predicted step begins with its measured one, or when the predicted step
-    before it has ended, if that is later.
+    before it has ended, if that is later. Arrows join what was predicted and what was measured of
+    the same work, from the earlier to the later.
     """
 
     _ids: dict[tuple[str, int], int] = field(default_factory=dict)
     _threads: dict[tuple[str, Place], int] = field(default_factory=dict)
     _end_ns: dict[str, int] = field(default_factory=dict)
+    _flows: int = 0
     _first_unix_s: float | None = None
 
     def begin(self) -> Iterator[Event]:
@@ -68,15 +72,25 @@ class Tracer:
         """The events of one step."""
         start_ns = self._start(traced)
         longest_ns = 0
+        origins_ns: dict[str, int] = {}
         for side in SIDES:
             timeline = traced.timelines.get(side)
             if timeline is None:
                 continue
-            origin_ns = max(start_ns, self._end_ns.get(side, 0))
+            origin_ns = origins_ns[side] = max(start_ns, self._end_ns.get(side, 0))
             for place in timeline.places:
                 yield from self._introduce(side, place)
             for bar in timeline.bars:
                 yield self._slice(side, bar, origin_ns, traced)
+            for place, from_ms, to_ms in waiting_ms(timeline):
+                if _ns(from_ms) < _ns(to_ms):
+                    yield _complete(
+                        "waiting",
+                        "waiting",
+                        self._where(side, place),
+                        (origin_ns + _ns(from_ms), origin_ns + _ns(to_ms)),
+                        {"iteration": traced.iteration, "ms": round(to_ms - from_ms, 4)},
+                    )
             length_ns = _ns(timeline.makespan_ms)
             self._end_ns[side] = origin_ns + length_ns + _PAUSE_NS
             if side == "measured" or not longest_ns:
@@ -88,7 +102,9 @@ class Tracer:
             (start_ns, start_ns + longest_ns),
             _step_arguments(traced),
         )
+        yield from self._arrows(traced, origins_ns)
         yield from _counters(traced.step, start_ns)
+        yield from self._device_counters(traced, start_ns)
         self._end_ns["run"] = start_ns + longest_ns + _PAUSE_NS
 
     def _start(self, traced: TracedStep) -> int:
@@ -120,10 +136,48 @@ class Tracer:
         return _complete(
             f"{bar.direction} {bar.position}{chunk}",
             side,
-            (self._ids[side, bar.place[0]], self._threads[side, bar.place]),
+            self._where(side, bar.place),
             (origin_ns + _ns(bar.start_ms), origin_ns + _ns(bar.end_ms)),
             _bar_arguments(bar, traced),
         )
+
+    def _where(self, side: str, place: Place) -> tuple[int, int]:
+        """Process and thread."""
+        return self._ids[side, place[0]], self._threads[side, place]
+
+    def _arrows(self, traced: TracedStep, origins_ns: Mapping[str, int]) -> Iterator[Event]:
+        """Perfetto drops arrows that point back in time, so the earlier slice is the tail."""
+        sides = (traced.timelines.get(side) for side in SIDES)
+        for bars in same_work(*sides):
+            self._flows += 1
+            ends = sorted(
+                (origins_ns[side] + _ns((bar.start_ms + bar.end_ms) / 2), side, bar.place)
+                for side, bar in zip(SIDES, bars, strict=True)
+            )
+            for phase, (at_ns, side, place) in zip(("s", "f"), ends, strict=True):
+                process, thread = self._where(side, place)
+                yield {
+                    "name": "the same work",
+                    "cat": "prediction",
+                    "ph": phase,
+                    "id": self._flows,
+                    "pid": process,
+                    "tid": thread,
+                    "ts": _us(at_ns),
+                    # Of the slice around it, not of the next one.
+                    **({"bp": "e"} if phase == "f" else {}),
+                }
+
+    def _device_counters(self, traced: TracedStep, start_ns: int) -> Iterator[Event]:
+        for (rank, stage), ratio in device_ratios(traced.times):
+            if ("measured", rank) in self._ids:
+                yield {
+                    "name": f"measured over predicted, stage {stage}",
+                    "ph": "C",
+                    "pid": self._ids["measured", rank],
+                    "ts": _us(start_ns),
+                    "args": {"ratio": round(ratio, 4)},
+                }
 
 
 def _bar_arguments(bar: Bar, traced: TracedStep) -> Event:

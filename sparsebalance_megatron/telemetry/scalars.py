@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's figures as scalars for TensorBoard and Weights & Biases; docs/TELEMETRY.md lists them.
+"""A step's figures as scalars for TensorBoard, Weights & Biases and OpenTelemetry.
+
+docs/TELEMETRY.md lists them.
 
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
 U length buckets, S samples.
@@ -20,6 +22,7 @@ from sparsebalance_megatron.plan.measurement import CoverageTotals, StepMeasurem
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms, stage_busy_ms
 from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.step_plan import StepPlan
+from sparsebalance_megatron.telemetry.open_telemetry import MetricWriter
 from sparsebalance_megatron.telemetry.step_record import FinishedStep
 
 PREFIX = "sparse-balance"
@@ -34,11 +37,15 @@ class ScalarWriter:
         tensorboard: a ``SummaryWriter``, or None.
         wandb: what has a ``log(values, step)`` like wandb, or None.
         interval: iterations from one writing to the next.
+        metrics: OpenTelemetry's, or None.
     """
 
-    def __init__(self, tensorboard: Any, wandb: Any, *, interval: int) -> None:
+    def __init__(
+        self, tensorboard: Any, wandb: Any, *, interval: int, metrics: MetricWriter | None = None
+    ) -> None:
         self._tensorboard = tensorboard
         self._wandb = wandb
+        self._metrics = metrics
         self._interval = interval
 
     @classmethod
@@ -48,9 +55,11 @@ class ScalarWriter:
         if global_vars is None:
             return None
         tensorboard, wandb = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
-        if tensorboard is None and wandb is None:
+        metrics = MetricWriter.of_megatron(global_vars)
+        if tensorboard is None and wandb is None and metrics is None:
             return None
-        return cls(tensorboard, wandb, interval=global_vars.get_args().log_interval)
+        interval = global_vars.get_args().log_interval
+        return cls(tensorboard, wandb, interval=interval, metrics=metrics)
 
     def due(self, iteration: int) -> bool:
         """Whether Megatron logs this iteration."""
@@ -65,6 +74,8 @@ class ScalarWriter:
                 self._tensorboard.add_scalar(name, value, iteration)
         if self._wandb is not None:
             self._wandb.log(named, iteration)
+        if self._metrics is not None:
+            self._metrics.write(finite)
 
 
 def step_scalars(

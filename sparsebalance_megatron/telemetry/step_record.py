@@ -16,6 +16,7 @@ import numpy as np
 from sparsebalance_megatron.plan.measurement import DIRECTIONS, SourceTotals, StepMeasurement
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms, stage_busy_ms
 from sparsebalance_megatron.plan.planned_step import PlannedStep
+from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.telemetry.jsonl import (
     BadLineError,
     array,
@@ -92,11 +93,26 @@ class Step:
 class MicroBatchTimes:
     """ms of every micro-batch of one step; measured ones are NaN where nothing was measured.
 
-    Predicted ones are None in logs that hold totals only.
+    Predicted ones are None in logs that hold totals only. ``widths_RM``: neighbouring ranks that
+    shared the row; None where none was shared, and in logs that do not say.
     """
 
     measured_2RPVM: np.ndarray
     predicted_2RPVM: np.ndarray | None
+    widths_RM: np.ndarray | None = None
+
+    @property
+    def shared_rows(self) -> int:
+        """Rows that lay on more than one rank."""
+        if self.widths_RM is None:
+            return 0
+        wide = self.widths_RM[self.widths_RM > 1]
+        return round(float((1.0 / wide).sum()))
+
+    @property
+    def widest(self) -> int:
+        """Ranks of the row that most shared."""
+        return 1 if self.widths_RM is None else int(self.widths_RM.max())
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -123,6 +139,7 @@ def step_record(step: FinishedStep) -> dict[str, Any]:
         "host_ms": step.host_ms,
         "plan_wait_ms": planned.wait_ms,
         "batching": planned.plan.batching,
+        "widths": _widths_if_shared(planned.plan),
         "predicted": {
             "makespan_ms": expectation.makespan_ms,
             "lower_bound_ms": expectation.lower_bound_ms,
@@ -219,6 +236,7 @@ def read_times(record: Mapping[str, Any]) -> MicroBatchTimes:
     return MicroBatchTimes(
         measured_2RPVM=measured_2RPVM,
         predicted_2RPVM=_predicted_times(record, measured_2RPVM.shape),
+        widths_RM=_read_widths(record, measured_2RPVM.shape),
     )
 
 
@@ -251,6 +269,40 @@ def _schedule_ms(record: Mapping[str, Any]) -> float | None:
 
 def _unless_alike(slowness_RP: np.ndarray) -> list[list[float]] | None:
     return None if (slowness_RP == 1.0).all() else slowness_RP.tolist()
+
+
+def _widths_if_shared(plan: StepPlan) -> list[list[int]] | None:
+    if all(slot.width == 1 for slot in plan.slots):
+        return None
+    return [
+        [slot.width for slot in plan.for_rank(rank).micro_batches]
+        for rank in range(plan.data_parallel_size)
+    ]
+
+
+def _read_widths(record: Mapping[str, Any], times_shape: tuple[int, ...]) -> np.ndarray | None:
+    """[R, M]; None where the record has none."""
+    values = optional_field(record, "widths")
+    if values is None:
+        return None
+    widths_RM = array(values, "widths")
+    if widths_RM.shape != (times_shape[1], times_shape[-1]) or not _are_widths(widths_RM):
+        raise BadLineError(f"widths is {str(values)[:60]}, no groups of neighbouring ranks")
+    return widths_RM.astype(np.int64)
+
+
+def _are_widths(widths_RM: np.ndarray) -> bool:
+    """Whether the ranks fall into groups of powers of two at every position."""
+    ranks, positions = widths_RM.shape
+    for width in np.unique(widths_RM).tolist():
+        if not (0 < width <= ranks and width.is_integer() and int(width).bit_count() == 1):
+            return False
+        members_RM = widths_RM == width
+        whole_groups = ranks - ranks % int(width)
+        groups = members_RM[:whole_groups].reshape(-1, int(width), positions)
+        if members_RM[whole_groups:].any() or (groups.any(axis=1) != groups.all(axis=1)).any():
+            return False
+    return True
 
 
 def _measured_times(record: Mapping[str, Any]) -> np.ndarray:

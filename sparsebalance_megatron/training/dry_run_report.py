@@ -67,7 +67,7 @@ def describe(
         f" ms for any plan of this step ({_ratio(expected.makespan_ms, expected.lower_bound_ms)})",
         f"imbalance, max/mean: micro-batches {expected.imbalance_micro_batches:.3f}, rank sums "
         f"{expected.imbalance_rank_sums:.3f}, makespans {expected.imbalance_makespans:.3f}",
-        f"work: {expected.work_ratio:.1%} of that at base budgets",
+        f"computing, relative to fixed budgets: {expected.work_ratio:.1%}",
         f"coverage: {_coverage(expected.coverage_mean, expected.coverage_min)}",
     ]
 

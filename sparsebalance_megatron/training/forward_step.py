@@ -146,15 +146,20 @@ class ForwardStep:
 def count_sequences(packed: BudgetedPackedSeqParams) -> None:
     """Have Megatron's FLOP count see a row once, however many ranks share it.
 
-    It divides by the context-parallel size, as if each of those ranks had counted every row.
+    It divides by the context-parallel size, as if each of those ranks had counted every row. Of
+    padding it sees nothing: it counts useful work.
     """
-    shared = None if packed.micro_batch is None else packed.micro_batch.shared
+    micro_batch = packed.micro_batch
+    cu_seqlens, shared = packed.cu_seqlens_q, None
+    if micro_batch is not None:
+        cu_seqlens = cu_seqlens[: len(cu_seqlens) - micro_batch.padding_documents]
+        shared = micro_batch.shared
     if shared is None:
-        update_sequence_statistics(packed.cu_seqlens_q)
+        update_sequence_statistics(cu_seqlens)
         return
     first = shared.group.member == 0
     times = parallel_state.get_context_parallel_world_size() if first else 0
-    update_sequence_statistics(packed.cu_seqlens_q, times=times)
+    update_sequence_statistics(cu_seqlens, times=times)
 
 
 def packed_forward_step(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from sparsebalance_megatron import cli
+from sparsebalance_megatron.cli import prepare_data
 from sparsebalance_megatron.config import ConfigError
 
 HELP_IMPORTS = """
@@ -80,6 +81,22 @@ def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         cli.main(["profile"])
 
 
+def test_a_reader_that_has_read_enough_ends_the_command_quietly() -> None:
+    """As in ``sparse-balance env | head -1``."""
+    program = (
+        "import sys; from sparsebalance_megatron import cli\n"
+        "from sparsebalance_megatron.cli import examples\n"
+        "examples.run = lambda arguments: print('x' * 1_000_000) or 0\n"
+        "sys.exit(cli.main(['examples']))"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
 def test_interruption_has_the_shells_status(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(arguments: argparse.Namespace) -> int:
         raise KeyboardInterrupt
@@ -121,3 +138,10 @@ def test_wrong_usage_exits_with_2(
         cli.main(argv)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_throughput_counts_tokenising_only() -> None:
+    text = prepare_data.throughput(3_000_000, 1_000_000, tokenising_s=2.0, total_s=9.0)
+    assert text == (
+        "2.0 s to tokenise and write: 1.50 MB of input and 500,000 tokens per second; 9.0 s in all"
+    )

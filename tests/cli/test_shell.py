@@ -20,7 +20,7 @@ import sys
 from sparsebalance_megatron import cli
 for name in cli.COMMANDS:
     cli.parser_of(name).format_help()
-heavy = {"torch", "megatron", "transformers", "matplotlib", "rich"} & set(sys.modules)
+heavy = {"torch", "megatron", "transformers", "matplotlib", "rich", "scipy"} & set(sys.modules)
 assert not heavy, heavy
 """
 

@@ -66,6 +66,8 @@ def check_format(events: list[Event]) -> None:
                 start, length = round(event["ts"] * 1e3), round(event["dur"] * 1e3)
                 assert start >= 0 and length >= 0
                 threads[event["pid"], event["tid"]].append((start, start + length))
+            case "s" | "f":
+                assert event["id"] > 0 and event["tid"] > 0 and event["ts"] >= 0
             case other:
                 raise AssertionError(f"no event of phase {other} is written")
     for spans in threads.values():
@@ -88,6 +90,60 @@ def slices(events: list[Event], category: str, iteration: int) -> list[Event]:
         for event in events
         if event.get("cat") == category and event["args"]["iteration"] == iteration
     ]
+
+
+def test_arrows_join_what_was_predicted_and_measured_of_the_same_work(
+    events: list[Event],
+) -> None:
+    arrows: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        if event["ph"] in ("s", "f"):
+            arrows[event["id"]].append(event)
+    assert len(arrows) == 3 * RUN.ranks * RUN.stages * SLICES
+    work = [event for event in events if event.get("cat") in ("predicted", "measured")]
+
+    def around(arrow: Event) -> Event:
+        """The slice that an end of an arrow lies in."""
+        (found,) = (
+            event
+            for event in work
+            if (event["pid"], event["tid"]) == (arrow["pid"], arrow["tid"])
+            and event["ts"] <= arrow["ts"] <= event["ts"] + event["dur"]
+        )
+        return found
+
+    for tail, head in itertools.islice(arrows.values(), 0, None, 7):
+        assert (tail["ph"], head["ph"], head["bp"]) == ("s", "f", "e")
+        assert tail["ts"] <= head["ts"]
+        ends = [around(tail), around(head)]
+        assert {end["cat"] for end in ends} == {"predicted", "measured"}
+        assert len({(end["name"], end["args"]["iteration"]) for end in ends}) == 1
+
+
+def test_waiting_fills_what_a_stage_does_not_compute(events: list[Event]) -> None:
+    for iteration in (2, 3, 4):
+        waits = slices(events, "waiting", iteration)
+        for side in ("predicted", "measured"):
+            work = slices(events, side, iteration)
+            end = max(event["ts"] + event["dur"] for event in work)
+            filled: dict[tuple[int, int], float] = defaultdict(float)
+            pids = {event["pid"] for event in work}
+            for event in (*work, *(wait for wait in waits if wait["pid"] in pids)):
+                filled[event["pid"], event["tid"]] += event["dur"]
+            assert len(filled) == RUN.ranks * RUN.stages
+            (run,) = slices(events, "step", iteration)
+            origin = min(event["ts"] for event in (*work, *waits) if event["pid"] in pids)
+            for length in filled.values():
+                # Every slice is rounded to nanoseconds at both ends.
+                assert length == pytest.approx(end - origin, abs=1e-3)
+            assert side == "predicted" or end - run["ts"] == pytest.approx(run["dur"], abs=1e-3)
+
+
+def test_a_counter_per_device(events: list[Event]) -> None:
+    found = [event for event in events if event["name"].startswith("measured over predicted")]
+    assert len(found) == 3 * RUN.ranks * RUN.stages
+    assert {event["name"][-7:] for event in found} == {"stage 0", "stage 1"}
+    assert all(0.5 < event["args"]["ratio"] < 2.0 for event in found)
 
 
 def test_the_rules_of_the_format(events: list[Event]) -> None:
@@ -180,7 +236,8 @@ def test_arguments_of_a_slice(run_directory: Path, events: list[Event]) -> None:
 
 
 def test_counters(events: list[Event]) -> None:
-    counters = [event for event in events if event["ph"] == "C"]
+    (run,) = (pid for (pid, _), name in names(events, "process_name").items() if name == "run")
+    counters = [event for event in events if event["ph"] == "C" and event["pid"] == run]
     assert {event["name"] for event in counters} == {"coverage", "imbalance of ranks"}
     assert len(counters) == 2 * 3
     imbalance = [event for event in counters if event["name"] == "imbalance of ranks"]
@@ -246,10 +303,16 @@ def test_the_last_steps_are_the_default_and_gz_compresses(
     path = tmp_path / "new" / "trace.json.gz"
     assert cli.main(["trace", str(run_directory), "-o", str(path)]) == 0
     with gzip.open(path, "rt") as stream:
-        check_format(json.load(stream)["traceEvents"])
+        written = json.load(stream)["traceEvents"]
+    check_format(written)
     sides = 2 * RUN.ranks
     metadata = 3 + 2 * sides + 2 * sides * RUN.stages
-    count = metadata + RUN.steps * (sides * RUN.stages * SLICES + 1 + 2)
+    work = sides * RUN.stages * SLICES
+    # Of the work half is predicted, half measured, and an arrow with two ends joins them.
+    devices = RUN.ranks * RUN.stages
+    waits = sum(event.get("cat") == "waiting" for event in written)
+    count = metadata + RUN.steps * (work + work + 1 + 2 + devices) + waits
+    assert len(written) == count and waits > 0
     assert f"5 steps, {count} events written to {path}" in capsys.readouterr().out
 
 
@@ -331,7 +394,8 @@ def test_perfetto_reads_it(trace_path: Path) -> None:
         found = rows(
             "select p.name as process, t.name as thread, count(*) as n, max(s.depth) as depth "
             "from slice s join thread_track tt on s.track_id = tt.id join thread t using (utid) "
-            "join process p using (upid) group by 1, 2 order by 1, 2",
+            "join process p using (upid) where s.name != 'waiting' "
+            "group by 1, 2 order by 1, 2",
             *("process", "thread", "n", "depth"),
         )
         sides = [
@@ -351,4 +415,10 @@ def test_perfetto_reads_it(trace_path: Path) -> None:
             ("coverage executed", 3),
             ("imbalance of ranks measured", 3),
             ("imbalance of ranks predicted", 3),
+            *(
+                (f"measured over predicted, stage {stage} ratio", 3 * RUN.ranks)
+                for stage in range(RUN.stages)
+            ),
         ]
+        (arrows,) = rows("select count(*) as n from flow", "n")
+        assert arrows == (3 * RUN.ranks * RUN.stages * SLICES,)

@@ -110,8 +110,6 @@ REFUSED = {
     "--cuda-graph-impl": "local",
     "--enable-cuda-graph": "",
     "--external-cuda-graph": "",
-    "--fp8-format": "hybrid",
-    "--fp4-format": "e2m1",
     "--transformer-impl": "inference_optimized",
     "--use-kitchen-attention": "",
     "--attention-backend": "local",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,26 @@ def test_the_device_that_takes_longer_is_named_with_its_host(tmp_path: Path) -> 
     assert view.slowest.host == "node-1"
     assert view.slowest.slowness == pytest.approx(1.5)
     assert "slowest rank 1 stage 0 on node-1 1.50x" in status_line(view)
+
+
+def test_ranks_that_share_a_row_begin_it_together_in_the_live_strip_too(tmp_path: Path) -> None:
+    """Rank 0 is at the shared row after 1 ms, rank 1 after 3."""
+    replace(RUN, stages=1, steps=1, with_ranks=False).write(tmp_path)
+    path = tmp_path / "steps.jsonl"
+    *others, last = [json.loads(line) for line in path.read_text().splitlines()]
+    for name, factor in (("forward_ms", 1.0), ("backward_ms", 2.0)):
+        last["measured"][name] = (factor * np.array([[[[1.0, 2.0]]], [[[3.0, 2.0]]]])).tolist()
+    last["widths"] = [[1, 2], [1, 2]]
+    path.write_text("".join(json.dumps(record) + "\n" for record in (*others, last)))
+    view = view_of(tmp_path)
+    assert view.timeline is not None
+    starts = {
+        bar.place[0]: bar.start_ms
+        for bar in view.timeline.bars
+        if (bar.position, bar.direction) == (1, "forward")
+    }
+    assert starts == {0: 9.0, 1: 9.0}
+    assert "shared      one row on up to 2 ranks each" in view_lines(view, 100)
 
 
 def test_a_run_that_works_is_not_called_silent_and_one_that_stopped_is(tmp_path: Path) -> None:

@@ -68,7 +68,9 @@ def test_what_a_speedup_consists_of_and_cost() -> None:
     run = summary(rank_imbalance=1.02, work_ratio=0.91, coverage_mean=0.69)
     baseline = summary(rank_imbalance=1.18, coverage_mean=0.71)
     found = comparison_findings(compared(run, baseline, explanation=explained()))
-    assert "6,000 ms, -300 ms less attention, -700 ms less waiting, +0 ms rest" in found[0]
+    assert (
+        "6,000 ms, less attention -300 ms, less waiting -700 ms, rest of the step 0 ms" in found[0]
+    )
     assert facts(found[1:]) == [("Measured", [1.02, 1.18]), ("Predicted", [91.0, 0.69, 0.71])]
     (uncut,) = comparison_findings(compared(summary(work_ratio=1.0), summary()))
     assert [("not balance alone" in sentence) for sentence in (found[-1], uncut)] == [True, False]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -154,6 +156,8 @@ def test_ranks_that_shared_a_row_begin_it_together() -> None:
         # The log of one member says who the others are.
         predicted_timeline(times(predicted, predicted), {(1, 0): logged[1, 0]}),
         measured_timeline(times(predicted), logged),
+        # The step log knows by itself.
+        measured_timeline(replace(times(predicted), widths_RM=np.array([[1, 2], [1, 2]])), {}),
     ):
         assert found is not None
         spans = {rank: [] for rank in expected}

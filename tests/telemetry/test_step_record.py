@@ -113,3 +113,63 @@ def test_devices_that_are_not_alike_have_the_slowness_they_were_planned_with() -
         )
         record = step_record(step)
         assert record["predicted"]["device_slowness"] == expected
+
+
+def shared_first_position() -> dict[str, Any]:
+    """A step whose first row lay on both ranks."""
+    planned = planned_step()
+    by_place = {(slot.rank, slot.position): slot for slot in planned.plan.slots}
+    whole = replace(by_place[0, 0], width=2)
+    del by_place[0, 0], by_place[1, 0]
+    plan = replace(planned.plan, slots=(whole, *by_place.values()))
+    return written(planned=replace(planned, plan=plan))
+
+
+def test_who_shared_a_row_comes_back() -> None:
+    record = shared_first_position()
+    assert record["widths"] == [[2, 1], [2, 1]]
+    times = read_times(record)
+    np.testing.assert_array_equal(times.widths_RM, [[2, 1], [2, 1]])
+    assert (times.shared_rows, times.widest) == (1, 2)
+    alone = written()
+    assert alone["widths"] is None
+    assert read_times(alone).widths_RM is None
+    assert (read_times(alone).shared_rows, read_times(alone).widest) == (0, 1)
+    del alone["widths"]  # as in logs of earlier versions
+    assert read_times(alone).widths_RM is None
+
+
+@pytest.mark.parametrize(
+    "widths",
+    [
+        [[2, 1], [1, 1]],
+        [[1, 1], [2, 1]],
+        [[3, 1], [3, 1]],
+        [[4, 1], [4, 1]],
+        [[0, 1], [1, 1]],
+        [[None, 1], [1, 1]],
+        [[1.5, 1], [1, 1]],
+        [[1, 1]],
+        "two",
+    ],
+)
+def test_groups_that_cannot_be_are_named(widths: Any) -> None:
+    with pytest.raises(BadLineError, match="widths"):
+        read_times(written() | {"widths": widths})
+
+
+@pytest.mark.parametrize(
+    ("widths_of_ranks", "possible"),
+    [([1, 2, 2, 1], False), ([2, 2, 1, 1, 1], True), ([1, 1, 2, 2], True), ([1, 1, 1, 2], False)],
+)
+def test_groups_begin_at_multiples_of_their_width(
+    widths_of_ranks: list[int], possible: bool
+) -> None:
+    times = np.ones((len(widths_of_ranks), 1, 1, 1)).tolist()
+    record = written() | {"widths": [[width] for width in widths_of_ranks]}
+    record["measured"] |= {"forward_ms": times, "backward_ms": times}
+    if possible:
+        assert read_times(record).widest == 2
+    else:
+        with pytest.raises(BadLineError, match="widths"):
+            read_times(record)

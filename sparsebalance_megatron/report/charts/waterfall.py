@@ -43,7 +43,7 @@ def waterfall_picture(explanation: Explanation) -> Picture:
         colours.append(RUN if change.ms <= 0.0 else PREDICTED)
         level += change.ms
     bottoms, heights, colours = [*bottoms, 0.0], [*heights, after], [*colours, RUN]
-    texts = [f"{before:,.0f}", *(f"{change.ms:+,.0f}" for change in changes), f"{after:,.0f}"]
+    texts = [f"{before:,.0f}", *(change.signed for change in changes), f"{after:,.0f}"]
 
     def paint(figure: Any) -> None:
         axis = figure.subplots()

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is left out inside, and that nothing is left out afterwards."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import warnings
+from pathlib import Path
+
+import pytest
+
+from sparsebalance_megatron import data
+from sparsebalance_megatron.data.quiet_imports import quiet_imports
+
+
+def warn(text: str) -> None:
+    warnings.warn(text, UserWarning, stacklevel=2)
+    logging.getLogger("torch.utils.cpp_extension").warning(text)
+
+
+def test_warnings_are_left_out_inside_only(
+    recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn("before")
+    with quiet_imports():
+        warn("inside")
+    warn("after")
+    assert [str(each.message) for each in recwarn] == ["before", "after"]
+    assert caplog.messages == ["before", "after"]
+
+
+def test_a_failed_import_ends_the_silence_too(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ImportError), quiet_imports():
+        raise ImportError
+    logging.getLogger("torch.utils.cpp_extension").warning("after")
+    assert caplog.messages == ["after"]
+
+
+def test_every_import_of_megatron_in_this_room_is_quiet() -> None:
+    """A command that reads or writes data is the first to import Megatron."""
+    loud = []
+    for path in Path(data.__file__).parent.glob("*.py"):
+        tree = ast.parse(path.read_text("utf-8"))
+        quiet = {
+            id(statement)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.With) and "quiet_imports" in ast.dump(node.items[0])
+            for statement in ast.walk(node)
+        }
+        loud += [
+            f"{path.name}:{node.lineno}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+            and (node.module or "").startswith("megatron.")
+            and id(node) not in quiet
+        ]
+    assert loud == []

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rows of quantised models are padded to, and that padding is nobody's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from step_cases import SHAPE
+
+from sparsebalance_megatron.data.packing import Sample
+from sparsebalance_megatron.megatron.compat import quantized_row_multiple
+from sparsebalance_megatron.megatron.packed_seq_params import micro_batch_context
+from sparsebalance_megatron.megatron.settings import RunSettings
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
+from sparsebalance_megatron.training.rows import RowPacking
+
+SETTINGS = RunSettings(
+    shape=replace(SHAPE, tensor_parallel_size=2),
+    dtype="bfloat16",
+    stage_layers=(((0,),),),
+    sequence_parallel=False,
+    recompute_all=False,
+    recompute_attention=False,
+    data_parallel_size=1,
+    context_parallel_size=1,
+    seq_length=1024,
+    micro_batch_size=1,
+    global_batch_size=1,
+    split="1,0,0",
+    seed=1,
+)
+
+
+def config(**fields: Any) -> SimpleNamespace:
+    """What Megatron's rule reads of a ``TransformerConfig``."""
+    plain = {"fp8": None, "fp8_recipe": "delayed", "fp4": None, "fp4_recipe": "nvfp4"}
+    return SimpleNamespace(**plain | {"use_transformer_engine_op_fuser": False} | fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "multiple"),
+    [
+        ({}, 1),
+        ({"use_transformer_engine_op_fuser": True}, 1),
+        ({"fp8": "hybrid"}, 16),
+        ({"fp8": "e4m3", "fp8_recipe": "tensorwise"}, 16),
+        ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, 16),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 32),
+        ({"fp4": "e2m1"}, 128),
+    ],
+)
+def test_the_multiple_is_megatrons(fields: dict[str, Any], multiple: int) -> None:
+    assert quantized_row_multiple(config(**fields)) == multiple
+
+
+def test_every_sequence_parallel_part_divides() -> None:
+    assert SETTINGS.pad_to_multiple_of == 1
+    assert replace(SETTINGS, quantized_multiple=32).pad_to_multiple_of == 32
+    sequence = replace(SETTINGS, sequence_parallel=True)
+    assert sequence.pad_to_multiple_of == 2
+    assert replace(sequence, quantized_multiple=32).pad_to_multiple_of == 64
+
+
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    multiple=st.sampled_from([16, 32, 64, 128]),
+)
+def test_padding_is_no_sample_and_carries_no_loss(lengths: list[int], multiple: int) -> None:
+    plan = MicroBatchPlan(
+        samples=tuple(range(len(lengths))),
+        lengths_tokens=tuple(lengths),
+        budgets_LS=np.full((2, len(lengths)), 3, dtype=np.int32),
+        rank=0,
+        position=0,
+    )
+    packing = RowPacking(block_size=16, pad_to_multiple_of=multiple)
+    tokens = sum(lengths)
+    samples = [Sample(tokens=np.arange(1, length + 2), loss_mask=None) for length in lengths]
+    row = packing.row(plan, samples)
+    assert len(row.tokens) % multiple == 0 and 0 <= len(row.tokens) - tokens < multiple
+    assert (row.loss_mask[:tokens] == 1.0).all() and (row.loss_mask[tokens:] == 0.0).all()
+    assert packing.padded_tokens(plan) == len(row.tokens) - tokens
+    assert plan.tokens == tokens, "what is counted as trained"
+    cu_seqlens = packing.cu_seqlens(plan)
+    assert cu_seqlens[: len(lengths) + 1] == (0, *np.cumsum(lengths).tolist())
+    context = micro_batch_context(
+        plan, cu_seqlens, block_size=16, observe=True, device=torch.device("cpu")
+    )
+    padded = len(row.tokens) > tokens
+    assert context.padding_documents == padded
+    assert context.budgets_LS.tolist() == [[3] * len(lengths) + [1] * padded] * 2
