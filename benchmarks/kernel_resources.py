@@ -66,6 +66,7 @@ _POINTERS = {
     "*fp32": {"lse", "statistics", "parts", "part_lse", "delta", "sums"},
     "element": {"q", "k", "v", "out", "dout", "dq", "dk", "dv"},
 }
+_INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?);")
 _KINDS = {
     "products": r"HGMMA",
     "exponentials": r"MUFU",
@@ -161,22 +162,17 @@ def resources(
     kernel = compiled(
         name, tile, element=element, block_size=block_size, head_dim=head_dim, group=group
     )
-    with tempfile.TemporaryDirectory() as directory:
-        cubin = Path(directory, "kernel.cubin")
-        cubin.write_bytes(kernel.asm["cubin"])
-        usage = _output(triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin)
-        code = _output(triton.knobs.nvidia.nvdisasm.path, "-c", cubin)
-    used = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    registers, spilled_bytes, code = machine_code(kernel)
     loop = _hot_loop(code)
-    if used is None or loop is None:
-        raise RuntimeError(f"{name} kernel: no registers or no loop with products in {tile}")
+    if loop is None:
+        raise RuntimeError(f"{name} kernel: no loop with products in {tile}")
     rows, columns, column_tiles = _fitted(name, tile, block_size, group, head_dim, 2)
     products = PRODUCTS[name.removeprefix(BY_TOKEN)]
     operations = products * 2 * rows * columns * column_tiles * triton.next_power_of_2(head_dim)
     waits = [int(m[1], 16) for m in re.finditer(r"DEPBAR\.LE SB0, (0x\w+)", "\n".join(loop))]
     return Resources(
-        registers=int(used[1]),
-        spilled_bytes=int(used[2]),
+        registers=registers,
+        spilled_bytes=spilled_bytes,
         shared_bytes=kernel.metadata.shared,
         loop_instructions=len(loop),
         loop_kinds=dict(Counter(_kind(instruction) for instruction in loop)),
@@ -184,6 +180,28 @@ def resources(
         loop_matrix_cycles=operations // MATRIX_OPERATIONS_PER_CYCLE,
         loop_issue_cycles=len(loop) * tile.warps // SCHEDULERS,
     )
+
+
+def machine_code(kernel: Any) -> tuple[int, int, str]:
+    """Registers and spilled bytes of a thread, and the disassembly, of a compiled kernel.
+
+    Raises:
+        RuntimeError: the tool that reads machine code did not name the registers.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        cubin = Path(directory, "kernel.cubin")
+        cubin.write_bytes(kernel.asm["cubin"])
+        usage = _output(triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin)
+        code = _output(triton.knobs.nvidia.nvdisasm.path, "-c", cubin)
+    used = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    if used is None:
+        raise RuntimeError(f"cuobjdump names no registers: {usage!r}")
+    return int(used[1]), int(used[2]), code
+
+
+def instructions(code: str) -> list[str]:
+    """The instructions of a disassembly, without labels and predicates."""
+    return [found[1] for found in map(_INSTRUCTION.match, code.splitlines()) if found]
 
 
 def candidates(name: str, head_dim: int) -> Iterator[Tile]:
@@ -234,7 +252,7 @@ def _hot_loop(code: str) -> list[str] | None:
     for line in code.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             places[label[1]] = len(instructions)
-        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?);", line):
+        elif instruction := _INSTRUCTION.match(line):
             instructions.append(instruction[1])
             target = re.search(r"^BRA.*`\((\.L_x_\d+)\)", instruction[1])
             if target and target[1] in places:

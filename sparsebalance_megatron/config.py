@@ -31,6 +31,7 @@ ExchangeName = Literal["all-gather", "ring", "hierarchical-ring"]
 RecomputeAttention = Literal["keep", "again"]
 Planning = Literal["ahead", "on-demand"]
 AttentionImplementation = Literal["auto", "triton", "blocks", "tokens", "reference"]
+Router = Literal["auto", "triton", "torch"]
 
 
 DEFAULT_SELECTION: Granularity = "token-query-head"
@@ -104,6 +105,11 @@ class SparseBalanceConfig:
     attention: AttentionImplementation = "auto"
     """Attention implementation; auto takes the fastest that runs on the device, an explicit choice
     never falls back."""
+
+    router: Router = "auto"
+    """Who ranks blocks for selection: Triton kernels, torch, or kernels on CUDA and torch elsewhere
+    (auto). An explicit choice never falls back. Selections by columns and those of other packages
+    leave no choice."""
 
     recompute_attention: RecomputeAttention = "again"
     """Attention in the layers that Megatron recomputes in backward: computed again, or kept from

@@ -24,6 +24,7 @@ FLAGS: dict[str, tuple[Any, Any]] = {
     "--sparse-balance-base-budget": (int, 32),
     "--sparse-balance-selection": (str, "token-query-head"),
     "--sparse-balance-attention": (("auto", "triton", "blocks", "tokens", "reference"), "auto"),
+    "--sparse-balance-router": (("auto", "triton", "torch"), "auto"),
     "--sparse-balance-recompute-attention": (("keep", "again"), "again"),
     "--sparse-balance-eval-attention": (("sparse", "dense"), "sparse"),
     "--sparse-balance-batching": (

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, get_args
 
-from sparsebalance_megatron.config import DEFAULT_SELECTION, AttentionImplementation
+from sparsebalance_megatron.config import DEFAULT_SELECTION, AttentionImplementation, Router
 
 DISTRIBUTION = "sparsebalance-megatron"
 PACKAGES = (
@@ -30,6 +30,7 @@ PACKAGES = (
 )
 _BLOCK_SIZE = 128
 _PROBE_LENGTHS_TOKENS = (300, 84)
+_WHOSE_REASON = r'^(block_sparse_attention: )?(implementation|router) "\w+" '
 
 Facts = dict[str, Any]
 
@@ -93,6 +94,10 @@ def as_text(found: Facts) -> list[str]:
     lines += [
         f"  {name:<10} {'runs' if each['usable'] else 'does not run: ' + each['because']}"
         for name, each in found["attention"]["implementations"].items()
+    ]
+    lines += [
+        f"  router {name:<6} {'runs' if each['usable'] else 'does not run: ' + each['because']}"
+        for name, each in found["attention"]["routers"].items()
     ]
     return lines
 
@@ -209,7 +214,7 @@ def _attention() -> Facts:
         import torch
     except ImportError as error:
         because = f"torch cannot be imported: {error}"
-        return {"device": None, "because": because, "implementations": {}}
+        return {"device": None, "because": because, "implementations": {}, "routers": {}}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return {
         "device": device,
@@ -219,21 +224,24 @@ def _attention() -> Facts:
             for name in get_args(AttentionImplementation)
             if name != "auto"
         },
+        "routers": {
+            name: _tried("auto", device, name) for name in get_args(Router) if name != "auto"
+        },
     }
 
 
-def _tried(implementation: str, device: str) -> Facts:
+def _tried(implementation: str, device: str, router: str = "auto") -> Facts:
     try:
-        _forward_and_backward(implementation, device)
+        _forward_and_backward(implementation, device, router)
     # Kernels fail in the compilers' own ways, and every one of them is an answer here.
     except Exception as error:
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        prefix = f'block_sparse_attention: implementation "{implementation}" '
-        return {"usable": False, "because": reason.removeprefix(prefix)}
+        because = re.sub(_WHOSE_REASON, "", reason)
+        return {"usable": False, "because": because}
     return {"usable": True, "because": None}
 
 
-def _forward_and_backward(implementation: Any, device: str) -> None:
+def _forward_and_backward(implementation: Any, device: str, router: Any) -> None:
     """Two short documents at a budget that selects.
 
     Raises:
@@ -243,6 +251,7 @@ def _forward_and_backward(implementation: Any, device: str) -> None:
     import torch
 
     from sparsebalance_megatron.attention.api import budgeted_attention
+    from sparsebalance_megatron.attention.selectors import selector_named
 
     first, second = _PROBE_LENGTHS_TOKENS
     generator = torch.Generator().manual_seed(0)
@@ -256,7 +265,9 @@ def _forward_and_backward(implementation: Any, device: str) -> None:
         *(q, k, v, (0, first, first + second), 2),
         block_size=_BLOCK_SIZE,
         softmax_scale=0.125,
-        selection="previous-block" if implementation == "blocks" else DEFAULT_SELECTION,
+        selection=selector_named(
+            "previous-block" if implementation == "blocks" else DEFAULT_SELECTION, router
+        ),
         implementation=implementation,
     )
     out.float().square().sum().backward()

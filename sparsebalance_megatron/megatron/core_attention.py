@@ -64,7 +64,7 @@ class AttentionOptions:
         return cls(
             block_size=config.block_size,
             base_budget=config.base_budget,
-            selector=selector_named(config.selection),
+            selector=selector_named(config.selection, config.router),
             coverage_threshold=config.coverage_threshold,
             implementation=config.attention,
             grid=grid,

@@ -17,7 +17,7 @@ import torch
 from sparsebalance_megatron import __version__, cli
 from sparsebalance_megatron.cli import env as environment
 from sparsebalance_megatron.cli.env import is_within
-from sparsebalance_megatron.config import AttentionImplementation
+from sparsebalance_megatron.config import AttentionImplementation, Router
 
 EVERYWHERE = {"blocks", "tokens", "reference"}
 
@@ -75,12 +75,17 @@ def test_attention_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
         assert usable == EVERYWHERE
         remedy = 'needs CUDA, and q lies on cpu: use "tokens" or "auto"'
         assert f"triton     does not run: {remedy}" in text
+    assert set(attention["routers"]) == set(get_args(Router)) - {"auto"}
+    assert attention["routers"]["torch"] == {"usable": True, "because": None}
+    assert "  router torch  runs" in text
+    if attention["device"] == "cpu" and "TRITON_INTERPRET" not in os.environ:
+        assert "  router triton does not run: needs " in text
 
 
 def test_an_implementation_that_breaks_is_told_with_its_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def broken(implementation: str, device: str) -> None:
+    def broken(implementation: str, device: str, router: str) -> None:
         raise RuntimeError(f"{implementation}: no compiler\nlong trace")
 
     monkeypatch.setattr(environment, "_forward_and_backward", broken)

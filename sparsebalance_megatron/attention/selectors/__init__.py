@@ -8,6 +8,7 @@ K budgets.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from sparsebalance_megatron.attention.row_pair import RowPair
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.selectors.block_topk import BlockTopK
 from sparsebalance_megatron.attention.selectors.vertical_slash import VerticalSlash
-from sparsebalance_megatron.config import ConfigError, Granularity
+from sparsebalance_megatron.config import ConfigError, Granularity, Router, flag_name
 from sparsebalance_megatron.installed_selectors import installed_names, load_selector
 
 
@@ -107,12 +108,28 @@ SELECTORS: Mapping[Granularity, Selector[Any, Any]] = MappingProxyType(
 token reads."""
 
 
-def selector_named(name: str) -> Selector[Any, Any]:
+def selector_named(name: str, router: Router = "auto") -> Selector[Any, Any]:
     """Look a selector up: one of :data:`SELECTORS`, or one that an installed package brings.
 
+    Args:
+        router: who computes the router, where the selector leaves the choice.
+
     Raises:
-        ConfigError: there is none of that name, or its entry point is broken.
+        ConfigError: there is none of that name, its entry point is broken, or it leaves no choice
+            of router.
     """
+    selector = _selector_named(name)
+    if router == "auto":
+        return selector
+    if not isinstance(selector, BlockTopK):
+        raise ConfigError(
+            f"{flag_name('router')} {router}: selection {name} leaves no choice of router; drop "
+            "the flag"
+        )
+    return replace(selector, router=router)
+
+
+def _selector_named(name: str) -> Selector[Any, Any]:
     for known, selector in SELECTORS.items():
         if known == name:
             return selector

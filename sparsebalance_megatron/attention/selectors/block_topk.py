@@ -24,6 +24,7 @@ from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.selectors.ranking import Ranking
 from sparsebalance_megatron.attention.selectors.streaming import rank_in_chunks
 from sparsebalance_megatron.attention.selectors.summaries import BlockSummaries, block_means
+from sparsebalance_megatron.config import Router
 
 Speaker = Literal["own-mean", "previous-mean", "first"]
 """The mean query of the block itself, or of the block before it, or the block's first query."""
@@ -43,23 +44,25 @@ class BlockTopK:
             together.
         speaker: which query stands for a block whose tokens select together. Only "own-mean" looks
             ahead: what a token reads then depends on the queries after it in its block.
+        router: who computes; see :func:`..router_choice.ranks_in_triton`.
     """
 
     by_token: bool
     by_query_head: bool
     speaker: Speaker = "own-mean"
+    router: Router = "auto"
 
     @torch.no_grad()
     def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> BlockSummaries:
         """Summarise the blocks of a row; see :class:`..selectors.Selector`.
 
         Raises:
-            ValueError: shapes do not fit one another or the layout.
+            ValueError: shapes do not fit one another or the layout, or the router does not serve.
         """
         _check_heads(q_THD, k_TGD, layout)
         with outside_autocast(q_THD.device):
             return BlockSummaries(
-                keys_NGD=block_means(k_TGD, layout).to(k_TGD.dtype),
+                keys_NGD=block_means(k_TGD, layout, self.router).to(k_TGD.dtype),
                 queries_NCD=self._speakers(q_THD, k_TGD.shape[1], layout),
             )
 
@@ -80,7 +83,8 @@ class BlockTopK:
         float32 inside ``torch.autocast`` too, and where CUDA takes TF32 for other products.
 
         Raises:
-            ValueError: ``max_budget`` is below 1, or shapes do not fit one another or the layouts.
+            ValueError: ``max_budget`` is below 1, shapes do not fit one another or the layouts, or
+                the router does not serve.
         """
         _check_summaries(q_THD, summaries, rows)
         if max_budget < 1:
@@ -94,6 +98,7 @@ class BlockTopK:
                 softmax_scale=softmax_scale,
                 places=min(max_budget, rows.kv_layout.max_blocks),
                 observe=observe,
+                router=self.router,
             )
         return Ranking(rows=rows, by_token=self.by_token, indices_QCK=indices_QCK, mass_SK=mass_SK)
 
@@ -120,7 +125,7 @@ class BlockTopK:
             return None
         heads = q_THD.shape[1] if self.by_query_head else kv_heads
         first = self.speaker == "first"
-        spoken_NHD = q_THD[layout.start_N] if first else block_means(q_THD, layout)
+        spoken_NHD = q_THD[layout.start_N] if first else block_means(q_THD, layout, self.router)
         return spoken_NHD.float().unflatten(1, (heads, -1)).mean(2)
 
     def _askers(self, q_THD: Tensor, summaries: BlockSummaries, rows: RowPair) -> Tensor:

@@ -34,8 +34,12 @@ class Chunk:
         return self.blocks.stop - self.blocks.start
 
 
-def chunks(pair: RowPair, *, by_token: bool, heads: int, elements: int) -> Iterator[Chunk]:
+def chunks(
+    pair: RowPair, *, by_token: bool, heads: int, elements: int, most_rows: int | None = None
+) -> Iterator[Chunk]:
     """Cut the rows such that rows x heads x columns stay within ``elements``, or a row is alone.
+
+    ``most_rows`` bounds the rows of a chunk besides.
 
     A row may read the blocks of its own document up to its own block. What a chunk's product
     computes beyond that is at most a quarter of ``elements``, besides what one block needs.
@@ -52,14 +56,17 @@ def chunks(pair: RowPair, *, by_token: bool, heads: int, elements: int) -> Itera
         if block < blocks:
             wider_low = min(low, int(first_N[block]))
             wider_high = max(high, int(own_N[block]) + 1)
-            computed = int(bounds[block + 1] - bounds[begin]) * heads * (wider_high - wider_low)
+            rows = int(bounds[block + 1] - bounds[begin])
+            computed = rows * heads * (wider_high - wider_low)
             beyond = computed - int(needed[block]) + done
-            if computed <= elements and beyond <= elements // _BEYOND_FRACTION:
+            fits = computed <= elements and (most_rows is None or rows <= most_rows)
+            if fits and beyond <= elements // _BEYOND_FRACTION:
                 low, high = wider_low, wider_high
                 continue
         documents = document_N[begin:block]
         last_row = int(bounds[block])
         at_once = max(1, elements // (heads * (high - low)))
+        at_once = at_once if most_rows is None else min(at_once, most_rows)
         for row in range(int(bounds[begin]), last_row, at_once):
             yield Chunk(
                 rows=slice(row, min(row + at_once, last_row)),

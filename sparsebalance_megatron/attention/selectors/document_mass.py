@@ -15,15 +15,14 @@ from sparsebalance_megatron.attention.row_pair import RowPair
 class DocumentMass:
     """Router mass per document and place, from some rows at a time.
 
-    Rows are tokens, or blocks: those of blocks count once per token, unless they hold the sum over
-    their tokens already.
+    Rows are tokens, or blocks: those of blocks count once per token.
     """
 
-    def __init__(self, rows: RowPair, *, by_token: bool, summed: bool = False) -> None:
+    def __init__(self, rows: RowPair, *, by_token: bool) -> None:
         kv_layout = rows.kv_layout
         self._document_Q = kv_layout.document_N[rows.row_block(by_token=by_token)]
         # A query block speaks for all of its tokens.
-        self._tokens_Q = None if by_token or summed else rows.query_layout.length_N
+        self._tokens_Q = None if by_token else rows.query_layout.length_N
         self._mass_SK = torch.zeros(
             *(kv_layout.documents, kv_layout.max_blocks),
             dtype=torch.float64,

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import PackedLayout
+from sparsebalance_megatron.attention.selectors.router_choice import means_in_triton
+from sparsebalance_megatron.config import Router
 
 _COPIED_ELEMENTS = 1 << 21
 """Elements that are widened or padded at once: 8 MiB in float32."""
@@ -53,8 +55,16 @@ class BlockSummaries:
         return BlockSummaries(keys_NGD=keys_NGD, queries_NCD=queries[0] if queries else None)
 
 
-def block_means(x_THD: Tensor, layout: PackedLayout) -> Tensor:
-    """Means over the tokens of every block, [N, H, D]: float32, or float64 for float64."""
+def block_means(x_THD: Tensor, layout: PackedLayout, router: Router = "torch") -> Tensor:
+    """Means over the tokens of every block, [N, H, D]: float32, or float64 for float64.
+
+    Raises:
+        ValueError: ``router`` is "triton", and it does not serve.
+    """
+    if means_in_triton(router, x_THD.device):
+        from sparsebalance_megatron.attention.selectors.pooling_kernel import pooled_means
+
+        return pooled_means(x_THD, layout)
     wide = torch.promote_types(x_THD.dtype, torch.float32)
     sum_NHD = x_THD.new_empty(layout.blocks, *x_THD.shape[1:], dtype=wide)
     bounds = layout.bounds_on_host

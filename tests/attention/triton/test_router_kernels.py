@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's kernels against its torch path, in Triton's interpreter or on a GPU.
+"""The router's kernels against torch, in Triton's interpreter or on a GPU, through ``rank_row``.
 
-Inputs are small integers, so that every score is exact in whatever order it is summed.
+Inputs are small integers, so that every score is exact in whatever order it is summed, and many
+are equal.
+
+Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, S documents.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -15,95 +19,222 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.row_pair import RowPair
-from sparsebalance_megatron.attention.selectors import SELECTORS
+from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row, streaming
 from sparsebalance_megatron.attention.selectors.block_topk import BlockTopK
-from sparsebalance_megatron.attention.selectors.streaming import rank_in_chunks
+from sparsebalance_megatron.attention.selectors.ranking import Ranking
 from sparsebalance_megatron.attention.selectors.summaries import block_means
+from sparsebalance_megatron.config import Router
 
 triton = pytest.importorskip("triton")
-from sparsebalance_megatron.attention.selectors import router_kernels  # noqa: E402
+from sparsebalance_megatron.attention.selectors import row_ranking_kernel  # noqa: E402
+from sparsebalance_megatron.attention.selectors.pooling_kernel import pooled_means  # noqa: E402
 
 BLOCK = 8
 INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = "cpu" if INTERPRETED else "cuda"
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
+SELECTIONS = [
+    "token-query-head",
+    "token-kv-head",
+    "previous-block",
+    "first-query",
+    "query-block-lookahead",
+]
+ROUTERS: tuple[Router, Router] = ("triton", "torch")
 
-def _integers(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
+
+def _integers(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-8, 9, shape, generator=generator).to(DEVICE, dtype)
 
 
-def _both(
-    selection: str, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout, **options: object
-) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
-    selector, rows = SELECTORS[selection], RowPair.within(layout)
+def _inputs(tokens: int, heads: int = 4, kv_heads: int = 2) -> tuple[Tensor, Tensor]:
+    return _integers((tokens, heads, 16), tokens), _integers((tokens, kv_heads, 16), tokens + 1)
+
+
+def _selector(selection: str, router: Router) -> BlockTopK:
+    selector = SELECTORS[selection]
     assert isinstance(selector, BlockTopK)
-    summaries = selector.summaries(q_THD, k_TGD, layout)
-    arguments = (selector._askers(q_THD, summaries, rows), summaries.keys_NGD, rows)
-    kernel, plain = (
-        rank(*arguments, by_token=selector.by_token, softmax_scale=0.02, **options)
-        for rank in (router_kernels.rank_in_kernels, rank_in_chunks)
+    return dataclasses.replace(selector, router=router)
+
+
+def _ranked(
+    selection: str,
+    router: Router,
+    inputs: tuple[Tensor, Tensor],
+    layout: PackedLayout,
+    *,
+    max_budget: int,
+    observe: bool,
+    softmax_scale: float = 0.02,
+) -> Ranking:
+    return rank_row(
+        _selector(selection, router),
+        *(*inputs, layout),
+        softmax_scale=softmax_scale,
+        max_budget=max_budget,
+        observe=observe,
     )
-    return kernel, plain
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def _assert_same(kernel: Ranking, plain: Ranking) -> None:
+    """Mass: a softmax in float32 rounds each share by a few units in the last place."""
+    assert torch.equal(kernel.indices_QCK, plain.indices_QCK)
+    assert (kernel.mass_SK is None) == (plain.mass_SK is None)
+    if kernel.mass_SK is not None:
+        torch.testing.assert_close(
+            kernel.mass_SK, plain.mass_SK, rtol=1e-5, atol=1e-5, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("cu_seqlens", [[0, 61], [0, 1, 20, 51, 59]])
 def test_means_are_the_same(cu_seqlens: list[int], dtype: torch.dtype) -> None:
     layout = packed_layout(cu_seqlens, BLOCK, DEVICE)
     x_THD = _integers((layout.tokens, 3, 20), 0, dtype)
-    found = router_kernels.pooled_means(x_THD[:, 1:], layout)
+    found = pooled_means(x_THD[:, 1:], layout)
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert torch.equal(found, block_means(x_THD[:, 1:], layout))
 
 
 @pytest.mark.parametrize("observe", [False, True])
 @pytest.mark.parametrize(
-    ("cu_seqlens", "places", "dtype"),
-    [([0, 53], 3, torch.float32), ([0, 21, 29, 70, 71], 17, torch.bfloat16)],
+    ("cu_seqlens", "max_budget", "dtype"),
+    [
+        ([0, 53], 3, torch.float32),
+        ([0, 21, 29, 70, 71], 17, torch.bfloat16),
+        ([0, 1], 1, torch.float16),
+    ],
 )
-@pytest.mark.parametrize("selection", ["token-kv-head", "token-query-head", "previous-block"])
+@pytest.mark.parametrize("selection", SELECTIONS)
 def test_lists_and_mass_are_those_of_torch(
-    selection: str, cu_seqlens: list[int], places: int, dtype: torch.dtype, observe: bool
+    selection: str, cu_seqlens: list[int], max_budget: int, dtype: torch.dtype, observe: bool
 ) -> None:
     layout = packed_layout(cu_seqlens, BLOCK, DEVICE)
-    q_THD = _integers((layout.tokens, 4, 16), 1, dtype)
-    k_TGD = _integers((layout.tokens, 2, 16), 2, dtype)
-    places = min(places, layout.max_blocks)
-    kernel, plain = _both(selection, q_THD, k_TGD, layout, places=places, observe=observe)
-    assert torch.equal(kernel[0], plain[0])
-    if observe:
-        torch.testing.assert_close(kernel[1], plain[1], rtol=1e-6, atol=1e-6)
+    q_THD, k_TGD = (x.to(dtype) for x in _inputs(layout.tokens))
+    kernel, plain = (
+        _ranked(selection, router, (q_THD, k_TGD), layout, max_budget=max_budget, observe=observe)
+        for router in ROUTERS
+    )
+    _assert_same(kernel, plain)
 
 
-def test_lists_longer_than_a_tile_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_kernels, "COLUMNS", 16)
-    layout = packed_layout([0, 40 * BLOCK], BLOCK, DEVICE)
-    q_THD = _integers((layout.tokens, 2, 16), 3, torch.float32)
-    k_TGD = _integers((layout.tokens, 1, 16), 4, torch.float32)
-    kernel, plain = _both("previous-block", q_THD, k_TGD, layout, places=40, observe=True)
-    assert torch.equal(kernel[0], plain[0])
-    torch.testing.assert_close(kernel[1], plain[1], rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("observe", [False, True])
+@pytest.mark.parametrize("chunk_elements", [1, 300, 1 << 23])
+def test_chunks_change_nothing(
+    chunk_elements: int, observe: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of one row, of parts of blocks and of several documents; lists wider than a chunk."""
+    monkeypatch.setattr(streaming, "KERNEL_CHUNK_ELEMENTS", chunk_elements)
+    layout = packed_layout([0, 3, 24, 27, 45], BLOCK, DEVICE)
+    kernel, plain = (
+        _ranked("token-kv-head", router, _inputs(45, 2, 1), layout, max_budget=3, observe=observe)
+        for router in ROUTERS
+    )
+    _assert_same(kernel, plain)
+
+
+@pytest.mark.parametrize("max_budget", [1, 5, 16, 17, 70])
+def test_long_rows_are_cut_into_runs(max_budget: int) -> None:
+    """70 blocks: 128 columns, of which 16, 32 or all are sorted."""
+    layout = packed_layout([0, 70 * BLOCK], BLOCK, DEVICE)
+    kernel, plain = (
+        _ranked(
+            "previous-block",
+            router,
+            *(_inputs(layout.tokens, 2, 2), layout),
+            max_budget=max_budget,
+            observe=False,
+        )
+        for router in ROUTERS
+    )
+    _assert_same(kernel, plain)
+
+
+def test_mass_of_real_numbers_is_as_exact_as_torchs() -> None:
+    """Against a softmax in float64 that is sorted whole."""
+    blocks = 33
+    layout = packed_layout([0, blocks * BLOCK], BLOCK, DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    q_THD, k_TGD = (
+        torch.randn(layout.tokens, 2, 16, generator=generator).to(DEVICE) for _ in range(2)
+    )
+    keys_NGD = k_TGD.double().unflatten(0, (blocks, BLOCK)).mean(1)
+    scores_GNN = torch.einsum("ngd,mgd->gnm", q_THD[::BLOCK].double(), keys_NGD) * 3.0
+    own_NN = torch.eye(blocks, device=DEVICE).bool()
+    mass_GNN = scores_GNN.masked_fill(own_NN.cumsum(0) == 0, -torch.inf).softmax(-1)
+    others_GNN = mass_GNN.masked_fill(own_NN, 0.0).sort(-1, descending=True).values
+    own_GN1 = mass_GNN.diagonal(dim1=1, dim2=2)[:, :, None]
+    expected_K = BLOCK * torch.cat([own_GN1, others_GNN[:, :, :-1]], -1).sum((0, 1))
+    errors = []
+    for router in ROUTERS:
+        options = {"max_budget": 4, "observe": True, "softmax_scale": 3.0}
+        mass_SK = _ranked("first-query", router, (q_THD, k_TGD), layout, **options).mass_SK
+        assert mass_SK is not None
+        errors.append(float((mass_SK[0] - expected_K).abs().max()))
+    few_roundings = 8 * torch.finfo(torch.float32).eps * float(expected_K.max())
+    assert errors[0] <= 2 * errors[1] + few_roundings
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("selection", ["token-kv-head", "first-query"])
+@pytest.mark.parametrize("selection", ["token-query-head", "first-query"])
 def test_bad_numbers_are_ranked_as_in_torch(selection: str, value: float) -> None:
     layout = packed_layout([0, 13, 66, 77], BLOCK, DEVICE)
-    q_THD = _integers((77, 4, 16), 5, torch.float32)
-    k_TGD = _integers((77, 2, 16), 6, torch.float32)
+    q_THD, k_TGD = _inputs(77)
     for x, token in itertools.product((q_THD, k_TGD), (25, 41)):
         x[token, 0, 3] = value
-    kernel, plain = _both(selection, q_THD, k_TGD, layout, places=7, observe=True)
-    assert torch.equal(kernel[0], plain[0])
-    torch.testing.assert_close(kernel[1], plain[1], rtol=1e-6, atol=1e-6, equal_nan=True)
-    assert plain[1][1].isnan().all()
-    assert plain[1][[0, 2]].isfinite().all()
+    kernel, plain = (
+        _ranked(selection, router, (q_THD, k_TGD), layout, max_budget=7, observe=True)
+        for router in ROUTERS
+    )
+    _assert_same(kernel, plain)
+    assert kernel.mass_SK is not None
+    assert kernel.mass_SK[1].isnan().all()
+    assert kernel.mass_SK[[0, 2]].isfinite().all()
 
 
 def test_ties_go_to_the_lower_block() -> None:
     layout = packed_layout([0, 80], BLOCK, DEVICE)
     q_THD, k_TGD = (torch.zeros(80, 1, 16, device=DEVICE) for _ in range(2))
     k_TGD[40:] = -0.0
-    kernel, _ = _both("token-kv-head", q_THD, k_TGD, layout, places=4, observe=False)
-    assert kernel[0][9 * BLOCK, 0].tolist() == [9, 0, 1, 2]
+    ranking = _ranked(
+        "token-kv-head", "triton", (q_THD, k_TGD), layout, max_budget=4, observe=False
+    )
+    assert ranking.indices_QCK[9 * BLOCK, 0].tolist() == [9, 0, 1, 2]
+
+
+@pytest.mark.parametrize("observe", [False, True])
+@pytest.mark.parametrize("selection", ["token-query-head", "previous-block"])
+def test_queries_of_some_blocks_rank_as_in_torch(selection: str, observe: bool) -> None:
+    """A member of a context group: blocks in any order, each a document of its own."""
+    layout = packed_layout([0, 21, 29, 70, 107], BLOCK, DEVICE)
+    q_THD, k_TGD = _inputs(layout.tokens)
+    own_blocks = [13, 2, 0, 5, 9, 8]
+    bounds = layout.bounds_on_host.tolist()
+    tokens = [token for n in own_blocks for token in range(bounds[n], bounds[n + 1])]
+    lengths = [bounds[n + 1] - bounds[n] for n in own_blocks]
+    members = packed_layout([0, *itertools.accumulate(lengths)], BLOCK, DEVICE)
+    rows = RowPair.of_blocks(members, layout, own_blocks)
+    kernel, plain = (
+        selector.rank(
+            q_THD[tokens],
+            selector.summaries(q_THD, k_TGD, layout),
+            rows,
+            softmax_scale=0.02,
+            max_budget=3,
+            observe=observe,
+        )
+        for selector in (_selector(selection, router) for router in ROUTERS)
+    )
+    _assert_same(kernel, plain)
+
+
+def test_programs_take_as_many_keys_as_their_threads_hold() -> None:
+    for columns, places, observe in itertools.product(
+        (1, 2, 16, 17, 300, 1024, 4096), (1, 16, 64, 1000), (False, True)
+    ):
+        shape = row_ranking_kernel.launch_shape(columns, places, observe=observe)
+        assert shape["TAKEN"] <= shape["COLUMNS"] < 2 * max(columns, 16)
+        assert shape["TAKEN"] >= (columns if observe else min(columns, places))
+        assert 8 <= shape["TILE_ROWS"] * shape["COLUMNS"] // (32 * shape["num_warps"]) <= 16
