@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -55,6 +55,7 @@ def run_ranks(
     timeout_s: float,
     folder: Path | None = None,
     imports: Sequence[str] = IMPORTED_BEFOREHAND,
+    begun: Callable[[Sequence[int]], None] | None = None,
 ) -> int | None:
     """Run ``python PROGRAM...`` as all ranks of a job, in ``folder`` or this process's own.
 
@@ -62,6 +63,7 @@ def run_ranks(
         environment: of every rank, whole.
         output: a file that gets what they print.
         imports: modules imported once, before ranks are forked; those of the first call count.
+        begun: is called with the ranks' process ids. Each is the leader of a session of its own.
 
     Returns:
         0, the exit code of the rank that failed first, or None after ``timeout_s`` seconds.
@@ -75,7 +77,7 @@ def run_ranks(
         for rank in range(ranks)
     ]
     where = folder or Path.cwd()
-    return _run(program, environment, places, where, output, output, timeout_s, imports)
+    return _run(program, environment, places, where, output, output, timeout_s, imports, begun)
 
 
 def run_alone(
@@ -115,6 +117,7 @@ def _run(
     stderr: Path,
     timeout_s: float,
     imports: Sequence[str] = IMPORTED_BEFOREHAND,
+    begun: Callable[[Sequence[int]], None] | None = None,
 ) -> int | None:
     """One process per place, which is what its environment has besides."""
     told = json.dumps(dict(environment))
@@ -128,6 +131,8 @@ def _run(
         process = context.Process(target=_rank, args=arguments)
         process.start()
         started.append(process)
+    if begun is not None:
+        begun([process.pid or 0 for process in started])
     deadline_s = time.monotonic() + timeout_s
     try:
         while True:

@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One attempt at a run under torchrun, watched from outside until it ends or is killed."""
+"""One attempt at a run on forked ranks, watched from outside until it ends or is killed."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from forked_ranks import free_port, run_ranks
 
-MARK = "SPARSE_BALANCE_SOAK"
-"""In the environment of every process of a soak, by which orphans are found."""
 POLL_S = 0.25
-_GRACE_S = 60.0
+_LONGEST_S = 24 * 3600.0
+_WRITERS_END_IN_S = 10.0
+"""Megatron's checkpoint writers end by themselves in a moment."""
 RANK = Path(__file__).with_name("rank.py")
 
 
@@ -34,7 +35,11 @@ class Usage:
 
 @dataclass(kw_only=True)
 class Attempt:
-    """What an attempt did. ``ended`` is "finished", "killed", "failed" or "hung"."""
+    """What an attempt did: it began after ``first_step`` and logged up to ``last_step``.
+
+    ``ended`` is "finished", "killed", "failed" or "hung"; ``orphans`` counts processes that it left
+    behind.
+    """
 
     disturbance: str
     first_step: int
@@ -51,7 +56,7 @@ def run(
     *,
     ranks: int,
     disturbance: Mapping[str, float],
-    log: Path,
+    output: Path,
     logged_step: Callable[[], int],
     kill_at: int | None,
     victim: int,
@@ -61,92 +66,90 @@ def run(
 
     Args:
         disturbance: what every rank does to itself, as ``rank.py`` reads it.
-        log: gets what is printed.
-        logged_step: the last step of the log.
+        output: a file that gets what is printed.
+        logged_step: the last step that this attempt logged; ``first_step`` before.
         kill_at: the step after which ``victim`` is killed; None never.
         quiet_s: without a new step for so long, the attempt hangs and is ended.
     """
-    name = f"{os.getpid()}-{attempt.first_step}-{time.monotonic_ns()}"
-    environment = os.environ | {MARK: name, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks)),
-        *(os.fspath(RANK), json.dumps(dict(disturbance)), *flags),
-    ]
-    began = moved = time.monotonic()
-    with log.open("a", encoding="utf-8") as printed:
-        process = subprocess.Popen(
-            command, env=environment, stdout=printed, stderr=subprocess.STDOUT, text=True
+    members: list[int] = []
+    began_s = moved_s = time.monotonic()
+    killed, hung, step = False, False, attempt.first_step
+    with ThreadPoolExecutor(1) as thread:
+        ended: Future[int | None] = thread.submit(
+            run_ranks,
+            ranks,
+            (os.fspath(RANK), json.dumps(dict(disturbance)), *flags),
+            environment=environment(),
+            master_port=free_port(),
+            output=output,
+            timeout_s=_LONGEST_S,
+            begun=members.extend,
         )
-    killed, step = False, attempt.first_step
-    while process.poll() is None:
-        time.sleep(POLL_S)
-        if (now := logged_step()) != step:
-            step, moved = now, time.monotonic()
-            attempt.usage += _usage(_ranks_of(process), step)
-        if kill_at is not None and step >= kill_at and not killed:
-            members = _ranks_of(process)
-            if victim in members:
-                members[victim].kill()
+        while not ended.done():
+            time.sleep(POLL_S)
+            if (now := logged_step()) != step:
+                step, moved_s = now, time.monotonic()
+                attempt.usage += _usage(members, step)
+            if kill_at is not None and step >= kill_at and members and not killed:
                 killed = True
-        if time.monotonic() - moved > quiet_s:
-            attempt.ended = "hung"
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(_GRACE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+                _kill(members[victim])
+            if time.monotonic() - moved_s > quiet_s and not hung:
+                hung = True
+                for member in members:
+                    _kill(member)
     attempt.last_step = logged_step()
-    attempt.seconds = time.monotonic() - began
-    attempt.orphans = end_orphans(name)
-    if not attempt.ended:
-        attempt.ended = "finished" if process.returncode == 0 else "killed" if killed else "failed"
+    attempt.seconds = time.monotonic() - began_s
+    attempt.orphans = end_orphans(members)
+    finished = ended.result() == 0
+    attempt.ended = "hung" if hung else "finished" if finished else "killed" if killed else "failed"
     return attempt
 
 
-def end_orphans(name: str) -> int:
-    """Processes of an attempt that are left after it, which are ended; Megatron's checkpoint
-    writers end by themselves in a moment, and are given it."""
-    deadline = time.monotonic() + 10
-    while (left := _marked(name)) and time.monotonic() < deadline:
+def environment() -> dict[str, str]:
+    """Of every rank: one thread, no GPU, and this repository before what is installed."""
+    paths = [str(RANK.parents[2]), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+    }
+
+
+def end_orphans(members: Sequence[int]) -> int:
+    """Processes that ranks have left behind; they are ended."""
+    deadline_s = time.monotonic() + _WRITERS_END_IN_S
+    while (left := _in_sessions(members)) and time.monotonic() < deadline_s:
         time.sleep(POLL_S)
     for process in left:
-        process.kill()
+        _kill(process)
     return len(left)
 
 
-def _marked(name: str) -> list[psutil.Process]:
+def _in_sessions(leaders: Sequence[int]) -> list[int]:
+    """Processes of these sessions that run; a child stays in its rank's when that has ended."""
     found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == name and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            continue
+    for process in psutil.process_iter(["status"]):
+        with suppress(OSError):
+            if os.getsid(process.pid) in leaders and process.info["status"] != "zombie":
+                found.append(process.pid)
     return found
 
 
-def _ranks_of(launcher: subprocess.Popen[str]) -> dict[int, psutil.Process]:
-    """Rank -> its process, a child of torchrun's."""
-    members: dict[int, psutil.Process] = {}
-    try:
-        for process in psutil.Process(launcher.pid).children():
-            rank = process.environ().get("RANK")
-            if rank is not None:
-                members[int(rank)] = process
-    except psutil.Error:  # it ends at this moment
-        return {}
-    return members
+def _kill(process: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
 
 
-def _usage(members: Mapping[int, psutil.Process], step: int) -> list[Usage]:
+def _usage(members: Sequence[int], step: int) -> list[Usage]:
     try:
+        held = [psutil.Process(member) for member in members]
         return [
             Usage(
                 step=step,
-                resident_megabytes=max(p.memory_info().rss for p in members.values()) / 1e6,
-                threads=max(p.num_threads() for p in members.values()),
-                open_files=max(p.num_fds() for p in members.values()),
+                resident_megabytes=max(p.memory_info().rss for p in held) / 1e6,
+                threads=max(p.num_threads() for p in held),
+                open_files=max(p.num_fds() for p in held),
             )
         ]
     except (psutil.Error, ValueError):  # one of them ends at this moment

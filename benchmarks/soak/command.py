@@ -6,7 +6,8 @@ of steps (exponential, --kill-every on average), unless it fails before. In all 
 delayed at random; in some the disk is full, so that no checkpoint can be written, in some it is
 slow. Every attempt resumes from the last checkpoint. Calibration is off, so that plans do not
 depend on time, and loss, plan and coverage of every step must be those of the run left alone, bit
-for bit.
+for bit. Every step of every attempt must be in the log once, no process may be left behind, and
+the run left alone may not grow in threads, open files or, by more than a twentieth, in memory.
 
 Four ranks over gloo (two data-parallel, two pipeline stages) with evaluation and checkpoints.
 """
@@ -14,13 +15,12 @@ Four ranks over gloo (two data-parallel, two pipeline stages) with evaluation an
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
+import os
 import platform
 import random
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -30,11 +30,13 @@ from typing import Any
 import torch
 
 from soak.attempt import Attempt, run
+from soak.log import SoakLog, differing_steps, iterations_to_log
 from soak.picture import draw
 from soak.setup import RANKS, flags, write_documents
 
-_COMPARED = ("lm_loss", "predicted", "coverage", "tokens")
 _DELAYS = {"delay": 0.05, "delay_s": 0.2}
+_REPORTED = ("steps", "save_every", "kill_every", "seed")
+_MEMORY_GROWTH = 0.05
 _FULL_DISK_MEGABYTES = 3.0
 """Less than a file of the checkpoint; more than what a run logs."""
 
@@ -56,40 +58,42 @@ def soak(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Both runs; what was found."""
     data = write_documents(directory / "train", seed=options.seed)
     alone = _one(directory / "alone", data, options, kill_at=None, disturbance={}, name="none")
+    print(f"left alone: {alone.last_step} steps, {alone.ended}", flush=True)
     attempts = _disturbed(directory / "disturbed", data, options)
-    expected = _steps(directory / "alone")
-    found = _steps(directory / "disturbed")
-    differing = _differences(expected, found)
-    times_logged = Counter(record["iteration"] for record in found)
-    missing = sorted(set(range(1, options.steps + 1)) - set(times_logged))
-    replayed = sum(
-        max(0, earlier.last_step - later.first_step)
-        for earlier, later in itertools.pairwise(attempts)
-    )
-    result = {
-        "machine": {"cpu": platform.processor(), "torch": torch.__version__},
-        "steps": options.steps,
-        "seed": options.seed,
+    found = SoakLog(directory / "disturbed").steps()
+    logged = [record["iteration"] for record in found]
+    run_again = len(iterations_to_log(attempts)) - options.steps
+    usage = _growth(alone)
+    checks = {
+        "both runs finished": (alone.ended, attempts[-1].ended) == ("finished", "finished"),
+        "no attempt hung": all(a.ended != "hung" for a in attempts),
+        "steps equal": not differing_steps(SoakLog(directory / "alone").steps(), found),
+        "every step logged once": logged == iterations_to_log(attempts)
+        and set(logged) == set(range(1, options.steps + 1)),
+        "no process left behind": not sum(a.orphans for a in (alone, *attempts)),
+        "memory, threads and files flat": _is_flat(usage, alone),
+    }
+    return {
+        "machine": machine(),
+        "options": {name: getattr(options, name) for name in _REPORTED},
+        "passed": all(checks.values()),
+        "checks": checks,
         "seconds": {"alone": alone.seconds, "disturbed": sum(a.seconds for a in attempts)},
         "ended": dict(Counter(f"{a.disturbance}: {a.ended}" for a in attempts)),
-        "steps_that_differ": differing,
-        "steps_missing": missing,
-        "steps_logged_more_often_than_run": sum(times_logged.values()) - options.steps - replayed,
-        "steps_run_again": replayed,
-        "orphans": sum(a.orphans for a in attempts) + alone.orphans,
-        "growth": _growth(alone),
+        "steps_run_again": run_again,
+        "growth": usage,
         "attempts": [asdict(a) for a in (alone, *attempts)],
     }
-    result["passed"] = (
-        alone.ended == "finished"
-        and attempts[-1].ended == "finished"
-        and not differing
-        and not missing
-        and result["steps_logged_more_often_than_run"] == 0
-        and result["orphans"] == 0
-        and "hung" not in {a.ended for a in attempts}
-    )
-    return result
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load_at_end": os.getloadavg()[0],
+    }
 
 
 def _disturbed(directory: Path, data: Path, options: argparse.Namespace) -> list[Attempt]:
@@ -133,23 +137,15 @@ def _one(
     victim: int = 0,
 ) -> Attempt:
     directory.mkdir(parents=True, exist_ok=True)
-    began = time.time()
-
-    def logged_step() -> int:
-        """Of this attempt: the log is touched when it has one."""
-        path = directory / "logs" / "steps.jsonl"
-        if not path.exists() or path.stat().st_mtime < began:
-            return begun
-        return max((record["iteration"] for record in _steps(directory)[-1:]), default=begun)
-
+    log = SoakLog(directory)
     begun = _checkpoint(directory)
     return run(
         Attempt(disturbance=name, first_step=begun),
         flags(directory, data, options.steps, options.save_every),
         ranks=RANKS,
         disturbance=disturbance,
-        log=directory / "output",
-        logged_step=logged_step,
+        output=directory / "output",
+        logged_step=lambda: log.last_of_attempt(begun),
         kill_at=kill_at,
         victim=victim,
         quiet_s=options.quiet_seconds,
@@ -161,40 +157,10 @@ def _checkpoint(directory: Path) -> int:
     return int(tracker.read_text()) if tracker.exists() else 0
 
 
-def _steps(directory: Path) -> list[dict[str, Any]]:
-    path = directory / "logs" / "steps.jsonl"
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    records = []
-    for number, line in enumerate(lines):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number + 1 < len(lines):
-                raise
-    return [record for record in records if record["type"] == "step"]
-
-
-def _differences(
-    expected: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]
-) -> list[int]:
-    """Iterations of which any record differs, in what training computed or planned."""
-    known = {record["iteration"]: record for record in expected}
-    return sorted(
-        {
-            record["iteration"]
-            for record in found
-            if record["iteration"] not in known
-            or any(record[name] != known[record["iteration"]][name] for name in _COMPARED)
-        }
-    )
-
-
 def _growth(attempt: Attempt) -> dict[str, float]:
     """From the second tenth of the run left alone to its last: what grows every step shows here."""
     usage, tenth = attempt.usage, max(1, len(attempt.usage) // 10)
-    if len(usage) < 3:
+    if len(usage) < 20:
         return {}
     early, late = usage[tenth : 2 * tenth], usage[-tenth:]
     return {
@@ -203,12 +169,20 @@ def _growth(attempt: Attempt) -> dict[str, float]:
     }
 
 
+def _is_flat(growth: Mapping[str, float], attempt: Attempt) -> bool:
+    """Of a run with too few steps to tell, nothing is said against it."""
+    if not growth:
+        return True
+    memory = growth["resident_megabytes"] / attempt.usage[0].resident_megabytes
+    return memory <= _MEMORY_GROWTH and growth["threads"] <= 0 and growth["open_files"] <= 0
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="soak.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="write the result here, and a picture beside it")
-    parser.add_argument("--quick", action="store_true", help="a dozen steps")
+    parser.add_argument("--quick", action="store_true", help="six steps")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--save-every", type=int, default=20, help="steps between checkpoints")
     parser.add_argument("--kill-every", type=int, default=100, help="steps, on average")
@@ -219,7 +193,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--directory", type=Path, help="keeps both runs; default: a temporary one")
     options = parser.parse_args(sys.argv[1:] if argv is None else argv)
     if options.quick:
-        options.steps, options.save_every, options.kill_every = 12, 3, 4
+        options.steps, options.save_every, options.kill_every = 6, 2, 3
     for name in ("steps", "save_every", "kill_every"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: at least 1")
