@@ -267,7 +267,10 @@ SHARED_ROWS = {
     "wide-vertical-slash-ring": Layout(
         model="vertical-slash",
         ranks=2,
-        flags=(*WIDE, *PLANNED_WIDTHS, "--sparse-balance-exchange", "ring"),
+        flags=(
+            *(*WIDE, *PLANNED_WIDTHS, "--sparse-balance-exchange", "ring"),
+            *("--sparse-balance-max-tokens-per-micro-batch", "128"),
+        ),
     ),
 }
 """Rows lie on several ranks, as wide as the plan says or as a lot says."""

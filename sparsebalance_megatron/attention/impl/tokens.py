@@ -117,7 +117,7 @@ class _PastBlocks:
         for head in range(self._kv_heads):
             heads = self._query_heads(head)
             out_XED, lse_XE = self._by_row(out_THD[:, heads]), self._by_row(lse_TH[:, heads])
-            q_XED = _with_dummy(self._by_row(self._q_THD[:, heads]))
+            (q_XED,) = self._with_dummy(self._q_THD[:, heads]).unbind(2)
             k_NBD, v_NBD = self._keys(head)
             for tiles in self._tiles(head):
                 parts_ZD = q_XED.new_empty(tiles.rows_AI.numel() * self._heads + 1, q_XED.shape[2])
@@ -149,9 +149,8 @@ class _PastBlocks:
             heads = self._query_heads(head)
             lse_XE = pad(self._by_row(lse_TH[:, heads]), (0, 0, 0, 1), value=torch.inf)
             # One gather serves for all three, and each is a view of it.
-            rows = [self._by_row(x[:, heads]) for x in (dout_THD, self._q_THD, out_THD)]
-            rows_XE3D = _with_dummy(torch.stack(rows, 2))
-            dq_XED = _with_dummy(self._by_row(dq_THD[:, heads]))
+            rows_XE3D = self._with_dummy(*(x[:, heads] for x in (dout_THD, self._q_THD, out_THD)))
+            (dq_XED,) = self._with_dummy(dq_THD[:, heads]).unbind(2)
             k_NBD, v_NBD = self._keys(head)
             dk_NBD, dv_NBD = torch.zeros_like(k_NBD), torch.zeros_like(v_NBD)
             for tiles in self._tiles(head):
@@ -180,6 +179,18 @@ class _PastBlocks:
     def _by_row(self, x_TH: Tensor) -> Tensor:
         """A KV head's query heads, [T, H / G, ...] to [X, E, ...]."""
         return x_TH.unflatten(1, (self._rows_per_token, self._heads)).flatten(0, 1).contiguous()
+
+    def _with_dummy(self, *xs_THD: Tensor) -> Tensor:
+        """:meth:`_by_row` of several tensors side by side, [X, E, number of them, D]; the dummy is
+        zeros."""
+        rows = self._rows_per_token * xs_THD[0].shape[0]
+        shape = (rows + 1, self._heads, len(xs_THD), xs_THD[0].shape[2])
+        side_by_side = xs_THD[0].new_empty(shape)
+        by_token = side_by_side[:-1].unflatten(0, (-1, self._rows_per_token))
+        for place, x_THD in enumerate(xs_THD):
+            by_token[:, :, :, place].copy_(x_THD.unflatten(1, (self._rows_per_token, -1)))
+        side_by_side[-1] = 0.0
+        return side_by_side
 
     def _by_token(self, x_XE: Tensor) -> Tensor:
         """The inverse of :meth:`_by_row`."""
@@ -263,11 +274,6 @@ def _gathered_tiles(block_XK: Tensor, blocks: int, size: int, at_once: int) -> _
     return _Tiles(
         rows_AI=rows_AI.masked_fill_(padding_AI, rows), blocks_A=blocks_A, place_XK=place_XK
     )
-
-
-def _with_dummy(x_X: Tensor) -> Tensor:
-    """One more row, of zeros."""
-    return pad(x_X, (0, 0) * (x_X.ndim - 1) + (0, 1))
 
 
 def _gather(x_XE: Tensor, rows_AI: Tensor) -> Tensor:
