@@ -60,7 +60,7 @@ MODEL_ARGS=(
 TRAINING_ARGS=(
     --micro-batch-size 1
     --global-batch-size 8
-    --train-iters 20
+    --train-iters 16
     --lr 2e-3
     --lr-decay-style constant
     --lr-warmup-iters 5
@@ -80,8 +80,8 @@ DATA_ARGS=(
 
 SPARSE_BALANCE_ARGS=(
     --sparse-balance
-    --sparse-balance-block-size 128
-    --sparse-balance-base-budget 8
+    --sparse-balance-block-size 256
+    --sparse-balance-base-budget 4
 )
 
 TRAINING_FLAGS=(
