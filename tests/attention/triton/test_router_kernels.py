@@ -233,9 +233,9 @@ def test_queries_of_some_blocks_rank_as_in_torch(selection: str, observe: bool) 
 
 def test_programs_take_as_many_keys_as_their_threads_hold() -> None:
     for columns, places, observe in itertools.product(
-        (1, 2, 16, 17, 300, 1024, 4096), (1, 16, 64, 1000), (False, True)
+        (1, 2, 16, 17, 300, 1024), (1, 16, 64, 1000), (False, True)
     ):
         shape = row_ranking_kernel.launch_shape(columns, places, observe=observe)
         assert shape["TAKEN"] <= shape["COLUMNS"] < 2 * max(columns, 16)
         assert shape["TAKEN"] >= (columns if observe else min(columns, places))
-        assert 8 <= shape["TILE_ROWS"] * shape["COLUMNS"] // (32 * shape["num_warps"]) <= 16
+        assert shape["TILE_ROWS"] * shape["COLUMNS"] == 8 * 32 * shape["num_warps"]
