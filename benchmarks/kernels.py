@@ -6,11 +6,12 @@
 
 Per case: forward, backward and both, as median and spread in ms, and TFLOP/s counted on the query,
 key pairs that the selection lets be read (4 D operations a pair forward, 10 D backward); the router
-(scores, coverage, guard, selection) and the index of the backward pass; how far the kernels' output
-lies from FlexAttention's. flash-attn, FlashMoBA and fla take part where they are installed. Memory
-is filled with NaN before a contender runs, and its results must be finite. The second-level cache
-is overwritten before every timed call. ``--tune`` instead times, for selections by query block, the
-tile shapes that ``kernel_resources.py --candidates`` finds promising, one kernel's at a time.
+(scores, coverage, guard, selection), as chosen and in torch, and the index of the backward pass;
+how far the kernels' output lies from FlexAttention's. flash-attn, FlashMoBA and fla take part where
+they are installed. Memory is filled with NaN before a contender runs, and its results must be
+finite. The second-level cache is overwritten before every timed call. ``--tune`` instead times,
+for selections by query block, the tile shapes that ``kernel_resources.py --candidates`` finds
+promising, one kernel's at a time.
 
 ``--device cpu`` runs all of it but the GPU contenders, with TRITON_INTERPRET=1 in the environment:
 it checks the benchmark, and its times say nothing. Without it, exits with status 2 where no CUDA
@@ -56,8 +57,9 @@ from sparsebalance_megatron.attention.impl.triton.tiles import Tile, tiles_for
 from sparsebalance_megatron.attention.impl.triton.token_lists import of_head
 from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
-from sparsebalance_megatron.config import DEFAULT_SELECTION
+from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row, selector_named
+from sparsebalance_megatron.attention.selectors.block_topk import BlockTopK
+from sparsebalance_megatron.config import DEFAULT_SELECTION, Router
 
 OPERATIONS_PER_PAIR = {"forward": 4, "backward": 10, "both": 14}
 POISONED_BYTES = 16 << 30
@@ -235,11 +237,14 @@ def _measured(
     pairs, all_pairs = selected_pairs(selection, shape), causal_pairs(case, shape)
     results: dict[str, Any] = {
         "density": pairs / all_pairs,
-        "router": _router(case, inputs, selection.query_layout, bench),
+        "router": _router(case, inputs, selection.query_layout, bench, "auto"),
         "index": _summary(bench.times_ms({"index": lambda: _index(selection)})["index"]),
     }
     outputs: dict[str, Tensor] = {}
     if bench.device.type == "cuda":
+        if isinstance(SELECTORS[case.selection], BlockTopK):
+            in_torch = _router(case, inputs, selection.query_layout, bench, "torch")
+            results["router in torch"] = in_torch
         for name, attend in sparse(case, shape, selection).items():
             results[name] = _contender(name, attend, inputs, pairs, bench, outputs)
         row = tuple(case.boundaries)
@@ -303,11 +308,11 @@ def _timed(
 
 
 def _router(
-    case: Case, inputs: list[Tensor], layout: PackedLayout, bench: Bench
+    case: Case, inputs: list[Tensor], layout: PackedLayout, bench: Bench, router: Router
 ) -> dict[str, float]:
     """What a layer does before its attention: scores, coverage, guard, selection."""
     budgets_S = torch.tensor(case.budgets, device=bench.device)
-    selector = SELECTORS[case.selection]
+    selector = selector_named(case.selection, router)
 
     def route() -> None:
         ranking = rank_row(

@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="file to write too")
-    parser.add_argument("--blocks", type=int, nargs="+", default=[32, 128, 512, 1024, 4096])
+    parser.add_argument("--blocks", type=int, nargs="+", default=[32, 128, 512, 1024])
     parser.add_argument("--places", type=int, nargs="+", default=[16, 64])
     return parser.parse_args(arguments)
 

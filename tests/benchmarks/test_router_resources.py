@@ -22,7 +22,7 @@ def fresh_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "places", "observe"), [(64, 16, False), (1024, 64, False), (1024, 64, True)]
+    ("blocks", "places", "observe"), [(64, 16, False), (256, 64, True), (1024, 64, False)]
 )
 def test_keys_stay_in_registers(blocks: int, places: int, observe: bool) -> None:
     found = router_resources.resources(blocks, places, observe=observe)

@@ -11,8 +11,8 @@ import torch
 from sparsebalance_megatron.attention.row_pair import RowPair
 from sparsebalance_megatron.config import Router
 
-MOST_BLOCKS = 4096
-"""Blocks of a document that the ranking kernel keeps in the registers of a program."""
+MOST_BLOCKS = 1024
+"""Blocks of a document whose sort was compiled and seen to stay in registers."""
 
 
 def means_in_triton(router: Router, device: torch.device) -> bool:

@@ -22,7 +22,6 @@ from sparsebalance_megatron.attention.row_pair import RowPair
 
 KEYS_OF_A_WARP = 256
 """Eight of a thread: few enough that none spills, and that the sort fits the instruction cache."""
-MOST_WARPS = 8
 FEWEST_COLUMNS = 16
 RUN_TIME_NUMBERS = ["first_column", "rows", "columns", "places", "mass_places"]
 ANYWHERE = ["lists_YCK", "own_Y", "first_Y"]
@@ -42,7 +41,7 @@ def launch_shape(columns: int, places: int, *, observe: bool) -> dict[str, int]:
         "TILE_ROWS": max(1, KEYS_OF_A_WARP // columns),
         "COLUMNS": columns,
         "TAKEN": taken,
-        "num_warps": min(MOST_WARPS, max(1, columns // KEYS_OF_A_WARP)),
+        "num_warps": max(1, columns // KEYS_OF_A_WARP),
     }
 
 

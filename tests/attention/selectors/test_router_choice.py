@@ -47,7 +47,7 @@ def test_auto_takes_the_kernels_on_cuda_without_a_word() -> None:
 @ON_CUDA
 @pytest.mark.parametrize(
     ("blocks", "scale", "what"),
-    [(MOST_BLOCKS + 1, 0.1, "up to 4096 blocks, not 4097"), (3, 0.0, "positive softmax scale")],
+    [(MOST_BLOCKS + 1, 0.1, "up to 1024 blocks, not 1025"), (3, 0.0, "positive softmax scale")],
 )
 def test_what_the_kernels_do_not_serve_is_said(blocks: int, scale: float, what: str) -> None:
     with pytest.warns(UserWarning, match=f'"auto" takes "torch" on CUDA: .*{what}'):

@@ -56,7 +56,7 @@ def _ranked(
 
 
 @pytest.mark.parametrize("observe", [False, True])
-@pytest.mark.parametrize("cu_seqlens", [[0, 100, 2000, 2001, 9000], [0, 70_000]])
+@pytest.mark.parametrize("cu_seqlens", [[0, 100, 2000, 2001, 9000], [0, 60_000]])
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_both_routers_rank_alike(selection: str, cu_seqlens: list[int], observe: bool) -> None:
     kernel, plain = (
@@ -69,8 +69,8 @@ def test_both_routers_rank_alike(selection: str, cu_seqlens: list[int], observe:
 
 
 def test_the_longest_documents_that_are_served() -> None:
-    """4,096 blocks: eight warps sort a row."""
-    cu_seqlens = [0, 4096 * BLOCK]
+    """1,024 blocks: four warps sort a row."""
+    cu_seqlens = [0, 1024 * BLOCK]
     kernel, plain = (
         _ranked("previous-block", cu_seqlens, router) for router in ("triton", "torch")
     )

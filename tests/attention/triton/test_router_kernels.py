@@ -127,23 +127,24 @@ def test_chunks_change_nothing(
 ) -> None:
     """Chunks of one row, of parts of blocks and of several documents; lists wider than a chunk."""
     monkeypatch.setattr(streaming, "KERNEL_CHUNK_ELEMENTS", chunk_elements)
-    layout = packed_layout([0, 3, 24, 27, 45], BLOCK, DEVICE)
+    layout = packed_layout([0, 3, 14, 17, 25], BLOCK, DEVICE)
     kernel, plain = (
-        _ranked("token-kv-head", router, _inputs(45, 2, 1), layout, max_budget=3, observe=observe)
+        _ranked("token-kv-head", router, _inputs(25, 2, 1), layout, max_budget=3, observe=observe)
         for router in ROUTERS
     )
     _assert_same(kernel, plain)
 
 
-@pytest.mark.parametrize("max_budget", [1, 5, 16, 17, 70])
-def test_long_rows_are_cut_into_runs(max_budget: int) -> None:
-    """70 blocks: 128 columns, of which 16, 32 or all are sorted."""
-    layout = packed_layout([0, 70 * BLOCK], BLOCK, DEVICE)
+@pytest.mark.parametrize("max_budget", [1, 5, 8, 20])
+def test_long_rows_are_cut_into_runs(max_budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 blocks: 32 columns, of which 4, 8 or all are sorted."""
+    monkeypatch.setattr(row_ranking_kernel, "FEWEST_COLUMNS", 4)
+    layout = packed_layout([0, 20 * BLOCK], BLOCK, DEVICE)
     kernel, plain = (
         _ranked(
             "previous-block",
             router,
-            *(_inputs(layout.tokens, 2, 2), layout),
+            *(_inputs(layout.tokens, 1, 1), layout),
             max_budget=max_budget,
             observe=False,
         )
@@ -154,11 +155,11 @@ def test_long_rows_are_cut_into_runs(max_budget: int) -> None:
 
 def test_mass_of_real_numbers_is_as_exact_as_torchs() -> None:
     """Against a softmax in float64 that is sorted whole."""
-    blocks = 33
+    blocks = 20
     layout = packed_layout([0, blocks * BLOCK], BLOCK, DEVICE)
     generator = torch.Generator().manual_seed(0)
     q_THD, k_TGD = (
-        torch.randn(layout.tokens, 2, 16, generator=generator).to(DEVICE) for _ in range(2)
+        torch.randn(layout.tokens, 1, 16, generator=generator).to(DEVICE) for _ in range(2)
     )
     keys_NGD = k_TGD.double().unflatten(0, (blocks, BLOCK)).mean(1)
     scores_GNN = torch.einsum("ngd,mgd->gnm", q_THD[::BLOCK].double(), keys_NGD) * 3.0
@@ -232,9 +233,9 @@ def test_queries_of_some_blocks_rank_as_in_torch(selection: str, observe: bool) 
 
 def test_programs_take_as_many_keys_as_their_threads_hold() -> None:
     for columns, places, observe in itertools.product(
-        (1, 2, 16, 17, 300, 1024, 4096), (1, 16, 64, 1000), (False, True)
+        (1, 2, 16, 17, 300, 1024), (1, 16, 64, 1000), (False, True)
     ):
         shape = row_ranking_kernel.launch_shape(columns, places, observe=observe)
         assert shape["TAKEN"] <= shape["COLUMNS"] < 2 * max(columns, 16)
         assert shape["TAKEN"] >= (columns if observe else min(columns, places))
-        assert 8 <= shape["TILE_ROWS"] * shape["COLUMNS"] // (32 * shape["num_warps"]) <= 16
+        assert shape["TILE_ROWS"] * shape["COLUMNS"] == 8 * 32 * shape["num_warps"]
