@@ -55,6 +55,7 @@ td { border-bottom: 1px solid var(--faint); }
 .names td:last-child, .names th:last-child { text-align: left; color: var(--muted); }
 .steps td { white-space: nowrap; }
 .below { margin-top: 2rem; }
+.below th, .below td { padding-right: 0.4rem; }
 .all-columns { grid-column: 1 / -1; }
 li { max-width: 60rem; }
 """

@@ -313,7 +313,7 @@ def test_the_last_steps_are_the_default_and_gz_compresses(
     waits = sum(event.get("cat") == "waiting" for event in written)
     count = metadata + RUN.steps * (work + work + 1 + 2 + devices) + waits
     assert len(written) == count and waits > 0
-    assert f"5 steps, {count} events written to {path}" in capsys.readouterr().out
+    assert f"5 steps, {count:,} events written to {path}" in capsys.readouterr().out
 
 
 def test_without_predicted_times_the_measured_ones_are_traced(
