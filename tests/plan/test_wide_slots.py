@@ -278,29 +278,6 @@ def test_moves_say_what_the_slots_they_make_hold(shape, seed):
     )
 
 
-@settings(max_examples=8, deadline=None)
-@given(SHAPES, SEEDS)
-def test_search_that_goes_on_over_worse_placements_comes_back(shape, seed):
-    """However far it looks, what it returns is no worse than where it began, by its own score."""
-    given_ = arguments(shape, seed)
-    problem = StepProblem.of(
-        PlanInputs(**given_ | {"lengths_tokens": (*given_["lengths_tokens"],)})
-    )
-    sample_2SC = problem.expected_2SC
-    rules = Rules(cap_tokens=1 << 40, max_width=shape[0])
-    where = wide_start(sample_2SC.sum(axis=(0, 2)), problem.costs, rules)
-
-    def score(arrangement):
-        ms_R = problem.makespans_ms(arrangement, sample_2SC)
-        return ms_R.max() + 0.05 * ms_R.mean()
-
-    # Each search begins where the last one ended: there a worse state is the likeliest to be left.
-    for plan_ms in (1.0, 2.0, 4.0, 8.0, 16.0):
-        found = improve_widths(where, problem.costs, sample_2SC, rules=rules, plan_ms=plan_ms)
-        assert score(found) <= score(where) * (1 + 1e-9)
-        where = found
-
-
 def test_widths_are_not_searched_where_equal_ones_are_at_the_bound(monkeypatch):
     """Samples alike in length, one for every slot and many slots: nothing is left to gain."""
     given_ = arguments((4, 32, 2, 1), 0, size=1, kind="equal", coverage_target="base")
