@@ -15,6 +15,7 @@ from sparsebalance_megatron.plan.placement.search_effort import SHARE_OF_STEP_FO
 from sparsebalance_megatron.plan.placement.wide_moves import Rules
 from sparsebalance_megatron.plan.placement.wide_search import improve_widths
 from sparsebalance_megatron.plan.placement.wide_start import wide_start
+from sparsebalance_megatron.plan.schedules.wide_bounds import wide_bounds
 from sparsebalance_megatron.plan.step_plan import PlanError
 from sparsebalance_megatron.plan.step_problem import StepProblem, rounded_ms
 
@@ -24,6 +25,9 @@ _FIRST_SEARCH = 0.7
 """Of the search, before budgets are tuned; the rest goes on with those."""
 _CLOSE = 1.04
 """By how much tuning may turn which one of two placements is faster."""
+_WORTH_SEARCHING = 1.03
+"""Over what no widths can beat: an equal placement nearer to that is kept. Large jobs whose samples
+all hide are mostly there, and searching their widths would take as long as planning all else."""
 
 
 def best_widths(
@@ -33,7 +37,8 @@ def best_widths(
 
     Widths are searched at budgets between those expected and the least allowed, since slots that
     the step waits for end below what is expected of all; then again at the budgets that tuning
-    gave. Equal widths are tuned only where they may win.
+    gave. Equal widths are tuned only where they may win. Where they are so near to the lower bound
+    of all widths, at the expected budgets, that little is to be gained, no others are searched.
 
     Args:
         equal: the best placement of equal widths; None where there is none.
@@ -42,6 +47,8 @@ def best_widths(
         PlanError: no placement of the samples exists.
     """
     costs = problem.costs
+    if equal is not None and _hardly_beatable(problem, equal):
+        return equal, problem.tuned_where(equal)
     search_2SC = (problem.expected_2SC + costs.sample_ms(problem.budgets.allowed.floor_LS)) / 2
     rules = Rules(cap_tokens=problem.cap_tokens, max_width=problem.policy.max_context_parallel)
     try:
@@ -71,6 +78,15 @@ def best_widths(
         return rounded_ms(ms_R.max())
 
     return min(found, key=makespan_ms)
+
+
+def _hardly_beatable(problem: StepProblem, equal: Arrangement) -> bool:
+    """Whether a placement is so fast that other widths can gain little, at the expected budgets."""
+    costs, widest = problem.costs, problem.policy.max_context_parallel
+    bounds = wide_bounds(problem.expected_2SC, costs, widest)
+    bound_ms = bounds.bound_ms * float(costs.slowness_RP.min())
+    equal_ms = float(problem.makespans_ms(equal, problem.expected_2SC).max())
+    return rounded_ms(equal_ms) <= rounded_ms(_WORTH_SEARCHING * bound_ms)
 
 
 def _best_start(problem: StepProblem, sample_2SC: np.ndarray, rules: Rules) -> Arrangement:

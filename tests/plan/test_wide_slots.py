@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from plan.plan_cases import cost_model, coverage_curves, job_shape, planned, pol
 
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan import planned_widths
 from sparsebalance_megatron.plan.context_groups import Members, first_places, widest_slot
 from sparsebalance_megatron.plan.placement.wide_moves import Numbers, Rules, draw_moves
 from sparsebalance_megatron.plan.placement.wide_search import improve_widths
@@ -274,6 +276,17 @@ def test_moves_say_what_the_slots_they_make_hold(shape, seed):
     assert sorted(s for rank in after.samples for slot in rank for s in slot) == list(
         range(len(weights_S))
     )
+
+
+def test_widths_are_not_searched_where_equal_ones_are_at_the_bound(monkeypatch):
+    """Samples alike in length, one for every slot and many slots: nothing is left to gain."""
+    given_ = arguments((4, 32, 2, 1), 0, size=1, kind="equal", coverage_target="base")
+    dynamic = replace(given_["policy"], context_parallel="dynamic", max_context_parallel=4)
+    equal = planned(**given_)
+    monkeypatch.setattr(planned_widths, "wide_start", unwanted := Mock())
+    free = planned(**given_ | {"policy": dynamic})
+    assert free.digest() == equal.digest()
+    unwanted.assert_not_called()
 
 
 @pytest.mark.parametrize(

@@ -129,12 +129,10 @@ class Filling:
         self, islands_I: np.ndarray, level_IU: np.ndarray, rising_IU: np.ndarray, limit_ms: float
     ) -> tuple[np.ndarray, np.ndarray]:
         """Levels after the largest common stride that fits, and which islands rose at all, [I]."""
-        stride_IXU = np.where(rising_IU[:, None], _STRIDES[:, None], 0)
-        candidate_IXU = np.minimum(level_IU[:, None] + stride_IXU, LEVELS)
-        fitting_I = self._fitting(islands_I, candidate_IXU, limit_ms)
+        fitting_I = self._fitting(islands_I, level_IU, rising_IU, limit_ms)
         rose_I = fitting_I > 0
-        risen_IU = candidate_IXU[np.arange(len(islands_I)), np.maximum(fitting_I - 1, 0)]
-        return np.where(rose_I[:, None], risen_IU, level_IU), rose_I
+        stride_I = np.where(rose_I, _STRIDES[np.maximum(fitting_I - 1, 0)], 0)
+        return _risen(level_IU, rising_IU, stride_I[:, None]), rose_I
 
     def _go_on(
         self,
@@ -153,25 +151,29 @@ class Filling:
         together_I1 = np.where(rising_IU, added_IU, 0.0).sum(axis=1, keepdims=True)
         stuck_I = ~rose_I & (fits_IU | ~rising_IU).all(axis=1)
         in_the_way_IU = rising_IU & (through_IU + together_I1 > limit_ms) & stuck_I[:, None]
-        return rising_IU & fits_IU & ~_larger_half(added_IU, in_the_way_IU)
+        going_IU = rising_IU & fits_IU
+        ways_I = np.flatnonzero(in_the_way_IU.any(axis=1))
+        going_IU[ways_I] &= ~_larger_half(added_IU[ways_I], in_the_way_IU[ways_I])
+        return going_IU
 
     def _fitting(
-        self, islands_I: np.ndarray, candidate_IXU: np.ndarray, limit_ms: float
+        self, islands_I: np.ndarray, level_IU: np.ndarray, rising_IU: np.ndarray, limit_ms: float
     ) -> np.ndarray:
-        """How many of X candidates, none below the one before, meet the limit, [I].
+        """How many of the X strides meet the limit, [I].
 
         Makespans only grow with levels, so where simulating costs more than calling it, halving
         finds the same.
         """
-        candidates = candidate_IXU.shape[1]
-        if candidate_IXU.size <= _MOST_TIMES_AT_ONCE:
-            return np.asarray(self._fits(islands_I, candidate_IXU, limit_ms).sum(axis=1))
+        strides = len(_STRIDES)
+        if strides * level_IU.size <= _MOST_TIMES_AT_ONCE:
+            every_IXU = _risen(level_IU[:, None], rising_IU[:, None], _STRIDES[:, None])
+            return np.asarray(self._fits(islands_I, every_IXU, limit_ms).sum(axis=1))
         low_I = np.zeros(len(islands_I), dtype=np.int64)
-        high_I = np.full(len(islands_I), candidates)
+        high_I = np.full(len(islands_I), strides)
         while len(open_I := np.flatnonzero(low_I < high_I)):
             middle_I = (low_I[open_I] + high_I[open_I]) // 2
-            middle_I1U = candidate_IXU[open_I, middle_I][:, None]
-            fits_I = self._fits(islands_I[open_I], middle_I1U, limit_ms)[:, 0]
+            middle_IU = _risen(level_IU[open_I], rising_IU[open_I], _STRIDES[middle_I][:, None])
+            fits_I = self._fits(islands_I[open_I], middle_IU[:, None], limit_ms)[:, 0]
             low_I[open_I] = np.where(fits_I, middle_I + 1, low_I[open_I])
             high_I[open_I] = np.where(fits_I, high_I[open_I], middle_I)
         return low_I
@@ -195,8 +197,8 @@ class Filling:
 
         I x X x W pipelines: [2, .., P, V, M] ms and [.., M].
         """
-        _, candidates, units = level_IXU.shape
-        pairs_IXU = self._growth_EUQ[islands_I[:, None, None], np.arange(units), level_IXU]
+        candidates = level_IXU.shape[1]
+        pairs_IXU = self._growth_at(islands_I[:, None], level_IXU)
         if self._first_unit_EU is not None:
             first_I1U = self._first_unit_EU[islands_I][:, None]
             pairs_IXU = (
@@ -215,12 +217,17 @@ class Filling:
 
     def _next_level_ms(self, islands_I: np.ndarray, level_IU: np.ndarray) -> np.ndarray:
         """Forward and backward ms that one more level adds to every unit, [I, U]."""
-        units = np.arange(level_IU.shape[1])
         now_IU, next_IU = (
-            self._growth_EUQ[islands_I[:, None], units, np.minimum(level_IU + more, LEVELS)]
-            for more in (0, 1)
+            self._growth_at(islands_I, np.minimum(level_IU + more, LEVELS)) for more in (0, 1)
         )
         return (next_IU - now_IU) * self._unit_ms_EU[islands_I]
+
+    def _growth_at(self, islands: np.ndarray, level_U: np.ndarray) -> np.ndarray:
+        """Block pairs of all units of islands [...] at levels [..., U]."""
+        units = level_U.shape[-1]
+        # One flat index: three that broadcast take several times as long.
+        first_U = (islands[..., None] * units + np.arange(units)) * (LEVELS + 1)
+        return np.asarray(self.growth_JCQ.take(first_U + level_U))
 
     @cached_property
     def _share_EU(self) -> np.ndarray:
@@ -228,6 +235,11 @@ class Filling:
         widths_RM = self.widths_RM if self.widths_RM is not None else np.ones(1, dtype=np.int64)
         share_J = self.costs.share_W[widths_RM].reshape(-1)
         return np.repeat(share_J, self.costs.chunks).reshape(self._growth_EUQ.shape[:2])
+
+
+def _risen(level_U: np.ndarray, rising_U: np.ndarray, stride: np.ndarray) -> np.ndarray:
+    """Levels after a stride of the units that rise."""
+    return np.minimum(level_U + rising_U * stride, LEVELS)
 
 
 def _larger_half(values_IU: np.ndarray, among_IU: np.ndarray) -> np.ndarray:

@@ -228,14 +228,15 @@ def _pack_without_ejection(
         passed_over = []
         chosen = None
         while heap:
-            load, index = heapq.heappop(heap)
+            load, index = heap[0]
             if only_missing and len(members[index]) >= minimum:
+                heapq.heappop(heap)
                 continue
             if capacity is None or used[index] + tokens_of[item] <= capacity:
                 chosen = index
-                heapq.heappush(heap, (load + weight_of[item] * slowness_of[index], index))
+                heapq.heapreplace(heap, (load + weight_of[item] * slowness_of[index], index))
                 break
-            passed_over.append((load, index))
+            passed_over.append(heapq.heappop(heap))
         if chosen is None:
             return None
         for entry in passed_over:

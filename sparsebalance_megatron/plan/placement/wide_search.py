@@ -74,6 +74,9 @@ class _WideSearch:
         self.times_RMF = self._times(table)
         shape = (len(self.islands), width)
         self.ms_EW = self._simulate(self.times_RMF[None], self.state.widths_RM[None]).reshape(shape)
+        self.best_score = self._score(self.ms_EW.reshape(1, -1))[0]
+        self.left_behind: WideSlots | None = None
+        """The best state, once a worse one was gone to: copies of large jobs take long."""
 
     def _times(self, table: SlotTable) -> np.ndarray:
         """Ms of every rank and position of the whole job, [R, M, 2 C]."""
@@ -96,14 +99,13 @@ class _WideSearch:
 
     def best(self) -> Arrangement:
         """The best placement found."""
-        best_score, best = self._score(self.ms_EW.reshape(1, -1))[0], self.state.copy()
         idle = 0
-        while idle < _IDLE_ROUNDS and self._round(turn=idle):
-            score = self._score(self.ms_EW.reshape(1, -1))[0]
-            idle += 1
-            if score < best_score * (1 - _GAIN):
-                best_score, best, idle = score, self.state.copy(), 0
-        return best.arranged()
+        while idle < _IDLE_ROUNDS:
+            before = self.best_score
+            if not self._round(turn=idle):
+                break
+            idle = 0 if self.best_score < before else idle + 1
+        return (self.left_behind or self.state).arranged()
 
     @staticmethod
     def _score(ms_XW: np.ndarray) -> np.ndarray:
@@ -130,9 +132,14 @@ class _WideSearch:
         chosen = int(score_X.argmin())
         now = self._score(self.ms_EW[field].reshape(1, -1))[0]
         if score_X[chosen] < now * (1.0 + self._tolerance()):
+            self.ms_EW[field] = ms_XW[chosen].reshape(len(field), -1)
+            score = self._score(self.ms_EW.reshape(1, -1))[0]
+            if score < self.best_score * (1 - _GAIN):
+                self.best_score, self.left_behind = score, None
+            elif self.left_behind is None:
+                self.left_behind = self.state.copy()
             self._apply(moves, chosen, table)
             self.times_RMF[ranks] = times_XWMF[chosen]
-            self.ms_EW[field] = ms_XW[chosen].reshape(len(field), -1)
         return True
 
     def _tolerance(self) -> float:
