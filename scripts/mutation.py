@@ -38,6 +38,8 @@ PACKAGE = "sparsebalance_megatron"
 LIBRARIES = ("numpy", "scipy.optimize", "torch", "hypothesis", "pytest", "transformers")
 NEEDED = (PACKAGE, "tests", "benchmarks", "docs", "scripts", "examples", "pyproject.toml")
 """What tests read."""
+LEAST_LIMIT_S = 10.0
+"""CPU time that a change may take, beside three times what the tests take without it."""
 _MEMORY_BYTES = 14 << 30
 WIDE = "tests/plan/test_wide_slots.py"
 TOKENS = "tests/attention/test_api.py"
@@ -128,7 +130,7 @@ def sample(paths: Sequence[str], options: argparse.Namespace) -> list[tuple[str,
     generator = random.Random(options.seed)
     step = max(1.0, len(every) / options.sample)
     start = generator.uniform(0, step)
-    drawn = [every[int(start + n * step)] for n in range(int((len(every) - start) / step))]
+    drawn = [every[int(start + n * step)] for n in range(math.ceil((len(every) - start) / step))]
     generator.shuffle(drawn)
     print(f"{len(drawn)} of {len(every)} possible changes in {len(paths)} files")
     return drawn
@@ -186,7 +188,7 @@ def _outcome(
             continue
         path.write_text(mutated(original, mutant["index"]), encoding="utf-8")
         try:
-            code, _ = run_tests(copy, test, limit_s=10.0 + 3.0 * tests_s[test])
+            code, _ = run_tests(copy, test, limit_s=LEAST_LIMIT_S + 3.0 * tests_s[test])
         finally:
             path.write_text(original, encoding="utf-8")
         if code:
