@@ -165,14 +165,14 @@ def copied(directory: Path) -> Path:
 
 
 def _wanted(state: dict[str, Any], again: bool) -> list[dict[str, Any]]:
-    open_outcomes = {None, "survived"} if again else {None}
+    open_outcomes = {None, "survived", "untested"} if again else {None}
     return [mutant for mutant in state["drawn"] if mutant.get("outcome") in open_outcomes]
 
 
 def _outcome(
     copy: Path, mutant: dict[str, Any], tests_s: dict[str, float], longest_s: float
 ) -> dict[str, Any]:
-    """Whether a test file kills it, and which; "untested" if none of them is run.
+    """Whether a test file kills it, and which; "untested" if not all that could have were run.
 
     Args:
         tests_s: CPU seconds of test files with nothing changed; those that lack are measured.
@@ -180,11 +180,12 @@ def _outcome(
     """
     path = copy / PACKAGE / mutant["path"]
     original = path.read_text(encoding="utf-8")
-    outcome = "untested"
+    outcome = "survived"
     for test in tests_of(mutant["path"]):
         if test not in tests_s:
             tests_s[test] = _baseline_s(copy, test)
         if tests_s[test] > longest_s:
+            outcome = "untested"
             continue
         path.write_text(mutated(original, mutant["index"]), encoding="utf-8")
         try:
@@ -193,7 +194,6 @@ def _outcome(
             path.write_text(original, encoding="utf-8")
         if code:
             return {"outcome": "killed", "by": test}
-        outcome = "survived"
     return {"outcome": outcome}
 
 
@@ -289,7 +289,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--longest-s", type=float, default=60.0, help="test files that take longer are not run"
     )
-    parser.add_argument("--again", action="store_true", help="run survivors anew")
+    parser.add_argument("--again", action="store_true", help="run anew what was not killed")
     return parser.parse_args(sys.argv[1:] if argv is None else argv)
 
 
