@@ -58,7 +58,7 @@ SHORT_FORMS = {
         f"benchmarks/{name}.py": f"tests/benchmarks/test_{name}.py"
         for name in (
             *("cpu_attention", "end_to_end", "kernel_resources", "kernels"),
-            *("overhead", "pipeline_reality", "planning", "quality", "recompute", "soak"),
+            *("overhead", "pipeline_reality", "planning", "quality", "recompute"),
         )
     },
 }
