@@ -41,6 +41,7 @@ IMPORTED_BEFOREHAND = (
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.tokenizers.text",
 )
+_REPOSITORY = Path(__file__).parents[1]
 _TERMINATION_S = 30.0
 """What torchrun gives ranks to end when one has failed."""
 
@@ -99,6 +100,18 @@ def run_alone(
     if code is None:
         raise subprocess.TimeoutExpired(list(program), timeout_s, stdout, stderr)
     return subprocess.CompletedProcess(list(program), code, stdout, stderr)
+
+
+def cpu_environment() -> dict[str, str]:
+    """For processes that run on a CPU, with a thread each: this repository comes before what
+    PYTHONPATH names already."""
+    paths = [str(_REPOSITORY), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+    }
 
 
 def free_port() -> int:

@@ -18,7 +18,8 @@ A comparison of whole iterations with and without would not show the cost: itera
 
     python benchmarks/overhead.py --json benchmarks/results/overhead.json
 
-Needs two idle cores, and the packages that the quickstart installs.
+Needs two idle cores, and the packages that the quickstart installs. --quick shows in seconds that
+it runs; its figures say nothing.
 """
 
 from __future__ import annotations
@@ -28,9 +29,7 @@ import atexit
 import functools
 import json
 import os
-import platform
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -41,11 +40,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pipeline_reality import machine, profile, tool, train
 
 REPOSITORY = Path(__file__).parents[1]
 QUICKSTART = REPOSITORY / "scripts" / "quickstart.sh"
 RANKS = 2
 WARM_UP_STEPS = 5
+QUICK_FLAGS = (
+    *("--seq-length", "256", "--max-position-embeddings", "256", "--lr-warmup-iters", "0"),
+)
 PARTS = ("forward_step", "end_step", "timers")
 ASIDE = ("waited_for_ranks", "observe_and_guard")
 
@@ -54,12 +57,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20, help="measured steps, after warm-up")
     parser.add_argument("--data", type=Path, help="prefix of data prepared as the quickstart does")
+    parser.add_argument("--quick", action="store_true", help="two steps of short documents")
     parser.add_argument("--json", type=Path, help="write the results here")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        train(directory, arguments.data, arguments.steps + WARM_UP_STEPS)
-        result = {"machine": machine(), "ranks": RANKS, **summary(directory)}
+        warm_up = 1 if arguments.quick else WARM_UP_STEPS
+        steps = warm_up + (2 if arguments.quick else arguments.steps)
+        train_under_instruments(directory, arguments.data, steps, quick=arguments.quick)
+        result = {"machine": machine(), "ranks": RANKS, **summary(directory, warm_up)}
     text = json.dumps(result, indent=1)
     print(text)
     if arguments.json is not None:
@@ -67,29 +73,41 @@ def main() -> None:
         arguments.json.write_text(text + "\n", encoding="utf-8")
 
 
-def train(directory: Path, data: Path | None, steps: int) -> None:
+def train_under_instruments(directory: Path, data: Path | None, steps: int, *, quick: bool) -> None:
     """Train under :class:`Instruments`, with data and cost table made as the quickstart does."""
     if data is None:
         data = directory / "data"
-        run(
-            *("-m", "sparsebalance_megatron.cli", "prepare-data", "--python-stdlib"),
-            *("--tokenizer-train", "2048", "--output-prefix", str(data)),
-        )
+        prepare(data, quick=quick)
     flags = [
         *(flag for name in ("MODEL", "TRAINING", "DATA") for flag in quickstart_flags(name, data)),
         *quickstart_flags("SPARSE_BALANCE", data),
         *("--train-iters", str(steps)),
+        *(QUICK_FLAGS if quick else ()),
     ]
     table = directory / "costs.json"
-    run(
-        *("-m", "sparsebalance_megatron.cli", "profile", "--quick", "-o", str(table), "--"),
-        *flags,
-    )
-    run(
-        *("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
-        *("--nproc-per-node", str(RANKS), __file__, "worker", str(directory), *flags),
+    profile(table, flags, quick=True)
+    train(
+        RANKS,
+        *(__file__, "worker", str(directory), *flags),
         *("--sparse-balance-cost-table", str(table), "--sparse-balance-log-dir", str(directory)),
         *("--tensorboard-dir", str(directory / "tensorboard")),
+    )
+
+
+def prepare(data: Path, *, quick: bool) -> None:
+    """Documents as the quickstart's; in short, of the lines of this file."""
+    if quick:
+        lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+        texts = ["\n".join(lines[start : start + 8]) for start in range(0, len(lines) - 8, 4)]
+        source = data.with_suffix(".jsonl")
+        source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
+        documents, vocabulary = ["--input", str(source)], 512
+    else:
+        documents, vocabulary = ["--python-stdlib"], 2048
+    tool(
+        *("prepare-data", *documents, "--tokenizer-train", str(vocabulary)),
+        *("--output-prefix", str(data)),
+        folder=data.parent,
     )
 
 
@@ -101,16 +119,6 @@ def quickstart_flags(array: str, data: Path) -> list[str]:
         raise SystemExit(f"{QUICKSTART}: no {array}_ARGS=(...)")
     words = found[1].replace("${DATA}", str(data)).split()
     return [word.strip("'\"") for word in words]
-
-
-def run(*command: str) -> None:
-    """A Python command with one thread per process; its output only if it fails."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        sys.exit(f"{command[1]} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
 
 
 class Instruments:
@@ -223,11 +231,11 @@ def worker(directory: Path, flags: list[str]) -> None:
     pretrain(flags)
 
 
-def summary(directory: Path) -> dict[str, Any]:
+def summary(directory: Path, warm_up: int) -> dict[str, Any]:
     """Medians over the measured steps."""
     lines = (directory / "steps.jsonl").read_text(encoding="utf-8").splitlines()
     records = [record for record in map(json.loads, lines) if record["type"] == "step"]
-    records = records[WARM_UP_STEPS:]
+    records = records[warm_up:]
     ranks = [
         json.loads((directory / f"overhead-{rank}.json").read_text(encoding="utf-8"))
         for rank in range(RANKS)
@@ -235,7 +243,7 @@ def summary(directory: Path) -> dict[str, Any]:
     iteration_ms = np.array([record["iteration_ms"] for record in records])
     parts_by_rank_ms = {
         part: np.array(
-            [[step.get(part, 0.0) for step in rank["steps"][WARM_UP_STEPS:]] for rank in ranks]
+            [[step.get(part, 0.0) for step in rank["steps"][warm_up:]] for rank in ranks]
         )
         for part in (*PARTS, *ASIDE)
     }
@@ -265,18 +273,6 @@ def spread(values: np.ndarray) -> dict[str, float]:
     """Median, and the tenth and ninetieth percentile."""
     p10, median, p90 = np.quantile(values, (0.1, 0.5, 0.9))
     return {"median": float(median), "p10": float(p10), "p90": float(p90)}
-
-
-def machine() -> dict[str, Any]:
-    import torch
-
-    return {
-        "cpu": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "load_at_end": os.getloadavg()[0],
-    }
 
 
 if __name__ == "__main__":

@@ -38,6 +38,8 @@ PACKAGE = "sparsebalance_megatron"
 LIBRARIES = ("numpy", "scipy.optimize", "torch", "hypothesis", "pytest", "transformers")
 NEEDED = (PACKAGE, "tests", "benchmarks", "docs", "scripts", "examples", "pyproject.toml")
 """What tests read."""
+LEAST_LIMIT_S = 10.0
+"""CPU time that a change may take, beside three times what the tests take without it."""
 _MEMORY_BYTES = 14 << 30
 WIDE = "tests/plan/test_wide_slots.py"
 TOKENS = "tests/attention/test_api.py"
@@ -128,7 +130,7 @@ def sample(paths: Sequence[str], options: argparse.Namespace) -> list[tuple[str,
     generator = random.Random(options.seed)
     step = max(1.0, len(every) / options.sample)
     start = generator.uniform(0, step)
-    drawn = [every[int(start + n * step)] for n in range(int((len(every) - start) / step))]
+    drawn = [every[int(start + n * step)] for n in range(math.ceil((len(every) - start) / step))]
     generator.shuffle(drawn)
     print(f"{len(drawn)} of {len(every)} possible changes in {len(paths)} files")
     return drawn
@@ -163,14 +165,14 @@ def copied(directory: Path) -> Path:
 
 
 def _wanted(state: dict[str, Any], again: bool) -> list[dict[str, Any]]:
-    open_outcomes = {None, "survived"} if again else {None}
+    open_outcomes = {None, "survived", "untested"} if again else {None}
     return [mutant for mutant in state["drawn"] if mutant.get("outcome") in open_outcomes]
 
 
 def _outcome(
     copy: Path, mutant: dict[str, Any], tests_s: dict[str, float], longest_s: float
 ) -> dict[str, Any]:
-    """Whether a test file kills it, and which; "untested" if none of them is run.
+    """Whether a test file kills it, and which; "untested" if not all that could have were run.
 
     Args:
         tests_s: CPU seconds of test files with nothing changed; those that lack are measured.
@@ -178,20 +180,20 @@ def _outcome(
     """
     path = copy / PACKAGE / mutant["path"]
     original = path.read_text(encoding="utf-8")
-    outcome = "untested"
+    outcome = "survived"
     for test in tests_of(mutant["path"]):
         if test not in tests_s:
             tests_s[test] = _baseline_s(copy, test)
         if tests_s[test] > longest_s:
+            outcome = "untested"
             continue
         path.write_text(mutated(original, mutant["index"]), encoding="utf-8")
         try:
-            code, _ = run_tests(copy, test, limit_s=10.0 + 3.0 * tests_s[test])
+            code, _ = run_tests(copy, test, limit_s=LEAST_LIMIT_S + 3.0 * tests_s[test])
         finally:
             path.write_text(original, encoding="utf-8")
         if code:
             return {"outcome": "killed", "by": test}
-        outcome = "survived"
     return {"outcome": outcome}
 
 
@@ -287,7 +289,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--longest-s", type=float, default=60.0, help="test files that take longer are not run"
     )
-    parser.add_argument("--again", action="store_true", help="run survivors anew")
+    parser.add_argument("--again", action="store_true", help="run anew what was not killed")
     return parser.parse_args(sys.argv[1:] if argv is None else argv)
 
 

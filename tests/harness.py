@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from forked_ranks import cpu_environment as python_environment
 from forked_ranks import free_port, run_alone, run_ranks
 
 REPOSITORY = Path(__file__).parents[1]
@@ -176,17 +177,6 @@ def _run_torchrun(
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             return None
-
-
-def python_environment() -> dict[str, str]:
-    """For a process of a CPU run: this repository comes before what PYTHONPATH names already."""
-    paths = [str(REPOSITORY), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    return os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-    }
 
 
 def read_steps(log_dir: Path) -> list[dict[str, Any]]:

@@ -53,6 +53,16 @@ RUN_BY: dict[str, str | None] = {
     "examples/slurm.sh": "tests/test_examples.py",
 }
 """Script -> the file that runs it; None is what continuous integration starts."""
+SHORT_FORMS = {
+    **{
+        f"benchmarks/{name}.py": f"tests/benchmarks/test_{name}.py"
+        for name in (
+            *("cpu_attention", "end_to_end", "kernel_resources", "kernels"),
+            *("overhead", "pipeline_reality", "planning", "quality", "recompute"),
+        )
+    },
+}
+"""Benchmark -> the test that runs it in short."""
 RUN_HERE = frozenset({"advise", "plan", "simulate"})
 """Subcommands fast enough to be run as documented, in a folder with ``INPUTS``."""
 INPUTS = {"lengths.txt": "\n".join(str(400 + 977 * n % 30_000) for n in range(400))}
@@ -110,6 +120,14 @@ def run_bash(folder: Path, script: str) -> None:
 
 def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def indented_commands(text: str) -> list[str]:
+    """Paragraphs that are indented and begin as a command does."""
+    outside = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    programs = "|".join((*PROGRAMS, r"\./\S+", "scripts/"))
+    pattern = rf"(?<=\n\n)(?:    (?:[A-Z_]+=\S+ )*(?:{programs})\b.*\n)(?:    .*\n)*"
+    return re.findall(pattern, outside)
 
 
 def flags_of(words: Sequence[str]) -> list[str]:
@@ -190,7 +208,10 @@ def check_python(words: Sequence[str]) -> None:
     if words[0] == "-m":
         assert importlib.util.find_spec(words[1]) is not None, words[1]
         return
+    if words[0].startswith("benchmarks/"):
+        assert words[0] in SHORT_FORMS, f"{words[0]}: say which test runs its short form"
     source = (REPOSITORY / words[0]).read_text()
+    source += "".join(path.read_text() for path in (REPOSITORY / words[0][:-3]).glob("*.py"))
     assert [flag for flag in flags_of(words) if f'"{flag}"' not in source] == []
 
 
@@ -198,7 +219,8 @@ def test_commands_in_blocks(tmp_path: Path) -> None:
     checks = Checks(tmp_path)
     found = 0
     for document in DOCUMENTS:
-        for number, block in enumerate(blocks((REPOSITORY / document).read_text(), "bash")):
+        text = (REPOSITORY / document).read_text()
+        for number, block in enumerate([*blocks(text, "bash"), *indented_commands(text)]):
             folder = tmp_path / document / str(number)
             for command in recorded(folder, PRELUDE + block):
                 checks.check(f"{document}, block {number + 1}", command)
@@ -210,6 +232,21 @@ def test_commands_in_blocks(tmp_path: Path) -> None:
         checks.check("scripts/gpu_check.sh", command)
     assert found > 10
     checks.finish()
+
+
+def test_indented_commands_are_found() -> None:
+    text = "Text:\n\n    A=1 python a.py \\\n        --flag\n\nand\n\n    numbers 1 2\n\n"
+    assert indented_commands(text) == ["    A=1 python a.py \\\n        --flag\n"]
+    documents = "".join((REPOSITORY / document).read_text() for document in DOCUMENTS)
+    assert len(indented_commands(documents)) >= 5
+
+
+@pytest.mark.parametrize("benchmark", SHORT_FORMS)
+def test_every_benchmark_runs_in_short(benchmark: str) -> None:
+    test = (REPOSITORY / SHORT_FORMS[benchmark]).read_text()
+    assert (REPOSITORY / benchmark).is_file()
+    runs = ("--quick", ".main(arguments) == 0", '.main(["--json"')
+    assert any(words in test for words in runs), benchmark
 
 
 def quickstart_commands(folder: Path, argument: str) -> list[Command]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from forked_ranks import free_port, run_ranks
+from forked_ranks import cpu_environment, free_port, run_ranks
 
 POLL_S = 0.25
 _LONGEST_S = 24 * 3600.0
@@ -79,24 +79,27 @@ def run(
             run_ranks,
             ranks,
             (os.fspath(RANK), json.dumps(dict(disturbance)), *flags),
-            environment=environment(),
+            environment=cpu_environment(),
             master_port=free_port(),
             output=output,
             timeout_s=_LONGEST_S,
             begun=members.extend,
         )
-        while not ended.done():
-            time.sleep(POLL_S)
-            if (now := logged_step()) != step:
-                step, moved_s = now, time.monotonic()
-                attempt.usage += _usage(members, step)
-            if kill_at is not None and step >= kill_at and members and not killed:
-                killed = True
-                _kill(members[victim])
-            if time.monotonic() - moved_s > quiet_s and not hung:
-                hung = True
-                for member in members:
-                    _kill(member)
+        try:
+            while not ended.done():
+                time.sleep(POLL_S)
+                if (now := logged_step()) != step:
+                    step, moved_s = now, time.monotonic()
+                    attempt.usage += _usage(members, step)
+                if kill_at is not None and step >= kill_at and members and not killed:
+                    killed = True
+                    _kill(members[victim])
+                if time.monotonic() - moved_s > quiet_s and not hung:
+                    hung = True
+                    _kill(*members)
+        except BaseException:  # the thread would wait for them
+            _kill(*members)
+            raise
     attempt.last_step = logged_step()
     attempt.seconds = time.monotonic() - began_s
     attempt.orphans = end_orphans(members)
@@ -105,24 +108,12 @@ def run(
     return attempt
 
 
-def environment() -> dict[str, str]:
-    """Of every rank: one thread, no GPU, and this repository before what is installed."""
-    paths = [str(RANK.parents[2]), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-    }
-
-
 def end_orphans(members: Sequence[int]) -> int:
     """Processes that ranks have left behind; they are ended."""
     deadline_s = time.monotonic() + _WRITERS_END_IN_S
     while (left := _in_sessions(members)) and time.monotonic() < deadline_s:
         time.sleep(POLL_S)
-    for process in left:
-        _kill(process)
+    _kill(*left)
     return len(left)
 
 
@@ -136,9 +127,10 @@ def _in_sessions(leaders: Sequence[int]) -> list[int]:
     return found
 
 
-def _kill(process: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(process, signal.SIGKILL)
+def _kill(*processes: int) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
 
 
 def _usage(members: Sequence[int], step: int) -> list[Usage]:

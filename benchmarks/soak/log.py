@@ -24,10 +24,12 @@ class SoakLog:
 
     def last_of_attempt(self, otherwise: int) -> int:
         """The last iteration logged since the attempt began."""
-        if self._size() == self._seen:
+        file, size = self._size()
+        if (file, size) == self._seen:
             return otherwise
-        iterations = [record["iteration"] for record in _read(self._path)[-1:]]
-        return iterations[0] if iterations else otherwise
+        begin = self._seen[1] if file == self._seen[0] else 0
+        steps = _read(self._path, begin)
+        return steps[-1]["iteration"] if steps else otherwise
 
     def steps(self) -> list[dict[str, Any]]:
         """The records of all steps, in the order in which they were logged."""
@@ -43,10 +45,10 @@ class SoakLog:
         return status.st_ino, status.st_size
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path, begin_bytes: int = 0) -> list[dict[str, Any]]:
     """Step records; a line that a kill has cut off belongs to a step that is run again."""
     records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in path.read_bytes()[begin_bytes:].decode(errors="replace").splitlines():
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError:

@@ -12,7 +12,7 @@ from pathlib import Path
 from sparsebalance_megatron.cli.output import OutputError, open_console
 from sparsebalance_megatron.report.live import LiveView, live_view
 from sparsebalance_megatron.report.live_text import status_line, view_lines
-from sparsebalance_megatron.telemetry.follow import StepLogFollower, hosts_of
+from sparsebalance_megatron.telemetry.follow import QuietTime, StepLogFollower, hosts_of
 from sparsebalance_megatron.telemetry.rank_record import Place
 from sparsebalance_megatron.telemetry.step_log import RunLogError
 
@@ -64,7 +64,7 @@ def run(arguments: Namespace) -> int:
 
 def _once(follower: StepLogFollower, *, plain: bool) -> int:
     follower.poll()
-    view = live_view(follower, hosts_of(follower.directory), time.time())
+    view = live_view(follower, hosts_of(follower.directory), QuietTime(follower).seconds())
     if view is None:
         raise OutputError(_waiting(follower))
     if plain:
@@ -82,13 +82,14 @@ def _views(
     None, once, while there is no step yet.
     """
     hosts: Mapping[Place, str] = {}
+    quiet = QuietTime(follower)
     waited = said_silent = False
     while True:
         is_new = _poll(follower)
         if is_new and len(hosts) < _places(follower):
             # Ranks write their first lines one after the other, over a slow disk perhaps late.
             hosts = hosts_of(follower.directory)
-        view = live_view(follower, hosts, time.time())
+        view = live_view(follower, hosts, quiet.seconds())
         if view is None:
             if not waited:
                 waited = True

@@ -65,9 +65,13 @@ class LiveView:
 
 
 def live_view(
-    follower: StepLogFollower, hosts: Mapping[Place, str], now_unix_s: float
+    follower: StepLogFollower, hosts: Mapping[Place, str], quiet_s: float | None
 ) -> LiveView | None:
-    """What the follower has read so far; None before the first step."""
+    """What the follower has read so far; None before the first step.
+
+    Args:
+        quiet_s: seconds since the log grew; None where that is not known.
+    """
     if not follower.steps:
         return None
     steps = follower.steps
@@ -91,7 +95,7 @@ def live_view(
         widest=1 if times is None else times.widest,
         slowest=_slowest(recent, hosts),
         timeline=measured_timeline(times, {}),
-        silent_s=_silence(follower, recent_ms, now_unix_s),
+        silent_s=_silence(recent_ms, quiet_s),
         notes=tuple(_notes(follower)),
     )
 
@@ -120,13 +124,10 @@ def _slowest(steps: Sequence[SeenStep], hosts: Mapping[Place, str]) -> SlowDevic
     )
 
 
-def _silence(follower: StepLogFollower, recent_ms: float | None, now_unix_s: float) -> float | None:
-    written_s = follower.written_unix_s
-    if written_s is None:
-        return None
+def _silence(recent_ms: float | None, quiet_s: float | None) -> float | None:
+    """``quiet_s`` where a run that works would not be quiet for so long."""
     patience_s = max(_LEAST_SILENCE_S, _SILENT_STEPS * (recent_ms or 0.0) / 1e3)
-    silent_s = now_unix_s - written_s
-    return silent_s if silent_s > patience_s else None
+    return quiet_s if quiet_s is not None and quiet_s > patience_s else None
 
 
 def _notes(follower: StepLogFollower) -> list[str]:

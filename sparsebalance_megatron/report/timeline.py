@@ -22,6 +22,8 @@ SIMULATED = (
     "times are measured, but starts were not logged: the schedule is simulated with the times"
 )
 MEASURED = "starts and ends by the clocks of the ranks"
+_LONGEST_WAIT_S = 60.0
+"""For data, of one rank, while others of its step already compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +150,11 @@ def _widths(times: MicroBatchTimes, ranks: Mapping[Place, RankStep]) -> np.ndarr
 
 
 def _measured(ranks: Mapping[Place, RankStep], expected: Iterable[Place]) -> Timeline:
-    """Ranks are set side by side by the wall clocks of their hosts."""
+    """Ranks are set side by side by the wall clocks of their hosts, as long as those can be right.
+
+    Ranks begin a step together to within what they wait for data: clocks that lie further apart
+    were set wrong, or set anew in the middle of the step.
+    """
     spoken = {place: step for place, step in ranks.items() if step.spans}
     origins_s = {place: step.start_unix_s for place, step in spoken.items()}
     known_s = [start for start in origins_s.values() if start is not None]
@@ -161,6 +167,10 @@ def _measured(ranks: Mapping[Place, RankStep], expected: Iterable[Place]) -> Tim
     if len(known_s) < len(spoken):
         remarks.append("ranks without a wall-clock time are drawn from the step's start")
     first_s = min(known_s, default=0.0)
+    longest_ms = max((span.end_ms for step in spoken.values() for span in step.spans), default=0.0)
+    if max(known_s, default=0.0) - first_s > _LONGEST_WAIT_S + longest_ms / 1e3:
+        remarks.append("the wall clocks of ranks disagree: all are drawn from the step's start")
+        origins_s = dict.fromkeys(spoken, None)
     offsets_ms = {
         place: 0.0 if start_s is None else (start_s - first_s) * 1e3
         for place, start_s in origins_s.items()

@@ -26,6 +26,8 @@ from sparsebalance_megatron.telemetry.step_record import SIDES, MicroBatchTimes,
 _RUN_PROCESS = 1
 _PAUSE_NS = 1_000
 """Between steps that would touch."""
+_SET_BACK_NS = 1_000_000_000
+"""A step that seems to begin so long before the last has ended: the clock was set back."""
 
 Event = dict[str, Any]
 
@@ -108,13 +110,19 @@ class Tracer:
         self._end_ns["run"] = start_ns + longest_ns + _PAUSE_NS
 
     def _start(self, traced: TracedStep) -> int:
-        """By the wall clock where it is known, but never before the last step has ended."""
+        """By the wall clock where it is known, but never before the last step has ended.
+
+        Where it was set back, distances are counted anew from this step.
+        """
         earliest_ns = max(self._end_ns.get("run", 0), self._end_ns.get("measured", 0))
         if traced.start_unix_s is None:
             return earliest_ns
         if self._first_unix_s is None:
             self._first_unix_s = traced.start_unix_s - earliest_ns * 1e-9
-        return max(earliest_ns, round((traced.start_unix_s - self._first_unix_s) * 1e9))
+        start_ns = round((traced.start_unix_s - self._first_unix_s) * 1e9)
+        if start_ns < earliest_ns - _SET_BACK_NS:
+            self._first_unix_s = traced.start_unix_s - earliest_ns * 1e-9
+        return max(earliest_ns, start_ns)
 
     def _introduce(self, side: str, place: Place) -> Iterator[Event]:
         """Name the process and the thread of a stage when they first appear."""

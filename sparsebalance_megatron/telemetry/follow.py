@@ -7,7 +7,8 @@ Shape legend: R data-parallel ranks, P pipeline stages.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +99,10 @@ class StepLogFollower:
 
     @property
     def written_unix_s(self) -> float | None:
-        """When the file last grew; None where it cannot be told."""
+        """When the file last grew, by the clock of its file system; None where it cannot be told.
+
+        Another machine's clock may differ from it, and both may be set anew at any time.
+        """
         with suppress(OSError):
             return self._path.stat().st_mtime
         return None
@@ -180,3 +184,41 @@ def hosts_of(directory: Path) -> dict[Place, str]:
             if header.host:
                 hosts.setdefault(header.place, header.host)
     return hosts
+
+
+class QuietTime:
+    """For how long a log has not grown, by a clock that nobody sets.
+
+    A wall clock is asked once, for the time before the first look: one that is set back or forward
+    later changes nothing, and one that is behind the file system's counts as no time at all.
+
+    Args:
+        clock: seconds since any moment; never set.
+        unix_clock: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        follower: StepLogFollower,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._follower = follower
+        self._clock = clock
+        self._unix_clock = unix_clock
+        self._written_unix_s: float | None = None
+        self._since_s = 0.0
+
+    def seconds(self) -> float | None:
+        """Since the log last grew; None where that cannot be told."""
+        written_unix_s = self._follower.written_unix_s
+        if written_unix_s is None:
+            return None
+        now_s = self._clock()
+        if self._written_unix_s is None:
+            self._since_s = now_s - max(0.0, self._unix_clock() - written_unix_s)
+        elif written_unix_s != self._written_unix_s:
+            self._since_s = now_s
+        self._written_unix_s = written_unix_s
+        return now_s - self._since_s

@@ -16,26 +16,32 @@ import torch
 pytest.importorskip("triton")
 
 import kernels
+from harness import REPOSITORY, python_environment
 from kernel_contenders import Case, Shape, cases, causal_pairs, selected_pairs, selection_of
 
 from sparsebalance_megatron.config import Granularity
 
-REPOSITORY = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 TINY = ["--device", "cpu", "--block-sizes", "32", "--rounds", "1", "--query-heads", "4"]
 TINY += ["--kv-heads", "2", "--head-dim", "16", "--selections", "previous-block"]
 
 
-def _run(tmp_path: Path, *arguments: str, interpreted: bool = True) -> dict[str, Any]:
+def _run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    """In this process, where kernels are compiled for a GPU that is not there."""
     results = tmp_path / "results.json"
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    if interpreted:
-        environment["TRITON_INTERPRET"] = "1"
+    assert kernels.main(["--json", os.fspath(results), *TINY, *arguments]) == 0
+    read: dict[str, Any] = json.loads(results.read_text())
+    return read
+
+
+def _run_interpreted(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    """In a process of its own: Triton decides when a kernel is defined what it will be."""
+    results = tmp_path / "results.json"
     command = [sys.executable, "benchmarks/kernels.py", "--json", os.fspath(results), *TINY]
     done = subprocess.run(
         [*command, *arguments],
         cwd=REPOSITORY,
-        env=environment | {"PYTHONPATH": os.fspath(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        env=python_environment() | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -78,7 +84,7 @@ def test_cases_reach_from_few_blocks_to_the_default_budget() -> None:
 
 
 def test_every_case_measures_every_contender(tmp_path: Path) -> None:
-    results = _run(tmp_path, "--tokens", "64")
+    results = _run_interpreted(tmp_path, "--tokens", "64")
     assert [case.name for case in cases([64], [32])] == list(results["cases"])
     for case in results["cases"].values():
         assert 0 < case["density"] <= 1
@@ -92,7 +98,7 @@ def test_every_case_measures_every_contender(tmp_path: Path) -> None:
 
 
 def test_selections_by_token_are_measured(tmp_path: Path) -> None:
-    results = _run(tmp_path, "--tokens", "32", "--selections", "token-kv-head")
+    results = _run_interpreted(tmp_path, "--tokens", "32", "--selections", "token-kv-head")
     assert len(results["cases"]) == 2
     for case in results["cases"].values():
         for name in ("triton", "tokens", "reference"):
@@ -101,7 +107,7 @@ def test_selections_by_token_are_measured(tmp_path: Path) -> None:
 
 
 def test_tuning_times_every_promising_tile(tmp_path: Path) -> None:
-    results = _run(tmp_path, "--tokens", "32", "--tune")
+    results = _run_interpreted(tmp_path, "--tokens", "32", "--tune")
     promising = sum(len(tiles) for tiles in kernels.PROMISING_TILES.values())
     for case in results["cases"].values():
         assert len(case) == 1 + promising
@@ -109,7 +115,7 @@ def test_tuning_times_every_promising_tile(tmp_path: Path) -> None:
 
 
 def test_a_contender_that_fails_is_a_result(tmp_path: Path) -> None:
-    results = _run(tmp_path, "--tokens", "64", interpreted=False)
+    results = _run(tmp_path, "--tokens", "64")
     for case in results["cases"].values():
         assert "needs CUDA" in case["triton"]["error"]
         assert case["blocks"]["both"]["median_ms"] > 0
@@ -123,19 +129,21 @@ def test_what_no_time_is_left_for_is_listed(tmp_path: Path) -> None:
 
 def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
     names = [case.name for case in cases([32], [32])]
-    first = _run(tmp_path, "--tokens", "32", interpreted=False)
+    first = _run(tmp_path, "--tokens", "32")
     path = tmp_path / "results.json"
     cut_off = first | {"cases": {names[0]: {"density": -1.0}}}
     path.write_text(json.dumps(cut_off))
-    again = _run(tmp_path, "--tokens", "32", "--resume", interpreted=False)
+    again = _run(tmp_path, "--tokens", "32", "--resume")
     assert list(again["cases"]) == names
     assert again["cases"][names[0]] == {"density": -1.0}
     path.write_text(json.dumps(cut_off | {"rounds": 99}))
-    anew = _run(tmp_path, "--tokens", "32", "--resume", interpreted=False)
+    anew = _run(tmp_path, "--tokens", "32", "--resume")
     assert anew["cases"][names[0]]["density"] > 0
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is visible")
-def test_without_a_gpu_it_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_measures_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert kernels.main([]) == 2
     assert "no CUDA device is visible" in capsys.readouterr().err

@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
+from json_shape import keys
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 COMMANDS = sorted(
@@ -17,15 +17,6 @@ COMMANDS = sorted(
     if 'if __name__ == "__main__"' in path.read_text("utf-8")
 )
 RESULTS = BENCHMARKS / "results" / "planning.json"
-
-
-def keys(value: Any) -> Any:
-    """The shape of a JSON value: keys all the way down, of lists those of the first entry."""
-    if isinstance(value, dict):
-        return {key: keys(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [keys(value[0])] if value and isinstance(value[0], dict | list) else []
-    return None
 
 
 def test_the_short_form_writes_what_the_long_one_did(

@@ -256,6 +256,23 @@ def test_steps_keep_their_distance_by_the_wall_clock(
     assert np.diff(starts) == pytest.approx(np.diff(clock) * 1e6, abs=2)
 
 
+def test_steps_after_a_clock_was_set_back_keep_their_distance() -> None:
+    bar = Bar(place=(0, 0), direction="forward", chunk=0, position=0, start_ms=0.0, end_ms=1000.0)
+    tracer, starts = Tracer(), []
+    for iteration, start_unix_s in enumerate((9000.0, 9002.0, 1802.0, 1804.0), start=1):
+        traced = TracedStep(
+            iteration=iteration,
+            timelines={"measured": Timeline(bars=(bar,), source=MEASURED)},
+            step=None,
+            times=None,
+            contents={},
+            start_unix_s=start_unix_s,
+        )
+        starts += [event["ts"] for event in tracer.add(traced) if event.get("cat") == "step"]
+    # The third follows the second, which ended a second after it began; in microseconds.
+    assert starts == pytest.approx([0.0, 2e6, 3e6, 5e6], abs=10)
+
+
 @given(
     lengths=st.lists(st.lists(st.floats(0, 50), min_size=1, max_size=6), min_size=1, max_size=5),
     gaps_s=st.lists(st.one_of(st.none(), st.floats(-0.1, 0.1)), min_size=5, max_size=5),

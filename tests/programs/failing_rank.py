@@ -7,16 +7,19 @@ the processes that Megatron's checkpoint writer has left it, which nobody would 
 it there, as a hang does, and lets collectives time out after 20 s. ``reader STEP`` and
 ``plan STEP`` let what reads its rows, or plans its steps, raise; ``digest STEP`` lets it execute
 another plan; ``nan STEP`` makes its loss NaN from there on.
-``file-size BYTES`` lets no file grow beyond that, as a full disk would. Start with
+``clock STEP`` sets its wall clock two hours back there, and at each later call four hours forward
+or back in turn. ``file-size BYTES`` lets no file grow beyond that, as a full disk would. Start with
 ``--sparse-balance-device cpu``.
 """
 
 import datetime
 import functools
+import itertools
 import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable
 
 from sparsebalance_megatron.megatron import cpu
@@ -32,6 +35,7 @@ from sparsebalance_megatron.pretrain_gpt import main  # noqa: E402
 from sparsebalance_megatron.training import forward_step  # noqa: E402
 from sparsebalance_megatron.training.data_iterator import MicroBatchIterator  # noqa: E402
 from sparsebalance_megatron.training.row_reader import RowReader  # noqa: E402
+from sparsebalance_megatron.training.timing import MicroBatchRecorder  # noqa: E402
 
 FAULTY = os.environ["RANK"] == "1"
 
@@ -97,6 +101,17 @@ def lose_numbers_from(step: int) -> None:
     )
 
 
+def set_clock_from(step: int) -> None:
+    """The wall clock of rank 1 jumps from a step on; what is measured by others must not."""
+    now, jumps_s = time.time, itertools.cycle((-7200.0, 7200.0))
+
+    def set_anew() -> None:
+        time.time = lambda: now() + next(jumps_s)
+
+    MicroBatchRecorder.__init__.__kwdefaults__["unix_clock"] = lambda: time.time()
+    at(step, set_anew)
+
+
 def limit_files(size_bytes: int) -> None:
     _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard_limit))
@@ -110,6 +125,7 @@ FAULTS = {
     "plan": raise_in_plan,
     "digest": differ_in,
     "nan": lose_numbers_from,
+    "clock": set_clock_from,
     "file-size": limit_files,
 }
 

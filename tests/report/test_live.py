@@ -27,12 +27,10 @@ from sparsebalance_megatron.telemetry.follow import StepLogFollower, hosts_of
 RUN = SampleRun(ranks=2, stages=2, micro_batches=2, layers=4, steps=5, noise=0.0)
 
 
-def view_of(directory: Path, *, seconds_later: float = 1.0) -> LiveView:
+def view_of(directory: Path, *, quiet_s: float | None = 1.0) -> LiveView:
     follower = StepLogFollower(directory)
     follower.poll()
-    written_s = follower.written_unix_s
-    assert written_s is not None
-    view = live_view(follower, hosts_of(directory), written_s + seconds_later)
+    view = live_view(follower, hosts_of(directory), quiet_s)
     assert view is not None
     return view
 
@@ -89,9 +87,10 @@ def test_ranks_that_share_a_row_begin_it_together_in_the_live_strip_too(tmp_path
 
 def test_a_run_that_works_is_not_called_silent_and_one_that_stopped_is(tmp_path: Path) -> None:
     RUN.write(tmp_path)
-    assert view_of(tmp_path, seconds_later=30.0).silent_s is None
-    view = view_of(tmp_path, seconds_later=600.0)
-    assert view.silent_s == pytest.approx(600.0, abs=1.0)
+    assert view_of(tmp_path, quiet_s=30.0).silent_s is None
+    assert view_of(tmp_path, quiet_s=None).silent_s is None
+    view = view_of(tmp_path, quiet_s=600.0)
+    assert view.silent_s == 600.0
     assert "silent for 10 min: the run has ended, or hangs" in status_line(view)
 
 

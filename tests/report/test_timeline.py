@@ -107,6 +107,30 @@ def test_spans_are_set_side_by_side_by_the_wall_clock() -> None:
     assert found.remarks == ()
 
 
+@pytest.mark.parametrize("jump_s", [7200.0, -7200.0])
+def test_a_clock_that_was_set_in_the_middle_of_a_step_moves_no_bar(jump_s: float) -> None:
+    steps = {
+        (0, 0): rank_step(100.0, span("forward", 1.0, 2.0)),
+        (1, 0): rank_step(100.0 + jump_s, span("forward", 0.5, 3.0)),
+    }
+    found = measured_timeline(times(np.ones((2, 1, 1, 1))), steps)
+    assert found is not None
+    assert [(bar.start_ms, bar.end_ms) for bar in found.bars] == [(1.0, 2.0), (0.5, 3.0)]
+    assert found.remarks == (
+        "the wall clocks of ranks disagree: all are drawn from the step's start",
+    )
+
+
+def test_a_rank_that_waited_for_its_data_begins_late() -> None:
+    steps = {
+        (0, 0): rank_step(100.0, span("forward", 0.0, 1.0)),
+        (1, 0): rank_step(150.0, span("forward", 0.0, 1.0)),
+    }
+    found = measured_timeline(times(np.ones((2, 1, 1, 1))), steps)
+    assert found is not None and found.remarks == ()
+    assert [bar.start_ms for bar in found.bars] == [0.0, 50_000.0]
+
+
 def test_what_a_measured_timeline_lacks_is_said() -> None:
     found = measured_timeline(
         None,

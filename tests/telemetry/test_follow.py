@@ -12,7 +12,7 @@ import pytest
 from report.sample_run import SampleRun
 
 from sparsebalance_megatron.telemetry import follow
-from sparsebalance_megatron.telemetry.follow import StepLogFollower, hosts_of
+from sparsebalance_megatron.telemetry.follow import QuietTime, StepLogFollower, hosts_of
 from sparsebalance_megatron.telemetry.step_log import RunLogError, read_run_log
 
 RUN = SampleRun(ranks=2, stages=2, micro_batches=2, layers=4, steps=6)
@@ -152,3 +152,28 @@ def test_hosts_come_from_the_first_lines_of_the_ranks(tmp_path: Path) -> None:
     (ranks / "rank-00001.jsonl").write_text(json.dumps(other) + "\n")
     (ranks / "rank-00002.jsonl").write_text('{"type": "ra')
     assert hosts_of(tmp_path) == {(0, 0): "node17"}
+
+
+def test_quiet_time_does_not_follow_a_clock_that_is_set(tmp_path: Path, lines: list[bytes]) -> None:
+    """Hours forward and back, between looks that are ten seconds apart."""
+    path = tmp_path / "steps.jsonl"
+    path.write_bytes(lines[0])
+    os.utime(path, (1_000.0, 1_000.0))
+    looks_s = iter([0.0, 10.0, 20.0, 30.0])
+    unix_s = iter([1_005.0])
+    quiet = QuietTime(
+        StepLogFollower(tmp_path), clock=lambda: next(looks_s), unix_clock=lambda: next(unix_s)
+    )
+    assert quiet.seconds() == 5.0
+    assert quiet.seconds() == 15.0
+    os.utime(path, (-8_000.0, -8_000.0))
+    assert quiet.seconds() == 0.0
+    assert quiet.seconds() == 10.0
+
+
+def test_a_log_from_the_future_has_been_quiet_for_no_time(tmp_path: Path) -> None:
+    follower = StepLogFollower(tmp_path)
+    quiet = QuietTime(follower, clock=lambda: 7.0, unix_clock=lambda: 0.0)
+    assert quiet.seconds() is None
+    (tmp_path / "steps.jsonl").touch()
+    assert quiet.seconds() == 0.0

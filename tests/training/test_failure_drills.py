@@ -22,6 +22,9 @@ from harness import (
     write_documents,
 )
 
+from sparsebalance_megatron.report.timeline import measured_timeline
+from sparsebalance_megatron.telemetry.rank_log import read_rank_logs
+
 pytestmark = pytest.mark.distributed
 
 STEPS, SAVE_INTERVAL = 6, 3
@@ -99,6 +102,25 @@ def test_the_finished_run_equals_one_that_never_stopped(
     for step in finished.steps:
         for quantity in ("lm_loss", "predicted", "coverage", "tokens"):
             assert step[quantity] == expected[step["iteration"]][quantity], quantity
+
+
+def test_wall_clocks_that_jump_change_nothing(directory: Path, whole: TrainingRun) -> None:
+    """Two hours back and forth, on one rank: what is measured and waited for is not by them."""
+    run = run_training(
+        2,
+        (*_flags(directory), "--sparse-balance-device", "cpu"),
+        log_dir=directory / "clock",
+        timeout_s=ENDS_WITHIN_S,
+        program=(FAULTS, "clock", "1"),
+    ).require_success()
+    assert (run.losses, run.grad_norms) == (whole.losses, whole.grad_norms)
+    assert [step["iteration"] for step in run.steps] == [1, 2, 3, 4, 5, 6]
+    assert all(0.0 < step["iteration_ms"] < 1e3 * ENDS_WITHIN_S for step in run.steps[1:])
+    last = read_rank_logs(directory / "clock", [STEPS]).steps[STEPS]
+    starts_s = [step.start_unix_s for step in last.values()]
+    assert abs(starts_s[0] - starts_s[1]) > 3600.0
+    timeline = measured_timeline(None, last)
+    assert timeline is not None and timeline.makespan_ms < 1e3 * ENDS_WITHIN_S
 
 
 def test_changed_data_is_found_when_resuming(
