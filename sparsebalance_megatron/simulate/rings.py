@@ -109,7 +109,7 @@ def flat_ring_ms(work_ms_WW: np.ndarray, links: Links) -> float:
     """
     ranks = len(work_ms_WW)
     rank_W = np.arange(ranks)
-    hop_W = np.array([links.hop_ms((rank - 1) % ranks, ranks) for rank in rank_W])
+    hop_W = np.array([links.hop_ms((rank - 1) % ranks, ranks) for rank in range(ranks)])
     has_W, finished_W, before_W = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
     for step in range(ranks):
         if step:
@@ -138,8 +138,7 @@ def hierarchical_ring_ms(work_ms_WW: np.ndarray, links: Links) -> float:
         has_W, before_W = outer_has_W, finished_W
         for step in range(inner):
             if step:
-                came_W = has_W.reshape(nodes, inner)
-                came_W = np.roll(came_W, 1, axis=1).reshape(ranks)
+                came_W = np.roll(has_W.reshape(nodes, inner), 1, axis=1).ravel()
                 has_W = np.maximum.reduce([came_W, has_W, before_W]) + links.inner_ms
             before_W = finished_W
             owner_W = (node_W - outer) % nodes * inner + (place_W - step) % inner
