@@ -106,7 +106,8 @@ REFUSED = {
     "--tensor-parallel-num-weight-shards": "2",
     "--expert-tensor-parallel-num-weight-shards": "2",
     "--moe-token-dispatcher-type": "allgather --num-experts 4",
-    "--num-query-groups": "1 --group-query-attention --tensor-model-parallel-size 2",
+    "--num-query-groups": "1 --group-query-attention --tensor-model-parallel-size 2 "
+    "--sparse-balance-selection token-kv-head",
     "--cuda-graph-impl": "local",
     "--enable-cuda-graph": "",
     "--external-cuda-graph": "",
