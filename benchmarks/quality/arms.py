@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from sparsebalance_megatron.config import Anchor, Batching, CoverageMeanOver, Granularity, Tuning
 
 DENSE, FIXED, PAPER, OURS, RANDOM = "dense", "fixed", "paper", "ours", "random"
-"""Arms that a table cannot do without; all others are compared with ``fixed``."""
+"""Arms that a table cannot do without."""
+KV_HEAD = "-kv-head"
+"""How the names of arms end that select per token and KV head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +85,7 @@ ARMS: Mapping[str, Arm] = {
     for arm in (
         Arm(name=DENSE, title="dense attention", dense_from=0.0),
         *_balanced("", "", "token-query-head"),
-        *_balanced("-kv-head", "a token per KV head selects: ", "token-kv-head"),
+        *_balanced(KV_HEAD, "a token per KV head selects: ", "token-kv-head"),
         Arm(
             name="fixed-lookahead",
             title="fixed budget, the mean of a query block selects",
@@ -130,6 +132,13 @@ ARMS: Mapping[str, Arm] = {
     )
 }
 """By name, in the order in which they run: what every other arm is compared with comes first."""
+
+
+def reference_of(name: str) -> str:
+    """The arm that another is compared with: the fixed budget, with the same selection if there are
+    arms of its own."""
+    tuned = name.endswith(KV_HEAD) and not name.startswith(FIXED)
+    return f"{FIXED}{KV_HEAD}" if tuned else FIXED
 
 
 def in_order(names: Sequence[str]) -> list[Arm]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from quality.arms import ARMS, FIXED
+from quality.arms import ARMS, FIXED, KV_HEAD, reference_of
 from quality.intervals import difference, of_arm
 from quality.picture import proxy_picture
 from quality.tasks import Task, study_of
@@ -78,7 +78,8 @@ def _setting(found: Mapping[str, Any]) -> str:
     return (
         f"{studies}. Seeds {', '.join(map(str, settings['seeds']))}; {machine['cpu']}, torch "
         f"{machine['torch']}, megatron-core {machine['megatron-core']}. ± is half a 95 % interval "
-        "over seeds (Student's t); differences are paired by seed."
+        "over seeds (Student's t); differences are paired by seed. The reference of an arm is the "
+        f"fixed budget with the same selection if its name ends in {KV_HEAD}, else `{FIXED}`."
     )
 
 
@@ -93,9 +94,10 @@ def _interval(arm: Mapping[str, Any], figure: str, **form: Any) -> str:
 
 
 def _difference(arms: Mapping[str, Any], name: str, figure: str, **form: Any) -> str:
-    if name == FIXED or FIXED not in arms:
+    reference = reference_of(name)
+    if name == reference or reference not in arms:
         return _NOTHING
-    found = difference(arms[name], arms[FIXED], figure)
+    found = difference(arms[name], arms[reference], figure)
     return _NOTHING if found is None else found.text(sign=True, **form)
 
 
@@ -119,7 +121,7 @@ def _scores(task: Task, arms: Mapping[str, Any]) -> str:
         for name in _ordered(arms)
     ]
     header = (
-        *("arm", "accuracy, %", "less `fixed`", "loss, nats", "less `fixed`"),
+        *("arm", "accuracy, %", "less its reference", "loss, nats", "less its reference"),
         *("accuracy read dense", "loss read dense", "seeds"),
     )
     words = f"{int(fmean(next(iter(arms.values()))['labels'])):,} scored labels per arm and seed."

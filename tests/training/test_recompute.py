@@ -46,7 +46,7 @@ CASES = {
             *("--eval-iters", "1", "--eval-interval", "2"),
         ),
         kept=LAYERS * MICRO_BATCHES,
-        stated="312",
+        stated="352",
     ),
     # Every other row lies on both ranks.
     "shared rows": Case(
@@ -55,7 +55,7 @@ CASES = {
             *("--recompute-granularity", "selective"),
         ),
         kept=0,
-        stated="56",
+        stated="96",
         program=(str(PROGRAMS / "wide_slots.py"),),
     ),
 }
