@@ -105,6 +105,7 @@ def _generated(blocks: int, generator: np.random.Generator) -> Iterator[tuple[st
     chosen = {0, *generator.choice(blocks, blocks // 64, replace=False).tolist()}
     columns_NN = columns_work(blocks, chosen) * (diagonals_NN == 0)
     single_NN = columns_NN * COLUMN_TOKENS / 128
+    yield "every block reads every block", Mask(ring_NN=np.ones((blocks, blocks)))
     yield "diagonals", Mask(ring_NN=diagonals_NN)
     yield "diagonals, columns as whole blocks", Mask(ring_NN=diagonals_NN + columns_NN)
     yield "diagonals, single columns", Mask(ring_NN=diagonals_NN + single_NN)

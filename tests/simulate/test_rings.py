@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparsebalance_megatron.attention.context_parallel.block_owners import deal
 from sparsebalance_megatron.simulate.rings import (
     LAYOUTS,
     Links,
@@ -47,6 +48,10 @@ def test_work_of_ranks_is_the_sum_over_their_blocks(layout: str) -> None:
         for key in range(12):
             expected[owner_N[query], owner_N[key]] += work_NN[query, key]
     np.testing.assert_allclose(work_of_ranks(work_NN, owner_N, 3), expected)
+
+
+def test_striped_is_how_rows_are_dealt() -> None:
+    np.testing.assert_array_equal(LAYOUTS["striped"](13, 4), deal(13, 4))
 
 
 def test_imbalance_of_a_ring_written_out() -> None:

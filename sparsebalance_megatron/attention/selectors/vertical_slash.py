@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -60,12 +61,10 @@ class ProbesAndKeys:
 
     def parts(self, layout: PackedLayout) -> list[Tensor]:
         """See :class:`.summaries.SharedSummaries`."""
-        size, keys_TGD = layout.block_size, self.keys_TGD
-        place_T = torch.arange(layout.tokens, device=keys_TGD.device)
-        place_T += (layout.number_N * size - layout.start_N)[layout.block_T]
-        padded = keys_TGD.new_zeros(layout.blocks * size, *keys_TGD.shape[1:])
-        padded.index_copy_(0, place_T, keys_TGD)
-        return [padded.unflatten(0, (layout.blocks, size)), self.probes_NUHD]
+        keys_NBGD = layout.to_blocks(self.keys_TGD)
+        # A row of short documents alone has shorter blocks.
+        missing = layout.block_size - layout.block_tokens
+        return [pad(keys_NBGD, (0, 0, 0, 0, 0, missing)), self.probes_NUHD]
 
     def joined(self, parts: Sequence[Tensor], layout: PackedLayout) -> ProbesAndKeys:
         """See :class:`.summaries.SharedSummaries`."""
@@ -186,6 +185,7 @@ class _RowLists:
         rank_U1 = torch.arange(1, probes + 1, device=q_THD.device)
         self._offset_U = rank_U1 * self._size // probes - 1
         self._first_block = np.cumsum((0, *layout.blocks_per_document))
+        self._runs_of_document = _runs(rows, self._first_block)
         places = min(max_budget, layout.max_blocks)
         self._blocks_NGK = _no_lists(rows, heads, places)
         columns = self._size * max(0, places - _ALWAYS_READ)
@@ -227,23 +227,10 @@ class _RowLists:
         if self._k_TGD.device.type == "cuda":
             elements *= _LARGER_ON_CUDA
         at_once = max(1, elements // (probes * blocks * self._size))
-        for run, row in self._runs(document):
+        for run, row in self._runs_of_document[document]:
             for first in range(run.start, run.stop, at_once):
                 some = slice(first, min(first + at_once, run.stop))
                 yield some, row + first - run.start
-
-    def _runs(self, document: int) -> Iterator[tuple[slice, int]]:
-        """Blocks of a document that follow one another in both rows; and the first one's place in
-        the queries' row."""
-        own_N = np.asarray(self._rows.own_blocks)
-        first, end = self._first_block[document : document + 2]
-        row_J = np.flatnonzero((first <= own_N) & (own_N < end))
-        index_J = own_N[row_J] - first
-        breaks = (np.diff(index_J) != 1) | (np.diff(row_J) != 1)
-        for run in np.split(np.arange(len(row_J)), np.flatnonzero(breaks) + 1):
-            if len(run):
-                begin = int(index_J[run[0]])
-                yield slice(begin, begin + len(run)), int(row_J[run[0]])
 
     def _masses(
         self, document: int, some: slice, k_YGD: Tensor, last: tuple[Tensor, Tensor] | None
@@ -381,6 +368,21 @@ class _RowLists:
                 torch.from_numpy(np.stack(between)), covered_SK.device
             )
         return covered_SK.diff(dim=1, prepend=torch.zeros_like(covered_SK[:, :1]))
+
+
+def _runs(rows: RowPair, first_block: np.ndarray) -> list[list[tuple[slice, int]]]:
+    """By document, its blocks that follow one another in both rows, counted from its first; and the
+    place of the first of them in the queries' row."""
+    own_N = np.asarray(rows.own_blocks)
+    document_N = rows.kv_layout.document_on_host[own_N]
+    breaks = np.flatnonzero((np.diff(own_N) != 1) | (np.diff(document_N) != 0)) + 1
+    bounds = [0, *breaks.tolist(), len(own_N)]
+    runs: list[list[tuple[slice, int]]] = [[] for _ in range(rows.kv_layout.documents)]
+    for row, end in pairwise(bounds):
+        document = document_N[row]
+        begin = int(own_N[row] - first_block[document])
+        runs[document].append((slice(begin, begin + end - row), row))
+    return runs
 
 
 def observed_budgets(max_blocks: int) -> tuple[int, ...]:
