@@ -88,6 +88,11 @@ SCHEMAS: dict[str, Any] = {
         "generated": {"*": {"*": _LAYOUT}},
         "trained": {"*": {"*": _LAYOUT}},
     },
+    "router_resources": {
+        "triton": None,
+        "target": None,
+        "ranking": [dict.fromkeys(("blocks", "places", "observe", "registers", "spilled_bytes"))],
+    },
     "search_restarts": [{"setup": None, "data": None, "restarts": [], "step_time_ratio": []}],
     "simulate": _SIMULATED,
     "soak": {
