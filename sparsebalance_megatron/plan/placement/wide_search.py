@@ -27,18 +27,20 @@ from sparsebalance_megatron.plan.placement.wide_slots import Contents, SlotTable
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
-_DRAWN = 24
+_DRAWN = 64
 """Moves of a round: fewer find better placements with as many simulated, more cost less each."""
 _OPERATIONS_EACH = 2
 """How many operations of independent pipelines one takes where ranks wait for one another."""
-_ROUND_OPERATIONS = 40_000
-"""What a round takes besides."""
+_ROUND_OPERATIONS = 200_000
+"""What a round takes besides: drawing moves and many calls of numpy on short arrays."""
 _FIRST_TOLERANCE = 1e-3
 _LAST_TOLERANCE = 6e-5
 """By which share a round may lengthen the island, at the beginning and at the end."""
 _WEIGHT_OF_MEAN = 0.05
 """Of the ranks' mean makespan beside the largest: moves that free ranks lead somewhere."""
 _IDLE_ROUNDS = 200
+_IDLE_ROUNDS_PER_SAMPLE = 4
+"""After so many rounds without a gain, whichever is fewer, there is nothing left to find."""
 _GAIN = 1e-9
 
 
@@ -99,8 +101,8 @@ class _WideSearch:
 
     def best(self) -> Arrangement:
         """The best placement found."""
-        idle = 0
-        while idle < _IDLE_ROUNDS:
+        idle, enough = 0, min(_IDLE_ROUNDS, _IDLE_ROUNDS_PER_SAMPLE * len(self.weights_S))
+        while idle < enough:
             before = self.best_score
             if not self._round(turn=idle):
                 break
