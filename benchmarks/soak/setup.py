@@ -34,13 +34,13 @@ def flags(directory: Path, data: Path, steps: int, save_every: int) -> list[str]
     checkpoints = str(directory / "checkpoints")
     return [
         *("--num-layers", "2", "--hidden-size", "256", "--ffn-hidden-size", "512"),
-        *("--num-attention-heads", "4", "--seq-length", "256", "--max-position-embeddings", "256"),
+        *("--num-attention-heads", "2", "--seq-length", "256", "--max-position-embeddings", "256"),
         *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu"),
         *("--disable-bias-linear", "--untie-embeddings-and-output-weights"),
         *("--attention-dropout", "0", "--hidden-dropout", "0"),
         *("--tokenizer-type", "NullTokenizer", "--vocab-size", str(_VOCABULARY - 1)),
         *("--pipeline-model-parallel-size", "2", "--micro-batch-size", "1"),
-        *("--global-batch-size", "8", "--train-iters", str(steps)),
+        *("--global-batch-size", "4", "--train-iters", str(steps)),
         *("--lr", "1e-3", "--lr-decay-style", "constant", "--clip-grad", "1.0"),
         *("--log-interval", "1", "--seed", "1234", "--split", "90,10,0"),
         *("--eval-iters", "1", "--eval-interval", str(2 * save_every)),
