@@ -18,10 +18,12 @@ import json
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import connection
@@ -204,6 +206,14 @@ def _path(environment: str) -> list[str]:
     return found
 
 
+def _end_with_parent() -> None:
+    """A process that was killed ends nothing itself, and its ranks would train on."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _rank(
     program: list[str],
     environment: dict[str, str],
@@ -213,6 +223,7 @@ def _rank(
 ) -> None:
     """What ``python PROGRAM...`` does in a process of its own."""
     os.setsid()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -69,6 +72,43 @@ def test_the_first_failure_ends_the_others(
     output = (tmp_path / "output").read_text()
     assert output.endswith(printed)
     assert "too late" not in output
+
+
+def test_ranks_end_when_the_process_that_runs_them_is_killed(tmp_path: Path) -> None:
+    rank = tmp_path / "rank.py"
+    rank.write_text(
+        f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        "time.sleep(60)\n"
+    )
+    launcher = (
+        "import os\nfrom pathlib import Path\nfrom forked_ranks import run_ranks\n"
+        f"run_ranks(1, [{str(rank)!r}], environment=dict(os.environ), master_port=1, "
+        f"output=Path({str(tmp_path / 'output')!r}), timeout_s=60, imports=())"
+    )
+    benchmarks = str(Path(__file__).parents[1] / "benchmarks")
+    environment = {**python_environment(), "PYTHONPATH": benchmarks}
+    with subprocess.Popen([sys.executable, "-c", launcher], env=environment) as process:
+        assert _comes_true(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        process.kill()
+    pid = int((tmp_path / "pid").read_text())
+    assert _comes_true(lambda: not _runs(pid)), "the rank runs on"
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def _comes_true(condition: Callable[[], object], limit_s: float = 30.0) -> bool:
+    end_s = time.monotonic() + limit_s
+    while time.monotonic() < end_s:
+        if condition():
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def test_a_run_that_does_not_end_is_ended(tmp_path: Path) -> None:
