@@ -23,7 +23,13 @@ from sparsebalance_megatron.simulate.hf_sizes import model_named
 from sparsebalance_megatron.simulate.lengths import WorkloadError, check_seed
 from sparsebalance_megatron.simulate.setups import PAPER_ABLATION, SETUPS, Setup, workload_of
 from sparsebalance_megatron.simulate.tables import as_json, show
-from sparsebalance_megatron.simulate.variants import evaluate, unhideable_steps
+from sparsebalance_megatron.simulate.variants import (
+    BASELINE,
+    Variant,
+    Workload,
+    evaluate,
+    unhideable_steps,
+)
 
 _MAX_STEPS = 10_000
 """Hours of planning at the largest setup."""
@@ -50,6 +56,12 @@ def add_flags(parser: ArgumentParser) -> None:
         help="coverage that a sample may lose",
     )
     add_sharing_flags(parser)
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        metavar="ROW",
+        help="ways to plan, by their names in the table; default: all; the baseline always is one",
+    )
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
 
 
@@ -86,7 +98,7 @@ def run(arguments: Namespace) -> int:
             gigabytes_per_second=arguments.gigabytes_per_second,
             model=model,
         )
-        outcomes = evaluate(workload, workload.variants(), time.perf_counter)
+        outcomes = evaluate(workload, _rows(arguments, workload), time.perf_counter)
         unhideable = unhideable_steps(workload)
         found[data] = {
             "steps": arguments.steps,
@@ -105,6 +117,14 @@ def run(arguments: Namespace) -> int:
     if console is None:
         print(json.dumps({"setup": arguments.setup, "data": found}, indent=2))
     return 0
+
+
+def _rows(arguments: Namespace, workload: Workload) -> Mapping[str, Variant]:
+    rows = workload.variants()
+    wanted = {BASELINE, *(arguments.rows or rows)}
+    if unknown := sorted(wanted - {*rows}):
+        raise WorkloadError(f"--rows {unknown[0]}: must be of {'; '.join(rows)}")
+    return {name: variant for name, variant in rows.items() if name in wanted}
 
 
 def _lengths(arguments: Namespace, setup: Setup) -> Mapping[str, str | np.ndarray]:

@@ -46,6 +46,7 @@ BAD_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
         "--seed": ("-1", "x", "1.5"),
         "--coverage-threshold": SHARES,
         "--setup": ("paper", ""),
+        "--rows": ("", "OURS", "ours-dynamic-cp"),
     },
     PREPARE: {
         "--tokenizer-train": (*COUNTS, "256", "10000000", "9" * 13),

@@ -82,6 +82,14 @@ def test_simulate_json(capsys):
         assert set(part["variants"]["ours"]) > KEYS
 
 
+def test_simulate_rows(capsys):
+    given = ("simulate", "--setup", "paper-main", "--steps", "1", "--json")
+    assert cli.main([*given, "--rows", "ours, base coverage", "+SAB"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for part in found["data"].values():
+        assert list(part["variants"]) == ["baseline", "+SAB", "ours, base coverage"]
+
+
 def test_rows_of_shared_slots(lengths, capsys):
     shared = ("--dp", "4", "--context-parallel-size", "2", "--gigabytes-per-second", "100")
     assert plan(lengths, "--json", "--steps", "1", "--global-batch", "16", *shared) == 0
