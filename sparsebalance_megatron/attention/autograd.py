@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sparsebalance_megatron.attention.kernel import Kernel
-from sparsebalance_megatron.attention.precision import outside_autocast
+from sparsebalance_megatron.attention.precision import undisturbed
 from sparsebalance_megatron.attention.selection import Selection
 
 
@@ -39,7 +39,7 @@ class Attention(torch.autograd.Function):
         if known is not None:
             out_THD, lse_TH = known
         else:
-            with outside_autocast(q_THD.device):
+            with undisturbed(q_THD.device):
                 out_THD, lse_TH = kernel.forward(
                     q_THD, k_TGD, v_TGD, selection, softmax_scale=softmax_scale
                 )
@@ -59,7 +59,7 @@ class Attention(torch.autograd.Function):
         selection = Selection.of_tensors(
             lists, by_token=ctx.by_token, query_layout=query_layout, kv_layout=kv_layout
         )
-        with outside_autocast(dout_THD.device):
+        with undisturbed(dout_THD.device):
             gradients = ctx.kernel.backward(
                 *(dout_THD, q_THD, k_TGD, v_TGD, out_THD, lse_TH, selection),
                 softmax_scale=ctx.softmax_scale,

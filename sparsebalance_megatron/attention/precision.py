@@ -3,13 +3,22 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 
-def outside_autocast(device: torch.device) -> torch.autocast:
-    """A context in which ``torch.autocast`` changes no dtype."""
-    return torch.autocast(device.type, enabled=False)
+@contextlib.contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """A context in which ``torch.autocast`` changes no dtype and no torch function mode sees calls.
+
+    A mode, such as the one that lets Megatron run without a GPU, costs as much as an operation on a
+    small block does.
+    """
+    with torch.autocast(device.type, enabled=False), torch._C.DisableTorchFunction():
+        yield
 
 
 def exact_product(a: Tensor, b: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.context_parallel.exchange import exchanged_attention
 from sparsebalance_megatron.attention.context_parallel.shared_ranking import rank_shared_row
 from sparsebalance_megatron.attention.coverage import coverage_at, guard_budgets
+from sparsebalance_megatron.attention.precision import undisturbed
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.selectors import Selector, rank_row, selector_named
 from sparsebalance_megatron.config import (
@@ -197,7 +198,7 @@ class BudgetedCoreAttention(MegatronModule):
             selection = found.selection
             how["known"] = found.out_THD, found.lse_TH
         else:
-            with torch.no_grad():
+            with torch.no_grad(), undisturbed(q_THD.device):
                 selection = self._select(q_THD, k_TGD, context)
         shared = context.shared
         if shared is None:

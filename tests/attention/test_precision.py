@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 from attention.cases import SCALE
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from sparsebalance_megatron.attention import precision
 from sparsebalance_megatron.attention.api import budgeted_attention, kernel_named
+from sparsebalance_megatron.attention.autograd import Attention
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
 
@@ -55,6 +58,39 @@ def test_autocast_changes_no_bit(selection: str, implementation: str, dtype: tor
     for inside, outside in zip(run(_autocast()), run(contextlib.nullcontext()), strict=True):
         assert inside.dtype == outside.dtype
         assert torch.equal(inside, outside)
+
+
+class _Seen(TorchFunctionMode):
+    """Names of the operations that a mode is asked about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.names.add(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("selection", "implementation"), SERVING)
+def test_modes_of_the_host_see_none_of_the_kernels_operations(
+    selection: str, implementation: str
+) -> None:
+    q_THD, k_TGD, v_TGD = _qkv(torch.float32)
+    lists = SELECTORS[selection].select(_ranking(selection, q_THD, k_TGD), torch.tensor([2, 3]))
+    kernel = kernel_named(implementation)
+    with _Seen() as of_the_kernel:
+        kernel.forward(q_THD, k_TGD, v_TGD, lists, softmax_scale=SCALE)
+    with _Seen() as of_the_operation:
+        out_THD, _ = Attention.apply(
+            q_THD.requires_grad_(), k_TGD, v_TGD, lists, SCALE, kernel, None
+        )
+        torch.autograd.grad(out_THD, q_THD, torch.ones_like(out_THD))
+    asked_outside = {"ones_like", "__get__"}
+    assert len(of_the_kernel.names - asked_outside) > 3
+    assert not of_the_kernel.names & of_the_operation.names - asked_outside
 
 
 def _ranking(selection: str, q_THD: Tensor, k_TGD: Tensor) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.coverage import curves_of_mass
 from sparsebalance_megatron.attention.layout import PackedLayout
-from sparsebalance_megatron.attention.precision import outside_autocast
+from sparsebalance_megatron.attention.precision import undisturbed
 from sparsebalance_megatron.attention.row_pair import RowPair
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.selectors.ranking import Ranking
@@ -60,7 +60,7 @@ class BlockTopK:
             ValueError: shapes do not fit one another or the layout, or the router does not serve.
         """
         _check_heads(q_THD, k_TGD, layout)
-        with outside_autocast(q_THD.device):
+        with undisturbed(q_THD.device):
             return BlockSummaries(
                 keys_NGD=block_means(k_TGD, layout, self.router).to(k_TGD.dtype),
                 queries_NCD=self._speakers(q_THD, k_TGD.shape[1], layout),
@@ -89,7 +89,7 @@ class BlockTopK:
         _check_summaries(q_THD, summaries, rows)
         if max_budget < 1:
             raise ValueError(f"rank: max_budget {max_budget}: must be at least 1 block")
-        with outside_autocast(q_THD.device):
+        with undisturbed(q_THD.device):
             indices_QCK, mass_SK = rank_in_chunks(
                 self._askers(q_THD, summaries, rows),
                 summaries.keys_NGD,

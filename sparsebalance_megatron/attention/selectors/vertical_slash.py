@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from sparsebalance_megatron.attention.coverage import curves_of_mass
 from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.attention.layout import PackedLayout
-from sparsebalance_megatron.attention.precision import outside_autocast
+from sparsebalance_megatron.attention.precision import undisturbed
 from sparsebalance_megatron.attention.row_pair import RowPair
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.selectors.probes import ProbedMass, probed_mass
@@ -135,7 +135,7 @@ class VerticalSlash:
                 the selector looks ahead and queries and keys lie in different rows.
         """
         _check(q_THD, summaries, rows, max_budget, looks_ahead=self.looks_ahead)
-        with outside_autocast(q_THD.device):
+        with undisturbed(q_THD.device):
             lists = _RowLists(self, q_THD, summaries, rows, softmax_scale, max_budget, observe)
             for document in range(rows.kv_layout.documents):
                 lists.rank_document(document)
