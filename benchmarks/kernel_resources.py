@@ -136,7 +136,7 @@ def compiled(
         "PRECISION": "ieee",
     }
     if not name.startswith(WITH_COLUMNS):
-        constants |= {"columns": None, "column_counts": None}
+        constants |= {"columns": None, "column_counts": None, "column_width": None}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else _type(name, element) for name in names}
     source = ASTSource(

@@ -91,11 +91,13 @@ def listed_columns(selection: Selection) -> ColumnLists | None:
     )
 
 
-def column_arguments(selection: Selection) -> tuple[Tensor | None, Tensor | None, int]:
+def column_arguments(
+    selection: Selection,
+) -> tuple[Tensor, Tensor, int] | tuple[None, None, None]:
     """Lists of columns, their lengths and places, as query-major kernels take them."""
     columns = listed_columns(selection)
     if columns is None:
-        return None, None, 0
+        return None, None, None
     return columns.tokens_NGK, columns.counts_NG, columns.tokens_NGK.shape[2]
 
 
