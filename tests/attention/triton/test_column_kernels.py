@@ -136,28 +136,20 @@ def test_chunks_of_partial_sums_add_up(chunk_blocks: int, monkeypatch: pytest.Mo
 
 
 def test_columns_alone() -> None:
-    """A query that reads no block, and one that reads nothing."""
-    case = with_random_columns(_case([0, 100], [2]), 40)
+    """Queries that read no block."""
+    case = with_random_columns(_case([0, 70], [2]), 40)
     lists, columns = case.selection, case.selection.columns
-    assert columns is not None and columns.counts_NG[4] > 0
+    assert columns is not None and columns.counts_NG[3:].min() > 0
     counts_NG = lists.counts_QC.clone()
-    counts_NG[3:5] = 0
-    column_counts_NG = columns.counts_NG.clone()
-    column_counts_NG[3] = 0
+    counts_NG[3:] = 0
     case = with_lists(case, lists.indices_QCK, counts_NG)
-    case = with_columns(case, columns.tokens_NGK, column_counts_NG)
-    ours = case.ours("triton", torch.float32)
-    # Plain attention has no answer for what reads nothing.
-    nothing, others = slice(48, 64), torch.cat((torch.arange(48), torch.arange(64, 100)))
-    assert (ours[0][nothing] == 0).all() and (ours[1][nothing] == -torch.inf).all()
-    assert (ours[2][nothing] == 0).all()
-    expected = case.ours("reference", torch.float64)
-    for name, found, exact in zip(NAMES[:3], ours, expected, strict=False):
-        torch.testing.assert_close(
-            found[others].double(), exact[others].double(), atol=1e-5, rtol=1e-5, msg=name
-        )
-    for found, exact in zip(ours[3:], expected[3:], strict=True):
-        torch.testing.assert_close(found.double(), exact.double(), atol=1e-5, rtol=1e-5)
+    _assert_right(case)
+    counts_NG = columns.counts_NG.clone()
+    counts_NG[3] = 0
+    nothing = with_columns(case, columns.tokens_NGK, counts_NG).ours("triton", torch.float32)
+    out, lse, dq = (x[48:64] for x in nothing[:3])
+    assert (out == 0).all() and (lse == -torch.inf).all() and (dq == 0).all()
+    assert all(x.isfinite().all() for x in (nothing[0], *nothing[2:]))
 
 
 def test_empty_lists_add_nothing() -> None:
