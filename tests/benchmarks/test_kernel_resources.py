@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from sparsebalance_megatron.attention.impl.triton.column_gradient_kernels import (  # noqa: E402
+    _SUM_ROWS,
     _column_sum_kernel,
 )
 
@@ -88,10 +89,11 @@ def test_kernels_with_columns_fit_hopper_and_copy_ahead(name: str) -> None:
 
 
 def test_the_sum_of_what_columns_give_compiles() -> None:
-    """It has no products, hence no row among the resources."""
+    """It has no products, hence no row among the resources. It waits for memory: a multiprocessor,
+    with its 64 K registers, is to hold four programs of 128 threads or more."""
     pointers = {"parts": "*fp32", "dk": "*fp32", "dv": "*fp32"}
     signature = pointers | dict.fromkeys(("sources", "lengths", "rows"), "*i64")
-    constants = {"HEAD_DIM": 80, "BLOCK_D": 128, "ROWS": 16}
+    constants = {"HEAD_DIM": 80, "BLOCK_D": 128, "ROWS": _SUM_ROWS}
     source = ASTSource(
         _column_sum_kernel,
         signature | {"entries": "i32"} | dict.fromkeys(constants, "constexpr"),

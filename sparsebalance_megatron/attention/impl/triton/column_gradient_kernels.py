@@ -35,7 +35,7 @@ from sparsebalance_megatron.attention.selection import ColumnLists
 
 PARTIAL_BYTES = 256 << 20
 """Most bytes of a chunk's partial sums, unless those of a single query block are more."""
-_SUM_ROWS = 16
+_SUM_ROWS = 8
 _LOG2_E = tl.constexpr(LOG2_E)
 
 
