@@ -98,14 +98,13 @@ def cases(
 
 
 def selection_of(case: Case, shape: Shape, device: torch.device) -> Selection:
-    """The own block and random past ones."""
+    """The own block and random past ones, or columns."""
     selector = SELECTORS[case.selection]
     layout = packed_layout(case.boundaries, case.block_size, device)
-    heads = shape.query_heads if selector.by_query_head else shape.kv_heads
     generator = torch.Generator(device).manual_seed(0)
     q_THD, k_TGD = (
-        torch.randn(case.tokens, each, 16, generator=generator, device=device)
-        for each in (heads, shape.kv_heads)
+        torch.randn(case.tokens, heads, 16, generator=generator, device=device)
+        for heads in (shape.query_heads, shape.kv_heads)
     )
     ranking = rank_row(
         selector,
@@ -139,6 +138,8 @@ def selected_pairs(selection: Selection, shape: Shape) -> int:
         readers_Q1 = layout.length_N[:, None]
         own_Q1 = readers_Q1 * (readers_Q1 + 1) // 2
     past_QC = (selection.counts_QC - 1) * readers_Q1 * layout.block_size
+    if selection.columns is not None:
+        past_QC += selection.columns.counts_NG * readers_Q1
     return int((past_QC + own_Q1).sum()) * (shape.query_heads // heads)
 
 
@@ -167,8 +168,13 @@ def dense(case: Case, shape: Shape) -> dict[str, Attend]:
 
 
 def sparse(case: Case, shape: Shape, selection: Selection) -> dict[str, Attend]:
-    """Contenders that read the selected pairs, or as many. FlashMoBA knows one budget a row."""
+    """Contenders that read the selected pairs, or as many. FlashMoBA knows one budget a row.
+
+    Of others, those that know blocks alone do not read columns.
+    """
     contenders = {"triton": ours(selection, shape, "triton")}
+    if selection.columns is not None:
+        return contenders | {"blocks": ours(selection, shape, "blocks")}
     if not selection.by_token:
         contenders["flex"] = _flex(selection, shape)
     if importlib.util.find_spec("flash_moba") is not None and not case.skewed:

@@ -5,11 +5,12 @@
     python benchmarks/kernel_resources.py --candidates --json results.json
 
 Triton brings the compiler, the assembler and the disassembler for sm_90a. Per kernel: registers,
-spilled bytes and shared memory; and of its hot loop, the one over past blocks or, for selections by
-token, over tiles of the tokens that chose a block: instructions of a warp by kind, copies of later
-tiles that stay in flight, and the cycles of one turn that the tensor cores need for its products
-and the schedulers to issue its instructions. Cycles rank versions before a GPU is at hand; they are
-no times. ``--candidates`` takes other tile shapes than the table's too.
+spilled bytes and shared memory; and of its hot loop, the one over past blocks, over gathered
+columns or, for selections by token, over tiles of the tokens that chose a block: instructions of a
+warp by kind, copies of later tiles that stay in flight, and the cycles of one turn that the tensor
+cores need for its products and the schedulers to issue its instructions. Cycles rank versions
+before a GPU is at hand; they are no times. ``--candidates`` takes other tile shapes than the
+table's too.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from triton.compiler import ASTSource
 
 from sparsebalance_megatron.attention.impl.triton import (
     backward_kernels,
+    column_gradient_kernels,
     forward_kernel,
     token_backward_kernels,
     token_forward_kernel,
@@ -51,18 +53,22 @@ KERNELS = {
     "forward": forward_kernel._forward_kernel,
     "query_gradient": backward_kernels._query_gradient_kernel,
     "key_gradient": backward_kernels._key_gradient_kernel,
+    "column_forward": forward_kernel._forward_kernel,
+    "column_query_gradient": backward_kernels._query_gradient_kernel,
+    "column_key_gradient": column_gradient_kernels._column_gradient_kernel,
     "token_forward": token_forward_kernel._token_forward_kernel,
     "token_query_gradient": token_backward_kernels._token_query_gradient_kernel,
     "token_key_gradient": token_backward_kernels._token_key_gradient_kernel,
 }
 PRODUCTS = {"forward": 2, "query_gradient": 3, "key_gradient": 4}
-BY_TOKEN = "token_"
-"""What the names of kernels for selections by token begin with; the rest is their field's name."""
+BY_TOKEN, WITH_COLUMNS = "token_", "column_"
+"""What the names of kernels for selections by token, and for those with columns, begin with; the
+rest is their field's name."""
 
 _POINTERS = {
     "*i64": {"own_blocks", "token_blocks", "query_starts", "query_ends", "kv_starts", "kv_ends"},
     "*i32": {"indices", "counts", "offsets", "queries", "item_list", "item_part", "item_parts"}
-    | {"entries", "bounds"},
+    | {"entries", "bounds", "columns", "column_counts"},
     "*fp32": {"lse", "statistics", "parts", "part_lse", "delta", "sums"},
     "element": {"q", "k", "v", "out", "dout", "dq", "dk", "dv"},
 }
@@ -105,7 +111,7 @@ class Resources:
 def tile_of(name: str, head_dim: int, element_bytes: int = 2) -> Tile:
     """The table's tile shape for a kernel of ``KERNELS``."""
     table = token_tiles_for if name.startswith(BY_TOKEN) else tiles_for
-    tile: Tile = getattr(table(head_dim, element_bytes), name.removeprefix(BY_TOKEN))
+    tile: Tile = getattr(table(head_dim, element_bytes), _pass(name))
     return tile
 
 
@@ -116,7 +122,7 @@ def compiled(
     kernel = KERNELS[name]
     element_bytes = 4 if element == "fp32" else 2
     rows, columns, column_tiles = _fitted(name, tile, block_size, group, head_dim, element_bytes)
-    constants = {
+    constants: dict[str, Any] = {
         "KV_HEADS": 2,
         "GROUP": group,
         "HEADS": group,
@@ -129,8 +135,10 @@ def compiled(
         "COLUMN_TILES": column_tiles,
         "PRECISION": "ieee",
     }
+    if not name.startswith(WITH_COLUMNS):
+        constants |= {"columns": None, "column_counts": None, "column_width": None}
     names = kernel.arg_names
-    signature = {name: _type(name, element) for name in names}
+    signature = {name: "constexpr" if name in constants else _type(name, element) for name in names}
     source = ASTSource(
         kernel,
         signature,
@@ -163,11 +171,11 @@ def resources(
         name, tile, element=element, block_size=block_size, head_dim=head_dim, group=group
     )
     registers, spilled_bytes, code = machine_code(kernel)
-    loop = _hot_loop(code)
+    loop = _hot_loop(code, name)
     if loop is None:
         raise RuntimeError(f"{name} kernel: no loop with products in {tile}")
     rows, columns, column_tiles = _fitted(name, tile, block_size, group, head_dim, 2)
-    products = PRODUCTS[name.removeprefix(BY_TOKEN)]
+    products = PRODUCTS[_pass(name)]
     operations = products * 2 * rows * columns * column_tiles * triton.next_power_of_2(head_dim)
     waits = [int(m[1], 16) for m in re.finditer(r"DEPBAR\.LE SB0, (0x\w+)", "\n".join(loop))]
     return Resources(
@@ -212,6 +220,11 @@ def candidates(name: str, head_dim: int) -> Iterator[Tile]:
         yield replace(own, rows=rows, columns=columns, warps=warps, stages=stages)
 
 
+def _pass(name: str) -> str:
+    """What a kernel computes: a key of ``PRODUCTS``."""
+    return name.removeprefix(BY_TOKEN).removeprefix(WITH_COLUMNS)
+
+
 def _fitted(
     name: str, tile: Tile, block_size: int, group: int, head_dim: int, element_bytes: int
 ) -> tuple[int, int, int]:
@@ -220,7 +233,7 @@ def _fitted(
     As the launchers of the kernels choose them.
     """
     columns, column_tiles = min(tile.columns, block_size), 1
-    if name == "key_gradient":
+    if name in ("key_gradient", "column_key_gradient"):
         rows = min(tile.rows, block_size)
     elif name.startswith(BY_TOKEN):
         rows = tile.rows
@@ -235,8 +248,6 @@ def _type(name: str, element: str) -> str:
     for kind, names in _POINTERS.items():
         if name in names:
             return f"*{element}" if kind == "element" else kind
-    if name.isupper():
-        return "constexpr"
     return "fp32" if name.endswith("_scale") else "i32"
 
 
@@ -244,8 +255,11 @@ def _output(*command: Any) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def _hot_loop(code: str) -> list[str] | None:
-    """Instructions of the shortest loop with products: the other one masks, which takes more."""
+def _hot_loop(code: str, name: str) -> list[str] | None:
+    """Instructions of the shortest loop with products, for what masks takes more.
+
+    Where columns are read besides, theirs, which is the second of three.
+    """
     instructions: list[str] = []
     places: dict[str, int] = {}
     loops = []
@@ -258,6 +272,8 @@ def _hot_loop(code: str) -> list[str] | None:
             if target and target[1] in places:
                 loops.append(instructions[places[target[1]] :])
     with_products = [x for x in loops if any(line.startswith("HGMMA") for line in x)]
+    if name in ("column_forward", "column_query_gradient"):
+        return with_products[1] if len(with_products) == 3 else None
     return min(with_products, key=len, default=None)
 
 

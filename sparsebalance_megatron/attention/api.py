@@ -117,9 +117,9 @@ def block_sparse_attention(
         softmax_scale: factor on q . k.
         implementation: who computes.
 
-            - "triton": kernels, for every selection without columns on CUDA; blocks of at least 16
-              tokens, a power of two, head dims up to 256, no float64. Deterministic, and without a
-              host synchronisation.
+            - "triton": kernels, for every selection on CUDA; blocks of at least 16 tokens, a power
+              of two, head dims up to 256, no float64. Deterministic, and without a host
+              synchronisation.
             - "blocks": gathered blocks through torch's products; for selections by query block on
               any device.
             - "tokens": gathered tokens through torch's products; for every selection by token.

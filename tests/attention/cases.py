@@ -200,13 +200,11 @@ def on_device(selection: Selection, device: str) -> Selection:
         for layout in (selection.query_layout, selection.kv_layout)
     )
     same = selection.query_layout is selection.kv_layout
-    return Selection(
-        indices_QCK=selection.indices_QCK.to(device),
-        counts_QC=selection.counts_QC.to(device),
+    return Selection.of_tensors(
+        [x.to(device) for x in selection.tensors()],
         by_token=selection.by_token,
         query_layout=query_layout,
         kv_layout=query_layout if same else kv_layout,
-        own_block_N=selection.own_block_N.to(device),
     )
 
 

@@ -19,7 +19,13 @@ KERNEL_TESTS = Path(__file__).parent / "triton"
 
 
 @pytest.mark.parametrize(
-    "file", ["test_kernels.py", "test_router_kernels.py", "test_token_kernels.py"]
+    "file",
+    [
+        "test_column_kernels.py",
+        "test_kernels.py",
+        "test_router_kernels.py",
+        "test_token_kernels.py",
+    ],
 )
 def test_kernels_on_the_cpu(file: str) -> None:
     pytest.importorskip("triton")

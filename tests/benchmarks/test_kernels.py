@@ -53,7 +53,12 @@ def _run_interpreted(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("skewed", "granularity"),
-    [(False, "previous-block"), (True, "previous-block"), (True, "token-kv-head")],
+    [
+        (False, "previous-block"),
+        (True, "previous-block"),
+        (True, "token-kv-head"),
+        (False, "vertical-slash"),
+    ],
 )
 def test_counted_pairs_are_those_that_are_read(skewed: bool, granularity: Granularity) -> None:
     case = Case(tokens=300, block_size=32, budget=4, skewed=skewed, selection=granularity)
@@ -72,6 +77,8 @@ def test_counted_pairs_are_those_that_are_read(skewed: bool, granularity: Granul
             listed = set(selection.indices_QCK[row, kv_head, :count].tolist())
             keys = range(start, query + 1)
             read += 3 * sum(int(layout.block_T[key]) in listed for key in keys)
+            if selection.columns is not None:
+                read += 3 * int(selection.columns.counts_NG[row, kv_head])
     assert selected_pairs(selection, shape) == read
     assert causal_pairs(case, shape) == total
 

@@ -165,4 +165,5 @@ def plain_attention(
     logits = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale
     logits = logits.masked_fill(~mask_HTT, -torch.inf)
     out_THD = torch.einsum("hqk,khd->qhd", logits.softmax(-1), v)
-    return out_THD, logits.float().logsumexp(-1).t()
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return out_THD, logits.to(wide).logsumexp(-1).t()

@@ -64,16 +64,21 @@ def run_profile(output: Path, flags: Sequence[str]) -> subprocess.CompletedProce
     return run_program((*PROFILE, str(output), "--", *flags), output.parents[1])
 
 
-def test_a_tiny_model_gives_a_table_that_fits_and_predicts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("selection", [DEFAULT_SELECTION, "vertical-slash"])
+def test_a_tiny_model_gives_a_table_that_fits_and_predicts(selection: str, tmp_path: Path) -> None:
     output = tmp_path / "new" / "table.json"
-    process = run_profile(output, [*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS])
+    selects = "--sparse-balance-selection", selection
+    process = run_profile(output, [*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, *selects])
     assert process.returncode == 0, process.stderr[-4000:]
     assert f"{output}: " in process.stdout
     assert "attention  backward  median" in process.stdout
     assert [entry.name for entry in output.parent.iterdir()] == ["table.json"]
 
     table = CostTable.load(output)
-    table.check_matches(IDENTITY)
+    table.check_matches(replace(IDENTITY, selection=selection))
+    # Of three blocks, one is read as columns where columns are selected.
+    budgets = {row.budget_blocks or 0 for row in table.rows if row.part is Part.ATTENTION}
+    assert max(budgets) >= 3
     assert (table.threads, table.exchanges) == (1, ())
     assert set(table.versions) == {"sparsebalance-megatron", "megatron-core", "torch"}
     model = CostModel.fit(table)

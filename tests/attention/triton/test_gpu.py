@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention.cases import assert_as_good_as_plain, make_case
+from attention.cases import Case, assert_as_good_as_plain, make_case
+from attention.column_cases import make_column_case
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -17,6 +18,7 @@ from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
 triton = pytest.importorskip("triton")
 from sparsebalance_megatron.attention.impl.triton import (  # noqa: E402
     backward_kernels,
+    column_gradient_kernels,
     forward_kernel,
     token_backward_kernels,
     token_forward_kernel,
@@ -33,6 +35,8 @@ KERNELS = (
     backward_kernels._query_gradient_kernel,
     backward_kernels._key_gradient_kernel,
     backward_kernels._add_parts_kernel,
+    column_gradient_kernels._column_gradient_kernel,
+    column_gradient_kernels._column_sum_kernel,
     token_forward_kernel._token_forward_kernel,
     token_forward_kernel._merge_kernel,
     token_backward_kernels._delta_kernel,
@@ -40,7 +44,7 @@ KERNELS = (
     token_backward_kernels._sum_kernel,
     token_backward_kernels._token_key_gradient_kernel,
 )
-GRANULARITIES = ["previous-block", "token-kv-head", "token-query-head"]
+GRANULARITIES = ["previous-block", "token-kv-head", "token-query-head", "vertical-slash"]
 
 
 def _inputs(tokens: int, heads: int = HEADS, kv_heads: int = KV_HEADS) -> list[Tensor]:
@@ -53,19 +57,17 @@ def _inputs(tokens: int, heads: int = HEADS, kv_heads: int = KV_HEADS) -> list[T
     ]
 
 
-def _random_selection(
-    layout: PackedLayout,
-    budgets: list[int],
-    heads: int = KV_HEADS,
-    granularity: str = "previous-block",
-) -> Selection:
-    """``heads``: those that select."""
+def _make_case(cu_seqlens: list[int], budgets: list[int], *, granularity: str, **options) -> Case:
+    make = make_column_case if granularity == "vertical-slash" else make_case
+    return make(cu_seqlens, budgets, granularity=granularity, device="cuda", **options)
+
+
+def _random_selection(layout: PackedLayout, budgets: list[int], granularity: str) -> Selection:
     generator = torch.Generator("cuda").manual_seed(1)
     selector = SELECTORS[granularity]
-    keys = KV_HEADS if selector.by_query_head else heads
     q_THD, k_TGD = (
-        torch.randn(layout.tokens, each, 16, generator=generator, device="cuda")
-        for each in (heads, keys)
+        torch.randn(layout.tokens, heads, 16, generator=generator, device="cuda")
+        for heads in (HEADS, KV_HEADS)
     )
     ranking = rank_row(
         selector,
@@ -75,10 +77,6 @@ def _random_selection(
         observe=False,
     )
     return selector.select(ranking, torch.tensor(budgets, device="cuda"))
-
-
-def _selecting_heads(granularity: str) -> int:
-    return HEADS if granularity == "token-query-head" else KV_HEADS
 
 
 def _attend(inputs: list[Tensor], selection: Selection) -> tuple[Tensor, ...]:
@@ -96,7 +94,7 @@ def _attend(inputs: list[Tensor], selection: Selection) -> tuple[Tensor, ...]:
 def test_training_dtypes_at_full_tiles(
     block: int, head_dim: int, dtype: torch.dtype, granularity: str
 ) -> None:
-    case = make_case(
+    case = _make_case(
         [0, 700, 701, 1500],
         [3, 1, 2],
         block=block,
@@ -105,21 +103,14 @@ def test_training_dtypes_at_full_tiles(
         kv_heads=2,
         granularity=granularity,
         dtype=dtype,
-        device="cuda",
     )
     assert_as_good_as_plain(case, case.ours("triton", dtype), dtype, case.plain(torch.float64))
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_auto_takes_the_kernels(granularity: str) -> None:
-    case = make_case(
-        [0, 300],
-        [2],
-        block=64,
-        head_dim=64,
-        granularity=granularity,
-        dtype=torch.bfloat16,
-        device="cuda",
+    case = _make_case(
+        [0, 300], [3], block=64, head_dim=64, granularity=granularity, dtype=torch.bfloat16
     )
     pairs = zip(case.ours("auto", torch.bfloat16), case.ours("triton", torch.bfloat16), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
@@ -129,8 +120,7 @@ def test_auto_takes_the_kernels(granularity: str) -> None:
 def test_32_blocks_of_256_are_dense_up_to_8192_tokens(granularity: str) -> None:
     q, k, v = _inputs(8192)
     layout = packed_layout([0, 8192], 256, "cuda")
-    heads = _selecting_heads(granularity)
-    selection = _random_selection(layout, [32], heads, granularity)
+    selection = _random_selection(layout, [32], granularity)
     out, _, *gradients = _attend([q, k, v], selection)
     wide = [x.detach().double().transpose(0, 1)[None].requires_grad_() for x in (q, k, v)]
     low = [x.detach().transpose(0, 1)[None].requires_grad_() for x in (q, k, v)]
@@ -148,13 +138,13 @@ def test_32_blocks_of_256_are_dense_up_to_8192_tokens(granularity: str) -> None:
 def test_results_repeat_bit_by_bit_with_a_block_that_all_read(granularity: str) -> None:
     inputs = _inputs(32768)
     layout = packed_layout([0, 100, 32768], 128, "cuda")
-    heads = _selecting_heads(granularity)
-    selection = _random_selection(layout, [1, 16], heads, granularity)
+    selection = _random_selection(layout, [1, 16], granularity)
     numbers_Q = layout.block_T if selection.by_token else layout.number_N
-    # Where the block is listed already, it stays listed once.
+    # Where the block is listed already, it stays listed once. First tokens are columns of all.
     lists_QCK = selection.indices_QCK
     lacking_QC = (lists_QCK != 1).all(-1) & (numbers_Q > 2)[:, None]
-    lists_QCK[..., 1] = lists_QCK[..., 1].masked_fill(lacking_QC, 1)
+    if selection.columns is None:
+        lists_QCK[..., 1] = lists_QCK[..., 1].masked_fill(lacking_QC, 1)
     first = _attend(inputs, selection)
     for _ in range(3):
         again = _attend(inputs, selection)
@@ -168,11 +158,12 @@ def test_other_budgets_and_lengths_compile_nothing(granularity: str) -> None:
 
     def run(cu_seqlens: list[int], budgets: list[int]) -> None:
         layout = packed_layout(cu_seqlens, 128, "cuda")
-        heads = _selecting_heads(granularity)
-        selection = _random_selection(layout, budgets, heads, granularity)
+        selection = _random_selection(layout, budgets, granularity)
         _attend(_inputs(cu_seqlens[-1]), selection)
 
     run([0, 5000], [4])
+    # At so small a budget nobody has columns, and two kernels are compiled without.
+    run([0, 5000], [2])
     before = compiled()
     assert before > 0
     for cu_seqlens, budgets in (([0, 128], [1]), ([0, 1, 4096], [1, 16]), ([0, 9999], [31])):
@@ -184,7 +175,7 @@ def test_other_budgets_and_lengths_compile_nothing(granularity: str) -> None:
 def test_neither_pass_waits_for_the_device(granularity: str) -> None:
     inputs = _inputs(8192)
     layout = packed_layout([0, 3000, 8192], 128, "cuda")
-    selection = _random_selection(layout, [4, 9], _selecting_heads(granularity), granularity)
+    selection = _random_selection(layout, [4, 9], granularity)
     _attend(inputs, selection)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

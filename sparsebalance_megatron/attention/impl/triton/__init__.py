@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels for selections of whole blocks. Triton is imported where they are first run.
+"""Triton kernels for every selection. Triton is imported where they are first run.
 
 Products take the inputs' dtype and accumulate in float32. Results repeat bit by bit. Neither pass
 reads the device from the host, and budgets or tokens that change compile nothing.
@@ -65,12 +65,9 @@ def backward(
 
 
 def obstacle(q_THD: Tensor, selection: Selection) -> str | None:
-    """Say what the kernels do not serve: columns, devices, dtypes, block sizes, head dims, vast
-    lists."""
+    """Say what the kernels do not serve: devices, dtypes, block sizes, head dims, vast lists."""
     block_size, head_dim = selection.kv_layout.block_size, q_THD.shape[2]
     other = "tokens" if selection.by_token else "blocks"
-    if selection.columns is not None:
-        return 'reads no single columns, as "vertical-slash" selects them: use "blocks" or "auto"'
     if q_THD.device.type != "cuda" and not _interpreted():
         return f'needs CUDA, and q lies on {q_THD.device}: use "{other}" or "auto"'
     if q_THD.dtype == torch.float64:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def"
-"""Backward kernels: dq over a query block's list, dk and dv over a KV block's readers.
+"""Backward kernels: dq over a query block's lists, dk and dv over a KV block's readers.
 
 Nothing is added from two programs to one place, so there are no atomics, and results repeat bit by
 bit. The gradient of a KV block sums over the heads of its group inside one program. A long list of
 readers is cut into items; their float32 parts are added in a second pass, in the order of the list.
+What readers of single columns give is added by :mod:`.column_gradient_kernels`.
 
 Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, N blocks of the
 row, I items, U inverse lists, B tokens of a block, Z places of all query blocks, full or not; in
@@ -18,17 +19,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparsebalance_megatron.attention.impl.triton.column_gradient_kernels import (
+    add_column_gradients,
+)
 from sparsebalance_megatron.attention.impl.triton.forward_kernel import (
     LOG2_E,
     block_extent,
     block_list,
+    column_arguments,
+    column_list,
+    column_tokens,
     entry_at,
+    listed_columns,
     load_rows,
     packed_rows,
     tile_constants,
     with_dense_rows,
 )
 from sparsebalance_megatron.attention.impl.triton.index import InverseLists, inverse_lists
+from sparsebalance_megatron.attention.impl.triton.key_step import key_step
 from sparsebalance_megatron.attention.impl.triton.tiles import tiles_for
 from sparsebalance_megatron.attention.selection import Selection
 
@@ -59,10 +68,15 @@ def backward_attention(
         dq_THD, statistics_2HZ = _query_gradient(
             dout_THD, q_THD, k_TGD, v_TGD, out_THD, lse_TH, selection, softmax_scale
         )
-        dk_TGD, dv_TGD = _key_gradient(
-            dout_THD, q_THD, k_TGD, v_TGD, statistics_2HZ, selection, softmax_scale
-        )
-    return dq_THD, dk_TGD, dv_TGD
+        inputs = dout_THD, q_THD, k_TGD, v_TGD, statistics_2HZ
+        columns = listed_columns(selection)
+        # What columns add is rounded to the inputs' dtype once, with the rest.
+        dtype = k_TGD.dtype if columns is None else torch.float32
+        dk_TGD, dv_TGD = _key_gradient(*inputs, selection, softmax_scale, dtype)
+        if columns is not None:
+            layout = selection.query_layout
+            add_column_gradients(*inputs, dk_TGD, dv_TGD, columns, layout, softmax_scale)
+    return dq_THD, dk_TGD.to(k_TGD.dtype), dv_TGD.to(k_TGD.dtype)
 
 
 def _query_gradient(
@@ -101,6 +115,7 @@ def _query_gradient(
         layout.start_N,
         layout.document_end_N,
         selection.kv_layout.start_N,
+        *column_arguments(selection),
         *(stride for x in (q_THD, k_TGD, v_TGD, dout_THD) for stride in x.stride()[:2]),
         softmax_scale,
         layout.blocks,
@@ -120,14 +135,16 @@ def _key_gradient(
     statistics_2HZ: Tensor,
     selection: Selection,
     softmax_scale: float,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
+    """dk and dv in ``dtype``, of what is read as blocks; 0 for a block that nobody reads."""
     query_layout, layout = selection.query_layout, selection.kv_layout
     tokens, kv_heads, head_dim = k_TGD.shape
     tile = tiles_for(head_dim, q_THD.element_size()).key_gradient
     constants = tile_constants(q_THD, layout.block_size, min(tile.rows, layout.block_size), tile)
     column_tiles = layout.block_size // min(tile.columns, layout.block_size)
     lists = inverse_lists(selection, wanted_items=-(-WANTED_PROGRAMS // column_tiles))
-    dk_TGD = torch.empty(tokens, kv_heads, head_dim, dtype=k_TGD.dtype, device=k_TGD.device)
+    dk_TGD = torch.empty(tokens, kv_heads, head_dim, dtype=dtype, device=k_TGD.device)
     dv_TGD = torch.empty_like(dk_TGD)
     parts_I2BD = torch.empty(
         lists.cut_items, 2, layout.block_size, head_dim, dtype=torch.float32, device=k_TGD.device
@@ -208,10 +225,10 @@ def _query_step(q_YD, dout_YD, lse_Y, delta_Y, k_CD, v_CD, visible_YC, dq_YD, sc
     return tl.dot(ds_YC.to(k_CD.dtype), k_CD, dq_YD, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["blocks", "width"])
+@triton.jit(do_not_specialize=["blocks", "width", "column_width"])
 def _query_gradient_kernel(
     q, k, v, dout, out, lse, dq, statistics, indices, counts, own_blocks,
-    query_starts, query_ends, kv_starts,
+    query_starts, query_ends, kv_starts, columns, column_counts, column_width,
     q_stride_T, q_stride_H, k_stride_T, k_stride_G, v_stride_T, v_stride_G,
     dout_stride_T, dout_stride_H, softmax_scale, blocks, width,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -268,6 +285,21 @@ def _query_gradient_kernel(
         dq_YD = _query_step(q_YD, dout_YD, lse_Y, delta_Y, k_CD, v_CD, True, dq_YD, score_scale,
                             False, PRECISION)  # fmt: skip
 
+    if columns is not None:
+        tokens, column_count = column_list(
+            columns, column_counts, column_width, block, kv_head, KV_HEADS
+        )
+        next_token_C = column_tokens(tokens, column_C, column_count)
+        for first_column in range(0, column_count, TILE_COLUMNS):
+            token_C = next_token_C
+            place_C = first_column + column_C
+            next_token_C = column_tokens(tokens, place_C + TILE_COLUMNS, column_count)
+            valid_C = place_C < column_count
+            k_CD = load_rows(k_head, k_stride_T, token_C, valid_C, True, HEAD_DIM, BLOCK_D)
+            v_CD = load_rows(v_head, v_stride_T, token_C, valid_C, True, HEAD_DIM, BLOCK_D)
+            dq_YD = _query_step(q_YD, dout_YD, lse_Y, delta_Y, k_CD, v_CD, valid_C[None, :], dq_YD,
+                                score_scale, True, PRECISION)  # fmt: skip
+
     last_slot = tl.minimum(first_slot + TILE_ROWS, BLOCK_SIZE)
     for first_column in range(0, own * tl.minimum(last_slot, length), TILE_COLUMNS):
         slot_C = first_column + column_C
@@ -282,36 +314,6 @@ def _query_gradient_kernel(
     tl.store(dq + place_Y[:, None] * HEAD_DIM + dim_D[None, :],
              (dq_YD * softmax_scale).to(dq.dtype.element_ty),
              mask=valid_Y[:, None] & (dim_D < HEAD_DIM)[None, :])  # fmt: skip
-
-
-@triton.jit
-def _key_step(q, dout, statistics, k_CD, v_CD, slot_C, dk_CD, dv_CD,
-              q_stride_T, q_stride_H, dout_stride_T, dout_stride_H, score_scale,
-              first_token, first_slot, readers_end, head, query_block, query_blocks,
-              MASKED: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-              BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr,
-              PRECISION: tl.constexpr):  # fmt: skip
-    """Add what one tile of query rows of one head gives. Probabilities lie transposed."""
-    slot_Y = first_slot + tl.arange(0, TILE_ROWS)
-    token_Y = first_token + slot_Y
-    valid_Y = slot_Y < (readers_end - first_token).to(tl.int32)
-    head = head.to(tl.int64)
-    q_YD = load_rows(q + head * q_stride_H, q_stride_T, token_Y, valid_Y, True, HEAD_DIM, BLOCK_D)
-    dout_YD = load_rows(dout + head * dout_stride_H, dout_stride_T, token_Y, valid_Y, True,
-                        HEAD_DIM, BLOCK_D)  # fmt: skip
-    # Past the last reader's end q, dout and delta are 0, so that such rows add nothing.
-    lse = statistics + (head * query_blocks + query_block) * BLOCK_SIZE
-    lse_Y = tl.load(lse + slot_Y)
-    delta_Y = tl.load(lse + HEADS * query_blocks.to(tl.int64) * BLOCK_SIZE + slot_Y)
-    s_CY = tl.dot(k_CD, tl.trans(q_YD), input_precision=PRECISION) * score_scale
-    p_CY = tl.exp2(s_CY - lse_Y[None, :])
-    if MASKED:
-        p_CY = tl.where(slot_C[:, None] <= slot_Y[None, :], p_CY, 0.0)
-    dv_CD = tl.dot(p_CY.to(dout_YD.dtype), dout_YD, dv_CD, input_precision=PRECISION)
-    dp_CY = tl.dot(v_CD, tl.trans(dout_YD), input_precision=PRECISION)
-    ds_CY = p_CY * (dp_CY - delta_Y[None, :])
-    dk_CD = tl.dot(ds_CY.to(q_YD.dtype), q_YD, dk_CD, input_precision=PRECISION)
-    return dk_CD, dv_CD
 
 
 @triton.jit(do_not_specialize=["query_blocks", "kv_blocks", "entries_per_item"])
@@ -369,7 +371,7 @@ def _key_gradient_kernel(
     for step in range(0, own * GROUP * own_tiles):
         head = kv_head * GROUP + step // own_tiles
         first_slot = (first_tile + step % own_tiles) * TILE_ROWS
-        dk_CD, dv_CD = _key_step(
+        dk_CD, dv_CD = key_step(
             q, dout, statistics, k_CD, v_CD, slot_C, dk_CD, dv_CD, q_stride_T, q_stride_H,
             dout_stride_T, dout_stride_H, score_scale, own_start, first_slot, readers_end, head,
             first_reader, query_blocks, True, HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_ROWS,
@@ -382,7 +384,7 @@ def _key_gradient_kernel(
         head = kv_head * GROUP + (step % STEPS) // ROW_TILES
         first_slot = (step % ROW_TILES) * TILE_ROWS
         first_token = grid_start + reader * BLOCK_SIZE
-        dk_CD, dv_CD = _key_step(
+        dk_CD, dv_CD = key_step(
             q, dout, statistics, k_CD, v_CD, slot_C, dk_CD, dv_CD, q_stride_T, q_stride_H,
             dout_stride_T, dout_stride_H, score_scale, first_token, first_slot, readers_end, head,
             reader, query_blocks, False, HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_ROWS, PRECISION,

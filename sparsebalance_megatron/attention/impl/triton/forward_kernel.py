@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def"
-"""Forward kernel: one program per tile of query rows, over its block's list.
+"""Forward kernel: one program per tile of query rows, over its block's lists.
 
 A query block's rows are ordered by head of the group, then token: a tile holds one head where a
-block is at least a tile long, else several heads, which share the block's list anyway. Past blocks
-are full, hence need no mask; the own block comes last, under the causal mask. Budgets are list
-lengths read by the kernel, so a changed budget compiles nothing and stops nothing.
+block is at least a tile long, else several heads, which share the block's lists anyway. Past blocks
+are full, hence need no mask; then come single columns, if the selection has any, whose keys are
+gathered a tile at a time; the own block comes last, under the causal mask. Budgets are list lengths
+read by the kernel, so a changed budget compiles nothing and stops nothing.
 
 Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, N blocks of the
 row; in kernels Y query rows of a tile, C columns (keys) of a tile.
@@ -21,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsebalance_megatron.attention.impl.triton.tiles import Tile, tiles_for
-from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 
 LOG2_E = math.log2(math.e)
 _LN_2 = tl.constexpr(math.log(2.0))
@@ -57,6 +58,7 @@ def forward_attention(
             layout.start_N,
             layout.document_end_N,
             selection.kv_layout.start_N,
+            *column_arguments(selection),
             *(stride for x in (q_THD, k_TGD, v_TGD) for stride in x.stride()[:2]),
             softmax_scale * LOG2_E,
             layout.blocks,
@@ -74,6 +76,29 @@ def with_dense_rows(x: Tensor) -> Tensor:
     Rows keep a distance whose multiple within a tile takes 32 bits.
     """
     return x if x.stride(-1) == 1 and x.stride(0) < _LARGEST_ROW_STRIDE else x.contiguous()
+
+
+def listed_columns(selection: Selection) -> ColumnLists | None:
+    """A selection's columns, contiguous; None where its lists have no places.
+
+    Kernels are compiled apart for selections with columns and without.
+    """
+    columns = selection.columns
+    if columns is None or columns.tokens_NGK.shape[2] == 0:
+        return None
+    return ColumnLists(
+        tokens_NGK=columns.tokens_NGK.contiguous(), counts_NG=columns.counts_NG.contiguous()
+    )
+
+
+def column_arguments(
+    selection: Selection,
+) -> tuple[Tensor, Tensor, int] | tuple[None, None, None]:
+    """Lists of columns, their lengths and places, as query-major kernels take them."""
+    columns = listed_columns(selection)
+    if columns is None:
+        return None, None, None
+    return columns.tokens_NGK, columns.counts_NG, columns.tokens_NGK.shape[2]
 
 
 def packed_rows(tile: Tile, group: int, block_size: int) -> int:
@@ -154,6 +179,22 @@ def entry_at(entries, place, count):
 
 
 @triton.jit
+def column_list(columns, column_counts, column_width, block, kv_head, KV_HEADS: tl.constexpr):
+    """Where a query block's list of columns begins, and its length."""
+    row = block.to(tl.int64) * KV_HEADS + kv_head
+    return columns + row * column_width, tl.load(column_counts + row)
+
+
+@triton.jit
+def column_tokens(entries, place_C, count):
+    """Tokens of the keys' row that a list of columns names; 0 past its end.
+
+    Loops load those of their next turn, for the reason of ``entry_at``.
+    """
+    return tl.load(entries + place_C, mask=place_C < count, other=0).to(tl.int64)
+
+
+@triton.jit
 def _online_softmax(q_YD, k_CD, v_CD, visible_YC, peak_Y, total_Y, out_YD, score_scale,
                     MASKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Take one tile of keys in. Scores are in units of log2."""
@@ -169,9 +210,10 @@ def _online_softmax(q_YD, k_CD, v_CD, visible_YC, peak_Y, total_Y, out_YD, score
     return new_peak_Y, total_Y, out_YD
 
 
-@triton.jit(do_not_specialize=["blocks", "width"])
+@triton.jit(do_not_specialize=["blocks", "width", "column_width"])
 def _forward_kernel(
     q, k, v, out, lse, indices, counts, own_blocks, query_starts, query_ends, kv_starts,
+    columns, column_counts, column_width,
     q_stride_T, q_stride_H, k_stride_T, k_stride_G, v_stride_T, v_stride_G,
     score_scale, blocks, width,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -220,6 +262,23 @@ def _forward_kernel(
         peak_Y, total_Y, out_YD = _online_softmax(
             q_YD, k_CD, v_CD, True, peak_Y, total_Y, out_YD, score_scale, False, PRECISION
         )
+
+    if columns is not None:
+        tokens, column_count = column_list(
+            columns, column_counts, column_width, block, kv_head, KV_HEADS
+        )
+        next_token_C = column_tokens(tokens, column_C, column_count)
+        for first_column in range(0, column_count, TILE_COLUMNS):
+            token_C = next_token_C
+            place_C = first_column + column_C
+            next_token_C = column_tokens(tokens, place_C + TILE_COLUMNS, column_count)
+            valid_C = place_C < column_count
+            k_CD = load_rows(k_head, k_stride_T, token_C, valid_C, True, HEAD_DIM, BLOCK_D)
+            v_CD = load_rows(v_head, v_stride_T, token_C, valid_C, True, HEAD_DIM, BLOCK_D)
+            peak_Y, total_Y, out_YD = _online_softmax(
+                q_YD, k_CD, v_CD, valid_C[None, :], peak_Y, total_Y, out_YD, score_scale, True,
+                PRECISION,
+            )  # fmt: skip
 
     last_slot = tl.minimum(first_slot + TILE_ROWS, BLOCK_SIZE)
     for first_column in range(0, own * tl.minimum(last_slot, length), TILE_COLUMNS):

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels over blocks and single columns; where they run, test_kernels.py says.
+
+Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, N blocks, K places
+of a list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from attention.cases import (
+    NAMES,
+    SCALE,
+    Case,
+    assert_as_good_as_plain,
+    on_device,
+    with_heads_far_apart,
+    with_lists,
+)
+from attention.column_cases import (
+    ColumnCase,
+    make_column_case,
+    with_columns,
+    with_random_columns,
+)
+from attention.context_parallel.rows import in_parts
+from torch import Tensor
+
+from sparsebalance_megatron.attention.context_parallel.block_owners import BlockOwners
+from sparsebalance_megatron.attention.impl import triton as implementation
+from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
+
+triton = pytest.importorskip("triton")
+from sparsebalance_megatron.attention.impl.triton import (  # noqa: E402
+    backward_kernels,
+    column_gradient_kernels,
+    forward_kernel,
+)
+from sparsebalance_megatron.attention.impl.triton.tiles import Tile, Tiles  # noqa: E402
+
+INTERPRETED = triton.knobs.runtime.interpret
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+
+
+def _case(cu_seqlens: list[int], budgets: list[int], **settings) -> ColumnCase:
+    defaults = {"block": 16, "head_dim": 16, "heads": 2, "kv_heads": 1}
+    return make_column_case(cu_seqlens, budgets, device=DEVICE, **defaults | settings)
+
+
+def _with_none(case: ColumnCase) -> Case:
+    """The same without columns."""
+    selection = dataclasses.replace(case.selection, columns=None)
+    return dataclasses.replace(case, selection=selection)
+
+
+def _assert_right(case: Case, dtype: torch.dtype = torch.float32) -> None:
+    ours = case.ours("triton", dtype)
+    assert [x.dtype for x in ours] == [dtype, torch.float32, dtype, dtype, dtype]
+    assert_as_good_as_plain(case, ours, dtype, case.plain(torch.float64))
+
+
+def _assert_identical(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> None:
+    for name, x, y in zip(NAMES, a, b, strict=True):
+        assert torch.equal(x, y), name
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "budgets", "settings", "dtype"),
+    [
+        pytest.param([0, 1, 18, 70, 121], [1, 2, 3, 3], {}, torch.float32, id="ragged"),
+        pytest.param([0, 130], [7], {"heads": 1}, torch.float32, id="two-blocks-of-columns"),
+        pytest.param(
+            [0, 130], [3], {"block": 32, "head_dim": 64, "kv_heads": 2}, torch.float16, id="half"
+        ),
+        pytest.param(
+            [0, 20, 90], [1, 3], {"heads": 3, "head_dim": 24}, torch.float32, id="odd-group"
+        ),
+        pytest.param(
+            [0, 70], [3], {"granularity": "vertical-slash-last-queries"}, torch.float32,
+            id="last-queries",
+        ),
+        pytest.param([0, 40, 60], [9, 9], {}, torch.float32, id="everything"),
+    ],
+)  # fmt: skip
+def test_every_result_is_the_definitions(
+    cu_seqlens: list[int], budgets: list[int], settings: dict[str, int], dtype: torch.dtype
+) -> None:
+    """Under the mask that the definition of the selection gives, in float64."""
+    case = _case(cu_seqlens, budgets, dtype=dtype, **settings)
+    assert torch.equal(case.mask_HTT, case.listed_HTT)
+    ours = case.ours("triton", dtype)
+    assert [x.dtype for x in ours] == [dtype, torch.float32, dtype, dtype, dtype]
+    assert_as_good_as_plain(case, ours, dtype, case.exact())
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(16, 16), (64, 16), (32, 64)])
+def test_lists_of_any_length_and_order(
+    rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Empty ones, others that fill no tile, a different one for each KV head; what lies past their
+    end is no token's number."""
+    tile = Tile(rows=rows, columns=columns, warps=4, stages=1)
+    tiles = Tiles(forward=tile, query_gradient=tile, key_gradient=tile)
+    for module in (forward_kernel, backward_kernels, column_gradient_kernels):
+        monkeypatch.setattr(module, "tiles_for", lambda *_: tiles)
+    case = _case([0, 1, 80], [1, 1], block=32, heads=4, kv_heads=2)
+    case = with_random_columns(case, 45)
+    assert case.selection.columns is not None
+    counts_NG = case.selection.columns.counts_NG
+    assert counts_NG.min() == 0 and counts_NG.max() > 32
+    assert not torch.equal(counts_NG[:, 0], counts_NG[:, 1])
+    _assert_right(case)
+
+
+@pytest.mark.parametrize("chunk_blocks", [1, 3])
+def test_chunks_of_partial_sums_add_up(chunk_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every chunk reads the document's first tokens."""
+    case = _case([0, 17, 96], [1, 3], kv_heads=2)
+    monkeypatch.setattr(column_gradient_kernels, "PARTIAL_BYTES", chunk_blocks * 8 * 2 * 16 * 16)
+    readers = column_gradient_kernels._readers_by_row
+    chunks: list[int] = []
+
+    def counted(tokens_JGK: Tensor, *others) -> tuple[Tensor, ...]:
+        chunks.append(len(tokens_JGK))
+        return readers(tokens_JGK, *others)
+
+    monkeypatch.setattr(column_gradient_kernels, "_readers_by_row", counted)
+    _assert_right(case)
+    assert max(chunks) == chunk_blocks and sum(chunks) == case.selection.query_layout.blocks
+
+
+def test_columns_alone() -> None:
+    """Queries that read no block."""
+    case = with_random_columns(_case([0, 70], [2]), 40)
+    lists, columns = case.selection, case.selection.columns
+    assert columns is not None and columns.counts_NG[3:].min() > 0
+    counts_NG = lists.counts_QC.clone()
+    counts_NG[3:] = 0
+    case = with_lists(case, lists.indices_QCK, counts_NG)
+    _assert_right(case)
+    counts_NG = columns.counts_NG.clone()
+    counts_NG[3] = 0
+    nothing = with_columns(case, columns.tokens_NGK, counts_NG).ours("triton", torch.float32)
+    out, lse, dq = (x[48:64] for x in nothing[:3])
+    assert (out == 0).all() and (lse == -torch.inf).all() and (dq == 0).all()
+    assert all(x.isfinite().all() for x in (nothing[0], *nothing[2:]))
+
+
+def test_empty_lists_add_nothing() -> None:
+    case = _case([0, 100], [3])
+    columns = case.selection.columns
+    assert columns is not None
+    expected = _with_none(case).ours("triton", torch.float32)
+    empty = with_columns(case, columns.tokens_NGK, torch.zeros_like(columns.counts_NG))
+    _assert_identical(empty.ours("triton", torch.float32), expected)
+    no_places = with_columns(case, columns.tokens_NGK[..., :0], torch.zeros_like(columns.counts_NG))
+    _assert_identical(no_places.ours("triton", torch.float32), expected)
+
+
+def test_rows_of_members_add_up_to_the_whole() -> None:
+    """Keys and values of one member of a context group at a time."""
+    case = _case([0, 1, 92], [1, 3])
+    owners = BlockOwners(
+        cu_seqlens=(0, 1, 92),
+        block_size=16,
+        owner_N=np.array([1, 0, 1, 1, 0, 1, 0]),
+        members=2,
+    )
+    parts = in_parts(case, "triton", torch.float32, owners, 0)
+    assert_as_good_as_plain(case, parts, torch.float32, case.plain(torch.float64))
+
+
+def test_strided_inputs_are_read_in_place() -> None:
+    """Megatron's q, k and v are views of one projection; lists may be views as well."""
+    case = _case([0, 70], [3], heads=4, kv_heads=2)
+    expected = case.ours("triton", torch.float32)
+    q, k, v = (x.unflatten(1, (2, -1)).to(DEVICE) for x in (case.q_THD, case.k_TGD, case.v_TGD))
+    mixed = torch.cat([q, k, v], dim=2)
+    q, k, v = mixed[:, :, :2].flatten(1, 2), mixed[:, :, 2], mixed[:, :, 3]
+    assert not k.is_contiguous()
+    columns = case.selection.columns
+    assert columns is not None
+    tokens_NGK = columns.tokens_NGK.transpose(0, 1).contiguous().transpose(0, 1)
+    selection = on_device(with_columns(case, tokens_NGK, columns.counts_NG).selection, DEVICE)
+    out, lse = implementation.forward(q, k, v, selection, softmax_scale=SCALE)
+    dout = case.dout_THD.to(DEVICE)
+    gradients = implementation.backward(dout, q, k, v, out, lse, selection, softmax_scale=SCALE)
+    _assert_identical(tuple(x.cpu() for x in (out, lse, *gradients)), expected)
+
+
+def test_bad_numbers_of_a_document_stay_in_it() -> None:
+    case = _case([0, 20, 90, 155], [1, 3, 3])
+    clean = case.ours("triton", torch.float32)
+    own = slice(20, 90)
+    for x in (case.q_THD, case.k_TGD, case.v_TGD, case.dout_THD):
+        x[own] = torch.nan
+    broken = case.ours("triton", torch.float32)
+    assert broken[0][own].isnan().all()
+    for found, expected in zip(broken, clean, strict=True):
+        assert torch.equal(found[: own.start], expected[: own.start])
+        assert torch.equal(found[own.stop :], expected[own.stop :])
+
+
+def test_results_repeat_and_later_tokens_change_no_bit() -> None:
+    """Token 69 lies inside a block; the loss is over what comes before it, so dq, dk and dv too."""
+    token, before = 69, slice(0, 69)
+    results = []
+    for factor in (1.0, 1.0, -30.0):
+        case = _case([0, 80], [3])
+        for x in (case.q_THD, case.k_TGD, case.v_TGD):
+            x[token:] *= factor
+        case.dout_THD[token:] = 0.0
+        selector = SELECTORS["vertical-slash"]
+        ranking = rank_row(
+            selector,
+            *(case.q_THD, case.k_TGD, case.selection.query_layout),
+            softmax_scale=SCALE,
+            max_budget=3,
+            observe=False,
+        )
+        selection = selector.select(ranking, torch.tensor([3]))
+        case = dataclasses.replace(case, selection=selection)
+        results.append(tuple(x[before] for x in case.ours("triton", torch.float32)))
+    _assert_identical(results[0], results[1])
+    _assert_identical(results[0], results[2])
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="memory of the host")
+def test_kv_heads_more_than_2_to_the_31_elements_apart(tmp_path: Path) -> None:
+    case = _case([0, 52], [3], heads=3, kv_heads=3, dtype=torch.float16)
+    results = []
+    for k in (case.k_TGD, with_heads_far_apart(case.k_TGD, tmp_path / "k")):
+        inputs = case.q_THD, k, case.v_TGD
+        out, lse = implementation.forward(*inputs, case.selection, softmax_scale=SCALE)
+        gradients = implementation.backward(
+            case.dout_THD, *inputs, out, lse, case.selection, softmax_scale=SCALE
+        )
+        results.append((out, lse, *gradients))
+    _assert_identical(*results)
