@@ -117,15 +117,6 @@ MODEL = (
         flag="--overlap-moe-expert-parallel-comm",
         remedy="its combined schedule hides micro-batch times; drop it",
     ),
-    Refusal(
-        flag="--microbatch-group-size-per-virtual-pipeline-stage",
-        remedy="the simulated schedule has groups of the pipeline's size; drop it",
-        name="microbatch_group_size_per_vp_stage",
-        found=lambda get: (
-            get("microbatch_group_size_per_vp_stage", 0)
-            not in (0, get("pipeline_model_parallel_size", 1))
-        ),
-    ),
     Refusal(flag="--tp-comm-overlap", remedy="its buffers need a fixed sequence length; drop it"),
     Refusal(
         flag="--tensor-parallel-num-weight-shards",
@@ -189,7 +180,9 @@ MODEL = (
         remedy="the cost model knows layers that are alike; drop it",
     ),
     Refusal(
-        flag="--mtp-num-layers", remedy="multi-token prediction layers are not planned; drop it"
+        flag="--mtp-num-layers",
+        remedy="its loss depends on which samples share a micro-batch, and its attention cannot be "
+        "told from the first layers'; drop it",
     ),
     Refusal(
         flag="--position-embedding-type",

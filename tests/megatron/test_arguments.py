@@ -105,7 +105,6 @@ REFUSED = {
     "--hierarchical-context-parallel-sizes": "2 2",
     "--seq-length": "254 --context-parallel-size 2",
     "--overlap-moe-expert-parallel-comm": "",
-    "--microbatch-group-size-per-virtual-pipeline-stage": "4 --pipeline-model-parallel-size 2",
     "--tp-comm-overlap": "",
     "--use-megatron-fsdp": "",
     "--use-torch-fsdp2": "",
@@ -307,7 +306,7 @@ def test_help_is_printed(megatron_parser: ArgumentParser) -> None:
         "--num-query-groups 1 --group-query-attention --tensor-model-parallel-size 2 "
         "--sparse-balance-selection token-query-head",
         "--tensor-model-parallel-size 2",
-        "--microbatch-group-size-per-virtual-pipeline-stage 2 --pipeline-model-parallel-size 2",
+        "--microbatch-group-size-per-virtual-pipeline-stage 4 --pipeline-model-parallel-size 2",
         "--ckpt-format torch_dist --save checkpoints",
         "--ckpt-format torch",
         "--attention-backend flash",
