@@ -5,13 +5,18 @@ and the flags that they name exist."""
 from __future__ import annotations
 
 import ast
+import os
 import re
 import runpy
+import subprocess
+import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
+from harness import python_environment
 
+from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.unsupported import MODEL
 from sparsebalance_megatron.megatron.unsupported_training import TRAINING
 
@@ -24,6 +29,13 @@ SINCE_0_19 = {
     "--dataloader-inter-document-masking",
     "--yarn-original-max-position-embeddings",
 }
+LISTS_FLAGS = """
+from argparse import ArgumentParser
+from megatron.core.package_info import __version__
+from megatron.training.arguments import add_megatron_arguments
+parser = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
+print(__version__.partition("+")[0], *parser._option_string_actions)
+"""
 
 
 def table(heading: str) -> list[list[str]]:
@@ -97,7 +109,38 @@ def test_flags_are_flags() -> None:
 
     parser = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
     known = set(add_sparse_balance_args(parser)._option_string_actions) | SINCE_0_19
+    known |= newer_flags("main") | newer_flags("dev")
     refused = {refusal.flag.partition(" ")[0] for refusal in REFUSALS}
     named = set(re.findall(r"`(--[\w-]+)", PAGE))
     assert len(named) > 60
     assert named - known - refused == set()
+
+
+def newer_flags(branch: str) -> set[str]:
+    """Flags that the page says this branch of Megatron has beyond releases, and main."""
+    rows = [row for row in table("Flags of main and dev") if row[0] == branch]
+    return {flag for row in rows for flag in re.findall(r"--[\w-]+", row[1])}
+
+
+def test_every_flag_of_main_is_judged() -> None:
+    """The environment has a release; scripts/test_megatron_main.sh puts main before it."""
+    if megatron_version() < "0.20":
+        pytest.skip(f"megatron-core {megatron_version()} is no newer than the flags judged")
+    listed = {}
+    for name, environment in {
+        "main": python_environment(),
+        "release": os.environ | {"PYTHONPATH": ""},
+    }.items():
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", LISTS_FLAGS],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        version, *flags = done.stdout.splitlines()[-1].split()
+        listed[name] = version, set(flags)
+    assert listed["main"][0] == megatron_version()
+    assert listed["release"][0].startswith("0.19.")
+    new = listed["main"][1] - listed["release"][1]
+    assert new == newer_flags("main")

@@ -34,6 +34,7 @@ class MemoryModel:
     over the block size where blocks of queries do. ``recompute_all`` and ``recompute_attention``:
     what backward computes again. ``attention_kept``: the forward's output, log-sum-exp and lists
     of recomputed layers stay (``--sparse-balance-recompute-attention keep``).
+    ``micro_batch_group_size``: of virtual stages; None stands for the number of stages.
     """
 
     shape: ModelShape
@@ -46,6 +47,7 @@ class MemoryModel:
     recompute_all: bool = False
     recompute_attention: bool = False
     attention_kept: bool = False
+    micro_batch_group_size: int | None = None
 
     @property
     def stages(self) -> int:
@@ -112,12 +114,13 @@ class MemoryModel:
         """Chunk forwards whose backward is still to come, at most.
 
         1F1B: as many as there are stages from this one on; interleaved: as Megatron's warm-up,
-        ``(P - stage - 1) x 2 + (virtual stages - 1) x P``, and the one that runs.
+        ``(P - stage - 1) x 2 + (virtual stages - 1) x group size``, and the one that runs.
         """
         after = self.stages - stage - 1
         if self.virtual_stages == 1:
             return min(micro_batches, after + 1)
-        warm_up = 2 * after + (self.virtual_stages - 1) * self.stages
+        group_size = self.micro_batch_group_size or self.stages
+        warm_up = 2 * after + (self.virtual_stages - 1) * group_size
         return min(micro_batches * self.virtual_stages, warm_up + 1)
 
 

@@ -34,7 +34,8 @@ class RunSettings:
     ``recompute_attention`` say what backward computes again; the words of ``data_path`` and its
     like are as typed, empty or None where not given. ``batch_size_schedule`` holds (samples
     consumed, global batch size) pairs where the size changes; ``global_batch_size`` is then the
-    largest. ``data_parallel_size`` counts no
+    largest. ``micro_batch_group_size`` is that of virtual stages, None for the number of stages.
+    ``data_parallel_size`` counts no
     context-parallel ranks; ``ranks_per_node`` counts all. ``quantized_multiple`` is what a rank's
     tokens of a row divide by in fp8 or fp4 products. ``command_line`` holds Megatron's flags,
     to profile with at start-up, and is None for a trainer without them.
@@ -56,6 +57,7 @@ class RunSettings:
     split: str
     seed: int
     batch_size_schedule: tuple[tuple[int, int], ...] = ()
+    micro_batch_group_size: int | None = None
     data_path: tuple[str, ...] = ()
     data_args_path: str | None = None
     train_data_path: tuple[str, ...] = ()
@@ -106,6 +108,7 @@ class RunSettings:
             shape=model_shape(transformer_config, vocab_size),
             dtype=str(transformer_config.params_dtype).removeprefix("torch."),
             stage_layers=stage_layers(transformer_config),
+            micro_batch_group_size=micro_batch_group_size(transformer_config),
             sequence_parallel=bool(transformer_config.sequence_parallel),
             context_parallel_size=transformer_config.context_parallel_size,
             ranks_per_node=RANKS_PER_NODE if cpu.installed() else torch.cuda.device_count(),
@@ -159,19 +162,31 @@ def model_shape(transformer_config: Any, vocab_size: int) -> ModelShape:
     )
 
 
+def micro_batch_group_size(transformer_config: Any) -> int | None:
+    """Micro-batches of a group of the interleaved schedule; None for the number of stages, and
+    where stages have no chunks."""
+    size = transformer_config.microbatch_group_size_per_vp_stage
+    stages = transformer_config.pipeline_model_parallel_size
+    if transformer_config.virtual_pipeline_model_parallel_size is None or size in (None, stages):
+        return None
+    return int(size)
+
+
 def host_job(transformer_config: Any, *, vocab_size: int, **others: Any) -> HostJob:
     """The job of a host with this model; ``others`` are the fields that its config does not
     hold.
 
-    With virtual stages Megatron's interleaved schedule takes micro-batches in groups as large as
-    the pipeline.
+    With virtual stages Megatron's interleaved schedule takes micro-batches in groups, by default as
+    large as the pipeline.
     """
     recompute = transformer_config.recompute_granularity
     layers = stage_layers(transformer_config)
+    group_size = micro_batch_group_size(transformer_config)
     return HostJob(
         shape=model_shape(transformer_config, vocab_size),
         stage_layers=layers,
-        micro_batches_multiple_of=len(layers) if len(layers[0]) > 1 else 1,
+        micro_batches_multiple_of=(group_size or len(layers)) if len(layers[0]) > 1 else 1,
+        micro_batch_group_size=group_size,
         recompute_all=recompute == "full",
         recompute_attention=recompute == "selective"
         and "core_attn" in transformer_config.recompute_modules,

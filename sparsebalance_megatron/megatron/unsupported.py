@@ -67,6 +67,8 @@ NO_SHARDED_WEIGHTS = (
     "ranks would wait for one another in every layer; drop it, or use --use-distributed-optimizer"
 )
 _PLACES_SAMPLES = "both place samples; drop it"
+_PADS_ROWS = "both pad rows; drop it"
+_REPLACES_ATTENTION = "both replace core attention; drop it"
 GPT_ONLY = "only layers with attention have budgets; drop it"
 
 
@@ -93,6 +95,14 @@ MODEL = (
     Refusal(flag="--hybrid-context-parallel", remedy=_PLACES_SAMPLES),
     Refusal(flag="--dynamic-context-parallel", remedy=_PLACES_SAMPLES),
     Refusal(flag="--sequence-packing-scheduler", remedy=_PLACES_SAMPLES),
+    Refusal(flag="--pad-packed-seq-alignment", remedy=_PADS_ROWS),
+    Refusal(flag="--thd-max-packed-sequences", remedy=_PADS_ROWS),
+    Refusal(flag="--thd-tail-padding-policy", remedy=_PADS_ROWS),
+    Refusal(
+        flag="--cp-partition-mode",
+        remedy="plans say which rank holds which blocks; drop it",
+        found=lambda get: get("cp_partition_mode", "zigzag") != "zigzag",
+    ),
     Refusal(
         flag="--enable-mhc-connections",
         remedy="layers with several residual streams are not planned; drop it",
@@ -106,15 +116,6 @@ MODEL = (
     Refusal(
         flag="--overlap-moe-expert-parallel-comm",
         remedy="its combined schedule hides micro-batch times; drop it",
-    ),
-    Refusal(
-        flag="--microbatch-group-size-per-virtual-pipeline-stage",
-        remedy="the simulated schedule has groups of the pipeline's size; drop it",
-        name="microbatch_group_size_per_vp_stage",
-        found=lambda get: (
-            get("microbatch_group_size_per_vp_stage", 0)
-            not in (0, get("pipeline_model_parallel_size", 1))
-        ),
     ),
     Refusal(flag="--tp-comm-overlap", remedy="its buffers need a fixed sequence length; drop it"),
     Refusal(
@@ -161,7 +162,7 @@ MODEL = (
         remedy="its layers are for inference; use transformer_engine or local",
         found=lambda get: get("transformer_impl") == "inference_optimized",
     ),
-    Refusal(flag="--use-kitchen-attention", remedy="both replace core attention; drop it"),
+    Refusal(flag="--use-kitchen-attention", remedy=_REPLACES_ATTENTION),
     Refusal(
         flag="--attention-backend",
         remedy="Megatron would replace the plugin's attention; drop it",
@@ -171,19 +172,27 @@ MODEL = (
         flag="--multi-latent-attention",
         remedy="budgets need plain or grouped-query attention; drop it",
     ),
-    Refusal(flag="--experimental-attention-variant", remedy="both replace core attention; drop it"),
+    Refusal(flag="--experimental-attention-variant", remedy=_REPLACES_ATTENTION),
+    Refusal(flag="--linear-attention-type", remedy=_REPLACES_ATTENTION),
     Refusal(flag="--is-hybrid-model", remedy=GPT_ONLY),
     Refusal(
         flag="--heterogeneous-layers-config-path",
         remedy="the cost model knows layers that are alike; drop it",
     ),
     Refusal(
-        flag="--mtp-num-layers", remedy="multi-token prediction layers are not planned; drop it"
+        flag="--mtp-num-layers",
+        remedy="its loss depends on which samples share a micro-batch, and its attention cannot be "
+        "told from the first layers'; drop it",
     ),
     Refusal(
         flag="--position-embedding-type",
         remedy="documents have one position per token; use rope, yarn, learned_absolute or none",
         found=lambda get: get("position_embedding_type") in ("mrope", "relative"),
+    ),
+    Refusal(
+        flag="--rotary-base-per-layer",
+        remedy="layers with tables of their own would rotate shared rows by wrong positions; use "
+        "--rotary-base",
     ),
     Refusal(
         flag="--position-embedding-type yarn",

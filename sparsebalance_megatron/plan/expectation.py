@@ -13,6 +13,7 @@ from sparsebalance_megatron.plan.budgets.tune import TunedBudgets
 from sparsebalance_megatron.plan.metrics import imbalance
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.schedules.bounds import sample_bounds
+from sparsebalance_megatron.plan.schedules.orders import schedule_of
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
 from sparsebalance_megatron.plan.schedules.wide_bounds import wide_bounds
 from sparsebalance_megatron.plan.step_plan import Expectation
@@ -31,7 +32,7 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
         constant_ms + sum(sample_SC.sum() for sample_SC in sample_2SC)
         for sample_2SC in (tuned_2SC, costs.sample_ms(problem.budgets.allowed.base_LS))
     )
-    makespans_R = makespans_ms(times_2RPVM, widths_XM=arrangement.widths_RM)
+    makespans_R = makespans_ms(times_2RPVM, schedule_of(costs.job), arrangement.widths_RM)
     coverage_mean, coverage_min = _coverage(problem, tuned.budgets_LS)
     return Expectation(
         makespan_ms=float(makespans_R.max()),

@@ -25,6 +25,8 @@ class HostJob:
         global_batch_size: samples of a training step, on average.
         micro_batches_multiple_of: what the number of micro-batches divides by; the number of
             pipeline stages with virtual stages.
+        micro_batch_group_size: micro-batches that a virtual stage runs before the next one does,
+            where they are not as many as pipeline stages.
         pad_samples_to: tokens that the host pads every sample to a multiple of, in its rows.
         recompute_all, recompute_attention: what backward computes again (Megatron's
             ``--recompute-granularity`` full, or selective with ``core_attn``).
@@ -38,6 +40,7 @@ class HostJob:
     max_sample_tokens: int
     global_batch_size: int
     micro_batches_multiple_of: int = 1
+    micro_batch_group_size: int | None = None
     pad_samples_to: int = 1
     recompute_all: bool = False
     recompute_attention: bool = False
@@ -61,6 +64,7 @@ class HostJob:
             data_parallel_size=self.data_parallel_size,
             micro_batches=micro_batches,
             stage_layers=self.stage_layers,
+            micro_batch_group_size=self.micro_batch_group_size,
         )
 
     def cost_model(self, config: SparseBalanceConfig) -> CostModel:

@@ -41,13 +41,16 @@ class JobShape:
     as global batch / (micro-batch size x data-parallel size) without the context-parallel ranks.
     ``stage_layers[p][v]`` holds the global, zero-based indices of the layers in chunk ``v`` of
     pipeline stage ``p``; the embedding runs before the first chunk of stage 0, the output head and
-    the loss after the last chunk of the last stage.
+    the loss after the last chunk of the last stage. ``micro_batch_group_size`` is how many
+    micro-batches a chunk runs before the stage's next chunk takes over; None stands for as many as
+    there are stages.
     """
 
     data_parallel_size: int
     micro_batches: int
     stage_layers: tuple[tuple[tuple[int, ...], ...], ...]
     context_parallel_size: int = 1
+    micro_batch_group_size: int | None = None
 
     @property
     def pipeline_stages(self) -> int:

@@ -20,6 +20,7 @@ from sparsebalance_megatron.plan.budgets.tune import TunedBudgets, tune
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.placement import balance
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
+from sparsebalance_megatron.plan.schedules.orders import schedule_of
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_costs import StepCosts, step_costs
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanError, PlanPolicy
@@ -170,7 +171,7 @@ class StepProblem:
     def makespans_ms(self, arrangement: Arrangement, sample_2SC: np.ndarray) -> np.ndarray:
         """[R] makespans, from the ms of every sample on a rank by itself."""
         times_2RPVM = self.times_2RPVM(arrangement, sample_2SC)
-        return makespans_ms(times_2RPVM, widths_XM=arrangement.widths_RM)
+        return makespans_ms(times_2RPVM, schedule_of(self.job), arrangement.widths_RM)
 
     def search_ms(self, start: Arrangement, share: float) -> float:
         """Ms of search: what the policy says, or a share of the step that search begins with."""

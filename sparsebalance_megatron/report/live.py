@@ -15,6 +15,7 @@ import numpy as np
 from sparsebalance_megatron.report.timeline import Timeline, measured_timeline
 from sparsebalance_megatron.telemetry.follow import SeenStep, StepLogFollower
 from sparsebalance_megatron.telemetry.rank_record import Place
+from sparsebalance_megatron.telemetry.step_log import logged_schedule
 
 RECENT_STEPS = 10
 """What "recently" means of devices and times: single steps are noisy."""
@@ -94,7 +95,7 @@ def live_view(
         shared_rows=0 if times is None else times.shared_rows,
         widest=1 if times is None else times.widest,
         slowest=_slowest(recent, hosts),
-        timeline=measured_timeline(times, {}),
+        timeline=measured_timeline(times, {}, schedule=logged_schedule(follower.header)),
         silent_s=_silence(recent_ms, quiet_s),
         notes=tuple(_notes(follower)),
     )

@@ -30,6 +30,7 @@ from sparsebalance_megatron.telemetry.rank_record import Place
 from sparsebalance_megatron.telemetry.step_log import (
     RunLog,
     RunLogError,
+    logged_schedule,
     read_run_log,
     read_step_times,
 )
@@ -69,11 +70,15 @@ class Evidence:
         times = self.times.get(iteration)
         if times is None:
             return None
-        return predicted_timeline(times, self.ranks.steps.get(iteration, {}))
+        ranks = self.ranks.steps.get(iteration, {})
+        return predicted_timeline(times, ranks, logged_schedule(self.log.header))
 
     def measured(self, iteration: int) -> Timeline | None:
         return measured_timeline(
-            self.times.get(iteration), self.ranks.steps.get(iteration, {}), self.places
+            self.times.get(iteration),
+            self.ranks.steps.get(iteration, {}),
+            self.places,
+            logged_schedule(self.log.header),
         )
 
     @property

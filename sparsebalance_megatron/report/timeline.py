@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sparsebalance_megatron.plan.schedules.orders import Schedule, megatron_order
 from sparsebalance_megatron.plan.schedules.simulator import simulate, simulate_together
 from sparsebalance_megatron.plan.step_plan import PlanError
 from sparsebalance_megatron.telemetry.rank_record import Place, RankStep
@@ -69,22 +70,28 @@ class Timeline:
         return sum(bar.ms for bar in self.bars) / available_ms if available_ms else 1.0
 
 
-def predicted_timeline(times: MicroBatchTimes, ranks: Mapping[Place, RankStep]) -> Timeline | None:
+def predicted_timeline(
+    times: MicroBatchTimes,
+    ranks: Mapping[Place, RankStep],
+    schedule: Schedule = megatron_order,
+) -> Timeline | None:
     """The schedule simulated with predicted times; None where a log holds totals only.
 
     Args:
         ranks: what ranks logged of this step: rows that they shared, where the step log says
             nothing of them.
+        schedule: of the run.
     """
     if times.predicted_2RPVM is None:
         return None
-    return _simulated(times.predicted_2RPVM, PREDICTED, _widths(times, ranks))
+    return _simulated(times.predicted_2RPVM, PREDICTED, _widths(times, ranks), schedule)
 
 
 def measured_timeline(
     times: MicroBatchTimes | None,
     ranks: Mapping[Place, RankStep],
     expected: Iterable[Place] = (),
+    schedule: Schedule = megatron_order,
 ) -> Timeline | None:
     """True starts where ranks logged them, or else the schedule simulated with measured times.
 
@@ -92,6 +99,7 @@ def measured_timeline(
         times: of the step log, if there is one.
         ranks: what every rank logged of this step.
         expected: all stages of all ranks, to say which are missing.
+        schedule: of the run.
 
     Returns:
         None where neither is complete enough.
@@ -100,17 +108,19 @@ def measured_timeline(
         return _measured(ranks, expected)
     if times is None:
         return None
-    return _simulated(times.measured_2RPVM, SIMULATED, _widths(times, ranks))
+    return _simulated(times.measured_2RPVM, SIMULATED, _widths(times, ranks), schedule)
 
 
-def _simulated(times_2RPVM: np.ndarray, source: str, widths_RM: np.ndarray) -> Timeline | None:
+def _simulated(
+    times_2RPVM: np.ndarray, source: str, widths_RM: np.ndarray, schedule: Schedule
+) -> Timeline | None:
     """None where a time is missing or negative."""
     try:
         if widths_RM.max() > 1:
-            events_R = simulate_together(times_2RPVM, widths_RM)
+            events_R = simulate_together(times_2RPVM, widths_RM, schedule)
         else:
             by_rank = times_2RPVM.swapaxes(0, 1)
-            events_R = tuple(simulate(times_2PVM).events for times_2PVM in by_rank)
+            events_R = tuple(simulate(times_2PVM, schedule).events for times_2PVM in by_rank)
     except PlanError:
         return None
     return Timeline(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsebalance_megatron.plan.schedules.orders import schedule_name
+from sparsebalance_megatron.plan.schedules.orders import MegatronSchedule, schedule_name
 from sparsebalance_megatron.plan.step_plan import JobShape
 from sparsebalance_megatron.telemetry.coverage_record import (
     COVERAGE,
@@ -108,8 +108,20 @@ def run_header(
         "megatron_core": megatron_core,
         "torch": torch,
         "device": device,
+        **(
+            {}
+            if job.micro_batch_group_size is None
+            else {"micro_batch_group_size": job.micro_batch_group_size}
+        ),
         **({"sources": list(sources)} if sources else {}),
     }
+
+
+def logged_schedule(header: Mapping[str, Any]) -> MegatronSchedule:
+    """The schedule that the run of this header planned with; Megatron's default where it is
+    silent."""
+    size = header.get("micro_batch_group_size")
+    return MegatronSchedule(size if isinstance(size, int) else None)
 
 
 def read_run_log(directory: str | Path) -> RunLog:

@@ -22,6 +22,7 @@ def describe_memory(args: Namespace, inputs: Inputs, plan: StepPlan) -> list[str
         shape=shape,
         layers_per_stage=tuple(sum(map(len, stage)) for stage in job.stage_layers),
         virtual_stages=job.virtual_stages,
+        micro_batch_group_size=job.micro_batch_group_size,
         tied_embeddings=not args.untie_embeddings_and_output_weights,
         sequence_parallel=inputs.settings.sequence_parallel,
         optimizer_ranks=args.data_parallel_size if args.use_distributed_optimizer else 1,

@@ -222,6 +222,7 @@ def job_shape(settings: RunSettings) -> JobShape:
         context_parallel_size=settings.context_parallel_size,
         micro_batches=settings.global_batch_size // per_slot,
         stage_layers=settings.stage_layers,
+        micro_batch_group_size=settings.micro_batch_group_size,
     )
 
 

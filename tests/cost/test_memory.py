@@ -121,20 +121,22 @@ def test_a_layer_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "virtual", "micro_batches", "expected"),
+    ("stages", "virtual", "group", "micro_batches", "expected"),
     [
-        (4, 1, 8, [4, 3, 2, 1]),
-        (4, 1, 2, [2, 2, 2, 1]),
-        (1, 1, 8, [1]),
-        (2, 2, 8, [5, 3]),
-        (4, 2, 8, [11, 9, 7, 5]),
-        (4, 2, 4, [8, 8, 7, 5]),
+        (4, 1, None, 8, [4, 3, 2, 1]),
+        (4, 1, None, 2, [2, 2, 2, 1]),
+        (1, 1, None, 8, [1]),
+        (2, 2, None, 8, [5, 3]),
+        (2, 2, 4, 8, [7, 5]),
+        (4, 2, None, 8, [11, 9, 7, 5]),
+        (4, 2, None, 4, [8, 8, 7, 5]),
     ],
 )
 def test_chunks_in_flight(
-    stages: int, virtual: int, micro_batches: int, expected: list[int]
+    stages: int, virtual: int, group: int | None, micro_batches: int, expected: list[int]
 ) -> None:
-    shape = model(layers_per_stage=(2,) * stages, virtual_stages=virtual)
+    layers = (2,) * stages
+    shape = model(layers_per_stage=layers, virtual_stages=virtual, micro_batch_group_size=group)
     assert [shape.chunks_in_flight(stage, micro_batches) for stage in range(stages)] == expected
 
 

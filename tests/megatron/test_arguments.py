@@ -17,7 +17,7 @@ from sparsebalance_megatron.megatron.arguments import (
     config_from_args,
     destination,
 )
-from sparsebalance_megatron.megatron.compat import has_yarn_flags
+from sparsebalance_megatron.megatron.compat import has_yarn_flags, megatron_version
 from sparsebalance_megatron.megatron.flag_values import LEAST
 from sparsebalance_megatron.megatron.unsupported import MODEL, check_model
 from sparsebalance_megatron.megatron.unsupported_training import TRAINING, check_supported
@@ -94,12 +94,17 @@ REFUSED = {
     "--hybrid-context-parallel": "",
     "--dynamic-context-parallel": "",
     "--sequence-packing-scheduler": "dp_balanced",
+    "--pad-packed-seq-alignment": "128",
+    "--thd-max-packed-sequences": "8",
+    "--thd-tail-padding-policy": "extend_last",
+    "--cp-partition-mode": "contiguous",
+    "--linear-attention-type": "gated_delta_net",
+    "--rotary-base-per-layer": "10000.0 1000000.0",
     "--enable-mhc-connections": "",
     "--use-varlen-dataset": "",
     "--hierarchical-context-parallel-sizes": "2 2",
     "--seq-length": "254 --context-parallel-size 2",
     "--overlap-moe-expert-parallel-comm": "",
-    "--microbatch-group-size-per-virtual-pipeline-stage": "4 --pipeline-model-parallel-size 2",
     "--tp-comm-overlap": "",
     "--use-megatron-fsdp": "",
     "--use-torch-fsdp2": "",
@@ -160,12 +165,19 @@ SINCE_0_19 = {
     "--override-ckpt-iteration",
     "--tensor-parallel-num-weight-shards",
 }
-SINCE_0_20 = {
+SINCE_0_20 = {"--enable-mhc-connections"}
+ON_DEV = {
+    "--cp-partition-mode",
     "--dynamic-context-parallel",
-    "--enable-mhc-connections",
+    "--linear-attention-type",
+    "--pad-packed-seq-alignment",
+    "--rotary-base-per-layer",
     "--sequence-packing-scheduler",
+    "--thd-max-packed-sequences",
+    "--thd-tail-padding-policy",
     "--use-varlen-dataset",
 }
+"""Flags that only the branch of that name has."""
 NOT_TYPED = {
     "no --data-path": {"data_path": None},
     "ModelOpt": {"modelopt_enabled": True},
@@ -195,10 +207,11 @@ def test_every_refusal_is_tried() -> None:
 def test_what_is_refused_as_typed(flag: str, megatron_parser: ArgumentParser) -> None:
     """Through Megatron's parser, before Megatron's own assertions."""
     check_typed_flags(megatron_parser, SUPPORTED)
-    if flag in SINCE_0_19 | SINCE_0_20 and flag not in megatron_parser._option_string_actions:
-        pytest.skip("this megatron-core has no such flag")
+    newer = SINCE_0_19 | SINCE_0_20 | ON_DEV
+    if flag in newer and flag not in megatron_parser._option_string_actions:
+        pytest.skip(f"megatron-core {megatron_version()} has no {flag}")
     if flag == "--position-embedding-type yarn" and has_yarn_flags():
-        pytest.skip("this megatron-core has flags for YaRN")
+        pytest.skip(f"megatron-core {megatron_version()} has flags for YaRN")
     words = f"{flag} {REFUSED[flag]}".split()
     with pytest.raises(ConfigError) as caught:
         check_typed_flags(megatron_parser, (*SUPPORTED, *words))
@@ -232,7 +245,7 @@ def test_refusals_of_models_are_fields_of_a_config() -> None:
     configs = (HeterogeneousTransformerConfig, MLATransformerConfig)
     of_a_config = {field.name for config in configs for field in fields(config)}
     if has_yarn_flags():  # Older versions lack some of the fields.
-        attributes = {r.attribute for r in MODEL if r.flag not in SINCE_0_20}
+        attributes = {r.attribute for r in MODEL if r.flag not in SINCE_0_20 | ON_DEV}
         assert attributes - of_a_config == {"position_embedding_type", "yarn"}
     assert {r.attribute for r in TRAINING} & of_a_config == set()
 
@@ -293,7 +306,7 @@ def test_help_is_printed(megatron_parser: ArgumentParser) -> None:
         "--num-query-groups 1 --group-query-attention --tensor-model-parallel-size 2 "
         "--sparse-balance-selection token-query-head",
         "--tensor-model-parallel-size 2",
-        "--microbatch-group-size-per-virtual-pipeline-stage 2 --pipeline-model-parallel-size 2",
+        "--microbatch-group-size-per-virtual-pipeline-stage 4 --pipeline-model-parallel-size 2",
         "--ckpt-format torch_dist --save checkpoints",
         "--ckpt-format torch",
         "--attention-backend flash",

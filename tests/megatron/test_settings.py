@@ -17,7 +17,7 @@ from step_cases import SHAPE
 from sparsebalance_megatron.data.packing import Sample
 from sparsebalance_megatron.megatron.compat import quantized_row_multiple
 from sparsebalance_megatron.megatron.packed_seq_params import micro_batch_context
-from sparsebalance_megatron.megatron.settings import RunSettings
+from sparsebalance_megatron.megatron.settings import RunSettings, micro_batch_group_size
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.training.rows import RowPacking
 
@@ -36,6 +36,21 @@ SETTINGS = RunSettings(
     split="1,0,0",
     seed=1,
 )
+
+
+@pytest.mark.parametrize(
+    ("stages", "virtual", "given_size", "expected"),
+    [(2, 2, 4, 4), (2, 2, 2, None), (2, 2, None, None), (2, None, 4, None)],
+)
+def test_only_groups_of_virtual_stages_that_differ_from_the_pipeline_are_named(
+    stages: int, virtual: int | None, given_size: int | None, expected: int | None
+) -> None:
+    transformer_config = SimpleNamespace(
+        pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=virtual,
+        microbatch_group_size_per_vp_stage=given_size,
+    )
+    assert micro_batch_group_size(transformer_config) == expected
 
 
 def config(**fields: Any) -> SimpleNamespace:

@@ -20,15 +20,16 @@ def pairs(tokens, budget, block_size):
     return total
 
 
-def chunk_and_micro_batch(k, stages, chunks, forward):
+def chunk_and_micro_batch(k, group_size, chunks, forward):
     """What the k-th forward or backward of any stage of an interleaved pipeline is."""
-    group, inside = divmod(k, stages * chunks)
-    chunk = inside // stages
-    return (chunk if forward else chunks - 1 - chunk), group * stages + inside % stages
+    group, inside = divmod(k, group_size * chunks)
+    chunk = inside // group_size
+    return (chunk if forward else chunks - 1 - chunk), group * group_size + inside % group_size
 
 
-def stage_program(stages, micro_batches, schedule, chunks, stage):
-    """("F" or "B", chunk, micro-batch) of one stage, step by step."""
+def stage_program(stages, micro_batches, schedule, chunks, stage, group_size=None):
+    """("F" or "B", chunk, micro-batch) of one stage, step by step; groups are full."""
+    group_size = group_size or stages
     if schedule == "no_pipeline":
         program = []
         for m in range(micro_batches):
@@ -38,7 +39,7 @@ def stage_program(stages, micro_batches, schedule, chunks, stage):
     total = micro_batches * chunks
     warm = stages - 1 - stage
     if schedule == "interleaved":
-        warm = 2 * warm + (chunks - 1) * stages
+        warm = 2 * warm + (chunks - 1) * group_size
     done_forward = done_backward = 0
     program = []
     while done_backward < total:
@@ -52,16 +53,18 @@ def stage_program(stages, micro_batches, schedule, chunks, stage):
         chunk, m = (
             (0, count)
             if schedule == "1f1b"
-            else chunk_and_micro_batch(count, stages, chunks, kind == "F")
+            else chunk_and_micro_batch(count, group_size, chunks, kind == "F")
         )
         program.append((kind, chunk, m))
     return program
 
 
-def run_pipeline(forward, backward, schedule):
+def run_pipeline(forward, backward, schedule, group_size=None):
     """{(stage, kind, chunk, micro-batch): (start, end)} of nested lists [P][V][M]."""
     stages, chunks, micro_batches = len(forward), len(forward[0]), len(forward[0][0])
-    programs = [stage_program(stages, micro_batches, schedule, chunks, p) for p in range(stages)]
+    programs = [
+        stage_program(stages, micro_batches, schedule, chunks, p, group_size) for p in range(stages)
+    ]
     times, clock, place = {}, [0.0] * stages, [0] * stages
     while any(place[p] < len(programs[p]) for p in range(stages)):
         moved = False
@@ -98,8 +101,9 @@ def input_of(stages, chunks, p, kind, c, m):
     return (0, "B", c + 1, m) if c < chunks - 1 else (p, "F", c, m)
 
 
-def makespan(forward, backward, schedule):
-    return max(end for _, end in run_pipeline(forward, backward, schedule).values())
+def makespan(forward, backward, schedule, group_size=None):
+    times = run_pipeline(forward, backward, schedule, group_size)
+    return max(end for _, end in times.values())
 
 
 def interpolate(grid, values, budget, blocks):

@@ -135,6 +135,22 @@ def test_expectation_is_what_a_naive_simulation_finds(shape, seed):
     assert expected.coverage_min == pytest.approx(flat.min())
 
 
+@pytest.mark.parametrize("tuning", ["off", "makespan"])
+def test_groups_of_micro_batches_are_planned_as_they_run(tuning):
+    given_ = arguments((2, 6, 2, 2), 3, size=1, tuning=tuning)
+    plan = planned(**given_ | {"job": replace(given_["job"], micro_batch_group_size=3)})
+    naive, by_default = (
+        [
+            oracle.makespan(f.tolist(), b.tolist(), "interleaved", group_size)
+            for f, b in zip(*plan.expectation.times_2RPVM, strict=True)
+        ]
+        for group_size in (3, 2)
+    )
+    assert plan.expectation.rank_makespan_ms == pytest.approx(naive, rel=1e-9)
+    assert plan.expectation.rank_makespan_ms != pytest.approx(by_default, rel=1e-6)
+    assert plan.expectation.lower_bound_ms <= plan.expectation.makespan_ms * (1 + 1e-9)
+
+
 @settings(max_examples=20, deadline=None)
 @given(SHAPES, SEEDS, st.sampled_from(["off", "makespan"]))
 def test_times_contain_how_slow_a_device_is_and_work_does_not(shape, seed, tuning):

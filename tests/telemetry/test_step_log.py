@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,17 @@ import numpy as np
 import pytest
 from step_cases import JOB, measured_as_planned, planned_step
 
+from sparsebalance_megatron.plan.schedules.orders import (
+    MegatronSchedule,
+    megatron_order,
+    schedule_of,
+)
+from sparsebalance_megatron.plan.step_plan import JobShape
 from sparsebalance_megatron.telemetry.coverage_record import coverage_record
 from sparsebalance_megatron.telemetry.log_file import JsonLinesFile
 from sparsebalance_megatron.telemetry.step_log import (
     RunLogError,
+    logged_schedule,
     read_run_log,
     read_step_times,
     run_header,
@@ -52,12 +60,11 @@ def write(directory: Path, *lines: Any) -> Path:
     return directory
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    planned = planned_step()
-    header = run_header(
+def header_of(job: JobShape) -> dict[str, Any]:
+    return run_header(
         config={"batching": "latency"},
         cost_source="counted",
-        job=JOB,
+        job=job,
         global_batch_size=8,
         seq_length=256,
         grid=(1, 2, 4),
@@ -66,6 +73,11 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         torch="2.15.0",
         device="cpu",
     )
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    planned = planned_step()
+    header = header_of(JOB)
     log = JsonLinesFile(step_log_path(tmp_path))
     log.begin(header, resumed=False)
     for iteration in (1, 2):
@@ -269,3 +281,11 @@ def test_the_older_file_alone_is_enough(tmp_path: Path) -> None:
     write(tmp_path, HEADER, record(1))
     (tmp_path / "steps.jsonl").rename(tmp_path / "steps.1.jsonl")
     assert len(read_run_log(tmp_path).steps) == 1
+
+
+@pytest.mark.parametrize("group_size", [None, 4])
+def test_a_reader_simulates_the_schedule_of_the_run(group_size: int | None) -> None:
+    job = replace(JOB, micro_batch_group_size=group_size)
+    header = json.loads(json.dumps(header_of(job)))
+    assert logged_schedule(header) == schedule_of(job) == MegatronSchedule(group_size)
+    assert logged_schedule({}) == megatron_order

@@ -24,6 +24,7 @@ from sparsebalance_megatron.cost.stage_calibration import Calibration
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.data.sample_order import SampleCounts, SourceFacts
 from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.scheduler import Scheduler, StateError
 from sparsebalance_megatron.telemetry.step_log import read_run_log
@@ -77,6 +78,37 @@ def test_checkpoints_go_from_megatron_to_the_plugin_to_two_ranks_and_back(
         [step["lm_loss"] for step in expected], rel=FEW_ROUNDINGS
     )
     assert len(back.losses) == 2
+
+
+WAYS_OF_MAIN = ("--ckpt-fully-parallel-load-per-rank-objects", "--ckpt-pg-tensors-cache-path")
+"""Flags of checkpoints that only Megatron's main branch has."""
+
+
+@pytest.mark.distributed
+def test_ways_of_main_to_load_change_nothing(documents: Path, tmp_path: Path) -> None:
+    """Objects, of which the plugin's state is one, read by every rank; distributions cached."""
+    per_rank, cache = WAYS_OF_MAIN
+    if megatron_version() < "0.20":
+        pytest.skip(f"megatron-core {megatron_version()} has no {per_rank}")
+    plugin = (*BALANCE_FLAGS, "--sparse-balance-tuning", "off", "--data-path", str(documents))
+    common = (*MODEL_FLAGS, *TRAINING_FLAGS, *plugin, "--ckpt-format", "torch_dist")
+    common = (*common, "--override-opt-param-scheduler", "--ckpt-fully-parallel-load")
+    common = (*common, cache, str(tmp_path / "cache"))
+
+    def train(name: str, until: int, *flags: str) -> TrainingRun:
+        flags = (*common, "--train-iters", str(until), *flags)
+        return run_training(2, flags, log_dir=tmp_path / name).require_success()
+
+    save = ("--save", str(tmp_path / "checkpoint"), "--save-interval", "2")
+    whole = train("whole", 4, *save, "--ckpt-pg-tensors-cache-create")
+    load = ("--load", str(tmp_path / "checkpoint"), "--ckpt-step", "2", per_rank)
+    resumed = train("resumed", 4, *load)
+    assert any((tmp_path / "cache").iterdir())
+    assert [step["iteration"] for step in resumed.steps] == [3, 4]
+    assert resumed.losses == whole.losses[2:]
+    assert [step["tokens"] for step in resumed.steps] == [
+        step["tokens"] for step in whole.steps[2:]
+    ]
 
 
 @pytest.mark.distributed

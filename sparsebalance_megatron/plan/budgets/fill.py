@@ -28,6 +28,7 @@ import numpy as np
 
 from sparsebalance_megatron.plan.budgets.price_ladder import LEVELS, Ladder
 from sparsebalance_megatron.plan.context_groups import Members, first_places
+from sparsebalance_megatron.plan.schedules.orders import schedule_of
 from sparsebalance_megatron.plan.schedules.simulator import longest_through_ms, makespans_ms
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
@@ -144,7 +145,7 @@ class Filling:
     ) -> np.ndarray:
         """Which of the rising units rise in the next round as well, [I, U]."""
         times_2XPVM, widths_XM = self._pipelines(islands_I, level_IU[:, None])
-        through_XPVM = longest_through_ms(times_2XPVM, widths_XM=widths_XM)
+        through_XPVM = longest_through_ms(times_2XPVM, schedule_of(self.costs.job), widths_XM)
         through_IU = through_XPVM.transpose(0, 3, 1, 2).reshape(level_IU.shape)
         added_IU = self._next_level_ms(islands_I, level_IU)
         fits_IU = through_IU + added_IU <= limit_ms
@@ -186,7 +187,8 @@ class Filling:
         for first in range(0, len(islands_I), batch):
             part = slice(first, first + batch)
             times_2XPVM, widths_XM = self._pipelines(islands_I[part], level_IXU[part])
-            fits_X = makespans_ms(times_2XPVM, widths_XM=widths_XM) <= limit_ms
+            makespans_X = makespans_ms(times_2XPVM, schedule_of(self.costs.job), widths_XM)
+            fits_X = makespans_X <= limit_ms
             fits_IX[part] = fits_X.reshape(-1, candidates, self._island_ranks).all(axis=2)
         return fits_IX
 

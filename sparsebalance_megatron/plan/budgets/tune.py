@@ -20,6 +20,7 @@ from sparsebalance_megatron.plan.budgets.fill import Filling, unit_growth_JCQ
 from sparsebalance_megatron.plan.budgets.price import Pricing, price
 from sparsebalance_megatron.plan.budgets.price_ladder import budget_steps
 from sparsebalance_megatron.plan.budgets.problem import ROUNDING, BudgetProblem
+from sparsebalance_megatron.plan.schedules.orders import schedule_of
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_plan import PlanError
 
@@ -143,6 +144,7 @@ def _makespan(
     grows until it is reached, but never beyond what base budgets take.
     """
     costs, allowed, ladder = problem.costs, problem.allowed, pricing.ladder
+    schedule = schedule_of(costs.job)
     floor_2RPVM = problem.slot_ms(allowed.floor_LS, slot_of_S, widths_RM)
     filling = Filling(
         costs=costs,
@@ -157,9 +159,9 @@ def _makespan(
 
     def step_ms(budgets_LS: np.ndarray) -> float:
         times_2RPVM = problem.slot_ms(budgets_LS, slot_of_S, widths_RM)
-        return float(makespans_ms(times_2RPVM, widths_XM=widths_RM).max())
+        return float(makespans_ms(times_2RPVM, schedule, widths_RM).max())
 
-    floor_ms_R = makespans_ms(floor_2RPVM, widths_XM=widths_RM)
+    floor_ms_R = makespans_ms(floor_2RPVM, schedule, widths_RM)
     least_ms = floor_ms_R.max() * ROUNDING
     tuned_LS, wanted = filled_LS(least_ms), pricing.wanted_coverage
     if not problem.covers(tuned_LS, wanted):

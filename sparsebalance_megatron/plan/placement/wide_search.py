@@ -24,6 +24,7 @@ from sparsebalance_megatron.plan.placement.wide_moves import (
     draw_moves,
 )
 from sparsebalance_megatron.plan.placement.wide_slots import Contents, SlotTable, WideSlots
+from sparsebalance_megatron.plan.schedules.orders import schedule_of
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
@@ -97,7 +98,8 @@ class _WideSearch:
         shape = (candidates * ranks, positions, 2, stages, chunks)
         times_2XPVM = times_XWMF.reshape(shape).transpose(2, 0, 3, 4, 1)
         widths_XM = widths_XWM.reshape(-1, positions)
-        return makespans_ms(times_2XPVM, widths_XM=widths_XM).reshape(candidates, ranks)
+        makespans_X = makespans_ms(times_2XPVM, schedule_of(self.job), widths_XM)
+        return makespans_X.reshape(candidates, ranks)
 
     def best(self) -> Arrangement:
         """The best placement found."""

@@ -3,8 +3,8 @@
 
 A schedule is a pure function of (stages, micro-batches, chunks per stage). What it returns says
 everything: :mod:`.simulator` knows no schedule. Sources of the orders here:
-``megatron.core.pipeline_parallel.schedules`` (``get_pp_rank_microbatches``, ``get_schedule_table``
-with the default group size, the number of stages).
+``megatron.core.pipeline_parallel.schedules`` (``get_pp_rank_microbatches``,
+``get_schedule_table``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sparsebalance_megatron.cost.parts import Direction
-from sparsebalance_megatron.plan.step_plan import PlanError
+from sparsebalance_megatron.plan.step_plan import JobShape, PlanError
 
 
 class Operation(NamedTuple):
@@ -84,29 +84,48 @@ def one_forward_one_backward(stages: int, micro_batches: int, chunks: int) -> Pi
     )
 
 
-def interleaved(stages: int, micro_batches: int, chunks: int) -> PipelineOrder:
-    """1F1B over several chunks per stage, in groups of as many micro-batches as there are stages.
+def interleaved(
+    stages: int, micro_batches: int, chunks: int, group_size: int | None = None
+) -> PipelineOrder:
+    """1F1B over several chunks per stage, which take turns after every group of micro-batches.
+
+    Args:
+        group_size: micro-batches of a group, None for as many as there are stages; the last group
+            is what is left.
 
     Raises:
-        PlanError: the micro-batches do not divide into such groups.
+        PlanError: the micro-batches do not divide into groups that Megatron runs: at least as many
+            as there are stages in each, and no more in one than there are.
     """
     _check_sizes("interleaved", stages, micro_batches, chunks)
-    if micro_batches % stages:
+    if group_size is None:
+        group_size = stages
+    elif not stages <= group_size <= micro_batches:
         raise PlanError(
-            f"schedule interleaved: {micro_batches} micro-batches are no multiple of {stages} "
-            "pipeline stages; change the global batch size"
+            f"schedule interleaved: groups of {group_size} micro-batches must be from {stages}, "
+            f"the pipeline stages, to {micro_batches}, the micro-batches; change "
+            "--microbatch-group-size-per-virtual-pipeline-stage"
+        )
+    last = micro_batches % group_size
+    if 0 < last < stages:
+        raise PlanError(
+            f"schedule interleaved: {micro_batches} micro-batches are no multiple of {group_size}, "
+            f"the group size, and leave {last} for {stages} pipeline stages; change the global "
+            "batch size"
         )
     table = [
         (chunk, m)
-        for first in range(0, micro_batches, stages)
+        for first in range(0, micro_batches, group_size)
         for chunk in range(chunks)
-        for m in range(first, first + stages)
+        for m in range(first, min(first + group_size, micro_batches))
     ]
     forwards = [Operation(Direction.FORWARD, chunk, m) for chunk, m in table]
     backwards = [Operation(Direction.BACKWARD, chunks - 1 - chunk, m) for chunk, m in table]
     return PipelineOrder(
         by_stage=tuple(
-            _forwards_ahead(forwards, backwards, 2 * (stages - stage - 1) + (chunks - 1) * stages)
+            _forwards_ahead(
+                forwards, backwards, 2 * (stages - stage - 1) + (chunks - 1) * group_size
+            )
             for stage in range(stages)
         ),
         inputs=_inputs_along_the_model(stages, micro_batches, chunks),
@@ -127,13 +146,34 @@ def schedule_name(stages: int, chunks: int) -> str:
     return "interleaved" if chunks > 1 else "1f1b"
 
 
-def megatron_order(stages: int, micro_batches: int, chunks: int) -> PipelineOrder:
-    """The order in which Megatron-Core runs a pipeline of these sizes.
+@dataclass(frozen=True)
+class MegatronSchedule:
+    """The :data:`Schedule` in which Megatron-Core runs a pipeline.
 
-    Raises:
-        PlanError: the schedule that it picks does not exist for these numbers.
+    ``group_size`` is its ``microbatch_group_size_per_vp_stage``, which counts only where stages
+    have several chunks; None is Megatron's default, the number of stages.
     """
-    return SCHEDULES[schedule_name(stages, chunks)](stages, micro_batches, chunks)
+
+    group_size: int | None = None
+
+    def __call__(self, stages: int, micro_batches: int, chunks: int) -> PipelineOrder:
+        """The order of a pipeline of these sizes.
+
+        Raises:
+            PlanError: the schedule that Megatron picks does not exist for these numbers.
+        """
+        name = schedule_name(stages, chunks)
+        if name == "interleaved":
+            return interleaved(stages, micro_batches, chunks, self.group_size)
+        return SCHEDULES[name](stages, micro_batches, chunks)
+
+
+megatron_order = MegatronSchedule()
+
+
+def schedule_of(job: JobShape) -> MegatronSchedule:
+    """The schedule in which Megatron-Core runs this job's pipelines."""
+    return MegatronSchedule(job.micro_batch_group_size)
 
 
 def _check_sizes(name: str, stages: int, micro_batches: int, chunks: int) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from sparsebalance_megatron.plan.schedules.bounds import Bounds
 from sparsebalance_megatron.plan.schedules.chain_mixture import chain_mixture
+from sparsebalance_megatron.plan.schedules.orders import schedule_of
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
 _HALVINGS = 12
@@ -68,7 +69,7 @@ def wide_bounds(sample_2SC: np.ndarray, costs: StepCosts, max_width: int) -> Bou
         stage_P = stage_P + least_P + np.cumsum(first_P) - first_P
 
     mixture_2CM = chain_mixture(
-        sample_2SPV.sum(axis=1) + ranks * positions * constant_2PV, positions
+        sample_2SPV.sum(axis=1) + ranks * positions * constant_2PV, positions, schedule_of(job)
     ).reshape(*constant_2C.shape, -1)
     widths = [1 << power for power in range(max_width.bit_length())]
     chain_WS, mixed_WS = np.empty((2, len(widths), sample_2SC.shape[1]))

@@ -10,6 +10,7 @@ import pytest
 from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.plan.schedules.orders import (
     SCHEDULES,
+    MegatronSchedule,
     Operation,
     megatron_order,
     schedule_name,
@@ -35,16 +36,23 @@ def test_1f1b_order_is_megatrons(stages, micro_batches):
             assert run == list(range(micro_batches))
 
 
-@pytest.mark.parametrize(("stages", "chunks", "groups"), [(2, 2, 1), (2, 3, 2), (4, 2, 2)])
-def test_interleaved_order_is_megatrons(stages, chunks, groups):
+@pytest.mark.parametrize(
+    ("stages", "chunks", "micro_batches", "group"),
+    [
+        *((2, 2, 2, None), (2, 3, 4, None), (4, 2, 8, None)),
+        *((2, 2, 6, 3), (2, 2, 8, 3), (2, 3, 5, 5), (4, 2, 14, 5), (3, 2, 12, 4)),
+    ],
+)
+def test_interleaved_order_is_megatrons(stages, chunks, micro_batches, group):
+    """With a group size as well, also where the last group is a smaller one."""
     schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
-    micro_batches = stages * groups
-    table = schedules.get_schedule_table(micro_batches, chunks, stages)
+    size = group or stages
+    table = schedules.get_schedule_table(micro_batches, chunks, size)
     for stage in range(stages):
         _, _, warm_up, _ = schedules.get_pp_rank_microbatches(
-            micro_batches, chunks, stages, p2p_communicator=_communicator(stages, stage, chunks)
+            micro_batches, chunks, size, p2p_communicator=_communicator(stages, stage, chunks)
         )
-        order = megatron_order(stages, micro_batches, chunks).by_stage[stage]
+        order = MegatronSchedule(group)(stages, micro_batches, chunks).by_stage[stage]
         forwards = [Operation(FORWARD, chunk, m) for m, chunk in table]
         backwards = [Operation(BACKWARD, chunks - 1 - chunk, m) for m, chunk in table]
         expected = forwards[:warm_up]
@@ -79,6 +87,25 @@ def test_schedule_name():
 def test_impossible_schedules(name, sizes, words):
     with pytest.raises(PlanError, match=words):
         SCHEDULES[name](*sizes)
+
+
+@pytest.mark.parametrize(
+    ("group", "micro_batches", "words"),
+    [
+        (1, 4, "from 2, the pipeline stages, to 4"),
+        (5, 4, "to 4"),
+        (3, 4, "multiple of 3, .* leave 1 for 2"),
+    ],
+)
+def test_groups_that_megatron_does_not_run_are_named(group, micro_batches, words):
+    with pytest.raises(PlanError, match=words):
+        MegatronSchedule(group)(2, micro_batches, 2)
+
+
+def test_a_group_size_counts_with_chunks_only():
+    assert MegatronSchedule(4)(2, 6, 1) == megatron_order(2, 6, 1)
+    assert MegatronSchedule(2)(2, 6, 2) == megatron_order(2, 6, 2)
+    assert MegatronSchedule(3)(2, 6, 2) != megatron_order(2, 6, 2)
 
 
 @pytest.mark.parametrize("sizes", [(1, 3, 2), (3, 4, 1), (2, 4, 3)])

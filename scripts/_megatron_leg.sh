@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Sourced by test_megatron_*.sh. `run_leg VERSION DIRECTORY REQUIREMENT [ARGUMENT...]` runs a short
+# leg of the tests under another megatron-core than the environment's. REQUIREMENT, which pip
+# understands, is installed beside the environment, in DIRECTORY, and comes first on PYTHONPATH,
+# which processes started by the tests inherit. Arguments go to pytest.
+
+source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
+
+LEG=(
+    tests/test_compat.py
+    tests/test_patches.py
+    tests/test_support.py
+    tests/megatron/test_arguments.py
+    tests/training/test_flag_off.py
+    tests/training/test_resume.py
+    "tests/training/test_matrix.py::test_layout_trains_to_the_losses_of_one_rank[pipeline]"
+    "tests/training/test_matrix.py::test_layout_trains_to_the_losses_of_one_rank[data-overlapped]"
+    "tests/training/test_matrix.py::test_ranks_that_share_rows_train_to_the_losses_of_one_rank[context]"
+)
+
+install_megatron() {
+    local directory="$1" requirement="$2"
+    [[ -d "${directory}" ]] && return
+    say "installing ${requirement} into ${directory}"
+    rm -rf "${directory}.part"
+    python -m pip install --quiet --disable-pip-version-check --no-input --no-deps \
+        --target "${directory}.part" "${requirement}" ||
+        fail "pip could not install ${requirement}: see above"
+    mv "${directory}.part" "${directory}"
+}
+
+check_version() {
+    python - "$1" <<'PYTHON' || fail "tests would run under another megatron-core"
+import sys
+
+import megatron.training.training
+from megatron.core.package_info import __version__
+
+found = __version__.partition("+")[0]
+print(f"megatron-core {found} from {megatron.training.training.__file__}")
+sys.exit(found != sys.argv[1])
+PYTHON
+}
+
+run_leg() {
+    local version="$1" directory="$2" requirement="$3"
+    shift 3
+    set_up tools data test
+    install_megatron "${VENV}/${directory}" "${requirement}"
+    export PYTHONPATH="${VENV}/${directory}${PYTHONPATH:+:${PYTHONPATH}}"
+    check_version "${version}"
+    export OMP_NUM_THREADS=1
+    exec python -m pytest --numprocesses 2 --dist loadfile --durations=10 "${LEG[@]}" "$@"
+}
