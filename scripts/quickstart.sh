@@ -39,7 +39,7 @@ DATA="${RUNS}/data/python-stdlib"
 COST_TABLE="${RUNS}/cost_table.json"
 
 MODEL_ARGS=(
-    --num-layers 3
+    --num-layers 2
     --hidden-size 128
     --ffn-hidden-size 384
     --num-attention-heads 4
@@ -60,7 +60,7 @@ MODEL_ARGS=(
 TRAINING_ARGS=(
     --micro-batch-size 1
     --global-batch-size 8
-    --train-iters 16
+    --train-iters 24
     --lr 2e-3
     --lr-decay-style constant
     --lr-warmup-iters 5

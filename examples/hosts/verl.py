@@ -10,7 +10,8 @@ known by their ``uid`` tensor where the batch has one, so put one there. The plu
 from ``engine_config.override_transformer_config["sparse_balance"]``.
 
 Tested against stubs of what it touches of verl b178a3c (2026-01-29, after 0.7.0), whose names a
-test looks up in its source. Never run with verl itself, whose engine needs GPUs.
+test looks up in its source, and registered with verl 0.9.1 where that is installed. Its passes have
+never run with verl itself, whose engine needs GPUs.
 """
 
 from __future__ import annotations

@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from harness import REPOSITORY
 from hosts.host_cases import FakeRun, load_beside
 
 BOUNDARIES = {"a": [0, 5, 11], "b": [0, 7]}
@@ -201,3 +208,29 @@ def test_verl_updates_under_the_budgets_of_the_log_probabilities(
     ]
     assert verl.transformer_impl.prepare_micro_batches is prepare
     assert not engine.module[0]._forward_pre_hooks
+
+
+def test_the_installed_verl_takes_the_engine() -> None:
+    """verl itself, in a process of its own: stubs leave nothing behind, and it starts Ray's parts."""
+    script = (
+        "import hosts.verl as adapter\n"
+        "from verl.workers.engine.base import EngineRegistry as registry\n"
+        "engine = registry._engines['language_model']['megatron_sparse_balance']['cuda']\n"
+        "assert engine is adapter.SparseBalanceEngine\n"
+    )
+    if importlib.util.find_spec("verl") is None:
+        pytest.skip("verl is not installed")
+    elsewhere = [entry for entry in sys.path if entry and not Path(entry, "hosts").is_dir()]
+    path = os.pathsep.join((str(REPOSITORY / "examples"), *elsewhere))
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    last = (done.stderr.splitlines() or [""])[-1]
+    if absent := re.match(r"ModuleNotFoundError: No module named '(?!hosts|sparse)(.+)'", last):
+        pytest.skip(f"verl needs {absent[1]}, which is not installed")
+    assert done.returncode == 0, done.stderr

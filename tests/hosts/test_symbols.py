@@ -3,12 +3,14 @@
 
 ``pytest tests/hosts/test_symbols.py --hosts DIR`` with checkouts DIR/slime, DIR/verl,
 DIR/Megatron-Bridge, DIR/mcore-bridge, DIR/ms-swift, DIR/Megatron-LM (main) and DIR/Lens; git's bare
-directories serve as well.
+directories serve as well. Of frameworks that are installed (``pip install --no-deps`` will do) the
+release is looked at too; nothing of it is imported.
 """
 
 from __future__ import annotations
 
 import subprocess
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
@@ -44,10 +46,10 @@ SYMBOLS = {
     },
     "verl": {
         "verl/__init__.py": ('os.getenv("VERL_USE_EXTERNAL_MODULES", "")',),
-        "verl/workers/engine/base.py": ("def register(cls, model_type: str, backend:",),
+        "verl/workers/engine/base.py": ("def register(",),
         "verl/workers/engine/utils.py": ("def prepare_micro_batches(",),
         "verl/workers/engine/megatron/transformer_impl.py": (
-            "from ..utils import postprocess_batch_func, prepare_micro_batches",
+            "postprocess_batch_func, prepare_micro_batches\n",
             "class MegatronEngineWithLMHead(MegatronEngine):",
             "def forward_backward_batch(self, data: TensorDict, loss_function: Callable, forward_",
             "micro_batches, indices = prepare_micro_batches(",
@@ -127,23 +129,45 @@ SYMBOLS = {
 }
 """Framework -> file -> what stands in it."""
 
+RELEASES = {
+    "verl": "verl",
+    "Megatron-Bridge": "megatron-bridge",
+    "mcore-bridge": "mcore-bridge",
+    "ms-swift": "ms-swift",
+}
+"""Framework -> its package. The one named slime is another project."""
+
 
 @pytest.mark.parametrize("framework", SYMBOLS)
 def test_what_is_touched_exists(framework: str, request: pytest.FixtureRequest) -> None:
     folder = request.config.getoption("--hosts")
     if folder is None or not Path(folder, framework).exists():
         pytest.skip(f"give --hosts DIR with a checkout DIR/{framework} to look names up in it")
-    missing = [
+    assert missing_in(Path(folder, framework), framework) == []
+
+
+@pytest.mark.parametrize("framework", RELEASES)
+def test_what_is_touched_exists_in_the_installed_release(framework: str) -> None:
+    try:
+        release = distribution(RELEASES[framework])
+    except PackageNotFoundError:
+        pytest.skip(f"{RELEASES[framework]} is not installed: its release is not looked at")
+    assert missing_in(Path(str(release.locate_file(""))), framework) == []
+
+
+def missing_in(root: Path, framework: str) -> list[tuple[str, str]]:
+    """(file, text) of what an adapter touches and the framework in ``root`` does not have."""
+    return [
         (path, text)
         for path, texts in SYMBOLS[framework].items()
         for text in texts
-        if text not in _source(Path(folder, framework), path)
+        if text not in _source(root, path)
     ]
-    assert missing == []
 
 
 def _source(checkout: Path, path: str) -> str:
-    if (checkout / path).exists():
-        return (checkout / path).read_text("utf-8")
+    for file in (checkout / path, checkout / path.removeprefix("src/")):
+        if file.exists():
+            return file.read_text("utf-8")
     command = ["git", "-C", str(checkout), "show", f"HEAD:{path}"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
