@@ -29,6 +29,9 @@ _WORTH_SEARCHING = 1.03
 """Over what no widths can beat: an equal placement nearer to that is kept. Large jobs whose samples
 all hide are mostly there, and searching their widths would take as long as planning all else."""
 
+_HARDLY_ABOVE = 1.005
+"""The same, where a search ends: the rest nobody would notice."""
+
 
 def best_widths(
     problem: StepProblem, equal: Arrangement | None
@@ -38,7 +41,8 @@ def best_widths(
     Widths are searched at budgets between those expected and the least allowed, since slots that
     the step waits for end below what is expected of all; then again at the budgets that tuning
     gave. Equal widths are tuned only where they may win. Where they are so near to the lower bound
-    of all widths, at the expected budgets, that little is to be gained, no others are searched.
+    of all widths, at the expected budgets, that little is to be gained, no others are searched; and
+    a search ends where it is hardly above that bound.
 
     Args:
         equal: the best placement of equal widths; None where there is none.
@@ -58,12 +62,20 @@ def best_widths(
             raise
         return equal, problem.tuned_where(equal)
     plan_ms = problem.search_ms(start, SHARE_OF_STEP_FOR_WIDTHS)
-    first = improve_widths(start, costs, search_2SC, rules=rules, plan_ms=_FIRST_SEARCH * plan_ms)
+
+    def searched(where: Arrangement, sample_2SC: np.ndarray, share: float) -> Arrangement:
+        return improve_widths(
+            where,
+            costs,
+            sample_2SC,
+            rules=rules,
+            plan_ms=share * plan_ms,
+            enough_ms=_HARDLY_ABOVE * _bound_ms(problem, sample_2SC),
+        )
+
+    first = searched(start, search_2SC, _FIRST_SEARCH)
     tuned = problem.tuned_where(first)
-    tuned_2SC = costs.sample_ms(tuned.budgets_LS)
-    second = improve_widths(
-        first, costs, tuned_2SC, rules=rules, plan_ms=(1.0 - _FIRST_SEARCH) * plan_ms
-    )
+    second = searched(first, costs.sample_ms(tuned.budgets_LS), 1.0 - _FIRST_SEARCH)
     found = [(first, tuned), (second, problem.tuned_where(second))]
     if equal is not None:
         first_ms, equal_ms = (
@@ -82,11 +94,16 @@ def best_widths(
 
 def _hardly_beatable(problem: StepProblem, equal: Arrangement) -> bool:
     """Whether a placement is so fast that other widths can gain little, at the expected budgets."""
-    costs, widest = problem.costs, problem.policy.max_context_parallel
-    bounds = wide_bounds(problem.expected_2SC, costs, widest)
-    bound_ms = bounds.bound_ms * float(costs.slowness_RP.min())
+    bound_ms = _bound_ms(problem, problem.expected_2SC)
     equal_ms = float(problem.makespans_ms(equal, problem.expected_2SC).max())
     return rounded_ms(equal_ms) <= rounded_ms(_WORTH_SEARCHING * bound_ms)
+
+
+def _bound_ms(problem: StepProblem, sample_2SC: np.ndarray) -> float:
+    """What a step takes at least, whatever the widths and places of samples."""
+    costs = problem.costs
+    bounds = wide_bounds(sample_2SC, costs, problem.policy.max_context_parallel)
+    return bounds.bound_ms * float(costs.slowness_RP.min())
 
 
 def _best_start(problem: StepProblem, sample_2SC: np.ndarray, rules: Rules) -> Arrangement:

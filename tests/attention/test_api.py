@@ -216,7 +216,7 @@ def test_tiles_of_tokens_may_be_padded_and_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also as many tiles as there may be at most, where the host does not read."""
-    case = _case([0, 30, 77], [3, 4], granularity=granularity)
+    case = _case([0, 13, 41], [2, 3], granularity=granularity)
     expected = case.ours("tokens", torch.float64)
     monkeypatch.setattr(tokens_module, "_TILE_ROWS", (tile_rows,))
     monkeypatch.setattr(tokens_module, "_PLACES_AT_ONCE", places_at_once)

@@ -211,7 +211,7 @@ def test_verl_updates_under_the_budgets_of_the_log_probabilities(
 
 
 def test_the_installed_verl_takes_the_engine() -> None:
-    """verl itself, in a process of its own: stubs leave nothing behind, and it starts Ray's parts."""
+    """verl itself, in a process of its own: it imports Ray, and leaves much behind."""
     script = (
         "import hosts.verl as adapter\n"
         "from verl.workers.engine.base import EngineRegistry as registry\n"

@@ -276,6 +276,10 @@ def test_moves_say_what_the_slots_they_make_hold(shape, seed):
     assert sorted(s for rank in after.samples for slot in rank for s in slot) == list(
         range(len(weights_S))
     )
+    fine = improve_widths(
+        state.arranged(), costs, sample_2SC, rules=rules, plan_ms=20.0, enough_ms=1.001 * before
+    )
+    assert fine.samples == state.arranged().samples
 
 
 def test_widths_are_not_searched_where_equal_ones_are_at_the_bound(monkeypatch):

@@ -52,10 +52,14 @@ def improve_widths(
     *,
     rules: Rules,
     plan_ms: float,
+    enough_ms: float = 0.0,
 ) -> Arrangement:
-    """Change widths, places and order while ``plan_ms`` buys effort; never a longer step."""
+    """Change widths, places and order while ``plan_ms`` buys effort; never a longer step.
+
+    A placement whose step takes ``enough_ms`` or less ends the search.
+    """
     search = _WideSearch(start, costs, sample_2SC, rules, SearchEffort(plan_ms))
-    return search.best()
+    return search.best(enough_ms)
 
 
 class _WideSearch:
@@ -77,7 +81,7 @@ class _WideSearch:
         self.times_RMF = self._times(table)
         shape = (len(self.islands), width)
         self.ms_EW = self._simulate(self.times_RMF[None], self.state.widths_RM[None]).reshape(shape)
-        self.best_score = self._score(self.ms_EW.reshape(1, -1))[0]
+        self.best_score, self.best_ms = self._score(self.ms_EW.reshape(1, -1))[0], self.ms_EW.max()
         self.left_behind: WideSlots | None = None
         """The best state, once a worse one was gone to: copies of large jobs take long."""
 
@@ -101,10 +105,10 @@ class _WideSearch:
         makespans_X = makespans_ms(times_2XPVM, schedule_of(self.job), widths_XM)
         return makespans_X.reshape(candidates, ranks)
 
-    def best(self) -> Arrangement:
+    def best(self, enough_ms: float) -> Arrangement:
         """The best placement found."""
-        idle, enough = 0, min(_IDLE_ROUNDS, _IDLE_ROUNDS_PER_SAMPLE * len(self.weights_S))
-        while idle < enough:
+        idle, most = 0, min(_IDLE_ROUNDS, _IDLE_ROUNDS_PER_SAMPLE * len(self.weights_S))
+        while idle < most and self.best_ms > enough_ms:
             before = self.best_score
             if not self._round(turn=idle):
                 break
@@ -139,7 +143,8 @@ class _WideSearch:
             self.ms_EW[field] = ms_XW[chosen].reshape(len(field), -1)
             score = self._score(self.ms_EW.reshape(1, -1))[0]
             if score < self.best_score * (1 - _GAIN):
-                self.best_score, self.left_behind = score, None
+                self.best_score, self.best_ms = score, self.ms_EW.max()
+                self.left_behind = None
             elif self.left_behind is None:
                 self.left_behind = self.state.copy()
             self._apply(moves, chosen, table)
