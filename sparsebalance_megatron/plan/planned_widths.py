@@ -76,7 +76,9 @@ def best_widths(
     first = searched(start, search_2SC, _FIRST_SEARCH)
     tuned = problem.tuned_where(first)
     second = searched(first, costs.sample_ms(tuned.budgets_LS), 1.0 - _FIRST_SEARCH)
-    found = [(first, tuned), (second, problem.tuned_where(second))]
+    found = [(first, tuned)]
+    if not second.same_as(first):
+        found.append((second, problem.tuned_where(second)))
     if equal is not None:
         first_ms, equal_ms = (
             problem.makespans_ms(where, problem.expected_2SC).max() for where in (first, equal)

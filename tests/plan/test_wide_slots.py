@@ -17,6 +17,7 @@ from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan import planned_widths
 from sparsebalance_megatron.plan.context_groups import Members, first_places, widest_slot
+from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.placement.wide_moves import Numbers, Rules, draw_moves
 from sparsebalance_megatron.plan.placement.wide_search import improve_widths
 from sparsebalance_megatron.plan.placement.wide_slots import Contents, SlotTable, WideSlots
@@ -307,3 +308,13 @@ def test_widths_that_cannot_be(changes, words):
     given_["policy"] = replace(given_["policy"], **changes)
     with pytest.raises(PlanError, match=words):
         planned(**given_)
+
+
+def test_placements_are_the_same_where_samples_and_widths_are():
+    narrow = Arrangement(samples=(((0,), (1,)), ((2,), ())))
+    ones = replace(narrow, widths_RM=np.ones((2, 2), dtype=np.int64))
+    shared = replace(narrow, widths_RM=np.array([[1, 2], [1, 2]]))
+    assert narrow.same_as(replace(narrow)) and shared.same_as(replace(shared))
+    assert ones.same_as(replace(ones, widths_RM=ones.widths_RM.copy()))
+    assert not shared.same_as(ones) and not narrow.same_as(ones) and not ones.same_as(narrow)
+    assert not narrow.same_as(replace(narrow, samples=(((0,), (2,)), ((1,), ()))))

@@ -35,6 +35,13 @@ class Arrangement:
         widths_RM = np.full((len(samples), len(nothing)), width)
         return cls(samples=samples, widths_RM=widths_RM)
 
+    def same_as(self, other: Arrangement) -> bool:
+        """Whether every sample runs at the same place, shared by as many ranks."""
+        if self.widths_RM is None or other.widths_RM is None:
+            return self.samples == other.samples and self.widths_RM is other.widths_RM
+        widths_agree = np.array_equal(self.widths_RM, other.widths_RM)
+        return self.samples == other.samples and widths_agree
+
     @property
     def slot_of_S(self) -> np.ndarray:
         """The place ``rank * M + position`` where every sample's slot begins."""
