@@ -145,7 +145,7 @@ case "${1:-}" in
         sparse-balance convert from-hf "${MODEL}" --output "${WEIGHTS}"
         ;;
     advise)
-        sparse-balance advise --lengths "${DATA}" --model "${MODEL}" --seq-length "${SEQ_LENGTH}" \
+        sparse-balance advise --data-path "${DATA}" --model "${MODEL}" --seq-length "${SEQ_LENGTH}" \
             --gpus "$((NNODES * GPUS_PER_NODE))" --tp "${TP}" --pp "${PP}" --recompute full \
             --global-batch "${GLOBAL_BATCH_SIZE}" "${@:2}"
         ;;

@@ -6,7 +6,7 @@
 #
 #   examples/cluster_8b_128k.sh prepare   once: two sources to .bin and .idx files
 #   examples/cluster_8b_128k.sh convert   once: Hugging Face weights to a Megatron checkpoint
-#   examples/cluster_8b_128k.sh advise    once: settings for the long source, without a GPU
+#   examples/cluster_8b_128k.sh advise    once: settings for this blend, without a GPU
 #   examples/cluster_8b_128k.sh profile   once, on a GPU as in training: the cost table
 #   examples/cluster_8b_128k.sh baseline  train with fixed budgets in order of arrival, to compare
 #   examples/cluster_8b_128k.sh           train, on every node with NODE_RANK and MASTER_ADDR
@@ -155,7 +155,7 @@ case "${1:-}" in
         sparse-balance convert from-hf "${MODEL}" --output "${WEIGHTS}"
         ;;
     advise)
-        sparse-balance advise --lengths "${DATA}/long" --model "${MODEL}" --seq-length "${SEQ_LENGTH}" \
+        sparse-balance advise --data-path "${BLEND[@]}" --model "${MODEL}" --seq-length "${SEQ_LENGTH}" \
             --gpus "$((NNODES * GPUS_PER_NODE))" --tp "${TP}" --pp "${PP}" --recompute full \
             --context-parallel-sizes 1 2 "${CP}" --micro-batches 8 16 32 \
             --global-batch "${GLOBAL_BATCH_SIZE}" "${@:2}"

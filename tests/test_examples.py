@@ -230,6 +230,18 @@ def test_a_cluster_of_64_ranks_plans(work: Path, name: str) -> None:
     assert not (work / "runs" / name).exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "model"), [("cluster_7b_sft.sh", "qwen2.5-7b"), ("cluster_8b_128k.sh", "llama-3.1-8b")]
+)
+def test_a_cluster_is_advised(work: Path, name: str, model: str) -> None:
+    """From the files that training reads, which here hold short samples."""
+    few = ("--block-sizes", "128", "--base-budgets", "16", "--micro-batches", "8", "--steps", "1")
+    variables = {"DATA": "small", "BLEND": "0.5 small 0.5 small", "MODEL": model}
+    advised = run_step(name, "advise", *few, "--json", directory=work, variables=variables)
+    (choice, *_) = json.loads(advised[advised.index("{\n") :])["choices"]
+    assert choice["dense_tokens_share"] == 1.0 and choice["step_ms"] > 0
+
+
 def test_cluster_scripts_compare_two_runs_that_share_nothing_but_samples(tmp_path: Path) -> None:
     programs, log = recorders(tmp_path / "programs", "torchrun")
     for step in (["baseline", "--exit-interval", "20"], ["--exit-interval", "20"]):
@@ -254,7 +266,7 @@ def test_cluster_scripts_ask_for_advice_on_what_they_train(tmp_path: Path) -> No
         assert trained["--pipeline-model-parallel-size"] == (asked.pp,)
         assert trained["--global-batch-size"] == (asked.global_batch,)
         assert trained["--seq-length"] == (asked.seq_length,)
-        assert str(asked.lengths) in trained["--data-path"]
+        assert asked.data_path == [str(word) for word in trained["--data-path"]]
 
 
 def test_the_8b_model_is_the_public_one(tmp_path: Path) -> None:

@@ -7,11 +7,12 @@ import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from sparsebalance_megatron.cli.output import open_console
+from sparsebalance_megatron.cli.output import open_console, progress_bar
 from sparsebalance_megatron.cli.workload_flags import add_data_flags, add_model_flag, stored_lengths
 from sparsebalance_megatron.config import SparseBalanceConfig, check_range
 from sparsebalance_megatron.cost.memory import GIBIBYTE, memory_lines
@@ -78,7 +79,11 @@ def run(arguments: Namespace) -> int:
         OutputError: if rich is not installed.
     """
     job = _job(arguments)
-    found = advise(job, _choices(arguments, job))
+    found = advise(
+        job,
+        _choices(arguments, job),
+        partial(progress_bar, command="advise", unit="choice", extra="tools"),
+    )
     chosen = best_fitting(found, arguments.gpu_memory)
     sentences = findings(found, arguments.gpu_memory, chosen)
     if arguments.json:

@@ -64,7 +64,7 @@ def numbers(view: LiveView, width: int) -> list[str]:
         says = (
             f"{view.slowest.slowness:.2f}x the median device's time for the same prediction"
             if view.slowest.slowness >= _NOTEWORTHY_SLOWNESS
-            else "and no device stands out"
+            else f"{view.slowest.slowness:.2f}x: no device stands out"
         )
         lines.append(f"slowest     {_device(view)}: {says}")
     return lines

@@ -8,7 +8,7 @@ Shape legend: S samples of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -28,6 +28,10 @@ from sparsebalance_megatron.simulate.lengths import WorkloadError
 from sparsebalance_megatron.simulate.models import prior_coverage
 from sparsebalance_megatron.simulate.setups import default_policy, job_shape
 from sparsebalance_megatron.simulate.variants import Sharing
+
+_SEARCH_MS = 20.0
+"""Of search for one plan. Training may spend a share of its step, which is seconds of every choice
+where steps take a minute; to compare choices this is enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,29 +136,43 @@ class Advice:
     cost_source: str
 
 
-def advise(job: AdvisedJob, choices: Sequence[Choice]) -> Advice:
+def advise(
+    job: AdvisedJob,
+    choices: Sequence[Choice],
+    progress: Callable[[Sequence[Choice]], Iterable[Choice]] = iter,
+) -> Advice:
     """The outlook of every choice that makes a job.
+
+    Args:
+        progress: shows how far it is while it gives the choices.
 
     Raises:
         WorkloadError: none does.
     """
-    outlooks, left_out = [], []
-    for choice in choices:
+    outlooks: list[Outlook] = []
+    left_out: dict[str, list[Choice]] = {}
+    for choice in progress(choices):
         try:
             outlooks.append(_outlook(job, choice))
         except (PlanError, WorkloadError) as error:
-            left_out.append(f"{_named(choice)}: {error}")
+            left_out.setdefault(str(error), []).append(choice)
+    reasons = tuple(f"{_named(those)}: {reason}" for reason, those in left_out.items())
     if not outlooks:
-        raise WorkloadError(f"no choice makes a job: {left_out[0]}")
+        raise WorkloadError(f"no choice makes a job: {reasons[0]}")
     source = job.costs(choices[0].block_size).source
-    return Advice(outlooks=tuple(outlooks), left_out=tuple(left_out), cost_source=source)
+    return Advice(outlooks=tuple(outlooks), left_out=reasons, cost_source=source)
 
 
-def _named(choice: Choice) -> str:
-    return (
-        f"block size {choice.block_size}, budget {choice.base_budget}, {choice.micro_batches} "
-        f"micro-batches, context parallel {choice.context_parallel_size}"
-    )
+def _named(choices: Sequence[Choice]) -> str:
+    """What choices that are left out for one reason have in common."""
+    named = {
+        "block size {}": {choice.block_size for choice in choices},
+        "budget {}": {choice.base_budget for choice in choices},
+        "{} micro-batches": {choice.micro_batches for choice in choices},
+        "context parallel {}": {choice.context_parallel_size for choice in choices},
+    }
+    common = [name.format(*values) for name, values in named.items() if len(values) == 1]
+    return ", ".join(common or [f"{len(choices)} choices"])
 
 
 def _outlook(job: AdvisedJob, choice: Choice) -> Outlook:
@@ -219,7 +237,9 @@ def _plan(
     *,
     dense: bool,
 ) -> StepPlan:
-    """A step as training plans it by default; ``dense``: budgets of all blocks, no router.
+    """A step as training plans it by default, but for the length of the search.
+
+    ``dense``: budgets of all blocks, no router.
 
     The token cap is Megatron's: samples per micro-batch times the longest sample.
     """
@@ -240,6 +260,7 @@ def _plan(
         context_parallel="dynamic" if size > 1 else "static",
         max_context_parallel=Sharing.of(job.ranks, size, None).max_context_parallel,
         tuning="off" if dense else "makespan",
+        plan_ms=_SEARCH_MS,
     )
     if dense:
         nothing = {Part.ROUTER: (0.0,) * len(cost.forward_ms[Part.ROUTER])}

@@ -84,7 +84,11 @@ def test_choices_that_make_no_job_are_left_out_by_name() -> None:
     found = advise(job(), [CHOICE, replace(CHOICE, micro_batches=3)])
     assert len(found.outlooks) == 1
     (reason,) = found.left_out
-    assert "3 micro-batches" in reason and "multiple" in reason
+    assert "block size 128, budget 8, 3 micro-batches, context parallel 1: " in reason
+    assert "multiple" in reason
+    several = [replace(CHOICE, micro_batches=3, base_budget=budget) for budget in (8, 16)]
+    (reason,) = advise(job(), [CHOICE, *several]).left_out
+    assert reason.startswith("block size 128, 3 micro-batches, context parallel 1: ")
     with pytest.raises(WorkloadError, match="no choice makes a job"):
         advise(job(), [replace(CHOICE, micro_batches=3)])
 
