@@ -52,7 +52,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "plan/placement/": ("tests/plan/placement/test_balance.py", "tests/plan/test_golden_plans.py"),
     "plan/schedules/": ("tests/plan/schedules/test_simulator.py",),
     "plan/host_": ("tests/plan/test_host_planner.py",),
-    "plan/": ("tests/plan/test_planner.py", "tests/plan/test_scheduler.py"),
+    "plan/": (
+        *("tests/plan/test_planner.py", "tests/plan/test_scheduler.py"),
+        "tests/plan/test_golden_plans.py",
+    ),
     "cost/": ("tests/cost/test_model.py", "tests/cost/test_stage_calibration.py"),
     "attention/context_parallel/": ("tests/attention/context_parallel/test_exchange.py",),
     "attention/selectors/vertical_slash": ("tests/attention/selectors/test_vertical_slash.py",),
@@ -71,7 +74,11 @@ TESTS: dict[str, tuple[str, ...]] = {
 }
 """Tests that are run beside those that mirror a file, by the beginning of its path; the first that
 fits counts."""
-LEFT_OUT = ("attention/impl/triton/", "attention/selectors/router_kernels.py")
+LEFT_OUT = (
+    "attention/impl/triton/",
+    "attention/selectors/pooling_kernel.py",
+    "attention/selectors/row_ranking_kernel.py",
+)
 """Kernels: on a CPU they are interpreted, minutes a time."""
 
 

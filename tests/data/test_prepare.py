@@ -17,7 +17,7 @@ from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.prepare import prepare
 from sparsebalance_megatron.data.records import RecordFiles
 from sparsebalance_megatron.data.samples import SampleIndex
-from sparsebalance_megatron.data.tokenizer import DocumentTokenizer
+from sparsebalance_megatron.data.tokenizer import DocumentTokenizer, load_tokenizer
 
 TEXTS = ["def f(x):\n    return x\n", "é ü 你好 🎉\n", "a", "def g(y):\n    return y + 1\n" * 20]
 CONVERSATION = [
@@ -109,6 +109,18 @@ def test_transformers_loads_the_trained_tokenizer(tmp_path: Path) -> None:
     again = str(tmp_path / "again")
     prepare(texts_source(tmp_path), again, tokenizer_name=f"{prefix}_tokenizer")
     assert Path(f"{again}.bin").read_bytes() == Path(f"{prefix}.bin").read_bytes()
+
+
+def test_a_tokenizer_that_cuts_or_pads_does_neither(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "data")
+    prepare(texts_source(tmp_path), prefix, train_vocab_size=VOCABULARY)
+    plain = load_tokenizer(f"{prefix}_tokenizer")
+    expected = plain.backend.encode_batch(TEXTS)
+    plain.backend.enable_truncation(5)
+    plain.backend.enable_padding(length=7)
+    plain.backend.save(f"{prefix}_tokenizer/tokenizer.json")
+    loaded = load_tokenizer(f"{prefix}_tokenizer")
+    assert [e.ids for e in loaded.backend.encode_batch(TEXTS)] == [e.ids for e in expected]
 
 
 def test_without_eod_nothing_is_appended(tmp_path: Path) -> None:

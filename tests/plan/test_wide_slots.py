@@ -18,7 +18,7 @@ from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan import planned_widths
 from sparsebalance_megatron.plan.context_groups import Members, first_places, widest_slot
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
-from sparsebalance_megatron.plan.placement.wide_moves import Numbers, Rules, draw_moves
+from sparsebalance_megatron.plan.placement.wide_moves import Kind, Numbers, Rules, draw_moves
 from sparsebalance_megatron.plan.placement.wide_search import improve_widths
 from sparsebalance_megatron.plan.placement.wide_slots import Contents, SlotTable, WideSlots
 from sparsebalance_megatron.plan.placement.wide_start import wide_start
@@ -28,6 +28,16 @@ from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import PlanError
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
+REPLACED = {
+    Kind.POSITIONS: 0,
+    Kind.TRADE: 2,
+    Kind.MERGE: 2,
+    Kind.MERGE_JOIN: 3,
+    Kind.MERGE_HALVE: 3,
+    Kind.HALVE_TAKE: 2,
+    Kind.HALVE: 1,
+}
+"""How many slots a move makes anew: on the same ranks, whatever their widths."""
 SEEDS = st.integers(0, 2**32 - 1)
 SHAPES = st.sampled_from([(4, 4, 2, 1), (8, 2, 1, 1), (4, 4, 2, 2), (2, 3, 4, 1), (4, 1, 1, 1)])
 
@@ -271,6 +281,8 @@ def test_moves_say_what_the_slots_they_make_hold(shape, seed):
                     moves.contents_XYF[move, y], contents.of(list(samples)), rtol=1e-9, atol=1e-9
                 )
                 assert moves.width_XY[move, y] <= shape[0]
+            replaced = REPLACED[Kind(int(moves.kind_X[move]))]
+            assert moves.width_XY[move].sum() == table.width_J[moves.slot_3X[:replaced, move]].sum()
     before = problem.makespans_ms(state.arranged(), sample_2SC).max()
     after = improve_widths(state.arranged(), costs, sample_2SC, rules=rules, plan_ms=20.0)
     assert problem.makespans_ms(after, sample_2SC).max() <= before * (1 + 0.06)
