@@ -34,6 +34,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
             markersize=2,
         )
     above.set_ylabel("attempt (0: left alone)")
+    above.yaxis.get_major_locator().set_params(integer=True)
     for name, colour in _COLOURS.items():
         above.plot([], [], color=colour, label=name)
     for name, mark in _MARKS.items():
