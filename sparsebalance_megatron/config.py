@@ -21,6 +21,7 @@ Granularity = Literal[
     "vertical-slash-last-queries",
 ]
 Overlong = Literal["split", "truncate", "drop"]
+MissingLossMask = Literal["refuse", "train"]
 Device = Literal["auto", "cpu", "cuda"]
 Calibration = Literal["measured", "stages", "off"]
 EvaluationAttention = Literal["sparse", "dense"]
@@ -184,6 +185,10 @@ class SparseBalanceConfig:
 
     overlong: Overlong = "split"
     """What happens to a document longer than the sequence length."""
+
+    missing_loss_mask: MissingLossMask = "refuse"
+    """In a blend where some sources have loss masks, those that have none: refused, or trained on
+    with all of their tokens, as plain text beside conversations may be meant."""
 
     window: int = 1
     """Consecutive global batches that may exchange samples; above 1 the composition of batches

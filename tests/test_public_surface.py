@@ -46,6 +46,7 @@ FLAGS: dict[str, tuple[Any, Any]] = {
     "--sparse-balance-exchange": (("all-gather", "ring", "hierarchical-ring"), "all-gather"),
     "--sparse-balance-cost-table": (str | None, None),
     "--sparse-balance-overlong": (("split", "truncate", "drop"), "split"),
+    "--sparse-balance-missing-loss-mask": (("refuse", "train"), "refuse"),
     "--sparse-balance-window": (int, 1),
     "--sparse-balance-calibration": (("measured", "stages", "off"), "measured"),
     "--sparse-balance-coverage-decay": (float, 0.9),

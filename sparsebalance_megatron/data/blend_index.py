@@ -13,7 +13,7 @@ from operator import add
 
 import numpy as np
 
-from sparsebalance_megatron.config import Overlong
+from sparsebalance_megatron.config import MissingLossMask, Overlong
 from sparsebalance_megatron.data.blend import Blend
 from sparsebalance_megatron.data.documents import Documents
 from sparsebalance_megatron.data.errors import DataError
@@ -168,17 +168,22 @@ class BlendIndex:
         if len(facts) > _SHOWN_SOURCES:
             more = len(facts) - _SHOWN_SOURCES
             lines.append(f"and {more} more sources; the header of steps.jsonl has all")
-        unmasked = [
-            prefix
-            for prefix, index in zip(self._prefixes, self._indices, strict=True)
-            if not index.has_loss_mask
-        ]
-        if 0 < len(unmasked) < len(self._indices):
+        if unmasked := self.without_loss_mask:
             lines.append(
                 f"no loss mask beside {', '.join(unmasked)}, as other sources have: all of their "
                 "tokens are trained on"
             )
         return tuple(lines)
+
+    @property
+    def without_loss_mask(self) -> tuple[str, ...]:
+        """Prefixes of the data sets that have none while others have one."""
+        unmasked = tuple(
+            prefix
+            for prefix, index in zip(self._prefixes, self._indices, strict=True)
+            if not index.has_loss_mask
+        )
+        return unmasked if len(unmasked) < len(self._indices) else ()
 
 
 def open_samples(
@@ -190,16 +195,18 @@ def open_samples(
     seed: int,
     split_weights: str,
     vocab_size: int | None = None,
+    missing_loss_mask: MissingLossMask = "refuse",
 ) -> Samples | None:
     """Open one split of a blend; None if not a single document falls into it.
 
     Args:
         split_weights: Megatron's ``--split``, for blends that all splits share.
+        missing_loss_mask: what happens to data sets without one beside others that have one.
         max_tokens, overlong, seed, vocab_size: see :class:`.samples.SampleIndex`.
 
     Raises:
-        DataError: if files are missing, damaged or yield no sample, or a split has documents of
-            some data sets and none of others.
+        DataError: if files are missing, damaged or yield no sample, a split has documents of some
+            data sets and none of others, or some have a loss mask and others must have one too.
     """
     if len(blend.prefixes) > _MOST_SOURCES:
         raise DataError(f"{blend.place}: {len(blend.prefixes)} data sets; at most {_MOST_SOURCES}")
@@ -230,7 +237,14 @@ def open_samples(
         )
     if len(indices) == 1:
         return indices[0]
-    return BlendIndex(blend.prefixes, indices, blend.weights)
+    samples = BlendIndex(blend.prefixes, indices, blend.weights)
+    if missing_loss_mask == "refuse" and samples.without_loss_mask:
+        raise DataError(
+            f"{blend.place}: no loss mask beside {', '.join(samples.without_loss_mask)}, as other "
+            "sources have; prepare-data writes one for conversations, and "
+            "--sparse-balance-missing-loss-mask train trains on all tokens of such a source"
+        )
+    return samples
 
 
 def index_lengths(blend: Blend, *, max_tokens: int | None, seed: int) -> Samples:

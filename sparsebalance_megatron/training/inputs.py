@@ -255,6 +255,7 @@ def _samples(
         seed=settings.seed,
         split_weights=settings.split,
         vocab_size=settings.shape.vocab_size,
+        missing_loss_mask=config.missing_loss_mask,
     )
 
 

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,6 +53,7 @@ def open_blend(blend: Blend, *, split: str = "train", split_weights: str = "100,
         overlong="split",
         seed=5,
         split_weights=split_weights,
+        missing_loss_mask="train",
     )
     assert isinstance(found, BlendIndex)
     return found
@@ -173,6 +176,18 @@ def test_counts_are_of_all_sources(folder: Path) -> None:
     assert lines[0].startswith(f"source {folder / 'web'}: 51.52% of the samples, ")
     assert lines[-1].startswith(f"no loss mask beside {folder / 'web'}, {folder / 'code'}, as")
     assert "no loss mask" not in " ".join(open_blend(blend_of(folder, "web", "code")).describe())
+
+
+def test_a_source_without_a_mask_beside_masked_ones_is_refused(folder: Path) -> None:
+    arguments: dict[str, Any] = {"max_tokens": 64, "overlong": "split", "seed": 5}
+    message = f"--data-path: no loss mask beside {folder / 'web'}, {folder / 'code'}, as other"
+    with pytest.raises(DataError, match=re.escape(message)):
+        open_samples(blend_of(folder, *NAMES), "train", split_weights="100,0,0", **arguments)
+    for names in (("web", "code"), ("books",)):
+        found = open_samples(
+            blend_of(folder, *names), "train", split_weights="100,0,0", **arguments
+        )
+        assert found is not None
 
 
 def test_splits_cut_every_source(folder: Path) -> None:

@@ -50,6 +50,7 @@ def flags(directory: Path, weights: dict[str, float] = WEIGHTS) -> tuple[str, ..
     words = [word for name in weights for word in (str(weights[name]), str(directory / name))]
     return (
         *(*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, "--data-path", *words),
+        *("--sparse-balance-missing-loss-mask", "train"),
         *("--train-iters", str(STEPS), "--pipeline-model-parallel-size", "2"),
         *("--ckpt-format", "torch_dist", "--override-opt-param-scheduler"),
     )
