@@ -59,7 +59,7 @@ SHORT_FORMS = {
         for name in (
             *("cpu_attention", "end_to_end", "kernel_resources", "kernels"),
             *("host_placements", "overhead", "pipeline_reality", "planning", "quality"),
-            *("recompute", "ring_balance", "router_resources"),
+            *("recompute", "ring_balance", "router_resources", "soak"),
         )
     },
 }

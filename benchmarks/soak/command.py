@@ -10,7 +10,8 @@ for bit. Every step of every attempt must be in the log once, and no process may
 for one per rank that was ended, which Megatron's checkpoint writer keeps and nobody ends.
 The run left alone may not grow in threads, open files or, by more than a twentieth, in memory.
 
-Four ranks over gloo (two data-parallel, two pipeline stages) with evaluation and checkpoints.
+Four ranks over gloo (two data-parallel, two pipeline stages) with evaluation and checkpoints;
+--quick has one pipeline.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ import torch
 from soak.attempt import Attempt, run
 from soak.log import SoakLog, differing_steps, iterations_to_log
 from soak.picture import draw
-from soak.setup import RANKS, flags, write_documents
+from soak.setup import flags, write_documents
 
 _DELAYS = {"delay": 0.05, "delay_s": 0.2}
-_REPORTED = ("steps", "save_every", "kill_every", "seed")
+_REPORTED = ("ranks", "steps", "save_every", "kill_every", "seed")
 _MEMORY_GROWTH = 0.05
 _FULL_DISK_MEGABYTES = 3.0
 """Less than a file of the checkpoint; more than what a run logs."""
@@ -71,7 +72,7 @@ def soak(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
         "steps equal": not differing_steps(SoakLog(directory / "alone").steps(), found),
         "every step logged once": logged == iterations_to_log(attempts)
         and set(logged) == set(range(1, options.steps + 1)),
-        "no process left behind": all(_leaves_nothing(a) for a in (alone, *attempts)),
+        "no process left behind": all(_leaves_nothing(a, options.ranks) for a in (alone, *attempts)),
         "memory, threads and files flat": _is_flat(usage, alone),
     }
     return {
@@ -87,9 +88,9 @@ def soak(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _leaves_nothing(attempt: Attempt) -> bool:
+def _leaves_nothing(attempt: Attempt, ranks: int) -> bool:
     """Of a rank that is killed, the process stays with which Megatron's checkpoint writers talk."""
-    return attempt.orphans <= (0 if attempt.ended == "finished" else RANKS)
+    return attempt.orphans <= (0 if attempt.ended == "finished" else ranks)
 
 
 def machine() -> dict[str, Any]:
@@ -124,7 +125,7 @@ def _disturbed(directory: Path, data: Path, options: argparse.Namespace) -> list
                 kill_at=begun + steps,
                 disturbance=wanted,
                 name=kind,
-                victim=generator.randrange(RANKS),
+                victim=generator.randrange(options.ranks),
             )
         )
         last = attempts[-1]
@@ -148,7 +149,7 @@ def _one(
     return run(
         Attempt(disturbance=name, first_step=begun),
         flags(directory, data, options.steps, options.save_every),
-        ranks=RANKS,
+        ranks=options.ranks,
         disturbance=disturbance,
         output=directory / "output",
         logged_step=lambda: log.last_of_attempt(begun),
@@ -188,7 +189,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="soak.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="write the result here, and a picture beside it")
-    parser.add_argument("--quick", action="store_true", help="six steps")
+    parser.add_argument("--quick", action="store_true", help="six steps of two ranks")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--save-every", type=int, default=20, help="steps between checkpoints")
     parser.add_argument("--kill-every", type=int, default=100, help="steps, on average")
@@ -198,6 +199,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--directory", type=Path, help="keeps both runs; default: a temporary one")
     options = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    options.ranks = 2 if options.quick else 4
     if options.quick:
         # By this seed a rank is killed after step 3, then the disk is full, then it is slow.
         options.steps, options.save_every, options.kill_every, options.seed = 6, 2, 3, 5

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-RANKS = 4
 _VOCABULARY = 256
 _LONGEST_TOKENS = 250
 

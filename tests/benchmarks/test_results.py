@@ -97,7 +97,7 @@ SCHEMAS: dict[str, Any] = {
     "simulate": _SIMULATED,
     "soak": {
         "machine": _MACHINE,
-        "options": dict.fromkeys(("steps", "save_every", "kill_every", "seed")),
+        "options": dict.fromkeys(("ranks", "steps", "save_every", "kill_every", "seed")),
         "passed": None,
         "checks": {"*": None},
         "ended": {"*": None},

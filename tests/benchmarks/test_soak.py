@@ -82,3 +82,15 @@ def test_a_run_resumes_from_its_own_folder(tmp_path: Path) -> None:
     words = flags(tmp_path, tmp_path / "train", steps=12, save_every=3)
     assert words[words.index("--load") + 1] == words[words.index("--save") + 1]
     assert words[words.index("--sparse-balance-calibration") + 1] == "off"
+
+
+@pytest.mark.distributed
+def test_a_killed_and_starved_run_equals_the_one_left_alone(tmp_path: Path) -> None:
+    arguments = ["--quick", "--json", str(tmp_path / "soak.json")]
+    assert command.main(arguments) == 0
+    result = json.loads((tmp_path / "soak.json").read_text())
+    assert all(result["checks"].values())
+    assert [attempt["ended"] for attempt in result["attempts"]] == [
+        *("finished", "killed", "failed", "finished"),
+    ]
+    assert (tmp_path / "soak.svg").is_file()

@@ -120,6 +120,7 @@ def test_splits_may_have_sources_of_their_own(directory: Path, tmp_path: Path) -
         1,
         (
             *(*MODEL_FLAGS, *words, *BALANCE_FLAGS, "--per-split-data-args-path", str(path)),
+            *("--sparse-balance-missing-loss-mask", "train"),
             *("--train-iters", "1", "--eval-iters", "1", "--eval-interval", "1"),
         ),
     ).require_success()
