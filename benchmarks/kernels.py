@@ -65,6 +65,9 @@ OPERATIONS_PER_PAIR = {"forward": 4, "backward": 10, "both": 14}
 POISONED_BYTES = 16 << 30
 PROMISING_TILES = {
     "forward": [
+        Tile(rows=128, columns=128, warps=8, stages=3, descriptors=True),
+        Tile(rows=128, columns=128, warps=8, stages=2, descriptors=True),
+        Tile(rows=128, columns=64, warps=8, stages=4, descriptors=True),
         Tile(rows=128, columns=128, warps=8, stages=2),
         Tile(rows=128, columns=64, warps=8, stages=3),
         Tile(rows=128, columns=64, warps=8, stages=4),
@@ -342,7 +345,7 @@ def _tuned(case: Case, bench: Bench, deadline_s: float) -> dict[str, Any]:
         for kernel, tiles in PROMISING_TILES.items():
             for tile in tiles:
                 name = f"{kernel} {tile.rows} x {tile.columns}, {tile.warps} warps, "
-                name += f"{tile.stages} stages"
+                name += f"{tile.stages} stages" + ", descriptors" * tile.descriptors
                 if time.monotonic() > deadline_s:
                     results[name] = {"error": "left out: no time left"}
                     continue

@@ -72,7 +72,9 @@ def soak(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
         "steps equal": not differing_steps(SoakLog(directory / "alone").steps(), found),
         "every step logged once": logged == iterations_to_log(attempts)
         and set(logged) == set(range(1, options.steps + 1)),
-        "no process left behind": all(_leaves_nothing(a, options.ranks) for a in (alone, *attempts)),
+        "no process left behind": all(
+            _leaves_nothing(a, options.ranks) for a in (alone, *attempts)
+        ),
         "memory, threads and files flat": _is_flat(usage, alone),
     }
     return {

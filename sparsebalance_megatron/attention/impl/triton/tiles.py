@@ -16,12 +16,15 @@ class Tile:
     """Shape of a kernel's inner product and how it is compiled.
 
     ``rows``: queries of one tile; ``columns``: keys of one tile. Both shrink to fit a block.
+    ``descriptors``: tiles of past blocks are copied by Hopper's tensor memory accelerator, not by
+    address; of the forward kernel for selections by query block alone.
     """
 
     rows: int
     columns: int
     warps: int
     stages: int
+    descriptors: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
