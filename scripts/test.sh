@@ -10,4 +10,5 @@
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 set_up tools data test
 export OMP_NUM_THREADS=1 # files and training ranks run side by side
-exec python -m pytest --numprocesses 2 --dist loadfile --durations=10 "$@"
+# In the order of tests/conftest.py, which begins with the longest files.
+exec python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations=10 "$@"

@@ -28,6 +28,11 @@ settings.register_profile(
 settings.load_profile("sparse-balance")
 
 
+LONGEST_FILES = ("attention/test_triton_interpreted.py", "benchmarks/", "training/")
+"""Where a file takes minutes. They are begun first: processes that run files side by side then end
+together."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--damage", type=int, default=120, help="damaged copies of every file format to read"
@@ -77,7 +82,9 @@ class OutcomeLog:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip layouts that nobody asked for, and ``gpu`` where no CUDA device is visible."""
+    """Longest files first. Skip layouts that nobody asked for, and ``gpu`` where no CUDA device is
+    visible."""
+    items.sort(key=lambda item: not item.nodeid.removeprefix("tests/").startswith(LONGEST_FILES))
     if not config.getoption("--matrix"):
         for item in items:
             name = getattr(item, "callspec", None) and item.callspec.params.get("name")

@@ -114,7 +114,8 @@ def test_selections_by_token_are_measured(tmp_path: Path) -> None:
 
 
 def test_tuning_times_every_promising_tile(tmp_path: Path) -> None:
-    results = _run_interpreted(tmp_path, "--tokens", "32", "--tune")
+    small = ("--tokens", "16", "--query-heads", "2", "--kv-heads", "1")
+    results = _run_interpreted(tmp_path, *small, "--tune")
     promising = sum(len(tiles) for tiles in kernels.PROMISING_TILES.values())
     for case in results["cases"].values():
         assert len(case) == 1 + promising
