@@ -100,9 +100,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _exchange_report(table: CostTable, model: CostModel) -> str:
     from sparsebalance_megatron.cost.exchange import gigabytes_per_second
 
-    widths = ", ".join(map(str, sorted({row.width for row in table.exchanges})))
     received = gigabytes_per_second(model.exchange.ms_per_byte)
-    return f"rows shared by {widths} ranks: each receives {received:.3g} GB/s"
+    return "\n".join(
+        f"rows shared by {width} ranks: each receives {received / slowness:.3g} GB/s"
+        for width, slowness in model.exchange.width_slowness
+    )
 
 
 def _report(what: str, errors: dict[tuple[Part, Direction], FitError]) -> str:

@@ -41,12 +41,16 @@ class Exchange:
         bytes_per_token: keys and values of a token in a layer, on one tensor-parallel rank.
         gradient_bytes_per_token: likewise, of their gradients.
         ms_per_byte: of what a rank receives.
+        width_slowness: (width, factor) in rising order: slots so wide take ``factor`` times as long
+            for a byte, as where they reach beyond a node. A width between two takes the wider one's
+            factor, one beyond all the last; without any, all widths are alike.
         loss: by which share the work of a rank exceeds an even split of the whole.
     """
 
     bytes_per_token: float = 0.0
     gradient_bytes_per_token: float = 0.0
     ms_per_byte: float = ms_per_byte(NOMINAL_GIGABYTES_PER_SECOND)
+    width_slowness: tuple[tuple[int, float], ...] = ()
     loss: float = 0.05
 
     @classmethod
@@ -64,18 +68,31 @@ class Exchange:
         )
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        numbers = {name: value for name, value in vars(self).items() if name != "width_slowness"}
+        numbers |= {f"slowness of width {width}": value for width, value in self.width_slowness}
+        for name, value in numbers.items():
             if not (math.isfinite(value) and value >= 0.0):
                 raise ValueError(f"exchange: {name} is {value}, must be finite and at least 0")
+        widths = [width for width, _ in self.width_slowness]
+        if widths != sorted(set(widths)):
+            raise ValueError(f"exchange: width_slowness has widths {widths}, which must rise")
 
     def ms_per_token(self, direction: Direction) -> float:
         """Ms per token and layer of a slot so wide that ranks receive all of it.
 
-        One of width W takes (W - 1) / W of that.
+        A slot takes :meth:`received_share` of that.
         """
         backward = direction is Direction.BACKWARD
         received = self.bytes_per_token + backward * self.gradient_bytes_per_token
         return received * self.ms_per_byte
+
+    def received_share(self, width: int) -> float:
+        """Of ``ms_per_token``, what a slot takes: (W - 1) / W, and by how much its width slows."""
+        if width == 1:
+            return 0.0
+        wider = (factor for known, factor in self.width_slowness if known >= width)
+        last = self.width_slowness[-1][1] if self.width_slowness else 1.0
+        return (width - 1) / width * next(wider, last)
 
     def share(self, width: int) -> float:
         """Of the work of a slot, what each of its ranks does."""

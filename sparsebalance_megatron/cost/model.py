@@ -8,7 +8,7 @@ lengths that were not measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -17,7 +17,13 @@ from sparsebalance_megatron.config import DEFAULT_SELECTION, ConfigError
 from sparsebalance_megatron.cost.exchange import Exchange, ms_per_byte
 from sparsebalance_megatron.cost.features import FEATURES
 from sparsebalance_megatron.cost.parts import Direction, Part
-from sparsebalance_megatron.cost.table import CostRow, CostTable, CostTableError, ModelShape
+from sparsebalance_megatron.cost.table import (
+    CostRow,
+    CostTable,
+    CostTableError,
+    ExchangeRow,
+    ModelShape,
+)
 from sparsebalance_megatron.cost.work_model import WORK_MODELS, WorkModel, work_model_named
 
 _FOLDS = 5
@@ -118,8 +124,9 @@ class CostModel:
         return replace(self, backward_ms=backward_ms)
 
     def with_bandwidth(self, gigabytes_per_second: float) -> CostModel:
-        """A model whose exchange runs at a bandwidth that a rank receives with."""
-        exchange = replace(self.exchange, ms_per_byte=ms_per_byte(gigabytes_per_second))
+        """A model whose exchange runs at a bandwidth that a rank receives with, at every width."""
+        rate = ms_per_byte(gigabytes_per_second)
+        exchange = replace(self.exchange, ms_per_byte=rate, width_slowness=())
         return replace(self, exchange=exchange)
 
     @classmethod
@@ -195,16 +202,23 @@ def _exchange(shape: ModelShape, dtype: str = "bfloat16") -> Exchange:
 
 
 def _measured_exchange(table: CostTable) -> Exchange:
-    """The model's, at the measured time per byte where there is one.
-
-    Least squares on relative errors: with x bytes per measured ms, sum(x) / sum(x^2) ms per byte.
-    """
+    """The model's, at the measured time per byte of each width where there are any."""
     exchange = _exchange(table.identity.shape, table.identity.dtype)
-    bytes_per_ms = np.array([row.received_bytes / row.ms_median for row in table.exchanges])
-    if not len(bytes_per_ms):
+    ms_per_byte_W = {
+        width: _fitted_ms_per_byte([row for row in table.exchanges if row.width == width])
+        for width in sorted({row.width for row in table.exchanges})
+    }
+    if not ms_per_byte_W:
         return exchange
-    fitted = float(bytes_per_ms.sum() / (bytes_per_ms**2).sum())
-    return replace(exchange, ms_per_byte=float(f"{fitted:.6g}"))
+    narrowest = next(iter(ms_per_byte_W.values()))
+    slowness = tuple((width, value / narrowest) for width, value in ms_per_byte_W.items())
+    return replace(exchange, ms_per_byte=narrowest, width_slowness=slowness)
+
+
+def _fitted_ms_per_byte(rows: Sequence[ExchangeRow]) -> float:
+    """Least squares on relative errors: with x bytes per measured ms, sum(x) / sum(x^2)."""
+    bytes_per_ms = np.array([row.received_bytes / row.ms_median for row in rows])
+    return float(f"{bytes_per_ms.sum() / (bytes_per_ms**2).sum():.6g}")
 
 
 def fit_errors(model: CostModel, table: CostTable) -> dict[tuple[Part, Direction], FitError]:

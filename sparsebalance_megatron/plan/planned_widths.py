@@ -7,6 +7,9 @@ backward.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 import numpy as np
 
 from sparsebalance_megatron.plan.budgets.tune import TunedBudgets
@@ -109,13 +112,25 @@ def _bound_ms(problem: StepProblem, sample_2SC: np.ndarray) -> float:
 
 
 def _best_start(problem: StepProblem, sample_2SC: np.ndarray, rules: Rules) -> Arrangement:
-    """Of starts that share samples more and less eagerly, that with the shortest step."""
+    """Of starts that share samples more and less eagerly, that with the shortest step.
+
+    Where bytes travel more slowly between many ranks than between few, also of starts with no slot
+    wider than that.
+    """
     starts: list[Arrangement] = []
     failure: PlanError | None = None
-    for most_over_mean in _STARTS:
+    slowness = {factor for _, factor in problem.costs.exchange.width_slowness}
+    halvings = max(1, rules.max_width.bit_length() - 1) if len(slowness) > 1 else 1
+    widest = (rules.max_width >> halving for halving in range(halvings))
+    for most_over_mean, max_width in product(_STARTS, widest):
         try:
             starts.append(
-                wide_start(sample_2SC.sum(axis=(0, 2)), problem.costs, rules, most_over_mean)
+                wide_start(
+                    sample_2SC.sum(axis=(0, 2)),
+                    problem.costs,
+                    replace(rules, max_width=max_width),
+                    most_over_mean,
+                )
             )
         except PlanError as error:
             failure = error

@@ -91,13 +91,19 @@ class StepCosts:
         widths = range(1, self.job.data_parallel_size + 1)
         return np.array([0.0, *map(self.exchange.share, widths)])
 
+    @cached_property
+    def received_W(self) -> np.ndarray:
+        """Of ``exchange_2SC``, what a slot of width 0 (none) to R takes."""
+        widths = range(1, self.job.data_parallel_size + 1)
+        return np.array([0.0, *map(self.exchange.received_share, widths)])
+
     def wide_ms(self, sample_2SC: np.ndarray, width_S: np.ndarray) -> np.ndarray:
         """Ms of samples on each rank of slots so wide, from those on a rank by itself, [2, S, C].
 
         A part of the work, all that every sequence takes, and what it receives of the others.
         """
         share_S1 = self.share_W[width_S][:, None]
-        received_S1 = ((width_S - 1) / width_S)[:, None]
+        received_S1 = self.received_W[width_S][:, None]
         whole_21C = self.sequence_2C[:, None]
         shared_2SC = whole_21C + (sample_2SC - whole_21C) * share_S1
         wide_2SC = shared_2SC + self.exchange_2SC * received_S1

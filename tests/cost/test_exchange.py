@@ -51,3 +51,22 @@ def test_measured_exchanges_give_the_time_of_a_byte(measure: Callable[..., CostT
         assert lowest * (1 - 1e-5) <= fitted <= highest * (1 + 1e-5)
     faster = CostModel.fit(measure()).with_bandwidth(200.0)
     assert faster.exchange.ms_per_byte == pytest.approx(ms_per_byte(50.0) / 4)
+
+
+def test_widths_that_reach_beyond_a_node_are_slower(measure: Callable[..., CostTable]) -> None:
+    """A byte takes as long at a width as was measured there."""
+    rows = tuple(
+        ExchangeRow(width=width, received_bytes=10**6, ms_median=ms, ms_spread=0.0, repeats=3)
+        for width, ms in ((8, 0.4), (2, 0.01), (4, 0.012))
+    )
+    model = CostModel.fit(replace(measure(), exchanges=rows))
+    assert model.exchange.ms_per_byte == 1e-8
+    shares = [model.exchange.received_share(width) for width in (1, 2, 3, 4, 8, 16)]
+    assert shares == pytest.approx([0, 1 / 2, 1.2 * 2 / 3, 1.2 * 3 / 4, 40 * 7 / 8, 40 * 15 / 16])
+    assert model.with_bandwidth(50.0).exchange.received_share(8) == 7 / 8
+
+
+@pytest.mark.parametrize("slowness", [((4, 1.0), (2, 2.0)), ((2, -1.0),), ((2, float("nan")),)])
+def test_bad_slowness_is_refused(slowness: tuple[tuple[int, float], ...]) -> None:
+    with pytest.raises(ValueError, match="exchange: "):
+        Exchange(width_slowness=slowness)

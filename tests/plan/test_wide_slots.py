@@ -211,6 +211,22 @@ def test_what_a_shared_slot_costs():
     np.testing.assert_allclose(shared[:, :, 0, 0, 0], np.tile(wanted[:, None], (1, 4)), rtol=1e-9)
 
 
+@pytest.mark.parametrize(("beyond_two", "widest"), [(1.0, 4), (1e6, 2)])
+def test_slots_stay_where_bytes_are_fast(beyond_two: float, widest: int):
+    """A giant lies on all ranks, unless the network between pairs of them is slow."""
+    given_ = arguments((4, 4), 0, size=4, tuning="off")
+    given_["lengths_tokens"] = [60000, *[600] * 63]
+    given_["policy"] = replace(given_["policy"], context_parallel="dynamic", max_context_parallel=4)
+    exchange = Exchange(
+        bytes_per_token=1.0,
+        gradient_bytes_per_token=2.0,
+        ms_per_byte=1e-6,
+        width_slowness=((2, 1.0), (4, beyond_two)),
+    )
+    plan = planned(**given_ | {"cost": replace(given_["cost"], exchange=exchange)})
+    assert max(slot.width for slot in plan.slots) == widest
+
+
 def test_planned_widths_are_never_slower_than_equal_ones():
     for seed in range(3):
         given_ = arguments((4, 4, 2, 1), seed, size=1, c=2, coverage_target="base")

@@ -42,7 +42,7 @@ class Contents:
         self._constant = costs.constant_2C.reshape(-1)
         self._sequence = costs.sequence_2C.reshape(-1)
         self._share_W = costs.share_W
-        self._received_W = 1.0 - 1.0 / np.maximum(np.arange(len(costs.share_W)), 1)
+        self._received_W = costs.received_W
         self._slowness_WRC = _slowness_of_slots(costs)
 
     def of(self, samples: list[int]) -> np.ndarray:
