@@ -26,7 +26,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from sparsebalance_megatron.training.resume import resume_advice
 
-QUIET_S = 3.0
+QUIET_S = 6.0
 """Nobody else has left a word for so long: the others hang, or wait for who did."""
 LONGEST_WAIT_S = 20.0
 _POLL_S = 0.2
