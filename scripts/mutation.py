@@ -42,7 +42,8 @@ LEAST_LIMIT_S = 10.0
 """CPU time that a change may take, beside three times what the tests take without it."""
 _MEMORY_BYTES = 14 << 30
 WIDE = "tests/plan/test_wide_slots.py"
-TOKENS = "tests/attention/test_api.py"
+CONTRACT = "tests/attention/test_kernel_contract.py"
+ATTENTION = "tests/attention/test_api.py"
 TESTS: dict[str, tuple[str, ...]] = {
     "plan/budgets/": ("tests/plan/budgets/test_tune.py", "tests/plan/budgets/test_price.py"),
     "plan/placement/wide_": (WIDE,),
@@ -64,7 +65,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/attention/selectors/test_memory.py",
     ),
     "attention/impl/dense_documents": ("tests/attention/test_dense_documents.py",),
-    "attention/": (TOKENS,),
+    "attention/": (CONTRACT, ATTENTION),
     "data/tokenizer": ("tests/data/test_prepare.py", "tests/bad_inputs/test_models.py"),
     "data/blend": ("tests/data/test_blend_index.py", "tests/data/test_blend.py"),
     "data/": (
