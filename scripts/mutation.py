@@ -58,7 +58,10 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/plan/test_golden_plans.py",
     ),
     "cost/": ("tests/cost/test_model.py", "tests/cost/test_stage_calibration.py"),
-    "attention/context_parallel/": ("tests/attention/context_parallel/test_exchange.py",),
+    "attention/context_parallel/": (
+        *("tests/attention/context_parallel/test_parts.py", CONTRACT),
+        "tests/attention/context_parallel/test_shard.py",
+    ),
     "attention/selectors/vertical_slash": ("tests/attention/selectors/test_vertical_slash.py",),
     "attention/selectors/": (
         *("tests/attention/selectors/test_block_topk.py", "tests/attention/test_causality.py"),
