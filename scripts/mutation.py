@@ -18,15 +18,18 @@ import importlib.util
 import json
 import math
 import os
+import queue
 import random
 import resource
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -94,17 +97,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     deadline_s = time.monotonic() + 60 * options.minutes
     state = _begin(options)
     with tempfile.TemporaryDirectory() as directory:
-        copy = copied(Path(directory))
-        wanted = _wanted(state, options.again)
-        for done, mutant in enumerate(wanted):
-            if time.monotonic() > deadline_s:
-                print(f"{len(wanted) - done} are left: the same command goes on")
-                break
-            mutant |= _outcome(copy, mutant, state["tests_s"], options.longest_s)
-            _write(options.json, state)
-            print(f"{mutant['outcome']}: {mutant['path']}:{mutant['line']}: {mutant['change']}")
+        copies = [copied(Path(directory) / str(n)) for n in range(options.processes)]
+        left = _judge(_wanted(state, options.again), copies, state, options, deadline_s)
+    if left:
+        print(f"{left} are left: the same command goes on")
     print(json.dumps(_score(state["drawn"])))
     return 0
+
+
+def _judge(
+    wanted: Sequence[dict[str, Any]],
+    copies: Sequence[Path],
+    state: dict[str, Any],
+    options: argparse.Namespace,
+    deadline_s: float,
+) -> int:
+    """Give the wanted changes their outcomes, one at a time in every copy; how many had to wait."""
+    free: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    for copy in copies:
+        free.put(copy)
+    writing = threading.Lock()
+
+    def judge(mutant: dict[str, Any]) -> bool:
+        if time.monotonic() > deadline_s:
+            return False
+        copy = free.get()
+        try:
+            outcome = _outcome(copy, mutant, state["tests_s"], options.longest_s)
+        finally:
+            free.put(copy)
+        with writing:
+            mutant |= outcome
+            _write(options.json, state)
+            print(f"{mutant['outcome']}: {mutant['path']}:{mutant['line']}: {mutant['change']}")
+        return True
+
+    with ThreadPoolExecutor(len(copies)) as pool:
+        return len(wanted) - sum(pool.map(judge, wanted))
 
 
 def _begin(options: argparse.Namespace) -> dict[str, Any]:
@@ -167,6 +196,7 @@ def _source(path: str) -> str:
 def copied(directory: Path) -> Path:
     """A copy of what the tests need, without compiled files, which could be older than a change."""
     ignored = shutil.ignore_patterns("__pycache__", "results")
+    directory.mkdir(parents=True, exist_ok=True)
     for name in NEEDED:
         if (REPOSITORY / name).is_dir():
             shutil.copytree(REPOSITORY / name, directory / name, ignore=ignored)
@@ -300,6 +330,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--longest-s", type=float, default=60.0, help="test files that take longer are not run"
     )
+    parser.add_argument("--processes", type=int, default=1, help="changes judged side by side")
     parser.add_argument("--again", action="store_true", help="run anew what was not killed")
     return parser.parse_args(sys.argv[1:] if argv is None else argv)
 

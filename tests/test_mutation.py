@@ -149,7 +149,7 @@ def test_a_whole_run_goes_on_where_it_was_cut_off(tmp_path: Path, scripts: Any) 
     }
     test = folder / "tests" / "plan" / "test_limit.py"
     test.write_text(test.read_text().replace("(-2, 3, 4)] == [0,", "(-1, 3, 4)] == [0,"))
-    again = run("--sample", "100", "--again")
+    again = run("--sample", "100", "--again", "--processes", "2")
     assert {m["change"] for m in again["drawn"] if m["outcome"] == "survived"} == {
         "x > 3 -> x >= 3"
     }

@@ -9,17 +9,19 @@ dense attention.
 
 Arms run seed by seed, what the others are compared with first. A run that has finished with the
 same settings is not run again, and --json is brought up to date after every run, so that the
-command may be stopped and started. --page rewrites the tables of a page from --json, and trains
+command may be stopped and started. With --beside, what an earlier table has is not run again,
+and stands in the new one beside what was. --page rewrites the tables of a page from --json, and trains
 nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from end_to_end.command import machine
 from quality.arms import ARMS, DENSE, FIXED, OURS, RANDOM, in_order
 from quality.launch import QualityError, budgets_file, execute, prepared_data
 from quality.page import rewrite
-from quality.results import assemble, load, save, write_json
+from quality.results import assemble, beside, load, save, seeds_of, write_json
 from quality.run_spec import RunSpec
 from quality.tasks import DEFAULT_TASKS, RECALL, STUDIES, describe, study_of
 
@@ -69,11 +71,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--finished", action="store_true", help="table of what has finished; trains nothing")
     add("--seeds", nargs="+", type=int, help="default: 0 1 2")
     add("--steps", type=int, help="of every run; default: what each model needs")
+    add("--beside", type=Path, metavar="TABLE", help="an earlier --json, whose runs are kept")
     add("--directory", type=Path, help="keeps data and finished runs; default: a temporary one")
     add("--page", type=Path, help="rewrite this page's tables from --json, and stop")
     options = parser.parse_args(argv)
     if options.page is not None and options.json is None:
         parser.error("--page needs --json, which it is made of")
+    if options.beside is not None and not options.beside.exists():
+        parser.error(f"--beside {options.beside}: no such file")
     if options.steps is not None and options.steps < 4:
         parser.error(f"--steps {options.steps}: must be at least 4")
     quick = options.quick
@@ -86,8 +91,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def run_all(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Train and score whatever is missing; gives the table."""
-    specs = list(planned_runs(options, directory.resolve()))
+    earlier = _earlier(options)
+    specs = lacking(list(planned_runs(options, directory.resolve())), earlier["tasks"])
     finished: list[tuple[RunSpec, dict[str, Any]]] = []
+    table: dict[str, Any] = earlier["tasks"]
     for number, spec in enumerate(specs):
         found = load(spec)
         what = f"[{number + 1}/{len(specs)}] {spec.study_name} {spec.arm_name} seed {spec.seed}"
@@ -104,8 +111,44 @@ def run_all(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
         table = assemble(finished, options.tasks)
         print(f"{what}; {_in_short(table, spec)}", flush=True)
         if options.json is not None:
-            write_json(options.json, _file(options, table))
-    return table
+            write_json(options.json, _file(options, beside(table, earlier["tasks"]), earlier))
+    everything = beside(table, earlier["tasks"])
+    if options.json is not None and not specs:
+        write_json(options.json, _file(options, everything, earlier))
+    return everything
+
+
+def lacking(specs: Sequence[RunSpec], table: Mapping[str, Any]) -> list[RunSpec]:
+    """Runs that a table lacks, and those whose budgets they replay."""
+    known = seeds_of(table)
+    absent = [each for each in specs if each.seed not in known.get(_study_and_arm(each), ())]
+    replayed = {(each.study_name, each.arm.replays, each.seed) for each in absent}
+    return [
+        each for each in specs if each in absent or (*_study_and_arm(each), each.seed) in replayed
+    ]
+
+
+def _study_and_arm(spec: RunSpec) -> tuple[str, str]:
+    return spec.study_name, spec.arm_name
+
+
+def _earlier(options: argparse.Namespace) -> dict[str, Any]:
+    """The table of --beside, or an empty one.
+
+    Raises:
+        QualityError: its models are others.
+    """
+    if options.beside is None:
+        return {"tasks": {}, "settings": {"seeds": []}, "machine": {"cpu": ""}}
+    earlier: dict[str, Any] = json.loads(options.beside.read_text(encoding="utf-8"))
+    asked = _studies(options)
+    for name, study in earlier["settings"]["studies"].items():
+        if study != asked.get(name, study) or earlier["quick"] != options.quick:
+            raise QualityError(
+                f"--beside {options.beside}: its models of {name} were trained otherwise; "
+                f"{study} there, {asked.get(name)} here"
+            )
+    return earlier
 
 
 def planned_runs(options: argparse.Namespace, directory: Path) -> Iterator[RunSpec]:
@@ -162,18 +205,26 @@ def _in_short(table: dict[str, Any], spec: RunSpec) -> str:
     return "; ".join(parts)
 
 
-def _file(options: argparse.Namespace, table: dict[str, Any]) -> dict[str, Any]:
-    studies = {study_of(task).name: study_of(task) for task in options.tasks}
+def _file(
+    options: argparse.Namespace, table: dict[str, Any], earlier: dict[str, Any]
+) -> dict[str, Any]:
+    here = machine("cpu")
+    cpus = dict.fromkeys([*filter(None, earlier["machine"]["cpu"].split(" and ")), here["cpu"]])
     return {
         "benchmark": "quality",
         "quick": options.quick,
         "tasks": table,
-        "machine": machine("cpu"),
+        "machine": here | {"cpu": " and ".join(cpus)},
         "settings": {
-            "seeds": options.seeds,
-            "studies": {
-                name: describe(study) | {"steps": options.steps or study.steps}
-                for name, study in studies.items()
-            },
+            "seeds": sorted({*earlier["settings"]["seeds"], *options.seeds}),
+            "studies": earlier["settings"].get("studies", {}) | _studies(options),
         },
+    }
+
+
+def _studies(options: argparse.Namespace) -> dict[str, Any]:
+    studies = {study_of(task).name: study_of(task) for task in options.tasks}
+    return {
+        name: describe(study) | {"steps": options.steps or study.steps}
+        for name, study in studies.items()
     }

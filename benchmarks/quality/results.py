@@ -16,6 +16,8 @@ from quality.run_spec import RunSpec
 from quality.tasks import Task, study_of
 
 RESULT = "result.json"
+SCATTER = "scatter"
+"""Single documents, of the first seed alone."""
 _OF_RUN = (
     *("seconds", "cpu_seconds", "training_loss", "coverage", "coverage_base"),
     *("budget_mean", "budget_deviation", "budget_quantiles", "work_ratio"),
@@ -78,10 +80,45 @@ def assemble(
                 arm = arms.setdefault(spec.arm_name, {"seeds": []} | {key: [] for key in figures})
                 arm["seeds"].append(spec.seed)
                 for key, value in figures.items():
-                    if key != "scatter" or not arm[key]:
+                    if key != SCATTER or not arm[key]:
                         arm[key].append(value)
         table[name] = arms
     return table
+
+
+def seeds_of(table: Mapping[str, Any]) -> dict[tuple[str, str], set[int]]:
+    """Of every study and arm, the seeds that all tasks of the study have in the table."""
+    found: dict[tuple[str, str], set[int]] = {}
+    for name, arms in table.items():
+        for arm, figures in arms.items():
+            key, seeds = (study_of(name).name, arm), set(figures["seeds"])
+            found[key] = found.get(key, seeds) & seeds
+    return found
+
+
+def beside(table: Mapping[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """Two tables in one, by seed; where both have a run, that of ``earlier``."""
+    names = [*earlier, *(name for name in table if name not in earlier)]
+    return {name: _arms_beside(table.get(name, {}), earlier.get(name, {})) for name in names}
+
+
+def _arms_beside(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(old) | {
+        arm: _seeds_beside(figures, old[arm]) if arm in old else figures
+        for arm, figures in new.items()
+    }
+
+
+def _seeds_beside(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    added = [n for n, seed in enumerate(new["seeds"]) if seed not in old["seeds"]]
+    seeds = [*old["seeds"], *(new["seeds"][n] for n in added)]
+    order = sorted(range(len(seeds)), key=seeds.__getitem__)
+    both = {}
+    for key, values in old.items():
+        joined = values if key == SCATTER else [*values, *(new[key][n] for n in added)]
+        # Runs that were not probed have no place in the lists of those that were.
+        both[key] = [joined[n] for n in order] if len(joined) == len(seeds) else joined
+    return both
 
 
 def _figures(task: Task, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,5 +139,5 @@ def _figures(task: Task, found: Mapping[str, Any]) -> dict[str, Any]:
     if "probe" in scored:
         figures["proxy"] = asdict(proxy_of(scored["probe"]))
         figures["by_budget"] = by_budget(scored["probe"])
-        figures["scatter"] = scatter(scored["probe"])
+        figures[SCATTER] = scatter(scored["probe"])
     return figures | {name: found[name] for name in _OF_RUN}

@@ -20,7 +20,7 @@ from harness import REPOSITORY, python_environment
 from quality import text
 from quality.arm_session import ArmScheduler, with_expensive_attention
 from quality.arms import ARMS, DENSE, FIXED, OURS, PAPER, RANDOM, in_order
-from quality.command import parse, planned_runs, verdict
+from quality.command import lacking, main, parse, planned_runs, verdict
 from quality.correlation import by_budget, proxy_of, scatter
 from quality.documents import Document
 from quality.intervals import difference, interval, of_arm
@@ -29,7 +29,7 @@ from quality.lookup import DEPTHS, Lookup
 from quality.masked_attention import masked_attention
 from quality.page import BEGIN, END, with_tables
 from quality.proxy import block_mass, kept_mass_S
-from quality.results import assemble, load, save
+from quality.results import assemble, beside, load, save, seeds_of
 from quality.run_spec import RunSpec
 from quality.scoring import in_rows
 from quality.scoring_sums import Tally, added
@@ -43,6 +43,7 @@ from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import Part
 
 LOOKUPS = pytest.mark.parametrize("lookup", [STACKED, Lookup(stacked=False)])
+RESULT = REPOSITORY / "benchmarks" / "results" / "quality.json"
 SPEC = RunSpec(
     study_name="lookup",
     arm_name=FIXED,
@@ -314,6 +315,51 @@ def test_a_finished_run_is_known_by_its_settings(tmp_path: Path) -> None:
     assert load(spec) == {"seconds": 1.0}
     assert load(replace(spec, steps=5)) is None
     assert load(RunSpec.read(str(spec.write()))) == {"seconds": 1.0}
+
+
+def test_an_earlier_table_stands_beside_new_runs(tmp_path: Path) -> None:
+    def table(*runs: tuple[str, int, float]) -> dict[str, Any]:
+        specs = [replace(SPEC, study_name="lookup", arm_name=a, seed=s) for a, s, _ in runs]
+        found = [finding(right, probe=True) for *_, right in runs]
+        return assemble(list(zip(specs, found, strict=True)), ["recall", "needle"])
+
+    earlier = table((FIXED, 0, 0.5), (FIXED, 2, 0.7), (DENSE, 0, 0.9))
+    new = table((FIXED, 1, 0.6), (FIXED, 2, 0.8), (OURS, 0, 0.4))
+    both = beside(new, earlier)
+    assert both == table(
+        (FIXED, 0, 0.5), (FIXED, 1, 0.6), (FIXED, 2, 0.7), (DENSE, 0, 0.9), (OURS, 0, 0.4)
+    )
+    assert beside({}, earlier) == earlier == beside(earlier, {})
+    assert seeds_of(both)["lookup", FIXED] == {0, 1, 2}
+    options = parse(["--arms", DENSE, FIXED, RANDOM, "--seeds", "0", "1", "--tasks", "recall"])
+    left = lacking(list(planned_runs(options, tmp_path)), both)
+    # OURS of seed 0 is there, and yet run: RANDOM takes its budgets, which no table holds.
+    assert [(each.seed, each.arm_name) for each in left] == [
+        *((0, OURS), (0, RANDOM)),
+        *((1, DENSE), (1, OURS), (1, RANDOM)),
+    ]
+
+
+def test_tables_of_other_models_are_no_company(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = json.loads(RESULT.read_text("utf-8"))
+    table["settings"]["studies"]["lookup"]["steps"] += 1
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text(json.dumps(table), "utf-8")
+    assert main(["--beside", str(earlier), "--finished"]) == 1
+    assert "models of lookup were trained otherwise" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        parse(["--beside", str(tmp_path / "none.json")])
+
+
+def test_a_table_that_lacks_nothing_is_kept(tmp_path: Path) -> None:
+    again = tmp_path / "again.json"
+    arguments = ["--arms", DENSE, FIXED, "--seeds", "0", "1", "2"]
+    assert main([*arguments, "--beside", str(RESULT), "--json", str(again)]) == 0
+    found, earlier = (json.loads(path.read_text("utf-8")) for path in (again, RESULT))
+    assert found["tasks"] == earlier["tasks"]
+    assert found["settings"] == earlier["settings"]
 
 
 def test_intervals_are_those_of_student() -> None:

@@ -175,6 +175,16 @@ def test_a_sample_over_the_cap_gets_the_least_width_that_holds_it():
         planned(**narrow)
 
 
+def test_a_shared_slot_holds_its_cap_for_every_rank():
+    given_ = arguments(
+        (2, 1), 0, context_parallel="dynamic", max_context_parallel=2, max_tokens_per_slot=1000
+    )
+    (slot,) = planned(**given_ | {"lengths_tokens": [1900, 100]}).slots
+    assert (slot.width, sorted(slot.lengths_tokens)) == (2, [100, 1900])
+    with pytest.raises(PlanError, match=r"101 tokens.*fits in no slot of 1000 tokens per rank"):
+        planned(**given_ | {"lengths_tokens": [1900, 101]})
+
+
 @pytest.mark.parametrize("tuning", ["off", "anchor", "makespan"])
 @pytest.mark.parametrize("batching", ["arrival", "latency", "makespan"])
 def test_static_widths_are_those_of_the_job(tuning, batching):
