@@ -17,20 +17,20 @@ import argparse
 import importlib.util
 import json
 import math
+import multiprocessing
 import os
-import queue
 import random
 import resource
 import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,43 +97,70 @@ def main(argv: Sequence[str] | None = None) -> int:
     deadline_s = time.monotonic() + 60 * options.minutes
     state = _begin(options)
     with tempfile.TemporaryDirectory() as directory:
-        copies = [copied(Path(directory) / str(n)) for n in range(options.processes)]
-        left = _judge(_wanted(state, options.again), copies, state, options, deadline_s)
+        try:
+            left = _judge(state, options, Path(directory), deadline_s)
+        except BrokenTestsError as error:
+            raise SystemExit(str(error)) from None
     if left:
         print(f"{left} are left: the same command goes on")
     print(json.dumps(_score(state["drawn"])))
     return 0
 
 
-def _judge(
-    wanted: Sequence[dict[str, Any]],
-    copies: Sequence[Path],
-    state: dict[str, Any],
-    options: argparse.Namespace,
-    deadline_s: float,
-) -> int:
-    """Give the wanted changes their outcomes, one at a time in every copy; how many had to wait."""
-    free: queue.SimpleQueue[Path] = queue.SimpleQueue()
-    for copy in copies:
-        free.put(copy)
-    writing = threading.Lock()
+class BrokenTestsError(RuntimeError):
+    """Tests that cannot be run, or that fail with nothing changed."""
 
-    def judge(mutant: dict[str, Any]) -> bool:
-        if time.monotonic() > deadline_s:
-            return False
-        copy = free.get()
-        try:
-            outcome = _outcome(copy, mutant, state["tests_s"], options.longest_s)
-        finally:
-            free.put(copy)
-        with writing:
+
+def _judge(
+    state: dict[str, Any], options: argparse.Namespace, directory: Path, deadline_s: float
+) -> int:
+    """Give the changes that lack one an outcome, each process in a copy of its own.
+
+    Returns:
+        How many it did not come to.
+    """
+    wanted = _wanted(state, options.again)
+    # Forked, since a process that has imported the libraries is what tests are started from.
+    forked = multiprocessing.get_context("fork")
+    judge = partial(_judged, tests_s=state["tests_s"], options=options, deadline_s=deadline_s)
+    left = 0
+    with ProcessPoolExecutor(options.processes, forked, _begin_process, (directory,)) as pool:
+        for mutant, (outcome, tests_s) in zip(wanted, pool.map(judge, wanted), strict=True):
+            state["tests_s"] |= tests_s
+            if outcome is None:
+                left += 1
+                continue
             mutant |= outcome
             _write(options.json, state)
             print(f"{mutant['outcome']}: {mutant['path']}:{mutant['line']}: {mutant['change']}")
-        return True
+    return left
 
-    with ThreadPoolExecutor(len(copies)) as pool:
-        return len(wanted) - sum(pool.map(judge, wanted))
+
+def _begin_process(directory: Path) -> None:
+    global _copy
+    _copy = copied(directory / str(os.getpid()))
+
+
+_copy = Path()
+"""Of the repository, in which this process makes changes."""
+
+
+def _judged(
+    mutant: dict[str, Any],
+    *,
+    tests_s: dict[str, float],
+    options: argparse.Namespace,
+    deadline_s: float,
+) -> tuple[dict[str, Any] | None, dict[str, float]]:
+    """The outcome of a change, unless it is too late, and how long which tests take."""
+    if time.monotonic() > deadline_s:
+        return None, {}
+    _tests_s.update(tests_s)
+    return _outcome(_copy, mutant, _tests_s, options.longest_s), _tests_s
+
+
+_tests_s: dict[str, float] = {}
+"""CPU seconds of test files with nothing changed, as far as this process knows."""
 
 
 def _begin(options: argparse.Namespace) -> dict[str, Any]:
@@ -242,7 +269,7 @@ def _baseline_s(copy: Path, test: str) -> float:
     """CPU seconds of a test file with nothing changed, which must pass."""
     code, seconds = run_tests(copy, test, limit_s=300.0)
     if code:
-        raise SystemExit(f"{test}: fails with nothing changed (exit code {code})")
+        raise BrokenTestsError(f"{test}: fails with nothing changed (exit code {code})")
     return round(seconds, 1)
 
 
@@ -269,7 +296,7 @@ def run_tests(copy: Path, test: str, *, limit_s: float) -> tuple[int, float]:
         time.sleep(0.05)
     code = os.waitstatus_to_exitcode(status)
     if code in (3, 4, 5):
-        raise SystemExit(f"{test}: pytest could not run it (exit code {code})")
+        raise BrokenTestsError(f"{test}: pytest could not run it (exit code {code})")
     return code, usage.ru_utime + usage.ru_stime
 
 
