@@ -8,7 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from sparsebalance_megatron.cost.exchange import Exchange, ms_per_byte, received_bytes
+from sparsebalance_megatron.cost.exchange import (
+    Exchange,
+    gigabytes_per_second,
+    ms_per_byte,
+    received_bytes,
+)
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.cost.table import CostTable, ExchangeRow
@@ -20,6 +25,11 @@ def test_bytes_of_keys_values_and_gradients() -> None:
     assert exchange.gradient_bytes_per_token == 2 * 2 * 128 * 4
     assert Exchange.of(2, 128, "float32").bytes_per_token == 2 * 2 * 128 * 4
     assert received_bytes(1000, 4, exchange.bytes_per_token) == 750 * 1024
+
+
+def test_the_nominal_bandwidth_in_both_units() -> None:
+    assert ms_per_byte(50.0) == pytest.approx(1e3 / 50e9)
+    assert gigabytes_per_second(ms_per_byte(200.0)) == pytest.approx(200.0)
 
 
 def test_a_backward_gathers_again_and_scatters() -> None:

@@ -16,7 +16,12 @@ from hypothesis import strategies as st
 from oracles import data as oracle
 
 from sparsebalance_megatron.data.blend import Blend
-from sparsebalance_megatron.data.blend_index import BlendIndex, BlendingOrder, open_samples
+from sparsebalance_megatron.data.blend_index import (
+    BlendIndex,
+    BlendingOrder,
+    index_lengths,
+    open_samples,
+)
 from sparsebalance_megatron.data.errors import DataError
 
 WriteDataset = Callable[..., Path]
@@ -93,6 +98,20 @@ def test_the_order_is_that_of_megatrons_own_blend(
     assert numbers.tolist() == theirs.dataset_sample_index.tolist()
     ours = index.source_of(index.global_batch(0, 30))
     assert ours.tolist() == index._order.places(0, 30)[0].tolist()
+
+
+def test_lengths_and_order_are_known_without_reading_tokens(folder: Path) -> None:
+    """As those of training on all documents: of a blend, and of one data set."""
+    blend = blend_of(folder, *NAMES, weights=(0.6, 0.1, 0.3))
+    opened, planned = open_blend(blend), index_lengths(blend, max_tokens=64, seed=5)
+    samples = planned.global_batch(3, 40)
+    assert samples.tolist() == opened.global_batch(3, 40).tolist()
+    assert planned.lengths_of(samples).tolist() == opened.lengths_of(samples).tolist()
+    alone = index_lengths(blend_of(folder, "books"), max_tokens=None, seed=5)
+    assert not isinstance(alone, BlendIndex)
+    # One epoch: of n tokens, the first n - 1 are input.
+    lengths = alone.lengths_of(alone.global_batch(0, DOCUMENTS[1]))
+    assert sorted(lengths.tolist()) == sorted(2 + i % 4 for i in range(DOCUMENTS[1]))
 
 
 def megatron_blend(

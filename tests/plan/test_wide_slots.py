@@ -175,6 +175,14 @@ def test_a_sample_over_the_cap_gets_the_least_width_that_holds_it():
         planned(**narrow)
 
 
+def test_placements_of_others_share_no_rows():
+    placement = (((0,), (1,)), ((2,), (3,)))
+    given_ = arguments((2, 2), 0, size=1) | {"placement": placement}
+    assert [slot.width for slot in planned(**given_).slots] == [1] * 4
+    with pytest.raises(PlanError, match="without context parallelism"):
+        planned(**arguments((2, 2), 0, size=2, c=2) | {"placement": placement})
+
+
 def test_a_shared_slot_holds_its_cap_for_every_rank():
     given_ = arguments(
         (2, 1), 0, context_parallel="dynamic", max_context_parallel=2, max_tokens_per_slot=1000
@@ -280,10 +288,11 @@ def test_no_placement_beats_the_bound_of_wide_slots(shape, seed, kind):
         assert makespans_ms(times, widths_XM=widths_RM).max() >= bound_ms * (1 - 1e-12)
 
 
-@settings(max_examples=15, deadline=None)
-@given(SHAPES, SEEDS)
-def test_moves_say_what_the_slots_they_make_hold(shape, seed):
-    """Contents and times of a move are those of the placement after it."""
+def moves_of(shape, seed, *, width, rounds):
+    """The kinds of moves drawn from a first placement, each of which says what its slots hold.
+
+    From one in slots of so many ranks, or as wide as samples ask for if ``width`` is None.
+    """
     given_ = arguments(shape, seed)
     problem = StepProblem.of(
         PlanInputs(**given_ | {"lengths_tokens": (*given_["lengths_tokens"],)})
@@ -292,13 +301,18 @@ def test_moves_say_what_the_slots_they_make_hold(shape, seed):
     rules = Rules(cap_tokens=1 << 40, max_width=shape[0])
     weights_S = sample_2SC.sum(axis=(0, 2))
     contents = Contents(costs, sample_2SC)
-    state = WideSlots(wide_start(weights_S, costs, rules))
-    islands = [range(shape[0])]
-    numbers = Numbers()
-    for _ in range(6):
-        table = SlotTable(state, islands, contents)
+    start = wide_start(weights_S, costs, rules)
+    if width is not None:
+        slots = shape[0] // width * shape[1]
+        dealt = [tuple(range(slot, len(weights_S), slots)) for slot in range(slots)]
+        groups = tuple(tuple(dealt[m : m + shape[1]]) for m in range(0, slots, shape[1]))
+        start = Arrangement.of_groups(groups, width)
+    state = WideSlots(start)
+    numbers, kinds = Numbers(), set()
+    for _ in range(rounds):
+        table = SlotTable(state, [range(shape[0])], contents)
         moves = draw_moves(table, contents, weights_S, rules, numbers, 8)
-        for move in range(len(moves.kind_X)):
+        for move, kind in enumerate(moves.kind_X.tolist()):
             made = moves.made(move, table, weights_S)
             held = sorted(sample for samples in made for sample in samples)
             assert len(held) == len(set(held))
@@ -307,18 +321,36 @@ def test_moves_say_what_the_slots_they_make_hold(shape, seed):
                     moves.contents_XYF[move, y], contents.of(list(samples)), rtol=1e-9, atol=1e-9
                 )
                 assert moves.width_XY[move, y] <= shape[0]
-            replaced = REPLACED[Kind(int(moves.kind_X[move]))]
+            replaced = REPLACED[Kind(kind)]
             assert moves.width_XY[move].sum() == table.width_J[moves.slot_3X[:replaced, move]].sum()
-    before = problem.makespans_ms(state.arranged(), sample_2SC).max()
-    after = improve_widths(state.arranged(), costs, sample_2SC, rules=rules, plan_ms=20.0)
+            kinds.add(Kind(kind))
+    return kinds, problem, state.arranged(), rules
+
+
+@settings(max_examples=15, deadline=None)
+@given(SHAPES, SEEDS)
+def test_moves_say_what_the_slots_they_make_hold(shape, seed):
+    """Contents and times of a move are those of the placement after it."""
+    _, problem, start, rules = moves_of(shape, seed, width=None, rounds=6)
+    costs, sample_2SC = problem.costs, problem.expected_2SC
+    before = problem.makespans_ms(start, sample_2SC).max()
+    after = improve_widths(start, costs, sample_2SC, rules=rules, plan_ms=20.0)
     assert problem.makespans_ms(after, sample_2SC).max() <= before * (1 + 0.06)
     assert sorted(s for rank in after.samples for slot in rank for s in slot) == list(
-        range(len(weights_S))
+        range(sample_2SC.shape[1])
     )
     fine = improve_widths(
-        state.arranged(), costs, sample_2SC, rules=rules, plan_ms=20.0, enough_ms=1.001 * before
+        start, costs, sample_2SC, rules=rules, plan_ms=20.0, enough_ms=1.001 * before
     )
-    assert fine.samples == state.arranged().samples
+    assert fine.samples == start.samples
+
+
+def test_every_kind_of_move_is_drawn():
+    """Those that part wide slots, too, of which a first placement has few."""
+    kinds = {width: moves_of((4, 4, 2, 1), 0, width=width, rounds=20)[0] for width in (None, 2, 4)}
+    assert Kind.HALVE in kinds[4]
+    assert Kind.MERGE_HALVE in kinds[2]
+    assert set.union(*kinds.values()) == set(Kind)
 
 
 def test_widths_are_not_searched_where_equal_ones_are_at_the_bound(monkeypatch):

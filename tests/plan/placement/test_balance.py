@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracles import plan as oracle
 
-from sparsebalance_megatron.plan.placement.balance import arrival, balanced, slot_of_sample
+from sparsebalance_megatron.plan.placement.balance import (
+    _pack,
+    arrival,
+    balanced,
+    slot_of_sample,
+)
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanError
 
 NO_CAP = 1 << 40
@@ -106,6 +111,34 @@ def test_lpt_is_within_its_proven_factor(weights, ranks):
     heaviest = max(sum(weights[s] for slot in rank for s in slot) for rank in placement)
     best = oracle.least_heaviest_bin(weights, ranks)
     assert heaviest <= (4 / 3 - 1 / (3 * ranks)) * best + 1e-9
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(2, 6), st.integers(1, 3), st.floats(1.0, 2.0))
+def test_slots_are_packed_as_by_hand(seed, bins, minimum, room):
+    """Whatever is heaviest goes where least is, counted by slowness, among bins with room for it.
+
+    Once only the bins that lack something can still be given enough, only they are filled.
+    """
+    generator = np.random.default_rng(seed)
+    items = bins * minimum + int(generator.integers(0, 3 * bins))
+    weights, tokens = generator.permutation(1000)[:items] + 0.5, generator.integers(1, 20, items)
+    slowness = generator.uniform(0.5, 2.0, bins)
+    capacity = max(int(tokens.max()), int(room * tokens.sum() / bins))
+    members = [[] for _ in range(bins)]
+    for placed, item in enumerate(np.argsort(-weights).tolist()):
+        lacking = [max(minimum - len(each), 0) for each in members]
+        only_lacking = items - placed <= sum(lacking)
+        fitting = [
+            (slow * weights[each].sum(), index)
+            for index, (each, slow) in enumerate(zip(members, slowness, strict=True))
+            if tokens[each].sum() + tokens[item] <= capacity
+            and (lacking[index] or not only_lacking)
+        ]
+        assume(fitting)  # else something is thrown out of a bin
+        members[min(fitting)[1]].append(item)
+    found = _pack(weights, tokens, bins, capacity=capacity, minimum=minimum, slowness=slowness)
+    assert found == members
 
 
 @settings(max_examples=40, deadline=None)
