@@ -10,8 +10,8 @@ dense attention.
 Arms run seed by seed, what the others are compared with first. A run that has finished with the
 same settings is not run again, and --json is brought up to date after every run, so that the
 command may be stopped and started. With --beside, what an earlier table has is not run again,
-and stands in the new one beside what was. --page rewrites the tables of a page from --json, and trains
-nothing.
+and stands in the new one beside what was. --page rewrites the tables of a page from --json, and
+trains nothing.
 """
 
 from __future__ import annotations
