@@ -53,6 +53,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "plan/placement/wide_": (WIDE,),
     "plan/schedules/wide_": (WIDE,),
     "plan/planned_widths": (WIDE,),
+    "plan/step_costs": (WIDE,),
     "plan/context_groups": (WIDE,),
     "plan/placement/": ("tests/plan/placement/test_balance.py", "tests/plan/test_golden_plans.py"),
     "plan/schedules/": ("tests/plan/schedules/test_simulator.py",),
@@ -61,7 +62,12 @@ TESTS: dict[str, tuple[str, ...]] = {
         *("tests/plan/test_planner.py", "tests/plan/test_scheduler.py"),
         "tests/plan/test_golden_plans.py",
     ),
-    "cost/": ("tests/cost/test_model.py", "tests/cost/test_stage_calibration.py"),
+    "cost/": (
+        *("tests/cost/test_model.py", "tests/cost/test_exchange.py"),
+        "tests/cost/test_stage_calibration.py",
+    ),
+    "attention/block_grid": ("tests/attention/test_layout.py",),
+    "attention/impl/reference": (CONTRACT, "tests/attention/test_columns.py"),
     "attention/context_parallel/": (
         "tests/attention/context_parallel/test_parts.py",
         "tests/attention/context_parallel/test_shard.py",
@@ -75,6 +81,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "attention/impl/dense_documents": ("tests/attention/test_dense_documents.py",),
     "attention/": (CONTRACT, ATTENTION),
     "data/tokenizer": ("tests/data/test_prepare.py", "tests/bad_inputs/test_models.py"),
+    "data/input_formats": ("tests/data/test_shard.py",),
+    "data/writer": ("tests/data/test_merge.py", "tests/data/test_prepare.py"),
     "data/blend": ("tests/data/test_blend_index.py", "tests/data/test_blend.py"),
     "data/": (
         *("tests/data/test_samples.py", "tests/data/test_prepare.py"),

@@ -71,6 +71,7 @@ def test_short_documents_do_not_pay_for_long_blocks() -> None:
         ([0, 4], 0, "block_size 0"),
         ([1, 4], 2, "starts at 1"),
         ([0, 4, 4], 2, "document 1 has 0 tokens"),
+        ([0, 1, 1], 2, "document 1 has 0 tokens"),
         ([0, 4, 2], 2, "document 1 has -2 tokens"),
         ([0], 2, "at least one document"),
     ],

@@ -24,7 +24,7 @@ from sparsebalance_megatron.cost.model import (
     fit_errors,
     held_out_errors,
 )
-from sparsebalance_megatron.cost.table import CostRow, CostTable, RunIdentity
+from sparsebalance_megatron.cost.table import CostRow, CostTable, CostTableError, RunIdentity
 from sparsebalance_megatron.cost.work_model import WORK_MODELS
 
 Measure = Callable[..., CostTable]
@@ -233,3 +233,14 @@ def test_dense_h100_latencies_are_predicted_within_a_tenth(measure: Measure, hel
         row = features([tokens], np.inf, table.identity.block_size, fitted.work)
         predicted_ms = predict_ms(fitted, Part.ATTENTION, Direction.FORWARD, row)
         assert predicted_ms == pytest.approx(ms, rel=0.1), f"{tokens} tokens"
+
+
+def test_a_table_that_cannot_be_fitted_is_named(
+    measure: Callable[..., CostTable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gives_up(*_: object) -> None:
+        raise RuntimeError("too many iterations")
+
+    monkeypatch.setattr("scipy.optimize.nnls", gives_up)
+    with pytest.raises(CostTableError, match=r"cannot be fitted \(too many iterations\)"):
+        CostModel.fit(measure())

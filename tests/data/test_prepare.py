@@ -103,6 +103,7 @@ def test_transformers_loads_the_trained_tokenizer(tmp_path: Path) -> None:
     prepare(texts_source(tmp_path), prefix, train_vocab_size=VOCABULARY)
     tokenizer = AutoTokenizer.from_pretrained(f"{prefix}_tokenizer")
     assert tokenizer.eos_token == "<|endoftext|>"
+    assert load_tokenizer(f"{prefix}_tokenizer").vocab_size == len(tokenizer)
     expected = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in TEXTS]
     assert [tokens.tolist() for tokens in stored_documents(prefix)] == expected
 

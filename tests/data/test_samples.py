@@ -312,6 +312,18 @@ def test_damaged_files_are_named_with_a_remedy(
     assert ";" in str(caught.value), "a remedy follows the problem"
 
 
+def test_a_document_may_be_of_several_sequences_or_of_none(
+    tmp_path: Path, write_dataset: WriteDataset
+) -> None:
+    first, second, third = sequences = distinct_documents([4, 6, 5])
+    prefix = write_dataset(tmp_path / "data", sequences)
+    overwrite(70 + 8, b"\x00")(prefix)
+    documents = Documents.open(prefix)
+    assert documents.lengths_tokens.tolist() == [0, 10, 5]
+    assert documents.read_tokens(1, 0, 10).tolist() == [*first, *second]
+    assert documents.read_tokens(2, 0, 5).tolist() == [*third]
+
+
 def test_data_set_without_documents_is_empty(tmp_path: Path, write_dataset: WriteDataset) -> None:
     with pytest.raises(DataError, match="the data set is empty"):
         open_index(write_dataset(tmp_path / "data", []))

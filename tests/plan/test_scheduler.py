@@ -131,6 +131,13 @@ def test_the_following_step_is_planned_once_and_not_before_it_is_asked_for(
     assert Counting.submitted == 1
 
 
+def test_the_step_that_runs_and_the_next_are_kept(index: SampleIndex, worker: Executor) -> None:
+    schedule = scheduler(index, worker)
+    run(schedule, range(STEPS))
+    assert sorted(schedule._planned) == [STEPS - 2, STEPS - 1]
+    assert schedule.planned(STEPS - 1).micro_batches == JOB.micro_batches
+
+
 @pytest.mark.parametrize("planned_ahead", [True, False])
 def test_a_restored_scheduler_goes_on_as_if_never_stopped(
     index: SampleIndex, worker: Executor, planned_ahead: bool

@@ -50,6 +50,18 @@ def wide(plan):
     return replace(plan, slots=(joined, second, fourth))
 
 
+def test_budgets_in_order_of_arrival(plan):
+    found = plan.budgets_LS
+    assert found.shape == (JOB.layers, len(LENGTHS))
+    for slot in plan.slots:
+        np.testing.assert_array_equal(found[:, list(slot.samples)], slot.budgets_LS)
+    first = plan.slots[0]
+    alone = replace(
+        plan, slots=(replace(first, samples=tuple(range(len(first.samples)))),)
+    ).budgets_LS
+    np.testing.assert_array_equal(alone, first.budgets_LS)
+
+
 def test_a_plan_is_valid(plan):
     plan.validate(LENGTHS, JOB, POLICY)
 

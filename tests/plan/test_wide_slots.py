@@ -327,6 +327,71 @@ def moves_of(shape, seed, *, width, rounds):
     return kinds, problem, state.arranged(), rules
 
 
+@settings(max_examples=30, deadline=None)
+@given(SHAPES, SEEDS)
+def test_times_of_slots_are_those_of_the_placement(shape, seed):
+    """Also on devices of different speed: every rank of a slot takes as long as the slowest."""
+    ranks, positions, stages, chunks = shape
+    generator = np.random.default_rng(seed)
+    given_ = arguments(shape, seed)
+    given_["lengths_tokens"] = (*given_["lengths_tokens"],)
+    slowness_RP = generator.uniform(0.5, 2.0, (ranks, stages))
+    given_["scales"] = StageScales.of(np.ones((2, stages, chunks)), slowness_RP)
+    problem = StepProblem.of(PlanInputs(**given_))
+    costs, sample_2SC = problem.costs, problem.expected_2SC
+    contents = Contents(costs, sample_2SC)
+    widths_RM = random_widths(ranks, positions, ranks, seed)
+    places = np.unique(first_places(widths_RM))
+    slot_of_S = generator.choice(places, sample_2SC.shape[1])
+    expected = costs.slot_ms(sample_2SC, slot_of_S, widths_RM)
+    for place in places.tolist():
+        rank, position = divmod(place, positions)
+        held = np.flatnonzero(slot_of_S == place).tolist()
+        width = widths_RM[rank, position]
+        found = contents.ms(contents.of(held), width, np.array(rank)).reshape(2, stages, chunks)
+        for member in range(rank, rank + width):
+            np.testing.assert_allclose(found, expected[:, member, :, :, position], rtol=1e-9)
+
+
+def test_samples_go_from_island_to_island():
+    """Slots are at most as wide as an island; all the work begins on one of two."""
+    given_ = arguments((4, 2), 0, size=4)
+    given_["lengths_tokens"] = (*[8000] * 16, *[500] * 16)
+    problem = StepProblem.of(PlanInputs(**given_))
+    costs, sample_2SC = problem.costs, problem.expected_2SC
+    groups = (
+        (tuple(range(8)), tuple(range(8, 16))),
+        (tuple(range(16, 24)), tuple(range(24, 32))),
+    )
+    start = Arrangement.of_groups(groups, 2)
+    rules = Rules(cap_tokens=1 << 40, max_width=2)
+    after = improve_widths(start, costs, sample_2SC, rules=rules, plan_ms=200.0)
+    before_ms, after_ms = (
+        problem.makespans_ms(where, sample_2SC).max() for where in (start, after)
+    )
+    assert after_ms < 0.7 * before_ms
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_equal_widths_are_compared_with_planned_ones(close, monkeypatch):
+    """Where a first placement is not clearly faster; the better of both is taken."""
+    given_ = arguments((4, 2), 0, size=2, context_parallel="dynamic", max_context_parallel=4)
+    problem = StepProblem.of(
+        PlanInputs(**given_ | {"lengths_tokens": (*given_["lengths_tokens"],)})
+    )
+    lopsided = Arrangement(
+        samples=((tuple(range(9)), (9,)), *(((s,), (s + 1,)) for s in (10, 12, 14)))
+    )
+    budgets_LS = np.full((given_["job"].layers, 16), 8)
+    even = Arrangement(samples=problem.balanced_by(budgets_LS))
+    monkeypatch.setattr(planned_widths, "_hardly_beatable", lambda *_: False)
+    monkeypatch.setattr(planned_widths, "_best_start", lambda *_: lopsided)
+    monkeypatch.setattr(planned_widths, "improve_widths", lambda where, *_, **__: where)
+    monkeypatch.setattr(planned_widths, "_CLOSE", np.inf if close else 0.0)
+    found, _ = planned_widths.best_widths(problem, even)
+    assert found is (even if close else lopsided)
+
+
 @settings(max_examples=15, deadline=None)
 @given(SHAPES, SEEDS)
 def test_moves_say_what_the_slots_they_make_hold(shape, seed):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from oracles import plan as oracle
 
 from sparsebalance_megatron.plan.placement.balance import (
+    _NoRoomError,
     _pack,
     arrival,
     balanced,
@@ -139,6 +140,27 @@ def test_slots_are_packed_as_by_hand(seed, bins, minimum, room):
         members[min(fitting)[1]].append(item)
     found = _pack(weights, tokens, bins, capacity=capacity, minimum=minimum, slowness=slowness)
     assert found == members
+
+
+def test_what_finds_no_room_throws_something_out():
+    """The last item fits nowhere; the one that the lightest bin takes over makes room for it."""
+    weights, tokens = np.array([5.0, 4.0, 3.5, 3.0, 1.0]), np.array([4, 4, 3, 3, 6])
+    assert _pack(weights, tokens, 2, capacity=10, minimum=1) == [[0, 4], [1, 2, 3]]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(2, 4), st.integers(1, 3), st.floats(1.0, 1.2))
+def test_tight_slots_hold_everything_once_and_enough(seed, bins, minimum, room):
+    generator = np.random.default_rng(seed)
+    items = bins * minimum + int(generator.integers(0, bins))
+    weights, tokens = generator.uniform(0.1, 1.0, items), generator.integers(1, 20, items)
+    capacity = max(int(tokens.max()), int(room * tokens.sum() / bins))
+    try:
+        found = _pack(weights, tokens, bins, capacity=capacity, minimum=minimum)
+    except _NoRoomError:
+        assume(False)
+    assert sorted(item for each in found for item in each) == list(range(items))
+    assert all(len(each) >= minimum and tokens[each].sum() <= capacity for each in found)
 
 
 @settings(max_examples=40, deadline=None)

@@ -71,6 +71,29 @@ def test_exchange_halves_a_lopsided_batch():
     assert makespans_ms(new).max() < 0.6 * makespans_ms(old).max()
 
 
+def test_the_only_move_there_is():
+    """Two samples on two ranks can only change places, which gains nothing."""
+    after, _ = searched([5000, 10], job_shape(2, 1), 1 << 40)
+    assert after == (((0,),), ((1,),))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_trade_exceeds_the_cap(seed):
+    """The sample that arrived first counts like any other where the cap is tight."""
+    generator = np.random.default_rng(seed)
+    lengths = [3000, *generator.integers(500, 1500, 11).tolist()]
+    job, cap = job_shape(2, 2), 4800
+    slots = [[0, 1], [2, 3, 4], [5, 6, 7], [8, 9, 10, 11]]
+    lengths[1] = min(lengths[1], cap - lengths[0])
+    assert all(sum(lengths[s] for s in slot) <= cap for slot in slots[:1])
+    costs = step_costs(lengths, job, cost_model(), StageScales.ones(1))
+    before = ((tuple(slots[0]), tuple(slots[1])), (tuple(slots[2]), tuple(slots[3])))
+    sample_2SC = costs.sample_ms(np.full((job.layers, len(lengths)), 8))
+    cap = max(cap, *(sum(lengths[s] for s in slot) for slot in slots))
+    after = improve(before, costs, sample_2SC, cap_tokens=cap, plan_ms=20.0)
+    assert max(sum(lengths[s] for s in slot) for rank in after for slot in rank) <= cap
+
+
 def test_moves_empty_no_slot():
     lengths = [5000, 4000, 10, 10]
     after, _ = searched(lengths, job_shape(2, 1), 1 << 40)

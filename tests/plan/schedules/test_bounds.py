@@ -58,6 +58,16 @@ def test_unhideable_limit_against_every_order(stages, micro_batches):
         assert makespans_ms(np.stack([forward, 2 * forward]))[0] > perfect
 
 
+def test_the_chain_of_a_sample_by_hand():
+    """Its slot goes through all stages and back; beside it, the first stage runs every other."""
+    forward = np.array([4.0, 1.0, 2.0, 3.0])
+    sample_2SC = np.array([1.0, 2.0])[:, None, None] * forward[:, None] * np.ones(2)
+    bounds = sample_bounds(sample_2SC, np.zeros((2, 2)), job_shape(1, 3, 2))
+    # Three slots: the two cheapest samples of the others, forward, stand for those beside.
+    beside = np.array([1.0 + 2.0, 2.0 + 3.0, 1.0 + 3.0, 1.0 + 2.0])
+    np.testing.assert_allclose(bounds.chain_ms_S, 6.0 * forward + beside)
+
+
 def test_unhideable_samples_are_named():
     """Two ranks of four stages; samples take as long on every stage, and twice that backward."""
 
