@@ -54,6 +54,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "plan/schedules/wide_": (WIDE,),
     "plan/planned_widths": (WIDE,),
     "plan/step_costs": (WIDE,),
+    "plan/planner": ("tests/plan/test_scheduler.py", "tests/plan/test_golden_plans.py", WIDE),
     "plan/context_groups": (WIDE,),
     "plan/placement/": ("tests/plan/placement/test_balance.py", "tests/plan/test_golden_plans.py"),
     "plan/schedules/": ("tests/plan/schedules/test_simulator.py",),

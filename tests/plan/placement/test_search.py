@@ -77,21 +77,33 @@ def test_the_only_move_there_is():
     assert after == (((0,),), ((1,),))
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_no_trade_exceeds_the_cap(seed):
-    """The sample that arrived first counts like any other where the cap is tight."""
-    generator = np.random.default_rng(seed)
-    lengths = [3000, *generator.integers(500, 1500, 11).tolist()]
-    job, cap = job_shape(2, 2), 4800
-    slots = [[0, 1], [2, 3, 4], [5, 6, 7], [8, 9, 10, 11]]
-    lengths[1] = min(lengths[1], cap - lengths[0])
-    assert all(sum(lengths[s] for s in slot) <= cap for slot in slots[:1])
-    costs = step_costs(lengths, job, cost_model(), StageScales.ones(1))
-    before = ((tuple(slots[0]), tuple(slots[1])), (tuple(slots[2]), tuple(slots[3])))
+def loads(lengths, placement):
+    return [sum(lengths[sample] for sample in slot) for rank in placement for slot in rank]
+
+
+def test_the_sample_that_arrived_first_counts_like_any_other():
+    """It is long and cheap: the rank with most work could take it, were there room for it."""
+    lengths, sample_ms = [5000, 1000, 4000, 100], np.array([3.0, 6.0, 5.0, 1.0])
+    before = (((1, 2),), ((0, 3),))
+    costs = step_costs(lengths, job_shape(2, 1), cost_model(), StageScales.ones(1))
+    sample_2SC = np.broadcast_to(sample_ms[:, None], (2, 4, 1))
+    for cap, expected in ((6200, [6.0, 9.0]), (9000, [7.0, 8.0])):
+        after = improve(before, costs, sample_2SC, cap_tokens=cap, plan_ms=20.0)
+        assert max(loads(lengths, after)) <= cap
+        assert sorted(loads(sample_ms, after)) == expected
+
+
+def test_a_slot_is_not_filled_by_a_token_too_much():
+    """Nothing but what does not fit would relieve the slower rank."""
+    lengths = [4000, 1000, 4001]
+    before = (((0, 1),), ((2,),))
+    job = job_shape(2, 1)
+    scales = StageScales.of(np.ones((2, 1, 1)), np.array([[2.0], [1.0]]))
+    costs = step_costs(lengths, job, cost_model(), scales)
     sample_2SC = costs.sample_ms(np.full((job.layers, len(lengths)), 8))
-    cap = max(cap, *(sum(lengths[s] for s in slot) for slot in slots))
-    after = improve(before, costs, sample_2SC, cap_tokens=cap, plan_ms=20.0)
-    assert max(sum(lengths[s] for s in slot) for rank in after for slot in rank) <= cap
+    for cap, expected in ((5000, [5000, 4001]), (5001, [4000, 5001])):
+        after = improve(before, costs, sample_2SC, cap_tokens=cap, plan_ms=20.0)
+        assert loads(lengths, after) == expected
 
 
 def test_moves_empty_no_slot():
