@@ -187,9 +187,13 @@ def selection_by_scores(
 
 
 def compute_as_off_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ``blocks`` and ``tokens`` read no list, and compute without torch's CPU kernels."""
+    """Let ``blocks`` and ``tokens`` read no list, and compute without torch's CPU kernels.
+
+    As many tiles at once as for a core, not as for an accelerator, which fills up to that many.
+    """
     for module in (dense_documents, gathered_units, own_blocks, tile_attention, tokens):
         monkeypatch.setattr(module, "host_may_read", lambda device: False)
+    monkeypatch.setattr(tile_attention, "_SCORES_AT_ONCE", tile_attention._SCORES_AT_ONCE // 1024)
 
 
 def on_device(selection: Selection, device: str) -> Selection:
