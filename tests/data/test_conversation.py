@@ -46,6 +46,16 @@ def test_template_that_rewrites_earlier_turns_is_refused() -> None:
         render_conversation(conversation, only_the_last_turn)
 
 
+def test_template_whose_prompt_is_not_what_a_turn_begins_with_is_refused() -> None:
+    """Where the assistant's words begin cannot be told."""
+
+    def another_prompt(messages: Sequence[Message], open_assistant_turn: bool) -> str:
+        return render_plain(messages, False) + ("Now you: " if open_assistant_turn else "")
+
+    with pytest.raises(RenderError, match="turn 2"):
+        render_conversation(messages_of([("user", "a"), ("assistant", "b")]), another_prompt)
+
+
 @given(
     token_lengths=st.lists(st.integers(0, 4), max_size=12),
     boundaries=st.lists(st.integers(0, 30), max_size=4, unique=True).map(sorted),

@@ -93,3 +93,12 @@ def test_running_interpreters_library_is_long_tailed() -> None:
     sizes = sorted(path.stat().st_size for path in PythonStandardLibrary().paths)
     assert len(sizes) > 300
     assert sizes[-1] > 20 * sizes[len(sizes) // 2] > 0
+
+
+@pytest.mark.parametrize(
+    ("line", "keys"), [(b'{"txt": "a", "id": 1}', "its keys: 'txt', 'id'"), (b"{}", "none")]
+)
+def test_the_keys_of_a_bad_record_are_told(line: bytes, keys: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", line)
+    with pytest.raises(DataError, match=keys):
+        list(RecordFiles([path]).records(BadRecords(skip=False)))

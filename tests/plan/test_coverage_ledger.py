@@ -106,6 +106,12 @@ def test_slack_is_not_owed():
     assert ledger.balance == pytest.approx(0.0, abs=1e-12)
 
 
+def test_a_balance_of_nothing_stays_so():
+    resumed = CoverageLedger(64)
+    resumed.load_state_dict(CoverageLedger(64).state_dict())
+    assert resumed.balance == 0.0
+
+
 def test_a_saved_balance_is_taken_over():
     ledger, resumed, early = CoverageLedger(64), CoverageLedger(64), CoverageLedger(64)
     enter(ledger, base_mean=0.8, executed_mean=0.79)

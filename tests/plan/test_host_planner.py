@@ -222,6 +222,15 @@ def test_budgets_follow_the_samples_that_come_later() -> None:
     assert (alone.budgets_LS != among.budgets_LS).any()
 
 
+def test_what_a_step_measured_is_learnt() -> None:
+    made = planner()
+    planned = made.plan(lengths())
+    curves = made.coverage.mean_LUK.copy()
+    made.learn(planned, measurement(planned, made.coverage))
+    assert made.steps == 1
+    assert (made.coverage.mean_LUK != curves).any()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

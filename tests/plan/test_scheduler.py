@@ -136,6 +136,7 @@ def test_the_step_that_runs_and_the_next_are_kept(index: SampleIndex, worker: Ex
     run(schedule, range(STEPS))
     assert sorted(schedule._planned) == [STEPS - 2, STEPS - 1]
     assert schedule.planned(STEPS - 1).micro_batches == JOB.micro_batches
+    assert schedule.state_dict()["consumed_samples"] == STEPS * GLOBAL_BATCH
 
 
 @pytest.mark.parametrize("planned_ahead", [True, False])

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparsebalance_megatron.plan.batch_sizes import BatchSizes
 from sparsebalance_megatron.plan.step_plan import PlanError
-from sparsebalance_megatron.plan.step_samples import assign_window
+from sparsebalance_megatron.plan.step_samples import StepSamples, assign_window
 
 
 @settings(max_examples=80, deadline=None)
@@ -46,6 +47,37 @@ def test_giants_get_company_that_hides_them():
 
 def test_window_of_one_changes_nothing():
     assert assign_window([3.0, 1.0, 2.0], 1, 3, data_parallel_size=2) == ((0, 1, 2),)
+
+
+class Arrivals:
+    """Samples arrive in order; the number of one is its cost."""
+
+    def global_batch(self, first, size):
+        return np.arange(first, first + size)
+
+    def lengths_of(self, samples):
+        return np.asarray(samples) % 7 + 1
+
+
+def test_steps_of_a_window_share_its_samples():
+    def of_steps(window):
+        samples = StepSamples(
+            index=Arrivals(),
+            batch_sizes=BatchSizes.constant(8),
+            window=window,
+            data_parallel_size=2,
+            sample_ms=lambda lengths: np.asarray(lengths, dtype=float),
+        )
+        return [sorted(samples.of_step(step).tolist()) for step in range(4)]
+
+    arrived = [[*range(first, first + 8)] for first in (0, 8, 16, 24)]
+    assert of_steps(1) == arrived
+    exchanged = of_steps(2)
+    assert exchanged != arrived
+    for first in (0, 2):
+        assert sorted(exchanged[first] + exchanged[first + 1]) == [
+            *range(8 * first, 8 * first + 16)
+        ]
 
 
 def test_errors():

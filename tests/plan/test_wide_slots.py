@@ -18,8 +18,9 @@ from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan import planned_widths
 from sparsebalance_megatron.plan.context_groups import Members, first_places, widest_slot
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
+from sparsebalance_megatron.plan.placement.search_effort import SearchEffort
 from sparsebalance_megatron.plan.placement.wide_moves import Kind, Numbers, Rules, draw_moves
-from sparsebalance_megatron.plan.placement.wide_search import improve_widths
+from sparsebalance_megatron.plan.placement.wide_search import _WideSearch, improve_widths
 from sparsebalance_megatron.plan.placement.wide_slots import Contents, SlotTable, WideSlots
 from sparsebalance_megatron.plan.placement.wide_start import wide_start
 from sparsebalance_megatron.plan.schedules.simulator import longest_through_ms, makespans_ms
@@ -351,6 +352,49 @@ def test_times_of_slots_are_those_of_the_placement(shape, seed):
         found = contents.ms(contents.of(held), width, np.array(rank)).reshape(2, stages, chunks)
         for member in range(rank, rank + width):
             np.testing.assert_allclose(found, expected[:, member, :, :, position], rtol=1e-9)
+
+
+def test_the_search_knows_how_long_its_placement_takes():
+    """Of every kind of move, slots that change their positions among them."""
+    given_ = arguments((4, 4, 2, 1), 1, size=2)
+    problem = StepProblem.of(
+        PlanInputs(**given_ | {"lengths_tokens": (*given_["lengths_tokens"],)})
+    )
+    costs, sample_2SC = problem.costs, problem.expected_2SC
+    rules = Rules(cap_tokens=1 << 40, max_width=4)
+    start = wide_start(sample_2SC.sum(axis=(0, 2)), costs, rules)
+    for plan_ms in (1.0, 5.0, 20.0):
+        search = _WideSearch(start, costs, sample_2SC, rules, SearchEffort(plan_ms))
+        found = search.best(enough_ms=0.0)
+        assert problem.makespans_ms(found, sample_2SC).max() == pytest.approx(search.best_ms)
+
+
+def test_widths_follow_weights():
+    """Each has the least at which its share is no more than the mean of all places."""
+    given_ = arguments((4, 2), 0, size=1)
+    given_["lengths_tokens"] = (4000,) * 6
+    costs = StepProblem.of(PlanInputs(**given_)).costs
+    rules = Rules(cap_tokens=1 << 40, max_width=4)
+    weights_S = np.array([2.0, 1.0, 1.0, 2.0, 1.0, 1.0])
+    found = wide_start(weights_S, costs, rules, 1.0)
+    widths = {
+        slot: found.width(rank, m)
+        for rank, slots in enumerate(found.samples)
+        for m, slot in enumerate(slots)
+        if slot
+    }
+    assert widths == {(0,): 2, (3,): 2, (1,): 1, (2,): 1, (4,): 1, (5,): 1}
+
+
+def test_which_arrangements_are_the_same():
+    narrow = Arrangement(samples=(((0,),), ((1,),)))
+    other = Arrangement(samples=(((1,),), ((0,),)))
+    wide = Arrangement.of_groups((((0, 1),),), 2)
+    assert narrow.same_as(Arrangement(samples=(((0,),), ((1,),))))
+    assert wide.same_as(Arrangement.of_groups((((0, 1),),), 2))
+    assert not narrow.same_as(other)
+    assert not narrow.same_as(wide) and not wide.same_as(narrow)
+    assert not wide.same_as(Arrangement.of_groups((((1, 0),),), 2))
 
 
 def test_samples_go_from_island_to_island():

@@ -14,7 +14,7 @@ from plan.plan_cases import cost_model, job_shape, random_lengths
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.placement.balance import arrival, slot_of_sample
-from sparsebalance_megatron.plan.placement.search import improve
+from sparsebalance_megatron.plan.placement.search import _Search, improve
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_costs import step_costs
 
@@ -104,6 +104,17 @@ def test_a_slot_is_not_filled_by_a_token_too_much():
     for cap, expected in ((5000, [5000, 4001]), (5001, [4000, 5001])):
         after = improve(before, costs, sample_2SC, cap_tokens=cap, plan_ms=20.0)
         assert loads(lengths, after) == expected
+
+
+def test_the_tokens_of_slots_are_known_after_every_trade():
+    lengths = random_lengths(24, 3)
+    job = job_shape(3, 2)
+    costs = step_costs(lengths, job, cost_model(), StageScales.ones(1))
+    sample_2SC = costs.sample_ms(np.full((job.layers, len(lengths)), 8))
+    search = _Search(arrival(lengths, job, 1 << 40), costs, sample_2SC, 1 << 40, 5.0)
+    while search.exchange():
+        pass
+    assert search.used_RM.reshape(-1).tolist() == loads(lengths, search.ranks)
 
 
 def test_moves_empty_no_slot():

@@ -14,6 +14,7 @@ from plan.plan_cases import cost_model, job_shape, random_lengths
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.schedules.bounds import sample_bounds
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
+from sparsebalance_megatron.plan.schedules.wide_bounds import wide_bounds
 from sparsebalance_megatron.plan.step_costs import step_costs
 
 BUDGET = 6
@@ -66,6 +67,17 @@ def test_the_chain_of_a_sample_by_hand():
     # Three slots: the two cheapest samples of the others, forward, stand for those beside.
     beside = np.array([1.0 + 2.0, 2.0 + 3.0, 1.0 + 3.0, 1.0 + 2.0])
     np.testing.assert_allclose(bounds.chain_ms_S, 6.0 * forward + beside)
+
+
+def test_the_mean_chain_of_narrow_slots_is_that_of_samples():
+    """Slots of one rank are slots like any other."""
+    job = job_shape(4, 3, 2)
+    lengths = random_lengths(20, 5)
+    bounds, costs, sample_2SC = bounds_and_costs(lengths, job)
+    assert (costs.constant_2C > 0.0).any()
+    wide = wide_bounds(sample_2SC, costs, 1)
+    assert wide.mean_chain_ms == pytest.approx(bounds.mean_chain_ms, rel=1e-12)
+    np.testing.assert_allclose(wide.chain_ms_S, bounds.chain_ms_S, rtol=1e-12)
 
 
 def test_unhideable_samples_are_named():
