@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -24,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from end_to_end.command import cpu_name
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
     }
     results = {
         "machine": {
-            "processor": platform.processor() or platform.machine(),
+            "processor": cpu_name(),
             "torch": torch.__version__,
             "threads": 1,
         },
