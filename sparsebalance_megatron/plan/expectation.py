@@ -12,10 +12,9 @@ import numpy as np
 from sparsebalance_megatron.plan.budgets.tune import TunedBudgets
 from sparsebalance_megatron.plan.metrics import imbalance
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
-from sparsebalance_megatron.plan.schedules.bounds import sample_bounds
 from sparsebalance_megatron.plan.schedules.orders import schedule_of
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
-from sparsebalance_megatron.plan.schedules.wide_bounds import wide_bounds
+from sparsebalance_megatron.plan.schedules.step_bounds import step_bounds
 from sparsebalance_megatron.plan.step_plan import Expectation
 from sparsebalance_megatron.plan.step_problem import StepProblem
 
@@ -57,10 +56,7 @@ def _lower_bound_ms(problem: StepProblem) -> float:
     bounded = problem if wide else problem.of_groups
     costs = bounded.costs
     floor_2SC = costs.sample_ms(bounded.budgets.allowed.floor_LS)
-    if wide:
-        bounds = wide_bounds(floor_2SC, costs, problem.policy.max_context_parallel)
-    else:
-        bounds = sample_bounds(floor_2SC, costs.constant_2C, costs.job)
+    bounds = step_bounds(floor_2SC, costs, problem.policy.max_context_parallel if wide else 1)
     nominal_ms = bounds.bound_ms * float(costs.slowness_RP.min())
     return max(nominal_ms, float(_mean_work_ms(bounded, floor_2SC).max()))
 

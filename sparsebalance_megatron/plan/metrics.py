@@ -29,3 +29,8 @@ def stage_busy_ms(times_2RPVM: np.ndarray) -> np.ndarray:
 def rank_busy_ms(times_2RPVM: np.ndarray) -> np.ndarray:
     """[R] ms of the busiest stage of every data-parallel rank; NaN where a time is missing."""
     return stage_busy_ms(times_2RPVM).max(axis=1)
+
+
+def rounded_ms(ms: float) -> float:
+    """To nine digits: sums of the same times in another order are a tie."""
+    return float(f"{ms:.8e}")

@@ -13,14 +13,15 @@ from itertools import product
 import numpy as np
 
 from sparsebalance_megatron.plan.budgets.tune import TunedBudgets
+from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
-from sparsebalance_megatron.plan.placement.search_effort import SHARE_OF_STEP_FOR_WIDTHS
 from sparsebalance_megatron.plan.placement.wide_moves import Rules
 from sparsebalance_megatron.plan.placement.wide_search import improve_widths
 from sparsebalance_megatron.plan.placement.wide_start import wide_start
-from sparsebalance_megatron.plan.schedules.wide_bounds import wide_bounds
+from sparsebalance_megatron.plan.schedules.step_bounds import step_bounds
+from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP_FOR_WIDTHS
 from sparsebalance_megatron.plan.step_plan import PlanError
-from sparsebalance_megatron.plan.step_problem import StepProblem, rounded_ms
+from sparsebalance_megatron.plan.step_problem import StepProblem
 
 _STARTS = (np.inf, 4.0, 2.0, 1.0)
 """What a sample may weigh per rank, over the mean of all ranks and positions."""
@@ -107,7 +108,7 @@ def _hardly_beatable(problem: StepProblem, equal: Arrangement) -> bool:
 def _bound_ms(problem: StepProblem, sample_2SC: np.ndarray) -> float:
     """What a step takes at least, whatever the widths and places of samples."""
     costs = problem.costs
-    bounds = wide_bounds(sample_2SC, costs, problem.policy.max_context_parallel)
+    bounds = step_bounds(sample_2SC, costs, problem.policy.max_context_parallel)
     return bounds.bound_ms * float(costs.slowness_RP.min())
 
 

@@ -13,13 +13,14 @@ import numpy as np
 from sparsebalance_megatron.config import Batching
 from sparsebalance_megatron.plan.budgets.tune import TunedBudgets
 from sparsebalance_megatron.plan.expectation import expectation
+from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.placement.balance import Placement, arrival, balanced
 from sparsebalance_megatron.plan.placement.search import improve
-from sparsebalance_megatron.plan.placement.search_effort import SHARE_OF_STEP
 from sparsebalance_megatron.plan.planned_widths import best_widths
+from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError, StepPlan
-from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem, rounded_ms
+from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
 _SIMPLE: tuple[Batching, ...] = ("arrival", "length", "latency")
 

@@ -18,6 +18,7 @@ from sparsebalance_megatron.plan.budgets.price import Pricing, price
 from sparsebalance_megatron.plan.budgets.problem import BudgetProblem
 from sparsebalance_megatron.plan.budgets.tune import TunedBudgets, tune
 from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.placement import balance
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.schedules.orders import schedule_of
@@ -178,11 +179,6 @@ class StepProblem:
         if self.policy.plan_ms is not None:
             return self.policy.plan_ms
         return share * rounded_ms(self.makespans_ms(start, self.expected_2SC).max())
-
-
-def rounded_ms(ms: float) -> float:
-    """To nine digits: sums of the same times in another order are a tie."""
-    return float(f"{ms:.8e}")
 
 
 def _pinned(

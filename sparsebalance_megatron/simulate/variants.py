@@ -21,7 +21,7 @@ from sparsebalance_megatron.plan.context_groups import widest_slot
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.measurement import CoverageTotals, StepMeasurement
 from sparsebalance_megatron.plan.scheduler import Scheduler
-from sparsebalance_megatron.plan.schedules.bounds import sample_bounds
+from sparsebalance_megatron.plan.schedules.step_bounds import step_bounds
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import Expectation, JobShape, PlanPolicy, StepPlan
 from sparsebalance_megatron.simulate.lengths import WorkloadError
@@ -334,7 +334,7 @@ def _unhideable(workload: Workload, batch: tuple[int, ...]) -> bool:
     costs = step_costs(batch, job, workload.cost, scales)
     policy = replace(workload.policy, tuning="makespan")
     floor_LS = feasible_range(costs, workload.coverage, policy).floor_LS
-    bounds = sample_bounds(costs.sample_ms(floor_LS), costs.constant_2C, costs.job)
+    bounds = step_bounds(costs.sample_ms(floor_LS), costs)
     return bool(bounds.unhideable_S.any())
 
 

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from sparsebalance_megatron.cost.model import CostModel, Part
+from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.planner import plan_step
+from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 
@@ -93,3 +97,35 @@ def random_lengths(count, seed, *, longest=2**17, kind="spread"):
 def planned(step=0, **inputs):
     """A plan; the lengths may be a list."""
     return plan_step(step, PlanInputs(**inputs | {"lengths_tokens": (*inputs["lengths_tokens"],)}))
+
+
+def costs_without_constants(job, samples):
+    """Of samples that cost what a test says: micro-batches and sequences cost nothing."""
+    scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
+    costs = step_costs([1] * samples, job, cost_model(), scales)
+    nothing_2C = np.zeros((2, costs.chunks))
+    return replace(costs, constant_2C=nothing_2C, sequence_2C=nothing_2C)
+
+
+def random_widths(ranks, positions, widest, seed):
+    """[ranks, positions] of aligned powers of two."""
+    generator = np.random.default_rng(seed)
+    widths = np.ones((ranks, positions), dtype=np.int64)
+    for m in range(positions):
+        rank = 0
+        while rank < ranks:
+            able = [w for w in (1, 2, 4, 8) if w <= widest and rank % w == 0 and rank + w <= ranks]
+            width = int(generator.choice(able))
+            widths[rank : rank + width, m] = width
+            rank += width
+    return widths
+
+
+def shared_times(shape, widths_RM, seed):
+    """[2, R, P, V, M] of (ranks, positions, stages, chunks), equal where ranks share a slot."""
+    ranks, positions, stages, chunks = shape
+    times = np.random.default_rng(seed).uniform(0.1, 5.0, (2, ranks, stages, chunks, positions))
+    first_RM = np.arange(ranks)[:, None] - np.arange(ranks)[:, None] % widths_RM
+    for m in range(positions):
+        times[..., m] = times[..., m][:, first_RM[:, m]]
+    return times

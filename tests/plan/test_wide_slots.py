@@ -11,20 +11,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import plan as oracle
-from plan.plan_cases import cost_model, coverage_curves, job_shape, planned, policy, random_lengths
+from plan.plan_cases import (
+    cost_model,
+    coverage_curves,
+    job_shape,
+    planned,
+    policy,
+    random_lengths,
+    random_widths,
+    shared_times,
+)
 
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan import planned_widths
 from sparsebalance_megatron.plan.context_groups import Members, first_places, widest_slot
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
-from sparsebalance_megatron.plan.placement.search_effort import SearchEffort
 from sparsebalance_megatron.plan.placement.wide_moves import Kind, Numbers, Rules, draw_moves
 from sparsebalance_megatron.plan.placement.wide_search import _WideSearch, improve_widths
 from sparsebalance_megatron.plan.placement.wide_slots import Contents, SlotTable, WideSlots
 from sparsebalance_megatron.plan.placement.wide_start import wide_start
 from sparsebalance_megatron.plan.schedules.simulator import longest_through_ms, makespans_ms
-from sparsebalance_megatron.plan.schedules.wide_bounds import wide_bounds
+from sparsebalance_megatron.plan.schedules.step_bounds import step_bounds
+from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import PlanError
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
@@ -41,29 +50,6 @@ REPLACED = {
 """How many slots a move makes anew: on the same ranks, whatever their widths."""
 SEEDS = st.integers(0, 2**32 - 1)
 SHAPES = st.sampled_from([(4, 4, 2, 1), (8, 2, 1, 1), (4, 4, 2, 2), (2, 3, 4, 1), (4, 1, 1, 1)])
-
-
-def random_widths(ranks, positions, widest, seed):
-    """[ranks, positions] of aligned powers of two."""
-    generator = np.random.default_rng(seed)
-    widths = np.ones((ranks, positions), dtype=np.int64)
-    for m in range(positions):
-        rank = 0
-        while rank < ranks:
-            able = [w for w in (1, 2, 4, 8) if w <= widest and rank % w == 0 and rank + w <= ranks]
-            width = int(generator.choice(able))
-            widths[rank : rank + width, m] = width
-            rank += width
-    return widths
-
-
-def shared_times(shape, widths_RM, seed):
-    ranks, positions, stages, chunks = shape
-    times = np.random.default_rng(seed).uniform(0.1, 5.0, (2, ranks, stages, chunks, positions))
-    first_RM = np.arange(ranks)[:, None] - np.arange(ranks)[:, None] % widths_RM
-    for m in range(positions):
-        times[..., m] = times[..., m][:, first_RM[:, m]]
-    return times
 
 
 def arguments(shape, seed, *, size=2, kind="spread", cost=None, **changes):
@@ -85,14 +71,18 @@ def test_members_are_the_ranks_of_a_slot(widest, seed):
     widths_RM = random_widths(8, 3, widest, seed)
     values_MR = np.random.default_rng(seed).random((3, 8))
     members = Members(widths_RM.T)
-    ordered, found = np.ascontiguousarray(values_MR[:, members.order]), np.empty_like(values_MR)
-    members.maximum(ordered)
-    found[:, members.order] = ordered
+    largest_MR, sum_MR = np.empty((2, *values_MR.shape))
+    for found_MR, of_members in ((largest_MR, members.maximum), (sum_MR, members.total)):
+        ordered = np.ascontiguousarray(values_MR[:, members.order])
+        of_members(ordered)
+        found_MR[:, members.order] = ordered
     place_J = first_places(widths_RM).reshape(8, 3)
     for m in range(3):
         for r in range(8):
             first = r // widths_RM[r, m] * widths_RM[r, m]
-            assert found[m, r] == values_MR[m, first : first + widths_RM[r, m]].max()
+            together = values_MR[m, first : first + widths_RM[r, m]]
+            assert largest_MR[m, r] == together.max()
+            assert sum_MR[m, r] == pytest.approx(together.sum(), rel=1e-15)
             assert place_J[r, m] == first * 3 + m
 
 
@@ -278,7 +268,7 @@ def test_no_placement_beats_the_bound_of_wide_slots(shape, seed, kind):
     costs = step_costs(given_["lengths_tokens"], given_["job"], given_["cost"], given_["scales"])
     samples = len(given_["lengths_tokens"])
     sample_2SC = costs.sample_ms(np.ones((given_["job"].layers, samples)))
-    bound_ms = wide_bounds(sample_2SC, costs, ranks).bound_ms
+    bound_ms = step_bounds(sample_2SC, costs, ranks).bound_ms
     generator = np.random.default_rng(seed)
     for attempt in range(4):
         widths_RM = random_widths(ranks, positions, ranks, seed + attempt)

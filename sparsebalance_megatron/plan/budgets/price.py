@@ -58,7 +58,7 @@ def price(
         floor_LS = problem.allowed.floor_LS[:, own_samples]
         return Pricing(ladder=own, expected_LS=floor_LS, wanted_coverage=-np.inf)
 
-    blocks_Z, weight_Z = problem.costs.blocks_S[ladder.first_Z], ladder.sum_Z(problem.weight_S)
+    blocks_Z, weight_Z = ladder.blocks_Z, ladder.sum_Z(problem.weight_S)
 
     def coverage_Z(budgets_LZ: np.ndarray) -> np.ndarray:
         """Of a sample of each size, over layers whose curves are known."""

@@ -31,11 +31,12 @@ class Ladder:
     """Budgets by price level, 0 (the floors) to LEVELS (everything that gains coverage).
 
     ``size_S``: the size of every sample. ``first_Z``: a sample of each size, among those that the
-    ladder was priced for.
+    ladder was priced for, and ``blocks_Z`` its blocks.
     """
 
     size_S: np.ndarray
     first_Z: np.ndarray
+    blocks_Z: np.ndarray
     budgets_QLZ: np.ndarray
 
     def budgets_LS(self, level_LS: np.ndarray) -> np.ndarray:
@@ -70,7 +71,12 @@ def price_ladder(problem: BudgetProblem) -> Ladder:
     steps = budget_steps(whole, problem.coverage, floor_LZ, allowed.top_LS[:, first_Z])
     if problem.policy.coverage_mean_over == "tokens":
         steps = replace(steps, slope_LSK=steps.slope_LSK * blocks_Z[:, None])
-    return Ladder(size_S=size_S.reshape(-1), first_Z=first_Z, budgets_QLZ=_budgets_by_level(steps))
+    return Ladder(
+        size_S=size_S.reshape(-1),
+        first_Z=first_Z,
+        blocks_Z=blocks_Z,
+        budgets_QLZ=_budgets_by_level(steps),
+    )
 
 
 def _budgets_by_level(steps: BudgetSteps) -> np.ndarray:

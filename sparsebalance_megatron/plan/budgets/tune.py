@@ -16,12 +16,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsebalance_megatron.config import Anchor
+from sparsebalance_megatron.plan.budgets.chain_prices import (
+    ROUNDS,
+    cheaper_levels_JC,
+    round_operations,
+    unit_coverage_JCQ,
+)
 from sparsebalance_megatron.plan.budgets.fill import Filling, unit_growth_JCQ
 from sparsebalance_megatron.plan.budgets.price import Pricing, price
 from sparsebalance_megatron.plan.budgets.price_ladder import budget_steps
 from sparsebalance_megatron.plan.budgets.problem import ROUNDING, BudgetProblem
+from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.schedules.orders import schedule_of
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
+from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP_FOR_BUDGETS, SearchEffort
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 _ANCHORS: Mapping[Anchor, Callable[[np.ndarray], float]] = {
@@ -182,6 +190,46 @@ def _makespan(
                 tuned_LS, enough_ms = middle_LS, middle_ms
             else:
                 least_ms = middle_ms
+    tuned_LS = _in_less_time(problem, slot_of_S, pricing, filling, tuned_LS)
     waited_for_S = (floor_ms_R * ROUNDING >= floor_ms_R.max())[slot_of_S // costs.job.micro_batches]
     stuck_S = ((tuned_LS == allowed.floor_LS) & (tuned_LS < allowed.top_LS)).all(axis=0)
     return tuned_LS, waited_for_S & stuck_S
+
+
+def _in_less_time(
+    problem: BudgetProblem,
+    slot_of_S: np.ndarray,
+    pricing: Pricing,
+    filling: Filling,
+    tuned_LS: np.ndarray,
+) -> np.ndarray:
+    """Budgets that cover as much as tuned ones, or as is wanted, in less time if there are any.
+
+    Without a pipeline and shared slots all units of a rank delay it alike, and filling is best.
+    """
+    costs, ladder, widths_RM = problem.costs, pricing.ladder, filling.widths_RM
+    schedule = schedule_of(costs.job)
+    if costs.job.pipeline_stages == 1 and widths_RM is None:
+        return tuned_LS
+    tuned_2RPVM = problem.slot_ms(tuned_LS, slot_of_S, widths_RM)
+    tuned_ms, floor_ms = (
+        float(makespans_ms(times_2RPVM, schedule, widths_RM).max())
+        for times_2RPVM in (tuned_2RPVM, filling.floor_2RPVM)
+    )
+    plan_ms = problem.policy.plan_ms
+    if plan_ms is None:
+        plan_ms = SHARE_OF_STEP_FOR_BUDGETS * rounded_ms(floor_ms)
+    rounds = min(ROUNDS, SearchEffort(plan_ms).affordable(round_operations(costs)))
+    if rounds < 1 or tuned_ms <= floor_ms * ROUNDING:
+        return tuned_LS
+    level_JC, ms = cheaper_levels_JC(
+        filling,
+        unit_coverage_JCQ(problem, ladder, slot_of_S),
+        tuned_2RPVM,
+        wanted_coverage=min(problem.covered(tuned_LS), pricing.wanted_coverage),
+        rounds=rounds,
+    )
+    if ms >= tuned_ms:
+        return tuned_LS
+    unit_LS = slot_of_S * costs.chunks + costs.chunk_of_layer_L[:, None]
+    return ladder.budgets_LS(filling.levels_JC(ms * ROUNDING, level_JC).ravel()[unit_LS])

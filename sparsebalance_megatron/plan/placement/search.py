@@ -17,9 +17,9 @@ import itertools
 import numpy as np
 
 from sparsebalance_megatron.plan.placement.balance import Placement
-from sparsebalance_megatron.plan.placement.search_effort import SearchEffort
 from sparsebalance_megatron.plan.schedules.orders import schedule_of
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
+from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
 _ALL_ORDERS_UNTIL = 4

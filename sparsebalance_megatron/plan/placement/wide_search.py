@@ -15,7 +15,6 @@ from __future__ import annotations
 import numpy as np
 
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
-from sparsebalance_megatron.plan.placement.search_effort import SearchEffort
 from sparsebalance_megatron.plan.placement.wide_moves import (
     Kind,
     Moves,
@@ -26,6 +25,7 @@ from sparsebalance_megatron.plan.placement.wide_moves import (
 from sparsebalance_megatron.plan.placement.wide_slots import Contents, SlotTable, WideSlots
 from sparsebalance_megatron.plan.schedules.orders import schedule_of
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
+from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
 _DRAWN = 64

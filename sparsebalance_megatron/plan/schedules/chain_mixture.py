@@ -17,9 +17,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.plan.schedules.orders import Schedule, megatron_order
-from sparsebalance_megatron.plan.schedules.simulator import simulate
+from sparsebalance_megatron.plan.schedules.simulator import longest_chain
 
 _ROUNDS = (60, 300)
 """At least and at most: 300 come within 2 % of the value."""
@@ -67,10 +66,7 @@ def _mixture(
     for number in range(1, rounds + 1):
         share_M = np.exp(losses_M.min() - losses_M)
         share_M /= share_M.sum()
-        chain_2PVM = np.zeros_like(mixture_2PVM)
-        for event in simulate(work_2PV1 * share_M, schedule).critical_path:
-            direction = int(event.direction is Direction.BACKWARD)
-            chain_2PVM[direction, event.stage, event.chunk, event.micro_batch] = 1.0
+        chain_2PVM = longest_chain(work_2PV1 * share_M, schedule)
         mixture_2PVM += number * chain_2PVM
         gain_M = (work_2PV1 * chain_2PVM).sum(axis=(0, 1, 2))
         losses_M += _LEARNING_RATE / np.sqrt(number) * gain_M

@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan.plan_cases import cost_model, job_shape, random_lengths
+from plan.plan_cases import cost_model, costs_without_constants, job_shape, random_lengths
 
+from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.plan.schedules.bounds import sample_bounds
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
-from sparsebalance_megatron.plan.schedules.wide_bounds import wide_bounds
+from sparsebalance_megatron.plan.schedules.step_bounds import step_bounds
 from sparsebalance_megatron.plan.step_costs import step_costs
 
 BUDGET = 6
@@ -24,7 +25,7 @@ def bounds_and_costs(lengths, job):
     scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
     costs = step_costs(lengths, job, cost_model(), scales)
     sample_2SC = costs.sample_ms(np.full((job.layers, len(lengths)), BUDGET))
-    return sample_bounds(sample_2SC, costs.constant_2C, job), costs, sample_2SC
+    return step_bounds(sample_2SC, costs), costs, sample_2SC
 
 
 @settings(max_examples=60, deadline=None)
@@ -63,21 +64,49 @@ def test_the_chain_of_a_sample_by_hand():
     """Its slot goes through all stages and back; beside it, the first stage runs every other."""
     forward = np.array([4.0, 1.0, 2.0, 3.0])
     sample_2SC = np.array([1.0, 2.0])[:, None, None] * forward[:, None] * np.ones(2)
-    bounds = sample_bounds(sample_2SC, np.zeros((2, 2)), job_shape(1, 3, 2))
+    bounds = step_bounds(sample_2SC, costs_without_constants(job_shape(1, 3, 2), 4))
     # Three slots: the two cheapest samples of the others, forward, stand for those beside.
     beside = np.array([1.0 + 2.0, 2.0 + 3.0, 1.0 + 3.0, 1.0 + 2.0])
     np.testing.assert_allclose(bounds.chain_ms_S, 6.0 * forward + beside)
 
 
-def test_the_mean_chain_of_narrow_slots_is_that_of_samples():
-    """Slots of one rank are slots like any other."""
-    job = job_shape(4, 3, 2)
-    lengths = random_lengths(20, 5)
-    bounds, costs, sample_2SC = bounds_and_costs(lengths, job)
-    assert (costs.constant_2C > 0.0).any()
-    wide = wide_bounds(sample_2SC, costs, 1)
-    assert wide.mean_chain_ms == pytest.approx(bounds.mean_chain_ms, rel=1e-12)
-    np.testing.assert_allclose(wide.chain_ms_S, bounds.chain_ms_S, rtol=1e-12)
+def test_the_mean_chain_by_hand():
+    """Two ranks of three slots, six samples: the mean of the chain bound over all of them."""
+    forward = np.array([4.0, 1.0, 2.0, 3.0, 1.0, 1.0])
+    sample_2SC = np.array([1.0, 2.0])[:, None, None] * forward[:, None] * np.ones(2)
+    bounds = step_bounds(sample_2SC, costs_without_constants(job_shape(2, 3, 2), 6))
+    chains, beside = 6.0 * forward.sum(), forward.sum()
+    assert bounds.mean_chain_ms == pytest.approx((chains + 2 * beside) / 6)
+
+
+def test_long_samples_by_hand():
+    """Three long samples and five that take no time: how those fill the pipeline does not help.
+
+    One rank of four stages: the last stage runs the three, but not before the first has passed
+    three stages, and the way back takes three more.
+    """
+    forward = np.array([4.0, 5.0, 6.0, *[1e-6] * 5])
+    sample_2SC = np.array([1.0, 2.0])[:, None, None] * forward[:, None] * np.ones(4)
+    bounds = step_bounds(sample_2SC, costs_without_constants(job_shape(1, 8, 4), 8))
+    assert bounds.long_ms == pytest.approx(3 * 15.0 + 3 * 4.0 + 3 * 8.0, rel=1e-5)
+    assert bounds.stage_ms == pytest.approx(3 * 15.0, rel=1e-5)
+    best = min(
+        makespans_ms(np.broadcast_to(sizes, (1, 4, 1, 8))[None] * [[[[[1.0]]]], [[[[2.0]]]]])[0]
+        for sizes in map(np.array, set(itertools.permutations(forward.round(3), 8)))
+    )
+    assert bounds.bound_ms <= best
+    assert bounds.long_ms == pytest.approx(bounds.bound_ms)
+
+
+def test_long_samples_lie_at_the_width_that_hurts_least():
+    """Shared by four ranks, their ways and their work on each are a quarter."""
+    forward = np.array([4.0, 5.0, 6.0, *[1e-6] * 13])
+    sample_2SC = np.array([1.0, 2.0])[:, None, None] * forward[:, None] * np.ones(4)
+    costs = costs_without_constants(job_shape(4, 8, 4), 16)
+    costs = replace(costs, exchange=Exchange(loss=0.0), blocks_S=np.full(16, 4))
+    bounds = step_bounds(sample_2SC, costs, 4)
+    received = costs.exchange_2SC.max()
+    assert bounds.long_ms == pytest.approx(81.0 / 4, abs=20 * received + 1e-4)
 
 
 def test_unhideable_samples_are_named():
@@ -85,7 +114,7 @@ def test_unhideable_samples_are_named():
 
     def bounds_of(sizes_S):
         sample_2SC = np.array([1.0, 2.0])[:, None, None] * sizes_S[:, None] * np.ones(4)
-        return sample_bounds(sample_2SC, np.zeros((2, 4)), job_shape(2, 4, 4))
+        return step_bounds(sample_2SC, costs_without_constants(job_shape(2, 4, 4), 8))
 
     sizes_S = np.ones(8)
     assert not bounds_of(sizes_S).unhideable_S.any()

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import plan as oracle
-from plan.plan_cases import job_shape
+from plan.plan_cases import costs_without_constants, job_shape
 
 from sparsebalance_megatron.cost.parts import Direction
-from sparsebalance_megatron.plan.schedules.bounds import sample_bounds
 from sparsebalance_megatron.plan.schedules.orders import (
     SCHEDULES,
     Operation,
@@ -21,10 +20,12 @@ from sparsebalance_megatron.plan.schedules.orders import (
     one_forward_one_backward,
 )
 from sparsebalance_megatron.plan.schedules.simulator import (
+    longest_chain,
     longest_through_ms,
     makespans_ms,
     simulate,
 )
+from sparsebalance_megatron.plan.schedules.step_bounds import step_bounds
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 
@@ -106,10 +107,10 @@ def test_no_arrangement_beats_the_lower_bound(pipeline, ranks, seed):
 def bounds_of(times):
     """Of micro-batches as they are: samples that have a slot each."""
     _, ranks, stages, chunks, micro_batches = times.shape
-    return sample_bounds(
+    job = job_shape(ranks, micro_batches, stages, chunks)
+    return step_bounds(
         np.moveaxis(times, 4, 2).reshape(2, ranks * micro_batches, stages * chunks),
-        np.zeros((2, stages * chunks)),
-        job_shape(ranks, micro_batches, stages, chunks),
+        costs_without_constants(job, ranks * micro_batches),
     )
 
 
@@ -123,6 +124,20 @@ def test_bounds_are_attained():
     giant[..., 0] = 10.0
     assert makespans_ms(giant).max() == pytest.approx(80.0, rel=1e-3)
     assert bounds_of(giant).bound_ms == pytest.approx(80.0, rel=1e-3)
+
+
+@settings(max_examples=30, deadline=None)
+@given(pipelines())
+def test_the_longest_chain_is_the_critical_path(pipeline):
+    name, times = pipeline
+    trace = simulate(times, SCHEDULES[name])
+    chain = longest_chain(times, SCHEDULES[name])
+    on_path = {
+        (int(event.direction is Direction.BACKWARD), event.stage, event.chunk, event.micro_batch)
+        for event in trace.critical_path
+    }
+    assert set(zip(*np.nonzero(chain), strict=True)) == on_path
+    assert times[chain].sum() == pytest.approx(trace.makespan_ms, rel=1e-12)
 
 
 @settings(max_examples=30, deadline=None)
