@@ -31,6 +31,8 @@ from sparsebalance_megatron.plan.step_costs import StepCosts
 
 ROUNDS = 16
 """More come hardly nearer to the linear program: half of what filling leaves is gained by then."""
+LEAST_ROUNDS = 4
+"""With fewer, filling is the surer way to less time."""
 
 _ROUND_OPERATIONS = 150_000
 _OPERATIONS_PER_TIME = 8
