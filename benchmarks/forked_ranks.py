@@ -17,6 +17,7 @@ import functools
 import json
 import multiprocessing
 import os
+import random
 import runpy
 import signal
 import socket
@@ -44,6 +45,10 @@ IMPORTED_BEFOREHAND = (
     "megatron.core.tokenizers.text",
 )
 _REPOSITORY = Path(__file__).parents[1]
+_PORTS = range(20_000, 32_768)
+"""Below those that Linux gives to connections: one of these may take a port that was free when it
+was asked for, before the rank that is to listen there has started."""
+_PORT_ATTEMPTS = 100
 _TERMINATION_S = 30.0
 """What torchrun gives ranks to end when one has failed."""
 
@@ -117,10 +122,21 @@ def cpu_environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A TCP port on loopback that was free a moment ago."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A TCP port that was free a moment ago, and is given to no connection meanwhile.
+
+    Raises:
+        OSError: none of many is free.
+    """
+    for port in random.SystemRandom().sample(_PORTS, min(_PORT_ATTEMPTS, len(_PORTS))):
+        with socket.socket() as listener:
+            try:
+                listener.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(
+        f"none of {_PORT_ATTEMPTS} ports from {_PORTS.start} to {_PORTS.stop - 1} is free"
+    )
 
 
 def _run(

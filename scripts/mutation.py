@@ -49,12 +49,15 @@ WIDE = "tests/plan/test_wide_slots.py"
 CONTRACT = "tests/attention/test_kernel_contract.py"
 ATTENTION = "tests/attention/test_api.py"
 TESTS: dict[str, tuple[str, ...]] = {
-    "plan/budgets/": ("tests/plan/budgets/test_tune.py", "tests/plan/budgets/test_price.py"),
+    "plan/budgets/": (
+        *("tests/plan/budgets/test_tune.py", "tests/plan/budgets/test_price.py"),
+        "tests/plan/budgets/test_chain_prices.py",
+    ),
     "plan/placement/wide_": (WIDE,),
     "plan/planned_widths": (WIDE,),
     "plan/step_costs": (WIDE,),
     "plan/placement/arrangement": (WIDE,),
-    "plan/schedules/wide_": (WIDE, "tests/plan/schedules/test_bounds.py"),
+    "plan/schedules/step_bounds": (WIDE, "tests/plan/schedules/test_bounds.py"),
     "plan/planner": ("tests/plan/test_scheduler.py", "tests/plan/test_golden_plans.py", WIDE),
     "plan/context_groups": (WIDE,),
     "plan/placement/": ("tests/plan/placement/test_balance.py", "tests/plan/test_golden_plans.py"),

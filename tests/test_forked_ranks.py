@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import forked_ranks
 import pytest
-from forked_ranks import run_alone, run_ranks
-from harness import free_port, python_environment
+from forked_ranks import free_port, run_alone, run_ranks
+from harness import python_environment
 
 pytestmark = pytest.mark.distributed
 
@@ -28,6 +30,18 @@ def _run(tmp_path: Path, text: str, *, ranks: int = 2, timeout_s: float = 60.0) 
         output=tmp_path / "output",
         timeout_s=timeout_s,
     )
+
+
+def test_a_port_that_is_taken_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those that connections get are not, which may take it before a rank listens."""
+    first = free_port()
+    assert first < 32_768
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", first))
+        monkeypatch.setattr(forked_ranks, "_PORTS", range(first, first + 1))
+        with pytest.raises(OSError, match=f"from {first} to {first} is free"):
+            free_port()
+    assert free_port() == first
 
 
 def test_every_rank_is_a_fresh_program_in_its_place(tmp_path: Path) -> None:
