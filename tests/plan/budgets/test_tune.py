@@ -14,6 +14,7 @@ from oracles import plan as oracle
 from plan.plan_cases import cost_model, coverage_curves, job_shape, policy, random_lengths
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan.budgets import tune as tune_module
 from sparsebalance_megatron.plan.budgets.price import price
 from sparsebalance_megatron.plan.budgets.problem import BudgetProblem
 from sparsebalance_megatron.plan.budgets.tune import tune
@@ -101,6 +102,36 @@ def test_anchor_moves_nobody_away(seed, shape, anchor):
     lowest, highest = case.latencies(case.allowed.floor_LS), case.latencies(case.allowed.top_LS)
     out_of_reach = (lowest > target * (1 + 1e-9)) | (highest < target * (1 - 1e-9))
     assert (case.tuned.clamped_S == out_of_reach[case.slot_of_S]).all()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_slots_end_within_a_step_of_the_anchor(seed):
+    """Of budgets, in some layer and sample; those whose limits allow it."""
+    lengths = [9000 + 300 * slot for slot in range(8)]
+    case = Case(seed, "anchor", lengths=lengths, coverage_threshold=1.0)
+    target = case.latencies(case.allowed.base_LS).mean()
+    after = case.latencies(case.tuned.budgets_LS)
+    clamped = np.unique(case.slot_of_S[case.tuned.clamped_S])
+    free = np.setdiff1d(np.arange(len(after)), clamped)
+    grid = np.asarray(case.coverage.grid)
+    steps = case.costs.block_pairs(np.broadcast_to(grid[:, None], (len(grid), len(case.slot_of_S))))
+    largest = np.diff(steps, axis=0).max(axis=0) * case.costs.pair_ms_L.max()
+    assert len(free) >= 4
+    for slot in free:
+        assert abs(after[slot] - target) <= largest[case.slot_of_S == slot].max() * (1 + 1e-9)
+
+
+def test_without_a_pipeline_filling_is_all(monkeypatch):
+    """Every ms of a rank delays it alike."""
+
+    def unexpected(*_, **__):
+        raise AssertionError
+
+    monkeypatch.setattr(tune_module, "cheaper_levels_JC", unexpected)
+    Case(0, "makespan", shape=(2, 3, 1, 1), coverage_target="base", plan_ms=1e6)
+    with pytest.raises(AssertionError):
+        for seed in range(20):
+            Case(seed, "makespan", coverage_target="base", plan_ms=1e6)
 
 
 @settings(max_examples=60, deadline=None)
