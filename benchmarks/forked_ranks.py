@@ -13,6 +13,7 @@ Engine, which needs one. Programs that bring a Megatron of their own take torchr
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import functools
 import json
 import multiprocessing
@@ -51,6 +52,8 @@ was asked for, before the rank that is to listen there has started."""
 _PORT_ATTEMPTS = 100
 _TERMINATION_S = 30.0
 """What torchrun gives ranks to end when one has failed."""
+_STACKS_S = 1.0
+"""For a rank to print where it stands, which takes milliseconds."""
 
 
 def run_ranks(
@@ -69,7 +72,8 @@ def run_ranks(
 
     Args:
         environment: of every rank, whole.
-        output: a file that gets what they print.
+        output: a file that gets what they print; after ``timeout_s`` seconds, also where every
+            thread stands that has not ended.
         imports: modules imported once, before ranks are forked; those of the first call count.
         begun: is called with the ranks' process ids. Each is the leader of a session of its own.
 
@@ -174,11 +178,21 @@ def _run(
                 break
             running = [process.sentinel for process in started if process.exitcode is None]
             connection.wait(running, max(0.0, deadline_s - time.monotonic()))
+        if late:
+            _print_stacks(started)
     finally:
         _end(started)
     if failed:
         return failed[0]
     return None if late else 0
+
+
+def _print_stacks(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
+    """Ranks print theirs one after the other, so that they do not mix."""
+    for process in processes:
+        if process.exitcode is None and process.pid is not None:
+            os.kill(process.pid, signal.SIGUSR1)
+            time.sleep(_STACKS_S)
 
 
 def _end(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
@@ -250,6 +264,7 @@ def _rank(
     # Whole lines, so that those of several ranks do not mix.
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.register(signal.SIGUSR1)
     try:
         if program[0] == "-m":
             sys.path[:] = [folder, *path]

@@ -125,12 +125,15 @@ def _comes_true(condition: Callable[[], object], limit_s: float = 30.0) -> bool:
     return False
 
 
-def test_a_run_that_does_not_end_is_ended(tmp_path: Path) -> None:
+def test_a_run_that_does_not_end_says_where_it_stands_and_is_ended(tmp_path: Path) -> None:
     text = f"open({str(tmp_path)!r} + f'/{{rank}}', 'w').write(str(os.getpid()))\ntime.sleep(60)"
     assert _run(tmp_path, text, timeout_s=3.0) is None
     for rank in range(2):
         with pytest.raises(ProcessLookupError):
             os.kill(int((tmp_path / str(rank)).read_text()), 0)
+    stacks = (tmp_path / "output").read_text()
+    assert stacks.count("most recent call first") >= 2
+    assert stacks.count("program.py\", line 4 in <module>") == 2
 
 
 def test_a_program_alone_prints_into_two_streams_and_has_no_place(tmp_path: Path) -> None:
