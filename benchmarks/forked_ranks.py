@@ -280,4 +280,6 @@ def _rank(
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
     finally:
+        # As an interpreter that ends: threads first, then what was registered.
+        threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

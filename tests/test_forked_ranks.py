@@ -58,13 +58,16 @@ def test_every_rank_is_a_fresh_program_in_its_place(tmp_path: Path) -> None:
         "torch.distributed.all_reduce(total)\n"
         "print('rank', rank, 'of', torch.distributed.get_world_size(), float(total))\n"
         "import atexit\n"
-        "atexit.register(print, 'rank', rank, 'ends')\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "atexit.register(lambda: print('rank', rank, 'ends', *done))\n"
+        "done = []\n"
+        "ThreadPoolExecutor(1).submit(lambda: (time.sleep(0.5), done.append('late')))\n"
         "torch.distributed.destroy_process_group()"
     )
     assert _run(tmp_path, text, ranks=3) == 0, (tmp_path / "output").read_text()
     lines = set((tmp_path / "output").read_text().splitlines())
     assert lines >= {f"rank {rank} of 3 6.0" for rank in range(3)}
-    assert lines >= {f"rank {rank} ends" for rank in range(3)}
+    assert lines >= {f"rank {rank} ends late" for rank in range(3)}
 
 
 @pytest.mark.parametrize(

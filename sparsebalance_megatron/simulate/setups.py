@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named setups: the paper's two, one at scale, one of packed short documents.
+"""Named setups: the paper's two, two at scale, one of packed short documents.
 
 The paper is arXiv:2604.13847.
 """
@@ -65,6 +65,15 @@ SETUPS: Mapping[str, Setup] = {
         tensor_parallel_size=4,
         micro_batch_size=1,
         global_batch_size=512,
+    ),
+    "scale-10240": Setup(
+        model="qwen2.5-3b",
+        data=("longalign",),
+        data_parallel_size=640,
+        pipeline_stages=4,
+        tensor_parallel_size=4,
+        micro_batch_size=1,
+        global_batch_size=20480,
     ),
     "packed": Setup(
         model="qwen2.5-3b",

@@ -80,6 +80,7 @@ def test_a_window_that_the_steps_do_not_fill_begins_again():
 def test_setups():
     assert SETUPS["paper-main"].micro_batches == SETUPS["paper-ablation"].micro_batches == 4
     assert SETUPS["scale-1024"].micro_batches == 8
+    assert SETUPS["scale-10240"].micro_batches == 32
     job = job_shape(layers=10, ranks=2, stages=4, micro_batches=3)
     assert [len(stage[0]) for stage in job.stage_layers] == [3, 3, 2, 2]
     assert batches_of(np.arange(1, 8), 3) == ((1, 2, 3), (4, 5, 6))
