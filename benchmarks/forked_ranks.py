@@ -52,6 +52,9 @@ was asked for, before the rank that is to listen there has started."""
 _PORT_ATTEMPTS = 100
 _TERMINATION_S = 30.0
 """What torchrun gives ranks to end when one has failed."""
+_LOOK_S = 5.0
+"""No longer than this counts as passed between two looks, so that a machine that was stopped in
+between has not used up its ranks' time."""
 _STACKS_S = 1.0
 """For a rank to print where it stands, which takes milliseconds."""
 
@@ -168,16 +171,18 @@ def _run(
         started.append(process)
     if begun is not None:
         begun([process.pid or 0 for process in started])
-    deadline_s = time.monotonic() + timeout_s
+    left_s = timeout_s
     try:
         while True:
             exit_codes = [process.exitcode for process in started]
             failed = [code for code in exit_codes if code not in (None, 0)]
-            late = time.monotonic() > deadline_s
+            late = left_s <= 0.0
             if failed or late or None not in exit_codes:
                 break
             running = [process.sentinel for process in started if process.exitcode is None]
-            connection.wait(running, max(0.0, deadline_s - time.monotonic()))
+            looked_s, look_s = time.monotonic(), min(left_s, _LOOK_S)
+            connection.wait(running, look_s)
+            left_s -= min(time.monotonic() - looked_s, look_s)
         if late:
             _print_stacks(started)
     finally:

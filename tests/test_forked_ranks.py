@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import forked_ranks
 import pytest
@@ -136,7 +137,21 @@ def test_a_run_that_does_not_end_says_where_it_stands_and_is_ended(tmp_path: Pat
             os.kill(int((tmp_path / str(rank)).read_text()), 0)
     stacks = (tmp_path / "output").read_text()
     assert stacks.count("most recent call first") >= 2
-    assert stacks.count("program.py\", line 4 in <module>") == 2
+    assert stacks.count('program.py", line 4 in <module>') == 2
+
+
+def test_a_machine_that_stood_still_has_not_used_up_the_time_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun_s = time.monotonic()
+
+    def jumps_s() -> float:
+        now_s = time.monotonic()
+        return now_s if now_s - begun_s < 1.0 else now_s + 1000.0
+
+    clock = SimpleNamespace(monotonic=jumps_s, sleep=time.sleep)
+    monkeypatch.setattr(forked_ranks, "time", clock)
+    assert _run(tmp_path, "time.sleep(3.0)", timeout_s=20.0) == 0
 
 
 def test_a_program_alone_prints_into_two_streams_and_has_no_place(tmp_path: Path) -> None:
