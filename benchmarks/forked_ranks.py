@@ -28,6 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -176,7 +177,7 @@ def _run(
         while True:
             exit_codes = [process.exitcode for process in started]
             failed = [code for code in exit_codes if code not in (None, 0)]
-            late = left_s <= 0.0
+            late = left_s <= 0.0 and None in exit_codes
             if failed or late or None not in exit_codes:
                 break
             running = [process.sentinel for process in started if process.exitcode is None]
@@ -196,8 +197,9 @@ def _print_stacks(processes: Sequence[multiprocessing.process.BaseProcess]) -> N
     """Ranks print theirs one after the other, so that they do not mix."""
     for process in processes:
         if process.exitcode is None and process.pid is not None:
-            os.kill(process.pid, signal.SIGUSR1)
-            time.sleep(_STACKS_S)
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGUSR1)
+                time.sleep(_STACKS_S)
 
 
 def _end(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
