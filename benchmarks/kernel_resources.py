@@ -39,11 +39,17 @@ from sparsebalance_megatron.attention.impl.triton import (
     token_backward_kernels,
     token_forward_kernel,
 )
-from sparsebalance_megatron.attention.impl.triton.tiles import Tile, tiles_for, token_tiles_for
-from sparsebalance_megatron.attention.impl.triton.token_partials import resident_columns
+from sparsebalance_megatron.attention.impl.triton.tiles import (
+    SHARED_BYTES,
+    Tile,
+    tiles_for,
+    token_tiles_for,
+)
+from sparsebalance_megatron.attention.impl.triton.token_partials import (
+    fitted_stages,
+    resident_columns,
+)
 
-SHARED_BYTES = 227 * 1024
-"""What one block of threads may have on an H100 or H200."""
 MATRIX_OPERATIONS_PER_CYCLE = 4096
 """Of one multiprocessor, dense bf16: the datasheet's 989 TFLOP/s over 132 of them at 1.83 GHz."""
 SCHEDULERS = 4
@@ -61,6 +67,8 @@ KERNELS = {
     "token_key_gradient": token_backward_kernels._token_key_gradient_kernel,
 }
 PRODUCTS = {"forward": 2, "query_gradient": 3, "key_gradient": 4}
+STREAMED = {"token_forward": 1, "token_query_gradient": 2}
+"""Matrices that kernels which keep a block's keys and values gather for a tile of queries."""
 BY_TOKEN, WITH_COLUMNS = "token_", "column_"
 """What the names of kernels for selections by token, and for those with columns, begin with; the
 rest is their field's name."""
@@ -153,8 +161,22 @@ def compiled(
             if signature[name].startswith("*") or "_stride_" in name
         },
     )
-    options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
+    options = {
+        "num_warps": tile.warps,
+        "num_stages": stages_of(name, tile, block_size, head_dim, element_bytes),
+        "enable_fp_fusion": True,
+    }
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def stages_of(name: str, tile: Tile, block_size: int, head_dim: int, element_bytes: int = 2) -> int:
+    """A tile's stages, as the launchers of the kernels choose them."""
+    if name not in STREAMED:
+        return tile.stages
+    columns, column_tiles = resident_columns(tile, block_size, head_dim, element_bytes)
+    return fitted_stages(
+        tile, columns * column_tiles, head_dim, element_bytes, streamed=STREAMED[name]
+    )
 
 
 def resources(
@@ -246,7 +268,7 @@ def _fitted(
         rows = tile.rows
     else:
         rows = forward_kernel.packed_rows(tile, group, block_size)
-    if name in ("token_forward", "token_query_gradient"):
+    if name in STREAMED:
         columns, column_tiles = resident_columns(tile, block_size, head_dim, element_bytes)
     return rows, columns, column_tiles
 
@@ -314,9 +336,11 @@ def main(arguments: list[str] | None = None) -> int:
             except RuntimeError as error:
                 print(error, file=sys.stderr)
                 continue
+            stages = stages_of(name, tile, block_size, head_dim)
             rows.append(
                 {"kernel": name, "head_dim": head_dim, "block_size": block_size}
-                | {"tile": asdict(tile), "fits": found.shared_bytes <= SHARED_BYTES}
+                | {"tile": asdict(replace(tile, stages=stages))}
+                | {"fits": found.shared_bytes <= SHARED_BYTES}
                 | asdict(found)
                 | {"matrix_share": round(found.matrix_share, 3)}
             )

@@ -9,9 +9,9 @@ key pairs that the selection lets be read (4 D operations a pair forward, 10 D b
 (scores, coverage, guard, selection), as chosen and in torch, and the index of the backward pass;
 how far the kernels' output lies from FlexAttention's. flash-attn, FlashMoBA and fla take part where
 they are installed. Memory is filled with NaN before a contender runs, and its results must be
-finite. The second-level cache is overwritten before every timed call. ``--tune`` instead times,
-for selections by query block, the tile shapes that ``kernel_resources.py --candidates`` finds
-promising, one kernel's at a time.
+finite. The second-level cache is overwritten before every timed call. ``--tune`` instead times the
+tile shapes that ``kernel_resources.py --candidates`` finds promising, one kernel's at a time; for
+selections by token also the size of the buffer for partial results.
 
 ``--device cpu`` runs all of it but the GPU contenders, with TRITON_INTERPRET=1 in the environment:
 it checks the benchmark, and its times say nothing. Without it, exits with status 2 where no CUDA
@@ -21,15 +21,18 @@ device is visible.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -51,9 +54,15 @@ from kernel_contenders import (
 from torch import Tensor
 
 from sparsebalance_megatron.attention.coverage import guard_budgets
-from sparsebalance_megatron.attention.impl.triton import backward_kernels, forward_kernel
+from sparsebalance_megatron.attention.impl.triton import (
+    backward_kernels,
+    forward_kernel,
+    token_backward_kernels,
+    token_forward_kernel,
+    token_lists,
+)
 from sparsebalance_megatron.attention.impl.triton.index import inverse_lists
-from sparsebalance_megatron.attention.impl.triton.tiles import Tile, tiles_for
+from sparsebalance_megatron.attention.impl.triton.tiles import Tile, tiles_for, token_tiles_for
 from sparsebalance_megatron.attention.impl.triton.token_lists import of_head
 from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.selection import Selection
@@ -89,6 +98,28 @@ PROMISING_TILES = {
         Tile(rows=64, columns=64, warps=8, stages=3),
     ],
 }
+PROMISING_TOKEN_TILES = {
+    "forward": [
+        Tile(rows=128, columns=256, warps=8, stages=2),
+        Tile(rows=128, columns=64, warps=8, stages=3),
+        Tile(rows=64, columns=256, warps=8, stages=3),
+        Tile(rows=64, columns=256, warps=4, stages=3),
+        Tile(rows=64, columns=128, warps=4, stages=3),
+    ],
+    "query_gradient": [
+        Tile(rows=128, columns=64, warps=8, stages=1),
+        Tile(rows=64, columns=128, warps=4, stages=2),
+        Tile(rows=64, columns=128, warps=4, stages=1),
+        Tile(rows=64, columns=64, warps=4, stages=2),
+    ],
+    "key_gradient": [
+        Tile(rows=64, columns=128, warps=8, stages=2),
+        Tile(rows=64, columns=64, warps=4, stages=3),
+        Tile(rows=64, columns=64, warps=8, stages=3),
+    ],
+}
+PARTIAL_BYTES = [32 << 20, 64 << 20, 1 << 30]
+"""The first two may stay in the second-level cache of a Hopper GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,10 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
         results["cases"] = _measured_before(results, options.json)
     deadline_s = time.monotonic() + 60 * options.minutes
     dense_results: dict[tuple[int, ...], dict[str, Any]] = {}
-    selections = [
-        name for name in options.selections if not (options.tune and SELECTORS[name].by_token)
-    ]
-    for case in cases(options.tokens, options.block_sizes, selections):
+    for case in cases(options.tokens, options.block_sizes, options.selections):
         if case.name in results["cases"]:
             continue
         if time.monotonic() > deadline_s:
@@ -214,9 +242,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--query-heads", type=int, default=Shape.query_heads)
     parser.add_argument("--kv-heads", type=int, default=Shape.kv_heads)
     parser.add_argument("--head-dim", type=int, default=Shape.head_dim)
-    parser.add_argument(
-        "--tune", action="store_true", help="time other tile shapes, for query blocks"
-    )
+    parser.add_argument("--tune", action="store_true", help="time other tile shapes")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument(
         "--minutes",
@@ -338,25 +364,41 @@ def _tuned(case: Case, bench: Bench, deadline_s: float) -> dict[str, Any]:
     selection = selection_of(case, bench.shape, bench.device)
     inputs = inputs_of(case, bench.shape, bench.device, bench.dtype)
     pairs = selected_pairs(selection, bench.shape)
-    table = tiles_for(bench.shape.head_dim, bench.dtype.itemsize)
     attend = ours(selection, bench.shape, "triton")
     results = {"table": _contender("table", attend, inputs, pairs, bench, {})}
-    try:
-        for kernel, tiles in PROMISING_TILES.items():
-            for tile in tiles:
-                name = f"{kernel} {tile.rows} x {tile.columns}, {tile.warps} warps, "
-                name += f"{tile.stages} stages" + ", descriptors" * tile.descriptors
-                if time.monotonic() > deadline_s:
-                    results[name] = {"error": "left out: no time left"}
-                    continue
-                changed = replace(table, **{kernel: tile})
-                for module in (forward_kernel, backward_kernels):
-                    module.tiles_for = lambda *_, changed=changed: changed
-                results[name] = _contender(name, attend, inputs, pairs, bench, {})
-    finally:
-        for module in (forward_kernel, backward_kernels):
-            module.tiles_for = tiles_for
+    for name, change in _changes(selection.by_token, bench):
+        if time.monotonic() > deadline_s:
+            results[name] = {"error": "left out: no time left"}
+            continue
+        with contextlib.ExitStack() as changed:
+            for module, attribute, value in change:
+                changed.enter_context(patch.object(module, attribute, value))
+            results[name] = _contender(name, attend, inputs, pairs, bench, {})
     return results
+
+
+def _changes(
+    by_token: bool, bench: Bench
+) -> Iterator[tuple[str, list[tuple[ModuleType, str, object]]]]:
+    """Names of versions to time, and which attribute of which module has which value in them."""
+    if by_token:
+        modules, tiles_of, name = (
+            (token_forward_kernel, token_backward_kernels),
+            token_tiles_for,
+            "token_tiles_for",
+        )
+    else:
+        modules, tiles_of, name = (forward_kernel, backward_kernels), tiles_for, "tiles_for"
+    table = tiles_of(bench.shape.head_dim, bench.dtype.itemsize)
+    for kernel, tiles in (PROMISING_TOKEN_TILES if by_token else PROMISING_TILES).items():
+        for tile in tiles:
+            version = f"{kernel} {tile.rows} x {tile.columns}, {tile.warps} warps, "
+            version += f"{tile.stages} stages" + ", descriptors" * tile.descriptors
+            changed = replace(table, **{kernel: tile})
+            yield version, [(module, name, lambda *_, it=changed: it) for module in modules]
+    if by_token:
+        for size in PARTIAL_BYTES:
+            yield f"{size >> 20} MiB of partial results", [(token_lists, "_PARTIAL_BYTES", size)]
 
 
 def _index(selection: Selection) -> None:

@@ -105,7 +105,8 @@ stage() {
             ;;
         tiles)
             limited "${minutes}m" python benchmarks/kernels.py --json "${OUT}/tiles.json" --tune \
-                --tokens 65536 --block-sizes 256 --resume --minutes "$((minutes - 1))"
+                --tokens 65536 --block-sizes 256 --selections token-kv-head previous-block \
+                --resume --minutes "$((minutes - 1))"
             ;;
     esac
 }

@@ -109,21 +109,23 @@ def run(
 
 
 def end_orphans(members: Sequence[int]) -> int:
-    """Processes that ranks have left behind; they are ended."""
+    """Processes that ranks have left behind; they are ended. Children of one count with it: those
+    of a checkpoint writer are PyTorch's compile workers, in releases that start them on import."""
     deadline_s = time.monotonic() + _WRITERS_END_IN_S
     while (left := _in_sessions(members)) and time.monotonic() < deadline_s:
         time.sleep(POLL_S)
     _kill(*left)
-    return len(left)
+    return sum(parent not in left for parent in left.values())
 
 
-def _in_sessions(leaders: Sequence[int]) -> list[int]:
-    """Processes of these sessions that run; a child stays in its rank's when that has ended."""
-    found = []
-    for process in psutil.process_iter(["status"]):
+def _in_sessions(leaders: Sequence[int]) -> dict[int, int]:
+    """Processes of these sessions that run, and their parents; a child stays in its rank's when
+    that has ended."""
+    found = {}
+    for process in psutil.process_iter(["status", "ppid"]):
         with suppress(OSError):
             if os.getsid(process.pid) in leaders and process.info["status"] != "zombie":
-                found.append(process.pid)
+                found[process.pid] = process.info["ppid"]
     return found
 
 

@@ -14,10 +14,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from older_releases import needs_interpreter
 
 KERNEL_TESTS = Path(__file__).parent / "triton"
 
 
+@needs_interpreter
 @pytest.mark.parametrize(
     "file",
     [

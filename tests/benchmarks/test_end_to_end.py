@@ -34,6 +34,7 @@ from end_to_end.variants import (
 from harness import MODEL_FLAGS, write_documents
 from hypothesis import given
 from hypothesis import strategies as st
+from older_releases import needs_grouped_flash
 
 from sparsebalance_megatron.data.documents import Documents
 from sparsebalance_megatron.data.samples import SampleIndex
@@ -276,6 +277,7 @@ def test_logs_that_lack_something_are_refused(
         read_steps(tmp_path, StepOrder(2, 2), VARIANTS[:2], warm_up=1, ranks_in_turn=1)
 
 
+@needs_grouped_flash
 def test_dense_peer_is_causal_attention_of_every_document() -> None:
     from end_to_end.attention import dense_attention
 
@@ -302,6 +304,7 @@ def test_dense_peer_is_causal_attention_of_every_document() -> None:
         torch.testing.assert_close(*gradients)
 
 
+@needs_grouped_flash
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", ["dp2-slow", "gpu-dp4"])
 def test_a_tiny_run_trains_every_batch_under_every_variant(layout: str, tmp_path: Path) -> None:
@@ -345,6 +348,7 @@ def test_a_tiny_run_trains_every_batch_under_every_variant(layout: str, tmp_path
     assert "perfect balance" in (tmp_path / "picture.svg").read_text()
 
 
+@needs_grouped_flash
 @pytest.mark.distributed
 def test_a_tiny_run_with_giants_lays_them_on_both_ranks(tmp_path: Path) -> None:
     source = write_documents(tmp_path / "source", range(96, 256, 4))

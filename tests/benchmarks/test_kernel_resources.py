@@ -119,15 +119,32 @@ def test_the_sum_of_what_columns_give_compiles() -> None:
 
 
 @pytest.mark.parametrize("name", BY_TOKEN)
-def test_kernels_by_token_fit_hopper_and_copy_ahead(name: str) -> None:
-    """They stream queries past keys that stay; those of the forward pass are one matrix."""
+def test_kernels_by_token_fit_hopper(name: str) -> None:
     found = resources.resources(name, resources.tile_of(name, 128))
     assert found.shared_bytes <= resources.SHARED_BYTES
     assert found.loop_kinds["products"] > 0
-    assert found.loop_groups_in_flight >= (1 if name == "token_forward" else 2)
-    # docs/KERNELS.md: dq spills in a tenth of its loop, the others in 1 %.
-    most = 0.12 if name == "token_query_gradient" else 0.03
+    # docs/KERNELS.md: dq spills in a fourteenth of its loop, the others in 1 %.
+    most = 0.09 if name == "token_query_gradient" else 0.03
     assert found.loop_kinds.get("spills", 0) <= most * found.loop_instructions
+
+
+@pytest.mark.parametrize(
+    ("name", "block_size", "head_dim", "groups"),
+    [
+        pytest.param("token_forward", 128, 128, 1, id="queries"),
+        pytest.param("token_query_gradient", 256, 64, 4, id="queries, gradients, LSE and delta"),
+        pytest.param("token_key_gradient", 256, 128, 4, id="the same, past keys of one tile"),
+    ],
+)
+def test_kernels_by_token_fit_and_copy_ahead(
+    name: str, block_size: int, head_dim: int, groups: int
+) -> None:
+    """Where a block's keys and values leave room for three stages."""
+    tile = resources.tile_of(name, head_dim)
+    assert resources.stages_of(name, tile, block_size, head_dim) == 3
+    found = resources.resources(name, tile, block_size=block_size, head_dim=head_dim)
+    assert found.shared_bytes <= resources.SHARED_BYTES
+    assert found.loop_groups_in_flight >= groups
 
 
 @pytest.mark.usefixtures("no_machine_code")

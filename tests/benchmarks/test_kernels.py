@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 import kernels
 from harness import REPOSITORY, python_environment
 from kernel_contenders import Case, Shape, cases, causal_pairs, selected_pairs, selection_of
+from older_releases import needs_interpreter
 
 from sparsebalance_megatron.config import Granularity
 
@@ -90,6 +91,7 @@ def test_cases_reach_from_few_blocks_to_the_default_budget() -> None:
     assert len(set(found)) == len(found)
 
 
+@needs_interpreter
 def test_every_case_measures_every_contender(tmp_path: Path) -> None:
     results = _run_interpreted(tmp_path, "--tokens", "64")
     assert [case.name for case in cases([64], [32])] == list(results["cases"])
@@ -104,6 +106,7 @@ def test_every_case_measures_every_contender(tmp_path: Path) -> None:
         assert case["index"]["median_ms"] > 0
 
 
+@needs_interpreter
 def test_selections_by_token_are_measured(tmp_path: Path) -> None:
     results = _run_interpreted(tmp_path, "--tokens", "32", "--selections", "token-kv-head")
     assert len(results["cases"]) == 2
@@ -113,12 +116,23 @@ def test_selections_by_token_are_measured(tmp_path: Path) -> None:
         assert case["index"]["median_ms"] > 0
 
 
-def test_tuning_times_every_promising_tile(tmp_path: Path) -> None:
-    small = ("--tokens", "16", "--query-heads", "2", "--kv-heads", "1")
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("selection", "tiles", "others"),
+    [
+        ("previous-block", kernels.PROMISING_TILES, 0),
+        ("token-kv-head", kernels.PROMISING_TOKEN_TILES, len(kernels.PARTIAL_BYTES)),
+    ],
+    ids=["query blocks", "tokens"],
+)
+def test_tuning_times_every_promising_tile(
+    selection: str, tiles: dict[str, list[Any]], others: int, tmp_path: Path
+) -> None:
+    small = ("--tokens", "16", "--query-heads", "2", "--kv-heads", "1", "--selections", selection)
     results = _run_interpreted(tmp_path, *small, "--tune")
-    promising = sum(len(tiles) for tiles in kernels.PROMISING_TILES.values())
+    promising = sum(map(len, tiles.values()))
     for case in results["cases"].values():
-        assert len(case) == 1 + promising
+        assert len(case) == 1 + promising + others
         assert all("both" in tile for tile in case.values()), case
 
 

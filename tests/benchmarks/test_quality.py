@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from harness import REPOSITORY, python_environment
+from older_releases import needs_grouped_flash
 from quality import text
 from quality.arm_session import ArmScheduler, with_expensive_attention
 from quality.arms import ARMS, DENSE, FIXED, OURS, PAPER, RANDOM, in_order
@@ -479,6 +480,7 @@ def test_the_page_says_what_the_result_says() -> None:
     )
 
 
+@needs_grouped_flash
 @pytest.mark.distributed
 def test_runs_are_scored_kept_and_replayed(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
@@ -495,6 +497,7 @@ def test_runs_are_scored_kept_and_replayed(tmp_path: Path) -> None:
     assert "s of CPU" not in quality(tmp_path, *arguments)
 
 
+@needs_grouped_flash
 @pytest.mark.distributed
 def test_dense_attention_learns_in_a_quick_run(tmp_path: Path) -> None:
     assert "recall" in quality(tmp_path, "--quick", "--arms", DENSE)

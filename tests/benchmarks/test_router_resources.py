@@ -14,6 +14,7 @@ if triton.knobs.runtime.interpret:
     pytest.skip("kernels are interpreted", allow_module_level=True)
 
 import router_resources  # noqa: E402
+from older_releases import needs_sorts_in_a_warp  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +23,12 @@ def fresh_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "places", "observe"), [(64, 16, False), (256, 64, True), (1024, 64, False)]
+    ("blocks", "places", "observe"),
+    [
+        pytest.param(64, 16, False, marks=needs_sorts_in_a_warp),
+        (256, 64, True),
+        (1024, 64, False),
+    ],
 )
 def test_keys_stay_in_registers(blocks: int, places: int, observe: bool) -> None:
     found = router_resources.resources(blocks, places, observe=observe)

@@ -36,6 +36,7 @@ def pooled_means(x_THD: Tensor, layout: PackedLayout) -> Tensor:
             BLOCK_D=triton.next_power_of_2(head_dim),
             TOKENS=_POOLED_TOKENS,
             num_warps=4,
+            enable_fp_fusion=True,
         )
     # Torch's division rounds to nearest, Triton's does not.
     return sum_NHD.div_(layout.length_N[:, None, None])

@@ -82,6 +82,7 @@ class KernelRowRanker:
                 HEADS=heads,
                 OBSERVE=self._observe,
                 num_stages=1,
+                enable_fp_fusion=True,
                 **shape,
             )
         if not self._observe:

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+SHARED_BYTES = 227 << 10
+"""Shared memory that one program may have on Hopper."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
@@ -36,9 +39,9 @@ class Tiles:
     key_gradient: Tile
 
 
-# For Hopper: of the shapes that fit its 227 KiB of shared memory and 64 K registers, those that
-# keep copies of the next tiles in flight, hardly spill in the loop, and have the least instructions
-# per product. ``benchmarks/kernel_resources.py --candidates`` lists them all.
+# For Hopper: of the shapes that fit its shared memory and 64 K registers under all Tritons from 3.4
+# to 3.9, those that keep copies of the next tiles in flight, hardly spill in the loop, and have the
+# least instructions per product. ``benchmarks/kernel_resources.py --candidates`` lists them all.
 _HALF_UP_TO_64 = Tiles(
     forward=Tile(rows=128, columns=128, warps=8, stages=3),
     query_gradient=Tile(rows=128, columns=128, warps=8, stages=3),
@@ -60,15 +63,16 @@ _FLOAT32 = Tiles(
     key_gradient=Tile(rows=32, columns=32, warps=4, stages=1),
 )
 
-# For selections by token: rows are gathered queries, columns keys that stay on the chip.
+# For selections by token: rows are gathered queries, columns keys that stay on the chip. Stages are
+# those of a tile that leaves them room (``token_partials.fitted_stages``).
 _TOKEN_HALF_UP_TO_128 = Tiles(
-    forward=Tile(rows=128, columns=64, warps=8, stages=3),
-    query_gradient=Tile(rows=64, columns=64, warps=4, stages=3),
+    forward=Tile(rows=128, columns=256, warps=8, stages=3),
+    query_gradient=Tile(rows=128, columns=128, warps=8, stages=3),
     key_gradient=Tile(rows=64, columns=128, warps=8, stages=3),
 )
 _TOKEN_HALF_256 = Tiles(
-    forward=Tile(rows=64, columns=64, warps=4, stages=3),
-    query_gradient=Tile(rows=64, columns=32, warps=4, stages=2),
+    forward=Tile(rows=128, columns=128, warps=8, stages=3),
+    query_gradient=Tile(rows=64, columns=128, warps=4, stages=3),
     key_gradient=Tile(rows=32, columns=64, warps=8, stages=3),
 )
 

@@ -121,7 +121,9 @@ class _Backward:
         most = min(tiles.query_gradient.rows, tiles.key_gradient.rows)
         for slices in head_slices(self._selection, query_heads, kv_heads, most):
             first = slices[0]
-            shape = PartialShape.of(q_THD, self._selection, tiles.query_gradient, first.heads)
+            shape = PartialShape.of(
+                q_THD, self._selection, tiles.query_gradient, first.heads, streamed=2
+            )
             lists = shape.lists(self._selection, first.selecting_head)
             self._query_gradient(dq_THD, shape, lists, slices)
             begins, ends = (
@@ -256,6 +258,7 @@ def _delta(dout_THD: Tensor, out_THD: Tensor) -> Tensor:
         HEAD_DIM=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
         ROWS=_DELTA_ROWS,
+        enable_fp_fusion=True,
     )
     return delta_TH
 

@@ -64,7 +64,7 @@ def forward_by_token(
     tile = token_tiles_for(head_dim, q_THD.element_size()).forward
     with torch.cuda.device_of(q_THD):
         for slices in head_slices(selection, query_heads, k_TGD.shape[1], tile.rows):
-            shape = PartialShape.of(q_THD, selection, tile, slices[0].heads)
+            shape = PartialShape.of(q_THD, selection, tile, slices[0].heads, streamed=1)
             lists = shape.lists(selection, slices[0].selecting_head)
             parts, part_lse = (shape.buffer(lists, n, q_THD.device) for n in (head_dim, 1))
             for heads, chunk in itertools.product(slices, range(lists.entries.chunks)):

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsebalance_megatron.attention.impl.triton.forward_kernel import load_rows
-from sparsebalance_megatron.attention.impl.triton.tiles import Tile
+from sparsebalance_megatron.attention.impl.triton.tiles import SHARED_BYTES, Tile
 from sparsebalance_megatron.attention.impl.triton.token_lists import (
     ChunkedLists,
     HeadSlice,
@@ -29,8 +29,10 @@ from sparsebalance_megatron.attention.impl.triton.token_lists import (
 from sparsebalance_megatron.attention.selection import Selection
 
 _RESIDENT_BYTES = 128 << 10
-"""Shared memory for the keys and values that a program keeps; beyond head dim 128 half of it, since
-the queries that are streamed past them take twice the room."""
+"""Shared memory for the keys and values that a program keeps. The more it keeps, the fewer results
+an entry has; at head dim 128 they are most of what these kernels move."""
+_OTHER_BYTES = 3 << 10
+"""Shared memory besides matrices: LSE and delta of every stage, padding."""
 _OUTPUT_ROWS = 16
 RUN_TIME_NUMBERS = [
     "first_head", "kv_head", "chunk", "chunks", "chunk_tokens", "items", "width", "place_bits",
@@ -50,6 +52,7 @@ class PartialShape:
     Attributes:
         tile: from the table of shapes.
         heads: query heads that are computed together.
+        stages: tiles of queries that are copied ahead, with the one that is worked on.
         columns: keys of a tile that fits the block.
         column_tiles: such tiles that a program keeps.
         parts: programs that share a block, hence results of an entry and query head.
@@ -60,20 +63,28 @@ class PartialShape:
     heads: int
     head_dim: int
     block_size: int
+    stages: int
     columns: int
     column_tiles: int
     parts: int
     width: int
 
     @classmethod
-    def of(cls, q_THD: Tensor, selection: Selection, tile: Tile, heads: int) -> PartialShape:
+    def of(
+        cls, q_THD: Tensor, selection: Selection, tile: Tile, heads: int, *, streamed: int
+    ) -> PartialShape:
+        """``streamed``: matrices that are gathered for a tile of queries."""
         head_dim, block_size = q_THD.shape[2], selection.kv_layout.block_size
-        columns, column_tiles = resident_columns(tile, block_size, head_dim, q_THD.element_size())
+        element_bytes = q_THD.element_size()
+        columns, column_tiles = resident_columns(tile, block_size, head_dim, element_bytes)
         return cls(
             tile=tile,
             heads=heads,
             head_dim=head_dim,
             block_size=block_size,
+            stages=fitted_stages(
+                tile, columns * column_tiles, head_dim, element_bytes, streamed=streamed
+            ),
             columns=columns,
             column_tiles=column_tiles,
             parts=block_size // (columns * column_tiles),
@@ -130,7 +141,7 @@ class PartialShape:
             # Float32 means float32: its users are tests. Ignored for the half types.
             "PRECISION": "ieee",
             "num_warps": self.tile.warps,
-            "num_stages": self.tile.stages,
+            "num_stages": self.stages,
             "enable_fp_fusion": True,
         }
 
@@ -177,8 +188,23 @@ def resident_columns(
     """Keys of a tile, and how many such tiles of a block's keys and values a program can keep."""
     columns = min(tile.columns, block_size)
     tile_bytes = 2 * columns * triton.next_power_of_2(head_dim) * element_bytes
-    resident_bytes = _RESIDENT_BYTES if head_dim <= 128 else _RESIDENT_BYTES // 2
-    return columns, max(1, min(block_size // columns, resident_bytes // tile_bytes))
+    return columns, max(1, min(block_size // columns, _RESIDENT_BYTES // tile_bytes))
+
+
+def fitted_stages(
+    tile: Tile, resident: int, head_dim: int, element_bytes: int, *, streamed: int
+) -> int:
+    """The tile's stages where shared memory has room for them, else 1.
+
+    ``resident``: keys that a program keeps, with their values. Beside them lie the stages of every
+    streamed matrix and half a tile of results, which Triton before 3.9 rearranges there for
+    :func:`store_partial`. Two stages would copy no further ahead than one: of a turn of the loop,
+    copies are started last and waited for first.
+    """
+    row_bytes = triton.next_power_of_2(head_dim) * element_bytes
+    kept_bytes = 2 * resident * row_bytes + tile.rows * triton.next_power_of_2(head_dim) * 2
+    staged_bytes = tile.stages * streamed * tile.rows * row_bytes
+    return tile.stages if kept_bytes + staged_bytes + _OTHER_BYTES <= SHARED_BYTES else 1
 
 
 @triton.jit
@@ -232,14 +258,21 @@ def store_partial(parts, result_YD, entry_Y, token_Y, valid_Y, head_Y, part, fir
                   BLOCK_D: tl.constexpr):  # fmt: skip
     """Store an entry's results; also says where: a number for every row.
 
-    A chunk's buffer is bounded, so that places in it take 32 bits, which saves registers.
+    A chunk's buffer is bounded, so that places in it take 32 bits, which saves registers. Results
+    go in halves, for compilers that rearrange a tile in shared memory before they store it.
     """
     place_Y = entry_Y & ((1 << place_bits) - 1)
     result_Y = ((token_Y - first_token).to(tl.int32) * width + place_Y) * PARTS + part
     result_Y = result_Y * HEADS + head_Y
-    dim_D = tl.arange(0, BLOCK_D)
-    tl.store(parts + result_Y[:, None] * HEAD_DIM + dim_D[None, :], result_YD,
-             mask=valid_Y[:, None] & (dim_D < HEAD_DIM)[None, :])  # fmt: skip
+    HALF_D: tl.constexpr = BLOCK_D // 2
+    left_YD, right_YD = tl.split(
+        tl.permute(tl.reshape(result_YD, (result_YD.shape[0], 2, HALF_D)), (0, 2, 1))
+    )
+    dim_D = tl.arange(0, HALF_D)
+    address_YD = parts + result_Y[:, None] * HEAD_DIM + dim_D[None, :]
+    tl.store(address_YD, left_YD, mask=valid_Y[:, None] & (dim_D < HEAD_DIM)[None, :])
+    tl.store(address_YD + HALF_D, right_YD,
+             mask=valid_Y[:, None] & (dim_D + HALF_D < HEAD_DIM)[None, :])  # fmt: skip
     return result_Y
 
 

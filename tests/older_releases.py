@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Marks of tests that need newer releases of PyTorch and Triton than the package does."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+
+
+def _release(package: str) -> tuple[int, int]:
+    """Major and minor version; (0, 0) of what is not installed."""
+    try:
+        major, minor = metadata.version(package).split(".")[:2]
+    except metadata.PackageNotFoundError:
+        return 0, 0
+    return int(major), int(minor)
+
+
+needs_interpreter = pytest.mark.skipif(
+    _release("triton") < (3, 7) and _release("numpy") >= (2, 4),
+    reason="Triton before 3.7 interprets no loop under numpy 2.4 and newer",
+)
+needs_grouped_flash = pytest.mark.skipif(
+    _release("torch") < (2, 11),
+    reason="fused attention on a CPU for groups of query heads was not found before PyTorch 2.11",
+)
+needs_sorts_in_a_warp = pytest.mark.skipif(
+    _release("triton") < (3, 6),
+    reason="before 3.6 Triton was seen to sort keys of one warp through shared memory",
+)
