@@ -40,7 +40,9 @@ from sparsebalance_megatron.attention.impl.triton import (
     token_forward_kernel,
 )
 from sparsebalance_megatron.attention.impl.triton.tiles import (
+    HOPPER,
     SHARED_BYTES,
+    Capability,
     Tile,
     tiles_for,
     token_tiles_for,
@@ -117,17 +119,26 @@ class Resources:
         return self.loop_matrix_cycles / (self.loop_matrix_cycles + self.loop_issue_cycles)
 
 
-def tile_of(name: str, head_dim: int, element_bytes: int = 2) -> Tile:
+def tile_of(
+    name: str, head_dim: int, element_bytes: int = 2, capability: Capability = HOPPER
+) -> Tile:
     """The table's tile shape for a kernel of ``KERNELS``."""
     table = token_tiles_for if name.startswith(BY_TOKEN) else tiles_for
-    tile: Tile = getattr(table(head_dim, element_bytes), _pass(name))
+    tile: Tile = getattr(table(head_dim, element_bytes, capability), _pass(name))
     return tile
 
 
 def compiled(
-    name: str, tile: Tile, *, element: str, block_size: int, head_dim: int, group: int = 8
+    name: str,
+    tile: Tile,
+    *,
+    element: str,
+    block_size: int,
+    head_dim: int,
+    group: int = 8,
+    capability: Capability = HOPPER,
 ) -> Any:
-    """A kernel of ``KERNELS`` compiled for sm_90a, with the specialisations of training rows."""
+    """A kernel of ``KERNELS`` compiled for a GPU, with the specialisations of training rows."""
     kernel = KERNELS[name]
     element_bytes = 4 if element == "fp32" else 2
     rows, columns, column_tiles = _fitted(name, tile, block_size, group, head_dim, element_bytes)
@@ -163,19 +174,32 @@ def compiled(
     )
     options = {
         "num_warps": tile.warps,
-        "num_stages": stages_of(name, tile, block_size, head_dim, element_bytes),
+        "num_stages": stages_of(name, tile, block_size, head_dim, element_bytes, capability),
         "enable_fp_fusion": True,
     }
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    return triton.compile(source, target=target, options=options)
 
 
-def stages_of(name: str, tile: Tile, block_size: int, head_dim: int, element_bytes: int = 2) -> int:
+def stages_of(
+    name: str,
+    tile: Tile,
+    block_size: int,
+    head_dim: int,
+    element_bytes: int = 2,
+    capability: Capability = HOPPER,
+) -> int:
     """A tile's stages, as the launchers of the kernels choose them."""
     if name not in STREAMED:
         return tile.stages
     columns, column_tiles = resident_columns(tile, block_size, head_dim, element_bytes)
     return fitted_stages(
-        tile, columns * column_tiles, head_dim, element_bytes, streamed=STREAMED[name]
+        tile,
+        columns * column_tiles,
+        head_dim,
+        element_bytes,
+        streamed=STREAMED[name],
+        shared_bytes=SHARED_BYTES[capability],
     )
 
 
@@ -340,7 +364,7 @@ def main(arguments: list[str] | None = None) -> int:
             rows.append(
                 {"kernel": name, "head_dim": head_dim, "block_size": block_size}
                 | {"tile": asdict(replace(tile, stages=stages))}
-                | {"fits": found.shared_bytes <= SHARED_BYTES}
+                | {"fits": found.shared_bytes <= SHARED_BYTES[HOPPER]}
                 | asdict(found)
                 | {"matrix_share": round(found.matrix_share, 3)}
             )

@@ -62,7 +62,12 @@ from sparsebalance_megatron.attention.impl.triton import (
     token_lists,
 )
 from sparsebalance_megatron.attention.impl.triton.index import inverse_lists
-from sparsebalance_megatron.attention.impl.triton.tiles import Tile, tiles_for, token_tiles_for
+from sparsebalance_megatron.attention.impl.triton.tiles import (
+    Tile,
+    capability_of,
+    tiles_for,
+    token_tiles_for,
+)
 from sparsebalance_megatron.attention.impl.triton.token_lists import of_head
 from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.selection import Selection
@@ -389,7 +394,7 @@ def _changes(
         )
     else:
         modules, tiles_of, name = (forward_kernel, backward_kernels), tiles_for, "tiles_for"
-    table = tiles_of(bench.shape.head_dim, bench.dtype.itemsize)
+    table = tiles_of(bench.shape.head_dim, bench.dtype.itemsize, capability_of(bench.device))
     for kernel, tiles in (PROMISING_TOKEN_TILES if by_token else PROMISING_TILES).items():
         for tile in tiles:
             version = f"{kernel} {tile.rows} x {tile.columns}, {tile.warps} warps, "

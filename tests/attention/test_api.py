@@ -35,6 +35,7 @@ from sparsebalance_megatron.attention.api import (
 )
 from sparsebalance_megatron.attention.impl import tile_attention
 from sparsebalance_megatron.attention.impl import tokens as tokens_module
+from sparsebalance_megatron.attention.impl import triton as triton_module
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
 
@@ -382,6 +383,23 @@ def test_router_coverage_is_the_true_mass_where_keys_of_a_block_agree() -> None:
     torch.testing.assert_close(curves_SK[0, 1], mass)
 
 
+def test_a_gpu_without_tile_shapes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_module, "_interpreted", lambda: True)
+    monkeypatch.setattr(triton_module, "capability_of", lambda _: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA L40S")
+    case = _case([0, 20], [2])
+    expected = r'capability 8.0, 9.0, .*; this one, NVIDIA L40S, has 8.9: use "blocks"'
+    with pytest.raises(ValueError, match=expected):
+        block_sparse_attention(
+            case.q_THD,
+            case.k_TGD,
+            case.v_TGD,
+            case.selection,
+            softmax_scale=1.0,
+            implementation="triton",
+        )
+
+
 def test_wrong_arguments_are_named() -> None:
     case = _case([0, 20], [2])
 
@@ -478,9 +496,10 @@ def test_scale_enters_as_given() -> None:
     ("granularity", "other"), [("previous-block", "blocks"), ("token-kv-head", "tokens")]
 )
 def test_auto_says_when_it_cannot_take_the_fast_kernels_on_a_gpu(
-    granularity: str, other: str
+    granularity: str, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stands in for a query on a GPU, which this choice only looks at."""
+    monkeypatch.setattr(triton_module, "capability_of", lambda _: (9, 0))
     case = make_case([0, 40], [2], block=16, head_dim=64, granularity=granularity)
     selection = case.selection
     half, double = (
@@ -493,6 +512,10 @@ def test_auto_says_when_it_cannot_take_the_fast_kernels_on_a_gpu(
     said = f'"{other}" on CUDA: "triton" does not compute in float64: use "{other}"'
     with pytest.warns(UserWarning, match=said):
         assert _resolve("auto", double, selection) == other
+    monkeypatch.setattr(triton_module, "capability_of", lambda _: (8, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA L40S")
+    with pytest.warns(UserWarning, match=f'NVIDIA L40S, has 8.9: use "{other}"'):
+        assert _resolve("auto", half, selection) == other
 
 
 def test_the_example_of_the_document_runs() -> None:

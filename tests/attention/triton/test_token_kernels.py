@@ -55,7 +55,8 @@ def _assert_identical(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> None:
 
 
 def _use_tiles(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None:
-    tile = Tile(rows=rows, columns=columns, warps=4, stages=1)
+    """A program keeps one tile of columns."""
+    tile = Tile(rows=rows, columns=columns, warps=4, stages=1, resident_bytes=1)
     tiles = Tiles(forward=tile, query_gradient=tile, key_gradient=tile)
     for module in (token_forward_kernel, token_backward_kernels):
         monkeypatch.setattr(module, "token_tiles_for", lambda *_: tiles)
@@ -110,7 +111,6 @@ def test_chunks_parts_of_blocks_and_cut_lists_add_up(
 ) -> None:
     """Partial results of 20 tokens, keys of half a block, and a block that all tokens read."""
     _use_tiles(monkeypatch, rows=32, columns=16)
-    monkeypatch.setattr(token_partials, "_RESIDENT_BYTES", 1)
     monkeypatch.setattr(token_lists, "TILES_PER_ITEM", 1)
     heads = 2 if granularity == BY_KV_HEAD else 1
     monkeypatch.setattr(token_lists, "_PARTIAL_BYTES", 20 * 2 * 2 * heads * 17 * 4)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparsebalance_megatron.attention.impl.triton.tiles import SHARED_BYTES, capability_of
 from sparsebalance_megatron.attention.selection import Selection
 
 
@@ -70,6 +71,14 @@ def obstacle(q_THD: Tensor, selection: Selection) -> str | None:
     other = "tokens" if selection.by_token else "blocks"
     if q_THD.device.type != "cuda" and not _interpreted():
         return f'needs CUDA, and q lies on {q_THD.device}: use "{other}" or "auto"'
+    capability = capability_of(q_THD.device)
+    if capability not in SHARED_BYTES:
+        known = ", ".join("{}.{}".format(*each) for each in SHARED_BYTES)
+        return (
+            f"has tile shapes for GPUs of compute capability {known}; this one, "
+            f"{torch.cuda.get_device_name(q_THD.device)}, has {capability[0]}.{capability[1]}: "
+            f'use "{other}"'
+        )
     if q_THD.dtype == torch.float64:
         return f'does not compute in float64: use "{other}"'
     if block_size < 16 or block_size & (block_size - 1):

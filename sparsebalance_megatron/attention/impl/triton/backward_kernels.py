@@ -38,7 +38,7 @@ from sparsebalance_megatron.attention.impl.triton.forward_kernel import (
 )
 from sparsebalance_megatron.attention.impl.triton.index import InverseLists, inverse_lists
 from sparsebalance_megatron.attention.impl.triton.key_step import key_step
-from sparsebalance_megatron.attention.impl.triton.tiles import tiles_for
+from sparsebalance_megatron.attention.impl.triton.tiles import capability_of, tiles_for
 from sparsebalance_megatron.attention.selection import Selection
 
 WANTED_PROGRAMS = 512
@@ -97,7 +97,8 @@ def _query_gradient(
     statistics_2HZ = torch.zeros(
         2, q_THD.shape[1], layout.blocks * layout.block_size, device=q_THD.device
     )
-    tile = tiles_for(q_THD.shape[2], q_THD.element_size()).query_gradient
+    capability = capability_of(q_THD.device)
+    tile = tiles_for(q_THD.shape[2], q_THD.element_size(), capability).query_gradient
     rows = packed_rows(tile, group, layout.block_size)
     grid = (layout.blocks * kv_heads * (group * layout.block_size // rows),)
     _query_gradient_kernel[grid](
@@ -140,7 +141,7 @@ def _key_gradient(
     """dk and dv in ``dtype``, of what is read as blocks; 0 for a block that nobody reads."""
     query_layout, layout = selection.query_layout, selection.kv_layout
     tokens, kv_heads, head_dim = k_TGD.shape
-    tile = tiles_for(head_dim, q_THD.element_size()).key_gradient
+    tile = tiles_for(head_dim, q_THD.element_size(), capability_of(q_THD.device)).key_gradient
     constants = tile_constants(q_THD, layout.block_size, min(tile.rows, layout.block_size), tile)
     column_tiles = layout.block_size // min(tile.columns, layout.block_size)
     lists = inverse_lists(selection, wanted_items=-(-WANTED_PROGRAMS // column_tiles))

@@ -29,7 +29,7 @@ from sparsebalance_megatron.attention.impl.triton.forward_kernel import (
     tile_constants,
 )
 from sparsebalance_megatron.attention.impl.triton.key_step import key_step
-from sparsebalance_megatron.attention.impl.triton.tiles import tiles_for
+from sparsebalance_megatron.attention.impl.triton.tiles import capability_of, tiles_for
 from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.selection import ColumnLists
 
@@ -62,7 +62,7 @@ def add_column_gradients(
         softmax_scale: factor on q . k.
     """
     (_, kv_heads, head_dim), width = k_TGD.shape, columns.tokens_NGK.shape[2]
-    tile = tiles_for(head_dim, q_THD.element_size()).key_gradient
+    tile = tiles_for(head_dim, q_THD.element_size(), capability_of(q_THD.device)).key_gradient
     rows = min(tile.rows, query_layout.block_size)
     constants = tile_constants(q_THD, query_layout.block_size, rows, tile)
     column_tiles = triton.cdiv(width, min(tile.columns, query_layout.block_size))

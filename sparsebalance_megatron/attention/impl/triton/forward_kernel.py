@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sparsebalance_megatron.attention.impl.triton.tiles import Tile, tiles_for
+from sparsebalance_megatron.attention.impl.triton.tiles import Tile, capability_of, tiles_for
 from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 
 LOG2_E = math.log2(math.e)
@@ -48,7 +48,7 @@ def forward_attention(
     q_THD, k_TGD, v_TGD = (with_dense_rows(x) for x in (q_THD, k_TGD, v_TGD))
     out_THD = torch.empty(tokens, query_heads, head_dim, dtype=q_THD.dtype, device=q_THD.device)
     lse_TH = torch.empty(tokens, query_heads, dtype=torch.float32, device=q_THD.device)
-    tile = tiles_for(head_dim, q_THD.element_size()).forward
+    tile = tiles_for(head_dim, q_THD.element_size(), capability_of(q_THD.device)).forward
     rows = packed_rows(tile, group, layout.block_size)
     grid = (layout.blocks * kv_heads * (group * layout.block_size // rows),)
     constants = tile_constants(q_THD, layout.block_size, rows, tile)

@@ -1,17 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tile shapes of the kernels: one table.
 
-Chosen by head dim and element size alone, never by timing at run time: a choice that depends on a
-clock would change the order of sums, hence the bits, from run to run. ``benchmarks/kernels.py``
-measures alternatives.
+Chosen by GPU, head dim and element size alone, never by timing at run time: a choice that depends
+on a clock would change the order of sums, hence the bits, from run to run.
+``benchmarks/kernels.py`` measures alternatives.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-SHARED_BYTES = 227 << 10
-"""Shared memory that one program may have on Hopper."""
+import torch
+
+Capability = tuple[int, int]
+"""An NVIDIA GPU's compute capability, major and minor."""
+AMPERE: Capability = (8, 0)
+HOPPER: Capability = (9, 0)
+BLACKWELL: Capability = (10, 0)
+SHARED_BYTES: dict[Capability, int] = {
+    AMPERE: 163 << 10,
+    HOPPER: 227 << 10,
+    BLACKWELL: 227 << 10,
+    (10, 3): 227 << 10,
+}
+"""Shared memory that one program may have (CUDA C++ programming guide, "Compute Capabilities"), of
+the GPUs that the table has shapes for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +34,9 @@ class Tile:
     ``rows``: queries of one tile; ``columns``: keys of one tile. Both shrink to fit a block.
     ``descriptors``: tiles of past blocks are copied by Hopper's tensor memory accelerator, not by
     address; of the forward kernel for selections by query block alone.
+    ``resident_bytes``: of kernels for selections by token, what the keys and values that a program
+    keeps may take, beyond the first tile of columns. The more it keeps, the fewer results an entry
+    has; at head dim 128 they are most of what these kernels move.
     """
 
     rows: int
@@ -28,6 +44,7 @@ class Tile:
     warps: int
     stages: int
     descriptors: bool = False
+    resident_bytes: int = 128 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,55 +56,120 @@ class Tiles:
     key_gradient: Tile
 
 
-# For Hopper: of the shapes that fit its shared memory and 64 K registers under all Tritons from 3.4
-# to 3.9, those that keep copies of the next tiles in flight, hardly spill in the loop, and have the
-# least instructions per product. ``benchmarks/kernel_resources.py --candidates`` lists them all.
-_HALF_UP_TO_64 = Tiles(
-    forward=Tile(rows=128, columns=128, warps=8, stages=3),
-    query_gradient=Tile(rows=128, columns=128, warps=8, stages=3),
-    key_gradient=Tile(rows=64, columns=128, warps=8, stages=3),
+@dataclass(frozen=True, kw_only=True)
+class _Shapes:
+    """Of one GPU, for the half types, by head dim."""
+
+    up_to_64: Tiles
+    up_to_128: Tiles
+    up_to_256: Tiles
+
+    def of(self, head_dim: int) -> Tiles:
+        if head_dim <= 64:
+            return self.up_to_64
+        return self.up_to_128 if head_dim <= 128 else self.up_to_256
+
+
+# Of the shapes that fit a GPU's shared memory and registers under all Tritons from 3.4 to 3.9,
+# those that keep copies of the next tiles in flight, hardly spill in the loop, and have the least
+# instructions per product: for Hopper, by ``benchmarks/kernel_resources.py --candidates``, which
+# lists them all. Elsewhere a shape is Hopper's where that fits.
+_HOPPER = _Shapes(
+    up_to_64=Tiles(
+        forward=Tile(rows=128, columns=128, warps=8, stages=3),
+        query_gradient=Tile(rows=128, columns=128, warps=8, stages=3),
+        key_gradient=Tile(rows=64, columns=128, warps=8, stages=3),
+    ),
+    up_to_128=Tiles(
+        forward=Tile(rows=128, columns=128, warps=8, stages=3),
+        query_gradient=Tile(rows=128, columns=64, warps=8, stages=3),
+        key_gradient=Tile(rows=64, columns=128, warps=8, stages=3),
+    ),
+    up_to_256=Tiles(
+        forward=Tile(rows=128, columns=32, warps=8, stages=3),
+        query_gradient=Tile(rows=128, columns=32, warps=8, stages=3),
+        key_gradient=Tile(rows=32, columns=64, warps=8, stages=3),
+    ),
 )
-_HALF_UP_TO_128 = Tiles(
-    forward=Tile(rows=128, columns=128, warps=8, stages=3),
-    query_gradient=Tile(rows=128, columns=64, warps=8, stages=3),
-    key_gradient=Tile(rows=64, columns=128, warps=8, stages=3),
+_AMPERE = replace(
+    _HOPPER,
+    up_to_256=replace(
+        _HOPPER.up_to_256, query_gradient=Tile(rows=64, columns=32, warps=4, stages=3)
+    ),
 )
-_HALF_256 = Tiles(
-    forward=Tile(rows=128, columns=32, warps=8, stages=3),
-    query_gradient=Tile(rows=128, columns=32, warps=8, stages=3),
-    key_gradient=Tile(rows=32, columns=64, warps=8, stages=3),
-)
-_FLOAT32 = Tiles(
-    forward=Tile(rows=32, columns=32, warps=4, stages=1),
-    query_gradient=Tile(rows=32, columns=32, warps=4, stages=1),
-    key_gradient=Tile(rows=32, columns=32, warps=4, stages=1),
+_BLACKWELL = replace(
+    _HOPPER,
+    up_to_128=replace(_HOPPER.up_to_128, forward=Tile(rows=128, columns=64, warps=8, stages=3)),
+    up_to_256=replace(
+        _HOPPER.up_to_256, query_gradient=Tile(rows=128, columns=32, warps=8, stages=2)
+    ),
 )
 
 # For selections by token: rows are gathered queries, columns keys that stay on the chip. Stages are
 # those of a tile that leaves them room (``token_partials.fitted_stages``).
-_TOKEN_HALF_UP_TO_128 = Tiles(
-    forward=Tile(rows=128, columns=256, warps=8, stages=3),
-    query_gradient=Tile(rows=128, columns=128, warps=8, stages=3),
-    key_gradient=Tile(rows=64, columns=128, warps=8, stages=3),
+_TOKEN_HOPPER = _Shapes(
+    up_to_64=Tiles(
+        forward=Tile(rows=128, columns=256, warps=8, stages=3),
+        query_gradient=Tile(rows=128, columns=128, warps=8, stages=3),
+        key_gradient=Tile(rows=64, columns=128, warps=8, stages=3),
+    ),
+    up_to_128=Tiles(
+        forward=Tile(rows=128, columns=256, warps=8, stages=3),
+        query_gradient=Tile(rows=128, columns=128, warps=8, stages=3),
+        key_gradient=Tile(rows=64, columns=128, warps=8, stages=3),
+    ),
+    up_to_256=Tiles(
+        forward=Tile(rows=128, columns=128, warps=8, stages=3),
+        query_gradient=Tile(rows=64, columns=128, warps=4, stages=3),
+        key_gradient=Tile(rows=32, columns=64, warps=8, stages=3),
+    ),
 )
-_TOKEN_HALF_256 = Tiles(
-    forward=Tile(rows=128, columns=128, warps=8, stages=3),
-    query_gradient=Tile(rows=64, columns=128, warps=4, stages=3),
-    key_gradient=Tile(rows=32, columns=64, warps=8, stages=3),
+_HALF_KEPT = 64 << 10
+_TOKEN_AMPERE = replace(
+    _TOKEN_HOPPER,
+    up_to_128=replace(
+        _TOKEN_HOPPER.up_to_128,
+        query_gradient=Tile(rows=128, columns=128, warps=8, stages=1, resident_bytes=_HALF_KEPT),
+    ),
+    up_to_256=replace(
+        _TOKEN_HOPPER.up_to_256,
+        forward=Tile(rows=64, columns=64, warps=4, stages=1, resident_bytes=_HALF_KEPT),
+        query_gradient=Tile(rows=64, columns=64, warps=4, stages=1, resident_bytes=_HALF_KEPT),
+    ),
+)
+# Products of a whole turn must fit tensor memory, 512 columns of it.
+_TOKEN_BLACKWELL = _Shapes(
+    up_to_64=replace(
+        _TOKEN_HOPPER.up_to_64, query_gradient=Tile(rows=64, columns=128, warps=4, stages=3)
+    ),
+    up_to_128=replace(
+        _TOKEN_HOPPER.up_to_128,
+        forward=Tile(rows=128, columns=128, warps=8, stages=1, resident_bytes=_HALF_KEPT),
+        query_gradient=Tile(rows=64, columns=128, warps=4, stages=1, resident_bytes=_HALF_KEPT),
+    ),
+    up_to_256=replace(
+        _TOKEN_HOPPER.up_to_256,
+        forward=Tile(rows=64, columns=64, warps=4, stages=1, resident_bytes=_HALF_KEPT),
+        query_gradient=Tile(rows=64, columns=64, warps=4, stages=1, resident_bytes=_HALF_KEPT),
+    ),
 )
 
-
-def tiles_for(head_dim: int, element_bytes: int) -> Tiles:
-    """The table's row for a head dim and a dtype's size."""
-    if element_bytes > 2:
-        return _FLOAT32
-    if head_dim <= 64:
-        return _HALF_UP_TO_64
-    return _HALF_UP_TO_128 if head_dim <= 128 else _HALF_256
+_SMALL = Tile(rows=32, columns=32, warps=4, stages=1)
+_FLOAT32 = Tiles(forward=_SMALL, query_gradient=_SMALL, key_gradient=_SMALL)
+_BY_QUERY_BLOCK = {8: _AMPERE, 9: _HOPPER, 10: _BLACKWELL}
+_BY_TOKEN = {8: _TOKEN_AMPERE, 9: _TOKEN_HOPPER, 10: _TOKEN_BLACKWELL}
 
 
-def token_tiles_for(head_dim: int, element_bytes: int) -> Tiles:
+def capability_of(device: torch.device) -> Capability:
+    """A GPU's; Hopper's for the CPU, where kernels are interpreted."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else HOPPER
+
+
+def tiles_for(head_dim: int, element_bytes: int, capability: Capability) -> Tiles:
+    """The table's row for a head dim, a dtype's size and a GPU of ``SHARED_BYTES``."""
+    return _FLOAT32 if element_bytes > 2 else _BY_QUERY_BLOCK[capability[0]].of(head_dim)
+
+
+def token_tiles_for(head_dim: int, element_bytes: int, capability: Capability) -> Tiles:
     """The same for selections by token."""
-    if element_bytes > 2:
-        return _FLOAT32
-    return _TOKEN_HALF_UP_TO_128 if head_dim <= 128 else _TOKEN_HALF_256
+    return _FLOAT32 if element_bytes > 2 else _BY_TOKEN[capability[0]].of(head_dim)

@@ -33,7 +33,7 @@ from sparsebalance_megatron.attention.impl.triton.forward_kernel import (
     with_dense_rows,
 )
 from sparsebalance_megatron.attention.impl.triton.index import SortedEntries, inverse_lists
-from sparsebalance_megatron.attention.impl.triton.tiles import Tile, token_tiles_for
+from sparsebalance_megatron.attention.impl.triton.tiles import Tile, capability_of, token_tiles_for
 from sparsebalance_megatron.attention.impl.triton.token_lists import (
     TILES_PER_ITEM,
     ChunkedLists,
@@ -110,7 +110,8 @@ class _Backward:
         q_THD, k_TGD = self._q_THD, self._k_TGD
         query_heads, kv_heads = q_THD.shape[1], k_TGD.shape[1]
         selecting_heads = self._counts_TC.shape[1]
-        tiles = token_tiles_for(q_THD.shape[2], q_THD.element_size())
+        capability = capability_of(q_THD.device)
+        tiles = token_tiles_for(q_THD.shape[2], q_THD.element_size(), capability)
         dq_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         dk_TGD, dv_TGD = (
             torch.empty(k_TGD.shape, dtype=k_TGD.dtype, device=k_TGD.device) for _ in range(2)

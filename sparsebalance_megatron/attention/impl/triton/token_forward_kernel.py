@@ -30,7 +30,7 @@ from sparsebalance_megatron.attention.impl.triton.forward_kernel import (
     load_rows,
     with_dense_rows,
 )
-from sparsebalance_megatron.attention.impl.triton.tiles import token_tiles_for
+from sparsebalance_megatron.attention.impl.triton.tiles import capability_of, token_tiles_for
 from sparsebalance_megatron.attention.impl.triton.token_lists import TILES_PER_ITEM, head_slices
 from sparsebalance_megatron.attention.impl.triton.token_partials import (
     OUTPUT_NUMBERS,
@@ -61,7 +61,8 @@ def forward_by_token(
     out_THD = torch.empty(tokens, query_heads, head_dim, dtype=q_THD.dtype, device=q_THD.device)
     lse_TH = torch.empty(tokens, query_heads, dtype=torch.float32, device=q_THD.device)
     counts_TC = selection.counts_QC.contiguous()
-    tile = token_tiles_for(head_dim, q_THD.element_size()).forward
+    capability = capability_of(q_THD.device)
+    tile = token_tiles_for(head_dim, q_THD.element_size(), capability).forward
     with torch.cuda.device_of(q_THD):
         for slices in head_slices(selection, query_heads, k_TGD.shape[1], tile.rows):
             shape = PartialShape.of(q_THD, selection, tile, slices[0].heads, streamed=1)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsebalance_megatron.attention.impl.triton.forward_kernel import load_rows
-from sparsebalance_megatron.attention.impl.triton.tiles import SHARED_BYTES, Tile
+from sparsebalance_megatron.attention.impl.triton.tiles import SHARED_BYTES, Tile, capability_of
 from sparsebalance_megatron.attention.impl.triton.token_lists import (
     ChunkedLists,
     HeadSlice,
@@ -28,9 +28,6 @@ from sparsebalance_megatron.attention.impl.triton.token_lists import (
 )
 from sparsebalance_megatron.attention.selection import Selection
 
-_RESIDENT_BYTES = 128 << 10
-"""Shared memory for the keys and values that a program keeps. The more it keeps, the fewer results
-an entry has; at head dim 128 they are most of what these kernels move."""
 _OTHER_BYTES = 3 << 10
 """Shared memory besides matrices: LSE and delta of every stage, padding."""
 _OUTPUT_ROWS = 16
@@ -83,7 +80,12 @@ class PartialShape:
             head_dim=head_dim,
             block_size=block_size,
             stages=fitted_stages(
-                tile, columns * column_tiles, head_dim, element_bytes, streamed=streamed
+                tile,
+                columns * column_tiles,
+                head_dim,
+                element_bytes,
+                streamed=streamed,
+                shared_bytes=SHARED_BYTES[capability_of(q_THD.device)],
             ),
             columns=columns,
             column_tiles=column_tiles,
@@ -188,11 +190,17 @@ def resident_columns(
     """Keys of a tile, and how many such tiles of a block's keys and values a program can keep."""
     columns = min(tile.columns, block_size)
     tile_bytes = 2 * columns * triton.next_power_of_2(head_dim) * element_bytes
-    return columns, max(1, min(block_size // columns, _RESIDENT_BYTES // tile_bytes))
+    return columns, max(1, min(block_size // columns, tile.resident_bytes // tile_bytes))
 
 
 def fitted_stages(
-    tile: Tile, resident: int, head_dim: int, element_bytes: int, *, streamed: int
+    tile: Tile,
+    resident: int,
+    head_dim: int,
+    element_bytes: int,
+    *,
+    streamed: int,
+    shared_bytes: int,
 ) -> int:
     """The tile's stages where shared memory has room for them, else 1.
 
@@ -204,7 +212,7 @@ def fitted_stages(
     row_bytes = triton.next_power_of_2(head_dim) * element_bytes
     kept_bytes = 2 * resident * row_bytes + tile.rows * triton.next_power_of_2(head_dim) * 2
     staged_bytes = tile.stages * streamed * tile.rows * row_bytes
-    return tile.stages if kept_bytes + staged_bytes + _OTHER_BYTES <= SHARED_BYTES else 1
+    return tile.stages if kept_bytes + staged_bytes + _OTHER_BYTES <= shared_bytes else 1
 
 
 @triton.jit
