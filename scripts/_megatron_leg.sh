@@ -19,17 +19,6 @@ LEG=(
     "tests/training/test_matrix.py::test_ranks_that_share_rows_train_to_the_losses_of_one_rank[context]"
 )
 
-install_megatron() {
-    local directory="$1" requirement="$2"
-    [[ -d "${directory}" ]] && return
-    say "installing ${requirement} into ${directory}"
-    rm -rf "${directory}.part"
-    python -m pip install --quiet --disable-pip-version-check --no-input --no-deps \
-        --target "${directory}.part" "${requirement}" ||
-        fail "pip could not install ${requirement}: see above"
-    mv "${directory}.part" "${directory}"
-}
-
 check_version() {
     python - "$1" <<'PYTHON' || fail "tests would run under another megatron-core"
 import sys
@@ -47,8 +36,7 @@ run_leg() {
     local version="$1" directory="$2" requirement="$3"
     shift 3
     set_up tools data test
-    install_megatron "${VENV}/${directory}" "${requirement}"
-    export PYTHONPATH="${VENV}/${directory}${PYTHONPATH:+:${PYTHONPATH}}"
+    install_beside "${directory}" "${requirement}"
     check_version "${version}"
     export OMP_NUM_THREADS=1
     exec python -m pytest --numprocesses 2 --dist loadfile --durations=10 "${LEG[@]}" "$@"

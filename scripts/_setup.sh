@@ -107,3 +107,18 @@ set_up() {
     install_package "$@"
     export VIRTUAL_ENV="${VENV}" PATH="${VENV}/bin:${PATH}"
 }
+
+# `install_beside DIRECTORY REQUIREMENT` installs what pip understands, without its requirements,
+# beside the environment's packages; it comes first on PYTHONPATH, which child processes inherit.
+install_beside() {
+    local directory="${VENV}/$1" requirement="$2"
+    if [[ ! -d "${directory}" ]]; then
+        say "installing ${requirement} into ${directory}"
+        rm -rf "${directory}.part"
+        python -m pip install --quiet --disable-pip-version-check --no-input --no-deps \
+            --target "${directory}.part" "${requirement}" ||
+            fail "pip could not install ${requirement}: see above"
+        mv "${directory}.part" "${directory}"
+    fi
+    export PYTHONPATH="${directory}${PYTHONPATH:+:${PYTHONPATH}}"
+}

@@ -19,7 +19,6 @@ trap 'rm -f "${CONSTRAINTS}"' EXIT
 printf 'torch==%s\nnumpy<2.4\n' "${VERSION}" >"${CONSTRAINTS}"
 export PIP_CONSTRAINT="${CONSTRAINTS}"
 set_up tools data test
-export OMP_NUM_THREADS=1
 python -c 'import numpy, torch, triton
 print("PyTorch", torch.__version__, "Triton", triton.__version__, "numpy", numpy.__version__)'
-python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations=10 "$@"
+SETUP=skip "${ROOT}/scripts/test.sh" "$@"

@@ -7,15 +7,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 
 VERSION=3.6.0
 set_up tools data test
-DIRECTORY="${VENV}/triton-${VERSION}"
-if [[ ! -d "${DIRECTORY}" ]]; then
-    say "installing Triton ${VERSION} into ${DIRECTORY}"
-    rm -rf "${DIRECTORY}.part"
-    python -m pip install --quiet --disable-pip-version-check --no-input --no-deps \
-        --target "${DIRECTORY}.part" "triton==${VERSION}" || fail "pip could not install it: see above"
-    mv "${DIRECTORY}.part" "${DIRECTORY}"
-fi
-export PYTHONPATH="${DIRECTORY}${PYTHONPATH:+:${PYTHONPATH}}" OMP_NUM_THREADS=1
+install_beside "triton-${VERSION}" "triton==${VERSION}"
+export OMP_NUM_THREADS=1
 python -c "import sys, triton; sys.exit(triton.__version__ != '${VERSION}')" ||
     fail "tests would run under another Triton than ${VERSION}"
 exec python -m pytest --numprocesses 2 --dist load --durations=5 -k fit \

@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 import kernels
 from harness import REPOSITORY, python_environment
 from kernel_contenders import Case, Shape, cases, causal_pairs, selected_pairs, selection_of
+from kernel_resources import stages_of
 from older_releases import needs_interpreter
 
 from sparsebalance_megatron.config import Granularity
@@ -114,6 +115,13 @@ def test_selections_by_token_are_measured(tmp_path: Path) -> None:
         for name in ("triton", "tokens", "reference"):
             assert case[name]["both"]["median_ms"] > 0, case
         assert case["index"]["median_ms"] > 0
+
+
+def test_versions_by_token_have_the_stages_that_name_them() -> None:
+    """With the benchmark's own head dim and first block size."""
+    for name, tiles in kernels.PROMISING_TOKEN_TILES.items():
+        for tile in tiles:
+            assert stages_of(f"token_{name}", tile, 256, Shape.head_dim) == tile.stages, tile
 
 
 @needs_interpreter

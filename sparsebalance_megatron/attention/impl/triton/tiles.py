@@ -9,6 +9,7 @@ on a clock would change the order of sums, hence the bits, from run to run.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -17,11 +18,12 @@ Capability = tuple[int, int]
 AMPERE: Capability = (8, 0)
 HOPPER: Capability = (9, 0)
 BLACKWELL: Capability = (10, 0)
+BLACKWELL_ULTRA: Capability = (10, 3)
 SHARED_BYTES: dict[Capability, int] = {
     AMPERE: 163 << 10,
     HOPPER: 227 << 10,
     BLACKWELL: 227 << 10,
-    (10, 3): 227 << 10,
+    BLACKWELL_ULTRA: 227 << 10,
 }
 """Shared memory that one program may have (CUDA C++ programming guide, "Compute Capabilities"), of
 the GPUs that the table has shapes for."""
@@ -107,17 +109,14 @@ _BLACKWELL = replace(
 
 # For selections by token: rows are gathered queries, columns keys that stay on the chip. Stages are
 # those of a tile that leaves them room (``token_partials.fitted_stages``).
+_TOKEN_UP_TO_128 = Tiles(
+    forward=Tile(rows=128, columns=256, warps=8, stages=3),
+    query_gradient=Tile(rows=128, columns=128, warps=8, stages=3),
+    key_gradient=Tile(rows=64, columns=128, warps=8, stages=3),
+)
 _TOKEN_HOPPER = _Shapes(
-    up_to_64=Tiles(
-        forward=Tile(rows=128, columns=256, warps=8, stages=3),
-        query_gradient=Tile(rows=128, columns=128, warps=8, stages=3),
-        key_gradient=Tile(rows=64, columns=128, warps=8, stages=3),
-    ),
-    up_to_128=Tiles(
-        forward=Tile(rows=128, columns=256, warps=8, stages=3),
-        query_gradient=Tile(rows=128, columns=128, warps=8, stages=3),
-        key_gradient=Tile(rows=64, columns=128, warps=8, stages=3),
-    ),
+    up_to_64=_TOKEN_UP_TO_128,
+    up_to_128=_TOKEN_UP_TO_128,
     up_to_256=Tiles(
         forward=Tile(rows=128, columns=128, warps=8, stages=3),
         query_gradient=Tile(rows=64, columns=128, warps=4, stages=3),
@@ -125,41 +124,45 @@ _TOKEN_HOPPER = _Shapes(
     ),
 )
 _HALF_KEPT = 64 << 10
-_TOKEN_AMPERE = replace(
-    _TOKEN_HOPPER,
+_KEEPS_HALF = Tile(rows=64, columns=64, warps=4, stages=1, resident_bytes=_HALF_KEPT)
+_TOKEN_AMPERE = _Shapes(
+    up_to_64=_TOKEN_UP_TO_128,
     up_to_128=replace(
-        _TOKEN_HOPPER.up_to_128,
+        _TOKEN_UP_TO_128,
         query_gradient=Tile(rows=128, columns=128, warps=8, stages=1, resident_bytes=_HALF_KEPT),
     ),
-    up_to_256=replace(
-        _TOKEN_HOPPER.up_to_256,
-        forward=Tile(rows=64, columns=64, warps=4, stages=1, resident_bytes=_HALF_KEPT),
-        query_gradient=Tile(rows=64, columns=64, warps=4, stages=1, resident_bytes=_HALF_KEPT),
-    ),
+    up_to_256=replace(_TOKEN_HOPPER.up_to_256, forward=_KEEPS_HALF, query_gradient=_KEEPS_HALF),
 )
 # Products of a whole turn must fit tensor memory, 512 columns of it.
 _TOKEN_BLACKWELL = _Shapes(
     up_to_64=replace(
-        _TOKEN_HOPPER.up_to_64, query_gradient=Tile(rows=64, columns=128, warps=4, stages=3)
+        _TOKEN_UP_TO_128, query_gradient=Tile(rows=64, columns=128, warps=4, stages=3)
     ),
     up_to_128=replace(
-        _TOKEN_HOPPER.up_to_128,
+        _TOKEN_UP_TO_128,
         forward=Tile(rows=128, columns=128, warps=8, stages=1, resident_bytes=_HALF_KEPT),
         query_gradient=Tile(rows=64, columns=128, warps=4, stages=1, resident_bytes=_HALF_KEPT),
     ),
-    up_to_256=replace(
-        _TOKEN_HOPPER.up_to_256,
-        forward=Tile(rows=64, columns=64, warps=4, stages=1, resident_bytes=_HALF_KEPT),
-        query_gradient=Tile(rows=64, columns=64, warps=4, stages=1, resident_bytes=_HALF_KEPT),
-    ),
+    up_to_256=_TOKEN_AMPERE.up_to_256,
 )
 
 _SMALL = Tile(rows=32, columns=32, warps=4, stages=1)
 _FLOAT32 = Tiles(forward=_SMALL, query_gradient=_SMALL, key_gradient=_SMALL)
-_BY_QUERY_BLOCK = {8: _AMPERE, 9: _HOPPER, 10: _BLACKWELL}
-_BY_TOKEN = {8: _TOKEN_AMPERE, 9: _TOKEN_HOPPER, 10: _TOKEN_BLACKWELL}
+_BY_QUERY_BLOCK = {
+    AMPERE: _AMPERE,
+    HOPPER: _HOPPER,
+    BLACKWELL: _BLACKWELL,
+    BLACKWELL_ULTRA: _BLACKWELL,
+}
+_BY_TOKEN = {
+    AMPERE: _TOKEN_AMPERE,
+    HOPPER: _TOKEN_HOPPER,
+    BLACKWELL: _TOKEN_BLACKWELL,
+    BLACKWELL_ULTRA: _TOKEN_BLACKWELL,
+}
 
 
+@cache
 def capability_of(device: torch.device) -> Capability:
     """A GPU's; Hopper's for the CPU, where kernels are interpreted."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else HOPPER
@@ -167,9 +170,9 @@ def capability_of(device: torch.device) -> Capability:
 
 def tiles_for(head_dim: int, element_bytes: int, capability: Capability) -> Tiles:
     """The table's row for a head dim, a dtype's size and a GPU of ``SHARED_BYTES``."""
-    return _FLOAT32 if element_bytes > 2 else _BY_QUERY_BLOCK[capability[0]].of(head_dim)
+    return _FLOAT32 if element_bytes > 2 else _BY_QUERY_BLOCK[capability].of(head_dim)
 
 
 def token_tiles_for(head_dim: int, element_bytes: int, capability: Capability) -> Tiles:
     """The same for selections by token."""
-    return _FLOAT32 if element_bytes > 2 else _BY_TOKEN[capability[0]].of(head_dim)
+    return _FLOAT32 if element_bytes > 2 else _BY_TOKEN[capability].of(head_dim)
