@@ -63,7 +63,7 @@ ROOMS = {
     "data": Room(
         outside=(
             *("jinja2", "megatron.core.datasets", "numpy", "pyarrow", "tokenizers", "torch"),
-            *("tqdm", "transformers", "zstandard"),
+            *("tqdm", "transformers"),
         ),
         inside=("data",),
     ),

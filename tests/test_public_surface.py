@@ -87,11 +87,9 @@ INTEGRATION = {
 """Function of sparsebalance_megatron.integration -> its parameters."""
 COMMANDS = [
     "advise",
-    "completion",
     "convert",
     "env",
     "examples",
-    "merge-data",
     "plan",
     "prepare-data",
     "profile",

@@ -20,7 +20,6 @@ from sparsebalance_megatron.cli.help_formatter import HelpFormatter
 
 COMMANDS = {
     "prepare-data": "tokenise documents into Megatron's .bin and .idx files",
-    "merge-data": "put data sets of prepare-data, such as its shards, together",
     "advise": "predict time, bubble and memory of your samples and model over settings",
     "plan": "predict step times of your sample lengths under every way to plan",
     "simulate": "predict the paper's setups, baseline to ours",
@@ -32,7 +31,6 @@ COMMANDS = {
     "trace": "write steps of a run as a trace for Perfetto",
     "env": "show versions, devices and usable attention implementations",
     "examples": "list the example scripts and patches, or copy them into a folder",
-    "completion": "print a completion script for bash or zsh",
 }
 """Subcommand to its line of help; its module has the same name, with underscores."""
 

@@ -12,8 +12,7 @@ from sparsebalance_megatron.cli.help_formatter import ParagraphsHelpFormatter
 from sparsebalance_megatron.data.documents import LOSS_MASK_SUFFIX
 from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.prepare import counts_text, prepare
-from sparsebalance_megatron.data.records import PythonStandardLibrary, RecordFiles, Source
-from sparsebalance_megatron.data.shard import Shard
+from sparsebalance_megatron.data.records import PythonStandardLibrary, RecordFiles
 
 _DESCRIPTION = """\
 Tokenise documents and write them as PREFIX.bin and PREFIX.idx, which Megatron reads with
@@ -66,12 +65,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="a record that cannot be used stops the run, or is left out and counted",
     )
     parser.add_argument(
-        "--shard",
-        metavar="I/N",
-        help="only the I-th of N equal parts of --input, counted from 1; compressed and Parquet "
-        "files are not divided. `sparse-balance merge-data` puts the parts together",
-    )
-    parser.add_argument(
         "--overwrite", action="store_true", help="replace a data set of the same prefix"
     )
 
@@ -84,7 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
     """
     times_s = [time.perf_counter()]
     try:
-        source = _source(arguments)
+        source = (
+            PythonStandardLibrary() if arguments.python_stdlib else RecordFiles(arguments.input)
+        )
         summary = prepare(
             source,
             arguments.output_prefix,
@@ -107,23 +102,6 @@ def run(arguments: argparse.Namespace) -> int:
     print(describe(summary, arguments.output_prefix))
     print(throughput(source.total_bytes, summary["tokens"], now_s - tokenising_s, now_s - began_s))
     return 0
-
-
-def _source(arguments: argparse.Namespace) -> Source:
-    if arguments.shard is None:
-        return PythonStandardLibrary() if arguments.python_stdlib else RecordFiles(arguments.input)
-    shard = Shard.parse(arguments.shard)
-    for flag, given, remedy in (
-        ("--python-stdlib", arguments.python_stdlib, "give files as --input"),
-        (
-            "--tokenizer-train",
-            arguments.tokenizer_train is not None,
-            "every part would get a tokenizer of its own; train it once and give --tokenizer",
-        ),
-    ):
-        if given:
-            raise DataError(f"--shard {arguments.shard} with {flag}: {remedy}")
-    return RecordFiles(arguments.input, shard)
 
 
 def throughput(input_bytes: int, tokens: int, tokenising_s: float, total_s: float) -> str:

@@ -7,14 +7,13 @@ import json
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.input_formats import MAX_LINE_BYTES, lines_of, parquet_rows
-from sparsebalance_megatron.data.shard import Shard
 
 Message = dict[str, Any]
 """One turn of a conversation; ``role`` and ``content`` are strings, other keys are kept."""
@@ -72,11 +71,10 @@ class RecordFiles:
     """Files of ``{"text": ...}`` or ``{"messages": [...]}``: one JSON object per line, plain or
     compressed (``.gz``, ``.zst``), or rows of ``.parquet`` with such columns.
 
-    Blank lines are no records. ``shard`` chooses a part of them.
+    Blank lines are no records.
     """
 
     paths: Sequence[Path]
-    shard: Shard = field(default_factory=Shard)
 
     def __post_init__(self) -> None:
         for path in self.paths:
@@ -85,15 +83,15 @@ class RecordFiles:
 
     @property
     def total_bytes(self) -> int:
-        return sum(end - begin for _, begin, end in self.shard.ranges(self.paths))
+        return sum(path.stat().st_size for path in self.paths)
 
     def records(self, bad: BadRecords) -> Iterator[Record]:
-        for path, begin, end in self.shard.ranges(self.paths):
+        for path in self.paths:
             if path.suffix == ".parquet":
-                for place, row, row_bytes in parquet_rows(path, begin):
+                for place, row, row_bytes in parquet_rows(path):
                     yield from _usable(partial(_record, row, place, row_bytes), place, bad)
                 continue
-            for place, line in lines_of(path, begin, end):
+            for place, line in lines_of(path):
                 if line.strip():
                     yield from _usable(partial(_parse, line, place), place, bad)
 

@@ -70,34 +70,6 @@ class DatasetWriter:
         self._masks.add_document(mask, [len(mask)])
         self.any_masked |= not mask.all()
 
-    def add_dataset(self, prefix: str, masked: bool) -> None:
-        """Append all documents of a stored data set of the same dtype.
-
-        Args:
-            masked: whether it has a loss mask; without one all of its tokens count.
-
-        Raises:
-            DataError: if its tokens are stored otherwise.
-        """
-        with quiet_imports():
-            from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-        stored = IndexedDataset(prefix)
-        if stored.index.dtype != self._tokens.dtype:
-            raise DataError(
-                f"{prefix}.idx: its tokens are stored as {stored.index.dtype.__name__}, not as "
-                f"{self._tokens.dtype.__name__}, which its vocabulary needs; prepare it again"
-            )
-        self._tokens.add_index(prefix)
-        if masked:
-            self._masks.add_index(prefix + LOSS_MASK_SUFFIX)
-            self.any_masked = True
-            return
-        for document in range(len(stored.document_indices) - 1):
-            sequences = slice(*stored.document_indices[document : document + 2])
-            lengths = stored.sequence_lengths[sequences].tolist()
-            self._masks.add_document(np.ones(sum(lengths), dtype=np.uint8), lengths)
-
     def commit(self, texts: Mapping[str, str]) -> None:
         """Finish the files and give them their names, replacing an older data set.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tool as a shell user meets it: version, help, completion, examples, wrong names of files."""
+"""The tool as a shell user meets it: version, help, examples, wrong names of files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 from harness import REPOSITORY
 
 from sparsebalance_megatron import __version__, cli
-from sparsebalance_megatron.cli import completion
 from sparsebalance_megatron.cli.convert import DTYPE_NAMES
 from sparsebalance_megatron.cli.output import OutputError, write_text
 
@@ -52,45 +51,6 @@ def test_names_of_dtypes_are_those_of_the_converter() -> None:
     from sparsebalance_megatron.convert.hf_config import DTYPES
 
     assert tuple(DTYPES) == DTYPE_NAMES
-
-
-def completed(words: list[str], folder: Path) -> list[str]:
-    """What bash offers for the last of the words."""
-    line = " ".join(f"'{word}'" for word in words)
-    program = (
-        f"{completion.script('bash')}\nCOMP_WORDS=({line}) COMP_CWORD={len(words) - 1}\n"
-        '_sparse_balance\nprintf "%s\\n" "${COMPREPLY[@]}"'
-    )
-    done = subprocess.run(["bash", "-c", program], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["sparse-balance", "sim"], ["simulate"]),
-        (["sparse-balance", "--v"], ["--version"]),
-        (["sparse-balance", "plan", "--lay"], ["--layers"]),
-        (["sparse-balance", "plan", "--tuning", "m"], ["makespan"]),
-        (["sparse-balance", "convert", "to-hf", "--hf"], ["--hf-config"]),
-        (["sparse-balance", "convert", "from"], ["from-hf"]),
-        (["sparse-balance", "report", "runs_"], ["runs_one"]),
-    ],
-)
-def test_completion(words: list[str], expected: list[str], tmp_path: Path) -> None:
-    (tmp_path / "runs_one").mkdir()
-    assert completed(words, tmp_path) == expected
-
-
-def test_completion_of_zsh_is_that_of_bash(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["completion", "zsh"]) == 0
-    printed = capsys.readouterr().out
-    assert "bashcompinit" in printed
-    assert (
-        printed.partition("_sparse_balance()")[2]
-        == completion.script("bash").partition("_sparse_balance()")[2]
-    )
 
 
 def test_examples_are_listed_and_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
