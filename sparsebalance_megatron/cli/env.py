@@ -15,6 +15,9 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, get_args
 
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
 from sparsebalance_megatron.config import DEFAULT_SELECTION, AttentionImplementation, Router
 
 DISTRIBUTION = "sparsebalance-megatron"
@@ -117,45 +120,19 @@ def _notes(packages: dict[str, str | None]) -> list[str]:
 
 
 def _supported(name: str, known: str | None) -> Facts:
-    """A version against the range that this package asks for; None where one is unknown."""
-    wanted = _requirement(name)
-    inside = None if known is None or wanted is None else is_within(known, wanted)
-    return {"version": known, "supported": wanted, "in_range": inside}
+    """A version against the range in this package's metadata; None where one is unknown."""
+    wanted = _range(name)
+    inside = None if known is None or wanted is None else wanted.contains(known, prereleases=True)
+    return {"version": known, "supported": wanted and str(wanted), "in_range": inside}
 
 
-def _requirement(name: str) -> str | None:
-    """The range of versions in this package's own metadata; None if it is not installed."""
+def _range(name: str) -> SpecifierSet | None:
+    """The versions of a requirement that this package asks for; None if it is not installed."""
     try:
-        lines = requires(DISTRIBUTION) or []
+        wanted = map(Requirement, requires(DISTRIBUTION) or [])
     except PackageNotFoundError:
         return None
-    found = (re.fullmatch(rf"{re.escape(name)}\s*\(?([<>=!~0-9a.,\s]+)\)?", line) for line in lines)
-    return next((match[1] for match in found if match), None)
-
-
-def is_within(known: str, wanted: str) -> bool:
-    """Whether a version lies in a range of ``>=`` and ``<``; pre-releases count as their release.
-
-    Raises:
-        ValueError: a bound is of another kind.
-    """
-    for bound in wanted.split(","):
-        match = re.fullmatch(r"\s*(>=|<)\s*([\d.]+)(?:a\d+)?\s*", bound)
-        if match is None:
-            raise ValueError(f"version range {wanted!r}: only >= and < are understood")
-        below = _release(known) < _release(match[2])
-        if below == (match[1] == ">="):
-            return False
-    return True
-
-
-def _release(text: str) -> tuple[int, ...]:
-    """0.19.2+local to (0, 19, 2); trailing zeros do not count."""
-    digits = re.match(r"[\d.]*", text)
-    numbers = [int(number) for number in (digits[0] if digits else "").split(".") if number]
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return tuple(numbers)
+    return next((each.specifier for each in wanted if each.name == name), None)
 
 
 def _megatron(installed: str | None) -> Facts:
