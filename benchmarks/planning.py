@@ -2,7 +2,7 @@
 """What planning costs against samples and ranks, and how near to the bound plans come.
 
     OMP_NUM_THREADS=1 python benchmarks/planning.py --json benchmarks/results/planning.json \
-        --plot docs/images/planning_cost.png
+        --plot research/images/planning_cost.png
 
 Plan times are CPU times of one thread, medians over repeats, on Qwen2.5-3B's 36 layers with four
 pipeline stages, LongAlign-like lengths, and another coverage curve in every layer.

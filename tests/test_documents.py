@@ -35,8 +35,8 @@ from sparsebalance_megatron import cli
 REPOSITORY = Path(__file__).parents[1]
 DOCUMENTS = sorted(
     path.relative_to(REPOSITORY).as_posix()
-    for pattern in ("*.md", "docs/*.md", "patches/*.md", "examples/*.md", "benchmarks/*.md")
-    for path in REPOSITORY.glob(pattern)
+    for pattern in ("*", "docs/*", "research/*", "patches/*", "examples/*", "benchmarks/*")
+    for path in REPOSITORY.glob(f"{pattern}.md")
 )
 RUN_BY: dict[str, str | None] = {
     "scripts/quickstart.sh": "tests/test_documents.py",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/QUALITY.md, made of the JSON file alone."""
+"""The tables of research/quality.md, made of the JSON file alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of docs/QUALITY.md: coverage against attention mass, and against loss."""
+"""The picture of research/quality.md: coverage against attention mass, and against loss."""
 
 from __future__ import annotations
 

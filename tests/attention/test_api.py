@@ -519,7 +519,7 @@ def test_auto_says_when_it_cannot_take_the_fast_kernels_on_a_gpu(
 
 
 def test_the_example_of_the_document_runs() -> None:
-    document = Path(__file__).parents[2] / "docs" / "KERNELS.md"
+    document = Path(__file__).parents[2] / "research" / "kernels.md"
     (example,) = re.findall(r"^```python\n(.*?)^```$", document.read_text("utf-8"), re.M | re.S)
     names: dict[str, Any] = {}
     exec(example, names)

@@ -81,7 +81,7 @@ def test_kernels_fit_hopper_and_copy_ahead(
     assert found.loop_kinds["products"] > 0
     # Of the next tile, copies of both matrices are under way while this one is worked on.
     assert found.loop_groups_in_flight >= 2
-    # Twice the most that docs/KERNELS.md accepts, which is 3 % at head dim 256.
+    # Twice the most that research/kernels.md accepts, which is 3 % at head dim 256.
     assert found.loop_kinds.get("spills", 0) <= 0.06 * found.loop_instructions
 
 
@@ -107,7 +107,7 @@ def test_kernels_with_columns_fit_hopper_and_copy_ahead(name: str) -> None:
     assert found.shared_bytes <= SHARED_BYTES[HOPPER]
     assert found.loop_kinds["products"] > 0
     assert found.loop_groups_in_flight >= 2
-    # docs/KERNELS.md: none spills in the loop over columns.
+    # research/kernels.md: none spills in the loop over columns.
     assert found.loop_kinds.get("spills", 0) <= 0.01 * found.loop_instructions
 
 
@@ -132,7 +132,7 @@ def test_kernels_by_token_fit_hopper(name: str) -> None:
     found = resources.resources(name, resources.tile_of(name, 128))
     assert found.shared_bytes <= SHARED_BYTES[HOPPER]
     assert found.loop_kinds["products"] > 0
-    # docs/KERNELS.md: dq spills in a fourteenth of its loop, the others in 1 %.
+    # research/kernels.md: dq spills in a fourteenth of its loop, the others in 1 %.
     most = 0.09 if name == "token_query_gradient" else 0.03
     assert found.loop_kinds.get("spills", 0) <= most * found.loop_instructions
 

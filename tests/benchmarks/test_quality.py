@@ -306,7 +306,7 @@ def test_runs_go_seed_by_seed_and_random_follows_what_it_replays(tmp_path: Path)
     random = next(spec for spec in planned_runs(options, tmp_path) if spec.arm_name == RANDOM)
     assert random.replay == str(tmp_path / "lookup_ours_1" / "executed.npz")
     with pytest.raises(SystemExit, match="2"):
-        parse(["--page", "docs/QUALITY.md"])
+        parse(["--page", "research/quality.md"])
 
 
 def test_a_finished_run_is_known_by_its_settings(tmp_path: Path) -> None:
@@ -471,11 +471,11 @@ def quality(tmp_path: Path, *arguments: str) -> str:
 
 
 def test_the_page_says_what_the_result_says() -> None:
-    """docs/QUALITY.md is what ``--page`` would make of it now."""
+    """research/quality.md is what ``--page`` would make of it now."""
     found = json.loads((REPOSITORY / "benchmarks" / "results" / "quality.json").read_text())
-    page = (REPOSITORY / "docs" / "QUALITY.md").read_text()
+    page = (REPOSITORY / "research" / "quality.md").read_text()
     assert with_tables(page, found) == page, (
-        "run `python benchmarks/quality.py --page docs/QUALITY.md "
+        "run `python benchmarks/quality.py --page research/quality.md "
         "--json benchmarks/results/quality.json`"
     )
 

@@ -3,8 +3,8 @@
 
 After MTraining (arXiv:2510.18830) and MInference (arXiv:2407.02490), whose attention patterns are
 vertical lines (keys that many queries read) and slashes (distances at which many queries read).
-What differs from theirs, and why, is in docs/VERTICAL_SLASH.md. Nothing here reads the device from
-the host, and every result is the same in a recomputed pass.
+What differs from theirs, and why, is in research/vertical_slash.md. Nothing here reads the device
+from the host, and every result is the same in a recomputed pass.
 
 Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, S documents, N
 blocks of a row, B tokens of a block, K budgets or places of a list, X places of a list of columns,
