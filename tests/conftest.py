@@ -1,21 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for all tests: reproducible examples, poisoned memory, no test on missing hardware.
-
-Makes the modules of benchmarks/ importable, which start training ranks for tests too.
-"""
+"""Rules for all tests: reproducible examples, poisoned memory, no test on missing hardware."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 settings.register_profile(
     # Reproducible everywhere; a first example that pays for an import is not slow code.
