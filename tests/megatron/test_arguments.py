@@ -306,6 +306,7 @@ def test_a_selection_that_needs_the_last_queries_refuses_shared_rows(
         (4, "--eval-micro-batch-size 4", "--eval-global-batch-size 8 must be a multiple of"),
         (16, "--use-checkpoint-args", None),
         (3, "--tensor-model-parallel-size 2", None),
+        (4, "--pipeline-model-parallel-size 0", None),
     ],
 )
 def test_a_global_batch_must_fill_its_slots(
