@@ -138,7 +138,6 @@ def training_hooks(args: Namespace) -> TrainingHooks:
 
     from sparsebalance_megatron.megatron import cpu
     from sparsebalance_megatron.megatron.arguments import check_supported, config_from_args
-    from sparsebalance_megatron.megatron.flag_values import one_line_refusals
     from sparsebalance_megatron.megatron.settings import RunSettings
     from sparsebalance_megatron.training.inputs import read_inputs
     from sparsebalance_megatron.training.training_hooks import TrainingHooks
@@ -155,9 +154,7 @@ def training_hooks(args: Namespace) -> TrainingHooks:
                 "`-m sparsebalance_megatron.pretrain_gpt`, or drop the flag"
             )
     check_supported(args, config)
-    with one_line_refusals():
-        settings = RunSettings.from_args(args)
-    inputs = read_inputs(settings, config, device_type)
+    inputs = read_inputs(RunSettings.from_args(args), config, device_type)
     device = torch.device("cpu" if device_type == "cpu" else f"cuda:{args.local_rank}")
     return TrainingHooks(args, inputs, device)
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 from sparsebalance_megatron import integration
 from sparsebalance_megatron.megatron.arguments import early_flags
-from sparsebalance_megatron.megatron.flag_values import one_line_refusals
 from sparsebalance_megatron.training import dry_run
 
 
@@ -27,11 +25,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         if dry_run.is_requested(argv):
             dry_run.run(argv)
             return
-        enabled, device_type = early_flags(argv)
-        _train(device_type, one_line_refusals() if enabled else nullcontext())
+        _, device_type = early_flags(argv)
+        _train(device_type)
 
 
-def _train(device_type: str, refusals: AbstractContextManager[None]) -> None:
+def _train(device_type: str) -> None:
     if device_type == "cpu":
         from sparsebalance_megatron.megatron import cpu
 
@@ -40,8 +38,7 @@ def _train(device_type: str, refusals: AbstractContextManager[None]) -> None:
 
     from sparsebalance_megatron.megatron.compat import run_pretrain
 
-    with refusals:
-        args = parse_and_validate_args(extra_args_provider=integration.arguments_provider())
+    args = parse_and_validate_args(extra_args_provider=integration.arguments_provider())
     enabled = integration.is_enabled(args)
     if args.rank == 0:
         print(

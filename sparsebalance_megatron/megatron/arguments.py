@@ -17,7 +17,6 @@ import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.megatron.cpu import MEGATRON_DEFAULTS as CPU_DEFAULTS
-from sparsebalance_megatron.megatron.flag_values import check_values, mend_help
 from sparsebalance_megatron.megatron.unsupported_training import check_batches, check_supported
 
 PLUGIN_DEFAULTS: dict[str, Any] = {
@@ -88,7 +87,6 @@ def args_provider(
 
     def provide(parser: ArgumentParser) -> ArgumentParser:
         add_sparse_balance_args(parser)
-        mend_help(parser)
         changed = (CPU_DEFAULTS if on_cpu else {}) | (PLUGIN_DEFAULTS if enabled else {})
         added = _as_flags(parser, changed, sys.argv[1:]) if report else []
         parser.set_defaults(**changed)
@@ -128,7 +126,6 @@ def check_typed_flags(parser: ArgumentParser, argv: Sequence[str]) -> None:
     # Where Megatron's parser takes it from, too.
     args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
     config = config_from_args(args)
-    check_values(args)
     check_supported(args, config)
     check_batches(args)
 

@@ -154,7 +154,7 @@ def check_batches(args: Namespace) -> None:
         * get("context_parallel_size", 1)
     )
     ranks = get("world_size", 1)
-    if get("use_checkpoint_args") or ranks % ranks_per_model:
+    if get("use_checkpoint_args") or ranks_per_model < 1 or ranks % ranks_per_model:
         return
     data_parallel_size = ranks // ranks_per_model
     micro_batch_size, global_batch_size = get("micro_batch_size"), get("global_batch_size")

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
-from sparsebalance_megatron.megatron.flag_values import one_line_refusals
 
 FLAG = flag_name("dry_run")
 
@@ -79,7 +78,7 @@ def _plan_and_print(device_type: str, argv: Sequence[str]) -> None:
         from sparsebalance_megatron.training.run import make_scheduler
 
     changed_defaults: list[str] = []
-    with one_line_refusals(), _without_argument_dump():
+    with _without_argument_dump():
         args, unchecked = _validated_args(device_type, argv, changed_defaults.append)
     for line in changed_defaults:
         print(line)
@@ -87,8 +86,7 @@ def _plan_and_print(device_type: str, argv: Sequence[str]) -> None:
     check_supported(args, config)
     if config.log_dir is not None and (remark := LogDirectory(config.log_dir).check()):
         unchecked.append(remark)
-    with one_line_refusals():
-        settings = RunSettings.from_args(args)
+    settings = RunSettings.from_args(args)
     inputs = read_inputs(settings, config, device_type)
     if not isinstance(inputs, CostedInputs):
         inputs = inputs.with_cost(counted_cost_model(settings, config))

@@ -18,7 +18,6 @@ from sparsebalance_megatron.megatron.arguments import (
     destination,
 )
 from sparsebalance_megatron.megatron.compat import has_yarn_flags, megatron_version
-from sparsebalance_megatron.megatron.flag_values import LEAST
 from sparsebalance_megatron.megatron.unsupported import MODEL, check_model
 from sparsebalance_megatron.megatron.unsupported_training import TRAINING, check_supported
 
@@ -251,49 +250,6 @@ def test_refusals_of_models_are_fields_of_a_config() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        ("--num-layers 0", "--num-layers 0: must be from 1 to"),
-        ("--seed -1", "--seed -1: must be from 0 to 4294967295"),
-        ("--tensor-model-parallel-size -1", "--tensor-model-parallel-size -1: must be"),
-        ("--pipeline-model-parallel-size 0", "--pipeline-model-parallel-size 0: must be"),
-        ("--micro-batch-size 0", "--micro-batch-size 0: must be"),
-        ("--eval-iters -1", "--eval-iters -1: must be from 0"),
-        (
-            "--num-attention-heads 6 --group-query-attention --num-query-groups 4",
-            "--num-query-groups 4: must divide --num-attention-heads 6",
-        ),
-    ],
-)
-def test_sizes_that_are_none_are_named(
-    words: str, complaint: str, megatron_parser: ArgumentParser
-) -> None:
-    with pytest.raises(ConfigError, match=f"^{complaint}"):
-        check_typed_flags(megatron_parser, (*SUPPORTED, *words.split()))
-
-
-@pytest.mark.parametrize("flag", ["--lr", "--train-iters", "--eval-interval"])
-def test_what_megatron_dies_without_is_asked_for(
-    flag: str, megatron_parser: ArgumentParser
-) -> None:
-    position = SUPPORTED.index(flag)
-    words = SUPPORTED[:position] + SUPPORTED[position + 2 :]
-    with pytest.raises(ConfigError, match=rf"^no {flag}.*: "):
-        check_typed_flags(megatron_parser, words)
-    check_typed_flags(megatron_parser, (*words, "--use-checkpoint-args"))
-
-
-def test_every_flag_with_a_least_value_is_a_flag(megatron_parser: ArgumentParser) -> None:
-    """Of this megatron-core or another that is supported."""
-    known = {action.dest for action in megatron_parser._actions}
-    assert LEAST.keys() - known <= {"eval_micro_batch_size", "eval_global_batch_size"}
-
-
-def test_help_is_printed(megatron_parser: ArgumentParser) -> None:
-    assert "--sparse-balance-window" in megatron_parser.format_help()
-
-
-@pytest.mark.parametrize(
     "words",
     [
         "--context-parallel-size 1",
@@ -350,6 +306,7 @@ def test_a_selection_that_needs_the_last_queries_refuses_shared_rows(
         (4, "--eval-micro-batch-size 4", "--eval-global-batch-size 8 must be a multiple of"),
         (16, "--use-checkpoint-args", None),
         (3, "--tensor-model-parallel-size 2", None),
+        (4, "--pipeline-model-parallel-size 0", None),
     ],
 )
 def test_a_global_batch_must_fill_its_slots(

@@ -154,25 +154,6 @@ def test_the_plan_is_the_one_that_training_starts_with(documents: Path, tmp_path
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (
-            ("--pipeline-model-parallel-size", "3", "--sparse-balance-dry-run", "32"),
-            "Megatron refuses the flags (arguments.py:",
-        ),
-        (
-            ("--save", "checkpoints", "--sparse-balance-dry-run", "2"),
-            "assert args.save_interval is not None",
-        ),
-        (
-            (
-                *("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "/nonexistent"),
-                "--sparse-balance-dry-run=2",
-            ),
-            "Megatron refuses the flags",
-        ),
-        (
-            ("--lr-warmup-iters", "4", "--sparse-balance-dry-run", "8"),
-            "assert self.lr_warmup_steps < self.lr_decay_steps",
-        ),
         (("--attention-dropout", "0.1", "--sparse-balance-dry-run"), "use --attention-dropout 0"),
         (
             ("--data-path", "/nonexistent/prefix", "--sparse-balance-dry-run", "2"),
