@@ -49,10 +49,7 @@ WIDE = "tests/plan/test_wide_slots.py"
 CONTRACT = "tests/attention/test_kernel_contract.py"
 ATTENTION = "tests/attention/test_api.py"
 TESTS: dict[str, tuple[str, ...]] = {
-    "plan/budgets/": (
-        *("tests/plan/budgets/test_tune.py", "tests/plan/budgets/test_price.py"),
-        "tests/plan/budgets/test_chain_prices.py",
-    ),
+    "plan/budgets/": ("tests/plan/budgets/test_tune.py", "tests/plan/budgets/test_price.py"),
     "plan/placement/wide_": (WIDE,),
     "plan/planned_widths": (WIDE,),
     "plan/step_costs": (WIDE,),

@@ -68,16 +68,3 @@ class Members:
             largest = np.maximum(largest[:, ::2], largest[:, 1::2])
             shared = by_rank.reshape(len(by_rank), -1, 2 << level, self._islands)
             np.maximum(shared, (largest + apart[items])[:, :, None], out=shared)
-
-    def total(self, values_IX: np.ndarray, items: slice = slice(None)) -> None:
-        """In place, the sum over the members of a slot, for each of them.
-
-        Args:
-            values_IX, items: as for :meth:`maximum`.
-        """
-        by_rank = values_IX.reshape(len(values_IX), self._together, self._islands)
-        sums = by_rank
-        for level, apart in enumerate(self._apart):
-            sums = sums[:, ::2] + sums[:, 1::2]
-            shared = by_rank.reshape(len(by_rank), -1, 2 << level, self._islands)
-            np.copyto(shared, sums[:, :, None], where=(apart[items] == 0.0)[:, :, None])

@@ -14,9 +14,6 @@ SHARE_OF_STEP_FOR_WIDTHS = 0.10
 """The same, where widths are searched as well: ranks that wait for one another are simulated
 together, few candidates at a time."""
 
-SHARE_OF_STEP_FOR_BUDGETS = 0.05
-"""The same, for budgets that reach the same coverage in less time."""
-
 _CALL_OPERATIONS = 4_000
 """What a call of the simulator costs beside its operations."""
 

@@ -72,18 +72,13 @@ class Filling:
     growth_JCQ: np.ndarray
     widths_RM: np.ndarray | None = None
 
-    def levels_JC(self, limit_ms: float, from_JC: np.ndarray | None = None) -> np.ndarray:
+    def levels_JC(self, limit_ms: float) -> np.ndarray:
         """The price level of every unit once all islands are filled up to ``limit_ms``.
 
         A slot that ranks share has its units on the first of them; those of the others stay 0.
-
-        Args:
-            from_JC: levels that fit, to fill up from; None is the floors.
         """
-        shape = self._growth_EUQ.shape[:2]
-        level_EU = np.zeros(shape, dtype=np.int64) if from_JC is None else from_JC.reshape(shape)
-        rising_EU = (self._growth_EUQ[..., -1] > 0) & (level_EU < LEVELS)
-        level_EU = level_EU.copy()
+        level_EU = np.zeros(self._growth_EUQ.shape[:2], dtype=np.int64)
+        rising_EU = self._growth_EUQ[..., -1] > 0
         for _ in range(_MAX_ROUNDS):
             islands_I = np.flatnonzero(rising_EU.any(axis=1))
             if not len(islands_I):
@@ -94,31 +89,6 @@ class Filling:
             level_EU[islands_I] = level_IU
             rising_EU[islands_I] = self._go_on(islands_I, level_IU, rising_IU, rose_I, limit_ms)
         return level_EU.reshape(self.growth_JCQ.shape[:2])
-
-    def times_2RPVM(self, level_JC: np.ndarray) -> np.ndarray:
-        """Ms of all slots with their units at these levels."""
-        islands = np.arange(len(self._growth_EUQ))
-        times_2RPVM, _ = self._pipelines(islands, level_JC.reshape(len(islands), 1, -1))
-        return times_2RPVM
-
-    def pair_price_JC(self, flow_2RPVM: np.ndarray) -> np.ndarray:
-        """By how many ms a block pair more of every unit delays the step.
-
-        Args:
-            flow_2RPVM: of :func:`..schedules.critical_flow.critical_flow`.
-        """
-        costs, job = self.costs, self.costs.job
-        flow_2RMC = flow_2RPVM.transpose(0, 1, 4, 2, 3).reshape(
-            2, job.data_parallel_size, job.micro_batches, costs.chunks
-        )
-        slowness_RC = np.repeat(costs.slowness_RP, job.virtual_stages, axis=1)
-        price_RMC = (flow_2RMC * costs.pair_2C[:, None, None]).sum(axis=0) * slowness_RC[:, None]
-        price_JC = price_RMC.reshape(job.slots, costs.chunks)
-        if self.widths_RM is None:
-            return price_JC
-        of_slot_JC = np.zeros_like(price_JC)
-        np.add.at(of_slot_JC, first_places(self.widths_RM), price_JC)
-        return of_slot_JC * costs.share_W[self.widths_RM].reshape(-1, 1)
 
     @cached_property
     def _island_ranks(self) -> int:

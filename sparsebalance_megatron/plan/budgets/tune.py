@@ -16,21 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsebalance_megatron.config import Anchor
-from sparsebalance_megatron.plan.budgets.chain_prices import (
-    LEAST_ROUNDS,
-    ROUNDS,
-    cheaper_levels_JC,
-    round_operations,
-    unit_coverage_JCQ,
-)
 from sparsebalance_megatron.plan.budgets.fill import Filling, unit_growth_JCQ
 from sparsebalance_megatron.plan.budgets.price import Pricing, price
 from sparsebalance_megatron.plan.budgets.price_ladder import budget_steps
 from sparsebalance_megatron.plan.budgets.problem import ROUNDING, BudgetProblem
-from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.schedules.orders import schedule_of
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
-from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP_FOR_BUDGETS, SearchEffort
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 _ANCHORS: Mapping[Anchor, Callable[[np.ndarray], float]] = {
@@ -39,9 +30,7 @@ _ANCHORS: Mapping[Anchor, Callable[[np.ndarray], float]] = {
     "max": np.max,
 }
 _TARGET_HALVINGS = 2
-"""Of the step time between too little coverage and enough: more gain below 0.1 % of a step. None
-where chain prices follow and ranks share slots: those end as fast from anywhere, and filling whole
-islands takes long."""
+"""How often the step time is halved between too little coverage and enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +141,7 @@ def _makespan(
 
     Makespans only grow with durations, so all budgets at their floors give the least T. Raising
     then fills what every rank has left until T; see :mod:`.fill`. Where more coverage is wanted, T
-    grows until it is reached, but never beyond what base budgets take; the least T for that comes
-    from :mod:`.chain_prices`, as far as planning may spend time on it.
+    grows until it is reached, but never beyond what base budgets take.
     """
     costs, allowed, ladder = problem.costs, problem.allowed, pricing.ladder
     schedule = schedule_of(costs.job)
@@ -175,7 +163,6 @@ def _makespan(
 
     floor_ms_R = makespans_ms(floor_2RPVM, schedule, widths_RM)
     least_ms = floor_ms_R.max() * ROUNDING
-    rounds = _rounds(problem, least_ms, widths_RM)
     tuned_LS, wanted = filled_LS(least_ms), pricing.wanted_coverage
     if not problem.covers(tuned_LS, wanted):
         enough_ms, base_ms = step_ms(pricing.expected_LS), step_ms(allowed.base_LS)
@@ -188,55 +175,13 @@ def _makespan(
                 tuned_LS = allowed.base_LS
             if not problem.covers(tuned_LS, wanted):
                 least_ms = enough_ms
-        fills = least_ms < enough_ms and not (rounds and widths_RM is not None)
-        for _ in range(_TARGET_HALVINGS if fills else 0):
+        for _ in range(_TARGET_HALVINGS if least_ms < enough_ms else 0):
             middle_ms = (least_ms + enough_ms) / 2
             middle_LS = filled_LS(middle_ms)
             if problem.covers(middle_LS, wanted):
                 tuned_LS, enough_ms = middle_LS, middle_ms
             else:
                 least_ms = middle_ms
-        if rounds:
-            tuned_LS = _in_less_time(problem, slot_of_S, pricing, filling, tuned_LS, rounds)
     waited_for_S = (floor_ms_R * ROUNDING >= floor_ms_R.max())[slot_of_S // costs.job.micro_batches]
     stuck_S = ((tuned_LS == allowed.floor_LS) & (tuned_LS < allowed.top_LS)).all(axis=0)
     return tuned_LS, waited_for_S & stuck_S
-
-
-def _rounds(problem: BudgetProblem, floor_ms: float, widths_RM: np.ndarray | None) -> int:
-    """Rounds of chain prices, as many as planning may spend on.
-
-    None without a pipeline and shared slots: all units of a rank delay it alike there, and filling
-    is best.
-    """
-    costs, plan_ms = problem.costs, problem.policy.plan_ms
-    if costs.job.pipeline_stages == 1 and widths_RM is None:
-        return 0
-    if plan_ms is None:
-        plan_ms = SHARE_OF_STEP_FOR_BUDGETS * rounded_ms(floor_ms)
-    rounds = SearchEffort(plan_ms).affordable(round_operations(costs))
-    return min(rounds, ROUNDS) if rounds >= LEAST_ROUNDS else 0
-
-
-def _in_less_time(
-    problem: BudgetProblem,
-    slot_of_S: np.ndarray,
-    pricing: Pricing,
-    filling: Filling,
-    tuned_LS: np.ndarray,
-    rounds: int,
-) -> np.ndarray:
-    """Budgets that cover as much as tuned ones, or as is wanted, in less time if any are found."""
-    costs, ladder, widths_RM = problem.costs, pricing.ladder, filling.widths_RM
-    tuned_2RPVM = problem.slot_ms(tuned_LS, slot_of_S, widths_RM)
-    level_JC, ms = cheaper_levels_JC(
-        filling,
-        unit_coverage_JCQ(problem, ladder, slot_of_S),
-        tuned_2RPVM,
-        wanted_coverage=min(problem.covered(tuned_LS), pricing.wanted_coverage),
-        rounds=rounds,
-    )
-    if ms >= makespans_ms(tuned_2RPVM, schedule_of(costs.job), widths_RM).max():
-        return tuned_LS
-    unit_LS = slot_of_S * costs.chunks + costs.chunk_of_layer_L[:, None]
-    return ladder.budgets_LS(filling.levels_JC(ms * ROUNDING, level_JC).ravel()[unit_LS])
