@@ -72,7 +72,6 @@ def test_flags_that_a_yaml_file_replaced_are_missed_by_name() -> None:
         ("coverage_threshold", 1.0),
         ("coverage_threshold", -0.1),
         ("coverage_decay", 1.0),
-        ("window", 0),
         ("max_tokens_per_micro_batch", 0),
         ("max_context_parallel", 0),
         ("max_context_parallel", 6),
@@ -135,7 +134,6 @@ REFUSED = {
     "--qk-clip": "",
     "--log-max-attention-logit": "",
     "--rampup-batch-size": "1 1 8",
-    "--step-batch-size-schedule": "0:8 --sparse-balance-window 2",
     "--decrease-batch-size-if-needed": "",
     "--iterations-to-skip": "3",
     "--phase-transition-iterations": "3",
@@ -290,7 +288,7 @@ def test_every_flag_with_a_least_value_is_a_flag(megatron_parser: ArgumentParser
 
 
 def test_help_is_printed(megatron_parser: ArgumentParser) -> None:
-    assert "--sparse-balance-window" in megatron_parser.format_help()
+    assert "--sparse-balance-base-budget" in megatron_parser.format_help()
 
 
 @pytest.mark.parametrize(
