@@ -57,7 +57,6 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "coverage_threshold": (lambda share: 0.0 <= share < 1.0, "must lie in [0, 1)"),
     "coverage_decay": (lambda weight: 0.0 <= weight < 1.0, "must lie in [0, 1)"),
     "plan_ms": (lambda ms: 0.0 <= ms <= 10_000.0, "must be finite, from 0 to 10000 ms"),
-    "window": (lambda batches: 1 <= batches <= 1024, "must be 1 to 1024 global batches"),
     "log_megabytes": (lambda size: 1 <= size <= 10**6, "must be 1 to 1000000 MB"),
     "max_tokens_per_micro_batch": (lambda tokens: tokens >= 1, "must be at least 1 token"),
     "max_context_parallel": (
@@ -189,10 +188,6 @@ class SparseBalanceConfig:
     missing_loss_mask: MissingLossMask = "refuse"
     """In a blend where some sources have loss masks, those that have none: refused, or trained on
     with all of their tokens, as plain text beside conversations may be meant."""
-
-    window: int = 1
-    """Consecutive global batches that may exchange samples; above 1 the composition of batches
-    changes."""
 
     calibration: Calibration = "measured"
     """Which predicted times measured ones correct while training: those of stages and of single

@@ -53,12 +53,6 @@ TRAINING = (
         remedy="megatron-core 0.18 and newer ignore it; use --step-batch-size-schedule",
     ),
     Refusal(
-        flag="--step-batch-size-schedule",
-        remedy="a window exchanges samples between steps of one size; use "
-        "--sparse-balance-window 1",
-        found=lambda get: get("step_batch_size_schedule") and get.config.window > 1,
-    ),
-    Refusal(
         flag="--decrease-batch-size-if-needed",
         remedy="the global batch size must not depend on the number of ranks; drop it",
     ),

@@ -65,11 +65,6 @@ class HostPlanner:
                     f"{flag_name(name)} {getattr(config, name)}: not where a host owns data and "
                     "loop; drop it"
                 )
-        if config.window > 1:
-            raise ConfigError(
-                f"{flag_name('window')} {config.window}: a host decides which samples a step has; "
-                "use 1"
-            )
         self.job = job
         self.policy = PlanPolicy.from_config(config, cap_tokens)
         self.cost = job.cost_model(config) if cost is None else cost

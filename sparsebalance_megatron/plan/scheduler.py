@@ -26,7 +26,6 @@ from sparsebalance_megatron.plan.learners import IDLE_LEARNERS, make_learners
 from sparsebalance_megatron.plan.measurement import StepMeasurement
 from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.planner import plan_step
-from sparsebalance_megatron.plan.step_costs import base_sample_ms
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanError, PlanPolicy
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 from sparsebalance_megatron.plan.step_samples import SampleLengths, StepSamples
@@ -34,7 +33,7 @@ from sparsebalance_megatron.plan.step_samples import SampleLengths, StepSamples
 _PLANS_KEPT = 2
 """The step that runs and the one after it."""
 
-_STATE_VERSION = 3
+_STATE_VERSION = 4
 
 
 class StateError(ValueError):
@@ -53,7 +52,6 @@ class Scheduler:
         index: the training samples and their lengths.
         global_batch_size: samples per step, or what they depend on. In the latter case the largest
             step is that of ``job``.
-        window: consecutive global batches that may exchange samples.
         calibrate: which predicted times measured ones correct.
         clock: seconds, for the time planning takes.
         worker: plans the following step while one runs; None plans every step when it begins.
@@ -68,7 +66,6 @@ class Scheduler:
         coverage: CoverageCurves,
         index: SampleLengths,
         global_batch_size: int | BatchSizes,
-        window: int,
         calibrate: CalibrationChoice,
         clock: Callable[[], float],
         worker: Executor | None = None,
@@ -87,14 +84,7 @@ class Scheduler:
         self.calibration = self._learners["calibration"]
         self._idle_learners = IDLE_LEARNERS[calibrate]
         self._cost = cost
-        self._samples = StepSamples(
-            index=index,
-            batch_sizes=sizes,
-            window=window,
-            data_parallel_size=job.data_parallel_size,
-            # The cost model as loaded, never corrected: a resumed run must deal the same way.
-            sample_ms=partial(base_sample_ms, job=job, cost=cost, base_budget=policy.base_budget),
-        )
+        self._samples = StepSamples(index=index, batch_sizes=sizes)
         self._clock = clock
         self._worker = worker
         self._planned: dict[int, PlannedStep] = {}
@@ -210,7 +200,6 @@ class Scheduler:
         return {
             "version": _STATE_VERSION,
             "consumed_samples": self.batch_sizes.first_sample(following),
-            "open_window": self._samples.open_window(following),
             **{name: state for name, state in learnt.items() if state is not None},
             "next_plan": self._known_for_next and _saved(self._known_for_next),
         }
@@ -224,8 +213,7 @@ class Scheduler:
             What does not fit this run and starts afresh, one sentence each.
 
         Raises:
-            StateError: if it was written by another version, or stops inside a window that this
-                run deals out otherwise.
+            StateError: if it was written by another version, or no step begins there.
         """
         if state.get("version") != _STATE_VERSION:
             raise StateError(
@@ -237,13 +225,6 @@ class Scheduler:
             raise StateError(
                 f"the checkpoint has consumed {state['consumed_samples']} samples, after which no "
                 "step begins; resume with another global batch size"
-            )
-        if state["open_window"] != self._samples.open_window(following):
-            raise StateError(
-                "the checkpoint stops between steps that exchange samples, and this run would deal "
-                "them out otherwise; resume with the same --sparse-balance-window, "
-                "--global-batch-size, cost table and data-parallel size, or from a checkpoint at a "
-                "multiple of the window"
             )
         self._finished_step = following - 1
         self._wait_for_worker()

@@ -258,17 +258,6 @@ def _as_slow_as_slowest(times_2RPVM: np.ndarray, widths_RM: np.ndarray) -> np.nd
     return times_2RPVM
 
 
-def base_sample_ms(
-    lengths_tokens: Sequence[int] | np.ndarray, job: JobShape, cost: CostModel, base_budget: int
-) -> np.ndarray:
-    """Uncorrected ms of every sample at base budgets, over all stages, [S]."""
-    uncorrected = StageScales.ones(job.pipeline_stages, job.virtual_stages)
-    costs = step_costs(lengths_tokens, job, cost, uncorrected)
-    budgets_LS = np.full((job.layers, len(lengths_tokens)), base_budget)
-    forward_SC, backward_SC = costs.sample_ms(budgets_LS)
-    return (forward_SC + backward_SC).sum(axis=1)
-
-
 def _coefficients_2F(cost: CostModel, part: Part) -> np.ndarray:
     return np.stack([cost.coefficients_ms(part, direction) for direction in Direction])
 

@@ -38,7 +38,6 @@ class Variant:
     batching: Batching
     tuning: Tuning
     coverage_target: CoverageTarget = "threshold"
-    window: int = 1
     context_parallel: ContextParallel | None = None
 
 
@@ -54,7 +53,6 @@ ALL_ROWS: Mapping[str, Variant] = {
     "SAB+DST": Variant(batching="latency", tuning="anchor"),
     OURS: Variant(batching="makespan", tuning="makespan"),
     "ours, base coverage": Variant(batching="makespan", tuning="makespan", coverage_target="base"),
-    "ours, window 8": Variant(batching="makespan", tuning="makespan", window=8),
 }
 """The rows of the paper's ablation table, then this package's."""
 
@@ -164,15 +162,15 @@ class Outcome:
     """One variant over all steps; means unless said otherwise, imbalances are max/mean.
 
     ``makespan_ms``: of a step. ``speedup``: the baseline's total time over this variant's;
-    ``speedup_least``: in the worst single step (None where a window mixes steps). ``bound_ratio``:
-    step time over the lower bound of the same samples; ``bound_ratio_hideable``: over the steps
-    that hold no unhideable sample. ``coverage_min_drop``: the largest loss of any sample and layer
-    against its base budget. ``work_ratio``: work over that at base budgets. ``plan_ms``: median.
+    ``speedup_least``: in the worst single step. ``bound_ratio``: step time over
+    the lower bound of the same samples; ``bound_ratio_hideable``: over the steps that hold no
+    unhideable sample. ``coverage_min_drop``: the largest loss of any sample and layer against its
+    base budget. ``work_ratio``: work over that at base budgets. ``plan_ms``: median.
     """
 
     makespan_ms: float
     speedup: float
-    speedup_least: float | None
+    speedup_least: float
     bound_ratio: float
     bound_ratio_hideable: float | None
     imbalance_microbatch: float
@@ -190,8 +188,7 @@ def evaluate(
     """Every variant's outcome on the same samples; the first variant is the baseline.
 
     A :class:`~sparsebalance_megatron.plan.scheduler.Scheduler` plans each step when it begins, and
-    learns that the step took what was predicted and reached the coverage that was expected. A
-    window that the steps do not fill is filled from the first of them again.
+    learns that the step took what was predicted and reached the coverage that was expected.
 
     Args:
         clock: seconds, for the time that planning takes.
@@ -203,7 +200,7 @@ def evaluate(
     for name, variant in variants.items():
         runs = _runs(workload, variant, clock)
         baseline = next(iter(outcomes.values())) if outcomes else None
-        outcomes[name] = _outcome(runs, baseline, mixed=variant.window > 1)
+        outcomes[name] = _outcome(runs, baseline)
     return outcomes
 
 
@@ -229,12 +226,11 @@ def _runs(workload: Workload, variant: Variant, clock: Callable[[], float]) -> l
         coverage=copy.deepcopy(workload.coverage),
         index=order,
         global_batch_size=len(workload.batches[0]),
-        window=variant.window,
         calibrate="off",
         clock=clock,
     )
     runs = []
-    for step in range(-(-len(workload.batches) // variant.window) * variant.window):
+    for step in range(len(workload.batches)):
         planned = scheduler.planned(step)
         batch = tuple(order.lengths_of(planned.samples).tolist())
         scheduler.finish_step(step, _as_predicted(workload, batch, planned.plan.expectation))
@@ -305,17 +301,17 @@ def _base_coverage(workload: Workload, batch: tuple[int, ...]) -> float:
     return float(np.nanmean(workload.coverage.coverage_LS(blocks_S, base_LS)))
 
 
-def _outcome(runs: Sequence[_Run], baseline: Outcome | None, *, mixed: bool) -> Outcome:
+def _outcome(runs: Sequence[_Run], baseline: Outcome | None) -> Outcome:
     expected = [run.plan.expectation for run in runs]
     step_ms = np.array([each.makespan_ms for each in expected])
-    baseline_ms = step_ms if baseline is None else np.resize(baseline.step_ms, len(step_ms))
+    baseline_ms = step_ms if baseline is None else np.array(baseline.step_ms)
     ratios = step_ms / [each.lower_bound_ms for each in expected]
     hideable = np.array([run.hideable for run in runs])
     coverage = [each.coverage_mean for each in expected if each.coverage_mean is not None]
     return Outcome(
         makespan_ms=float(step_ms.mean()),
         speedup=float(baseline_ms.sum() / step_ms.sum()),
-        speedup_least=None if mixed else float((baseline_ms / step_ms).min()),
+        speedup_least=float((baseline_ms / step_ms).min()),
         bound_ratio=float(ratios.mean()),
         bound_ratio_hideable=float(ratios[hideable].mean()) if hideable.any() else None,
         imbalance_microbatch=float(np.mean([each.imbalance_micro_batches for each in expected])),

@@ -188,7 +188,6 @@ def make_scheduler(inputs: CostedInputs) -> Scheduler:
         coverage=CoverageCurves(inputs.job.layers, inputs.grid[-1], config.coverage_decay),
         index=inputs.train,
         global_batch_size=inputs.settings.batch_sizes,
-        window=config.window,
         calibrate=config.calibration,
         clock=time.perf_counter,
         worker=ThreadPoolExecutor(1, "sparse-balance-plan") if config.planning == "ahead" else None,

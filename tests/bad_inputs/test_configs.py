@@ -18,7 +18,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "coverage_threshold": (1.0, 2, 5, -0.1, NAN, INFINITY, "0.1"),
     "coverage_decay": (1.0, -0.5, NAN, INFINITY, "0.9"),
     "plan_ms": (-1, NAN, INFINITY, 1e9, "4"),
-    "window": (0, -1, 1025, 10**6, NAN, "2"),
     "log_megabytes": (0, -1, 10**9, NAN, "64"),
     "max_tokens_per_micro_batch": (0, -5, NAN, "4096"),
     "dry_run": (-1, 10**9, NAN, "32"),
@@ -38,7 +37,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 TYPED_AND_REFUSED = (
     "--context-parallel-size=0",
-    *("--sparse-balance-window=1000000", "--sparse-balance-base-budget=1099511627776"),
+    "--sparse-balance-base-budget=1099511627776",
     *("--sparse-balance-max-tokens-per-micro-batch=255", "--global-batch-size=7"),
     *("--attention-dropout=0.5", "--dataloader-type=single"),
 )
@@ -54,7 +53,6 @@ ACCEPTED: dict[str, tuple[dict[str, Any], str]] = {
     "no search": ({"plan_ms": 0.0}, "placements without search are a choice"),
     "blocks of one token": ({"block_size": 1}, "slow, and right"),
     "a budget beyond any sample": ({"base_budget": 2**24}, "dense attention"),
-    "a batch-wide window": ({"window": 1024}, "planned in seconds"),
     "no past": ({"coverage_decay": 0.0}, "curves of the last step only"),
 }
 

@@ -196,7 +196,6 @@ def test_checkpoint_state(tmp_path: Path, damage: int, monkeypatch: pytest.Monke
             coverage=CoverageCurves(2, 8, 0.5),
             index=index,
             global_batch_size=2,
-            window=1,
             calibrate="measured",
             clock=lambda: 0.0,
         )

@@ -44,7 +44,6 @@ def scheduler(
         coverage=CoverageCurves(JOB.layers, LONGEST_TOKENS // BLOCK_TOKENS, 0.5),
         index=index,
         global_batch_size=global_batch_size,
-        window=1,
         calibrate="measured",
         clock=lambda: float(next(ticks)),
         worker=worker,

@@ -73,7 +73,6 @@ def scheduler(index: SampleIndex, *schedule: tuple[int, int]) -> Scheduler:
         coverage=CoverageCurves(job.layers, LONGEST_TOKENS // BLOCK_TOKENS, 0.5),
         index=index,
         global_batch_size=BatchSizes(schedule=schedule),
-        window=1,
         calibrate="measured",
         clock=lambda: 0.0,
     )

@@ -253,7 +253,6 @@ def test_a_mistake_is_told(arguments: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"window": 2}, "--sparse-balance-window 2: a host decides"),
         ({"max_context_parallel": 2}, "--sparse-balance-max-context-parallel 2: not where a host"),
         ({"dry_run": 0}, "--sparse-balance-dry-run 0: not where a host"),
     ],

@@ -168,7 +168,6 @@ def mistakes(host: Any, ended: Any, model: Any) -> dict[str, str]:
         "other plans": _message(other_plans),
         "step never ended": _message(never_ended),
         "step log": _message(lambda: run(host, 1, Losses(), (), log_dir="here")),
-        "window": _message(lambda: run(host, 1, Losses(), (), window=2)),
     }
 
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.distributed
 
 STEPS, SAVE_INTERVAL = 6, 3
 KILLED_IN_STEP = 4
-"""Counted from 0: the fifth, one after the checkpoint; the window of two steps is open at both."""
+"""Counted from 0: the fifth, one after the checkpoint."""
 ENDS_WITHIN_S = 120
 CHECKPOINT_BYTES = 1 << 19
 """Less than a file of the model's checkpoint; more than what a run prints or logs."""
@@ -136,13 +136,6 @@ def test_changed_data_is_found_when_resuming(
     assert "--finetune" in run.output
 
 
-def test_a_window_is_not_dealt_out_twice(directory: Path, finished: TrainingRun) -> None:
-    """The first checkpoint lies inside a window, which one rank would deal out otherwise."""
-    run = _attempt_on_one_rank(directory, "--ckpt-step", str(SAVE_INTERVAL))
-    assert "--sparse-balance-window" in run.output
-    assert "the checkpoint stops between steps that exchange samples" in run.output
-
-
 def test_another_global_batch_size_must_continue_a_whole_batch(
     directory: Path, finished: TrainingRun
 ) -> None:
@@ -166,7 +159,7 @@ def _flags(directory: Path) -> tuple[str, ...]:
         *TRAINING_FLAGS,
         *BALANCE_FLAGS,
         *("--data-path", str(directory / "train"), "--ckpt-format", "torch_dist"),
-        *("--sparse-balance-window", "2", "--train-iters", str(STEPS)),
+        *("--train-iters", str(STEPS)),
     )
 
 

@@ -91,7 +91,6 @@ def test_megatron_training_is_never_loaded(ranks: list[dict[str, Any]]) -> None:
         ("step never ended", "but on_step_end was not called for step"),
         ("other plans", "PlanMismatchError: ranks 1 executed another plan than rank 0"),
         ("step log", "--sparse-balance-log-dir here: not where a host owns data and loop"),
-        ("window", "--sparse-balance-window 2: a host decides which samples a step has"),
     ],
 )
 def test_a_mistake_is_told(mistake: str, message: str, ranks: list[dict[str, Any]]) -> None:

@@ -161,7 +161,6 @@ def scheduler(
     data_parallel_size: int = 2,
     stages: int = 2,
     global_batch_size: int = GLOBAL_BATCH,
-    window: int = 1,
     max_blocks: int = LONGEST_TOKENS // BLOCK_TOKENS,
 ) -> Scheduler:
     micro_batches = global_batch_size // data_parallel_size // 2
@@ -173,7 +172,6 @@ def scheduler(
         coverage=CoverageCurves(job.layers, max_blocks, 0.5),
         index=index,
         global_batch_size=global_batch_size,
-        window=window,
         calibrate="measured",
         clock=lambda: 0.0,
     )
@@ -233,37 +231,6 @@ def test_other_blocks_keep_corrections_and_say_that_coverage_starts_afresh(
     assert note.startswith("coverage starts afresh: ") and "block size" in note
     assert resumed.state_dict()["calibration"] == state["calibration"]
     assert not resumed.coverage.observed_LU.any()
-
-
-@pytest.mark.parametrize(
-    ("changed", "fits"),
-    [
-        ({}, True),
-        ({"window": 1}, False),
-        ({"window": 6}, False),
-        ({"global_batch_size": 16}, False),
-        ({"data_parallel_size": 4}, False),
-    ],
-)
-def test_an_open_window_is_continued_as_it_was_dealt_or_not_at_all(
-    index: SampleIndex, changed: dict, fits: bool
-) -> None:
-    shape = {"window": 3, "global_batch_size": 32, "data_parallel_size": 2}
-    state = learnt(index, 32, **shape)
-    resumed = scheduler(index, **(shape | changed))
-    if fits:
-        assert resumed.load_state_dict(state) == ()
-        return
-    with pytest.raises(StateError, match="--sparse-balance-window"):
-        resumed.load_state_dict(state)
-
-
-@pytest.mark.parametrize("changed", [{"window": 1}, {"window": 6}, {"data_parallel_size": 4}])
-def test_at_the_end_of_a_window_all_of_it_may_change(index: SampleIndex, changed: dict) -> None:
-    shape = {"window": 3, "global_batch_size": 32, "data_parallel_size": 2}
-    state = learnt(index, 6 * 32, **shape)
-    assert state["open_window"] is None
-    assert scheduler(index, **(shape | changed)).load_state_dict(state) == ()
 
 
 def test_state_of_another_release_is_refused(index: SampleIndex) -> None:
