@@ -10,7 +10,7 @@ columns or, for selections by token, over tiles of the tokens that chose a block
 warp by kind, copies of later tiles that stay in flight, and the cycles of one turn that the tensor
 cores need for its products and the schedulers to issue its instructions. Cycles rank versions
 before a GPU is at hand; they are no times. ``--candidates`` takes other tile shapes than the
-table's too; the forward kernel's copies by descriptors are always counted beside those by address.
+table's too.
 """
 
 from __future__ import annotations
@@ -100,8 +100,7 @@ class Resources:
     """Of one kernel. ``loop_*``: of a warp, in one turn of the hot loop.
 
     ``loop_groups_in_flight``: groups of copies that the loop does not wait for at its head; 0 where
-    it waits for all, hence for those it started last, and for copies by descriptors, each of which
-    is waited for by itself.
+    it waits for all, hence for those it started last.
     """
 
     registers: int
@@ -157,10 +156,8 @@ def compiled(
     }
     if not name.startswith(WITH_COLUMNS):
         constants |= {"columns": None, "column_counts": None, "column_width": None}
-    if not tile.descriptors:
-        constants |= {"k_tiles": None, "v_tiles": None}
     names = kernel.arg_names
-    types = _types(names, element, f"[{columns}, 1, {constants['BLOCK_D']}]")
+    types = _types(names, element)
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     source = ASTSource(
         kernel,
@@ -267,10 +264,7 @@ def candidates(name: str, head_dim: int) -> Iterator[Tile]:
     own = tile_of(name, head_dim)
     sides = (64, 128) if head_dim <= 128 else (32, 64, 128)
     for rows, columns, warps, stages in itertools.product(sides, sides, (4, 8), (2, 3, 4)):
-        tile = replace(own, rows=rows, columns=columns, warps=warps, stages=stages)
-        yield tile
-        if name == "forward":
-            yield replace(tile, descriptors=True)
+        yield replace(own, rows=rows, columns=columns, warps=warps, stages=stages)
 
 
 def _pass(name: str) -> str:
@@ -297,13 +291,11 @@ def _fitted(
     return rows, columns, column_tiles
 
 
-def _types(names: Iterable[str], element: str, tile_shape: str) -> dict[str, str]:
+def _types(names: Iterable[str], element: str) -> dict[str, str]:
     kinds = {name: kind for kind, members in _POINTERS.items() for name in members}
     types = {}
     for name in names:
-        if name.endswith("_tiles"):
-            types[name] = f"tensordesc<{element}{tile_shape}>"
-        elif name in kinds:
+        if name in kinds:
             types[name] = kinds[name].replace("element", f"*{element}")
         else:
             types[name] = "fp32" if name.endswith("_scale") else "i32"
@@ -342,10 +334,9 @@ def _kind(instruction: str) -> str:
 
 def _tiles(name: str, head_dim: int, every: bool) -> Iterator[Tile]:
     own = tile_of(name, head_dim)
-    named = [own, replace(own, descriptors=True)] if name == "forward" else [own]
-    yield from named
+    yield own
     if every:
-        yield from (tile for tile in candidates(name, head_dim) if tile not in named)
+        yield from (tile for tile in candidates(name, head_dim) if tile != own)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -377,7 +368,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _line(row: dict[str, Any]) -> str:
     tile = "{rows} x {columns}, {warps} warps, {stages} stages".format(**row["tile"])
-    tile += ", descriptors" if row["tile"]["descriptors"] else ""
     return (
         f"{row['kernel']:<20} head dim {row['head_dim']:>3}, block {row['block_size']:>3}, "
         f"tile {tile}: {row['registers']} registers, {row['spilled_bytes']} bytes spilled "

@@ -79,9 +79,6 @@ OPERATIONS_PER_PAIR = {"forward": 4, "backward": 10, "both": 14}
 POISONED_BYTES = 16 << 30
 PROMISING_TILES = {
     "forward": [
-        Tile(rows=128, columns=128, warps=8, stages=3, descriptors=True),
-        Tile(rows=128, columns=128, warps=8, stages=2, descriptors=True),
-        Tile(rows=128, columns=64, warps=8, stages=4, descriptors=True),
         Tile(rows=128, columns=128, warps=8, stages=2),
         Tile(rows=128, columns=64, warps=8, stages=3),
         Tile(rows=128, columns=64, warps=8, stages=4),
@@ -398,7 +395,7 @@ def _changes(
     for kernel, tiles in (PROMISING_TOKEN_TILES if by_token else PROMISING_TILES).items():
         for tile in tiles:
             version = f"{kernel} {tile.rows} x {tile.columns}, {tile.warps} warps, "
-            version += f"{tile.stages} stages" + ", descriptors" * tile.descriptors
+            version += f"{tile.stages} stages"
             changed = replace(table, **{kernel: tile})
             yield version, [(module, name, lambda *_, it=changed: it) for module in modules]
     if by_token:

@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-
-from sparsebalance_megatron.simulate.rings import (
+from ring_times import (
     LAYOUTS,
     Links,
     columns_work,

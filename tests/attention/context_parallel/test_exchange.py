@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from forked_ranks import run_ranks
 from harness import PROGRAMS, free_port, python_environment
-
-from sparsebalance_megatron.cost.exchange_bytes import ExchangeBytes, exchange_bytes
+from oracles.exchange_bytes import ExchangeBytes, exchange_bytes
 
 pytestmark = pytest.mark.distributed
 

@@ -107,35 +107,6 @@ def test_tiles_smaller_and_larger_than_a_head_of_a_block(
     _assert_right(_case([0, 17, 150], [1, 3], 64, heads=2, kv_heads=1), torch.float32)
 
 
-@pytest.mark.parametrize(("block", "head_dim", "shift"), [(64, 64, 0), (32, 80, 0), (32, 64, 1)])
-def test_tiles_copied_by_descriptors_are_those_copied_by_address(
-    block: int, head_dim: int, shift: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also past a head dim that is no power of two. Values shifted off the accelerator's grid are
-    copied by address."""
-    case = _case([0, 33, 190], [2, 3], block, head_dim=head_dim, dtype=torch.float16)
-    q_THD, k_TGD, v_TGD = (
-        torch.cat([x.new_zeros(shift), x.flatten()]).to(DEVICE, torch.float16)[shift:].view(x.shape)
-        for x in (case.q_THD, case.k_TGD, case.v_TGD)
-    )
-    selection = on_device(case.selection, DEVICE)
-    found, described = [], []
-    make_descriptor = forward_module._descriptor
-    for descriptors in (False, True):
-        tile = Tile(rows=32, columns=32, warps=4, stages=2, descriptors=descriptors)
-        tiles = Tiles(forward=tile, query_gradient=tile, key_gradient=tile)
-        monkeypatch.setattr(forward_module, "tiles_for", lambda *_, tiles=tiles: tiles)
-        monkeypatch.setattr(
-            forward_module,
-            "_descriptor",
-            lambda *arguments: described.append(make_descriptor(*arguments)) or described[-1],
-        )
-        found.append(forward_attention(q_THD, k_TGD, v_TGD, selection, softmax_scale=SCALE))
-    assert [x is None for x in described] == [shift == 1] * 2
-    for x, y in zip(*found, strict=True):
-        assert torch.equal(x, y)
-
-
 @pytest.mark.parametrize("wanted_programs", [1, 6, 10_000])
 def test_cut_lists_of_readers_add_up(wanted_programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every query block reads block 0: one long list beside short ones."""

@@ -8,9 +8,6 @@ are full, hence need no mask; then come single columns, if the selection has any
 gathered a tile at a time; the own block comes last, under the causal mask. Budgets are list lengths
 read by the kernel, so a changed budget compiles nothing and stops nothing.
 
-Tiles of past blocks are copied by address or, where the table of tiles says so, by Hopper's tensor
-memory accelerator, which is given a descriptor and no address per row. The bits are the same.
-
 Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, N blocks of the
 row; in kernels Y query rows of a tile, C columns (keys) of a tile.
 """
@@ -18,14 +15,12 @@ row; in kernels Y query rows of a tile, C columns (keys) of a tile.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparsebalance_megatron.attention.impl.triton.tiles import Tile, capability_of, tiles_for
 from sparsebalance_megatron.attention.selection import ColumnLists, Selection
@@ -51,7 +46,6 @@ def forward_attention(
     tile = tiles_for(head_dim, q_THD.element_size(), capability_of(q_THD.device)).forward
     rows = packed_rows(tile, group, layout.block_size)
     grid = (layout.blocks * kv_heads * (group * layout.block_size // rows),)
-    constants = tile_constants(q_THD, layout.block_size, rows, tile)
     with torch.cuda.device_of(q_THD):
         _forward_kernel[grid](
             q_THD,
@@ -66,14 +60,13 @@ def forward_attention(
             layout.document_end_N,
             selection.kv_layout.start_N,
             *column_arguments(selection),
-            *(_descriptor(x, constants) if tile.descriptors else None for x in (k_TGD, v_TGD)),
             *(stride for x in (q_THD, k_TGD, v_TGD) for stride in x.stride()[:2]),
             softmax_scale * LOG2_E,
             layout.blocks,
             selection.indices_QCK.shape[2],
             KV_HEADS=kv_heads,
             GROUP=group,
-            **constants,
+            **tile_constants(q_THD, layout.block_size, rows, tile),
         )
     return out_THD, lse_TH
 
@@ -107,15 +100,6 @@ def column_arguments(
     if columns is None:
         return None, None, None
     return columns.tokens_NGK, columns.counts_NG, columns.tokens_NGK.shape[2]
-
-
-def _descriptor(x_TGD: Tensor, constants: Mapping[str, int]) -> TensorDescriptor | None:
-    """Of tiles of one KV head; None where there are none, or the accelerator cannot read them: the
-    first value and the rows have to lie at multiples of 16 bytes."""
-    places = (x_TGD.data_ptr(), *(stride * x_TGD.element_size() for stride in x_TGD.stride()[:2]))
-    if x_TGD.numel() == 0 or any(place % 16 for place in places):
-        return None
-    return TensorDescriptor.from_tensor(x_TGD, [constants["TILE_COLUMNS"], 1, constants["BLOCK_D"]])
 
 
 def packed_rows(tile: Tile, group: int, block_size: int) -> int:
@@ -212,20 +196,6 @@ def column_tokens(entries, place_C, count):
 
 
 @triton.jit
-def _past_tile(tiles, pointer, row_stride, kv_head, first, column_C, HEAD_DIM: tl.constexpr,
-               BLOCK_D: tl.constexpr):  # fmt: skip
-    """Keys or values of a past block, which is full, from its row ``first`` on: by the descriptor
-    ``tiles`` of all heads, if there is one, else by address from a head's first value."""
-    if tiles is not None:
-        tile_CD = tiles.load([first.to(tl.int32), kv_head, 0])
-        tile_CD = tl.reshape(tile_CD, [column_C.shape[0], BLOCK_D])
-    else:
-        tile_CD = load_rows(pointer + first * row_stride, row_stride, column_C, column_C >= 0,
-                            False, HEAD_DIM, BLOCK_D)  # fmt: skip
-    return tile_CD
-
-
-@triton.jit
 def _online_softmax(q_YD, k_CD, v_CD, visible_YC, peak_Y, total_Y, out_YD, score_scale,
                     MASKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Take one tile of keys in. Scores are in units of log2."""
@@ -244,7 +214,7 @@ def _online_softmax(q_YD, k_CD, v_CD, visible_YC, peak_Y, total_Y, out_YD, score
 @triton.jit(do_not_specialize=["blocks", "width", "column_width"])
 def _forward_kernel(
     q, k, v, out, lse, indices, counts, own_blocks, query_starts, query_ends, kv_starts,
-    columns, column_counts, column_width, k_tiles, v_tiles,
+    columns, column_counts, column_width,
     q_stride_T, q_stride_H, k_stride_T, k_stride_G, v_stride_T, v_stride_G,
     score_scale, blocks, width,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -286,8 +256,10 @@ def _forward_kernel(
         past = next_past
         next_past = entry_at(entries, (step + 1) // COLUMN_TILES, count)
         first = grid_start + past * BLOCK_SIZE + (step % COLUMN_TILES) * TILE_COLUMNS
-        k_CD = _past_tile(k_tiles, k_head, k_stride_T, kv_head, first, column_C, HEAD_DIM, BLOCK_D)
-        v_CD = _past_tile(v_tiles, v_head, v_stride_T, kv_head, first, column_C, HEAD_DIM, BLOCK_D)
+        k_CD = load_rows(k_head + first * k_stride_T, k_stride_T, column_C, column_C >= 0, False,
+                         HEAD_DIM, BLOCK_D)  # fmt: skip
+        v_CD = load_rows(v_head + first * v_stride_T, v_stride_T, column_C, column_C >= 0, False,
+                         HEAD_DIM, BLOCK_D)  # fmt: skip
         peak_Y, total_Y, out_YD = _online_softmax(
             q_YD, k_CD, v_CD, True, peak_Y, total_Y, out_YD, score_scale, False, PRECISION
         )

@@ -34,8 +34,6 @@ class Tile:
     """Shape of a kernel's inner product and how it is compiled.
 
     ``rows``: queries of one tile; ``columns``: keys of one tile. Both shrink to fit a block.
-    ``descriptors``: tiles of past blocks are copied by Hopper's tensor memory accelerator, not by
-    address; of the forward kernel for selections by query block alone.
     ``resident_bytes``: of kernels for selections by token, what the keys and values that a program
     keeps may take, beyond the first tile of columns. The more it keeps, the fewer results an entry
     has; at head dim 128 they are most of what these kernels move.
@@ -45,7 +43,6 @@ class Tile:
     columns: int
     warps: int
     stages: int
-    descriptors: bool = False
     resident_bytes: int = 128 << 10
 
 

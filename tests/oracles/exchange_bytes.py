@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that a member of a context group receives for attention over a row on several ranks.
-
-They follow from shapes alone: of :mod:`sparsebalance_megatron.attention.context_parallel`, whose
-tests count what its exchanges receive.
-"""
+"""Bytes that a rank receives for attention over a packed sequence that several ranks share."""
 
 from __future__ import annotations
 
@@ -43,28 +39,9 @@ def exchange_bytes(
 
     Pooled keys and coverage, some thousandths of it, are not counted.
 
-    Args:
-        exchange: how keys and values travel.
-        member: the receiving member.
-        tokens_per_member: tokens of every member's row.
-        kv_heads, head_dim: of this rank, after tensor parallelism.
-        element_bytes: of a key's element; gradients travel in float32, or in float64 for float64.
-        inner_members: ranks of an inner group, for a hierarchical ring.
-
-    Raises:
-        ValueError: ``member`` is not in the group; ``inner_members`` is missing or does not divide
-            the group, or is given for another exchange.
+    ``inner_members``: ranks of an inner group, for a hierarchical ring; None otherwise.
     """
     members = len(tokens_per_member)
-    if not 0 <= member < members:
-        raise ValueError(f"exchange_bytes: member {member}: the group has 0 to {members - 1}")
-    if (inner_members is None) == (exchange == "hierarchical-ring") or (
-        inner_members is not None and (inner_members < 1 or members % inner_members)
-    ):
-        raise ValueError(
-            f'exchange_bytes: "{exchange}" over {members} members with inner_members '
-            f"{inner_members}: a hierarchical ring needs a divisor of the members, others None"
-        )
     if members == 1:
         return ExchangeBytes(forward_bytes=0, backward_bytes=0)
     elements = 2 * kv_heads * head_dim

@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from sparsebalance_megatron.attention.context_parallel.block_owners import deal
-from sparsebalance_megatron.simulate.rings import (
+from ring_times import (
     LAYOUTS,
     Links,
     columns_work,
@@ -21,6 +19,8 @@ from sparsebalance_megatron.simulate.rings import (
     work_of_ranks,
     worker_imbalance,
 )
+
+from sparsebalance_megatron.attention.context_parallel.block_owners import deal
 
 PAPER_LINKS = Links(inner_ms=0.13, outer_ms=0.98, node_ranks=8)
 PAPER_STEP_MS = 0.51
