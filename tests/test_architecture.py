@@ -78,7 +78,7 @@ ROOMS = {
         inside=("plan", "report", "telemetry"),
     ),
     "cli": Room(
-        outside=("megatron.core", "numpy", "rich", "safetensors", "torch", "tqdm"),
+        outside=("megatron.core", "numpy", "packaging", "rich", "safetensors", "torch", "tqdm"),
         inside=(
             *("attention", "cli", "convert", "cost", "data", "megatron", "plan", "profiling"),
             *("report", "simulate", "telemetry", "training"),
