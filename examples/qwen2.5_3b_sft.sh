@@ -21,135 +21,24 @@
 # Every variable below can be set from outside. Loss is on the assistant's turns only. Memory and
 # speed of this script were not measured; a dry run checks neither.
 
-set -euo pipefail
+# shellcheck source=examples/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 NNODES="${NNODES:-4}"
-NODE_RANK="${NODE_RANK:-0}"
-GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
-MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}"
-MASTER_PORT="${MASTER_PORT:-29500}"
-
 TP="${TP:-2}"
 PP="${PP:-4}"
-MICRO_BATCH_SIZE="${MICRO_BATCH_SIZE:-1}"
 GLOBAL_BATCH_SIZE="${GLOBAL_BATCH_SIZE:-16}"
 SEQ_LENGTH="${SEQ_LENGTH:-65536}" # longest conversation; the model was pretrained at 32,768
 TRAIN_ITERS="${TRAIN_ITERS:-1875}" # 3 epochs of 10,000 conversations
 
 MODEL="${MODEL:-Qwen2.5-3B}" # a local copy of the model: config.json, safetensors, tokenizer
-CONVERSATIONS="${CONVERSATIONS:-conversations.jsonl}" # one {"messages": [..]} per line
-RUN="${RUN:-runs/qwen2.5_3b_sft}"
-DATA="${DATA:-${RUN}/data/conversations}"
-WEIGHTS="${WEIGHTS:-${RUN}/weights}"
-COST_TABLE="${COST_TABLE:-${RUN}/cost_table.json}"
-
-export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron asks for it with tensor parallelism
-
-DISTRIBUTED_ARGS=(
-    --nnodes "${NNODES}"
-    --node-rank "${NODE_RANK}"
-    --nproc-per-node "${GPUS_PER_NODE}"
-    --master-addr "${MASTER_ADDR}"
-    --master-port "${MASTER_PORT}"
-)
-
 MODEL_ARGS=(
     --num-layers 36
     --hidden-size 2048
     --ffn-hidden-size 11008
     --num-attention-heads 16
-    --group-query-attention
     --num-query-groups 2
-    --kv-channels 128
-    --add-qkv-bias
-    --disable-bias-linear
-    --swiglu
-    --normalization RMSNorm
-    --norm-epsilon 1e-6
-    --position-embedding-type rope
-    --rotary-base 1000000
     --padded-vocab-size 151936
-    --seq-length "${SEQ_LENGTH}"
-    --max-position-embeddings "${SEQ_LENGTH}"
-    --attention-dropout 0
-    --hidden-dropout 0
 )
 
-MODEL_PARALLEL_ARGS=(
-    --tensor-model-parallel-size "${TP}"
-    --pipeline-model-parallel-size "${PP}"
-    --sequence-parallel
-    --use-distributed-optimizer
-    --overlap-grad-reduce
-    --overlap-param-gather
-)
-
-TRAINING_ARGS=(
-    --micro-batch-size "${MICRO_BATCH_SIZE}"
-    --global-batch-size "${GLOBAL_BATCH_SIZE}"
-    --train-iters "${TRAIN_ITERS}"
-    --bf16
-    --lr 1e-6
-    --min-lr 0
-    --lr-decay-style cosine
-    --lr-warmup-fraction 0.2
-    --weight-decay 0
-    --clip-grad 1.0
-    --recompute-granularity full
-    --recompute-method uniform
-    --recompute-num-layers 1
-)
-
-DATA_ARGS=(
-    --data-path "${DATA}"
-    --split '100,0,0'
-    --tokenizer-type HuggingFaceTokenizer
-    --tokenizer-model "${MODEL}"
-)
-
-EVAL_AND_LOGGING_ARGS=(
-    --log-interval 1
-    --eval-iters 0
-    --eval-interval 1000000
-    --tensorboard-dir "${RUN}/tensorboard"
-    --pretrained-checkpoint "${WEIGHTS}"
-    --load "${RUN}/checkpoints"
-    --save "${RUN}/checkpoints"
-    --save-interval 500
-)
-
-SPARSE_BALANCE_ARGS=(
-    --sparse-balance
-    --sparse-balance-block-size 256
-    --sparse-balance-base-budget 32
-    --sparse-balance-coverage-threshold 0.1
-    --sparse-balance-cost-table "${COST_TABLE}"
-    --sparse-balance-log-dir "${RUN}/log"
-)
-
-TRAINING_FLAGS=(
-    "${MODEL_ARGS[@]}"
-    "${MODEL_PARALLEL_ARGS[@]}"
-    "${TRAINING_ARGS[@]}"
-    "${DATA_ARGS[@]}"
-    "${EVAL_AND_LOGGING_ARGS[@]}"
-    "${SPARSE_BALANCE_ARGS[@]}"
-)
-
-case "${1:-}" in
-    prepare)
-        # The chat template closes the last turn; no end-of-document token is added.
-        sparse-balance prepare-data --input "${CONVERSATIONS}" --tokenizer "${MODEL}" \
-            --no-append-eod --output-prefix "${DATA}"
-        ;;
-    convert)
-        sparse-balance convert from-hf "${MODEL}" --output "${WEIGHTS}"
-        ;;
-    profile)
-        sparse-balance profile --check -o "${COST_TABLE}" "${@:2}" -- "${TRAINING_FLAGS[@]}"
-        ;;
-    *)
-        torchrun "${DISTRIBUTED_ARGS[@]}" -m sparsebalance_megatron.pretrain_gpt \
-            "${TRAINING_FLAGS[@]}" "${@}"
-        ;;
-esac
+fine_tune_qwen "$@"

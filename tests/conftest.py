@@ -22,6 +22,14 @@ settings.register_profile(
 settings.load_profile("sparse-balance")
 
 
+PROCESS_PATHS = ("benchmarks/test_kernel_resources.py", "training/test_dry_run.py")
+"""They compile kernels or plan many ranks, and take as long as tests that start processes."""
+NIGHTLY_PATHS = (
+    "hosts/",
+    "test_distribution.py",
+    "test_patches.py",
+)
+"""What they guard changes with other projects, or with the build."""
 LONGEST_FILES = ("attention/test_triton_interpreted.py", "benchmarks/", "training/")
 """Where a file takes minutes. They are begun first: processes that run files side by side then end
 together."""
@@ -29,12 +37,11 @@ together."""
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--damage", type=int, default=120, help="damaged copies of every file format to read"
+        "--damage", type=int, default=40, help="damaged copies of every file format to read"
     )
     parser.addoption(
         "--hosts", help="directory with checkouts of frameworks, to look up what examples touch"
     )
-    parser.addoption("--matrix", action="store_true", help="run every layout of the matrix")
     parser.addoption(
         "--outcomes",
         type=Path,
@@ -75,15 +82,13 @@ class OutcomeLog:
             file.write(json.dumps(record) + "\n")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Longest files first. Skip layouts that nobody asked for, and ``gpu`` where no CUDA device is
+    """Give every test its tier; longest files first; skip ``gpu`` where no CUDA device is
     visible."""
-    items.sort(key=lambda item: not item.nodeid.removeprefix("tests/").startswith(LONGEST_FILES))
-    if not config.getoption("--matrix"):
-        for item in items:
-            name = getattr(item, "callspec", None) and item.callspec.params.get("name")
-            if name in getattr(item.module, "ONLY_WITH_MATRIX", ()):
-                item.add_marker(pytest.mark.skip(reason="give --matrix to run it"))
+    for item in items:
+        item.add_marker(_tier(item))
+    items.sort(key=lambda item: not _path(item).startswith(LONGEST_FILES))
     marked = [item for item in items if "gpu" in item.keywords]
     if not marked:
         return
@@ -92,6 +97,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device is visible"))
+
+
+def _tier(item: pytest.Item) -> str:
+    """``nightly`` or ``process`` by marker or path, else ``unit``."""
+    if item.get_closest_marker("nightly") or _path(item).startswith(NIGHTLY_PATHS):
+        return "nightly"
+    marked = item.get_closest_marker("process") or item.get_closest_marker("distributed")
+    return "process" if marked or _path(item).startswith(PROCESS_PATHS) else "unit"
+
+
+def _path(item: pytest.Item) -> str:
+    """The test's place below tests/."""
+    return item.nodeid.removeprefix("tests/")
 
 
 @pytest.fixture

@@ -3,8 +3,7 @@
 
 All runs of a model load the same weights, train on the same global batches, and must log the same
 losses and gradient norms. One run covers several features that do not touch one another;
-docs/SUPPORT.md names the run of each. Most layouts whose rows lie on several ranks run only where
-pytest is given ``--matrix``.
+docs/SUPPORT.md names the run of each.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import (
@@ -275,7 +275,25 @@ SHARED_ROWS = {
 }
 """Rows lie on several ranks, as wide as the plan says or as a lot says."""
 
-ONLY_WITH_MATRIX = SHARED_ROWS.keys() - {"wide", "context"}
+PER_PUSH = frozenset(
+    {
+        "tensor-pipeline",
+        "experts-tensor-sequence",
+        "wide",
+        "wide-pipeline",
+        "context-interleaved",
+    }
+)
+"""They cover most pairs of parallelisms, and tied embeddings, experts, full recomputation and the
+distributed optimizer; the other layouts are nightly."""
+
+
+def tiered(layouts: dict[str, Layout]) -> list[Any]:
+    """Names of layouts; what is not run per push is nightly."""
+    return [
+        name if name in PER_PUSH else pytest.param(name, marks=pytest.mark.nightly)
+        for name in layouts
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +310,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def models(request: pytest.FixtureRequest) -> list[str]:
     """Those that the selected layouts need."""
     own = [item for item in request.session.items if item.module is request.module]
-    names = {item.callspec.params["name"] for item in own if not item.get_closest_marker("skip")}
+    names = {item.callspec.params["name"] for item in own}
     return sorted({(LAYOUTS | SHARED_ROWS)[name].model for name in names})
 
 
@@ -330,7 +348,7 @@ def one_rank(
     return dict(zip(models, runs, strict=True))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", tiered(LAYOUTS))
 def test_layout_trains_to_the_losses_of_one_rank(
     name: str,
     documents: Path,
@@ -345,7 +363,7 @@ def test_layout_trains_to_the_losses_of_one_rank(
     assert any(step["padded_tokens"] for step in run.steps) == pads
 
 
-@pytest.mark.parametrize("name", SHARED_ROWS)
+@pytest.mark.parametrize("name", tiered(SHARED_ROWS))
 def test_ranks_that_share_rows_train_to_the_losses_of_one_rank(
     name: str,
     documents: Path,

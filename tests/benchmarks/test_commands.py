@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every benchmark prints its help, runs in its short form, and left results of numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import REPOSITORY, python_environment
+from older_releases import needs_grouped_flash, needs_interpreter
+
+BENCHMARKS = REPOSITORY / "benchmarks"
+COMMANDS = sorted(
+    path.name
+    for path in BENCHMARKS.glob("*.py")
+    if 'if __name__ == "__main__"' in path.read_text("utf-8")
+)
+RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
+SHORT: dict[str, tuple[str, ...]] = {
+    "cpu_attention": ("--quick",),
+    "planning": ("--quick",),
+    "recompute": ("--quick",),
+    "ring_balance": ("--quick",),
+    "router_resources": ("--blocks", "16", "--places", "16"),
+    "kernel_resources": ("--head-dims", "64", "--kernels", "forward"),
+}
+"""Benchmark -> arguments of its short form in one process; beside them, --json FILE."""
+TRAINING: dict[str, tuple[str, ...]] = {
+    "overhead": ("--quick",),
+    "pipeline_reality": ("--quick",),
+    "quality": ("--quick", "--steps", "6", "--arms", "random"),
+    "soak": ("--quick",),
+}
+"""Those that start training runs."""
+PER_PUSH = frozenset({"cpu_attention", "planning", "ring_balance", "overhead"})
+"""What nothing else runs: the instruments of ``overhead`` name functions of the package."""
+
+
+def tiered(names: Iterable[str]) -> list[Any]:
+    return [
+        name if name in PER_PUSH else pytest.param(name, marks=pytest.mark.nightly)
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", [str(BENCHMARKS / name), "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: ")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", tiered(SHORT))
+def test_short_form(name: str, tmp_path: Path) -> None:
+    found = _run(name, *SHORT[name], json_path=tmp_path / "result.json")
+    assert found.keys() == _committed(name).keys()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", tiered(TRAINING))
+def test_short_training(name: str, tmp_path: Path) -> None:
+    found = _run(name, *TRAINING[name], json_path=tmp_path / "result.json")
+    assert found.keys() == _committed(name).keys()
+
+
+@pytest.mark.nightly
+@needs_grouped_flash
+def test_end_to_end(tmp_path: Path) -> None:
+    found = _run(
+        "end_to_end",
+        *("--quick", "--batches", "1", "--warm-up", "0", "--layout", "dp2"),
+        json_path=tmp_path / "result.json",
+    )
+    assert set(found["layouts"]["dp2"]["variants"]) == set(found["layouts"]["dp2"]["step_ms"])
+
+
+@pytest.mark.nightly
+@needs_interpreter
+@pytest.mark.parametrize("selection", ["previous-block", "token-kv-head"])
+def test_kernels_are_timed_and_tuned(selection: str, tmp_path: Path) -> None:
+    """In Triton's interpreter."""
+    small = ("--device", "cpu", "--block-sizes", "32", "--rounds", "1", "--head-dim", "16")
+    small += ("--tokens", "16", "--query-heads", "2", "--kv-heads", "1")
+    for effort in ((), ("--tune",)):
+        path = tmp_path / f"result{len(effort)}.json"
+        found = _run("kernels", *small, "--selections", selection, *effort, json_path=path)
+        for case in found["cases"].values():
+            assert not any(isinstance(each, dict) and "error" in each for each in case.values())
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_results_are_numbers(path: Path) -> None:
+    assert all(math.isfinite(number) for number in _numbers(json.loads(path.read_text())))
+
+
+def _run(name: str, *arguments: str, json_path: Path) -> dict[str, Any]:
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments, "--json", str(json_path)]
+    interpreted = {"TRITON_INTERPRET": "1"} if name == "kernels" else {}
+    done = subprocess.run(
+        command,
+        env=python_environment() | interpreted,
+        cwd=json_path.parent,
+        capture_output=True,
+        text=True,
+        timeout=540,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(json_path.read_text())
+    return found
+
+
+def _committed(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
+    return found
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(each)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield value
