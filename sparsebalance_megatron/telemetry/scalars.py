@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's figures as scalars for TensorBoard, Weights & Biases and OpenTelemetry.
-
-docs/TELEMETRY.md lists them.
+"""A step's figures as scalars for TensorBoard and Weights & Biases; docs/TELEMETRY.md lists them.
 
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
 U length buckets, S samples.
@@ -22,7 +20,6 @@ from sparsebalance_megatron.plan.measurement import CoverageTotals, StepMeasurem
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms, stage_busy_ms
 from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.step_plan import StepPlan
-from sparsebalance_megatron.telemetry.open_telemetry import MetricWriter
 from sparsebalance_megatron.telemetry.step_record import FinishedStep
 
 PREFIX = "sparse-balance"
@@ -37,15 +34,11 @@ class ScalarWriter:
         tensorboard: a ``SummaryWriter``, or None.
         wandb: what has a ``log(values, step)`` like wandb, or None.
         interval: iterations from one writing to the next.
-        metrics: OpenTelemetry's, or None.
     """
 
-    def __init__(
-        self, tensorboard: Any, wandb: Any, *, interval: int, metrics: MetricWriter | None = None
-    ) -> None:
+    def __init__(self, tensorboard: Any, wandb: Any, *, interval: int) -> None:
         self._tensorboard = tensorboard
         self._wandb = wandb
-        self._metrics = metrics
         self._interval = interval
 
     @classmethod
@@ -55,27 +48,22 @@ class ScalarWriter:
         if global_vars is None:
             return None
         tensorboard, wandb = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
-        metrics = MetricWriter.of_megatron(global_vars)
-        if tensorboard is None and wandb is None and metrics is None:
+        if tensorboard is None and wandb is None:
             return None
-        interval = global_vars.get_args().log_interval
-        return cls(tensorboard, wandb, interval=interval, metrics=metrics)
+        return cls(tensorboard, wandb, interval=global_vars.get_args().log_interval)
 
     def due(self, iteration: int) -> bool:
         """Whether Megatron logs this iteration."""
         return iteration % self._interval == 0
 
     def write(self, iteration: int, values: Mapping[str, float]) -> None:
-        """All values that are finite, under :data:`PREFIX`."""
-        finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        named = {f"{PREFIX}/{name}": value for name, value in finite.items()}
+        """Write all values that are finite, under :data:`PREFIX`."""
+        named = {f"{PREFIX}/{name}": value for name, value in values.items() if math.isfinite(value)}
         if self._tensorboard is not None:
             for name, value in named.items():
                 self._tensorboard.add_scalar(name, value, iteration)
         if self._wandb is not None:
             self._wandb.log(named, iteration)
-        if self._metrics is not None:
-            self._metrics.write(finite)
 
 
 def step_scalars(

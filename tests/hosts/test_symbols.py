@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What adapters and telemetry touch stands in the source of others, where a checkout is given.
+"""What adapters touch stands in the source of others, where a checkout is given.
 
 ``pytest tests/hosts/test_symbols.py --hosts DIR`` with checkouts DIR/slime, DIR/verl,
-DIR/Megatron-Bridge, DIR/mcore-bridge, DIR/ms-swift, DIR/Megatron-LM (main) and DIR/Lens; git's bare
+DIR/Megatron-Bridge, DIR/mcore-bridge and DIR/ms-swift; git's bare
 directories serve as well. Of frameworks that are installed (``pip install --no-deps`` will do) the
 release is looked at too; nothing of it is imported.
 """
@@ -98,32 +98,6 @@ SYMBOLS = {
             "data = self.get_batch(data_iterator, vp_stage)",
             "output_tensor = model(**data)",
             "packed_seq_params = data.get('packed_seq_params')",
-        ),
-    },
-    "Megatron-LM": {
-        "megatron/training/global_vars.py": (
-            "def get_telemetry():",
-            "_GLOBAL_TELEMETRY_HANDLE = setup_telemetry(",
-        ),
-        "megatron/training/training.py": (
-            "if _otel_telemetry_log is not None and _otel_telemetry_log.is_exporting:",
-            "meter=_otel_telemetry_log.meter,",
-        ),
-        "megatron/core/telemetry/training_metrics.py": (
-            "meter.create_histogram(\n                name=",
-            "meter.create_gauge(\n                name=",
-            '["step_duration_ms"].record(',
-            '["loss"].set(',
-        ),
-        "docs/user-guide/observability/extending.md": (
-            "| Metric name | `megatron.<subsystem>.<metric>` |",
-        ),
-        "docs/user-guide/observability/span-groups.md": ("| `dl.pipeline_parallel.rank` |",),
-    },
-    "Lens": {
-        "src/nemo/lens/handle.py": (
-            "def meter(self) -> metrics.Meter:",
-            "self.is_exporting = is_exporting",
         ),
     },
 }
