@@ -31,7 +31,6 @@ from sparsebalance_megatron.training.rows import RowPacking
 from sparsebalance_megatron.training.sinks import StepSinks
 from sparsebalance_megatron.training.step_reducer import PlanMismatchError, StepReducer
 from sparsebalance_megatron.training.timing import MicroBatchRecorder
-from sparsebalance_megatron.training.turns import Turns
 
 
 class StepMonitor:
@@ -42,7 +41,6 @@ class StepMonitor:
         extra_steps: what the trainer's iterations count beyond steps of this batch size.
         packing: how the run's rows lie on ranks.
         sinks: get every finished step.
-        turns: where another run takes steps between this one's.
         clock: seconds.
 
     ``seen`` holds the running step's micro-batches on this rank, with what their layers observed.
@@ -61,7 +59,6 @@ class StepMonitor:
         device: torch.device,
         packing: RowPacking,
         sinks: StepSinks,
-        turns: Turns | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._after_step = after_step
@@ -73,8 +70,6 @@ class StepMonitor:
         self._device = device
         self._packing = packing
         self._sinks = sinks
-        self._turns = turns
-        self._met = False
         self._host_time = HostTime(clock)
         self._step_ended_s: float | None = None
         self.figures: dict[str, float] = {}
@@ -93,9 +88,6 @@ class StepMonitor:
         Args:
             after_finalize: called when gradients are final, in place of :meth:`end_step`.
         """
-        if self._turns is not None and not self._met:
-            self._turns.meet()
-            self._met = True
         self._host_time.begin_forward_step()
         install_hooks(model_config, self._recorder, after_finalize or self.end_step)
 
@@ -163,9 +155,6 @@ class StepMonitor:
             self._after_step()
             self._host_time.add_ms("reduce", -self._reducer.waited_ms)
         self._show(planned, measured, times, observed)
-        if self._turns is not None:
-            self._turns.hand_over()
-            self._step_ended_s = self._host_time.clock()
         self._begin_step()
 
     def _recompute_totals(self) -> Tensor | None:

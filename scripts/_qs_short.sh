@@ -1,0 +1,144 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Sets itself up, then trains a small GPT twice on the same samples in the same global batches: with
+# block-sparse attention at a fixed budget in order of arrival, and with balancing. The two runs train
+# steps alternately, so that whatever else the machine does disturbs both alike. Ends with what made the
+# difference, a table of both and /tmp/qs_run/quickstart/summary.json.
+#
+#   scripts/quickstart.sh         two ranks on two CPU cores; GPUs are hidden, so that every machine
+#                                 runs the same thing
+#   scripts/quickstart.sh --gpu   one rank per visible GPU, over NCCL, in /tmp/qs_run/quickstart_gpu; needs
+#                                 neither Transformer Engine nor apex
+
+source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
+set_up tools data
+
+export OMP_NUM_THREADS=1 # one core per rank
+DEVICE_ARGS=(--sparse-balance-device auto)
+if [[ "${1:-}" == --gpu ]]; then
+    RANKS="$(python -c 'import torch; print(torch.cuda.device_count())')"
+    ((RANKS)) || fail "--gpu: no CUDA device is visible; without it the quickstart runs on the CPU"
+    RUNS=/tmp/qs_run/quickstart_gpu
+    DEVICE_ARGS+=(
+        --bf16
+        --transformer-impl local
+        --no-gradient-accumulation-fusion
+        --no-persist-layer-norm
+        --no-bias-swiglu-fusion
+        --no-bias-dropout-fusion
+        --no-rope-fusion
+    )
+elif (($#)); then
+    fail "unknown argument $1: --gpu, or none"
+else
+    export CUDA_VISIBLE_DEVICES=''
+    RANKS=2
+    RUNS=/tmp/qs_run/quickstart
+fi
+DATA="${RUNS}/data/python-stdlib"
+COST_TABLE="${RUNS}/cost_table.json"
+
+MODEL_ARGS=(
+    --num-layers 2
+    --hidden-size 128
+    --ffn-hidden-size 384
+    --num-attention-heads 4
+    --group-query-attention
+    --num-query-groups 2
+    --kv-channels 32
+    --seq-length 8192
+    --max-position-embeddings 8192
+    --position-embedding-type rope
+    --normalization RMSNorm
+    --swiglu
+    --disable-bias-linear
+    --untie-embeddings-and-output-weights
+    --attention-dropout 0
+    --hidden-dropout 0
+)
+
+TRAINING_ARGS=(
+    --micro-batch-size 1
+    --global-batch-size 8
+    --train-iters 4
+    --lr 2e-3
+    --lr-decay-style constant
+    --lr-warmup-iters 5
+    --clip-grad 1.0
+    --seed 1234
+    --log-interval 1
+    --eval-iters 0
+    --eval-interval 1000
+)
+
+DATA_ARGS=(
+    --data-path "${DATA}"
+    --split '100,0,0'
+    --tokenizer-type HuggingFaceTokenizer
+    --tokenizer-model "${DATA}_tokenizer"
+)
+
+SPARSE_BALANCE_ARGS=(
+    --sparse-balance
+    --sparse-balance-block-size 256
+    --sparse-balance-base-budget 4
+)
+
+TRAINING_FLAGS=(
+    "${MODEL_ARGS[@]}"
+    "${TRAINING_ARGS[@]}"
+    "${DATA_ARGS[@]}"
+    "${SPARSE_BALANCE_ARGS[@]}"
+    "${DEVICE_ARGS[@]}"
+)
+
+prepare_data() {
+    if [[ -f "${DATA}.json" ]]; then # written last, so the rest is complete
+        say "data: ${DATA}, prepared before"
+        return
+    fi
+    say "data: preparing the Python standard library's sources"
+    sparse-balance prepare-data --python-stdlib --tokenizer-train 2048 \
+        --output-prefix "${DATA}" --overwrite
+}
+
+measure_costs() {
+    say "costs: measuring the model's layers on this machine"
+    sparse-balance profile --quick -o "${COST_TABLE}" -- \
+        "${TRAINING_FLAGS[@]}"
+}
+
+# train NAME first|second FLAG...: the whole output goes to a file, Megatron's log lines to the terminal too.
+train() {
+    local name="$1" place="$2" directory="${RUNS}/$1" status=0
+    shift 2
+    mkdir -p "${directory}"
+    say "training: ${directory} (all output in ${directory}/train.log)"
+    torchrun --nproc-per-node "${RANKS}" --standalone --local-addr 127.0.0.1 \
+        "${ROOT}/benchmarks/alternating_run.py" "${RUNS}/alternation" "${place}" \
+        "${TRAINING_FLAGS[@]}" \
+        --sparse-balance-cost-table "${COST_TABLE}" \
+        --sparse-balance-log-dir "${directory}" "$@" 2>&1 |
+        tee "${directory}/train.log" | log_lines "${name}" || status=$?
+    if ((status)); then
+        tail -n 40 "${directory}/train.log" >&2
+        fail "training failed with status ${status}: the end of ${directory}/train.log is above"
+    fi
+}
+
+# Times of Megatron's own lines contain the other run's steps: they are left out here.
+log_lines() {
+    awk -v name="$1" '/iteration +[0-9]+\/|^sparse.balance/ {
+        gsub(/ *elapsed time per iteration \(ms\): [0-9.]+ \|/, ""); print name ": " $0; fflush()
+    }'
+}
+
+prepare_data
+measure_costs
+trap 'jobs -p | xargs -r kill 2>/dev/null' EXIT
+train baseline first --sparse-balance-batching arrival --sparse-balance-tuning off &
+BASELINE_PID=$!
+train sparse_balance second --sparse-balance-batching makespan --sparse-balance-tuning makespan
+wait "${BASELINE_PID}"
+sparse-balance summary --baseline "${RUNS}/baseline" --run "${RUNS}/sparse_balance" \
+    -o "${RUNS}/summary.json" --picture "${RUNS}/timeline.svg"
