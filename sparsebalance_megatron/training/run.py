@@ -91,7 +91,6 @@ class Run:
                 place,
                 buckets=scheduler.coverage.buckets,
                 grid_size=len(inputs.grid),
-                sources=len(inputs.train.sources),
                 group=None,
                 device=device,
             ),
@@ -172,7 +171,6 @@ class Run:
             step=step,
             batch_sizes=sizes,
             packing=self.packing,
-            samples=index if training else None,
         )
 
 

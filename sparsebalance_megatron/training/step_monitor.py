@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follows the training steps of one rank, and closes the loop to the scheduler at their end.
 
-Shape legend: R data-parallel ranks, X sources.
+Shape legend: R data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -78,7 +78,6 @@ class StepMonitor:
     def _begin_step(self) -> None:
         self.seen: list[tuple[LocalMicroBatch, MicroBatchContext]] = []
         self._losses: list[Tensor] = []
-        self._losses_by_source: list[Tensor] = []
         self._reports: list[dict[str, Tensor]] = []
         self._recorder.begin_step()
 
@@ -115,19 +114,11 @@ class StepMonitor:
         """The model's kernels are launched: time to think about the next step."""
         self._scheduler.plan_following(micro_batch.step)
 
-    def add_loss(
-        self,
-        loss: Tensor,
-        tokens: Tensor,
-        report: dict[str, Tensor],
-        by_source_X2: Tensor | None = None,
-    ) -> None:
+    def add_loss(self, loss: Tensor, tokens: Tensor, report: dict[str, Tensor]) -> None:
         """Keep a micro-batch's loss, and the report that Megatron will read after the step."""
         with self._host_time.counted("hooks"):
             self._losses.append(torch.stack([loss.double(), tokens.double()]))
             self._reports.append(report)
-            if by_source_X2 is not None:
-                self._losses_by_source.append(by_source_X2)
 
     def end_step(self) -> None:
         """After the last backward and the gradient reduction, on every rank.
@@ -144,9 +135,6 @@ class StepMonitor:
                 times=times,
                 observed=observed,
                 loss_and_tokens=torch.stack(self._losses).sum(dim=0) if self._losses else None,
-                by_source_X2=torch.stack(self._losses_by_source).sum(dim=0)
-                if self._losses_by_source
-                else None,
                 recompute=self._recompute_totals(),
                 digest=planned.plan.digest(),
             ).without_waiting(planned.plan.slots)
