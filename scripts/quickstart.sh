@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Sets itself up, then trains a small GPT twice on the same samples in the same global batches: with
-# block-sparse attention at a fixed budget in order of arrival, and with balancing. The two runs take
-# steps in turn, so that whatever else the machine does disturbs both alike. Ends with what made the
+# block-sparse attention at a fixed budget in order of arrival, and with balancing. The two runs train
+# steps alternately, so that whatever else the machine does disturbs both alike. Ends with what made the
 # difference, a table of both and runs/quickstart/summary.json.
 #
 #   scripts/quickstart.sh         two ranks on two CPU cores; GPUs are hidden, so that every machine
@@ -108,17 +108,16 @@ measure_costs() {
         "${TRAINING_FLAGS[@]}"
 }
 
-# train NAME SIDE FLAG...: the whole output goes to a file, Megatron's log lines to the terminal too.
+# train NAME first|second FLAG...: the whole output goes to a file, Megatron's log lines to the terminal too.
 train() {
-    local name="$1" side="$2" directory="${RUNS}/$1" status=0
+    local name="$1" place="$2" directory="${RUNS}/$1" status=0
     shift 2
     mkdir -p "${directory}"
     say "training: ${directory} (all output in ${directory}/train.log)"
     torchrun --nproc-per-node "${RANKS}" --standalone --local-addr 127.0.0.1 \
-        -m sparsebalance_megatron.pretrain_gpt \
+        benchmarks/alternating_run.py "${RUNS}/alternation" "${place}" \
         "${TRAINING_FLAGS[@]}" \
         --sparse-balance-cost-table "${COST_TABLE}" \
-        --sparse-balance-in-turn "${RUNS}/turns:${side}" \
         --sparse-balance-log-dir "${directory}" "$@" 2>&1 |
         tee "${directory}/train.log" | log_lines "${name}" || status=$?
     if ((status)); then

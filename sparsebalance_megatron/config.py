@@ -206,11 +206,6 @@ class SparseBalanceConfig:
     log_megabytes: int = 64
     """Size that no log exceeds, per file and its predecessor together; the oldest lines go."""
 
-    in_turn: str | None = None
-    """Take steps in turn with another run on the same hosts, for a fair comparison on a machine
-    that is not idle: DIR:first in one run, DIR:second in the other. Waiting for the turn is in no
-    time of the step log; in Megatron's own log line it is."""
-
     dry_run: int | None = field(
         default=None,
         metadata={"argparse_meta": {"nargs": "?", "const": 0, "metavar": "WORLD_SIZE"}},
@@ -230,12 +225,6 @@ class SparseBalanceConfig:
             if each.name in RANGES and value is not None:
                 check_range(each.name, value, flag_name(each.name))
         _check_selection(self.selection)
-        directory, _, side = (self.in_turn or "").rpartition(":")
-        if self.in_turn is not None and (not directory or side not in ("first", "second")):
-            raise ConfigError(
-                f"{flag_name('in_turn')} {self.in_turn}: must be DIR:first in one run and "
-                "DIR:second in the other"
-            )
         if self.max_context_parallel is not None and self.context_parallel != "dynamic":
             raise ConfigError(
                 f"{flag_name('max_context_parallel')} {self.max_context_parallel}: is for dynamic "

@@ -66,6 +66,7 @@ SHORT_FORMS = {
 """Benchmark -> the test that runs it in short."""
 RUN_HERE = frozenset({"advise", "plan", "simulate"})
 """Subcommands that are run, for one step, in a folder with ``INPUTS``."""
+ALTERNATING_RUN = "benchmarks/alternating_run.py"
 INPUTS = {"lengths.txt": "\n".join(str(400 + 977 * n % 30_000) for n in range(400))}
 
 PROGRAMS = ("git", "pip", "python", "sbatch", "sparse-balance", "torchrun")
@@ -181,9 +182,14 @@ class Checks:
         launch = get_args_parser().parse_args(words)
         if launch.module:
             assert importlib.util.find_spec(launch.training_script) is not None
+            flags = launch.training_script_args
+        elif launch.training_script == ALTERNATING_RUN:
+            _, place, *flags = launch.training_script_args
+            assert place in ("first", "second")
         else:
             assert launch.training_script == "pretrain_gpt.py"
-        self._megatron.append((self._place, launch.training_script_args))
+            flags = launch.training_script_args
+        self._megatron.append((self._place, flags))
 
     def finish(self) -> None:
         """Ask Megatron's parser, in a process of its own: the CPU adapter changes torch."""

@@ -52,7 +52,6 @@ FLAGS: dict[str, tuple[Any, Any]] = {
     "--sparse-balance-device": (("auto", "cpu", "cuda"), "auto"),
     "--sparse-balance-log-dir": (str | None, None),
     "--sparse-balance-log-megabytes": (int, 64),
-    "--sparse-balance-in-turn": (str | None, None),
     "--sparse-balance-dry-run": (int | None, None),
 }
 """Flag -> (type or choices, default)."""

@@ -14,10 +14,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+
+from alternating_run import around_every_step
 
 from end_to_end.launch import PROGRESS
 from end_to_end.variants import ALL_VARIANTS, StepOrder, Variant
@@ -78,29 +80,27 @@ def pair_steps(order: StepOrder, variants: Sequence[Variant], ranks_in_turn: int
 
 
 def time_steps(order: StepOrder, directory: Path) -> None:
-    """Wrap Megatron's ``train_step``, which its loop looks up in the module at every step."""
+    """Write the time of every step."""
     import torch
-    from megatron.training import training
 
     rank = int(os.environ["RANK"])
-    train_step: Callable[..., Any] = training.train_step
     file = (directory / f"rank{rank}.jsonl").open("w", encoding="utf-8", buffering=1)
     steps = iter(range(order.steps))
 
-    def timed(*arguments: Any, **keywords: Any) -> Any:
+    @contextmanager
+    def timed() -> Iterator[None]:
         torch.distributed.barrier()
         torch.cuda.synchronize()
         begin_s = time.perf_counter()
-        result = train_step(*arguments, **keywords)
+        yield
         torch.cuda.synchronize()
         ms = (time.perf_counter() - begin_s) * 1e3
         step = next(steps)
         file.write(json.dumps({"step": step, "ms": ms}) + "\n")
         if rank == 0 and (step + 1) % order.variants == 0:
             print(f"{PROGRESS} batch {order.batch(step) + 1} of {order.batches}", flush=True)
-        return result
 
-    training.train_step = timed
+    around_every_step(timed)
 
 
 if __name__ == "__main__":

@@ -92,9 +92,6 @@ class Samples(Protocol):
     def digest(self) -> str:
         """Hexadecimal SHA-256 of what order and lengths depend on; equal on ranks that agree."""
 
-    def source_of(self, samples: np.ndarray) -> np.ndarray | None:
-        """Which of :attr:`sources` each sample comes from, int64; None where there is but one."""
-
     @property
     def sources(self) -> tuple[SourceFacts, ...]:
         """The data sets that are mixed; none where there is but one."""

@@ -156,10 +156,6 @@ class SampleIndex:
             ]
         )
 
-    def source_of(self, samples: np.ndarray) -> np.ndarray | None:
-        """None: all samples come from one data set."""
-        return None
-
     def describe(self) -> tuple[str, ...]:
         """What became of the documents, in one line."""
         return (self.counts.describe(),)

@@ -59,7 +59,7 @@ class HostPlanner:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         cap_tokens = config.max_tokens_per_micro_batch or job.padded(job.max_sample_tokens)
-        for name, without in (("max_context_parallel", 1), ("dry_run", None), ("in_turn", None)):
+        for name, without in (("max_context_parallel", 1), ("dry_run", None)):
             if getattr(config, name) not in (None, without):
                 raise ConfigError(
                     f"{flag_name(name)} {getattr(config, name)}: not where a host owns data and "

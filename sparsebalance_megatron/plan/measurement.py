@@ -129,20 +129,6 @@ class RecomputeTotals(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceTotals:
-    """One step by data set, for a run that mixes several; sums over ranks.
-
-    ``losses_X`` and ``tokens_X``: token losses and tokens with a loss. ``coverage_X`` and
-    ``pairs_X``: executed coverage over (sample, layer) pairs, and those pairs.
-    """
-
-    losses_X: np.ndarray
-    tokens_X: np.ndarray
-    coverage_X: np.ndarray
-    pairs_X: np.ndarray
-
-
-@dataclass(frozen=True, kw_only=True)
 class StepMeasurement:
     """What happened in one step, identical on every rank. Times in ms, NaN where unmeasured."""
 
@@ -156,7 +142,6 @@ class StepMeasurement:
     differing_ranks: tuple[int, ...]
     """World ranks that executed another plan than rank 0."""
     recompute: RecomputeTotals = field(default=RecomputeTotals())
-    sources: SourceTotals | None = None
 
     def without_waiting(self, slots: Iterable[MicroBatchPlan]) -> StepMeasurement:
         """The same step with what ranks waited for one another inside shared slots taken out.

@@ -77,7 +77,6 @@ class Page:
 
     ``headline`` is the one sentence that counts, and ``reasons`` are the pictures of where the time
     went. ``step_table`` is in a fold below the ``timeline``; ``notes`` is what the logs lack.
-    ``sources`` is there for runs that mix data sets.
     """
 
     title: str
@@ -91,7 +90,6 @@ class Page:
     step_table: Table
     pictures: Sequence[Picture]
     notes: Sequence[str]
-    sources: Table | None = None
 
 
 def render(page: Page) -> str:
@@ -123,7 +121,6 @@ def render(page: Page) -> str:
         *_worst(page.worst_steps),
         "</div>",
         "</section>",
-        *_sources(page.sources),
         '<section class="pictures">',
         *(_figure(picture) for picture in page.pictures),
         "</section>",
@@ -160,18 +157,6 @@ def _fold(table: Table) -> list[str]:
         return []
     words = f"<summary>{len(table.rows)} micro-batches of this step in numbers</summary>"
     return [f"<details>{words}", _table(table), "</details>"]
-
-
-def _sources(table: Table | None) -> list[str]:
-    if table is None:
-        return []
-    words = "Weights count samples; where those of a source are longer, its share of tokens is too."
-    return [
-        "<section><h2>By source</h2>",
-        _table(table),
-        f'<p class="quiet">{words}</p>',
-        "</section>",
-    ]
 
 
 def _worst(table: Table) -> list[str]:

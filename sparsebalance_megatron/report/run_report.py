@@ -29,8 +29,6 @@ from sparsebalance_megatron.report.sentences import (
     run_findings,
     subtitle,
 )
-from sparsebalance_megatron.report.source_table import HEADINGS as SOURCE_HEADINGS
-from sparsebalance_megatron.report.source_table import source_rows
 from sparsebalance_megatron.report.step_table import HEADINGS, micro_batch_rows
 from sparsebalance_megatron.report.timeline import Timeline
 from sparsebalance_megatron.report.worst_steps import HEADINGS as WORST_HEADINGS
@@ -94,7 +92,6 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
         step_table=_step_table(iteration, evidence, panels),
         pictures=_pictures(evidence, baseline_log),
         notes=_shortened(notes),
-        sources=_source_table(log),
     )
     not_drawn = [
         *(missing if panels else ()),
@@ -195,11 +192,6 @@ def _numbers(numbers: RunSummary | Comparison) -> Table:
         ],
         style="names",
     )
-
-
-def _source_table(log: RunLog) -> Table | None:
-    rows = source_rows(log.header, log.steps)
-    return Table(headings=SOURCE_HEADINGS, rows=rows, style="steps") if rows else None
 
 
 def _step_table(iteration: int, evidence: Evidence, panels: Sequence[Panel]) -> Table:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.plan.measurement import DIRECTIONS, SourceTotals, StepMeasurement
+from sparsebalance_megatron.plan.measurement import DIRECTIONS, StepMeasurement
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms, stage_busy_ms
 from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.step_plan import StepPlan
@@ -25,7 +25,6 @@ from sparsebalance_megatron.telemetry.jsonl import (
     number,
     optional_field,
     optional_number,
-    whole,
 )
 
 STEP = "step"
@@ -52,15 +51,6 @@ class FinishedStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceStep:
-    """A step's samples from one data set; None where there were none, or nothing was measured."""
-
-    tokens: int
-    lm_loss: float | None
-    coverage: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Step:
     """One training step as logged. Times in ms; None where nothing was measured.
 
@@ -69,8 +59,7 @@ class Step:
     ``coverage_base`` is the mean coverage that base budgets had given.
     ``complete``: every micro-batch was measured, forward and backward.
     ``compute_ms``: the mean over all stages of all ranks of their computing time. ``schedule_ms``:
-    from the schedule's start to the last backward of the slowest rank. ``sources``: by data set, in
-    the order of the header's; empty where the run has but one.
+    from the schedule's start to the last backward of the slowest rank.
     """
 
     iteration: int
@@ -86,7 +75,6 @@ class Step:
     coverage_base: float | None = None
     compute_ms: float | None = None
     schedule_ms: float | None = None
-    sources: tuple[SourceStep, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,25 +162,6 @@ def step_record(step: FinishedStep) -> dict[str, Any]:
         "tokens": measured.tokens,
         "padded_tokens": step.padded_tokens,
         "recompute": measured.recompute._asdict(),
-        **_source_entries(measured.sources),
-    }
-
-
-def _source_entries(totals: SourceTotals | None) -> dict[str, Any]:
-    """A list in the order of the header's sources; nothing for a run of one."""
-    if totals is None:
-        return {}
-    return {
-        "sources": [
-            {
-                "tokens": int(tokens),
-                "lm_loss": float(loss / tokens) if tokens else None,
-                "coverage": float(coverage / pairs) if pairs else None,
-            }
-            for loss, tokens, coverage, pairs in zip(
-                totals.losses_X, totals.tokens_X, totals.coverage_X, totals.pairs_X, strict=True
-            )
-        ]
     }
 
 
@@ -226,7 +195,6 @@ def read_step(record: Mapping[str, Any]) -> Step:
         if complete and times_2RPVM.size
         else None,
         schedule_ms=_schedule_ms(record),
-        sources=_sources(record),
     )
 
 
@@ -237,23 +205,6 @@ def read_times(record: Mapping[str, Any]) -> MicroBatchTimes:
         measured_2RPVM=measured_2RPVM,
         predicted_2RPVM=_predicted_times(record, measured_2RPVM.shape),
         widths_RM=_read_widths(record, measured_2RPVM.shape),
-    )
-
-
-def _sources(record: Mapping[str, Any]) -> tuple[SourceStep, ...]:
-    """None in logs of one data set, and in those without them."""
-    entries = optional_field(record, "sources")
-    if entries is None:
-        return ()
-    if not isinstance(entries, list) or not all(isinstance(each, dict) for each in entries):
-        raise BadLineError(f"sources is {entries!r}, not a list of objects")
-    return tuple(
-        SourceStep(
-            tokens=whole(each, "tokens"),
-            lm_loss=optional_number(each, "lm_loss"),
-            coverage=optional_number(each, "coverage"),
-        )
-        for each in entries
     )
 
 

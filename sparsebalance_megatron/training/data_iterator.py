@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The external data iterator: one rank's packed micro-batches, in the order its plan gives.
-
-Shape legend: S samples of a micro-batch.
-"""
+"""The external data iterator: one rank's packed micro-batches, in the order its plan gives."""
 
 from __future__ import annotations
 
@@ -10,10 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
 from sparsebalance_megatron.data.packing import PackedRow
-from sparsebalance_megatron.data.sample_order import Samples
 from sparsebalance_megatron.megatron.row_share import RowShare
 from sparsebalance_megatron.plan.batch_sizes import BatchSizes
 from sparsebalance_megatron.plan.planned_step import PlannedStep
@@ -39,8 +33,7 @@ class LocalMicroBatch:
     and virtual stage. ``cu_seqlens`` bounds its samples in the whole row, and padding; ``share`` is
     what this rank computes of it, None where every row lies on one rank. ``row`` holds tokens and
     labels of that on stages that read them (embedding or loss) and is None on all others:
-    boundaries, shares and budgets follow from the plan alone. ``source_S`` says which of the
-    run's sources each sample comes from; None where there is but one.
+    boundaries, shares and budgets follow from the plan alone.
     """
 
     step: int
@@ -51,7 +44,6 @@ class LocalMicroBatch:
     cu_seqlens: tuple[int, ...]
     share: RowShare | None
     row: PackedRow | None
-    source_S: np.ndarray | None = None
 
 
 class MicroBatchIterator:
@@ -68,7 +60,6 @@ class MicroBatchIterator:
         step: where to start.
         batch_sizes: samples of every step.
         packing: how slots become rows.
-        samples: what is trained on; None says nothing of sources.
     """
 
     def __init__(
@@ -82,9 +73,7 @@ class MicroBatchIterator:
         step: int,
         batch_sizes: BatchSizes,
         packing: RowPacking,
-        samples: Samples | None = None,
     ) -> None:
-        self._samples = samples
         self._schedule = schedule
         self._data_parallel_rank = data_parallel_rank
         self._chunk = chunk
@@ -111,9 +100,6 @@ class MicroBatchIterator:
             cu_seqlens=self._packing.cu_seqlens(plan),
             share=self._packing.share(plan),
             row=self._row(planned),
-            source_S=None
-            if self._samples is None
-            else self._samples.source_of(planned.samples[list(plan.samples)]),
         )
         self._position += 1
         if self._position == len(rank_plan.micro_batches):

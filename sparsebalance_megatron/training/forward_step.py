@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's forward step for packed micro-batches that carry their budgets.
 
-Shape legend: T tokens of the packed row, X sources.
+Shape legend: T tokens of the packed row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from sparsebalance_megatron.megatron.packed_seq_params import (
 from sparsebalance_megatron.megatron.rope_rows import use_true_positions
 from sparsebalance_megatron.training.data_iterator import LocalMicroBatch
 from sparsebalance_megatron.training.inputs import Inputs
-from sparsebalance_megatron.training.source_losses import losses_by_source
 
 Batch = dict[str, Any]
 """What a forward step reads: ``tokens``, ``position_ids``, ``labels`` and ``loss_mask``, [1, T] or
@@ -49,13 +48,7 @@ class StepObserver(Protocol):
 
     def end_forward(self, micro_batch: LocalMicroBatch) -> None: ...
 
-    def add_loss(
-        self,
-        loss: Tensor,
-        tokens: Tensor,
-        report: dict[str, Tensor],
-        by_source_X2: Tensor | None = None,
-    ) -> None: ...
+    def add_loss(self, loss: Tensor, tokens: Tensor, report: dict[str, Tensor]) -> None: ...
 
 
 class ForwardStep:
@@ -101,7 +94,7 @@ class ForwardStep:
         output, loss_function = self._inner(iter((batch,)), model)
         if micro_batch.training:
             self._observer().end_forward(micro_batch)
-        return output, partial(self._loss, loss_function, micro_batch, batch["loss_mask"])
+        return output, partial(self._loss, loss_function, micro_batch)
 
     def _batch(self, micro_batch: LocalMicroBatch, context: MicroBatchContext) -> Batch:
         batch: Batch = dict.fromkeys(_ROW_KEYS)
@@ -123,7 +116,6 @@ class ForwardStep:
         self,
         loss_function: LossFunction,
         micro_batch: LocalMicroBatch,
-        loss_mask_1T: Tensor | None,
         output: Tensor,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         values = loss_function(output)
@@ -135,11 +127,7 @@ class ForwardStep:
             )
         loss, tokens, report = values
         if micro_batch.training:
-            by_source_X2 = None
-            if micro_batch.source_S is not None and loss_mask_1T is not None:
-                sources = len(self._inputs.train.sources)
-                by_source_X2 = losses_by_source(output, loss_mask_1T, micro_batch, sources)
-            self._observer().add_loss(loss.detach(), tokens, report, by_source_X2)
+            self._observer().add_loss(loss.detach(), tokens, report)
         return loss, tokens, report
 
 

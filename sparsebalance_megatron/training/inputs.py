@@ -159,7 +159,7 @@ def fingerprint(inputs: CostedInputs) -> dict[str, str]:
     flags = {
         f"flag {name}": str(value)
         for name, value in asdict(inputs.config).items()
-        if name not in ("log_dir", "cost_table", "in_turn")
+        if name not in ("log_dir", "cost_table")
     }
     sources = {
         name: text

@@ -28,13 +28,11 @@ EXTRA_COLUMNS = 5
 @dataclass(frozen=True, kw_only=True)
 class ObservedCoverage:
     """``pieces`` says whose the rows are; ``values_OC`` holds the grid's coverage and then the
-    extra columns, float64, on the device that observed, or is None where nothing was.
-    ``source_O`` is None where all samples come from one data set."""
+    extra columns, float64, on the device that observed, or is None where nothing was."""
 
     pieces: tuple[Piece, ...]
     bucket_O: np.ndarray
     values_OC: torch.Tensor | None
-    source_O: np.ndarray | None = None
 
     @classmethod
     def gather(cls, seen: Iterable[tuple[LocalMicroBatch, MicroBatchContext]]) -> ObservedCoverage:
@@ -43,7 +41,7 @@ class ObservedCoverage:
         Padding sequences come after the planned samples and are left out. Ranks that share a row
         see the same of it, and the first of them speaks for all.
         """
-        pieces, buckets, columns, sources = [], [], [], []
+        pieces, buckets, columns = [], [], []
         for micro_batch, context in seen:
             if micro_batch.share is not None and micro_batch.share.group.member > 0:
                 continue
@@ -53,8 +51,6 @@ class ObservedCoverage:
             for layer, observation in context.observations.items():
                 pieces.append(Piece(micro_batch.position, layer, samples))
                 buckets.append(bucket_S)
-                if micro_batch.source_S is not None:
-                    sources.append(micro_batch.source_S)
                 tokens_S = context.layout.tokens_S
                 some = None if len(blocks) == samples else samples
                 columns.append(_columns(observation, tokens_S, some))
@@ -62,7 +58,6 @@ class ObservedCoverage:
             pieces=tuple(pieces),
             bucket_O=np.concatenate(buckets) if buckets else np.empty(0, dtype=np.int64),
             values_OC=_side_by_side(columns) if pieces else None,
-            source_O=np.concatenate(sources) if sources else None,
         )
 
     def group_O(self, buckets: int) -> np.ndarray:

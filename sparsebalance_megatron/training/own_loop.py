@@ -3,8 +3,6 @@
 
 Times come from hooks in the model's config, put there at the first forward. What belongs to the end
 of a step happens in :meth:`OwnLoopRun.end_step`, which the trainer calls, and nowhere else.
-
-Shape legend: X sources.
 """
 
 from __future__ import annotations
@@ -199,15 +197,9 @@ class _LoopObserver:
     def end_forward(self, micro_batch: LocalMicroBatch) -> None:
         self._session.run.monitor.end_forward(micro_batch)
 
-    def add_loss(
-        self,
-        loss: Tensor,
-        tokens: Tensor,
-        report: dict[str, Tensor],
-        by_source_X2: Tensor | None = None,
-    ) -> None:
+    def add_loss(self, loss: Tensor, tokens: Tensor, report: dict[str, Tensor]) -> None:
         """The trainer's report stays its own; :meth:`OwnLoopRun.end_step` gives the figures."""
-        self._session.run.monitor.add_loss(loss, tokens, {}, by_source_X2)
+        self._session.run.monitor.add_loss(loss, tokens, {})
 
     def check_step(self) -> None:
         job = self._session.inputs.job

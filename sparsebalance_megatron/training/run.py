@@ -31,7 +31,6 @@ from sparsebalance_megatron.training.sinks import open_sinks
 from sparsebalance_megatron.training.step_monitor import StepMonitor
 from sparsebalance_megatron.training.step_reducer import StepReducer
 from sparsebalance_megatron.training.timing import MicroBatchRecorder
-from sparsebalance_megatron.training.turns import Turns, parse_turns
 
 
 class Run:
@@ -92,14 +91,12 @@ class Run:
                 place,
                 buckets=scheduler.coverage.buckets,
                 grid_size=len(inputs.grid),
-                sources=len(inputs.train.sources),
                 group=None,
                 device=device,
             ),
             device=device,
             packing=self.packing,
             sinks=open_sinks(inputs, place, scheduler.coverage, device, resumed=resumed),
-            turns=_turns(inputs.config.in_turn, place),
         )
 
     def train_iterator(
@@ -174,7 +171,6 @@ class Run:
             step=step,
             batch_sizes=sizes,
             packing=self.packing,
-            samples=index if training else None,
         )
 
 
@@ -192,15 +188,6 @@ def make_scheduler(inputs: CostedInputs) -> Scheduler:
         clock=time.perf_counter,
         worker=ThreadPoolExecutor(1, "sparse-balance-plan") if config.planning == "ahead" else None,
     )
-
-
-def _turns(flag: str | None, place: RankPlace) -> Turns | None:
-    """What ``--sparse-balance-in-turn`` asks for; the first rank says when it is over."""
-    if flag is None:
-        return None
-    directory, side = parse_turns(flag)
-    say = partial(print, flush=True) if place.world_rank == 0 else lambda message: None
-    return Turns(directory, side, world_rank=place.world_rank, say=say)
 
 
 def rank_place() -> RankPlace:

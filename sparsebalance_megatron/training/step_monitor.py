@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follows the training steps of one rank, and closes the loop to the scheduler at their end.
 
-Shape legend: R data-parallel ranks, X sources.
+Shape legend: R data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from sparsebalance_megatron.training.rows import RowPacking
 from sparsebalance_megatron.training.sinks import StepSinks
 from sparsebalance_megatron.training.step_reducer import PlanMismatchError, StepReducer
 from sparsebalance_megatron.training.timing import MicroBatchRecorder
-from sparsebalance_megatron.training.turns import Turns
 
 
 class StepMonitor:
@@ -42,7 +41,6 @@ class StepMonitor:
         extra_steps: what the trainer's iterations count beyond steps of this batch size.
         packing: how the run's rows lie on ranks.
         sinks: get every finished step.
-        turns: where another run takes steps between this one's.
         clock: seconds.
 
     ``seen`` holds the running step's micro-batches on this rank, with what their layers observed.
@@ -61,7 +59,6 @@ class StepMonitor:
         device: torch.device,
         packing: RowPacking,
         sinks: StepSinks,
-        turns: Turns | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._after_step = after_step
@@ -73,8 +70,6 @@ class StepMonitor:
         self._device = device
         self._packing = packing
         self._sinks = sinks
-        self._turns = turns
-        self._met = False
         self._host_time = HostTime(clock)
         self._step_ended_s: float | None = None
         self.figures: dict[str, float] = {}
@@ -83,7 +78,6 @@ class StepMonitor:
     def _begin_step(self) -> None:
         self.seen: list[tuple[LocalMicroBatch, MicroBatchContext]] = []
         self._losses: list[Tensor] = []
-        self._losses_by_source: list[Tensor] = []
         self._reports: list[dict[str, Tensor]] = []
         self._recorder.begin_step()
 
@@ -93,9 +87,6 @@ class StepMonitor:
         Args:
             after_finalize: called when gradients are final, in place of :meth:`end_step`.
         """
-        if self._turns is not None and not self._met:
-            self._turns.meet()
-            self._met = True
         self._host_time.begin_forward_step()
         install_hooks(model_config, self._recorder, after_finalize or self.end_step)
 
@@ -123,19 +114,11 @@ class StepMonitor:
         """The model's kernels are launched: time to think about the next step."""
         self._scheduler.plan_following(micro_batch.step)
 
-    def add_loss(
-        self,
-        loss: Tensor,
-        tokens: Tensor,
-        report: dict[str, Tensor],
-        by_source_X2: Tensor | None = None,
-    ) -> None:
+    def add_loss(self, loss: Tensor, tokens: Tensor, report: dict[str, Tensor]) -> None:
         """Keep a micro-batch's loss, and the report that Megatron will read after the step."""
         with self._host_time.counted("hooks"):
             self._losses.append(torch.stack([loss.double(), tokens.double()]))
             self._reports.append(report)
-            if by_source_X2 is not None:
-                self._losses_by_source.append(by_source_X2)
 
     def end_step(self) -> None:
         """After the last backward and the gradient reduction, on every rank.
@@ -152,9 +135,6 @@ class StepMonitor:
                 times=times,
                 observed=observed,
                 loss_and_tokens=torch.stack(self._losses).sum(dim=0) if self._losses else None,
-                by_source_X2=torch.stack(self._losses_by_source).sum(dim=0)
-                if self._losses_by_source
-                else None,
                 recompute=self._recompute_totals(),
                 digest=planned.plan.digest(),
             ).without_waiting(planned.plan.slots)
@@ -163,9 +143,6 @@ class StepMonitor:
             self._after_step()
             self._host_time.add_ms("reduce", -self._reducer.waited_ms)
         self._show(planned, measured, times, observed)
-        if self._turns is not None:
-            self._turns.hand_over()
-            self._step_ended_s = self._host_time.clock()
         self._begin_step()
 
     def _recompute_totals(self) -> Tensor | None:

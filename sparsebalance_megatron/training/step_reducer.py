@@ -2,7 +2,7 @@
 """One reduction per step: what every rank measured, known to all ranks alike.
 
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
-U length buckets, K budgets of the grid, C = K + 3 columns, O rows of observations, X sources,
+U length buckets, K budgets of the grid, C = K + 5 columns, O rows of observations,
 2 forward and backward.
 """
 
@@ -19,7 +19,6 @@ from sparsebalance_megatron.plan.measurement import (
     CoverageTotals,
     RankPlace,
     RecomputeTotals,
-    SourceTotals,
     StepMeasurement,
     StepTimes,
 )
@@ -53,7 +52,6 @@ class StepReducer:
         group: process group of all ranks; None is the default group.
         device: where the buffer lives; the group's backend must reach it.
         clock: seconds, for the time that the reduction waits.
-        sources: data sets that the run mixes; 0 where there is but one.
 
     Attributes:
         waited_ms: of the last reduction, spent in the collective: until the slowest rank came.
@@ -69,9 +67,7 @@ class StepReducer:
         group: torch.distributed.ProcessGroup | None,
         device: torch.device,
         clock: Callable[[], float] = time.perf_counter,
-        sources: int = 0,
     ) -> None:
-        self._sources = sources
         self._place = place
         self._here = (place.data_parallel_rank, place.pipeline_rank)
         self._slot = place.data_parallel_rank * job.pipeline_stages + place.pipeline_rank
@@ -91,7 +87,6 @@ class StepReducer:
             "minima": math.prod(stages),
             "coverage": math.prod(self._coverage_shape),
             "loss": 2,
-            "sources": 4 * sources,
         }
         ends = np.cumsum(list(sizes.values())).tolist()
         self._parts = {
@@ -111,7 +106,6 @@ class StepReducer:
         loss_and_tokens: torch.Tensor | None,
         digest: bytes,
         recompute: torch.Tensor | None = None,
-        by_source_X2: torch.Tensor | None = None,
     ) -> StepMeasurement:
         """Collective over the group: every rank must call it once per step.
 
@@ -121,7 +115,6 @@ class StepReducer:
             recompute: [3] of :meth:`.kept_attention.RecomputeCounts.totals`, summed over
                 micro-batches; None where there are none.
             digest: of the plan this rank executed.
-            by_source_X2: of every source, the same as in ``loss_and_tokens``.
         """
         times_size = self._times_per_position * times.forward_VM.shape[1]
         host = np.zeros(self._parts["times"].start + times_size)
@@ -133,8 +126,6 @@ class StepReducer:
             self._put_on_host(host, times)
             flat = torch.from_numpy(host).to(self._device)
             self._put_on_device(flat, observed, group_O, loss_and_tokens)
-            if self._sources and by_source_X2 is not None:
-                self._sources_of(flat)[:, :2] = by_source_X2.to(self._device)
             if recompute is not None:
                 flat[self._parts["recompute"]] = recompute.to(self._device)
         else:
@@ -167,16 +158,8 @@ class StepReducer:
             flat[self._parts["counts"]].index_add_(0, group_O, (~broken_O).to(flat.dtype))
             flat[self._parts["unobserved"]] = broken_O.sum()
             minima[self._slot] = values_OC[:, EXECUTED].masked_fill(broken_O, math.inf).min()
-            if self._sources and observed.source_O is not None:
-                source_O = torch.from_numpy(observed.source_O).to(self._device)
-                seen_O2 = torch.stack([values_OC[:, EXECUTED], (~broken_O).to(flat.dtype)], dim=1)
-                self._sources_of(flat)[:, 2:].index_add_(0, source_O, seen_O2)
         if loss_and_tokens is not None:
             flat[self._parts["loss"]] = loss_and_tokens.to(self._device)
-
-    def _sources_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The buffer's [X, 4]: losses, tokens, coverage, pairs."""
-        return flat[self._parts["sources"]].view(self._sources, 4)
 
     def _sum(self, flat: torch.Tensor) -> np.ndarray:
         """The buffer summed over ranks, on the host."""
@@ -211,13 +194,5 @@ class StepReducer:
             lm_loss=float(loss[0] / loss[1]) if loss[1] else math.nan,
             tokens=int(loss[1]),
             differing_ranks=tuple(np.flatnonzero(digests != digests[0]).tolist()),
-            sources=_source_totals(part["sources"]) if self._sources else None,
             recompute=RecomputeTotals(*(int(count) for count in part["recompute"])),
         )
-
-
-def _source_totals(flat: np.ndarray) -> SourceTotals:
-    losses_X, tokens_X, coverage_X, pairs_X = flat.reshape(-1, 4).T
-    return SourceTotals(
-        losses_X=losses_X, tokens_X=tokens_X, coverage_X=coverage_X, pairs_X=pairs_X
-    )

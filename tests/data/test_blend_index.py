@@ -183,7 +183,6 @@ def test_a_blend_of_one_is_the_data_set_itself(folder: Path) -> None:
     assert alone is not None and weighted is not None
     assert alone.digest() == weighted.digest()
     assert alone.sources == ()
-    assert alone.source_of(np.arange(3)) is None
 
 
 def test_counts_are_of_all_sources(folder: Path) -> None:

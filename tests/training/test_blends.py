@@ -18,9 +18,6 @@ from harness import (
     write_documents,
 )
 
-from sparsebalance_megatron.report.source_table import source_rows
-from sparsebalance_megatron.telemetry.step_log import read_run_log
-
 pytestmark = pytest.mark.distributed
 
 STEPS, SAVED = 4, 2
@@ -74,7 +71,7 @@ def test_three_sources_train_and_a_resumed_run_equals_one_that_never_stopped(
     expected = [step for step in whole.steps if step["iteration"] > SAVED]
     assert [step["iteration"] for step in resumed.steps] == [3, 4]
     for step, other in zip(resumed.steps, expected, strict=True):
-        for quantity in ("lm_loss", "predicted", "coverage", "tokens", "sources"):
+        for quantity in ("lm_loss", "predicted", "coverage", "tokens"):
             assert step[quantity] == other[quantity], quantity
 
 
@@ -82,24 +79,6 @@ def test_the_start_says_what_is_mixed(directory: Path, whole: TrainingRun) -> No
     assert "sparse balance: 3 sources: 31 documents gave" in whole.output
     assert f"source {directory / 'web'}: 50.00% of the samples" in whole.output
     assert f"no loss mask beside {directory / 'web'}, {directory / 'books'}" in whole.output
-
-
-def test_tokens_losses_and_coverage_are_told_apart_by_source(
-    directory: Path, whole: TrainingRun
-) -> None:
-    for step in whole.steps:
-        sources = step["sources"]
-        assert sum(source["tokens"] for source in sources) == step["tokens"]
-        assert len({source["lm_loss"] for source in sources}) == len(sources)
-        total = sum(source["tokens"] * source["lm_loss"] for source in sources)
-        assert total / step["tokens"] == pytest.approx(step["lm_loss"], rel=SUMS_OF_FLOAT32)
-        least, most = (f([s["coverage"] for s in sources]) for f in (min, max))
-        assert step["coverage"]["min"] <= least <= step["coverage"]["mean"] <= most <= 1.0
-    log = read_run_log(directory / "log")
-    rows = source_rows(log.header, log.steps)
-    assert [row[:2] for row in rows] == [
-        (str(directory / name), f"{weight:.2%}") for name, weight in WEIGHTS.items()
-    ]
 
 
 def test_a_changed_blend_is_refused_by_name(directory: Path, whole: TrainingRun) -> None:

@@ -92,7 +92,6 @@ def test_only_the_first_of_the_ranks_that_share_a_row_speaks_of_it() -> None:
                         position=0,
                         plan=SimpleNamespace(samples=(3,)),
                         share=SimpleNamespace(group=SimpleNamespace(member=member)),
-                        source_S=None,
                     ),
                     context,
                 )
@@ -119,8 +118,6 @@ def test_observations_keep_their_place_without_padding() -> None:
 def reduced(
     coverage_SK: list[list[float]],
     monkeypatch: pytest.MonkeyPatch,
-    source_S: list[int] | None = None,
-    by_source_X2: torch.Tensor | None = None,
 ) -> StepMeasurement:
     """What a job of one rank and one layer learns from one row of documents of 4 blocks."""
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda flat, group: None)
@@ -138,7 +135,6 @@ def reduced(
         position=0,
         plan=SimpleNamespace(samples=range(samples)),
         share=None,
-        source_S=None if source_S is None else np.array(source_S),
     )
     reducer = StepReducer(
         JobShape(data_parallel_size=1, micro_batches=1, stage_layers=(((0,),),)),
@@ -153,7 +149,6 @@ def reduced(
         grid_size=len(GRID),
         group=None,
         device=torch.device("cpu"),
-        sources=0 if source_S is None else 3,
     )
     return reducer.reduce(
         times=StepTimes(
@@ -166,7 +161,6 @@ def reduced(
         observed=ObservedCoverage.gather([(micro_batch, context)]),
         loss_and_tokens=None,
         digest=b"digest",
-        by_source_X2=by_source_X2,
     )
 
 
@@ -189,15 +183,3 @@ def test_a_document_without_finite_coverage_counts_nowhere(
     assert (nothing.count, nothing.unobserved, nothing.minimum) == (0, 1, math.inf)
     curves.observe(nothing.sums_LUK, nothing.counts_LU)
     np.testing.assert_array_equal(curves.mean_LUK, expected.mean_LUK)
-
-
-def test_sums_are_kept_by_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [[0.3, 0.5, 0.75, 1.0], [math.nan] * 4, [0.2, 0.4, 0.5, 1.0], [0.0, 0.1, 0.5, 1.0]]
-    losses = torch.tensor([[3.0, 2.0], [0.0, 0.0], [5.0, 4.0]], dtype=torch.float64)
-    sources = reduced(rows, monkeypatch, [2, 0, 0, 2], losses).sources
-    assert sources is not None
-    np.testing.assert_array_equal(sources.losses_X, [3.0, 0.0, 5.0])
-    np.testing.assert_array_equal(sources.tokens_X, [2, 0, 4])
-    np.testing.assert_allclose(sources.coverage_X, [0.4, 0.0, 0.6], rtol=1e-6)
-    np.testing.assert_array_equal(sources.pairs_X, [1, 0, 2])
-    assert reduced(rows, monkeypatch).sources is None
