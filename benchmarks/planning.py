@@ -27,7 +27,6 @@ from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.budgets.price import horizon_steps
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.planner import plan_step
-from sparsebalance_megatron.plan.schedules.bounds import unhideable_limit
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy, StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 from sparsebalance_megatron.simulate.lengths import MAX_TOKENS, longalign_like
@@ -141,7 +140,7 @@ def bound_ratios(coverage: CoverageCurves, seeds: int) -> Iterator[dict[str, Any
             "micro_batches": micro_batches,
             "lengths_tokens": [2048, longest],
             "largest_over_mean": round(float(largest), 3),
-            "unhideable_limit": unhideable_limit(STAGES, micro_batches),
+            "unhideable_limit": (micro_batches + STAGES - 1) / STAGES,
             "bound_ratio_median": round(float(np.median(ratios)), 4),
             "bound_ratio_largest": round(max(ratios), 4),
         }

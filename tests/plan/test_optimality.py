@@ -10,7 +10,6 @@ from plan.plan_cases import cost_model, coverage_curves, job_shape, policy
 from plan.plan_cases import planned as plan
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.plan.schedules.bounds import unhideable_limit
 from sparsebalance_megatron.plan.step_costs import step_costs
 
 
@@ -47,6 +46,6 @@ def test_within_three_percent_of_the_optimum(shape, samples, seed):
 def test_within_five_percent_of_the_bound_below_the_unhideable_limit(seed):
     job = job_shape(4, 16, 4)
     lengths = np.random.default_rng(seed).integers(2000, 12000, 64).tolist()
-    assert max(lengths) / np.mean(lengths) < unhideable_limit(4, 16)
+    assert max(lengths) / np.mean(lengths) < (16 + 4 - 1) / 4
     expected = planned(lengths, job).expectation
     assert expected.makespan_ms <= 1.05 * expected.lower_bound_ms

@@ -12,12 +12,48 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparsebalance_megatron.plan.schedules.bounds import Bounds
 from sparsebalance_megatron.plan.schedules.chain_mixture import chain_mixture
 from sparsebalance_megatron.plan.schedules.orders import schedule_of
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
 _HALVINGS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """Lower bounds in ms on the time of a step; the largest one counts.
+
+    ``stage_ms``, ``mean_chain_ms`` and ``mixed_ms`` follow from all work together, ``long_ms`` from
+    the longer samples, ``chain_ms_S`` from single samples. ``contradicted_ms``: a step that ended
+    by then would need cp_sizes at which it could not end by then.
+    """
+
+    stage_ms: float
+    mean_chain_ms: float
+    mixed_ms: float
+    long_ms: float
+    chain_ms_S: np.ndarray
+    contradicted_ms: float
+
+    @property
+    def bound_ms(self) -> float:
+        alone_ms = float(self.chain_ms_S.max())
+        return max(self._together_ms, self.long_ms, alone_ms, self.contradicted_ms)
+
+    @property
+    def _together_ms(self) -> float:
+        return max(self.stage_ms, self.mean_chain_ms, self.mixed_ms)
+
+    @property
+    def unhideable_S(self) -> np.ndarray:
+        """Samples that alone keep the step longer than all work together has to.
+
+        No placement hides such a sample; a smaller budget, a shorter sample or context parallelism
+        does. With P equal stages and M micro-batches of mean time mu the stage bound is
+        (M + P - 1) mu, and the chain of a micro-batch of time X mu is at least P X mu: beyond
+        X = (M + P - 1) / P no order and no rank hides it.
+        """
+        return self.chain_ms_S > self._together_ms
 
 
 def step_bounds(sample_2SC: np.ndarray, costs: StepCosts, max_width: int = 1) -> Bounds:
