@@ -53,17 +53,6 @@ RUN_BY: dict[str, str | None] = {
     "examples/slurm.sh": "tests/test_examples.py",
 }
 """Script -> the file that runs it; None is what continuous integration starts."""
-SHORT_FORMS = {
-    **{
-        f"benchmarks/{name}.py": f"tests/benchmarks/test_{name}.py"
-        for name in (
-            *("cpu_attention", "end_to_end", "kernel_resources", "kernels"),
-            *("host_placements", "overhead", "pipeline_reality", "planning", "quality"),
-            *("recompute", "ring_balance", "router_resources", "soak"),
-        )
-    },
-}
-"""Benchmark -> the test that runs it in short."""
 RUN_HERE = frozenset({"advise", "plan", "simulate"})
 """Subcommands that are run, for one step, in a folder with ``INPUTS``."""
 ALTERNATING_RUN = "benchmarks/alternating_run.py"
@@ -224,8 +213,6 @@ def check_python(words: Sequence[str]) -> None:
     if words[0] == "-m":
         assert importlib.util.find_spec(words[1]) is not None, words[1]
         return
-    if words[0].startswith("benchmarks/"):
-        assert words[0] in SHORT_FORMS, f"{words[0]}: say which test runs its short form"
     source = (REPOSITORY / words[0]).read_text()
     source += "".join(path.read_text() for path in (REPOSITORY / words[0][:-3]).glob("*.py"))
     assert [flag for flag in flags_of(words) if f'"{flag}"' not in source] == []
@@ -255,15 +242,6 @@ def test_indented_commands_are_found() -> None:
     assert indented_commands(text) == ["    A=1 python a.py \\\n        --flag\n"]
     documents = "".join((REPOSITORY / document).read_text() for document in DOCUMENTS)
     assert len(indented_commands(documents)) >= 5
-
-
-@pytest.mark.parametrize("benchmark", SHORT_FORMS)
-def test_every_benchmark_runs_in_short(benchmark: str) -> None:
-    test = (REPOSITORY / SHORT_FORMS[benchmark]).read_text()
-    assert (REPOSITORY / benchmark).is_file()
-    # host_placements needs checkouts of other projects; its test brings a placement instead.
-    runs = ("--quick", ".main(arguments) == 0", '.main(["--json"', "placements.compare({")
-    assert any(words in test for words in runs), benchmark
 
 
 def quickstart_commands(folder: Path, argument: str) -> list[Command]:
