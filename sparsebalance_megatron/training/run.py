@@ -20,7 +20,6 @@ from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.evaluation_schedule import EvaluationSchedule
 from sparsebalance_megatron.plan.measurement import RankPlace
 from sparsebalance_megatron.plan.scheduler import Scheduler
-from sparsebalance_megatron.plan.schedules.orders import schedule_of
 from sparsebalance_megatron.plan.step_plan import JobShape
 from sparsebalance_megatron.profiling.clocks import CudaEventClock, HostClock
 from sparsebalance_megatron.training.data_iterator import MicroBatchIterator, Schedule
@@ -203,7 +202,7 @@ def rank_place() -> RankPlace:
 
 def backward_order(job: JobShape, stage: int, micro_batches: int) -> list[tuple[int, int]]:
     """(chunk, micro-batch) of every backward of a pipeline stage, in the schedule's order."""
-    order = schedule_of(job)(job.pipeline_stages, micro_batches, job.virtual_stages)
+    order = job.schedule(job.pipeline_stages, micro_batches, job.virtual_stages)
     return [
         (operation.chunk, operation.micro_batch)
         for operation in order.by_stage[stage]
