@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsebalance_megatron.plan.measurement import Span
+from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.plan.schedules.simulator import simulate
 from sparsebalance_megatron.report.timeline import (
     MEASURED,
