@@ -16,10 +16,10 @@ import torch
 
 from end_to_end.attention import peer_layer_spec
 from end_to_end.variants import StepOrder, Variant
+from sparsebalance_megatron.learn.measurement import StepMeasurement
+from sparsebalance_megatron.learn.planned_step import PlannedStep
+from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions
-from sparsebalance_megatron.plan.measurement import StepMeasurement
-from sparsebalance_megatron.plan.planned_step import PlannedStep
-from sparsebalance_megatron.plan.scheduler import Scheduler
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.training.inputs import CostedInputs, Inputs
 from sparsebalance_megatron.training.run import make_scheduler

@@ -129,6 +129,11 @@ class PlanPolicy:
             and self.tuning != "anchor"
         )
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a plan depends on the samples of later steps."""
+        return self.coverage_target == "base" and self.tuning == "makespan"
+
     @classmethod
     def from_config(cls, config: SparseBalanceConfig, max_tokens_per_slot: int) -> PlanPolicy:
         """The choices of a configuration, with the cap that holds for this job."""

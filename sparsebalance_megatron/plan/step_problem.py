@@ -87,7 +87,7 @@ class StepProblem:
             raise PlanError(f"coverage curves have {coverage.layers} layers, the job {job.layers}")
         own = slice(len(inputs.lengths_tokens))
         tunes = policy.tuning == "makespan"
-        later = inputs.later_lengths_tokens if policy.coverage_target == "base" and tunes else ()
+        later = inputs.later_lengths_tokens if policy.looks_ahead else ()
         costs = step_costs((*inputs.lengths_tokens, *later), job, inputs.cost, inputs.scales)
         pinned_LS = _pinned(inputs.pinned_LS, job.layers, len(inputs.lengths_tokens), len(later))
         horizon = BudgetProblem.under(policy, costs, coverage, pinned_LS)

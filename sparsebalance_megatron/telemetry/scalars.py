@@ -16,9 +16,9 @@ import numpy as np
 
 from sparsebalance_megatron.cost.flops import training_flops
 from sparsebalance_megatron.cost.table import ModelShape
-from sparsebalance_megatron.plan.measurement import CoverageTotals, StepMeasurement
+from sparsebalance_megatron.learn.measurement import CoverageTotals, StepMeasurement
+from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms, stage_busy_ms
-from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.telemetry.step_record import FinishedStep
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sparsebalance_megatron.data.packing import PackedRow
+from sparsebalance_megatron.learn.batch_sizes import BatchSizes
+from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.megatron.row_share import RowShare
-from sparsebalance_megatron.plan.batch_sizes import BatchSizes
-from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.training.row_reader import RowReader
 from sparsebalance_megatron.training.rows import RowPacking

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sparsebalance_megatron.learn.measurement import Piece
 from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, MicroBatchContext
 from sparsebalance_megatron.plan.coverage import length_bucket
-from sparsebalance_megatron.plan.measurement import Piece
 from sparsebalance_megatron.training.data_iterator import LocalMicroBatch
 
 EXECUTED, BASE, GROWN, TOKENS, LOST_TOKENS = range(-5, 0)

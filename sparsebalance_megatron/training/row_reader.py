@@ -8,7 +8,7 @@ from threading import Lock
 
 from sparsebalance_megatron.data.packing import PackedRow
 from sparsebalance_megatron.data.sample_order import Samples
-from sparsebalance_megatron.plan.planned_step import PlannedStep
+from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
 from sparsebalance_megatron.training.rows import RowPacking
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.plan.scheduler import Scheduler, StateError
+from sparsebalance_megatron.learn.scheduler import Scheduler
+from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.profiling.startup import shared_cost_table
 from sparsebalance_megatron.telemetry.log_directory import LogDirectory, LogDirectoryError
 from sparsebalance_megatron.training.inputs import (

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsebalance_megatron.learn.measurement import StepMeasurement, StepTimes
+from sparsebalance_megatron.learn.planned_step import PlannedStep
+from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
 from sparsebalance_megatron.megatron.timers import install_hooks
-from sparsebalance_megatron.plan.measurement import StepMeasurement, StepTimes
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms
-from sparsebalance_megatron.plan.planned_step import PlannedStep
-from sparsebalance_megatron.plan.scheduler import Scheduler
 from sparsebalance_megatron.plan.step_plan import Expectation
 from sparsebalance_megatron.telemetry.scalars import PREFIX
 from sparsebalance_megatron.telemetry.step_record import FinishedStep

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan.plan_cases import flat
 
-from sparsebalance_megatron.plan.measurement import Span
+from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.plan.schedules.simulator import simulate
 from sparsebalance_megatron.report.timeline import (
     MEASURED,

@@ -15,14 +15,14 @@ from harness import PROGRAMS, run_training
 from programs.reducing_rank import BUCKETS, GRID, RANKS, seen
 
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation
-from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.measurement import (
+from sparsebalance_megatron.learn.measurement import (
     Piece,
     RankPlace,
     StepMeasurement,
     StepTimes,
 )
+from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation
+from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.step_plan import JobShape
 from sparsebalance_megatron.training.observed_coverage import ObservedCoverage
 from sparsebalance_megatron.training.step_reducer import StepReducer

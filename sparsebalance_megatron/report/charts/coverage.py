@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.plan.measurement import DIRECTIONS
+from sparsebalance_megatron.learn.measurement import DIRECTIONS
 from sparsebalance_megatron.report.charts.distributions import blocks_in
 from sparsebalance_megatron.report.charts.figure import (
     MUTED,

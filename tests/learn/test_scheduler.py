@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from plan.scheduler_cases import BLOCK_TOKENS, GLOBAL_BATCH, JOB, scheduler
-from plan.scheduler_cases import index as index  # a fixture
+from learn.scheduler_cases import BLOCK_TOKENS, GLOBAL_BATCH, JOB, scheduler
+from learn.scheduler_cases import index as index  # a fixture
 
 from sparsebalance_megatron.data.samples import SampleIndex
-from sparsebalance_megatron.plan.measurement import CoverageTotals, StepMeasurement
+from sparsebalance_megatron.learn.measurement import CoverageTotals, StepMeasurement
+from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.plan.planner import plan_step
-from sparsebalance_megatron.plan.scheduler import Scheduler
 from sparsebalance_megatron.plan.step_plan import PlanError, StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 
@@ -200,7 +200,7 @@ def test_coverage_lost_in_steps_is_made_up_for_in_the_next_horizon(
         for step in range(3 * STEPS):
             keep_account(schedule, step, executed=-short if step == 0 else 0.0)
             means.append(schedule.planned(step).plan.expectation.coverage_mean)
-        assert schedule.state_dict()["coverage_balance"]["balance"] == pytest.approx(
+        assert schedule.state_dict()["coverage_balance"]["deficit"] == pytest.approx(
             short * global_batch_size
         )
         expected.append(np.mean(means[STEPS:]))
@@ -224,7 +224,7 @@ def test_coverage_saved_in_steps_may_be_spent_in_later_ones_half_at_a_time(
         )
         for step in range(STEPS):
             keep_account(schedule, step, executed=savings if step == 0 else 0.0)
-        assert schedule.state_dict()["coverage_balance"]["balance"] == pytest.approx(-savings * 128)
+        assert schedule.state_dict()["coverage_balance"]["deficit"] == pytest.approx(-savings * 128)
         expected.append(schedule.planned(STEPS).plan.expectation.coverage_mean)
     assert base_mean(schedule, STEPS) - saved / 2 - 1e-9 <= expected[1] < expected[0]
 
@@ -251,7 +251,7 @@ def test_small_global_batches_look_ahead_to_the_samples_of_later_steps(
     index: SampleIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plan depends on what comes later, and on nothing beyond the horizon."""
-    from sparsebalance_megatron.plan import scheduler as module
+    from sparsebalance_megatron.learn import step_planner as module
 
     asked: list[list[int]] = []
 
@@ -270,7 +270,7 @@ def base_mean(schedule: Scheduler, step: int) -> float:
     slots = schedule.planned(step).plan.slots
     lengths = [n for slot in slots for n in slot.lengths_tokens]
     blocks_S = -(-np.array(lengths) // BLOCK_TOKENS)
-    base_S = np.minimum(schedule.policy.base_budget, blocks_S)
+    base_S = np.minimum(schedule._planner.policy.base_budget, blocks_S)
     base_LS = np.broadcast_to(base_S, (JOB.layers, len(base_S)))
     return float(schedule.coverage.coverage_LS(blocks_S, base_LS).mean())
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger: nothing short stays short, nothing saved is spent twice, old entries are capped."""
+"""The account: nothing short stays short, nothing saved is spent twice, old entries are capped."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparsebalance_megatron.learn.coverage_account import CoverageAccount
+from sparsebalance_megatron.learn.measurement import CoverageTotals
 from sparsebalance_megatron.plan.budgets.price import horizon_steps
-from sparsebalance_megatron.plan.coverage_ledger import CoverageLedger
-from sparsebalance_megatron.plan.measurement import CoverageTotals
 
 SIZES = st.sampled_from([1, 8, 24, 64, 512])
 
 
-def enter(ledger, *, base_mean, executed_mean):
-    """A step of the ledger's samples, all of one coverage, and one layer."""
+def enter(account, *, base_mean, executed_mean):
+    """A step of the account's samples, all of one coverage, and one layer."""
     coverage = CoverageTotals(
         sums_LUK=np.zeros((1, 1, 1)),
         counts_LU=np.zeros((1, 1)),
@@ -29,8 +29,8 @@ def enter(ledger, *, base_mean, executed_mean):
         minimum=executed_mean,
         grown=0.0,
     )
-    planned = SimpleNamespace(samples=range(ledger._samples))
-    ledger.update(planned, SimpleNamespace(coverage=coverage))
+    planned = SimpleNamespace(samples=range(account._samples))
+    account.update(planned, SimpleNamespace(coverage=coverage))
 
 
 def test_tokens_may_count_instead_of_samples():
@@ -47,24 +47,24 @@ def test_tokens_may_count_instead_of_samples():
         tokens=400.0,
         lost_tokens=300 * 0.2 - 100 * 0.2,
     )
-    by_sample, by_token = CoverageLedger(2), CoverageLedger(2, "tokens")
-    for ledger in (by_sample, by_token):
-        ledger.update(SimpleNamespace(samples=range(2)), SimpleNamespace(coverage=coverage))
-    assert by_sample.balance == 0.0
-    assert by_token.balance == pytest.approx(0.1 * 2)
+    by_sample, by_token = CoverageAccount(2), CoverageAccount(2, "tokens")
+    for account in (by_sample, by_token):
+        account.update(SimpleNamespace(samples=range(2)), SimpleNamespace(coverage=coverage))
+    assert by_sample.deficit == 0.0
+    assert by_token.deficit == pytest.approx(0.1 * 2)
 
 
 def run(size, errors, *, delay):
     """Surplus of every step, if each executes its even share of what its horizon owed, and errs.
 
-    ``delay``: a plan knows the ledger without the last so many steps.
+    ``delay``: a plan knows the account without the last so many steps.
     """
-    ledger, surplus, known = CoverageLedger(size), [], []
+    account, surplus, known = CoverageAccount(size), [], []
     for error in errors:
-        known.append(ledger.snapshot() / (size * horizon_steps(size)))
+        known.append(account.snapshot() / (size * horizon_steps(size)))
         surplus.append(known[max(0, len(known) - 1 - delay)] + error)
-        enter(ledger, base_mean=0.5, executed_mean=0.5 + surplus[-1])
-    return surplus, ledger.balance
+        enter(account, base_mean=0.5, executed_mean=0.5 + surplus[-1])
+    return surplus, account.deficit
 
 
 @given(SIZES, st.floats(-0.04, 0.04), st.sampled_from([0, 1]))
@@ -83,39 +83,37 @@ def test_a_lasting_error_is_balanced(size, error, delay):
 
 
 def test_what_lies_long_back_is_capped():
-    ledger = CoverageLedger(64)
+    account = CoverageAccount(64)
     for _ in range(100):
-        enter(ledger, base_mean=0.9, executed_mean=0.1)
-    assert ledger.balance == pytest.approx(0.05 * 64)
+        enter(account, base_mean=0.9, executed_mean=0.1)
+    assert account.deficit == pytest.approx(0.05 * 64)
     for _ in range(100):
-        enter(ledger, base_mean=0.1, executed_mean=0.9)
-    assert ledger.balance == pytest.approx(-0.05 * 64)
+        enter(account, base_mean=0.1, executed_mean=0.9)
+    assert account.deficit == pytest.approx(-0.05 * 64)
 
 
 def test_the_reserve_is_small_where_base_budgets_cover_nearly_all():
-    ledger = CoverageLedger(64)
-    assert ledger.snapshot() == 0.0
+    account = CoverageAccount(64)
+    assert account.snapshot() == 0.0
     for base_mean, reserve in ((0.5, 0.01), (0.99, 0.0004)):
-        enter(ledger, base_mean=base_mean, executed_mean=base_mean)
-        assert ledger.snapshot() == pytest.approx(reserve * 64 / 2)
+        enter(account, base_mean=base_mean, executed_mean=base_mean)
+        assert account.snapshot() == pytest.approx(reserve * 64 / 2)
 
 
 def test_slack_is_not_owed():
-    ledger = CoverageLedger(64, slack=0.002)
-    enter(ledger, base_mean=0.8, executed_mean=0.798)
-    assert ledger.balance == pytest.approx(0.0, abs=1e-12)
+    account = CoverageAccount(64, slack=0.002)
+    enter(account, base_mean=0.8, executed_mean=0.798)
+    assert account.deficit == pytest.approx(0.0, abs=1e-12)
 
 
 def test_a_balance_of_nothing_stays_so():
-    resumed = CoverageLedger(64)
-    resumed.load_state_dict(CoverageLedger(64).state_dict())
-    assert resumed.balance == 0.0
+    resumed = CoverageAccount(64)
+    resumed.load_state_dict(CoverageAccount(64).state_dict())
+    assert resumed.deficit == 0.0
 
 
 def test_a_saved_balance_is_taken_over():
-    ledger, resumed, early = CoverageLedger(64), CoverageLedger(64), CoverageLedger(64)
-    enter(ledger, base_mean=0.8, executed_mean=0.79)
-    resumed.load_state_dict(ledger.state_dict())
-    assert resumed.snapshot() == ledger.snapshot()
-    early.load_state_dict(ledger.balance)
-    assert early.balance == ledger.balance
+    account, resumed = CoverageAccount(64), CoverageAccount(64)
+    enter(account, base_mean=0.8, executed_mean=0.79)
+    resumed.load_state_dict(account.state_dict())
+    assert resumed.snapshot() == account.snapshot()

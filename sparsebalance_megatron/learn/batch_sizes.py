@@ -38,6 +38,11 @@ class BatchSizes:
         """Every step has ``size`` samples."""
         return cls(schedule=((0, size),))
 
+    @property
+    def largest(self) -> int:
+        """Samples of the largest step."""
+        return max(size for _, size in self.schedule)
+
     def size_of(self, step: int) -> int:
         """Samples of a step."""
         return self._phase_of(step)[2]

@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.cost.stage_scales import MeasuredTimes, PredictedTimes, StageScales
+from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.learn.measurement import StepMeasurement
+from sparsebalance_megatron.learn.planned_step import PlannedStep
 
 _HISTORY_STEPS = 9
 _FIRST_ESTIMATE_STEPS = 3
@@ -51,7 +53,7 @@ class Calibration:
         """Current factors; later updates do not change what was returned."""
         return StageScales.of(self._scales_2PV)
 
-    def update(self, planned: PredictedTimes, measured: MeasuredTimes) -> None:
+    def update(self, planned: PlannedStep, measured: StepMeasurement) -> None:
         """Learn from one step.
 
         Raises:

@@ -9,9 +9,9 @@ from cost.cost_cases import Times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsebalance_megatron.cost.device_speed import DeviceSlowness
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.plan.measurement import CoverageTotals, StepMeasurement
+from sparsebalance_megatron.learn.device_speed import DeviceSlowness
+from sparsebalance_megatron.learn.measurement import CoverageTotals, StepMeasurement
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
 SHAPE_RPVM = (4, 2, 1, 6)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparsebalance_megatron.cost.stage_scales import MeasuredTimes, PredictedTimes
+from sparsebalance_megatron.learn.measurement import StepMeasurement
+from sparsebalance_megatron.learn.planned_step import PlannedStep
 
 _HISTORY_STEPS = 16
 _FIRST_ESTIMATE_STEPS = 5
@@ -44,7 +45,7 @@ class DeviceSlowness:
         doubt_RP = np.maximum(_CERTAIN_DEVIATIONS * error_RP, _LEAST)
         return median_RP - np.clip(median_RP - 1.0, -doubt_RP, doubt_RP)
 
-    def update(self, planned: PredictedTimes, measured: MeasuredTimes) -> None:
+    def update(self, planned: PlannedStep, measured: StepMeasurement) -> None:
         """Learn from one step; a step with a time missing is left out."""
         predicted_RP, measured_RP = (
             (times_2RPVM[0] + times_2RPVM[1]).sum(axis=(2, 3))

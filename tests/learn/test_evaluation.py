@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from plan.plan_cases import cost_model, coverage_curves, job_shape, policy, random_lengths
 
-from sparsebalance_megatron.plan.evaluation_schedule import EvaluationSchedule
+from sparsebalance_megatron.learn.scheduler import evaluation_scheduler
 
 
 class InOrder:
@@ -27,7 +27,7 @@ class InOrder:
 def test_evaluation_is_arrival_at_one_budget(dense: bool) -> None:
     job = job_shape(2, 4, 2)
     coverage = coverage_curves(job.layers, seed=2)
-    schedule = EvaluationSchedule(
+    schedule = evaluation_scheduler(
         job=job,
         policy=policy(),
         cost=cost_model(),
@@ -35,6 +35,7 @@ def test_evaluation_is_arrival_at_one_budget(dense: bool) -> None:
         index=InOrder(random_lengths(32, 2)),
         global_batch_size=16,
         dense=dense,
+        clock=lambda: 0.0,
     )
     planned = schedule.planned(1)
     plan = planned.plan

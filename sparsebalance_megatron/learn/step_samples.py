@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from sparsebalance_megatron.plan.batch_sizes import BatchSizes
+from sparsebalance_megatron.learn.batch_sizes import BatchSizes
 from sparsebalance_megatron.plan.budgets.price import horizon_steps
 
 

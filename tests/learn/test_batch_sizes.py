@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan.plan_cases import cost_model, job_shape, policy
-from plan.scheduler_cases import BLOCK_TOKENS, LONGEST_TOKENS
-from plan.scheduler_cases import index as index  # a fixture
+from learn.scheduler_cases import index as index  # a fixture
+from learn.scheduler_cases import make_scheduler
+from plan.plan_cases import job_shape
 
 from sparsebalance_megatron.data.samples import SampleIndex
-from sparsebalance_megatron.plan.batch_sizes import BatchSizes
-from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.scheduler import Scheduler, StateError
+from sparsebalance_megatron.learn.batch_sizes import BatchSizes
+from sparsebalance_megatron.learn.scheduler import Scheduler
+from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 schedules = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12)), max_size=4).map(
@@ -66,16 +66,7 @@ def test_what_is_no_schedule_is_refused(schedule: tuple[tuple[int, int], ...]) -
 
 def scheduler(index: SampleIndex, *schedule: tuple[int, int]) -> Scheduler:
     job = job_shape(2, max(size for _, size in schedule) // 2, stages=2)
-    return Scheduler(
-        job=job,
-        policy=policy(block_size=BLOCK_TOKENS, base_budget=6),
-        cost=cost_model(BLOCK_TOKENS),
-        coverage=CoverageCurves(job.layers, LONGEST_TOKENS // BLOCK_TOKENS, 0.5),
-        index=index,
-        global_batch_size=BatchSizes(schedule=schedule),
-        calibrate="measured",
-        clock=lambda: 0.0,
-    )
+    return make_scheduler(index, job=job, batch_sizes=schedule)
 
 
 def test_every_step_plans_the_samples_that_megatron_counts(index: SampleIndex) -> None:

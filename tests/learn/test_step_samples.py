@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparsebalance_megatron.plan.batch_sizes import BatchSizes
+from sparsebalance_megatron.learn.batch_sizes import BatchSizes
+from sparsebalance_megatron.learn.step_samples import StepSamples
 from sparsebalance_megatron.plan.budgets.price import horizon_steps
-from sparsebalance_megatron.plan.step_samples import StepSamples
 
 
 class Arrivals:

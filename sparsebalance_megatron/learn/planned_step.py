@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan together with what it was made for and from, and what learns from how its step went.
+"""A step that was planned, and what every learner does with it.
 
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches.
 """
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.plan.measurement import StepMeasurement
+from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.plan.step_plan import StepPlan
 
 
@@ -29,11 +29,11 @@ class PlannedStep:
     samples: np.ndarray
     scales: StageScales
     plan_ms: float
-    wait_ms: float
+    wait_ms: float = 0.0
 
     @property
     def micro_batches(self) -> int:
-        """Of every data-parallel rank."""
+        """Micro-batches of every data-parallel rank."""
         return int(self.times_2RPVM.shape[-1])
 
     @property
@@ -54,7 +54,7 @@ class Learner(Protocol):
         """Learn from a step: what was planned of it, and what was measured on all ranks."""
 
     def snapshot(self) -> Any:
-        """What a plan needs of it, as known now; later updates do not change it."""
+        """What a plan needs to know, as known now; later updates do not change it."""
 
     def state_dict(self) -> Any:
         """What is saved, in plain Python types; None where nothing is."""
