@@ -150,7 +150,6 @@ def main() -> None:
     directory, place, *flags = sys.argv[1:]
     if place not in ("first", "second"):
         sys.exit(f"{place}: must be first in one run and second in the other")
-    sys.argv = [sys.argv[0], *flags]
     clock = PausedClock(time.perf_counter)
     time.perf_counter = clock
     # The package takes its clock when it is imported.
@@ -162,6 +161,9 @@ def main() -> None:
         from sparsebalance_megatron.megatron import cpu
 
         cpu.install()
+    # With the CPU adapter in place a CUDA device seems to be visible.
+    flags += ["--sparse-balance-device", device_type]
+    sys.argv = [sys.argv[0], *flags]
     alternation = Alternation(Path(directory), int(os.environ["RANK"]), begins=place == "first")
     met = False
 

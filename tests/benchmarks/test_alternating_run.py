@@ -90,7 +90,7 @@ def test_two_training_runs_alternate(tmp_path: Path) -> None:
         runs[place] = run_training(
             1,
             (
-                *(*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, "--sparse-balance-device", "cpu"),
+                *(*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS),
                 *("--data-path", str(tmp_path / "train"), "--train-iters", str(STEPS)),
             ),
             log_dir=tmp_path / place,
@@ -105,6 +105,7 @@ def test_two_training_runs_alternate(tmp_path: Path) -> None:
         thread.join()
     for run in runs.values():
         run.require_success()
+    assert "training on cpu" in runs["first"].output
     assert runs["first"].losses == runs["second"].losses
     starts_s = {place: _starts_s(tmp_path / place) for place in runs}
     order = [starts_s[place][step] for step in range(STEPS) for place in ("first", "second")]
