@@ -71,9 +71,10 @@ from sparsebalance_megatron.attention.impl.triton.tiles import (
 from sparsebalance_megatron.attention.impl.triton.token_lists import of_head
 from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row, selector_named
+from sparsebalance_megatron.attention.selectors import rank_row, selector_named
 from sparsebalance_megatron.attention.selectors.block_topk import BlockTopK
 from sparsebalance_megatron.config import DEFAULT_SELECTION, Router
+from sparsebalance_megatron.selector_registry import BUILT_IN
 
 OPERATIONS_PER_PAIR = {"forward": 4, "backward": 10, "both": 14}
 POISONED_BYTES = 16 << 30
@@ -237,7 +238,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--selections",
         nargs="+",
-        choices=list(SELECTORS),
+        choices=list(BUILT_IN),
         default=["previous-block", DEFAULT_SELECTION],
         help=f"who selects; default: previous-block {DEFAULT_SELECTION}",
     )
@@ -273,7 +274,7 @@ def _measured(
     }
     outputs: dict[str, Tensor] = {}
     if bench.device.type == "cuda":
-        if isinstance(SELECTORS[case.selection], BlockTopK):
+        if isinstance(selector_named(case.selection), BlockTopK):
             in_torch = _router(case, inputs, selection.query_layout, bench, "torch")
             results["router in torch"] = in_torch
         for name, attend in sparse(case, shape, selection).items():

@@ -19,7 +19,7 @@ MAX_LINES = 600
 SPDX = "# SPDX-License-Identifier: Apache-2.0"
 
 
-OPEN_TO_ALL = ("config", "installed_selectors", "json_file", "__version__")
+OPEN_TO_ALL = ("config", "errors", "json_file", "selector_registry", "__version__")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,8 @@ ROOMS = {
     "pretrain_gpt.py": Room(outside=("megatron",), inside=("integration", "megatron", "training")),
     "integration.py": Room(outside=("torch",), inside=("learn", "megatron", "plan", "training")),
     "config.py": Room(),
-    "installed_selectors.py": Room(),
+    "errors.py": Room(),
+    "selector_registry.py": Room(),
     "json_file.py": Room(),
     "__init__.py": Room(),
 }

@@ -32,17 +32,22 @@ from sparsebalance_megatron.attention.impl import (
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.merge import merge_partials
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
+from sparsebalance_megatron.attention.selectors import rank_row, selector_named
+from sparsebalance_megatron.selector_registry import BUILT_IN
 
 SCALE = 0.4
-_EXAMPLE = Path(__file__).parents[2] / "examples" / "selectors" / "quest.py"
+_EXAMPLES = Path(__file__).parents[2] / "examples" / "selectors"
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
 @functools.cache
-def example_selector() -> Any:
-    """The selector of examples/selectors, as a package that brings one would."""
-    return runpy.run_path(str(_EXAMPLE))["QUEST"]
+def example_selector(name: str = "quest.py:QUEST") -> Any:
+    """A selector of examples/selectors, as a package that brings one would."""
+    file, _, selector = name.partition(":")
+    return runpy.run_path(str(_EXAMPLES / file))[selector]
+
+
+SELECTORS = {name: selector_named(name) for name in BUILT_IN}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +143,7 @@ def make_case(
     *,
     block: int,
     head_dim: int,
-    granularity: str = "query-block-lookahead",
+    granularity: str = "previous-block",
     heads: int = 4,
     kv_heads: int = 2,
     dtype: torch.dtype = torch.float32,
@@ -151,7 +156,7 @@ def make_case(
         torch.randn(tokens, *shape, head_dim, generator=generator).to(dtype) for shape in shapes
     )
     layout = packed_layout(cu_seqlens, block, "cpu")
-    selector = SELECTORS[granularity]
+    selector = selector_named(granularity)
     ranking = rank_row(
         selector, q, k, layout, softmax_scale=SCALE, max_budget=max(budgets), observe=False
     )

@@ -57,12 +57,12 @@ STALLED_TIMEOUT_S, STALL_S = 5, 12
 
 CASES = {
     "dealt": ("previous-block", "blocks", None),
-    "random": ("first-query", "blocks", 0),
+    "random": ("previous-block", "blocks", 0),
     "token": ("token-kv-head", "tokens", None),
     "token-random": ("token-query-head", "tokens", 1),
     "reference": ("token-kv-head", "reference", 2),
     "columns": ("vertical-slash", "blocks", 4),
-    "broken": ("first-query", "blocks", 3),
+    "broken": ("previous-block", "blocks", 3),
 }
 """Granularity, implementation, and the seed of random owners."""
 
@@ -220,7 +220,7 @@ def summaries_report() -> dict[str, Any]:
 
 def stop_midway(exchange: Exchange, directory: Path, how: str) -> None:
     """Member 1 goes no further while it computes on the second row, or head, that it gets."""
-    case = make_case(CU_SEQLENS, BUDGETS, block=BLOCK, head_dim=8, granularity="first-query")
+    case = make_case(CU_SEQLENS, BUDGETS, block=BLOCK, head_dim=8, granularity="previous-block")
     shard = row_shard(owners_of(None), RANK, "cpu")
     blocks, calls = kernel_named("blocks"), Counter()
     plain = blocks.forward

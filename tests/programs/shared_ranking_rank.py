@@ -11,8 +11,9 @@ import torch.distributed as dist
 from sparsebalance_megatron.attention.context_parallel.block_owners import dealt_row
 from sparsebalance_megatron.attention.context_parallel.shard import row_shard
 from sparsebalance_megatron.attention.context_parallel.shared_ranking import rank_shared_row
-from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
+from sparsebalance_megatron.attention.selectors import rank_row, selector_named
 from sparsebalance_megatron.attention.selectors.block_topk import BlockTopK
+from sparsebalance_megatron.selector_registry import BUILT_IN
 
 RANK, MEMBERS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 CU_SEQLENS = (0, 70, 75, 139, 240)
@@ -29,7 +30,8 @@ def compare() -> None:
     q_THD = torch.randn(CU_SEQLENS[-1], 4, 8, generator=generator)
     k_TGD = torch.randn(CU_SEQLENS[-1], 2, 8, generator=generator)
     budgets_S = torch.tensor([3, 1, 2, 3])
-    for name, selector in SELECTORS.items():
+    for name in BUILT_IN:
+        selector = selector_named(name)
         if not isinstance(selector, BlockTopK):
             continue
         whole = rank_row(selector, q_THD, k_TGD, shard.row_layout, **OPTIONS)

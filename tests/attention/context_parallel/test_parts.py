@@ -30,7 +30,7 @@ def _owners(members: int, seed: int) -> BlockOwners:
         ("blocks", "previous-block"),
         ("tokens", "token-kv-head"),
         ("tokens", "token-query-head"),
-        ("reference", "first-query"),
+        ("reference", "previous-block"),
         ("blocks", "vertical-slash"),
         ("reference", "vertical-slash"),
     ],

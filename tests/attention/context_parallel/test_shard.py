@@ -55,7 +55,7 @@ def test_a_shard_is_the_members_tokens_and_blocks(owners: BlockOwners) -> None:
 
 
 @settings(max_examples=25)
-@given(owned_rows(), st.sampled_from(["first-query", "token-kv-head", "token-query-head"]))
+@given(owned_rows(), st.sampled_from(["previous-block", "token-kv-head", "token-query-head"]))
 def test_parts_of_lists_hold_what_members_hold(owners: BlockOwners, granularity: str) -> None:
     """In order, nothing lost, nothing twice, the own block known where it is."""
     documents = len(owners.cu_seqlens) - 1
@@ -107,7 +107,7 @@ def test_a_member_outside_the_group_is_refused(member: int) -> None:
 
 @pytest.mark.parametrize(
     ("implementation", "granularity"),
-    [("blocks", "first-query"), ("tokens", "token-kv-head"), ("reference", "token-query-head")],
+    [("blocks", "previous-block"), ("tokens", "token-kv-head"), ("reference", "token-query-head")],
 )
 def test_a_group_of_one_member_is_the_plain_path(implementation: str, granularity: str) -> None:
     case = make_case([0, 3, 40], [2, 3], block=BLOCK, head_dim=4, granularity=granularity)

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.context_parallel.block_owners import BlockOwners
 from sparsebalance_megatron.attention.impl import triton as implementation
-from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
+from sparsebalance_megatron.attention.selectors import rank_row, selector_named
 
 triton = pytest.importorskip("triton")
 from sparsebalance_megatron.attention.impl.triton import (  # noqa: E402
@@ -216,7 +216,7 @@ def test_results_repeat_and_later_tokens_change_no_bit() -> None:
         for x in (case.q_THD, case.k_TGD, case.v_TGD):
             x[token:] *= factor
         case.dout_THD[token:] = 0.0
-        selector = SELECTORS["vertical-slash"]
+        selector = selector_named("vertical-slash")
         ranking = rank_row(
             selector,
             *(case.q_THD, case.k_TGD, case.selection.query_layout),

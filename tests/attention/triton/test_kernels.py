@@ -31,7 +31,7 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.context_parallel.block_owners import BlockOwners
-from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
+from sparsebalance_megatron.attention.selectors import rank_row, selector_named
 
 triton = pytest.importorskip("triton")
 from sparsebalance_megatron.attention.impl.triton import backward_kernels as backward_module  # noqa: E402
@@ -154,7 +154,7 @@ def test_bad_numbers_of_a_document_stay_in_it(value: float) -> None:
     clean = _case(cu_seqlens, budgets, 16, **settings)
     q_THD, k_TGD = clean.q_THD.clone(), clean.k_TGD.clone()
     q_THD[[20, 60], 0, 3] = k_TGD[[20, 60], 0, 3] = value
-    selector = SELECTORS["query-block-lookahead"]
+    selector = selector_named("previous-block")
     ranking = rank_row(
         selector,
         *(q_THD, k_TGD, clean.selection.query_layout),

@@ -21,7 +21,7 @@ from attention.cases import (
 from torch import Tensor
 
 from sparsebalance_megatron.attention.impl import triton as implementation
-from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
+from sparsebalance_megatron.attention.selectors import rank_row, selector_named
 
 triton = pytest.importorskip("triton")
 from sparsebalance_megatron.attention.impl.triton import (  # noqa: E402
@@ -166,7 +166,7 @@ def test_a_query_without_keys_gives_zero_and_finite_gradients() -> None:
 
 def test_bad_numbers_of_a_document_stay_in_it() -> None:
     clean = _case([0, 20, 45, 62], [2, 2, 2])
-    selector = SELECTORS[BY_KV_HEAD]
+    selector = selector_named(BY_KV_HEAD)
     q_THD, k_TGD = clean.q_THD.clone(), clean.k_TGD.clone()
     q_THD[[20, 40], 0, 3] = k_TGD[[20, 44], 0, 3] = torch.nan
     ranking = rank_row(
@@ -196,7 +196,7 @@ def test_results_repeat_and_later_tokens_change_no_bit() -> None:
         for x in (case.q_THD, case.k_TGD, case.v_TGD):
             x[token:] *= factor
         case.dout_THD[token:] = 0.0
-        selector, layout = SELECTORS[BY_KV_HEAD], case.selection.query_layout
+        selector, layout = selector_named(BY_KV_HEAD), case.selection.query_layout
         ranking = rank_row(
             selector,
             *(case.q_THD, case.k_TGD, layout),
