@@ -53,7 +53,10 @@ ROOMS = {
     ),
     "training": Room(
         outside=("megatron", "numpy", "torch"),
-        inside=("cost", "data", "megatron", "plan", "profiling", "telemetry", "training"),
+        inside=(
+            *("attention.context_parallel", "cost", "data", "megatron", "plan", "profiling"),
+            *("telemetry", "training"),
+        ),
     ),
     "telemetry": Room(outside=("numpy",), inside=("cost", "plan", "telemetry")),
     "profiling": Room(

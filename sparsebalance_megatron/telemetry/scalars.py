@@ -58,7 +58,9 @@ class ScalarWriter:
 
     def write(self, iteration: int, values: Mapping[str, float]) -> None:
         """Write all values that are finite, under :data:`PREFIX`."""
-        named = {f"{PREFIX}/{name}": value for name, value in values.items() if math.isfinite(value)}
+        named = {
+            f"{PREFIX}/{name}": value for name, value in values.items() if math.isfinite(value)
+        }
         if self._tensorboard is not None:
             for name, value in named.items():
                 self._tensorboard.add_scalar(name, value, iteration)

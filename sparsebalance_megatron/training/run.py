@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 
 from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.data.sample_order import Samples
-from sparsebalance_megatron.megatron.context_groups import make_context_groups
+from sparsebalance_megatron.megatron.sequence_groups import make_sequence_groups
 from sparsebalance_megatron.plan.batch_sizes import BatchSizes
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.evaluation_schedule import EvaluationSchedule
@@ -67,7 +67,7 @@ class Run:
         self.packing = RowPacking(
             block_size=inputs.config.block_size,
             pad_to_multiple_of=settings.pad_to_multiple_of,
-            groups=make_context_groups(
+            groups=make_sequence_groups(
                 inputs.policy.max_context_parallel,
                 exchange=inputs.config.exchange,
                 ranks_per_node=settings.neighbours_per_node,
