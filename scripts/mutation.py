@@ -72,7 +72,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "attention/impl/reference": (CONTRACT, "tests/attention/test_columns.py"),
     "attention/context_parallel/": (
         "tests/attention/context_parallel/test_parts.py",
-        "tests/attention/context_parallel/test_shard.py",
+        "tests/attention/context_parallel/test_slice.py",
         "tests/attention/context_parallel/test_exchange.py",
     ),
     "attention/selectors/vertical_slash": ("tests/attention/selectors/test_vertical_slash.py",),

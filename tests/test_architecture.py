@@ -55,7 +55,8 @@ ROOMS = {
     "training": Room(
         outside=("megatron", "numpy", "torch"),
         inside=(
-            *("cost", "data", "learn", "megatron", "plan", "profiling", "telemetry", "training"),
+            *("attention.context_parallel", "cost", "data", "learn", "megatron", "plan"),
+            *("profiling", "telemetry", "training"),
         ),
     ),
     "telemetry": Room(outside=("numpy",), inside=("cost", "learn", "plan", "telemetry")),

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from sparsebalance_megatron.attention.context_parallel.slice import SequenceSlice
 from sparsebalance_megatron.data.packing import PackedRow
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.megatron.row_share import RowShare
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.training.row_reader import RowReader
 from sparsebalance_megatron.training.rows import RowPacking
@@ -30,10 +30,10 @@ class LocalMicroBatch:
     """One micro-batch as this rank runs it, from the iterator to the step's end.
 
     ``step``, ``position`` and ``chunk`` say where it runs: training step, place in the rank's order
-    and virtual stage. ``cu_seqlens`` bounds its samples in the whole row, and padding; ``share`` is
-    what this rank computes of it, None where every row lies on one rank. ``row`` holds tokens and
-    labels of that on stages that read them (embedding or loss) and is None on all others:
-    boundaries, shares and budgets follow from the plan alone.
+    and virtual stage. ``cu_seqlens`` bounds its samples in the packed sequence, and padding;
+    ``sequence`` is this rank's slice of it, None where every sequence lies on one rank. ``row``
+    holds tokens and labels of that on stages that read them (embedding or loss) and is None on all
+    others: boundaries, slices and budgets follow from the plan alone.
     """
 
     step: int
@@ -42,7 +42,7 @@ class LocalMicroBatch:
     training: bool
     plan: MicroBatchPlan
     cu_seqlens: tuple[int, ...]
-    share: RowShare | None
+    sequence: SequenceSlice | None
     row: PackedRow | None
 
 
@@ -98,7 +98,7 @@ class MicroBatchIterator:
             training=self._training,
             plan=plan,
             cu_seqlens=self._packing.cu_seqlens(plan),
-            share=self._packing.share(plan),
+            sequence=self._packing.slice(plan),
             row=self._row(planned),
         )
         self._position += 1

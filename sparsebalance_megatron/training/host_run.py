@@ -215,7 +215,7 @@ class HostRun:
             training=True,
             plan=slot,
             cu_seqlens=boundaries,
-            share=None,
+            sequence=None,
             row=None,
         )
         self._seen.append((micro_batch, context))

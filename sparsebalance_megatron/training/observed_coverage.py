@@ -43,7 +43,7 @@ class ObservedCoverage:
         """
         pieces, buckets, columns = [], [], []
         for micro_batch, context in seen:
-            if micro_batch.share is not None and micro_batch.share.group.member > 0:
+            if micro_batch.sequence is not None and micro_batch.sequence.group.member > 0:
                 continue
             samples = len(micro_batch.plan.samples)
             blocks = context.layout.blocks_per_document

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the slots of a plan to rows of tokens: their boundaries, padding, and this rank's share."""
+"""From planned micro-batches to packed tokens: boundaries, padding, and this rank's slice."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sparsebalance_megatron.attention.context_parallel.slice import (
+    SequenceGroup,
+    SequenceSlice,
+)
 from sparsebalance_megatron.data.packing import (
     PackedRow,
     Sample,
@@ -12,12 +16,7 @@ from sparsebalance_megatron.data.packing import (
     packed_cu_seqlens,
     padding_tokens,
 )
-from sparsebalance_megatron.megatron.context_groups import ContextGroups
-from sparsebalance_megatron.megatron.row_share import (
-    RowShare,
-    member_tokens,
-    share_of_row,
-)
+from sparsebalance_megatron.megatron.sequence_groups import SequenceGroups
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
 
@@ -37,23 +36,24 @@ class RowPacking:
 
     block_size: int
     pad_to_multiple_of: int = 1
-    groups: ContextGroups | None = None
+    groups: SequenceGroups | None = None
 
     def cu_seqlens(self, slot: MicroBatchPlan) -> tuple[int, ...]:
         """Boundaries of the whole row in tokens, padding included."""
         return packed_cu_seqlens(slot.lengths_tokens, *self._padding(slot))
 
-    def share(self, slot: MicroBatchPlan) -> RowShare | None:
-        """What this rank computes of one of its slots; None where every row lies on one rank.
+    def slice(self, slot: MicroBatchPlan) -> SequenceSlice | None:
+        """What this rank holds of one of its micro-batches; None where no sequence is shared.
 
         Raises:
-            PlanError: no group was made for the ranks of the slot.
+            PlanError: no group was made for the ranks of the micro-batch.
         """
-        if self.groups is None:
-            return None
-        return share_of_row(
+        return None if self.groups is None else self._slice(slot, self.groups.of(slot))
+
+    def _slice(self, slot: MicroBatchPlan, group: SequenceGroup) -> SequenceSlice:
+        return SequenceSlice.dealt(
             self.cu_seqlens(slot),
-            self.groups.of_slot(slot),
+            group,
             block_size=self.block_size,
             pad_to_multiple_of=self.pad_to_multiple_of,
         )
@@ -64,19 +64,20 @@ class RowPacking:
         row = pack(
             samples, pad_to_multiple_of=pad_to_multiple_of, padding_documents=padding_documents
         )
-        share = self.share(slot)
-        if share is None:
+        held = self.slice(slot)
+        if held is None:
             return row
-        return row.part(share.tokens_T, padding_tokens=share.padding_tokens)
+        return row.part(held.tokens_T, padding_tokens=held.padding_tokens)
 
     def padded_tokens(self, slot: MicroBatchPlan) -> int:
         """Tokens that the slot's ranks compute beside those of its samples."""
         if slot.width == 1:
             return padding_tokens(slot.tokens, self.pad_to_multiple_of)
-        cu_seqlens = self.cu_seqlens(slot)
-        padding = cu_seqlens[-1] - slot.tokens
-        shares = member_tokens(cu_seqlens, slot.width, block_size=self.block_size)
-        return padding + sum(padding_tokens(tokens, self.pad_to_multiple_of) for tokens in shares)
+        held = self._slice(slot, SequenceGroup(members=slot.width))
+        padding = held.cu_seqlens[-1] - slot.tokens
+        return padding + sum(
+            padding_tokens(tokens, self.pad_to_multiple_of) for tokens in held.tokens_per_member
+        )
 
     def _padding(self, slot: MicroBatchPlan) -> tuple[int, int]:
         """What the whole row divides by, and its padding documents."""

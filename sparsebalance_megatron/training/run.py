@@ -18,7 +18,7 @@ from sparsebalance_megatron.learn.batch_sizes import BatchSizes
 from sparsebalance_megatron.learn.measurement import RankPlace
 from sparsebalance_megatron.learn.scheduler import Scheduler, evaluation_scheduler
 from sparsebalance_megatron.learn.step_planner import StepPlanner
-from sparsebalance_megatron.megatron.context_groups import make_context_groups
+from sparsebalance_megatron.megatron.sequence_groups import make_sequence_groups
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.step_plan import JobShape
 from sparsebalance_megatron.profiling.clocks import CudaEventClock, HostClock
@@ -66,7 +66,7 @@ class Run:
         self.packing = RowPacking(
             block_size=inputs.config.block_size,
             pad_to_multiple_of=settings.pad_to_multiple_of,
-            groups=make_context_groups(
+            groups=make_sequence_groups(
                 inputs.policy.max_context_parallel,
                 exchange=inputs.config.exchange,
                 ranks_per_node=settings.neighbours_per_node,

@@ -40,7 +40,9 @@ def seen(rank: int, layer: int) -> tuple[SimpleNamespace, SimpleNamespace]:
         base_S=torch.tensor([1.0, coverage + 0.05, math.nan]),
         grown_S=torch.tensor([False, rank == 1, True]),
     )
-    micro_batch = SimpleNamespace(position=layer, plan=SimpleNamespace(samples=(7, 8)), share=None)
+    micro_batch = SimpleNamespace(
+        position=layer, plan=SimpleNamespace(samples=(7, 8)), sequence=None
+    )
     layout = packed_layout((0, 5, 69, 72), 16, "cpu")
     return micro_batch, SimpleNamespace(observations={layer: observation}, layout=layout)
 

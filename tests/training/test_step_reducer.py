@@ -91,7 +91,7 @@ def test_only_the_first_of_the_ranks_that_share_a_row_speaks_of_it() -> None:
                     SimpleNamespace(
                         position=0,
                         plan=SimpleNamespace(samples=(3,)),
-                        share=SimpleNamespace(group=SimpleNamespace(member=member)),
+                        sequence=SimpleNamespace(group=SimpleNamespace(member=member)),
                     ),
                     context,
                 )
@@ -134,7 +134,7 @@ def reduced(
     micro_batch = SimpleNamespace(
         position=0,
         plan=SimpleNamespace(samples=range(samples)),
-        share=None,
+        sequence=None,
     )
     reducer = StepReducer(
         JobShape(data_parallel_size=1, micro_batches=1, stage_layers=(((0,),),)),

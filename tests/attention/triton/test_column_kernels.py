@@ -28,10 +28,9 @@ from attention.column_cases import (
     with_columns,
     with_random_columns,
 )
-from attention.context_parallel.rows import in_parts
+from attention.context_parallel.slices import in_parts, slices_of
 from torch import Tensor
 
-from sparsebalance_megatron.attention.context_parallel.block_owners import BlockOwners
 from sparsebalance_megatron.attention.impl import triton as implementation
 from sparsebalance_megatron.attention.selectors import rank_row, selector_named
 
@@ -166,13 +165,8 @@ def test_empty_lists_add_nothing() -> None:
 def test_rows_of_members_add_up_to_the_whole() -> None:
     """Keys and values of one member of a context group at a time."""
     case = _case([0, 1, 92], [1, 3])
-    owners = BlockOwners(
-        cu_seqlens=(0, 1, 92),
-        block_size=16,
-        owner_N=np.array([1, 0, 1, 1, 0, 1, 0]),
-        members=2,
-    )
-    parts = in_parts(case, "triton", torch.float32, owners, 0)
+    slices = slices_of((0, 1, 92), np.array([1, 0, 1, 1, 0, 1, 0]), 2, block=16)
+    parts = in_parts(case, "triton", torch.float32, slices, 0)
     assert_as_good_as_plain(case, parts, torch.float32, case.plain(torch.float64))
 
 
