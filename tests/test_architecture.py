@@ -74,7 +74,7 @@ ROOMS = {
     "convert": Room(outside=("safetensors", "torch"), inside=("convert",)),
     "simulate": Room(outside=("numpy", "rich"), inside=("simulate", "plan", "cost")),
     "report": Room(
-        outside=("matplotlib", "numpy", "rich", "scipy"),
+        outside=("jinja2", "numpy", "rich", "scipy"),
         inside=("plan", "report", "telemetry"),
     ),
     "cli": Room(
