@@ -78,7 +78,7 @@ ROOMS = {
     "convert": Room(outside=("safetensors", "torch"), inside=("convert",)),
     "simulate": Room(outside=("numpy", "rich"), inside=("simulate", "learn", "plan", "cost")),
     "report": Room(
-        outside=("matplotlib", "numpy", "rich", "scipy"),
+        outside=("jinja2", "numpy", "rich", "scipy"),
         inside=("learn", "plan", "report", "telemetry"),
     ),
     "cli": Room(

@@ -35,8 +35,7 @@ from sparsebalance_megatron.data.records import BadRecords, RecordFiles
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
-from sparsebalance_megatron.report.charts.figure import ReportError
-from sparsebalance_megatron.report.run_data import gather, iterations_of, open_log
+from sparsebalance_megatron.report.run_data import ReportError, gather, iterations_of, open_log
 from sparsebalance_megatron.simulate.lengths import WorkloadError, read_lengths
 from sparsebalance_megatron.telemetry.log_file import JsonLinesFile
 from sparsebalance_megatron.telemetry.step_log import RunLogError
