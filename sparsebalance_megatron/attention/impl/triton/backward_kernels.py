@@ -39,6 +39,7 @@ from sparsebalance_megatron.attention.impl.triton.forward_kernel import (
 from sparsebalance_megatron.attention.impl.triton.index import InverseLists, inverse_lists
 from sparsebalance_megatron.attention.impl.triton.key_step import key_step
 from sparsebalance_megatron.attention.impl.triton.tiles import capability_of, tiles_for
+from sparsebalance_megatron.attention.kernel import Saved
 from sparsebalance_megatron.attention.selection import Selection
 
 WANTED_PROGRAMS = 512
@@ -46,24 +47,13 @@ WANTED_PROGRAMS = 512
 _LOG2_E = tl.constexpr(LOG2_E)
 
 
-def backward_attention(
-    dout_THD: Tensor,
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
-    out_THD: Tensor,
-    lse_TH: Tensor,
-    selection: Selection,
-    *,
-    softmax_scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq_THD, dk_TGD and dv_TGD in the inputs' dtype.
-
-    With ``out_THD`` and ``lse_TH`` of a merged attention, the results for its parts' selections add
-    up to the gradients of the whole.
-    """
-    dout_THD, q_THD, k_TGD, v_TGD = (with_dense_rows(x) for x in (dout_THD, q_THD, k_TGD, v_TGD))
-    out_THD, lse_TH = out_THD.contiguous(), lse_TH.contiguous()
+def backward_attention(dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    """dq_THD, dk_TGD and dv_TGD in the inputs' dtype."""
+    selection, softmax_scale = saved.selection, saved.softmax_scale
+    dout_THD, q_THD, k_TGD, v_TGD = (
+        with_dense_rows(x) for x in (dout_THD, saved.q_THD, saved.k_TGD, saved.v_TGD)
+    )
+    out_THD, lse_TH = saved.out_THD.contiguous(), saved.lse_TH.contiguous()
     with torch.cuda.device_of(q_THD):
         dq_THD, statistics_2HZ = _query_gradient(
             dout_THD, q_THD, k_TGD, v_TGD, out_THD, lse_TH, selection, softmax_scale
