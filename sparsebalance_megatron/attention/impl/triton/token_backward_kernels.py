@@ -39,7 +39,6 @@ from sparsebalance_megatron.attention.impl.triton.token_lists import (
     ChunkedLists,
     HeadSlice,
     head_slices,
-    of_head,
 )
 from sparsebalance_megatron.attention.impl.triton.token_partials import (
     OUTPUT_NUMBERS,
@@ -163,7 +162,7 @@ class _Backward:
         column_tiles = layout.block_size // columns
         head = slices[0].selecting_head
         lists = inverse_lists(
-            of_head(selection, head),
+            selection.of_head(head, selection.counts_QC.shape[1]),
             wanted_items=-(-WANTED_PROGRAMS // column_tiles),
             entries=entries,
         )
