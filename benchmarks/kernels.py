@@ -68,7 +68,6 @@ from sparsebalance_megatron.attention.impl.triton.tiles import (
     tiles_for,
     token_tiles_for,
 )
-from sparsebalance_megatron.attention.impl.triton.token_lists import of_head
 from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.selectors import rank_row, selector_named
@@ -408,9 +407,7 @@ def _index(selection: Selection) -> None:
     """Inverts the lists, as the backward pass does; for selections by token, head by head."""
     heads = selection.counts_QC.shape[1] if selection.by_token else 1
     for head in range(heads):
-        inverse_lists(
-            of_head(selection, head) if selection.by_token else selection, wanted_items=256
-        )
+        inverse_lists(selection.of_head(head, heads), wanted_items=256)
 
 
 def _summary(times_ms: list[float]) -> dict[str, float]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.context_parallel.exchange import ExchangingKernel
 from sparsebalance_megatron.attention.context_parallel.slice import SequenceGroup, SequenceSlice
-from sparsebalance_megatron.attention.kernel import wide_dtype
+from sparsebalance_megatron.attention.kernel import Saved, wide_dtype
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.config import ExchangeName
 from sparsebalance_megatron.cost.exchange import Exchange, received_bytes
@@ -108,7 +108,16 @@ def _exchange_of_row(
         return kernel.forward(q_THD, k_TGD, v_TGD, selection, softmax_scale=1.0)
 
     def backward(output: tuple[Tensor, Tensor]) -> Any:
-        return kernel.backward(*(q_THD, q_THD, k_TGD, v_TGD, *output, selection), softmax_scale=1.0)
+        saved = Saved(
+            q_THD=q_THD,
+            k_TGD=k_TGD,
+            v_TGD=v_TGD,
+            out_THD=output[0],
+            lse_TH=output[1],
+            selection=selection,
+            softmax_scale=1.0,
+        )
+        return kernel.backward(q_THD, saved)
 
     return forward, backward
 
@@ -166,19 +175,8 @@ class _NoAttention:
         lse_TH = q_THD.new_zeros(q_THD.shape[:2], dtype=wide_dtype(q_THD.dtype))
         return q_THD, lse_TH
 
-    def backward(
-        self,
-        dout_THD: Tensor,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        out_THD: Tensor,
-        lse_TH: Tensor,
-        selection: Selection,
-        *,
-        softmax_scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return dout_THD, k_TGD, v_TGD
+    def backward(self, dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+        return dout_THD, saved.k_TGD, saved.v_TGD
 
     def obstacle(self, q_THD: Tensor, selection: Selection) -> str | None:
         return None

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention, kernel_named
 from sparsebalance_megatron.attention.impl import (
-    dense_documents,
-    gathered_units,
-    own_blocks,
+    assembled,
+    blocks,
     tile_attention,
     tokens,
 )
+from sparsebalance_megatron.attention.kernel import Saved
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.merge import merge_partials
 from sparsebalance_megatron.attention.selection import Selection
@@ -45,6 +45,26 @@ def example_selector(name: str = "quest.py:QUEST") -> Any:
     """A selector of examples/selectors, as a package that brings one would."""
     file, _, selector = name.partition(":")
     return runpy.run_path(str(_EXAMPLES / file))[selector]
+
+
+def saved(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    out_THD: Tensor,
+    lse_TH: Tensor,
+    selection: Selection,
+) -> Saved:
+    """What a backward pass takes."""
+    return Saved(
+        q_THD=q_THD,
+        k_TGD=k_TGD,
+        v_TGD=v_TGD,
+        out_THD=out_THD,
+        lse_TH=lse_TH,
+        selection=selection,
+        softmax_scale=SCALE,
+    )
 
 
 SELECTORS = {name: selector_named(name) for name in BUILT_IN}
@@ -196,7 +216,7 @@ def compute_as_off_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     As many tiles at once as for a core, not as for an accelerator, which fills up to that many.
     """
-    for module in (dense_documents, gathered_units, own_blocks, tile_attention, tokens):
+    for module in (assembled, blocks, tile_attention, tokens):
         monkeypatch.setattr(module, "host_may_read", lambda device: False)
     monkeypatch.setattr(tile_attention, "_SCORES_AT_ONCE", tile_attention._SCORES_AT_ONCE // 1024)
 
@@ -312,7 +332,7 @@ def in_shards(
         )
         out[rows], lse[rows] = (x.cpu() for x in merged)
         for kv, (keys, part) in zip(inputs, parts, strict=True):
-            gradients = kernel.backward(dout_on, q_on, *kv, *merged, part, softmax_scale=SCALE)
+            gradients = kernel.backward(dout_on, saved(q_on, *kv, *merged, part))
             for whole, places, x in zip((dq, dk, dv), (rows, keys, keys), gradients, strict=True):
                 whole[places] += x.cpu()
     return out, lse, dq, dk, dv

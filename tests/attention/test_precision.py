@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention.cases import SCALE, SELECTORS
+from attention.cases import SCALE, SELECTORS, saved
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -128,8 +128,9 @@ def test_gradients_of_bfloat16_are_computed_in_float32(selection: str, implement
     kernel = kernel_named(implementation)
     out_THD, lse_TH = kernel.forward(q_THD, k_TGD, v_TGD, lists, softmax_scale=SCALE)
     rounded = (q_THD.roll(1, 0), q_THD, k_TGD, v_TGD, out_THD)
-    narrow = kernel.backward(*rounded, lse_TH, lists, softmax_scale=SCALE)
-    wide = kernel.backward(*(x.float() for x in rounded), lse_TH, lists, softmax_scale=SCALE)
+    narrow = kernel.backward(rounded[0], saved(*rounded[1:], lse_TH, lists))
+    dout_THD, *floats = (x.float() for x in rounded)
+    wide = kernel.backward(dout_THD, saved(*floats, lse_TH, lists))
     for a, b in zip(narrow, wide, strict=True):
         assert torch.equal(a, b.bfloat16())
 

@@ -12,7 +12,7 @@ Shape legend: T tokens (of a slice or of the sequence), G KV heads, D head dim, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch import Tensor
 from sparsebalance_megatron.attention.context_parallel.between_ranks import BetweenRanks
 from sparsebalance_megatron.attention.context_parallel.exchange import Part
 from sparsebalance_megatron.attention.context_parallel.slice import SequenceSlice
-from sparsebalance_megatron.attention.selection import ColumnLists, Selection
+from sparsebalance_megatron.attention.selection import Selection
 
 
 class AllGatherExchange(BetweenRanks):
@@ -48,7 +48,7 @@ class AllGatherExchange(BetweenRanks):
             yield Part(
                 k_TGD=k_head_TGD,
                 v_TGD=v_head_TGD,
-                selection=_lists_of_head(selection, head, kv_heads),
+                selection=selection.of_head(head, kv_heads),
                 kv_head=head,
             )
 
@@ -115,20 +115,3 @@ class _InFlight:
         assert self.work is not None, "this rank is outside the process group"
         self.work.wait()
         return self.received
-
-
-def _lists_of_head(selection: Selection, head: int, kv_heads: int) -> Selection:
-    """The lists by which the query heads of a KV head read."""
-    lists = selection.counts_QC.shape[1] // kv_heads
-    some, columns = slice(head * lists, (head + 1) * lists), selection.columns
-    if columns is not None:
-        one = slice(head, head + 1)
-        columns = ColumnLists(
-            tokens_NGK=columns.tokens_NGK[:, one], counts_NG=columns.counts_NG[:, one]
-        )
-    return replace(
-        selection,
-        indices_QCK=selection.indices_QCK[:, some],
-        counts_QC=selection.counts_QC[:, some],
-        columns=columns,
-    )

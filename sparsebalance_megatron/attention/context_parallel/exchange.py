@@ -22,7 +22,7 @@ from sparsebalance_megatron.attention.api import (
 )
 from sparsebalance_megatron.attention.autograd import Attention
 from sparsebalance_megatron.attention.context_parallel.slice import SequenceSlice
-from sparsebalance_megatron.attention.kernel import Kernel, wide_dtype
+from sparsebalance_megatron.attention.kernel import Kernel, Saved, wide_dtype
 from sparsebalance_megatron.attention.merge import merge_partials
 from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 from sparsebalance_megatron.config import AttentionImplementation
@@ -190,30 +190,25 @@ class ExchangingKernel:
             out_THD[:, heads], lse_TH[:, heads] = results
         return out_THD.to(q_THD.dtype), lse_TH
 
-    def backward(
-        self,
-        dout_THD: Tensor,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        out_THD: Tensor,
-        lse_TH: Tensor,
-        selection: Selection,
-        *,
-        softmax_scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+        q_THD, k_TGD = saved.q_THD, saved.k_TGD
         merges, wide = not self.exchange.gives_whole_heads, wide_dtype(q_THD.dtype)
         dq_THD = torch.zeros_like(q_THD, dtype=wide if merges else q_THD.dtype)
         # The LSE carries no gradient: with the merged output and LSE, the gradients of the parts
         # add up to those of the whole.
         gradients = self.exchange.gradients(k_TGD, self.sequence)
-        for part in self.exchange.parts(k_TGD, v_TGD, selection, self.sequence):
+        for part in self.exchange.parts(k_TGD, saved.v_TGD, saved.selection, self.sequence):
             heads = _query_heads(part, q_THD, k_TGD)
-            dq_part_THD, *dkv = self.kernel.backward(
-                *(dout_THD[:, heads], q_THD[:, heads], part.k_TGD, part.v_TGD),
-                *(out_THD[:, heads], lse_TH[:, heads], part.selection),
-                softmax_scale=softmax_scale,
+            of_part = Saved(
+                q_THD=q_THD[:, heads],
+                k_TGD=part.k_TGD,
+                v_TGD=part.v_TGD,
+                out_THD=saved.out_THD[:, heads],
+                lse_TH=saved.lse_TH[:, heads],
+                selection=part.selection,
+                softmax_scale=saved.softmax_scale,
             )
+            dq_part_THD, *dkv = self.kernel.backward(dout_THD[:, heads], of_part)
             dq_THD[:, heads] += dq_part_THD
             gradients.add(torch.stack(dkv, 1).to(wide))
         dk_TGD, dv_TGD = gradients.result().to(k_TGD.dtype).unbind(1)

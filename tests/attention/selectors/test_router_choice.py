@@ -17,12 +17,12 @@ from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.row_pair import RowPair
 from sparsebalance_megatron.attention.selectors import rank_row, selector_named
 from sparsebalance_megatron.attention.selectors.block_topk import BlockTopK
-from sparsebalance_megatron.attention.selectors.chunks import chunks
 from sparsebalance_megatron.attention.selectors.router_choice import (
     MOST_BLOCKS,
     means_in_triton,
     ranks_in_triton,
 )
+from sparsebalance_megatron.attention.selectors.streaming import chunks
 from sparsebalance_megatron.config import ConfigError, Router
 from sparsebalance_megatron.selector_registry import BUILT_IN
 

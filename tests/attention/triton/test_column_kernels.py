@@ -19,6 +19,7 @@ from attention.cases import (
     Case,
     assert_as_good_as_plain,
     on_device,
+    saved,
     with_heads_far_apart,
     with_lists,
 )
@@ -184,7 +185,7 @@ def test_strided_inputs_are_read_in_place() -> None:
     selection = on_device(with_columns(case, tokens_NGK, columns.counts_NG).selection, DEVICE)
     out, lse = implementation.forward(q, k, v, selection, softmax_scale=SCALE)
     dout = case.dout_THD.to(DEVICE)
-    gradients = implementation.backward(dout, q, k, v, out, lse, selection, softmax_scale=SCALE)
+    gradients = implementation.backward(dout, saved(q, k, v, out, lse, selection))
     _assert_identical(tuple(x.cpu() for x in (out, lse, *gradients)), expected)
 
 
@@ -232,8 +233,6 @@ def test_kv_heads_more_than_2_to_the_31_elements_apart(tmp_path: Path) -> None:
     for k in (case.k_TGD, with_heads_far_apart(case.k_TGD, tmp_path / "k")):
         inputs = case.q_THD, k, case.v_TGD
         out, lse = implementation.forward(*inputs, case.selection, softmax_scale=SCALE)
-        gradients = implementation.backward(
-            case.dout_THD, *inputs, out, lse, case.selection, softmax_scale=SCALE
-        )
+        gradients = implementation.backward(case.dout_THD, saved(*inputs, out, lse, case.selection))
         results.append((out, lse, *gradients))
     _assert_identical(*results)

@@ -23,6 +23,7 @@ from attention.cases import (
     in_shards,
     make_case,
     on_device,
+    saved,
     with_heads_far_apart,
     with_lists,
 )
@@ -236,7 +237,7 @@ def test_strided_inputs_are_read_in_place() -> None:
     expected = case.ours("triton", torch.float32)
     out, lse = forward_attention(q, k, v, selection, softmax_scale=SCALE)
     dout = case.dout_THD.to(DEVICE).transpose(0, 1).contiguous().transpose(0, 1)
-    gradients = backward_attention(dout, q, k, v, out, lse, selection, softmax_scale=SCALE)
+    gradients = backward_attention(dout, saved(q, k, v, out, lse, selection))
     _assert_identical(tuple(x.cpu() for x in (out, lse, *gradients)), expected)
 
 
@@ -248,7 +249,7 @@ def test_heads_more_than_2_to_the_31_elements_apart(tmp_path: Path) -> None:
     results = []
     for q in (case.q_THD, far):
         out, lse = forward_attention(q, k, v, lists, softmax_scale=SCALE)
-        gradients = backward_attention(dout, q, k, v, out, lse, lists, softmax_scale=SCALE)
+        gradients = backward_attention(dout, saved(q, k, v, out, lse, lists))
         results.append((out, lse, *gradients))
     _assert_identical(*results)
 
