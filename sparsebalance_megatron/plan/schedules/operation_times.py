@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times of a step as one flat vector over the operations of its schedule, for every rank.
 
-Shape legend: R ranks or candidate pipelines, P pipeline stages, V virtual stages (chunks per
-stage), M micro-batches, O operations in the numbering of :class:`.PipelineGraph`, I some of them;
-a leading 2: forward and backward.
+Shape legend: R data-parallel ranks or candidate pipelines, P pipeline stages, V virtual stages
+(chunks per stage), M micro-batches, O operations in the numbering of :class:`.PipelineGraph`,
+I some of them; a leading 2: forward and backward.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ An operation starts when its stage has finished the operation before it and its 
 The order and the inputs are those of the :data:`.orders.Schedule` that the times are of. Ranks that
 share a micro-batch begin each of its operations together.
 
-Shape legend: P pipeline stages, V virtual stages (chunks per stage), M micro-batches, R ranks or
-candidate pipelines, O operations, X columns of R in :attr:`.Members.order`.
+Shape legend: P pipeline stages, V virtual stages (chunks per stage), M micro-batches,
+R data-parallel ranks or candidate pipelines, O operations, X columns of R in
+:attr:`.Members.order`.
 """
 
 from __future__ import annotations
