@@ -19,21 +19,43 @@ from older_releases import needs_interpreter
 KERNEL_TESTS = Path(__file__).parent / "triton"
 
 
-@needs_interpreter
-@pytest.mark.parametrize(
-    "file",
-    [
-        "test_column_kernels.py",
-        "test_kernels.py",
-        "test_router_kernels.py",
-        "test_token_kernels.py",
-    ],
+PER_PUSH = (
+    "test_column_kernels.py::test_columns_alone",
+    "test_column_kernels.py::test_empty_lists_add_nothing",
+    "test_column_kernels.py::test_bad_numbers_of_a_document_stay_in_it",
+    "test_column_kernels.py::test_rows_of_members_add_up_to_the_whole",
+    "test_kernels.py::test_cut_lists_of_readers_add_up",
+    "test_kernels.py::test_bad_numbers_of_a_document_stay_in_it",
+    "test_kernels.py::test_rows_of_members_add_up_to_the_whole",
+    "test_kernels.py::test_head_dims_and_groups",
+    "test_router_kernels.py::test_lists_and_mass_are_those_of_torch",
+    "test_router_kernels.py::test_means_are_the_same",
+    "test_router_kernels.py::test_ties_go_to_the_lower_block",
+    "test_token_kernels.py::test_chunks_parts_of_blocks_and_cut_lists_add_up",
+    "test_token_kernels.py::test_bad_numbers_of_a_document_stay_in_it",
+    "test_token_kernels.py::test_a_query_without_keys_gives_zero_and_finite_gradients",
 )
+"""They launch every kernel; the others are nightly."""
+
+
+@needs_interpreter
+@pytest.mark.process
+def test_every_kernel_on_the_cpu() -> None:
+    run_interpreted(*PER_PUSH)
+
+
+@needs_interpreter
+@pytest.mark.nightly
+@pytest.mark.parametrize("file", sorted({test.partition("::")[0] for test in PER_PUSH}))
 def test_kernels_on_the_cpu(file: str) -> None:
+    run_interpreted(file)
+
+
+def run_interpreted(*tests: str) -> None:
     pytest.importorskip("triton")
     environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
-    tests = os.fspath(KERNEL_TESTS / file)
-    command = [sys.executable, "-m", "pytest", tests, "-q", "-p", "no:cacheprovider"]
+    paths = [os.fspath(KERNEL_TESTS / test) for test in tests]
+    command = [sys.executable, "-m", "pytest", *paths, "-q", "-p", "no:cacheprovider"]
     result = subprocess.run(
         command, env=environment, cwd=KERNEL_TESTS.parents[2], capture_output=True, text=True
     )
