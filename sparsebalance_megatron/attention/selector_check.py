@@ -104,7 +104,7 @@ def _lists(selection: Selection) -> Tensor:
 
 
 def _everything(selection: Selection) -> Tensor:
-    """The same, with single tokens that are read besides behind the blocks."""
+    """Lists of blocks, with single tokens that are read besides behind them."""
     lists_QCK = _lists(selection)
     if selection.columns is None:
         return lists_QCK

@@ -20,9 +20,8 @@ from sparsebalance_megatron.attention.api import (
     check_known,
     checked_kernel,
 )
-from sparsebalance_megatron.attention.autograd import Attention
 from sparsebalance_megatron.attention.context_parallel.slice import SequenceSlice
-from sparsebalance_megatron.attention.kernel import Kernel, Saved, wide_dtype
+from sparsebalance_megatron.attention.kernel import Attention, Kernel, Saved, wide_dtype
 from sparsebalance_megatron.attention.merge import merge_partials
 from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 from sparsebalance_megatron.config import AttentionImplementation

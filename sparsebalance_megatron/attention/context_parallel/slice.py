@@ -17,9 +17,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from sparsebalance_megatron.attention.block_grid import BlockGrid, block_grid
 from sparsebalance_megatron.attention.host_copy import copied_to
-from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
+from sparsebalance_megatron.attention.layout import (
+    BlockGrid,
+    PackedLayout,
+    block_grid,
+    packed_layout,
+)
 
 if TYPE_CHECKING:
     from sparsebalance_megatron.attention.context_parallel.exchange import SequenceExchange
@@ -89,7 +93,7 @@ class SequenceSlice:
         budget a document gets, its work is spread alike too.
 
         Raises:
-            ValueError: the sequence cannot be cut (:func:`..block_grid.block_grid`), or has fewer
+            ValueError: the sequence cannot be cut (:func:`..layout.block_grid`), or has fewer
                 blocks than the group has members.
         """
         blocks = len(block_grid(cu_seqlens, block_size).start_N)

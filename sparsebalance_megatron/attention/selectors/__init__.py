@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who decides which KV blocks a query reads: what a selector offers, and those there are.
+"""What a selector offers, which decides which KV blocks a query reads.
 
 Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, S documents,
 K budgets.
@@ -25,6 +25,16 @@ class Selector[Summarised, Ranked](Protocol):
     are gathered; ranking for its own queries; and, once a document's mass is known, the cut.
     No method reads the device from the host, carries a gradient, or gives another result in a
     recomputed pass.
+
+    For a packed sequence that lies here as a whole, :func:`rank_row` takes the first two steps::
+
+        selector = selector_named("token-query-head")
+        layout = packed_layout([0, 1000, 4000], block_size=128, device=q.device)
+        how = {"softmax_scale": 64**-0.5, "max_budget": 8, "observe": True}
+        ranking = rank_row(selector, q, k, layout, **how)
+        coverage = selector.coverage(ranking)  # [2, most blocks of a document]
+        selection = selector.select(ranking, torch.tensor([4, 8]))
+        out, lse = block_sparse_attention(q, k, v, selection, softmax_scale=64**-0.5)
 
     Attributes:
         by_token: whether tokens select, each for itself, or the tokens of a block together.

@@ -47,7 +47,7 @@ class BlockTopK:
     router: Router = "auto"
 
     def with_router(self, router: Router) -> BlockTopK:
-        """The same selector with another router."""
+        """Give the same selector with another router."""
         return replace(self, router=router)
 
     @torch.no_grad()

@@ -380,8 +380,8 @@ class _RowLists:
 
 
 def _runs(rows: RowPair, first_block: np.ndarray) -> list[list[tuple[slice, int]]]:
-    """By document, its blocks that follow one another in both rows, counted from its first; and the
-    place of the first of them in the queries' row."""
+    """Runs of blocks that follow one another in both rows, by document and counted from its first
+    block; and the place of a run's first block in the queries' row."""
     own_N = np.asarray(rows.own_blocks)
     document_N = rows.kv_layout.document_on_host[own_N]
     breaks = np.flatnonzero((np.diff(own_N) != 1) | (np.diff(document_N) != 0)) + 1

@@ -72,7 +72,7 @@ def forward_attention(
 
 
 def with_dense_rows(x: Tensor) -> Tensor:
-    """The same values with neighbouring head dims in neighbouring places.
+    """Give the same values with neighbouring head dims in neighbouring places.
 
     Rows keep a distance whose multiple within a tile takes 32 bits.
     """

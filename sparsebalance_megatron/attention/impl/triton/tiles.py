@@ -57,7 +57,7 @@ class Tiles:
 
 @dataclass(frozen=True, kw_only=True)
 class _Shapes:
-    """Of one GPU, for the half types, by head dim."""
+    """Shapes for one GPU and the half types, by head dim."""
 
     up_to_64: Tiles
     up_to_128: Tiles
@@ -171,5 +171,5 @@ def tiles_for(head_dim: int, element_bytes: int, capability: Capability) -> Tile
 
 
 def token_tiles_for(head_dim: int, element_bytes: int, capability: Capability) -> Tiles:
-    """The same for selections by token."""
+    """The row of the table for selections by token."""
     return _FLOAT32 if element_bytes > 2 else _BY_TOKEN[capability].of(head_dim)
