@@ -119,21 +119,6 @@ class PlanPolicy:
     context_parallel: ContextParallel = "static"
     max_context_parallel: int = 1
 
-    @property
-    def plans_widths(self) -> bool:
-        """Whether slots may differ in width."""
-        return (
-            self.context_parallel == "dynamic"
-            and self.max_context_parallel > 1
-            and self.batching == "makespan"
-            and self.tuning != "anchor"
-        )
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether a plan depends on the samples of later steps."""
-        return self.coverage_target == "base" and self.tuning == "makespan"
-
     @classmethod
     def from_config(cls, config: SparseBalanceConfig, max_tokens_per_slot: int) -> PlanPolicy:
         """The choices of a configuration, with the cap that holds for this job."""

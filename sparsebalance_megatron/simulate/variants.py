@@ -332,8 +332,7 @@ def _unhideable(workload: Workload, batch: tuple[int, ...]) -> bool:
     job = workload.job
     scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
     costs = step_costs(batch, job, workload.cost, scales)
-    policy = replace(workload.policy, tuning="makespan")
-    floor_LS = feasible_range(costs, workload.coverage, policy).floor_LS
+    floor_LS = feasible_range(costs, workload.coverage, workload.policy).floor_LS
     bounds = step_bounds(costs.sample_ms(floor_LS), costs)
     return bool(bounds.unhideable_S.any())
 
