@@ -25,6 +25,7 @@ from sparsebalance_megatron.config import (
     SparseBalanceConfig,
     Tuning,
 )
+from sparsebalance_megatron.plan.context_groups import is_power_of_two
 from sparsebalance_megatron.plan.plan_error import PlanError
 from sparsebalance_megatron.plan.schedules.operation_times import OperationTimes
 from sparsebalance_megatron.plan.schedules.orders import MegatronSchedule
@@ -285,7 +286,7 @@ class StepPlan:
 
 
 def _validate_place(slot: MicroBatchPlan, job: JobShape, place: str) -> None:
-    if slot.width < 1 or slot.width & (slot.width - 1):
+    if not is_power_of_two(slot.width):
         raise PlanError(f"{place}: width {slot.width} is no power of two")
     if slot.rank % slot.width:
         raise PlanError(f"{place}: a slot of {slot.width} ranks begins at a multiple of its width")

@@ -23,6 +23,7 @@ from sparsebalance_megatron.plan.budgets.policy import (
 )
 from sparsebalance_megatron.plan.budgets.price import Pricing
 from sparsebalance_megatron.plan.budgets.problem import BudgetProblem
+from sparsebalance_megatron.plan.context_groups import is_power_of_two
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.placement import balance
@@ -217,7 +218,7 @@ def _pinned(
 def _check_widths(job: JobShape, policy: PlanPolicy) -> None:
     size, widest = job.context_parallel_size, policy.max_context_parallel
     for name, width in (("context-parallel size", size), ("widest slot", widest)):
-        if width < 1 or width & (width - 1) or job.data_parallel_size % width:
+        if not is_power_of_two(width) or job.data_parallel_size % width:
             raise PlanError(
                 f"{name} {width}: must be a power of two that divides the "
                 f"{job.data_parallel_size} data-parallel x context-parallel ranks"
