@@ -24,6 +24,7 @@ from sparsebalance_megatron.learn.step_planner import (
     check_version,
 )
 from sparsebalance_megatron.learn.step_samples import SampleLengths, StepSamples
+from sparsebalance_megatron.plan.budgets.policy import budget_policy
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanError, PlanPolicy
 
@@ -124,7 +125,8 @@ class Scheduler:
 
     def _plan(self, step: int, known: Knowledge) -> PlannedStep:
         samples = self._samples.of_step(step)
-        looks_ahead = self._planner.policy.looks_ahead
+        policy = self._planner.policy
+        looks_ahead = budget_policy(policy).looks_ahead(policy)
         return self._planner.plan(
             step,
             self._samples.lengths_tokens(samples),

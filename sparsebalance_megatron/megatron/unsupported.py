@@ -15,6 +15,7 @@ from typing import Any
 from sparsebalance_megatron.attention.selectors import selector_named
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.megatron.compat import has_yarn_flags
+from sparsebalance_megatron.plan.context_groups import is_power_of_two
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,6 @@ def _more_shards_than_ranks(get: Settings, shards: str, ranks: int) -> bool:
     return get(shards, 1) > ranks
 
 
-def _is_power_of_two(number: int) -> bool:
-    return number > 0 and number & (number - 1) == 0
-
-
 def _kv_heads_are_shared(get: Settings) -> bool:
     """Whether several tensor-parallel ranks have query heads of one KV head."""
     grouped = get("group_query_attention", True)
@@ -91,7 +88,7 @@ MODEL = (
     Refusal(
         flag="--context-parallel-size",
         remedy="rows lie on 1, 2, 4, ... ranks; use a power of two",
-        found=lambda get: not _is_power_of_two(get("context_parallel_size", 1)),
+        found=lambda get: not is_power_of_two(get("context_parallel_size", 1)),
     ),
     Refusal(flag="--hybrid-context-parallel", remedy=_PLACES_SAMPLES),
     Refusal(flag="--dynamic-context-parallel", remedy=_PLACES_SAMPLES),

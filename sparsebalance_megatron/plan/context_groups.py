@@ -12,6 +12,10 @@ from __future__ import annotations
 import numpy as np
 
 
+def is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
 def first_places(widths_RM: np.ndarray) -> np.ndarray:
     """The place ``r * M + m`` on a slot's first rank, for every place in the slot, [J]."""
     ranks, positions = widths_RM.shape

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sparsebalance_megatron.plan.budgets.tune import TunedBudgets
+from sparsebalance_megatron.plan.budgets.policy import TunedBudgets
 from sparsebalance_megatron.plan.metrics import imbalance
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
@@ -52,7 +52,7 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
 
 def _lower_bound_ms(problem: StepProblem) -> float:
     """Of every placement of these samples at every budget and width the policy allows."""
-    wide = problem.policy.plans_widths
+    wide = problem.plans_widths
     bounded = problem if wide else problem.of_groups
     costs = bounded.costs
     floor_2SC = costs.sample_ms(bounded.budgets.allowed.floor_LS)

@@ -12,7 +12,7 @@ from itertools import product
 
 import numpy as np
 
-from sparsebalance_megatron.plan.budgets.tune import TunedBudgets
+from sparsebalance_megatron.plan.budgets.policy import TunedBudgets
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.placement.wide_moves import Rules

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from sparsebalance_megatron.config import Batching
-from sparsebalance_megatron.plan.budgets.tune import TunedBudgets
+from sparsebalance_megatron.plan.budgets.policy import TunedBudgets
 from sparsebalance_megatron.plan.expectation import expectation
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
@@ -64,7 +64,7 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
 def _best_candidate(problem: StepProblem) -> tuple[Batching, Arrangement, TunedBudgets]:
     if problem.placement is not None:
         return "arrival", *_as_placed(problem, problem.placement)
-    if not problem.policy.plans_widths:
+    if not problem.plans_widths:
         batching, placement, tuned = _best_of_groups(problem.of_groups)
         width = problem.job.context_parallel_size
         return batching, Arrangement.of_groups(placement, width), tuned
@@ -100,7 +100,7 @@ def _as_placed(problem: StepProblem, placement: Placement) -> tuple[Arrangement,
 
 def _best_of_groups(problem: StepProblem) -> tuple[Batching, Placement, TunedBudgets]:
     """Only the winner is tuned, except where tuning towards an anchor decides who wins."""
-    if problem.policy.tuning != "anchor":
+    if not problem.budget_policy.compares_tuned:
         batching, placement = _best_placement(problem)
         return batching, placement, problem.tuned(placement)
     placements = _candidates(problem)

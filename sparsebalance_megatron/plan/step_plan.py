@@ -25,6 +25,7 @@ from sparsebalance_megatron.config import (
     SparseBalanceConfig,
     Tuning,
 )
+from sparsebalance_megatron.plan.context_groups import is_power_of_two
 from sparsebalance_megatron.plan.plan_error import PlanError
 from sparsebalance_megatron.plan.schedules.operation_times import OperationTimes
 from sparsebalance_megatron.plan.schedules.orders import MegatronSchedule
@@ -118,21 +119,6 @@ class PlanPolicy:
     coverage_slack: float = 0.0
     context_parallel: ContextParallel = "static"
     max_context_parallel: int = 1
-
-    @property
-    def plans_widths(self) -> bool:
-        """Whether slots may differ in width."""
-        return (
-            self.context_parallel == "dynamic"
-            and self.max_context_parallel > 1
-            and self.batching == "makespan"
-            and self.tuning != "anchor"
-        )
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether a plan depends on the samples of later steps."""
-        return self.coverage_target == "base" and self.tuning == "makespan"
 
     @classmethod
     def from_config(cls, config: SparseBalanceConfig, max_tokens_per_slot: int) -> PlanPolicy:
@@ -300,7 +286,7 @@ class StepPlan:
 
 
 def _validate_place(slot: MicroBatchPlan, job: JobShape, place: str) -> None:
-    if slot.width < 1 or slot.width & (slot.width - 1):
+    if not is_power_of_two(slot.width):
         raise PlanError(f"{place}: width {slot.width} is no power of two")
     if slot.rank % slot.width:
         raise PlanError(f"{place}: a slot of {slot.width} ranks begins at a multiple of its width")

@@ -14,9 +14,16 @@ import numpy as np
 
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.plan.budgets.price import Pricing, price
+from sparsebalance_megatron.plan.budgets.policy import (
+    BudgetPolicy,
+    TunedBudgets,
+    budget_policy,
+    budget_problem,
+    tune,
+)
+from sparsebalance_megatron.plan.budgets.price import Pricing
 from sparsebalance_megatron.plan.budgets.problem import BudgetProblem
-from sparsebalance_megatron.plan.budgets.tune import TunedBudgets, tune
+from sparsebalance_megatron.plan.context_groups import is_power_of_two
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.placement import balance
@@ -59,8 +66,8 @@ class PlanInputs:
 class StepProblem:
     """A step to plan: its samples with all that they cost, and how to judge where they go.
 
-    ``pricing``: of tuning ``makespan``. ``cap_tokens``: of a slot one rank of the job wide.
-    ``placement``: None where the plan is to place the samples.
+    ``pricing``: of policies that trade coverage by a price. ``cap_tokens``: of a slot one rank of
+    the job wide. ``placement``: None where the plan is to place the samples.
     """
 
     lengths_tokens: tuple[int, ...]
@@ -86,15 +93,15 @@ class StepProblem:
         if coverage.layers != job.layers:
             raise PlanError(f"coverage curves have {coverage.layers} layers, the job {job.layers}")
         own = slice(len(inputs.lengths_tokens))
-        tunes = policy.tuning == "makespan"
-        later = inputs.later_lengths_tokens if policy.looks_ahead else ()
+        budgets = budget_policy(policy)
+        later = inputs.later_lengths_tokens if budgets.looks_ahead(policy) else ()
         costs = step_costs((*inputs.lengths_tokens, *later), job, inputs.cost, inputs.scales)
         pinned_LS = _pinned(inputs.pinned_LS, job.layers, len(inputs.lengths_tokens), len(later))
-        horizon = BudgetProblem.under(policy, costs, coverage, pinned_LS)
+        horizon = budget_problem(policy, costs, coverage, pinned_LS)
         return cls(
             lengths_tokens=inputs.lengths_tokens,
             budgets=horizon.of(own),
-            pricing=price(horizon, own, inputs.owed_coverage) if tunes else None,
+            pricing=budgets.pricing(horizon, own, inputs.owed_coverage),
             cap_tokens=policy.max_tokens_per_slot,
             placement=inputs.placement,
         )
@@ -120,25 +127,37 @@ class StepProblem:
         return self.budgets.policy
 
     @property
+    def budget_policy(self) -> BudgetPolicy:
+        return budget_policy(self.policy)
+
+    @property
+    def plans_widths(self) -> bool:
+        """Whether slots may differ in width."""
+        policy = self.policy
+        return (
+            policy.context_parallel == "dynamic"
+            and policy.max_context_parallel > 1
+            and policy.batching == "makespan"
+            and not self.budget_policy.compares_tuned
+        )
+
+    @property
     def costs(self) -> StepCosts:
         return self.budgets.costs
 
     @cached_property
     def expected_LS(self) -> np.ndarray:
-        """Budgets to place by, those expected after tuning.
+        """Budgets to place by, those expected after tuning."""
+        return self.budget_policy.expected_LS(
+            self.budgets, self.pricing, self._tuned_when_balanced_LS
+        )
 
-        What an anchor does to a sample depends on its micro-batch; one round of packing and tuning
-        from the base budgets takes the part of the paper's average over recent steps.
-        """
-        if self.pricing is not None:
-            return self.pricing.expected_LS
-        base_LS = self.budgets.allowed.base_LS
-        if self.policy.tuning != "anchor":
-            return base_LS
+    def _tuned_when_balanced_LS(self, budgets_LS: np.ndarray) -> np.ndarray:
+        """Budgets of samples placed by their latency; those given where there is no placement."""
         try:
-            placement = self.balanced_by(base_LS)
+            placement = self.balanced_by(budgets_LS)
         except PlanError:
-            return base_LS
+            return budgets_LS
         return self.tuned(placement).budgets_LS
 
     @cached_property
@@ -199,7 +218,7 @@ def _pinned(
 def _check_widths(job: JobShape, policy: PlanPolicy) -> None:
     size, widest = job.context_parallel_size, policy.max_context_parallel
     for name, width in (("context-parallel size", size), ("widest slot", widest)):
-        if width < 1 or width & (width - 1) or job.data_parallel_size % width:
+        if not is_power_of_two(width) or job.data_parallel_size % width:
             raise PlanError(
                 f"{name} {width}: must be a power of two that divides the "
                 f"{job.data_parallel_size} data-parallel x context-parallel ranks"

@@ -67,8 +67,7 @@ class Evidence:
         times = self.times.get(iteration)
         if times is None:
             return None
-        ranks = self.ranks.steps.get(iteration, {})
-        return predicted_timeline(times, ranks, logged_schedule(self.log.header))
+        return predicted_timeline(times, logged_schedule(self.log.header))
 
     def measured(self, iteration: int) -> Timeline | None:
         return measured_timeline(

@@ -73,19 +73,12 @@ class Timeline:
 
 def predicted_timeline(
     times: MicroBatchTimes,
-    ranks: Mapping[Place, RankStep],
     schedule: Schedule = megatron_order,
 ) -> Timeline | None:
-    """The schedule simulated with predicted times; None where a log holds totals only.
-
-    Args:
-        ranks: what ranks logged of this step: rows that they shared, where the step log says
-            nothing of them.
-        schedule: of the run.
-    """
+    """The schedule of the run simulated with predicted times; None where a log has totals only."""
     if times.predicted_2RPVM is None:
         return None
-    return _simulated(times.predicted_2RPVM, PREDICTED, _widths(times, ranks), schedule)
+    return _simulated(times.predicted_2RPVM, PREDICTED, times.widths_RM, schedule)
 
 
 def measured_timeline(
@@ -109,7 +102,7 @@ def measured_timeline(
         return _measured(ranks, expected)
     if times is None:
         return None
-    return _simulated(times.measured_2RPVM, SIMULATED, _widths(times, ranks), schedule)
+    return _simulated(times.measured_2RPVM, SIMULATED, times.widths_RM, schedule)
 
 
 def _simulated(
@@ -135,25 +128,6 @@ def _simulated(
         ),
         source=source,
     )
-
-
-def _widths(times: MicroBatchTimes, ranks: Mapping[Place, RankStep]) -> np.ndarray:
-    """[R, M] ranks of the row that each had a share of, by the step log or by what ranks logged.
-
-    1 where neither says. What a damaged log of a rank holds of groups that cannot be, or of other
-    ranks, is left out.
-    """
-    if times.widths_RM is not None:
-        return times.widths_RM
-    count, _, _, positions = times.shape
-    widths_RM = np.ones((count, positions), dtype=np.int64)
-    for (rank, _), step in ranks.items():
-        for held in step.micro_batches:
-            first, width = rank - held.member, held.width
-            possible = 0 < width <= count - first and width & (width - 1) == 0
-            if possible and first >= 0 and first % width == 0 and held.position < positions:
-                widths_RM[first : first + width, held.position] = width
-    return widths_RM
 
 
 def _measured(ranks: Mapping[Place, RankStep], expected: Iterable[Place]) -> Timeline:

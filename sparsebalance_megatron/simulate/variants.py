@@ -21,7 +21,7 @@ from sparsebalance_megatron.learn.measurement import CoverageTotals, StepMeasure
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.plan.budgets.problem import feasible_range
-from sparsebalance_megatron.plan.context_groups import widest_slot
+from sparsebalance_megatron.plan.context_groups import is_power_of_two, widest_slot
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.schedules.step_bounds import step_bounds
 from sparsebalance_megatron.plan.step_costs import step_costs
@@ -105,7 +105,7 @@ class Sharing:
             ("--context-parallel-size", context_parallel_size),
             ("--max-context-parallel", widest),
         ):
-            if size < 1 or size & (size - 1) or ranks % size:
+            if not is_power_of_two(size) or ranks % size:
                 raise WorkloadError(
                     f"{flag} {size}: must be a power of two that divides the {ranks} ranks"
                 )
@@ -332,8 +332,7 @@ def _unhideable(workload: Workload, batch: tuple[int, ...]) -> bool:
     job = workload.job
     scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
     costs = step_costs(batch, job, workload.cost, scales)
-    policy = replace(workload.policy, tuning="makespan")
-    floor_LS = feasible_range(costs, workload.coverage, policy).floor_LS
+    floor_LS = feasible_range(costs, workload.coverage, workload.policy).floor_LS
     bounds = step_bounds(costs.sample_ms(floor_LS), costs)
     return bool(bounds.unhideable_S.any())
 

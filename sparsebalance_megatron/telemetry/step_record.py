@@ -15,6 +15,7 @@ import numpy as np
 
 from sparsebalance_megatron.learn.measurement import DIRECTIONS, StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
+from sparsebalance_megatron.plan.context_groups import is_power_of_two, unshared
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms, stage_busy_ms
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.telemetry.jsonl import (
@@ -82,25 +83,23 @@ class MicroBatchTimes:
     """ms of every micro-batch of one step; measured ones are NaN where nothing was measured.
 
     Predicted ones are None in logs that hold totals only. ``widths_RM``: neighbouring ranks that
-    shared the row; None where none was shared, and in logs that do not say.
+    shared the packed sequence.
     """
 
     measured_2RPVM: np.ndarray
     predicted_2RPVM: np.ndarray | None
-    widths_RM: np.ndarray | None = None
+    widths_RM: np.ndarray
 
     @property
     def shared_rows(self) -> int:
         """Rows that lay on more than one rank."""
-        if self.widths_RM is None:
-            return 0
         wide = self.widths_RM[self.widths_RM > 1]
         return round(float((1.0 / wide).sum()))
 
     @property
     def widest(self) -> int:
         """Ranks of the row that most shared."""
-        return 1 if self.widths_RM is None else int(self.widths_RM.max())
+        return int(self.widths_RM.max(initial=1))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -231,11 +230,11 @@ def _widths_if_shared(plan: StepPlan) -> list[list[int]] | None:
     ]
 
 
-def _read_widths(record: Mapping[str, Any], times_shape: tuple[int, ...]) -> np.ndarray | None:
-    """[R, M]; None where the record has none."""
+def _read_widths(record: Mapping[str, Any], times_shape: tuple[int, ...]) -> np.ndarray:
+    """[R, M]; 1 where the record has none."""
     values = optional_field(record, "widths")
     if values is None:
-        return None
+        return unshared(times_shape[1], times_shape[-1])
     widths_RM = array(values, "widths")
     if widths_RM.shape != (times_shape[1], times_shape[-1]) or not _are_widths(widths_RM):
         raise BadLineError(f"widths is {str(values)[:60]}, no groups of neighbouring ranks")
@@ -246,7 +245,7 @@ def _are_widths(widths_RM: np.ndarray) -> bool:
     """Whether the ranks fall into groups of powers of two at every position."""
     ranks, positions = widths_RM.shape
     for width in np.unique(widths_RM).tolist():
-        if not (0 < width <= ranks and width.is_integer() and int(width).bit_count() == 1):
+        if not (0 < width <= ranks and width.is_integer() and is_power_of_two(int(width))):
             return False
         members_RM = widths_RM == width
         whole_groups = ranks - ranks % int(width)

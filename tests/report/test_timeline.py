@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from plan.plan_cases import flat
 
 from sparsebalance_megatron.learn.measurement import Span
+from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.schedules.simulator import simulate
 from sparsebalance_megatron.report.timeline import (
     MEASURED,
@@ -20,7 +21,7 @@ from sparsebalance_megatron.report.timeline import (
     measured_timeline,
     predicted_timeline,
 )
-from sparsebalance_megatron.telemetry.rank_record import RankMicroBatch, RankStep
+from sparsebalance_megatron.telemetry.rank_record import RankStep
 from sparsebalance_megatron.telemetry.step_record import MicroBatchTimes
 
 
@@ -29,6 +30,7 @@ def times(measured: np.ndarray, predicted: np.ndarray | None = None) -> MicroBat
     return MicroBatchTimes(
         measured_2RPVM=np.stack([measured, 2 * measured]),
         predicted_2RPVM=None if predicted is None else np.stack([predicted, 2 * predicted]),
+        widths_RM=unshared(len(measured), measured.shape[-1]),
     )
 
 
@@ -52,7 +54,7 @@ def test_a_simulated_timeline_holds_everything_once(
 ) -> None:
     shape = (ranks, stages, virtual_stages, stages * groups)
     predicted = np.random.default_rng(seed).uniform(0.1, 5.0, shape)
-    found = predicted_timeline(times(predicted, predicted), {})
+    found = predicted_timeline(times(predicted, predicted))
     assert found is not None and found.source == PREDICTED
     durations = {
         (bar.place, bar.direction, bar.chunk, bar.position): bar.end_ms - bar.start_ms
@@ -84,8 +86,8 @@ def test_nothing_is_simulated_from_a_time_that_is_missing_or_wrong(wrong: float)
     broken = np.ones((1, 2, 1, 2))
     broken[0, 1, 0, 1] = wrong
     assert measured_timeline(times(broken), {}) is None
-    assert predicted_timeline(times(np.ones((1, 2, 1, 2)), broken), {}) is None
-    assert predicted_timeline(times(broken), {}) is None
+    assert predicted_timeline(times(np.ones((1, 2, 1, 2)), broken)) is None
+    assert predicted_timeline(times(broken)) is None
     assert measured_timeline(None, {}) is None
 
 
@@ -146,53 +148,19 @@ def test_what_a_measured_timeline_lacks_is_said() -> None:
     )
 
 
-def holding(rank: int, *widths: int) -> RankStep:
-    """What a rank logs of rows of these widths."""
-    return RankStep(
-        start_unix_s=None,
-        micro_batches=tuple(
-            RankMicroBatch(
-                position=position,
-                lengths_tokens=(8,),
-                budgets_LS=np.ones((1, 1)),
-                coverage_S=(),
-                width=width,
-                member=rank % width,
-            )
-            for position, width in enumerate(widths)
-        ),
-        spans=(),
-        unmeasured=0,
-    )
-
-
 def test_ranks_that_shared_a_row_begin_it_together() -> None:
     """Rank 0 is at the shared row after 1 ms, rank 1 after 3: both begin it then."""
     forward_2M = np.array([[1.0, 2.0], [3.0, 2.0]])
     predicted = forward_2M[:, None, None, :]
-    logged = {(rank, 0): holding(rank, 1, 2) for rank in range(2)}
+    shared = replace(times(predicted, predicted), widths_RM=np.array([[1, 2], [1, 2]]))
     # Without a pipeline a micro-batch runs backward, twice as long, before the next one begins.
     expected = {
         0: [(0, 1), (1, 3), (9, 11), (11, 15)],
         1: [(0, 3), (3, 9), (9, 11), (11, 15)],
     }
-    for found in (
-        predicted_timeline(times(predicted, predicted), logged),
-        # The log of one member says who the others are.
-        predicted_timeline(times(predicted, predicted), {(1, 0): logged[1, 0]}),
-        measured_timeline(times(predicted), logged),
-        # The step log knows by itself.
-        measured_timeline(replace(times(predicted), widths_RM=np.array([[1, 2], [1, 2]])), {}),
-    ):
+    for found in (predicted_timeline(shared), measured_timeline(shared, {})):
         assert found is not None
         spans = {rank: [] for rank in expected}
         for bar in sorted(found.bars, key=lambda bar: bar.start_ms):
             spans[bar.place[0]].append((bar.start_ms, bar.end_ms))
         assert spans == expected
-
-
-def test_groups_that_cannot_be_are_not_taken_for_shared_rows() -> None:
-    predicted = np.ones((2, 1, 1, 2))
-    for logged in ({(1, 0): holding(1, 4, 3, 2)}, {(5, 0): holding(5, 2)}):
-        found = predicted_timeline(times(predicted, predicted), logged)
-        assert found is not None and found.makespan_ms == 6.0

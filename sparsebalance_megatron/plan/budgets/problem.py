@@ -38,28 +38,18 @@ class BudgetRange:
             top_LS=self.top_LS[:, samples],
         )
 
-
-def feasible_range(
-    costs: StepCosts,
-    coverage: CoverageCurves,
-    policy: PlanPolicy,
-    pinned_LS: np.ndarray | None = None,
-) -> BudgetRange:
-    """Budgets that keep coverage within the policy's threshold of the base budget's.
-
-    Pinned budgets allow no others, and stand for the base budgets of their samples.
-    """
-    if pinned_LS is not None:
-        free = feasible_range(costs, coverage, policy)
+    def pinned(self, pinned_LS: np.ndarray) -> BudgetRange:
+        """The same where pinned budgets, above 0, allow no others; they stand for base budgets."""
         floor_LS, base_LS, top_LS = (
             np.where(pinned_LS > 0, pinned_LS, limit_LS)
-            for limit_LS in (free.floor_LS, free.base_LS, free.top_LS)
+            for limit_LS in (self.floor_LS, self.base_LS, self.top_LS)
         )
         return BudgetRange(floor_LS=floor_LS, base_LS=base_LS, top_LS=top_LS)
-    base_S = np.minimum(policy.base_budget, costs.blocks_S)
-    base_LS = np.broadcast_to(base_S, (coverage.layers, len(base_S)))
-    if policy.tuning == "off":
-        return BudgetRange(floor_LS=base_LS, base_LS=base_LS, top_LS=base_LS)
+
+
+def feasible_range(costs: StepCosts, coverage: CoverageCurves, policy: PlanPolicy) -> BudgetRange:
+    """Budgets that keep coverage within the policy's threshold of the base budget's."""
+    base_LS = base_budgets_LS(costs, coverage, policy)
     blocks_Z, size_S = np.unique(costs.blocks_S, return_inverse=True)
     floor_LS = least_feasible_budget(
         coverage, blocks_Z, policy.base_budget, policy.coverage_threshold
@@ -67,6 +57,12 @@ def feasible_range(
     observed_LS = coverage.observed_LS(costs.blocks_S)
     top_LS = np.where(observed_LS, np.maximum(costs.blocks_S, base_LS), base_LS)
     return BudgetRange(floor_LS=floor_LS, base_LS=base_LS, top_LS=top_LS)
+
+
+def base_budgets_LS(costs: StepCosts, coverage: CoverageCurves, policy: PlanPolicy) -> np.ndarray:
+    """Base budgets, no more than a sample has blocks."""
+    base_S = np.minimum(policy.base_budget, costs.blocks_S)
+    return np.broadcast_to(base_S, (coverage.layers, len(base_S)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,36 +79,6 @@ class BudgetProblem:
     allowed: BudgetRange
     weight_S: np.ndarray
     pinned_S: np.ndarray
-
-    @classmethod
-    def under(
-        cls,
-        policy: PlanPolicy,
-        costs: StepCosts,
-        coverage: CoverageCurves,
-        pinned_LS: np.ndarray | None = None,
-    ) -> BudgetProblem:
-        """The problem whose limits are those of the policy's coverage threshold.
-
-        Args:
-            pinned_LS: budgets that are given, 0 where they are to be chosen; None pins none.
-        """
-        allowed = feasible_range(costs, coverage, policy, pinned_LS)
-        lengths_S = costs.lengths_tokens_S
-        weight_S = (
-            lengths_S / lengths_S.mean()
-            if policy.coverage_mean_over == "tokens"
-            else np.ones(len(lengths_S))
-        )
-        pinned_S = np.zeros(len(lengths_S), bool) if pinned_LS is None else pinned_LS[0] > 0
-        return cls(
-            policy=policy,
-            costs=costs,
-            coverage=coverage,
-            allowed=allowed,
-            weight_S=weight_S,
-            pinned_S=pinned_S,
-        )
 
     def of(self, samples: slice) -> BudgetProblem:
         """That of some of the samples."""

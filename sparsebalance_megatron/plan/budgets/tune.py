@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
 from sparsebalance_megatron.config import Anchor
 from sparsebalance_megatron.plan.budgets.fill import Filling, unit_growth_JCQ
-from sparsebalance_megatron.plan.budgets.price import Pricing, price
+from sparsebalance_megatron.plan.budgets.price import Pricing
 from sparsebalance_megatron.plan.budgets.price_ladder import budget_steps
 from sparsebalance_megatron.plan.budgets.problem import ROUNDING, BudgetProblem
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
@@ -32,60 +31,7 @@ _TARGET_HALVINGS = 2
 """How often the step time is halved between too little coverage and enough."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TunedBudgets:
-    """``budgets_LS`` int32; where nothing was tuned it is the base budget itself, and
-    where budgets are pinned the pinned one.
-
-    ``cut_S``, ``raised_S``: some layer is below, above the base budget. ``clamped_S``: the sample
-    could not follow: its micro-batch did not reach the anchor, or all its layers lie at their
-    floors on a rank that the step waits for.
-    """
-
-    budgets_LS: np.ndarray
-    cut_S: np.ndarray
-    raised_S: np.ndarray
-    clamped_S: np.ndarray
-
-
-def tune(
-    problem: BudgetProblem,
-    slot_of_S: np.ndarray,
-    widths_RM: np.ndarray,
-    pricing: Pricing | None = None,
-) -> TunedBudgets:
-    """Budgets of a placed global batch under ``policy.tuning``.
-
-    Args:
-        slot_of_S: where the samples are placed: on the first rank of their slots.
-        widths_RM: of the slot that each rank takes part in.
-        pricing: what tuning ``makespan`` goes by; by default that of these samples alone.
-
-    Raises:
-        PlanError: the policy names an unknown tuning or anchor.
-    """
-    policy, allowed = problem.policy, problem.allowed
-    match policy.tuning:
-        case "off":
-            tuned_LS, clamped_S = allowed.base_LS, np.zeros(len(slot_of_S), dtype=bool)
-        case "anchor":
-            tuned_LS, clamped_S = _anchor(problem, slot_of_S, widths_RM)
-        case "makespan":
-            tuned_LS, clamped_S = _makespan(
-                problem, slot_of_S, widths_RM, pricing or price(problem)
-            )
-        case other:
-            raise PlanError(f"tuning {other!r} is not one of off, anchor, makespan")
-    same_LS = (tuned_LS == allowed.base_LS) & ~problem.pinned_S
-    return TunedBudgets(
-        budgets_LS=np.where(same_LS, policy.base_budget, tuned_LS).astype(np.int32),
-        cut_S=(tuned_LS < allowed.base_LS).any(axis=0),
-        raised_S=(tuned_LS > allowed.base_LS).any(axis=0),
-        clamped_S=clamped_S,
-    )
-
-
-def _anchor(
+def towards_anchor(
     problem: BudgetProblem, slot_of_S: np.ndarray, widths_RM: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Every micro-batch goes as near to the anchor latency as its feasible budgets allow.
@@ -133,7 +79,7 @@ def _latency_ms_J(
     return (forward_RPVM + backward_RPVM).sum(axis=(1, 2)).ravel()
 
 
-def _makespan(
+def least_makespan(
     problem: BudgetProblem,
     slot_of_S: np.ndarray,
     widths_RM: np.ndarray,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from plan.plan_cases import cost_model, coverage_curves, job_shape, planned, policy, random_lengths
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan.budgets.policy import budget_problem
 from sparsebalance_megatron.plan.budgets.price import HORIZON_SAMPLES, horizon_steps, price
-from sparsebalance_megatron.plan.budgets.problem import BudgetProblem
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.step_costs import step_costs
 
@@ -28,7 +28,7 @@ class Step:
 
     def __init__(self, own, others, coverage, owed=0.0, tuning_policy=POLICY):
         self.costs = step_costs([*others, *own], JOB, COST, SCALES)
-        problem = BudgetProblem.under(tuning_policy, self.costs, coverage)
+        problem = budget_problem(tuning_policy, self.costs, coverage)
         self.allowed = problem.allowed
         self.own = slice(len(others), None)
         self.coverage = coverage
@@ -145,7 +145,7 @@ def test_what_was_never_observed_wants_nothing():
 
 
 def test_nothing_is_owed_unless_said():
-    problem = BudgetProblem.under(
+    problem = budget_problem(
         POLICY, step_costs(LONG, JOB, COST, SCALES), coverage_curves(JOB.layers, seed=2)
     )
     assert price(problem).wanted_coverage == price(problem, owed_coverage=0.0).wanted_coverage

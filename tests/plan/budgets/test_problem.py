@@ -7,7 +7,7 @@ import numpy as np
 from plan.plan_cases import cost_model, coverage_curves, job_shape, policy
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.plan.budgets.problem import BudgetProblem
+from sparsebalance_megatron.plan.budgets.policy import budget_problem
 from sparsebalance_megatron.plan.step_costs import step_costs
 
 JOB = job_shape(2, 2)
@@ -19,7 +19,7 @@ def problem(pinned_S):
     lengths = [64 * blocks for blocks in BLOCKS]
     costs = step_costs(lengths, JOB, cost_model(), StageScales.ones(1))
     pinned_LS = np.tile(np.array(pinned_S), (JOB.layers, 1))
-    return BudgetProblem.under(policy(), costs, coverage_curves(JOB.layers, 400), pinned_LS)
+    return budget_problem(policy(), costs, coverage_curves(JOB.layers, 400), pinned_LS)
 
 
 def test_a_pinned_budget_of_one_block_stays():

@@ -14,9 +14,8 @@ from oracles import plan as oracle
 from plan.plan_cases import alone, cost_model, coverage_curves, job_shape, policy, random_lengths
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan.budgets.policy import budget_problem, tune
 from sparsebalance_megatron.plan.budgets.price import price
-from sparsebalance_megatron.plan.budgets.problem import BudgetProblem
-from sparsebalance_megatron.plan.budgets.tune import tune
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_costs import step_costs
@@ -36,7 +35,7 @@ class Case:
         scales = StageScales.ones(self.job.pipeline_stages, self.job.virtual_stages)
         self.costs = step_costs(lengths, self.job, cost_model(), scales)
         self.slot_of_S = np.arange(samples) % self.job.slots
-        self.problem = BudgetProblem.under(self.policy, self.costs, self.coverage)
+        self.problem = budget_problem(self.policy, self.costs, self.coverage)
         self.allowed = self.problem.allowed
         self.tuned = tune(self.problem, self.slot_of_S, alone(self.job))
 
@@ -237,7 +236,7 @@ def test_coverage_is_within_one_step_of_the_best(seed, share):
 
     def prepared(giant):
         costs = step_costs([giant, *small], job, cost_model(), StageScales.ones(1))
-        return BudgetProblem.under(chosen, costs, coverage)
+        return budget_problem(chosen, costs, coverage)
 
     def rank_ms(problem, budgets_LS):
         return makespans_ms(problem.slot_ms(budgets_LS, slot_of_S, alone(job)))
