@@ -34,11 +34,9 @@ def _train(device_type: str) -> None:
         from sparsebalance_megatron.megatron import cpu
 
         cpu.install()
-    from megatron.training.arguments import parse_and_validate_args
+    from sparsebalance_megatron.megatron.compat import run_pretrain, validated_arguments
 
-    from sparsebalance_megatron.megatron.compat import run_pretrain
-
-    args = parse_and_validate_args(extra_args_provider=integration.arguments_provider())
+    args = validated_arguments(integration.arguments_provider())
     enabled = integration.is_enabled(args)
     if args.rank == 0:
         print(

@@ -17,12 +17,12 @@ import torch
 from sparsebalance_megatron.cli.output import OutputError, progress_bar
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.convert.dense_model import DenseModel
-from sparsebalance_megatron.convert.errors import ConvertError
 from sparsebalance_megatron.convert.hf_config import DTYPES, read_config
 from sparsebalance_megatron.convert.mapping import OUTPUT, parameters
 from sparsebalance_megatron.convert.megatron_flags import bash_array, model_flags
 from sparsebalance_megatron.convert.transfer import TransferCounts, plan_weights, read_weights
 from sparsebalance_megatron.convert.weight_files import WeightFiles, copy_companions, write_weights
+from sparsebalance_megatron.errors import ConvertError
 
 FLAGS_FILE = "model_args.sh"
 """Beside the checkpoint: the flags that build its model, as a bash array to source."""
@@ -81,7 +81,7 @@ def from_hf_to_megatron(arguments: argparse.Namespace) -> None:
     with WeightFiles(arguments.hf_dir) as files:
         files.check_matches(parameters(model), spare=(OUTPUT,) if model.tied else ())
         _install_cpu_adapter()
-        from sparsebalance_megatron.convert.megatron_checkpoint import save_release
+        from sparsebalance_megatron.megatron.saved_model import save_release
 
         args, megatron_model = _built(model, arguments.passed_on, files.common_dtype())
         targets = dict(megatron_model.named_parameters())
@@ -101,7 +101,7 @@ def from_megatron_to_hf(arguments: argparse.Namespace) -> None:
     """Write a Hugging Face directory from a Megatron checkpoint; print counts."""
     model = read_config(arguments.hf_config)
     _install_cpu_adapter()
-    from sparsebalance_megatron.convert.megatron_checkpoint import SavedModel
+    from sparsebalance_megatron.megatron.saved_model import SavedModel
 
     saved = SavedModel(arguments.checkpoint_dir, arguments.iteration)
     padding_rows = saved.vocabulary_rows - model.vocab_size

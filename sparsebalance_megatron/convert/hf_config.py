@@ -16,7 +16,7 @@ from typing import Any, get_args
 import torch
 
 from sparsebalance_megatron.convert.dense_model import DenseModel, Family, Rope
-from sparsebalance_megatron.convert.errors import ConvertError
+from sparsebalance_megatron.errors import ConvertError
 from sparsebalance_megatron.json_file import UnreadableFileError, read_json
 
 DTYPES = {

@@ -11,12 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
-from megatron.training.arguments import core_transformer_config_from_args, validate_args
 
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.convert.dense_model import DenseModel
-from sparsebalance_megatron.convert.errors import ConvertError, listed
 from sparsebalance_megatron.convert.mapping import Parameter
 from sparsebalance_megatron.convert.megatron_flags import (
     Flag,
@@ -25,13 +22,18 @@ from sparsebalance_megatron.convert.megatron_flags import (
     padded_rows,
     words,
 )
+from sparsebalance_megatron.errors import ConvertError, listed
 from sparsebalance_megatron.megatron.compat import (
     default_layer_spec,
     gpt_model,
     has_yarn_flags,
     megatron_version,
 )
-from sparsebalance_megatron.megatron.single_process import parse_flags
+from sparsebalance_megatron.megatron.single_process import (
+    complete_flags,
+    parse_flags,
+    transformer_config,
+)
 
 _FIXED_BY_THE_MODEL = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
@@ -104,7 +106,7 @@ def parse_model_flags(
         )
     if not (args.bf16 or args.fp16) and dtype in _PRECISIONS:
         setattr(args, _PRECISIONS[dtype], True)
-    validate_args(args)
+    complete_flags(args, set_globals=False)
     return args
 
 
@@ -135,14 +137,14 @@ def _check_not_contradicted(args: Namespace, expected: Namespace) -> None:
 
 def build_model(
     args: Namespace, layer_spec: Callable[[Any, int | None], Any] = default_layer_spec
-) -> GPTModel:
-    """The whole model, with uninitialised parameters of ``args.params_dtype``."""
-    config = core_transformer_config_from_args(args)
+) -> Any:
+    """The whole ``GPTModel``, with uninitialised parameters of ``args.params_dtype``."""
+    config = transformer_config(args)
     model = gpt_model(args, config, layer_spec(config, None))
     return model.to(config.params_dtype).eval()
 
 
-def check_names(model: GPTModel, mapped: Sequence[Parameter]) -> None:
+def check_names(model: Any, mapped: Sequence[Parameter]) -> None:
     """Megatron's parameters are exactly those that the mapping knows.
 
     Raises:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.convert.dense_model import DenseModel
-from sparsebalance_megatron.convert.errors import ConvertError
 from sparsebalance_megatron.convert.mapping import (
     EMBEDDING,
     OUTPUT,
@@ -22,6 +21,7 @@ from sparsebalance_megatron.convert.mapping import (
     to_megatron,
 )
 from sparsebalance_megatron.convert.weight_files import TensorPlan, WeightFiles
+from sparsebalance_megatron.errors import ConvertError
 
 Progress = Callable[[Sequence[Parameter]], Iterable[Parameter]]
 """Wraps the parameters, and may draw a bar."""

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.convert.errors import ConvertError, listed
 from sparsebalance_megatron.convert.mapping import Parameter, is_recomputed
+from sparsebalance_megatron.errors import ConvertError, listed
 from sparsebalance_megatron.json_file import UnreadableFileError, read_json
 
 WHOLE = "model.safetensors"

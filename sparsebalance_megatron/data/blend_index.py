@@ -18,9 +18,9 @@ from sparsebalance_megatron.data.blend import Blend
 from sparsebalance_megatron.data.documents import Documents
 from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.packing import Sample
-from sparsebalance_megatron.data.quiet_imports import quiet_imports
 from sparsebalance_megatron.data.sample_order import Samples, SourceFacts
 from sparsebalance_megatron.data.samples import SampleIndex, Split
+from sparsebalance_megatron.megatron.datasets import blending_order
 
 _FIRST_PLACES = 2**16
 _SHOWN_SOURCES = 32
@@ -54,16 +54,12 @@ class BlendingOrder:
 
     def _build(self, size: int) -> tuple[np.ndarray, np.ndarray]:
         try:
-            with quiet_imports():
-                from megatron.core.datasets import helpers
+            return blending_order(self.shares, size)
         except ImportError as error:
             raise DataError(
                 "blends need Megatron's compiled data set helpers, which this installation lacks "
                 f"({error}); call megatron.core.datasets.utils.compile_helpers() once"
             ) from error
-        sources, numbers = np.zeros(size, dtype=np.int16), np.zeros(size, dtype=np.int64)
-        helpers.build_blending_indices(sources, numbers, self.shares, len(self.shares), size, False)
-        return sources, numbers
 
 
 class BlendIndex:

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparsebalance_megatron.data.errors import DataError
-from sparsebalance_megatron.data.quiet_imports import quiet_imports
 from sparsebalance_megatron.data.stored_values import check_loss_mask, check_token_ids
+from sparsebalance_megatron.megatron.datasets import open_dataset
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -187,10 +187,7 @@ def _open_checked(prefix: str) -> tuple[_Index, Any]:
     if stored_bytes == 0:
         raise DataError(f"{prefix}.bin: the data set holds no token; {_REWRITE}")
 
-    with quiet_imports():
-        from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    return index, IndexedDataset(prefix)
+    return index, open_dataset(prefix)
 
 
 def _existing(path: Path, prefix: str) -> Path:

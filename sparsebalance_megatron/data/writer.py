@@ -11,7 +11,7 @@ import numpy as np
 
 from sparsebalance_megatron.data.documents import LOSS_MASK_SUFFIX
 from sparsebalance_megatron.data.errors import DataError
-from sparsebalance_megatron.data.quiet_imports import quiet_imports
+from sparsebalance_megatron.megatron.datasets import dataset_builder, token_dtype
 
 _TOKEN_SUFFIXES = (".bin", ".idx")
 _MASK_SUFFIXES = (f"{LOSS_MASK_SUFFIX}.bin", f"{LOSS_MASK_SUFFIX}.idx")
@@ -36,19 +36,12 @@ class DatasetWriter:
     """
 
     def __init__(self, prefix: str, *, vocab_size: int, overwrite: bool) -> None:
-        with quiet_imports():
-            from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
         check_output(prefix, overwrite=overwrite)
         self._prefix = prefix
         self.any_masked = False
         self._texts: Mapping[str, str] = {}
-        self._tokens = IndexedDatasetBuilder(
-            self._partial(".bin"), dtype=DType.optimal_dtype(vocab_size)
-        )
-        self._masks = IndexedDatasetBuilder(
-            self._partial(f"{LOSS_MASK_SUFFIX}.bin"), dtype=np.uint8
-        )
+        self._tokens = dataset_builder(self._partial(".bin"), token_dtype(vocab_size))
+        self._masks = dataset_builder(self._partial(f"{LOSS_MASK_SUFFIX}.bin"), np.uint8)
 
     def __enter__(self) -> Self:
         return self

@@ -53,6 +53,14 @@ def quantized_row_multiple(config: Any) -> int:
     return max(1, int(get_align_size_for_quantization(config)))
 
 
+def validated_arguments(add_flags: Callable[..., Any]) -> Namespace:
+    """Megatron's arguments from the command line, with the flags that ``add_flags`` adds."""
+    from megatron.training.arguments import parse_and_validate_args
+
+    args: Namespace = parse_and_validate_args(extra_args_provider=add_flags)
+    return args
+
+
 def run_pretrain(
     args: Namespace,
     *,

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.training.arguments import parse_args
+from megatron.training.arguments import (
+    core_transformer_config_from_args,
+    parse_args,
+    validate_args,
+)
+from megatron.training.global_vars import set_global_variables
 
 from sparsebalance_megatron.megatron.arguments import args_provider
 
@@ -34,6 +41,22 @@ def parse_flags(program: str, flags: Sequence[str], *, enabled: bool, on_cpu: bo
         sys.argv = saved
 
 
+def complete_flags(args: Namespace, *, set_globals: bool) -> None:
+    """Check and complete parsed arguments as Megatron does.
+
+    Args:
+        set_globals: whether Megatron's own modules will ask for them.
+    """
+    validate_args(args)
+    if set_globals:
+        set_global_variables(args)
+
+
+def transformer_config(args: Namespace) -> Any:
+    """The ``TransformerConfig`` that completed arguments describe."""
+    return core_transformer_config_from_args(args)
+
+
 def start_single_process(seed: int, device: torch.device) -> None:
     """Start a world of one rank, as far as Megatron's modules and checkpoints need it."""
     torch.distributed.init_process_group(
@@ -45,3 +68,14 @@ def start_single_process(seed: int, device: torch.device) -> None:
     parallel_state.initialize_model_parallel()
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
+
+
+@contextmanager
+def data_parallel_world(device: torch.device) -> Iterator[None]:
+    """Start a world of the ranks that torchrun started, each a replica; end it with the block."""
+    torch.distributed.init_process_group("gloo" if device.type == "cpu" else "nccl")
+    parallel_state.initialize_model_parallel()
+    yield
+    torch.distributed.barrier()
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()

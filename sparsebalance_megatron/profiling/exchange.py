@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.training.arguments import core_transformer_config_from_args
 from torch import Tensor
 
 from sparsebalance_megatron.attention.context_parallel.exchange import ExchangingKernel
@@ -29,6 +27,10 @@ from sparsebalance_megatron.config import ExchangeName
 from sparsebalance_megatron.cost.exchange import Exchange, received_bytes
 from sparsebalance_megatron.cost.table import ExchangeRow
 from sparsebalance_megatron.megatron.sequence_groups import make_sequence_groups
+from sparsebalance_megatron.megatron.single_process import (
+    data_parallel_world,
+    transformer_config,
+)
 from sparsebalance_megatron.profiling.cells import Thoroughness
 from sparsebalance_megatron.profiling.clocks import Clock
 
@@ -61,24 +63,20 @@ def measured_exchanges(
     Returns:
         A row for the forward and one for the backward pass of every width and length.
     """
-    dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
-    parallel_state.initialize_model_parallel()
-    groups = make_sequence_groups(
-        ranks & -ranks,
-        exchange=exchange,
-        ranks_per_node=ranks_per_node,
-        timeout_minutes=_TIMEOUT_MINUTES,
-    )
-    config = core_transformer_config_from_args(args)
     rows = []
-    for width, group in groups.by_size.items():
-        lengths = {max(width * block_size, args.seq_length // divisor) for divisor in _DIVISORS}
-        for tokens in sorted(lengths if width > 1 else ()):
-            run = _exchange_of_row(config, group, tokens, block_size, device)
-            rows += _timed_rows(run, group, config, tokens, thoroughness, clock)
-    dist.barrier()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    with data_parallel_world(device):
+        groups = make_sequence_groups(
+            ranks & -ranks,
+            exchange=exchange,
+            ranks_per_node=ranks_per_node,
+            timeout_minutes=_TIMEOUT_MINUTES,
+        )
+        config = transformer_config(args)
+        for size, group in groups.by_size.items():
+            lengths = {max(size * block_size, args.seq_length // divisor) for divisor in _DIVISORS}
+            for tokens in sorted(lengths if size > 1 else ()):
+                run = _exchange_of_row(config, group, tokens, block_size, device)
+                rows += _timed_rows(run, group, config, tokens, thoroughness, clock)
     return tuple(rows)
 
 

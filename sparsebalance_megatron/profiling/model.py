@@ -15,8 +15,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
-from megatron.training.arguments import core_transformer_config_from_args
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
@@ -35,7 +33,10 @@ from sparsebalance_megatron.megatron.packed_seq_params import (
     MicroBatchContext,
     packed_params,
 )
-from sparsebalance_megatron.megatron.single_process import start_single_process
+from sparsebalance_megatron.megatron.single_process import (
+    start_single_process,
+    transformer_config,
+)
 from sparsebalance_megatron.profiling.cells import Timed
 
 
@@ -54,7 +55,7 @@ class ProfiledModel:
         self._max_seqlen_tokens = args.seq_length
         self._vocabulary = args.padded_vocab_size
         start_single_process(args.seed, device)
-        self._config = core_transformer_config_from_args(args)
+        self._config = transformer_config(args)
         enable_variable_lengths(self._config)
         self._model = _build(args, self._config, options, device)
         self._layer = self._model.decoder.layers[0]
@@ -248,9 +249,7 @@ def _backward_from(
     return backward
 
 
-def _build(
-    args: Namespace, config: Any, options: AttentionOptions, device: torch.device
-) -> GPTModel:
+def _build(args: Namespace, config: Any, options: AttentionOptions, device: torch.device) -> Any:
     spec = sparse_balance_layer_spec(options)(config, None)
     model = gpt_model(args, config, spec).to(device=device, dtype=config.params_dtype)
     if config.gradient_accumulation_fusion:

@@ -166,12 +166,13 @@ def _read_flags(
     flags: Sequence[str], device_type: str
 ) -> tuple[argparse.Namespace, SparseBalanceConfig, RunIdentity, _Launched]:
     """Megatron's arguments of one rank's share, and what the table will be valid for."""
-    from megatron.training.arguments import core_transformer_config_from_args, validate_args
-    from megatron.training.global_vars import set_global_variables
-
     from sparsebalance_megatron.megatron.arguments import config_from_args
     from sparsebalance_megatron.megatron.settings import model_shape, run_identity
-    from sparsebalance_megatron.megatron.single_process import parse_flags
+    from sparsebalance_megatron.megatron.single_process import (
+        complete_flags,
+        parse_flags,
+        transformer_config,
+    )
 
     args = parse_flags("sparse-balance profile", flags, enabled=True, on_cpu=device_type == "cpu")
     config = config_from_args(args)
@@ -181,9 +182,8 @@ def _read_flags(
     for name in _ONE_RANK.keys() & vars(args).keys():
         setattr(args, name, _ONE_RANK[name])
     args.make_vocab_size_divisible_by *= ranks
-    validate_args(args)
-    set_global_variables(args)
-    shape = model_shape(core_transformer_config_from_args(args), args.padded_vocab_size)
+    complete_flags(args, set_globals=True)
+    shape = model_shape(transformer_config(args), args.padded_vocab_size)
     dtype = str(args.params_dtype).removeprefix("torch.")
     identity = run_identity(shape, dtype, config, device_type)
     identity = replace(identity, shape=replace(identity.shape, tensor_parallel_size=ranks))

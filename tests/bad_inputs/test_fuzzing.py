@@ -24,7 +24,6 @@ from learn.scheduler_cases import make_scheduler
 from plan.plan_cases import job_shape
 from report.sample_run import SampleRun
 
-from sparsebalance_megatron.convert.errors import ConvertError
 from sparsebalance_megatron.convert.hf_config import read_config
 from sparsebalance_megatron.convert.mapping import parameters
 from sparsebalance_megatron.convert.weight_files import INDEX, WHOLE, WeightFiles
@@ -33,6 +32,7 @@ from sparsebalance_megatron.cost.table import CostTable, CostTableError
 from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.records import BadRecords, RecordFiles
 from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.errors import ConvertError
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.report.run_data import ReportError, gather, iterations_of, open_log

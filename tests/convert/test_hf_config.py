@@ -12,8 +12,8 @@ import torch
 from convert.tiny_models import VARIANTS, tiny_config
 
 from sparsebalance_megatron.convert.dense_model import Rope
-from sparsebalance_megatron.convert.errors import ConvertError
 from sparsebalance_megatron.convert.hf_config import read_config
+from sparsebalance_megatron.errors import ConvertError
 
 LLAMA = {
     "model_type": "llama",

@@ -11,11 +11,11 @@ from convert.tiny_models import VOCABULARY, save, tiny_model
 from safetensors.torch import load_file, save_file
 
 from sparsebalance_megatron.convert.dense_model import DenseModel
-from sparsebalance_megatron.convert.errors import ConvertError
 from sparsebalance_megatron.convert.hf_config import read_config
 from sparsebalance_megatron.convert.mapping import parameters, to_megatron
 from sparsebalance_megatron.convert.transfer import TransferCounts, plan_weights, read_weights
 from sparsebalance_megatron.convert.weight_files import WHOLE, WeightFiles, write_weights
+from sparsebalance_megatron.errors import ConvertError
 
 PADDED = 256
 EMBEDDING = "embedding.word_embeddings.weight"

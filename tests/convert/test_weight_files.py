@@ -12,7 +12,6 @@ from convert.tiny_models import save, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from sparsebalance_megatron.convert.errors import ConvertError
 from sparsebalance_megatron.convert.hf_config import read_config
 from sparsebalance_megatron.convert.mapping import Parameter, parameters
 from sparsebalance_megatron.convert.weight_files import (
@@ -23,6 +22,7 @@ from sparsebalance_megatron.convert.weight_files import (
     copy_companions,
     write_weights,
 )
+from sparsebalance_megatron.errors import ConvertError
 
 PROJECTION = "model.layers.1.self_attn.k_proj.weight"
 

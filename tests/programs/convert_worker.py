@@ -115,8 +115,6 @@ def run_forked(words: list[str]) -> dict[str, object]:
 
 if __name__ == "__main__":
     cpu.install()
-    import sparsebalance_megatron.convert.megatron_checkpoint
-    import sparsebalance_megatron.convert.megatron_model  # noqa: F401
 
     commands = json.loads(Path(sys.argv[1]).read_text())
     results = {name: run_forked(words) for name, words in commands.items()}

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from sparsebalance_megatron.convert.errors import ConvertError, listed
+from sparsebalance_megatron.errors import ConvertError, listed
 from sparsebalance_megatron.json_file import UnreadableFileError, read_text
 
 _MAX_ITERATION_DIGITS = 12
