@@ -22,7 +22,7 @@ from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.scheduler import Scheduler
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.training.inputs import CostedInputs, Inputs
-from sparsebalance_megatron.training.run import make_scheduler
+from sparsebalance_megatron.training.samples import make_scheduler
 from sparsebalance_megatron.training.training_hooks import TrainingHooks
 
 

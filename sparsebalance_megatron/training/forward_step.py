@@ -25,8 +25,8 @@ from sparsebalance_megatron.megatron.packed_seq_params import (
     packed_params,
 )
 from sparsebalance_megatron.megatron.rope_rows import use_true_positions
-from sparsebalance_megatron.training.data_iterator import LocalMicroBatch
 from sparsebalance_megatron.training.inputs import Inputs
+from sparsebalance_megatron.training.micro_batches import LocalMicroBatch
 
 Batch = dict[str, Any]
 """What a forward step reads: ``tokens``, ``position_ids``, ``labels`` and ``loss_mask``, [1, T] or

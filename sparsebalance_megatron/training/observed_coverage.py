@@ -17,7 +17,7 @@ import torch
 from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, MicroBatchContext
 from sparsebalance_megatron.plan.coverage import length_bucket
 from sparsebalance_megatron.plan.measurement import Piece
-from sparsebalance_megatron.training.data_iterator import LocalMicroBatch
+from sparsebalance_megatron.training.micro_batches import LocalMicroBatch
 
 EXECUTED, BASE, GROWN, TOKENS, LOST_TOKENS = range(-5, 0)
 """Columns behind the K of the grid: executed coverage, coverage at base budgets, 1 where the guard

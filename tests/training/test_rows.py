@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sparsebalance_megatron.data.packing import PackedRow, Sample
 from sparsebalance_megatron.megatron.context_groups import ContextGroup, ContextGroups
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError
-from sparsebalance_megatron.training.rows import RowPacking
+from sparsebalance_megatron.training.micro_batches import RowPacking
 
 BLOCK_TOKENS = 4
 NO_GROUP: Any = None
