@@ -32,7 +32,6 @@ from sparsebalance_megatron.plan.measurement import StepMeasurement
 from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.training.agreement import check_executed_plans, shown
-from sparsebalance_megatron.training.micro_batches import LocalMicroBatch
 from sparsebalance_megatron.training.own_loop import TrainerLoop
 from sparsebalance_megatron.training.run import IntegrationError, Run
 
@@ -158,22 +157,14 @@ class HostRun:
             observe=learn,
             device=self._device,
             step=step if learn else -1,
+            position=position,
+            chunk=vp_stage or 0,
         )
         if learn:
             self._run.check_ended(planned)
             self._samples.running = planned
             self._run.install(self._transformer_config)
-            micro_batch = LocalMicroBatch(
-                step=step,
-                position=position,
-                chunk=vp_stage or 0,
-                training=True,
-                plan=slot,
-                cu_seqlens=boundaries,
-                share=None,
-                row=None,
-            )
-            self._run.begin_micro_batch(micro_batch, context)
+            self._run.begin_micro_batch(context)
         carrier = copy.copy(packed_seq_params)
         carrier.micro_batch = context
         return carrier

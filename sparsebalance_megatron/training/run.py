@@ -31,7 +31,6 @@ from sparsebalance_megatron.telemetry.scalars import PREFIX
 from sparsebalance_megatron.telemetry.step_record import FinishedStep
 from sparsebalance_megatron.training.agreement import PlanMismatchError, check_shared_plan
 from sparsebalance_megatron.training.host_time import HostTime
-from sparsebalance_megatron.training.micro_batches import LocalMicroBatch
 from sparsebalance_megatron.training.observed_coverage import ObservedCoverage
 from sparsebalance_megatron.training.sinks import StepSinks
 from sparsebalance_megatron.training.step_reducer import StepReducer
@@ -77,7 +76,7 @@ class Samples(Protocol):
 
 
 class Run:
-    """One run on one rank; the :class:`.forward_step.StepObserver` of its forward steps.
+    """One run on one rank, which :class:`.forward_step.ForwardStep` tells of its forward steps.
 
     Args:
         job: its layout; steps may have other numbers of micro-batches.
@@ -90,7 +89,7 @@ class Run:
         clock: seconds.
 
     Attributes:
-        seen: the running step's micro-batches on this rank, with what their layers observed.
+        seen: the running step's micro-batches on this rank, which hold what their layers observed.
         running: the plan of the running step; None before its first forward.
     """
 
@@ -137,7 +136,7 @@ class Run:
 
     def begin_step(self) -> None:
         """Forget what the running step has observed."""
-        self.seen: list[tuple[LocalMicroBatch, MicroBatchContext]] = []
+        self.seen: list[MicroBatchContext] = []
         self.running: PlannedStep | None = None
         self._losses: list[Tensor] = []
         self._reports: list[dict[str, Tensor]] = []
@@ -164,31 +163,31 @@ class Run:
                 "micro-batches of the plan"
             )
 
-    def begin_micro_batch(self, micro_batch: LocalMicroBatch, context: MicroBatchContext) -> None:
+    def begin_micro_batch(self, context: MicroBatchContext) -> None:
         """Name the forward that is running, and keep its context for the step's end.
 
         Raises:
             IntegrationError: if the step before was not ended.
             PlanMismatchError: if ranks that may share micro-batches planned different steps.
         """
-        step = micro_batch.step
+        step = context.step
         planned = self.samples.planned(step)
         self.check_ended(planned)
         first = self.running is None
         if first:
             self.running = planned
             self._recorder.expect(planned.micro_batches)
-        self._recorder.bind_forward(micro_batch.chunk, micro_batch.position)
-        self.seen.append((micro_batch, context))
+        self._recorder.bind_forward(context.chunk, context.position)
+        self.seen.append(context)
         # The step's first micro-batch waited for the plan.
         self._host_time.end_forward_step(plan_wait_ms=planned.wait_ms if first else 0.0)
         if first and self._agreement is not None:
             # Waits for ranks, which is no time of this plugin's.
             check_shared_plan(step, planned.plan.digest(), self._agreement)
 
-    def end_forward(self, micro_batch: LocalMicroBatch) -> None:
+    def end_forward(self, step: int) -> None:
         """The model's kernels are launched: time to think about the next step."""
-        self.samples.plan_following(micro_batch.step)
+        self.samples.plan_following(step)
 
     def add_loss(self, loss: Tensor, tokens: Tensor, report: dict[str, Tensor]) -> None:
         """Keep a micro-batch's loss, and the report that the loop will read after the step."""
@@ -209,10 +208,7 @@ class Run:
             return (
                 f"on_step_end after {len(self.seen)} forward steps, expected {expected}: {remedy}"
             )
-        blind = sum(
-            len(context.observations) < len(stage[micro_batch.chunk])
-            for micro_batch, context in self.seen
-        )
+        blind = sum(len(context.observations) < len(stage[context.chunk]) for context in self.seen)
         if blind:
             return (
                 f"step {running.plan.step}: {blind} of {expected} forward steps never reached the "
@@ -277,7 +273,7 @@ class Run:
 
     def _recompute_totals(self) -> Tensor | None:
         """Summed over this rank's micro-batches, without waiting for the device."""
-        counts = [context.recompute for _, context in self.seen]
+        counts = [context.recompute for context in self.seen]
         totals = [each.totals().to(self._device) for each in counts if each.again or each.changed]
         return torch.stack(totals).sum(dim=0) if totals else None
 
