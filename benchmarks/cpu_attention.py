@@ -30,8 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
-from sparsebalance_megatron.config import Granularity
+from sparsebalance_megatron.attention.selectors import rank_row, selector_named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseCase:
-    selection: Granularity
+    selection: str
     block_size: int
     budget: int
 
@@ -54,9 +53,9 @@ class SparseCase:
 
 
 CASES = (
-    SparseCase(selection="query-block-lookahead", block_size=128, budget=8),
-    SparseCase(selection="query-block-lookahead", block_size=256, budget=8),
-    SparseCase(selection="query-block-lookahead", block_size=256, budget=32),
+    SparseCase(selection="previous-block", block_size=128, budget=8),
+    SparseCase(selection="previous-block", block_size=256, budget=8),
+    SparseCase(selection="previous-block", block_size=256, budget=32),
     SparseCase(selection="token-kv-head", block_size=128, budget=8),
     SparseCase(selection="token-query-head", block_size=128, budget=8),
 )
@@ -128,7 +127,7 @@ def _inputs(shape: Shape) -> tuple[Tensor, ...]:
 
 def _selection(case: SparseCase, q_THD: Tensor, k_TGD: Tensor) -> Selection:
     layout = packed_layout([0, q_THD.shape[0]], case.block_size, "cpu")
-    selector = SELECTORS[case.selection]
+    selector = selector_named(case.selection)
     ranking = rank_row(
         selector,
         *(q_THD, k_TGD, layout),
@@ -183,8 +182,8 @@ def _against_blocks(
     case: SparseCase, compared: dict[SparseCase, dict[str, float]]
 ) -> dict[str, float]:
     """How a selection by token compares, pair by pair, with one by block of the same budget."""
-    by_block = replace(case, selection="query-block-lookahead")
-    if not SELECTORS[case.selection].by_token or by_block not in compared:
+    by_block = replace(case, selection="previous-block")
+    if not selector_named(case.selection).by_token or by_block not in compared:
         return {}
     rate = compared[case]["time_over_dense_rate"] / compared[by_block]["time_over_dense_rate"]
     return {"time_per_pair_over_blocks": rate}

@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 
 from sparsebalance_megatron.config import SparseBalanceConfig
-from sparsebalance_megatron.plan.host_job import HostJob
-from sparsebalance_megatron.plan.host_planner import HostPlanner
-from sparsebalance_megatron.plan.planned_step import PlannedStep
+from sparsebalance_megatron.learn.host_job import HostJob
+from sparsebalance_megatron.learn.host_planner import HostPlanner
+from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.simulate.lengths import GENERATORS
 from sparsebalance_megatron.simulate.models import h200_cost, preset
 

@@ -21,8 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
-from sparsebalance_megatron.config import Granularity
+from sparsebalance_megatron.attention.selectors import rank_row, selector_named
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """out_THD of q_THD, k_TGD and v_TGD."""
@@ -55,7 +54,7 @@ class Case:
     block_size: int
     budget: int
     skewed: bool
-    selection: Granularity = "previous-block"
+    selection: str = "previous-block"
 
     @property
     def name(self) -> str:
@@ -77,7 +76,7 @@ class Case:
 def cases(
     tokens: list[int],
     block_sizes: list[int],
-    selections: Sequence[Granularity] = ("previous-block",),
+    selections: Sequence[str] = ("previous-block",),
 ) -> Iterator[Case]:
     """Densities of 6, 25 and 75 %, and the default budget."""
     for row, block_size, selection in itertools.product(tokens, block_sizes, selections):
@@ -99,7 +98,7 @@ def cases(
 
 def selection_of(case: Case, shape: Shape, device: torch.device) -> Selection:
     """The own block and random past ones, or columns."""
-    selector = SELECTORS[case.selection]
+    selector = selector_named(case.selection)
     layout = packed_layout(case.boundaries, case.block_size, device)
     generator = torch.Generator(device).manual_seed(0)
     q_THD, k_TGD = (

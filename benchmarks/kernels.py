@@ -68,12 +68,12 @@ from sparsebalance_megatron.attention.impl.triton.tiles import (
     tiles_for,
     token_tiles_for,
 )
-from sparsebalance_megatron.attention.impl.triton.token_lists import of_head
 from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row, selector_named
+from sparsebalance_megatron.attention.selectors import rank_row, selector_named
 from sparsebalance_megatron.attention.selectors.block_topk import BlockTopK
 from sparsebalance_megatron.config import DEFAULT_SELECTION, Router
+from sparsebalance_megatron.selector_registry import BUILT_IN
 
 OPERATIONS_PER_PAIR = {"forward": 4, "backward": 10, "both": 14}
 POISONED_BYTES = 16 << 30
@@ -237,7 +237,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--selections",
         nargs="+",
-        choices=list(SELECTORS),
+        choices=list(BUILT_IN),
         default=["previous-block", DEFAULT_SELECTION],
         help=f"who selects; default: previous-block {DEFAULT_SELECTION}",
     )
@@ -273,7 +273,7 @@ def _measured(
     }
     outputs: dict[str, Tensor] = {}
     if bench.device.type == "cuda":
-        if isinstance(SELECTORS[case.selection], BlockTopK):
+        if isinstance(selector_named(case.selection), BlockTopK):
             in_torch = _router(case, inputs, selection.query_layout, bench, "torch")
             results["router in torch"] = in_torch
         for name, attend in sparse(case, shape, selection).items():
@@ -407,9 +407,7 @@ def _index(selection: Selection) -> None:
     """Inverts the lists, as the backward pass does; for selections by token, head by head."""
     heads = selection.counts_QC.shape[1] if selection.by_token else 1
     for head in range(heads):
-        inverse_lists(
-            of_head(selection, head) if selection.by_token else selection, wanted_items=256
-        )
+        inverse_lists(selection.of_head(head, heads), wanted_items=256)
 
 
 def _summary(times_ms: list[float]) -> dict[str, float]:

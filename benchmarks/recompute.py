@@ -95,7 +95,7 @@ class Step:
         from megatron.core.models.gpt import GPTModel
         from megatron.core.transformer.transformer_config import TransformerConfig
 
-        from sparsebalance_megatron.attention.selectors import SELECTORS
+        from sparsebalance_megatron.attention.selectors import selector_named
         from sparsebalance_megatron.megatron.compat import default_layer_spec
         from sparsebalance_megatron.megatron.core_attention import (
             AttentionOptions,
@@ -127,7 +127,7 @@ class Step:
         self._options = AttentionOptions(
             block_size=BLOCK_SIZE,
             base_budget=BASE_BUDGET,
-            selector=SELECTORS[DEFAULT_SELECTION],
+            selector=selector_named(DEFAULT_SELECTION),
             coverage_threshold=0.1,
             implementation="auto",
             grid=(1, 2, 4, 8, 16, 32, 64),

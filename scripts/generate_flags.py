@@ -43,6 +43,7 @@ def _config_class() -> Any:
 def _row(field: Field[Any], help_text: str) -> str:
     flag = config.flag_name(field.name)
     default = {None: "-", False: "off"}.get(field.default) or f"`{field.default}`"
+    help_text = field.metadata.get("argparse_meta", {}).get("help", help_text)
     return f"| `{flag}` | {_values(field)} | {default} | {help_text} |\n"
 
 

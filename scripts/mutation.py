@@ -72,7 +72,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "attention/impl/reference": (CONTRACT, "tests/attention/test_columns.py"),
     "attention/context_parallel/": (
         "tests/attention/context_parallel/test_parts.py",
-        "tests/attention/context_parallel/test_shard.py",
+        "tests/attention/context_parallel/test_slice.py",
         "tests/attention/context_parallel/test_exchange.py",
     ),
     "attention/selectors/vertical_slash": ("tests/attention/selectors/test_vertical_slash.py",),
@@ -80,7 +80,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         *("tests/attention/selectors/test_block_topk.py", "tests/attention/test_causality.py"),
         "tests/attention/selectors/test_memory.py",
     ),
-    "attention/impl/dense_documents": ("tests/attention/test_dense_documents.py",),
+    "attention/impl/assembled": (CONTRACT, "tests/attention/test_dense_documents.py",),
     "attention/": (CONTRACT, ATTENTION),
     "data/tokenizer": ("tests/data/test_prepare.py", "tests/bad_inputs/test_models.py"),
     "data/documents": ("tests/data/test_samples.py", "tests/data/test_blend_index.py"),

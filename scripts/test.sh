@@ -2,13 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 # Sets itself up and runs the tests, two files at a time; arguments go to pytest:
 #
-#   scripts/test.sh                          all of them
-#   scripts/test.sh -m "not distributed"     without those that start torchrun
+#   scripts/test.sh                          what guards behaviour: 12 minutes on two cores
+#   scripts/test.sh --fast                   without what starts processes: two minutes
+#   scripts/test.sh --all                    the nightly tests, too
 #   scripts/test.sh tests/plan -k batching   some
 #   scripts/test.sh -n 0 --pdb               one after another, in this process
 
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 set_up tools data test
 export OMP_NUM_THREADS=1 # files and training ranks run side by side
+TIER=(-m "not nightly")
+case "${1:-}" in
+    --fast) TIER=(-m unit) && shift ;;
+    --all) TIER=(--damage 400) && shift ;;
+esac
 # In the order of tests/conftest.py, which begins with the longest files.
-exec python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations=10 "$@"
+exec python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations=10 \
+    "${TIER[@]}" "$@"

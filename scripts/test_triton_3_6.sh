@@ -12,4 +12,4 @@ export OMP_NUM_THREADS=1
 python -c "import sys, triton; sys.exit(triton.__version__ != '${VERSION}')" ||
     fail "tests would run under another Triton than ${VERSION}"
 exec python -m pytest --numprocesses 2 --dist load --durations=5 -k fit \
-    tests/benchmarks/test_kernel_resources.py "$@"
+    -m "not nightly" tests/benchmarks/test_kernel_resources.py "$@"

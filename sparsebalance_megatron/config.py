@@ -8,18 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args, get_origin
 
+from sparsebalance_megatron.errors import ConfigError as ConfigError
+from sparsebalance_megatron.selector_registry import check_name, flag_help
+
 Batching = Literal["arrival", "length", "latency", "makespan"]
 Tuning = Literal["off", "anchor", "makespan"]
 Anchor = Literal["mean", "min", "max"]
-Granularity = Literal[
-    "token-query-head",
-    "token-kv-head",
-    "previous-block",
-    "first-query",
-    "vertical-slash",
-    "query-block-lookahead",
-    "vertical-slash-last-queries",
-]
 Overlong = Literal["split", "truncate", "drop"]
 MissingLossMask = Literal["refuse", "train"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -35,7 +29,7 @@ AttentionImplementation = Literal["auto", "triton", "blocks", "tokens", "referen
 Router = Literal["auto", "triton", "torch"]
 
 
-DEFAULT_SELECTION: Granularity = "token-query-head"
+DEFAULT_SELECTION = "token-query-head"
 
 MAX_BLOCKS = 2**24
 """Of a budget: beyond any document, and far from where 32-bit indices of blocks overflow."""
@@ -68,10 +62,6 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 """Field -> which numbers it may be, and that in words. None is for a field to allow."""
 
 
-class ConfigError(ValueError):
-    """A flag has a wrong value, or two flags do not work together."""
-
-
 @dataclass(kw_only=True)
 class SparseBalanceConfig:
     """Block-sparse attention with balanced budgets (SparseBalance, arXiv:2604.13847).
@@ -90,17 +80,10 @@ class SparseBalanceConfig:
     """KV blocks a query may read before tuning, its own block included (MoBA's top-k)."""
 
     selection: str = field(
-        default=DEFAULT_SELECTION, metadata={"argparse_meta": {"metavar": "NAME"}}
+        default=DEFAULT_SELECTION,
+        metadata={"argparse_meta": {"metavar": "NAME", "help": flag_help()}},
     )
-    """Who selects: a token per query head (token-query-head, as MoBA does), or a token per KV head
-    (token-kv-head); a block of queries per KV head, by the mean of the block before it
-    (previous-block), by its first query (first-query) or by the mean of its own queries
-    (query-block-lookahead). Or queries probe for columns and diagonals of keys, per KV head: some
-    of the block before (vertical-slash), or the last ones of a document for all of it
-    (vertical-slash-last-queries, MTraining's). Names that end in lookahead or last-queries look
-    ahead: what a token reads depends on up to block size - 1 tokens after it, or on all of its
-    document, which a model that decodes has not seen. The others do not. Other packages may bring
-    selectors under further names (docs/SELECTORS.md)."""
+    """Who selects; the registry has the names."""
 
     attention: AttentionImplementation = "auto"
     """Attention implementation; auto takes the fastest that runs on the device, an explicit choice
@@ -224,26 +207,12 @@ class SparseBalanceConfig:
                 )
             if each.name in RANGES and value is not None:
                 check_range(each.name, value, flag_name(each.name))
-        _check_selection(self.selection)
+        check_name(self.selection)
         if self.max_context_parallel is not None and self.context_parallel != "dynamic":
             raise ConfigError(
                 f"{flag_name('max_context_parallel')} {self.max_context_parallel}: is for dynamic "
                 "context parallelism; use --sparse-balance-context-parallel dynamic"
             )
-
-
-def _check_selection(name: str) -> None:
-    own = get_args(Granularity)
-    if name in own:
-        return
-    from sparsebalance_megatron.installed_selectors import GROUP, installed_names
-
-    installed = installed_names()
-    if name not in installed:
-        raise ConfigError(
-            f"{flag_name('selection')} {name}: must be one of {', '.join((*own, *installed))}"
-            + ("" if installed else f"; no package brings others (entry points of {GROUP})")
-        )
 
 
 def check_range(field_name: str, value: float, flag: str) -> None:

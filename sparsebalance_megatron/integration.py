@@ -29,9 +29,9 @@ from sparsebalance_megatron.config import ConfigError, flag_name
 
 if TYPE_CHECKING:
     from sparsebalance_megatron.config import SparseBalanceConfig
-    from sparsebalance_megatron.plan.host_job import HostJob
-    from sparsebalance_megatron.plan.host_planner import HostPlanner
-    from sparsebalance_megatron.plan.planned_step import PlannedStep
+    from sparsebalance_megatron.learn.host_job import HostJob
+    from sparsebalance_megatron.learn.host_planner import HostPlanner
+    from sparsebalance_megatron.learn.planned_step import PlannedStep
     from sparsebalance_megatron.training.host_run import HostRun, begin_host_run
     from sparsebalance_megatron.training.own_loop import OwnLoopRun, begin_run
     from sparsebalance_megatron.training.training_hooks import TrainingHooks
@@ -53,7 +53,7 @@ __all__ = [
 
 
 _ELSEWHERE = {
-    "HostJob": "plan.host_job",
+    "HostJob": "learn.host_job",
     "begin_host_run": "training.host_run",
     "begin_run": "training.own_loop",
 }
@@ -174,7 +174,7 @@ def planner(config: SparseBalanceConfig, job: HostJob) -> HostPlanner:
     Raises:
         ConfigError, CostTableError: naming the field or file and the remedy.
     """
-    from sparsebalance_megatron.plan.host_planner import HostPlanner
+    from sparsebalance_megatron.learn.host_planner import HostPlanner
 
     return HostPlanner(config, job)
 

@@ -69,9 +69,3 @@ def test_the_package_runs_nothing_that_it_reads() -> None:
 )
 def test_what_would_run_it_is_found(source: str) -> None:
     assert list(found_in(source))
-
-
-def test_no_program_is_looked_for_in_a_text() -> None:
-    """Commands are lists of words, so that no file name is a command of a shell."""
-    sources = [path.read_text("utf-8") for path in PACKAGE.rglob("*.py")]
-    assert not any("shell=True" in source for source in sources)

@@ -73,7 +73,7 @@ class PeerAttention(BudgetedCoreAttention):
         context = packed_seq_params.micro_batch
         if self._is_dense(context.step):
             cu_seqlens = context.layout.cu_seqlens
-            if context.shared is None:
+            if context.sequence is None:
                 return dense_attention(query, key, value, cu_seqlens, self._softmax_scale)
             q_THD, k_TGD, v_TGD = (x[:, 0] for x in (query, key, value))
             return dense_attention(q_THD, k_TGD, v_TGD, cu_seqlens, self._softmax_scale)[:, None]

@@ -120,7 +120,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if options.plot is not None and FIXED not in options.variants:
         parser.error(f"--plot draws times relative to the variant {FIXED}; add it")
     if options.plot is not None and find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install 'sparsebalance-megatron[tools]'")
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     if options.batches < 1 or options.warm_up < 0:
         parser.error("--batches must be at least 1 and --warm-up at least 0")
     return options

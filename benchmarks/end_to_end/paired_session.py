@@ -16,10 +16,12 @@ import torch
 
 from end_to_end.attention import peer_layer_spec
 from end_to_end.variants import StepOrder, Variant
+from sparsebalance_megatron.learn.measurement import StepMeasurement
+from sparsebalance_megatron.learn.planned_step import PlannedStep
+from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions
-from sparsebalance_megatron.plan.measurement import StepMeasurement
-from sparsebalance_megatron.plan.planned_step import PlannedStep
-from sparsebalance_megatron.plan.scheduler import Scheduler
+from sparsebalance_megatron.plan.context_groups import unshared
+from sparsebalance_megatron.plan.schedules.operation_times import OperationTimes
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.training.inputs import CostedInputs, Inputs
 from sparsebalance_megatron.training.samples import make_scheduler
@@ -142,7 +144,8 @@ def one_rank_after_another(plan: StepPlan) -> StepPlan:
         replace(slot, rank=0, position=position) for position, slot in enumerate(plan.slots)
     )
     joined = np.stack([_joined(times_RPVM) for times_RPVM in plan.expectation.times_2RPVM])
-    expectation = replace(plan.expectation, times_2RPVM=joined)
+    times = OperationTimes.of_micro_batches(joined, unshared(1, joined.shape[-1]))
+    expectation = replace(plan.expectation, times=times)
     return replace(plan, data_parallel_size=1, slots=slots, expectation=expectation)
 
 

@@ -17,6 +17,8 @@ import numpy as np
 
 from end_to_end.launch import BenchmarkError
 from end_to_end.variants import StepOrder, Variant
+from sparsebalance_megatron.plan.context_groups import unshared
+from sparsebalance_megatron.plan.schedules.operation_times import OperationTimes
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
 
 
@@ -158,13 +160,18 @@ def balanced_ms(step_ms: float, forward_DPVM: np.ndarray, backward_DPVM: np.ndar
     less what that rank computes beyond the mean over ranks.
     """
     measured_ms, mean_ms = (
-        float(makespans_ms(np.stack(times)).max())
+        float(makespans_ms(_alone(np.stack(times))).max())
         for times in (
             (forward_DPVM, backward_DPVM),
             (_at_mean(forward_DPVM), _at_mean(backward_DPVM)),
         )
     )
     return step_ms - measured_ms + mean_ms
+
+
+def _alone(times_2DPVM: np.ndarray) -> OperationTimes:
+    _, ranks, _, _, positions = times_2DPVM.shape
+    return OperationTimes.of_micro_batches(times_2DPVM, unshared(ranks, positions))
 
 
 def _at_mean(times_DPVM: np.ndarray) -> np.ndarray:

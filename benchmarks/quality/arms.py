@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sparsebalance_megatron.config import Anchor, Batching, CoverageMeanOver, Granularity, Tuning
+from sparsebalance_megatron.config import Anchor, Batching, CoverageMeanOver, Tuning
 
 DENSE, FIXED, PAPER, OURS, RANDOM = "dense", "fixed", "paper", "ours", "random"
 """Arms that a table cannot do without."""
@@ -28,7 +28,7 @@ class Arm:
 
     name: str
     title: str
-    selection: Granularity = "token-query-head"
+    selection: str = "token-query-head"
     batching: Batching = "makespan"
     tuning: Tuning = "off"
     anchor: Anchor = "mean"
@@ -58,7 +58,7 @@ class Arm:
         ]
 
 
-def _balanced(suffix: str, remark: str, selection: Granularity) -> tuple[Arm, ...]:
+def _balanced(suffix: str, remark: str, selection: str) -> tuple[Arm, ...]:
     """A fixed budget, and three ways to change it, with one selection."""
     ours = f"{OURS}{suffix}"
     return (

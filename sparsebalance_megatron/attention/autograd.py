@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sparsebalance_megatron.attention.kernel import Kernel
+from sparsebalance_megatron.attention.kernel import Kernel, Saved
 from sparsebalance_megatron.attention.precision import undisturbed
 from sparsebalance_megatron.attention.selection import Selection
 
@@ -59,9 +59,15 @@ class Attention(torch.autograd.Function):
         selection = Selection.of_tensors(
             lists, by_token=ctx.by_token, query_layout=query_layout, kv_layout=kv_layout
         )
+        saved = Saved(
+            q_THD=q_THD,
+            k_TGD=k_TGD,
+            v_TGD=v_TGD,
+            out_THD=out_THD,
+            lse_TH=lse_TH,
+            selection=selection,
+            softmax_scale=ctx.softmax_scale,
+        )
         with undisturbed(dout_THD.device):
-            gradients = ctx.kernel.backward(
-                *(dout_THD, q_THD, k_TGD, v_TGD, out_THD, lse_TH, selection),
-                softmax_scale=ctx.softmax_scale,
-            )
+            gradients = ctx.kernel.backward(dout_THD, saved)
         return *gradients, None, None, None, None

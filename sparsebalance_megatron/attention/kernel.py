@@ -7,12 +7,31 @@ G KV heads, D head dim.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.selection import Selection
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Saved:
+    """What a forward pass read and gave, for the backward pass.
+
+    ``out_THD`` and ``lse_TH`` may be those of several parts, put together by
+    :func:`.merge.merge_partials`: the gradients of the parts then add up to the gradients of
+    attention over the union of their lists.
+    """
+
+    q_THD: Tensor
+    k_TGD: Tensor
+    v_TGD: Tensor
+    out_THD: Tensor
+    lse_TH: Tensor
+    selection: Selection
+    softmax_scale: float
 
 
 class Kernel(Protocol):
@@ -39,24 +58,8 @@ class Kernel(Protocol):
             out 0 and lse -inf.
         """
 
-    def backward(
-        self,
-        dout_THD: Tensor,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        out_THD: Tensor,
-        lse_TH: Tensor,
-        selection: Selection,
-        *,
-        softmax_scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v in their dtypes.
-
-        ``out_THD`` and ``lse_TH`` may be those of several parts, put together by
-        :func:`.merge.merge_partials`: the gradients of the parts then add up to the gradients of
-        attention over the union of their lists.
-        """
+    def backward(self, dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v in their dtypes."""
 
     def obstacle(self, q_THD: Tensor, selection: Selection) -> str | None:
         """Say why the implementation does not serve, and the remedy; None where it serves."""

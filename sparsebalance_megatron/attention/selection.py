@@ -8,7 +8,7 @@ that select, C heads that select, K places of a list.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -102,6 +102,21 @@ class Selection:
             kv_layout=kv_layout,
             own_block_N=own_block_N,
             columns=ColumnLists(tokens_NGK=columns[0], counts_NG=columns[1]) if columns else None,
+        )
+
+    def of_head(self, head: int, heads: int) -> Selection:
+        """The lists of one of ``heads`` heads: of a KV head, or of each head that selects."""
+        lists = self.counts_QC.shape[1] // heads
+        some, columns = slice(head * lists, (head + 1) * lists), self.columns
+        if columns is not None:
+            columns = ColumnLists(
+                tokens_NGK=columns.tokens_NGK[:, some], counts_NG=columns.counts_NG[:, some]
+            )
+        return replace(
+            self,
+            indices_QCK=self.indices_QCK[:, some],
+            counts_QC=self.counts_QC[:, some],
+            columns=columns,
         )
 
     def tensors(self) -> tuple[Tensor, ...]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 from argparse import ArgumentParser, Namespace
 from contextlib import suppress
 from dataclasses import asdict
@@ -13,20 +14,19 @@ from sparsebalance_megatron.cli.output import OutputError, open_console, print_n
 from sparsebalance_megatron.cli.summary import show
 from sparsebalance_megatron.report.comparison import Comparison
 from sparsebalance_megatron.report.comparison_table import columns_of, table_of
-from sparsebalance_megatron.report.page import render
-from sparsebalance_megatron.report.run_report import make_report
-from sparsebalance_megatron.report.sentences import headline
-from sparsebalance_megatron.report.server import ADDRESS, PageServer, log_version
+from sparsebalance_megatron.report.headline import headline
+from sparsebalance_megatron.report.render import render_page
+from sparsebalance_megatron.report.run_report import Report, make_report
+from sparsebalance_megatron.telemetry.step_log import RunLogError
 
-_REFRESH_S = 15.0
-_LARGEST_PORT = 65535
+_LONGEST_INTERVAL_S = 3600.0
 
 
 def add_flags(parser: ArgumentParser) -> None:
     """Add the flags of ``report``."""
     parser.description = (
         "Read what a run wrote into --sparse-balance-log-dir and show it as one HTML "
-        "page that needs nothing beside itself."
+        "page that needs no other file."
     )
     parser.add_argument("run_directory", type=Path, metavar="RUN_DIR")
     parser.add_argument(
@@ -51,10 +51,11 @@ def add_flags(parser: ArgumentParser) -> None:
         "--json", action="store_true", help="print the page's numbers as JSON, and nothing else"
     )
     shown.add_argument(
-        "--serve",
-        type=int,
-        metavar="PORT",
-        help="show the page at http://127.0.0.1:PORT, made anew as the run goes on; writes no file",
+        "--follow",
+        type=float,
+        metavar="SECONDS",
+        help="write the page anew every so many seconds, at which a browser reloads it; Ctrl-C "
+        "ends it",
     )
 
 
@@ -63,14 +64,13 @@ def run(arguments: Namespace) -> int:
 
     Raises:
         RunLogError: if a directory holds no readable log.
-        ReportError: if matplotlib is not installed, or the step is not logged.
-        OutputError: if the page cannot be written or the port cannot be had, or rich is not
-            installed; the page is written by then.
+        ReportError: if jinja2 is not installed, or the step is not logged.
+        OutputError: if the page cannot be written, a value is wrong, or rich is not installed; in
+            the last case the page is written.
     """
-    if arguments.serve is not None:
-        return _serve(arguments)
-    report = make_report(arguments.run_directory, arguments.baseline, arguments.step)
-    write_text(arguments.output, render(report.page))
+    if arguments.follow is not None:
+        return _follow(arguments)
+    report = _write(arguments)
     if arguments.json:
         print(json.dumps(asdict(report.numbers), indent=2))
         return 0
@@ -80,32 +80,32 @@ def run(arguments: Namespace) -> int:
         console = open_console()
         console.print(headline(report.numbers), markup=False, highlight=False)
         console.print(table_of(columns_of(report.numbers)))
-        print_notes(report.page.notes)
-    for line in report.not_drawn:
-        print(line)
-    print(f"iteration {report.iteration} is drawn; written to {arguments.output}")
+        print_notes(report.notes)
+    print(
+        *report.not_drawn,
+        f"iteration {report.iteration} is drawn; written to {arguments.output}",
+        sep="\n",
+    )
     return 0
 
 
-def _serve(arguments: Namespace) -> int:
-    """Serve until interrupted."""
-    if not 0 <= arguments.serve <= _LARGEST_PORT:
-        raise OutputError(f"--serve {arguments.serve}: must be a port, 0 to {_LARGEST_PORT}")
-    directories = [each for each in (arguments.run_directory, arguments.baseline) if each]
-    try:
-        server = PageServer(
-            arguments.serve,
-            lambda: render(
-                make_report(arguments.run_directory, arguments.baseline, arguments.step).page
-            ),
-            lambda: log_version(*directories),
-            _REFRESH_S,
-        )
-    except OSError as error:
-        raise OutputError(
-            f"--serve {arguments.serve}: {error.strerror}; choose another port"
-        ) from error
-    with server, suppress(KeyboardInterrupt):
-        print(f"http://{ADDRESS}:{server.server_port} shows the report; Ctrl-C ends it", flush=True)
-        server.serve_forever()
+def _write(arguments: Namespace, refresh_s: float | None = None) -> Report:
+    report = make_report(arguments.run_directory, arguments.baseline, arguments.step)
+    write_text(arguments.output, render_page(report, refresh_s))
+    return report
+
+
+def _follow(arguments: Namespace) -> int:
+    """Write until interrupted, and then once more a page that does not reload itself."""
+    interval_s = arguments.follow
+    if not 1.0 <= interval_s <= _LONGEST_INTERVAL_S:
+        raise OutputError(f"--follow {interval_s:g}: must be 1 to {_LONGEST_INTERVAL_S:g} seconds")
+    print(f"{arguments.output} follows {arguments.run_directory}; Ctrl-C ends it", flush=True)
+    with suppress(KeyboardInterrupt):
+        while True:
+            # A run that has just begun has logged no step.
+            with suppress(RunLogError):
+                _write(arguments, interval_s)
+            time.sleep(interval_s)
+    _write(arguments)
     return 0

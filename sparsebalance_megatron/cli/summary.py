@@ -11,8 +11,8 @@ from pathlib import Path
 from sparsebalance_megatron.cli.output import open_console, print_notes, write_text
 from sparsebalance_megatron.report.comparison import Comparison, compare
 from sparsebalance_megatron.report.comparison_table import columns_of, table_of
+from sparsebalance_megatron.report.headline import changes, headline, noise
 from sparsebalance_megatron.report.run_report import step_picture
-from sparsebalance_megatron.report.sentences import comparison_findings, headline
 from sparsebalance_megatron.telemetry.step_log import read_run_log
 
 
@@ -66,7 +66,7 @@ def run(arguments: Namespace) -> int:
 def show(comparison: Comparison) -> None:
     """Print the headline, what it consists of, the table, and what was wrong with the logs."""
     console = open_console()
-    for sentence in (headline(comparison), *comparison_findings(comparison)):
-        console.print(sentence, markup=False, highlight=False)
+    for line in (headline(comparison), *changes(comparison), *noise(comparison)):
+        console.print(line, markup=False, highlight=False)
     console.print(table_of(columns_of(comparison)))
     print_notes(comparison.problems)

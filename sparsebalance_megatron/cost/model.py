@@ -24,7 +24,7 @@ from sparsebalance_megatron.cost.table import (
     ExchangeRow,
     ModelShape,
 )
-from sparsebalance_megatron.cost.work_model import WORK_MODELS, WorkModel, work_model_named
+from sparsebalance_megatron.cost.work_model import WorkModel, work_model_named
 
 _FOLDS = 5
 
@@ -67,7 +67,7 @@ class CostModel:
     forward_ms: Mapping[Part, tuple[float, ...]]
     backward_ms: Mapping[Part, tuple[float, ...]]
     source: str
-    work: WorkModel = field(default=WORK_MODELS[DEFAULT_SELECTION], repr=False)
+    work: WorkModel = field(default_factory=lambda: work_model_named(DEFAULT_SELECTION), repr=False)
     exchange: Exchange = field(default=Exchange())
 
     def __post_init__(self) -> None:
@@ -257,8 +257,7 @@ def _work_of(table: CostTable) -> WorkModel:
         return work_model_named(table.identity.selection)
     except ConfigError as error:
         raise CostTableError(
-            f"cost table: selection is {table.identity.selection!r}, expected one of "
-            f"{', '.join(WORK_MODELS)}, or one that a package brings ({error})"
+            f"cost table: no selection named {table.identity.selection!r}: {error}"
         ) from error
 
 

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Factors on predicted times, and the times of a step that they are learnt from.
+"""Factors on predicted times.
 
-Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches.
+Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -47,26 +46,6 @@ class StageScales:
     def factors_2RPV(self) -> np.ndarray:
         """All factors on predicted times; R may be 1."""
         return self.scales_2PV[:, None] * self.device_slowness_RP[..., None]
-
-
-class PredictedTimes(Protocol):
-    """A planned step."""
-
-    @property
-    def times_2RPVM(self) -> np.ndarray:
-        """Forward and backward ms of every micro-batch."""
-
-    @property
-    def scales(self) -> StageScales:
-        """The factors that the predicted times contain."""
-
-
-class MeasuredTimes(Protocol):
-    """A measured step."""
-
-    @property
-    def times_2RPVM(self) -> np.ndarray:
-        """Forward and backward ms of every micro-batch; NaN where unmeasured."""
 
 
 def _read_only(values: np.ndarray) -> np.ndarray:

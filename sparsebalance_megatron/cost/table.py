@@ -262,9 +262,6 @@ class _Reader:
                 f"{self._place}: format_version is {version}, this release reads "
                 f"{FORMAT_VERSION}; {_REMEDY}"
             )
-        # Tables written before selections that look ahead were named so.
-        if document.get("selection") == "query-block":
-            document = document | {"selection": "query-block-lookahead"}
         shape = self._value(document, "shape", dict, "")
         versions = self._value(document, "versions", dict, "")
         rows = self._value(document, "rows", list, "")

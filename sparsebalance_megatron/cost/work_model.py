@@ -7,15 +7,13 @@ otherwise with the budget, brings a model of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from sparsebalance_megatron.config import Granularity
-from sparsebalance_megatron.installed_selectors import load_selector
+from sparsebalance_megatron.selector_registry import load_work_model
 
 
 class WorkModel(Protocol):
@@ -40,6 +38,14 @@ class WorkModel(Protocol):
 
     def scores_per_visible_pair(self, heads: int, groups: int, block_size: int) -> int:
         """Dot products over a head's dimension that the router computes per visible block pair."""
+
+    def list_entries_per_token(
+        self, *, heads: int, groups: int, block_size: int, budget_blocks: int
+    ) -> float:
+        """Entries that the lists of selected blocks have per token and layer, of all heads.
+
+        Single tokens that are read besides have an entry each.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +93,12 @@ class BlockTopK:
         """One per selecting head, and per token of the query block where tokens select."""
         return (heads if self.per_query_head else groups) * (block_size if self.per_token else 1)
 
+    def list_entries_per_token(
+        self, *, heads: int, groups: int, block_size: int, budget_blocks: int
+    ) -> float:
+        """One list of ``budget_blocks`` per row of scores."""
+        return self.scores_per_visible_pair(heads, groups, block_size) / block_size * budget_blocks
+
 
 @dataclass(frozen=True, kw_only=True)
 class VerticalSlash(BlockTopK):
@@ -105,50 +117,25 @@ class VerticalSlash(BlockTopK):
         """One per probe, query head and key."""
         return min(self.probe_tokens, block_size) * heads * block_size
 
-    def column_blocks(self, budget_blocks: int) -> int:
-        """How many of a budget's blocks are spent on columns."""
-        return (budget_blocks + 1) // 4
+    def list_entries_per_token(
+        self, *, heads: int, groups: int, block_size: int, budget_blocks: int
+    ) -> float:
+        """One list per block of queries and KV head; one entry for every column."""
+        columns_blocks = (budget_blocks + 1) // 4
+        return groups * (budget_blocks / block_size + columns_blocks)
 
 
-_BY_QUERY_BLOCK = BlockTopK(per_token=False, per_query_head=False)
-_VERTICAL_SLASH = VerticalSlash(per_token=False, per_query_head=False, probe_tokens=16)
-
-WORK_MODELS: Mapping[Granularity, WorkModel] = {
-    "query-block-lookahead": _BY_QUERY_BLOCK,
-    "previous-block": _BY_QUERY_BLOCK,
-    "first-query": _BY_QUERY_BLOCK,
-    "vertical-slash": _VERTICAL_SLASH,
-    "vertical-slash-last-queries": _VERTICAL_SLASH,
-    "token-kv-head": BlockTopK(per_token=True, per_query_head=False),
-    "token-query-head": BlockTopK(per_token=True, per_query_head=True),
-}
-"""By the selection's name."""
+TOKEN_QUERY_HEAD = BlockTopK(per_token=True, per_query_head=True)
+TOKEN_KV_HEAD = BlockTopK(per_token=True, per_query_head=False)
+QUERY_BLOCK = BlockTopK(per_token=False, per_query_head=False)
+VERTICAL_SLASH = VerticalSlash(per_token=False, per_query_head=False, probe_tokens=16)
 
 
 def work_model_named(name: str) -> WorkModel:
-    """The work model of a selection of this package, or of one that another package brings.
+    """The work model of a selection.
 
     Raises:
         ConfigError: there is none of that name, or its entry point is broken.
     """
-    for known, work in WORK_MODELS.items():
-        if known == name:
-            return work
-    found: WorkModel = load_selector(name).work_model
+    found: WorkModel = load_work_model(name)
     return found
-
-
-def selected_blocks_per_token(
-    selection: str, *, heads: int, groups: int, block_size: int, budget_blocks: int
-) -> float:
-    """Entries that the lists of selected blocks have per token and layer, of all heads.
-
-    One list of ``budget_blocks`` for every KV head, or every query head where those select, and
-    for every token, or every block of ``block_size`` tokens; with columns, one entry each.
-    """
-    work = work_model_named(selection)
-    if isinstance(work, VerticalSlash):
-        columns_blocks = work.column_blocks(budget_blocks)
-        return groups * (budget_blocks / block_size + columns_blocks)
-    # A list is made from one row of scores.
-    return work.scores_per_visible_pair(heads, groups, block_size) / block_size * budget_blocks

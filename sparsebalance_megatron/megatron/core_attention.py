@@ -20,8 +20,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
-from sparsebalance_megatron.attention.context_parallel.exchange import exchanged_attention
-from sparsebalance_megatron.attention.context_parallel.shared_ranking import rank_shared_row
+from sparsebalance_megatron.attention.context_parallel.exchange import sequence_attention
+from sparsebalance_megatron.attention.context_parallel.ranking import rank_slice
 from sparsebalance_megatron.attention.coverage import coverage_at, guard_budgets
 from sparsebalance_megatron.attention.precision import undisturbed
 from sparsebalance_megatron.attention.selection import Selection
@@ -134,8 +134,9 @@ class BudgetedCoreAttention(MegatronModule):
             raise ConfigError("--sparse-balance: attention bias is not supported")
         context = getattr(packed_seq_params, "micro_batch", None)
         kept = getattr(packed_seq_params, "kept", None) if self._options.keep else None
-        if context is not None and context.shared is not None:
-            return self._shared(query, key, value, context, kept, context.shared.padding_tokens)
+        if context is not None and context.sequence is not None:
+            padding = context.sequence.padding_tokens
+            return self._on_slice(query, key, value, context, kept, padding)
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
             return self._batched(query, key, value)
         if context is None:
@@ -152,7 +153,7 @@ class BudgetedCoreAttention(MegatronModule):
         out = self._attend(q_THD, k_TGD, v_TGD, self._base_context(cu_seqlens, query.device), None)
         return out.view(batch, sequence, heads * head_dim).transpose(0, 1).contiguous()
 
-    def _shared(
+    def _on_slice(
         self,
         query: Tensor,
         key: Tensor,
@@ -161,7 +162,8 @@ class BudgetedCoreAttention(MegatronModule):
         kept: KeptAttention | None,
         padding: int,
     ) -> Tensor:
-        """A row of which other ranks may have blocks, in the form [T, 1, H, D]; padding gets 0."""
+        """Attend where other ranks may hold blocks of the sequence, in the form [T, 1, H, D];
+        padding gets 0."""
         tokens = query.shape[0] - padding
         q_THD, k_TGD, v_TGD = (x[:tokens, 0] for x in (query, key, value))
         out_T = self._attend(q_THD, k_TGD, v_TGD, context, kept)
@@ -200,20 +202,19 @@ class BudgetedCoreAttention(MegatronModule):
         else:
             with torch.no_grad(), undisturbed(q_THD.device):
                 selection = self._select(q_THD, k_TGD, context)
-        shared = context.shared
-        if shared is None:
+        sequence = context.sequence
+        if sequence is None:
             out_THD, lse_TH = block_sparse_attention(*inputs, selection, **how)
         else:
-            out_THD, lse_TH = exchanged_attention(
-                *inputs, selection, shard=shared.shard, exchange=shared.group.exchange, **how
-            )
+            how["exchange"] = sequence.group.exchange
+            out_THD, lse_TH = sequence_attention(*inputs, selection, sequence, **how)
         if kept is not None and in_first_pass():
             kept.keep(self._layer_index, inputs, selection, (out_THD, lse_TH))
         return out_THD.reshape(out_THD.shape[0], -1)
 
     def _select(self, q_THD: Tensor, k_TGD: Tensor, context: MicroBatchContext) -> Selection:
         """The blocks that this rank's queries read, by guarded budgets."""
-        options, shared = self._options, context.shared
+        options, sequence = self._options, context.sequence
         budgets_S = context.budgets_LS[self._layer_index]
         max_budget = context.max_budgets[self._layer_index]
         if context.observe:
@@ -224,12 +225,11 @@ class BudgetedCoreAttention(MegatronModule):
             "max_budget": max_budget,
             "observe": context.observe,
         }
-        if shared is None:
+        if sequence is None:
             ranking = rank_row(options.selector, q_THD, k_TGD, context.layout, **how)
         else:
-            ranking = rank_shared_row(
-                *(options.selector, q_THD, k_TGD, shared.shard, shared.group.process_group), **how
-            )
+            how["exchange"] = sequence.group.exchange
+            ranking = rank_slice(options.selector, q_THD, k_TGD, sequence, **how)
         if context.observe:
             budgets_S = self.guard_and_observe(ranking, budgets_S, context)
         return options.selector.select(ranking, budgets_S)

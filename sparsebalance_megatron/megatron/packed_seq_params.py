@@ -4,25 +4,21 @@
 Budgets are data of the micro-batch, never of "the current micro-batch": recompute and interleaved
 schedules run layers of several micro-batches in turn, and each finds its own here.
 
-Shape legend: T tokens of this rank's share of the row, L layers of the whole model, S samples of
-the micro-batch, K budgets of the grid.
+Shape legend: L layers of the whole model, S samples of the micro-batch, K budgets of the grid.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from sparsebalance_megatron.attention.context_parallel.shard import RowShard, row_shard
+from sparsebalance_megatron.attention.context_parallel.slice import SequenceSlice
 from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
-from sparsebalance_megatron.megatron.context_groups import ContextGroup
 from sparsebalance_megatron.megatron.kept_attention import KeptAttention, RecomputeCounts
-from sparsebalance_megatron.megatron.row_share import RowShare
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
 
@@ -40,35 +36,18 @@ class CoverageObservation:
     grown_S: Tensor
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SharedRow:
-    """How the row lies on the ranks that share it, in a run that may share rows.
-
-    Attributes:
-        shard: which blocks of the row are here.
-        group: who has the others.
-        positions_T: int64 on the device, places of this rank's tokens in their documents, padding
-            (0) included: the rows of a table of rotary embeddings.
-        padding_tokens: behind this rank's tokens.
-    """
-
-    shard: RowShard
-    group: ContextGroup
-    positions_T: Tensor
-    padding_tokens: int
-
-
 @dataclass(kw_only=True)
 class MicroBatchContext:
     """Carried by :class:`BudgetedPackedSeqParams`; one per micro-batch and model chunk.
 
-    ``layout`` is that of the whole row; ``shared`` is None where every row lies on one rank.
+    ``layout`` is that of the whole packed sequence; ``sequence`` is this rank's slice of it, None
+    in a run where every sequence lies on one rank.
     ``budgets_LS`` lives on the device, ``max_budgets`` holds each layer's largest on the host.
     ``observations`` is keyed by layer, so that a recomputed pass overwrites what it repeats.
     ``step`` is the training step, -1 outside of one; ``position`` and ``chunk`` are its place in
     the rank's order and its virtual stage. ``recompute`` counts what recomputation did.
     ``pinned_S``: bool on the device, whose budgets no guard may raise; None where all may be.
-    ``padding_documents``: the last sequences of the row, which are of no sample.
+    ``padding_documents``: the last documents, which are of no sample.
     """
 
     layout: PackedLayout
@@ -78,7 +57,7 @@ class MicroBatchContext:
     step: int = -1
     position: int = 0
     chunk: int = 0
-    shared: SharedRow | None = None
+    sequence: SequenceSlice | None = None
     pinned_S: Tensor | None = None
     padding_documents: int = 0
     observations: dict[int, CoverageObservation] = field(default_factory=dict)
@@ -107,66 +86,56 @@ def micro_batch_context(
     step: int = -1,
     position: int = 0,
     chunk: int = 0,
-    share: RowShare | None = None,
+    sequence: SequenceSlice | None = None,
 ) -> MicroBatchContext:
-    """Build the context of one slot.
+    """Build the context of one micro-batch.
 
-    A row padded for sequence parallelism, for fp8 or fp4 products, or for ranks that share it, has
-    more sequences than the plan has samples; padding gets budget 1, since nothing it computes
-    reaches the loss.
+    A packed sequence that is padded for sequence parallelism, for fp8 or fp4 products, or for ranks
+    that share it, has more documents than the plan has samples; padding gets budget 1, since
+    nothing it computes reaches the loss.
 
     Args:
-        share: what this rank computes of the row; None in a run where no row is shared.
+        sequence: this rank's slice, on the host; None in a run where no sequence is shared.
     """
     budgets_LS = torch.as_tensor(plan.budgets_LS, dtype=torch.int32)
     padding = len(cu_seqlens) - 1 - len(plan.samples)
     if padding:
         budgets_LS = torch.nn.functional.pad(budgets_LS, (0, padding), value=1)
     pinned_S = torch.tensor((*plan.pinned, *[False] * padding)) if plan.pinned else None
-    shared = None if share is None else _shared_row(share, device)
+    if sequence is not None:
+        sequence = replace(sequence, device=device)
     return MicroBatchContext(
         layout=packed_layout(cu_seqlens, block_size, device)
-        if shared is None
-        else shared.shard.row_layout,
+        if sequence is None
+        else sequence.whole_layout,
         budgets_LS=copied_to(budgets_LS, device),
         max_budgets=tuple(int(k) for k in plan.budgets_LS.max(axis=1)),
         observe=observe,
         step=step,
         position=position,
         chunk=chunk,
-        shared=shared,
+        sequence=sequence,
         pinned_S=None if pinned_S is None else copied_to(pinned_S, device),
         padding_documents=padding,
-    )
-
-
-def _shared_row(share: RowShare, device: torch.device) -> SharedRow:
-    shard = row_shard(share.owners, share.group.member, device)
-    positions_T = np.pad(share.positions_T, (0, share.padding_tokens))
-    return SharedRow(
-        shard=shard,
-        group=share.group,
-        positions_T=copied_to(torch.from_numpy(positions_T), device),
-        padding_tokens=share.padding_tokens,
     )
 
 
 def packed_params(
     context: MicroBatchContext, *, max_seqlen_tokens: int, device: torch.device
 ) -> BudgetedPackedSeqParams:
-    """Parameters for Megatron's attention and RoPE: of a packed row, in the thd layout.
+    """Parameters for Megatron's attention and RoPE: of a packed sequence, in the thd layout.
 
-    In a run that may share rows the layout is called sbhd, with a batch of one row, and the RoPE
+    In a run that may share sequences the layout is called sbhd, with a batch of one, and the RoPE
     group is this rank alone: Megatron then applies row i of the table that
     :func:`.rope_rows.use_true_positions` puts in place to token i, and cuts nothing itself.
     """
-    shared = context.shared
+    sequence = context.sequence
     # Made on the host first: torch.tensor(..., device=device) would wait for the device.
     cu_seqlens = torch.tensor(context.layout.cu_seqlens, dtype=torch.int32)
     cu_seqlens = copied_to(cu_seqlens, device)
     return BudgetedPackedSeqParams(
-        qkv_format="thd" if shared is None else "sbhd",
-        cp_group=None if shared is None else shared.group.alone,
+        qkv_format="thd" if sequence is None else "sbhd",
+        cp_group=None if sequence is None else sequence.group.alone,
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=max_seqlen_tokens,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embeddings by true positions, where a rank holds some blocks of a row.
+"""Rotary embeddings by true positions, where a rank holds some blocks of a sequence.
 
 Megatron makes one table of embeddings per forward pass and hands it to the decoder; attention
 applies row i of it to token i. A hook in front of the decoder puts the rows of this rank's tokens
@@ -32,7 +32,7 @@ def _hand_over_rows(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     context = getattr(kwargs.get("packed_seq_params"), "micro_batch", None)
     table = kwargs.get("rotary_pos_emb")
-    if context is None or context.shared is None or table is None:
+    if context is None or context.sequence is None or table is None:
         return args, kwargs
-    rows = table.index_select(0, context.shared.positions_T)
+    rows = table.index_select(0, context.sequence.positions_T)
     return args, {**kwargs, "rotary_pos_emb": rows}

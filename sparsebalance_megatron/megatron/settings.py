@@ -12,14 +12,14 @@ import torch
 
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.table import ModelShape, RunIdentity
+from sparsebalance_megatron.learn.batch_sizes import BatchSizes
+from sparsebalance_megatron.learn.host_job import HostJob
 from sparsebalance_megatron.megatron import cpu
 from sparsebalance_megatron.megatron.compat import (
     batch_size_schedule,
     quantized_row_multiple,
     stage_layers,
 )
-from sparsebalance_megatron.plan.batch_sizes import BatchSizes
-from sparsebalance_megatron.plan.host_job import HostJob
 
 RANKS_PER_NODE = 8
 """Where no GPU is, which is in tests and dry runs."""

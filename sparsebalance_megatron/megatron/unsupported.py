@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from sparsebalance_megatron.attention.selectors import selector_named
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.megatron.compat import has_yarn_flags
 
@@ -264,7 +265,7 @@ def check_selection(config: SparseBalanceConfig, *, context_parallel_size: int =
         flag_name("max_context_parallel"): config.max_context_parallel or 1,
     }
     for flag, ranks in sharing.items():
-        if ranks > 1 and config.selection == "vertical-slash-last-queries":
+        if ranks > 1 and getattr(selector_named(config.selection), "needs_whole_documents", False):
             raise ConfigError(
                 f"{flag_name('selection')} {config.selection} with {flag} {ranks}: its probes are "
                 "the last queries of a row, which one rank must hold; use vertical-slash, or 1 rank"

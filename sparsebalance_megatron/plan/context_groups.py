@@ -28,6 +28,11 @@ def widest_slot(ranks: int, ranks_per_node: int) -> int:
     return width
 
 
+def unshared(ranks: int, positions: int) -> np.ndarray:
+    """[R, M] context-parallel sizes where every rank runs its micro-batches alone."""
+    return np.ones((ranks, positions), dtype=np.int64)
+
+
 class Members:
     """Who shares with whom, for arrays whose last axis is ranks.
 
@@ -36,15 +41,20 @@ class Members:
 
     Args:
         widths_IX: of the slot that each rank takes part in.
+
+    Attributes:
+        share: whether any ranks do.
     """
 
     def __init__(self, widths_IX: np.ndarray) -> None:
-        ranks = widths_IX.shape[1]
         self._together = int(widths_IX.max(initial=1))
-        self._islands = ranks // self._together
-        by_rank = widths_IX[:, self.order].reshape(len(widths_IX), self._together, -1)
+        self.share = self._together > 1
+        self._islands = widths_IX.shape[1] // self._together
         self._apart = []
         """Of 2, 4, ... neighbours: 0 where they all share, -inf where they do not."""
+        if not self.share:
+            return
+        by_rank = widths_IX[:, self.order].reshape(len(widths_IX), self._together, -1)
         size = 2
         while size <= self._together:
             self._apart.append(np.where(by_rank[:, ::size] >= size, 0.0, -np.inf))
@@ -54,6 +64,14 @@ class Members:
     def order(self) -> np.ndarray:
         """Ranks by their number within the widest slot, then by island: how arrays hold them."""
         return np.arange(self._islands * self._together).reshape(-1, self._together).T.reshape(-1)
+
+    def in_order(self, values_R: np.ndarray) -> np.ndarray:
+        """Values [..., R] in :attr:`order`; themselves where no ranks share."""
+        return values_R[..., self.order] if self.share else values_R
+
+    def back_in_order(self, values_X: np.ndarray) -> np.ndarray:
+        """Values [..., X] in the order of ranks; themselves where no ranks share."""
+        return values_X[..., np.argsort(self.order)] if self.share else values_X
 
     def maximum(self, values_IX: np.ndarray, items: slice = slice(None)) -> None:
         """In place, the largest value among the members of a slot, for each of them.

@@ -6,14 +6,11 @@ Shape legend: L layers of the whole model, U length buckets, K budgets of the gr
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.plan.measurement import StepMeasurement
-from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 _EXACT_UNTIL_BLOCKS = 8
@@ -73,10 +70,6 @@ class CoverageCurves:
     def max_blocks(self) -> int:
         return self.grid[-1]
 
-    def update(self, planned: PlannedStep, measured: StepMeasurement) -> None:
-        """Learn from a step."""
-        self.observe(measured.coverage.sums_LUK, measured.coverage.counts_LU)
-
     def observe(self, sums_LUK: np.ndarray, counts_LU: np.ndarray) -> None:
         """Take in one step's coverage sums over ``counts_LU`` observations each.
 
@@ -134,10 +127,6 @@ class CoverageCurves:
     def observed_LS(self, blocks_S: np.ndarray) -> np.ndarray:
         """Whether the curve of each layer and sample was ever observed."""
         return self.observed_LU[:, self._bucket(blocks_S)]
-
-    def snapshot(self) -> CoverageCurves:
-        """A copy."""
-        return copy.deepcopy(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain Python lists; floats survive JSON exactly."""

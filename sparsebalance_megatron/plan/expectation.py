@@ -12,7 +12,6 @@ import numpy as np
 from sparsebalance_megatron.plan.budgets.tune import TunedBudgets
 from sparsebalance_megatron.plan.metrics import imbalance
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
-from sparsebalance_megatron.plan.schedules.orders import schedule_of
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
 from sparsebalance_megatron.plan.schedules.step_bounds import step_bounds
 from sparsebalance_megatron.plan.step_plan import Expectation
@@ -23,21 +22,22 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
     """Times, balance and coverage of a placement with tuned budgets."""
     costs = problem.costs
     tuned_2SC = costs.sample_ms(tuned.budgets_LS)
-    times_2RPVM = problem.times_2RPVM(arrangement, tuned_2SC)
-    times_2RPVM.flags.writeable = False
-    work_RPVM = times_2RPVM[0] + times_2RPVM[1]
+    times = problem.times(arrangement, tuned_2SC)
+    times.ms_OR.flags.writeable = False
+    forward_RPVM, backward_RPVM = times.by_micro_batch_2RPVM
+    work_RPVM = forward_RPVM + backward_RPVM
     constant_ms = costs.job.slots * (costs.constant_2C[0] + costs.constant_2C[1]).sum()
     tuned_work, base_work = (
         constant_ms + sum(sample_SC.sum() for sample_SC in sample_2SC)
         for sample_2SC in (tuned_2SC, costs.sample_ms(problem.budgets.allowed.base_LS))
     )
-    makespans_R = makespans_ms(times_2RPVM, schedule_of(costs.job), arrangement.widths_RM)
+    makespans_R = makespans_ms(times)
     coverage_mean, coverage_min = _coverage(problem, tuned.budgets_LS)
     return Expectation(
         makespan_ms=float(makespans_R.max()),
         lower_bound_ms=_lower_bound_ms(problem),
         rank_makespan_ms=tuple(makespans_R.tolist()),
-        times_2RPVM=times_2RPVM,
+        times=times,
         imbalance_micro_batches=imbalance(work_RPVM.sum(axis=(1, 2))),
         imbalance_rank_sums=imbalance(work_RPVM.sum(axis=(1, 2, 3))),
         imbalance_makespans=imbalance(makespans_R),

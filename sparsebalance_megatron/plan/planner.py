@@ -95,7 +95,7 @@ def _as_placed(problem: StepProblem, placement: Placement) -> tuple[Arrangement,
         raise PlanError(
             f"placement: must hold each of the {len(problem.lengths_tokens)} samples exactly once"
         )
-    return Arrangement(samples=placement), problem.tuned(placement)
+    return Arrangement.of_groups(placement), problem.tuned(placement)
 
 
 def _best_of_groups(problem: StepProblem) -> tuple[Batching, Placement, TunedBudgets]:
@@ -128,7 +128,7 @@ def _best_placement(problem: StepProblem) -> tuple[Batching, Placement]:
 
 def _key(problem: StepProblem, placement: Placement, sample_2SC: np.ndarray) -> tuple[float, float]:
     """Least makespan first, then least sum of the ranks' makespans, then the simplest."""
-    ms_R = problem.makespans_ms(Arrangement(samples=placement), sample_2SC)
+    ms_R = problem.makespans_ms(Arrangement.of_groups(placement), sample_2SC)
     return rounded_ms(ms_R.max()), rounded_ms(ms_R.sum())
 
 
@@ -161,7 +161,7 @@ def _candidates(problem: StepProblem) -> dict[Batching, Placement]:
             problem.costs,
             problem.expected_2SC,
             cap_tokens=problem.cap_tokens,
-            plan_ms=problem.search_ms(Arrangement(samples=start), SHARE_OF_STEP),
+            plan_ms=problem.search_ms(Arrangement.of_groups(start), SHARE_OF_STEP),
         )
     return found
 

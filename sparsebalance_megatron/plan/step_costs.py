@@ -26,6 +26,7 @@ from sparsebalance_megatron.cost.model import CostModel, Direction, Part
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.cost.work_model import WorkModel
 from sparsebalance_megatron.plan.context_groups import Members, first_places
+from sparsebalance_megatron.plan.schedules.operation_times import OperationTimes
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanError
 
 _LAYER_PARTS = (Part.ATTENTION, Part.ROUTER, Part.LINEAR)
@@ -144,36 +145,53 @@ class StepCosts:
         self,
         sample_2SC: np.ndarray,
         slot_of_S: np.ndarray,
-        widths_RM: np.ndarray | None = None,
-    ) -> np.ndarray:
-        """[2, R, P, V, M] ms; slot ``r * M + m`` is micro-batch m of rank r.
+        widths_RM: np.ndarray,
+    ) -> OperationTimes:
+        """Times of the slots; slot ``r * M + m`` is micro-batch m of rank r.
 
         Args:
             sample_2SC: ms of every sample on a rank by itself.
             slot_of_S: of the first rank of a slot.
-            widths_RM: of the slot that each rank takes part in; None where all are 1. Every rank
-                of a slot takes as long as the slowest.
+            widths_RM: of the slot that each rank takes part in. Every rank of a slot takes as long
+                as the slowest.
         """
-        if widths_RM is not None:
-            sample_2SC = self.wide_ms(sample_2SC, widths_RM.reshape(-1)[slot_of_S])
+        sample_2SC = self.wide_ms(sample_2SC, widths_RM.reshape(-1)[slot_of_S])
         slot_2JC = np.tile(self.constant_2C[:, None], (1, self.job.slots, 1))
         for slot_JC, sample_SC in zip(slot_2JC, sample_2SC, strict=True):
             np.add.at(slot_JC, slot_of_S, sample_SC)
-        if widths_RM is not None:
-            slot_2JC = slot_2JC[:, first_places(widths_RM)]
-        return self.grid_2IPVM(slot_2JC, np.arange(self.job.data_parallel_size), widths_RM)
+        slot_2JC = slot_2JC[:, first_places(widths_RM)]
+        return self.times_of(slot_2JC, np.arange(self.job.data_parallel_size), widths_RM)
 
-    def grid_2IPVM(
-        self, ms_2JC: np.ndarray, ranks_I: np.ndarray, widths_IM: np.ndarray | None = None
+    def times_of(
+        self, ms_2JC: np.ndarray, ranks_I: np.ndarray, widths_IM: np.ndarray
+    ) -> OperationTimes:
+        """Times of the slots of whole ranks, from what an average device would take."""
+        ms_2IMC = ms_2JC.reshape(2, *widths_IM.shape, -1)
+        return self.flat(self.on_devices(ms_2IMC, ranks_I, widths_IM), widths_IM)
+
+    def on_devices(
+        self, ms_2IMC: np.ndarray, ranks_I: np.ndarray, widths_IM: np.ndarray
     ) -> np.ndarray:
-        """Ms of the slots of whole ranks, from what an average device would take."""
-        stages, chunks = self.job.pipeline_stages, self.job.virtual_stages
-        ms_2IMPV = ms_2JC.reshape(2, -1, self.job.micro_batches, stages, chunks)
-        ms_2IPVM = ms_2IMPV.transpose(0, 1, 3, 4, 2)
+        """Ms of slots on the devices of these ranks: on all that share a slot those of the slowest.
+
+        Args:
+            ms_2IMC: what an average device would take.
+        """
         if self._alike:
-            return ms_2IPVM
-        ms_2IPVM = np.ascontiguousarray(ms_2IPVM * self.slowness_RP[ranks_I][..., None, None])
-        return ms_2IPVM if widths_IM is None else _as_slow_as_slowest(ms_2IPVM, widths_IM)
+            return ms_2IMC
+        slowness_IC = np.repeat(self.slowness_RP[ranks_I], self.job.virtual_stages, axis=1)
+        members = Members(widths_IM.T)
+        ms_2CMX = members.in_order((ms_2IMC * slowness_IC[:, None]).transpose(0, 3, 2, 1))
+        ms_2CMX = np.ascontiguousarray(ms_2CMX)
+        for ms_MX in ms_2CMX.reshape(-1, *ms_2CMX.shape[2:]):
+            members.maximum(ms_MX)
+        return members.back_in_order(ms_2CMX).transpose(0, 3, 2, 1)
+
+    def flat(self, ms_2IMC: np.ndarray, widths_IM: np.ndarray) -> OperationTimes:
+        """Times of micro-batches in one piece, from those of every chunk."""
+        ms_2CMI = np.ascontiguousarray(ms_2IMC.transpose(0, 3, 2, 1))
+        ms_OI = ms_2CMI.reshape(-1, len(widths_IM))
+        return OperationTimes(graph=self.job.graph, ms_OR=ms_OI, cp_sizes_RM=widths_IM)
 
     @cached_property
     def _alike(self) -> bool:
@@ -243,19 +261,6 @@ def step_costs(
         chunk_of_layer_L=chunk_of_layer_L,
         slowness_RP=np.broadcast_to(scales.device_slowness_RP, devices),
     )
-
-
-def _as_slow_as_slowest(times_2RPVM: np.ndarray, widths_RM: np.ndarray) -> np.ndarray:
-    """Times whose slots take on every rank as long as on the slowest."""
-    members = Members(widths_RM.T)
-    shape = times_2RPVM.shape
-    for times_RPVM in times_2RPVM:
-        times_RCM = times_RPVM.reshape(shape[1], -1, shape[-1])
-        for chunk in range(times_RCM.shape[1]):
-            times_MR = np.ascontiguousarray(times_RCM[members.order, chunk].T)
-            members.maximum(times_MR)
-            times_RCM[members.order, chunk] = times_MR.T
-    return times_2RPVM
 
 
 def _coefficients_2F(cost: CostModel, part: Part) -> np.ndarray:

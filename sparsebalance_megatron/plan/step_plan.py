@@ -25,10 +25,10 @@ from sparsebalance_megatron.config import (
     SparseBalanceConfig,
     Tuning,
 )
-
-
-class PlanError(ValueError):
-    """No plan exists, or a plan breaks one of its invariants."""
+from sparsebalance_megatron.plan.plan_error import PlanError
+from sparsebalance_megatron.plan.schedules.operation_times import OperationTimes
+from sparsebalance_megatron.plan.schedules.orders import MegatronSchedule
+from sparsebalance_megatron.plan.schedules.pipeline_graph import PipelineGraph, graph_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,22 @@ class JobShape:
     def slots(self) -> int:
         """Places of a rank and a position; a slot as wide as one rank takes one of them."""
         return self.data_parallel_size * self.micro_batches
+
+    @property
+    def schedule(self) -> MegatronSchedule:
+        """The schedule in which Megatron-Core runs this job's pipelines."""
+        return MegatronSchedule(self.micro_batch_group_size)
+
+    @cached_property
+    def graph(self) -> PipelineGraph:
+        """The operations of a rank's pipeline.
+
+        Raises:
+            PlanError: the schedule does not exist for this job.
+        """
+        return graph_of(
+            self.schedule, self.pipeline_stages, self.virtual_stages, self.micro_batches
+        )
 
     @property
     def groups(self) -> JobShape:
@@ -112,6 +128,11 @@ class PlanPolicy:
             and self.batching == "makespan"
             and self.tuning != "anchor"
         )
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a plan depends on the samples of later steps."""
+        return self.coverage_target == "base" and self.tuning == "makespan"
 
     @classmethod
     def from_config(cls, config: SparseBalanceConfig, max_tokens_per_slot: int) -> PlanPolicy:
@@ -166,17 +187,17 @@ class RankPlan:
 class Expectation:
     """What the planner predicts of a plan. All times in ms, imbalances are max/mean.
 
-    ``times_2RPVM``: forward and backward of every micro-batch on every chunk. ``rank_makespan_ms``:
-    until each rank's last backward. ``work_ratio``: predicted work over
-    the predicted work of the same samples at base budgets, so that balance and less attention are
-    never confounded. ``lower_bound_ms``: of every placement of these samples at every budget that
-    the policy allows. Coverages are None until curves have been observed.
+    ``times``: of every operation. ``rank_makespan_ms``: until each rank's last backward.
+    ``work_ratio``: predicted work over the predicted work of the same samples at base budgets, so
+    that balance and less attention are never confounded. ``lower_bound_ms``: of every placement of
+    these samples at every budget that the policy allows. Coverages are None until curves have been
+    observed.
     """
 
     makespan_ms: float
     lower_bound_ms: float
     rank_makespan_ms: tuple[float, ...]
-    times_2RPVM: np.ndarray
+    times: OperationTimes
     imbalance_micro_batches: float
     imbalance_rank_sums: float
     imbalance_makespans: float
@@ -186,6 +207,11 @@ class Expectation:
     samples_cut: int
     samples_raised: int
     samples_clamped: int
+
+    @property
+    def times_2RPVM(self) -> np.ndarray:
+        """Forward and backward of every micro-batch on every chunk."""
+        return self.times.by_micro_batch_2RPVM
 
 
 @dataclass(frozen=True, kw_only=True)

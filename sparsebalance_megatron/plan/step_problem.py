@@ -21,7 +21,7 @@ from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.placement import balance
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
-from sparsebalance_megatron.plan.schedules.orders import schedule_of
+from sparsebalance_megatron.plan.schedules.operation_times import OperationTimes
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_costs import StepCosts, step_costs
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanError, PlanPolicy
@@ -87,7 +87,7 @@ class StepProblem:
             raise PlanError(f"coverage curves have {coverage.layers} layers, the job {job.layers}")
         own = slice(len(inputs.lengths_tokens))
         tunes = policy.tuning == "makespan"
-        later = inputs.later_lengths_tokens if policy.coverage_target == "base" and tunes else ()
+        later = inputs.later_lengths_tokens if policy.looks_ahead else ()
         costs = step_costs((*inputs.lengths_tokens, *later), job, inputs.cost, inputs.scales)
         pinned_LS = _pinned(inputs.pinned_LS, job.layers, len(inputs.lengths_tokens), len(later))
         horizon = BudgetProblem.under(policy, costs, coverage, pinned_LS)
@@ -159,20 +159,19 @@ class StepProblem:
 
     def tuned(self, placement: balance.Placement) -> TunedBudgets:
         """Budgets of the placed samples."""
-        return self.tuned_where(Arrangement(samples=placement))
+        return self.tuned_where(Arrangement.of_groups(placement))
 
     def tuned_where(self, arrangement: Arrangement) -> TunedBudgets:
         """Budgets of the placed samples."""
-        return tune(self.budgets, arrangement.slot_of_S, self.pricing, arrangement.widths_RM)
+        return tune(self.budgets, arrangement.slot_of_S, arrangement.widths_RM, self.pricing)
 
-    def times_2RPVM(self, arrangement: Arrangement, sample_2SC: np.ndarray) -> np.ndarray:
-        """Ms of every slot, from those of every sample on a rank by itself."""
+    def times(self, arrangement: Arrangement, sample_2SC: np.ndarray) -> OperationTimes:
+        """Times of every slot, from the ms of every sample on a rank by itself."""
         return self.costs.slot_ms(sample_2SC, arrangement.slot_of_S, arrangement.widths_RM)
 
     def makespans_ms(self, arrangement: Arrangement, sample_2SC: np.ndarray) -> np.ndarray:
         """[R] makespans, from the ms of every sample on a rank by itself."""
-        times_2RPVM = self.times_2RPVM(arrangement, sample_2SC)
-        return makespans_ms(times_2RPVM, schedule_of(self.job), arrangement.widths_RM)
+        return makespans_ms(self.times(arrangement, sample_2SC))
 
     def search_ms(self, start: Arrangement, share: float) -> float:
         """Ms of search: what the policy says, or a share of the step that search begins with."""

@@ -21,14 +21,14 @@ from megatron.core import parallel_state
 from megatron.training.arguments import core_transformer_config_from_args
 from torch import Tensor
 
-from sparsebalance_megatron.attention.context_parallel.block_owners import dealt_row
-from sparsebalance_megatron.attention.context_parallel.shard import row_shard
-from sparsebalance_megatron.attention.kernel import wide_dtype
+from sparsebalance_megatron.attention.context_parallel.exchange import ExchangingKernel
+from sparsebalance_megatron.attention.context_parallel.slice import SequenceGroup, SequenceSlice
+from sparsebalance_megatron.attention.kernel import Saved, wide_dtype
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.config import ExchangeName
 from sparsebalance_megatron.cost.exchange import Exchange, received_bytes
 from sparsebalance_megatron.cost.table import ExchangeRow
-from sparsebalance_megatron.megatron.context_groups import ContextGroup, make_context_groups
+from sparsebalance_megatron.megatron.sequence_groups import make_sequence_groups
 from sparsebalance_megatron.profiling.cells import Thoroughness
 from sparsebalance_megatron.profiling.clocks import Clock
 
@@ -63,7 +63,7 @@ def measured_exchanges(
     """
     dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
     parallel_state.initialize_model_parallel()
-    groups = make_context_groups(
+    groups = make_sequence_groups(
         ranks & -ranks,
         exchange=exchange,
         ranks_per_node=ranks_per_node,
@@ -71,7 +71,7 @@ def measured_exchanges(
     )
     config = core_transformer_config_from_args(args)
     rows = []
-    for width, group in groups.by_width.items():
+    for width, group in groups.by_size.items():
         lengths = {max(width * block_size, args.seq_length // divisor) for divisor in _DIVISORS}
         for tokens in sorted(lengths if width > 1 else ()):
             run = _exchange_of_row(config, group, tokens, block_size, device)
@@ -83,37 +83,48 @@ def measured_exchanges(
 
 
 def _exchange_of_row(
-    config: Any, group: ContextGroup, tokens: int, block_size: int, device: torch.device
+    config: Any, group: SequenceGroup, tokens: int, block_size: int, device: torch.device
 ) -> tuple[Callable[[], tuple[Tensor, Tensor]], Callable[[tuple[Tensor, Tensor]], Any]]:
     """Forward and backward of a row of one document, whose attention costs nothing."""
     assert group.exchange is not None, "a group of several members has an exchange"
-    exchange = group.exchange
-    shard = row_shard(dealt_row((0, tokens), block_size, group.members), group.member, device)
-    local = shard.local_layout.tokens
+    held = SequenceSlice.dealt((0, tokens), group, block_size=block_size, device=device)
+    local = held.local_layout.tokens
     q_THD, k_TGD, v_TGD = (
         torch.ones(local, heads, config.kv_channels, dtype=config.params_dtype, device=device)
         for heads in (config.num_attention_heads, *[config.num_query_groups] * 2)
     )
-    lists = shard.local_layout.blocks, config.num_query_groups
-    selection = shard.selection(
-        indices_QCK=shard.own_block_N.int()[:, None, None].repeat(1, lists[1], 1),
+    lists = held.local_layout.blocks, config.num_query_groups
+    selection = Selection(
+        indices_QCK=held.own_block_N.int()[:, None, None].repeat(1, lists[1], 1),
         counts_QC=torch.ones(lists, dtype=torch.int32, device=device),
         by_token=False,
+        query_layout=held.local_layout,
+        kv_layout=held.whole_layout,
+        own_block_N=held.own_block_N,
     )
-    how: dict[str, Any] = {"shard": shard, "kernel": _NoAttention(), "softmax_scale": 1.0}
+    kernel = ExchangingKernel(exchange=group.exchange, sequence=held, kernel=_NoAttention())
 
     def forward() -> tuple[Tensor, Tensor]:
-        return exchange.forward(q_THD, k_TGD, v_TGD, selection, **how)
+        return kernel.forward(q_THD, k_TGD, v_TGD, selection, softmax_scale=1.0)
 
     def backward(output: tuple[Tensor, Tensor]) -> Any:
-        return exchange.backward(q_THD, q_THD, k_TGD, v_TGD, *output, selection, **how)
+        saved = Saved(
+            q_THD=q_THD,
+            k_TGD=k_TGD,
+            v_TGD=v_TGD,
+            out_THD=output[0],
+            lse_TH=output[1],
+            selection=selection,
+            softmax_scale=1.0,
+        )
+        return kernel.backward(q_THD, saved)
 
     return forward, backward
 
 
 def _timed_rows(
     run: tuple[Callable[[], tuple[Tensor, Tensor]], Callable[[tuple[Tensor, Tensor]], Any]],
-    group: ContextGroup,
+    group: SequenceGroup,
     config: Any,
     tokens: int,
     thoroughness: Thoroughness,
@@ -164,19 +175,8 @@ class _NoAttention:
         lse_TH = q_THD.new_zeros(q_THD.shape[:2], dtype=wide_dtype(q_THD.dtype))
         return q_THD, lse_TH
 
-    def backward(
-        self,
-        dout_THD: Tensor,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        out_THD: Tensor,
-        lse_TH: Tensor,
-        selection: Selection,
-        *,
-        softmax_scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return dout_THD, k_TGD, v_TGD
+    def backward(self, dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+        return dout_THD, saved.k_TGD, saved.v_TGD
 
     def obstacle(self, q_THD: Tensor, selection: Selection) -> str | None:
         return None

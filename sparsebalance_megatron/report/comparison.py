@@ -130,7 +130,7 @@ def warm_up_steps(steps: int) -> int:
 
 
 def settled(steps: Sequence[Step]) -> Sequence[Step]:
-    """Those after the warm-up."""
+    """The steps after the warm-up."""
     return steps[warm_up_steps(len(steps)) :]
 
 
@@ -175,6 +175,6 @@ def _errors(step: Step) -> list[float]:
 def _average(
     values: Iterable[float | None], how: Callable[[list[float]], float] = median
 ) -> float | None:
-    """Of the values that are known; None where none is."""
+    """``how`` of the values that are known; None where none is."""
     known = [value for value in values if value is not None]
     return how(known) if known else None

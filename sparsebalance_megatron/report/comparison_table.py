@@ -21,15 +21,15 @@ class Row(NamedTuple):
 
 
 ROWS = (
-    Row("iteration, ms (median)", "measured", lambda run: _ms(run.iteration_ms_median)),
+    Row("iteration, ms (median)", "measured", lambda run: ms_text(run.iteration_ms_median)),
     Row("mean step, ms", "measured", lambda run: _part(run, "step_ms")),
     Row("  of it computing, ms", "measured", lambda run: _part(run, "compute_ms")),
     Row("  of it waiting, ms", "measured", lambda run: _part(run, "waiting_ms")),
     Row("  of it the rest, ms", "measured", lambda run: _part(run, "rest_ms")),
     Row("imbalance of ranks, max/mean", "measured", lambda run: _text(run.rank_imbalance, ".3f")),
-    Row("busiest rank, ms: measured", "measured", lambda run: _ms(run.measured_ms)),
-    Row("busiest rank, ms: predicted", "predicted", lambda run: _ms(run.predicted_ms)),
-    Row("step, ms: predicted lower bound", "predicted", lambda run: _ms(run.lower_bound_ms)),
+    Row("busiest rank, ms: measured", "measured", lambda run: ms_text(run.measured_ms)),
+    Row("busiest rank, ms: predicted", "predicted", lambda run: ms_text(run.predicted_ms)),
+    Row("step, ms: predicted lower bound", "predicted", lambda run: ms_text(run.lower_bound_ms)),
     Row("error of predicted rank times", "both", lambda run: _text(run.predicted_error, ".1%")),
     Row(
         "computing, relative to fixed budgets",
@@ -56,16 +56,16 @@ def table_of(columns: Mapping[str, RunSummary]) -> Table:
     return table
 
 
-def _ms(value: float | None) -> str:
-    """Counted operations predict relative times, which can be far below a millisecond."""
+def ms_text(value: float | None) -> str:
+    """A time without its unit. Relative times can be far below a millisecond."""
     if value is not None and value >= 100.0:
         return _text(value, ",.0f")
     return _text(value, ".1f" if value is None or value >= 1.0 else ".3g")
 
 
 def _part(run: RunSummary, name: str) -> str:
-    """Of the mean step's time."""
-    return _ms(None if run.split is None else getattr(run.split, name))
+    """A part of the mean step's time, in ms."""
+    return ms_text(None if run.split is None else getattr(run.split, name))
 
 
 def _text(value: float | None, layout: str) -> str:

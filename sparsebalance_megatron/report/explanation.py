@@ -75,15 +75,15 @@ class Explanation:
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        """From the baseline's step to the run's."""
+        """From the baseline's step to the run's: computing, waiting, the rest, noise."""
         return (
             Change(
                 "less attention" if self.less_attention_ms <= 0 else "more attention",
                 self.less_attention_ms,
             ),
             Change("less waiting" if self.waiting_ms <= 0 else "more waiting", self.waiting_ms),
-            Change("rest of the step", self.rest_ms),
-            Change("machine", self.machine_ms),
+            Change("optimizer, gradients", self.rest_ms),
+            Change("noise", self.machine_ms),
         )
 
     @property

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.report.charts.figure import ReportError
 from sparsebalance_megatron.report.comparison import paired, settled
 from sparsebalance_megatron.report.timeline import (
     Timeline,
@@ -38,12 +37,16 @@ from sparsebalance_megatron.telemetry.step_record import MicroBatchTimes, Step
 
 _MOST_PLACES = 1_000_000
 MOST_STEPS_READ = 64
-"""Steps whose micro-batches are read, besides the one that is drawn."""
+"""Steps whose micro-batches are read for means over steps."""
+
+
+class ReportError(ValueError):
+    """There is nothing to report, or nothing to report it with."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """One run. ``ranks`` and ``times`` hold the iterations that were read of ``iterations``."""
+    """A run. ``ranks`` and ``times`` hold the iterations that were read of ``iterations``."""
 
     log: RunLog
     ranks: RankLogs
@@ -52,19 +55,13 @@ class Evidence:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Of the run's header; empty where it is missing."""
+        """The configuration in the run's header; empty where it is missing."""
         config = self.log.header.get("config")
         return config if isinstance(config, Mapping) else {}
 
     @property
     def problems(self) -> tuple[str, ...]:
         return (*self.log.problems, *self.ranks.problems)
-
-    def sampled(self, read: Collection[int]) -> str:
-        """How many steps ``read`` stands for, in words."""
-        if len(read) >= len(self.iterations):
-            return f"all {len(read)} steps"
-        return f"{len(read)} of {len(self.iterations):,} steps, evenly chosen"
 
     def predicted(self, iteration: int) -> Timeline | None:
         times = self.times.get(iteration)
@@ -127,17 +124,17 @@ def gather(log: RunLog, iterations: Collection[int]) -> Evidence:
 
 
 def iterations_of(log: RunLog) -> tuple[int, ...]:
-    """Those of the step log, or else of the ranks."""
+    """The iterations of the step log, or without one those of the ranks' logs."""
     if log.steps:
         return tuple(step.iteration for step in log.steps)
     return rank_iterations(log.directory)
 
 
-def evenly(iterations: tuple[int, ...], most: int = MOST_STEPS_READ) -> tuple[int, ...]:
-    """At most so many, the first and the last among them."""
-    if len(iterations) <= most:
-        return iterations
-    places = np.linspace(0, len(iterations) - 1, most).round().astype(int)
+def evenly(iterations: Sequence[int]) -> tuple[int, ...]:
+    """At most :data:`MOST_STEPS_READ` of them, the first and the last included."""
+    if len(iterations) <= MOST_STEPS_READ:
+        return tuple(iterations)
+    places = np.linspace(0, len(iterations) - 1, MOST_STEPS_READ).round().astype(int)
     return tuple(iterations[place] for place in places)
 
 

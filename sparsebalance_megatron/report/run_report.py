@@ -7,50 +7,79 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparsebalance_megatron.report.charts.coverage import coverage_picture, scatter_picture
-from sparsebalance_megatron.report.charts.distributions import budgets_picture, lengths_picture
-from sparsebalance_megatron.report.charts.figure import Picture, ReportError, standalone
-from sparsebalance_megatron.report.charts.series import balance_picture, loss_picture
-from sparsebalance_megatron.report.charts.timeline import Panel, shown_places, timeline_picture
-from sparsebalance_megatron.report.charts.waterfall import ranks_picture, waterfall_picture
-from sparsebalance_megatron.report.comparison import Comparison, RunSummary, compare, summarize
+from sparsebalance_megatron.report.chart import Chart, run_name
+from sparsebalance_megatron.report.comparison import (
+    Comparison,
+    RunSummary,
+    compare,
+    settled,
+    summarize,
+)
 from sparsebalance_megatron.report.comparison_table import ROWS, columns_of
-from sparsebalance_megatron.report.page import Page, Table
+from sparsebalance_megatron.report.coverage_frames import Frame, coverage_frames
+from sparsebalance_megatron.report.headline import headline, noise, run_facts
+from sparsebalance_megatron.report.pictures import (
+    StepView,
+    rank_bars,
+    shown_places,
+    step_chart,
+    waterfall,
+)
+from sparsebalance_megatron.report.render import render_step
 from sparsebalance_megatron.report.run_data import (
     Evidence,
+    ReportError,
     choose_iteration,
     evenly,
     gather,
     open_log,
 )
-from sparsebalance_megatron.report.sentences import (
-    comparison_findings,
-    headline,
-    run_findings,
-    subtitle,
+from sparsebalance_megatron.report.tables import (
+    MICRO_BATCH_HEADINGS,
+    WORST_HEADINGS,
+    Table,
+    micro_batch_rows,
+    worst_iterations,
+    worst_rows,
 )
-from sparsebalance_megatron.report.step_table import HEADINGS, micro_batch_rows
 from sparsebalance_megatron.report.timeline import Timeline
-from sparsebalance_megatron.report.worst_steps import HEADINGS as WORST_HEADINGS
-from sparsebalance_megatron.report.worst_steps import worst_iterations, worst_rows
-from sparsebalance_megatron.telemetry.step_log import RunLog
+from sparsebalance_megatron.telemetry.step_log import RunLog, read_step_times
 
-_NOTES_IN_PAGE = 100
-_NOT_PREDICTED = "the log holds no predicted times of its micro-batches."
-_NOT_MEASURED = "not all of its times were measured."
-
-_Source = tuple[str, Timeline | None, Evidence]
-"""Name and timeline of a panel, and the run that it is of."""
+_MOST_NOTES = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A page, the numbers in it, and what it could not draw."""
+    """What a page says.
 
-    page: Page
+    ``missing``: what cannot be drawn of the step, and why. ``notes``: what the logs lack.
+    ``sampled``: which steps the bars of ranks are the mean of.
+    """
+
+    title: str
+    facts: str
+    headline: str
+    findings: Sequence[str]
     numbers: RunSummary | Comparison
+    numbers_table: Table
+    waterfall: Chart | None
+    ranks: Chart | None
+    sampled: str
+    worst_steps: Table
     iteration: int
-    not_drawn: Sequence[str]
+    step: Chart | None
+    missing: Sequence[str]
+    micro_batches: Table
+    coverage: Sequence[Frame]
+    coverage_iteration: int
+    notes: Sequence[str]
+
+    @property
+    def not_drawn(self) -> list[str]:
+        """Names of the pictures that the page lacks, and what the step lacks."""
+        pictures = {"ranks": self.ranks, "step": self.step, "coverage": self.coverage}
+        lacking = [f"{name}: not drawn" for name, drawn in pictures.items() if not drawn]
+        return [*self.missing, *lacking]
 
 
 def make_report(run_directory: Path, baseline_directory: Path | None, step: int | None) -> Report:
@@ -61,151 +90,109 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
 
     Raises:
         RunLogError: if a directory holds no readable log.
-        ReportError: if matplotlib is not installed, or the step is not logged.
+        ReportError: if the step is not logged.
     """
     log = open_log(run_directory)
     baseline_log = None if baseline_directory is None else open_log(baseline_directory)
     iteration = choose_iteration(log, baseline_log, step)
-    sample = evenly(tuple(each.iteration for each in log.steps) or (iteration,))
     worst = worst_iterations(log.steps)
-    evidence = gather(log, {*sample, iteration, *worst})
+    evidence = gather(log, {iteration, *worst})
     baseline = None if baseline_log is None else gather(baseline_log, {iteration})
     numbers = summarize(log.steps) if baseline_log is None else compare(baseline_log, log)
-    notes = (*evidence.problems, *(baseline.problems if baseline else ()))
-    if isinstance(numbers, Comparison):
-        notes = (*dict.fromkeys((*notes, *numbers.problems)),)
-    panels, missing = _panels(iteration, evidence, baseline)
-    page = Page(
-        title=f"Run {run_directory}"
-        + ("" if baseline_directory is None else f" against {baseline_directory}"),
-        subtitle=subtitle(log.header),
+    why = numbers.explanation if isinstance(numbers, Comparison) else None
+    views, missing = _views(iteration, evidence, baseline)
+    shown = {rank for rank, _ in shown_places(views)} if views else set()
+    sample = evenly([each.iteration for each in settled(log.steps)])
+    logs = {"this run": log} | ({} if baseline_log is None else {"baseline": baseline_log})
+    return Report(
+        title=" against ".join(run_name(each.directory) for each in logs.values()),
+        facts=run_facts(log.header),
         headline=headline(numbers),
-        reasons=_reasons(numbers, evidence, set(sample)),
-        findings=_findings(numbers),
-        numbers=_numbers(numbers),
-        worst_steps=Table(
-            headings=WORST_HEADINGS,
-            rows=worst_rows(worst, dict(evidence.times), evidence.ranks),
-            style="steps",
+        findings=noise(numbers),
+        numbers=numbers,
+        numbers_table=_numbers_table(numbers),
+        waterfall=None if why is None else waterfall(why),
+        ranks=rank_bars(
+            {
+                name: (each.steps, read_step_times(each.directory, sample) if each.steps else {})
+                for name, each in logs.items()
+            }
         ),
-        timeline=timeline_picture(iteration, panels, missing),
-        step_table=_step_table(iteration, evidence, panels),
-        pictures=_pictures(evidence, baseline_log),
-        notes=_shortened(notes),
+        sampled=f"{len(sample)} of {len(log.steps):,} steps, after the warm-up",
+        worst_steps=Table(WORST_HEADINGS, worst_rows(worst, evidence.times, evidence.ranks)),
+        iteration=iteration,
+        step=step_chart(views) if views else None,
+        missing=missing,
+        micro_batches=Table(
+            MICRO_BATCH_HEADINGS,
+            micro_batch_rows(
+                evidence.times.get(iteration), evidence.ranks.steps.get(iteration, {}), shown
+            ),
+        ),
+        coverage=coverage_frames(log.coverage, evidence.config),
+        coverage_iteration=log.coverage.iteration if log.coverage else 0,
+        notes=_notes(evidence, baseline, numbers),
     )
-    not_drawn = [
-        *(missing if panels else ()),
-        *(
-            f"{each.title}: not drawn. {each.caption}"
-            for each in (*page.reasons, page.timeline, *page.pictures)
-            if each.svg is None
-        ),
-    ]
-    return Report(page=page, numbers=numbers, iteration=iteration, not_drawn=not_drawn)
 
 
 def step_picture(run: RunLog, baseline: RunLog) -> tuple[int, str]:
     """A typical step of both runs as measured: its iteration, and an SVG file.
 
     Raises:
-        ReportError: if matplotlib is not installed, or no step was measured in both.
+        ReportError: if jinja2 is not installed, or no step was measured in both.
     """
     iteration = choose_iteration(run, baseline, None)
-    sources: list[_Source] = []
+    views = []
     for name, log in (("baseline", baseline), ("sparse balance", run)):
         evidence = gather(log, {iteration})
-        sources.append((name, evidence.measured(iteration), evidence))
-    panels = _drawn(iteration, sources)
-    if len(panels) < len(sources):
+        views += _view(name, evidence, iteration, evidence.measured(iteration))
+    if len(views) < 2:
         raise ReportError(
             f"{baseline.directory} and {run.directory} share no step with measured times"
         )
-    svg = timeline_picture(iteration, panels).svg
-    assert svg is not None
-    return iteration, standalone(svg)
+    return iteration, render_step(step_chart(views))
 
 
-def _panels(
+def _views(
     iteration: int, evidence: Evidence, baseline: Evidence | None
-) -> tuple[list[Panel], list[str]]:
-    """What can be drawn of the step, and sentences on what cannot."""
-    sources: list[_Source] = [
-        ("predicted", evidence.predicted(iteration), evidence),
-        ("measured", evidence.measured(iteration), evidence),
-    ]
-    if baseline is not None:
-        sources.append(("baseline, measured", baseline.measured(iteration), baseline))
-    missing = [
-        f"{name.capitalize()}: not drawn, "
-        + (_NOT_PREDICTED if name == "predicted" else _NOT_MEASURED)
-        for name, timeline, _ in sources
-        if timeline is None
-    ]
-    return _drawn(iteration, sources), missing
+) -> tuple[list[StepView], list[str]]:
+    """What can be drawn of the step, and what cannot."""
+    missing = []
+    views = _view("predicted", evidence, iteration, evidence.predicted(iteration))
+    if not views:
+        missing.append("Predicted: not drawn, no predicted times of micro-batches are logged.")
+    for name, side in (("measured", evidence), ("baseline, measured", baseline)):
+        if side is None:
+            continue
+        found = _view(name, side, iteration, side.measured(iteration))
+        if not found:
+            missing.append(f"{name.capitalize()}: not drawn, not all of its times were measured.")
+        views += found
+    return views, missing
 
 
-def _drawn(iteration: int, sources: Sequence[_Source]) -> list[Panel]:
-    return [
-        Panel(name=name, timeline=timeline, contents=of.ranks.steps.get(iteration, {}))
-        for name, timeline, of in sources
-        if timeline is not None
-    ]
+def _view(
+    name: str, evidence: Evidence, iteration: int, timeline: Timeline | None
+) -> list[StepView]:
+    """One view, or none without a timeline."""
+    contents = evidence.ranks.steps.get(iteration, {})
+    return [StepView(name=name, timeline=timeline, contents=contents)] if timeline else []
 
 
-def _reasons(
-    numbers: RunSummary | Comparison, evidence: Evidence, sample: set[int]
-) -> list[Picture]:
-    """Where the time goes, against the baseline and rank by rank."""
-    times = {each: evidence.times[each] for each in sample if each in evidence.times}
-    explanation = numbers.explanation if isinstance(numbers, Comparison) else None
-    return [
-        *([] if explanation is None else [waterfall_picture(explanation)]),
-        ranks_picture(times, evidence.log.steps, evidence.sampled(times)),
-    ]
-
-
-def _pictures(evidence: Evidence, baseline: RunLog | None) -> list[Picture]:
-    log, config = evidence.log, evidence.config
-    of_ranks = evidence.sampled(evidence.ranks.steps)
-    return [
-        balance_picture(log, baseline),
-        lengths_picture(evidence.ranks, config, of_ranks),
-        budgets_picture(evidence.ranks, config, of_ranks),
-        coverage_picture(log.coverage, config),
-        scatter_picture(evidence.times, log.steps, evidence.sampled(evidence.times)),
-        loss_picture(log, baseline),
-    ]
-
-
-def _findings(numbers: RunSummary | Comparison) -> list[str]:
-    if isinstance(numbers, Comparison):
-        return comparison_findings(numbers)
-    return [*run_findings(numbers), "No baseline was given, so no speedup is stated."]
-
-
-def _numbers(numbers: RunSummary | Comparison) -> Table:
+def _numbers_table(numbers: RunSummary | Comparison) -> Table:
     columns = columns_of(numbers)
     return Table(
-        headings=("", *columns, "how known"),
-        rows=[
-            (row.name, *(row.value(each) for each in columns.values()), row.kind) for row in ROWS
-        ],
-        style="names",
+        ("", *columns, "how it is known"),
+        [(row.name, *(row.value(run) for run in columns.values()), row.kind) for row in ROWS],
     )
 
 
-def _step_table(iteration: int, evidence: Evidence, panels: Sequence[Panel]) -> Table:
-    shown = {d for d, _ in shown_places(panels)} if panels else set()
-    return Table(
-        headings=HEADINGS,
-        rows=micro_batch_rows(
-            evidence.times.get(iteration), evidence.ranks.steps.get(iteration, {}), shown
-        ),
-        style="steps",
-    )
-
-
-def _shortened(notes: tuple[str, ...]) -> tuple[str, ...]:
-    if len(notes) <= _NOTES_IN_PAGE:
-        return notes
-    return (*notes[:_NOTES_IN_PAGE], f"{len(notes) - _NOTES_IN_PAGE} more like these")
+def _notes(
+    evidence: Evidence, baseline: Evidence | None, numbers: RunSummary | Comparison
+) -> list[str]:
+    compared = numbers.problems if isinstance(numbers, Comparison) else ()
+    found = (*evidence.problems, *(baseline.problems if baseline else ()), *compared)
+    notes = list(dict.fromkeys(found))
+    if len(notes) > _MOST_NOTES:
+        notes[_MOST_NOTES:] = [f"{len(notes) - _MOST_NOTES} more like these"]
+    return notes

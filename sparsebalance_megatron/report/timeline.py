@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sparsebalance_megatron.plan.schedules.operation_times import OperationTimes
 from sparsebalance_megatron.plan.schedules.orders import Schedule, megatron_order
-from sparsebalance_megatron.plan.schedules.simulator import simulate, simulate_together
+from sparsebalance_megatron.plan.schedules.simulator import simulate
 from sparsebalance_megatron.plan.step_plan import PlanError
 from sparsebalance_megatron.telemetry.rank_record import Place, RankStep
 from sparsebalance_megatron.telemetry.step_record import MicroBatchTimes
@@ -116,11 +117,7 @@ def _simulated(
 ) -> Timeline | None:
     """None where a time is missing or negative."""
     try:
-        if widths_RM.max() > 1:
-            events_R = simulate_together(times_2RPVM, widths_RM, schedule)
-        else:
-            by_rank = times_2RPVM.swapaxes(0, 1)
-            events_R = tuple(simulate(times_2PVM, schedule).events for times_2PVM in by_rank)
+        events_R = simulate(OperationTimes.of_micro_batches(times_2RPVM, widths_RM, schedule))
     except PlanError:
         return None
     return Timeline(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
-from sparsebalance_megatron.plan.measurement import DIRECTIONS
+from sparsebalance_megatron.learn.measurement import DIRECTIONS
 from sparsebalance_megatron.plan.metrics import imbalance
 from sparsebalance_megatron.report.timeline import Bar, Timeline
 from sparsebalance_megatron.report.trace_extras import device_ratios, same_work, waiting_ms

@@ -20,7 +20,7 @@ from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.cost.table import ModelShape
-from sparsebalance_megatron.cost.work_model import selected_blocks_per_token
+from sparsebalance_megatron.cost.work_model import work_model_named
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_plan import JobShape, MicroBatchPlan, PlanError, StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs
@@ -304,8 +304,7 @@ def _memory(job: AdvisedJob, choice: Choice, plan: StepPlan) -> MemoryModel:
         tied_embeddings=job.tied_embeddings,
         sequence_parallel=True,
         optimizer_ranks=data_parallel_size,
-        selected_blocks_per_token=selected_blocks_per_token(
-            job.selection,
+        selected_blocks_per_token=work_model_named(job.selection).list_entries_per_token(
             heads=job.shape.num_attention_heads,
             groups=job.shape.num_query_groups,
             block_size=choice.block_size,

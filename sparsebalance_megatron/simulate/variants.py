@@ -16,11 +16,13 @@ import numpy as np
 from sparsebalance_megatron.config import Batching, ContextParallel, CoverageTarget, Tuning
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.learn.batch_sizes import BatchSizes
+from sparsebalance_megatron.learn.measurement import CoverageTotals, StepMeasurement
+from sparsebalance_megatron.learn.scheduler import Scheduler
+from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.plan.budgets.problem import feasible_range
 from sparsebalance_megatron.plan.context_groups import widest_slot
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.measurement import CoverageTotals, StepMeasurement
-from sparsebalance_megatron.plan.scheduler import Scheduler
 from sparsebalance_megatron.plan.schedules.step_bounds import step_bounds
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import Expectation, JobShape, PlanPolicy, StepPlan
@@ -187,7 +189,7 @@ def evaluate(
 ) -> dict[str, Outcome]:
     """Every variant's outcome on the same samples; the first variant is the baseline.
 
-    A :class:`~sparsebalance_megatron.plan.scheduler.Scheduler` plans each step when it begins, and
+    A :class:`~sparsebalance_megatron.learn.scheduler.Scheduler` plans each step when it begins, and
     learns that the step took what was predicted and reached the coverage that was expected.
 
     Args:
@@ -219,16 +221,18 @@ class _Run:
 
 def _runs(workload: Workload, variant: Variant, clock: Callable[[], float]) -> list[_Run]:
     order = _SampleOrder(workload.batches)
-    scheduler = Scheduler(
-        job=workload.job_of(variant),
+    job, batch_size = workload.job_of(variant), len(workload.batches[0])
+    planner = StepPlanner(
+        job=job,
         policy=workload.policy_of(variant),
         cost=workload.cost,
         coverage=copy.deepcopy(workload.coverage),
-        index=order,
-        global_batch_size=len(workload.batches[0]),
+        global_batch_size=batch_size,
         calibrate="off",
         clock=clock,
     )
+    sizes = BatchSizes.constant(batch_size)
+    scheduler = Scheduler(planner, job=job, index=order, batch_sizes=sizes)
     runs = []
     for step in range(len(workload.batches)):
         planned = scheduler.planned(step)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.plan.measurement import DIRECTIONS, Piece, RankPlace, Span, StepTimes
-from sparsebalance_megatron.plan.planned_step import PlannedStep
+from sparsebalance_megatron.learn.measurement import DIRECTIONS, Piece, RankPlace, Span, StepTimes
+from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.step_plan import JobShape, MicroBatchPlan
 from sparsebalance_megatron.telemetry.jsonl import (
     BadLineError,

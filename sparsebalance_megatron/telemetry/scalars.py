@@ -16,9 +16,9 @@ import numpy as np
 
 from sparsebalance_megatron.cost.flops import training_flops
 from sparsebalance_megatron.cost.table import ModelShape
-from sparsebalance_megatron.plan.measurement import CoverageTotals, StepMeasurement
+from sparsebalance_megatron.learn.measurement import CoverageTotals, StepMeasurement
+from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms, stage_busy_ms
-from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.telemetry.step_record import FinishedStep
 
@@ -58,7 +58,8 @@ class ScalarWriter:
 
     def write(self, iteration: int, values: Mapping[str, float]) -> None:
         """Write all values that are finite, under :data:`PREFIX`."""
-        named = {f"{PREFIX}/{name}": value for name, value in values.items() if math.isfinite(value)}
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        named = {f"{PREFIX}/{name}": value for name, value in finite.items()}
         if self._tensorboard is not None:
             for name, value in named.items():
                 self._tensorboard.add_scalar(name, value, iteration)

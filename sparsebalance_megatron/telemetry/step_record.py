@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.plan.measurement import DIRECTIONS, StepMeasurement
+from sparsebalance_megatron.learn.measurement import DIRECTIONS, StepMeasurement
+from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms, stage_busy_ms
-from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.telemetry.jsonl import (
     BadLineError,

@@ -7,7 +7,7 @@ from argparse import Namespace
 from dataclasses import replace
 
 from sparsebalance_megatron.cost.memory import MemoryModel, memory_lines, stage_memory
-from sparsebalance_megatron.cost.work_model import selected_blocks_per_token
+from sparsebalance_megatron.cost.work_model import work_model_named
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.training.inputs import Inputs
 
@@ -26,8 +26,7 @@ def describe_memory(args: Namespace, inputs: Inputs, plan: StepPlan) -> list[str
         tied_embeddings=not args.untie_embeddings_and_output_weights,
         sequence_parallel=inputs.settings.sequence_parallel,
         optimizer_ranks=args.data_parallel_size if args.use_distributed_optimizer else 1,
-        selected_blocks_per_token=selected_blocks_per_token(
-            inputs.config.selection,
+        selected_blocks_per_token=work_model_named(inputs.config.selection).list_entries_per_token(
             heads=shape.num_attention_heads,
             groups=shape.num_query_groups,
             block_size=inputs.config.block_size,

@@ -13,8 +13,8 @@ import numpy as np
 
 from sparsebalance_megatron.cost.model import COUNTED
 from sparsebalance_megatron.data.blend import read_blends
+from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.megatron.compat import megatron_version
-from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.training.dry_run_memory import describe_memory
 from sparsebalance_megatron.training.inputs import CostedInputs
 

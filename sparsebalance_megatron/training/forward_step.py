@@ -73,9 +73,9 @@ class ForwardStep:
             step=micro_batch.step,
             position=micro_batch.position,
             chunk=micro_batch.chunk,
-            share=micro_batch.share,
+            sequence=micro_batch.sequence,
         )
-        if context.shared is not None:
+        if context.sequence is not None:
             use_true_positions(model)
         if micro_batch.training:
             self._run().begin_micro_batch(context)
@@ -127,14 +127,14 @@ def count_sequences(packed: BudgetedPackedSeqParams) -> None:
     padding it sees nothing: it counts useful work.
     """
     micro_batch = packed.micro_batch
-    cu_seqlens, shared = packed.cu_seqlens_q, None
+    cu_seqlens, sequence = packed.cu_seqlens_q, None
     if micro_batch is not None:
         cu_seqlens = cu_seqlens[: len(cu_seqlens) - micro_batch.padding_documents]
-        shared = micro_batch.shared
-    if shared is None:
+        sequence = micro_batch.sequence
+    if sequence is None:
         update_sequence_statistics(cu_seqlens)
         return
-    first = shared.group.member == 0
+    first = sequence.group.member == 0
     times = parallel_state.get_context_parallel_world_size() if first else 0
     update_sequence_statistics(cu_seqlens, times=times)
 

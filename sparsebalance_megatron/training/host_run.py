@@ -20,16 +20,16 @@ import torch
 from megatron.core import parallel_state
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.learn.host_job import HostJob
+from sparsebalance_megatron.learn.host_planner import HostPlanner
+from sparsebalance_megatron.learn.measurement import StepMeasurement
+from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, replace_core_attention
 from sparsebalance_megatron.megatron.layout_cache import LayoutCache
 from sparsebalance_megatron.megatron.packed_seq_params import micro_batch_context
 from sparsebalance_megatron.megatron.settings import host_job
 from sparsebalance_megatron.megatron.unsupported import check_model
-from sparsebalance_megatron.plan.host_job import HostJob
-from sparsebalance_megatron.plan.host_planner import HostPlanner
-from sparsebalance_megatron.plan.measurement import StepMeasurement
-from sparsebalance_megatron.plan.planned_step import PlannedStep
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.training.agreement import check_executed_plans, shown
 from sparsebalance_megatron.training.own_loop import TrainerLoop

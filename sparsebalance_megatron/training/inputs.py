@@ -21,12 +21,12 @@ from sparsebalance_megatron.data.blend import Blend, read_blends
 from sparsebalance_megatron.data.blend_index import open_samples
 from sparsebalance_megatron.data.sample_order import Samples, SourceFacts
 from sparsebalance_megatron.data.samples import Split
-from sparsebalance_megatron.installed_selectors import source_of
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
 from sparsebalance_megatron.plan.coverage import budget_grid
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy
 from sparsebalance_megatron.profiling.startup import AUTO
+from sparsebalance_megatron.selector_registry import source_of
 
 
 @dataclass(frozen=True, kw_only=True)

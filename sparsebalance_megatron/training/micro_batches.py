@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Protocol
 
+from sparsebalance_megatron.attention.context_parallel.slice import SequenceGroup, SequenceSlice
 from sparsebalance_megatron.data.packing import (
     PackedRow,
     Sample,
@@ -21,10 +22,9 @@ from sparsebalance_megatron.data.packing import (
     padding_tokens,
 )
 from sparsebalance_megatron.data.sample_order import Samples
-from sparsebalance_megatron.megatron.context_groups import ContextGroups
-from sparsebalance_megatron.megatron.row_share import RowShare, member_tokens, share_of_row
-from sparsebalance_megatron.plan.batch_sizes import BatchSizes
-from sparsebalance_megatron.plan.planned_step import PlannedStep
+from sparsebalance_megatron.learn.batch_sizes import BatchSizes
+from sparsebalance_megatron.learn.planned_step import PlannedStep
+from sparsebalance_megatron.megatron.sequence_groups import SequenceGroups
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
 
 
@@ -44,23 +44,24 @@ class RowPacking:
 
     block_size: int
     pad_to_multiple_of: int = 1
-    groups: ContextGroups | None = None
+    groups: SequenceGroups | None = None
 
     def cu_seqlens(self, slot: MicroBatchPlan) -> tuple[int, ...]:
         """Boundaries of the whole row in tokens, padding included."""
         return packed_cu_seqlens(slot.lengths_tokens, *self._padding(slot))
 
-    def share(self, slot: MicroBatchPlan) -> RowShare | None:
-        """What this rank computes of one of its slots; None where every row lies on one rank.
+    def slice(self, slot: MicroBatchPlan) -> SequenceSlice | None:
+        """What this rank holds of one of its micro-batches; None where no sequence is shared.
 
         Raises:
-            PlanError: no group was made for the ranks of the slot.
+            PlanError: no group was made for the ranks of the micro-batch.
         """
-        if self.groups is None:
-            return None
-        return share_of_row(
+        return None if self.groups is None else self._slice(slot, self.groups.of(slot))
+
+    def _slice(self, slot: MicroBatchPlan, group: SequenceGroup) -> SequenceSlice:
+        return SequenceSlice.dealt(
             self.cu_seqlens(slot),
-            self.groups.of_slot(slot),
+            group,
             block_size=self.block_size,
             pad_to_multiple_of=self.pad_to_multiple_of,
         )
@@ -71,19 +72,20 @@ class RowPacking:
         row = pack(
             samples, pad_to_multiple_of=pad_to_multiple_of, padding_documents=padding_documents
         )
-        share = self.share(slot)
-        if share is None:
+        held = self.slice(slot)
+        if held is None:
             return row
-        return row.part(share.tokens_T, padding_tokens=share.padding_tokens)
+        return row.part(held.tokens_T, padding_tokens=held.padding_tokens)
 
     def padded_tokens(self, slot: MicroBatchPlan) -> int:
         """Tokens that the slot's ranks compute beside those of its samples."""
         if slot.width == 1:
             return padding_tokens(slot.tokens, self.pad_to_multiple_of)
-        cu_seqlens = self.cu_seqlens(slot)
-        padding = cu_seqlens[-1] - slot.tokens
-        shares = member_tokens(cu_seqlens, slot.width, block_size=self.block_size)
-        return padding + sum(padding_tokens(tokens, self.pad_to_multiple_of) for tokens in shares)
+        held = self._slice(slot, SequenceGroup(members=slot.width))
+        padding = held.cu_seqlens[-1] - slot.tokens
+        return padding + sum(
+            padding_tokens(tokens, self.pad_to_multiple_of) for tokens in held.tokens_per_member
+        )
 
     def _padding(self, slot: MicroBatchPlan) -> tuple[int, int]:
         """What the whole row divides by, and its padding documents."""
@@ -170,10 +172,10 @@ class LocalMicroBatch:
     """One micro-batch as this rank runs it, from the iterator to the step's end.
 
     ``step``, ``position`` and ``chunk`` say where it runs: training step, place in the rank's order
-    and virtual stage. ``cu_seqlens`` bounds its samples in the whole row, and padding; ``share`` is
-    what this rank computes of it, None where every row lies on one rank. ``row`` holds tokens and
-    labels of that on stages that read them (embedding or loss) and is None on all others:
-    boundaries, shares and budgets follow from the plan alone.
+    and virtual stage. ``cu_seqlens`` bounds its samples in the packed sequence, and padding;
+    ``sequence`` is this rank's slice of it, None where every sequence lies on one rank. ``row``
+    holds tokens and labels of that on stages that read them (embedding or loss) and is None on all
+    others: boundaries, slices and budgets follow from the plan alone.
     """
 
     step: int
@@ -182,7 +184,7 @@ class LocalMicroBatch:
     training: bool
     plan: MicroBatchPlan
     cu_seqlens: tuple[int, ...]
-    share: RowShare | None
+    sequence: SequenceSlice | None
     row: PackedRow | None
 
 
@@ -238,7 +240,7 @@ class MicroBatchIterator:
             training=self._training,
             plan=plan,
             cu_seqlens=self._packing.cu_seqlens(plan),
-            share=self._packing.share(plan),
+            sequence=self._packing.slice(plan),
             row=self._row(planned),
         )
         self._position += 1

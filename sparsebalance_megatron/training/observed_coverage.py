@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sparsebalance_megatron.learn.measurement import Piece
 from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, MicroBatchContext
 from sparsebalance_megatron.plan.coverage import length_bucket
-from sparsebalance_megatron.plan.measurement import Piece
 
 EXECUTED, BASE, GROWN, TOKENS, LOST_TOKENS = range(-5, 0)
 """Columns behind the K of the grid: executed coverage, coverage at base budgets, 1 where the guard
@@ -42,7 +42,7 @@ class ObservedCoverage:
         """
         pieces, buckets, columns = [], [], []
         for context in seen:
-            if context.shared is not None and context.shared.group.member > 0:
+            if context.sequence is not None and context.sequence.group.member > 0:
                 continue
             blocks = context.layout.blocks_per_document
             samples = len(blocks) - context.padding_documents

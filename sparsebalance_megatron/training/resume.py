@@ -9,8 +9,8 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.megatron.compat import last_saved_iteration
-from sparsebalance_megatron.plan.scheduler import StateError
 from sparsebalance_megatron.training.inputs import CostedInputs, fingerprint
 
 _SAMPLES = "training samples"

@@ -19,12 +19,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sparsebalance_megatron.cost.parts import Direction
+from sparsebalance_megatron.learn.measurement import RankPlace, StepMeasurement
+from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.measurement import RankPlace, StepMeasurement
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms
-from sparsebalance_megatron.plan.planned_step import PlannedStep
-from sparsebalance_megatron.plan.schedules.orders import schedule_of
 from sparsebalance_megatron.plan.step_plan import Expectation, JobShape, StepPlan
 from sparsebalance_megatron.profiling.clocks import CudaEventClock, HostClock
 from sparsebalance_megatron.telemetry.scalars import PREFIX
@@ -63,7 +62,9 @@ class Loop(Protocol):
 class Samples(Protocol):
     """What a run needs of whoever owns the data: plans made from the lengths of coming samples."""
 
-    coverage: CoverageCurves
+    @property
+    def coverage(self) -> CoverageCurves:
+        """What is known of coverage."""
 
     def planned(self, step: int) -> PlannedStep:
         """The plan of the step that runs, or of one that comes."""
@@ -329,7 +330,7 @@ def rank_place() -> RankPlace:
 
 def backward_order(job: JobShape, stage: int, micro_batches: int) -> list[tuple[int, int]]:
     """(chunk, micro-batch) of every backward of a pipeline stage, in the schedule's order."""
-    order = schedule_of(job)(job.pipeline_stages, micro_batches, job.virtual_stages)
+    order = job.schedule(job.pipeline_stages, micro_batches, job.virtual_stages)
     return [
         (operation.chunk, operation.micro_batch)
         for operation in order.by_stage[stage]

@@ -9,12 +9,12 @@ from dataclasses import replace
 from functools import partial
 
 from sparsebalance_megatron.data.sample_order import Samples
-from sparsebalance_megatron.megatron.context_groups import make_context_groups
-from sparsebalance_megatron.plan.batch_sizes import BatchSizes
+from sparsebalance_megatron.learn.batch_sizes import BatchSizes
+from sparsebalance_megatron.learn.measurement import RankPlace
+from sparsebalance_megatron.learn.scheduler import Scheduler, evaluation_scheduler
+from sparsebalance_megatron.learn.step_planner import StepPlanner
+from sparsebalance_megatron.megatron.sequence_groups import make_sequence_groups
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.evaluation_schedule import EvaluationSchedule
-from sparsebalance_megatron.plan.measurement import RankPlace
-from sparsebalance_megatron.plan.scheduler import Scheduler
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.training.inputs import CostedInputs
 from sparsebalance_megatron.training.micro_batches import (
@@ -43,7 +43,7 @@ class DataSamples:
         self.packing = RowPacking(
             block_size=inputs.config.block_size,
             pad_to_multiple_of=settings.pad_to_multiple_of,
-            groups=make_context_groups(
+            groups=make_sequence_groups(
                 inputs.policy.max_context_parallel,
                 exchange=inputs.config.exchange,
                 ranks_per_node=settings.neighbours_per_node,
@@ -84,7 +84,7 @@ class DataSamples:
         batch_size = settings.eval_global_batch_size or settings.global_batch_size
         micro_batch_size = settings.eval_micro_batch_size or settings.micro_batch_size
         micro_batches = batch_size // (micro_batch_size * settings.data_parallel_size)
-        schedule = EvaluationSchedule(
+        schedule = evaluation_scheduler(
             job=replace(job, micro_batches=micro_batches),
             policy=self._inputs.policy,
             cost=self._inputs.cost,
@@ -92,6 +92,7 @@ class DataSamples:
             index=index,
             global_batch_size=batch_size,
             dense=self._inputs.config.eval_attention == "dense",
+            clock=time.perf_counter,
         )
         return self._iterator(
             schedule,
@@ -138,15 +139,20 @@ class DataSamples:
 
 def make_scheduler(inputs: CostedInputs) -> Scheduler:
     """What plans a run, before it has observed anything."""
-    config = inputs.config
-    return Scheduler(
+    config, sizes = inputs.config, inputs.settings.batch_sizes
+    planner = StepPlanner(
         job=inputs.job,
         policy=inputs.policy,
         cost=inputs.cost,
         coverage=CoverageCurves(inputs.job.layers, inputs.grid[-1], config.coverage_decay),
-        index=inputs.train,
-        global_batch_size=inputs.settings.batch_sizes,
+        global_batch_size=sizes.largest,
         calibrate=config.calibration,
         clock=time.perf_counter,
+    )
+    return Scheduler(
+        planner,
+        job=inputs.job,
+        index=inputs.train,
+        batch_sizes=sizes,
         worker=ThreadPoolExecutor(1, "sparse-balance-plan") if config.planning == "ahead" else None,
     )

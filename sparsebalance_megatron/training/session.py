@@ -15,8 +15,9 @@ import torch
 
 from sparsebalance_megatron.config import flag_name
 from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.learn.scheduler import Scheduler
+from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.megatron.kept_attention import bytes_per_token
-from sparsebalance_megatron.plan.scheduler import Scheduler, StateError
 from sparsebalance_megatron.profiling.startup import shared_cost_table
 from sparsebalance_megatron.telemetry.log_directory import LogDirectory, LogDirectoryError
 from sparsebalance_megatron.training.agreement import check_ranks_agree, gather_or_raise

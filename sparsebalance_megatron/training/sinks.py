@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from sparsebalance_megatron.learn.measurement import RankPlace, StepTimes
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.measurement import RankPlace, StepTimes
 from sparsebalance_megatron.telemetry.coverage_record import coverage_record
 from sparsebalance_megatron.telemetry.log_file import JsonLinesFile
 from sparsebalance_megatron.telemetry.log_writer import BackgroundLog, BackgroundWriter

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from sparsebalance_megatron.plan.measurement import (
+from sparsebalance_megatron.learn.measurement import (
     CoverageTotals,
     RankPlace,
     RecomputeTotals,

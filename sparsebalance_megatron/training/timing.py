@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from sparsebalance_megatron.learn.measurement import Span, StepTimes
 from sparsebalance_megatron.megatron.timers import FORWARD_TIMER, SCHEDULE_TIMER
-from sparsebalance_megatron.plan.measurement import Span, StepTimes
 from sparsebalance_megatron.profiling.clocks import Clock
 
 

@@ -23,26 +23,51 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention, kernel_named
 from sparsebalance_megatron.attention.impl import (
-    dense_documents,
-    gathered_units,
-    own_blocks,
+    assembled,
+    blocks,
     tile_attention,
     tokens,
 )
+from sparsebalance_megatron.attention.kernel import Saved
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.merge import merge_partials
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
+from sparsebalance_megatron.attention.selectors import rank_row, selector_named
+from sparsebalance_megatron.selector_registry import BUILT_IN
 
 SCALE = 0.4
-_EXAMPLE = Path(__file__).parents[2] / "examples" / "selectors" / "quest.py"
+_EXAMPLES = Path(__file__).parents[2] / "examples" / "selectors"
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
 @functools.cache
-def example_selector() -> Any:
-    """The selector of examples/selectors, as a package that brings one would."""
-    return runpy.run_path(str(_EXAMPLE))["QUEST"]
+def example_selector(name: str = "quest.py:QUEST") -> Any:
+    """A selector of examples/selectors, as a package that brings one would."""
+    file, _, selector = name.partition(":")
+    return runpy.run_path(str(_EXAMPLES / file))[selector]
+
+
+def saved(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    out_THD: Tensor,
+    lse_TH: Tensor,
+    selection: Selection,
+) -> Saved:
+    """What a backward pass takes."""
+    return Saved(
+        q_THD=q_THD,
+        k_TGD=k_TGD,
+        v_TGD=v_TGD,
+        out_THD=out_THD,
+        lse_TH=lse_TH,
+        selection=selection,
+        softmax_scale=SCALE,
+    )
+
+
+SELECTORS = {name: selector_named(name) for name in BUILT_IN}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +163,7 @@ def make_case(
     *,
     block: int,
     head_dim: int,
-    granularity: str = "query-block-lookahead",
+    granularity: str = "previous-block",
     heads: int = 4,
     kv_heads: int = 2,
     dtype: torch.dtype = torch.float32,
@@ -151,7 +176,7 @@ def make_case(
         torch.randn(tokens, *shape, head_dim, generator=generator).to(dtype) for shape in shapes
     )
     layout = packed_layout(cu_seqlens, block, "cpu")
-    selector = SELECTORS[granularity]
+    selector = selector_named(granularity)
     ranking = rank_row(
         selector, q, k, layout, softmax_scale=SCALE, max_budget=max(budgets), observe=False
     )
@@ -191,7 +216,7 @@ def compute_as_off_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     As many tiles at once as for a core, not as for an accelerator, which fills up to that many.
     """
-    for module in (dense_documents, gathered_units, own_blocks, tile_attention, tokens):
+    for module in (assembled, blocks, tile_attention, tokens):
         monkeypatch.setattr(module, "host_may_read", lambda device: False)
     monkeypatch.setattr(tile_attention, "_SCORES_AT_ONCE", tile_attention._SCORES_AT_ONCE // 1024)
 
@@ -307,7 +332,7 @@ def in_shards(
         )
         out[rows], lse[rows] = (x.cpu() for x in merged)
         for kv, (keys, part) in zip(inputs, parts, strict=True):
-            gradients = kernel.backward(dout_on, q_on, *kv, *merged, part, softmax_scale=SCALE)
+            gradients = kernel.backward(dout_on, saved(q_on, *kv, *merged, part))
             for whole, places, x in zip((dq, dk, dv), (rows, keys, keys), gradients, strict=True):
                 whole[places] += x.cpu()
     return out, lse, dq, dk, dv

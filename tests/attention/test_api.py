@@ -37,7 +37,8 @@ from sparsebalance_megatron.attention.impl import tile_attention
 from sparsebalance_megatron.attention.impl import tokens as tokens_module
 from sparsebalance_megatron.attention.impl import triton as triton_module
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
+from sparsebalance_megatron.attention.selectors import rank_row, selector_named
+from sparsebalance_megatron.selector_registry import BUILT_IN
 
 BLOCK, HEAD_DIM = 8, 8
 CASES = [
@@ -54,7 +55,7 @@ def _case(cu_seqlens: list[int], budgets: list[int], **settings: Any) -> Case:
 
 
 def _serving(granularity: str) -> tuple[str, ...]:
-    return ("blocks" if granularity == "query-block-lookahead" else "tokens", "reference")
+    return ("blocks" if granularity == "previous-block" else "tokens", "reference")
 
 
 @pytest.mark.parametrize(("cu_seqlens", "budgets"), CASES)
@@ -183,9 +184,7 @@ def test_lists_masked_at_full_width_equal_sorted_lists(
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "granularity", ["query-block-lookahead", "token-kv-head", "token-query-head"]
-)
+@pytest.mark.parametrize("granularity", ["previous-block", "token-kv-head", "token-query-head"])
 @pytest.mark.parametrize("scores_at_once", [1, 700, 3000])
 def test_results_do_not_depend_on_what_is_computed_at_once(
     granularity: str, scores_at_once: int, monkeypatch: pytest.MonkeyPatch
@@ -266,7 +265,7 @@ def test_mass_covered_grows_with_the_budget() -> None:
         assert (more > less + 1e-3).any()
 
 
-@pytest.mark.parametrize("granularity", ["query-block-lookahead", "token-query-head"])
+@pytest.mark.parametrize("granularity", ["previous-block", "token-query-head"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_passes_repeat_every_bit(granularity: str, reentrant: bool) -> None:
     case = _case([0, 30, 51], [3, 2], granularity=granularity)
@@ -371,7 +370,7 @@ def test_router_coverage_is_the_true_mass_where_keys_of_a_block_agree() -> None:
         for _ in range(2)
     )
     layout = packed_layout([0, tokens], BLOCK, "cpu")
-    selector = SELECTORS["query-block-lookahead"]
+    selector = selector_named("token-query-head")
     ranking = rank_row(selector, q, k, layout, softmax_scale=SCALE, max_budget=1, observe=True)
     curves_SK = selector.coverage(ranking)
     lse = [
@@ -441,7 +440,7 @@ def test_wrong_arguments_are_named() -> None:
         attend(selection=dataclasses.replace(case.selection, own_block_N=own_block_N))
 
 
-@pytest.mark.parametrize("granularity", list(SELECTORS))
+@pytest.mark.parametrize("granularity", list(BUILT_IN))
 @pytest.mark.parametrize("boundaries", [[0, 21, 48], torch.tensor([0, 21, 48], dtype=torch.int32)])
 def test_one_call_is_its_steps(granularity: str, boundaries: list[int] | Tensor) -> None:
     case = _case([0, 21, 48], [2, 3], granularity=granularity)
@@ -466,7 +465,7 @@ def test_one_call_is_its_steps(granularity: str, boundaries: list[int] | Tensor)
         ({"cu_seqlens": [0, 9]}, "with 9 tokens as in the layout"),
         ({"cu_seqlens": [0, 9, 9, 20]}, "document 1 has 0 tokens"),
         ({"cu_seqlens": torch.empty(3, device="meta")}, "lies on meta, .* a tensor on the CPU"),
-        ({"selection": "token"}, "selection 'token': must be one of token-query-head, "),
+        ({"selection": "token"}, "token: must be one of token-query-head, "),
         ({"implementation": "fast"}, "implementation 'fast': must be one of"),
     ],
 )

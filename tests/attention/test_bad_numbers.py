@@ -10,13 +10,13 @@ import math
 
 import pytest
 import torch
-from attention.cases import SCALE, compute_as_off_the_cpu
+from attention.cases import SCALE, SELECTORS, compute_as_off_the_cpu
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
+from sparsebalance_megatron.attention.selectors import rank_row, selector_named
 from sparsebalance_megatron.attention.selectors.block_topk import BlockTopK
 
 BLOCK = 16
@@ -46,7 +46,7 @@ def _spoil(x_THD: Tensor, value: float) -> Tensor:
 
 def _select(q_THD: Tensor, k_TGD: Tensor, selection: str, budget: int = 3) -> Selection:
     layout = packed_layout(BOUNDARIES, BLOCK, "cpu")
-    selector = SELECTORS[selection]
+    selector = selector_named(selection)
     ranking = rank_row(
         selector,
         *(q_THD, k_TGD, layout),
@@ -160,7 +160,7 @@ def test_padding_of_lists_reads_no_other_document(
     broken_qkv = [x.clone() for x in qkv]
     for x in broken_qkv:
         x[own] = value
-    broken, clean = (_attend(x, "query-block-lookahead", "blocks") for x in (broken_qkv, qkv))
+    broken, clean = (_attend(x, "previous-block", "blocks") for x in (broken_qkv, qkv))
     for ours, expected in zip(broken, clean, strict=True):
         ours[own] = expected[own] = 0.0
         assert torch.equal(ours, expected)

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention.cases import SCALE, example_selector
+from attention.cases import SCALE, SELECTORS, example_selector
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import budgeted_attention
-from sparsebalance_megatron.attention.selectors import SELECTORS
 
 BLOCK = 16
-EVERY_SELECTOR = dict(SELECTORS) | {"quest": example_selector()}
+EVERY_SELECTOR = SELECTORS | {"quest": example_selector()}
 CU_SEQLENS = [0, 21, 160, 197]
 CHANGED = (1, 37, 52, 100, 101, 159, 190)
 """Tokens inside, at the beginning and at the end of blocks; the long document begins at 21."""
-LOOKING_AHEAD = ("query-block-lookahead", "vertical-slash-last-queries")
+LOOKING_AHEAD = ("vertical-slash-last-queries",)
 SERVING = [
     (name, implementation)
     for name, selector in EVERY_SELECTOR.items()

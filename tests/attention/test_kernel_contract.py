@@ -20,10 +20,10 @@ from attention.cases import (
 from sparsebalance_megatron.attention.api import block_sparse_attention
 
 SERVING = [
-    pytest.param("blocks", "query-block-lookahead", id="blocks"),
+    pytest.param("blocks", "previous-block", id="blocks"),
     pytest.param("tokens", "token-kv-head", id="tokens-kv-head"),
     pytest.param("tokens", "token-query-head", id="tokens-query-head"),
-    pytest.param("reference", "query-block-lookahead", id="reference-query-block"),
+    pytest.param("reference", "previous-block", id="reference-query-block"),
     pytest.param("reference", "token-query-head", id="reference-token"),
 ]
 CU_SEQLENS, BUDGETS, BLOCKS = [0, 1, 2, 30, 51, 111], [1, 3, 2, 3, 5], 17

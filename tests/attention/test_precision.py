@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention.cases import SCALE
+from attention.cases import SCALE, SELECTORS, saved
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -18,7 +18,7 @@ from sparsebalance_megatron.attention import precision
 from sparsebalance_megatron.attention.api import budgeted_attention, kernel_named
 from sparsebalance_megatron.attention.autograd import Attention
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
+from sparsebalance_megatron.attention.selectors import rank_row, selector_named
 
 CU_SEQLENS = [0, 37, 139]
 SERVING = [
@@ -79,7 +79,9 @@ def test_modes_of_the_host_see_none_of_the_kernels_operations(
     selection: str, implementation: str
 ) -> None:
     q_THD, k_TGD, v_TGD = _qkv(torch.float32)
-    lists = SELECTORS[selection].select(_ranking(selection, q_THD, k_TGD), torch.tensor([2, 3]))
+    lists = selector_named(selection).select(
+        _ranking(selection, q_THD, k_TGD), torch.tensor([2, 3])
+    )
     kernel = kernel_named(implementation)
     with _Seen() as of_the_kernel:
         kernel.forward(q_THD, k_TGD, v_TGD, lists, softmax_scale=SCALE)
@@ -95,7 +97,7 @@ def test_modes_of_the_host_see_none_of_the_kernels_operations(
 
 def _ranking(selection: str, q_THD: Tensor, k_TGD: Tensor) -> Any:
     return rank_row(
-        SELECTORS[selection],
+        selector_named(selection),
         *(q_THD, k_TGD, packed_layout(CU_SEQLENS, 16, "cpu")),
         softmax_scale=SCALE,
         max_budget=3,
@@ -109,25 +111,26 @@ def test_autocast_leaves_lists_and_mass_alone(selection: str) -> None:
     outside = _ranking(selection, q_THD, k_TGD)
     with _autocast():
         inside = _ranking(selection, q_THD, k_TGD)
-        curves_SK = SELECTORS[selection].coverage(inside)
+        curves_SK = selector_named(selection).coverage(inside)
     for name, found in vars(inside).items():
         if isinstance(found, Tensor):
             assert torch.equal(found, getattr(outside, name)), name
     assert inside.mass_SK is not None
-    assert torch.equal(curves_SK, SELECTORS[selection].coverage(outside))
+    assert torch.equal(curves_SK, selector_named(selection).coverage(outside))
 
 
 @pytest.mark.parametrize(("selection", "implementation"), SERVING)
 def test_gradients_of_bfloat16_are_computed_in_float32(selection: str, implementation: str) -> None:
     """Every step of it: the result is rounded once, at the end."""
-    selector = SELECTORS[selection]
+    selector = selector_named(selection)
     q_THD, k_TGD, v_TGD = _qkv(torch.bfloat16)
     lists = selector.select(_ranking(selection, q_THD, k_TGD), torch.tensor([2, 3]))
     kernel = kernel_named(implementation)
     out_THD, lse_TH = kernel.forward(q_THD, k_TGD, v_TGD, lists, softmax_scale=SCALE)
     rounded = (q_THD.roll(1, 0), q_THD, k_TGD, v_TGD, out_THD)
-    narrow = kernel.backward(*rounded, lse_TH, lists, softmax_scale=SCALE)
-    wide = kernel.backward(*(x.float() for x in rounded), lse_TH, lists, softmax_scale=SCALE)
+    narrow = kernel.backward(rounded[0], saved(*rounded[1:], lse_TH, lists))
+    dout_THD, *floats = (x.float() for x in rounded)
+    wide = kernel.backward(dout_THD, saved(*floats, lse_TH, lists))
     for a, b in zip(narrow, wide, strict=True):
         assert torch.equal(a, b.bfloat16())
 
@@ -139,7 +142,7 @@ def test_mass_of_a_long_document_is_summed_in_float64(selection: str) -> None:
     tokens, block, heads = 6000, 40, 3
     k_THD = torch.randn(tokens, heads, 4, generator=torch.Generator().manual_seed(5))
     ranking = rank_row(
-        SELECTORS[selection],
+        selector_named(selection),
         *(torch.zeros_like(k_THD), k_THD, packed_layout([0, tokens], block, "cpu")),
         softmax_scale=1.0,
         max_budget=1,

@@ -20,7 +20,8 @@ from bad_inputs.test_cost_tables import document
 from bad_inputs.test_data_files import ONES, VOCABULARY, tokens, write
 from bad_inputs.test_models import CONFIG, write_weights
 from fuzzing import check_reader
-from plan.plan_cases import cost_model, job_shape, policy
+from learn.scheduler_cases import make_scheduler
+from plan.plan_cases import job_shape
 from report.sample_run import SampleRun
 
 from sparsebalance_megatron.convert.errors import ConvertError
@@ -32,10 +33,9 @@ from sparsebalance_megatron.cost.table import CostTable, CostTableError
 from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.records import BadRecords, RecordFiles
 from sparsebalance_megatron.data.samples import SampleIndex
-from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.scheduler import Scheduler, StateError
-from sparsebalance_megatron.report.charts.figure import ReportError
-from sparsebalance_megatron.report.run_data import gather, iterations_of, open_log
+from sparsebalance_megatron.learn.scheduler import Scheduler
+from sparsebalance_megatron.learn.step_planner import StateError
+from sparsebalance_megatron.report.run_data import ReportError, gather, iterations_of, open_log
 from sparsebalance_megatron.simulate.lengths import WorkloadError, read_lengths
 from sparsebalance_megatron.telemetry.log_file import JsonLinesFile
 from sparsebalance_megatron.telemetry.step_log import RunLogError
@@ -189,16 +189,7 @@ def test_checkpoint_state(tmp_path: Path, damage: int, monkeypatch: pytest.Monke
     assert index is not None
 
     def scheduler() -> Scheduler:
-        return Scheduler(
-            job=job_shape(1, 2),
-            policy=policy(),
-            cost=cost_model(),
-            coverage=CoverageCurves(2, 8, 0.5),
-            index=index,
-            global_batch_size=2,
-            calibrate="measured",
-            clock=lambda: 0.0,
-        )
+        return make_scheduler(index, job=job_shape(1, 2), batch_sizes=2, max_blocks=8)
 
     monkeypatch.setattr(session, "print_rank_0", lambda message: None)
     record = {"training samples": index.digest(), "torch": "2"}

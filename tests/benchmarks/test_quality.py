@@ -13,10 +13,11 @@ from quality.masked_attention import masked_attention
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
+from sparsebalance_megatron.attention.selectors import rank_row, selector_named
+from sparsebalance_megatron.selector_registry import BUILT_IN
 
 
-@pytest.mark.parametrize("selection", SELECTORS)
+@pytest.mark.parametrize("selection", BUILT_IN)
 def test_masked_attention_is_that_of_the_kernels(selection: Any) -> None:
     """To rounding: documents of 1 token, of whole blocks and of ragged ones."""
     generator = torch.Generator().manual_seed(0)
@@ -24,7 +25,7 @@ def test_masked_attention_is_that_of_the_kernels(selection: Any) -> None:
     q_THD, k_TGD, v_TGD = (
         torch.randn(48, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)
     )
-    selector = SELECTORS[selection]
+    selector = selector_named(selection)
     ranking = rank_row(
         selector, q_THD, k_TGD, layout, softmax_scale=0.3, max_budget=3, observe=False
     )

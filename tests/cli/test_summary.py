@@ -14,8 +14,8 @@ import pytest
 from sparsebalance_megatron.cli import summary
 from sparsebalance_megatron.cli.output import OutputError
 from sparsebalance_megatron.report import comparison
-from sparsebalance_megatron.report.charts.figure import ReportError
 from sparsebalance_megatron.report.comparison import compare, summarize
+from sparsebalance_megatron.report.run_data import ReportError
 from sparsebalance_megatron.telemetry.step_log import RunLog, RunLogError
 from sparsebalance_megatron.telemetry.step_record import Step
 

@@ -170,7 +170,7 @@ def test_predicted_slices_are_the_simulators(run_directory: Path, events: list[E
     threads = names(events, "thread_name")
     processes = names(events, "process_name")
     for rank in range(RUN.ranks):
-        trace = simulate(expectation.times_2RPVM[:, rank])
+        events_of_rank = simulate(expectation.times.rank(rank))[0]
         expected = sorted(
             (
                 e.stage,
@@ -178,7 +178,7 @@ def test_predicted_slices_are_the_simulators(run_directory: Path, events: list[E
                 e.end_ms - e.start_ms,
                 f"{e.direction} {e.micro_batch} chunk {e.chunk}",
             )
-            for e in trace.events
+            for e in events_of_rank
         )
         mine = [
             event

@@ -23,7 +23,7 @@ def identity() -> RunIdentity:
         device="cpu",
         dtype="float32",
         block_size=BLOCK_SIZE,
-        selection="query-block-lookahead",
+        selection="previous-block",
         shape=ModelShape(
             hidden_size=256,
             ffn_hidden_size=688,

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsebalance_megatron.cost.features import FEATURES, features
-from sparsebalance_megatron.cost.work_model import WORK_MODELS
+from sparsebalance_megatron.cost.work_model import work_model_named
 
 BUDGETS = st.integers(1, 12)
-WORK = WORK_MODELS["query-block-lookahead"]
+WORK = work_model_named("previous-block")
 
 
 @settings(max_examples=50, deadline=None)

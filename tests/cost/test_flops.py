@@ -14,7 +14,7 @@ from sparsebalance_megatron.cost.flops import (
     training_flops,
 )
 from sparsebalance_megatron.cost.table import ModelShape
-from sparsebalance_megatron.cost.work_model import WORK_MODELS
+from sparsebalance_megatron.cost.work_model import work_model_named
 
 SHAPE = ModelShape(
     hidden_size=24,
@@ -64,7 +64,7 @@ def test_whole_blocks_are_the_planner_s_block_pairs_without_what_is_masked() -> 
     masked = blocks * (block_size * (block_size - 1) // 2)
     np.testing.assert_array_equal(
         attended_token_pairs(blocks * block_size, 4, block_size) + masked,
-        WORK_MODELS["query-block-lookahead"].attended_pairs(blocks, 4) * block_size**2,
+        work_model_named("previous-block").attended_pairs(blocks, 4) * block_size**2,
     )
 
 

@@ -21,7 +21,7 @@ from sparsebalance_megatron.cost.memory import (
     stage_memory,
 )
 from sparsebalance_megatron.cost.table import ModelShape
-from sparsebalance_megatron.cost.work_model import selected_blocks_per_token
+from sparsebalance_megatron.cost.work_model import work_model_named
 
 SHAPE = ModelShape(
     hidden_size=64,
@@ -170,8 +170,8 @@ def test_recomputation_of_all_holds_one_whole_layer() -> None:
     ],
 )
 def test_entries_of_lists(selection: Any, expected: float) -> None:
-    found = selected_blocks_per_token(
-        selection, heads=8, groups=2, block_size=128, budget_blocks=32
+    found = work_model_named(selection).list_entries_per_token(
+        heads=8, groups=2, block_size=128, budget_blocks=32
     )
     assert found == expected
 

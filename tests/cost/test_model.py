@@ -25,7 +25,7 @@ from sparsebalance_megatron.cost.model import (
     held_out_errors,
 )
 from sparsebalance_megatron.cost.table import CostRow, CostTable, CostTableError, RunIdentity
-from sparsebalance_megatron.cost.work_model import WORK_MODELS
+from sparsebalance_megatron.cost.work_model import work_model_named
 
 Measure = Callable[..., CostTable]
 SHARED = Path(__file__).parents[2].parent / "shared"
@@ -177,7 +177,7 @@ def test_counted_operations_of_a_layer(identity: RunIdentity) -> None:
 
 
 def test_counted_operations_shrink_with_tensor_parallelism(identity: RunIdentity) -> None:
-    row = features([4096], 4, 128, WORK_MODELS["query-block-lookahead"])
+    row = features([4096], 4, 128, work_model_named("previous-block"))
     whole = CostModel.analytic(identity.shape, 128)
     half = CostModel.analytic(replace(identity.shape, tensor_parallel_size=2), 128)
     for part in (Part.ATTENTION, Part.ROUTER, Part.LINEAR, Part.HEAD):
@@ -188,13 +188,13 @@ def test_counted_operations_shrink_with_tensor_parallelism(identity: RunIdentity
 
 
 def test_token_selection_costs_more_routing(identity: RunIdentity) -> None:
-    row = features([4096], 4, 128, WORK_MODELS["query-block-lookahead"])
+    row = features([4096], 4, 128, work_model_named("previous-block"))
     per_block, per_token, per_head = (
         predict_ms(
             CostModel.analytic(identity.shape, 128, selection=selection),
             *(Part.ROUTER, Direction.FORWARD, row),
         )
-        for selection in ("query-block-lookahead", "token-kv-head", "token-query-head")
+        for selection in ("previous-block", "token-kv-head", "token-query-head")
     )
     assert per_block < per_token < per_head
 

@@ -25,13 +25,6 @@ def test_save_and_load_round_trip_exactly(tmp_path: Path, measure: Measure) -> N
     assert loaded.path == str(tmp_path / "table.json")
 
 
-def test_the_former_name_of_a_selection_is_read(tmp_path: Path, measure: Measure) -> None:
-    path = tmp_path / "table.json"
-    measure().save(path)
-    path.write_text(path.read_text().replace("query-block-lookahead", "query-block"))
-    assert CostTable.load(path).identity.selection == "query-block-lookahead"
-
-
 def test_save_replaces_the_file_and_leaves_nothing_else(tmp_path: Path, measure: Measure) -> None:
     path = tmp_path / "table.json"
     path.write_text("old")

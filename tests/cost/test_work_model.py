@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import cost as oracle
 
-from sparsebalance_megatron.config import Granularity
-from sparsebalance_megatron.cost.work_model import WORK_MODELS
+from sparsebalance_megatron.cost.work_model import work_model_named
+from sparsebalance_megatron.selector_registry import BUILT_IN
 
 TOKENS = st.integers(0, 90)
 BUDGETS = st.integers(1, 12)
 BLOCK_SIZES = st.sampled_from([1, 2, 8, 16])
-WORK = WORK_MODELS["query-block-lookahead"]
+WORK = work_model_named("previous-block")
 
 
 def attended_block_pairs(tokens, budget, block_size):
@@ -27,10 +26,6 @@ def attended_block_pairs(tokens, budget, block_size):
 
 def visible_block_pairs(tokens, block_size):
     return WORK.visible_pairs(tokens / block_size)
-
-
-def test_every_selection_has_a_model() -> None:
-    assert set(WORK_MODELS) == set(get_args(Granularity))
 
 
 @settings(max_examples=150, deadline=None)
@@ -83,8 +78,7 @@ def test_growth_is_that_of_the_counted_pairs(tokens: int, block_size: int, data)
 
 
 def test_the_router_scores_what_selects() -> None:
-    sizes = {name: work.scores_per_visible_pair(8, 2, 64) for name, work in WORK_MODELS.items()}
-    by_query_block = dict.fromkeys(("query-block-lookahead", "previous-block", "first-query"), 2)
+    sizes = {name: work_model_named(name).scores_per_visible_pair(8, 2, 64) for name in BUILT_IN}
     # 16 probes of a block with 8 heads and 64 keys.
     probed = dict.fromkeys(("vertical-slash", "vertical-slash-last-queries"), 8192)
-    assert sizes == by_query_block | probed | {"token-kv-head": 128, "token-query-head": 512}
+    assert sizes == probed | {"previous-block": 2, "token-kv-head": 128, "token-query-head": 512}

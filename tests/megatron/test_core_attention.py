@@ -12,7 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
+from sparsebalance_megatron.attention.selectors import rank_row, selector_named
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
 from sparsebalance_megatron.megatron.packed_seq_params import (
@@ -38,7 +38,7 @@ def attention(*, base_budget: int = 3, threshold: float = 0.1, layer: int = 1):
     options = AttentionOptions(
         block_size=BLOCK,
         base_budget=base_budget,
-        selector=SELECTORS["query-block-lookahead"],
+        selector=selector_named("previous-block"),
         coverage_threshold=threshold,
         implementation="auto",
         grid=(1, 2, 4, 8, 15),
@@ -146,7 +146,7 @@ def test_observed_grid_is_the_routers_coverage() -> None:
     params = packed_params(context, max_seqlen_tokens=256, device=CPU)
     module = attention()
     module(q_THD, k_TGD, v_TGD, None, packed_seq_params=params)
-    selector = SELECTORS["query-block-lookahead"]
+    selector = selector_named("previous-block")
     ranking = rank_row(
         selector,
         *(q_THD, k_TGD, context.layout),

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from sparsebalance_megatron.attention.impl import tokens as kernel
-from sparsebalance_megatron.attention.selectors import SELECTORS
+from sparsebalance_megatron.attention.selectors import selector_named
 from sparsebalance_megatron.megatron import core_attention
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
 from sparsebalance_megatron.megatron.kept_attention import RecomputeError, bytes_per_token
@@ -90,7 +90,7 @@ class Model(torch.nn.Module):
         options = AttentionOptions(
             block_size=BLOCK,
             base_budget=3,
-            selector=SELECTORS["token-kv-head"],
+            selector=selector_named("token-kv-head"),
             coverage_threshold=0.1,
             implementation="auto",
             grid=(1, 2, 4),

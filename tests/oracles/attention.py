@@ -17,8 +17,6 @@ from torch import Tensor
 Block = tuple[int, int, int]
 Lists = dict[tuple[int, int], list[int]]
 
-BY_QUERY_BLOCK = ("query-block-lookahead", "previous-block", "first-query")
-
 
 def blocks_of(cu_seqlens: list[int], block_size: int) -> list[Block]:
     blocks = []
@@ -38,13 +36,10 @@ def selectors(
     group = q_THD.shape[1] // kv_heads
     found = []
     for own, (_, begin, end) in enumerate(blocks):
-        if granularity in BY_QUERY_BLOCK:
-            speaking = slice(begin, end)
-            if granularity == "first-query":
-                speaking = slice(begin, begin + 1)
+        if granularity == "previous-block":
             # A document's first block has none before it, and reads itself whatever it asks.
-            elif granularity == "previous-block" and own and blocks[own - 1][0] == blocks[own][0]:
-                speaking = slice(*blocks[own - 1][1:])
+            follows = own and blocks[own - 1][0] == blocks[own][0]
+            speaking = slice(*blocks[own - follows][1:])
             for head in range(kv_heads):
                 heads = slice(head * group, (head + 1) * group)
                 vector = q_THD[speaking, heads].double().mean(dim=(0, 1))
@@ -110,7 +105,7 @@ def coverage(
         mass = {n: math.exp(softmax_scale * (s - peak)) for n, s in scores.items()}
         others = sorted((mass[n] for n in mass if n != own), reverse=True)
         document, begin, end = blocks[own]
-        weight = end - begin if granularity in BY_QUERY_BLOCK else 1
+        weight = end - begin if granularity == "previous-block" else 1
         inside = mass[own] + sum(others[: budget - 1])
         covered[document] += weight * inside / sum(mass.values())
         weights[document] += weight
@@ -131,7 +126,7 @@ def token_mask(
     mask = torch.zeros(query_heads, tokens, tokens, dtype=torch.bool)
     for own, (_, own_begin, own_end) in enumerate(blocks):
         for token in range(own_begin, own_end):
-            row = own if granularity in BY_QUERY_BLOCK else token
+            row = own if granularity == "previous-block" else token
             for head in range(query_heads):
                 for number in lists[row, head * selecting_heads // query_heads]:
                     _, begin, end = blocks[number]

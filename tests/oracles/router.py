@@ -30,10 +30,7 @@ def scores_at_once(
         own_Q = torch.arange(len(blocks)).repeat_interleave(lengths)
     else:
         speaking = [grouped_TCED[begin:end] for _, begin, end in blocks]
-        if granularity == "first-query":
-            speaking = [x[:1] for x in speaking]
-        elif granularity == "previous-block":
-            speaking = [speaking[0], *speaking[:-1]]
+        speaking = [speaking[0], *speaking[:-1]]
         queries_QCD = torch.stack([x.mean((0, 2)) for x in speaking])
         own_Q = torch.arange(len(blocks))
     scores_QCN = torch.einsum("qcd,ncd->qcn", queries_QCD, keys_NCD)

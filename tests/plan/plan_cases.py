@@ -9,8 +9,11 @@ import numpy as np
 
 from sparsebalance_megatron.cost.model import CostModel, Part
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.planner import plan_step
+from sparsebalance_megatron.plan.schedules.operation_times import OperationTimes
+from sparsebalance_megatron.plan.schedules.orders import megatron_order
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy
 from sparsebalance_megatron.plan.step_problem import PlanInputs
@@ -105,6 +108,18 @@ def costs_without_constants(job, samples):
     costs = step_costs([1] * samples, job, cost_model(), scales)
     nothing_2C = np.zeros((2, costs.chunks))
     return replace(costs, constant_2C=nothing_2C, sequence_2C=nothing_2C)
+
+
+def alone(job):
+    """Every rank runs its micro-batches by itself."""
+    return unshared(job.data_parallel_size, job.micro_batches)
+
+
+def flat(times_2RPVM, schedule=megatron_order, widths_RM=None):
+    """Times of operations, from those of micro-batches, by default not shared by ranks."""
+    _, ranks, _, _, positions = times_2RPVM.shape
+    cp_sizes_RM = unshared(ranks, positions) if widths_RM is None else widths_RM
+    return OperationTimes.of_micro_batches(times_2RPVM, cp_sizes_RM, schedule)
 
 
 def random_widths(ranks, positions, widest, seed):

@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import plan as oracle
-from plan.plan_cases import cost_model, coverage_curves, job_shape, planned, policy, random_lengths
+from plan.plan_cases import (
+    alone,
+    cost_model,
+    coverage_curves,
+    flat,
+    job_shape,
+    planned,
+    policy,
+    random_lengths,
+)
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.coverage import CoverageCurves
@@ -164,11 +173,13 @@ def test_times_contain_how_slow_a_device_is_and_work_does_not(shape, seed, tunin
     for place, slot in enumerate(plan.slots):
         budgets_LS[:, list(slot.samples)] = slot.budgets_LS
         slot_of_S[list(slot.samples)] = place
-    work = costs.slot_ms(costs.sample_ms(budgets_LS), slot_of_S)
+    alone_RM = alone(given_["job"])
+    work = costs.slot_ms(costs.sample_ms(budgets_LS), slot_of_S, alone_RM).by_micro_batch_2RPVM
     slowness = given_["scales"].slowness_RP[..., None, None]
     np.testing.assert_allclose(plan.expectation.times_2RPVM, work * slowness, rtol=1e-12)
     base_LS = np.full_like(budgets_LS, given_["policy"].base_budget)
-    ratio = work.sum() / costs.slot_ms(costs.sample_ms(base_LS), slot_of_S).sum()
+    base_work = costs.slot_ms(costs.sample_ms(base_LS), slot_of_S, alone_RM).ms_OR
+    ratio = work.sum() / base_work.sum()
     assert plan.expectation.work_ratio == pytest.approx(ratio)
 
 
@@ -183,7 +194,7 @@ def test_a_slow_device_gets_less_to_do(stages, tuning):
     known = planned(**given_ | {"scales": replace(given_["scales"], slowness_RP=slowness_RP)})
     unknown = planned(**given_).expectation
     slowed = unknown.times_2RPVM * slowness_RP[..., None, None]
-    assert known.expectation.makespan_ms < 0.8 * makespans_ms(slowed).max()
+    assert known.expectation.makespan_ms < 0.8 * makespans_ms(flat(slowed)).max()
     assert known.expectation.imbalance_makespans < 1.02
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
-from plan.plan_cases import cost_model, job_shape, random_lengths
+from plan.plan_cases import alone, cost_model, job_shape, random_lengths
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.placement.balance import arrival, slot_of_sample
@@ -32,7 +32,7 @@ def searched(plan_ms, seed=5):
     sample_2SC = costs.sample_ms(np.full((job.layers, 48), 8))
     start = arrival(lengths, job, 1 << 40)
     placement = improve(start, costs, sample_2SC, cap_tokens=1 << 40, plan_ms=plan_ms)
-    times = costs.slot_ms(sample_2SC, slot_of_sample(placement, 48))
+    times = costs.slot_ms(sample_2SC, slot_of_sample(placement, 48), alone(job))
     return placement, makespans_ms(times).max()
 
 

@@ -23,28 +23,21 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from attention.cases import NAMES, SCALE, Case, make_case
-from attention.context_parallel.rows import BLOCK, random_owners
+from attention.context_parallel.slices import BLOCK, local_selection, random_owners, slices_of
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import kernel_named
 from sparsebalance_megatron.attention.context_parallel.all_gather import AllGatherExchange
-from sparsebalance_megatron.attention.context_parallel.block_owners import BlockOwners, dealt_row
 from sparsebalance_megatron.attention.context_parallel.exchange import (
-    Exchange,
-    exchanged_attention,
-)
-from sparsebalance_megatron.attention.context_parallel.hierarchical_ring import (
-    HierarchicalRingExchange,
+    SequenceExchange,
+    sequence_attention,
 )
 from sparsebalance_megatron.attention.context_parallel.ring import RingExchange
-from sparsebalance_megatron.attention.context_parallel.shard import RowShard, row_shard
-from sparsebalance_megatron.attention.context_parallel.summaries import (
-    gather_summaries,
-    sum_over_members,
-)
+from sparsebalance_megatron.attention.context_parallel.slice import SequenceSlice
 
 RANK, MEMBERS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 INNER_MEMBERS = {2: 1, 3: 3, 4: 2, 6: 3}[MEMBERS]
@@ -57,12 +50,12 @@ STALLED_TIMEOUT_S, STALL_S = 5, 12
 
 CASES = {
     "dealt": ("previous-block", "blocks", None),
-    "random": ("first-query", "blocks", 0),
+    "random": ("previous-block", "blocks", 0),
     "token": ("token-kv-head", "tokens", None),
     "token-random": ("token-query-head", "tokens", 1),
     "reference": ("token-kv-head", "reference", 2),
     "columns": ("vertical-slash", "blocks", 4),
-    "broken": ("first-query", "blocks", 3),
+    "broken": ("previous-block", "blocks", 3),
 }
 """Granularity, implementation, and the seed of random owners."""
 
@@ -107,7 +100,7 @@ class Traffic:
         return counted
 
 
-def exchanges(timeout_s: float) -> dict[str, Exchange]:
+def exchanges(timeout_s: float) -> dict[str, SequenceExchange]:
     """All of them, on groups of their own; every rank makes all groups in the same order."""
     timeout = timedelta(seconds=timeout_s)
     everyone = dist.new_group(timeout=timeout)
@@ -119,8 +112,8 @@ def exchanges(timeout_s: float) -> dict[str, Exchange]:
         dist.new_group(range(place, MEMBERS, INNER_MEMBERS), timeout=timeout)
         for place in range(INNER_MEMBERS)
     ]
-    hierarchical = HierarchicalRingExchange(
-        inner=inner[RANK // INNER_MEMBERS], outer=outer[RANK % INNER_MEMBERS]
+    hierarchical = RingExchange(
+        everyone, inner=inner[RANK // INNER_MEMBERS], outer=outer[RANK % INNER_MEMBERS]
     )
     return {
         "all-gather": AllGatherExchange(everyone),
@@ -129,37 +122,33 @@ def exchanges(timeout_s: float) -> dict[str, Exchange]:
     }
 
 
-def owners_of(seed: int | None) -> BlockOwners:
-    if seed is None:
-        return dealt_row(CU_SEQLENS, BLOCK, MEMBERS, first=1)
-    return BlockOwners(
-        cu_seqlens=tuple(CU_SEQLENS),
-        block_size=BLOCK,
-        owner_N=random_owners(BLOCKS, MEMBERS, seed),
-        members=MEMBERS,
-    )
+def slice_of(seed: int | None) -> SequenceSlice:
+    owner_N = np.arange(1, BLOCKS + 1) % MEMBERS
+    if seed is not None:
+        owner_N = random_owners(BLOCKS, MEMBERS, seed)
+    return slices_of(CU_SEQLENS, owner_N, MEMBERS)[RANK]
 
 
 def on_members(
-    case: Case, implementation: str, shard: RowShard, exchange: Exchange
+    case: Case, implementation: str, held: SequenceSlice, exchange: SequenceExchange
 ) -> tuple[list[Tensor], list[Traffic]]:
     """out, lse, dq, dk, dv of this member's tokens, and the traffic forward and backward."""
     forward, backward = Traffic(), Traffic()
     leaves = [
-        shard.local(x).double().requires_grad_() for x in (case.q_THD, case.k_TGD, case.v_TGD)
+        x[held.tokens_T].double().requires_grad_() for x in (case.q_THD, case.k_TGD, case.v_TGD)
     ]
     with forward.watched():
-        out, lse = exchanged_attention(
+        out, lse = sequence_attention(
             *leaves,
-            shard.local_selection(case.selection),
-            shard=shard,
+            local_selection(case.selection, held),
+            held,
             exchange=exchange,
             softmax_scale=SCALE,
             implementation=implementation,
         )
     assert not lse.requires_grad
     with backward.watched():
-        out.backward(shard.local(case.dout_THD).double())
+        out.backward(case.dout_THD[held.tokens_T].double())
     return [out.detach(), lse, *(x.grad for x in leaves)], [forward, backward]
 
 
@@ -171,17 +160,18 @@ def broken(case: Case) -> Case:
     return dataclasses.replace(case, **inputs)
 
 
-def report_of(name: str, exchange: Exchange) -> dict[str, Any]:
+def report_of(name: str, exchange: SequenceExchange) -> dict[str, Any]:
     granularity, implementation, seed = CASES[name]
     case = make_case(CU_SEQLENS, BUDGETS, block=BLOCK, head_dim=8, granularity=granularity)
-    shard = row_shard(owners_of(seed), RANK, "cpu")
-    expected = [shard.local(x) for x in case.ours("reference", torch.float64)]
-    kept = torch.ones(len(shard.token_T), dtype=torch.bool)
+    held = slice_of(seed)
+    token_T = torch.from_numpy(held.tokens_T)
+    expected = [x[token_T] for x in case.ours("reference", torch.float64)]
+    kept = torch.ones(len(token_T), dtype=torch.bool)
     if name == "broken":
         case = broken(case)
-        kept = (shard.token_T < BROKEN.start) | (shard.token_T >= BROKEN.stop)
-    found, traffic = on_members(case, implementation, shard, exchange)
-    again, _ = on_members(case, implementation, shard, exchange)
+        kept = (token_T < BROKEN.start) | (token_T >= BROKEN.stop)
+    found, traffic = on_members(case, implementation, held, exchange)
+    again, _ = on_members(case, implementation, held, exchange)
     return {
         "errors": {
             result: float((a - b)[kept].abs().max()) if kept.any() else 0.0
@@ -192,12 +182,12 @@ def report_of(name: str, exchange: Exchange) -> dict[str, Any]:
         ),
         "calls": [dict(one.calls) for one in traffic],
         "bytes": [one.bytes for one in traffic],
-        "tokens": shard.owners.tokens_per_member,
+        "tokens": held.tokens_per_member,
     }
 
 
 def summaries_report() -> dict[str, Any]:
-    shard, group = row_shard(owners_of(5), RANK, "cpu"), dist.new_group()
+    held, exchange = slice_of(5), RingExchange(dist.new_group())
     generator = torch.Generator().manual_seed(1)
     shapes = {(2, 7): torch.bfloat16, (4, 8): torch.float32, (): torch.float64}
     whole = [
@@ -206,10 +196,10 @@ def summaries_report() -> dict[str, Any]:
     ]
     traffic = Traffic()
     with traffic.watched():
-        gathered = gather_summaries([x[shard.own_block_N] for x in whole], shard, group)
+        gathered = exchange.summaries([x[held.own_block_N] for x in whole], held)
     masses = torch.rand(MEMBERS, 5, 3, generator=generator, dtype=torch.float64)
     with traffic.watched():
-        total = sum_over_members(masses[RANK], shard, group)
+        total = exchange.total_mass(masses[RANK], held)
     return {
         "equal": all(a.equal(b) for a, b in zip(gathered, whole, strict=True)),
         "calls": dict(traffic.calls),
@@ -218,10 +208,10 @@ def summaries_report() -> dict[str, Any]:
     }
 
 
-def stop_midway(exchange: Exchange, directory: Path, how: str) -> None:
+def stop_midway(exchange: SequenceExchange, directory: Path, how: str) -> None:
     """Member 1 goes no further while it computes on the second row, or head, that it gets."""
-    case = make_case(CU_SEQLENS, BUDGETS, block=BLOCK, head_dim=8, granularity="first-query")
-    shard = row_shard(owners_of(None), RANK, "cpu")
+    case = make_case(CU_SEQLENS, BUDGETS, block=BLOCK, head_dim=8, granularity="previous-block")
+    held = slice_of(None)
     blocks, calls = kernel_named("blocks"), Counter()
     plain = blocks.forward
 
@@ -234,7 +224,7 @@ def stop_midway(exchange: Exchange, directory: Path, how: str) -> None:
 
     blocks.forward = mortal
     try:
-        on_members(case, "blocks", shard, exchange)
+        on_members(case, "blocks", held, exchange)
     except RuntimeError as error:
         (directory / f"rank{RANK}.told").write_text(str(error))
     os._exit(0)

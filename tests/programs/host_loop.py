@@ -30,7 +30,7 @@ from own_loop import (  # noqa: E402
 )
 
 from sparsebalance_megatron import integration  # noqa: E402
-from sparsebalance_megatron.attention.selectors import SELECTORS  # noqa: E402
+from sparsebalance_megatron.attention.selectors import selector_named  # noqa: E402
 
 SIZES = {"vocab_size": 256, "max_sample_tokens": 250, "global_batch_size": 8}
 DENSE = 1000
@@ -59,7 +59,7 @@ class ExecutedBudgets:
         self.seen: list[list[int]] = []
 
     def __enter__(self) -> ExecutedBudgets:
-        self._kind = type(SELECTORS["token-kv-head"])
+        self._kind = type(selector_named("token-kv-head"))
         self._select = self._kind.select
 
         def select(selector: Any, ranking: Any, budgets_S: torch.Tensor) -> Any:

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.learn.measurement import RankPlace, StepMeasurement, StepTimes
 from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation
 from sparsebalance_megatron.plan.coverage import budget_grid
-from sparsebalance_megatron.plan.measurement import RankPlace, StepMeasurement, StepTimes
 from sparsebalance_megatron.plan.step_plan import JobShape
 from sparsebalance_megatron.training.observed_coverage import ObservedCoverage
 from sparsebalance_megatron.training.step_reducer import StepReducer
@@ -45,7 +45,7 @@ def seen(rank: int, layer: int) -> SimpleNamespace:
         layout=packed_layout((0, 5, 69, 72), 16, "cpu"),
         position=layer,
         padding_documents=1,
-        shared=None,
+        sequence=None,
     )
 
 

@@ -7,12 +7,14 @@ import os
 
 import torch
 import torch.distributed as dist
+from attention.context_parallel.slices import local_selection
 
-from sparsebalance_megatron.attention.context_parallel.block_owners import dealt_row
-from sparsebalance_megatron.attention.context_parallel.shard import row_shard
-from sparsebalance_megatron.attention.context_parallel.shared_ranking import rank_shared_row
-from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
+from sparsebalance_megatron.attention.context_parallel.all_gather import AllGatherExchange
+from sparsebalance_megatron.attention.context_parallel.ranking import rank_slice
+from sparsebalance_megatron.attention.context_parallel.slice import SequenceGroup, SequenceSlice
+from sparsebalance_megatron.attention.selectors import rank_row, selector_named
 from sparsebalance_megatron.attention.selectors.block_topk import BlockTopK
+from sparsebalance_megatron.selector_registry import BUILT_IN
 
 RANK, MEMBERS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 CU_SEQLENS = (0, 70, 75, 139, 240)
@@ -24,19 +26,21 @@ FEW_ROUNDINGS = 4 * 2.0**-23
 
 def compare() -> None:
     dist.init_process_group("gloo")
-    shard = row_shard(dealt_row(CU_SEQLENS, BLOCK_TOKENS, MEMBERS), RANK, "cpu")
+    group = SequenceGroup(member=RANK, members=MEMBERS)
+    held = SequenceSlice.dealt(CU_SEQLENS, group, block_size=BLOCK_TOKENS)
+    exchange = AllGatherExchange(dist.group.WORLD)
     generator = torch.Generator().manual_seed(5)
     q_THD = torch.randn(CU_SEQLENS[-1], 4, 8, generator=generator)
     k_TGD = torch.randn(CU_SEQLENS[-1], 2, 8, generator=generator)
     budgets_S = torch.tensor([3, 1, 2, 3])
-    for name, selector in SELECTORS.items():
+    for name in BUILT_IN:
+        selector = selector_named(name)
         if not isinstance(selector, BlockTopK):
             continue
-        whole = rank_row(selector, q_THD, k_TGD, shard.row_layout, **OPTIONS)
-        own = rank_shared_row(
-            selector, shard.local(q_THD), shard.local(k_TGD), shard, dist.group.WORLD, **OPTIONS
-        )
-        expected = shard.local_selection(selector.select(whole, budgets_S))
+        whole = rank_row(selector, q_THD, k_TGD, held.whole_layout, **OPTIONS)
+        local = q_THD[held.tokens_T], k_TGD[held.tokens_T]
+        own = rank_slice(selector, *local, held, exchange=exchange, **OPTIONS)
+        expected = local_selection(selector.select(whole, budgets_S), held)
         found = selector.select(own, budgets_S)
         assert torch.equal(found.counts_QC, expected.counts_QC), name
         assert torch.equal(found.indices_QCK, expected.indices_QCK), name

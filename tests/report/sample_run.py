@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from plan.plan_cases import flat
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.coverage import CoverageCurves, length_bucket
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.schedules.orders import schedule_name
-from sparsebalance_megatron.plan.schedules.simulator import simulate
+from sparsebalance_megatron.plan.schedules.simulator import Event, simulate
 from sparsebalance_megatron.plan.step_plan import JobShape, StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 from sparsebalance_megatron.simulate.models import h200_cost, prior_coverage
@@ -167,7 +168,9 @@ class SampleRun:
         if self.with_predicted_times:
             predicted["forward_ms"] = expected.times_2RPVM[0].tolist()
             predicted["backward_ms"] = expected.times_2RPVM[1].tolist()
-        schedule_ms = [trace.makespan_ms for trace in self.traces(forward, backward)]
+        schedule_ms = [
+            max(event.end_ms for event in events) for events in self.events(forward, backward)
+        ]
         return {
             "type": "step",
             "iteration": iteration,
@@ -192,9 +195,9 @@ class SampleRun:
             "padded_tokens": 0,
         }
 
-    def traces(self, forward: np.ndarray, backward: np.ndarray) -> list[Any]:
-        """The pipelines that "ran"."""
-        return [simulate(np.stack(times)) for times in zip(forward, backward, strict=True)]
+    def events(self, forward: np.ndarray, backward: np.ndarray) -> tuple[tuple[Event, ...], ...]:
+        """What the ranks' pipelines "ran"."""
+        return simulate(flat(np.stack([forward, backward])))
 
     def rank_record(
         self,
@@ -207,7 +210,7 @@ class SampleRun:
     ) -> dict[str, Any]:
         d, stage = header["data_parallel_rank"], header["pipeline_rank"]
         layers = [layer for chunk in header["layers"] for layer in chunk]
-        trace = self.traces(forward, backward)[d]
+        events = self.events(forward, backward)[d]
         curves = self.coverage()
         micro_batches = []
         for position, micro_batch in enumerate(plan.for_rank(d).micro_batches):
@@ -228,7 +231,7 @@ class SampleRun:
             "type": "step",
             "iteration": iteration,
             "schedule_start_unix_s": clock_s + start_s,
-            "schedule_ms": trace.makespan_ms,
+            "schedule_ms": max(event.end_ms for event in events),
             "micro_batches": micro_batches,
             "spans": [
                 [
@@ -238,7 +241,7 @@ class SampleRun:
                     round(event.start_ms, 4),
                     round(event.end_ms, 4),
                 ]
-                for event in trace.events
+                for event in events
                 if event.stage == stage
             ],
         }

@@ -15,17 +15,16 @@ from hypothesis import strategies as st
 from report.sample_run import SampleRun
 
 from sparsebalance_megatron.cli.trace import traced_step
-from sparsebalance_megatron.report.charts.distributions import budget_ratios
-from sparsebalance_megatron.report.charts.figure import ReportError
 from sparsebalance_megatron.report.comparison import summarize
 from sparsebalance_megatron.report.run_data import (
     Evidence,
+    ReportError,
     choose_iteration,
     gather,
     iterations_of,
     open_log,
 )
-from sparsebalance_megatron.report.step_table import micro_batch_rows
+from sparsebalance_megatron.report.tables import micro_batch_rows
 from sparsebalance_megatron.report.trace import Tracer
 from sparsebalance_megatron.telemetry.step_log import RunLogError
 
@@ -54,7 +53,6 @@ def read_everything(directory: Path) -> Evidence:
     log = open_log(directory)
     summarize(log.steps)
     evidence = gather(log, iterations_of(log))
-    budget_ratios(evidence.ranks, 256, 16)
     iteration = choose_iteration(log, log, None)
     contents = evidence.ranks.steps.get(iteration, {})
     micro_batch_rows(evidence.times.get(iteration), contents, range(9))

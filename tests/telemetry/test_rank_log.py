@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from report.sample_run import SampleRun, write_lines
 
-from sparsebalance_megatron.plan.measurement import Span
+from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.telemetry.rank_log import (
     rank_files,
     rank_iterations,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from step_cases import JOB, LENGTHS_TOKENS, planned_step
 
-from sparsebalance_megatron.plan.measurement import Piece, RankPlace, Span, StepTimes
+from sparsebalance_megatron.learn.measurement import Piece, RankPlace, Span, StepTimes
 from sparsebalance_megatron.telemetry.rank_record import (
     RankHeader,
     rank_header,

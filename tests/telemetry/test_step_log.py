@@ -16,7 +16,6 @@ from step_cases import JOB, measured_as_planned, planned_step
 from sparsebalance_megatron.plan.schedules.orders import (
     MegatronSchedule,
     megatron_order,
-    schedule_of,
 )
 from sparsebalance_megatron.plan.step_plan import JobShape
 from sparsebalance_megatron.telemetry.coverage_record import coverage_record
@@ -287,5 +286,5 @@ def test_the_older_file_alone_is_enough(tmp_path: Path) -> None:
 def test_a_reader_simulates_the_schedule_of_the_run(group_size: int | None) -> None:
     job = replace(JOB, micro_batch_group_size=group_size)
     header = json.loads(json.dumps(header_of(job)))
-    assert logged_schedule(header) == schedule_of(job) == MegatronSchedule(group_size)
+    assert logged_schedule(header) == job.schedule == MegatronSchedule(group_size)
     assert logged_schedule({}) == megatron_order

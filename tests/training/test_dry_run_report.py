@@ -10,7 +10,7 @@ import pytest
 from plan import plan_cases
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.plan.planned_step import PlannedStep
+from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 

@@ -15,8 +15,8 @@ CU_SEQLENS = torch.tensor([0, 3, 10], dtype=torch.int32)
 
 def packed(member: int | None, padding_documents: int = 0) -> SimpleNamespace:
     """Of a run that shares no rows, or of a member of those that share this one."""
-    shared = None if member is None else SimpleNamespace(group=SimpleNamespace(member=member))
-    micro_batch = SimpleNamespace(shared=shared, padding_documents=padding_documents)
+    sequence = None if member is None else SimpleNamespace(group=SimpleNamespace(member=member))
+    micro_batch = SimpleNamespace(sequence=sequence, padding_documents=padding_documents)
     return SimpleNamespace(cu_seqlens_q=CU_SEQLENS, micro_batch=micro_batch)
 
 

@@ -17,16 +17,17 @@ from harness import (
     run_training,
     write_documents,
 )
-from plan.plan_cases import cost_model, job_shape, policy
+from learn.scheduler_cases import make_scheduler
+from plan.plan_cases import job_shape
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sparsebalance_megatron.cost.stage_calibration import Calibration
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.data.sample_order import SampleCounts, SourceFacts
 from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.learn.scheduler import Scheduler
+from sparsebalance_megatron.learn.stage_calibration import Calibration
+from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.megatron.compat import megatron_version
-from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.scheduler import Scheduler, StateError
 from sparsebalance_megatron.telemetry.step_log import read_run_log
 from sparsebalance_megatron.training.inputs import source_record
 from sparsebalance_megatron.training.resume import compare_runs
@@ -165,16 +166,7 @@ def scheduler(
 ) -> Scheduler:
     micro_batches = global_batch_size // data_parallel_size // 2
     job = job_shape(data_parallel_size, micro_batches, stages, layers_per_chunk=LAYERS // stages)
-    return Scheduler(
-        job=job,
-        policy=policy(block_size=BLOCK_TOKENS, base_budget=6),
-        cost=cost_model(BLOCK_TOKENS),
-        coverage=CoverageCurves(job.layers, max_blocks, 0.5),
-        index=index,
-        global_batch_size=global_batch_size,
-        calibrate="measured",
-        clock=lambda: 0.0,
-    )
+    return make_scheduler(index, job=job, batch_sizes=global_batch_size, max_blocks=max_blocks)
 
 
 def learnt(index: SampleIndex, consumed_samples: int, **shape: int) -> dict:
@@ -185,12 +177,12 @@ def learnt(index: SampleIndex, consumed_samples: int, **shape: int) -> dict:
         np.broadcast_to(curve_K, run.coverage.mean_LUK.shape),
         np.ones(run.coverage.observed_LU.shape),
     )
-    stages = run.job.pipeline_stages
+    stages, calibration = run.job.pipeline_stages, run._planner._calibration
     times, scales = np.ones((2, 1, stages, 1, 1)), StageScales.ones(stages)
     measured = Times(times * np.array([3.0, 2.0]).reshape(2, 1, 1, 1, 1), scales)
     for _ in range(3):
-        run.calibration.update(Times(times, run.calibration.snapshot()), measured)
-    run._finished_step = run.batch_sizes.step_at(consumed_samples) - 1
+        calibration.update(Times(times, calibration.snapshot()), measured)
+    run._finished_step = run._batch_sizes.step_at(consumed_samples) - 1
     return run.state_dict()
 
 
@@ -199,7 +191,7 @@ def test_state_does_not_depend_on_the_number_of_data_parallel_ranks(index: Sampl
     assert state == learnt(index, 24, data_parallel_size=1)
     other = scheduler(index, data_parallel_size=4)
     assert other.load_state_dict(state) == ()
-    assert other.calibration.snapshot().scales_2PV[0].tolist() == [[3.0], [3.0]]
+    assert other._planner._calibration.snapshot().scales_2PV[0].tolist() == [[3.0], [3.0]]
     assert other.state_dict() == state
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from plan.scheduler_cases import BLOCK_TOKENS, scheduler
-from plan.scheduler_cases import index as index  # a fixture
+from learn.scheduler_cases import BLOCK_TOKENS, scheduler
+from learn.scheduler_cases import index as index  # a fixture
 
 from sparsebalance_megatron.data.packing import PackedRow
 from sparsebalance_megatron.data.samples import SampleIndex
-from sparsebalance_megatron.plan.batch_sizes import BatchSizes
-from sparsebalance_megatron.plan.planned_step import PlannedStep
-from sparsebalance_megatron.plan.scheduler import Scheduler
+from sparsebalance_megatron.learn.batch_sizes import BatchSizes
+from sparsebalance_megatron.learn.planned_step import PlannedStep
+from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.training.micro_batches import MicroBatchIterator, RowPacking, RowReader
 
 WAIT_S = 30

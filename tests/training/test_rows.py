@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparsebalance_megatron.attention.context_parallel.slice import SequenceGroup
 from sparsebalance_megatron.data.packing import PackedRow, Sample
-from sparsebalance_megatron.megatron.context_groups import ContextGroup, ContextGroups
+from sparsebalance_megatron.megatron.sequence_groups import SequenceGroups
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError
 from sparsebalance_megatron.training.micro_batches import RowPacking
 
@@ -19,21 +20,12 @@ BLOCK_TOKENS = 4
 NO_GROUP: Any = None
 
 
-def groups(rank: int, widest: int) -> ContextGroups:
+def groups(rank: int, widest: int) -> SequenceGroups:
     """Those of one rank, without processes."""
     widths = [1 << power for power in range(widest.bit_length())]
-    return ContextGroups(
+    return SequenceGroups(
         rank=rank,
-        by_width={
-            width: ContextGroup(
-                process_group=NO_GROUP,
-                member=rank % width,
-                members=width,
-                exchange=None,
-                alone=NO_GROUP,
-            )
-            for width in widths
-        },
+        by_size={width: SequenceGroup(member=rank % width, members=width) for width in widths},
         agreement=NO_GROUP,
     )
 
@@ -60,15 +52,15 @@ def samples(lengths: list[int]) -> list[Sample]:
     ]
 
 
-def shares(lengths: list[int], width: int, multiple: int) -> list[tuple[Any, PackedRow]]:
-    """Every member's share and row, on ranks that begin at twice the width."""
+def slices(lengths: list[int], width: int, multiple: int) -> list[tuple[Any, PackedRow]]:
+    """Every member's slice and row, on ranks that begin at twice the width."""
     found = []
     for rank in range(2 * width, 3 * width):
         packing = RowPacking(
             block_size=BLOCK_TOKENS, pad_to_multiple_of=multiple, groups=groups(rank, 8)
         )
         plan = slot(lengths, rank=2 * width, width=width)
-        found.append((packing.share(plan), packing.row(plan, samples(lengths))))
+        found.append((packing.slice(plan), packing.row(plan, samples(lengths))))
     return found
 
 
@@ -86,10 +78,10 @@ def test_members_compute_the_row_once_and_padding_that_counts(
         for at in range(length)
     }
     found, padded = [], 0
-    for share, row in shares(lengths, width, multiple):
+    for held, row in slices(lengths, width, multiple):
         assert len(row.tokens) % multiple == 0
-        assert len(row.tokens) == len(share.tokens_T) + share.padding_tokens > 0
-        assert np.array_equal(row.position_ids[: len(share.tokens_T)], share.positions_T)
+        assert len(row.tokens) == len(held.tokens_T) + held.padding_tokens > 0
+        assert row.position_ids.tolist() == held.positions_T.tolist()
         columns = (row.tokens, row.labels, row.position_ids, row.loss_mask)
         rows = [entry for entry in zip(*(x.tolist() for x in columns), strict=True)]
         real = [entry for entry in rows if entry[0]]
@@ -107,13 +99,13 @@ def test_a_row_with_too_few_blocks_gets_documents_of_one_token() -> None:
     plan = slot([5], width=4)
     assert packing.cu_seqlens(plan) == (0, 5, 6, 7)
     assert packing.padded_tokens(plan) == 2
-    assert [len(row.tokens) for _, row in shares([5], 4, 1)] == [4, 1, 1, 1]
+    assert [len(row.tokens) for _, row in slices([5], 4, 1)] == [4, 1, 1, 1]
 
 
 def test_rows_of_a_run_that_shares_none_are_padded_as_a_whole() -> None:
     packing = RowPacking(block_size=BLOCK_TOKENS, pad_to_multiple_of=4)
     plan = slot([5, 2])
-    assert packing.share(plan) is None
+    assert packing.slice(plan) is None
     assert packing.cu_seqlens(plan) == (0, 5, 7, 8)
     assert packing.row(plan, samples([5, 2])).position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 0]
 
@@ -122,4 +114,4 @@ def test_rows_of_a_run_that_shares_none_are_padded_as_a_whole() -> None:
 def test_a_slot_of_ranks_without_a_group_is_refused(rank: int, width: int) -> None:
     packing = RowPacking(block_size=BLOCK_TOKENS, groups=groups(1, 4))
     with pytest.raises(PlanError, match=f"ranks {rank} to {rank + width - 1}: groups of 1, 2"):
-        packing.share(slot([40], rank=rank, width=width))
+        packing.slice(slot([40], rank=rank, width=width))

@@ -15,14 +15,14 @@ from harness import PROGRAMS, run_training
 from programs.reducing_rank import BUCKETS, GRID, RANKS, seen
 
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation
-from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.measurement import (
+from sparsebalance_megatron.learn.measurement import (
     Piece,
     RankPlace,
     StepMeasurement,
     StepTimes,
 )
+from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation
+from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.step_plan import JobShape
 from sparsebalance_megatron.training.observed_coverage import ObservedCoverage
 from sparsebalance_megatron.training.step_reducer import StepReducer
@@ -89,7 +89,7 @@ def test_only_the_first_of_the_ranks_that_share_a_row_speaks_of_it() -> None:
                     layout=packed_layout((0, 40), 16, "cpu"),
                     position=0,
                     padding_documents=0,
-                    shared=SimpleNamespace(group=SimpleNamespace(member=member)),
+                    sequence=SimpleNamespace(group=SimpleNamespace(member=member)),
                 )
             ]
         )
@@ -127,7 +127,7 @@ def reduced(
     )
     layout = packed_layout(range(0, 64 * samples + 1, 64), 16, "cpu")
     context = SimpleNamespace(
-        observations={0: observation}, layout=layout, position=0, padding_documents=0, shared=None
+        observations={0: observation}, layout=layout, position=0, padding_documents=0, sequence=None
     )
     reducer = StepReducer(
         JobShape(data_parallel_size=1, micro_batches=1, stage_layers=(((0,),),)),

@@ -1,145 +1,105 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every member gathers the keys and values of the row, one KV head at a time.
+"""Every member gathers the keys and values of the sequence, one KV head at a time.
 
 The next head is in flight while attention of this one is computed, so a member holds two heads of
-the row at a time. Nobody waits for the work of another member between heads, as members of a ring
-do. As in Llama 3 (arXiv:2407.21783, section 3.3.2), without its bounds on layouts.
+the sequence at a time. Between heads no member waits for what others compute, as in a ring. As in
+Llama 3 (arXiv:2407.21783, section 3.3.2), without its bounds on layouts.
 
-Shape legend: T tokens (of a member's row or of the packed row), H query heads, G KV heads, D head
-dim, Y keys and values (2), Z tokens of all members' rows padded to the longest, E query heads of a
-KV head.
+Shape legend: T tokens (of a slice or of the sequence), G KV heads, D head dim, Y keys and values
+(2), Z tokens of all members, padded to as many as the longest has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsebalance_megatron.attention.context_parallel.shard import RowShard
-from sparsebalance_megatron.attention.kernel import Kernel, wide_dtype
-from sparsebalance_megatron.attention.selection import ColumnLists, Selection
+from sparsebalance_megatron.attention.context_parallel.between_ranks import BetweenRanks
+from sparsebalance_megatron.attention.context_parallel.exchange import Part
+from sparsebalance_megatron.attention.context_parallel.slice import SequenceSlice
+from sparsebalance_megatron.attention.selection import Selection
 
 
-class AllGatherExchange:
-    """Gathers keys and values, and reduce-scatters their gradients; an :class:`.exchange.Exchange`.
+class AllGatherExchange(BetweenRanks):
+    """Gathers keys and values, and reduce-scatters their gradients: a ``SequenceExchange``.
 
     Each KV head takes one all-gather forward; backward one all-gather and one reduce-scatter, in
     float32 (float64 for float64 inputs) and in the order that the process group sums in, which is
     the same each time.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._member, self._members = dist.get_rank(group), dist.get_world_size(group)
+    gives_whole_heads = True
 
-    @property
-    def member(self) -> int:
-        return self._member
-
-    @property
-    def members(self) -> int:
-        return self._members
-
-    def forward(
-        self,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        selection: Selection,
-        *,
-        shard: RowShard,
-        kernel: Kernel,
-        softmax_scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        """See :meth:`.exchange.Exchange.forward`."""
-        out_THD = torch.empty_like(q_THD)
-        lse_TH = torch.empty(q_THD.shape[:2], dtype=wide_dtype(q_THD.dtype), device=q_THD.device)
-        for head, row in enumerate(self._heads(k_TGD, v_TGD, shard)):
-            heads, one = _one_head(selection, head, k_TGD.shape[1], q_THD.shape[1])
-            out_THD[:, heads], lse_TH[:, heads] = kernel.forward(
-                q_THD[:, heads], row.k_TGD, row.v_TGD, one, softmax_scale=softmax_scale
-            )
-        return out_THD, lse_TH
-
-    def backward(
-        self,
-        dout_THD: Tensor,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        out_THD: Tensor,
-        lse_TH: Tensor,
-        selection: Selection,
-        *,
-        shard: RowShard,
-        kernel: Kernel,
-        softmax_scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :meth:`.exchange.Exchange.backward`."""
-        dq_THD, dk_TGD, dv_TGD = (torch.empty_like(x) for x in (q_THD, k_TGD, v_TGD))
-        in_flight: _InFlight | None = None
-
-        for head, row in enumerate(self._heads(k_TGD, v_TGD, shard)):
-            heads, one = _one_head(selection, head, k_TGD.shape[1], q_THD.shape[1])
-            dq_THD[:, heads], dk_row_TGD, dv_row_TGD = kernel.backward(
-                dout_THD[:, heads],
-                q_THD[:, heads],
-                row.k_TGD,
-                row.v_TGD,
-                out_THD[:, heads],
-                lse_TH[:, heads],
-                one,
-                softmax_scale=softmax_scale,
-            )
-            if in_flight is not None:
-                in_flight.receive(dk_TGD[:, head - 1], dv_TGD[:, head - 1])
-            in_flight = self._scatter(torch.cat((dk_row_TGD, dv_row_TGD), 1), shard)
-        assert in_flight is not None
-        in_flight.receive(dk_TGD[:, -1], dv_TGD[:, -1])
-        return dq_THD, dk_TGD, dv_TGD
-
-    def _heads(self, k_TGD: Tensor, v_TGD: Tensor, shard: RowShard) -> Iterator[_HeadOfRow]:
-        """The packed row's keys and values, of one head after the other."""
-        in_flight = self._gather(k_TGD[:, 0], v_TGD[:, 0], shard)
-        for head in range(k_TGD.shape[1]):
-            kv_TYD = in_flight.wait().index_select(0, shard.slot_T)
-            if head + 1 < k_TGD.shape[1]:
-                in_flight = self._gather(k_TGD[:, head + 1], v_TGD[:, head + 1], shard)
+    def parts(
+        self, k_TGD: Tensor, v_TGD: Tensor, selection: Selection, sequence: SequenceSlice
+    ) -> Iterator[Part]:
+        """Give the sequence's keys and values, of one KV head after the other."""
+        kv_heads = k_TGD.shape[1]
+        in_flight = self._gather(k_TGD[:, 0], v_TGD[:, 0], sequence)
+        for head in range(kv_heads):
+            kv_TYD = in_flight.wait().index_select(0, sequence.gathered_T)
+            if head + 1 < kv_heads:
+                in_flight = self._gather(k_TGD[:, head + 1], v_TGD[:, head + 1], sequence)
             k_head_TGD, v_head_TGD = kv_TYD.split(1, dim=1)
-            yield _HeadOfRow(k_TGD=k_head_TGD, v_TGD=v_head_TGD)
+            yield Part(
+                k_TGD=k_head_TGD,
+                v_TGD=v_head_TGD,
+                selection=selection.of_head(head, kv_heads),
+                kv_head=head,
+            )
 
-    def _gather(self, k_TD: Tensor, v_TD: Tensor, shard: RowShard) -> _InFlight:
+    def gradients(self, k_TGD: Tensor, sequence: SequenceSlice) -> _ScatteredHeads:
+        """See :meth:`.exchange.SequenceExchange.gradients`."""
+        return _ScatteredHeads(self._group, k_TGD, sequence)
+
+    def _gather(self, k_TD: Tensor, v_TD: Tensor, sequence: SequenceSlice) -> _InFlight:
         tokens, head_dim = k_TD.shape
-        longest = max(shard.owners.tokens_per_member)
-        # What lies past a shorter row's end travels, and is not read.
+        longest = max(sequence.tokens_per_member)
+        # What lies past the end of a member with fewer tokens travels, and is not read.
         sent = k_TD.new_empty(longest, 2, head_dim)
         torch.stack((k_TD, v_TD), 1, out=sent[:tokens])
-        received_ZYD = k_TD.new_empty(self.members * longest, 2, head_dim)
+        received_ZYD = k_TD.new_empty(sequence.group.members * longest, 2, head_dim)
         work = dist.all_gather_into_tensor(received_ZYD, sent, self._group, async_op=True)
         return _InFlight(sent=sent, received=received_ZYD, work=work)
 
-    def _scatter(self, dkv_TYD: Tensor, shard: RowShard) -> _InFlight:
-        """Start to add the gradients of the packed row up, each member's for itself."""
-        longest = max(shard.owners.tokens_per_member)
-        shape = dkv_TYD.shape[1:]
-        dtype = wide_dtype(dkv_TYD.dtype)
-        sent_ZYD = dkv_TYD.new_empty(self.members * longest, *shape, dtype=dtype)
-        sent_ZYD.index_copy_(0, shard.slot_T, dkv_TYD.to(dtype))
-        received = sent_ZYD.new_empty(longest, *shape)
-        work = dist.reduce_scatter_tensor(received, sent_ZYD, group=self._group, async_op=True)
-        return _InFlight(sent=sent_ZYD, received=received, work=work)
 
+class _ScatteredHeads:
+    """Adds members' gradients up head by head, each member's for itself: a ``GradientSum``.
 
-@dataclass(frozen=True, kw_only=True)
-class _HeadOfRow:
-    """Keys and values of the packed row; G is 1."""
+    One head's sum is in flight while the next head's gradients are computed.
+    """
 
-    k_TGD: Tensor
-    v_TGD: Tensor
+    def __init__(self, group: dist.ProcessGroup, k_TGD: Tensor, sequence: SequenceSlice) -> None:
+        self._group, self._sequence = group, sequence
+        tokens, *heads = k_TGD.shape
+        self._dkv_TYGD = k_TGD.new_empty(tokens, 2, *heads)
+        self._received_heads = 0
+        self._in_flight: _InFlight | None = None
+
+    def add(self, dkv_TYGD: Tensor) -> None:
+        self._receive()
+        longest = max(self._sequence.tokens_per_member)
+        shape = dkv_TYGD.shape[1:]
+        sent = dkv_TYGD.new_empty(self._sequence.group.members * longest, *shape)
+        sent.index_copy_(0, self._sequence.gathered_T, dkv_TYGD)
+        received = sent.new_empty(longest, *shape)
+        work = dist.reduce_scatter_tensor(received, sent, group=self._group, async_op=True)
+        self._in_flight = _InFlight(sent=sent, received=received, work=work)
+
+    def result(self) -> Tensor:
+        self._receive()
+        return self._dkv_TYGD
+
+    def _receive(self) -> None:
+        if self._in_flight is not None:
+            head_T = self._dkv_TYGD[:, :, self._received_heads]
+            head_T.copy_(self._in_flight.wait()[: len(head_T), :, 0])
+            self._received_heads += 1
+            self._in_flight = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,32 +115,3 @@ class _InFlight:
         assert self.work is not None, "this rank is outside the process group"
         self.work.wait()
         return self.received
-
-    def receive(self, dk_TD: Tensor, dv_TD: Tensor) -> None:
-        """Write gradients of this member's tokens where they belong."""
-        dkv_TYD = self.wait()[: dk_TD.shape[0]]
-        dk_TD.copy_(dkv_TYD[:, 0])
-        dv_TD.copy_(dkv_TYD[:, 1])
-
-
-def _columns_of_head(columns: ColumnLists | None, head: int) -> ColumnLists | None:
-    if columns is None:
-        return None
-    one = slice(head, head + 1)
-    return ColumnLists(tokens_NGK=columns.tokens_NGK[:, one], counts_NG=columns.counts_NG[:, one])
-
-
-def _one_head(
-    selection: Selection, head: int, kv_heads: int, query_heads: int
-) -> tuple[slice, Selection]:
-    """The query heads of a KV head, and the lists that they read by."""
-    lists = selection.counts_QC.shape[1] // kv_heads
-    some = slice(head * lists, (head + 1) * lists)
-    one = replace(
-        selection,
-        indices_QCK=selection.indices_QCK[:, some],
-        counts_QC=selection.counts_QC[:, some],
-        columns=_columns_of_head(selection.columns, head),
-    )
-    group = query_heads // kv_heads
-    return slice(head * group, (head + 1) * group), one

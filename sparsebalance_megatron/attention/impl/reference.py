@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.kernel import wide_dtype
+from sparsebalance_megatron.attention.kernel import Saved, wide_dtype
 from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 
 
@@ -38,25 +38,18 @@ def forward(
     return out_THD, lse_TH
 
 
-def backward(
-    dout_THD: Tensor,
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
-    out_THD: Tensor,
-    lse_TH: Tensor,
-    selection: Selection,
-    *,
-    softmax_scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients; see :class:`..kernel.Kernel`."""
+    q_THD, k_TGD, v_TGD, softmax_scale = saved.q_THD, saved.k_TGD, saved.v_TGD, saved.softmax_scale
     dtype = wide_dtype(q_THD.dtype)
     dq_THD = torch.empty_like(q_THD)
     dk_TGD, dv_TGD = torch.zeros_like(k_TGD, dtype=dtype), torch.zeros_like(v_TGD, dtype=dtype)
-    for part in _parts(q_THD, k_TGD, v_TGD, selection):
+    for part in _parts(q_THD, k_TGD, v_TGD, saved.selection):
         row = part.queries, part.head
-        dout_QD, out_QD = dout_THD[row].to(dtype), out_THD[row].to(dtype)
-        p_QE = _probabilities(part.q_QD @ part.k_ED.t() * softmax_scale, lse_TH[row], part.mask_QE)
+        dout_QD, out_QD = dout_THD[row].to(dtype), saved.out_THD[row].to(dtype)
+        p_QE = _probabilities(
+            part.q_QD @ part.k_ED.t() * softmax_scale, saved.lse_TH[row], part.mask_QE
+        )
         dp_QE = dout_QD @ part.v_ED.t()
         ds_QE = p_QE * (dp_QE - (dout_QD * out_QD).sum(-1, keepdim=True))
         dq_THD[row] = (ds_QE @ part.k_ED * softmax_scale).to(q_THD.dtype)

@@ -27,14 +27,14 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag, pad
 
 from sparsebalance_megatron.attention.impl import assembled
-from sparsebalance_megatron.attention.impl.own_blocks import own_listed_QC
+from sparsebalance_megatron.attention.impl.assembled import own_listed_QC
 from sparsebalance_megatron.attention.impl.tile_attention import (
     attend,
     attend_backward,
     host_may_read,
     tiles_at_once,
 )
-from sparsebalance_megatron.attention.kernel import obstacle_of_lists
+from sparsebalance_megatron.attention.kernel import Saved, obstacle_of_lists
 from sparsebalance_megatron.attention.selection import Selection
 
 _PLACES_AT_ONCE = 8
@@ -55,21 +55,9 @@ def forward(
     return assembled.forward(_PastBlocks, q_THD, k_TGD, v_TGD, selection, softmax_scale)
 
 
-def backward(
-    dout_THD: Tensor,
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
-    out_THD: Tensor,
-    lse_TH: Tensor,
-    selection: Selection,
-    *,
-    softmax_scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients, as deterministic as :func:`forward`; see :class:`..kernel.Kernel`."""
-    return assembled.backward(
-        _PastBlocks, dout_THD, q_THD, k_TGD, v_TGD, out_THD, lse_TH, selection, softmax_scale
-    )
+    return assembled.backward(_PastBlocks, dout_THD, saved)
 
 
 def obstacle(q_THD: Tensor, selection: Selection) -> str | None:

@@ -7,9 +7,6 @@ K budgets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -17,10 +14,8 @@ from torch import Tensor
 from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.row_pair import RowPair
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors.block_topk import BlockTopK
-from sparsebalance_megatron.attention.selectors.vertical_slash import VerticalSlash
-from sparsebalance_megatron.config import ConfigError, Granularity, Router, flag_name
-from sparsebalance_megatron.installed_selectors import installed_names, load_selector
+from sparsebalance_megatron.config import ConfigError, Router, flag_name
+from sparsebalance_megatron.selector_registry import load_selector
 
 
 class Selector[Summarised, Ranked](Protocol):
@@ -92,49 +87,22 @@ def rank_row[Summarised, Ranked](
     )
 
 
-SELECTORS: Mapping[Granularity, Selector[Any, Any]] = MappingProxyType(
-    {
-        "token-query-head": BlockTopK(by_token=True, by_query_head=True),
-        "token-kv-head": BlockTopK(by_token=True, by_query_head=False),
-        "previous-block": BlockTopK(by_token=False, by_query_head=False, speaker="previous-mean"),
-        "first-query": BlockTopK(by_token=False, by_query_head=False, speaker="first"),
-        "vertical-slash": VerticalSlash(),
-        "query-block-lookahead": BlockTopK(by_token=False, by_query_head=False),
-        "vertical-slash-last-queries": VerticalSlash(looks_ahead=True),
-    }
-)
-"""By the value of ``--sparse-balance-selection``; "token-query-head" is MoBA's. Only
-"query-block-lookahead" and "vertical-slash-last-queries" look at later tokens to choose what a
-token reads."""
-
-
 def selector_named(name: str, router: Router = "auto") -> Selector[Any, Any]:
-    """Look a selector up: one of :data:`SELECTORS`, or one that an installed package brings.
+    """The selector of a name that ``--sparse-balance-selection`` takes.
 
     Args:
-        router: who computes the router, where the selector leaves the choice.
+        router: who computes the router; a selector that leaves the choice has ``with_router``.
 
     Raises:
-        ConfigError: there is none of that name, its entry point is broken, or it leaves no choice
-            of router.
+        ConfigError: there is none of that name, it cannot be loaded, or it leaves no choice of
+            router.
     """
-    selector = _selector_named(name)
+    selector: Any = load_selector(name)
     if router == "auto":
         return selector
-    if not isinstance(selector, BlockTopK):
+    if not hasattr(selector, "with_router"):
         raise ConfigError(
             f"{flag_name('router')} {router}: selection {name} leaves no choice of router; drop "
             "the flag"
         )
-    return replace(selector, router=router)
-
-
-def _selector_named(name: str) -> Selector[Any, Any]:
-    for known, selector in SELECTORS.items():
-        if known == name:
-            return selector
-    if name not in installed_names():
-        names = ", ".join((*SELECTORS, *installed_names()))
-        raise ConfigError(f"selection {name!r}: must be one of {names}")
-    installed: Selector[Any, Any] = load_selector(name)
-    return installed
+    return selector.with_router(router)

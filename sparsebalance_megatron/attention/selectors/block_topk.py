@@ -10,8 +10,7 @@ N blocks of a row, K budgets or places of a list, Q rows that select, C heads th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,9 +25,6 @@ from sparsebalance_megatron.attention.selectors.streaming import rank_in_chunks
 from sparsebalance_megatron.attention.selectors.summaries import BlockSummaries, block_means
 from sparsebalance_megatron.config import Router
 
-Speaker = Literal["own-mean", "previous-mean", "first"]
-"""The mean query of the block itself, or of the block before it, or the block's first query."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTopK:
@@ -36,21 +32,23 @@ class BlockTopK:
 
     A block's score is query . mean(keys of the block). MoBA, section 2.2: the mean is rounded to
     the keys' dtype, the product is float32. The query is the mean over the heads that select
-    together, and over the tokens that do, or their ``speaker``.
+    together. Where the tokens of a block do, it is the mean query of the block before it in the
+    document, so that no token's choice depends on later tokens.
 
     Attributes:
         by_token: whether every token selects for itself, or the tokens of a block together.
         by_query_head: whether every query head selects for itself, or the heads of a KV head
             together.
-        speaker: which query stands for a block whose tokens select together. Only "own-mean" looks
-            ahead: what a token reads then depends on the queries after it in its block.
         router: who computes; see :func:`..router_choice.ranks_in_triton`.
     """
 
     by_token: bool
     by_query_head: bool
-    speaker: Speaker = "own-mean"
     router: Router = "auto"
+
+    def with_router(self, router: Router) -> BlockTopK:
+        """The same selector with another router."""
+        return replace(self, router=router)
 
     @torch.no_grad()
     def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> BlockSummaries:
@@ -63,7 +61,7 @@ class BlockTopK:
         with undisturbed(q_THD.device):
             return BlockSummaries(
                 keys_NGD=block_means(k_TGD, layout, self.router).to(k_TGD.dtype),
-                queries_NCD=self._speakers(q_THD, k_TGD.shape[1], layout),
+                queries_NCD=self._mean_queries(q_THD, k_TGD.shape[1], layout),
             )
 
     @torch.no_grad()
@@ -119,28 +117,29 @@ class BlockTopK:
         """Cut the lists to the documents' budgets; see :class:`..selectors.Selector`."""
         return ranking.cut(budgets_S)
 
-    def _speakers(self, q_THD: Tensor, kv_heads: int, layout: PackedLayout) -> Tensor | None:
-        """float32 [N, C, D]: what each block's queries say."""
+    def _mean_queries(self, q_THD: Tensor, kv_heads: int, layout: PackedLayout) -> Tensor | None:
+        """float32 [N, C, D], where blocks select."""
         if self.by_token:
             return None
         heads = q_THD.shape[1] if self.by_query_head else kv_heads
-        first = self.speaker == "first"
-        spoken_NHD = q_THD[layout.start_N] if first else block_means(q_THD, layout, self.router)
-        return spoken_NHD.float().unflatten(1, (heads, -1)).mean(2)
+        return block_means(q_THD, layout, self.router).float().unflatten(1, (heads, -1)).mean(2)
 
     def _askers(self, q_THD: Tensor, summaries: BlockSummaries, rows: RowPair) -> Tensor:
         """[Q, C, any, D]: queries whose mean over the third dimension asks."""
-        speakers_NCD = summaries.queries_NCD
-        if speakers_NCD is None:
+        means_NCD = summaries.queries_NCD
+        if means_NCD is None:
             heads = q_THD.shape[1] if self.by_query_head else summaries.keys_NGD.shape[1]
             return q_THD.unflatten(1, (heads, -1))
         own_N = rows.own_block_N
-        if self.speaker != "previous-mean":
-            return speakers_NCD[own_N][:, :, None]
         # The first block of a document sees itself alone, whatever its query is.
         first_N = rows.kv_layout.index_N[own_N] == 0
-        asking_NCD = speakers_NCD[(own_N - 1).clamp_(min=0)]
+        asking_NCD = means_NCD[(own_N - 1).clamp_(min=0)]
         return asking_NCD.masked_fill_(first_N[:, None, None], 0.0)[:, :, None]
+
+
+TOKEN_QUERY_HEAD = BlockTopK(by_token=True, by_query_head=True)
+TOKEN_KV_HEAD = BlockTopK(by_token=True, by_query_head=False)
+PREVIOUS_BLOCK = BlockTopK(by_token=False, by_query_head=False)
 
 
 def _check_heads(q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> None:

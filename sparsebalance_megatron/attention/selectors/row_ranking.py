@@ -2,7 +2,8 @@
 """Rows of scores ranked in torch: for any device.
 
 Shape legend: K places of a list, C heads that select, Y rows of a chunk, W columns of a chunk
-(blocks that its rows may read).
+(blocks that its rows may read), or places that are sorted; A anything before them, Z runs of
+places, I, J strides and places within one.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ import math
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-
-from sparsebalance_megatron.attention.selectors.sorting_network import sort_falling_
 
 _COLUMN_BITS = 32
 _BELOW_ALL_SCORES = -0x7FFFFFFF
@@ -143,3 +142,41 @@ class _Scratch:
             buffer = torch.empty(elements, dtype=_SCRATCH_DTYPES[name], device=self._device)
             self._buffers[name] = buffer
         return buffer[:elements].view(shape)
+
+
+def sort_falling_(x_AWY: Tensor, scratch: Tensor) -> None:
+    """Sort along W in place, the greatest first.
+
+    Batcher's odd-even merge sort (Knuth, The Art of Computer Programming, section 5.3.4): all rows
+    take each comparison together, in a third of the time of ``torch.sort`` on a CPU. NaN may take
+    the place of other numbers of its row.
+
+    Args:
+        x_AWY: W is a power of two.
+        scratch: one dimension, the same dtype; at least half as many elements, which are
+            overwritten.
+
+    Raises:
+        ValueError: W is not a power of two.
+    """
+    places = x_AWY.shape[1]
+    if places & (places - 1) or not places:
+        raise ValueError(f"sort_falling_: {places} places: must be a power of two")
+    run = 1
+    while run < places:
+        run *= 2
+        x_AZWY = x_AWY.unflatten(1, (-1, run))
+        stride = run // 2
+        _exchange_(x_AZWY.unflatten(2, (-1, 2, stride)), scratch)
+        while stride > 1:
+            stride //= 2
+            inner_AZWY = x_AZWY[:, :, stride : run - stride]
+            _exchange_(inner_AZWY.unflatten(2, (-1, 2, stride)), scratch)
+
+
+def _exchange_(x_AZI2JY: Tensor, scratch: Tensor) -> None:
+    """Put the greater of every pair first."""
+    first, second = x_AZI2JY.unbind(3)
+    less = torch.minimum(first, second, out=scratch[: first.numel()].view(first.shape))
+    torch.maximum(first, second, out=first)
+    second.copy_(less)

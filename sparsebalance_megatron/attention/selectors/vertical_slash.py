@@ -102,6 +102,11 @@ class VerticalSlash:
         """Whether tokens select, or blocks of queries."""
         return False
 
+    @property
+    def needs_whole_documents(self) -> bool:
+        """Whether one rank must hold all queries of a document."""
+        return self.looks_ahead
+
     @torch.no_grad()
     def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> ProbesAndKeys:
         """Take the row's keys and probes; see :class:`..selectors.Selector`."""
@@ -157,6 +162,10 @@ class VerticalSlash:
     def select(self, ranking: VerticalSlashRanking, budgets_S: Tensor) -> Selection:
         """Cut the lists to the documents' budgets; see :class:`..selectors.Selector`."""
         return ranking.cut(budgets_S)
+
+
+VERTICAL_SLASH = VerticalSlash()
+LAST_QUERIES = VerticalSlash(looks_ahead=True)
 
 
 class _RowLists:

@@ -28,7 +28,7 @@ import numpy as np
 
 from sparsebalance_megatron.plan.budgets.price_ladder import LEVELS, Ladder
 from sparsebalance_megatron.plan.context_groups import Members, first_places
-from sparsebalance_megatron.plan.schedules.orders import schedule_of
+from sparsebalance_megatron.plan.schedules.operation_times import OperationTimes
 from sparsebalance_megatron.plan.schedules.simulator import longest_through_ms, makespans_ms
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
@@ -63,14 +63,12 @@ def unit_growth_JCQ(costs: StepCosts, ladder: Ladder, slot_of_S: np.ndarray) -> 
 class Filling:
     """Pipelines to fill.
 
-    ``floor_2RPVM``: ms of all slots at their floors. ``growth_JCQ``: of :func:`unit_growth_JCQ`.
-    ``widths_RM``: of the slot that each rank takes part in; None where all are 1.
+    ``floor_times``: of all slots at their floors. ``growth_JCQ``: of :func:`unit_growth_JCQ`.
     """
 
     costs: StepCosts
-    floor_2RPVM: np.ndarray
+    floor_times: OperationTimes
     growth_JCQ: np.ndarray
-    widths_RM: np.ndarray | None = None
 
     def levels_JC(self, limit_ms: float) -> np.ndarray:
         """The price level of every unit once all islands are filled up to ``limit_ms``.
@@ -90,9 +88,13 @@ class Filling:
             rising_EU[islands_I] = self._go_on(islands_I, level_IU, rising_IU, rose_I, limit_ms)
         return level_EU.reshape(self.growth_JCQ.shape[:2])
 
+    @property
+    def _widths_RM(self) -> np.ndarray:
+        return self.floor_times.cp_sizes_RM
+
     @cached_property
     def _island_ranks(self) -> int:
-        return 1 if self.widths_RM is None else int(self.widths_RM.max())
+        return int(self._widths_RM.max())
 
     @cached_property
     def _growth_EUQ(self) -> np.ndarray:
@@ -107,22 +109,19 @@ class Filling:
         ms_RMC = np.repeat(
             (costs.pair_ms_C * slowness_RC)[:, None], costs.job.micro_batches, axis=1
         )
-        if self.widths_RM is not None:
-            members = Members(self.widths_RM.T)
-            for chunk in range(costs.chunks):
-                ms_MR = np.ascontiguousarray(ms_RMC[members.order, :, chunk].T)
-                members.maximum(ms_MR)
-                ms_RMC[members.order, :, chunk] = ms_MR.T
-            ms_RMC = ms_RMC * costs.share_W[self.widths_RM][..., None]
+        members = Members(self._widths_RM.T)
+        for chunk in range(costs.chunks):
+            ms_MR = np.ascontiguousarray(members.in_order(ms_RMC[:, :, chunk].T))
+            members.maximum(ms_MR)
+            ms_RMC[:, :, chunk] = members.back_in_order(ms_MR).T
+        ms_RMC = ms_RMC * costs.share_W[self._widths_RM][..., None]
         return ms_RMC.reshape(self._growth_EUQ.shape[:2])
 
     @cached_property
-    def _first_unit_EU(self) -> np.ndarray | None:
-        """Of every rank's part of a slot, the unit on the first rank; None where all are alone."""
-        if self.widths_RM is None:
-            return None
+    def _first_unit_EU(self) -> np.ndarray:
+        """Of every rank's part of a slot, the unit on the first rank."""
         chunks = self.costs.chunks
-        unit_JC = first_places(self.widths_RM)[:, None] * chunks + np.arange(chunks)
+        unit_JC = first_places(self._widths_RM)[:, None] * chunks + np.arange(chunks)
         units = self._growth_EUQ.shape[1]
         return unit_JC.reshape(-1, units) % units
 
@@ -144,8 +143,7 @@ class Filling:
         limit_ms: float,
     ) -> np.ndarray:
         """Which of the rising units rise in the next round as well, [I, U]."""
-        times_2XPVM, widths_XM = self._pipelines(islands_I, level_IU[:, None])
-        through_XPVM = longest_through_ms(times_2XPVM, schedule_of(self.costs.job), widths_XM)
+        through_XPVM = longest_through_ms(self._pipelines(islands_I, level_IU[:, None]))
         through_IU = through_XPVM.transpose(0, 3, 1, 2).reshape(level_IU.shape)
         added_IU = self._next_level_ms(islands_I, level_IU)
         fits_IU = through_IU + added_IU <= limit_ms
@@ -186,36 +184,34 @@ class Filling:
         batch = max(1, _MAX_EVALUATED_TIMES // (candidates * units))
         for first in range(0, len(islands_I), batch):
             part = slice(first, first + batch)
-            times_2XPVM, widths_XM = self._pipelines(islands_I[part], level_IXU[part])
-            makespans_X = makespans_ms(times_2XPVM, schedule_of(self.costs.job), widths_XM)
+            makespans_X = makespans_ms(self._pipelines(islands_I[part], level_IXU[part]))
             fits_X = makespans_X <= limit_ms
             fits_IX[part] = fits_X.reshape(-1, candidates, self._island_ranks).all(axis=2)
         return fits_IX
 
-    def _pipelines(
-        self, islands_I: np.ndarray, level_IXU: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Times and widths of islands with their units at X candidate levels each.
-
-        I x X x W pipelines: [2, .., P, V, M] ms and [.., M].
-        """
+    def _pipelines(self, islands_I: np.ndarray, level_IXU: np.ndarray) -> OperationTimes:
+        """Times of islands with their units at X candidate levels each: I x X x W pipelines."""
         candidates = level_IXU.shape[1]
         pairs_IXU = self._growth_at(islands_I[:, None], level_IXU)
-        if self._first_unit_EU is not None:
+        if self._island_ranks > 1:
             first_I1U = self._first_unit_EU[islands_I][:, None]
-            pairs_IXU = (
-                np.take_along_axis(pairs_IXU, first_I1U, axis=2)
-                * self._share_EU[islands_I][:, None]
-            )
+            pairs_IXU = np.take_along_axis(pairs_IXU, first_I1U, axis=2)
+            pairs_IXU *= self._share_EU[islands_I][:, None]
         pairs_XMC = pairs_IXU.reshape(-1, self.costs.job.micro_batches, self.costs.chunks)
         of_island_W = np.arange(self._island_ranks)
         ranks_IW = islands_I[:, None] * self._island_ranks + of_island_W
         ranks_X = np.repeat(ranks_IW, candidates, axis=0).reshape(-1)
-        widths_XM = None if self.widths_RM is None else self.widths_RM[ranks_X]
-        grown_2XPVM = self.costs.grid_2IPVM(
-            pairs_XMC * self.costs.pair_2C[:, None, None], ranks_X, widths_XM
-        )
-        return self.floor_2RPVM[:, ranks_X] + grown_2XPVM, widths_XM
+        grown_2XMC = pairs_XMC * self.costs.pair_2C[:, None, None]
+        widths_XM = self._widths_RM[ranks_X]
+        grown_2XMC = self.costs.on_devices(grown_2XMC, ranks_X, widths_XM)
+        return self.costs.flat(self._floor_ms_2RMC[:, ranks_X] + grown_2XMC, widths_XM)
+
+    @cached_property
+    def _floor_ms_2RMC(self) -> np.ndarray:
+        _, ranks, *_ = self.floor_times.by_micro_batch_2RPVM.shape
+        job = self.costs.job
+        floor_2RMPV = self.floor_times.by_micro_batch_2RPVM.transpose(0, 1, 4, 2, 3)
+        return np.ascontiguousarray(floor_2RMPV).reshape(2, ranks, job.micro_batches, -1)
 
     def _next_level_ms(self, islands_I: np.ndarray, level_IU: np.ndarray) -> np.ndarray:
         """Forward and backward ms that one more level adds to every unit, [I, U]."""
@@ -234,8 +230,7 @@ class Filling:
     @cached_property
     def _share_EU(self) -> np.ndarray:
         """Of a unit's pairs, what each of its ranks computes."""
-        widths_RM = self.widths_RM if self.widths_RM is not None else np.ones(1, dtype=np.int64)
-        share_J = self.costs.share_W[widths_RM].reshape(-1)
+        share_J = self.costs.share_W[self._widths_RM].reshape(-1)
         return np.repeat(share_J, self.costs.chunks).reshape(self._growth_EUQ.shape[:2])
 
 

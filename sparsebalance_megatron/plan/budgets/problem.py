@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from sparsebalance_megatron.plan.coverage import CoverageCurves, least_feasible_budget
+from sparsebalance_megatron.plan.schedules.operation_times import OperationTimes
 from sparsebalance_megatron.plan.step_costs import StepCosts
 from sparsebalance_megatron.plan.step_plan import PlanPolicy
 
@@ -148,7 +149,7 @@ class BudgetProblem:
         self,
         budgets_LS: np.ndarray,
         slot_of_S: np.ndarray,
-        widths_RM: np.ndarray | None = None,
-    ) -> np.ndarray:
-        """[2, R, P, V, M] ms of the slots that hold the samples."""
+        widths_RM: np.ndarray,
+    ) -> OperationTimes:
+        """Times of the slots that hold the samples."""
         return self.costs.slot_ms(self.costs.sample_ms(budgets_LS), slot_of_S, widths_RM)

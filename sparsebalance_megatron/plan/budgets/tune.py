@@ -20,7 +20,6 @@ from sparsebalance_megatron.plan.budgets.fill import Filling, unit_growth_JCQ
 from sparsebalance_megatron.plan.budgets.price import Pricing, price
 from sparsebalance_megatron.plan.budgets.price_ladder import budget_steps
 from sparsebalance_megatron.plan.budgets.problem import ROUNDING, BudgetProblem
-from sparsebalance_megatron.plan.schedules.orders import schedule_of
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_plan import PlanError
 
@@ -52,14 +51,14 @@ class TunedBudgets:
 def tune(
     problem: BudgetProblem,
     slot_of_S: np.ndarray,
+    widths_RM: np.ndarray,
     pricing: Pricing | None = None,
-    widths_RM: np.ndarray | None = None,
 ) -> TunedBudgets:
     """Budgets of a placed global batch under ``policy.tuning``.
 
     Args:
         slot_of_S: where the samples are placed: on the first rank of their slots.
-        widths_RM: of the slot that each rank takes part in; None where all are 1.
+        widths_RM: of the slot that each rank takes part in.
         pricing: what tuning ``makespan`` goes by; by default that of these samples alone.
 
     Raises:
@@ -70,10 +69,10 @@ def tune(
         case "off":
             tuned_LS, clamped_S = allowed.base_LS, np.zeros(len(slot_of_S), dtype=bool)
         case "anchor":
-            tuned_LS, clamped_S = _anchor(problem, slot_of_S)
+            tuned_LS, clamped_S = _anchor(problem, slot_of_S, widths_RM)
         case "makespan":
             tuned_LS, clamped_S = _makespan(
-                problem, slot_of_S, pricing or price(problem), widths_RM
+                problem, slot_of_S, widths_RM, pricing or price(problem)
             )
         case other:
             raise PlanError(f"tuning {other!r} is not one of off, anchor, makespan")
@@ -86,7 +85,9 @@ def tune(
     )
 
 
-def _anchor(problem: BudgetProblem, slot_of_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _anchor(
+    problem: BudgetProblem, slot_of_S: np.ndarray, widths_RM: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Every micro-batch goes as near to the anchor latency as its feasible budgets allow.
 
     Slower ones only cut, the step with the least coverage per ms first; faster ones only raise,
@@ -94,7 +95,7 @@ def _anchor(problem: BudgetProblem, slot_of_S: np.ndarray) -> tuple[np.ndarray, 
     all chunks.
     """
     costs, allowed = problem.costs, problem.allowed
-    latency_J = _latency_ms_J(problem, allowed.base_LS, slot_of_S)
+    latency_J = _latency_ms_J(problem, allowed.base_LS, slot_of_S, widths_RM)
     anchor = problem.policy.anchor
     if anchor not in _ANCHORS:
         raise PlanError(f"anchor {anchor!r} is not one of {', '.join(_ANCHORS)}")
@@ -103,7 +104,7 @@ def _anchor(problem: BudgetProblem, slot_of_S: np.ndarray) -> tuple[np.ndarray, 
     low_LS = np.where(slower_S, allowed.floor_LS, allowed.base_LS)
     high_LS = np.where(slower_S, allowed.base_LS, allowed.top_LS)
     steps = budget_steps(costs, problem.coverage, low_LS, high_LS)
-    start_J = _latency_ms_J(problem, low_LS, slot_of_S)
+    start_J = _latency_ms_J(problem, low_LS, slot_of_S, widths_RM)
 
     index_I = np.flatnonzero(steps.pairs_LSK > 0)
     layer_I, sample_I, _ = np.unravel_index(index_I, steps.pairs_LSK.shape)
@@ -125,17 +126,18 @@ def _anchor(problem: BudgetProblem, slot_of_S: np.ndarray) -> tuple[np.ndarray, 
 
 
 def _latency_ms_J(
-    problem: BudgetProblem, budgets_LS: np.ndarray, slot_of_S: np.ndarray
+    problem: BudgetProblem, budgets_LS: np.ndarray, slot_of_S: np.ndarray, widths_RM: np.ndarray
 ) -> np.ndarray:
-    forward_RPVM, backward_RPVM = problem.slot_ms(budgets_LS, slot_of_S)
+    times = problem.slot_ms(budgets_LS, slot_of_S, widths_RM)
+    forward_RPVM, backward_RPVM = times.by_micro_batch_2RPVM
     return (forward_RPVM + backward_RPVM).sum(axis=(1, 2)).ravel()
 
 
 def _makespan(
     problem: BudgetProblem,
     slot_of_S: np.ndarray,
+    widths_RM: np.ndarray,
     pricing: Pricing,
-    widths_RM: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The least step time that the policy allows, then the most coverage in that time.
 
@@ -144,13 +146,11 @@ def _makespan(
     grows until it is reached, but never beyond what base budgets take.
     """
     costs, allowed, ladder = problem.costs, problem.allowed, pricing.ladder
-    schedule = schedule_of(costs.job)
-    floor_2RPVM = problem.slot_ms(allowed.floor_LS, slot_of_S, widths_RM)
+    floor_times = problem.slot_ms(allowed.floor_LS, slot_of_S, widths_RM)
     filling = Filling(
         costs=costs,
-        floor_2RPVM=floor_2RPVM,
+        floor_times=floor_times,
         growth_JCQ=unit_growth_JCQ(costs, ladder, slot_of_S),
-        widths_RM=widths_RM,
     )
     unit_LS = slot_of_S * costs.chunks + costs.chunk_of_layer_L[:, None]
 
@@ -158,10 +158,9 @@ def _makespan(
         return ladder.budgets_LS(filling.levels_JC(limit_ms).ravel()[unit_LS])
 
     def step_ms(budgets_LS: np.ndarray) -> float:
-        times_2RPVM = problem.slot_ms(budgets_LS, slot_of_S, widths_RM)
-        return float(makespans_ms(times_2RPVM, schedule, widths_RM).max())
+        return float(makespans_ms(problem.slot_ms(budgets_LS, slot_of_S, widths_RM)).max())
 
-    floor_ms_R = makespans_ms(floor_2RPVM, schedule, widths_RM)
+    floor_ms_R = makespans_ms(floor_times)
     least_ms = floor_ms_R.max() * ROUNDING
     tuned_LS, wanted = filled_LS(least_ms), pricing.wanted_coverage
     if not problem.covers(tuned_LS, wanted):

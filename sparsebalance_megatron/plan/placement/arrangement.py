@@ -19,17 +19,15 @@ class Arrangement:
 
     ``samples[rank][position]``: those of the slot that begins on the rank, none where the rank
     takes part in a slot that begins on another. ``widths_RM``: ranks of the slot that each takes
-    part in; None where all are 1.
+    part in.
     """
 
     samples: Placement
-    widths_RM: np.ndarray | None = None
+    widths_RM: np.ndarray
 
     @classmethod
-    def of_groups(cls, placement: Placement, width: int) -> Arrangement:
+    def of_groups(cls, placement: Placement, width: int = 1) -> Arrangement:
         """Every slot of a placement onto groups of so many ranks."""
-        if width == 1:
-            return cls(samples=placement)
         nothing = tuple(() for _ in placement[0])
         samples = tuple(slots for group in placement for slots in (group, *[nothing] * (width - 1)))
         widths_RM = np.full((len(samples), len(nothing)), width)
@@ -37,8 +35,6 @@ class Arrangement:
 
     def same_as(self, other: Arrangement) -> bool:
         """Whether every sample runs at the same place, shared by as many ranks."""
-        if self.widths_RM is None or other.widths_RM is None:
-            return self.samples == other.samples and self.widths_RM is other.widths_RM
         widths_agree = np.array_equal(self.widths_RM, other.widths_RM)
         return self.samples == other.samples and widths_agree
 
@@ -51,4 +47,4 @@ class Arrangement:
 
     def width(self, rank: int, position: int) -> int:
         """Ranks of the slot that a rank takes part in."""
-        return 1 if self.widths_RM is None else int(self.widths_RM[rank, position])
+        return int(self.widths_RM[rank, position])

@@ -16,8 +16,8 @@ import itertools
 
 import numpy as np
 
+from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.placement.balance import Placement
-from sparsebalance_megatron.plan.schedules.orders import schedule_of
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
 from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_costs import StepCosts
@@ -59,7 +59,6 @@ class _Search:
     ) -> None:
         self.ranks = [[list(slot) for slot in rank] for rank in placement]
         self.costs, self.cap_tokens = costs, cap_tokens
-        self.schedule = schedule_of(costs.job)
         self.tokens_S = costs.lengths_tokens_S
         self.sample_SC2 = np.stack(list(sample_2SC), axis=-1)
         constant_C2 = costs.constant_2C.T
@@ -78,8 +77,8 @@ class _Search:
     def _simulate(self, slot_XMC2: np.ndarray, ranks_X: np.ndarray) -> np.ndarray:
         """Makespans [X] of the ranks ``ranks_X`` with these slots."""
         self.effort.spend(slot_XMC2.size)
-        times_2XPVM = self.costs.grid_2IPVM(np.moveaxis(slot_XMC2, -1, 0), ranks_X)
-        return makespans_ms(times_2XPVM, self.schedule)
+        alone_XM = unshared(*slot_XMC2.shape[:2])
+        return makespans_ms(self.costs.times_of(np.moveaxis(slot_XMC2, -1, 0), ranks_X, alone_XM))
 
     @property
     def _order_matters(self) -> bool:

@@ -23,7 +23,7 @@ from sparsebalance_megatron.plan.placement.wide_moves import (
     draw_moves,
 )
 from sparsebalance_megatron.plan.placement.wide_slots import Contents, SlotTable, WideSlots
-from sparsebalance_megatron.plan.schedules.orders import schedule_of
+from sparsebalance_megatron.plan.schedules.operation_times import OperationTimes
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
 from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_costs import StepCosts
@@ -97,13 +97,14 @@ class _WideSearch:
     def _simulate(self, times_XWMF: np.ndarray, widths_XWM: np.ndarray) -> np.ndarray:
         """[X, W] makespans."""
         self.effort.spend(_OPERATIONS_EACH * times_XWMF.size + _ROUND_OPERATIONS)
-        stages, chunks = self.job.pipeline_stages, self.job.virtual_stages
         candidates, ranks, positions, _ = times_XWMF.shape
-        shape = (candidates * ranks, positions, 2, stages, chunks)
-        times_2XPVM = times_XWMF.reshape(shape).transpose(2, 0, 3, 4, 1)
-        widths_XM = widths_XWM.reshape(-1, positions)
-        makespans_X = makespans_ms(times_2XPVM, schedule_of(self.job), widths_XM)
-        return makespans_X.reshape(candidates, ranks)
+        times_FMX = times_XWMF.reshape(candidates * ranks, positions, -1).T
+        times = OperationTimes(
+            graph=self.job.graph,
+            ms_OR=np.ascontiguousarray(times_FMX).reshape(-1, candidates * ranks),
+            cp_sizes_RM=widths_XWM.reshape(-1, positions),
+        )
+        return makespans_ms(times).reshape(candidates, ranks)
 
     def best(self, enough_ms: float) -> Arrangement:
         """The best placement found."""

@@ -91,9 +91,7 @@ class WideSlots:
 
     def __init__(self, start: Arrangement) -> None:
         shape = len(start.samples), len(start.samples[0])
-        self.widths_RM = np.ones(shape, dtype=np.int64)
-        if start.widths_RM is not None:
-            self.widths_RM[:] = start.widths_RM
+        self.widths_RM = start.widths_RM.copy()
         self.members = {
             (rank, position): start.samples[rank][position]
             for rank, position in itertools.product(*map(range, shape))
@@ -129,7 +127,7 @@ class WideSlots:
                 tuple(tuple(sorted(self.members.get((r, m), ()))) for m in range(positions))
                 for r in range(ranks)
             ),
-            widths_RM=self.widths_RM.copy() if self.widths_RM.max() > 1 else None,
+            widths_RM=self.widths_RM.copy(),
         )
 
 

@@ -196,5 +196,5 @@ class _Slots:
                 heapq.heappush(loads, entry)
         return Arrangement(
             samples=tuple(tuple(rank) for rank in samples),
-            widths_RM=widths_RM if widths_RM.max() > 1 else None,
+            widths_RM=widths_RM,
         )

@@ -17,7 +17,10 @@ from functools import lru_cache
 
 import numpy as np
 
+from sparsebalance_megatron.plan.context_groups import unshared
+from sparsebalance_megatron.plan.schedules.operation_times import OperationTimes
 from sparsebalance_megatron.plan.schedules.orders import Schedule, megatron_order
+from sparsebalance_megatron.plan.schedules.pipeline_graph import graph_of
 from sparsebalance_megatron.plan.schedules.simulator import longest_chain
 
 _ROUNDS = (60, 300)
@@ -61,12 +64,17 @@ def _mixture(
     work_2PV1 /= max(work_2PV1.sum(), 1.0)
     least, most = _ROUNDS
     rounds = min(max(_OPERATIONS // (work_2PV1.size * micro_batches), least), most)
+    _, stages, chunks = shape
+    graph = graph_of(schedule, stages, chunks, micro_batches)
+    alone_RM = unshared(1, micro_batches)
     mixture_2PVM = np.zeros((*shape, micro_batches))
     losses_M = np.zeros(micro_batches)
     for number in range(1, rounds + 1):
         share_M = np.exp(losses_M.min() - losses_M)
         share_M /= share_M.sum()
-        chain_2PVM = longest_chain(work_2PV1 * share_M, schedule)
+        ms_OR = (work_2PV1 * share_M).reshape(-1, 1)
+        times = OperationTimes(graph=graph, ms_OR=ms_OR, cp_sizes_RM=alone_RM)
+        chain_2PVM = longest_chain(times).reshape(mixture_2PVM.shape)
         mixture_2PVM += number * chain_2PVM
         gain_M = (work_2PV1 * chain_2PVM).sum(axis=(0, 1, 2))
         losses_M += _LEARNING_RATE / np.sqrt(number) * gain_M

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sparsebalance_megatron.cost.parts import Direction
-from sparsebalance_megatron.plan.step_plan import JobShape, PlanError
+from sparsebalance_megatron.plan.plan_error import PlanError
 
 
 class Operation(NamedTuple):
@@ -169,11 +169,6 @@ class MegatronSchedule:
 
 
 megatron_order = MegatronSchedule()
-
-
-def schedule_of(job: JobShape) -> MegatronSchedule:
-    """The schedule in which Megatron-Core runs this job's pipelines."""
-    return MegatronSchedule(job.micro_batch_group_size)
 
 
 def _check_sizes(name: str, stages: int, micro_batches: int, chunks: int) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A schedule's operations as arrays: in waves, each of which waits only for earlier ones.
+"""A schedule's operations as arrays: their numbers, and waves that wait only for earlier waves.
 
 Shape legend: P pipeline stages, V virtual stages (chunks per stage), M micro-batches, X pipelines
-(ranks or candidates), O operations; a leading 2: forward and backward.
+(ranks or candidates), O operations, I forwards and backwards of whole micro-batches; a leading 2:
+forward and backward.
 """
 
 from __future__ import annotations
@@ -11,81 +12,98 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.plan.context_groups import Members
+from sparsebalance_megatron.plan.plan_error import PlanError
 from sparsebalance_megatron.plan.schedules.orders import PipelineOrder, Schedule, StageOperation
-from sparsebalance_megatron.plan.step_plan import PlanError
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineGraph:
-    """Operations numbered so that wave w is the slice ``wave_edges[w] : wave_edges[w + 1]``.
+    """The operations of all stages, numbered by direction, stage, chunk, micro-batch, segment.
 
-    ``source_O`` indexes flat times [2, P, V, M]. ``before_O`` is the previous operation on the same
-    stage and ``after_O`` the next; every array of ``inputs`` holds one operation that each waits
-    for, and of ``outputs`` one that waits for it. The number of operations stands for none.
+    ``operations``, ``backward_O``, ``stage_O``, ``chunk_O``, ``micro_batch_O`` and ``segment_O``
+    follow these numbers. ``first_segment_I``: the first operation of each forward and backward of a
+    micro-batch, in the order of [2, P, V, M].
+
+    The simulator runs operation ``run_O[i]`` as its i-th. Wave w is the slice
+    ``wave_edges[w] : wave_edges[w + 1]`` of that order, in which all other arrays are:
+    ``before_O`` is the previous operation on the same stage and ``after_O`` the next; every array
+    of ``inputs`` holds one operation that each waits for, and of ``outputs`` one that waits for it.
+    The number of operations stands for none.
     """
 
-    source_O: np.ndarray
+    shape_2PVM: tuple[int, int, int, int]
+    operations: tuple[StageOperation, ...]
+    backward_O: np.ndarray
+    stage_O: np.ndarray
+    chunk_O: np.ndarray
+    micro_batch_O: np.ndarray
+    segment_O: np.ndarray
+    first_segment_I: np.ndarray
+    run_O: np.ndarray
     before_O: np.ndarray
     after_O: np.ndarray
     inputs: tuple[np.ndarray, ...]
     outputs: tuple[np.ndarray, ...]
     wave_edges: tuple[int, ...]
     by_stage: tuple[np.ndarray, ...]
-    operations: tuple[StageOperation, ...]
 
     @property
     def waves(self) -> Iterator[tuple[int, int]]:
         """First operation of each wave, and the one after its last."""
         return itertools.pairwise(self.wave_edges)
 
-    def durations_OX(self, times_2XPVM: np.ndarray) -> np.ndarray:
-        """Every operation's time, [O + 1, X]; the last row is zero, for none."""
-        pipelines = times_2XPVM.shape[1]
-        times = np.empty((2, len(self.source_O) // 2, pipelines))
-        for to, times_XPVM in zip(times, times_2XPVM, strict=True):
-            to[:] = times_XPVM.reshape(pipelines, -1).T
-        durations = np.zeros((len(self.source_O) + 1, pipelines))
-        times.reshape(-1, pipelines).take(self.source_O, axis=0, out=durations[:-1], mode="clip")
+    def durations_OX(self, ms_OX: np.ndarray) -> np.ndarray:
+        """Every operation's time as they run, [O + 1, X]; the last row is zero, for none."""
+        durations = np.zeros((len(self.run_O) + 1, ms_OX.shape[1]))
+        ms_OX.take(self.run_O, axis=0, out=durations[:-1], mode="clip")
         return durations
 
-    def members(self, widths_XM: np.ndarray) -> Members:
-        """Who shares each operation."""
-        return Members(widths_XM.T[self.source_O % widths_XM.shape[1]])
-
-    def finish_OX(self, finish_OX: np.ndarray, members: Members | None = None) -> np.ndarray:
+    def finish_OX(self, finish_OX: np.ndarray, members: Members) -> np.ndarray:
         """End of every operation, in the place of its duration; the last row is the step's start.
 
         Args:
             members: with whom ``finish_OX`` has its columns in :attr:`.Members.order`.
         """
-        for start, stop in self.waves:
-            ready = finish_OX.take(self.before_O[start:stop], axis=0)
-            for input_O in self.inputs:
-                np.maximum(ready, finish_OX.take(input_O[start:stop], axis=0), out=ready)
-            if members is not None:
-                members.maximum(ready, slice(start, stop))
-            finish_OX[start:stop] += ready
+        for wave, before, inputs in self._waited_for:
+            ready = finish_OX.take(before, axis=0)
+            for waited in inputs:
+                np.maximum(ready, finish_OX.take(waited, axis=0), out=ready)
+            if members.share:
+                members.maximum(ready, wave)
+            finish_OX[wave] += ready
         return finish_OX
 
+    @cached_property
+    def _waited_for(self) -> list[tuple[slice, np.ndarray, list[np.ndarray]]]:
+        """The slice of every wave, with what it waits for."""
+        waves = itertools.starmap(slice, self.waves)
+        return [
+            (wave, self.before_O[wave], [input_O[wave] for input_O in self.inputs])
+            for wave in waves
+        ]
 
-def graph_of(schedule: Schedule, times_2XPVM: np.ndarray) -> PipelineGraph:
-    """The graph of pipelines with such times.
-
-    Raises:
-        PlanError: the schedule does not exist for these numbers.
-    """
-    _, _, stages, chunks, micro_batches = times_2XPVM.shape
-    return _graph(schedule, stages, chunks, micro_batches)
+    def start_OX(self, finish_OX: np.ndarray, members: Members) -> np.ndarray:
+        """When operations begin: their inputs have ended, on all ranks that share them."""
+        waited_for = np.stack([self.before_O, *self.inputs])
+        ready_OX = finish_OX[waited_for].max(axis=0)
+        members.maximum(ready_OX)
+        return np.asarray(ready_OX)
 
 
 @lru_cache(maxsize=32)
-def _graph(schedule: Schedule, stages: int, chunks: int, micro_batches: int) -> PipelineGraph:
+def graph_of(schedule: Schedule, stages: int, chunks: int, micro_batches: int) -> PipelineGraph:
+    """The graph of a schedule for these numbers.
+
+    Raises:
+        PlanError: the schedule does not exist for them, deadlocks, or leaves out a forward or a
+            backward of a micro-batch.
+    """
     order = schedule(stages, micro_batches, chunks)
     before = {
         (stage, following): (stage, previous)
@@ -93,45 +111,61 @@ def _graph(schedule: Schedule, stages: int, chunks: int, micro_batches: int) -> 
         for previous, following in itertools.pairwise(operations)
     }
     wave_of = _waves(order)
-    nodes = sorted(wave_of, key=wave_of.__getitem__)
-    number = {node: index for index, node in enumerate(nodes)}
-    inputs = [[number[node] for node in order.inputs[node]] for node in nodes]
-    outputs: list[list[int]] = [[] for _ in nodes]
+    running = sorted(wave_of, key=wave_of.__getitem__)
+    numbered = sorted(wave_of, key=_place)
+    number = {node: index for index, node in enumerate(numbered)}
+    backward_O, stage_O, chunk_O, micro_batch_O, segment_O = np.array(list(map(_place, numbered))).T
+    shape = (2, stages, chunks, micro_batches)
+    whole_O = np.ravel_multi_index((backward_O, stage_O, chunk_O, micro_batch_O), shape)
+    present_I, first_segment_I = np.unique(whole_O, return_index=True)
+    if len(present_I) != math.prod(shape):
+        raise PlanError(
+            f"schedule has {len(present_I)} forwards and backwards of micro-batches, "
+            f"times are of {math.prod(shape)}"
+        )
+    runs_as = {node: index for index, node in enumerate(running)}
+    inputs = [[runs_as[node] for node in order.inputs[node]] for node in running]
+    outputs: list[list[int]] = [[] for _ in running]
     for index, waited_for in enumerate(inputs):
         for source in waited_for:
             outputs[source].append(index)
-    before_O = np.array([number[before[node]] if node in before else len(nodes) for node in nodes])
-    after_O = np.full(len(nodes) + 1, len(nodes))
-    after_O[before_O] = np.arange(len(nodes))
-    sizes = (2, stages, chunks, micro_batches)
-    if len(nodes) != math.prod(sizes):
-        raise PlanError(f"schedule has {len(nodes)} operations, times are of {math.prod(sizes)}")
-    place_4O = np.array(
-        [
-            (of.direction is Direction.BACKWARD, stage, of.chunk, of.micro_batch)
-            for stage, of in nodes
-        ]
-    ).T
-    wave_numbers = np.array([wave_of[node] for node in nodes])
+    none = len(running)
+    before_O = np.array([runs_as[before[node]] if node in before else none for node in running])
+    after_O = np.full(none + 1, none)
+    after_O[before_O] = np.arange(none)
+    wave_numbers = np.array([wave_of[node] for node in running])
     return PipelineGraph(
-        source_O=np.ravel_multi_index(tuple(place_4O), sizes),
+        shape_2PVM=shape,
+        operations=tuple(numbered),
+        backward_O=backward_O.astype(bool),
+        stage_O=stage_O,
+        chunk_O=chunk_O,
+        micro_batch_O=micro_batch_O,
+        segment_O=segment_O,
+        first_segment_I=first_segment_I,
+        run_O=np.array([number[node] for node in running]),
         before_O=before_O,
         after_O=after_O[:-1],
         inputs=_columns(inputs),
         outputs=_columns(outputs),
         wave_edges=tuple(np.searchsorted(wave_numbers, range(wave_numbers[-1] + 2)).tolist()),
         by_stage=tuple(
-            np.array([number[stage, operation] for operation in operations])
+            np.array([runs_as[stage, operation] for operation in operations])
             for stage, operations in enumerate(order.by_stage)
         ),
-        operations=tuple(nodes),
     )
+
+
+def _place(node: StageOperation) -> tuple[int, int, int, int, int]:
+    stage, of = node
+    backward = int(of.direction is Direction.BACKWARD)
+    return backward, stage, of.chunk, of.micro_batch, of.segment
 
 
 def _columns(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, ...]:
     """Rows of unequal length as arrays over the rows; the number of rows where one has no more."""
-    width = max(map(len, rows))
-    padded = [[*row, *[len(rows)] * (width - len(row))] for row in rows]
+    longest = max(map(len, rows))
+    padded = [[*row, *[len(rows)] * (longest - len(row))] for row in rows]
     return tuple(np.array(padded).T)
 
 

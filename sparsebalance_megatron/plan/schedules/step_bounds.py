@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparsebalance_megatron.plan.schedules.chain_mixture import chain_mixture
-from sparsebalance_megatron.plan.schedules.orders import schedule_of
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
 _HALVINGS = 12
@@ -125,9 +124,7 @@ def step_bounds(sample_2SC: np.ndarray, costs: StepCosts, max_width: int = 1) ->
     mean_chain_ms = work_P.sum() / positions + (positions - 1) * beside_ms / job.slots
 
     work_2PV = sample_2SPV.sum(axis=1) + ranks * positions * constant_2PV
-    mixture_2CM = chain_mixture(work_2PV, positions, schedule_of(job)).reshape(
-        *constant_2C.shape, -1
-    )
+    mixture_2CM = chain_mixture(work_2PV, positions, job.schedule).reshape(*constant_2C.shape, -1)
     widths = [1 << power for power in range(max_width.bit_length())]
     chain_WS, mixed_WS = np.empty((2, len(widths), samples))
     work_WSP = np.empty((len(widths), samples, stages))

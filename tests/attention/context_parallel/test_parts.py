@@ -6,22 +6,17 @@ from __future__ import annotations
 import pytest
 import torch
 from attention.cases import NAMES, assert_as_good_as_plain, make_case
-from attention.context_parallel.rows import BLOCK, in_parts, random_owners
+from attention.context_parallel.slices import BLOCK, in_parts, random_owners, slices_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsebalance_megatron.attention.context_parallel.block_owners import BlockOwners
+from sparsebalance_megatron.attention.context_parallel.slice import SequenceSlice
 
 CU_SEQLENS, BUDGETS, BLOCKS = [0, 1, 2, 30, 51, 111], [1, 3, 2, 3, 5], 17
 
 
-def _owners(members: int, seed: int) -> BlockOwners:
-    return BlockOwners(
-        cu_seqlens=tuple(CU_SEQLENS),
-        block_size=BLOCK,
-        owner_N=random_owners(BLOCKS, members, seed),
-        members=members,
-    )
+def _slices(members: int, seed: int) -> list[SequenceSlice]:
+    return slices_of(CU_SEQLENS, random_owners(BLOCKS, members, seed), members)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +25,7 @@ def _owners(members: int, seed: int) -> BlockOwners:
         ("blocks", "previous-block"),
         ("tokens", "token-kv-head"),
         ("tokens", "token-query-head"),
-        ("reference", "first-query"),
+        ("reference", "previous-block"),
         ("blocks", "vertical-slash"),
         ("reference", "vertical-slash"),
     ],
@@ -41,7 +36,7 @@ def test_parts_are_the_whole(
     implementation: str, granularity: str, members: int, seed: int
 ) -> None:
     case = make_case(CU_SEQLENS, BUDGETS, block=BLOCK, head_dim=8, granularity=granularity)
-    ours = in_parts(case, implementation, torch.float64, _owners(members, seed), seed)
+    ours = in_parts(case, implementation, torch.float64, _slices(members, seed), seed)
     exact = case.ours("reference", torch.float64)
     for name, a, b in zip(NAMES, ours, exact, strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
@@ -53,5 +48,5 @@ def test_parts_lose_no_precision(dtype: torch.dtype) -> None:
     case = make_case(
         CU_SEQLENS, BUDGETS, block=BLOCK, head_dim=8, granularity="token-kv-head", dtype=dtype
     )
-    ours = in_parts(case, "tokens", dtype, _owners(5, 1), 1)
+    ours = in_parts(case, "tokens", dtype, _slices(5, 1), 1)
     assert_as_good_as_plain(case, ours, dtype, case.plain(torch.float64))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,12 @@ def test_lists_are_those_of_one_rank_and_curves_the_same_on_all(
     members: int, tmp_path: Path
 ) -> None:
     output = tmp_path / "output"
+    environment = python_environment()
+    environment["PYTHONPATH"] += os.pathsep + str(PROGRAMS.parent)
     exit_code = run_ranks(
         members,
         (str(PROGRAMS / "shared_ranking_rank.py"),),
-        environment=python_environment(),
+        environment=environment,
         master_port=free_port(),
         output=output,
         timeout_s=120.0,

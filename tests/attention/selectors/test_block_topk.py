@@ -10,6 +10,7 @@ import itertools
 
 import pytest
 import torch
+from attention.cases import SELECTORS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import attention as oracle
@@ -20,7 +21,6 @@ from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.row_pair import RowPair
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.selectors import (
-    SELECTORS,
     rank_row,
     selector_named,
     streaming,
@@ -54,7 +54,7 @@ def _ranking(
     observe: bool = False,
 ) -> Ranking:
     return rank_row(
-        SELECTORS[granularity],
+        selector_named(granularity),
         *(*inputs, packed_layout(cu_seqlens, BLOCK, "cpu")),
         softmax_scale=softmax_scale,
         max_budget=max_budget,
@@ -79,7 +79,7 @@ def test_selection_is_mobas(granularity: str, cu_seqlens: list[int], budget: int
     ranking = _ranking(granularity, inputs, cu_seqlens, max_budget=max(2, budget))
     budgets_S = torch.full((len(cu_seqlens) - 1,), budget, dtype=torch.int32)
     budgets_S[-1] = 2
-    selection = SELECTORS[granularity].select(ranking, budgets_S)
+    selection = selector_named(granularity).select(ranking, budgets_S)
     expected = oracle.moba_lists(*inputs, cu_seqlens, BLOCK, budgets_S.tolist(), granularity)
     assert _as_lists(selection) == expected
     assert selection.indices_QCK.dtype == selection.counts_QC.dtype == torch.int32
@@ -139,7 +139,7 @@ def _nearly_tied(scores_QCN: Tensor) -> Tensor:
 
 
 def test_narrow_lists_are_the_wide_ones_cut() -> None:
-    selector, inputs, cu_seqlens = SELECTORS["token-kv-head"], _inputs(90), [0, 50, 90]
+    selector, inputs, cu_seqlens = selector_named("token-kv-head"), _inputs(90), [0, 50, 90]
     wide = _ranking("token-kv-head", inputs, cu_seqlens)
     narrow = _ranking("token-kv-head", inputs, cu_seqlens, max_budget=3)
     assert narrow.indices_QCK.shape[2] == 3
@@ -155,7 +155,7 @@ def test_narrow_lists_are_the_wide_ones_cut() -> None:
 def test_budgets_below_one_read_the_own_block(granularity: str) -> None:
     ranking = _ranking(granularity, _inputs(99), [0, 50, 90, 99])
     low, least = (
-        SELECTORS[granularity].select(ranking, torch.tensor(budgets))
+        selector_named(granularity).select(ranking, torch.tensor(budgets))
         for budgets in ([0, 3, -7], [1, 3, 1])
     )
     assert torch.equal(low.counts_QC, least.counts_QC)
@@ -181,7 +181,7 @@ def test_coverage_is_the_router_mass_inside(granularity: str, cu_seqlens: list[i
     ranking = _ranking(
         granularity, (q_THD, k_TGD), cu_seqlens, softmax_scale=2.0, max_budget=1, observe=True
     )
-    curves_SK = SELECTORS[granularity].coverage(ranking)
+    curves_SK = selector_named(granularity).coverage(ranking)
     assert curves_SK.dtype == torch.float32
     assert curves_SK.shape == (layout.documents, layout.max_blocks)
     assert (curves_SK.diff(dim=1) >= 0).all()
@@ -203,7 +203,7 @@ def test_observing_changes_no_list(granularity: str) -> None:
     assert torch.equal(seen.indices_QCK, unseen.indices_QCK)
     assert unseen.mass_SK is None
     with pytest.raises(ValueError, match="observe=True"):
-        SELECTORS[granularity].coverage(unseen)
+        selector_named(granularity).coverage(unseen)
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
@@ -219,19 +219,19 @@ def test_nothing_carries_a_gradient() -> None:
     inputs = tuple(x.requires_grad_() for x in _inputs(20))
     for granularity in GRANULARITIES:
         ranking = _ranking(granularity, inputs, [0, 20], observe=True)
-        assert not SELECTORS[granularity].coverage(ranking).requires_grad
+        assert not selector_named(granularity).coverage(ranking).requires_grad
 
 
 def test_bad_arguments_are_named() -> None:
     layout = packed_layout([0, 20], BLOCK, "cpu")
     q_THD, k_TGD = _inputs(20)
-    selector = SELECTORS["first-query"]
-    with pytest.raises(ValueError, match="selection 'token': must be one of token-query-head, "):
+    selector = selector_named("previous-block")
+    with pytest.raises(ValueError, match="token: must be one of token-query-head, "):
         selector_named("token")
     with pytest.raises(ValueError, match="20 tokens as in the layout"):
         selector.summaries(q_THD[:9], k_TGD[:9], layout)
     with pytest.raises(ValueError, match="max_budget 0"):
-        _ranking("first-query", (q_THD, k_TGD), [0, 20], max_budget=0)
+        _ranking("previous-block", (q_THD, k_TGD), [0, 20], max_budget=0)
     with pytest.raises(ValueError, match="20 tokens as in its layout"):
         selector.rank(
             q_THD[:9],
@@ -242,4 +242,4 @@ def test_bad_arguments_are_named() -> None:
             observe=False,
         )
     with pytest.raises(ValueError, match="each of the 1 documents"):
-        selector.select(_ranking("first-query", (q_THD, k_TGD), [0, 20]), torch.tensor([1, 2]))
+        selector.select(_ranking("previous-block", (q_THD, k_TGD), [0, 20]), torch.tensor([1, 2]))

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row, streaming
+from sparsebalance_megatron.attention.selectors import rank_row, selector_named, streaming
 from sparsebalance_megatron.attention.selectors import summaries as summaries_of_blocks
 
 BLOCK, HEAD_DIM = 256, 16
@@ -63,7 +63,7 @@ def _peak_bytes(selection: str, tokens: int, heads: int, budget: int) -> int:
         torch.randn(tokens, heads, HEAD_DIM, generator=generator).bfloat16() for _ in range(2)
     )
     layout = packed_layout([0, tokens // 3, tokens], BLOCK, "cpu")
-    selector = SELECTORS[selection]
+    selector = selector_named(selection)
     gc.collect()
     with LiveBytes() as live:
         for x in (q_THD, k_TGD, *vars(layout).values()):
@@ -80,7 +80,7 @@ def _peak_bytes(selection: str, tokens: int, heads: int, budget: int) -> int:
 def _bound_bytes(selection: str, tokens: int, heads: int, head_dim: int, budget: int) -> int:
     """What may be held: kept tensors, by shape, and what one chunk takes, which is constant."""
     blocks = -(-tokens // BLOCK) + 1
-    rows = tokens if SELECTORS[selection].by_token else blocks
+    rows = tokens if selector_named(selection).by_token else blocks
     lists = rows * heads * (4 * budget + 2 * 4)
     row_tensors = rows * 8 * 6
     summaries = 4 * blocks * heads * head_dim * 4
@@ -96,8 +96,6 @@ def _bound_bytes(selection: str, tokens: int, heads: int, head_dim: int, budget:
         ("token-query-head", 1_000_000_000),
         ("token-kv-head", 1_000_000_000),
         ("previous-block", 60_000_000),
-        ("first-query", 60_000_000),
-        ("query-block-lookahead", 60_000_000),
     ],
 )
 def test_peaks_follow_the_formula_whose_value_for_long_rows_is_bounded(

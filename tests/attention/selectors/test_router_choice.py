@@ -15,15 +15,16 @@ import torch
 
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.row_pair import RowPair
-from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row, selector_named
+from sparsebalance_megatron.attention.selectors import rank_row, selector_named
 from sparsebalance_megatron.attention.selectors.block_topk import BlockTopK
-from sparsebalance_megatron.attention.selectors.chunks import chunks
 from sparsebalance_megatron.attention.selectors.router_choice import (
     MOST_BLOCKS,
     means_in_triton,
     ranks_in_triton,
 )
+from sparsebalance_megatron.attention.selectors.streaming import chunks
 from sparsebalance_megatron.config import ConfigError, Router
+from sparsebalance_megatron.selector_registry import BUILT_IN
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -80,13 +81,12 @@ def test_an_explicit_choice_never_falls_back(selection: str) -> None:
 
 
 @pytest.mark.parametrize("router", ["triton", "torch"])
-@pytest.mark.parametrize("name", SELECTORS)
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_selectors_are_told_who_computes(name: str, router: Router) -> None:
-    assert selector_named(name) is selector_named(name, "auto") is SELECTORS[name]
-    if isinstance(SELECTORS[name], BlockTopK):
+    assert selector_named(name) is selector_named(name, "auto") is selector_named(name)
+    if isinstance(selector_named(name), BlockTopK):
         found = selector_named(name, router)
-        assert found.router == router
-        assert found.speaker == SELECTORS[name].speaker
+        assert found.router == router and found.with_router("auto") == selector_named(name)
         return
     with pytest.raises(ConfigError, match=f"--sparse-balance-router {router}: selection {name}"):
         selector_named(name, router)

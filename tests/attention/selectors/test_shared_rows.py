@@ -11,12 +11,12 @@ import itertools
 
 import pytest
 import torch
-from attention.cases import example_selector
+from attention.cases import SELECTORS, example_selector
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.row_pair import RowPair
-from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
+from sparsebalance_megatron.attention.selectors import rank_row, selector_named
 from sparsebalance_megatron.attention.selectors.ranking import Ranking
 from sparsebalance_megatron.attention.selectors.vertical_slash_ranking import VerticalSlashRanking
 
@@ -29,7 +29,7 @@ DEALS = {
     ],
     "reversed": lambda blocks: [range(blocks - 1, -1, -2), range(blocks - 2, -1, -2)],
 }
-EVERY_SELECTOR = dict(SELECTORS) | {"quest": example_selector()}
+EVERY_SELECTOR = SELECTORS | {"quest": example_selector()}
 OPTIONS = {"softmax_scale": 0.7, "max_budget": 4, "observe": True}
 
 
@@ -118,7 +118,7 @@ def _lists_of(ranking: Ranking | VerticalSlashRanking) -> tuple[str, ...]:
 def test_last_queries_must_lie_here() -> None:
     layout = packed_layout(CU_SEQLENS, BLOCK, "cpu")
     q_THD, k_TGD = _inputs()
-    selector = SELECTORS["vertical-slash-last-queries"]
+    selector = selector_named("vertical-slash-last-queries")
     local_layout, local_q_THD = _row_of(layout, [3, 4], q_THD)
     rows = RowPair.of_blocks(local_layout, layout, [3, 4])
     with pytest.raises(ValueError, match="the last queries of every document"):

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from sparsebalance_megatron.attention.selectors.sorting_network import sort_falling_
+from sparsebalance_megatron.attention.selectors.row_ranking import sort_falling_
 
 
 @pytest.mark.parametrize("places", [1, 2, 4, 8])

@@ -22,13 +22,13 @@ from torch import Tensor
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.row_pair import RowPair
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row, vertical_slash
+from sparsebalance_megatron.attention.selectors import rank_row, selector_named, vertical_slash
 from sparsebalance_megatron.attention.selectors.vertical_slash import VerticalSlash
 from sparsebalance_megatron.attention.selectors.vertical_slash_ranking import (
     VerticalSlashRanking,
     column_blocks,
 )
-from sparsebalance_megatron.cost.work_model import WORK_MODELS
+from sparsebalance_megatron.cost.work_model import work_model_named
 
 BLOCK, SCALE = 8, 0.8
 CAUSAL, LAST = VerticalSlash(), VerticalSlash(looks_ahead=True)
@@ -91,12 +91,12 @@ def test_lists_and_coverage_are_the_definitions(
         *inputs, cu_seqlens, BLOCK, SCALE, looks_ahead=name == "vertical-slash-last-queries"
     )
     seen = oracle.seen_by_blocks(*inputs, cu_seqlens, BLOCK, SCALE)
-    curves_SK = SELECTORS[name].coverage(ranking)
+    curves_SK = selector_named(name).coverage(ranking)
     for budget in range(1, curves_SK.shape[1] + 1):
         expected = {
             key: oracle.cut(order, budget, cu_seqlens, BLOCK) for key, order in ranked.items()
         }
-        selection = SELECTORS[name].select(ranking, torch.full((len(cu_seqlens) - 1,), budget))
+        selection = selector_named(name).select(ranking, torch.full((len(cu_seqlens) - 1,), budget))
         assert _choices(selection) == expected
         covered = oracle.coverage(seen, cu_seqlens, BLOCK, expected)
         torch.testing.assert_close(
@@ -162,16 +162,21 @@ def test_a_budget_buys_the_keys_of_so_many_blocks_and_no_key_twice(
     half = len(read) // 2
     for small, large in zip(read[:half], read[half:], strict=True):
         assert small <= large
-    predicted = WORK_MODELS[name].attended_pairs(torch.tensor(lengths) / block_size, high)
+    predicted = work_model_named(name).attended_pairs(torch.tensor(lengths) / block_size, high)
     assert pairs / (4 // group) == pytest.approx(predicted.sum(), rel=1e-6)
 
 
 def test_the_work_model_knows_the_probes_and_the_columns() -> None:
     for name, selector in BOTH.items():
-        assert SELECTORS[name] == selector
-        columns = [WORK_MODELS[name].column_blocks(budget) for budget in range(99)]
-        assert columns == [column_blocks(budget) for budget in range(99)]
-        scores = WORK_MODELS[name].scores_per_visible_pair(3, 1, 64)
+        assert selector_named(name) == selector
+        entries = [
+            work_model_named(name).list_entries_per_token(
+                heads=8, groups=2, block_size=64, budget_blocks=budget
+            )
+            for budget in range(99)
+        ]
+        assert entries == [2 * (budget / 64 + column_blocks(budget)) for budget in range(99)]
+        scores = work_model_named(name).scores_per_visible_pair(3, 1, 64)
         assert scores == selector.probe_tokens * 3 * 64
 
 

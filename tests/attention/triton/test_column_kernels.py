@@ -19,6 +19,7 @@ from attention.cases import (
     Case,
     assert_as_good_as_plain,
     on_device,
+    saved,
     with_heads_far_apart,
     with_lists,
 )
@@ -28,12 +29,11 @@ from attention.column_cases import (
     with_columns,
     with_random_columns,
 )
-from attention.context_parallel.rows import in_parts
+from attention.context_parallel.slices import in_parts, slices_of
 from torch import Tensor
 
-from sparsebalance_megatron.attention.context_parallel.block_owners import BlockOwners
 from sparsebalance_megatron.attention.impl import triton as implementation
-from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
+from sparsebalance_megatron.attention.selectors import rank_row, selector_named
 
 triton = pytest.importorskip("triton")
 from sparsebalance_megatron.attention.impl.triton import (  # noqa: E402
@@ -166,13 +166,8 @@ def test_empty_lists_add_nothing() -> None:
 def test_rows_of_members_add_up_to_the_whole() -> None:
     """Keys and values of one member of a context group at a time."""
     case = _case([0, 1, 92], [1, 3])
-    owners = BlockOwners(
-        cu_seqlens=(0, 1, 92),
-        block_size=16,
-        owner_N=np.array([1, 0, 1, 1, 0, 1, 0]),
-        members=2,
-    )
-    parts = in_parts(case, "triton", torch.float32, owners, 0)
+    slices = slices_of((0, 1, 92), np.array([1, 0, 1, 1, 0, 1, 0]), 2, block=16)
+    parts = in_parts(case, "triton", torch.float32, slices, 0)
     assert_as_good_as_plain(case, parts, torch.float32, case.plain(torch.float64))
 
 
@@ -190,7 +185,7 @@ def test_strided_inputs_are_read_in_place() -> None:
     selection = on_device(with_columns(case, tokens_NGK, columns.counts_NG).selection, DEVICE)
     out, lse = implementation.forward(q, k, v, selection, softmax_scale=SCALE)
     dout = case.dout_THD.to(DEVICE)
-    gradients = implementation.backward(dout, q, k, v, out, lse, selection, softmax_scale=SCALE)
+    gradients = implementation.backward(dout, saved(q, k, v, out, lse, selection))
     _assert_identical(tuple(x.cpu() for x in (out, lse, *gradients)), expected)
 
 
@@ -216,7 +211,7 @@ def test_results_repeat_and_later_tokens_change_no_bit() -> None:
         for x in (case.q_THD, case.k_TGD, case.v_TGD):
             x[token:] *= factor
         case.dout_THD[token:] = 0.0
-        selector = SELECTORS["vertical-slash"]
+        selector = selector_named("vertical-slash")
         ranking = rank_row(
             selector,
             *(case.q_THD, case.k_TGD, case.selection.query_layout),
@@ -238,8 +233,6 @@ def test_kv_heads_more_than_2_to_the_31_elements_apart(tmp_path: Path) -> None:
     for k in (case.k_TGD, with_heads_far_apart(case.k_TGD, tmp_path / "k")):
         inputs = case.q_THD, k, case.v_TGD
         out, lse = implementation.forward(*inputs, case.selection, softmax_scale=SCALE)
-        gradients = implementation.backward(
-            case.dout_THD, *inputs, out, lse, case.selection, softmax_scale=SCALE
-        )
+        gradients = implementation.backward(case.dout_THD, saved(*inputs, out, lse, case.selection))
         results.append((out, lse, *gradients))
     _assert_identical(*results)

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
+from sparsebalance_megatron.attention.selectors import rank_row, selector_named
 
 triton = pytest.importorskip("triton")
 from sparsebalance_megatron.attention.impl.triton import (  # noqa: E402
@@ -64,7 +64,7 @@ def _make_case(cu_seqlens: list[int], budgets: list[int], *, granularity: str, *
 
 def _random_selection(layout: PackedLayout, budgets: list[int], granularity: str) -> Selection:
     generator = torch.Generator("cuda").manual_seed(1)
-    selector = SELECTORS[granularity]
+    selector = selector_named(granularity)
     q_THD, k_TGD = (
         torch.randn(layout.tokens, heads, 16, generator=generator, device="cuda")
         for heads in (HEADS, KV_HEADS)

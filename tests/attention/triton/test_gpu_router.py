@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
+from sparsebalance_megatron.attention.selectors import rank_row, selector_named
 from sparsebalance_megatron.attention.selectors.ranking import Ranking
 from sparsebalance_megatron.config import Router
 
@@ -46,7 +46,7 @@ def _ranked(
 ) -> Ranking:
     tokens = cu_seqlens[-1]
     return rank_row(
-        dataclasses.replace(SELECTORS[selection], router=router),
+        dataclasses.replace(selector_named(selection), router=router),
         *(_integers(tokens, 8, 0), _integers(tokens, 2, 1)),
         packed_layout(cu_seqlens, BLOCK, "cuda"),
         softmax_scale=0.001,
@@ -106,7 +106,7 @@ def test_lengths_and_budgets_of_one_power_of_two_compile_nothing() -> None:
 def test_ranking_does_not_wait_for_the_device(selection: str) -> None:
     inputs = _integers(8192, 8, 0), _integers(8192, 2, 1)
     layout = packed_layout([0, 3000, 8192], BLOCK, "cuda")
-    selector = dataclasses.replace(SELECTORS[selection], router="triton")
+    selector = dataclasses.replace(selector_named(selection), router="triton")
     how = {"softmax_scale": 0.001, "max_budget": 8, "observe": True}
     rank_row(selector, *inputs, layout, **how)
     torch.cuda.synchronize()

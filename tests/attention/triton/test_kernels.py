@@ -23,15 +23,15 @@ from attention.cases import (
     in_shards,
     make_case,
     on_device,
+    saved,
     with_heads_far_apart,
     with_lists,
 )
-from attention.context_parallel.rows import in_parts
+from attention.context_parallel.slices import in_parts, slices_of
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
-from sparsebalance_megatron.attention.context_parallel.block_owners import BlockOwners
-from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
+from sparsebalance_megatron.attention.selectors import rank_row, selector_named
 
 triton = pytest.importorskip("triton")
 from sparsebalance_megatron.attention.impl.triton import backward_kernels as backward_module  # noqa: E402
@@ -154,7 +154,7 @@ def test_bad_numbers_of_a_document_stay_in_it(value: float) -> None:
     clean = _case(cu_seqlens, budgets, 16, **settings)
     q_THD, k_TGD = clean.q_THD.clone(), clean.k_TGD.clone()
     q_THD[[20, 60], 0, 3] = k_TGD[[20, 60], 0, 3] = value
-    selector = SELECTORS["query-block-lookahead"]
+    selector = selector_named("previous-block")
     ranking = rank_row(
         selector,
         *(q_THD, k_TGD, clean.selection.query_layout),
@@ -218,10 +218,8 @@ def test_parts_add_up_to_the_whole(
 def test_rows_of_members_add_up_to_the_whole() -> None:
     """Keys and values of one member of a context group at a time."""
     case = _case([0, 1, 76], [1, 3], 16)
-    owners = BlockOwners(
-        cu_seqlens=(0, 1, 76), block_size=16, owner_N=np.array([1, 0, 1, 1, 0, 1]), members=2
-    )
-    parts = in_parts(case, "triton", torch.float32, owners, 0)
+    slices = slices_of((0, 1, 76), np.array([1, 0, 1, 1, 0, 1]), 2, block=16)
+    parts = in_parts(case, "triton", torch.float32, slices, 0)
     assert_as_good_as_plain(case, parts, torch.float32, case.plain(torch.float64))
 
 
@@ -239,7 +237,7 @@ def test_strided_inputs_are_read_in_place() -> None:
     expected = case.ours("triton", torch.float32)
     out, lse = forward_attention(q, k, v, selection, softmax_scale=SCALE)
     dout = case.dout_THD.to(DEVICE).transpose(0, 1).contiguous().transpose(0, 1)
-    gradients = backward_attention(dout, q, k, v, out, lse, selection, softmax_scale=SCALE)
+    gradients = backward_attention(dout, saved(q, k, v, out, lse, selection))
     _assert_identical(tuple(x.cpu() for x in (out, lse, *gradients)), expected)
 
 
@@ -251,7 +249,7 @@ def test_heads_more_than_2_to_the_31_elements_apart(tmp_path: Path) -> None:
     results = []
     for q in (case.q_THD, far):
         out, lse = forward_attention(q, k, v, lists, softmax_scale=SCALE)
-        gradients = backward_attention(dout, q, k, v, out, lse, lists, softmax_scale=SCALE)
+        gradients = backward_attention(dout, saved(q, k, v, out, lse, lists))
         results.append((out, lse, *gradients))
     _assert_identical(*results)
 

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.row_pair import RowPair
-from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row, streaming
+from sparsebalance_megatron.attention.selectors import rank_row, selector_named, streaming
 from sparsebalance_megatron.attention.selectors.block_topk import BlockTopK
 from sparsebalance_megatron.attention.selectors.ranking import Ranking
 from sparsebalance_megatron.attention.selectors.summaries import block_means
 from sparsebalance_megatron.config import Router
 
 triton = pytest.importorskip("triton")
-from sparsebalance_megatron.attention.selectors import row_ranking_kernel  # noqa: E402
+from sparsebalance_megatron.attention.selectors import row_ranking_kernel  # noqa: E402, selector_named
 from sparsebalance_megatron.attention.selectors.pooling_kernel import pooled_means  # noqa: E402
 
 BLOCK = 8
@@ -38,8 +38,6 @@ SELECTIONS = [
     "token-query-head",
     "token-kv-head",
     "previous-block",
-    "first-query",
-    "query-block-lookahead",
 ]
 ROUTERS: tuple[Router, Router] = ("triton", "torch")
 
@@ -54,7 +52,7 @@ def _inputs(tokens: int, heads: int = 4, kv_heads: int = 2) -> tuple[Tensor, Ten
 
 
 def _selector(selection: str, router: Router) -> BlockTopK:
-    selector = SELECTORS[selection]
+    selector = selector_named(selection)
     assert isinstance(selector, BlockTopK)
     return dataclasses.replace(selector, router=router)
 
@@ -171,7 +169,7 @@ def test_mass_of_real_numbers_is_as_exact_as_torchs() -> None:
     errors = []
     for router in ROUTERS:
         options = {"max_budget": 4, "observe": True, "softmax_scale": 3.0}
-        mass_SK = _ranked("first-query", router, (q_THD, k_TGD), layout, **options).mass_SK
+        mass_SK = _ranked("previous-block", router, (q_THD, k_TGD), layout, **options).mass_SK
         assert mass_SK is not None
         errors.append(float((mass_SK[0] - expected_K).abs().max()))
     few_roundings = 8 * torch.finfo(torch.float32).eps * float(expected_K.max())
@@ -179,7 +177,7 @@ def test_mass_of_real_numbers_is_as_exact_as_torchs() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("selection", ["token-query-head", "first-query"])
+@pytest.mark.parametrize("selection", ["token-query-head", "previous-block"])
 def test_bad_numbers_are_ranked_as_in_torch(selection: str, value: float) -> None:
     layout = packed_layout([0, 13, 66, 77], BLOCK, DEVICE)
     q_THD, k_TGD = _inputs(77)

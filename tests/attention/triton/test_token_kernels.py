@@ -15,13 +15,14 @@ from attention.cases import (
     assert_as_good_as_plain,
     in_shards,
     make_case,
+    saved,
     with_heads_far_apart,
     with_lists,
 )
 from torch import Tensor
 
 from sparsebalance_megatron.attention.impl import triton as implementation
-from sparsebalance_megatron.attention.selectors import SELECTORS, rank_row
+from sparsebalance_megatron.attention.selectors import rank_row, selector_named
 
 triton = pytest.importorskip("triton")
 from sparsebalance_megatron.attention.impl.triton import (  # noqa: E402
@@ -166,7 +167,7 @@ def test_a_query_without_keys_gives_zero_and_finite_gradients() -> None:
 
 def test_bad_numbers_of_a_document_stay_in_it() -> None:
     clean = _case([0, 20, 45, 62], [2, 2, 2])
-    selector = SELECTORS[BY_KV_HEAD]
+    selector = selector_named(BY_KV_HEAD)
     q_THD, k_TGD = clean.q_THD.clone(), clean.k_TGD.clone()
     q_THD[[20, 40], 0, 3] = k_TGD[[20, 44], 0, 3] = torch.nan
     ranking = rank_row(
@@ -196,7 +197,7 @@ def test_results_repeat_and_later_tokens_change_no_bit() -> None:
         for x in (case.q_THD, case.k_TGD, case.v_TGD):
             x[token:] *= factor
         case.dout_THD[token:] = 0.0
-        selector, layout = SELECTORS[BY_KV_HEAD], case.selection.query_layout
+        selector, layout = selector_named(BY_KV_HEAD), case.selection.query_layout
         ranking = rank_row(
             selector,
             *(case.q_THD, case.k_TGD, layout),
@@ -218,9 +219,7 @@ def test_heads_more_than_2_to_the_31_elements_apart(tmp_path: Path) -> None:
     for q in (case.q_THD, far):
         inputs = q, case.k_TGD, case.v_TGD
         out, lse = implementation.forward(*inputs, lists, softmax_scale=SCALE)
-        gradients = implementation.backward(
-            case.dout_THD, *inputs, out, lse, lists, softmax_scale=SCALE
-        )
+        gradients = implementation.backward(case.dout_THD, saved(*inputs, out, lse, lists))
         results.append((out, lse, *gradients))
     _assert_identical(*results)
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import plan as oracle
-from plan.plan_cases import cost_model, coverage_curves, job_shape, policy, random_lengths
+from plan.plan_cases import alone, cost_model, coverage_curves, job_shape, policy, random_lengths
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.budgets.price import price
@@ -38,16 +38,16 @@ class Case:
         self.slot_of_S = np.arange(samples) % self.job.slots
         self.problem = BudgetProblem.under(self.policy, self.costs, self.coverage)
         self.allowed = self.problem.allowed
-        self.tuned = tune(self.problem, self.slot_of_S)
+        self.tuned = tune(self.problem, self.slot_of_S, alone(self.job))
 
     def times(self, budgets_LS):
-        return self.costs.slot_ms(self.costs.sample_ms(budgets_LS), self.slot_of_S)
+        return self.costs.slot_ms(self.costs.sample_ms(budgets_LS), self.slot_of_S, alone(self.job))
 
     def makespan(self, budgets_LS):
         return makespans_ms(self.times(budgets_LS)).max()
 
     def latencies(self, budgets_LS):
-        return self.times(budgets_LS).sum(axis=(0, 2, 3)).ravel()
+        return self.times(budgets_LS).by_micro_batch_2RPVM.sum(axis=(0, 2, 3)).ravel()
 
     def covered(self, budgets_LS):
         return self.coverage.coverage_LS(self.costs.blocks_S, budgets_LS)
@@ -159,7 +159,7 @@ def test_owed_coverage_is_paid_as_far_as_base_budgets_have_time(seed, shape, owe
     base_LS = case.allowed.base_LS
     samples = len(case.slot_of_S)
     pricing = price(case.problem, owed_coverage=owed * samples)
-    tuned_LS = tune(case.problem, case.slot_of_S, pricing).budgets_LS
+    tuned_LS = tune(case.problem, case.slot_of_S, alone(case.job), pricing).budgets_LS
     assert case.makespan(tuned_LS) <= case.makespan(base_LS) * (1 + 1e-8)
     most = case.covered(case.allowed.top_LS).mean() - case.covered(base_LS).mean()
     paid = case.covered(tuned_LS).mean() - case.covered(base_LS).mean()
@@ -203,7 +203,7 @@ def test_where_base_budgets_have_no_time_for_what_is_owed_their_time_is_spent_we
     case = Case(5, "makespan", shape=(2, 4, 2, 1), coverage_target="base")
     base_LS = case.allowed.base_LS
     pricing = price(case.problem, owed_coverage=0.3 * len(case.slot_of_S))
-    tuned_LS = tune(case.problem, case.slot_of_S, pricing).budgets_LS
+    tuned_LS = tune(case.problem, case.slot_of_S, alone(case.job), pricing).budgets_LS
     assert case.covered(pricing.expected_LS).mean() > case.covered(tuned_LS).mean()
     assert case.covered(tuned_LS).mean() > case.covered(base_LS).mean() + 0.01
     assert case.makespan(tuned_LS) <= case.makespan(base_LS) * (1 + 1e-8)
@@ -240,7 +240,7 @@ def test_coverage_is_within_one_step_of_the_best(seed, share):
         return BudgetProblem.under(chosen, costs, coverage)
 
     def rank_ms(problem, budgets_LS):
-        return makespans_ms(problem.slot_ms(budgets_LS, slot_of_S))
+        return makespans_ms(problem.slot_ms(budgets_LS, slot_of_S, alone(job)))
 
     def floor_ms(problem):
         return rank_ms(problem, problem.allowed.floor_LS)
@@ -254,7 +254,7 @@ def test_coverage_is_within_one_step_of_the_best(seed, share):
     costs, allowed = problem.costs, problem.allowed
     limit = floor_ms(problem)[0]
     assert low < limit < high
-    tuned = tune(problem, slot_of_S)
+    tuned = tune(problem, slot_of_S, alone(job))
     per_pair = costs.pair_ms_L[0]
     chains = []
     for sample in (1, 2, 3):

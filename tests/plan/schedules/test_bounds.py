@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan.plan_cases import cost_model, costs_without_constants, job_shape, random_lengths
+from plan.plan_cases import (
+    alone,
+    cost_model,
+    costs_without_constants,
+    flat,
+    job_shape,
+    random_lengths,
+)
 
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.stage_scales import StageScales
@@ -43,7 +50,7 @@ def test_no_placement_of_samples_beats_the_bound(shape, seed, kind, size):
     for _ in range(6):
         slot_of_S = generator.integers(0, job.slots, len(lengths))
         slot_of_S[generator.permutation(len(lengths))[: job.slots]] = np.arange(job.slots)
-        slowest = makespans_ms(costs.slot_ms(sample_2SC, slot_of_S)).max()
+        slowest = makespans_ms(costs.slot_ms(sample_2SC, slot_of_S, alone(job))).max()
         assert slowest >= bounds.bound_ms * (1 - 1e-12)
 
 
@@ -57,7 +64,7 @@ def test_unhideable_limit_against_every_order(stages, micro_batches):
         sizes = np.full(micro_batches, rest)
         sizes[place] = largest
         forward = np.broadcast_to(sizes, (1, stages, 1, micro_batches))
-        assert makespans_ms(np.stack([forward, 2 * forward]))[0] > perfect
+        assert makespans_ms(flat(np.stack([forward, 2 * forward])))[0] > perfect
 
 
 def test_the_chain_of_a_sample_by_hand():
@@ -91,7 +98,9 @@ def test_long_samples_by_hand():
     assert bounds.long_ms == pytest.approx(3 * 15.0 + 3 * 4.0 + 3 * 8.0, rel=1e-5)
     assert bounds.stage_ms == pytest.approx(3 * 15.0, rel=1e-5)
     best = min(
-        makespans_ms(np.broadcast_to(sizes, (1, 4, 1, 8))[None] * [[[[[1.0]]]], [[[[2.0]]]]])[0]
+        makespans_ms(flat(np.broadcast_to(sizes, (1, 4, 1, 8))[None] * [[[[[1.0]]]], [[[[2.0]]]]]))[
+            0
+        ]
         for sizes in map(np.array, set(itertools.permutations(forward.round(3), 8)))
     )
     assert bounds.bound_ms <= best
@@ -123,7 +132,7 @@ def test_unhideable_samples_are_named():
     assert np.flatnonzero(bounds.unhideable_S).tolist() == [6]
     giant = np.ones((4, 1, 1)) * sizes_S.reshape(2, 1, 1, 4)
     best = min(
-        makespans_ms(np.stack([giant[..., order], 2 * giant[..., order]])).max()
+        makespans_ms(flat(np.stack([giant[..., order], 2 * giant[..., order]]))).max()
         for order in (list(order) for order in itertools.permutations(range(4)))
     )
     assert best >= bounds.bound_ms > bounds.stage_ms

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.impl.triton.tiles import SHARED_BYTES, capability_of
+from sparsebalance_megatron.attention.kernel import Saved
 from sparsebalance_megatron.attention.selection import Selection
 
 
@@ -40,19 +41,9 @@ def forward(
     return attend(q_THD, k_TGD, v_TGD, selection, softmax_scale=softmax_scale)
 
 
-def backward(
-    dout_THD: Tensor,
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
-    out_THD: Tensor,
-    lse_TH: Tensor,
-    selection: Selection,
-    *,
-    softmax_scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients; see :class:`...kernel.Kernel`."""
-    if selection.by_token:
+    if saved.selection.by_token:
         from sparsebalance_megatron.attention.impl.triton import token_backward_kernels
 
         gradients = token_backward_kernels.backward_by_token
@@ -60,9 +51,7 @@ def backward(
         from sparsebalance_megatron.attention.impl.triton import backward_kernels
 
         gradients = backward_kernels.backward_attention
-    return gradients(
-        dout_THD, q_THD, k_TGD, v_TGD, out_THD, lse_TH, selection, softmax_scale=softmax_scale
-    )
+    return gradients(dout_THD, saved)
 
 
 def obstacle(q_THD: Tensor, selection: Selection) -> str | None:

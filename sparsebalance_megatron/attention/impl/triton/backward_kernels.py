@@ -14,6 +14,8 @@ kernels Y query rows of a tile, C columns (keys) of a tile.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -39,6 +41,7 @@ from sparsebalance_megatron.attention.impl.triton.forward_kernel import (
 from sparsebalance_megatron.attention.impl.triton.index import InverseLists, inverse_lists
 from sparsebalance_megatron.attention.impl.triton.key_step import key_step
 from sparsebalance_megatron.attention.impl.triton.tiles import capability_of, tiles_for
+from sparsebalance_megatron.attention.kernel import Saved
 from sparsebalance_megatron.attention.selection import Selection
 
 WANTED_PROGRAMS = 512
@@ -46,51 +49,30 @@ WANTED_PROGRAMS = 512
 _LOG2_E = tl.constexpr(LOG2_E)
 
 
-def backward_attention(
-    dout_THD: Tensor,
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
-    out_THD: Tensor,
-    lse_TH: Tensor,
-    selection: Selection,
-    *,
-    softmax_scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq_THD, dk_TGD and dv_TGD in the inputs' dtype.
-
-    With ``out_THD`` and ``lse_TH`` of a merged attention, the results for its parts' selections add
-    up to the gradients of the whole.
-    """
-    dout_THD, q_THD, k_TGD, v_TGD = (with_dense_rows(x) for x in (dout_THD, q_THD, k_TGD, v_TGD))
-    out_THD, lse_TH = out_THD.contiguous(), lse_TH.contiguous()
-    with torch.cuda.device_of(q_THD):
-        dq_THD, statistics_2HZ = _query_gradient(
-            dout_THD, q_THD, k_TGD, v_TGD, out_THD, lse_TH, selection, softmax_scale
-        )
-        inputs = dout_THD, q_THD, k_TGD, v_TGD, statistics_2HZ
-        columns = listed_columns(selection)
+def backward_attention(dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    """dq_THD, dk_TGD and dv_TGD in the inputs' dtype."""
+    dout_THD = with_dense_rows(dout_THD)
+    saved = replace(
+        saved,
+        q_THD=with_dense_rows(saved.q_THD),
+        k_TGD=with_dense_rows(saved.k_TGD),
+        v_TGD=with_dense_rows(saved.v_TGD),
+    )
+    k_dtype, columns = saved.k_TGD.dtype, listed_columns(saved.selection)
+    with torch.cuda.device_of(dout_THD):
+        dq_THD, statistics_2HZ = _query_gradient(dout_THD, saved)
         # What columns add is rounded to the inputs' dtype once, with the rest.
-        dtype = k_TGD.dtype if columns is None else torch.float32
-        dk_TGD, dv_TGD = _key_gradient(*inputs, selection, softmax_scale, dtype)
+        dtype = k_dtype if columns is None else torch.float32
+        dk_TGD, dv_TGD = _key_gradient(dout_THD, saved, statistics_2HZ, dtype)
         if columns is not None:
-            layout = selection.query_layout
-            add_column_gradients(*inputs, dk_TGD, dv_TGD, columns, layout, softmax_scale)
-    return dq_THD, dk_TGD.to(k_TGD.dtype), dv_TGD.to(k_TGD.dtype)
+            add_column_gradients(dout_THD, saved, statistics_2HZ, dk_TGD, dv_TGD, columns)
+    return dq_THD, dk_TGD.to(k_dtype), dv_TGD.to(k_dtype)
 
 
-def _query_gradient(
-    dout_THD: Tensor,
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
-    out_THD: Tensor,
-    lse_TH: Tensor,
-    selection: Selection,
-    softmax_scale: float,
-) -> tuple[Tensor, Tensor]:
+def _query_gradient(dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor]:
     """dq, and of every query row, by block, what dk needs: LSE in units of log2, and delta, the sum
     over D of dout * out. Slots past a short block's end hold 0."""
+    q_THD, k_TGD, v_TGD, selection = saved.q_THD, saved.k_TGD, saved.v_TGD, saved.selection
     layout, kv_heads = selection.query_layout, k_TGD.shape[1]
     group = q_THD.shape[1] // kv_heads
     dq_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
@@ -106,8 +88,8 @@ def _query_gradient(
         k_TGD,
         v_TGD,
         dout_THD,
-        out_THD,
-        lse_TH,
+        saved.out_THD.contiguous(),
+        saved.lse_TH.contiguous(),
         dq_THD,
         statistics_2HZ,
         selection.indices_QCK.contiguous(),
@@ -118,7 +100,7 @@ def _query_gradient(
         selection.kv_layout.start_N,
         *column_arguments(selection),
         *(stride for x in (q_THD, k_TGD, v_TGD, dout_THD) for stride in x.stride()[:2]),
-        softmax_scale,
+        saved.softmax_scale,
         layout.blocks,
         selection.indices_QCK.shape[2],
         KV_HEADS=kv_heads,
@@ -129,16 +111,10 @@ def _query_gradient(
 
 
 def _key_gradient(
-    dout_THD: Tensor,
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
-    statistics_2HZ: Tensor,
-    selection: Selection,
-    softmax_scale: float,
-    dtype: torch.dtype,
+    dout_THD: Tensor, saved: Saved, statistics_2HZ: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """dk and dv in ``dtype``, of what is read as blocks; 0 for a block that nobody reads."""
+    q_THD, k_TGD, v_TGD, selection = saved.q_THD, saved.k_TGD, saved.v_TGD, saved.selection
     query_layout, layout = selection.query_layout, selection.kv_layout
     tokens, kv_heads, head_dim = k_TGD.shape
     tile = tiles_for(head_dim, q_THD.element_size(), capability_of(q_THD.device)).key_gradient
@@ -170,7 +146,7 @@ def _key_gradient(
         layout.start_N,
         layout.document_end_N,
         *(stride for x in (q_THD, k_TGD, v_TGD, dout_THD) for stride in x.stride()[:2]),
-        softmax_scale,
+        saved.softmax_scale,
         query_layout.blocks,
         layout.blocks,
         lists.entries_per_item,

@@ -30,7 +30,7 @@ from sparsebalance_megatron.attention.impl.triton.forward_kernel import (
 )
 from sparsebalance_megatron.attention.impl.triton.key_step import key_step
 from sparsebalance_megatron.attention.impl.triton.tiles import capability_of, tiles_for
-from sparsebalance_megatron.attention.layout import PackedLayout
+from sparsebalance_megatron.attention.kernel import Saved
 from sparsebalance_megatron.attention.selection import ColumnLists
 
 PARTIAL_BYTES = 256 << 20
@@ -41,26 +41,22 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 def add_column_gradients(
     dout_THD: Tensor,
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
+    saved: Saved,
     statistics_2HZ: Tensor,
     dk_TGD: Tensor,
     dv_TGD: Tensor,
     columns: ColumnLists,
-    query_layout: PackedLayout,
-    softmax_scale: float,
 ) -> None:
     """Add what the readers of columns give to dk and dv.
 
     Args:
-        dout_THD, q_THD, k_TGD, v_TGD: with dense rows.
+        dout_THD: with dense rows, as q, k and v of ``saved``.
         statistics_2HZ: LSE and delta by query block, as the kernel for dq writes them.
         dk_TGD, dv_TGD: float32 and contiguous.
         columns: contiguous lists with at least one place.
-        query_layout: the blocks of the queries' row.
-        softmax_scale: factor on q . k.
     """
+    q_THD, k_TGD, v_TGD = saved.q_THD, saved.k_TGD, saved.v_TGD
+    query_layout = saved.selection.query_layout
     (_, kv_heads, head_dim), width = k_TGD.shape, columns.tokens_NGK.shape[2]
     tile = tiles_for(head_dim, q_THD.element_size(), capability_of(q_THD.device)).key_gradient
     rows = min(tile.rows, query_layout.block_size)
@@ -87,7 +83,7 @@ def add_column_gradients(
             query_layout.start_N,
             query_layout.document_end_N,
             *(stride for x in (q_THD, k_TGD, v_TGD, dout_THD) for stride in x.stride()[:2]),
-            softmax_scale,
+            saved.softmax_scale,
             first_block,
             query_layout.blocks,
             width,

@@ -39,7 +39,6 @@ from sparsebalance_megatron.attention.impl.triton.token_lists import (
     ChunkedLists,
     HeadSlice,
     head_slices,
-    of_head,
 )
 from sparsebalance_megatron.attention.impl.triton.token_partials import (
     OUTPUT_NUMBERS,
@@ -52,57 +51,33 @@ from sparsebalance_megatron.attention.impl.triton.token_partials import (
     row_places,
     store_partial,
 )
-from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.kernel import Saved
 
 _LOG2_E = tl.constexpr(LOG2_E)
 _TILES = tl.constexpr(TILES_PER_ITEM)
 _DELTA_ROWS = 32
 
 
-def backward_by_token(
-    dout_THD: Tensor,
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
-    out_THD: Tensor,
-    lse_TH: Tensor,
-    selection: Selection,
-    *,
-    softmax_scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq_THD, dk_TGD and dv_TGD in the inputs' dtype.
-
-    With ``out_THD`` and ``lse_TH`` of a merged attention, the results for its parts' selections add
-    up to the gradients of the whole.
-    """
-    dout_THD, q_THD, k_TGD, v_TGD = (with_dense_rows(x) for x in (dout_THD, q_THD, k_TGD, v_TGD))
-    with torch.cuda.device_of(q_THD):
-        return _Backward(
-            dout_THD, q_THD, k_TGD, v_TGD, out_THD, lse_TH, selection, softmax_scale
-        ).gradients()
+def backward_by_token(dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    """dq_THD, dk_TGD and dv_TGD in the inputs' dtype."""
+    with torch.cuda.device_of(dout_THD):
+        return _Backward(dout_THD, saved).gradients()
 
 
 class _Backward:
     """One backward pass: its tensors, and the launches over them."""
 
-    def __init__(
-        self,
-        dout_THD: Tensor,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        out_THD: Tensor,
-        lse_TH: Tensor,
-        selection: Selection,
-        softmax_scale: float,
-    ) -> None:
-        self._q_THD, self._k_TGD, self._v_TGD, self._dout_THD = q_THD, k_TGD, v_TGD, dout_THD
-        self._selection, self._softmax_scale = selection, softmax_scale
-        self._counts_TC = selection.counts_QC.contiguous()
-        self._lse_TH = lse_TH.contiguous()
-        self._delta_TH = _delta(dout_THD, out_THD.contiguous())
+    def __init__(self, dout_THD: Tensor, saved: Saved) -> None:
+        inputs = saved.q_THD, saved.k_TGD, saved.v_TGD, dout_THD
+        self._q_THD, self._k_TGD, self._v_TGD, self._dout_THD = map(with_dense_rows, inputs)
+        self._selection, self._softmax_scale = saved.selection, saved.softmax_scale
+        self._counts_TC = saved.selection.counts_QC.contiguous()
+        self._lse_TH = saved.lse_TH.contiguous()
+        self._delta_TH = _delta(self._dout_THD, saved.out_THD.contiguous())
         self._strides = [
-            stride for x in (q_THD, k_TGD, v_TGD, dout_THD) for stride in x.stride()[:2]
+            stride
+            for x in (self._q_THD, self._k_TGD, self._v_TGD, self._dout_THD)
+            for stride in x.stride()[:2]
         ]
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,7 +162,7 @@ class _Backward:
         column_tiles = layout.block_size // columns
         head = slices[0].selecting_head
         lists = inverse_lists(
-            of_head(selection, head),
+            selection.of_head(head, selection.counts_QC.shape[1]),
             wanted_items=-(-WANTED_PROGRAMS // column_tiles),
             entries=entries,
         )

@@ -9,7 +9,6 @@ Shape legend: T tokens of the packed row, K places of a list, W chunks, I capaci
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -84,15 +83,6 @@ def head_slices(
             )
             for first in range(head * shared, (head + 1) * shared, heads)
         ]
-
-
-def of_head(selection: Selection, head: int) -> Selection:
-    """One selecting head's part of a selection."""
-    return dataclasses.replace(
-        selection,
-        indices_QCK=selection.indices_QCK[:, head : head + 1],
-        counts_QC=selection.counts_QC[:, head : head + 1],
-    )
 
 
 def chunked_lists(selection: Selection, *, entry_bytes: int, entries_per_tile: int) -> ChunkedLists:

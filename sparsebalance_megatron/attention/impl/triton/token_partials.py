@@ -24,7 +24,6 @@ from sparsebalance_megatron.attention.impl.triton.token_lists import (
     ChunkedLists,
     HeadSlice,
     chunked_lists,
-    of_head,
 )
 from sparsebalance_megatron.attention.selection import Selection
 
@@ -96,7 +95,7 @@ class PartialShape:
     def lists(self, selection: Selection, head: int) -> ChunkedLists:
         """One selecting head's lists, cut so that a chunk's results fit the buffers."""
         return chunked_lists(
-            of_head(selection, head),
+            selection.of_head(head, selection.counts_QC.shape[1]),
             entry_bytes=4 * self.parts * self.heads * (self.head_dim + 1),
             entries_per_tile=self.tile.rows // self.heads,
         )

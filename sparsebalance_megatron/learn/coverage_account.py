@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The account of coverage that executed steps lost or gained against base budgets."""
+
+from __future__ import annotations
+
+from sparsebalance_megatron.config import CoverageMeanOver
+from sparsebalance_megatron.learn.measurement import StepMeasurement
+from sparsebalance_megatron.learn.planned_step import PlannedStep
+from sparsebalance_megatron.plan.budgets.price import horizon_steps
+
+_MAX_DEFICIT = 0.05
+"""Coverage per sample of a horizon. A larger deficit or surplus is cut, so old steps expire."""
+_RESERVE = 0.01
+"""Coverage per sample of a horizon that is kept as a surplus, because what a step reaches differs
+from what its plan expects."""
+_RESERVE_OF_HEADROOM = 0.04
+"""Largest reserve, as a share of what base budgets leave uncovered. Where they cover nearly
+everything, more coverage costs the most and errors are as small."""
+
+
+class CoverageAccount:
+    """Sums, over samples, the coverage that steps lost against base budgets; a learner.
+
+    A sample's coverage is the mean over its layers.
+
+    Args:
+        global_batch_size: samples of a step; of the largest where they differ.
+        mean_over: what a sample counts in the sum: 1, or its tokens over the mean of its step.
+        slack: by how much mean coverage may be below that of base budgets.
+        steps: of a horizon; None is as many as plans look ahead.
+
+    Attributes:
+        deficit: coverage lost over all steps; negative is a surplus.
+    """
+
+    def __init__(
+        self,
+        global_batch_size: int,
+        mean_over: CoverageMeanOver = "samples",
+        slack: float = 0.0,
+        steps: int | None = None,
+    ) -> None:
+        self.deficit = 0.0
+        self._mean_over = mean_over
+        self._slack = slack
+        self._base_mean: float | None = None
+        self._samples = global_batch_size
+        self._steps = steps or horizon_steps(global_batch_size)
+
+    def update(self, planned: PlannedStep, measured: StepMeasurement) -> None:
+        """Enter a step, if any coverage was measured."""
+        totals = measured.coverage
+        if totals.count:
+            limit = _MAX_DEFICIT * self._samples * self._steps
+            lost = totals.lost_by_token if self._mean_over == "tokens" else totals.lost
+            deficit = self.deficit + (lost - self._slack) * len(planned.samples)
+            self.deficit = min(max(deficit, -limit), limit)
+            self._base_mean = totals.base_mean
+
+    def snapshot(self) -> float:
+        """By how much coverage of the next plan's horizon should exceed that of base budgets.
+
+        It is the deficit and the reserve; half of that where a horizon is one step, because two
+        plans are made ahead before the first of them is executed and enters the account. There is
+        no reserve before the first measurement.
+        """
+        headroom = 0.0 if self._base_mean is None else 1.0 - self._base_mean
+        reserve = min(_RESERVE, _RESERVE_OF_HEADROOM * headroom)
+        wanted = self.deficit + reserve * self._samples * self._steps
+        return wanted if self._steps > 1 else wanted / 2
+
+    def state_dict(self) -> dict[str, float | None]:
+        """The deficit, and the coverage of base budgets that the reserve follows."""
+        return {"deficit": self.deficit, "base_mean": self._base_mean}
+
+    def load_state_dict(self, state: dict[str, float | None]) -> None:
+        """Take over saved state."""
+        self.deficit = float(state["deficit"] or 0.0)
+        self._base_mean = state["base_mean"]

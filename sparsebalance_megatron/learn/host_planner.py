@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans steps whose samples a host gives, and learns from what it measured of them.
+
+Shape legend: L layers, S samples of a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.learn.host_job import HostJob
+from sparsebalance_megatron.learn.measurement import StepMeasurement
+from sparsebalance_megatron.learn.planned_step import PlannedStep
+from sparsebalance_megatron.learn.step_planner import StepPlanner
+from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.placement.balance import Placement
+from sparsebalance_megatron.plan.step_plan import PlanError, PlanPolicy
+
+
+class HostPlanner:
+    """Plans from lengths alone; knows no data, no loop and no device.
+
+    A plan is a pure function of the arguments of :meth:`plan` and of what has been learnt, so every
+    process that made the same calls makes the same plan. Knowledge changes in :meth:`learn` and
+    :meth:`load_state_dict` only.
+
+    Args:
+        config: what the user chose.
+        job: of the host; without context parallelism.
+        cost: of the job, recomputation included; None is :meth:`.HostJob.cost_model`.
+        clock: seconds, for the time that planning takes.
+
+    Attributes:
+        steps: learnt from; a plan that is told no other number is of this step.
+
+    Raises:
+        ConfigError, CostTableError: naming the field or file and the remedy.
+    """
+
+    def __init__(
+        self,
+        config: SparseBalanceConfig,
+        job: HostJob,
+        *,
+        cost: CostModel | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        cap_tokens = config.max_tokens_per_micro_batch or job.padded(job.max_sample_tokens)
+        for name, without in (("max_context_parallel", 1), ("dry_run", None)):
+            if getattr(config, name) not in (None, without):
+                raise ConfigError(
+                    f"{flag_name(name)} {getattr(config, name)}: not where a host owns data and "
+                    "loop; drop it"
+                )
+        self.job = job
+        layout = job.layout(1)
+        self.coverage = CoverageCurves(
+            layout.layers,
+            -(-job.padded(job.max_sample_tokens) // config.block_size),
+            config.coverage_decay,
+        )
+        self._planner = StepPlanner(
+            job=layout,
+            policy=PlanPolicy.from_config(config, cap_tokens),
+            cost=job.cost_model(config) if cost is None else cost,
+            coverage=self.coverage,
+            global_batch_size=job.global_batch_size,
+            calibrate=config.calibration,
+            # The samples of later steps are not known, so the next step makes up for a deficit.
+            horizon_steps=1,
+            clock=clock,
+        )
+        self.steps = 0
+
+    def plan(
+        self,
+        lengths_tokens: Sequence[int],
+        *,
+        micro_batches: int | None = None,
+        placement: Placement | None = None,
+        pinned_LS: np.ndarray | None = None,
+        later_lengths_tokens: Sequence[int] = (),
+        step: int | None = None,
+    ) -> PlannedStep:
+        """Plan one step.
+
+        Args:
+            lengths_tokens: of its samples; the plan calls them 0 to S - 1.
+            micro_batches: of every rank; None is the least number that the token cap allows.
+            placement: where the host has placed the samples, [rank][position] -> samples; the plan
+                then only chooses budgets, and holds the host to no token cap.
+            pinned_LS: budgets that samples keep, such as ``StepPlan.budgets_LS`` of a plan that
+                they were in before; a column of zeros leaves a sample's to the plan. Pinned budgets
+                are executed as they are, without a guard.
+            later_lengths_tokens: of the samples after these, where the host knows them: coverage is
+                then bought where it costs least among all of them.
+            step: named in messages; None is :attr:`steps`.
+
+        Raises:
+            PlanError: no plan exists, naming the sample or the number that does not fit.
+        """
+        lengths = self._padded_lengths(lengths_tokens)
+        later = self._padded_lengths(later_lengths_tokens)
+        if placement is not None:
+            micro_batches = micro_batches or max(map(len, placement), default=0)
+        known = self._planner.knowledge()
+        counts = self._micro_batch_counts(lengths, micro_batches)
+        for count in counts:
+            try:
+                return self._planner.plan(
+                    self.steps if step is None else step,
+                    lengths,
+                    self.job.layout(count),
+                    known,
+                    later_lengths_tokens=later,
+                    placement=placement,
+                    pinned_LS=None if pinned_LS is None else np.asarray(pinned_LS, dtype=np.int64),
+                )
+            except PlanError:
+                if count == counts[-1]:
+                    raise
+        raise AssertionError("at least one number of micro-batches is tried")
+
+    def _padded_lengths(self, lengths_tokens: Sequence[int]) -> tuple[int, ...]:
+        longest = self.job.max_sample_tokens
+        for sample, tokens in enumerate(lengths_tokens):
+            if not 1 <= tokens <= longest:
+                raise PlanError(
+                    f"sample {sample} has {tokens} tokens, must have 1 to max_sample_tokens "
+                    f"{longest}; raise max_sample_tokens or leave the sample out"
+                )
+        return tuple(self.job.padded(int(tokens)) for tokens in lengths_tokens)
+
+    def _micro_batch_counts(self, lengths: tuple[int, ...], given: int | None) -> range:
+        """Numbers of micro-batches to try, the least first."""
+        ranks, multiple = self.job.data_parallel_size, self.job.micro_batches_multiple_of
+        if given is not None:
+            if given < 1 or given % multiple:
+                raise PlanError(
+                    f"{given} micro-batches: must be a multiple of micro_batches_multiple_of "
+                    f"{multiple}"
+                )
+            return range(given, given + 1)
+        largest = len(lengths) // (ranks * multiple) * multiple
+        if largest < 1:
+            raise PlanError(
+                f"{len(lengths)} samples cannot fill {multiple} micro-batches on each of {ranks} "
+                "ranks; give the step more samples"
+            )
+        least = -(-sum(lengths) // (ranks * self._planner.policy.max_tokens_per_slot))
+        smallest = min(-(-max(least, 1) // multiple) * multiple, largest)
+        return range(smallest, largest + 1, multiple)
+
+    def learn(self, planned: PlannedStep, measured: StepMeasurement) -> None:
+        """Learn from a step of this planner, or of another that knew the same."""
+        self.steps += 1
+        self._planner.learn(planned, measured)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What later plans depend on besides lengths; plain Python types."""
+        return self._planner.state_dict() | {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[str, ...]:
+        """Take over the state of another planner of this model.
+
+        Returns:
+            What does not fit this job and starts afresh, one sentence each.
+
+        Raises:
+            StateError: if it was written by another version.
+        """
+        afresh = self._planner.load_state_dict(state)
+        self.steps = int(state["steps"])
+        return afresh

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step that was planned, and what every learner does with it.
+
+Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.learn.measurement import StepMeasurement
+from sparsebalance_megatron.plan.step_plan import StepPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """A plan together with the samples it places.
+
+    ``samples[i]`` is the training sample that the plan calls ``i``; ``scales`` are the cost
+    corrections that its expectation contains. ``plan_ms`` is how long planning took on this rank,
+    ``wait_ms`` how long the step waited for it.
+    """
+
+    plan: StepPlan
+    samples: np.ndarray
+    scales: StageScales
+    plan_ms: float
+    wait_ms: float = 0.0
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of every data-parallel rank."""
+        return int(self.times_2RPVM.shape[-1])
+
+    @property
+    def times_2RPVM(self) -> np.ndarray:
+        """Predicted forward and backward ms of every micro-batch on every chunk."""
+        return self.plan.expectation.times_2RPVM
+
+    def pinned(self) -> PlannedStep:
+        """The same step with all budgets pinned: every pass over it executes them as they are."""
+        slots = tuple(replace(slot, pinned=(True,) * len(slot.samples)) for slot in self.plan.slots)
+        return replace(self, plan=replace(self.plan, slots=slots))
+
+
+class Learner(Protocol):
+    """Knowledge that steps add to. Equal steps give equal knowledge, on every rank."""
+
+    def update(self, planned: PlannedStep, measured: StepMeasurement) -> None:
+        """Learn from a step: what was planned of it, and what was measured on all ranks."""
+
+    def snapshot(self) -> Any:
+        """What a plan needs to know, as known now; later updates do not change it."""
+
+    def state_dict(self) -> Any:
+        """What is saved, in plain Python types; None where nothing is."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take over saved state.
+
+        Raises:
+            ValueError: it does not fit this job; nothing is changed then.
+        """

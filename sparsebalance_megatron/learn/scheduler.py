@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans the steps of a run whose samples follow from an index, one step ahead on a thread.
+
+While step t runs, step t + 1 is planned from what was known when t began. That holds however fast
+planning is, so that all ranks make the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.learn.batch_sizes import BatchSizes
+from sparsebalance_megatron.learn.measurement import StepMeasurement
+from sparsebalance_megatron.learn.planned_step import PlannedStep
+from sparsebalance_megatron.learn.step_planner import (
+    Knowledge,
+    StateError,
+    StepPlanner,
+    check_version,
+)
+from sparsebalance_megatron.learn.step_samples import SampleLengths, StepSamples
+from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.step_plan import JobShape, PlanError, PlanPolicy
+
+_PLANS_KEPT = 2
+"""The step that runs and the one after it."""
+
+
+class Scheduler:
+    """Plans training or evaluation steps and learns from them.
+
+    Args:
+        planner: knows what steps have taught.
+        job: how the largest step is cut up; a smaller one has fewer micro-batches.
+        index: the samples and their lengths.
+        batch_sizes: samples of every step.
+        worker: plans the following step while one runs; None plans every step when it begins.
+    """
+
+    def __init__(
+        self,
+        planner: StepPlanner,
+        *,
+        job: JobShape,
+        index: SampleLengths,
+        batch_sizes: BatchSizes,
+        worker: Executor | None = None,
+    ) -> None:
+        self.job = job
+        self._planner = planner
+        self._batch_sizes = batch_sizes
+        self._samples = StepSamples(index=index, batch_sizes=batch_sizes)
+        self._worker = worker
+        self._planned: dict[int, PlannedStep] = {}
+        self._ahead: dict[int, Future[PlannedStep]] = {}
+        self._followers: list[Callable[[PlannedStep], None]] = []
+        self._known_for_next: Knowledge | None = None
+        self._finished_step = -1
+
+    @property
+    def coverage(self) -> CoverageCurves:
+        """The curves as learnt so far."""
+        return self._planner.coverage
+
+    def planned(self, step: int) -> PlannedStep:
+        """The plan of a step."""
+        if step not in self._planned:
+            started = self._planner.clock()
+            planned = self._next_plan(step)
+            wait_ms = (self._planner.clock() - started) * 1e3
+            self._planned[step] = replace(planned, wait_ms=wait_ms)
+            for old in [known for known in self._planned if known <= step - _PLANS_KEPT]:
+                del self._planned[old]
+        return self._planned[step]
+
+    def plan_following(self, step: int) -> None:
+        """Let the worker start on the step after ``step``, which runs; once, and if there is one.
+
+        Best called when the first micro-batch computes: a thread that plans and one that launches
+        kernels compete, and before that the device has nothing to do. Where it is not called,
+        :meth:`planned` plans when asked, and makes the same plan.
+        """
+        known = self._known_for_next
+        if self._worker is None or known is None or step + 1 in self._ahead:
+            return
+        if step not in self._planned:
+            return
+        future = self._worker.submit(self._plan, step + 1, known)
+        self._ahead = {step + 1: future}
+        for then in self._followers:
+            future.add_done_callback(partial(_pass_on, then=then))
+        self._followers.clear()
+
+    def follow(self, then: Callable[[PlannedStep], None]) -> None:
+        """Call ``then`` with the next plan that the worker makes, on its thread.
+
+        It is never called without a worker, nor if planning fails, which :meth:`planned` will
+        raise.
+        """
+        if self._worker is not None:
+            self._followers.append(then)
+
+    def _next_plan(self, step: int) -> PlannedStep:
+        known = self._planner.knowledge()
+        if self._worker is None:
+            return self._plan(step, known)
+        future = self._ahead.pop(step, None)
+        self._drop_plans_ahead()
+        planned = future.result() if future else self._plan(step, self._known_for_next or known)
+        self._known_for_next = known
+        self._followers.clear()
+        return planned
+
+    def _drop_plans_ahead(self) -> None:
+        """Forget plans of steps that do not come, once the worker is done with them."""
+        for future in self._ahead.values():
+            future.exception()
+        self._ahead.clear()
+
+    def _plan(self, step: int, known: Knowledge) -> PlannedStep:
+        samples = self._samples.of_step(step)
+        looks_ahead = self._planner.policy.looks_ahead
+        return self._planner.plan(
+            step,
+            self._samples.lengths_tokens(samples),
+            self._job_of(step),
+            known,
+            samples=samples,
+            later_lengths_tokens=self._samples.later_lengths_tokens(step) if looks_ahead else (),
+        )
+
+    def _job_of(self, step: int) -> JobShape:
+        """The job with as many micro-batches as the step has samples for."""
+        size, most = self._batch_sizes.size_of(step), self._batch_sizes.largest
+        if size == most:
+            return self.job
+        micro_batches, rest = divmod(self.job.micro_batches * size, most)
+        if rest or not micro_batches:
+            raise PlanError(
+                f"step {step} has {size} samples, which do not fill the same slots on all ranks; "
+                "every batch size of --step-batch-size-schedule must be a multiple of "
+                f"{most // self.job.micro_batches}"
+            )
+        return replace(self.job, micro_batches=micro_batches)
+
+    def finish_step(self, step: int, measured: StepMeasurement) -> None:
+        """Learn from a step. Megatron may run a step again; a repeated call changes nothing."""
+        if step > self._finished_step:
+            self._finished_step = step
+            self._planner.learn(self._planned[step], measured)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain Python types; saved inside Megatron's ``args``."""
+        return self._planner.state_dict() | {
+            "consumed_samples": self._batch_sizes.first_sample(self._finished_step + 1),
+            "next_plan": self._known_for_next and self._known_for_next.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[str, ...]:
+        """Take over saved state; see :meth:`.StepPlanner.load_state_dict`.
+
+        Raises:
+            StateError: if it was written by another version, or no step begins there.
+        """
+        check_version(state)
+        following = self._batch_sizes.step_at(int(state["consumed_samples"]))
+        if following is None:
+            raise StateError(
+                f"the checkpoint has consumed {state['consumed_samples']} samples, after which no "
+                "step begins; resume with another global batch size"
+            )
+        self._finished_step = following - 1
+        self._drop_plans_ahead()
+        self._planned.clear()
+        afresh = self._planner.load_state_dict(state)
+        self._known_for_next = None
+        if self._worker is not None and not afresh and state["next_plan"] is not None:
+            self._known_for_next = self._planner.knowledge().restored(state["next_plan"])
+        return afresh
+
+
+def _pass_on(made: Future[PlannedStep], *, then: Callable[[PlannedStep], None]) -> None:
+    if made.exception() is None:
+        then(made.result())
+
+
+def evaluation_scheduler(
+    *,
+    job: JobShape,
+    policy: PlanPolicy,
+    cost: CostModel,
+    coverage: CoverageCurves,
+    index: SampleLengths,
+    global_batch_size: int,
+    dense: bool,
+    clock: Callable[[], float],
+) -> Scheduler:
+    """Plans evaluation steps: order of arrival, never tuned, so that losses are comparable.
+
+    Args:
+        dense: whether budgets cover all blocks of the longest sample, in place of base budgets.
+    """
+    base_budget = coverage.max_blocks if dense else policy.base_budget
+    planner = StepPlanner(
+        job=job,
+        policy=replace(policy, batching="arrival", tuning="off", base_budget=base_budget),
+        cost=cost,
+        coverage=coverage,
+        global_batch_size=global_batch_size,
+        calibrate="off",
+        clock=clock,
+    )
+    sizes = BatchSizes.constant(global_batch_size)
+    return Scheduler(planner, job=job, index=index, batch_sizes=sizes)

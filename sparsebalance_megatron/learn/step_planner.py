@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans steps from lengths and from what earlier steps have taught.
+
+A plan is a pure function of the arguments of :meth:`StepPlanner.plan`, and knowledge changes only
+in :meth:`StepPlanner.learn`, from measurements that are identical on all ranks. So ranks that make
+the same calls make the same plans.
+
+Shape legend: L layers, S samples of a step, P pipeline stages, V virtual stages.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from sparsebalance_megatron.config import Calibration as CalibrationChoice
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.learn.coverage_account import CoverageAccount
+from sparsebalance_megatron.learn.device_speed import DeviceSlowness
+from sparsebalance_megatron.learn.measurement import StepMeasurement
+from sparsebalance_megatron.learn.planned_step import Learner, PlannedStep
+from sparsebalance_megatron.learn.stage_calibration import Calibration
+from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.placement.balance import Placement
+from sparsebalance_megatron.plan.planner import plan_step
+from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy
+from sparsebalance_megatron.plan.step_problem import PlanInputs
+
+_STATE_VERSION = 5
+
+_IDLE_LEARNERS: Mapping[CalibrationChoice, tuple[str, ...]] = {
+    "off": ("calibration", "device_speed"),
+    "stages": ("device_speed",),
+    "measured": (),
+}
+"""Learners that a choice of calibration leaves as they are."""
+
+
+class StateError(ValueError):
+    """Saved planner state does not fit this run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knowledge:
+    """What plans depend on besides lengths, as known at one moment."""
+
+    coverage: CoverageCurves
+    scales: StageScales
+    coverage_deficit: float
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain Python types. Device speeds are left out: a restart may run on other devices."""
+        return {
+            "coverage": self.coverage.state_dict(),
+            "scales_2PV": self.scales.scales_2PV.tolist(),
+            "coverage_deficit": self.coverage_deficit,
+        }
+
+    def restored(self, state: Mapping[str, Any]) -> Knowledge:
+        """Saved knowledge of the job that this is about."""
+        coverage = copy.deepcopy(self.coverage)
+        coverage.load_state_dict(state["coverage"])
+        return Knowledge(
+            coverage=coverage,
+            scales=StageScales.of(np.array(state["scales_2PV"])),
+            coverage_deficit=float(state["coverage_deficit"]),
+        )
+
+
+class CoverageLearner:
+    """Learns coverage curves."""
+
+    def __init__(self, curves: CoverageCurves) -> None:
+        self.curves = curves
+
+    def update(self, planned: PlannedStep, measured: StepMeasurement) -> None:
+        """Average a step's coverage into the curves."""
+        self.curves.observe(measured.coverage.sums_LUK, measured.coverage.counts_LU)
+
+    def snapshot(self) -> CoverageCurves:
+        """A copy of the curves."""
+        return copy.deepcopy(self.curves)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain Python types."""
+        return self.curves.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over saved curves."""
+        self.curves.load_state_dict(state)
+
+
+class StepPlanner:
+    """Plans steps, and learns from how they went.
+
+    Args:
+        job: how steps are cut up; plans may be of other numbers of micro-batches.
+        coverage: the curves that learn.
+        global_batch_size: samples of a step; of the largest where they differ.
+        calibrate: which predicted times measured ones correct.
+        horizon_steps: over which a coverage deficit is made up for; None is as many as plans look
+            ahead.
+        clock: seconds, for the time that planning takes.
+    """
+
+    def __init__(
+        self,
+        *,
+        job: JobShape,
+        policy: PlanPolicy,
+        cost: CostModel,
+        coverage: CoverageCurves,
+        global_batch_size: int,
+        calibrate: CalibrationChoice,
+        clock: Callable[[], float],
+        horizon_steps: int | None = None,
+    ) -> None:
+        self.policy = policy
+        self.coverage = coverage
+        self.clock = clock
+        self._cost = cost
+        self._account = CoverageAccount(
+            global_batch_size, policy.coverage_mean_over, policy.coverage_slack, horizon_steps
+        )
+        self._coverage = CoverageLearner(coverage)
+        self._calibration = Calibration(job.pipeline_stages, job.virtual_stages)
+        self._device_speed = DeviceSlowness(job.data_parallel_size, job.pipeline_stages)
+        self._learners: dict[str, Learner] = {
+            "coverage_balance": self._account,
+            "coverage": self._coverage,
+            "calibration": self._calibration,
+            "device_speed": self._device_speed,
+        }
+        self._idle = _IDLE_LEARNERS[calibrate]
+
+    def knowledge(self) -> Knowledge:
+        """What has been learnt, as known now; later steps do not change it."""
+        return Knowledge(
+            coverage=self._coverage.snapshot(),
+            scales=replace(self._calibration.snapshot(), slowness_RP=self._device_speed.snapshot()),
+            coverage_deficit=self._account.snapshot(),
+        )
+
+    def plan(
+        self,
+        step: int,
+        lengths_tokens: Sequence[int],
+        job: JobShape,
+        known: Knowledge,
+        *,
+        samples: np.ndarray | None = None,
+        later_lengths_tokens: Sequence[int] = (),
+        placement: Placement | None = None,
+        pinned_LS: np.ndarray | None = None,
+    ) -> PlannedStep:
+        """Plan one step.
+
+        Args:
+            step: named in messages, and part of the plan's digest.
+            lengths_tokens: of the step's samples, in order of arrival.
+            samples: their training samples; None numbers them from 0.
+            later_lengths_tokens, placement, pinned_LS: see :class:`.PlanInputs`.
+
+        Raises:
+            PlanError: no plan exists, naming the sample or the number that does not fit.
+        """
+        started = self.clock()
+        inputs = PlanInputs(
+            lengths_tokens=tuple(lengths_tokens),
+            job=job,
+            policy=self.policy,
+            cost=self._cost,
+            scales=known.scales,
+            coverage=known.coverage,
+            owed_coverage=known.coverage_deficit,
+            later_lengths_tokens=tuple(later_lengths_tokens),
+            placement=placement,
+            pinned_LS=pinned_LS,
+        )
+        return PlannedStep(
+            plan=plan_step(step, inputs),
+            samples=np.arange(len(lengths_tokens)) if samples is None else samples,
+            scales=known.scales,
+            plan_ms=(self.clock() - started) * 1e3,
+        )
+
+    def learn(self, planned: PlannedStep, measured: StepMeasurement) -> None:
+        """Learn from a step that this planner planned, or another that knew the same."""
+        for name, learner in self._learners.items():
+            if name not in self._idle:
+                learner.update(planned, measured)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What later plans depend on besides lengths, in plain Python types."""
+        learnt = {name: learner.state_dict() for name, learner in self._learners.items()}
+        saved = {name: state for name, state in learnt.items() if state is not None}
+        return {"version": _STATE_VERSION, **saved}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Take over saved state, of a job that may have been laid out otherwise.
+
+        Nothing in it depends on the number of data-parallel or tensor-parallel ranks.
+
+        Returns:
+            What does not fit this job and starts afresh, one sentence each.
+
+        Raises:
+            StateError: if it was written by another version.
+        """
+        check_version(state)
+        afresh = []
+        for name, learner in self._learners.items():
+            if learner.state_dict() is None:
+                continue
+            try:
+                learner.load_state_dict(state[name])
+            except ValueError as error:
+                afresh.append(f"{name} starts afresh: {error}")
+        return tuple(afresh)
+
+
+def check_version(state: Mapping[str, Any]) -> None:
+    """Refuse state that another version of the plugin wrote.
+
+    Raises:
+        StateError: naming both versions.
+    """
+    if state.get("version") != _STATE_VERSION:
+        raise StateError(
+            f"the plugin's state in the checkpoint has version {state.get('version')}, not "
+            f"{_STATE_VERSION}; resume with the release that wrote it, or with --finetune"
+        )

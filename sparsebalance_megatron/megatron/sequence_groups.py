@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process groups of the ranks that share a packed sequence: made once, by all ranks alike.
+
+A sequence lies on 1, 2, 4, ... neighbouring ranks of those that differ in their data-parallel and
+context-parallel place alone. Neighbours of so many begin at a multiple of their number, so that
+every rank is in one group of each size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch.distributed import ProcessGroup
+
+from sparsebalance_megatron.attention.context_parallel.all_gather import AllGatherExchange
+from sparsebalance_megatron.attention.context_parallel.exchange import SequenceExchange
+from sparsebalance_megatron.attention.context_parallel.ring import RingExchange
+from sparsebalance_megatron.attention.context_parallel.slice import SequenceGroup
+from sparsebalance_megatron.config import ExchangeName
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SequenceGroups:
+    """Every group that this rank is in.
+
+    ``rank`` counts data-parallel and context-parallel ranks together, as plans do. ``agreement``
+    holds all ranks that may share a sequence with this one, over a backend of the host.
+    """
+
+    rank: int
+    by_size: Mapping[int, SequenceGroup]
+    agreement: ProcessGroup
+
+    def of(self, micro_batch: MicroBatchPlan) -> SequenceGroup:
+        """The group that runs a micro-batch of this rank.
+
+        Raises:
+            PlanError: no such group was made.
+        """
+        size = micro_batch.width
+        if size not in self.by_size or micro_batch.rank % size:
+            raise PlanError(
+                f"micro-batch {micro_batch.position} lies on ranks {micro_batch.rank} to "
+                f"{micro_batch.rank + size - 1}: groups of 1, 2, ... {max(self.by_size)} ranks "
+                "begin at a multiple of their size"
+            )
+        return self.by_size[size]
+
+
+def make_sequence_groups(
+    largest: int, *, exchange: ExchangeName, ranks_per_node: int, timeout_minutes: float
+) -> SequenceGroups:
+    """Make the groups; collective over all ranks, once Megatron's own exist.
+
+    Args:
+        largest: ranks of the largest group, a power of two that divides the data-parallel times
+            context-parallel size.
+        exchange: how keys and values travel.
+        ranks_per_node: of those that may share a sequence; the inner rings of a hierarchical one.
+        timeout_minutes: after which a rank that waits in vain for another member fails.
+    """
+    maker = _Maker(timedelta(minutes=timeout_minutes))
+    groups = {1 << power: maker.neighbours(1 << power) for power in range(largest.bit_length())}
+    inner = max(size for size in groups if size <= ranks_per_node)
+    made: dict[int, SequenceGroup] = {}
+    for size, group in groups.items():
+        if size == 1:
+            travel: SequenceExchange | None = None
+        elif exchange == "all-gather":
+            travel = AllGatherExchange(group)
+        elif exchange == "ring" or size <= inner:
+            travel = RingExchange(group)
+        else:
+            travel = RingExchange(
+                group, inner=groups[inner], outer=maker.neighbours(size, every=inner)
+            )
+        made[size] = SequenceGroup(
+            member=torch.distributed.get_rank(group),
+            members=size,
+            exchange=travel,
+            process_group=group,
+            alone=groups[1],
+        )
+    return SequenceGroups(
+        rank=maker.rank, by_size=made, agreement=maker.neighbours(largest, backend="gloo")
+    )
+
+
+class _Maker:
+    """Makes groups of ranks that are neighbours in data-parallel and context-parallel place."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        own: Sequence[int] = torch.distributed.get_process_group_ranks(group)
+        places: list[Sequence[int]] = [()] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(places, own)
+        self._replicas = sorted(set(map(tuple, places)))
+        self._timeout = timeout
+        self.rank = own.index(torch.distributed.get_rank())
+
+    def neighbours(self, size: int, *, every: int = 1, backend: str | None = None) -> ProcessGroup:
+        """The group that this rank is in, of all that ``size`` neighbours make.
+
+        Args:
+            every: one group of each of so many neighbours, not one of all.
+        """
+        wanted: ProcessGroup | None = None
+        for replica in self._replicas:
+            for first in range(0, len(replica), size):
+                for offset in range(every):
+                    members = list(replica[first + offset : first + size : every])
+                    group: Any = torch.distributed.new_group(
+                        members, timeout=self._timeout, backend=backend
+                    )
+                    if torch.distributed.get_rank() in members:
+                        wanted = group
+        if wanted is None:
+            raise PlanError(f"rank {self.rank} is in no group of {size} data-parallel ranks")
+        return wanted

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real samples and schedulers over them; ``index`` is a fixture."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any
+
+import pytest
+from harness import long_tailed_lengths, write_documents
+from plan.plan_cases import cost_model, job_shape, policy
+
+from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.learn.batch_sizes import BatchSizes
+from sparsebalance_megatron.learn.scheduler import Scheduler
+from sparsebalance_megatron.learn.step_planner import StepPlanner
+from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.step_plan import JobShape
+
+LONGEST_TOKENS = 2048
+BLOCK_TOKENS = 64
+JOB = job_shape(2, 2, stages=2)
+GLOBAL_BATCH = 8
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> SampleIndex:
+    lengths = long_tailed_lengths(100, longest=LONGEST_TOKENS)
+    prefix = write_documents(tmp_path_factory.mktemp("scheduler") / "train", lengths)
+    found = SampleIndex.open(prefix, max_tokens=LONGEST_TOKENS, overlong="split", seed=1)
+    assert found is not None
+    return found
+
+
+def make_scheduler(
+    index: Any,
+    *,
+    job: JobShape = JOB,
+    batch_sizes: int | tuple[tuple[int, int], ...] = GLOBAL_BATCH,
+    max_blocks: int = LONGEST_TOKENS // BLOCK_TOKENS,
+    worker: Executor | None = None,
+    clock: Callable[[], float] = lambda: 0.0,
+    **choices: Any,
+) -> Scheduler:
+    """A scheduler over an index, with a policy of these choices."""
+    schedule = ((0, batch_sizes),) if isinstance(batch_sizes, int) else batch_sizes
+    sizes = BatchSizes(schedule=schedule)
+    planner = StepPlanner(
+        job=job,
+        policy=policy(**{"block_size": BLOCK_TOKENS, "base_budget": 6} | choices),
+        cost=cost_model(choices.get("block_size", BLOCK_TOKENS)),
+        coverage=CoverageCurves(job.layers, max_blocks, 0.5),
+        global_batch_size=sizes.largest,
+        calibrate="measured",
+        clock=clock,
+    )
+    return Scheduler(planner, job=job, index=index, batch_sizes=sizes, worker=worker)
+
+
+def scheduler(
+    index: SampleIndex,
+    worker: Executor | None,
+    global_batch_size: int = GLOBAL_BATCH,
+    **choices: Any,
+) -> Scheduler:
+    """One whose clock ticks once a reading."""
+    ticks = itertools.count()
+    return make_scheduler(
+        index,
+        batch_sizes=global_batch_size,
+        worker=worker,
+        clock=lambda: float(next(ticks)),
+        **choices,
+    )

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planning as a library: no data, no loop, no torch; given placements and pinned budgets."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import REPOSITORY
+from hypothesis import given
+from hypothesis import strategies as st
+from plan.plan_cases import cost_model, coverage_curves, job_shape, random_lengths
+
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
+from sparsebalance_megatron.cost.table import ModelShape
+from sparsebalance_megatron.learn.host_job import HostJob
+from sparsebalance_megatron.learn.host_planner import HostPlanner
+from sparsebalance_megatron.learn.measurement import CoverageTotals, StepMeasurement
+from sparsebalance_megatron.learn.step_planner import StateError
+from sparsebalance_megatron.plan.step_plan import PlanError
+
+BLOCK = 64
+LONGEST = 8192
+SHAPE = ModelShape(
+    hidden_size=64,
+    ffn_hidden_size=128,
+    num_attention_heads=4,
+    num_query_groups=2,
+    head_dim=16,
+    vocab_size=256,
+    gated_linear_unit=True,
+    tensor_parallel_size=1,
+)
+
+
+def host_job(ranks: int = 2, stages: int = 1, chunks: int = 1, **changes: Any) -> HostJob:
+    return HostJob(
+        **{
+            "shape": SHAPE,
+            "stage_layers": job_shape(ranks, 1, stages, chunks).stage_layers,
+            "data_parallel_size": ranks,
+            "max_sample_tokens": LONGEST,
+            "global_batch_size": 16,
+        }
+        | changes
+    )
+
+
+def planner(job: HostJob | None = None, *, observed: bool = True, **choices: Any) -> HostPlanner:
+    values = {"block_size": BLOCK, "base_budget": 8, "plan_ms": 5.0, **choices}
+    made = HostPlanner(SparseBalanceConfig(**values), job or host_job(), cost=cost_model(BLOCK))
+    if observed:
+        state = made.state_dict()
+        curves = coverage_curves(made.coverage.layers, made.coverage.max_blocks)
+        made.load_state_dict(state | {"coverage": curves.state_dict()})
+    return made
+
+
+def lengths(count: int = 16, seed: int = 0) -> list[int]:
+    return random_lengths(count, seed, longest=LONGEST)
+
+
+def measurement(planned: Any, curves: Any, factor: float = 1.5) -> StepMeasurement:
+    """A step that took longer than predicted and lost a little coverage."""
+    layers, buckets, grid = curves.mean_LUK.shape
+    return StepMeasurement(
+        times_2RPVM=planned.times_2RPVM * factor,
+        schedule_ms=np.ones(planned.times_2RPVM.shape[1:3]),
+        coverage=CoverageTotals(
+            sums_LUK=np.linspace(0.3, 1.0, grid) * np.ones((layers, buckets, 1)),
+            counts_LU=np.ones((layers, buckets)),
+            executed_L=np.full(layers, 0.5),
+            executed_sum=0.5 * layers,
+            base_sum=0.52 * layers,
+            count=float(layers),
+            minimum=0.4,
+            grown=0.0,
+        ),
+        lm_loss=float("nan"),
+        tokens=0,
+        differing_ranks=(),
+    )
+
+
+@given(
+    seed=st.integers(0, 1000),
+    count=st.integers(4, 40),
+    ranks=st.sampled_from([1, 2, 4]),
+    stages=st.sampled_from([1, 2]),
+    chunks=st.sampled_from([1, 2]),
+)
+def test_every_sample_is_placed_once_under_the_cap(
+    seed: int, count: int, ranks: int, stages: int, chunks: int
+) -> None:
+    multiple = stages if chunks > 1 else 1
+    job = host_job(ranks, stages, chunks, micro_batches_multiple_of=multiple)
+    tokens = lengths(max(count, ranks * multiple), seed)
+    plan = planner(job).plan(tokens).plan
+    assert sorted(sample for slot in plan.slots for sample in slot.samples) == [*range(len(tokens))]
+    counts = {len(plan.for_rank(rank).micro_batches) for rank in range(ranks)}
+    assert len(counts) == 1 and counts.pop() % multiple == 0
+    assert all(slot.tokens <= LONGEST for slot in plan.slots)
+
+
+def test_no_fewer_micro_batches_would_do() -> None:
+    """Six samples of three fifths of the cap need a slot each; two ranks, three micro-batches."""
+    plan = planner().plan([LONGEST * 3 // 5] * 6).plan
+    assert len(plan.for_rank(0).micro_batches) == 3
+
+
+@pytest.mark.parametrize("tuning", ["makespan", "anchor", "off"])
+def test_pinned_budgets_are_planned_as_they_are(tuning: Any) -> None:
+    made = planner(tuning=tuning)
+    first = made.plan(lengths()).plan
+    generator = np.random.default_rng(1)
+    blocks_S = -(-np.array(lengths()) // BLOCK)
+    pinned_LS = generator.integers(1, blocks_S + 1, first.budgets_LS.shape)
+    free_S = generator.random(16) < 0.3
+    pinned_LS[:, free_S] = 0
+    plan = made.plan(lengths(), pinned_LS=pinned_LS).plan
+    assert (plan.budgets_LS[:, ~free_S] == pinned_LS[:, ~free_S]).all()
+    for slot in plan.slots:
+        assert slot.pinned == tuple(bool(not free_S[sample]) for sample in slot.samples)
+    if tuning == "makespan":
+        assert (plan.budgets_LS[:, free_S] != 8).any()
+
+
+def test_the_update_attends_as_the_forward_pass_did() -> None:
+    """Log-probabilities of a rollout in one pass, its update in two mini-batches, pinned."""
+    made = planner()
+    rollout = made.plan(lengths()).plan
+    for half in (range(8), range(8, 16)):
+        picked = rollout.budgets_LS[:, half]
+        update = made.plan([lengths()[sample] for sample in half], pinned_LS=picked)
+        assert (update.plan.budgets_LS == picked).all()
+        made.learn(update, measurement(update, made.coverage))
+
+
+def test_pins_are_in_the_digest_and_change_no_free_sample() -> None:
+    made = planner(tuning="off")
+    free = made.plan(lengths()).plan
+    pinned = made.plan(lengths(), pinned_LS=free.budgets_LS).plan
+    assert (free.budgets_LS == pinned.budgets_LS).all()
+    assert free.digest() != pinned.digest()
+    nothing = made.plan(lengths(), pinned_LS=np.zeros_like(free.budgets_LS)).plan
+    assert free.digest() == nothing.digest()
+
+
+def test_a_whole_step_can_be_pinned_as_it_was_planned() -> None:
+    made = planner()
+    planned = made.plan(lengths())
+    again = made.plan(lengths(), pinned_LS=planned.plan.budgets_LS, placement=_placed(planned.plan))
+    assert again.plan.digest() == planned.pinned().plan.digest() != planned.plan.digest()
+
+
+def _placed(plan: Any) -> Any:
+    return tuple(
+        tuple(slot.samples for slot in plan.for_rank(rank).micro_batches)
+        for rank in range(plan.data_parallel_size)
+    )
+
+
+def test_a_given_placement_stays_and_gets_budgets() -> None:
+    made = planner()
+    placement = (((0, 1, 2, 3), (4,)), ((5, 6), (7, 8, 9)))
+    plan = made.plan(lengths(10), placement=placement).plan
+    assert plan.data_parallel_size == 2
+    for rank, in_rank in enumerate(placement):
+        run = plan.for_rank(rank).micro_batches
+        assert tuple(slot.samples for slot in run) == in_rank
+    assert (plan.budgets_LS != 8).any()
+
+
+def test_a_given_placement_may_exceed_the_cap() -> None:
+    plan = planner().plan([LONGEST] * 4, placement=(((0, 1),), ((2, 3),))).plan
+    assert [slot.tokens for slot in plan.slots] == [2 * LONGEST] * 2
+
+
+def test_rows_padded_by_the_host_are_planned_padded() -> None:
+    plan = planner(host_job(pad_samples_to=128)).plan([100, 128, 129, 300]).plan
+    tokens = {
+        sample: length
+        for slot in plan.slots
+        for sample, length in zip(slot.samples, slot.lengths_tokens, strict=True)
+    }
+    assert tokens == {0: 128, 1: 128, 2: 256, 3: 384}
+
+
+def test_planners_that_learnt_the_same_plan_the_same() -> None:
+    """One goes on, one is restored from JSON before every step."""
+    whole, state = planner(), None
+    digests = []
+    for step in range(8):
+        resumed = planner(observed=False)
+        resumed.load_state_dict(json.loads(json.dumps(state or whole.state_dict())))
+        planned = whole.plan(lengths(seed=step))
+        # The speed of devices is not saved: another process may run on others.
+        other = resumed.plan(lengths(seed=step))
+        assert other.plan.digest() == planned.plan.digest()
+        digests.append(planned.plan.digest())
+        whole.learn(planned, measurement(planned, whole.coverage))
+        state = whole.state_dict()
+    assert len(set(digests)) == 8
+    assert whole.steps == 8
+
+
+def test_a_plan_travels_between_processes() -> None:
+    planned = planner().plan(lengths())
+    assert pickle.loads(pickle.dumps(planned)).plan.digest() == planned.plan.digest()
+
+
+def test_budgets_follow_the_samples_that_come_later() -> None:
+    made = planner(coverage_target="base")
+    alone = made.plan(lengths()).plan
+    among = made.plan(lengths(), later_lengths_tokens=[LONGEST] * 48).plan
+    assert (alone.budgets_LS != among.budgets_LS).any()
+
+
+def test_what_a_step_measured_is_learnt() -> None:
+    made = planner()
+    planned = made.plan(lengths())
+    curves = made.coverage.mean_LUK.copy()
+    made.learn(planned, measurement(planned, made.coverage))
+    assert made.steps == 1
+    assert (made.coverage.mean_LUK != curves).any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lengths_tokens": [10, LONGEST + 1]}, "sample 1 has 8193 tokens"),
+        ({"lengths_tokens": [10, 0]}, "sample 1 has 0 tokens"),
+        ({"lengths_tokens": [10]}, "1 samples cannot fill 1 micro-batches on each of 2 ranks"),
+        ({"micro_batches": 3}, "cannot fill 6 slots"),
+        ({"micro_batches": 0}, "0 micro-batches: must be"),
+        ({"placement": (((0, 1),), ((2, 2),))}, "each of the 4 samples exactly once"),
+        ({"placement": (((0, 1, 2, 3),),)}, "placement: ranks have"),
+        ({"pinned_LS": np.ones((2, 3))}, "pinned budgets have shape"),
+        ({"pinned_LS": np.array([[1] * 4, [0] * 4])}, "at least 1 in every layer, or 0 in all"),
+    ],
+)
+def test_a_mistake_is_told(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        planner().plan(**{"lengths_tokens": [10] * 4} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"max_context_parallel": 2}, "--sparse-balance-max-context-parallel 2: not where a host"),
+        ({"dry_run": 0}, "--sparse-balance-dry-run 0: not where a host"),
+    ],
+)
+def test_choices_of_a_run_that_owns_its_data_are_refused(
+    choices: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planner(**choices)
+
+
+def test_a_job_is_checked() -> None:
+    with pytest.raises(ConfigError, match="host job: global_batch_size 0: must be at least 1"):
+        host_job(global_batch_size=0)
+
+
+def test_costs_are_measured_at_start_up_by_nobody() -> None:
+    with pytest.raises(ConfigError, match="--sparse-balance-cost-table auto: a host's planner"):
+        HostPlanner(SparseBalanceConfig(cost_table="auto"), host_job())
+
+
+def test_state_of_another_version_is_refused_and_of_another_model_named() -> None:
+    made = planner()
+    with pytest.raises(StateError, match="version 0, not"):
+        made.load_state_dict(made.state_dict() | {"version": 0})
+    other = planner(replace(host_job(), max_sample_tokens=LONGEST * 2), observed=False)
+    (afresh,) = other.load_state_dict(made.state_dict())
+    assert afresh.startswith("coverage starts afresh: coverage state has budget grid")
+
+
+def test_planning_needs_no_torch() -> None:
+    """With torch and Megatron blocked, a planner is made through the public functions."""
+    program = f"""
+import sys
+sys.path.insert(0, {str(REPOSITORY)!r})
+for name in ("torch", "megatron"):
+    sys.modules[name] = None
+import warnings
+warnings.simplefilter("ignore")
+from sparsebalance_megatron import SparseBalanceConfig, integration
+from sparsebalance_megatron.cost.table import ModelShape
+shape = ModelShape(**{vars(SHAPE)!r})
+job = integration.HostJob(shape=shape, stage_layers=(((0, 1),),), data_parallel_size=2,
+                          max_sample_tokens=4096, global_batch_size=4)
+planned = integration.planner(SparseBalanceConfig(block_size=64), job).plan([100, 4000, 20, 900])
+print(len(planned.plan.slots))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "2\n"

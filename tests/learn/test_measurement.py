@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What waiting inside shared slots leaves of measured times, and what is learnt from them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cost.cost_cases import Times
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.learn.device_speed import DeviceSlowness
+from sparsebalance_megatron.learn.measurement import CoverageTotals, StepMeasurement
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
+
+SHAPE_RPVM = (4, 2, 1, 6)
+NOTHING = CoverageTotals(
+    sums_LUK=np.zeros((1, 1, 1)),
+    counts_LU=np.zeros((1, 1)),
+    executed_L=np.zeros(1),
+    executed_sum=0.0,
+    base_sum=0.0,
+    count=0.0,
+    minimum=0.0,
+    grown=0.0,
+)
+
+
+def measurement(times_2RPVM: np.ndarray) -> StepMeasurement:
+    return StepMeasurement(
+        times_2RPVM=times_2RPVM,
+        schedule_ms=np.ones(times_2RPVM.shape[1:3]),
+        coverage=NOTHING,
+        lm_loss=1.0,
+        tokens=1,
+        differing_ranks=(),
+    )
+
+
+def slots(widths_RM: np.ndarray) -> list[MicroBatchPlan]:
+    """One slot for every group of ranks at every position."""
+    return [
+        MicroBatchPlan(
+            samples=(0,),
+            lengths_tokens=(1,),
+            budgets_LS=np.ones((1, 1), dtype=np.int32),
+            rank=rank,
+            position=position,
+            width=int(width),
+        )
+        for (rank, position), width in np.ndenumerate(widths_RM)
+        if rank % width == 0
+    ]
+
+
+def drawn_widths(generator: np.random.Generator) -> np.ndarray:
+    """Pairs of ranks, at most positions, share or do not."""
+    pairs_WM = generator.choice([1, 2], (SHAPE_RPVM[0] // 2, SHAPE_RPVM[-1]))
+    return np.repeat(pairs_WM, 2, axis=0)
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(0.0, 0.3))
+def test_a_shared_slot_takes_what_its_last_rank_took(seed: int, missing: float) -> None:
+    generator = np.random.default_rng(seed)
+    widths_RM = drawn_widths(generator)
+    times_2RPVM = generator.uniform(1.0, 9.0, (2, *SHAPE_RPVM))
+    times_2RPVM[generator.random(times_2RPVM.shape) < missing] = np.nan
+    before = times_2RPVM.copy()
+    found = measurement(times_2RPVM).without_waiting(slots(widths_RM)).times_2RPVM
+    np.testing.assert_array_equal(times_2RPVM, before)
+    for direction, rank, stage, chunk, position in np.ndindex(before.shape):
+        first = rank - rank % widths_RM[rank, position]
+        members = range(first, first + widths_RM[rank, position])
+        known = [before[direction, r, stage, chunk, position] for r in members]
+        known = [value for value in known if not np.isnan(value)]
+        value = found[direction, rank, stage, chunk, position]
+        assert np.isnan(value) if not known else value == min(known)
+
+
+def test_a_step_without_shared_slots_stays_as_it_is() -> None:
+    measured = measurement(np.ones((2, *SHAPE_RPVM)))
+    assert measured.without_waiting(slots(np.ones((4, 6), dtype=np.int64))) is measured
+
+
+@settings(max_examples=8)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1.0, 1.3, 1.6]))
+def test_members_that_wait_are_not_taken_for_slow_devices(seed: int, factor: float) -> None:
+    """One device is slower, or none; every second rank comes early to shared slots."""
+    generator = np.random.default_rng(seed)
+    learner = DeviceSlowness(*SHAPE_RPVM[:2])
+    slowness_RP = np.ones(SHAPE_RPVM[:2])
+    slowness_RP[2, 1] = factor
+    for _ in range(60):
+        widths_RM = drawn_widths(generator)
+        shared_RPVM = np.broadcast_to((widths_RM > 1)[:, None, None], SHAPE_RPVM)
+        work_2RPVM = generator.uniform(1.0, 50.0, (2, *SHAPE_RPVM))
+        work_2RPVM = np.where(shared_RPVM, pairs(work_2RPVM, np.max), work_2RPVM)
+        early_2RPVM = np.where(shared_RPVM, generator.exponential(20.0, work_2RPVM.shape), 0.0)
+        early_2RPVM[:, 1::2] = 0.0
+        noise_2RPVM = np.exp(0.02 * generator.standard_normal(work_2RPVM.shape))
+        measured = measurement(
+            1.3 * in_step(work_2RPVM, slowness_RP, shared_RPVM) * noise_2RPVM + early_2RPVM
+        ).without_waiting(slots(widths_RM))
+        scales = StageScales.of(np.ones((2, *SHAPE_RPVM[1:3])), learner.snapshot())
+        predicted_2RPVM = in_step(work_2RPVM, learner.snapshot(), shared_RPVM)
+        learner.update(Times(predicted_2RPVM, scales), Times(measured.times_2RPVM, scales))
+    found_RP = learner.snapshot()
+    assert found_RP[2, 1] == pytest.approx(factor, rel=0.05)
+    found_RP[2, 1] = 1.0
+    assert np.abs(found_RP - 1.0).max() <= 0.04
+
+
+def in_step(work_2RPVM: np.ndarray, slowness_RP: np.ndarray, shared_RPVM: np.ndarray) -> np.ndarray:
+    """Times on devices so slow; those of shared slots are as long as on the slowest."""
+    times_2RPVM = work_2RPVM * slowness_RP[..., None, None]
+    return np.where(shared_RPVM, pairs(times_2RPVM, np.max), times_2RPVM)
+
+
+def pairs(values_2RPVM: np.ndarray, reduce: np.ufunc) -> np.ndarray:
+    """Of each pair of neighbouring ranks, for both of them."""
+    by_pair = values_2RPVM.reshape(2, SHAPE_RPVM[0] // 2, 2, *SHAPE_RPVM[1:])
+    return np.repeat(reduce(by_pair, axis=2), 2, axis=1)
