@@ -145,15 +145,15 @@ class Instruments:
         from sparsebalance_megatron.megatron.timers import RecordingTimers, _RecordingTimer
         from sparsebalance_megatron.telemetry.log_writer import BackgroundWriter
         from sparsebalance_megatron.training.forward_step import ForwardStep
-        from sparsebalance_megatron.training.step_monitor import StepMonitor
+        from sparsebalance_megatron.training.run import Run
         from sparsebalance_megatron.training.step_reducer import StepReducer
 
         self._wrap(ForwardStep, "__call__", self._forward_step)
-        self._wrap(StepMonitor, "end_step", self._end_step)
+        self._wrap(Run, "end_step", self._end_step)
         self._wrap(StepReducer, "_sum", self._meet_first)
         self._wrap(BackgroundWriter, "_work", self._work)
         for owner, name, part in (
-            (StepMonitor, "add_loss", "forward_step"),
+            (Run, "add_loss", "forward_step"),
             (BudgetedCoreAttention, "guard_and_observe", "observe_and_guard"),
             (RecordingTimers, "__call__", "timers"),
             (_RecordingTimer, "start", "timers"),
@@ -195,13 +195,14 @@ class Instruments:
             torch.distributed.barrier()
         return original(reducer, flat)
 
-    def _end_step(self, original: Any, monitor: Any) -> None:
+    def _end_step(self, original: Any, run: Any) -> Any:
         """Also begins the next step: what came before it belongs to the last."""
         with self.timed("end_step"):
-            original(monitor)
+            figures = original(run)
         self._ms["end_step"] -= self._ms["waited_for_ranks"]
         self.steps.append(dict(self._ms))
         self._ms.clear()
+        return figures
 
     def _work(self, original: Any, writer: Any) -> None:
         original(writer)

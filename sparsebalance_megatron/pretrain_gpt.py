@@ -43,10 +43,10 @@ def _train(device_type: str) -> None:
             f"sparse balance: {'on' if enabled else 'off'}, training on {device_type}", flush=True
         )
     if enabled:
-        from sparsebalance_megatron.training.last_words import last_words
+        from sparsebalance_megatron.training.failure_report import failure_report
 
         hooks = integration.training_hooks(args)
-        with last_words(args):
+        with failure_report(args):
             run_pretrain(
                 args,
                 dataset_provider=hooks.dataset_provider,

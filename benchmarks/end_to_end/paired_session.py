@@ -24,7 +24,7 @@ from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.schedules.operation_times import OperationTimes
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.training.inputs import CostedInputs, Inputs
-from sparsebalance_megatron.training.run import make_scheduler
+from sparsebalance_megatron.training.samples import make_scheduler
 from sparsebalance_megatron.training.training_hooks import TrainingHooks
 
 

@@ -20,8 +20,10 @@ from sparsebalance_megatron.megatron import cpu
 cpu.install()
 
 from sparsebalance_megatron.pretrain_gpt import main  # noqa: E402
-from sparsebalance_megatron.training.data_iterator import MicroBatchIterator  # noqa: E402
-from sparsebalance_megatron.training.row_reader import RowReader  # noqa: E402
+from sparsebalance_megatron.training.micro_batches import (  # noqa: E402
+    MicroBatchIterator,
+    RowReader,
+)
 
 
 def suffer(wanted: dict[str, float]) -> None:

@@ -44,7 +44,8 @@ class MicroBatchContext:
     in a run where every sequence lies on one rank.
     ``budgets_LS`` lives on the device, ``max_budgets`` holds each layer's largest on the host.
     ``observations`` is keyed by layer, so that a recomputed pass overwrites what it repeats.
-    ``step`` is the training step, -1 outside of one. ``recompute`` counts what recomputation did.
+    ``step`` is the training step, -1 outside of one; ``position`` and ``chunk`` are its place in
+    the rank's order and its virtual stage. ``recompute`` counts what recomputation did.
     ``pinned_S``: bool on the device, whose budgets no guard may raise; None where all may be.
     ``padding_documents``: the last documents, which are of no sample.
     """
@@ -54,6 +55,8 @@ class MicroBatchContext:
     max_budgets: tuple[int, ...]
     observe: bool
     step: int = -1
+    position: int = 0
+    chunk: int = 0
     sequence: SequenceSlice | None = None
     pinned_S: Tensor | None = None
     padding_documents: int = 0
@@ -81,6 +84,8 @@ def micro_batch_context(
     observe: bool,
     device: torch.device,
     step: int = -1,
+    position: int = 0,
+    chunk: int = 0,
     sequence: SequenceSlice | None = None,
 ) -> MicroBatchContext:
     """Build the context of one micro-batch.
@@ -107,6 +112,8 @@ def micro_batch_context(
         max_budgets=tuple(int(k) for k in plan.budgets_LS.max(axis=1)),
         observe=observe,
         step=step,
+        position=position,
+        chunk=chunk,
         sequence=sequence,
         pinned_S=None if pinned_S is None else copied_to(pinned_S, device),
         padding_documents=padding,

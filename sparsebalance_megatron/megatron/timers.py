@@ -68,7 +68,7 @@ class ReportingFinalize:
 
     before: Callable[[], None]
     finalize: Callable[..., Any]
-    after: Callable[[], None]
+    after: Callable[[], object]
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         self.before()
@@ -78,7 +78,7 @@ class ReportingFinalize:
 
 
 def install_hooks(
-    model_config: Any, recorder: Recorder, after_finalize: Callable[[], None]
+    model_config: Any, recorder: Recorder, after_finalize: Callable[[], object]
 ) -> None:
     """Watch ``timers`` and ``finalize_model_grads_func``, unless they are watched already.
 

@@ -75,7 +75,7 @@ def _plan_and_print(device_type: str, argv: Sequence[str]) -> None:
             counted_cost_model,
             read_inputs,
         )
-        from sparsebalance_megatron.training.run import make_scheduler
+        from sparsebalance_megatron.training.samples import make_scheduler
 
     changed_defaults: list[str] = []
     with _without_argument_dump():

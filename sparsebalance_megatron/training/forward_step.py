@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -25,8 +25,9 @@ from sparsebalance_megatron.megatron.packed_seq_params import (
     packed_params,
 )
 from sparsebalance_megatron.megatron.rope_rows import use_true_positions
-from sparsebalance_megatron.training.data_iterator import LocalMicroBatch
 from sparsebalance_megatron.training.inputs import Inputs
+from sparsebalance_megatron.training.micro_batches import LocalMicroBatch
+from sparsebalance_megatron.training.run import Run
 
 Batch = dict[str, Any]
 """What a forward step reads: ``tokens``, ``position_ids``, ``labels`` and ``loss_mask``, [1, T] or
@@ -37,45 +38,31 @@ LossFunction = Callable[..., tuple[Tensor, Tensor, dict[str, Tensor]]]
 _ROW_KEYS = ("tokens", "position_ids", "labels", "loss_mask")
 
 
-class StepObserver(Protocol):
-    """What the forward step tells: hooks to install, micro-batches begun and launched, losses."""
-
-    def install(self, model_config: Any) -> None: ...
-
-    def begin_micro_batch(
-        self, micro_batch: LocalMicroBatch, context: MicroBatchContext
-    ) -> None: ...
-
-    def end_forward(self, micro_batch: LocalMicroBatch) -> None: ...
-
-    def add_loss(self, loss: Tensor, tokens: Tensor, report: dict[str, Tensor]) -> None: ...
-
-
 class ForwardStep:
     """Callable ``(data_iterator, model) -> (output, loss_func)``, as Megatron's schedules want it.
 
     Args:
         inner: a trainer's own forward step of that form. Its iterator yields one :data:`Batch`;
             its loss function returns (sum of token losses, token count, report).
-        observer: gives who hears of training micro-batches; asked within a step, because it
+        run: gives the run that hears of training micro-batches; asked within a step, because it
             exists only once Megatron has process groups. Evaluation stays unobserved.
     """
 
     def __init__(
         self,
         inner: Callable[[Iterator[Batch], Any], tuple[Tensor, LossFunction]],
-        observer: Callable[[], StepObserver],
+        run: Callable[[], Run],
         inputs: Inputs,
         device: torch.device,
     ) -> None:
         self._inner = inner
-        self._observer = observer
+        self._run = run
         self._inputs = inputs
         self._device = device
 
     def __call__(self, data_iterator: Any, model: Any) -> tuple[Tensor, LossFunction]:
         if model.training:
-            self._observer().install(get_model_config(model))
+            self._run().install(get_model_config(model))
         micro_batch: LocalMicroBatch = next(data_iterator)
         context = micro_batch_context(
             micro_batch.plan,
@@ -84,17 +71,19 @@ class ForwardStep:
             observe=micro_batch.training,
             device=self._device,
             step=micro_batch.step,
+            position=micro_batch.position,
+            chunk=micro_batch.chunk,
             sequence=micro_batch.sequence,
         )
         if context.sequence is not None:
             use_true_positions(model)
         if micro_batch.training:
-            self._observer().begin_micro_batch(micro_batch, context)
+            self._run().begin_micro_batch(context)
         batch = self._batch(micro_batch, context)
         output, loss_function = self._inner(iter((batch,)), model)
         if micro_batch.training:
-            self._observer().end_forward(micro_batch)
-        return output, partial(self._loss, loss_function, micro_batch)
+            self._run().end_forward(micro_batch.step)
+        return output, partial(self._loss, loss_function, micro_batch.training)
 
     def _batch(self, micro_batch: LocalMicroBatch, context: MicroBatchContext) -> Batch:
         batch: Batch = dict.fromkeys(_ROW_KEYS)
@@ -115,7 +104,7 @@ class ForwardStep:
     def _loss(
         self,
         loss_function: LossFunction,
-        micro_batch: LocalMicroBatch,
+        training: bool,
         output: Tensor,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         values = loss_function(output)
@@ -126,8 +115,8 @@ class ForwardStep:
                 "calculate_per_token_loss"
             )
         loss, tokens, report = values
-        if micro_batch.training:
-            self._observer().add_loss(loss.detach(), tokens, report)
+        if training:
+            self._run().add_loss(loss.detach(), tokens, report)
         return loss, tokens, report
 
 

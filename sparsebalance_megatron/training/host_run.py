@@ -4,7 +4,7 @@
 The host plans (:attr:`HostRun.planner`), packs its rows as planned, and lets :meth:`HostRun.attach`
 put budgets on them; :meth:`HostRun.end_step` learns from what was measured.
 
-Shape legend: S samples, L layers, P pipeline stages, V virtual stages, M micro-batches.
+Shape legend: S samples, L layers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -23,25 +22,44 @@ from megatron.core import parallel_state
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.learn.host_job import HostJob
 from sparsebalance_megatron.learn.host_planner import HostPlanner
+from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, replace_core_attention
 from sparsebalance_megatron.megatron.layout_cache import LayoutCache
-from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext, micro_batch_context
+from sparsebalance_megatron.megatron.packed_seq_params import micro_batch_context
 from sparsebalance_megatron.megatron.settings import host_job
-from sparsebalance_megatron.megatron.timers import install_hooks
 from sparsebalance_megatron.megatron.unsupported import check_model
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
-from sparsebalance_megatron.profiling.clocks import CudaEventClock, HostClock
-from sparsebalance_megatron.training.data_iterator import LocalMicroBatch
-from sparsebalance_megatron.training.observed_coverage import ObservedCoverage
-from sparsebalance_megatron.training.own_loop import IntegrationError, NoTimers
-from sparsebalance_megatron.training.run import backward_order, rank_place
-from sparsebalance_megatron.training.step_monitor import step_figures
-from sparsebalance_megatron.training.step_reducer import PlanMismatchError, StepReducer
-from sparsebalance_megatron.training.timing import MicroBatchRecorder
+from sparsebalance_megatron.training.agreement import check_executed_plans, shown
+from sparsebalance_megatron.training.own_loop import TrainerLoop
+from sparsebalance_megatron.training.run import IntegrationError, Run
 
-_DIGEST_BYTES = 6
+
+class HostSamples:
+    """Samples that a host owns: it has every step planned when it wants to, by ``planner``.
+
+    Attributes:
+        running: the step that the host runs; None between steps.
+    """
+
+    def __init__(self, planner: HostPlanner) -> None:
+        self._planner = planner
+        self.coverage = planner.coverage
+        self.running: PlannedStep | None = None
+
+    def planned(self, step: int) -> PlannedStep:
+        assert self.running is not None, "attach has set it"
+        return self.running
+
+    def plan_following(self, step: int) -> None:
+        """The host asks for its next plan itself."""
+
+    def finish_step(self, step: int, measured: StepMeasurement) -> None:
+        """Learn from a step; losses are the host's, so all of its tokens count."""
+        planned = self.planned(step)
+        tokens = sum(slot.tokens for slot in planned.plan.slots)
+        self._planner.learn(planned, replace(measured, tokens=tokens))
 
 
 class HostRun:
@@ -64,27 +82,9 @@ class HostRun:
         self._config = config
         self._transformer_config = transformer_config
         self._device = device
-        self._place = rank_place()
         self._boundaries = LayoutCache()
-        self._recorder = MicroBatchRecorder(
-            HostClock() if device.type == "cpu" else CudaEventClock(),
-            virtual_stages=len(job.stage_layers[0]),
-            backward_order=partial(backward_order, job.layout(1), self._place.pipeline_rank),
-        )
-        self._reducer = StepReducer(
-            job.layout(1),
-            self._place,
-            buckets=self.planner.coverage.buckets,
-            grid_size=len(self.planner.coverage.grid),
-            group=None,
-            device=device,
-        )
-        self._begin_step()
-
-    def _begin_step(self) -> None:
-        self._planned: PlannedStep | None = None
-        self._seen: list[tuple[LocalMicroBatch, MicroBatchContext]] = []
-        self._recorder.begin_step()
+        self._samples = HostSamples(self.planner)
+        self._run = Run(job.layout(1), self._samples, TrainerLoop(), device)
 
     def layer_spec(self, spec: Any, vp_stage: int | None) -> Any:
         """``spec``, or Megatron's own for the model's config, with core attention replaced."""
@@ -137,7 +137,7 @@ class HostRun:
         learn: bool,
     ) -> Any:
         """See :func:`.integration.attach`."""
-        step, rank = planned.plan.step, self._place.data_parallel_rank
+        step, rank = planned.plan.step, self._run.place.data_parallel_rank
         place = f"step {step}, rank {rank}, micro-batch {position}"
         ranks = planned.plan.data_parallel_size
         if ranks != self.job.data_parallel_size:
@@ -145,10 +145,10 @@ class HostRun:
                 f"{place}: the plan is for {ranks} data-parallel ranks, the run has "
                 f"{self.job.data_parallel_size}; plan with run.job"
             )
-        run = planned.plan.for_rank(rank).micro_batches
-        if not 0 <= position < len(run):
-            raise IntegrationError(f"{place}: the plan has {len(run)} micro-batches for this rank")
-        slot, chunk = run[position], vp_stage or 0
+        own = planned.plan.for_rank(rank).micro_batches
+        if not 0 <= position < len(own):
+            raise IntegrationError(f"{place}: the plan has {len(own)} micro-batches for this rank")
+        slot = own[position]
         boundaries = self._checked_boundaries(packed_seq_params, slot, place)
         context = micro_batch_context(
             slot,
@@ -157,9 +157,14 @@ class HostRun:
             observe=learn,
             device=self._device,
             step=step if learn else -1,
+            position=position,
+            chunk=vp_stage or 0,
         )
         if learn:
-            self._follow(planned, position, chunk, boundaries, slot, context)
+            self._run.check_ended(planned)
+            self._samples.running = planned
+            self._run.install(self._transformer_config)
+            self._run.begin_micro_batch(context)
         carrier = copy.copy(packed_seq_params)
         carrier.micro_batch = context
         return carrier
@@ -178,123 +183,30 @@ class HostRun:
         if boundaries[: len(expected)] != expected:
             given = _lengths(boundaries)[: len(slot.samples)]
             raise IntegrationError(
-                f"{place}: the row's samples have {_shown(given)} tokens, those of the plan "
-                f"{_shown(slot.lengths_tokens)}; pack the slot's samples in its order, and give "
+                f"{place}: the row's samples have {shown(given)} tokens, those of the plan "
+                f"{shown(slot.lengths_tokens)}; pack the slot's samples in its order, and give "
                 "pad_samples_to if rows pad every sample"
             )
         return boundaries
 
-    def _follow(
-        self,
-        planned: PlannedStep,
-        position: int,
-        chunk: int,
-        boundaries: tuple[int, ...],
-        slot: MicroBatchPlan,
-        context: MicroBatchContext,
-    ) -> None:
-        """The forward of a training step begins: watch it, and keep its context."""
-        config = self._transformer_config
-        if config.timers is None:
-            config.timers = NoTimers()
-        if self._planned is None:
-            self._planned = planned
-            self._recorder.expect(planned.micro_batches)
-        elif self._planned.plan.digest() != planned.plan.digest():
-            raise IntegrationError(
-                f"a micro-batch of step {planned.plan.step} begins, but on_step_end was not called "
-                f"for step {self._planned.plan.step}, which another plan was made for; call it "
-                "once per step on every rank"
-            )
-        install_hooks(config, self._recorder, lambda: None)
-        self._recorder.bind_forward(chunk, position)
-        micro_batch = LocalMicroBatch(
-            step=planned.plan.step,
-            position=position,
-            chunk=chunk,
-            training=True,
-            plan=slot,
-            cu_seqlens=boundaries,
-            sequence=None,
-            row=None,
-        )
-        self._seen.append((micro_batch, context))
-
     def end_step(self) -> dict[str, float]:
         """See :func:`.integration.on_step_end`."""
-        self._recorder.wait()
-        times = self._recorder.times()
-        self._agree(self._problem(bool(times.spans)))
-        assert self._planned is not None
-        planned = self._planned
-        measured = self._reducer.reduce(
-            times=times,
-            observed=ObservedCoverage.gather(self._seen),
-            loss_and_tokens=None,
-            recompute=self._recompute_totals(),
-            digest=planned.plan.digest(),
-        ).without_waiting(planned.plan.slots)
-        planned_tokens = sum(slot.tokens for slot in planned.plan.slots)
-        measured = replace(measured, tokens=planned_tokens)
-        self.planner.learn(planned, measured)
-        unobserved = {"unobserved": measured.coverage.unobserved}
-        figures = step_figures(planned.plan.expectation, measured, unobserved)
-        self._begin_step()
-        return figures
-
-    def _recompute_totals(self) -> torch.Tensor | None:
-        """What recomputation did, summed over this rank's micro-batches."""
-        counts = [context.recompute for _, context in self._seen]
-        totals = [each.totals().to(self._device) for each in counts if each.again or each.changed]
-        return torch.stack(totals).sum(dim=0) if totals else None
-
-    def _problem(self, timed: bool) -> str | None:
-        """What is wrong with the step as this rank ran it."""
-        if self._planned is None:
-            return "on_step_end: no micro-batch was attached since the last step"
-        stage = self.job.stage_layers[self._place.pipeline_rank]
-        expected = self._planned.micro_batches * len(stage)
-        if len(self._seen) != expected:
-            return (
-                f"on_step_end after {len(self._seen)} micro-batches, expected {expected}: attach "
-                "each of the plan's once per model chunk, on every pipeline stage"
-            )
-        blind = sum(
-            len(context.observations) < len(stage[micro_batch.chunk])
-            for micro_batch, context in self._seen
+        run = self._run
+        problem = run.problem(
+            "attach each micro-batch of the plan once per model chunk, on every pipeline stage",
+            "what attach returns",
         )
-        if blind:
-            return (
-                f"step {self._planned.plan.step}: {blind} of {expected} forward steps never "
-                "reached the plugin's attention; build the model with sparse_balance_layer_spec "
-                "and give it what attach returns"
+        if problem is None and not run.timed:
+            problem = (
+                "on_step_end: no forward was timed; give begin_host_run the config object that the "
+                "model holds"
             )
-        if not timed:
-            return (
-                f"step {self._planned.plan.step}: no forward was timed; give begin_host_run the "
-                "config object that the model holds"
-            )
-        return None
-
-    def _agree(self, problem: str | None) -> None:
-        """Fail on all ranks alike if one of them has a problem or executed another plan."""
-        digest = b"" if self._planned is None else self._planned.plan.digest()[:_DIGEST_BYTES]
-        own = torch.tensor(
-            [int(problem is not None), int.from_bytes(digest, "big")], device=self._device
-        )
-        gathered = [torch.empty_like(own) for _ in range(self._place.world_size)]
-        torch.distributed.all_gather(gathered, own)
-        of_ranks = torch.stack(gathered).tolist()
-        failing = [rank for rank, (failed, _) in enumerate(of_ranks) if failed]
+        digest = b"" if run.running is None else run.running.plan.digest()
+        failing = check_executed_plans(problem is not None, digest, self._device)
         if failing:
-            other = f"on_step_end: ranks {_shown(failing)} have a problem of their own to report"
+            other = f"on_step_end: ranks {shown(failing)} have a problem of their own to report"
             raise IntegrationError(problem or other)
-        differing = [rank for rank, (_, of) in enumerate(of_ranks) if of != of_ranks[0][1]]
-        if differing:
-            raise PlanMismatchError(
-                f"ranks {_shown(differing)} executed another plan than rank 0; make plans from the "
-                "same lengths in the same order on all ranks, or on one that sends them"
-            )
+        return run.end_step()
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold; alike on all ranks, between a step's end and the next."""
@@ -307,7 +219,7 @@ class HostRun:
             IntegrationError: within a step.
             StateError: if it was written by another version.
         """
-        if self._seen:
+        if self._run.seen:
             raise IntegrationError("load_state_dict: call it before a step's first micro-batch")
         return self.planner.load_state_dict(state)
 
@@ -375,8 +287,3 @@ def begin_host_run(
 
 def _lengths(boundaries: Sequence[int]) -> tuple[int, ...]:
     return tuple(end - start for start, end in pairwise(boundaries))
-
-
-def _shown(values: Sequence[int]) -> str:
-    listed = ", ".join(map(str, values[:8]))
-    return f"{listed}, ..." if len(values) > 8 else listed

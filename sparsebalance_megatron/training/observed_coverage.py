@@ -17,7 +17,6 @@ import torch
 from sparsebalance_megatron.learn.measurement import Piece
 from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, MicroBatchContext
 from sparsebalance_megatron.plan.coverage import length_bucket
-from sparsebalance_megatron.training.data_iterator import LocalMicroBatch
 
 EXECUTED, BASE, GROWN, TOKENS, LOST_TOKENS = range(-5, 0)
 """Columns behind the K of the grid: executed coverage, coverage at base budgets, 1 where the guard
@@ -35,21 +34,21 @@ class ObservedCoverage:
     values_OC: torch.Tensor | None
 
     @classmethod
-    def gather(cls, seen: Iterable[tuple[LocalMicroBatch, MicroBatchContext]]) -> ObservedCoverage:
+    def gather(cls, seen: Iterable[MicroBatchContext]) -> ObservedCoverage:
         """From this rank's micro-batches and what their layers observed.
 
         Padding sequences come after the planned samples and are left out. Ranks that share a row
         see the same of it, and the first of them speaks for all.
         """
         pieces, buckets, columns = [], [], []
-        for micro_batch, context in seen:
-            if micro_batch.sequence is not None and micro_batch.sequence.group.member > 0:
+        for context in seen:
+            if context.sequence is not None and context.sequence.group.member > 0:
                 continue
-            samples = len(micro_batch.plan.samples)
             blocks = context.layout.blocks_per_document
+            samples = len(blocks) - context.padding_documents
             bucket_S = length_bucket(np.array(blocks[:samples]))
             for layer, observation in context.observations.items():
-                pieces.append(Piece(micro_batch.position, layer, samples))
+                pieces.append(Piece(context.position, layer, samples))
                 buckets.append(bucket_S)
                 tokens_S = context.layout.tokens_S
                 some = None if len(blocks) == samples else samples

@@ -7,7 +7,7 @@ of a step happens in :meth:`OwnLoopRun.end_step`, which the trainer calls, and n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,30 +18,27 @@ from torch import Tensor
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, replace_core_attention
-from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
 from sparsebalance_megatron.megatron.settings import RunSettings
+from sparsebalance_megatron.megatron.timers import install_hooks
 from sparsebalance_megatron.megatron.unsupported import (
     check_cap,
     check_model,
     check_selection,
 )
 from sparsebalance_megatron.profiling.startup import AUTO
-from sparsebalance_megatron.training.data_iterator import LocalMicroBatch, MicroBatchIterator
 from sparsebalance_megatron.training.forward_step import ForwardStep
 from sparsebalance_megatron.training.inputs import Inputs, read_inputs
+from sparsebalance_megatron.training.micro_batches import MicroBatchIterator
+from sparsebalance_megatron.training.run import IntegrationError
 from sparsebalance_megatron.training.session import Session
-
-
-class IntegrationError(ValueError):
-    """A trainer's loop and the plugin do not fit together."""
+from sparsebalance_megatron.training.timing import MicroBatchRecorder
 
 
 class OwnLoopRun:
     """One run on one rank; see :mod:`sparsebalance_megatron.integration` for its life."""
 
     def __init__(self, inputs: Inputs, device: torch.device, transformer_config: Any) -> None:
-        self._session = Session(inputs, device)
-        self._observer = _LoopObserver(self._session)
+        self._session = Session(inputs, device, TrainerLoop())
         self._transformer_config = transformer_config
         self._saved_samples: int | None = None
         self._iterates = False
@@ -63,7 +60,7 @@ class OwnLoopRun:
     def wrap(self, forward_step: Callable[..., Any]) -> ForwardStep:
         """A forward step of planned micro-batches around the trainer's own."""
         return ForwardStep(
-            forward_step, lambda: self._observer, self._session.inputs, self._session.device
+            forward_step, lambda: self._session.run, self._session.inputs, self._session.device
         )
 
     def train_iterator(self, consumed_samples: int, vp_stage: int | None) -> MicroBatchIterator:
@@ -74,15 +71,18 @@ class OwnLoopRun:
                 f"{self._saved_samples} samples; give the number that was saved with it"
             )
         self._iterates = True
-        run = self._session.start(consumed_samples=consumed_samples)
-        return run.train_iterator(vp_stage, consumed_samples=consumed_samples)
+        samples = self._session.start(consumed_samples=consumed_samples)
+        return samples.train_iterator(vp_stage, consumed_samples=consumed_samples)
 
     def end_step(self) -> dict[str, float]:
         """See :func:`.integration.on_step_end`."""
-        self._observer.check_step()
-        monitor = self._session.run.monitor
-        monitor.end_step()
-        return dict(monitor.figures)
+        problem = self._session.run.problem(
+            "call it once, after a schedule with num_microbatches=run.micro_batches has run",
+            "packed_seq_params=batch['packed_seq_params']",
+        )
+        if problem is not None:
+            raise IntegrationError(problem)
+        return self._session.run.end_step()
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold besides ``consumed_samples``; alike on all ranks."""
@@ -171,60 +171,23 @@ def _check_config(config: SparseBalanceConfig, device: torch.device) -> None:
             raise ConfigError(f"{flag}: not for a trainer with its own loop; {remedy}")
 
 
-class _LoopObserver:
-    """A session's monitor for a loop that says itself when a step ends."""
+class TrainerLoop:
+    """A trainer's own loop: it says itself when a step ends, and logs what it then gets."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def install(self, model_config: Any) -> None:
-        """Hook the config; nothing but :meth:`OwnLoopRun.end_step` ends a step."""
+    def follow(
+        self, model_config: Any, recorder: MicroBatchRecorder, end_step: Callable[[], object]
+    ) -> None:
+        """Hook the config; the trainer ends the step."""
         if model_config.timers is None:
             model_config.timers = NoTimers()
-        self._session.run.monitor.install(model_config, after_finalize=lambda: None)
+        install_hooks(model_config, recorder, lambda: None)
 
-    def begin_micro_batch(self, micro_batch: LocalMicroBatch, context: MicroBatchContext) -> None:
-        monitor = self._session.run.monitor
-        running = {seen.step for seen, _ in monitor.seen}
-        if running - {micro_batch.step}:
-            raise IntegrationError(
-                f"training step {micro_batch.step} begins, but on_step_end was not called for step "
-                f"{min(running)}; call it once per step on every rank, and give "
-                "num_microbatches=run.micro_batches to the schedule"
-            )
-        monitor.begin_micro_batch(micro_batch, context)
-
-    def end_forward(self, micro_batch: LocalMicroBatch) -> None:
-        self._session.run.monitor.end_forward(micro_batch)
-
-    def add_loss(self, loss: Tensor, tokens: Tensor, report: dict[str, Tensor]) -> None:
-        """The trainer's report stays its own; :meth:`OwnLoopRun.end_step` gives the figures."""
-        self._session.run.monitor.add_loss(loss, tokens, {})
-
-    def check_step(self) -> None:
-        job = self._session.inputs.job
-        expected = job.micro_batches * job.virtual_stages
-        seen = self._session.run.monitor.seen if self._session.started else []
-        if len(seen) != expected:
-            raise IntegrationError(
-                f"on_step_end after {len(seen)} forward steps, expected {expected}: call "
-                "it once, after a schedule with num_microbatches=run.micro_batches has run"
-            )
-        stage = job.stage_layers[parallel_state.get_pipeline_model_parallel_rank()]
-        blind = sum(
-            len(context.observations) < len(stage[micro_batch.chunk])
-            for micro_batch, context in seen
-        )
-        if blind:
-            raise IntegrationError(
-                f"step {seen[0][0].step}: {blind} of {expected} forward steps never reached the "
-                "plugin's attention; build the model with sparse_balance_layer_spec and give it "
-                "packed_seq_params=batch['packed_seq_params']"
-            )
+    def step_ended(self, reports: list[dict[str, Tensor]], figures: Mapping[str, float]) -> None:
+        """Leave the trainer's reports as they are."""
 
 
 class NoTimers:
-    """Timers that take no time; somebody has to be watched."""
+    """Timers that do nothing; hooks need an object that the schedule starts and stops."""
 
     def __call__(self, name: str, log_level: int | None = None) -> NoTimers:
         return self

@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training run on one rank, before and after process groups exist, whoever owns the loop.
+"""Starts and resumes a training run that reads its own data, on one rank.
 
-:class:`.inputs.Inputs` is what could be checked before; :class:`.run.Run` is what needs them.
-:mod:`.training_hooks` puts a session into ``megatron.training``, :mod:`.own_loop` into a trainer
-that calls Megatron's schedules itself.
+:class:`.inputs.Inputs` is what could be checked before process groups exist; :class:`.run.Run` and
+:class:`.samples.DataSamples` need them. :mod:`.training_hooks` puts a session into
+``megatron.training``, :mod:`.own_loop` into a trainer that calls Megatron's schedules itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from sparsebalance_megatron.config import flag_name
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
+from sparsebalance_megatron.megatron.kept_attention import bytes_per_token
 from sparsebalance_megatron.profiling.startup import shared_cost_table
 from sparsebalance_megatron.telemetry.log_directory import LogDirectory, LogDirectoryError
+from sparsebalance_megatron.training.agreement import check_ranks_agree, gather_or_raise
 from sparsebalance_megatron.training.inputs import (
     CostedInputs,
     Inputs,
@@ -26,17 +28,14 @@ from sparsebalance_megatron.training.inputs import (
     fingerprint,
     processor,
 )
-from sparsebalance_megatron.training.recompute import recompute_line
 from sparsebalance_megatron.training.resume import compare_runs, run_record
-from sparsebalance_megatron.training.run import Run, make_scheduler
+from sparsebalance_megatron.training.run import Loop, Run, rank_place
+from sparsebalance_megatron.training.samples import DataSamples, make_scheduler
+from sparsebalance_megatron.training.sinks import open_sinks
 
 _SHOWN_CHARACTERS = 80
 
 SchedulerMaker = Callable[[CostedInputs], Scheduler]
-
-
-class RankDisagreementError(ValueError):
-    """Ranks were started with different flags, data or software."""
 
 
 class Session:
@@ -44,6 +43,7 @@ class Session:
 
     Args:
         device: where the model runs.
+        loop: whoever owns the training loop.
         after_step: called when a step has been learnt from, where :meth:`state_dict` may be kept.
         make_scheduler: gives what plans the run; the place to put another scheduler.
     """
@@ -52,21 +52,20 @@ class Session:
         self,
         inputs: Inputs,
         device: torch.device,
+        loop: Loop,
         after_step: Callable[[], None] = lambda: None,
         make_scheduler: SchedulerMaker = make_scheduler,
     ) -> None:
         self.inputs = inputs
         self.device = device
+        self._loop = loop
         self._after_step = after_step
         self._make_scheduler = make_scheduler
         self._run: Run | None = None
+        self._samples: DataSamples | None = None
+        self._record: dict[str, str] = {}
         self._loaded_state: dict[str, Any] | None = None
         self._log_directory: LogDirectory | None = None
-
-    @property
-    def started(self) -> bool:
-        """Whether :attr:`run` exists."""
-        return self._run is not None
 
     @property
     def run(self) -> Run:
@@ -75,8 +74,14 @@ class Session:
             raise StateError("the run has not started: ask for the training iterator first")
         return self._run
 
-    def start(self, *, consumed_samples: int, iteration: int | None = None) -> Run:
-        """Start the run, or give the one that has started; collective over all ranks.
+    @property
+    def samples(self) -> DataSamples:
+        """The samples of the run, once it has started."""
+        assert self._samples is not None, "run raises before"
+        return self._samples
+
+    def start(self, *, consumed_samples: int, iteration: int | None = None) -> DataSamples:
+        """Start the run, unless it has started; collective over all ranks.
 
         Args:
             consumed_samples: trained on before; a step must begin there.
@@ -106,7 +111,7 @@ class Session:
             if iteration is None:
                 iteration = (self._loaded_state or {}).get("iteration", steps)
             self._run = self._started(resumed=consumed_samples > 0, extra_steps=iteration - steps)
-        return self._run
+        return self.samples
 
     def _started(self, *, resumed: bool, extra_steps: int) -> Run:
         inputs = self.inputs
@@ -118,10 +123,10 @@ class Session:
         if inputs.config.log_dir is not None:
             self._log_directory = LogDirectory(inputs.config.log_dir)
             prepare_log_directory(self._log_directory, keep_in_place=resumed)
-        record = run_record(inputs)
+        self._record = run_record(inputs)
         scheduler = self._make_scheduler(inputs)
         if self._loaded_state is not None:
-            _take_over(self._loaded_state, scheduler, record)
+            _take_over(self._loaded_state, scheduler, self._record)
         elif resumed:
             print_rank_0(
                 "sparse balance: the checkpoint has no plugin state; coverage curves and cost "
@@ -132,24 +137,29 @@ class Session:
         recompute = recompute_line(inputs)
         if recompute is not None:
             print_rank_0(f"sparse balance: {recompute}")
+        place = rank_place()
+        self._samples = samples = DataSamples(inputs, scheduler, place)
+        groups = samples.packing.groups
         return Run(
-            inputs,
+            inputs.job,
             scheduler,
-            record=record,
-            resumed=resumed,
+            self._loop,
+            self.device,
             extra_steps=extra_steps,
-            device=self.device,
+            sinks=open_sinks(inputs, place, scheduler.coverage, self.device, resumed=resumed),
+            agreement=None if groups is None else groups.agreement,
             after_step=self._after_step,
+            token_counts=samples.token_counts,
         )
 
     def state_dict(self) -> dict[str, Any]:
         """What resuming needs besides the number of consumed samples; plain Python types."""
         if self._run is not None:
-            state = self._run.scheduler.state_dict()
+            state = self.samples.scheduler.state_dict()
             steps = self.inputs.settings.batch_sizes.step_at(state["consumed_samples"])
             assert steps is not None, "the scheduler counts by the same sizes"
             return state | {
-                "run": self._run.record,
+                "run": self._record,
                 "iteration": steps + self._run.extra_steps,
             }
         if self._loaded_state is None:
@@ -164,7 +174,7 @@ class Session:
         """
         self._loaded_state = state
         if self._run is not None:
-            _take_over(state, self._run.scheduler, self._run.record)
+            _take_over(state, self.samples.scheduler, self._record)
 
 
 def print_rank_0(message: str) -> None:
@@ -195,77 +205,43 @@ def prepare_log_directory(
         return 0 if keep_in_place else directory.number_for_earlier_logs()
 
     # Ranks of other hosts may see another disk.
-    number = max(_on_all_ranks(make, group))
+    number = max(gather_or_raise(make, LogDirectoryError, group))
     if number:
-        (kept, *_) = _on_all_ranks(lambda: directory.set_aside(number), group)
+        (kept, *_) = gather_or_raise(lambda: directory.set_aside(number), LogDirectoryError, group)
         print_rank_0(f"sparse balance: logs of an earlier run are kept in {kept}")
 
 
-def _on_all_ranks[T](
-    work: Callable[[], T], group: torch.distributed.ProcessGroup | None
-) -> list[T]:
-    """What ``work`` gives on every rank; where it fails on one, its error is raised on all."""
-    outcome: tuple[T | None, str | None]
-    try:
-        outcome = work(), None
-    except LogDirectoryError as error:
-        outcome = None, str(error)
-    outcomes: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(outcomes, outcome, group=group)
-    for rank, (_, problem) in enumerate(outcomes):
-        if problem is not None:
-            raise LogDirectoryError(f"{problem} (rank {rank})")
-    return [result for result, _ in outcomes]
-
-
-def check_ranks_agree(
-    fingerprint: Mapping[str, str],
-    circumstances: Mapping[str, str] | None = None,
-    group: torch.distributed.ProcessGroup | None = None,
-) -> None:
-    """Compare every rank's fingerprint with rank 0's; collective over the group.
-
-    Args:
-        circumstances: what may differ, and may be why the fingerprint does.
-
-    Raises:
-        RankDisagreementError: on every rank alike, naming the entries, the ranks and the values.
-    """
-    gathered: list[tuple[Mapping[str, str], Mapping[str, str]]]
-    gathered = [({}, {})] * torch.distributed.get_world_size(group)
-    mine = dict(fingerprint), dict(circumstances or {})
-    torch.distributed.all_gather_object(gathered, mine, group=group)
-    differences = _differences([entries for entries, _ in gathered])
-    if differences:
-        differences += _differences([entries for _, entries in gathered])
-        raise RankDisagreementError(
-            f"{'; '.join(differences)}; start every rank with the same flags, data and software"
-        )
-
-
-def _differences(gathered: Sequence[Mapping[str, str]]) -> list[str]:
-    """Entries that are not alike on all ranks, one phrase each."""
-    found = []
-    for name in sorted(set().union(*gathered)):
-        values = [other.get(name, "absent") for other in gathered]
-        differing = [rank for rank, value in enumerate(values) if value != values[0]]
-        if differing:
-            ours, theirs = _where_they_differ(values[0], values[differing[0]])
-            found.append(
-                f"{name}: rank 0 has {ours!r}, rank {differing[0]} has {theirs!r} (ranks that "
-                f"differ: {differing})"
-            )
-    return found
-
-
-def _where_they_differ(first: str, second: str) -> tuple[str, str]:
-    """Both texts, or of long ones what begins shortly before their first difference."""
-    if max(len(first), len(second)) <= _SHOWN_CHARACTERS:
-        return first, second
-    pairs = zip(first, second, strict=False)
-    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    start = max(0, alike - _SHOWN_CHARACTERS // 2)
-    return first[start : start + _SHOWN_CHARACTERS], second[start : start + _SHOWN_CHARACTERS]
+def recompute_line(inputs: CostedInputs) -> str | None:
+    """One line for the log; None where there is nothing to say."""
+    settings, config = inputs.settings, inputs.config
+    max_row_tokens = inputs.policy.max_tokens_per_slot
+    keeps, flag = config.recompute_attention == "keep", flag_name("recompute_attention")
+    if not (settings.recompute_all or settings.recompute_attention):
+        return f"{flag} keep: no layer is recomputed, nothing is kept" if keeps else None
+    shape = settings.shape
+    heads = shape.num_attention_heads // shape.tensor_parallel_size
+    groups = max(1, shape.num_query_groups // shape.tensor_parallel_size)
+    scores = inputs.cost.work.scores_per_visible_pair(heads, groups, config.block_size)
+    parts = bytes_per_token(
+        heads=heads,
+        head_dim=shape.head_dim,
+        itemsize=getattr(torch, settings.dtype).itemsize,
+        # A row of scores is a list: so many for the tokens of a block.
+        listing_heads=scores / config.block_size,
+        budget=min(config.base_budget, -(-max_row_tokens // config.block_size)),
+    )
+    if not settings.recompute_all:
+        # The output projection holds its input, whatever is recomputed before it.
+        del parts["output"]
+    total = sum(parts.values())
+    each = ", ".join(f"{name} {size:,.0f}" for name, size in parts.items())
+    text = (
+        f"{total:,.0f} bytes per token and layer ({each}; lists at the base budget), up to "
+        f"{total * max_row_tokens / 2**20:,.1f} MiB per layer and micro-batch in flight"
+    )
+    if keeps:
+        return f"recomputed layers keep their attention until backward has used it: {text}"
+    return f"recomputed layers attend again in backward; {flag} keep would take {text}"
 
 
 def _take_over(state: dict[str, Any], scheduler: Scheduler, record: Mapping[str, str]) -> None:

@@ -23,6 +23,7 @@ from sparsebalance_megatron.learn.measurement import (
     StepTimes,
 )
 from sparsebalance_megatron.plan.step_plan import JobShape
+from sparsebalance_megatron.training.agreement import differing_ranks, digest_number
 from sparsebalance_megatron.training.observed_coverage import (
     BASE,
     EXECUTED,
@@ -32,13 +33,6 @@ from sparsebalance_megatron.training.observed_coverage import (
     TOKENS,
     ObservedCoverage,
 )
-
-_DIGEST_BYTES = 6
-"""Leading digest bytes compared: the largest count that float64 holds exactly."""
-
-
-class PlanMismatchError(RuntimeError):
-    """Ranks computed different plans for the same step."""
 
 
 class StepReducer:
@@ -118,9 +112,7 @@ class StepReducer:
         """
         times_size = self._times_per_position * times.forward_VM.shape[1]
         host = np.zeros(self._parts["times"].start + times_size)
-        host[self._parts["digests"]][self._place.world_rank] = int.from_bytes(
-            digest[:_DIGEST_BYTES], "big"
-        )
+        host[self._parts["digests"]][self._place.world_rank] = digest_number(digest)
         if self._place.reports:
             group_O = observed.group_O(self._buckets)
             self._put_on_host(host, times)
@@ -171,7 +163,7 @@ class StepReducer:
 
     def _unpack(self, flat: np.ndarray) -> StepMeasurement:
         part = {name: flat[place] for name, place in self._parts.items()}
-        digests, loss = part["digests"], part["loss"]
+        loss = part["loss"]
         sums_LUC = part["coverage"].reshape(self._coverage_shape)
         extra_LC = sums_LUC[..., -EXTRA_COLUMNS:].sum(axis=1)
         counts_LU = part["counts"].reshape(self._coverage_shape[:2])
@@ -193,6 +185,6 @@ class StepReducer:
             ),
             lm_loss=float(loss[0] / loss[1]) if loss[1] else math.nan,
             tokens=int(loss[1]),
-            differing_ranks=tuple(np.flatnonzero(digests != digests[0]).tolist()),
+            differing_ranks=differing_ranks(part["digests"]),
             recompute=RecomputeTotals(*(int(count) for count in part["recompute"])),
         )

@@ -100,6 +100,11 @@ class MicroBatchRecorder:
         begin = self._open.pop(SCHEDULE_TIMER, None)
         self._schedule = None if begin is None else (begin, self._clock.mark())
 
+    @property
+    def timed(self) -> bool:
+        """Whether a forward or backward was measured since :meth:`begin_step`."""
+        return bool(self._spans)
+
     def wait(self) -> None:
         """Until the device has come to the end of the last span."""
         if self._spans:

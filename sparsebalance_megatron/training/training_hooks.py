@@ -2,17 +2,19 @@
 """What a script hands to ``megatron.training``, whose loop then calls back.
 
 Megatron calls in three places: the dataset provider (once per model chunk), the forward step (per
-micro-batch) and, in the monitor, ``finalize_model_grads_func`` (per step, on every rank).
+micro-batch) and, through :class:`MegatronLoop`, ``finalize_model_grads_func`` (per step, on every
+rank).
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparsebalance_megatron.megatron.compat import (
     enable_variable_lengths,
@@ -24,14 +26,46 @@ from sparsebalance_megatron.megatron.core_attention import (
     AttentionOptions,
     sparse_balance_layer_spec,
 )
-from sparsebalance_megatron.training.data_iterator import MicroBatchIterator
+from sparsebalance_megatron.megatron.timers import install_hooks
 from sparsebalance_megatron.training.forward_step import ForwardStep, packed_forward_step
 from sparsebalance_megatron.training.inputs import Inputs
-from sparsebalance_megatron.training.run import make_scheduler
+from sparsebalance_megatron.training.micro_batches import MicroBatchIterator
+from sparsebalance_megatron.training.samples import make_scheduler
 from sparsebalance_megatron.training.session import SchedulerMaker, Session
+from sparsebalance_megatron.training.timing import MicroBatchRecorder
 
 STATE_ATTRIBUTE = "sparse_balance_state"
 """Attribute of Megatron's ``args`` that carries the scheduler's state into checkpoints."""
+
+
+class MegatronLoop:
+    """``megatron.training``'s loop: it calls back when gradients are final, and logs the reports.
+
+    Args:
+        device: where the model runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def follow(
+        self, model_config: Any, recorder: MicroBatchRecorder, end_step: Callable[[], object]
+    ) -> None:
+        """Hook the config, which Megatron resets at every step."""
+        install_hooks(model_config, recorder, end_step)
+
+    def step_ended(self, reports: list[dict[str, Tensor]], figures: Mapping[str, float]) -> None:
+        """Add the figures to what Megatron logs.
+
+        Megatron reads the micro-batches' reports only after the step, so those of the last stage
+        can still take what is known at its end. Of a single value it takes the mean over
+        micro-batches and asks no other rank, where all have the same.
+        """
+        if not reports:
+            return
+        values = torch.tensor(list(figures.values()), dtype=torch.float, device=self._device)
+        for report in reports:
+            report.update(zip(figures, values.unbind(), strict=True))
 
 
 class TrainingHooks:
@@ -54,10 +88,12 @@ class TrainingHooks:
         make_scheduler: SchedulerMaker = make_scheduler,
     ) -> None:
         self._args = args
-        self.session = session = Session(inputs, device, self._keep_state, make_scheduler)
+        self.session = session = Session(
+            inputs, device, MegatronLoop(device), self._keep_state, make_scheduler
+        )
         self.forward_step = ForwardStep(
             partial(packed_forward_step, args.check_for_nan_in_loss_and_grad),
-            lambda: session.run.monitor,
+            lambda: session.run,
             inputs,
             device,
         )
@@ -83,17 +119,17 @@ class TrainingHooks:
         """
         args, inputs = self._args, self.session.inputs
         self._restore_state()
-        run = self.session.start(
+        samples = self.session.start(
             consumed_samples=args.consumed_train_samples, iteration=getattr(args, "iteration", None)
         )
-        train = run.train_iterator(vp_stage, consumed_samples=args.consumed_train_samples)
+        train = samples.train_iterator(vp_stage, consumed_samples=args.consumed_train_samples)
         valid = test = None
         if inputs.valid is not None:
-            valid = run.evaluation_iterator(
+            valid = samples.evaluation_iterator(
                 inputs.valid, vp_stage, consumed_samples=args.consumed_valid_samples
             )
         if inputs.test is not None:
-            test = run.evaluation_iterator(inputs.test, vp_stage, consumed_samples=0)
+            test = samples.evaluation_iterator(inputs.test, vp_stage, consumed_samples=0)
         return train, valid, test
 
     # Megatron then calls it on every rank.

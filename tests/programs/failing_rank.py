@@ -33,8 +33,10 @@ from sparsebalance_megatron.plan import scheduler  # noqa: E402
 from sparsebalance_megatron.plan.step_plan import StepPlan  # noqa: E402
 from sparsebalance_megatron.pretrain_gpt import main  # noqa: E402
 from sparsebalance_megatron.training import forward_step  # noqa: E402
-from sparsebalance_megatron.training.data_iterator import MicroBatchIterator  # noqa: E402
-from sparsebalance_megatron.training.row_reader import RowReader  # noqa: E402
+from sparsebalance_megatron.training.micro_batches import (  # noqa: E402
+    MicroBatchIterator,
+    RowReader,
+)
 from sparsebalance_megatron.training.timing import MicroBatchRecorder  # noqa: E402
 
 FAULTY = os.environ["RANK"] == "1"

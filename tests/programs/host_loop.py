@@ -148,11 +148,11 @@ def mistakes(host: Any, ended: Any, model: Any) -> dict[str, str]:
     def half_a_step() -> None:
         host.run_schedule(ended, model, planned, batch)
         if rank == 1:
-            ended._seen.pop()
+            ended._run.seen.pop()
         integration.on_step_end(ended)
 
     def other_plans() -> None:
-        ended._begin_step()
+        ended._run.begin_step()
         step = planned if rank == 0 else ended.planner.plan([len(s) - 1 for s in batch], step=99)
         host.run_schedule(ended, model, step, batch)
         integration.on_step_end(ended)

@@ -30,7 +30,7 @@ RANKS = 2
 JOB = JobShape(data_parallel_size=RANKS, micro_batches=2, stage_layers=(((0, 1),),))
 
 
-def seen(rank: int, layer: int) -> tuple[SimpleNamespace, SimpleNamespace]:
+def seen(rank: int, layer: int) -> SimpleNamespace:
     """Two samples of 1 and 4 blocks, then padding that must not count."""
     coverage = 0.5 + 0.1 * rank + 0.01 * layer
     grid_SK = torch.tensor([[1.0] * len(GRID), [coverage] * len(GRID), [math.nan] * len(GRID)])
@@ -40,11 +40,13 @@ def seen(rank: int, layer: int) -> tuple[SimpleNamespace, SimpleNamespace]:
         base_S=torch.tensor([1.0, coverage + 0.05, math.nan]),
         grown_S=torch.tensor([False, rank == 1, True]),
     )
-    micro_batch = SimpleNamespace(
-        position=layer, plan=SimpleNamespace(samples=(7, 8)), sequence=None
+    return SimpleNamespace(
+        observations={layer: observation},
+        layout=packed_layout((0, 5, 69, 72), 16, "cpu"),
+        position=layer,
+        padding_documents=1,
+        sequence=None,
     )
-    layout = packed_layout((0, 5, 69, 72), 16, "cpu")
-    return micro_batch, SimpleNamespace(observations={layer: observation}, layout=layout)
 
 
 def reduce_on_rank(rank: int, digest: bytes) -> StepMeasurement:

@@ -100,4 +100,4 @@ def test_a_mistake_is_told(mistake: str, message: str, ranks: list[dict[str, Any
 def test_a_failure_of_one_rank_fails_all_of_them(ranks: list[dict[str, Any]]) -> None:
     first, second = (rank["pp1"]["mistakes"]["one rank only"] for rank in ranks)
     assert "on_step_end: ranks 1 have a problem of their own to report" in first
-    assert re.search(r"on_step_end after \d micro-batches, expected \d: attach each", second)
+    assert re.search(r"on_step_end after \d forward steps, expected \d: attach each", second)

@@ -18,9 +18,7 @@ from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler
-from sparsebalance_megatron.training.data_iterator import MicroBatchIterator
-from sparsebalance_megatron.training.row_reader import RowReader
-from sparsebalance_megatron.training.rows import RowPacking
+from sparsebalance_megatron.training.micro_batches import MicroBatchIterator, RowPacking, RowReader
 
 WAIT_S = 30
 

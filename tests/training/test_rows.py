@@ -14,7 +14,7 @@ from sparsebalance_megatron.attention.context_parallel.slice import SequenceGrou
 from sparsebalance_megatron.data.packing import PackedRow, Sample
 from sparsebalance_megatron.megatron.sequence_groups import SequenceGroups
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError
-from sparsebalance_megatron.training.rows import RowPacking
+from sparsebalance_megatron.training.micro_batches import RowPacking
 
 BLOCK_TOKENS = 4
 NO_GROUP: Any = None

@@ -16,8 +16,8 @@ from harness import (
     write_documents,
 )
 
+from sparsebalance_megatron.training.agreement import RankDisagreementError, check_ranks_agree
 from sparsebalance_megatron.training.inputs import processor
-from sparsebalance_megatron.training.session import RankDisagreementError, check_ranks_agree
 
 
 @pytest.mark.distributed

@@ -113,5 +113,5 @@ def test_a_member_that_is_gone_ends_the_others_with_a_message(
         timeout_s=ENDS_WITHIN_S,
     )
     assert run.exit_code not in (None, 0)
-    assert "no word from rank 1" in run.output
+    assert "nothing was heard from rank 1" in run.output
     assert len(run.losses) == 1

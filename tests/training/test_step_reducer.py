@@ -81,19 +81,15 @@ def test_only_the_first_of_the_ranks_that_share_a_row_speaks_of_it() -> None:
         base_S=torch.ones(1),
         grown_S=torch.zeros(1, dtype=torch.bool),
     )
-    context = SimpleNamespace(
-        observations={0: observation}, layout=packed_layout((0, 40), 16, "cpu")
-    )
     found = [
         ObservedCoverage.gather(
             [
-                (
-                    SimpleNamespace(
-                        position=0,
-                        plan=SimpleNamespace(samples=(3,)),
-                        sequence=SimpleNamespace(group=SimpleNamespace(member=member)),
-                    ),
-                    context,
+                SimpleNamespace(
+                    observations={0: observation},
+                    layout=packed_layout((0, 40), 16, "cpu"),
+                    position=0,
+                    padding_documents=0,
+                    sequence=SimpleNamespace(group=SimpleNamespace(member=member)),
                 )
             ]
         )
@@ -130,11 +126,8 @@ def reduced(
         grown_S=torch.arange(samples) == 0,
     )
     layout = packed_layout(range(0, 64 * samples + 1, 64), 16, "cpu")
-    context = SimpleNamespace(observations={0: observation}, layout=layout)
-    micro_batch = SimpleNamespace(
-        position=0,
-        plan=SimpleNamespace(samples=range(samples)),
-        sequence=None,
+    context = SimpleNamespace(
+        observations={0: observation}, layout=layout, position=0, padding_documents=0, sequence=None
     )
     reducer = StepReducer(
         JobShape(data_parallel_size=1, micro_batches=1, stage_layers=(((0,),),)),
@@ -158,7 +151,7 @@ def reduced(
             start_unix_s=None,
             spans=(),
         ),
-        observed=ObservedCoverage.gather([(micro_batch, context)]),
+        observed=ObservedCoverage.gather([context]),
         loss_and_tokens=None,
         digest=b"digest",
     )

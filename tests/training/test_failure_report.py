@@ -21,7 +21,12 @@ from harness import (
 )
 from torch.distributed import DistBackendError, HashStore
 
-from sparsebalance_megatron.training.last_words import LastWord, describe, last_word, last_words
+from sparsebalance_megatron.training.failure_report import (
+    Failure,
+    describe,
+    failure_of,
+    failure_report,
+)
 
 FAULT_STEP = 2
 """Counted from 0; two steps are whole before it."""
@@ -29,35 +34,38 @@ ENDS_WITHIN_S = 120
 PROGRAM = str(PROGRAMS / "failing_rank.py")
 
 
-def word(rank: int, error: str, *, waited: bool = False, iteration: int = 7) -> LastWord:
-    return LastWord(rank=rank, host=f"node{rank}", iteration=iteration, error=error, waited=waited)
+def failure(rank: int, error: str, *, waited: bool = False, iteration: int = 7) -> Failure:
+    return Failure(rank=rank, host=f"node{rank}", iteration=iteration, error=error, waited=waited)
 
 
 def test_the_cause_is_told_and_not_its_echo() -> None:
-    words = [word(0, "RuntimeError: Connection closed", waited=True), word(3, "DataError: no file")]
-    assert describe(words, 4) == "rank 3 on node3 ended in iteration 7 by DataError: no file"
+    failures = [
+        failure(0, "RuntimeError: Connection closed", waited=True),
+        failure(3, "DataError: no file"),
+    ]
+    assert describe(failures, 4) == "rank 3 on node3 ended in iteration 7 by DataError: no file"
 
 
 def test_ranks_that_ended_alike_are_named_together() -> None:
-    words = [word(rank, "PlanMismatchError: other", iteration=0) for rank in (2, 0, 1)]
-    assert describe(words, 3) == (
+    failures = [failure(rank, "PlanMismatchError: other", iteration=0) for rank in (2, 0, 1)]
+    assert describe(failures, 3) == (
         "rank 2 on node2 ended before the first iteration by PlanMismatchError: other "
         "(so did ranks 0, 1)"
     )
 
 
-def test_ranks_without_a_word_are_named() -> None:
-    words = [word(0, "RuntimeError: Timed out", waited=True)]
-    found = describe(words, 12)
-    assert found.startswith("no word from ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more, which hang")
+def test_silent_ranks_are_named() -> None:
+    failures = [failure(0, "RuntimeError: Timed out", waited=True)]
+    found = describe(failures, 12)
+    assert found.startswith("nothing was heard from ranks 1, 2, 3, 4, 5, 6, 7, 8, ..., which hang")
     assert found.endswith(
         "rank 0 on node0 ended in iteration 7 by RuntimeError: Timed out, waiting for others"
     )
 
 
 def test_where_all_waited_the_network_is_suspected() -> None:
-    words = [word(rank, "RuntimeError: Timed out", waited=True) for rank in range(2)]
-    assert "look at the network" in describe(words, 2)
+    failures = [failure(rank, "RuntimeError: Timed out", waited=True) for rank in range(2)]
+    assert "look at the network" in describe(failures, 2)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +80,7 @@ def test_where_all_waited_the_network_is_suspected() -> None:
 def test_errors_that_only_say_that_another_rank_did_not_answer(
     error: Exception, waited: bool
 ) -> None:
-    assert last_word(error, Namespace(rank=0)).waited is waited
+    assert failure_of(error, Namespace(rank=0)).waited is waited
 
 
 def test_an_error_inside_a_collective_waited() -> None:
@@ -80,7 +88,7 @@ def test_an_error_inside_a_collective_waited() -> None:
         torch.distributed.all_reduce("no tensor")  # type: ignore[arg-type]
     except Exception as error:
         caught = error
-    assert last_word(RuntimeError().with_traceback(caught.__traceback__), Namespace(rank=0)).waited
+    assert failure_of(RuntimeError().with_traceback(caught.__traceback__), Namespace(rank=0)).waited
 
 
 def end_together(capfd: pytest.CaptureFixture[str], errors: dict[int, Exception]) -> list[str]:
@@ -89,7 +97,7 @@ def end_together(capfd: pytest.CaptureFixture[str], errors: dict[int, Exception]
 
     def rank(number: int, error: Exception) -> None:
         args = Namespace(rank=number, world_size=len(errors), save=None, curr_iteration=4)
-        with pytest.raises(type(error)), last_words(args, lambda: store, quiet_s=0.5):
+        with pytest.raises(type(error)), failure_report(args, lambda: store, quiet_s=0.5):
             raise error
 
     threads = [threading.Thread(target=rank, args=pair) for pair in errors.items()]
@@ -101,27 +109,27 @@ def end_together(capfd: pytest.CaptureFixture[str], errors: dict[int, Exception]
     return capfd.readouterr().err.splitlines()
 
 
-def test_one_rank_speaks_for_all(capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_rank_reports_for_all(capfd: pytest.CaptureFixture[str]) -> None:
     echo = RuntimeError("gloo: Connection closed by peer")
     lines = end_together(capfd, {0: echo, 1: KeyError("weights"), 2: echo})
     assert len(lines) == 1
     assert "rank 1 on" in lines[0] and "in iteration 5 by KeyError: 'weights'" in lines[0]
 
 
-def test_a_rank_that_reaches_nobody_speaks_of_itself(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_reaches_nobody_reports_itself(capfd: pytest.CaptureFixture[str]) -> None:
     def gone() -> HashStore:
         raise RuntimeError("connection refused")
 
     args = Namespace(rank=1, world_size=2, save=None)
-    with pytest.raises(KeyError), last_words(args, gone):
+    with pytest.raises(KeyError), failure_report(args, gone):
         raise KeyError("weights")
     asked, told = capfd.readouterr().err.splitlines()
     assert asked == "sparse balance: other ranks cannot be asked: connection refused"
     assert "rank 1 on" in told
 
 
-def test_interruptions_need_no_words(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit), last_words(Namespace(rank=0, world_size=1, save=None)):
+def test_interruptions_are_not_reported(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), failure_report(Namespace(rank=0, world_size=1, save=None)):
         raise SystemExit(2)
     assert capfd.readouterr().err == ""
 
@@ -150,7 +158,10 @@ def with_fault(documents: Path, fault: str, *flags: str) -> TrainingRun:
         ("reader", "ended in iteration 3 by DataError: train.bin: cannot be read"),
         ("plan", "ended in iteration 3 by ArithmeticError: no plan for this step"),
         ("digest", "PlanMismatchError: step 2: ranks [1] executed another plan than rank 0"),
-        ("stop", "no word from rank 1, which hang, were killed, or cannot be reached; rank 0 on"),
+        (
+            "stop",
+            "nothing was heard from rank 1, which hang, were killed, or cannot",
+        ),
     ],
 )
 def test_a_fault_in_the_middle_of_a_step(documents: Path, fault: str, message: str) -> None:

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks that all ranks run the same thing: software and data at the start, the plan of each step.
+
+The reduction at a step's end compares the plans of all ranks. Two checks come earlier: ranks that
+may share a micro-batch compare plans before the step, since one that planned otherwise would wait
+inside attention for a member that never comes; and a host's ranks compare before the reduction,
+since each of them may have executed less than a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed import ProcessGroup
+
+DIGEST_BYTES = 6
+"""Leading bytes of a digest that are compared: the largest count that float64 holds exactly."""
+_SHOWN_CHARACTERS = 80
+_SHOWN_RANKS = 8
+
+
+class RankDisagreementError(ValueError):
+    """Ranks were started with different flags, data or software."""
+
+
+class PlanMismatchError(RuntimeError):
+    """Ranks computed different plans for the same step."""
+
+
+def digest_number(digest: bytes) -> int:
+    """A plan's digest as a number that ranks can compare, in float64 too."""
+    return int.from_bytes(digest[:DIGEST_BYTES], "big")
+
+
+def differing_ranks(numbers: np.ndarray) -> tuple[int, ...]:
+    """Places of the digest numbers that are not the first one's."""
+    return tuple(np.flatnonzero(numbers != numbers[0]).tolist())
+
+
+def check_shared_plan(step: int, digest: bytes, group: ProcessGroup) -> None:
+    """Compare the digests of a step's plan; collective over the group, on the host.
+
+    Args:
+        group: the ranks that may share micro-batches with this one, over a backend of the host.
+
+    Raises:
+        PlanMismatchError: on all ranks of the group alike, if two plans differ.
+    """
+    # "cpu" is said: the default device may be another.
+    own = torch.tensor([digest_number(digest)], dtype=torch.int64, device="cpu")
+    numbers = torch.empty(group.size(), dtype=torch.int64, device="cpu")
+    torch.distributed.all_gather_into_tensor(numbers, own, group=group)
+    if differing := differing_ranks(numbers.numpy()):
+        members = torch.distributed.get_process_group_ranks(group)
+        raise PlanMismatchError(
+            f"step {step}: ranks {[members[place] for place in differing]} planned another step "
+            f"than rank {members[0]}, with which they may share rows; check that all ranks run the "
+            "same software on the same data"
+        )
+
+
+def check_executed_plans(problem: bool, digest: bytes, device: torch.device) -> tuple[int, ...]:
+    """Compare what all ranks executed; collective over all ranks.
+
+    Args:
+        problem: whether this rank did not execute a whole step.
+
+    Returns:
+        Ranks with a problem; empty where no rank has one.
+
+    Raises:
+        PlanMismatchError: on all ranks alike, if none has a problem and two plans differ.
+    """
+    own = torch.tensor([int(problem), digest_number(digest)], device=device)
+    gathered = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(gathered, own)
+    problems, numbers = torch.stack(gathered).cpu().numpy().T
+    failing = tuple(np.flatnonzero(problems).tolist())
+    differing = differing_ranks(numbers)
+    if differing and not failing:
+        raise PlanMismatchError(
+            f"ranks {shown(differing)} executed another plan than rank 0; make plans from the "
+            "same lengths in the same order on all ranks, or on one that sends them"
+        )
+    return failing
+
+
+def shown(values: Sequence[int]) -> str:
+    """The first few values of a message."""
+    listed = ", ".join(map(str, values[:_SHOWN_RANKS]))
+    return f"{listed}, ..." if len(values) > _SHOWN_RANKS else listed
+
+
+def gather_or_raise[T](
+    work: Callable[[], T], error_type: type[ValueError], group: ProcessGroup | None
+) -> list[T]:
+    """Results of ``work`` on every rank; an error of one rank is raised on all of them."""
+    outcome: tuple[T | None, str | None]
+    try:
+        outcome = work(), None
+    except error_type as error:
+        outcome = None, str(error)
+    outcomes: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(outcomes, outcome, group=group)
+    for rank, (_, problem) in enumerate(outcomes):
+        if problem is not None:
+            raise error_type(f"{problem} (rank {rank})")
+    return [result for result, _ in outcomes]
+
+
+def check_ranks_agree(
+    fingerprint: Mapping[str, str],
+    circumstances: Mapping[str, str] | None = None,
+    group: ProcessGroup | None = None,
+) -> None:
+    """Compare every rank's fingerprint with rank 0's; collective over the group.
+
+    Args:
+        circumstances: what may differ, and may be why the fingerprint does.
+
+    Raises:
+        RankDisagreementError: on every rank alike, naming the entries, the ranks and the values.
+    """
+    gathered: list[tuple[Mapping[str, str], Mapping[str, str]]]
+    gathered = [({}, {})] * torch.distributed.get_world_size(group)
+    mine = dict(fingerprint), dict(circumstances or {})
+    torch.distributed.all_gather_object(gathered, mine, group=group)
+    differences = _differences([entries for entries, _ in gathered])
+    if differences:
+        differences += _differences([entries for _, entries in gathered])
+        raise RankDisagreementError(
+            f"{'; '.join(differences)}; start every rank with the same flags, data and software"
+        )
+
+
+def _differences(gathered: Sequence[Mapping[str, str]]) -> list[str]:
+    """Entries that are not alike on all ranks, one phrase each."""
+    found = []
+    for name in sorted(set().union(*gathered)):
+        values = [other.get(name, "absent") for other in gathered]
+        differing = [rank for rank, value in enumerate(values) if value != values[0]]
+        if differing:
+            ours, theirs = _where_they_differ(values[0], values[differing[0]])
+            found.append(
+                f"{name}: rank 0 has {ours!r}, rank {differing[0]} has {theirs!r} (ranks that "
+                f"differ: {differing})"
+            )
+    return found
+
+
+def _where_they_differ(first: str, second: str) -> tuple[str, str]:
+    """Both texts; of long texts the part around their first difference."""
+    if max(len(first), len(second)) <= _SHOWN_CHARACTERS:
+        return first, second
+    pairs = zip(first, second, strict=False)
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    start = max(0, alike - _SHOWN_CHARACTERS // 2)
+    return first[start : start + _SHOWN_CHARACTERS], second[start : start + _SHOWN_CHARACTERS]
