@@ -29,8 +29,3 @@ def data_parallel_group() -> ProcessGroup:
 def data_parallel_size() -> int:
     """How many such ranks there are."""
     return int(parallel_state.get_data_parallel_world_size())
-
-
-def context_parallel_size() -> int:
-    """How many ranks share every sequence, as Megatron has it."""
-    return int(parallel_state.get_context_parallel_world_size())
