@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from sparsebalance_megatron.cost.memory import MemoryModel, memory_lines, stage_memory
 from sparsebalance_megatron.cost.work_model import work_model_named
+from sparsebalance_megatron.megatron.compat import weights_and_optimizer_bytes
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.training.inputs import Inputs
 
@@ -52,8 +53,6 @@ def weights_bytes(args: Namespace, inputs: Inputs) -> list[float]:
     Megatron counts a whole model cut evenly; asked for a model of one stage's layers, and of as
     many embeddings as the stage holds, it counts the stage.
     """
-    from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
-
     stages = inputs.job.stage_layers
     found = []
     for stage, chunks in enumerate(stages):
@@ -71,7 +70,7 @@ def weights_bytes(args: Namespace, inputs: Inputs) -> list[float]:
                 "moe_layer_freq": _frequency(args, layers),
             }
         )
-        found.append(float(compute_weight_and_optimizer_memory(one_stage)))
+        found.append(weights_and_optimizer_bytes(one_stage))
     return found
 
 
