@@ -80,7 +80,10 @@ TESTS: dict[str, tuple[str, ...]] = {
         *("tests/attention/selectors/test_block_topk.py", "tests/attention/test_causality.py"),
         "tests/attention/selectors/test_memory.py",
     ),
-    "attention/impl/assembled": (CONTRACT, "tests/attention/test_dense_documents.py",),
+    "attention/impl/assembled": (
+        CONTRACT,
+        "tests/attention/test_dense_documents.py",
+    ),
     "attention/": (CONTRACT, ATTENTION),
     "data/tokenizer": ("tests/data/test_prepare.py", "tests/bad_inputs/test_models.py"),
     "data/documents": ("tests/data/test_samples.py", "tests/data/test_blend_index.py"),
