@@ -30,6 +30,23 @@ NIGHTLY_PATHS = (
     "test_patches.py",
 )
 """What they guard changes with other projects, or with the build."""
+NIGHTLY_TESTS = frozenset(
+    {
+        "cli/test_convert.py::test_logits_are_those_of_transformers[llama-linear]",
+        "cli/test_convert.py::test_logits_are_those_of_transformers[llama-plain]",
+        "cli/test_convert.py::test_logits_are_those_of_transformers[qwen2-untied]",
+        "cli/test_convert.py::test_scaled_rope_would_be_missed[llama-linear]",
+        "training/test_collectives.py::test_collectives_of_a_layer[hierarchical-ring-False]",
+        "training/test_schedule_order.py::test_observed_order_is_the_simulated_order[2-1-None]",
+        "training/test_schedule_order.py::test_observed_order_is_the_simulated_order[2-2-None]",
+        *(
+            "training/test_training.py::"
+            f"test_tuned_training_measures_every_micro_batch_and_holds_coverage[{layout}]"
+            for layout in ("dp2-full-recompute", "dp2-vertical-slash", "pp2-virtual2")
+        ),
+    }
+)
+"""Cases that start training and differ little from others of the same test."""
 LONGEST_FILES = ("attention/test_triton_interpreted.py", "benchmarks/", "training/")
 """Where a file takes minutes. They are begun first: processes that run files side by side then end
 together."""
@@ -101,10 +118,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _tier(item: pytest.Item) -> str:
     """``nightly`` or ``process`` by marker or path, else ``unit``."""
-    if item.get_closest_marker("nightly") or _path(item).startswith(NIGHTLY_PATHS):
+    path = _path(item)
+    if item.get_closest_marker("nightly") or path.startswith(NIGHTLY_PATHS):
+        return "nightly"
+    if path in NIGHTLY_TESTS:
         return "nightly"
     marked = item.get_closest_marker("process") or item.get_closest_marker("distributed")
-    return "process" if marked or _path(item).startswith(PROCESS_PATHS) else "unit"
+    return "process" if marked or path.startswith(PROCESS_PATHS) else "unit"
 
 
 def _path(item: pytest.Item) -> str:

@@ -132,7 +132,10 @@ USES = {
     "megatron.training.checkpointing:save_checkpoint": (
         "iteration model optimizer opt_param_scheduler num_floating_point_operations_so_far release"
     ),
+    "megatron.training.global_vars:get_args": "",
+    "megatron.training.global_vars:get_tensorboard_writer": "",
     "megatron.training.global_vars:get_tokenizer": "",
+    "megatron.training.global_vars:get_wandb_writer": "",
     "megatron.training.global_vars:set_global_variables": "args build_tokenizer",
     "megatron.training.theoretical_memory_usage:compute_weight_and_optimizer_memory": "args",
     "megatron.training.training": "",

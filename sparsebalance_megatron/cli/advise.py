@@ -8,23 +8,30 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 
 from sparsebalance_megatron.cli.output import open_console, progress_bar
-from sparsebalance_megatron.cli.workload_flags import add_data_flags, add_model_flag, stored_lengths
+from sparsebalance_megatron.cli.workload_flags import (
+    add_bandwidth_flag,
+    add_lengths_flags,
+    add_model_flag,
+    check_at_least_one,
+    lengths_in_order,
+)
 from sparsebalance_megatron.config import SparseBalanceConfig, check_range
 from sparsebalance_megatron.cost.memory import GIBIBYTE, memory_lines
 from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.cost.table import CostTable, ModelShape
+from sparsebalance_megatron.cost.table import CostTable
 from sparsebalance_megatron.simulate.advice import Advice, AdvisedJob, Choice, advise
-from sparsebalance_megatron.simulate.advice_table import best_fitting, findings, show
 from sparsebalance_megatron.simulate.hf_sizes import model_named
-from sparsebalance_megatron.simulate.lengths import WorkloadError, read_lengths, split_overlong
+from sparsebalance_megatron.simulate.lengths import WorkloadError, split_overlong
 from sparsebalance_megatron.simulate.models import h200_cost, with_bandwidth
 from sparsebalance_megatron.simulate.presets import ModelPreset
 from sparsebalance_megatron.simulate.setups import batches_of
+from sparsebalance_megatron.simulate.tables import best_fitting, findings, show_choices
 
 MEMORY_SOURCE = (
     "weights, gradients and optimizer counted with the formula of Megatron's "
@@ -40,9 +47,7 @@ def add_flags(parser: ArgumentParser) -> None:
         "budgets, micro-batches and context-parallel sizes. Times are estimated from counted "
         "operations of an H200 unless a cost table is given."
     )
-    lengths = parser.add_mutually_exclusive_group(required=True)
-    lengths.add_argument("--lengths", type=Path, metavar="FILE", help="JSON list, or one per line")
-    add_data_flags(parser, lengths)
+    add_lengths_flags(parser)
     parser.add_argument("--seed", type=int, help="of the order of --data-path; default: 1234")
     add_model_flag(parser, required=True)
     parser.add_argument("--gpus", type=int, required=True, help="of the job")
@@ -60,12 +65,7 @@ def add_flags(parser: ArgumentParser) -> None:
         "--recompute", choices=("none", "attention", "full"), default="none", help="in backward"
     )
     parser.add_argument("--cost-table", type=Path, help="written by `sparse-balance profile`")
-    parser.add_argument(
-        "--gigabytes-per-second",
-        type=float,
-        metavar="X",
-        help="what a rank receives keys and values with; default: as measured, or 50",
-    )
+    add_bandwidth_flag(parser)
     parser.add_argument("--gpu-memory", type=float, default=80.0, metavar="GIB", help="of one GPU")
     parser.add_argument("--steps", type=int, default=2, help="global batches to plan")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
@@ -90,7 +90,7 @@ def run(arguments: Namespace) -> int:
         print(json.dumps(_as_json(found, sentences), indent=2))
         return 0
     console = open_console(", or use --json")
-    show(console, found, arguments.gpu_memory)
+    show_choices(console, found, arguments.gpu_memory)
     lines = [*sentences, *memory_lines(chosen.stages, MEMORY_SOURCE)]
     lines += [f"costs: {found.cost_source}"]
     lines += [f"left out: {reason}" for reason in found.left_out]
@@ -113,9 +113,7 @@ def _as_json(found: Advice, sentences: list[str]) -> dict[str, object]:
 
 
 def _job(arguments: Namespace) -> AdvisedJob:
-    for name in ("gpus", "tp", "pp", "global_batch", "steps"):
-        if getattr(arguments, name) < 1:
-            raise WorkloadError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: below 1")
+    check_at_least_one(arguments, "gpus", "tp", "pp", "global_batch", "steps")
     if not 0 < arguments.gpu_memory < float("inf"):
         raise WorkloadError(f"--gpu-memory {arguments.gpu_memory}: must be finite and above 0")
     model = model_named(arguments.model)
@@ -151,10 +149,8 @@ def _lengths(arguments: Namespace) -> np.ndarray:
     """Tokens of samples in order, longer ones than ``--seq-length`` split."""
     if arguments.seq_length is not None and arguments.seq_length < 1:
         raise WorkloadError(f"--seq-length {arguments.seq_length}: below 1")
-    if arguments.data_path is not None:
-        return stored_lengths(arguments, arguments.steps * arguments.global_batch)
-    lengths = read_lengths(arguments.lengths)
-    if arguments.seq_length is None:
+    lengths = lengths_in_order(arguments, arguments.steps * arguments.global_batch)
+    if arguments.data_path is not None or arguments.seq_length is None:
         return lengths
     return split_overlong(lengths, arguments.seq_length)
 
@@ -176,15 +172,12 @@ def _costs(arguments: Namespace, model: ModelPreset) -> tuple[Callable[[int], Co
 
         return counted, selection
     table = CostTable.load(arguments.cost_table)
-    table.check_matches(replace(table.identity, shape=_padded(shape, table)))
+    # Megatron pads the vocabulary, and by how much is not known here.
+    padded = replace(shape, vocab_size=table.identity.shape.vocab_size)
+    table.check_matches(replace(table.identity, shape=padded))
     cost = with_bandwidth(CostModel.fit(table), arguments.gigabytes_per_second)
     # Fitting has found it among the selections that there are.
     return lambda _: cost, table.identity.selection
-
-
-def _padded(shape: ModelShape, table: CostTable) -> ModelShape:
-    """The shape with the table's vocabulary: Megatron pads it, and by how much is not known."""
-    return replace(shape, vocab_size=table.identity.shape.vocab_size)
 
 
 def _choices(arguments: Namespace, job: AdvisedJob) -> list[Choice]:
@@ -197,6 +190,9 @@ def _choices(arguments: Namespace, job: AdvisedJob) -> list[Choice]:
     micro_batches = arguments.micro_batches
     if micro_batches is None:
         micro_batches = [max(1, arguments.global_batch // job.ranks)]
-    return Choice.grid(
-        block_sizes, arguments.base_budgets, micro_batches, arguments.context_parallel_sizes
-    )
+    return [
+        Choice(block_size=block, base_budget=budget, micro_batches=many, context_parallel_size=size)
+        for block, budget, many, size in product(
+            block_sizes, arguments.base_budgets, micro_batches, arguments.context_parallel_sizes
+        )
+    ]

@@ -7,25 +7,28 @@ import json
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 
 from sparsebalance_megatron.cli.output import open_console
-from sparsebalance_megatron.cli.sharing import add_sharing_flags, sharing_of
 from sparsebalance_megatron.cli.workload_flags import (
-    add_data_flags,
+    add_lengths_flags,
     add_model_flag,
+    add_planning_flags,
+    check_at_least_one,
     check_data_flags,
-    stored_lengths,
+    check_seed,
+    lengths_in_order,
+    sharing_of,
 )
 from sparsebalance_megatron.config import check_range
 from sparsebalance_megatron.simulate.hf_sizes import model_named
-from sparsebalance_megatron.simulate.lengths import WorkloadError, check_seed, read_lengths
-from sparsebalance_megatron.simulate.models import cost_of, prior_coverage, with_bandwidth
-from sparsebalance_megatron.simulate.setups import batches_of, default_policy, job_shape
-from sparsebalance_megatron.simulate.tables import as_json, show
+from sparsebalance_megatron.simulate.lengths import WorkloadError
+from sparsebalance_megatron.simulate.models import cost_of, with_bandwidth
+from sparsebalance_megatron.simulate.setups import batches_of, default_policy, workload
+from sparsebalance_megatron.simulate.tables import show_variants
 from sparsebalance_megatron.simulate.variants import (
     ALL_ROWS,
     BASELINE,
@@ -49,9 +52,7 @@ def add_flags(parser: ArgumentParser) -> None:
         "Plan global batches drawn in order from a file of lengths, or from stored documents, and "
         "predict their step times. Coverage is the prior (k/n)^0.35: no training run is read."
     )
-    lengths = parser.add_mutually_exclusive_group(required=True)
-    lengths.add_argument("--lengths", type=Path, metavar="FILE", help="JSON list, or one per line")
-    add_data_flags(parser, lengths)
+    add_lengths_flags(parser)
     parser.add_argument("--dp", type=int, required=True, help="data-parallel ranks")
     parser.add_argument("--pp", type=int, required=True, help="pipeline stages")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (with --model)")
@@ -75,20 +76,12 @@ def add_flags(parser: ArgumentParser) -> None:
         "--anchor", choices=("mean", "min", "max"), default="mean", help="of anchor tuning"
     )
     parser.add_argument(
-        "--coverage-threshold",
-        type=float,
-        default=0.1,
-        metavar="P",
-        help="coverage that a sample may lose",
-    )
-    parser.add_argument(
         "--base-budget", type=int, default=32, metavar="BLOCKS", help="budget before tuning"
     )
     parser.add_argument("--block-size", type=int, default=256, help="with --model, tokens")
     parser.add_argument("--max-tokens-per-micro-batch", type=int, help="default: no cap")
     parser.add_argument("--plan-ms", type=float, help="search effort; default: 2 %% of the step")
-    add_sharing_flags(parser)
-    parser.add_argument("--steps", type=int, default=20, help="global batches to plan")
+    add_planning_flags(parser, steps=20)
     parser.add_argument(
         "--seed", type=int, help="shuffle --lengths first; default: as filed; or of --data-path"
     )
@@ -104,63 +97,52 @@ def run(arguments: Namespace) -> int:
         PlanError: if a batch has no placement under the cap.
         OutputError: if rich is not installed.
     """
-    workload = _workload(arguments)
-    outcomes = evaluate(workload, _variants(arguments, workload), time.perf_counter)
-    unhideable = unhideable_steps(workload)
+    planned = _workload(arguments)
+    outcomes = evaluate(planned, _variants(arguments, planned), time.perf_counter)
+    unhideable = unhideable_steps(planned)
     if arguments.json:
         found = {
-            "steps": len(workload.batches),
-            "costs": workload.cost.source,
+            "steps": len(planned.batches),
+            "costs": planned.cost.source,
             "steps_with_unhideable_sample": unhideable,
-            "variants": as_json(outcomes),
+            "variants": {name: asdict(each) for name, each in outcomes.items()},
         }
         print(json.dumps(found, indent=2))
         return 0
     console = open_console(", or use --json")
-    show(console, f"{len(workload.batches)} steps; predicted", outcomes)
-    console.print(f"costs: {workload.cost.source}", markup=False, highlight=False)
+    show_variants(console, f"{len(planned.batches)} steps; predicted", outcomes)
+    console.print(f"costs: {planned.cost.source}", markup=False, highlight=False)
     console.print(f"steps with a sample that no placement hides: {unhideable}")
     return 0
 
 
-def _variants(arguments: Namespace, workload: Workload) -> Mapping[str, Variant]:
+def _variants(arguments: Namespace, planned: Workload) -> Mapping[str, Variant]:
     """The chosen combination beside the baseline, or everything."""
     if arguments.batching is None and arguments.tuning is None:
-        return workload.variants()
+        return planned.variants()
     chosen = Variant(
         batching=arguments.batching or "makespan", tuning=arguments.tuning or "makespan"
     )
     return {BASELINE: ALL_ROWS[BASELINE], f"{chosen.batching}+{chosen.tuning}": chosen}
 
 
-def _lengths(arguments: Namespace, samples: int) -> np.ndarray:
-    """In the order in which steps take them."""
-    if arguments.data_path is not None:
-        return stored_lengths(arguments, samples)
-    lengths = read_lengths(arguments.lengths)
-    if arguments.seed is None:
-        return lengths
-    return np.random.default_rng(arguments.seed).permutation(lengths)
-
-
 def _workload(arguments: Namespace) -> Workload:
-    for name in ("dp", "pp", "tp", "micro_batches", "steps"):
-        if getattr(arguments, name) < 1:
-            raise WorkloadError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: below 1")
+    check_at_least_one(arguments, "dp", "pp", "tp", "micro_batches", "steps")
     for name in _CHECKED:
         if (value := getattr(arguments, name)) is not None:
             check_range(name, value, f"--{name.replace('_', '-')}")
-    if arguments.seed is not None:
-        check_seed(arguments.seed)
+    check_seed(arguments.seed)
     check_data_flags(arguments)
-    slots = arguments.dp * arguments.micro_batches
-    batch = slots if arguments.global_batch is None else arguments.global_batch
-    if batch < slots or batch % slots:
+    positions = arguments.dp * arguments.micro_batches
+    batch = positions if arguments.global_batch is None else arguments.global_batch
+    if batch < positions or batch % positions:
         raise WorkloadError(
             f"--global-batch {batch} must be a multiple of --dp {arguments.dp} x --micro-batches "
-            f"{arguments.micro_batches} = {slots}"
+            f"{arguments.micro_batches} = {positions}"
         )
-    lengths = _lengths(arguments, arguments.steps * batch)
+    lengths = lengths_in_order(arguments, arguments.steps * batch)
+    if arguments.data_path is None and arguments.seed is not None:
+        lengths = np.random.default_rng(arguments.seed).permutation(lengths)
     batches = batches_of(lengths[: arguments.steps * batch], batch)
     if not batches:
         raise WorkloadError(f"{arguments.lengths}: {len(lengths)} lengths, a step needs {batch}")
@@ -181,16 +163,14 @@ def _workload(arguments: Namespace) -> Workload:
         coverage_threshold=arguments.coverage_threshold,
         cap_tokens=arguments.max_tokens_per_micro_batch or longest * batch,
     )
-    return Workload(
-        batches=batches,
-        job=job_shape(
-            layers=layers,
-            ranks=arguments.dp,
-            stages=arguments.pp,
-            micro_batches=arguments.micro_batches,
-        ),
+    return workload(
+        batches,
+        layers=layers,
+        ranks=arguments.dp,
+        stages=arguments.pp,
+        micro_batches=arguments.micro_batches,
         policy=replace(policy, anchor=arguments.anchor, plan_ms=arguments.plan_ms),
         cost=with_bandwidth(cost, arguments.gigabytes_per_second),
+        longest_tokens=longest,
         sharing=sharing,
-        coverage=prior_coverage(layers, max(1, -(-longest // cost.block_size))),
     )

@@ -7,22 +7,25 @@ import json
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
+from dataclasses import asdict
 
 import numpy as np
 
 from sparsebalance_megatron.cli.output import open_console
-from sparsebalance_megatron.cli.sharing import add_sharing_flags, sharing_of
 from sparsebalance_megatron.cli.workload_flags import (
     add_data_flags,
     add_model_flag,
+    add_planning_flags,
     check_data_flags,
+    check_seed,
+    sharing_of,
     stored_lengths,
 )
 from sparsebalance_megatron.config import check_range
 from sparsebalance_megatron.simulate.hf_sizes import model_named
-from sparsebalance_megatron.simulate.lengths import WorkloadError, check_seed
+from sparsebalance_megatron.simulate.lengths import WorkloadError
 from sparsebalance_megatron.simulate.setups import PAPER_ABLATION, SETUPS, Setup, workload_of
-from sparsebalance_megatron.simulate.tables import as_json, show
+from sparsebalance_megatron.simulate.tables import show_variants
 from sparsebalance_megatron.simulate.variants import (
     BASELINE,
     Variant,
@@ -44,18 +47,10 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--setup", choices=tuple(SETUPS), required=True, help="named job on generated lengths"
     )
-    parser.add_argument("--steps", type=int, default=24, help="global batches to plan")
     parser.add_argument("--seed", type=int, help="default: 0, or 1234 with --data-path")
     add_data_flags(parser, parser)
     add_model_flag(parser)
-    parser.add_argument(
-        "--coverage-threshold",
-        type=float,
-        default=0.1,
-        metavar="P",
-        help="coverage that a sample may lose",
-    )
-    add_sharing_flags(parser)
+    add_planning_flags(parser, steps=24)
     parser.add_argument(
         "--rows",
         nargs="+",
@@ -74,8 +69,7 @@ def run(arguments: Namespace) -> int:
     """
     if not 1 <= arguments.steps <= _MAX_STEPS:
         raise WorkloadError(f"--steps {arguments.steps}: must be 1 to {_MAX_STEPS}")
-    if arguments.seed is not None:
-        check_seed(arguments.seed)
+    check_seed(arguments.seed)
     check_data_flags(arguments)
     check_range("coverage_threshold", arguments.coverage_threshold, "--coverage-threshold")
     setup = SETUPS[arguments.setup]
@@ -103,14 +97,14 @@ def run(arguments: Namespace) -> int:
         found[data] = {
             "steps": arguments.steps,
             "steps_with_unhideable_sample": unhideable,
-            "variants": as_json(outcomes),
+            "variants": {name: asdict(each) for name, each in outcomes.items()},
         }
         if console is not None:
             as_published = arguments.data_path is None and model is None
             ablation = arguments.setup == "paper-ablation" and as_published
             kind = f"{data}-like lengths" if arguments.data_path is None else data
             published = PAPER_ABLATION if ablation else None
-            show(console, f"{arguments.setup}, {kind}", outcomes, published)
+            show_variants(console, f"{arguments.setup}, {kind}", outcomes, published)
             console.print(
                 f"{arguments.steps} steps; {unhideable} hold a sample that no placement hides"
             )

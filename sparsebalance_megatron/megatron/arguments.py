@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
@@ -26,6 +27,14 @@ PLUGIN_DEFAULTS: dict[str, Any] = {
 }
 """Megatron defaults that the plugin needs otherwise: its own iterator, a loss that does not depend
 on how samples are grouped, and attention without dropout."""
+
+_WITHOUT_SIDE_EFFECTS: dict[str, Any] = {
+    "tensorboard_dir": None,
+    "wandb_project": "",
+    "enable_one_logger": False,
+    "adlr_autoresume": False,
+}
+"""Megatron arguments by which ``set_global_variables`` writes files or calls a service."""
 
 
 def early_flags(argv: Sequence[str]) -> tuple[bool, str]:
@@ -128,6 +137,44 @@ def check_typed_flags(parser: ArgumentParser, argv: Sequence[str]) -> None:
     config = config_from_args(args)
     check_supported(args, config)
     check_batches(args)
+
+
+def arguments_without_ranks(
+    argv: Sequence[str], *, on_cpu: bool, report: Callable[[str], None]
+) -> Namespace:
+    """Megatron's arguments as training gets them, in a process that stands for all ranks.
+
+    Nothing is written and no service is called.
+
+    Args:
+        argv: the command line; the same words as in ``sys.argv``, which Megatron's parser reads.
+        report: as of :func:`args_provider`.
+    """
+    with warnings.catch_warnings():
+        # Megatron warns of libraries that this machine lacks; training may run on another.
+        warnings.simplefilter("ignore")
+        from megatron.training.arguments import parse_args, validate_args
+        from megatron.training.checkpointing import load_args_from_checkpoint
+        from megatron.training.global_vars import set_global_variables
+        from megatron.training.training import get_optimizer_param_scheduler
+
+    add_flags = args_provider(enabled=True, on_cpu=on_cpu, report=report)
+
+    def add_and_check_flags(parser: ArgumentParser) -> ArgumentParser:
+        check_typed_flags(add_flags(parser), argv)
+        return parser
+
+    args: Namespace = parse_args(add_and_check_flags)
+    if args.use_checkpoint_args:
+        load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+        load_args_from_checkpoint(args)
+    validate_args(args)
+    for name in _WITHOUT_SIDE_EFFECTS.keys() & vars(args).keys():
+        setattr(args, name, _WITHOUT_SIDE_EFFECTS[name])
+    set_global_variables(args)
+    # Checks learning rate and weight decay over time, for an optimizer without parameters.
+    get_optimizer_param_scheduler(Namespace(param_groups=[]))
+    return args
 
 
 def config_from_args(args: Namespace) -> SparseBalanceConfig:

@@ -6,6 +6,7 @@ Shape legend: P pipeline stages, V virtual stages.
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -298,6 +299,28 @@ def last_saved_iteration(directory: str) -> int | None:
     tracker = Path(get_checkpoint_tracker_filename(directory))
     content = tracker.read_text().strip() if tracker.is_file() else ""
     return int(content) if content.isdigit() else None
+
+
+def metric_writers() -> tuple[Any, Any, int] | None:
+    """Megatron's TensorBoard and wandb writers, each None where it is off, and ``--log-interval``.
+
+    None on ranks without a writer, and where ``megatron.training`` is not loaded.
+    """
+    if "megatron.training.global_vars" not in sys.modules:
+        return None
+    from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
+
+    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+    if tensorboard is None and wandb is None:
+        return None
+    return tensorboard, wandb, get_args().log_interval
+
+
+def weights_and_optimizer_bytes(args: Namespace) -> float:
+    """Megatron's count of weights, gradients and optimizer state on the fullest rank."""
+    from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
+
+    return float(compute_weight_and_optimizer_memory(args))
 
 
 def update_sequence_statistics(cu_seqlens: Any, *, times: int = 1) -> None:

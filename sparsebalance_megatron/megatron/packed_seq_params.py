@@ -127,7 +127,7 @@ def packed_params(
 
     In a run that may share sequences the layout is called sbhd, with a batch of one, and the RoPE
     group is this rank alone: Megatron then applies row i of the table that
-    :func:`.rope_rows.use_true_positions` puts in place to token i, and cuts nothing itself.
+    :func:`.forward.use_true_positions` puts in place to token i, and cuts nothing itself.
     """
     sequence = context.sequence
     # Made on the host first: torch.tensor(..., device=device) would wait for the device.

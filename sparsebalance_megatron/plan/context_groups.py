@@ -38,7 +38,7 @@ def unshared(ranks: int, positions: int) -> np.ndarray:
 
 
 class Members:
-    """Who shares with whom, for arrays whose last axis is ranks.
+    """Which ranks share each item, for arrays whose last axis is ranks.
 
     Ranks that may share are far apart there, so that what is done to one of them is done to long
     rows of numbers: see :attr:`order`.
@@ -55,7 +55,7 @@ class Members:
         self.share = self._together > 1
         self._islands = widths_IX.shape[1] // self._together
         self._apart = []
-        """Of 2, 4, ... neighbours: 0 where they all share, -inf where they do not."""
+        """For groups of 2, 4, ... neighbours: 0 where they all share, -inf where they do not."""
         if not self.share:
             return
         by_rank = widths_IX[:, self.order].reshape(len(widths_IX), self._together, -1)

@@ -51,7 +51,7 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
 
 
 def _lower_bound_ms(problem: StepProblem) -> float:
-    """Of every placement of these samples at every budget and width the policy allows."""
+    """A bound for all placements of these samples at all budgets and cp_sizes that are allowed."""
     wide = problem.plans_widths
     bounded = problem if wide else problem.of_groups
     costs = bounded.costs

@@ -32,5 +32,5 @@ def rank_busy_ms(times_2RPVM: np.ndarray) -> np.ndarray:
 
 
 def rounded_ms(ms: float) -> float:
-    """To nine digits: sums of the same times in another order are a tie."""
+    """Ms rounded to nine digits, so that sums of equal times in another order tie."""
     return float(f"{ms:.8e}")

@@ -23,18 +23,18 @@ from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP_FOR_WIDTHS
 from sparsebalance_megatron.plan.step_plan import PlanError
 from sparsebalance_megatron.plan.step_problem import StepProblem
 
-_STARTS = (np.inf, 4.0, 2.0, 1.0)
-"""What a sample may weigh per rank, over the mean of all ranks and positions."""
-_FIRST_SEARCH = 0.7
-"""Of the search, before budgets are tuned; the rest goes on with those."""
-_CLOSE = 1.04
-"""By how much tuning may turn which one of two placements is faster."""
-_WORTH_SEARCHING = 1.03
-"""Over what no widths can beat: an equal placement nearer to that is kept. Large jobs whose samples
-all hide are mostly there, and searching their widths would take as long as planning all else."""
+_MAX_WEIGHTS_OVER_MEAN = (np.inf, 4.0, 2.0, 1.0)
+"""Starts of the search: the most a sample may weigh per rank, over the mean of all positions."""
+_SEARCH_SHARE_BEFORE_TUNING = 0.7
+"""Share of the search before budgets are tuned; the rest continues with the tuned budgets."""
+_MAX_TUNING_REVERSAL = 1.04
+"""Tuning changes which of two placements is faster only within this ratio of their times."""
+_SKIP_RATIO_TO_BOUND = 1.03
+"""Other cp_sizes are not searched where equal ones are within this ratio of the lower bound. Large
+jobs without very long samples usually are; the search would double their planning time."""
 
-_HARDLY_ABOVE = 1.005
-"""The same, where a search ends: the rest nobody would notice."""
+_STOP_RATIO_TO_BOUND = 1.005
+"""A search ends within this ratio of the lower bound."""
 
 
 def best_widths(
@@ -44,9 +44,9 @@ def best_widths(
 
     Widths are searched at budgets between those expected and the least allowed, since slots that
     the step waits for end below what is expected of all; then again at the budgets that tuning
-    gave. Equal widths are tuned only where they may win. Where they are so near to the lower bound
-    of all widths, at the expected budgets, that little is to be gained, no others are searched; and
-    a search ends where it is hardly above that bound.
+    gave. Equal widths are tuned only where they may win. No others are searched where equal
+    widths are near the lower bound of all widths at the expected budgets; a search ends near that
+    bound.
 
     Args:
         equal: the best placement of equal widths; None where there is none.
@@ -55,7 +55,7 @@ def best_widths(
         PlanError: no placement of the samples exists.
     """
     costs = problem.costs
-    if equal is not None and _hardly_beatable(problem, equal):
+    if equal is not None and _is_near_bound(problem, equal):
         return equal, problem.tuned_where(equal)
     search_2SC = (problem.expected_2SC + costs.sample_ms(problem.budgets.allowed.floor_LS)) / 2
     rules = Rules(cap_tokens=problem.cap_tokens, max_width=problem.policy.max_context_parallel)
@@ -74,12 +74,12 @@ def best_widths(
             sample_2SC,
             rules=rules,
             plan_ms=share * plan_ms,
-            enough_ms=_HARDLY_ABOVE * _bound_ms(problem, sample_2SC),
+            enough_ms=_STOP_RATIO_TO_BOUND * _bound_ms(problem, sample_2SC),
         )
 
-    first = searched(start, search_2SC, _FIRST_SEARCH)
+    first = searched(start, search_2SC, _SEARCH_SHARE_BEFORE_TUNING)
     tuned = problem.tuned_where(first)
-    second = searched(first, costs.sample_ms(tuned.budgets_LS), 1.0 - _FIRST_SEARCH)
+    second = searched(first, costs.sample_ms(tuned.budgets_LS), 1.0 - _SEARCH_SHARE_BEFORE_TUNING)
     found = [(first, tuned)]
     if not second.same_as(first):
         found.append((second, problem.tuned_where(second)))
@@ -87,7 +87,7 @@ def best_widths(
         first_ms, equal_ms = (
             problem.makespans_ms(where, problem.expected_2SC).max() for where in (first, equal)
         )
-        if equal_ms <= _CLOSE * first_ms:
+        if equal_ms <= _MAX_TUNING_REVERSAL * first_ms:
             found.insert(0, (equal, problem.tuned_where(equal)))
 
     def makespan_ms(candidate: tuple[Arrangement, TunedBudgets]) -> float:
@@ -98,11 +98,11 @@ def best_widths(
     return min(found, key=makespan_ms)
 
 
-def _hardly_beatable(problem: StepProblem, equal: Arrangement) -> bool:
-    """Whether a placement is so fast that other widths can gain little, at the expected budgets."""
+def _is_near_bound(problem: StepProblem, equal: Arrangement) -> bool:
+    """Whether other cp_sizes can gain little over a placement, at the expected budgets."""
     bound_ms = _bound_ms(problem, problem.expected_2SC)
     equal_ms = float(problem.makespans_ms(equal, problem.expected_2SC).max())
-    return rounded_ms(equal_ms) <= rounded_ms(_WORTH_SEARCHING * bound_ms)
+    return rounded_ms(equal_ms) <= rounded_ms(_SKIP_RATIO_TO_BOUND * bound_ms)
 
 
 def _bound_ms(problem: StepProblem, sample_2SC: np.ndarray) -> float:
@@ -113,17 +113,17 @@ def _bound_ms(problem: StepProblem, sample_2SC: np.ndarray) -> float:
 
 
 def _best_start(problem: StepProblem, sample_2SC: np.ndarray, rules: Rules) -> Arrangement:
-    """Of starts that share samples more and less eagerly, that with the shortest step.
+    """The start with the shortest step, among starts that share samples more and less eagerly.
 
-    Where bytes travel more slowly between many ranks than between few, also of starts with no slot
-    wider than that.
+    Where bytes travel more slowly between many ranks than between few, starts with a smaller
+    largest cp_size are tried as well.
     """
     starts: list[Arrangement] = []
     failure: PlanError | None = None
     slowness = {factor for _, factor in problem.costs.exchange.width_slowness}
     halvings = max(1, rules.max_width.bit_length() - 1) if len(slowness) > 1 else 1
     widest = (rules.max_width >> halving for halving in range(halvings))
-    for most_over_mean, max_width in product(_STARTS, widest):
+    for most_over_mean, max_width in product(_MAX_WEIGHTS_OVER_MEAN, widest):
         try:
             starts.append(
                 wide_start(

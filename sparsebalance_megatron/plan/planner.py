@@ -115,7 +115,7 @@ def _best_of_groups(problem: StepProblem) -> tuple[Batching, Placement, TunedBud
 
 
 def _best_placement(problem: StepProblem) -> tuple[Batching, Placement]:
-    """At the expected budgets."""
+    """The fastest placement at the expected budgets."""
     placements = _candidates(problem)
     if len(placements) == 1:
         ((batching, placement),) = placements.items()

@@ -8,11 +8,11 @@ OPERATIONS_PER_MS = 80_000
 2020s server CPU. A constant, not a measurement: ranks must agree on it to the last bit."""
 
 SHARE_OF_STEP = 0.02
-"""Of the time of a step, what searching its placement may take: it runs beside the step before."""
+"""Share of a step's time that searching its placement may take, during the step before."""
 
 SHARE_OF_STEP_FOR_WIDTHS = 0.10
-"""The same, where widths are searched as well: ranks that wait for one another are simulated
-together, few candidates at a time."""
+"""Share of a step's time that search may take where cp_sizes are searched as well: ranks that wait
+for one another are simulated together, few candidates at a time."""
 
 _CALL_OPERATIONS = 4_000
 """What a call of the simulator costs beside its operations."""

@@ -59,7 +59,7 @@ class StepCosts:
     slowness_RP: np.ndarray
 
     def of(self, samples: slice) -> StepCosts:
-        """Those of some of the samples."""
+        """Costs of some of the samples."""
         return replace(
             self,
             lengths_tokens_S=self.lengths_tokens_S[samples],
@@ -70,7 +70,7 @@ class StepCosts:
 
     @property
     def of_groups(self) -> StepCosts:
-        """Those of the job whose ranks are context-parallel groups, at the width that gives slots.
+        """Costs of the job whose ranks are context-parallel groups.
 
         A group is as slow as its slowest rank in every stage.
         """
@@ -88,13 +88,13 @@ class StepCosts:
 
     @cached_property
     def share_W(self) -> np.ndarray:
-        """Of a slot's work, what every rank of a slot of width 0 (none) to R does."""
+        """Share of a micro-batch's work that each rank does at cp_size 0 (none) to R."""
         widths = range(1, self.job.data_parallel_size + 1)
         return np.array([0.0, *map(self.exchange.share, widths)])
 
     @cached_property
     def received_W(self) -> np.ndarray:
-        """Of ``exchange_2SC``, what a slot of width 0 (none) to R takes."""
+        """Share of ``exchange_2SC`` that a micro-batch takes at cp_size 0 (none) to R."""
         widths = range(1, self.job.data_parallel_size + 1)
         return np.array([0.0, *map(self.exchange.received_share, widths)])
 
@@ -200,7 +200,7 @@ class StepCosts:
 
     @property
     def slowness_R(self) -> np.ndarray:
-        """Of whole ranks: that of their slowest stage, which the others wait for."""
+        """[R] slowness of the slowest stage of each rank, which the other stages wait for."""
         return self.slowness_RP.max(axis=1)
 
 

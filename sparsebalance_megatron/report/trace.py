@@ -110,7 +110,7 @@ class Tracer:
         self._end_ns["run"] = start_ns + longest_ns + _PAUSE_NS
 
     def _start(self, traced: TracedStep) -> int:
-        """By the wall clock where it is known, but never before the last step has ended.
+        """The start by the wall clock where it is known, but never before the last step's end.
 
         Where it was set back, distances are counted anew from this step.
         """
@@ -172,20 +172,16 @@ class Tracer:
                     "pid": process,
                     "tid": thread,
                     "ts": _us(at_ns),
-                    # Of the slice around it, not of the next one.
+                    # Binds the arrow to the slice around it, not to the next one.
                     **({"bp": "e"} if phase == "f" else {}),
                 }
 
     def _device_counters(self, traced: TracedStep, start_ns: int) -> Iterator[Event]:
         for (rank, stage), ratio in device_ratios(traced.times):
             if ("measured", rank) in self._ids:
-                yield {
-                    "name": f"measured over predicted, stage {stage}",
-                    "ph": "C",
-                    "pid": self._ids["measured", rank],
-                    "ts": _us(start_ns),
-                    "args": {"ratio": round(ratio, 4)},
-                }
+                name = f"measured over predicted, stage {stage}"
+                process = self._ids["measured", rank]
+                yield _counter(name, process, start_ns, {"ratio": round(ratio, 4)})
 
 
 def _bar_arguments(bar: Bar, traced: TracedStep) -> Event:
@@ -237,17 +233,9 @@ def _step_arguments(traced: TracedStep) -> Event:
     for side, timeline in traced.timelines.items():
         found[f"{side}_ms"] = round(timeline.makespan_ms, 4)
         found[f"{side}_known_from"] = timeline.source
-    if traced.step is not None:
-        step = traced.step
-        values = {
-            "iteration_ms": step.iteration_ms,
-            "lm_loss": step.lm_loss,
-            "tokens": step.tokens,
-            "lower_bound_ms": step.lower_bound_ms,
-            "work_ratio": step.work_ratio,
-        }
-        found |= {name: value for name, value in values.items() if value is not None}
-    return found
+    names = ("iteration_ms", "lm_loss", "tokens", "lower_bound_ms", "work_ratio")
+    values = {name: getattr(traced.step, name, None) for name in names}
+    return found | {name: value for name, value in values.items() if value is not None}
 
 
 def _counters(step: Step | None, start_ns: int) -> Iterator[Event]:
@@ -264,7 +252,11 @@ def _counters(step: Step | None, start_ns: int) -> Iterator[Event]:
     for name, values in tracks.items():
         known = {key: value for key, value in values.items() if value is not None}
         if known:
-            yield {"name": name, "ph": "C", "pid": _RUN_PROCESS, "ts": _us(start_ns), "args": known}
+            yield _counter(name, _RUN_PROCESS, start_ns, known)
+
+
+def _counter(name: str, process: int, at_ns: int, values: Event) -> Event:
+    return {"name": name, "ph": "C", "pid": process, "ts": _us(at_ns), "args": values}
 
 
 def _complete(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 import numpy as np
 
@@ -18,20 +17,15 @@ from sparsebalance_megatron.config import DEFAULT_SELECTION
 from sparsebalance_megatron.cost.memory import MemoryModel, StageMemory, stage_memory
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import Direction, Part
-from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.cost.work_model import work_model_named
-from sparsebalance_megatron.plan.planner import plan_step
-from sparsebalance_megatron.plan.step_plan import JobShape, MicroBatchPlan, PlanError, StepPlan
-from sparsebalance_megatron.plan.step_problem import PlanInputs
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError, StepPlan
 from sparsebalance_megatron.simulate.lengths import WorkloadError
-from sparsebalance_megatron.simulate.models import prior_coverage
-from sparsebalance_megatron.simulate.setups import default_policy, job_shape
-from sparsebalance_megatron.simulate.variants import Sharing
+from sparsebalance_megatron.simulate.setups import default_policy, workload
+from sparsebalance_megatron.simulate.variants import Sharing, Workload
 
 _SEARCH_MS = 20.0
-"""Of search for one plan. Training may spend a share of its step, which is seconds of every choice
-where steps take a minute; to compare choices this is enough."""
+"""Search for one plan. Training may search longer; to compare choices this is enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,22 +76,6 @@ class Choice:
     base_budget: int
     micro_batches: int
     context_parallel_size: int
-
-    @classmethod
-    def grid(
-        cls,
-        block_sizes: Sequence[int],
-        base_budgets: Sequence[int],
-        micro_batches: Sequence[int],
-        context_parallel_sizes: Sequence[int],
-    ) -> list[Choice]:
-        """Every combination."""
-        return [
-            cls(block_size=block, base_budget=budget, micro_batches=many, context_parallel_size=c)
-            for block, budget, many, c in product(
-                block_sizes, base_budgets, micro_batches, context_parallel_sizes
-            )
-        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,15 +154,16 @@ def _named(choices: Sequence[Choice]) -> str:
 
 
 def _outlook(job: AdvisedJob, choice: Choice) -> Outlook:
-    shape, cost = _shape(job, choice), job.costs(choice.block_size)
+    workloads = [_workloads(job, choice, batch) for batch in job.batches]
     sparse, dense = (
-        [_plan(job, choice, shape, cost, batch, dense=dense) for batch in job.batches]
-        for dense in (False, True)
+        [each.plan(batch) for each, batch in zip(of, job.batches, strict=True)]
+        for of in zip(*workloads, strict=True)
     )
     step_ms, dense_ms = (
         sum(plan.expectation.makespan_ms for plan in plans) for plans in (sparse, dense)
     )
     busy_ms = sum(float(plan.expectation.times_2RPVM.sum()) for plan in sparse)
+    cost = job.costs(choice.block_size)
     router_ms = sum(_router_ms(cost, job.layers, plan) for plan in sparse)
     lengths = np.concatenate(job.batches)
     is_dense = lengths <= choice.block_size * choice.base_budget
@@ -205,92 +184,77 @@ def _outlook(job: AdvisedJob, choice: Choice) -> Outlook:
     )
 
 
-def _shape(job: AdvisedJob, choice: Choice) -> JobShape:
-    """The job cut up.
+def _workloads(
+    job: AdvisedJob, choice: Choice, batch: tuple[int, ...]
+) -> tuple[Workload, Workload]:
+    """A batch as training plans it by default, and with dense attention and no router.
+
+    The token cap is Megatron's: samples per micro-batch times the longest sample.
 
     Raises:
         WorkloadError: if the samples do not fill the micro-batches evenly.
     """
-    size, samples = choice.context_parallel_size, len(job.batches[0])
-    Sharing.of(job.ranks, size, None)
-    slots = job.ranks // size * choice.micro_batches
-    if choice.micro_batches < 1 or samples < slots or samples % slots:
+    size, samples = choice.context_parallel_size, len(batch)
+    sharing = Sharing.of(job.ranks, size, None)
+    positions = job.ranks // size * choice.micro_batches
+    if choice.micro_batches < 1 or samples < positions or samples % positions:
         raise WorkloadError(
             f"--global-batch {samples} must be a multiple of {choice.micro_batches} micro-batches "
-            f"x {job.ranks // size} data-parallel ranks = {slots}"
+            f"x {job.ranks // size} data-parallel ranks = {positions}"
         )
-    shape = job_shape(
+    cost = job.costs(choice.block_size)
+    policy = default_policy(
+        block_size=choice.block_size,
+        base_budget=choice.base_budget,
+        coverage_threshold=0.1,
+        cap_tokens=-(-samples // positions * max(map(max, job.batches)) // size),
+    )
+    sparse = workload(
+        (batch,),
         layers=job.layers,
         ranks=job.ranks,
         stages=job.pipeline_stages,
         micro_batches=choice.micro_batches,
+        policy=replace(
+            policy,
+            coverage_target="base",
+            context_parallel="dynamic" if size > 1 else "static",
+            max_context_parallel=sharing.max_context_parallel,
+            plan_ms=_SEARCH_MS,
+        ),
+        cost=cost.with_recompute(full=job.recompute_all, attention_only=job.recompute_attention),
+        longest_tokens=max(batch),
     )
-    return replace(shape, context_parallel_size=size)
+    sparse = replace(sparse, job=replace(sparse.job, context_parallel_size=size))
+    blocks = -(-max(batch) // choice.block_size)
+    dense = replace(
+        sparse,
+        policy=replace(sparse.policy, base_budget=blocks, tuning="off"),
+        cost=_without_router(sparse.cost),
+    )
+    return sparse, dense
 
 
-def _plan(
-    job: AdvisedJob,
-    choice: Choice,
-    shape: JobShape,
-    cost: CostModel,
-    batch: tuple[int, ...],
-    *,
-    dense: bool,
-) -> StepPlan:
-    """A step as training plans it by default, but for the length of the search.
-
-    ``dense``: budgets of all blocks, no router.
-
-    The token cap is Megatron's: samples per micro-batch times the longest sample.
-    """
-    blocks = max(1, -(-max(batch) // choice.block_size))
-    size = choice.context_parallel_size
-    per_slot = len(batch) // (shape.groups.data_parallel_size * choice.micro_batches)
-    longest = max(max(each) for each in job.batches)
-    cost = cost.with_recompute(full=job.recompute_all, attention_only=job.recompute_attention)
-    policy = default_policy(
-        block_size=choice.block_size,
-        base_budget=blocks if dense else choice.base_budget,
-        coverage_threshold=0.1,
-        cap_tokens=-(-per_slot * longest // size),
+def _without_router(cost: CostModel) -> CostModel:
+    nothing = {Part.ROUTER: (0.0,) * len(cost.forward_ms[Part.ROUTER])}
+    return replace(
+        cost,
+        forward_ms={**cost.forward_ms, **nothing},
+        backward_ms={**cost.backward_ms, **nothing},
     )
-    policy = replace(
-        policy,
-        coverage_target="base",
-        context_parallel="dynamic" if size > 1 else "static",
-        max_context_parallel=Sharing.of(job.ranks, size, None).max_context_parallel,
-        tuning="off" if dense else "makespan",
-        plan_ms=_SEARCH_MS,
-    )
-    if dense:
-        nothing = {Part.ROUTER: (0.0,) * len(cost.forward_ms[Part.ROUTER])}
-        cost = replace(
-            cost,
-            forward_ms={**cost.forward_ms, **nothing},
-            backward_ms={**cost.backward_ms, **nothing},
-        )
-    inputs = PlanInputs(
-        lengths_tokens=batch,
-        job=shape,
-        policy=policy,
-        cost=cost,
-        scales=StageScales.ones(shape.pipeline_stages, shape.virtual_stages),
-        coverage=prior_coverage(job.layers, blocks),
-    )
-    return plan_step(0, inputs)
 
 
 def _router_ms(cost: CostModel, layers: int, plan: StepPlan) -> float:
     """Selecting blocks, forward and backward, on all ranks and layers of a step."""
     forward, backward = (cost.coefficients_ms(Part.ROUTER, each) for each in Direction)
     per_unit = forward + backward
-    return layers * sum(float(per_unit @ _features(cost, slot)) for slot in plan.slots)
+    return layers * sum(float(per_unit @ _router_work(cost, each)) for each in plan.slots)
 
 
-def _features(cost: CostModel, slot: MicroBatchPlan) -> np.ndarray:
-    blocks_S = np.array(slot.lengths_tokens) / cost.block_size
+def _router_work(cost: CostModel, micro_batch: MicroBatchPlan) -> np.ndarray:
+    blocks_S = np.array(micro_batch.lengths_tokens) / cost.block_size
     visible = cost.work.visible_pairs(blocks_S).sum()
-    return np.array([1.0, len(blocks_S), slot.tokens, 0.0, visible])
+    return np.array([1.0, len(blocks_S), micro_batch.tokens, 0.0, visible])
 
 
 def _memory(job: AdvisedJob, choice: Choice, plan: StepPlan) -> MemoryModel:

@@ -126,9 +126,3 @@ def split_overlong(lengths: np.ndarray, seq_length: int) -> np.ndarray:
     cut = np.full(int(pieces.sum()), seq_length, dtype=np.int64)
     cut[np.cumsum(pieces) - 1] = lengths - (pieces - 1) * seq_length
     return cut
-
-
-def check_seed(seed: int) -> None:
-    """Raise :class:`WorkloadError` for a ``--seed`` that no generator takes."""
-    if seed < 0:
-        raise WorkloadError(f"--seed {seed}: must be at least 0")

@@ -7,10 +7,11 @@ The paper is arXiv:2604.13847.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy
 from sparsebalance_megatron.simulate.lengths import GENERATORS, MAX_TOKENS
 from sparsebalance_megatron.simulate.models import h200_cost, prior_coverage, with_bandwidth
@@ -21,17 +22,16 @@ BLOCK_SIZE = 256
 BASE_BUDGET = 32
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setup:
+class Setup(NamedTuple):
     """A job on generated lengths. Sizes count ranks, stages and samples."""
 
-    model: str
     data: tuple[str, ...]
     data_parallel_size: int
     pipeline_stages: int
     tensor_parallel_size: int
     micro_batch_size: int
     global_batch_size: int
+    model: str = "qwen2.5-3b"
 
     @property
     def micro_batches(self) -> int:
@@ -39,52 +39,13 @@ class Setup:
 
 
 SETUPS: Mapping[str, Setup] = {
-    "paper-main": Setup(
-        model="qwen2.5-3b",
-        data=("longalign", "chatqa2", "chatqa2-tail"),
-        data_parallel_size=4,
-        pipeline_stages=4,
-        tensor_parallel_size=2,
-        micro_batch_size=1,
-        global_batch_size=16,
-    ),
-    "paper-ablation": Setup(
-        model="qwen2.5-3b",
-        data=("chatqa2", "chatqa2-tail"),
-        data_parallel_size=2,
-        pipeline_stages=4,
-        tensor_parallel_size=1,
-        micro_batch_size=2,
-        global_batch_size=16,
-    ),
-    "scale-1024": Setup(
-        model="qwen2.5-3b",
-        data=("longalign",),
-        data_parallel_size=64,
-        pipeline_stages=4,
-        tensor_parallel_size=4,
-        micro_batch_size=1,
-        global_batch_size=512,
-    ),
-    "scale-10240": Setup(
-        model="qwen2.5-3b",
-        data=("longalign",),
-        data_parallel_size=640,
-        pipeline_stages=4,
-        tensor_parallel_size=4,
-        micro_batch_size=1,
-        global_batch_size=20480,
-    ),
-    "packed": Setup(
-        model="qwen2.5-3b",
-        data=("prolong",),
-        data_parallel_size=8,
-        pipeline_stages=4,
-        tensor_parallel_size=1,
-        micro_batch_size=4,
-        global_batch_size=512,
-    ),
+    "paper-main": Setup(("longalign", "chatqa2", "chatqa2-tail"), 4, 4, 2, 1, 16),
+    "paper-ablation": Setup(("chatqa2", "chatqa2-tail"), 2, 4, 1, 2, 16),
+    "scale-1024": Setup(("longalign",), 64, 4, 4, 1, 512),
+    "scale-10240": Setup(("longalign",), 640, 4, 4, 1, 20480),
+    "packed": Setup(("prolong",), 8, 4, 1, 4, 512),
 }
+"""Fields in the order of :class:`Setup`."""
 
 PAPER_ABLATION: Mapping[str, tuple[float | None, float]] = {
     "baseline": (1.81, 1.00),
@@ -110,7 +71,7 @@ def job_shape(*, layers: int, ranks: int, stages: int, micro_batches: int) -> Jo
 def default_policy(
     *, block_size: int, base_budget: int, coverage_threshold: float, cap_tokens: int
 ) -> PlanPolicy:
-    """Batching and tuning are the variant's."""
+    """A policy whose batching and tuning a variant replaces."""
     return PlanPolicy(
         batching="makespan",
         tuning="makespan",
@@ -119,6 +80,29 @@ def default_policy(
         base_budget=base_budget,
         block_size=block_size,
         max_tokens_per_slot=cap_tokens,
+    )
+
+
+def workload(
+    batches: tuple[tuple[int, ...], ...],
+    *,
+    layers: int,
+    ranks: int,
+    stages: int,
+    micro_batches: int,
+    policy: PlanPolicy,
+    cost: CostModel,
+    longest_tokens: int,
+    sharing: Sharing | None = None,
+) -> Workload:
+    """Global batches on a job whose layers are split evenly, with the prior of coverage."""
+    return Workload(
+        batches=batches,
+        job=job_shape(layers=layers, ranks=ranks, stages=stages, micro_batches=micro_batches),
+        policy=policy,
+        cost=cost,
+        sharing=sharing or Sharing(),
+        coverage=prior_coverage(layers, max(1, -(-longest_tokens // cost.block_size))),
     )
 
 
@@ -140,32 +124,25 @@ def workload_of(
         model: in place of the setup's.
     """
     model = model or preset(setup.model)
-    layers = model.layers
     samples = steps * setup.global_batch_size
     lengths = GENERATORS[data](samples, seed) if isinstance(data, str) else data[:samples]
     longest = max(MAX_TOKENS, int(lengths.max()))
-    return Workload(
-        batches=batches_of(lengths, setup.global_batch_size),
-        job=job_shape(
-            layers=layers,
-            ranks=setup.data_parallel_size,
-            stages=setup.pipeline_stages,
-            micro_batches=setup.micro_batches,
-        ),
+    cost = h200_cost(model, block_size=BLOCK_SIZE, tensor_parallel_size=setup.tensor_parallel_size)
+    return workload(
+        batches_of(lengths, setup.global_batch_size),
+        layers=model.layers,
+        ranks=setup.data_parallel_size,
+        stages=setup.pipeline_stages,
+        micro_batches=setup.micro_batches,
         policy=default_policy(
             block_size=BLOCK_SIZE,
             base_budget=BASE_BUDGET,
             coverage_threshold=coverage_threshold,
             cap_tokens=setup.micro_batch_size * longest,
         ),
-        cost=with_bandwidth(
-            h200_cost(
-                model, block_size=BLOCK_SIZE, tensor_parallel_size=setup.tensor_parallel_size
-            ),
-            gigabytes_per_second,
-        ),
-        sharing=sharing or Sharing(),
-        coverage=prior_coverage(layers, -(-longest // BLOCK_SIZE)),
+        cost=with_bandwidth(cost, gigabytes_per_second),
+        longest_tokens=longest,
+        sharing=sharing,
     )
 
 

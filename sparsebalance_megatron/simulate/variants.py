@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same global batches planned in several ways, and what each is predicted to take.
+"""Global batches planned in several ways, and what each is predicted to take.
 
 Shape legend: L layers, S samples of a global batch.
 """
@@ -23,9 +23,11 @@ from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.plan.budgets.problem import feasible_range
 from sparsebalance_megatron.plan.context_groups import is_power_of_two, widest_slot
 from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.schedules.step_bounds import step_bounds
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import Expectation, JobShape, PlanPolicy, StepPlan
+from sparsebalance_megatron.plan.step_problem import PlanInputs
 from sparsebalance_megatron.simulate.lengths import WorkloadError
 
 
@@ -67,16 +69,16 @@ SHARED_ROWS: Mapping[str, Variant] = {
         batching="makespan", tuning="makespan", coverage_target="base", context_parallel="dynamic"
     ),
 }
-"""Rows whose slots several ranks share: what the same parallelism gives without a plan, all slots
-as wide as the context-parallel size, and widths that are planned."""
+"""Rows whose micro-batches several ranks share: not planned, planned with the context-parallel size
+for all, and with a planned cp_size for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """Which ranks may share slots.
+    """How many ranks may share a micro-batch.
 
-    ``context_parallel_size``: of static sharing, which also fixes the positions of a rank.
-    ``max_context_parallel``: of planned widths.
+    ``context_parallel_size``: where all do, which also fixes the positions of a rank.
+    ``max_context_parallel``: the largest planned cp_size.
     """
 
     context_parallel_size: int = 1
@@ -94,8 +96,8 @@ class Sharing:
                 context-parallel size is 1.
 
         Raises:
-            WorkloadError: a size is no power of two that divides the ranks, or the widest slot is
-                below the context-parallel size.
+            WorkloadError: a size is no power of two that divides the ranks, or the largest
+                cp_size is below the context-parallel size.
         """
         widest = max_context_parallel
         if widest is None:
@@ -128,8 +130,21 @@ class Workload:
     coverage: CoverageCurves
     sharing: Sharing = Sharing()
 
+    def plan(self, batch: tuple[int, ...]) -> StepPlan:
+        """A step's plan under the workload's own policy, with nothing learnt before it."""
+        scales = StageScales.ones(self.job.pipeline_stages, self.job.virtual_stages)
+        inputs = PlanInputs(
+            lengths_tokens=batch,
+            job=self.job,
+            policy=self.policy,
+            cost=self.cost,
+            scales=scales,
+            coverage=self.coverage,
+        )
+        return plan_step(0, inputs)
+
     def job_of(self, variant: Variant) -> JobShape:
-        """The job as the variant cuts it up: shared slots leave each rank more positions."""
+        """The job as the variant cuts it up: sharing leaves each rank more positions."""
         if variant.context_parallel is None:
             return self.job
         size = self.sharing.context_parallel_size
@@ -150,7 +165,7 @@ class Workload:
         )
 
     def variants(self) -> dict[str, Variant]:
-        """All rows, with those of shared slots that there are."""
+        """All rows that the sharing allows."""
         shared = dict(SHARED_ROWS)
         if self.sharing.context_parallel_size == 1:
             del shared["baseline-cp"], shared["ours-static-cp"]
@@ -338,10 +353,9 @@ def _unhideable(workload: Workload, batch: tuple[int, ...]) -> bool:
 
 
 def _largest_drop(workload: Workload, plan: StepPlan) -> float:
-    slots = plan.slots
-    lengths_S = np.array([length for slot in slots for length in slot.lengths_tokens])
+    lengths_S = np.concatenate([each.lengths_tokens for each in plan.slots])
     blocks_S = -(-lengths_S // workload.policy.block_size)
-    budgets_LS = np.concatenate([slot.budgets_LS for slot in slots], axis=1)
+    budgets_LS = np.concatenate([each.budgets_LS for each in plan.slots], axis=1)
     base_LS = np.full_like(budgets_LS, workload.policy.base_budget)
     drop_LS = workload.coverage.coverage_LS(blocks_S, base_LS) - workload.coverage.coverage_LS(
         blocks_S, budgets_LS

@@ -8,7 +8,6 @@ U length buckets, S samples.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,17 +39,6 @@ class ScalarWriter:
         self._tensorboard = tensorboard
         self._wandb = wandb
         self._interval = interval
-
-    @classmethod
-    def of_megatron(cls) -> ScalarWriter | None:
-        """At ``--log-interval``, where ``megatron.training`` runs and this rank has a writer."""
-        global_vars = sys.modules.get("megatron.training.global_vars")
-        if global_vars is None:
-            return None
-        tensorboard, wandb = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
-        if tensorboard is None and wandb is None:
-            return None
-        return cls(tensorboard, wandb, interval=global_vars.get_args().log_interval)
 
     def due(self, iteration: int) -> bool:
         """Whether Megatron logs this iteration."""

@@ -16,21 +16,12 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 
 FLAG = flag_name("dry_run")
-
-_NO_SIDE_EFFECTS: dict[str, Any] = {
-    "tensorboard_dir": None,
-    "wandb_project": "",
-    "enable_one_logger": False,
-    "adlr_autoresume": False,
-}
-"""Megatron arguments by which ``set_global_variables`` writes files or calls a service."""
 
 
 def is_requested(argv: Sequence[str]) -> bool:
@@ -152,30 +143,9 @@ def _validated_args(
     device_type: str, argv: Sequence[str], report: Callable[[str], None]
 ) -> tuple[Namespace, list[str]]:
     """Megatron's arguments as training gets them, and what had to be left unchecked."""
-    with _without_import_notices():
-        from megatron.training.arguments import parse_args, validate_args
-        from megatron.training.checkpointing import load_args_from_checkpoint
-        from megatron.training.global_vars import set_global_variables
-        from megatron.training.training import get_optimizer_param_scheduler
+    from sparsebalance_megatron.megatron.arguments import arguments_without_ranks
 
-    from sparsebalance_megatron.megatron.arguments import args_provider, check_typed_flags
-
-    add_flags = args_provider(enabled=True, on_cpu=device_type == "cpu", report=report)
-
-    def add_and_check_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        check_typed_flags(add_flags(parser), argv)
-        return parser
-
-    args = parse_args(add_and_check_flags)
-    if args.use_checkpoint_args:
-        load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
-        load_args_from_checkpoint(args)
-    validate_args(args)
-    for name in _NO_SIDE_EFFECTS.keys() & vars(args).keys():
-        setattr(args, name, _NO_SIDE_EFFECTS[name])
-    set_global_variables(args)
-    # Learning rate and weight decay over time, for an optimizer without parameters.
-    get_optimizer_param_scheduler(Namespace(param_groups=[]))
+    args = arguments_without_ranks(argv, on_cpu=device_type == "cpu", report=report)
     unchecked = [
         "whether memory suffices: it is counted below, not tried",
         "processes, the network and its libraries (NCCL)",

@@ -17,7 +17,10 @@ from sparsebalance_megatron.cost.model import COUNTED
 from sparsebalance_megatron.cost.work_model import work_model_named
 from sparsebalance_megatron.data.blend import read_blends
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.megatron.compat import megatron_version
+from sparsebalance_megatron.megatron.compat import (
+    megatron_version,
+    weights_and_optimizer_bytes,
+)
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.training.inputs import CostedInputs, Inputs
 
@@ -222,8 +225,6 @@ def _weights_bytes(args: Namespace, inputs: Inputs) -> list[float]:
     Megatron counts a whole model cut evenly; asked for a model of one stage's layers, and of as
     many embeddings as the stage holds, it counts the stage.
     """
-    from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
-
     stages = inputs.job.stage_layers
     found = []
     for stage, chunks in enumerate(stages):
@@ -241,7 +242,7 @@ def _weights_bytes(args: Namespace, inputs: Inputs) -> list[float]:
                 "moe_layer_freq": _frequency(args, layers),
             }
         )
-        found.append(float(compute_weight_and_optimizer_memory(one_stage)))
+        found.append(weights_and_optimizer_bytes(one_stage))
     return found
 
 

@@ -11,20 +11,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from sparsebalance_megatron.config import ConfigError
-from sparsebalance_megatron.megatron.compat import update_sequence_statistics
-from sparsebalance_megatron.megatron.loss import validate_loss
+from sparsebalance_megatron.megatron.forward import (
+    count_sequences,
+    model_config_of,
+    use_true_positions,
+    validate_loss,
+)
 from sparsebalance_megatron.megatron.packed_seq_params import (
-    BudgetedPackedSeqParams,
     MicroBatchContext,
     micro_batch_context,
     packed_params,
 )
-from sparsebalance_megatron.megatron.rope_rows import use_true_positions
 from sparsebalance_megatron.training.inputs import Inputs
 from sparsebalance_megatron.training.micro_batches import LocalMicroBatch
 from sparsebalance_megatron.training.run import Run
@@ -62,7 +62,7 @@ class ForwardStep:
 
     def __call__(self, data_iterator: Any, model: Any) -> tuple[Tensor, LossFunction]:
         if model.training:
-            self._run().install(get_model_config(model))
+            self._run().install(model_config_of(model))
         micro_batch: LocalMicroBatch = next(data_iterator)
         context = micro_batch_context(
             micro_batch.plan,
@@ -118,25 +118,6 @@ class ForwardStep:
         if training:
             self._run().add_loss(loss.detach(), tokens, report)
         return loss, tokens, report
-
-
-def count_sequences(packed: BudgetedPackedSeqParams) -> None:
-    """Have Megatron's FLOP count see a row once, however many ranks share it.
-
-    It divides by the context-parallel size, as if each of those ranks had counted every row. Of
-    padding it sees nothing: it counts useful work.
-    """
-    micro_batch = packed.micro_batch
-    cu_seqlens, sequence = packed.cu_seqlens_q, None
-    if micro_batch is not None:
-        cu_seqlens = cu_seqlens[: len(cu_seqlens) - micro_batch.padding_documents]
-        sequence = micro_batch.sequence
-    if sequence is None:
-        update_sequence_statistics(cu_seqlens)
-        return
-    first = sequence.group.member == 0
-    times = parallel_state.get_context_parallel_world_size() if first else 0
-    update_sequence_statistics(cu_seqlens, times=times)
 
 
 def packed_forward_step(

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.learn.host_job import HostJob
@@ -28,6 +27,7 @@ from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_va
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, replace_core_attention
 from sparsebalance_megatron.megatron.layout_cache import LayoutCache
 from sparsebalance_megatron.megatron.packed_seq_params import micro_batch_context
+from sparsebalance_megatron.megatron.ranks import data_parallel_group, data_parallel_size
 from sparsebalance_megatron.megatron.settings import host_job
 from sparsebalance_megatron.megatron.unsupported import check_model
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
@@ -112,7 +112,7 @@ class HostRun:
         Raises:
             PlanError: on all ranks alike.
         """
-        group = parallel_state.get_data_parallel_group()
+        group = data_parallel_group()
         own = [[int(length) for length in row] for row in lengths_tokens]
         if pinned_LS is None:
             pinned_LS = np.zeros((self.planner.coverage.layers, sum(map(len, own))), np.int64)
@@ -275,7 +275,7 @@ def begin_host_run(
     job = host_job(
         transformer_config,
         vocab_size=vocab_size,
-        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        data_parallel_size=data_parallel_size(),
         max_sample_tokens=max_sample_tokens,
         global_batch_size=global_batch_size,
         pad_samples_to=pad_samples_to,

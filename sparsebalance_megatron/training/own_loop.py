@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, replace_core_attention
+from sparsebalance_megatron.megatron.ranks import data_parallel_size
 from sparsebalance_megatron.megatron.settings import RunSettings
 from sparsebalance_megatron.megatron.timers import install_hooks
 from sparsebalance_megatron.megatron.unsupported import (
@@ -145,7 +145,7 @@ def begin_run(
     settings = RunSettings.from_transformer_config(
         transformer_config,
         vocab_size=vocab_size,
-        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        data_parallel_size=data_parallel_size(),
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
         global_batch_size=global_batch_size,

@@ -14,14 +14,14 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sparsebalance_megatron.cost.parts import Direction
-from sparsebalance_megatron.learn.measurement import RankPlace, StepMeasurement
+from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
+from sparsebalance_megatron.megatron.ranks import rank_place
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms
 from sparsebalance_megatron.plan.step_plan import Expectation, JobShape, StepPlan
@@ -315,17 +315,6 @@ def step_figures(
     }
     values |= {name: count for name, count in counts.items() if count}
     return {f"{PREFIX}/{name}": float(value) for name, value in values.items()}
-
-
-def rank_place() -> RankPlace:
-    """Where this rank stands; once Megatron's groups exist."""
-    return RankPlace(
-        data_parallel_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
-        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        tensor_parallel_rank=parallel_state.get_tensor_model_parallel_rank(),
-        world_rank=torch.distributed.get_rank(),
-        world_size=torch.distributed.get_world_size(),
-    )
 
 
 def backward_order(job: JobShape, stage: int, micro_batches: int) -> list[tuple[int, int]]:

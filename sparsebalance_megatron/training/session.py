@@ -18,6 +18,7 @@ from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.megatron.kept_attention import bytes_per_token
+from sparsebalance_megatron.megatron.ranks import rank_place
 from sparsebalance_megatron.profiling.startup import shared_cost_table
 from sparsebalance_megatron.telemetry.log_directory import LogDirectory, LogDirectoryError
 from sparsebalance_megatron.training.agreement import check_ranks_agree, gather_or_raise
@@ -29,7 +30,7 @@ from sparsebalance_megatron.training.inputs import (
     processor,
 )
 from sparsebalance_megatron.training.resume import compare_runs, run_record
-from sparsebalance_megatron.training.run import Loop, Run, rank_place
+from sparsebalance_megatron.training.run import Loop, Run
 from sparsebalance_megatron.training.samples import DataSamples, make_scheduler
 from sparsebalance_megatron.training.sinks import open_sinks
 

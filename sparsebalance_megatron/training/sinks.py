@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sparsebalance_megatron.learn.measurement import RankPlace, StepTimes
-from sparsebalance_megatron.megatron.compat import megatron_version
+from sparsebalance_megatron.megatron.compat import megatron_version, metric_writers
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.telemetry.coverage_record import coverage_record
 from sparsebalance_megatron.telemetry.log_file import JsonLinesFile
@@ -123,8 +123,14 @@ def open_sinks(
         coverage=coverage,
         step_log=step_log,
         rank_log=rank_log,
-        scalars=ScalarWriter.of_megatron(),
+        scalars=_scalars(),
     )
+
+
+def _scalars() -> ScalarWriter | None:
+    """A writer at ``--log-interval``, where Megatron has one on this rank."""
+    writers = metric_writers()
+    return writers and ScalarWriter(writers[0], writers[1], interval=writers[2])
 
 
 def _run_header(inputs: CostedInputs, device: torch.device) -> dict[str, Any]:

@@ -402,10 +402,10 @@ def test_equal_widths_are_compared_with_planned_ones(close, monkeypatch):
     )
     budgets_LS = np.full((given_["job"].layers, 16), 8)
     even = Arrangement.of_groups(problem.balanced_by(budgets_LS))
-    monkeypatch.setattr(planned_widths, "_hardly_beatable", lambda *_: False)
+    monkeypatch.setattr(planned_widths, "_is_near_bound", lambda *_: False)
     monkeypatch.setattr(planned_widths, "_best_start", lambda *_: lopsided)
     monkeypatch.setattr(planned_widths, "improve_widths", lambda where, *_, **__: where)
-    monkeypatch.setattr(planned_widths, "_CLOSE", np.inf if close else 0.0)
+    monkeypatch.setattr(planned_widths, "_MAX_TUNING_REVERSAL", np.inf if close else 0.0)
     found, _ = planned_widths.best_widths(problem, even)
     assert found is (even if close else lopsided)
 

@@ -10,10 +10,10 @@ import pytest
 
 from sparsebalance_megatron.cost.memory import GIBIBYTE
 from sparsebalance_megatron.simulate.advice import AdvisedJob, Choice, advise
-from sparsebalance_megatron.simulate.advice_table import best_fitting, findings
 from sparsebalance_megatron.simulate.lengths import WorkloadError, split_overlong
 from sparsebalance_megatron.simulate.models import h200_cost
 from sparsebalance_megatron.simulate.presets import preset
+from sparsebalance_megatron.simulate.tables import best_fitting, findings
 
 MODEL = preset("qwen2.5-0.5b")
 LENGTHS = (4096, 900, 2048, 300, 8192, 512, 1024, 600)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sparsebalance_megatron.training import forward_step
+from sparsebalance_megatron.megatron import forward
 
 CU_SEQLENS = torch.tensor([0, 3, 10], dtype=torch.int32)
 
@@ -47,13 +47,13 @@ def test_a_row_is_counted_as_often_as_megatron_divides(
 ) -> None:
     """Every rank feeds something, or it would leave out the collective that adds up."""
     monkeypatch.setattr(
-        forward_step.parallel_state, "get_context_parallel_world_size", lambda: context_ranks
+        forward.parallel_state, "get_context_parallel_world_size", lambda: context_ranks
     )
-    forward_step.count_sequences(packed(member))
+    forward.count_sequences(packed(member))
     assert fed == ([10.0] * times or [0.0])
 
 
 def test_padding_is_no_useful_work(fed: list[float]) -> None:
     """Of sequences of 3 and 7 tokens the second is padding."""
-    forward_step.count_sequences(packed(None, padding_documents=1))
+    forward.count_sequences(packed(None, padding_documents=1))
     assert fed == [3.0]

@@ -34,10 +34,10 @@ from sparsebalance_megatron.plan.step_costs import StepCosts
 
 _STRIDES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32])
 _MAX_ROUNDS = 24
-"""What rises after that is left where it is."""
+"""Rounds after which units stay at the level they have reached."""
 _MAX_EVALUATED_TIMES = 1 << 21
 _MOST_TIMES_AT_ONCE = 1 << 16
-"""Beyond that the work of a call outweighs what it takes to make one."""
+"""Above this size, simulating costs more than an additional call of the simulator."""
 
 
 def unit_growth_JCQ(costs: StepCosts, ladder: Ladder, slot_of_S: np.ndarray) -> np.ndarray:
@@ -119,7 +119,7 @@ class Filling:
 
     @cached_property
     def _first_unit_EU(self) -> np.ndarray:
-        """Of every rank's part of a slot, the unit on the first rank."""
+        """The unit on the first rank, for every rank's part of a slot."""
         chunks = self.costs.chunks
         unit_JC = first_places(self._widths_RM)[:, None] * chunks + np.arange(chunks)
         units = self._growth_EUQ.shape[1]
@@ -229,7 +229,7 @@ class Filling:
 
     @cached_property
     def _share_EU(self) -> np.ndarray:
-        """Of a unit's pairs, what each of its ranks computes."""
+        """Share of a unit's pairs that each of its ranks computes."""
         share_J = self.costs.share_W[self._widths_RM].reshape(-1)
         return np.repeat(share_J, self.costs.chunks).reshape(self._growth_EUQ.shape[:2])
 

@@ -18,12 +18,12 @@ from sparsebalance_megatron.plan.budgets.price_ladder import LEVELS, Ladder, pri
 from sparsebalance_megatron.plan.budgets.problem import ROUNDING, BudgetProblem
 
 HORIZON_SAMPLES = 64
-"""At least; longer horizons gain little and take longer to plan."""
+"""Least samples of a horizon; longer horizons gain little and take longer to plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pricing:
-    """Of the own samples of a step.
+    """The price of coverage for the own samples of a step.
 
     ``ladder``: their budgets by price level. ``expected_LS``: budgets to place them by, before
     tuning ``makespan`` knows their places. ``wanted_coverage``: that tuned budgets reach, by
@@ -61,7 +61,7 @@ def price(
     blocks_Z, weight_Z = ladder.blocks_Z, ladder.sum_Z(problem.weight_S)
 
     def coverage_Z(budgets_LZ: np.ndarray) -> np.ndarray:
-        """Of a sample of each size, over layers whose curves are known."""
+        """Coverage of a sample of each size, summed over layers whose curves are known."""
         return np.nansum(problem.coverage.coverage_LS(blocks_Z, budgets_LZ), axis=0)
 
     def sum_at(level: int) -> float:

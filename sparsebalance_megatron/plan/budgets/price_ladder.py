@@ -45,7 +45,7 @@ class Ladder:
         return self.budgets_QLZ[level_LS, layer_L1, self.size_S]
 
     def of(self, samples: slice) -> Ladder:
-        """That of some of the samples."""
+        """The ladder of some of the samples."""
         return replace(self, size_S=self.size_S[samples])
 
     def common_LS(self, level: int) -> np.ndarray:

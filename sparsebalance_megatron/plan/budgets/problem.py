@@ -16,7 +16,7 @@ from sparsebalance_megatron.plan.step_costs import StepCosts
 from sparsebalance_megatron.plan.step_plan import PlanPolicy
 
 ROUNDING = 1.0 + 1e-9
-"""Above what sums of the same numbers in another order differ by."""
+"""Relative tolerance above summation-order error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class BudgetRange:
     top_LS: np.ndarray
 
     def of(self, samples: slice) -> BudgetRange:
-        """That of some of the samples."""
+        """The part that is about some of the samples."""
         return BudgetRange(
             floor_LS=self.floor_LS[:, samples],
             base_LS=self.base_LS[:, samples],
@@ -39,7 +39,7 @@ class BudgetRange:
         )
 
     def pinned(self, pinned_LS: np.ndarray) -> BudgetRange:
-        """The same where pinned budgets, above 0, allow no others; they stand for base budgets."""
+        """This range, but pinned budgets, above 0, allow no others and stand for base budgets."""
         floor_LS, base_LS, top_LS = (
             np.where(pinned_LS > 0, pinned_LS, limit_LS)
             for limit_LS in (self.floor_LS, self.base_LS, self.top_LS)
@@ -81,7 +81,7 @@ class BudgetProblem:
     pinned_S: np.ndarray
 
     def of(self, samples: slice) -> BudgetProblem:
-        """That of some of the samples."""
+        """The part that is about some of the samples."""
         return replace(
             self,
             costs=self.costs.of(samples),

@@ -214,7 +214,7 @@ def _pack_without_ejection(
     capacity: int | None,
     minimum: int,
 ) -> list[list[int]] | None:
-    """The same packing from a heap, S log S; None where an item finds no room."""
+    """Pack as :func:`_pack` does, from a heap in S log S; None where an item finds no room."""
     bins = len(slowness)
     if minimum == 1 and len(order) == bins and (capacity is None or tokens.max() <= capacity):
         return [[item] for item in order]

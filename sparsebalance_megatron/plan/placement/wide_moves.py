@@ -24,7 +24,7 @@ from sparsebalance_megatron.plan.placement.wide_slots import (
 )
 
 _OVERDRAWN = 3
-"""Moves drawn for each that is wanted: many of them are not allowed."""
+"""Moves drawn per wanted move: many are not allowed."""
 
 
 class Kind(IntEnum):
@@ -39,7 +39,7 @@ class Kind(IntEnum):
     MERGE_JOIN = 3
     """a becomes as wide as itself and its buddy, whose samples join c."""
     MERGE_HALVE = 4
-    """The same, but c keeps one half of its ranks, and they get the other."""
+    """As MERGE_JOIN, but c keeps one half of its ranks, and the samples get the other half."""
     HALVE_TAKE = 5
     """a keeps one half of its ranks, and y of b gets the other."""
     HALVE = 6
@@ -157,7 +157,7 @@ def draw_moves(
     numbers: Numbers,
     count: int,
 ) -> Moves:
-    """At most so many allowed moves of the table's slots."""
+    """Draw at most ``count`` allowed moves of the table's slots."""
     drawn = count * _OVERDRAWN
     slots = len(table.width_J)
     kind_X = np.searchsorted(_UNTIL, numbers.below(1 << 20, drawn) / (1 << 20), side="right")

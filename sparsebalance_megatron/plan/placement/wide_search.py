@@ -29,19 +29,19 @@ from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
 _DRAWN = 64
-"""Moves of a round: fewer find better placements with as many simulated, more cost less each."""
+"""Moves per round. Fewer find better placements per simulated move; more cost less each."""
 _OPERATIONS_EACH = 2
-"""How many operations of independent pipelines one takes where ranks wait for one another."""
+"""Cost of a simulated operation where ranks wait for one another, over one where none wait."""
 _ROUND_OPERATIONS = 200_000
-"""What a round takes besides: drawing moves and many calls of numpy on short arrays."""
+"""Cost of a round beside its simulation: drawing moves, many calls of numpy on short arrays."""
 _FIRST_TOLERANCE = 1e-3
 _LAST_TOLERANCE = 6e-5
-"""By which share a round may lengthen the island, at the beginning and at the end."""
+"""Share by which a round may lengthen the island, at the beginning and at the end of a search."""
 _WEIGHT_OF_MEAN = 0.05
-"""Of the ranks' mean makespan beside the largest: moves that free ranks lead somewhere."""
+"""Weight of the ranks' mean makespan beside the largest: it prefers moves that relieve ranks."""
 _IDLE_ROUNDS = 200
 _IDLE_ROUNDS_PER_SAMPLE = 4
-"""After so many rounds without a gain, whichever is fewer, there is nothing left to find."""
+"""Rounds without a gain after which the search ends, whichever is fewer."""
 _GAIN = 1e-9
 
 

@@ -68,7 +68,7 @@ class Contents:
 
 
 def _slowness_of_slots(costs: StepCosts) -> np.ndarray | None:
-    """Of the slowest rank of a slot of width 1, 2, 4, ... from every rank on; None if all alike."""
+    """Slowness of the slowest of 1, 2, 4, ... ranks from every rank on; None if all are alike."""
     if bool((costs.slowness_RP == 1.0).all()):
         return None
     slowness_RC = np.repeat(costs.slowness_RP, costs.job.virtual_stages, axis=1)

@@ -69,7 +69,7 @@ class _Slots:
         self.tokens_J: list[int] = []
         self.blocks_J: list[int] = []
         self._light: list[tuple[float, int]] = []
-        """By weight per rank; entries of before a slot got its last sample stay behind."""
+        """A heap by weight per rank; entries that a later sample made invalid stay in it."""
 
     def least_widths(self) -> np.ndarray:
         """[S] under the cap."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of chains of a pipeline that is long however its work is dealt to the micro-batches.
+"""A lower bound on a pipeline's time from a weighted mean of chains of its operations.
 
 A pipeline takes at least as long as any chain of operations that wait for one another, and so at
-least as long as any mixture of chains. Small micro-batches at both ends of a step make some chains
-short, and others, through the large ones in the middle, long. Who deals the work wants all chains
-short; who mixes them, the mixture long. The value of that game, by duality of linear programs, is
-the shortest step that dealing one rank's work in any parts to its micro-batches can give.
+least as long as any weighted mean of chains. Choosing the weights is a zero-sum game: the scheduler
+splits a rank's work over its micro-batches so that the longest chain is short, the adversary
+weights chains so that their mean is long. Its value, by duality of linear programs, is the shortest
+step that any split of the work can give.
 
 Shape legend: P pipeline stages, V virtual stages, M micro-batches; a leading 2: forward and
 backward.
@@ -24,13 +24,12 @@ from sparsebalance_megatron.plan.schedules.pipeline_graph import graph_of
 from sparsebalance_megatron.plan.schedules.simulator import longest_chain
 
 _ROUNDS = (60, 300)
-"""At least and at most: 300 come within 2 % of the value."""
+"""Least and most rounds of the game: 300 come within 2 % of its value."""
 _OPERATIONS = 40_000
-"""Simulated in all rounds together, between those limits."""
+"""Operations simulated in all rounds together, between those limits."""
 _LEARNING_RATE = 3.0
 _PROFILE_STEP = 0.05
-"""To which the work of a chunk, over that of the mean one, is rounded: one mixture serves the steps
-of a run."""
+"""Rounding of a chunk's work over the mean chunk's: one mixture serves all steps of a run."""
 
 
 def chain_mixture(
@@ -56,9 +55,9 @@ def chain_mixture(
 def _mixture(
     profile: tuple[int, ...], shape: tuple[int, ...], micro_batches: int, schedule: Schedule
 ) -> np.ndarray:
-    """Both sides play in rounds: the longest chain, then work away from where it was.
+    """Play the game in rounds: find the longest chain, then move work away from it.
 
-    Work is dealt by multiplicative weights; later rounds count more in the mixture.
+    Work moves by multiplicative weights; later rounds weigh more in the mixture.
     """
     work_2PV1 = np.array(profile, dtype=np.float64).reshape(*shape, 1)
     work_2PV1 /= max(work_2PV1.sum(), 1.0)

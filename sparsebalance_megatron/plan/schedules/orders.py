@@ -44,7 +44,7 @@ class PipelineOrder:
 
 
 Schedule = Callable[[int, int, int], PipelineOrder]
-"""Of (stages, micro-batches, chunks per stage)."""
+"""A function of (stages, micro-batches, chunks per stage)."""
 
 
 def no_pipeline(stages: int, micro_batches: int, chunks: int) -> PipelineOrder:

@@ -16,6 +16,7 @@ from sparsebalance_megatron.plan.schedules.chain_mixture import chain_mixture
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
 _HALVINGS = 12
+"""Bisections in the search for the largest contradicted time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,12 +193,12 @@ class _PlacedWork:
     way_2SP: np.ndarray
 
     def mixed_ms(self, end_ms: float) -> float:
-        """Of mixed chains, in a step that ends by then."""
+        """The bound of mixed chains for a step that ends by then."""
         least_S = np.where(self.chain_WS <= end_ms, self.mixed_WS, np.inf).min(axis=0)
         return float(least_S.sum()) + self.mixed_constant_ms
 
     def long_ms(self, end_ms: float) -> float:
-        """Of the longer samples, in a step that ends by then."""
+        """The bound of the longer samples for a step that ends by then."""
         order_S = np.argsort(-self.way_2SP[..., -1].sum(axis=0), kind="stable")
         allowed_WS1 = (self.chain_WS <= end_ms)[..., None]
         work_SP = np.where(allowed_WS1, self.work_WSP, np.inf).min(axis=0)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from attention.cases import SCALE, Case, on_device
+from attention.cases import SCALE, Case, on_device, saved
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -135,9 +135,7 @@ def in_parts(
         rows = held.tokens_T
         inputs = q[rows], k[rows], v[rows]
         results = exchanging.forward(*inputs, selection, softmax_scale=SCALE)
-        dq_local, *own = exchanging.backward(
-            dout[rows], *inputs, *results, selection, softmax_scale=SCALE
-        )
+        dq_local, *own = exchanging.backward(dout[rows], saved(*inputs, *results, selection))
         out[rows], lse[rows], dq[rows] = *results, dq_local
         for other, added in zip(members, exchange.added, strict=True):
             assert added.dtype == wide
