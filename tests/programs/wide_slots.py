@@ -60,7 +60,11 @@ def plan_with_drawn_widths(step: int, inputs: PlanInputs) -> StepPlan:
         slots=tuple(slots),
         expectation=replace(
             expected,
-            times_2RPVM=expected.times_2RPVM.repeat(group, axis=1),
+            times=replace(
+                expected.times,
+                ms_OR=expected.times.ms_OR.repeat(group, axis=1),
+                cp_sizes_RM=np.full((job.data_parallel_size, job.micro_batches), 1),
+            ),
             rank_makespan_ms=tuple(np.repeat(expected.rank_makespan_ms, group)),
         ),
     )
