@@ -126,7 +126,7 @@ def _without_import_notices() -> Iterator[None]:
 
 @contextmanager
 def _without_argument_dump() -> Iterator[None]:
-    """Of Megatron's output keep warnings, and everything where it ends the process (--help)."""
+    """Print only warnings of Megatron's output, or all of it if Megatron ends the process."""
     output = io.StringIO()
     try:
         with redirect_stdout(output):

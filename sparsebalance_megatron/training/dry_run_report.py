@@ -8,18 +8,27 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from sparsebalance_megatron.cost.memory import MemoryModel, memory_lines, stage_memory
 from sparsebalance_megatron.cost.model import COUNTED
+from sparsebalance_megatron.cost.work_model import work_model_named
 from sparsebalance_megatron.data.blend import read_blends
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.megatron.compat import megatron_version
-from sparsebalance_megatron.training.dry_run_memory import describe_memory
-from sparsebalance_megatron.training.inputs import CostedInputs
+from sparsebalance_megatron.megatron.compat import (
+    megatron_version,
+    weights_and_optimizer_bytes,
+)
+from sparsebalance_megatron.plan.step_plan import StepPlan
+from sparsebalance_megatron.training.inputs import CostedInputs, Inputs
 
 _HEADER = ("rank", "micro-batch", "samples", "tokens", "budget min", "mean", "max", "predicted ms")
 _RANK_HEADER = ("ranks", "micro-batches", *_HEADER[2:])
+_WEIGHTS_SOURCE = (
+    "weights, gradients and optimizer as Megatron's theoretical_memory_usage counts them"
+)
 _MOST_SLOTS = 32
 """Above it the table has a row per rank, not per micro-batch."""
 _MOST_RANKS = 16
@@ -59,7 +68,7 @@ def describe(
         "(rank: data-parallel and context-parallel; budgets: blocks, over layers and samples; ms: "
         "forward and backward, all stages)",
         "",
-        *describe_memory(args, inputs, planned.plan),
+        *_memory(args, inputs, planned.plan),
         "",
         f"batching: {planned.plan.batching}, planned in {planned.plan_ms:.1f} ms",
         f"makespan: {expected.makespan_ms:.4g} ms {_predicted(inputs)}, at least "
@@ -176,3 +185,70 @@ def _coverage(mean: float | None, least: float | None) -> str:
     if mean is None or least is None:
         return "unknown before the first step, which therefore runs at base budgets"
     return f"mean {mean:.3f}, least {least:.3f}"
+
+
+def _memory(args: Namespace, inputs: Inputs, plan: StepPlan) -> list[str]:
+    """Lines of text: GiB per pipeline stage while the planned step runs."""
+    shape, job = inputs.settings.shape, inputs.job
+    most_blocks = max(int(slot.budgets_LS.max()) for slot in plan.slots)
+    model = MemoryModel(
+        shape=shape,
+        layers_per_stage=tuple(sum(map(len, stage)) for stage in job.stage_layers),
+        virtual_stages=job.virtual_stages,
+        micro_batch_group_size=job.micro_batch_group_size,
+        tied_embeddings=not args.untie_embeddings_and_output_weights,
+        sequence_parallel=inputs.settings.sequence_parallel,
+        optimizer_ranks=args.data_parallel_size if args.use_distributed_optimizer else 1,
+        selected_blocks_per_token=work_model_named(inputs.config.selection).list_entries_per_token(
+            heads=shape.num_attention_heads,
+            groups=shape.num_query_groups,
+            block_size=inputs.config.block_size,
+            budget_blocks=most_blocks,
+        ),
+        recompute_all=inputs.settings.recompute_all,
+        recompute_attention=inputs.settings.recompute_attention,
+        attention_kept=inputs.config.recompute_attention == "keep",
+    )
+    weights = _weights_bytes(args, inputs)
+    stages = [
+        replace(memory, weights_bytes=of_stage)
+        for memory, of_stage in zip(
+            stage_memory(model, plan.share_tokens_RM()), weights, strict=True
+        )
+    ]
+    return memory_lines(stages, _WEIGHTS_SOURCE)
+
+
+def _weights_bytes(args: Namespace, inputs: Inputs) -> list[float]:
+    """Weights, gradients and optimizer state of every stage's fullest rank, as Megatron counts.
+
+    Megatron counts a whole model cut evenly; asked for a model of one stage's layers, and of as
+    many embeddings as the stage holds, it counts the stage.
+    """
+    stages = inputs.job.stage_layers
+    found = []
+    for stage, chunks in enumerate(stages):
+        layers = sorted(layer for chunk in chunks for layer in chunk)
+        first, last = stage == 0, stage == len(stages) - 1
+        tied = not args.untie_embeddings_and_output_weights
+        embeddings = int(first) + int(last and not (first and tied))
+        one_stage = Namespace(
+            **vars(args)
+            | {
+                "num_layers": len(layers),
+                "pipeline_model_parallel_size": 1,
+                "padded_vocab_size": args.padded_vocab_size * embeddings,
+                "untie_embeddings_and_output_weights": False,
+                "moe_layer_freq": _frequency(args, layers),
+            }
+        )
+        found.append(weights_and_optimizer_bytes(one_stage))
+    return found
+
+
+def _frequency(args: Namespace, layers: list[int]) -> int | list[int]:
+    """``--moe-layer-freq`` of some of the layers, numbered from 0 in the whole model."""
+    frequency = getattr(args, "moe_layer_freq", 1)
+    if isinstance(frequency, int):
+        return [int(layer % frequency == 0) for layer in layers]
+    return [frequency[layer] for layer in layers]

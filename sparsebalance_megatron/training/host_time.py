@@ -41,7 +41,7 @@ class HostTime:
         self.add_ms(part, self._since_ms(began_s))
 
     def begin_forward_step(self) -> None:
-        """Everything until :meth:`end_forward_step` is the plugin's."""
+        """Begin to count for the plugin, until :meth:`end_forward_step`."""
         self._forward_step_began_s = self.clock()
 
     def end_forward_step(self, *, plan_wait_ms: float) -> None:

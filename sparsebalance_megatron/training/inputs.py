@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From settings to everything a run needs, read and checked before anything is built."""
+"""Reads and checks everything that a run needs, before anything is built."""
 
 from __future__ import annotations
 
@@ -208,19 +208,13 @@ def job_shape(settings: RunSettings) -> JobShape:
     Raises:
         ConfigError: if the global batch does not fill its slots evenly.
     """
-    per_slot = settings.micro_batch_size * settings.data_parallel_size
-    if settings.global_batch_size < per_slot or settings.global_batch_size % per_slot:
-        scheduled = "--step-batch-size-schedule: size"
-        flag = scheduled if settings.batch_size_schedule else "--global-batch-size"
-        raise ConfigError(
-            f"{flag} {settings.global_batch_size} must "
-            f"be a multiple of --micro-batch-size {settings.micro_batch_size} x data-parallel size "
-            f"{settings.data_parallel_size} = {per_slot}"
-        )
+    scheduled = "--step-batch-size-schedule: size"
+    flag = scheduled if settings.batch_size_schedule else "--global-batch-size"
+    micro_batches = _micro_batches(settings, settings.global_batch_size, flag)
     return JobShape(
         data_parallel_size=settings.data_parallel_size * settings.context_parallel_size,
         context_parallel_size=settings.context_parallel_size,
-        micro_batches=settings.global_batch_size // per_slot,
+        micro_batches=micro_batches,
         stage_layers=settings.stage_layers,
         micro_batch_group_size=settings.micro_batch_group_size,
     )
@@ -232,14 +226,20 @@ def check_batch_sizes(settings: RunSettings, step: int) -> None:
     Raises:
         ConfigError: if one does not fill its slots evenly.
     """
-    per_slot = settings.micro_batch_size * settings.data_parallel_size
     for size in settings.batch_sizes.sizes_from(step):
-        if size % per_slot:
-            raise ConfigError(
-                f"--step-batch-size-schedule: size {size} must be a multiple of --micro-batch-size "
-                f"{settings.micro_batch_size} x data-parallel size "
-                f"{settings.data_parallel_size} = {per_slot}"
-            )
+        _micro_batches(settings, size, "--step-batch-size-schedule: size")
+
+
+def _micro_batches(settings: RunSettings, batch_size: int, flag: str) -> int:
+    """Micro-batches of every rank in a step of so many samples."""
+    samples = settings.micro_batch_size * settings.data_parallel_size
+    if batch_size < samples or batch_size % samples:
+        raise ConfigError(
+            f"{flag} {batch_size} must be a multiple of --micro-batch-size "
+            f"{settings.micro_batch_size} x data-parallel size {settings.data_parallel_size} = "
+            f"{samples}"
+        )
+    return batch_size // samples
 
 
 def _samples(

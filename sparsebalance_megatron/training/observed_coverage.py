@@ -35,7 +35,7 @@ class ObservedCoverage:
 
     @classmethod
     def gather(cls, seen: Iterable[MicroBatchContext]) -> ObservedCoverage:
-        """From this rank's micro-batches and what their layers observed.
+        """Gather what the layers of this rank's micro-batches observed.
 
         Padding sequences come after the planned samples and are left out. Ranks that share a row
         see the same of it, and the first of them speaks for all.

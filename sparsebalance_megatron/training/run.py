@@ -64,7 +64,7 @@ class Samples(Protocol):
 
     @property
     def coverage(self) -> CoverageCurves:
-        """What is known of coverage."""
+        """The coverage curves that plans are made from."""
 
     def planned(self, step: int) -> PlannedStep:
         """The plan of the step that runs, or of one that comes."""
@@ -224,7 +224,7 @@ class Run:
         return self._recorder.timed
 
     def end_step(self) -> dict[str, float]:
-        """After the last backward and the gradient reduction, on every rank.
+        """Learn from the step; called after the gradient reduction, on every rank.
 
         Returns:
             The step's figures.

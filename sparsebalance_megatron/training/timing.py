@@ -106,12 +106,12 @@ class MicroBatchRecorder:
         return bool(self._spans)
 
     def wait(self) -> None:
-        """Until the device has come to the end of the last span."""
+        """Wait until the device has come to the end of the last span."""
         if self._spans:
             self._clock.elapsed_ms(*self._spans[-1][-2:])
 
     def times(self) -> StepTimes:
-        """Everything measured since :meth:`begin_step`; after :meth:`wait`."""
+        """The times measured since :meth:`begin_step`; call it after :meth:`wait`."""
         forward_VM, backward_VM = np.full((2, self._virtual_stages, self._micro_batches), np.nan)
         spans = []
         if self._origin is not None:

@@ -17,5 +17,5 @@ def plan_with_own_lot(step, inputs):
 
 
 if __name__ == "__main__":
-    drawing["scheduler"].plan_step = plan_with_own_lot
+    drawing["step_planner"].plan_step = plan_with_own_lot
     drawing["main"]()

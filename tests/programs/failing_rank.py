@@ -29,7 +29,7 @@ cpu.install()
 import torch  # noqa: E402
 
 from sparsebalance_megatron.data.errors import DataError  # noqa: E402
-from sparsebalance_megatron.plan import scheduler  # noqa: E402
+from sparsebalance_megatron.learn import step_planner  # noqa: E402
 from sparsebalance_megatron.plan.step_plan import StepPlan  # noqa: E402
 from sparsebalance_megatron.pretrain_gpt import main  # noqa: E402
 from sparsebalance_megatron.training import forward_step  # noqa: E402
@@ -78,14 +78,14 @@ def raise_in_reader(step: int) -> None:
 
 
 def raise_in_plan(step: int) -> None:
-    plan_step = scheduler.plan_step
+    plan_step = step_planner.plan_step
 
     def plan_or_raise(planned_step, inputs):
         if FAULTY and planned_step == step:
             raise ArithmeticError("no plan for this step")
         return plan_step(planned_step, inputs)
 
-    scheduler.plan_step = plan_or_raise
+    step_planner.plan_step = plan_or_raise
 
 
 def differ_in(step: int) -> None:

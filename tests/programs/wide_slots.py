@@ -18,8 +18,8 @@ from sparsebalance_megatron.megatron import cpu
 
 cpu.install()
 
+from sparsebalance_megatron.learn import step_planner  # noqa: E402
 from sparsebalance_megatron.megatron import settings  # noqa: E402
-from sparsebalance_megatron.plan import evaluation_schedule, scheduler  # noqa: E402
 from sparsebalance_megatron.plan.planner import plan_step  # noqa: E402
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan  # noqa: E402
 from sparsebalance_megatron.plan.step_problem import PlanInputs  # noqa: E402
@@ -123,6 +123,5 @@ def split(slot: MicroBatchPlan, generator: np.random.Generator) -> list[MicroBat
 
 if __name__ == "__main__":
     settings.RANKS_PER_NODE = 2
-    scheduler.plan_step = plan_with_drawn_widths
-    evaluation_schedule.plan_step = plan_with_drawn_widths
+    step_planner.plan_step = plan_with_drawn_widths
     main()
