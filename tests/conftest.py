@@ -22,8 +22,18 @@ settings.register_profile(
 settings.load_profile("sparse-balance")
 
 
-PROCESS_PATHS = ("benchmarks/test_kernel_resources.py", "training/test_dry_run.py")
-"""They compile kernels or plan many ranks, and take as long as tests that start processes."""
+PROCESS_PATHS = (
+    "attention/selectors/test_memory.py",
+    "benchmarks/test_kernel_resources.py",
+    "cli/test_report.py",
+    "megatron/test_dense_models.py",
+    "profiling/test_command.py",
+    "report/test_browser.py",
+    "test_compat.py::test_processes",
+    "test_documents.py",
+    "training/test_dry_run.py",
+)
+"""They start processes, compile kernels, fill memory or plan many ranks."""
 NIGHTLY_PATHS = (
     "hosts/",
     "test_distribution.py",
