@@ -46,7 +46,7 @@ class Room:
 ROOMS = {
     "plan": Room(outside=("numpy",), inside=("plan", "cost")),
     "learn": Room(outside=("numpy",), inside=("learn", "plan", "cost")),
-    "cost": Room(outside=("numpy", "scipy"), inside=("cost",)),
+    "cost": Room(outside=("msgspec", "numpy", "scipy"), inside=("cost",)),
     "attention": Room(outside=("numpy", "torch", "triton"), inside=("attention",)),
     "megatron": Room(
         outside=("megatron", "numpy", "torch"),
@@ -59,7 +59,7 @@ ROOMS = {
             *("profiling", "telemetry", "training"),
         ),
     ),
-    "telemetry": Room(outside=("numpy",), inside=("cost", "learn", "plan", "telemetry")),
+    "telemetry": Room(outside=("msgspec", "numpy"), inside=("cost", "learn", "plan", "telemetry")),
     "profiling": Room(
         outside=("numpy", "torch"),
         inside=("attention", "cost", "megatron", "plan", "profiling"),
@@ -69,8 +69,10 @@ ROOMS = {
         inside=("data", "megatron.datasets"),
     ),
     "convert/megatron_": Room(outside=("torch",), inside=("convert", "megatron")),
-    "convert": Room(outside=("safetensors", "torch"), inside=("convert",)),
-    "simulate": Room(outside=("numpy", "rich"), inside=("simulate", "learn", "plan", "cost")),
+    "convert": Room(outside=("msgspec", "safetensors", "torch"), inside=("convert",)),
+    "simulate": Room(
+        outside=("msgspec", "numpy", "rich"), inside=("simulate", "learn", "plan", "cost")
+    ),
     "report": Room(
         outside=("jinja2", "numpy", "rich", "scipy"),
         inside=("learn", "plan", "report", "telemetry"),
@@ -87,7 +89,7 @@ ROOMS = {
     "config.py": Room(),
     "errors.py": Room(),
     "selector_registry.py": Room(),
-    "json_file.py": Room(),
+    "json_file.py": Room(outside=("msgspec",)),
     "__init__.py": Room(),
 }
 """By the beginning of a path; the first that fits counts."""

@@ -99,7 +99,7 @@ COMMANDS = [
 ]
 DISTRIBUTION = "sparsebalance-megatron"
 EXTRAS = {"data", "flash", "te", "test", "tools", "wandb"}
-REQUIREMENTS = {"torch", "megatron-core", "numpy", "packaging", "scipy", "psutil"}
+REQUIREMENTS = {"torch", "megatron-core", "msgspec", "numpy", "packaging", "scipy", "psutil"}
 
 
 def test_flags() -> None:

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from sparsebalance_megatron.cli.output import OutputError, open_console
-from sparsebalance_megatron.report.live import LiveView, live_view
-from sparsebalance_megatron.report.live_text import status_line, view_lines
+from sparsebalance_megatron.report.live import LiveView, live_view, status_line, view_lines
 from sparsebalance_megatron.telemetry.follow import QuietTime, StepLogFollower, hosts_of
-from sparsebalance_megatron.telemetry.rank_record import Place
+from sparsebalance_megatron.telemetry.records import Place
 from sparsebalance_megatron.telemetry.step_log import RunLogError
 
 _SLOWEST_INTERVAL_S = 3600.0
@@ -86,7 +85,7 @@ def _views(
     waited = said_silent = False
     while True:
         is_new = _poll(follower)
-        if is_new and len(hosts) < _places(follower):
+        if is_new and len(hosts) < follower.steps[-1].stages:
             # Ranks write their first lines one after the other, over a slow disk perhaps late.
             hosts = hosts_of(follower.directory)
         view = live_view(follower, hosts, quiet.seconds())
@@ -106,11 +105,6 @@ def _poll(follower: StepLogFollower) -> bool:
         return follower.poll()
     except RunLogError:
         return False
-
-
-def _places(follower: StepLogFollower) -> int:
-    """Stages of all ranks that the last step speaks of."""
-    return follower.steps[-1].measured_RP.size if follower.steps else 0
 
 
 def _live(follower: StepLogFollower, views: Iterator[LiveView | None]) -> None:

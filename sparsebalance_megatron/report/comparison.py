@@ -10,7 +10,7 @@ from statistics import fmean, median
 from sparsebalance_megatron.plan.metrics import imbalance
 from sparsebalance_megatron.report.explanation import Explanation, TimeSplit, explain, split_time
 from sparsebalance_megatron.telemetry.step_log import RunLog
-from sparsebalance_megatron.telemetry.step_record import Step
+from sparsebalance_megatron.telemetry.steps import Step
 
 WARM_UP_STEPS = 5
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.telemetry.coverage_record import CoverageRecord
+from sparsebalance_megatron.telemetry.records import CoverageRecord
 
 _MOST_FRAMES = 6
 FRAME_WIDTH, FRAME_HEIGHT = 180.0, 100.0

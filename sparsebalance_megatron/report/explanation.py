@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparsebalance_megatron.telemetry.step_record import Step
+from sparsebalance_megatron.telemetry.steps import Step
 
 NOISY_MACHINE_SHARE = 0.05
 """Above this share of the baseline's step, what the machine did to it is said aloud."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run looks like right now: numbers of its last steps, for the terminal.
+"""What a run looks like right now, as lines of text: a strip of its last step, and its figures.
 
 Shape legend: R data-parallel ranks, P pipeline stages.
 """
@@ -12,16 +12,23 @@ from statistics import median
 
 import numpy as np
 
-from sparsebalance_megatron.report.timeline import Timeline, measured_timeline
-from sparsebalance_megatron.telemetry.follow import SeenStep, StepLogFollower
-from sparsebalance_megatron.telemetry.rank_record import Place
+from sparsebalance_megatron.plan.metrics import stage_busy_ms
+from sparsebalance_megatron.report.timeline import SIMULATED, Bar, Timeline, measured_timeline
+from sparsebalance_megatron.telemetry.follow import StepLogFollower
+from sparsebalance_megatron.telemetry.records import Place, StepRecord
 from sparsebalance_megatron.telemetry.step_log import logged_schedule
+from sparsebalance_megatron.telemetry.steps import MicroBatchTimes, Step, step_of, times_of
 
 RECENT_STEPS = 10
 """What "recently" means of devices and times: single steps are noisy."""
+FORWARD, BACKWARD, WAITING = "▆", "█", "·"
+MOST_STRIPS = 8
 _SILENT_STEPS = 5
 """Typical steps without a line, after which a run is called silent."""
-_LEAST_SILENCE_S = 60.0
+_MIN_SILENCE_S = 60.0
+_LEVELS = "▁▂▃▄▅▆▇█"
+_NOTEWORTHY_SLOWNESS = 1.05
+_LABEL_CHARACTERS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,33 +43,28 @@ class SlowDevice:
     host: str
     slowness: float
 
+    def __str__(self) -> str:
+        rank, stage = self.place
+        return f"rank {rank} stage {stage}" + (f" on {self.host}" if self.host else "")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LiveView:
-    """One look at a run. Times in ms; None where nothing is known yet.
+    """One look at a run: its last step, and what the steps before it say.
 
-    ``recent_ms``: median of the last steps. ``measured_rank_ms`` and ``predicted_rank_ms``: of the
-    busiest rank of the last step. ``silent_s``: seconds since the log grew, where that is longer
-    than steps take; the run has ended then, or hangs. ``shared_rows`` lay on several ranks of the
-    last step, at most on ``widest``.
+    ``recent_ms``: median of the last steps, None where none was measured. ``silent_s``: seconds
+    since the log grew, where that is longer than steps take; the run has ended then, or hangs.
+    ``unreadable``: damaged lines that were left out.
     """
 
-    iteration: int
-    iteration_ms: float | None
+    step: Step
+    times: MicroBatchTimes
     recent_ms: float | None
-    measured_rank_ms: float | None
-    predicted_rank_ms: float | None
-    coverage: float | None
-    coverage_base: float | None
-    lm_loss: float | None
     losses: tuple[float, ...]
-    tokens: int
-    shared_rows: int
-    widest: int
     slowest: SlowDevice | None
     timeline: Timeline | None
     silent_s: float | None
-    notes: tuple[str, ...]
+    unreadable: int
 
 
 def live_view(
@@ -75,42 +77,30 @@ def live_view(
     """
     if not follower.steps:
         return None
-    steps = follower.steps
-    recent = steps[-RECENT_STEPS:]
-    last = steps[-1].step
-    times = follower.last_times
-    known_ms = [each.step.iteration_ms for each in recent if each.step.iteration_ms]
+    recent = follower.steps[-RECENT_STEPS:]
+    times = times_of(recent[-1])
+    known_ms = [record.iteration_ms for record in recent if record.iteration_ms]
     recent_ms = median(known_ms) if known_ms else None
     return LiveView(
-        iteration=last.iteration,
-        iteration_ms=last.iteration_ms,
+        step=step_of(recent[-1]),
+        times=times,
         recent_ms=recent_ms,
-        measured_rank_ms=max(last.measured_rank_ms) if last.measured_rank_ms else None,
-        predicted_rank_ms=max(last.predicted_rank_ms) if last.predicted_rank_ms else None,
-        coverage=last.coverage,
-        coverage_base=last.coverage_base,
-        lm_loss=last.lm_loss,
-        losses=tuple(each.step.lm_loss for each in steps if each.step.lm_loss is not None),
-        tokens=last.tokens,
-        shared_rows=0 if times is None else times.shared_rows,
-        widest=1 if times is None else times.widest,
+        losses=tuple(record.lm_loss for record in follower.steps if record.lm_loss is not None),
         slowest=_slowest(recent, hosts),
         timeline=measured_timeline(times, {}, schedule=logged_schedule(follower.header)),
         silent_s=_silence(recent_ms, quiet_s),
-        notes=tuple(_notes(follower)),
+        unreadable=follower.unreadable,
     )
 
 
-def _slowest(steps: Sequence[SeenStep], hosts: Mapping[Place, str]) -> SlowDevice | None:
+def _slowest(records: Sequence[StepRecord], hosts: Mapping[Place, str]) -> SlowDevice | None:
     """By the sums over the last steps of one shape, so that short steps count for little."""
-    shape = steps[-1].measured_RP.shape
+    shape = records[-1].measured.forward_ms.shape[:2]
     measured_RP, predicted_RP = np.zeros(shape), np.zeros(shape)
-    for each in steps:
-        if each.predicted_RP is None or each.measured_RP.shape != shape:
-            continue
-        if np.isfinite(each.measured_RP).all():
-            measured_RP += each.measured_RP
-            predicted_RP += each.predicted_RP
+    for times in map(times_of, records):
+        if times.shape[:2] == shape and np.isfinite(times.measured_2RPVM).all():
+            measured_RP += stage_busy_ms(times.measured_2RPVM)
+            predicted_RP += stage_busy_ms(times.predicted_2RPVM)
     if measured_RP.size < 2 or not (predicted_RP > 0.0).all():
         return None
     ratio_RP = measured_RP / predicted_RP
@@ -127,14 +117,138 @@ def _slowest(steps: Sequence[SeenStep], hosts: Mapping[Place, str]) -> SlowDevic
 
 def _silence(recent_ms: float | None, quiet_s: float | None) -> float | None:
     """``quiet_s`` where a run that works would not be quiet for so long."""
-    patience_s = max(_LEAST_SILENCE_S, _SILENT_STEPS * (recent_ms or 0.0) / 1e3)
+    patience_s = max(_MIN_SILENCE_S, _SILENT_STEPS * (recent_ms or 0.0) / 1e3)
     return quiet_s if quiet_s is not None and quiet_s > patience_s else None
 
 
-def _notes(follower: StepLogFollower) -> list[str]:
-    notes = []
-    if follower.unreadable:
-        notes.append(f"{follower.unreadable} lines of the log are damaged and left out")
-    if follower.skipped_bytes:
-        notes.append(f"the first {follower.skipped_bytes / 2**20:.0f} MiB of the log are not read")
-    return notes
+def view_lines(view: LiveView, width: int) -> list[str]:
+    """Everything about the last step, in lines of at most ``width`` characters where that can be.
+
+    Args:
+        width: of the terminal, in characters.
+    """
+    lines = [status_line(view)]
+    if view.timeline is not None and view.timeline.bars:
+        lines += ["", *timeline_strip(view.timeline, width)]
+    lines += ["", *_figures(view, width)]
+    if view.unreadable:
+        lines.append(f"note: {view.unreadable} lines of the log are damaged and left out")
+    return lines
+
+
+def status_line(view: LiveView) -> str:
+    """Where the run is, in one line; one per step is what ``--plain`` prints."""
+    step = view.step
+    parts = [
+        f"iteration {step.iteration}",
+        f"{_ms(step.iteration_ms)} ms",
+        f"loss {_number(step.lm_loss, '.4g')}",
+        f"coverage {_number(step.coverage, '.3f')}",
+        f"busiest rank {_ms(_largest(step.measured_rank_ms))} ms, "
+        f"predicted {_ms(_largest(step.predicted_rank_ms))}",
+    ]
+    if view.slowest is not None:
+        parts.append(f"slowest {view.slowest} {view.slowest.slowness:.2f}x")
+    if view.silent_s is not None:
+        parts.append(f"silent for {_duration(view.silent_s)}: the run has ended, or hangs")
+    return " | ".join(parts)
+
+
+def _figures(view: LiveView, width: int) -> list[str]:
+    step, slowest = view.step, view.slowest
+    measured_ms, predicted_ms = _largest(step.measured_rank_ms), _largest(step.predicted_rank_ms)
+    ratio = f" ({measured_ms / predicted_ms:.2f} of it)" if measured_ms and predicted_ms else ""
+    lines = [
+        f"step        {_ms(step.iteration_ms)} ms (median of the last steps "
+        f"{_ms(view.recent_ms)} ms), {step.tokens:,} tokens",
+        f"busiest     measured {_ms(measured_ms)} ms, predicted {_ms(predicted_ms)} ms{ratio}",
+        f"coverage    {_number(step.coverage, '.4f')}, at base budgets "
+        f"{_number(step.coverage_base, '.4f')}",
+        f"loss        {_number(step.lm_loss, '.5g')}  {sparkline(view.losses, width - 24)}",
+    ]
+    if shared := view.times.shared_rows:
+        rows = "one row" if shared == 1 else f"{shared} rows"
+        lines.append(f"shared      {rows} on up to {view.times.widest} ranks each")
+    if slowest is not None:
+        says = (
+            f"{slowest.slowness:.2f}x the median device's time for the same prediction"
+            if slowest.slowness >= _NOTEWORTHY_SLOWNESS
+            else f"{slowest.slowness:.2f}x: no device stands out"
+        )
+        lines.append(f"slowest     {slowest}: {says}")
+    return lines
+
+
+def timeline_strip(timeline: Timeline, width: int) -> list[str]:
+    """The last step over time, a strip per stage; of many stages the busiest ones."""
+    columns = max(10, width - _LABEL_CHARACTERS - 2)
+    per_place: dict[Place, list[Bar]] = {}
+    for bar in timeline.bars:
+        per_place.setdefault(bar.place, []).append(bar)
+    busiest = sorted(per_place, key=lambda place: -sum(bar.ms for bar in per_place[place]))
+    shown = sorted(busiest[:MOST_STRIPS])
+    labels = [f"r{rank} s{stage}".ljust(_LABEL_CHARACTERS) for rank, stage in shown]
+    lines = [
+        label + _strip(per_place[place], timeline, columns)
+        for label, place in zip(labels, shown, strict=True)
+    ]
+    left_out = len(per_place) - len(shown)
+    also = f"; the {len(shown)} busiest of {len(per_place)} stages" if left_out else ""
+    known = "times measured, starts simulated" if timeline.source == SIMULATED else timeline.source
+    lines.append(
+        f"{'':<{_LABEL_CHARACTERS}}{FORWARD} forward {BACKWARD} backward {WAITING} waiting, "
+        f"{timeline.makespan_ms:,.0f} ms{also}"
+    )
+    lines.append(f"{'':<{_LABEL_CHARACTERS}}({known})")
+    return lines
+
+
+def _strip(bars: Sequence[Bar], timeline: Timeline, columns: int) -> str:
+    """Every character stands for what fills most of its share of the step."""
+    makespan_ms = timeline.makespan_ms
+    if not makespan_ms > 0.0:
+        return WAITING * columns
+    per_column_ms = makespan_ms / columns
+    filled = [dict.fromkeys((FORWARD, BACKWARD), 0.0) for _ in range(columns)]
+    for bar in bars:
+        kind = FORWARD if bar.direction == "forward" else BACKWARD
+        first = min(columns - 1, int(bar.start_ms / per_column_ms))
+        last = min(columns - 1, int(bar.end_ms / per_column_ms))
+        for column in range(first, last + 1):
+            begin, end = column * per_column_ms, (column + 1) * per_column_ms
+            filled[column][kind] += max(0.0, min(end, bar.end_ms) - max(begin, bar.start_ms))
+    characters = []
+    for each in filled:
+        kind = max(each, key=lambda name: each[name])
+        busy_ms = sum(each.values())
+        characters.append(kind if busy_ms > 0.5 * per_column_ms else WAITING)
+    return "".join(characters)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The last values as a row of bars between the least and the largest of them."""
+    shown = values[-max(1, width) :]
+    if len(shown) < 2:
+        return ""
+    least, span = min(shown), max(shown) - min(shown)
+    if not span > 0.0:
+        return _LEVELS[0] * len(shown)
+    top = len(_LEVELS) - 1
+    return "".join(_LEVELS[round(top * (value - least) / span)] for value in shown)
+
+
+def _largest(values: tuple[float, ...] | None) -> float | None:
+    return max(values) if values else None
+
+
+def _ms(value: float | None) -> str:
+    return _number(value, ",.0f" if value is not None and value >= 100 else ".3g")
+
+
+def _number(value: float | None, layout: str) -> str:
+    return "-" if value is None else format(value, layout)
+
+
+def _duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes / 60:.0f} h"

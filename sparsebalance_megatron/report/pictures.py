@@ -25,8 +25,8 @@ from sparsebalance_megatron.report.chart import (
 )
 from sparsebalance_megatron.report.explanation import Explanation, TimeSplit
 from sparsebalance_megatron.report.timeline import Bar, Timeline
-from sparsebalance_megatron.telemetry.rank_record import Place, RankMicroBatch, RankStep
-from sparsebalance_megatron.telemetry.step_record import MicroBatchTimes, Step
+from sparsebalance_megatron.telemetry.records import Place, RankMicroBatch, RankStep
+from sparsebalance_megatron.telemetry.steps import MicroBatchTimes, Step
 
 _MOST_ROWS = 16
 _MOST_RANKS = 32

@@ -25,7 +25,7 @@ from sparsebalance_megatron.telemetry.rank_log import (
     rank_iterations,
     read_rank_logs,
 )
-from sparsebalance_megatron.telemetry.rank_record import Place
+from sparsebalance_megatron.telemetry.records import Place
 from sparsebalance_megatron.telemetry.step_log import (
     RunLog,
     RunLogError,
@@ -33,7 +33,7 @@ from sparsebalance_megatron.telemetry.step_log import (
     read_run_log,
     read_step_times,
 )
-from sparsebalance_megatron.telemetry.step_record import MicroBatchTimes, Step
+from sparsebalance_megatron.telemetry.steps import MicroBatchTimes, Step
 
 _MOST_PLACES = 1_000_000
 MOST_STEPS_READ = 64

@@ -14,12 +14,8 @@ import numpy as np
 
 from sparsebalance_megatron.report.comparison import settled
 from sparsebalance_megatron.telemetry.rank_log import RankLogs
-from sparsebalance_megatron.telemetry.rank_record import Place, RankMicroBatch, RankStep
-from sparsebalance_megatron.telemetry.step_record import (
-    SIDES,
-    MicroBatchTimes,
-    Step,
-)
+from sparsebalance_megatron.telemetry.records import Place, RankMicroBatch, RankStep
+from sparsebalance_megatron.telemetry.steps import SIDES, MicroBatchTimes, Step
 
 _MOST_LENGTHS_SHOWN = 8
 _MOST_WORST_STEPS = 5

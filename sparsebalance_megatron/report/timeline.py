@@ -16,8 +16,8 @@ from sparsebalance_megatron.plan.schedules.operation_times import OperationTimes
 from sparsebalance_megatron.plan.schedules.orders import Schedule, megatron_order
 from sparsebalance_megatron.plan.schedules.simulator import simulate
 from sparsebalance_megatron.plan.step_plan import PlanError
-from sparsebalance_megatron.telemetry.rank_record import Place, RankStep
-from sparsebalance_megatron.telemetry.step_record import MicroBatchTimes
+from sparsebalance_megatron.telemetry.records import Place, RankStep
+from sparsebalance_megatron.telemetry.steps import MicroBatchTimes
 
 PREDICTED = "the schedule simulated with the predicted times"
 SIMULATED = (
@@ -142,9 +142,6 @@ def _measured(ranks: Mapping[Place, RankStep], expected: Iterable[Place]) -> Tim
     remarks = []
     if missing := sorted(set(expected) - set(spoken)):
         remarks.append(f"{named_places(missing)}: nothing logged of this step")
-    unmeasured = sum(step.unmeasured for step in ranks.values())
-    if unmeasured:
-        remarks.append(f"{unmeasured} forwards or backwards have no time")
     if len(known_s) < len(spoken):
         remarks.append("ranks without a wall-clock time are drawn from the step's start")
     first_s = min(known_s, default=0.0)

@@ -20,8 +20,8 @@ from sparsebalance_megatron.learn.measurement import DIRECTIONS
 from sparsebalance_megatron.plan.metrics import imbalance
 from sparsebalance_megatron.report.timeline import Bar, Timeline
 from sparsebalance_megatron.report.trace_extras import device_ratios, same_work, waiting_ms
-from sparsebalance_megatron.telemetry.rank_record import Place, RankMicroBatch, RankStep
-from sparsebalance_megatron.telemetry.step_record import SIDES, MicroBatchTimes, Step
+from sparsebalance_megatron.telemetry.records import Place, RankMicroBatch, RankStep
+from sparsebalance_megatron.telemetry.steps import SIDES, MicroBatchTimes, Step
 
 _RUN_PROCESS = 1
 _PAUSE_NS = 1_000

@@ -12,8 +12,8 @@ import numpy as np
 
 from sparsebalance_megatron.plan.metrics import stage_busy_ms
 from sparsebalance_megatron.report.timeline import Bar, Timeline
-from sparsebalance_megatron.telemetry.rank_record import Place
-from sparsebalance_megatron.telemetry.step_record import MicroBatchTimes
+from sparsebalance_megatron.telemetry.records import Place
+from sparsebalance_megatron.telemetry.steps import MicroBatchTimes
 
 
 def waiting_ms(timeline: Timeline) -> Iterator[tuple[Place, float, float]]:

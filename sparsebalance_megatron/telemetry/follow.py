@@ -10,38 +10,26 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
+import msgspec
 
-from sparsebalance_megatron.plan.metrics import stage_busy_ms
-from sparsebalance_megatron.telemetry.jsonl import BadLineError, Line
 from sparsebalance_megatron.telemetry.rank_log import rank_files
-from sparsebalance_megatron.telemetry.rank_record import RANK, Place, read_rank_header
-from sparsebalance_megatron.telemetry.step_log import RUN, RunLogError, step_log_path
-from sparsebalance_megatron.telemetry.step_record import (
-    STEP,
-    MicroBatchTimes,
-    Step,
-    read_step,
-    read_times,
+from sparsebalance_megatron.telemetry.records import (
+    RANK_LOG,
+    STEP_LOG,
+    DamagedLineError,
+    Place,
+    RankHeader,
+    RunHeader,
+    StepRecord,
+    decode,
 )
+from sparsebalance_megatron.telemetry.step_log import RunLogError, step_log_path
 
 STEPS_KEPT = 200
-_TAIL_BYTES = 4 << 20
-"""What is read of a log that is long already: a slow disk should not delay the first look."""
-_HEADER_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class SeenStep:
-    """A step, with what its stages computed: ms, NaN where not measured, None where not logged."""
-
-    step: Step
-    measured_RP: np.ndarray
-    predicted_RP: np.ndarray | None
+_MAX_HEADER_BYTES = 1 << 20
 
 
 class StepLogFollower:
@@ -52,24 +40,19 @@ class StepLogFollower:
     are dropped. At most the last :data:`STEPS_KEPT` steps are kept.
 
     Attributes:
-        header: the run's first line; empty until it was read.
+        header: the run's first line, by key; empty until it was read.
         steps: the last steps, by rising iteration.
-        last_times: of the micro-batches of the last step; None before the first.
         unreadable: lines that were whole and no record.
-        skipped_bytes: of a long log, what was written before the follower began and is not read.
     """
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         self.header: Mapping[str, Any] = {}
-        self.steps: tuple[SeenStep, ...] = ()
-        self.last_times: MicroBatchTimes | None = None
+        self.steps: tuple[StepRecord, ...] = ()
         self.unreadable = 0
-        self.skipped_bytes = 0
         self._path = step_log_path(directory)
         self._stream: BinaryIO | None = None
         self._partial = b""
-        self._by_iteration: dict[int, SeenStep] = {}
 
     def poll(self) -> bool:
         """Read what was written since the last call; whether there was a new step.
@@ -79,12 +62,12 @@ class StepLogFollower:
         """
         try:
             if self._stream is None:
-                self._open(skip=True)
+                self._open()
             is_new = self._take_all()
             while self._was_replaced():
                 # What was written between the last look and the renaming.
                 is_new |= self._take_all()
-                self._open(skip=False)
+                self._open()
                 is_new |= self._take_all()
         except FileNotFoundError:
             raise RunLogError(
@@ -92,9 +75,6 @@ class StepLogFollower:
             ) from None
         except OSError as error:
             raise RunLogError(f"{self._path}: {error.strerror}") from error
-        kept = sorted(self._by_iteration)[-STEPS_KEPT:]
-        self._by_iteration = {each: self._by_iteration[each] for each in kept}
-        self.steps = tuple(self._by_iteration.values())
         return is_new
 
     @property
@@ -113,16 +93,10 @@ class StepLogFollower:
             self._stream.close()
             self._stream = None
 
-    def _open(self, *, skip: bool) -> None:
+    def _open(self) -> None:
         self.close()
         self._stream = self._path.open("rb")
         self._partial = b""
-        size = os.fstat(self._stream.fileno()).st_size
-        if skip and size > _TAIL_BYTES + _HEADER_BYTES:
-            self._take(self._stream.readline(_HEADER_BYTES))
-            self.skipped_bytes = size - _TAIL_BYTES - self._stream.tell()
-            self._stream.seek(size - _TAIL_BYTES)
-            self._stream.readline()
 
     def _was_replaced(self) -> bool:
         """Whether the name belongs to another file by now, or the file was cut."""
@@ -147,27 +121,16 @@ class StepLogFollower:
         if not text.strip():
             return False
         try:
-            record = Line(self._path, 0, text).parse((RUN, STEP, "coverage"))
-            if record["type"] == RUN:
-                self.header = record
-            if record["type"] != STEP:
-                return False
-            step, times = read_step(record), read_times(record)
-        except BadLineError:
+            record = decode(text, STEP_LOG)
+        except DamagedLineError:
             self.unreadable += 1
             return False
-        predicted = times.predicted_2RPVM
-        self._by_iteration = {
-            iteration: seen
-            for iteration, seen in self._by_iteration.items()
-            if iteration < step.iteration
-        }
-        self._by_iteration[step.iteration] = SeenStep(
-            step=step,
-            measured_RP=stage_busy_ms(times.measured_2RPVM),
-            predicted_RP=None if predicted is None else stage_busy_ms(predicted),
-        )
-        self.last_times = times
+        if isinstance(record, RunHeader):
+            self.header = msgspec.to_builtins(record)
+        if not isinstance(record, StepRecord):
+            return False
+        before = (step for step in self.steps if step.iteration < record.iteration)
+        self.steps = (*before, record)[-STEPS_KEPT:]
         return True
 
 
@@ -178,10 +141,9 @@ def hosts_of(directory: Path) -> dict[Place, str]:
     """
     hosts: dict[Place, str] = {}
     for path in rank_files(directory):
-        with suppress(OSError, BadLineError), path.open("rb") as stream:
-            line = Line(path, 1, stream.readline(_HEADER_BYTES))
-            header = read_rank_header(line.parse((RANK,)))
-            if header.host:
+        with suppress(OSError, DamagedLineError), path.open("rb") as stream:
+            header = decode(stream.readline(_MAX_HEADER_BYTES), RANK_LOG)
+            if isinstance(header, RankHeader) and header.host:
                 hosts.setdefault(header.place, header.host)
     return hosts
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from sparsebalance_megatron.config import flag_name
-from sparsebalance_megatron.telemetry.jsonl import older_file
+from sparsebalance_megatron.telemetry.log_lines import older_file
 from sparsebalance_megatron.telemetry.rank_log import rank_folder
 from sparsebalance_megatron.telemetry.step_log import step_log_path
 

@@ -4,24 +4,35 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
-import math
 import os
-from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+import msgspec
+from msgspec import UNSET, structs
 
-from sparsebalance_megatron.telemetry.jsonl import LINES_DISCARDED, LINES_DROPPED, older_file
+from sparsebalance_megatron.telemetry.log_lines import older_file
+from sparsebalance_megatron.telemetry.records import (
+    Count,
+    DamagedLineError,
+    Header,
+    Record,
+    decode,
+    encode,
+)
 
 DEFAULT_MAX_BYTES = 64 * 10**6
 _READ_BYTES = 1 << 20
 
 _logger = logging.getLogger(__name__)
+
+
+class _Discarded(msgspec.Struct):
+    lines_discarded: Count = 0
+
+
+_DISCARDED = msgspec.json.Decoder(_Discarded)
 
 
 class JsonLinesFile:
@@ -43,7 +54,7 @@ class JsonLinesFile:
         self.path = Path(path)
         self._half_bytes = max_bytes // 2
         self._descriptor: int | None = None
-        self._header: dict[str, Any] = {}
+        self._header = Header()
         self._longest_header_bytes = 0
         # What must precede the next line: the header, behind the end of a line that was cut off.
         self._due = b""
@@ -52,10 +63,11 @@ class JsonLinesFile:
         self._never_queued = self._not_written = self._reported = 0
         self._warned = False
 
-    def begin(self, header: Mapping[str, Any], *, resumed: bool) -> None:
+    def begin(self, header: Header, *, resumed: bool) -> None:
         """Write the header: of a new file, or behind what a run left that this one resumes."""
-        self._header = dict(header)
-        self._longest_header_bytes = len(_line({**header, LINES_DISCARDED: 10**12}))
+        self._header = header
+        longest = structs.replace(header, lines_discarded=10**12)
+        self._longest_header_bytes = len(encode(longest))
         self._due = self._header_line()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,12 +81,11 @@ class JsonLinesFile:
         except OSError as error:
             self._fail(error)
 
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Write one line. NaN and infinity become null."""
+    def append(self, record: Record) -> None:
+        """Write one line."""
         lost = self._never_queued + self._not_written - self._reported
-        line = _line({**record, LINES_DROPPED: lost} if lost else record)
         try:
-            self._write(line)
+            self._write(encode(structs.replace(record, lines_dropped=lost) if lost else record))
         except OSError as error:
             self._not_written += 1
             self._fail(error)
@@ -93,8 +104,7 @@ class JsonLinesFile:
             self._descriptor = None
 
     def _header_line(self) -> bytes:
-        discarded = {LINES_DISCARDED: self._discarded} if self._discarded else {}
-        return _line({**self._header, **discarded})
+        return encode(structs.replace(self._header, lines_discarded=self._discarded or UNSET))
 
     def _write(self, line: bytes) -> None:
         """What is due, and the line."""
@@ -151,11 +161,9 @@ def _left_behind(path: Path) -> tuple[int, bool]:
     except FileNotFoundError:
         return 0, False
     is_cut = bool(last) and not last.endswith(b"\n")
-    try:
-        return int(json.loads(first).get(LINES_DISCARDED, 0)), is_cut
-    # Whatever a damaged header makes of the number.
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-        return 0, is_cut
+    with suppress(DamagedLineError):
+        return decode(first, _DISCARDED).lines_discarded, is_cut
+    return 0, is_cut
 
 
 def _lines_in(path: Path) -> int:
@@ -164,31 +172,3 @@ def _lines_in(path: Path) -> int:
             return sum(part.count(b"\n") for part in iter(lambda: stream.read(_READ_BYTES), b""))
     except FileNotFoundError:
         return 0
-
-
-def _line(record: Mapping[str, Any]) -> bytes:
-    dumps = partial(json.dumps, allow_nan=False, separators=(",", ":"), default=_plain)
-    try:
-        text = dumps(record)
-    except ValueError:
-        text = dumps(_finite(record))
-    return text.encode() + b"\n"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} does not go into a log")
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: what was not measured becomes null."""
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, np.generic | np.ndarray):
-        return _finite(value.tolist())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value

@@ -8,10 +8,10 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from sparsebalance_megatron.telemetry.log_file import JsonLinesFile
+from sparsebalance_megatron.telemetry.records import Header, Record
 
 _MAX_QUEUED = 64
 _CLOSE_TIMEOUT_S = 10.0
@@ -80,11 +80,11 @@ class BackgroundLog:
         self._file = file
         self._writer = writer
 
-    def begin(self, header: Mapping[str, Any], *, resumed: bool) -> None:
+    def begin(self, header: Header, *, resumed: bool) -> None:
         """See :meth:`.log_file.JsonLinesFile.begin`."""
         self._submit(lambda: self._file.begin(header, resumed=resumed))
 
-    def append(self, make_record: Callable[[], Mapping[str, Any]]) -> None:
+    def append(self, make_record: Callable[[], Record]) -> None:
         """Queue a line, made there from what no longer changes; drop and count it if too many
         wait."""
         self._submit(lambda: self._file.append(make_record()))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A log per rank, ``ranks/rank-*.jsonl``: the files, and reading what every rank wrote.
+"""Reads the logs of the ranks, ``ranks/rank-*.jsonl``.
 
-Lines are :mod:`.rank_record`. Tensor-parallel ranks do the same work; the first of each group
-speaks for it. Only the iterations asked for are parsed; files are read line by line.
+Tensor-parallel ranks do the same work; the first of each group speaks for it.
 """
 
 from __future__ import annotations
@@ -10,25 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from sparsebalance_megatron.telemetry.jsonl import (
-    BadLineError,
-    LostLines,
-    lines,
+from sparsebalance_megatron.telemetry.log_lines import (
+    LogReader,
+    iterations_in,
     log_files,
     newest_file,
-    whole,
 )
-from sparsebalance_megatron.telemetry.rank_record import (
-    RANK,
-    Place,
-    RankHeader,
-    RankStep,
-    read_rank_header,
-    read_rank_step,
-)
-from sparsebalance_megatron.telemetry.step_record import STEP
+from sparsebalance_megatron.telemetry.records import RANK_LOG, Place, RankHeader, RankStep
 
 _FOLDER = "ranks"
 _PREFIX = "rank-"
@@ -63,10 +51,9 @@ def rank_iterations(directory: Path) -> tuple[int, ...]:
     """Iterations that the first rank wrote of; for runs without a step log."""
     for path in rank_files(directory)[:1]:
         try:
-            found = {line.iteration for each in log_files(path) for line in lines(each)}
+            return tuple(sorted(set().union(*(iterations_in(each) for each in log_files(path)))))
         except OSError:
             return ()
-        return tuple(sorted(iteration for iteration in found if iteration is not None))
     return ()
 
 
@@ -77,69 +64,49 @@ def read_rank_logs(directory: Path, iterations: Collection[int]) -> RankLogs:
     steps: dict[int, dict[Place, RankStep]] = {}
     problems: list[str] = []
     for path in rank_files(directory):
-        reader = _RankReader(path, wanted)
-        for each in log_files(path):
-            if reader.repeats_another:
-                break
-            reader.read(each)
-        problems += reader.finish()
-        if reader.header is None or reader.repeats_another:
+        header, of_rank, found = _read_rank(path, wanted)
+        problems += found
+        if header is None or header.tensor_parallel_rank:
             continue
-        headers[reader.header.place] = reader.header
-        for iteration, step in reader.steps.items():
-            steps.setdefault(iteration, {})[reader.header.place] = step
+        headers[header.place] = header
+        for iteration, step in of_rank.items():
+            steps.setdefault(iteration, {})[header.place] = step
     return RankLogs(headers=headers, steps=steps, problems=tuple(problems))
 
 
-class _RankReader:
-    """Takes in one rank's lines in the order they were written."""
-
-    def __init__(self, path: Path, wanted: frozenset[int]) -> None:
-        self.header: RankHeader | None = None
-        self.steps: dict[int, RankStep] = {}
-        self._path = path
-        self._wanted = wanted
-        self._problems: list[str] = []
-        self._losses = LostLines()
-        self._headless = 0
-
-    @property
-    def repeats_another(self) -> bool:
-        """Whether another tensor-parallel rank says the same."""
-        return self.header is not None and self.header.tensor_parallel_rank != 0
-
-    def read(self, path: Path) -> None:
+def _read_rank(
+    path: Path, wanted: frozenset[int]
+) -> tuple[RankHeader | None, dict[int, RankStep], list[str]]:
+    """The last header, steps by iteration, and problems; no steps of what repeats another rank."""
+    reader = LogReader(RANK_LOG, wanted)
+    header: RankHeader | None = None
+    steps: dict[int, RankStep] = {}
+    headless = 0
+    for each in log_files(path):
         try:
-            for line in lines(path):
-                iteration = line.iteration
-                whole_line = line.text.endswith(b"}\n")
-                if whole_line and iteration is not None and iteration not in self._wanted:
-                    continue
-                try:
-                    self._take(line.parse((RANK, STEP)))
-                except BadLineError as error:
-                    self._problems.append(line.problem(error))
-                if self.repeats_another:
-                    return
+            for record in reader.records(each):
+                if isinstance(record, RankHeader):
+                    header = record
+                    if header.tensor_parallel_rank:
+                        return header, {}, reader.problems
+                elif header is None:
+                    headless += 1
+                elif problem := _other_layers(record, header):
+                    reader.problems.append(f"{each}: step {record.iteration}: {problem}; left out")
+                else:
+                    steps[record.iteration] = record
         except OSError as error:
-            self._problems.append(f"{path}: {error.strerror}; this rank is left out")
+            reader.problems.append(f"{each}: {error.strerror}; this rank is left out")
+    if header is None:
+        reader.problems.append(f"{path}: no header line; this rank is left out")
+    elif headless:
+        reader.problems.append(f"{path}: {headless} steps before the first header; left out")
+    return header, steps, [*reader.problems, *reader.remarks(path)]
 
-    def _take(self, record: Mapping[str, Any]) -> None:
-        self._losses.take(record)
-        if record["type"] == RANK:
-            self.header = read_rank_header(record)
-        elif self.header is None:
-            self._headless += 1
-        else:
-            iteration = whole(record, "iteration")
-            if iteration in self._wanted:
-                self.steps[iteration] = read_rank_step(record, len(self.header.layers))
 
-    def finish(self) -> list[str]:
-        if self.header is None:
-            self._problems.append(f"{self._path}: no header line; this rank is left out")
-        elif self._headless:
-            self._problems.append(
-                f"{self._path}: {self._headless} steps before the first header; left out"
-            )
-        return [*self._problems, *self._losses.remarks(self._path)]
+def _other_layers(step: RankStep, header: RankHeader) -> str | None:
+    layers = len(header.layers)
+    for micro_batch in step.micro_batches:
+        if len(micro_batch.budgets_LS) != layers:
+            return f"budgets {micro_batch.budgets.shape} must be of {layers} layers"
+    return None

@@ -19,7 +19,7 @@ from sparsebalance_megatron.learn.measurement import CoverageTotals, StepMeasure
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms, stage_busy_ms
 from sparsebalance_megatron.plan.step_plan import StepPlan
-from sparsebalance_megatron.telemetry.step_record import FinishedStep
+from sparsebalance_megatron.telemetry.recording import FinishedStep
 
 PREFIX = "sparse-balance"
 MISMATCHES = "digest-mismatches"

@@ -26,8 +26,8 @@ from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms
 from sparsebalance_megatron.plan.step_plan import Expectation, JobShape, StepPlan
 from sparsebalance_megatron.profiling.clocks import CudaEventClock, HostClock
+from sparsebalance_megatron.telemetry.recording import FinishedStep
 from sparsebalance_megatron.telemetry.scalars import PREFIX
-from sparsebalance_megatron.telemetry.step_record import FinishedStep
 from sparsebalance_megatron.training.agreement import PlanMismatchError, check_shared_plan
 from sparsebalance_megatron.training.host_time import HostTime
 from sparsebalance_megatron.training.observed_coverage import ObservedCoverage

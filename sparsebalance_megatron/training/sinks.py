@@ -9,21 +9,26 @@ from __future__ import annotations
 import socket
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
 from sparsebalance_megatron.learn.measurement import RankPlace, StepTimes
 from sparsebalance_megatron.megatron.compat import megatron_version, metric_writers
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.telemetry.coverage_record import coverage_record
 from sparsebalance_megatron.telemetry.log_file import JsonLinesFile
 from sparsebalance_megatron.telemetry.log_writer import BackgroundLog, BackgroundWriter
 from sparsebalance_megatron.telemetry.rank_log import rank_log_path
-from sparsebalance_megatron.telemetry.rank_record import rank_header, rank_record
+from sparsebalance_megatron.telemetry.recording import (
+    FinishedStep,
+    coverage_record,
+    rank_header,
+    rank_step,
+    run_header,
+    step_record,
+)
+from sparsebalance_megatron.telemetry.records import RunHeader
 from sparsebalance_megatron.telemetry.scalars import MISMATCHES, ScalarWriter, step_scalars
-from sparsebalance_megatron.telemetry.step_log import run_header, step_log_path
-from sparsebalance_megatron.telemetry.step_record import FinishedStep, step_record
+from sparsebalance_megatron.telemetry.step_log import step_log_path
 from sparsebalance_megatron.training.inputs import CostedInputs
 from sparsebalance_megatron.training.observed_coverage import ObservedCoverage
 
@@ -55,7 +60,7 @@ class StepSinks:
         if self.rank_log is not None:
             self.rank_log.append(
                 partial(
-                    rank_record,
+                    rank_step,
                     iteration=step.iteration,
                     planned=step.planned,
                     place=self.place,
@@ -133,7 +138,7 @@ def _scalars() -> ScalarWriter | None:
     return writers and ScalarWriter(writers[0], writers[1], interval=writers[2])
 
 
-def _run_header(inputs: CostedInputs, device: torch.device) -> dict[str, Any]:
+def _run_header(inputs: CostedInputs, device: torch.device) -> RunHeader:
     return run_header(
         config=asdict(inputs.config),
         cost_source=inputs.cost.source,

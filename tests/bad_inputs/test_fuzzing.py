@@ -22,6 +22,7 @@ from bad_inputs.test_models import CONFIG, write_weights
 from fuzzing import check_reader
 from learn.scheduler_cases import make_scheduler
 from plan.plan_cases import job_shape
+from record_cases import rank_header, rank_step
 from report.sample_run import SampleRun
 
 from sparsebalance_megatron.convert.hf_config import read_config
@@ -153,11 +154,11 @@ def test_logs_that_a_resumed_run_goes_on_with(tmp_path: Path, damage: int) -> No
     def resume(raw: bytes) -> None:
         path.write_bytes(raw)
         log = JsonLinesFile(path)
-        log.begin({"type": "run"}, resumed=True)
-        log.append({"type": "step", "iteration": 7})
+        log.begin(rank_header(), resumed=True)
+        log.append(rank_step())
         log.close()
         lines = path.read_bytes().splitlines()
-        assert json.loads(lines[-1])["iteration"] == 7
+        assert json.loads(lines[-1])["iteration"] == 1
 
     original = b'{"type":"run","lines_discarded":12}\n{"type":"step","iteration":6}\n'
     assert check_reader(original, damage // 2, resume, ()) == 0

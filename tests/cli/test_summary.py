@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from record_cases import HEADER, MEASURED, PREDICTED, step_line
 
 from sparsebalance_megatron.cli import summary
 from sparsebalance_megatron.cli.output import OutputError
@@ -17,7 +18,7 @@ from sparsebalance_megatron.report import comparison
 from sparsebalance_megatron.report.comparison import compare, summarize
 from sparsebalance_megatron.report.run_data import ReportError
 from sparsebalance_megatron.telemetry.step_log import RunLog, RunLogError
-from sparsebalance_megatron.telemetry.step_record import Step
+from sparsebalance_megatron.telemetry.steps import Step
 
 
 def step(iteration: int, **changes: Any) -> Step:
@@ -116,22 +117,18 @@ def parse(*flags: str) -> argparse.Namespace:
 
 def write_log(directory: Path, iteration_ms: float, end: str = "") -> None:
     directory.mkdir()
-    records: list[dict[str, Any]] = [{"type": "run"}]
-    records += [
-        {
-            "type": "step",
-            "iteration": iteration,
-            "iteration_ms": iteration_ms if iteration > 1 else None,
-            "lm_loss": 9.0 - 0.1 * iteration,
-            "tokens": 64,
-            "predicted": {"rank_busy_ms": [8e3, 6e3], "lower_bound_ms": 7e3, "work_ratio": 0.98},
-            "measured": {
-                "rank_busy_ms": [9e3, 7e3],
-                "forward_ms": [[[[3e3]]], [[[2e3]]]],
-                "backward_ms": [[[[6e3]]], [[[5e3]]]],
-            },
-            "coverage": {"mean": 0.9876},
-        }
+    times = {"forward_ms": [[[[3e3]]], [[[2e3]]]], "backward_ms": [[[[6e3]]], [[[5e3]]]]}
+    records = [HEADER] + [
+        step_line(
+            iteration,
+            iteration_ms=iteration_ms if iteration > 1 else None,
+            lm_loss=9.0 - 0.1 * iteration,
+            predicted=PREDICTED
+            | times
+            | {"rank_busy_ms": [8e3, 6e3], "lower_bound_ms": 7e3, "work_ratio": 0.98},
+            measured=MEASURED | times | {"rank_busy_ms": [9e3, 7e3]},
+            coverage={"mean": 0.9876, "min": 0.5, "base_mean": None, "unobserved": 0},
+        )
         for iteration in range(1, 31)
     ]
     text = "".join(json.dumps(record) + "\n" for record in records)

@@ -336,9 +336,11 @@ def test_the_last_steps_are_the_default_and_gz_compresses(
 def test_without_predicted_times_the_measured_ones_are_traced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = replace(RUN, steps=2, with_ranks=False, with_predicted_times=False)
+    """The ranks' logs alone."""
+    directory = replace(RUN, steps=2).write(tmp_path / "run")
+    (directory / "steps.jsonl").unlink()
     path = tmp_path / "trace.json"
-    assert cli.main(["trace", str(run.write(tmp_path / "run")), "-o", str(path)]) == 0
+    assert cli.main(["trace", str(directory), "-o", str(path)]) == 0
     written = json.loads(path.read_text())["traceEvents"]
     check_format(written)
     assert len(slices(written, "measured", 2)) == RUN.ranks * RUN.stages * SLICES

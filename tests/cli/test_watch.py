@@ -47,7 +47,7 @@ def test_a_run_is_followed_from_before_its_first_step(tmp_path: Path) -> None:
     views = watch._views(follower, 1.0, write_more)
     first, *others = islice(views, 1 + RUN.steps)
     assert first is None
-    assert [view.iteration for view in others if view is not None] == [1, 2, 3, 4]
+    assert [view.step.iteration for view in others if view is not None] == [1, 2, 3, 4]
 
 
 def test_ctrl_c_is_how_it_ends(

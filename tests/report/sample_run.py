@@ -41,7 +41,6 @@ class SampleRun:
     tuning: str = "makespan"
     noise: float = 0.04
     with_ranks: bool = True
-    with_predicted_times: bool = True
 
     @property
     def job(self) -> JobShape:
@@ -130,6 +129,10 @@ class SampleRun:
                 "batching": self.batching,
                 "tuning": self.tuning,
             },
+            "cost_source": "a model of one GPU",
+            "grid": list(self.coverage().grid),
+            "counts": {"documents": 1},
+            "stage_layers": self.job.stage_layers,
             "data_parallel_size": self.ranks,
             "pipeline_stages": self.stages,
             "virtual_stages": self.virtual_stages,
@@ -164,10 +167,13 @@ class SampleRun:
             "rank_makespan_ms": list(expected.rank_makespan_ms),
             "rank_busy_ms": _busy(*expected.times_2RPVM),
             "work_ratio": expected.work_ratio,
+            "forward_ms": expected.times_2RPVM[0].tolist(),
+            "backward_ms": expected.times_2RPVM[1].tolist(),
+            **dict.fromkeys(("samples_cut", "samples_raised", "samples_clamped"), 0),
+            **dict.fromkeys(("imbalance_micro_batches", "imbalance_rank_sums"), 1.0),
+            "imbalance_makespans": 1.0,
+            "device_slowness": None,
         }
-        if self.with_predicted_times:
-            predicted["forward_ms"] = expected.times_2RPVM[0].tolist()
-            predicted["backward_ms"] = expected.times_2RPVM[1].tolist()
         schedule_ms = [
             max(event.end_ms for event in events) for events in self.events(forward, backward)
         ]
@@ -177,6 +183,9 @@ class SampleRun:
             "iteration_ms": None if iteration == 1 else 1.1 * max(schedule_ms),
             "lm_loss": 2.0 + 8.0 / (1 + 0.2 * iteration),
             "plan_ms": 3.0,
+            "host_ms": {"plan": 0.5},
+            "plan_wait_ms": 0.5,
+            "widths": None,
             "batching": plan.batching,
             "predicted": predicted,
             "measured": {
@@ -184,15 +193,18 @@ class SampleRun:
                 "backward_ms": backward.tolist(),
                 "rank_busy_ms": _busy(forward, backward),
                 "schedule_ms": [[ms] * self.stages for ms in schedule_ms],
+                **dict.fromkeys(("imbalance_micro_batches", "imbalance_rank_sums"), 1.0),
             },
             "coverage": {
                 "mean": expected.coverage_mean,
                 "min": expected.coverage_min,
                 "base_mean": min(1.0, (expected.coverage_mean or 0.0) + 0.02),
+                "unobserved": 0,
             },
             "guarded_samples": 0,
             "tokens": sum(m.tokens for m in plan.slots),
             "padded_tokens": 0,
+            "recompute": {"kept": 0, "again": 0, "otherwise": 0},
         }
 
     def events(self, forward: np.ndarray, backward: np.ndarray) -> tuple[tuple[Event, ...], ...]:
@@ -219,6 +231,8 @@ class SampleRun:
             micro_batches.append(
                 {
                     "position": position,
+                    "width": 1,
+                    "member": 0,
                     "samples": [plan.step * 1000 + sample for sample in micro_batch.samples],
                     "lengths_tokens": list(micro_batch.lengths_tokens),
                     "budgets": micro_batch.budgets_LS[layers].tolist(),

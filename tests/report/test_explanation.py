@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsebalance_megatron.report.explanation import explain, split_time
-from sparsebalance_megatron.telemetry.step_record import Step
+from sparsebalance_megatron.telemetry.steps import Step
 
 
 def step(iteration: int, compute_ms: float, waiting_ms: float, rest_ms: float) -> Step:

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from report.sample_run import SampleRun
 
-from sparsebalance_megatron.report.live import LiveView, live_view
-from sparsebalance_megatron.report.live_text import (
+from sparsebalance_megatron.report.live import (
     BACKWARD,
     FORWARD,
     WAITING,
+    LiveView,
+    live_view,
     sparkline,
     status_line,
     timeline_strip,

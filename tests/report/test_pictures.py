@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from record_cases import rank_micro_batch, rank_step
 from report.sample_run import SampleRun
 
 from sparsebalance_megatron.report.chart import Panel
@@ -15,8 +16,7 @@ from sparsebalance_megatron.report.explanation import Explanation, TimeSplit
 from sparsebalance_megatron.report.pictures import StepView, rank_bars, step_chart, waterfall
 from sparsebalance_megatron.report.run_data import gather, open_log
 from sparsebalance_megatron.report.timeline import MEASURED, Bar, Timeline
-from sparsebalance_megatron.telemetry.coverage_record import CoverageRecord
-from sparsebalance_megatron.telemetry.rank_record import RankMicroBatch, RankStep
+from sparsebalance_megatron.telemetry.records import CoverageRecord
 
 
 def test_the_waterfall_leads_from_one_step_to_the_other() -> None:
@@ -70,21 +70,17 @@ def view(width: int) -> StepView:
         for at, way in ((2.0 * m, "forward"), (2.0 * m + 1, "backward"))
     )
     contents = {
-        (rank, 0): RankStep(
-            start_unix_s=None,
-            micro_batches=tuple(
-                RankMicroBatch(
+        (rank, 0): rank_step(
+            *(
+                rank_micro_batch(
                     position=position,
                     lengths_tokens=(100, 400),
-                    budgets_LS=np.array([[1.0, 7.0]]),
-                    coverage_S=(),
+                    budgets=np.array([[1.0, 7.0]]),
                     width=of,
                     member=rank % of,
                 )
                 for position, of in enumerate((1, width))
-            ),
-            spans=(),
-            unmeasured=0,
+            )
         )
         for rank in (0, 1)
     }
@@ -124,9 +120,8 @@ def test_relative_times_have_an_axis_of_their_own() -> None:
 
 
 def test_frames_hold_the_layers_and_the_least_coverage() -> None:
-    curves = np.full((2, 3, 3), np.nan)
-    curves[0, 2], curves[1, 2] = (0.2, 0.4, 0.8), (0.4, 0.6, 1.0)
-    record = CoverageRecord(iteration=5, grid=(1, 2, 4), bucket_blocks=(1, 3, 4), curves_LUK=curves)
+    curves = ((None, None, (0.2, 0.4, 0.8)), (None, None, (0.4, 0.6, 1.0)))
+    record = CoverageRecord(iteration=5, grid=(1, 2, 4), bucket_blocks=(1, 3, 4), curves=curves)
     (frame,) = coverage_frames(record, {"base_budget": 2, "coverage_threshold": 0.1})
     assert frame.title == "4 blocks"
     assert frame.base_x == FRAME_WIDTH / 2

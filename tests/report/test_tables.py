@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+from record_cases import rank_micro_batch, rank_step
 from report.sample_run import SampleRun, write_lines
 
 from sparsebalance_megatron.report.run_data import gather, open_log
@@ -16,8 +17,8 @@ from sparsebalance_megatron.report.tables import (
     worst_iterations,
     worst_rows,
 )
-from sparsebalance_megatron.telemetry.rank_record import RankMicroBatch, RankStep
-from sparsebalance_megatron.telemetry.step_record import MicroBatchTimes
+from sparsebalance_megatron.telemetry.records import RankStep
+from sparsebalance_megatron.telemetry.steps import MicroBatchTimes
 
 TIMES = MicroBatchTimes(
     measured_2RPVM=np.array(
@@ -30,13 +31,11 @@ SLOWED = 7
 
 
 def stage(budgets_LS: list[list[float]], coverage: float | None) -> RankStep:
-    micro_batch = RankMicroBatch(
-        position=0,
-        lengths_tokens=(4096, 100),
-        budgets_LS=np.array(budgets_LS),
-        coverage_S=(coverage, 1.0),
+    return rank_step(
+        rank_micro_batch(
+            lengths_tokens=(4096, 100), budgets=np.array(budgets_LS), coverage=(coverage, 1.0)
+        )
     )
-    return RankStep(start_unix_s=None, micro_batches=(micro_batch,), spans=(), unmeasured=0)
 
 
 def test_stages_of_a_micro_batch_are_put_together() -> None:
@@ -89,11 +88,3 @@ def test_the_slowed_micro_batch_is_named(tmp_path: Path) -> None:
     held = evidence.ranks.steps[SLOWED][(1, 0)].micro_batches[2]
     assert (first.host, first.tokens) == ("node0", f"{held.tokens:,}")
     assert float(first.ratio) > 2.0
-
-
-def test_no_step_is_worst_without_predictions(tmp_path: Path) -> None:
-    SampleRun(steps=4, with_predicted_times=False).write(tmp_path / "run")
-    log = open_log(tmp_path / "run")
-    evidence = gather(log, {4})
-    assert worst_rows((4,), evidence.times, evidence.ranks) == []
-    assert worst_iterations(()) == ()

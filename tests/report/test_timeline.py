@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import record_cases
 from hypothesis import given
 from hypothesis import strategies as st
 from plan.plan_cases import flat
@@ -21,8 +22,8 @@ from sparsebalance_megatron.report.timeline import (
     measured_timeline,
     predicted_timeline,
 )
-from sparsebalance_megatron.telemetry.rank_record import RankStep
-from sparsebalance_megatron.telemetry.step_record import MicroBatchTimes
+from sparsebalance_megatron.telemetry.records import RankStep
+from sparsebalance_megatron.telemetry.steps import MicroBatchTimes
 
 
 def times(measured: np.ndarray, predicted: np.ndarray | None = None) -> MicroBatchTimes:
@@ -34,8 +35,8 @@ def times(measured: np.ndarray, predicted: np.ndarray | None = None) -> MicroBat
     )
 
 
-def rank_step(start_unix_s: float | None, *spans: Span, unmeasured: int = 0) -> RankStep:
-    return RankStep(start_unix_s=start_unix_s, micro_batches=(), spans=spans, unmeasured=unmeasured)
+def rank_step(start_unix_s: float | None, *spans: Span) -> RankStep:
+    return record_cases.rank_step(spans=spans, start_unix_s=start_unix_s)
 
 
 def span(direction: str, start_ms: float, end_ms: float) -> Span:
@@ -137,13 +138,12 @@ def test_a_rank_that_waited_for_its_data_begins_late() -> None:
 def test_what_a_measured_timeline_lacks_is_said() -> None:
     found = measured_timeline(
         None,
-        {(0, 0): rank_step(None, span("forward", 0.0, 1.0), unmeasured=2)},
+        {(0, 0): rank_step(None, span("forward", 0.0, 1.0))},
         [(0, 0), (0, 1), (1, 0)],
     )
     assert found is not None
     assert found.remarks == (
         "rank 0 stage 1, rank 1 stage 0: nothing logged of this step",
-        "2 forwards or backwards have no time",
         "ranks without a wall-clock time are drawn from the step's start",
     )
 

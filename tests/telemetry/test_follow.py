@@ -14,6 +14,7 @@ from report.sample_run import SampleRun
 from sparsebalance_megatron.telemetry import follow
 from sparsebalance_megatron.telemetry.follow import QuietTime, StepLogFollower, hosts_of
 from sparsebalance_megatron.telemetry.step_log import RunLogError, read_run_log
+from sparsebalance_megatron.telemetry.steps import step_of
 
 RUN = SampleRun(ranks=2, stages=2, micro_batches=2, layers=4, steps=6)
 
@@ -26,7 +27,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
 
 
 def iterations(follower: StepLogFollower) -> list[int]:
-    return [seen.step.iteration for seen in follower.steps]
+    return [record.iteration for record in follower.steps]
 
 
 def test_a_log_that_does_not_exist_yet_is_found_later(tmp_path: Path, lines: list[bytes]) -> None:
@@ -35,7 +36,7 @@ def test_a_log_that_does_not_exist_yet_is_found_later(tmp_path: Path, lines: lis
         follower.poll()
     (tmp_path / "steps.jsonl").write_bytes(lines[0])
     assert not follower.poll()
-    assert follower.header["type"] == "run" and follower.steps == ()
+    assert follower.header["layers"] == RUN.layers and follower.steps == ()
 
 
 def test_every_cut_of_every_line_waits_for_its_end(tmp_path: Path, lines: list[bytes]) -> None:
@@ -61,7 +62,7 @@ def test_what_is_followed_is_what_is_read_afterwards(tmp_path: Path, lines: list
     (tmp_path / "steps.jsonl").write_bytes(b"".join(lines))
     follower = StepLogFollower(tmp_path)
     assert follower.poll()
-    assert tuple(seen.step for seen in follower.steps) == read_run_log(tmp_path).steps
+    assert tuple(map(step_of, follower.steps)) == read_run_log(tmp_path).steps
     assert not follower.poll()
 
 
@@ -110,19 +111,6 @@ def test_damaged_lines_are_counted(tmp_path: Path, lines: list[bytes]) -> None:
     follower = StepLogFollower(tmp_path)
     assert follower.poll()
     assert follower.unreadable == 2
-
-
-def test_of_a_long_log_the_end_is_read_and_the_rest_is_named(
-    tmp_path: Path, lines: list[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(follow, "_TAIL_BYTES", len(lines[-1]) + len(lines[-2]) // 2)
-    monkeypatch.setattr(follow, "_HEADER_BYTES", len(lines[0]))
-    (tmp_path / "steps.jsonl").write_bytes(b"".join(lines))
-    follower = StepLogFollower(tmp_path)
-    assert follower.poll()
-    assert iterations(follower) == [6]
-    assert follower.header["type"] == "run"
-    assert 0 < follower.skipped_bytes < sum(map(len, lines))
 
 
 def test_no_more_steps_are_kept_than_said(

@@ -18,8 +18,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsebalance_megatron.telemetry.log_file import JsonLinesFile
+from sparsebalance_megatron.telemetry.records import Header, Record
 
-HEADER = {"type": "run", "number": -1}
+
+class FirstLine(Header, tag="run"):
+    number: int = -1
+
+
+class Line(Record, tag="line", omit_defaults=True):
+    number: int | None = None
+    text: str = ""
+    values: Any = ()
+
+
+HEADER = FirstLine()
+WRITTEN_HEADER = {"type": "run", "number": -1}
 
 
 def records(path: Path) -> list[dict[str, Any]]:
@@ -32,13 +45,12 @@ def records(path: Path) -> list[dict[str, Any]]:
 def test_lines_are_records_and_what_was_not_measured_is_null(tmp_path: Path) -> None:
     log = JsonLinesFile(tmp_path / "deep" / "log.jsonl")
     log.begin(HEADER, resumed=False)
-    log.append({"a": math.nan, "b": [1.5, -math.inf], "c": {"d": (2, "x")}})
-    log.append({"a": np.float32(0.5), "b": np.array([[1, 2]]), "c": np.float64("nan")})
-    assert records(tmp_path / "deep" / "log.jsonl") == [
-        HEADER,
-        {"a": None, "b": [1.5, None], "c": {"d": [2, "x"]}},
-        {"a": 0.5, "b": [[1, 2]], "c": None},
-    ]
+    log.append(Line(values=(math.nan, [1.5, -math.inf], {"d": (2, "x")})))
+    log.append(Line(values=(np.float32(0.5), np.array([[1, np.nan]]), np.float64("nan"))))
+    header, first, second = records(tmp_path / "deep" / "log.jsonl")
+    assert header == WRITTEN_HEADER
+    assert first["values"] == [None, [1.5, None], {"d": [2, "x"]}]
+    assert second["values"] == [0.5, [[1, None]], None]
 
 
 def test_a_fresh_run_replaces_and_a_resumed_one_appends(tmp_path: Path) -> None:
@@ -46,17 +58,17 @@ def test_a_fresh_run_replaces_and_a_resumed_one_appends(tmp_path: Path) -> None:
     older.write_text('{"old": 1}\n')
     first = JsonLinesFile(path)
     first.begin(HEADER, resumed=False)
-    first.append({"number": 0})
+    first.append(Line(number=0))
     assert not older.exists()
     first.close()
     with path.open("a") as stream:
         stream.write('{"cut o')
     again = JsonLinesFile(path)
     again.begin(HEADER, resumed=True)
-    again.append({"number": 1})
+    again.append(Line(number=1))
     lines = path.read_text().splitlines()
     assert lines.pop(2) == '{"cut o'
-    assert [json.loads(line) for line in lines] == [HEADER, {"number": 0}, HEADER, {"number": 1}]
+    assert [json.loads(line)["number"] for line in lines] == [-1, 0, -1, 1]
 
 
 @given(
@@ -79,9 +91,9 @@ def test_size_is_bounded_and_every_line_kept_or_counted(
                 log.close()
                 log = JsonLinesFile(path, max_bytes=max_bytes)
                 log.begin(HEADER, resumed=True)
-            log.append({"number": number, "text": "x" * size})
+            log.append(Line(number=number, text="x" * size))
             kept = records(older) + records(path)
-            numbers = [record["number"] for record in kept if "text" in record]
+            numbers = [record["number"] for record in kept if record["type"] == "line"]
             if older.exists() and older.read_bytes() != before:
                 discarded += before.count(b"\n")
             assert sum(p.stat().st_size for p in (path, older) if p.exists()) <= max_bytes
@@ -96,17 +108,17 @@ def test_a_line_too_long_for_the_log_is_left_out_and_counted(
 ) -> None:
     log = JsonLinesFile(tmp_path / "log.jsonl", max_bytes=400)
     log.begin(HEADER, resumed=False)
-    log.append({"number": 0})
+    log.append(Line(number=0))
     with caplog.at_level(logging.WARNING):
-        log.append({"text": "x" * 300})
-        log.append({"text": "x" * 300})
-    log.append({"number": 1})
-    log.append({"number": 2})
+        log.append(Line(text="x" * 300))
+        log.append(Line(text="x" * 300))
+    log.append(Line(number=1))
+    log.append(Line(number=2))
     assert records(tmp_path / "log.jsonl") == [
-        HEADER,
-        {"number": 0},
-        {"number": 1, "lines_dropped": 2},
-        {"number": 2},
+        WRITTEN_HEADER,
+        {"type": "line", "number": 0},
+        {"type": "line", "number": 1, "lines_dropped": 2},
+        {"type": "line", "number": 2},
     ]
     (warning,) = caplog.records
     assert "log.jsonl" in warning.getMessage()
@@ -115,16 +127,21 @@ def test_a_line_too_long_for_the_log_is_left_out_and_counted(
 FULL_DISK = """
 import logging, resource, sys
 from sparsebalance_megatron.telemetry.log_file import JsonLinesFile
+from sparsebalance_megatron.telemetry.records import Header, Record
+
+class Line(Record):
+    number: int
+    text: str = ""
 
 logging.basicConfig(format="WARNED %(message)s")
 log = JsonLinesFile(sys.argv[1])
-log.begin({"type": "run"}, resumed=False)
+log.begin(Header(), resumed=False)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 for number in range(50):
-    log.append({"number": number, "text": "x" * 90})
+    log.append(Line(number=number, text="x" * 90))
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-log.append({"number": 50})
-log.append({"number": 51})
+log.append(Line(number=50))
+log.append(Line(number=51))
 print("trained on")
 """
 
@@ -142,7 +159,8 @@ def test_a_full_disk_costs_one_warning_and_counted_lines(tmp_path: Path) -> None
     written = [line["number"] for line in lines[:-2]]
     assert written == list(range(len(written)))
     assert 0 < len(written) < 50
-    assert lines[-2:] == [{"number": 50, "lines_dropped": 50 - len(written)}, {"number": 51}]
+    assert [line["number"] for line in lines[-2:]] == [50, 51]
+    assert [line.get("lines_dropped") for line in lines[-2:]] == [50 - len(written), None]
 
 
 def test_a_directory_that_cannot_be_made_costs_one_warning(
@@ -152,5 +170,5 @@ def test_a_directory_that_cannot_be_made_costs_one_warning(
     log = JsonLinesFile(tmp_path / "file" / "log.jsonl")
     with caplog.at_level(logging.WARNING):
         log.begin(HEADER, resumed=False)
-        log.append({"number": 0})
+        log.append(Line(number=0))
     assert len(caplog.records) == 1

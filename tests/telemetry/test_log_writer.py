@@ -16,17 +16,28 @@ import pytest
 
 from sparsebalance_megatron.telemetry.log_file import JsonLinesFile
 from sparsebalance_megatron.telemetry.log_writer import BackgroundLog, BackgroundWriter
+from sparsebalance_megatron.telemetry.records import Header, Record
+
+
+class Line(Record):
+    number: int
+
 
 PREAMBLE = """
 import os, sys, time
 from sparsebalance_megatron.telemetry.log_file import JsonLinesFile
 from sparsebalance_megatron.telemetry.log_writer import BackgroundLog, BackgroundWriter
+from sparsebalance_megatron.telemetry.records import Header, Record
+
+class Line(Record):
+    number: int
+    text: str
 
 log = BackgroundLog(JsonLinesFile(sys.argv[1]), BackgroundWriter())
-log.begin({"type": "run"}, resumed=False)
+log.begin(Header(), resumed=False)
 
 def append(number):
-    log.append(lambda: {"number": number, "text": "x" * 2000})
+    log.append(lambda: Line(number=number, text="x" * 2000))
 """
 
 
@@ -94,12 +105,12 @@ def test_a_full_queue_drops_lines_and_the_next_one_says_so(
         busy.set()
         disk.wait()
 
-    log.begin({"type": "run"}, resumed=False)
+    log.begin(Header(), resumed=False)
     assert writer.submit(slow_disk)
     assert busy.wait(timeout=60)
     with caplog.at_level(logging.WARNING):
         for number in range(5):
-            log.append(lambda number=number: {"number": number})
+            log.append(lambda number=number: Line(number=number))
     disk.set()
     assert len(caplog.records) == 1
     while not writer.submit(lambda: None):
@@ -107,7 +118,8 @@ def test_a_full_queue_drops_lines_and_the_next_one_says_so(
     writer.close()
     assert not writer.submit(lambda: None)
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert lines == [{"type": "run"}, {"number": 0, "lines_dropped": 3}, {"number": 1}]
+    assert [line.get("number") for line in lines] == [None, 0, 1]
+    assert [line.get("lines_dropped") for line in lines] == [None, 3, None]
 
 
 def test_a_line_that_cannot_be_made_is_said_and_left_out(
@@ -115,10 +127,10 @@ def test_a_line_that_cannot_be_made_is_said_and_left_out(
 ) -> None:
     writer = BackgroundWriter()
     log = BackgroundLog(JsonLinesFile(tmp_path / "log.jsonl"), writer)
-    log.begin({"type": "run"}, resumed=False)
+    log.begin(Header(), resumed=False)
     with caplog.at_level(logging.ERROR):
-        log.append(lambda: {"number": 1 // 0})
-        log.append(lambda: {"number": 1})
+        log.append(lambda: Line(number=1 // 0))
+        log.append(lambda: Line(number=1))
         writer.close()
     assert "ZeroDivisionError" in caplog.text
     assert numbers(tmp_path / "log.jsonl") == [1]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ def record(iteration: int, /, **changes: Any) -> dict[str, Any]:
         "micro_batches": [
             {
                 "position": 0,
+                "width": 1,
+                "member": 0,
                 "samples": [7, 8],
                 "lengths_tokens": [100, 20],
                 "budgets": [[4, 1], [3, 1], [2, 1]],
@@ -45,7 +48,7 @@ def record(iteration: int, /, **changes: Any) -> dict[str, Any]:
                 "guarded": 0,
             }
         ],
-        "spans": [["forward", 0, 0, 0.0, 1.0], ["backward", 1, 0, 1.5, None]],
+        "spans": [["forward", 0, 0, 0.0, 1.0], ["backward", 1, 0, 1.5, 2.5]],
     } | changes
 
 
@@ -61,8 +64,7 @@ def test_one_rank(tmp_path: Path) -> None:
     assert logs.headers[0, 0].layers == (0, 1, 4)
     assert list(logs.steps) == [2]
     step = logs.steps[2][0, 0]
-    assert step.spans == (Span("forward", 0, 0, 0.0, 1.0),)
-    assert step.unmeasured == 1
+    assert step.spans == (Span("forward", 0, 0, 0.0, 1.0), Span("backward", 1, 0, 1.5, 2.5))
     (micro_batch,) = step.micro_batches
     assert (micro_batch.lengths_tokens, micro_batch.tokens) == ((100, 20), 120)
     np.testing.assert_array_equal(micro_batch.budgets_LS, [[4, 1], [3, 1], [2, 1]])
@@ -102,13 +104,13 @@ def test_a_rank_without_layers(tmp_path: Path) -> None:
 
 MICRO_BATCH = record(1)["micro_batches"][0]
 BAD_RECORDS = {
-    "null-length": ({"lengths_tokens": [100, None]}, "lengths_tokens is None"),
-    "no-length": ({"lengths_tokens": [100, 0]}, "lengths_tokens holds 0"),
-    "layers": ({"budgets": [[4, 1]]}, "budgets (1, 2) must be [layer][sample], here (3, 2)"),
-    "ragged": ({"budgets": [[4, 1], [3], [2, 1]]}, "budgets is not an array"),
-    "no-budget": ({"budgets": [[4, 0], [3, 1], [2, 1]]}, "no number of blocks"),
-    "coverage": ({"coverage": [0.5, "x"]}, "coverage is 'x', not a number"),
-    "position": ({"position": -1}, "position is -1"),
+    "null-length": ({"lengths_tokens": [100, None]}, "micro_batches[0].lengths_tokens[1] None"),
+    "no-length": ({"lengths_tokens": [100, 0]}, "lengths_tokens[1] 0"),
+    "layers": ({"budgets": [[4, 1]]}, "budgets (1, 2) must be of 3 layers"),
+    "ragged": ({"budgets": [[4, 1], [3], [2, 1]]}, "budgets: must be an array"),
+    "no-budget": ({"budgets": [[4, 0], [3, 1], [2, 1]]}, "numbers of blocks"),
+    "coverage": ({"coverage": [0.5, "x"]}, "coverage[1] 'x'"),
+    "position": ({"position": -1}, "position -1"),
 }
 
 
@@ -119,7 +121,7 @@ def test_a_damaged_step_is_named_and_the_rest_kept(tmp_path: Path, case: str) ->
     logs = read_rank_logs(write(tmp_path, HEADER, record(1), bad, record(3)), {1, 2, 3})
     assert sorted(logs.steps) == [1, 3]
     (problem,) = logs.problems
-    assert "rank-00000.jsonl line 3: " in problem
+    assert re.search(r"rank-00000.jsonl( line 3|: step 2): ", problem)
     assert message in problem
 
 
@@ -131,6 +133,7 @@ def test_a_damaged_step_is_named_and_the_rest_kept(tmp_path: Path, case: str) ->
         ["forward", 0, 0, 2.0, 1.0],
         ["forward", 0, 0, -2.0, 1.0],
         ["forward", 0, True, 0.0, 1.0],
+        ["forward", 0, 0, 0.0, None],
         ["forward", 0, 0, "0", 1.0],
         7,
     ],
@@ -138,7 +141,7 @@ def test_a_damaged_step_is_named_and_the_rest_kept(tmp_path: Path, case: str) ->
 def test_a_damaged_span(tmp_path: Path, span: Any) -> None:
     logs = read_rank_logs(write(tmp_path, HEADER, record(1, spans=[span])), {1})
     assert logs.steps == {}
-    assert "line 2: spans" in logs.problems[0]
+    assert "line 2: " in logs.problems[0] and "spans" in logs.problems[0]
 
 
 def test_a_rank_without_a_header_has_no_place(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from step_cases import (
 )
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.telemetry.recording import FinishedStep
 from sparsebalance_megatron.telemetry.scalars import ScalarWriter, step_scalars
-from sparsebalance_megatron.telemetry.step_record import FinishedStep
 from sparsebalance_megatron.training.sinks import StepSinks
 
 

@@ -82,8 +82,6 @@ def test_the_report_reads_every_rank(directory: Path) -> None:
         (0, 0): (0, 2),
         (0, 1): (1, 3),
     }
-    for ranks in logs.steps.values():
-        assert all(rank.unmeasured == 0 for rank in ranks.values())
     assert sorted(logs.steps) == list(range(1, STEPS + 1))
 
 

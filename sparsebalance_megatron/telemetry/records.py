@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every record that a run's logs hold: its keys, how it is written, and what makes it valid.
+
+A log is a file of JSON lines. NaN and infinity are written as null: not measured.
+
+Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
+S samples of a micro-batch, U length buckets, K budgets of the grid, 2 forward and backward.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import UNSET, Meta, Struct, UnsetType, field
+
+from sparsebalance_megatron.json_file import what_is_wrong
+from sparsebalance_megatron.learn.measurement import DIRECTIONS, Span
+from sparsebalance_megatron.plan.context_groups import is_power_of_two
+
+Count = Annotated[int, Meta(ge=0, le=2**40)]
+Layer = Annotated[int, Meta(ge=0, le=10_000)]
+Length = Annotated[int, Meta(ge=1, le=2**40)]
+Number = float | None
+"""None, null in the log, where nothing was measured."""
+
+Place = tuple[int, int]
+"""(data-parallel rank, pipeline stage)."""
+
+_MAX_BLOCKS = 2**31
+
+
+class DamagedLineError(ValueError):
+    """A line that is no record of its log; says why."""
+
+
+class Record(Struct, frozen=True, kw_only=True, tag_field="type"):
+    """One line; ``lines_dropped`` lines before it could not be written."""
+
+    lines_dropped: Count | UnsetType = UNSET
+
+
+class Header(Record, frozen=True, kw_only=True):
+    """First line of a file; ``lines_discarded`` older ones are gone, for space."""
+
+    lines_discarded: Count | UnsetType = UNSET
+
+
+class DataSource(Struct, frozen=True, kw_only=True):
+    """A data set that a run mixes with others."""
+
+    prefix: str
+    weight: float
+    counts: dict[str, Count]
+
+
+class RunHeader(Header, frozen=True, kw_only=True, tag="run"):
+    """What runs, on what, with which settings.
+
+    ``config``: the plugin's settings by name. ``cost_source``: where predicted times come from.
+    ``seq_length``: tokens of the longest sample. ``grid``: budgets, in blocks, at which coverage is
+    observed. ``counts``: of the training samples. ``stage_layers``: global, zero-based layers by
+    pipeline stage and chunk. ``sources`` is there only where a run mixes data sets, and
+    ``micro_batch_group_size`` only where it is not Megatron's default.
+    """
+
+    config: dict[str, Any]
+    cost_source: str
+    data_parallel_size: Count
+    pipeline_stages: Count
+    virtual_stages: Count
+    micro_batches: Count
+    layers: Count
+    global_batch_size: Count
+    seq_length: Count
+    grid: tuple[Count, ...]
+    counts: dict[str, Count]
+    stage_layers: tuple[tuple[tuple[Layer, ...], ...], ...]
+    schedule: str
+    megatron_core: str
+    torch: str
+    device: str
+    micro_batch_group_size: Count | UnsetType = UNSET
+    sources: tuple[DataSource, ...] | UnsetType = UNSET
+
+
+class Predicted(Struct, frozen=True, kw_only=True):
+    """What the plan expected of a step; imbalances are max/mean."""
+
+    makespan_ms: Number
+    lower_bound_ms: Number
+    rank_makespan_ms: tuple[Number, ...]
+    forward_ms: np.ndarray
+    backward_ms: np.ndarray
+    rank_busy_ms: tuple[Number, ...]
+    imbalance_micro_batches: Number
+    imbalance_rank_sums: Number
+    imbalance_makespans: Number
+    work_ratio: Number
+    samples_cut: Count
+    samples_raised: Count
+    samples_clamped: Count
+    device_slowness: tuple[tuple[Number, ...], ...] | None
+
+
+class Measured(Struct, frozen=True, kw_only=True):
+    """What a step took; ``rank_busy_ms``: computing time of each rank's busiest stage."""
+
+    forward_ms: np.ndarray
+    backward_ms: np.ndarray
+    rank_busy_ms: tuple[Number, ...]
+    schedule_ms: tuple[tuple[Number, ...], ...]
+    imbalance_rank_sums: Number
+    imbalance_micro_batches: Number
+
+    def __post_init__(self) -> None:
+        if self.forward_ms.ndim != 4 or not self.forward_ms.size:
+            raise ValueError("forward_ms must be [rank][stage][virtual stage][micro-batch]")
+
+
+class StepCoverage(Struct, frozen=True, kw_only=True):
+    """Executed coverage over samples and layers; ``base_mean``: what base budgets had given."""
+
+    mean: Number
+    min: Number
+    base_mean: Number
+    unobserved: Count
+
+
+class Recompute(Struct, frozen=True, kw_only=True):
+    """Layers that backward recomputed; see :class:`.measurement.RecomputeTotals`."""
+
+    kept: Count
+    again: Count
+    otherwise: Count
+
+
+class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
+    """One step of all ranks: planned, expected, measured. Times in ms.
+
+    ``widths``: by rank and position, how many neighbouring ranks shared the micro-batch; None where
+    none was shared.
+    """
+
+    iteration: Count
+    iteration_ms: Number
+    lm_loss: Number
+    plan_ms: Number
+    host_ms: dict[str, Number]
+    plan_wait_ms: Number
+    batching: str
+    widths: tuple[tuple[Count, ...], ...] | None
+    predicted: Predicted
+    measured: Measured
+    coverage: StepCoverage
+    guarded_samples: Count
+    tokens: Count
+    padded_tokens: Count
+    recompute: Recompute
+
+    def __post_init__(self) -> None:
+        shape = self.measured.forward_ms.shape
+        for side in (self.predicted, self.measured):
+            for name in DIRECTIONS:
+                times = getattr(side, f"{name}_ms")
+                if times.shape != shape:
+                    raise ValueError(f"{name}_ms {times.shape} must be {shape} as measured forward")
+            if len(side.rank_busy_ms) != shape[0]:
+                raise ValueError(f"rank_busy_ms of {len(side.rank_busy_ms)} ranks, not {shape[0]}")
+        if self.widths is not None and not _are_groups(self.widths, shape[0], shape[-1]):
+            raise ValueError(f"widths {str(self.widths)[:60]} are no groups of neighbouring ranks")
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages of all data-parallel ranks."""
+        ranks, stages, *_ = self.measured.forward_ms.shape
+        return ranks * stages
+
+
+class CoverageRecord(Record, frozen=True, kw_only=True, tag="coverage"):
+    """Coverage against budget as it was known after ``iteration``.
+
+    ``grid``: budgets in blocks. ``bucket_blocks``: the largest number of blocks of a document in
+    each length bucket. ``curves``: by layer and bucket; None where nothing was observed.
+    """
+
+    iteration: Count
+    grid: tuple[Count, ...]
+    bucket_blocks: tuple[Count, ...]
+    curves: tuple[tuple[tuple[Number, ...] | None, ...], ...]
+
+    def __post_init__(self) -> None:
+        buckets, budgets = len(self.bucket_blocks), len(self.grid)
+        if not self.curves or any(
+            len(layer) != buckets or any(curve and len(curve) != budgets for curve in layer)
+            for layer in self.curves
+        ):
+            raise ValueError(f"curves must have {buckets} buckets and {budgets} budgets per layer")
+
+    @property
+    def curves_LUK(self) -> np.ndarray:
+        """The curves; NaN where nothing was observed."""
+        unknown = (None,) * len(self.grid)
+        rows = [[curve or unknown for curve in layer] for layer in self.curves]
+        return np.array(rows, dtype=np.float64)
+
+
+class RankHeader(Header, frozen=True, kw_only=True, tag="rank"):
+    """Where a rank stands; ``chunk_layers``: global, zero-based layers of each of its chunks."""
+
+    world_rank: Count
+    data_parallel_rank: Count
+    pipeline_rank: Count
+    tensor_parallel_rank: Count
+    chunk_layers: tuple[tuple[Layer, ...], ...] = field(name="layers")
+    host: str
+
+    @property
+    def place(self) -> Place:
+        return self.data_parallel_rank, self.pipeline_rank
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Those of all chunks, in the order of the rows of budgets."""
+        return tuple(layer for chunk in self.chunk_layers for layer in chunk)
+
+
+class RankMicroBatch(Struct, frozen=True, kw_only=True):
+    """A micro-batch as one rank ran it: budgets in blocks, coverage the mean over its layers.
+
+    It lay on ``width`` neighbouring ranks, of which this was number ``member``; coverage is None on
+    all of them but member 0, and where the rank has no layers. ``samples``: their numbers in the
+    data. ``guarded``: (sample, layer) pairs whose budget the guard raised.
+    """
+
+    position: Count
+    width: Length
+    member: Count
+    samples: tuple[Count, ...]
+    lengths_tokens: Annotated[tuple[Length, ...], Meta(min_length=1)]
+    budgets: np.ndarray
+    coverage: tuple[Number, ...] | None
+    guarded: Count
+
+    def __post_init__(self) -> None:
+        budgets = self.budgets
+        if budgets.size and budgets.shape != (len(budgets), len(self.lengths_tokens)):
+            raise ValueError(f"budgets {budgets.shape} must be [layer][sample]")
+        if not ((budgets >= 1) & (budgets <= _MAX_BLOCKS)).all():
+            raise ValueError("budgets must be numbers of blocks, at least 1")
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths_tokens)
+
+    @property
+    def budgets_LS(self) -> np.ndarray:
+        return self.budgets.reshape(-1, len(self.lengths_tokens))
+
+    @property
+    def coverage_S(self) -> tuple[float | None, ...]:
+        """Empty where this rank has none to say."""
+        return self.coverage or ()
+
+
+class RankStep(Record, frozen=True, kw_only=True, tag="step"):
+    """One step of one rank; ``spans``: what was measured, in ms since ``start_unix_s``."""
+
+    iteration: Count
+    start_unix_s: Number = field(name="schedule_start_unix_s")
+    schedule_ms: Number
+    micro_batches: tuple[RankMicroBatch, ...]
+    spans: tuple[Span, ...]
+
+    def __post_init__(self) -> None:
+        for span in self.spans:
+            if span.direction not in DIRECTIONS or min(span.chunk, span.position) < 0:
+                raise ValueError(f"spans holds {tuple(span)}, no forward or backward")
+            if not 0 <= span.start_ms <= span.end_ms:
+                raise ValueError(f"spans holds one from {span.start_ms} to {span.end_ms} ms")
+
+
+def encode(record: Record) -> bytes:
+    """One line of a log."""
+    return _ENCODER.encode(record) + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise NotImplementedError(f"{type(value).__name__} does not go into a log")
+
+
+def _array(kind: type, value: Any) -> np.ndarray:
+    """float64; NaN for null. Raises ValueError for what is ragged or not of numbers."""
+    assert kind is np.ndarray
+    try:
+        return np.array(value, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError("must be an array of numbers") from None
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_plain)
+STEP_LOG = msgspec.json.Decoder(RunHeader | StepRecord | CoverageRecord, dec_hook=_array)
+"""Decodes lines of the step log."""
+RANK_LOG = msgspec.json.Decoder(RankHeader | RankStep, dec_hook=_array)
+"""Decodes lines of a rank's log."""
+
+
+def decode[R](text: bytes, decoder: msgspec.json.Decoder[R]) -> R:
+    """The record of a line.
+
+    Args:
+        decoder: :data:`STEP_LOG`, :data:`RANK_LOG` or the like.
+
+    Raises:
+        DamagedLineError: the line is cut off or not JSON, or a value is missing or not what it
+            should be; names the key.
+    """
+    try:
+        return decoder.decode(text)
+    except msgspec.ValidationError as error:
+        reason = what_is_wrong(error, _anything(text))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        reason = f"cut off or not JSON ({error})"
+    except RecursionError:
+        reason = "cut off or not JSON (nested too deep)"
+    raise DamagedLineError(reason)
+
+
+def _anything(text: bytes) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _are_groups(widths: tuple[tuple[int, ...], ...], ranks: int, positions: int) -> bool:
+    """Whether the ranks fall into aligned groups of powers of two at every position."""
+    if len(widths) != ranks or any(len(row) != positions for row in widths):
+        return False
+    widths_RM = np.array(widths)
+    for width in np.unique(widths_RM).tolist():
+        if not 0 < width <= ranks or not is_power_of_two(width):
+            return False
+        members_RM = widths_RM == width
+        whole_groups = ranks - ranks % width
+        groups = members_RM[:whole_groups].reshape(-1, width, positions)
+        if members_RM[whole_groups:].any() or (groups.any(axis=1) != groups.all(axis=1)).any():
+            return False
+    return True

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records and lines of logs of which a test sets what it looks at."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from step_cases import JOB
+
+from sparsebalance_megatron.learn.measurement import Span
+from sparsebalance_megatron.plan.step_plan import JobShape
+from sparsebalance_megatron.telemetry.recording import run_header
+from sparsebalance_megatron.telemetry.records import (
+    RankHeader,
+    RankMicroBatch,
+    RankStep,
+    RunHeader,
+    encode,
+)
+
+
+def rank_header(**changes: Any) -> RankHeader:
+    """The first rank of all, with one layer."""
+    ranks = ("world_rank", "data_parallel_rank", "pipeline_rank", "tensor_parallel_rank")
+    values = {**dict.fromkeys(ranks, 0), "chunk_layers": ((0,),), "host": "here"}
+    return RankHeader(**(values | changes))
+
+
+def rank_micro_batch(**changes: Any) -> RankMicroBatch:
+    """A short sample that one rank has alone, at a budget of one block."""
+    values = {"position": 0, "width": 1, "member": 0, "lengths_tokens": (8,), "samples": (0,)}
+    unknown = {"budgets": np.ones((1, 1)), "coverage": None, "guarded": 0}
+    return RankMicroBatch(**(values | unknown | changes))
+
+
+def rank_step(
+    *micro_batches: RankMicroBatch,
+    spans: tuple[Span, ...] = (),
+    start_unix_s: float | None = None,
+) -> RankStep:
+    """The first step."""
+    return RankStep(
+        iteration=1,
+        start_unix_s=start_unix_s,
+        schedule_ms=None,
+        micro_batches=micro_batches,
+        spans=spans,
+    )
+
+
+TIMES = {
+    "forward_ms": [[[[10.0, 20.0]]], [[[10.0, 10.0]]]],
+    "backward_ms": [[[[20.0, 40.0]]], [[[20.0, 30.0]]]],
+}
+IMBALANCES = dict.fromkeys(("imbalance_micro_batches", "imbalance_rank_sums"), 1.0)
+PREDICTED = {
+    "rank_busy_ms": [80.0, 60.0],
+    "lower_bound_ms": 70.0,
+    "work_ratio": 1.0,
+    "makespan_ms": 90.0,
+    "rank_makespan_ms": [90.0, 80.0],
+    "imbalance_makespans": 1.1,
+    "device_slowness": None,
+    **dict.fromkeys(("samples_cut", "samples_raised", "samples_clamped"), 0),
+    **IMBALANCES,
+    **TIMES,
+}
+MEASURED = {
+    "rank_busy_ms": [90.0, 70.0],
+    "schedule_ms": [[95.0], [90.0]],
+    **IMBALANCES,
+    **TIMES,
+}
+
+
+def step_line(iteration: int, /, **changes: Any) -> dict[str, Any]:
+    """A step of two ranks as a step log has it."""
+    return {
+        "type": "step",
+        "iteration": iteration,
+        "iteration_ms": None if iteration == 1 else 100.0,
+        "lm_loss": 9.0 - iteration,
+        "tokens": 64,
+        "plan_ms": 3.0,
+        "plan_wait_ms": 1.0,
+        "host_ms": {"plan": 1.0},
+        "batching": "latency",
+        "widths": None,
+        "predicted": PREDICTED,
+        "measured": MEASURED,
+        "coverage": {"mean": 0.75, "min": 0.5, "base_mean": 0.75, "unobserved": 0},
+        "guarded_samples": 0,
+        "padded_tokens": 0,
+        "recompute": {"kept": 0, "again": 0, "otherwise": 0},
+    } | changes
+
+
+def header_of(job: JobShape) -> RunHeader:
+    """The header of a job."""
+    return run_header(
+        config={"batching": "latency"},
+        cost_source="counted",
+        job=job,
+        global_batch_size=8,
+        seq_length=256,
+        grid=(1, 2, 4),
+        counts={"documents": 9},
+        megatron_core="0.19.2",
+        torch="2.15.0",
+        device="cpu",
+    )
+
+
+HEADER = json.loads(encode(header_of(JOB)))
