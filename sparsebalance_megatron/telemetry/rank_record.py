@@ -14,7 +14,8 @@ import numpy as np
 
 from sparsebalance_megatron.learn.measurement import DIRECTIONS, Piece, RankPlace, Span, StepTimes
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.plan.step_plan import JobShape, MicroBatchPlan
+from sparsebalance_megatron.plan.job import Job
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.telemetry.jsonl import (
     BadLineError,
     array,
@@ -83,7 +84,7 @@ class RankStep:
     unmeasured: int
 
 
-def rank_header(place: RankPlace, job: JobShape, host: str) -> dict[str, Any]:
+def rank_header(place: RankPlace, job: Job, host: str) -> dict[str, Any]:
     """The first line; ``layers`` are global and zero-based, one list per chunk."""
     return {
         "type": RANK,
@@ -120,7 +121,7 @@ def rank_record(
     iteration: int,
     planned: PlannedStep,
     place: RankPlace,
-    job: JobShape,
+    job: Job,
     times: StepTimes,
     pieces: Sequence[Piece],
     executed_and_grown_O2: np.ndarray,

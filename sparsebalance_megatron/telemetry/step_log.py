@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.schedules.orders import MegatronSchedule, schedule_name
-from sparsebalance_megatron.plan.step_plan import JobShape
 from sparsebalance_megatron.telemetry.coverage_record import (
     COVERAGE,
     CoverageRecord,
@@ -67,7 +67,7 @@ def run_header(
     *,
     config: Mapping[str, Any],
     cost_source: str,
-    job: JobShape,
+    job: Job,
     global_batch_size: int,
     seq_length: int,
     grid: tuple[int, ...],

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from step_cases import JOB, measured_as_planned, planned_step
 
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.schedules.orders import (
     MegatronSchedule,
     megatron_order,
 )
-from sparsebalance_megatron.plan.step_plan import JobShape
 from sparsebalance_megatron.telemetry.coverage_record import coverage_record
 from sparsebalance_megatron.telemetry.log_file import JsonLinesFile
 from sparsebalance_megatron.telemetry.step_log import (
@@ -59,7 +59,7 @@ def write(directory: Path, *lines: Any) -> Path:
     return directory
 
 
-def header_of(job: JobShape) -> dict[str, Any]:
+def header_of(job: Job) -> dict[str, Any]:
     return run_header(
         config={"batching": "latency"},
         cost_source="counted",
