@@ -65,7 +65,7 @@ def test_base_coverage_is_not_undercut(outcomes):
 
 
 def test_setups():
-    found = {name: setup.job(36).micro_batches for name, setup in SETUPS.items()}
+    found = {name: setup.micro_batches for name, setup in SETUPS.items()}
     assert found["paper-main"] == found["paper-ablation"] == 4
     assert (found["scale-1024"], found["scale-10240"]) == (8, 32)
     assert batches_of(np.arange(1, 8), 3) == ((1, 2, 3), (4, 5, 6))
