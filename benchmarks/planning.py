@@ -26,8 +26,9 @@ from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.budgets.price import horizon_steps
 from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.planner import plan_step
-from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy, StepPlan
+from sparsebalance_megatron.plan.step_plan import PlanPolicy, StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 from sparsebalance_megatron.simulate.lengths import MAX_TOKENS, longalign_like
 from sparsebalance_megatron.simulate.models import h200_cost
@@ -35,7 +36,6 @@ from sparsebalance_megatron.simulate.setups import (
     BASE_BUDGET,
     BLOCK_SIZE,
     default_policy,
-    job_shape,
 )
 
 LAYERS, STAGES = 36, 4
@@ -104,7 +104,7 @@ def measure(
 ) -> dict[str, Any]:
     """CPU ms of a plan with default settings and in other ways, median and quartiles."""
     row: dict[str, Any] = {"samples": samples, "ranks": ranks, "micro_batches": micro_batches}
-    job = job_shape(layers=LAYERS, ranks=ranks, stages=STAGES, micro_batches=micro_batches)
+    job = Job.even(layers=LAYERS, ranks=ranks, stages=STAGES, micro_batches=micro_batches)
     for way, changes in WAYS.items():
         policy = replace(_policy(samples), **changes)
         cpu_ms: list[float] = []
@@ -126,7 +126,7 @@ def bound_ratios(coverage: CoverageCurves, seeds: int) -> Iterator[dict[str, Any
     """Step time over the lower bound where no sample is unhideable, ``seeds`` lengths each."""
     for ranks, micro_batches, longest in ((4, 16, 16384), (8, 16, 16384), (8, 32, 32768)):
         samples = ranks * micro_batches
-        job = job_shape(layers=LAYERS, ranks=ranks, stages=STAGES, micro_batches=micro_batches)
+        job = Job.even(layers=LAYERS, ranks=ranks, stages=STAGES, micro_batches=micro_batches)
         ratios, largest = [], 0.0
         for seed in range(seeds):
             lengths = np.random.default_rng(seed).integers(2048, longest + 1, samples)
@@ -160,7 +160,7 @@ def _policy(samples: int) -> PlanPolicy:
 
 def _plan(
     lengths: list[int],
-    job: JobShape,
+    job: Job,
     policy: PlanPolicy,
     coverage: CoverageCurves,
     later_lengths: list[int],

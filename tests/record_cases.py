@@ -10,7 +10,7 @@ import numpy as np
 from step_cases import JOB
 
 from sparsebalance_megatron.learn.measurement import Span
-from sparsebalance_megatron.plan.step_plan import JobShape
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.telemetry.recording import run_header
 from sparsebalance_megatron.telemetry.records import (
     RankHeader,
@@ -97,7 +97,7 @@ def step_line(iteration: int, /, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def header_of(job: JobShape) -> RunHeader:
+def header_of(job: Job) -> RunHeader:
     """The header of a job."""
     return run_header(
         config={"batching": "latency"},

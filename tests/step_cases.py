@@ -13,8 +13,9 @@ from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.learn.measurement import CoverageTotals, StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.planner import plan_step
-from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy
+from sparsebalance_megatron.plan.step_plan import PlanPolicy
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 
 BLOCK_SIZE = 16
@@ -29,9 +30,7 @@ SHAPE = ModelShape(
     gated_linear_unit=True,
     tensor_parallel_size=1,
 )
-JOB = JobShape(
-    data_parallel_size=2, micro_batches=2, stage_layers=(((0, 1), (4, 5)), ((2, 3), (6, 7)))
-)
+JOB = Job(data_parallel_size=2, micro_batches=2, stage_layers=(((0, 1), (4, 5)), ((2, 3), (6, 7))))
 """Two ranks of two stages of two chunks of two layers."""
 
 

@@ -59,9 +59,10 @@ FLAGS: dict[str, tuple[Any, Any]] = {
 EXPORTS = ["SparseBalanceConfig", "__version__"]
 INTEGRATION = {
     "HostJob": [
-        *("shape", "stage_layers", "data_parallel_size", "max_sample_tokens"),
-        *("global_batch_size", "micro_batches_multiple_of", "micro_batch_group_size"),
-        *("pad_samples_to", "recompute_all", "recompute_attention", "frozen_weights"),
+        *("stage_layers", "data_parallel_size", "micro_batches", "context_parallel_size"),
+        *("micro_batch_group_size", "shape", "max_sample_tokens", "global_batch_size"),
+        *("micro_batches_multiple_of", "pad_samples_to", "recompute_all", "recompute_attention"),
+        "frozen_weights",
     ],
     "arguments_provider": ["other"],
     "attach": ["run", "planned", "position", "packed_seq_params", "vp_stage", "learn"],

@@ -25,7 +25,7 @@ from sparsebalance_megatron.config import SparseBalanceConfig, check_range
 from sparsebalance_megatron.cost.memory import GIBIBYTE, memory_lines
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import CostTable
-from sparsebalance_megatron.simulate.advice import Advice, AdvisedJob, Choice, advise
+from sparsebalance_megatron.simulate.advice import Advice, AdviceInputs, Choice, advise, job_on_gpus
 from sparsebalance_megatron.simulate.hf_sizes import model_named
 from sparsebalance_megatron.simulate.lengths import WorkloadError, split_overlong
 from sparsebalance_megatron.simulate.models import h200_cost, with_bandwidth
@@ -78,10 +78,10 @@ def run(arguments: Namespace) -> int:
         ConfigError, WorkloadError, DataError, CostTableError: a value or a file is wrong.
         OutputError: if rich is not installed.
     """
-    job = _job(arguments)
+    inputs = _inputs(arguments)
     found = advise(
-        job,
-        _choices(arguments, job),
+        inputs,
+        _choices(arguments, inputs),
         partial(progress_bar, command="advise", unit="choice", extra="tools"),
     )
     chosen = best_fitting(found, arguments.gpu_memory)
@@ -112,7 +112,7 @@ def _as_json(found: Advice, sentences: list[str]) -> dict[str, object]:
     }
 
 
-def _job(arguments: Namespace) -> AdvisedJob:
+def _inputs(arguments: Namespace) -> AdviceInputs:
     check_at_least_one(arguments, "gpus", "tp", "pp", "global_batch", "steps")
     if not 0 < arguments.gpu_memory < float("inf"):
         raise WorkloadError(f"--gpu-memory {arguments.gpu_memory}: must be finite and above 0")
@@ -131,12 +131,15 @@ def _job(arguments: Namespace) -> AdvisedJob:
             f"{len(lengths)} lengths, and a step needs --global-batch {arguments.global_batch}"
         )
     costs, selection = _costs(arguments, model)
-    return AdvisedJob(
+    return AdviceInputs(
+        job=job_on_gpus(
+            gpus=arguments.gpus,
+            tensor_parallel_size=arguments.tp,
+            stages=arguments.pp,
+            layers=model.layers,
+        ),
         shape=replace(model.shape, tensor_parallel_size=arguments.tp),
-        layers=model.layers,
         tied_embeddings=model.tied_embeddings,
-        gpus=arguments.gpus,
-        pipeline_stages=arguments.pp,
         batches=batches,
         costs=costs,
         selection=selection,
@@ -180,16 +183,16 @@ def _costs(arguments: Namespace, model: ModelPreset) -> tuple[Callable[[int], Co
     return lambda _: cost, table.identity.selection
 
 
-def _choices(arguments: Namespace, job: AdvisedJob) -> list[Choice]:
+def _choices(arguments: Namespace, inputs: AdviceInputs) -> list[Choice]:
     block_sizes = arguments.block_sizes
     if arguments.cost_table is not None:
-        block_sizes = [job.costs(0).block_size]
+        block_sizes = [inputs.costs(0).block_size]
     for name, values in (("block_size", block_sizes), ("base_budget", arguments.base_budgets)):
         for value in values:
             check_range(name, value, f"--{name.replace('_', '-')}s")
     micro_batches = arguments.micro_batches
     if micro_batches is None:
-        micro_batches = [max(1, arguments.global_batch // job.ranks)]
+        micro_batches = [max(1, arguments.global_batch // inputs.job.data_parallel_size)]
     return [
         Choice(block_size=block, base_budget=budget, micro_batches=many, context_parallel_size=size)
         for block, budget, many, size in product(

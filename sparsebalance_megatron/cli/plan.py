@@ -24,6 +24,7 @@ from sparsebalance_megatron.cli.workload_flags import (
     sharing_of,
 )
 from sparsebalance_megatron.config import check_range
+from sparsebalance_megatron.plan.job import whole_parts
 from sparsebalance_megatron.simulate.hf_sizes import model_named
 from sparsebalance_megatron.simulate.lengths import WorkloadError
 from sparsebalance_megatron.simulate.models import cost_of, with_bandwidth
@@ -133,13 +134,11 @@ def _workload(arguments: Namespace) -> Workload:
             check_range(name, value, f"--{name.replace('_', '-')}")
     check_seed(arguments.seed)
     check_data_flags(arguments)
-    positions = arguments.dp * arguments.micro_batches
-    batch = positions if arguments.global_batch is None else arguments.global_batch
-    if batch < positions or batch % positions:
-        raise WorkloadError(
-            f"--global-batch {batch} must be a multiple of --dp {arguments.dp} x --micro-batches "
-            f"{arguments.micro_batches} = {positions}"
-        )
+    sizes = {"--dp": arguments.dp, "--micro-batches": arguments.micro_batches}
+    batch = arguments.global_batch
+    if batch is None:
+        batch = arguments.dp * arguments.micro_batches
+    whole_parts(batch, "--global-batch", sizes)
     lengths = lengths_in_order(arguments, arguments.steps * batch)
     if arguments.data_path is None and arguments.seed is not None:
         lengths = np.random.default_rng(arguments.seed).permutation(lengths)
@@ -154,8 +153,6 @@ def _workload(arguments: Namespace) -> Workload:
         block_size=arguments.block_size,
         tensor_parallel_size=arguments.tp,
     )
-    if layers < arguments.pp:
-        raise WorkloadError(f"--pp {arguments.pp}: the model has {layers} layers only")
     longest = int(lengths.max())
     policy = default_policy(
         block_size=cost.block_size,

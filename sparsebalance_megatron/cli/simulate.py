@@ -75,11 +75,6 @@ def run(arguments: Namespace) -> int:
     setup = SETUPS[arguments.setup]
     console = None if arguments.json else open_console(", or use --json")
     model = None if arguments.model is None else model_named(arguments.model)
-    if model is not None and model.layers < setup.pipeline_stages:
-        raise WorkloadError(
-            f"--model {arguments.model}: {model.layers} layers, the setup has "
-            f"{setup.pipeline_stages} pipeline stages"
-        )
     found = {}
     for data, lengths in _lengths(arguments, setup).items():
         workload = workload_of(

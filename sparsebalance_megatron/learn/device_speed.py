@@ -15,11 +15,11 @@ from sparsebalance_megatron.learn.planned_step import PlannedStep
 _HISTORY_STEPS = 16
 _FIRST_ESTIMATE_STEPS = 5
 _MAD_TO_DEVIATION = 1.4826
-"""Of normally distributed values."""
-_CERTAIN_DEVIATIONS = 3.0
-"""Standard errors that a rank must stand out by; what is left above them is taken for real."""
-_LEAST = 0.02
-"""Relative; smaller differences are left alone, however certain."""
+"""Standard deviation over median absolute deviation of normally distributed values."""
+_MIN_STANDARD_ERRORS = 3.0
+"""Standard errors by which a rank must differ; only the difference beyond them counts."""
+_MIN_DIFFERENCE = 0.02
+"""Relative; smaller differences are ignored, however certain."""
 
 
 class DeviceSlowness:
@@ -42,7 +42,7 @@ class DeviceSlowness:
         median_RP = np.median(self._history_WRP, axis=0)
         spread_RP = np.median(np.abs(self._history_WRP - median_RP), axis=0)
         error_RP = _MAD_TO_DEVIATION * spread_RP / np.sqrt(steps)
-        doubt_RP = np.maximum(_CERTAIN_DEVIATIONS * error_RP, _LEAST)
+        doubt_RP = np.maximum(_MIN_STANDARD_ERRORS * error_RP, _MIN_DIFFERENCE)
         return median_RP - np.clip(median_RP - 1.0, -doubt_RP, doubt_RP)
 
     def update(self, planned: PlannedStep, measured: StepMeasurement) -> None:

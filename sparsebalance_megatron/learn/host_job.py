@@ -9,25 +9,23 @@ from dataclasses import dataclass
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import CostTable, ModelShape, RunIdentity
-from sparsebalance_megatron.plan.step_plan import JobShape
+from sparsebalance_megatron.plan.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostJob:
+class HostJob(Job):
     """One job of a host that owns its data and its loop; plain data, alike in all its processes.
+
+    A plan chooses the number of micro-batches, and a packed sequence lies on one rank, so
+    ``micro_batches`` and ``context_parallel_size`` are left out.
 
     Attributes:
         shape: the sizes that a layer's cost depends on.
-        stage_layers: [P][V][layers], global and zero-based: which layers a chunk of a pipeline
-            stage holds; one stage without chunks is ``((tuple(range(layers)),),)``.
-        data_parallel_size: ranks that hold different tokens.
         max_sample_tokens: the longest sample.
         global_batch_size: samples of a training step, on average.
         micro_batches_multiple_of: what the number of micro-batches divides by; the number of
             pipeline stages with virtual stages.
-        micro_batch_group_size: micro-batches that a virtual stage runs before the next one does,
-            where they are not as many as pipeline stages.
-        pad_samples_to: tokens that the host pads every sample to a multiple of, in its rows.
+        pad_samples_to: tokens that the host pads every sample to a multiple of.
         recompute_all, recompute_attention: what backward computes again (Megatron's
             ``--recompute-granularity`` full, or selective with ``core_attn``).
         frozen_weights: whether the model's own weights take no gradients, as beside low-rank
@@ -35,12 +33,9 @@ class HostJob:
     """
 
     shape: ModelShape
-    stage_layers: tuple[tuple[tuple[int, ...], ...], ...]
-    data_parallel_size: int
     max_sample_tokens: int
     global_batch_size: int
     micro_batches_multiple_of: int = 1
-    micro_batch_group_size: int | None = None
     pad_samples_to: int = 1
     recompute_all: bool = False
     recompute_attention: bool = False
@@ -53,19 +48,15 @@ class HostJob:
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"host job: {name} {getattr(self, name)}: must be at least 1")
+        if self.context_parallel_size > 1:
+            raise ConfigError(
+                f"--context-parallel-size {self.context_parallel_size}: a host's packed sequence "
+                "lies on one rank; use 1"
+            )
 
     def padded(self, tokens: int) -> int:
-        """Tokens of a sample in a row of this host."""
+        """Tokens of a sample where this host packs it."""
         return -(-tokens // self.pad_samples_to) * self.pad_samples_to
-
-    def layout(self, micro_batches: int) -> JobShape:
-        """The job with so many micro-batches per rank."""
-        return JobShape(
-            data_parallel_size=self.data_parallel_size,
-            micro_batches=micro_batches,
-            stage_layers=self.stage_layers,
-            micro_batch_group_size=self.micro_batch_group_size,
-        )
 
     def cost_model(self, config: SparseBalanceConfig) -> CostModel:
         """The costs of this job: those of the configured table, else counted operations.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,14 +60,13 @@ class HostPlanner:
                     "loop; drop it"
                 )
         self.job = job
-        layout = job.layout(1)
         self.coverage = CoverageCurves(
-            layout.layers,
+            job.layers,
             -(-job.padded(job.max_sample_tokens) // config.block_size),
             config.coverage_decay,
         )
         self._planner = StepPlanner(
-            job=layout,
+            job=job,
             policy=PlanPolicy.from_config(config, cap_tokens),
             cost=job.cost_model(config) if cost is None else cost,
             coverage=self.coverage,
@@ -116,7 +116,7 @@ class HostPlanner:
                 return self._planner.plan(
                     self.steps if step is None else step,
                     lengths,
-                    self.job.layout(count),
+                    replace(self.job, micro_batches=count),
                     known,
                     later_lengths_tokens=later,
                     placement=placement,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured of a step: on one rank, and, reduced over ranks, on all of them alike.
+"""Measurements of a step: on one rank, and reduced over ranks, identical on all of them.
 
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
-U length buckets, K budgets of the grid, W members of a shared slot.
+U length buckets, K budgets of the grid, W ranks that share a micro-batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
 DIRECTIONS = ("forward", "backward")
-"""Of a pass through the model; also the order of an axis of two."""
+"""The passes through the model, in the order of an axis of two."""
 
 
 class Span(NamedTuple):
@@ -48,7 +48,7 @@ class StepTimes:
 
 
 class Piece(NamedTuple):
-    """Consecutive rows: the samples of one micro-batch in one layer."""
+    """Consecutive rows of an array: the samples of one micro-batch in one layer."""
 
     position: int
     layer: int
@@ -67,7 +67,7 @@ class RankPlace:
 
     @property
     def reports(self) -> bool:
-        """Tensor-parallel ranks see the same; the first of them speaks for all."""
+        """Whether it is the first of its tensor-parallel ranks, which all measure the same."""
         return self.tensor_parallel_rank == 0
 
 
@@ -112,7 +112,7 @@ class CoverageTotals:
 
     @property
     def lost_by_token(self) -> float:
-        """The same where every token counts alike; NaN where none was counted."""
+        """Mean coverage lost where every token counts alike; NaN where none was counted."""
         return self.lost_tokens / (self.tokens or math.nan)
 
 

@@ -26,7 +26,8 @@ from sparsebalance_megatron.learn.step_planner import (
 from sparsebalance_megatron.learn.step_samples import SampleLengths, StepSamples
 from sparsebalance_megatron.plan.budgets.policy import budget_policy
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.step_plan import JobShape, PlanError, PlanPolicy
+from sparsebalance_megatron.plan.job import Job, whole_parts
+from sparsebalance_megatron.plan.step_plan import PlanPolicy
 
 _PLANS_KEPT = 2
 """The step that runs and the one after it."""
@@ -47,7 +48,7 @@ class Scheduler:
         self,
         planner: StepPlanner,
         *,
-        job: JobShape,
+        job: Job,
         index: SampleLengths,
         batch_sizes: BatchSizes,
         worker: Executor | None = None,
@@ -136,19 +137,14 @@ class Scheduler:
             later_lengths_tokens=self._samples.later_lengths_tokens(step) if looks_ahead else (),
         )
 
-    def _job_of(self, step: int) -> JobShape:
+    def _job_of(self, step: int) -> Job:
         """The job with as many micro-batches as the step has samples for."""
-        size, most = self._batch_sizes.size_of(step), self._batch_sizes.largest
-        if size == most:
+        size, largest = self._batch_sizes.size_of(step), self._batch_sizes.largest
+        if size == largest:
             return self.job
-        micro_batches, rest = divmod(self.job.micro_batches * size, most)
-        if rest or not micro_batches:
-            raise PlanError(
-                f"step {step} has {size} samples, which do not fill the same slots on all ranks; "
-                "every batch size of --step-batch-size-schedule must be a multiple of "
-                f"{most // self.job.micro_batches}"
-            )
-        return replace(self.job, micro_batches=micro_batches)
+        name = f"step {step}: --step-batch-size-schedule size"
+        sizes = {"samples of a position": largest // self.job.micro_batches}
+        return replace(self.job, micro_batches=whole_parts(size, name, sizes))
 
     def finish_step(self, step: int, measured: StepMeasurement) -> None:
         """Learn from a step. Megatron may run a step again; a repeated call changes nothing."""
@@ -193,7 +189,7 @@ def _pass_on(made: Future[PlannedStep], *, then: Callable[[PlannedStep], None]) 
 
 def evaluation_scheduler(
     *,
-    job: JobShape,
+    job: Job,
     policy: PlanPolicy,
     cost: CostModel,
     coverage: CoverageCurves,

@@ -26,9 +26,10 @@ from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import Learner, PlannedStep
 from sparsebalance_megatron.learn.stage_calibration import Calibration
 from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.placement.balance import Placement
 from sparsebalance_megatron.plan.planner import plan_step
-from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy
+from sparsebalance_megatron.plan.step_plan import PlanPolicy
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 
 _STATE_VERSION = 5
@@ -111,7 +112,7 @@ class StepPlanner:
     def __init__(
         self,
         *,
-        job: JobShape,
+        job: Job,
         policy: PlanPolicy,
         cost: CostModel,
         coverage: CoverageCurves,
@@ -150,7 +151,7 @@ class StepPlanner:
         self,
         step: int,
         lengths_tokens: Sequence[int],
-        job: JobShape,
+        job: Job,
         known: Knowledge,
         *,
         samples: np.ndarray | None = None,

@@ -20,6 +20,7 @@ from sparsebalance_megatron.megatron.compat import (
     quantized_row_multiple,
     stage_layers,
 )
+from sparsebalance_megatron.plan.job import Job, whole_parts
 
 RANKS_PER_NODE = 8
 """Where no GPU is, which is in tests and dry runs."""
@@ -29,27 +30,30 @@ RANKS_PER_NODE = 8
 class RunSettings:
     """Model, layout, batches and data of one run; alike on all ranks.
 
-    Names are those of Megatron's arguments. ``stage_layers`` is [P][V][layers], global and
-    zero-based; ``dtype`` is torch's name without the prefix; ``recompute_all`` and
-    ``recompute_attention`` say what backward computes again; the words of ``data_path`` and its
-    like are as typed, empty or None where not given. ``batch_size_schedule`` holds (samples
-    consumed, global batch size) pairs where the size changes; ``global_batch_size`` is then the
-    largest. ``micro_batch_group_size`` is that of virtual stages, None for the number of stages.
-    ``data_parallel_size`` counts no
-    context-parallel ranks; ``ranks_per_node`` counts all. ``quantized_multiple`` is what a rank's
-    tokens of a row divide by in fp8 or fp4 products. ``command_line`` holds Megatron's flags,
-    to profile with at start-up, and is None for a trainer without them.
+    Names are those of Megatron's arguments.
+
+    Attributes:
+        shape: the sizes that a layer's cost depends on.
+        dtype: torch's name without the prefix.
+        job: how the largest training step is cut up.
+        recompute_all, recompute_attention: what backward computes again.
+        global_batch_size: of the largest step, where it changes.
+        batch_size_schedule: (samples consumed, global batch size) pairs where the size changes.
+        data_path: and its like: words as typed, empty or None where not given.
+        ranks_per_node: all ranks, whatever they are.
+        quantized_multiple: what a rank's tokens of a packed sequence divide by in fp8 or fp4
+            products.
+        command_line: Megatron's flags, to profile with at start-up; None for a trainer without
+            them.
     """
 
     shape: ModelShape
     dtype: str
-    stage_layers: tuple[tuple[tuple[int, ...], ...], ...]
+    job: Job
     sequence_parallel: bool
     recompute_all: bool
     recompute_attention: bool
 
-    data_parallel_size: int
-    context_parallel_size: int
     seq_length: int
     micro_batch_size: int
     global_batch_size: int
@@ -57,7 +61,6 @@ class RunSettings:
     split: str
     seed: int
     batch_size_schedule: tuple[tuple[int, int], ...] = ()
-    micro_batch_group_size: int | None = None
     data_path: tuple[str, ...] = ()
     data_args_path: str | None = None
     train_data_path: tuple[str, ...] = ()
@@ -79,6 +82,30 @@ class RunSettings:
         return BatchSizes(schedule=self.batch_size_schedule or ((0, self.global_batch_size),))
 
     @property
+    def context_parallel_size(self) -> int:
+        """Megatron's."""
+        return self.job.context_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Megatron's, which counts no context-parallel ranks."""
+        return self.job.groups.data_parallel_size
+
+    def check_batch_sizes(self, step: int) -> None:
+        """Check every global batch size that is still to come.
+
+        Raises:
+            ConfigError: if one does not fill its micro-batches evenly.
+        """
+        for size in self.batch_sizes.sizes_from(step):
+            _micro_batches(
+                size,
+                self.micro_batch_size,
+                self.data_parallel_size,
+                scheduled=bool(self.batch_size_schedule),
+            )
+
+    @property
     def neighbours_per_node(self) -> int:
         """Ranks of a node between which rows are shared: tensor-parallel ranks lie in between."""
         return max(1, self.ranks_per_node // self.shape.tensor_parallel_size)
@@ -95,22 +122,47 @@ class RunSettings:
 
     @classmethod
     def from_transformer_config(
-        cls, transformer_config: Any, *, vocab_size: int, **others: Any
+        cls,
+        transformer_config: Any,
+        *,
+        vocab_size: int,
+        data_parallel_size: int,
+        micro_batch_size: int,
+        global_batch_size: int,
+        batch_size_schedule: tuple[tuple[int, int], ...] = (),
+        **others: Any,
     ) -> RunSettings:
         """Settings of a model; ``others`` are the fields that Megatron's config does not hold.
 
         Args:
             transformer_config: a ``megatron.core`` ``TransformerConfig``.
             vocab_size: rows of the embedding, its padding included.
+            data_parallel_size: Megatron's, which counts no context-parallel ranks.
+
+        Raises:
+            ConfigError: if the global batch does not fill its micro-batches evenly.
         """
         selective = transformer_config.recompute_granularity == "selective"
+        cp_size = transformer_config.context_parallel_size
         return cls(
             shape=model_shape(transformer_config, vocab_size),
             dtype=str(transformer_config.params_dtype).removeprefix("torch."),
-            stage_layers=stage_layers(transformer_config),
-            micro_batch_group_size=micro_batch_group_size(transformer_config),
+            job=Job(
+                stage_layers=stage_layers(transformer_config),
+                data_parallel_size=data_parallel_size * cp_size,
+                micro_batches=_micro_batches(
+                    global_batch_size,
+                    micro_batch_size,
+                    data_parallel_size,
+                    scheduled=bool(batch_size_schedule),
+                ),
+                context_parallel_size=cp_size,
+                micro_batch_group_size=micro_batch_group_size(transformer_config),
+            ),
+            micro_batch_size=micro_batch_size,
+            global_batch_size=global_batch_size,
+            batch_size_schedule=batch_size_schedule,
             sequence_parallel=bool(transformer_config.sequence_parallel),
-            context_parallel_size=transformer_config.context_parallel_size,
             ranks_per_node=RANKS_PER_NODE if cpu.installed() else torch.cuda.device_count(),
             quantized_multiple=quantized_row_multiple(transformer_config),
             recompute_all=transformer_config.recompute_granularity == "full",
@@ -146,6 +198,15 @@ class RunSettings:
             distributed_timeout_minutes=args.distributed_timeout_minutes,
             command_line=tuple(sys.argv[1:]),
         )
+
+
+def _micro_batches(
+    global_batch_size: int, micro_batch_size: int, data_parallel_size: int, *, scheduled: bool
+) -> int:
+    """Positions of a rank in a step of so many samples."""
+    flag = "--step-batch-size-schedule: size" if scheduled else "--global-batch-size"
+    sizes = {"--micro-batch-size": micro_batch_size, "data-parallel size": data_parallel_size}
+    return whole_parts(global_batch_size, flag, sizes)
 
 
 def model_shape(transformer_config: Any, vocab_size: int) -> ModelShape:
@@ -185,6 +246,7 @@ def host_job(transformer_config: Any, *, vocab_size: int, **others: Any) -> Host
     return HostJob(
         shape=model_shape(transformer_config, vocab_size),
         stage_layers=layers,
+        context_parallel_size=transformer_config.context_parallel_size,
         micro_batches_multiple_of=(group_size or len(layers)) if len(layers[0]) > 1 else 1,
         micro_batch_group_size=group_size,
         recompute_all=recompute == "full",

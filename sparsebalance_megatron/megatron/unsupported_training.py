@@ -10,7 +10,7 @@ from __future__ import annotations
 from argparse import Namespace
 from functools import partial
 
-from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
+from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.megatron.unsupported import (
     GPT_ONLY,
     MODEL,
@@ -22,6 +22,7 @@ from sparsebalance_megatron.megatron.unsupported import (
     refuse,
     value_of,
 )
+from sparsebalance_megatron.plan.job import whole_parts
 
 _ONE_VALIDATION_SET = "there is one validation set, and it has no end; drop it"
 _REAL_DATA = "give prefixes made by `sparse-balance prepare-data` as --data-path"
@@ -160,9 +161,9 @@ def check_batches(args: Namespace) -> None:
         ),
     }
     for prefix, (micro, whole) in sizes.items():
-        if micro and whole and whole % (micro * data_parallel_size):
-            raise ConfigError(
-                f"--{prefix}global-batch-size {whole} must be a multiple of "
-                f"--{prefix}micro-batch-size {micro} x data-parallel size {data_parallel_size} = "
-                f"{micro * data_parallel_size}"
-            )
+        if micro and whole:
+            parts = {
+                f"--{prefix}micro-batch-size": micro,
+                "data-parallel size": data_parallel_size,
+            }
+            whole_parts(whole, f"--{prefix}global-batch-size", parts)

@@ -24,14 +24,6 @@ def first_places(widths_RM: np.ndarray) -> np.ndarray:
     return np.asarray(first_RM * positions + np.arange(positions)).reshape(-1)
 
 
-def widest_slot(ranks: int, ranks_per_node: int) -> int:
-    """The largest power of two, up to 8, of neighbours that share a node wherever they begin."""
-    width = 8
-    while ranks % width or ranks_per_node % width:
-        width //= 2
-    return width
-
-
 def unshared(ranks: int, positions: int) -> np.ndarray:
     """[R, M] context-parallel sizes where every rank runs its micro-batches alone."""
     return np.ones((ranks, positions), dtype=np.int64)

@@ -26,8 +26,9 @@ from sparsebalance_megatron.cost.model import CostModel, Direction, Part
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.cost.work_model import WorkModel
 from sparsebalance_megatron.plan.context_groups import Members, first_places
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.schedules.operation_times import OperationTimes
-from sparsebalance_megatron.plan.step_plan import JobShape, PlanError
+from sparsebalance_megatron.plan.step_plan import PlanError
 
 _LAYER_PARTS = (Part.ATTENTION, Part.ROUTER, Part.LINEAR)
 _MICRO_BATCHES, _SEQUENCES, _TOKENS, _PAIRS, _VISIBLE = range(len(FEATURES))
@@ -44,7 +45,7 @@ class StepCosts:
     factors on all times of a rank in a stage. ``work``: how block pairs follow from budgets.
     """
 
-    job: JobShape
+    job: Job
     work: WorkModel
     block_size: int
     lengths_tokens_S: np.ndarray
@@ -206,7 +207,7 @@ class StepCosts:
 
 def step_costs(
     lengths_tokens: Sequence[int] | np.ndarray,
-    job: JobShape,
+    job: Job,
     cost: CostModel,
     scales: StageScales,
 ) -> StepCosts:
@@ -267,7 +268,7 @@ def _coefficients_2F(cost: CostModel, part: Part) -> np.ndarray:
     return np.stack([cost.coefficients_ms(part, direction) for direction in Direction])
 
 
-def _chunk_of_layer(job: JobShape) -> np.ndarray:
+def _chunk_of_layer(job: Job) -> np.ndarray:
     if len({len(stage) for stage in job.stage_layers}) != 1:
         raise PlanError("stage_layers: every stage needs the same number of chunks")
     owner = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 
@@ -26,74 +26,9 @@ from sparsebalance_megatron.config import (
     Tuning,
 )
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.plan_error import PlanError
 from sparsebalance_megatron.plan.schedules.operation_times import OperationTimes
-from sparsebalance_megatron.plan.schedules.orders import MegatronSchedule
-from sparsebalance_megatron.plan.schedules.pipeline_graph import PipelineGraph, graph_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobShape:
-    """How a training job is cut up. Sizes count ranks, micro-batches and layers.
-
-    ``data_parallel_size``: the ranks that hold different tokens, Megatron's data-parallel times its
-    context-parallel ranks; neighbours among them may share a slot. ``context_parallel_size``:
-    Megatron's ``--context-parallel-size``, which fixes ``micro_batches``, the positions of a rank,
-    as global batch / (micro-batch size x data-parallel size) without the context-parallel ranks.
-    ``stage_layers[p][v]`` holds the global, zero-based indices of the layers in chunk ``v`` of
-    pipeline stage ``p``; the embedding runs before the first chunk of stage 0, the output head and
-    the loss after the last chunk of the last stage. ``micro_batch_group_size`` is how many
-    micro-batches a chunk runs before the stage's next chunk takes over; None stands for as many as
-    there are stages.
-    """
-
-    data_parallel_size: int
-    micro_batches: int
-    stage_layers: tuple[tuple[tuple[int, ...], ...], ...]
-    context_parallel_size: int = 1
-    micro_batch_group_size: int | None = None
-
-    @property
-    def pipeline_stages(self) -> int:
-        return len(self.stage_layers)
-
-    @property
-    def virtual_stages(self) -> int:
-        return len(self.stage_layers[0])
-
-    @property
-    def layers(self) -> int:
-        return sum(len(chunk) for stage in self.stage_layers for chunk in stage)
-
-    @property
-    def slots(self) -> int:
-        """Places of a rank and a position; a slot as wide as one rank takes one of them."""
-        return self.data_parallel_size * self.micro_batches
-
-    @property
-    def schedule(self) -> MegatronSchedule:
-        """The schedule in which Megatron-Core runs this job's pipelines."""
-        return MegatronSchedule(self.micro_batch_group_size)
-
-    @cached_property
-    def graph(self) -> PipelineGraph:
-        """The operations of a rank's pipeline.
-
-        Raises:
-            PlanError: the schedule does not exist for this job.
-        """
-        return graph_of(
-            self.schedule, self.pipeline_stages, self.virtual_stages, self.micro_batches
-        )
-
-    @property
-    def groups(self) -> JobShape:
-        """The job whose ranks are the context-parallel groups of this one."""
-        return replace(
-            self,
-            data_parallel_size=self.data_parallel_size // self.context_parallel_size,
-            context_parallel_size=1,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +192,7 @@ class StepPlan:
             digest.update(np.ascontiguousarray(slot.budgets_LS, dtype=np.int32).tobytes())
         return digest.digest()
 
-    def validate(self, lengths_tokens: Sequence[int], job: JobShape, policy: PlanPolicy) -> None:
+    def validate(self, lengths_tokens: Sequence[int], job: Job, policy: PlanPolicy) -> None:
         """Raise :class:`PlanError` naming the first broken invariant."""
         if self.data_parallel_size != job.data_parallel_size:
             raise PlanError(
@@ -285,7 +220,7 @@ class StepPlan:
             raise PlanError(f"step {self.step}: samples missing {missing}, repeated {repeated}")
 
 
-def _validate_place(slot: MicroBatchPlan, job: JobShape, place: str) -> None:
+def _validate_place(slot: MicroBatchPlan, job: Job, place: str) -> None:
     if not is_power_of_two(slot.width):
         raise PlanError(f"{place}: width {slot.width} is no power of two")
     if slot.rank % slot.width:

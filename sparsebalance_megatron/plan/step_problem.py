@@ -23,15 +23,15 @@ from sparsebalance_megatron.plan.budgets.policy import (
 )
 from sparsebalance_megatron.plan.budgets.price import Pricing
 from sparsebalance_megatron.plan.budgets.problem import BudgetProblem
-from sparsebalance_megatron.plan.context_groups import is_power_of_two
 from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.job import Job, check_cp_sizes
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.placement import balance
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.schedules.operation_times import OperationTimes
 from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_costs import StepCosts, step_costs
-from sparsebalance_megatron.plan.step_plan import JobShape, PlanError, PlanPolicy
+from sparsebalance_megatron.plan.step_plan import PlanError, PlanPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class PlanInputs:
     """
 
     lengths_tokens: tuple[int, ...]
-    job: JobShape
+    job: Job
     policy: PlanPolicy
     cost: CostModel
     scales: StageScales
@@ -84,7 +84,11 @@ class StepProblem:
             PlanError: the inputs contradict one another.
         """
         job, policy, coverage = inputs.job, inputs.policy, inputs.coverage
-        _check_widths(job, policy)
+        cp_size = job.context_parallel_size
+        dynamic = policy.context_parallel == "dynamic"
+        check_cp_sizes(
+            job.data_parallel_size, cp_size, policy.max_context_parallel if dynamic else cp_size
+        )
         if policy.block_size != inputs.cost.block_size:
             raise PlanError(
                 f"block size {policy.block_size} differs from the cost model's "
@@ -119,7 +123,7 @@ class StepProblem:
         )
 
     @property
-    def job(self) -> JobShape:
+    def job(self) -> Job:
         return self.costs.job
 
     @property
@@ -213,18 +217,3 @@ def _pinned(
     if ((pinned_LS > 0).any(axis=0) != (pinned_LS > 0).all(axis=0)).any() or pinned_LS.min() < 0:
         raise PlanError("pinned budgets: a sample's must be at least 1 in every layer, or 0 in all")
     return np.pad(pinned_LS, ((0, 0), (0, later)))
-
-
-def _check_widths(job: JobShape, policy: PlanPolicy) -> None:
-    size, widest = job.context_parallel_size, policy.max_context_parallel
-    for name, width in (("context-parallel size", size), ("widest slot", widest)):
-        if not is_power_of_two(width) or job.data_parallel_size % width:
-            raise PlanError(
-                f"{name} {width}: must be a power of two that divides the "
-                f"{job.data_parallel_size} data-parallel x context-parallel ranks"
-            )
-    if policy.context_parallel == "dynamic" and widest < size:
-        raise PlanError(
-            f"widest slot {widest} is below the context-parallel size {size}, which widths have on "
-            "average; raise --sparse-balance-max-context-parallel"
-        )

@@ -13,59 +13,54 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sparsebalance_megatron.config import DEFAULT_SELECTION
+from sparsebalance_megatron.config import DEFAULT_SELECTION, ConfigError
 from sparsebalance_megatron.cost.memory import MemoryModel, StageMemory, stage_memory
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.cost.work_model import work_model_named
+from sparsebalance_megatron.plan.job import Job, check_cp_sizes, default_max_cp_size, whole_parts
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError, StepPlan
 from sparsebalance_megatron.simulate.lengths import WorkloadError
 from sparsebalance_megatron.simulate.setups import default_policy, workload
-from sparsebalance_megatron.simulate.variants import Sharing, Workload
+from sparsebalance_megatron.simulate.variants import RANKS_PER_NODE, Workload
 
 _SEARCH_MS = 20.0
 """Search for one plan. Training may search longer; to compare choices this is enough."""
 
 
+def job_on_gpus(*, gpus: int, tensor_parallel_size: int, stages: int, layers: int) -> Job:
+    """A model on some GPUs, before its ranks share micro-batches; of one micro-batch.
+
+    Raises:
+        ConfigError: the GPUs do not divide, or there are fewer layers than stages.
+    """
+    sizes = {"--tp": tensor_parallel_size, "--pp": stages}
+    return Job.even(layers=layers, ranks=whole_parts(gpus, "--gpus", sizes), stages=stages)
+
+
 @dataclass(frozen=True, kw_only=True)
-class AdvisedJob:
+class AdviceInputs:
     """A model on some GPUs, and the samples it trains on.
 
-    ``shape`` names the tensor-parallel size. ``batches``: lengths in tokens of global batches in
-    order, alike in size. ``costs``: block size -> cost model, without recomputation.
+    ``job``: see :func:`job_on_gpus`. ``shape`` names the tensor-parallel size. ``batches``: lengths
+    in tokens of global batches in order, alike in size. ``costs``: block size -> cost model,
+    without recomputation.
     """
 
+    job: Job
     shape: ModelShape
-    layers: int
     tied_embeddings: bool
-    gpus: int
-    pipeline_stages: int
     batches: tuple[tuple[int, ...], ...]
     costs: Callable[[int], CostModel]
     selection: str = DEFAULT_SELECTION
     recompute_all: bool = False
     recompute_attention: bool = False
 
-    def __post_init__(self) -> None:
-        if self.gpus < 1 or self.gpus % self.model_parallel_size:
-            raise WorkloadError(
-                f"--gpus {self.gpus}: must be a multiple of --tp {self.shape.tensor_parallel_size} "
-                f"x --pp {self.pipeline_stages} = {self.model_parallel_size}"
-            )
-        if self.layers < self.pipeline_stages:
-            raise WorkloadError(
-                f"--pp {self.pipeline_stages}: the model has {self.layers} layers only"
-            )
-
     @property
-    def model_parallel_size(self) -> int:
-        return self.shape.tensor_parallel_size * self.pipeline_stages
-
-    @property
-    def ranks(self) -> int:
-        """Data-parallel times context-parallel."""
-        return self.gpus // self.model_parallel_size
+    def gpus(self) -> int:
+        job = self.job
+        return job.data_parallel_size * job.pipeline_stages * self.shape.tensor_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +110,7 @@ class Advice:
 
 
 def advise(
-    job: AdvisedJob,
+    inputs: AdviceInputs,
     choices: Sequence[Choice],
     progress: Callable[[Sequence[Choice]], Iterable[Choice]] = iter,
 ) -> Advice:
@@ -131,13 +126,13 @@ def advise(
     left_out: dict[str, list[Choice]] = {}
     for choice in progress(choices):
         try:
-            outlooks.append(_outlook(job, choice))
-        except (PlanError, WorkloadError) as error:
+            outlooks.append(_outlook(inputs, choice))
+        except (ConfigError, PlanError, WorkloadError) as error:
             left_out.setdefault(str(error), []).append(choice)
     reasons = tuple(f"{_named(those)}: {reason}" for reason, those in left_out.items())
     if not outlooks:
         raise WorkloadError(f"no choice makes a job: {reasons[0]}")
-    source = job.costs(choices[0].block_size).source
+    source = inputs.costs(choices[0].block_size).source
     return Advice(outlooks=tuple(outlooks), left_out=reasons, cost_source=source)
 
 
@@ -153,19 +148,19 @@ def _named(choices: Sequence[Choice]) -> str:
     return ", ".join(common or [f"{len(choices)} choices"])
 
 
-def _outlook(job: AdvisedJob, choice: Choice) -> Outlook:
-    workloads = [_workloads(job, choice, batch) for batch in job.batches]
+def _outlook(inputs: AdviceInputs, choice: Choice) -> Outlook:
+    workloads = [_workloads(inputs, choice, batch) for batch in inputs.batches]
     sparse, dense = (
-        [each.plan(batch) for each, batch in zip(of, job.batches, strict=True)]
+        [each.plan(batch) for each, batch in zip(of, inputs.batches, strict=True)]
         for of in zip(*workloads, strict=True)
     )
     step_ms, dense_ms = (
         sum(plan.expectation.makespan_ms for plan in plans) for plans in (sparse, dense)
     )
     busy_ms = sum(float(plan.expectation.times_2RPVM.sum()) for plan in sparse)
-    cost = job.costs(choice.block_size)
-    router_ms = sum(_router_ms(cost, job.layers, plan) for plan in sparse)
-    lengths = np.concatenate(job.batches)
+    cost = inputs.costs(choice.block_size)
+    router_ms = sum(_router_ms(cost, inputs.job.layers, plan) for plan in sparse)
+    lengths = np.concatenate(inputs.batches)
     is_dense = lengths <= choice.block_size * choice.base_budget
     coverages = [plan.expectation.coverage_mean for plan in sparse]
     known = [coverage for coverage in coverages if coverage is not None]
@@ -174,55 +169,55 @@ def _outlook(job: AdvisedJob, choice: Choice) -> Outlook:
         dense_tokens_share=float(lengths[is_dense].sum() / lengths.sum()),
         router_share=router_ms / busy_ms,
         step_ms=step_ms / len(sparse),
-        tokens_per_second_per_gpu=float(lengths.sum()) / (step_ms / 1e3) / job.gpus,
-        bubble_share=1.0 - busy_ms / (job.ranks * job.pipeline_stages * step_ms),
+        tokens_per_second_per_gpu=float(lengths.sum()) / (step_ms / 1e3) / inputs.gpus,
+        bubble_share=1.0
+        - busy_ms / (inputs.job.data_parallel_size * inputs.job.pipeline_stages * step_ms),
         speedup_over_dense=dense_ms / step_ms,
         coverage_prior=float(np.mean(known)) if known else None,
         stages=_fullest(
-            [stage_memory(_memory(job, choice, plan), plan.share_tokens_RM()) for plan in sparse]
+            [stage_memory(_memory(inputs, choice, plan), plan.share_tokens_RM()) for plan in sparse]
         ),
     )
 
 
 def _workloads(
-    job: AdvisedJob, choice: Choice, batch: tuple[int, ...]
+    inputs: AdviceInputs, choice: Choice, batch: tuple[int, ...]
 ) -> tuple[Workload, Workload]:
     """A batch as training plans it by default, and with dense attention and no router.
 
     The token cap is Megatron's: samples per micro-batch times the longest sample.
 
     Raises:
-        WorkloadError: if the samples do not fill the micro-batches evenly.
+        ConfigError: if the samples do not fill the micro-batches evenly, or ranks cannot share.
     """
-    size, samples = choice.context_parallel_size, len(batch)
-    sharing = Sharing.of(job.ranks, size, None)
-    positions = job.ranks // size * choice.micro_batches
-    if choice.micro_batches < 1 or samples < positions or samples % positions:
-        raise WorkloadError(
-            f"--global-batch {samples} must be a multiple of {choice.micro_batches} micro-batches "
-            f"x {job.ranks // size} data-parallel ranks = {positions}"
-        )
-    cost = job.costs(choice.block_size)
+    size, ranks = choice.context_parallel_size, inputs.job.data_parallel_size
+    max_cp_size = default_max_cp_size(ranks, size, RANKS_PER_NODE)
+    check_cp_sizes(ranks, size, max_cp_size)
+    sizes = {"micro-batches": choice.micro_batches, "data-parallel ranks": ranks // size}
+    samples = whole_parts(len(batch), "--global-batch", sizes)
+    cost = inputs.costs(choice.block_size)
     policy = default_policy(
         block_size=choice.block_size,
         base_budget=choice.base_budget,
         coverage_threshold=0.1,
-        cap_tokens=-(-samples // positions * max(map(max, job.batches)) // size),
+        cap_tokens=-(-samples * max(map(max, inputs.batches)) // size),
     )
     sparse = workload(
         (batch,),
-        layers=job.layers,
-        ranks=job.ranks,
-        stages=job.pipeline_stages,
+        layers=inputs.job.layers,
+        ranks=inputs.job.data_parallel_size,
+        stages=inputs.job.pipeline_stages,
         micro_batches=choice.micro_batches,
         policy=replace(
             policy,
             coverage_target="base",
             context_parallel="dynamic" if size > 1 else "static",
-            max_context_parallel=sharing.max_context_parallel,
+            max_context_parallel=max_cp_size,
             plan_ms=_SEARCH_MS,
         ),
-        cost=cost.with_recompute(full=job.recompute_all, attention_only=job.recompute_attention),
+        cost=cost.with_recompute(
+            full=inputs.recompute_all, attention_only=inputs.recompute_attention
+        ),
         longest_tokens=max(batch),
     )
     sparse = replace(sparse, job=replace(sparse.job, context_parallel_size=size))
@@ -257,25 +252,25 @@ def _router_work(cost: CostModel, micro_batch: MicroBatchPlan) -> np.ndarray:
     return np.array([1.0, len(blocks_S), micro_batch.tokens, 0.0, visible])
 
 
-def _memory(job: AdvisedJob, choice: Choice, plan: StepPlan) -> MemoryModel:
-    data_parallel_size = job.ranks // choice.context_parallel_size
+def _memory(inputs: AdviceInputs, choice: Choice, plan: StepPlan) -> MemoryModel:
+    data_parallel_size = inputs.job.data_parallel_size // choice.context_parallel_size
     return MemoryModel(
-        shape=job.shape,
+        shape=inputs.shape,
         layers_per_stage=tuple(
-            len(part) for part in np.array_split(np.arange(job.layers), job.pipeline_stages)
+            sum(len(chunk) for chunk in stage) for stage in inputs.job.stage_layers
         ),
         virtual_stages=1,
-        tied_embeddings=job.tied_embeddings,
+        tied_embeddings=inputs.tied_embeddings,
         sequence_parallel=True,
         optimizer_ranks=data_parallel_size,
-        selected_blocks_per_token=work_model_named(job.selection).list_entries_per_token(
-            heads=job.shape.num_attention_heads,
-            groups=job.shape.num_query_groups,
+        selected_blocks_per_token=work_model_named(inputs.selection).list_entries_per_token(
+            heads=inputs.shape.num_attention_heads,
+            groups=inputs.shape.num_query_groups,
             block_size=choice.block_size,
             budget_blocks=max(int(slot.budgets_LS.max()) for slot in plan.slots),
         ),
-        recompute_all=job.recompute_all,
-        recompute_attention=job.recompute_attention,
+        recompute_all=inputs.recompute_all,
+        recompute_attention=inputs.recompute_attention,
     )
 
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy
+from sparsebalance_megatron.plan.job import Job
+from sparsebalance_megatron.plan.step_plan import PlanPolicy
 from sparsebalance_megatron.simulate.lengths import GENERATORS, MAX_TOKENS
 from sparsebalance_megatron.simulate.models import h200_cost, prior_coverage, with_bandwidth
 from sparsebalance_megatron.simulate.presets import ModelPreset, preset
@@ -58,16 +59,6 @@ PAPER_ABLATION: Mapping[str, tuple[float | None, float]] = {
 """Published micro-batch imbalance (max/mean) and speedup of paper-ablation's rows."""
 
 
-def job_shape(*, layers: int, ranks: int, stages: int, micro_batches: int) -> JobShape:
-    """Layers in contiguous chunks, one per stage; the first stages take the remainder."""
-    parts = np.array_split(np.arange(layers), stages)
-    return JobShape(
-        data_parallel_size=ranks,
-        micro_batches=micro_batches,
-        stage_layers=tuple((tuple(part.tolist()),) for part in parts),
-    )
-
-
 def default_policy(
     *, block_size: int, base_budget: int, coverage_threshold: float, cap_tokens: int
 ) -> PlanPolicy:
@@ -98,7 +89,7 @@ def workload(
     """Global batches on a job whose layers are split evenly, with the prior of coverage."""
     return Workload(
         batches=batches,
-        job=job_shape(layers=layers, ranks=ranks, stages=stages, micro_batches=micro_batches),
+        job=Job.even(layers=layers, ranks=ranks, stages=stages, micro_batches=micro_batches),
         policy=policy,
         cost=cost,
         sharing=sharing or Sharing(),

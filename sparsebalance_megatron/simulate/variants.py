@@ -21,14 +21,13 @@ from sparsebalance_megatron.learn.measurement import CoverageTotals, StepMeasure
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.plan.budgets.problem import feasible_range
-from sparsebalance_megatron.plan.context_groups import is_power_of_two, widest_slot
 from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.job import Job, check_cp_sizes, default_max_cp_size
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.schedules.step_bounds import step_bounds
 from sparsebalance_megatron.plan.step_costs import step_costs
-from sparsebalance_megatron.plan.step_plan import Expectation, JobShape, PlanPolicy, StepPlan
+from sparsebalance_megatron.plan.step_plan import Expectation, PlanPolicy, StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs
-from sparsebalance_megatron.simulate.lengths import WorkloadError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,27 +95,14 @@ class Sharing:
                 context-parallel size is 1.
 
         Raises:
-            WorkloadError: a size is no power of two that divides the ranks, or the largest
+            ConfigError: a size is no power of two that divides the ranks, or the largest
                 cp_size is below the context-parallel size.
         """
-        widest = max_context_parallel
-        if widest is None:
-            widest = 1 if context_parallel_size == 1 else widest_slot(ranks, RANKS_PER_NODE)
-            widest = max(widest, context_parallel_size)
-        for flag, size in (
-            ("--context-parallel-size", context_parallel_size),
-            ("--max-context-parallel", widest),
-        ):
-            if not is_power_of_two(size) or ranks % size:
-                raise WorkloadError(
-                    f"{flag} {size}: must be a power of two that divides the {ranks} ranks"
-                )
-        if widest < context_parallel_size:
-            raise WorkloadError(
-                f"--max-context-parallel {widest}: below --context-parallel-size "
-                f"{context_parallel_size}"
-            )
-        return cls(context_parallel_size=context_parallel_size, max_context_parallel=widest)
+        largest = max_context_parallel
+        if largest is None:
+            largest = default_max_cp_size(ranks, context_parallel_size, RANKS_PER_NODE)
+        check_cp_sizes(ranks, context_parallel_size, largest, limit="--max-context-parallel")
+        return cls(context_parallel_size=context_parallel_size, max_context_parallel=largest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +110,7 @@ class Workload:
     """What is planned: global batches in order, on a job with its costs and coverage."""
 
     batches: tuple[tuple[int, ...], ...]
-    job: JobShape
+    job: Job
     policy: PlanPolicy
     cost: CostModel
     coverage: CoverageCurves
@@ -143,7 +129,7 @@ class Workload:
         )
         return plan_step(0, inputs)
 
-    def job_of(self, variant: Variant) -> JobShape:
+    def job_of(self, variant: Variant) -> Job:
         """The job as the variant cuts it up: sharing leaves each rank more positions."""
         if variant.context_parallel is None:
             return self.job

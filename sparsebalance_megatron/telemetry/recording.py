@@ -21,9 +21,10 @@ from sparsebalance_megatron.learn.measurement import (
     StepTimes,
 )
 from sparsebalance_megatron.learn.planned_step import PlannedStep
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms
 from sparsebalance_megatron.plan.schedules.orders import schedule_name
-from sparsebalance_megatron.plan.step_plan import JobShape, MicroBatchPlan, StepPlan
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
 from sparsebalance_megatron.telemetry.records import (
     CoverageRecord,
     DataSource,
@@ -59,7 +60,7 @@ class FinishedStep:
 
 
 def run_header(
-    *, job: JobShape, sources: Sequence[Mapping[str, Any]] = (), **settings: Any
+    *, job: Job, sources: Sequence[Mapping[str, Any]] = (), **settings: Any
 ) -> RunHeader:
     """The first line of the step log.
 
@@ -164,7 +165,7 @@ def coverage_record(
     )
 
 
-def rank_header(place: RankPlace, job: JobShape, host: str) -> RankHeader:
+def rank_header(place: RankPlace, job: Job, host: str) -> RankHeader:
     """The first line of a rank's log."""
     return RankHeader(
         world_rank=place.world_rank,
@@ -181,7 +182,7 @@ def rank_step(
     iteration: int,
     planned: PlannedStep,
     place: RankPlace,
-    job: JobShape,
+    job: Job,
     times: StepTimes,
     pieces: Sequence[Piece],
     executed_and_grown_O2: np.ndarray,

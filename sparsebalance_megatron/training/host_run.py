@@ -84,7 +84,7 @@ class HostRun:
         self._device = device
         self._boundaries = LayoutCache()
         self._samples = HostSamples(self.planner)
-        self._run = Run(job.layout(1), self._samples, TrainerLoop(), device)
+        self._run = Run(job, self._samples, TrainerLoop(), device)
 
     def layer_spec(self, spec: Any, vp_stage: int | None) -> Any:
         """``spec``, or Megatron's own for the model's config, with core attention replaced."""
@@ -264,11 +264,6 @@ def begin_host_run(
         if unusable:
             flag = f"{flag_name(name)} {getattr(config, name)}"
             raise ConfigError(f"{flag}: not where a host owns data and loop; {remedy}")
-    if transformer_config.context_parallel_size > 1:
-        raise ConfigError(
-            f"--context-parallel-size {transformer_config.context_parallel_size}: a host's rows "
-            "lie on one rank each; use 1"
-        )
     checked = copy.copy(transformer_config)
     checked.calculate_per_token_loss |= scales_own_loss
     check_model(checked, config)

@@ -24,7 +24,8 @@ from sparsebalance_megatron.data.samples import Split
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
 from sparsebalance_megatron.plan.coverage import budget_grid
-from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy
+from sparsebalance_megatron.plan.job import Job, check_cp_sizes, default_max_cp_size
+from sparsebalance_megatron.plan.step_plan import PlanPolicy
 from sparsebalance_megatron.profiling.startup import AUTO
 from sparsebalance_megatron.selector_registry import source_of
 
@@ -39,7 +40,7 @@ class Inputs:
 
     config: SparseBalanceConfig
     settings: RunSettings
-    job: JobShape
+    job: Job
     policy: PlanPolicy
     train: Samples
     valid: Samples | None
@@ -103,7 +104,7 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
     inputs = Inputs(
         config=config,
         settings=settings,
-        job=job_shape(settings),
+        job=settings.job,
         policy=replace(
             PlanPolicy.from_config(
                 config,
@@ -111,7 +112,7 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
                 or -(-longest_row_tokens // settings.context_parallel_size),
             ),
             context_parallel=config.context_parallel,
-            max_context_parallel=widest_row(settings, config),
+            max_context_parallel=max_cp_size(settings, config),
         ),
         train=train,
         valid=valid,
@@ -126,32 +127,20 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
     return inputs.with_cost(cost)
 
 
-_WIDEST_BY_DEFAULT = 8
-"""Ranks: a row over more waits for its exchange more than it gains."""
-
-
-def widest_row(settings: RunSettings, config: SparseBalanceConfig) -> int:
-    """How many ranks may share a row at most.
+def max_cp_size(settings: RunSettings, config: SparseBalanceConfig) -> int:
+    """How many ranks may share a micro-batch at most.
 
     Raises:
-        ConfigError: if --sparse-balance-max-context-parallel does not fit the job.
+        ConfigError: if it does not fit the job.
     """
-    least, widest = settings.context_parallel_size, config.max_context_parallel
-    ranks = settings.data_parallel_size * least
-    if widest is not None:
-        if ranks % widest or widest < least:
-            raise ConfigError(
-                f"{flag_name('max_context_parallel')} {widest}: must be at least "
-                f"--context-parallel-size {least} and divide the data-parallel times "
-                f"context-parallel size, {ranks}"
-            )
-        return widest
-    widest = least
-    if config.context_parallel == "dynamic" and least > 1:
-        limit = min(_WIDEST_BY_DEFAULT, settings.neighbours_per_node)
-        while 2 * widest <= limit and ranks % (2 * widest) == 0:
-            widest *= 2
-    return widest
+    ranks, size = settings.job.data_parallel_size, settings.context_parallel_size
+    largest = config.max_context_parallel
+    if largest is None:
+        dynamic = config.context_parallel == "dynamic"
+        nearby = settings.neighbours_per_node
+        largest = default_max_cp_size(ranks, size, nearby) if dynamic else size
+    check_cp_sizes(ranks, size, largest)
+    return largest
 
 
 def fingerprint(inputs: CostedInputs) -> dict[str, str]:
@@ -200,46 +189,6 @@ def processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.machine()
-
-
-def job_shape(settings: RunSettings) -> JobShape:
-    """How the job is cut up.
-
-    Raises:
-        ConfigError: if the global batch does not fill its slots evenly.
-    """
-    scheduled = "--step-batch-size-schedule: size"
-    flag = scheduled if settings.batch_size_schedule else "--global-batch-size"
-    micro_batches = _micro_batches(settings, settings.global_batch_size, flag)
-    return JobShape(
-        data_parallel_size=settings.data_parallel_size * settings.context_parallel_size,
-        context_parallel_size=settings.context_parallel_size,
-        micro_batches=micro_batches,
-        stage_layers=settings.stage_layers,
-        micro_batch_group_size=settings.micro_batch_group_size,
-    )
-
-
-def check_batch_sizes(settings: RunSettings, step: int) -> None:
-    """Check every size of ``--step-batch-size-schedule`` that is still to come.
-
-    Raises:
-        ConfigError: if one does not fill its slots evenly.
-    """
-    for size in settings.batch_sizes.sizes_from(step):
-        _micro_batches(settings, size, "--step-batch-size-schedule: size")
-
-
-def _micro_batches(settings: RunSettings, batch_size: int, flag: str) -> int:
-    """Micro-batches of every rank in a step of so many samples."""
-    samples = settings.micro_batch_size * settings.data_parallel_size
-    if batch_size < samples or batch_size % samples:
-        raise ConfigError(
-            f"{flag} {batch_size} must be a multiple of --micro-batch-size "
-            f"{settings.micro_batch_size} x data-parallel size {settings.data_parallel_size} = "
-            f"{samples}"
-        )
-    return batch_size // samples
 
 
 def _samples(

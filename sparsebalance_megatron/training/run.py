@@ -23,8 +23,9 @@ from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
 from sparsebalance_megatron.megatron.ranks import rank_place
 from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms
-from sparsebalance_megatron.plan.step_plan import Expectation, JobShape, StepPlan
+from sparsebalance_megatron.plan.step_plan import Expectation, StepPlan
 from sparsebalance_megatron.profiling.clocks import CudaEventClock, HostClock
 from sparsebalance_megatron.telemetry.recording import FinishedStep
 from sparsebalance_megatron.telemetry.scalars import PREFIX
@@ -96,7 +97,7 @@ class Run:
 
     def __init__(
         self,
-        job: JobShape,
+        job: Job,
         samples: Samples,
         loop: Loop,
         device: torch.device,
@@ -317,7 +318,7 @@ def step_figures(
     return {f"{PREFIX}/{name}": float(value) for name, value in values.items()}
 
 
-def backward_order(job: JobShape, stage: int, micro_batches: int) -> list[tuple[int, int]]:
+def backward_order(job: Job, stage: int, micro_batches: int) -> list[tuple[int, int]]:
     """(chunk, micro-batch) of every backward of a pipeline stage, in the schedule's order."""
     order = job.schedule(job.pipeline_stages, micro_batches, job.virtual_stages)
     return [

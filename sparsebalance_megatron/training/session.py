@@ -25,7 +25,6 @@ from sparsebalance_megatron.training.agreement import check_ranks_agree, gather_
 from sparsebalance_megatron.training.inputs import (
     CostedInputs,
     Inputs,
-    check_batch_sizes,
     fingerprint,
     processor,
 )
@@ -107,7 +106,7 @@ class Session:
                     "with another global batch size"
                 )
             )
-        check_batch_sizes(settings, steps)
+        settings.check_batch_sizes(steps)
         if self._run is None:
             if iteration is None:
                 iteration = (self._loaded_state or {}).get("iteration", steps)

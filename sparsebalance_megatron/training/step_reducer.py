@@ -22,7 +22,7 @@ from sparsebalance_megatron.learn.measurement import (
     StepMeasurement,
     StepTimes,
 )
-from sparsebalance_megatron.plan.step_plan import JobShape
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.training.agreement import differing_ranks, digest_number
 from sparsebalance_megatron.training.observed_coverage import (
     BASE,
@@ -53,7 +53,7 @@ class StepReducer:
 
     def __init__(
         self,
-        job: JobShape,
+        job: Job,
         place: RankPlace,
         *,
         buckets: int,

@@ -136,7 +136,7 @@ def test_a_cost_table_brings_its_times_and_its_block_size(
     ("flags", "expected"),
     [
         (("--model", "gpt-9"), "--model gpt-9: is no directory"),
-        (("--gpus", "3"), "--gpus 3: must be a multiple"),
+        (("--gpus", "3"), "--gpus 3 must be a multiple"),
         (("--tp", "4"), "--tp 4: must divide the 14 heads"),
         (("--global-batch", "41"), "40 lengths, and a step needs --global-batch 41"),
         (("--micro-batches", "3"), "no choice makes a job"),

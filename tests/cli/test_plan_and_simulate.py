@@ -152,7 +152,7 @@ def test_simulate_on_stored_documents_and_a_directory(tmp_path, capsys):
     config["num_hidden_layers"] = 3
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert cli.main(["simulate", "--setup", "paper-ablation", *given]) == 2
-    assert "3 layers, the setup has 4 pipeline stages" in capsys.readouterr().err
+    assert "4 pipeline stages: the model has 3 layers only" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -161,10 +161,13 @@ def test_simulate_on_stored_documents_and_a_directory(tmp_path, capsys):
         (("--seq-length", "128"), "--seq-length splits stored documents; add --data-path"),
         (("--model", "gpt"), "--model gpt: is no directory"),
         (("--context-parallel-size", "3"), "--context-parallel-size 3: must be a power of two"),
-        (("--max-context-parallel", "4"), "that divides the 2 ranks"),
+        (
+            ("--max-context-parallel", "4"),
+            "--max-context-parallel 4: must be a power of two that divides the 2",
+        ),
         (
             ("--context-parallel-size", "2", "--max-context-parallel", "1"),
-            "--max-context-parallel 1: below --context-parallel-size 2",
+            "--max-context-parallel 1: must be at least --context-parallel-size 2",
         ),
         (("--gigabytes-per-second", "0"), "--gigabytes-per-second 0.0: must be finite and above"),
         (("--global-batch", "12"), "--global-batch 12 must be a multiple"),

@@ -17,7 +17,7 @@ from sparsebalance_megatron.learn.batch_sizes import BatchSizes
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.step_plan import JobShape
+from sparsebalance_megatron.plan.job import Job
 
 LONGEST_TOKENS = 2048
 BLOCK_TOKENS = 64
@@ -37,7 +37,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> SampleIndex:
 def make_scheduler(
     index: Any,
     *,
-    job: JobShape = JOB,
+    job: Job = JOB,
     batch_sizes: int | tuple[tuple[int, int], ...] = GLOBAL_BATCH,
     max_blocks: int = LONGEST_TOKENS // BLOCK_TOKENS,
     worker: Executor | None = None,

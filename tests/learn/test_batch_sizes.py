@@ -12,6 +12,7 @@ from learn.scheduler_cases import index as index  # a fixture
 from learn.scheduler_cases import make_scheduler
 from plan.plan_cases import job_shape
 
+from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
 from sparsebalance_megatron.learn.scheduler import Scheduler
@@ -88,5 +89,5 @@ def test_every_step_plans_the_samples_that_megatron_counts(index: SampleIndex) -
 
 
 def test_a_size_that_does_not_fill_its_slots_is_named(index: SampleIndex) -> None:
-    with pytest.raises(PlanError, match=r"step 0 has 3 samples.*must be a multiple of 2"):
+    with pytest.raises(ConfigError, match=r"step 0: .*size 3 must be a multiple of .* 2"):
         scheduler(index, (0, 3), (6, 8)).planned(0)

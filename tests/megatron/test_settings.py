@@ -18,18 +18,17 @@ from sparsebalance_megatron.data.packing import Sample
 from sparsebalance_megatron.megatron.compat import quantized_row_multiple
 from sparsebalance_megatron.megatron.packed_seq_params import micro_batch_context
 from sparsebalance_megatron.megatron.settings import RunSettings, micro_batch_group_size
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.training.micro_batches import RowPacking
 
 SETTINGS = RunSettings(
     shape=replace(SHAPE, tensor_parallel_size=2),
     dtype="bfloat16",
-    stage_layers=(((0,),),),
+    job=Job(stage_layers=(((0,),),), data_parallel_size=1),
     sequence_parallel=False,
     recompute_all=False,
     recompute_attention=False,
-    data_parallel_size=1,
-    context_parallel_size=1,
     seq_length=1024,
     micro_batch_size=1,
     global_batch_size=1,

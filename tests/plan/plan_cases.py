@@ -11,11 +11,12 @@ from sparsebalance_megatron.cost.model import CostModel, Part
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.schedules.operation_times import OperationTimes
 from sparsebalance_megatron.plan.schedules.orders import megatron_order
 from sparsebalance_megatron.plan.step_costs import step_costs
-from sparsebalance_megatron.plan.step_plan import JobShape, PlanPolicy
+from sparsebalance_megatron.plan.step_plan import PlanPolicy
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 
 FORWARD_MS = {
@@ -35,7 +36,7 @@ def cost_model(block_size=64):
 
 
 def job_shape(ranks, micro_batches, stages=1, chunks=1, layers_per_chunk=2):
-    return JobShape(
+    return Job(
         data_parallel_size=ranks,
         micro_batches=micro_batches,
         stage_layers=tuple(

@@ -12,8 +12,9 @@ from plan.plan_cases import FORWARD_MS, alone, cost_model, job_shape
 
 from sparsebalance_megatron.cost.model import Part
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.step_costs import step_costs
-from sparsebalance_megatron.plan.step_plan import JobShape, PlanError
+from sparsebalance_megatron.plan.step_plan import PlanError
 
 BLOCK = 64
 
@@ -68,7 +69,7 @@ def test_blocks_round_up():
 
 
 def test_stages_without_layers_cost_only_their_ends():
-    job = JobShape(data_parallel_size=1, micro_batches=1, stage_layers=(((),), ((0, 1),), ((),)))
+    job = Job(data_parallel_size=1, micro_batches=1, stage_layers=(((),), ((0, 1),), ((),)))
     costs = step_costs([100], job, cost_model(BLOCK), StageScales.ones(3))
     times = costs.slot_ms(costs.sample_ms(np.full((2, 1), 4)), np.array([0]), alone(job))
     forward, _ = times.by_micro_batch_2RPVM
@@ -82,9 +83,9 @@ def test_errors():
         step_costs([5, 0], job_shape(1, 2), model, scales)
     with pytest.raises(PlanError, match=r"\(1, 1\), the job \(2, 1\)"):
         step_costs([5, 5], job_shape(1, 2, 2), model, scales)
-    twice = JobShape(data_parallel_size=1, micro_batches=1, stage_layers=(((0, 0),),))
+    twice = Job(data_parallel_size=1, micro_batches=1, stage_layers=(((0, 0),),))
     with pytest.raises(PlanError, match=r"0\.\.1 once, has \[0, 0\]"):
         step_costs([5], twice, model, scales)
-    ragged = JobShape(data_parallel_size=1, micro_batches=1, stage_layers=(((0,), (1,)), ((2,),)))
+    ragged = Job(data_parallel_size=1, micro_batches=1, stage_layers=(((0,), (1,)), ((2,),)))
     with pytest.raises(PlanError, match="same number of chunks"):
         step_costs([5], ragged, model, scales)

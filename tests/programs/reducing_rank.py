@@ -20,14 +20,14 @@ from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.learn.measurement import RankPlace, StepMeasurement, StepTimes
 from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation
 from sparsebalance_megatron.plan.coverage import budget_grid
-from sparsebalance_megatron.plan.step_plan import JobShape
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.training.observed_coverage import ObservedCoverage
 from sparsebalance_megatron.training.step_reducer import StepReducer
 
 GRID = budget_grid(4)
 BUCKETS = 3
 RANKS = 2
-JOB = JobShape(data_parallel_size=RANKS, micro_batches=2, stage_layers=(((0, 1),),))
+JOB = Job(data_parallel_size=RANKS, micro_batches=2, stage_layers=(((0, 1),),))
 
 
 def seen(rank: int, layer: int) -> SimpleNamespace:

@@ -14,10 +14,11 @@ from plan.plan_cases import flat
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.coverage import CoverageCurves, length_bucket
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.schedules.orders import schedule_name
 from sparsebalance_megatron.plan.schedules.simulator import Event, simulate
-from sparsebalance_megatron.plan.step_plan import JobShape, StepPlan
+from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 from sparsebalance_megatron.simulate.models import h200_cost, prior_coverage
 from sparsebalance_megatron.simulate.setups import default_policy
@@ -43,9 +44,9 @@ class SampleRun:
     with_ranks: bool = True
 
     @property
-    def job(self) -> JobShape:
+    def job(self) -> Job:
         parts = np.array_split(np.arange(self.layers), self.stages * self.virtual_stages)
-        return JobShape(
+        return Job(
             data_parallel_size=self.ranks,
             micro_batches=self.micro_batches,
             stage_layers=tuple(

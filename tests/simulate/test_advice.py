@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.cost.memory import GIBIBYTE
-from sparsebalance_megatron.simulate.advice import AdvisedJob, Choice, advise
+from sparsebalance_megatron.simulate.advice import AdviceInputs, Choice, advise, job_on_gpus
 from sparsebalance_megatron.simulate.lengths import WorkloadError, split_overlong
 from sparsebalance_megatron.simulate.models import h200_cost
 from sparsebalance_megatron.simulate.presets import preset
@@ -20,19 +21,22 @@ LENGTHS = (4096, 900, 2048, 300, 8192, 512, 1024, 600)
 CHOICE = Choice(block_size=128, base_budget=8, micro_batches=2, context_parallel_size=1)
 
 
-def job(**changes: Any) -> AdvisedJob:
+def job(*, gpus: int = 4, pipeline_stages: int = 1, **changes: Any) -> AdviceInputs:
     values: dict[str, Any] = {
         "shape": MODEL.shape,
-        "layers": MODEL.layers,
         "tied_embeddings": True,
-        "gpus": 4,
-        "pipeline_stages": 1,
         "batches": (LENGTHS,),
         "costs": lambda block_size: h200_cost(
             MODEL, block_size=block_size, selection="token-kv-head"
         ),
-    }
-    return AdvisedJob(**(values | changes))
+    } | changes
+    cut = job_on_gpus(
+        gpus=gpus,
+        tensor_parallel_size=values["shape"].tensor_parallel_size,
+        stages=pipeline_stages,
+        layers=MODEL.layers,
+    )
+    return AdviceInputs(job=cut, **values)
 
 
 def test_tokens_that_stay_dense_are_those_of_documents_within_the_budget() -> None:
@@ -96,12 +100,12 @@ def test_choices_that_make_no_job_are_left_out_by_name() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gpus": 6, "pipeline_stages": 4}, "--gpus 6: must be a multiple"),
+        ({"gpus": 6, "pipeline_stages": 4}, "--gpus 6 must be a multiple"),
         ({"gpus": 25, "pipeline_stages": 25}, "has 24 layers only"),
     ],
 )
 def test_jobs_that_cannot_be(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(WorkloadError, match=message):
+    with pytest.raises(ConfigError, match=message):
         job(**changes)
 
 

@@ -23,7 +23,7 @@ from sparsebalance_megatron.learn.measurement import (
 )
 from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.step_plan import JobShape
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.training.observed_coverage import ObservedCoverage
 from sparsebalance_megatron.training.step_reducer import StepReducer
 
@@ -130,7 +130,7 @@ def reduced(
         observations={0: observation}, layout=layout, position=0, padding_documents=0, sequence=None
     )
     reducer = StepReducer(
-        JobShape(data_parallel_size=1, micro_batches=1, stage_layers=(((0,),),)),
+        Job(data_parallel_size=1, micro_batches=1, stage_layers=(((0,),),)),
         RankPlace(
             data_parallel_rank=0,
             pipeline_rank=0,

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sparsebalance_megatron.plan.step_plan import JobShape, PlanError
+from sparsebalance_megatron.plan.job import Job
+from sparsebalance_megatron.plan.step_plan import PlanError
 
 Placement = tuple[tuple[tuple[int, ...], ...], ...]
 
@@ -28,7 +29,7 @@ class _NoRoomError(Exception):
         self.sample = sample
 
 
-def arrival(lengths_tokens: Sequence[int], job: JobShape, cap_tokens: int) -> Placement:
+def arrival(lengths_tokens: Sequence[int], job: Job, cap_tokens: int) -> Placement:
     """Contiguous micro-batches in the order of ``MegatronPretrainingSampler``.
 
     Micro-batch m of rank d holds samples ``(m * D + d) * size`` to ``+ size``.
@@ -65,7 +66,7 @@ def arrival(lengths_tokens: Sequence[int], job: JobShape, cap_tokens: int) -> Pl
 def balanced(
     weights_S: np.ndarray,
     lengths_tokens: Sequence[int],
-    job: JobShape,
+    job: Job,
     cap_tokens: int,
     slowness_R: np.ndarray | None = None,
 ) -> Placement:
@@ -99,7 +100,7 @@ def slot_of_sample(placement: Placement, samples: int) -> np.ndarray:
     return slot_of_S
 
 
-def _check_samples(lengths_tokens: Sequence[int], job: JobShape, cap_tokens: int) -> None:
+def _check_samples(lengths_tokens: Sequence[int], job: Job, cap_tokens: int) -> None:
     if len(lengths_tokens) < job.slots:
         raise PlanError(
             f"{len(lengths_tokens)} samples cannot fill {job.slots} slots "
@@ -117,7 +118,7 @@ def _check_samples(lengths_tokens: Sequence[int], job: JobShape, cap_tokens: int
 def _ranks_then_slots(
     weights_S: np.ndarray,
     tokens_S: np.ndarray,
-    job: JobShape,
+    job: Job,
     cap_tokens: int,
     slowness_R: np.ndarray,
 ) -> list[list[list[int]]]:
@@ -142,7 +143,7 @@ def _ranks_then_slots(
 def _slots_then_ranks(
     weights_S: np.ndarray,
     tokens_S: np.ndarray,
-    job: JobShape,
+    job: Job,
     cap_tokens: int,
     slowness_R: np.ndarray,
 ) -> list[list[list[int]]]:

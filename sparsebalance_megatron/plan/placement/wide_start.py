@@ -14,10 +14,11 @@ import heapq
 
 import numpy as np
 
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.placement.wide_moves import Rules
 from sparsebalance_megatron.plan.step_costs import StepCosts
-from sparsebalance_megatron.plan.step_plan import JobShape, PlanError
+from sparsebalance_megatron.plan.step_plan import PlanError
 
 
 def wide_start(
@@ -170,7 +171,7 @@ class _Slots:
                 places -= width
                 offer(slot)
 
-    def arranged(self, job: JobShape) -> Arrangement:
+    def arranged(self, job: Job) -> Arrangement:
         """Widest slots first, each in the island with the least load that has room."""
         max_width = self.rules.max_width
         islands = job.data_parallel_size // max_width

@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracles import plan as oracle
 
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.placement.balance import (
     _NoRoomError,
     _pack,
@@ -16,13 +17,13 @@ from sparsebalance_megatron.plan.placement.balance import (
     balanced,
     slot_of_sample,
 )
-from sparsebalance_megatron.plan.step_plan import JobShape, PlanError
+from sparsebalance_megatron.plan.step_plan import PlanError
 
 NO_CAP = 1 << 40
 
 
 def job(ranks, micro_batches):
-    return JobShape(data_parallel_size=ranks, micro_batches=micro_batches, stage_layers=(((0,),),))
+    return Job(data_parallel_size=ranks, micro_batches=micro_batches, stage_layers=(((0,),),))
 
 
 def check(placement, lengths, shape, cap):

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a training job is cut up into ranks, pipeline stages and micro-batches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from sparsebalance_megatron.config import ConfigError, flag_name
+from sparsebalance_megatron.plan.context_groups import is_power_of_two
+from sparsebalance_megatron.plan.schedules.orders import MegatronSchedule
+from sparsebalance_megatron.plan.schedules.pipeline_graph import PipelineGraph, graph_of
+
+_DEFAULT_MAX_CP_SIZE = 8
+"""Ranks. A packed sequence over more of them waits for its exchange more than it gains."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The layout that a step is planned for. Sizes count ranks, micro-batches and layers.
+
+    Attributes:
+        stage_layers: [P][V][layers], global and zero-based: the layers in each chunk of each
+            pipeline stage. The embedding runs before the first chunk of stage 0, the output head
+            and the loss after the last chunk of the last stage.
+        data_parallel_size: ranks that hold different tokens, Megatron's data-parallel times its
+            context-parallel ranks; neighbours among them may share a micro-batch.
+        micro_batches: positions of a rank.
+        context_parallel_size: Megatron's ``--context-parallel-size``. It fixes ``micro_batches`` as
+            global batch / (micro-batch size x data-parallel size), where the latter counts no
+            context-parallel ranks.
+        micro_batch_group_size: micro-batches that a chunk runs before the stage's next chunk takes
+            over; None is as many as there are stages.
+    """
+
+    stage_layers: tuple[tuple[tuple[int, ...], ...], ...]
+    data_parallel_size: int
+    micro_batches: int = 1
+    context_parallel_size: int = 1
+    micro_batch_group_size: int | None = None
+
+    @classmethod
+    def even(cls, *, layers: int, ranks: int, stages: int, micro_batches: int = 1) -> Job:
+        """Contiguous layers, one chunk a stage; the first stages take the remainder.
+
+        Raises:
+            ConfigError: there are fewer layers than stages.
+        """
+        if layers < stages:
+            raise ConfigError(f"{stages} pipeline stages: the model has {layers} layers only")
+        size, rest = divmod(layers, stages)
+        ends = [size * (stage + 1) + min(stage + 1, rest) for stage in range(stages)]
+        return cls(
+            stage_layers=tuple(
+                (tuple(range(first, end)),) for first, end in zip([0, *ends], ends, strict=False)
+            ),
+            data_parallel_size=ranks,
+            micro_batches=micro_batches,
+        )
+
+    @property
+    def pipeline_stages(self) -> int:
+        return len(self.stage_layers)
+
+    @property
+    def virtual_stages(self) -> int:
+        return len(self.stage_layers[0])
+
+    @property
+    def layers(self) -> int:
+        return sum(len(chunk) for stage in self.stage_layers for chunk in stage)
+
+    @property
+    def slots(self) -> int:
+        """Places of a rank and a position."""
+        return self.data_parallel_size * self.micro_batches
+
+    @property
+    def schedule(self) -> MegatronSchedule:
+        """The schedule in which Megatron-Core runs this job's pipelines."""
+        return MegatronSchedule(self.micro_batch_group_size)
+
+    @cached_property
+    def graph(self) -> PipelineGraph:
+        """The operations of a rank's pipeline.
+
+        Raises:
+            PlanError: the schedule does not exist for this job.
+        """
+        return graph_of(
+            self.schedule, self.pipeline_stages, self.virtual_stages, self.micro_batches
+        )
+
+    @property
+    def groups(self) -> Job:
+        """The job whose ranks are the context-parallel groups of this one."""
+        return replace(
+            self,
+            data_parallel_size=self.data_parallel_size // self.context_parallel_size,
+            context_parallel_size=1,
+        )
+
+
+def whole_parts(samples: int, name: str, sizes: dict[str, int]) -> int:
+    """How many times the product of ``sizes`` goes into ``samples``.
+
+    Args:
+        name: of the number of samples, as a user knows it.
+        sizes: name -> size.
+
+    Raises:
+        ConfigError: it does not divide it, or is more.
+    """
+    part = math.prod(sizes.values())
+    if part < 1 or samples < part or samples % part:
+        factors = " x ".join(f"{of} {size}" for of, size in sizes.items())
+        raise ConfigError(f"{name} {samples} must be a multiple of {factors} = {part}")
+    return samples // part
+
+
+def check_cp_sizes(
+    ranks: int, cp_size: int, max_cp_size: int, *, limit: str = flag_name("max_context_parallel")
+) -> None:
+    """Refuse context-parallel sizes that groups of neighbouring ranks cannot have.
+
+    Args:
+        ranks: data-parallel times context-parallel.
+        limit: the flag of the largest size.
+
+    Raises:
+        ConfigError: a size is no power of two that divides the ranks, or the largest is below the
+            one that micro-batches have on average.
+    """
+    for name, size in (
+        ("--context-parallel-size", cp_size),
+        (limit, max_cp_size),
+    ):
+        if not is_power_of_two(size) or ranks % size:
+            raise ConfigError(
+                f"{name} {size}: must be a power of two that divides the {ranks} data-parallel x "
+                "context-parallel ranks"
+            )
+    if max_cp_size < cp_size:
+        raise ConfigError(
+            f"{limit} {max_cp_size}: must be at least --context-parallel-size {cp_size}"
+        )
+
+
+def default_max_cp_size(ranks: int, cp_size: int, ranks_per_node: int) -> int:
+    """How many ranks may share a micro-batch where the user names no limit.
+
+    Where ``cp_size`` is 1, none share; else as many as a node holds, 8 at most, but no fewer than
+    ``cp_size``.
+    """
+    size, limit = cp_size, min(_DEFAULT_MAX_CP_SIZE, ranks_per_node)
+    while 1 < size <= limit // 2 and ranks % (2 * size) == 0:
+        size *= 2
+    return size
