@@ -31,8 +31,8 @@ from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.learn.host_job import HostJob
 from sparsebalance_megatron.learn.host_planner import HostPlanner
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.simulate.lengths import GENERATORS
-from sparsebalance_megatron.simulate.models import h200_cost, preset
+from sparsebalance_megatron.view.simulate.lengths import GENERATORS
+from sparsebalance_megatron.view.simulate.models import h200_cost, preset
 
 RANKS, SAMPLES, BLOCK_SIZE, CAP_TOKENS = 8, 128, 256, 65_536
 MODEL = preset("qwen2.5-7b")

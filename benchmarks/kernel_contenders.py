@@ -20,8 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.select import rank_row, selector_named
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import rank_row, selector_named
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """out_THD of q_THD, k_TGD and v_TGD."""

@@ -32,14 +32,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparsebalance_megatron.attention.impl.triton import (
+from sparsebalance_megatron.attention.kernels.triton import (
     backward_kernels,
     column_gradient_kernels,
     forward_kernel,
     token_backward_kernels,
     token_forward_kernel,
 )
-from sparsebalance_megatron.attention.impl.triton.tiles import (
+from sparsebalance_megatron.attention.kernels.triton.tiles import (
     HOPPER,
     SHARED_BYTES,
     Capability,
@@ -47,7 +47,7 @@ from sparsebalance_megatron.attention.impl.triton.tiles import (
     tiles_for,
     token_tiles_for,
 )
-from sparsebalance_megatron.attention.impl.triton.token_partials import (
+from sparsebalance_megatron.attention.kernels.triton.token_partials import (
     fitted_stages,
     resident_columns,
 )

@@ -54,24 +54,24 @@ from kernel_contenders import (
 from torch import Tensor
 
 from sparsebalance_megatron.attention.coverage import guard_budgets
-from sparsebalance_megatron.attention.impl.triton import (
+from sparsebalance_megatron.attention.kernels.triton import (
     backward_kernels,
     forward_kernel,
     token_backward_kernels,
     token_forward_kernel,
     token_lists,
 )
-from sparsebalance_megatron.attention.impl.triton.index import inverse_lists
-from sparsebalance_megatron.attention.impl.triton.tiles import (
+from sparsebalance_megatron.attention.kernels.triton.index import inverse_lists
+from sparsebalance_megatron.attention.kernels.triton.tiles import (
     Tile,
     capability_of,
     tiles_for,
     token_tiles_for,
 )
 from sparsebalance_megatron.attention.layout import PackedLayout
+from sparsebalance_megatron.attention.select import rank_row, selector_named
+from sparsebalance_megatron.attention.select.block_topk import BlockTopK
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import rank_row, selector_named
-from sparsebalance_megatron.attention.selectors.block_topk import BlockTopK
 from sparsebalance_megatron.config import DEFAULT_SELECTION, Router
 from sparsebalance_megatron.selector_registry import BUILT_IN
 

@@ -27,8 +27,8 @@ import numpy as np
 from forked_ranks import cpu_environment, free_port, run_alone, run_ranks
 
 from sparsebalance_megatron.plan.context_groups import unshared
-from sparsebalance_megatron.plan.schedules.operation_times import OperationTimes
-from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
+from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 
 WARM_UP_STEPS = 5
 LONGEST_TOKENS, QUICK_LONGEST_TOKENS = 4096, 256

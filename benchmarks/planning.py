@@ -30,9 +30,9 @@ from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_plan import PlanPolicy, StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs
-from sparsebalance_megatron.simulate.lengths import MAX_TOKENS, longalign_like
-from sparsebalance_megatron.simulate.models import h200_cost
-from sparsebalance_megatron.simulate.setups import (
+from sparsebalance_megatron.view.simulate.lengths import MAX_TOKENS, longalign_like
+from sparsebalance_megatron.view.simulate.models import h200_cost
+from sparsebalance_megatron.view.simulate.setups import (
     BASE_BUDGET,
     BLOCK_SIZE,
     default_policy,

@@ -95,7 +95,7 @@ class Step:
         from megatron.core.models.gpt import GPTModel
         from megatron.core.transformer.transformer_config import TransformerConfig
 
-        from sparsebalance_megatron.attention.selectors import selector_named
+        from sparsebalance_megatron.attention.select import selector_named
         from sparsebalance_megatron.megatron.compat import default_layer_spec
         from sparsebalance_megatron.megatron.core_attention import (
             AttentionOptions,

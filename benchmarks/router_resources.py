@@ -24,7 +24,7 @@ from kernel_resources import instructions, machine_code
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparsebalance_megatron.attention.selectors import row_ranking_kernel
+from sparsebalance_megatron.attention.select import row_ranking_kernel
 
 _TYPES = {
     "scores_CYW": "*fp32",

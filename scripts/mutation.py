@@ -54,11 +54,11 @@ TESTS: dict[str, tuple[str, ...]] = {
     "plan/planned_widths": (WIDE,),
     "plan/step_costs": (WIDE,),
     "plan/placement/arrangement": (WIDE,),
-    "plan/schedules/step_bounds": (WIDE, "tests/plan/schedules/test_bounds.py"),
+    "plan/pipeline/step_bounds": (WIDE, "tests/plan/pipeline/test_bounds.py"),
     "plan/planner": ("tests/plan/test_scheduler.py", "tests/plan/test_golden_plans.py", WIDE),
     "plan/context_groups": (WIDE,),
     "plan/placement/": ("tests/plan/placement/test_balance.py", "tests/plan/test_golden_plans.py"),
-    "plan/schedules/": ("tests/plan/schedules/test_simulator.py",),
+    "plan/pipeline/": ("tests/plan/pipeline/test_simulator.py",),
     "plan/host_": ("tests/plan/test_host_planner.py",),
     "plan/": (
         *("tests/plan/test_planner.py", "tests/plan/test_scheduler.py"),
@@ -69,18 +69,18 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/cost/test_stage_calibration.py",
     ),
     "attention/block_grid": ("tests/attention/test_layout.py",),
-    "attention/impl/reference": (CONTRACT, "tests/attention/test_columns.py"),
-    "attention/context_parallel/": (
-        "tests/attention/context_parallel/test_parts.py",
-        "tests/attention/context_parallel/test_slice.py",
-        "tests/attention/context_parallel/test_exchange.py",
+    "attention/kernels/reference": (CONTRACT, "tests/attention/test_columns.py"),
+    "attention/sequence/": (
+        "tests/attention/sequence/test_parts.py",
+        "tests/attention/sequence/test_slice.py",
+        "tests/attention/sequence/test_exchange.py",
     ),
-    "attention/selectors/vertical_slash": ("tests/attention/selectors/test_vertical_slash.py",),
-    "attention/selectors/": (
-        *("tests/attention/selectors/test_block_topk.py", "tests/attention/test_causality.py"),
-        "tests/attention/selectors/test_memory.py",
+    "attention/select/vertical_slash": ("tests/attention/select/test_vertical_slash.py",),
+    "attention/select/": (
+        *("tests/attention/select/test_block_topk.py", "tests/attention/test_causality.py"),
+        "tests/attention/select/test_memory.py",
     ),
-    "attention/impl/assembled": (
+    "attention/kernels/assembled": (
         CONTRACT,
         "tests/attention/test_dense_documents.py",
     ),
@@ -98,9 +98,9 @@ TESTS: dict[str, tuple[str, ...]] = {
 """Tests that are run beside those that mirror a file, by the beginning of its path; the first that
 fits counts."""
 LEFT_OUT = (
-    "attention/impl/triton/",
-    "attention/selectors/pooling_kernel.py",
-    "attention/selectors/row_ranking_kernel.py",
+    "attention/kernels/triton/",
+    "attention/select/pooling_kernel.py",
+    "attention/select/row_ranking_kernel.py",
 )
 """Kernels: on a CPU they are interpreted, minutes a time."""
 

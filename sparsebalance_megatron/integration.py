@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from sparsebalance_megatron.learn.host_job import HostJob
     from sparsebalance_megatron.learn.host_planner import HostPlanner
     from sparsebalance_megatron.learn.planned_step import PlannedStep
-    from sparsebalance_megatron.training.host_run import HostRun, begin_host_run
-    from sparsebalance_megatron.training.own_loop import OwnLoopRun, begin_run
-    from sparsebalance_megatron.training.training_hooks import TrainingHooks
+    from sparsebalance_megatron.run.host_run import HostRun, begin_host_run
+    from sparsebalance_megatron.run.own_loop import OwnLoopRun, begin_run
+    from sparsebalance_megatron.run.training_hooks import TrainingHooks
 
 __all__ = [
     "HostJob",
@@ -139,8 +139,8 @@ def training_hooks(args: Namespace) -> TrainingHooks:
     from sparsebalance_megatron.megatron import cpu
     from sparsebalance_megatron.megatron.arguments import check_supported, config_from_args
     from sparsebalance_megatron.megatron.settings import RunSettings
-    from sparsebalance_megatron.training.inputs import read_inputs
-    from sparsebalance_megatron.training.training_hooks import TrainingHooks
+    from sparsebalance_megatron.run.inputs import read_inputs
+    from sparsebalance_megatron.run.training_hooks import TrainingHooks
 
     config = config_from_args(args)
     device_type = "cpu" if cpu.installed() else "cuda"

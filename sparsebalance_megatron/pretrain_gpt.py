@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from sparsebalance_megatron import integration
 from sparsebalance_megatron.megatron.arguments import early_flags
-from sparsebalance_megatron.training import dry_run
+from sparsebalance_megatron.run import dry_run
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -43,7 +43,7 @@ def _train(device_type: str) -> None:
             f"sparse balance: {'on' if enabled else 'off'}, training on {device_type}", flush=True
         )
     if enabled:
-        from sparsebalance_megatron.training.failure_report import failure_report
+        from sparsebalance_megatron.run.failure_report import failure_report
 
         hooks = integration.training_hooks(args)
         with failure_report(args):

@@ -23,15 +23,15 @@ settings.load_profile("sparse-balance")
 
 
 PROCESS_PATHS = (
-    "attention/selectors/test_memory.py",
+    "attention/select/test_memory.py",
     "benchmarks/test_kernel_resources.py",
     "cli/test_report.py",
     "megatron/test_dense_models.py",
-    "profiling/test_command.py",
-    "report/test_browser.py",
+    "profile/test_command.py",
+    "view/report/test_browser.py",
     "test_compat.py::test_processes",
     "test_documents.py",
-    "training/test_dry_run.py",
+    "run/test_dry_run.py",
 )
 """They start processes, compile kernels, fill memory or plan many ranks."""
 NIGHTLY_PATHS = (
@@ -46,18 +46,18 @@ NIGHTLY_TESTS = frozenset(
         "cli/test_convert.py::test_logits_are_those_of_transformers[llama-plain]",
         "cli/test_convert.py::test_logits_are_those_of_transformers[qwen2-untied]",
         "cli/test_convert.py::test_scaled_rope_would_be_missed[llama-linear]",
-        "training/test_collectives.py::test_collectives_of_a_layer[hierarchical-ring-False]",
-        "training/test_schedule_order.py::test_observed_order_is_the_simulated_order[2-1-None]",
-        "training/test_schedule_order.py::test_observed_order_is_the_simulated_order[2-2-None]",
+        "run/test_collectives.py::test_collectives_of_a_layer[hierarchical-ring-False]",
+        "run/test_schedule_order.py::test_observed_order_is_the_simulated_order[2-1-None]",
+        "run/test_schedule_order.py::test_observed_order_is_the_simulated_order[2-2-None]",
         *(
-            "training/test_training.py::"
+            "run/test_training.py::"
             f"test_tuned_training_measures_every_micro_batch_and_holds_coverage[{layout}]"
             for layout in ("dp2-full-recompute", "dp2-vertical-slash", "pp2-virtual2")
         ),
     }
 )
 """Cases that start training and differ little from others of the same test."""
-LONGEST_FILES = ("attention/test_triton_interpreted.py", "benchmarks/", "training/")
+LONGEST_FILES = ("attention/test_triton_interpreted.py", "benchmarks/", "run/")
 """Where a file takes minutes. They are begun first: processes that run files side by side then end
 together."""
 

@@ -10,15 +10,15 @@ import numpy as np
 from step_cases import JOB
 
 from sparsebalance_megatron.learn.measurement import Span
-from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.telemetry.recording import run_header
-from sparsebalance_megatron.telemetry.records import (
+from sparsebalance_megatron.log.recording import run_header
+from sparsebalance_megatron.log.records import (
     RankHeader,
     RankMicroBatch,
     RankStep,
     RunHeader,
     encode,
 )
+from sparsebalance_megatron.plan.job import Job
 
 
 def rank_header(**changes: Any) -> RankHeader:

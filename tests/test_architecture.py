@@ -23,7 +23,7 @@ OPEN_TO_ALL = ("config", "errors", "json_file", "selector_registry", "__version_
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class ImportRule:
     """What the files under a path of the package may import beside the standard library.
 
     A name allows the module and everything below it. The package's own modules are named from the
@@ -43,61 +43,60 @@ class Room:
         return module.partition(".")[0] in sys.stdlib_module_names or _within(module, self.outside)
 
 
-ROOMS = {
-    "plan": Room(outside=("numpy",), inside=("plan", "cost")),
-    "learn": Room(outside=("numpy",), inside=("learn", "plan", "cost")),
-    "cost": Room(outside=("msgspec", "numpy", "scipy"), inside=("cost",)),
-    "attention": Room(outside=("numpy", "torch", "triton"), inside=("attention",)),
-    "megatron": Room(
+IMPORT_RULES = {
+    "plan": ImportRule(outside=("numpy",), inside=("plan", "cost")),
+    "learn": ImportRule(outside=("numpy",), inside=("learn", "plan", "cost")),
+    "cost": ImportRule(outside=("numpy", "scipy"), inside=("cost",)),
+    "attention": ImportRule(outside=("numpy", "torch", "triton"), inside=("attention",)),
+    "megatron": ImportRule(
         outside=("megatron", "numpy", "torch"),
         inside=("attention", "cost", "learn", "megatron", "plan"),
     ),
-    "training": Room(
+    "run": ImportRule(
         outside=("numpy", "torch"),
         inside=(
-            *("attention.context_parallel", "cost", "data", "learn", "megatron", "plan"),
-            *("profiling", "telemetry", "training"),
+            *("attention.sequence", "cost", "data", "learn", "log", "megatron", "plan"),
+            *("profile", "run"),
         ),
     ),
-    "telemetry": Room(outside=("msgspec", "numpy"), inside=("cost", "learn", "plan", "telemetry")),
-    "profiling": Room(
-        outside=("numpy", "torch"),
-        inside=("attention", "cost", "megatron", "plan", "profiling"),
+    "log": ImportRule(outside=("msgspec", "numpy"), inside=("cost", "learn", "log", "plan")),
+    "profile": ImportRule(
+        outside=("numpy", "torch"), inside=("attention", "cost", "megatron", "plan", "profile")
     ),
-    "data": Room(
+    "data": ImportRule(
         outside=(*("jinja2", "numpy", "pyarrow", "tokenizers", "torch", "tqdm", "transformers"),),
         inside=("data", "megatron.datasets"),
     ),
-    "convert/megatron_": Room(outside=("torch",), inside=("convert", "megatron")),
-    "convert": Room(outside=("msgspec", "safetensors", "torch"), inside=("convert",)),
-    "simulate": Room(
-        outside=("msgspec", "numpy", "rich"), inside=("simulate", "learn", "plan", "cost")
+    "convert/megatron_": ImportRule(outside=("torch",), inside=("convert", "megatron")),
+    "convert": ImportRule(outside=("msgspec", "safetensors", "torch"), inside=("convert",)),
+    "view/simulate": ImportRule(
+        outside=("msgspec", "numpy", "rich"), inside=("cost", "learn", "plan", "view.simulate")
     ),
-    "report": Room(
-        outside=("jinja2", "numpy", "rich", "scipy"),
-        inside=("learn", "plan", "report", "telemetry"),
+    "view/report": ImportRule(
+        outside=("jinja2", "numpy", "rich", "scipy"), inside=("learn", "log", "plan", "view.report")
     ),
-    "cli": Room(
+    "view": ImportRule(),
+    "cli": ImportRule(
         outside=("numpy", "packaging", "rich", "safetensors", "torch", "tqdm"),
         inside=(
-            *("attention", "cli", "convert", "cost", "data", "learn", "megatron", "plan"),
-            *("profiling", "report", "simulate", "telemetry", "training"),
+            *("attention", "cli", "convert", "cost", "data", "learn", "log", "megatron", "plan"),
+            *("profile", "run", "view"),
         ),
     ),
-    "pretrain_gpt.py": Room(inside=("integration", "megatron", "training")),
-    "integration.py": Room(outside=("torch",), inside=("learn", "megatron", "plan", "training")),
-    "config.py": Room(),
-    "errors.py": Room(),
-    "selector_registry.py": Room(),
-    "json_file.py": Room(outside=("msgspec",)),
-    "__init__.py": Room(),
+    "pretrain_gpt.py": ImportRule(inside=("integration", "megatron", "run")),
+    "integration.py": ImportRule(outside=("torch",), inside=("learn", "megatron", "plan", "run")),
+    "config.py": ImportRule(),
+    "errors.py": ImportRule(),
+    "selector_registry.py": ImportRule(),
+    "json_file.py": ImportRule(outside=("msgspec",)),
+    "__init__.py": ImportRule(),
 }
 """By the beginning of a path; the first that fits counts."""
 
 
-def room_of(path: str) -> str:
+def rule_of(path: str) -> str:
     """The name of a file's room."""
-    return next(name for name in ROOMS if path.startswith(name))
+    return next(name for name in IMPORT_RULES if path.startswith(name))
 
 
 RESERVED = {
@@ -139,7 +138,7 @@ def imported_modules(source: str, module: str) -> Iterator[tuple[int, str]]:
 
 def broken_arrows(source: str, path: str) -> list[str]:
     """Imports that the room of ``path`` (relative to the package) does not allow."""
-    room = ROOMS[room_of(path)]
+    room = IMPORT_RULES[rule_of(path)]
     module = ".".join([PACKAGE, *Path(path).with_suffix("").parts])
     return [
         f"{PACKAGE}/{path}:{line} imports {imported}"
@@ -160,13 +159,13 @@ def source_files() -> list[Path]:
 
 
 def test_every_file_has_a_room() -> None:
-    homeless = [path for path in package_files() if not any(map(path.startswith, ROOMS))]
+    homeless = [path for path in package_files() if not any(map(path.startswith, IMPORT_RULES))]
     assert homeless == []
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("room", IMPORT_RULES)
 def test_arrows(room: str) -> None:
-    files = [path for path in package_files() if room_of(path) == room]
+    files = [path for path in package_files() if rule_of(path) == room]
     assert files
     broken = [
         arrow
@@ -189,24 +188,24 @@ def test_arrows(room: str) -> None:
         ("plan/x.py", "from ..attention import selectors"),
         ("plan/x.py", "from .. import training"),
         ("cost/x.py", f"from {PACKAGE}.plan.step_plan import StepPlan"),
-        ("attention/impl/x.py", f"from {PACKAGE}.plan import step_plan"),
-        ("attention/impl/x.py", "from ...cost import table"),
-        ("report/x.py", f"from {PACKAGE}.training import session"),
-        ("report/x.py", "import torch"),
-        ("simulate/x.py", "import torch"),
-        ("simulate/x.py", f"from {PACKAGE}.report import page"),
+        ("attention/kernels/x.py", f"from {PACKAGE}.plan import step_plan"),
+        ("attention/kernels/x.py", "from ...cost import table"),
+        ("view/report/x.py", f"from {PACKAGE}.training import session"),
+        ("view/report/x.py", "import torch"),
+        ("view/simulate/x.py", "import torch"),
+        ("view/simulate/x.py", f"from {PACKAGE}.report import page"),
         ("data/x.py", "from megatron.core import parallel_state"),
         ("data/x.py", "from megatron.core.datasets.indexed_dataset import IndexedDataset"),
         ("data/x.py", f"from {PACKAGE}.megatron import compat"),
-        ("profiling/x.py", "import megatron.core"),
+        ("profile/x.py", "import megatron.core"),
         ("convert/megatron_x.py", "import megatron.core"),
-        ("training/x.py", "from megatron.core import parallel_state"),
+        ("run/x.py", "from megatron.core import parallel_state"),
         ("data/x.py", f"from {PACKAGE}.training import session"),
-        ("training/x.py", f"from {PACKAGE}.report import page"),
+        ("run/x.py", f"from {PACKAGE}.report import page"),
         ("megatron/x.py", f"from {PACKAGE}.training import session"),
-        ("telemetry/x.py", "import torch"),
+        ("log/x.py", "import torch"),
         ("convert/x.py", "import megatron.core"),
-        ("training/x.py", f"from {PACKAGE}.pretrain_gpt import main"),
+        ("run/x.py", f"from {PACKAGE}.pretrain_gpt import main"),
         ("cli/x.py", "import scipy"),
         ("config.py", "import torch"),
         ("__init__.py", f"from {PACKAGE}.plan import step_plan"),
@@ -221,11 +220,11 @@ def test_a_broken_arrow_is_found(path: str, source: str) -> None:
     [
         ("plan/x.py", f"from {PACKAGE}.cost.model import CostModel\nimport json, numpy.linalg"),
         ("plan/x.py", "from . import pipeline\nfrom .step_plan import StepPlan"),
-        ("attention/impl/x.py", "from ..layout import Layout\nimport torch.nn.functional as F"),
-        ("report/x.py", f"from {PACKAGE}.plan.step_plan import StepPlan"),
-        ("training/x.py", f"from {PACKAGE} import __version__"),
+        ("attention/kernels/x.py", "from ..layout import Layout\nimport torch.nn.functional as F"),
+        ("view/report/x.py", f"from {PACKAGE}.plan.step_plan import StepPlan"),
+        ("run/x.py", f"from {PACKAGE} import __version__"),
         ("data/x.py", f"from {PACKAGE}.megatron.datasets import open_dataset"),
-        ("training/x.py", f"from {PACKAGE}.megatron.compat import run_pretrain"),
+        ("run/x.py", f"from {PACKAGE}.megatron.compat import run_pretrain"),
         ("megatron/x.py", "import megatron.core"),
         ("convert/megatron_x.py", f"from {PACKAGE}.megatron import compat"),
     ],

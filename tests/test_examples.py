@@ -24,7 +24,7 @@ from harness import TIMEOUT_S, free_port
 from torch.distributed.run import get_args_parser
 
 from sparsebalance_megatron import cli
-from sparsebalance_megatron.simulate.presets import preset
+from sparsebalance_megatron.view.simulate.presets import preset
 
 REPOSITORY = Path(__file__).parents[1]
 EXAMPLES = sorted(path.name for path in (REPOSITORY / "examples").glob("*.sh"))

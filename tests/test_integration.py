@@ -31,7 +31,7 @@ LOGS = {"dp2": "pp1", "pp2": "pp2"}
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The document's first Python block, as it stands; tests/training/test_host_run.py runs the
+    """The document's first Python block, as it stands; tests/run/test_host_run.py runs the
     other."""
     block, _ = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text("utf-8"), re.M | re.S)
     path = tmp_path_factory.mktemp("trainer") / "trainer.py"

@@ -25,7 +25,7 @@ from harness import (
 )
 
 from sparsebalance_megatron import integration
-from sparsebalance_megatron.training.training_hooks import TrainingHooks
+from sparsebalance_megatron.run.training_hooks import TrainingHooks
 
 PATCHES = sorted((REPOSITORY / "patches").glob("*.patch"))
 RUNNER = REPOSITORY / "tests" / "programs" / "upstream_pretrain.py"

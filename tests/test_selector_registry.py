@@ -11,7 +11,7 @@ import torch
 from harness import REPOSITORY
 
 from sparsebalance_megatron.attention.api import budgeted_attention
-from sparsebalance_megatron.attention.selectors import selector_named
+from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.work_model import BlockTopK, work_model_named
 from sparsebalance_megatron.integration import one_line_errors

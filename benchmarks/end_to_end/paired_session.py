@@ -21,11 +21,11 @@ from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions
 from sparsebalance_megatron.plan.context_groups import unshared
-from sparsebalance_megatron.plan.schedules.operation_times import OperationTimes
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.step_plan import StepPlan
-from sparsebalance_megatron.training.inputs import CostedInputs, Inputs
-from sparsebalance_megatron.training.samples import make_scheduler
-from sparsebalance_megatron.training.training_hooks import TrainingHooks
+from sparsebalance_megatron.run.inputs import CostedInputs, Inputs
+from sparsebalance_megatron.run.samples import make_scheduler
+from sparsebalance_megatron.run.training_hooks import TrainingHooks
 
 
 class PairedScheduler:

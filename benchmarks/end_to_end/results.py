@@ -18,8 +18,8 @@ import numpy as np
 from end_to_end.launch import BenchmarkError
 from end_to_end.variants import StepOrder, Variant
 from sparsebalance_megatron.plan.context_groups import unshared
-from sparsebalance_megatron.plan.schedules.operation_times import OperationTimes
-from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
+from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 
 
 @dataclass(frozen=True, kw_only=True)

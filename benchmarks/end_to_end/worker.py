@@ -73,7 +73,7 @@ def share_last_core() -> None:
 def pair_steps(order: StepOrder, variants: Sequence[Variant], ranks_in_turn: int) -> None:
     """Put the benchmark's hooks where the entry point looks for the plugin's."""
     from end_to_end.paired_session import PairedHooks, Pairing
-    from sparsebalance_megatron.training import training_hooks
+    from sparsebalance_megatron.run import training_hooks
 
     pairing = Pairing(order=order, variants=variants, ranks_in_turn=ranks_in_turn)
     training_hooks.TrainingHooks = partial(PairedHooks, pairing)

@@ -25,9 +25,9 @@ from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.megatron import core_attention
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
-from sparsebalance_megatron.training.inputs import CostedInputs, Inputs
-from sparsebalance_megatron.training.samples import make_scheduler
-from sparsebalance_megatron.training.training_hooks import TrainingHooks
+from sparsebalance_megatron.run.inputs import CostedInputs, Inputs
+from sparsebalance_megatron.run.samples import make_scheduler
+from sparsebalance_megatron.run.training_hooks import TrainingHooks
 
 
 class ArmScheduler:

@@ -15,7 +15,7 @@ from quality.documents import write_documents
 from quality.run_spec import RANKS, RunSpec
 from quality.scoring_sums import added
 from quality.tasks import Study, training_documents
-from sparsebalance_megatron.telemetry.step_log import read_run_log
+from sparsebalance_megatron.log.step_log import read_run_log
 
 TIMEOUT_S = 3600
 _LAST_SHARE = 0.1

@@ -15,8 +15,8 @@ from torch import Tensor
 from quality.documents import Document
 from quality.masked_attention import listed_blocks
 from quality.scoring import Evaluation
+from sparsebalance_megatron.attention.select import rank_row
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import rank_row
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions
 from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
 

@@ -49,7 +49,7 @@ def train(spec: RunSpec) -> Any:
     cpu.install()
     from quality.arm_session import ArmHooks
     from sparsebalance_megatron import pretrain_gpt
-    from sparsebalance_megatron.training import training_hooks
+    from sparsebalance_megatron.run import training_hooks
 
     made: list[ArmHooks] = []
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from quality.masked_attention import listed_blocks
+from sparsebalance_megatron.attention.select import rank_row
 from sparsebalance_megatron.attention.selection import ColumnLists, Selection
-from sparsebalance_megatron.attention.selectors import rank_row
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions
 from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
 

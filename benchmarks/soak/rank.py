@@ -20,7 +20,7 @@ from sparsebalance_megatron.megatron import cpu
 cpu.install()
 
 from sparsebalance_megatron.pretrain_gpt import main  # noqa: E402
-from sparsebalance_megatron.training.micro_batches import (  # noqa: E402
+from sparsebalance_megatron.run.micro_batches import (  # noqa: E402
     MicroBatchIterator,
     RowReader,
 )

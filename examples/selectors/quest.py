@@ -19,10 +19,10 @@ from torch import Tensor
 from sparsebalance_megatron.attention.coverage import curves_of_mass
 from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.row_pair import RowPair
+from sparsebalance_megatron.attention.select.ranking import Ranking
+from sparsebalance_megatron.attention.select.streaming import rank_in_chunks
+from sparsebalance_megatron.attention.select.summaries import BlockSummaries
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors.ranking import Ranking
-from sparsebalance_megatron.attention.selectors.streaming import rank_in_chunks
-from sparsebalance_megatron.attention.selectors.summaries import BlockSummaries
 from sparsebalance_megatron.cost.work_model import BlockTopK as BlockTopKWork
 
 

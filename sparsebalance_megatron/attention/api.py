@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.host_copy import copied_to
-from sparsebalance_megatron.attention.kernel import Attention, Kernel, wide_dtype
+from sparsebalance_megatron.attention.kernels.contract import Attention, Kernel, wide_dtype
 from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.select import Selector, rank_row, selector_named
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import Selector, rank_row, selector_named
 from sparsebalance_megatron.config import DEFAULT_SELECTION, AttentionImplementation
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -195,19 +195,19 @@ def kernel_named(implementation: str) -> Kernel:
     """
     match implementation:
         case "triton":
-            from sparsebalance_megatron.attention.impl import triton
+            from sparsebalance_megatron.attention.kernels import triton
 
             return triton
         case "blocks":
-            from sparsebalance_megatron.attention.impl import blocks
+            from sparsebalance_megatron.attention.kernels import blocks
 
             return blocks
         case "tokens":
-            from sparsebalance_megatron.attention.impl import tokens
+            from sparsebalance_megatron.attention.kernels import tokens
 
             return tokens
         case "reference":
-            from sparsebalance_megatron.attention.impl import reference
+            from sparsebalance_megatron.attention.kernels import reference
 
             return reference
     known = ", ".join(f'"{name}"' for name in get_args(AttentionImplementation))

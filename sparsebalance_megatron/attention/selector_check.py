@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
+from sparsebalance_megatron.attention.select import Selector, rank_row
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import Selector, rank_row
 
 _BLOCKS = (1.4, 8.7, 2.3, 4.0)
 """Lengths of the documents, in blocks: short last blocks, and one that is full."""

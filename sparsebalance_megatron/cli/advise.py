@@ -25,13 +25,19 @@ from sparsebalance_megatron.config import SparseBalanceConfig, check_range
 from sparsebalance_megatron.cost.memory import GIBIBYTE, memory_lines
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import CostTable
-from sparsebalance_megatron.simulate.advice import Advice, AdviceInputs, Choice, advise, job_on_gpus
-from sparsebalance_megatron.simulate.hf_sizes import model_named
-from sparsebalance_megatron.simulate.lengths import WorkloadError, split_overlong
-from sparsebalance_megatron.simulate.models import h200_cost, with_bandwidth
-from sparsebalance_megatron.simulate.presets import ModelPreset
-from sparsebalance_megatron.simulate.setups import batches_of
-from sparsebalance_megatron.simulate.tables import best_fitting, findings, show_choices
+from sparsebalance_megatron.view.simulate.advice import (
+    Advice,
+    AdviceInputs,
+    Choice,
+    advise,
+    job_on_gpus,
+)
+from sparsebalance_megatron.view.simulate.hf_sizes import model_named
+from sparsebalance_megatron.view.simulate.lengths import WorkloadError, split_overlong
+from sparsebalance_megatron.view.simulate.models import h200_cost, with_bandwidth
+from sparsebalance_megatron.view.simulate.presets import ModelPreset
+from sparsebalance_megatron.view.simulate.setups import batches_of
+from sparsebalance_megatron.view.simulate.tables import best_fitting, findings, show_choices
 
 MEMORY_SOURCE = (
     "weights, gradients and optimizer counted with the formula of Megatron's "

@@ -228,7 +228,7 @@ def _forward_and_backward(implementation: Any, device: str, router: Any) -> None
     import torch
 
     from sparsebalance_megatron.attention.api import budgeted_attention
-    from sparsebalance_megatron.attention.selectors import selector_named
+    from sparsebalance_megatron.attention.select import selector_named
 
     first, second = _PROBE_LENGTHS_TOKENS
     generator = torch.Generator().manual_seed(0)

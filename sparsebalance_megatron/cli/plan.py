@@ -25,12 +25,12 @@ from sparsebalance_megatron.cli.workload_flags import (
 )
 from sparsebalance_megatron.config import check_range
 from sparsebalance_megatron.plan.job import whole_parts
-from sparsebalance_megatron.simulate.hf_sizes import model_named
-from sparsebalance_megatron.simulate.lengths import WorkloadError
-from sparsebalance_megatron.simulate.models import cost_of, with_bandwidth
-from sparsebalance_megatron.simulate.setups import batches_of, default_policy, workload
-from sparsebalance_megatron.simulate.tables import show_variants
-from sparsebalance_megatron.simulate.variants import (
+from sparsebalance_megatron.view.simulate.hf_sizes import model_named
+from sparsebalance_megatron.view.simulate.lengths import WorkloadError
+from sparsebalance_megatron.view.simulate.models import cost_of, with_bandwidth
+from sparsebalance_megatron.view.simulate.setups import batches_of, default_policy, workload
+from sparsebalance_megatron.view.simulate.tables import show_variants
+from sparsebalance_megatron.view.simulate.variants import (
     ALL_ROWS,
     BASELINE,
     Variant,

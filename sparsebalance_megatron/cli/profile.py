@@ -73,8 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from sparsebalance_megatron.cost.model import CostModel, fit_errors, held_out_errors
-    from sparsebalance_megatron.profiling.cells import FULL, QUICK
-    from sparsebalance_megatron.profiling.profile import profile
+    from sparsebalance_megatron.profile.cells import FULL, QUICK
+    from sparsebalance_megatron.profile.profile import profile
 
     torch.set_num_threads(arguments.threads)
     table = profile(

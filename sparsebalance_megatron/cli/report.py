@@ -12,12 +12,12 @@ from pathlib import Path
 
 from sparsebalance_megatron.cli.output import OutputError, open_console, print_notes, write_text
 from sparsebalance_megatron.cli.summary import show
-from sparsebalance_megatron.report.comparison import Comparison
-from sparsebalance_megatron.report.comparison_table import columns_of, table_of
-from sparsebalance_megatron.report.headline import headline
-from sparsebalance_megatron.report.render import render_page
-from sparsebalance_megatron.report.run_report import Report, make_report
-from sparsebalance_megatron.telemetry.step_log import RunLogError
+from sparsebalance_megatron.log.step_log import RunLogError
+from sparsebalance_megatron.view.report.comparison import Comparison
+from sparsebalance_megatron.view.report.comparison_table import columns_of, table_of
+from sparsebalance_megatron.view.report.headline import headline
+from sparsebalance_megatron.view.report.render import render_page
+from sparsebalance_megatron.view.report.run_report import Report, make_report
 
 _LONGEST_INTERVAL_S = 3600.0
 

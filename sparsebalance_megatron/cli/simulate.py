@@ -22,11 +22,11 @@ from sparsebalance_megatron.cli.workload_flags import (
     stored_lengths,
 )
 from sparsebalance_megatron.config import check_range
-from sparsebalance_megatron.simulate.hf_sizes import model_named
-from sparsebalance_megatron.simulate.lengths import WorkloadError
-from sparsebalance_megatron.simulate.setups import PAPER_ABLATION, SETUPS, Setup, workload_of
-from sparsebalance_megatron.simulate.tables import show_variants
-from sparsebalance_megatron.simulate.variants import (
+from sparsebalance_megatron.view.simulate.hf_sizes import model_named
+from sparsebalance_megatron.view.simulate.lengths import WorkloadError
+from sparsebalance_megatron.view.simulate.setups import PAPER_ABLATION, SETUPS, Setup, workload_of
+from sparsebalance_megatron.view.simulate.tables import show_variants
+from sparsebalance_megatron.view.simulate.variants import (
     BASELINE,
     Variant,
     Workload,

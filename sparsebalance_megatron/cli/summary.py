@@ -9,11 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sparsebalance_megatron.cli.output import open_console, print_notes, write_text
-from sparsebalance_megatron.report.comparison import Comparison, compare
-from sparsebalance_megatron.report.comparison_table import columns_of, table_of
-from sparsebalance_megatron.report.headline import changes, headline, noise
-from sparsebalance_megatron.report.run_report import step_picture
-from sparsebalance_megatron.telemetry.step_log import read_run_log
+from sparsebalance_megatron.log.step_log import read_run_log
+from sparsebalance_megatron.view.report.comparison import Comparison, compare
+from sparsebalance_megatron.view.report.comparison_table import columns_of, table_of
+from sparsebalance_megatron.view.report.headline import changes, headline, noise
+from sparsebalance_megatron.view.report.run_report import step_picture
 
 
 def add_flags(parser: ArgumentParser) -> None:

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import IO
 
 from sparsebalance_megatron.cli.output import print_notes, writing
-from sparsebalance_megatron.report.run_data import (
+from sparsebalance_megatron.view.report.run_data import (
     Evidence,
     ReportError,
     gather,
     iterations_of,
     open_log,
 )
-from sparsebalance_megatron.report.trace import Event, TracedStep, Tracer
+from sparsebalance_megatron.view.report.trace import Event, TracedStep, Tracer
 
 _DEFAULT_STEPS = 10
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from sparsebalance_megatron.cli.output import OutputError, open_console
-from sparsebalance_megatron.report.live import LiveView, live_view, status_line, view_lines
-from sparsebalance_megatron.telemetry.follow import QuietTime, StepLogFollower, hosts_of
-from sparsebalance_megatron.telemetry.records import Place
-from sparsebalance_megatron.telemetry.step_log import RunLogError
+from sparsebalance_megatron.log.follow import QuietTime, StepLogFollower, hosts_of
+from sparsebalance_megatron.log.records import Place
+from sparsebalance_megatron.log.step_log import RunLogError
+from sparsebalance_megatron.view.report.live import LiveView, live_view, status_line, view_lines
 
 _SLOWEST_INTERVAL_S = 3600.0
 

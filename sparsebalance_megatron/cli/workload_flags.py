@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from sparsebalance_megatron.simulate.lengths import WorkloadError, read_lengths
-from sparsebalance_megatron.simulate.presets import MODELS
-from sparsebalance_megatron.simulate.variants import Sharing
+from sparsebalance_megatron.view.simulate.lengths import WorkloadError, read_lengths
+from sparsebalance_megatron.view.simulate.presets import MODELS
+from sparsebalance_megatron.view.simulate.variants import Sharing
 
 _DEFAULT_SEED = 1234
 """Megatron's ``--seed``."""

@@ -20,12 +20,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
-from sparsebalance_megatron.attention.context_parallel.exchange import sequence_attention
-from sparsebalance_megatron.attention.context_parallel.ranking import rank_slice
 from sparsebalance_megatron.attention.coverage import coverage_at, guard_budgets
 from sparsebalance_megatron.attention.precision import undisturbed
+from sparsebalance_megatron.attention.select import Selector, rank_row, selector_named
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import Selector, rank_row, selector_named
+from sparsebalance_megatron.attention.sequence.exchange import sequence_attention
+from sparsebalance_megatron.attention.sequence.ranking import rank_slice
 from sparsebalance_megatron.config import (
     AttentionImplementation,
     ConfigError,

@@ -17,10 +17,10 @@ import torch
 from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
 
-from sparsebalance_megatron.attention.context_parallel.all_gather import AllGatherExchange
-from sparsebalance_megatron.attention.context_parallel.exchange import SequenceExchange
-from sparsebalance_megatron.attention.context_parallel.ring import RingExchange
-from sparsebalance_megatron.attention.context_parallel.slice import SequenceGroup
+from sparsebalance_megatron.attention.sequence.all_gather import AllGatherExchange
+from sparsebalance_megatron.attention.sequence.exchange import SequenceExchange
+from sparsebalance_megatron.attention.sequence.ring import RingExchange
+from sparsebalance_megatron.attention.sequence.slice import SequenceGroup
 from sparsebalance_megatron.config import ExchangeName
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError
 

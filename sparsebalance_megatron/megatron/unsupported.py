@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sparsebalance_megatron.attention.selectors import selector_named
+from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.megatron.compat import has_yarn_flags
 from sparsebalance_megatron.plan.context_groups import is_power_of_two

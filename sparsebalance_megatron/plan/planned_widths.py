@@ -14,11 +14,11 @@ import numpy as np
 
 from sparsebalance_megatron.plan.budgets.policy import TunedBudgets
 from sparsebalance_megatron.plan.metrics import rounded_ms
+from sparsebalance_megatron.plan.pipeline.step_bounds import step_bounds
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.placement.wide_moves import Rules
 from sparsebalance_megatron.plan.placement.wide_search import improve_widths
 from sparsebalance_megatron.plan.placement.wide_start import wide_start
-from sparsebalance_megatron.plan.schedules.step_bounds import step_bounds
 from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP_FOR_WIDTHS
 from sparsebalance_megatron.plan.step_plan import PlanError
 from sparsebalance_megatron.plan.step_problem import StepProblem

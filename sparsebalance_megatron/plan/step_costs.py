@@ -27,7 +27,7 @@ from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.cost.work_model import WorkModel
 from sparsebalance_megatron.plan.context_groups import Members, first_places
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.schedules.operation_times import OperationTimes
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 _LAYER_PARTS = (Part.ATTENTION, Part.ROUTER, Part.LINEAR)

@@ -27,8 +27,8 @@ from sparsebalance_megatron.config import (
 )
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
 from sparsebalance_megatron.plan.job import Job
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.plan_error import PlanError
-from sparsebalance_megatron.plan.schedules.operation_times import OperationTimes
 
 
 @dataclass(frozen=True, kw_only=True)

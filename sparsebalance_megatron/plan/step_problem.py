@@ -26,10 +26,10 @@ from sparsebalance_megatron.plan.budgets.problem import BudgetProblem
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job, check_cp_sizes
 from sparsebalance_megatron.plan.metrics import rounded_ms
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
+from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.placement import balance
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
-from sparsebalance_megatron.plan.schedules.operation_times import OperationTimes
-from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_costs import StepCosts, step_costs
 from sparsebalance_megatron.plan.step_plan import PlanError, PlanPolicy
 

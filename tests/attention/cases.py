@@ -22,17 +22,17 @@ from oracles import attention as oracle
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention, kernel_named
-from sparsebalance_megatron.attention.impl import (
+from sparsebalance_megatron.attention.kernels import (
     assembled,
     blocks,
     tile_attention,
     tokens,
 )
-from sparsebalance_megatron.attention.kernel import Saved
+from sparsebalance_megatron.attention.kernels.contract import Saved
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.merge import merge_partials
+from sparsebalance_megatron.attention.select import rank_row, selector_named
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import rank_row, selector_named
 from sparsebalance_megatron.selector_registry import BUILT_IN
 
 SCALE = 0.4

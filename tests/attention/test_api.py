@@ -33,11 +33,11 @@ from sparsebalance_megatron.attention.api import (
     block_sparse_attention,
     budgeted_attention,
 )
-from sparsebalance_megatron.attention.impl import tile_attention
-from sparsebalance_megatron.attention.impl import tokens as tokens_module
-from sparsebalance_megatron.attention.impl import triton as triton_module
+from sparsebalance_megatron.attention.kernels import tile_attention
+from sparsebalance_megatron.attention.kernels import tokens as tokens_module
+from sparsebalance_megatron.attention.kernels import triton as triton_module
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.selectors import rank_row, selector_named
+from sparsebalance_megatron.attention.select import rank_row, selector_named
 from sparsebalance_megatron.selector_registry import BUILT_IN
 
 BLOCK, HEAD_DIM = 8, 8

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.select import rank_row, selector_named
+from sparsebalance_megatron.attention.select.block_topk import BlockTopK
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import rank_row, selector_named
-from sparsebalance_megatron.attention.selectors.block_topk import BlockTopK
 
 BLOCK = 16
 BOUNDARIES = [0, 37, 139, 203]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
-from sparsebalance_megatron.attention.impl.triton import column_gradient_kernels as kernels
+from sparsebalance_megatron.attention.kernels.triton import column_gradient_kernels as kernels
 
 TOKENS, HEADS, PLACES = 6, 2, 4
 Lists = list[list[list[int]]]

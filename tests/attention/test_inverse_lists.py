@@ -10,7 +10,7 @@ from attention.cases import selection_by_scores, sharded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsebalance_megatron.attention.impl.triton.index import (
+from sparsebalance_megatron.attention.kernels.triton.index import (
     InverseLists,
     inverse_lists,
     sorted_entries,

@@ -16,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from sparsebalance_megatron.attention import precision
 from sparsebalance_megatron.attention.api import budgeted_attention, kernel_named
-from sparsebalance_megatron.attention.kernel import Attention
+from sparsebalance_megatron.attention.kernels.contract import Attention
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.selectors import rank_row, selector_named
+from sparsebalance_megatron.attention.select import rank_row, selector_named
 
 CU_SEQLENS = [0, 37, 139]
 SERVING = [

@@ -12,10 +12,10 @@ from attention.cases import SELECTORS, example_selector
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import PackedLayout
+from sparsebalance_megatron.attention.select.ranking import Ranking
+from sparsebalance_megatron.attention.select.summaries import BlockSummaries
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.selector_check import SelectorError, check_selector
-from sparsebalance_megatron.attention.selectors.ranking import Ranking
-from sparsebalance_megatron.attention.selectors.summaries import BlockSummaries
 
 LOOKING_AHEAD = ("vertical-slash-last-queries",)
 GOOD = {name: selector for name, selector in SELECTORS.items() if name not in LOOKING_AHEAD} | {

@@ -10,5 +10,5 @@ import pytest
 def imported() -> None:
 
     import sparsebalance_megatron.cli.conversion
-    import sparsebalance_megatron.profiling.profile
-    import sparsebalance_megatron.report.run_report  # noqa: F401
+    import sparsebalance_megatron.profile.profile
+    import sparsebalance_megatron.view.report.run_report  # noqa: F401

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from bad_inputs.judge import check_command
-from report.sample_run import SampleRun
+from view.report.sample_run import SampleRun
 
 PLAN = "plan --lengths {folder}/lengths.txt --dp 2 --pp 2 --micro-batches 2 --model qwen2.5-0.5b"
 SIMULATE = "simulate --setup paper-ablation"

@@ -23,7 +23,7 @@ from fuzzing import check_reader
 from learn.scheduler_cases import make_scheduler
 from plan.plan_cases import job_shape
 from record_cases import rank_header, rank_step
-from report.sample_run import SampleRun
+from view.report.sample_run import SampleRun
 
 from sparsebalance_megatron.convert.hf_config import read_config
 from sparsebalance_megatron.convert.mapping import parameters
@@ -36,11 +36,11 @@ from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.errors import ConvertError
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
-from sparsebalance_megatron.report.run_data import ReportError, gather, iterations_of, open_log
-from sparsebalance_megatron.simulate.lengths import WorkloadError, read_lengths
-from sparsebalance_megatron.telemetry.log_file import JsonLinesFile
-from sparsebalance_megatron.telemetry.step_log import RunLogError
-from sparsebalance_megatron.training import session
+from sparsebalance_megatron.log.log_file import JsonLinesFile
+from sparsebalance_megatron.log.step_log import RunLogError
+from sparsebalance_megatron.run import session
+from sparsebalance_megatron.view.report.run_data import ReportError, gather, iterations_of, open_log
+from sparsebalance_megatron.view.simulate.lengths import WorkloadError, read_lengths
 
 
 @pytest.fixture

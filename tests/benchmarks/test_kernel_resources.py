@@ -15,7 +15,7 @@ if triton.knobs.runtime.interpret:
 
 import kernel_resources as resources  # noqa: E402
 
-from sparsebalance_megatron.attention.impl.triton.tiles import (  # noqa: E402
+from sparsebalance_megatron.attention.kernels.triton.tiles import (  # noqa: E402
     AMPERE,
     BLACKWELL,
     HOPPER,

@@ -13,7 +13,7 @@ from quality.masked_attention import masked_attention
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.selectors import rank_row, selector_named
+from sparsebalance_megatron.attention.select import rank_row, selector_named
 from sparsebalance_megatron.selector_registry import BUILT_IN
 
 

@@ -13,8 +13,8 @@ import pytest
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.table import CostRow, CostTable, RunIdentity
-from sparsebalance_megatron.simulate.models import h200_cost
-from sparsebalance_megatron.simulate.presets import preset
+from sparsebalance_megatron.view.simulate.models import h200_cost
+from sparsebalance_megatron.view.simulate.presets import preset
 
 JOB = ("--model", "qwen2.5-0.5b", "--gpus", "4", "--pp", "2", "--global-batch", "8")
 ONE = ("--block-sizes", "128", "--base-budgets", "8", "--steps", "1")

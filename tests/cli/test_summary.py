@@ -14,11 +14,11 @@ from record_cases import HEADER, MEASURED, PREDICTED, step_line
 
 from sparsebalance_megatron.cli import summary
 from sparsebalance_megatron.cli.output import OutputError
-from sparsebalance_megatron.report import comparison
-from sparsebalance_megatron.report.comparison import compare, summarize
-from sparsebalance_megatron.report.run_data import ReportError
-from sparsebalance_megatron.telemetry.step_log import RunLog, RunLogError
-from sparsebalance_megatron.telemetry.steps import Step
+from sparsebalance_megatron.log.step_log import RunLog, RunLogError
+from sparsebalance_megatron.log.steps import Step
+from sparsebalance_megatron.view.report import comparison
+from sparsebalance_megatron.view.report.comparison import compare, summarize
+from sparsebalance_megatron.view.report.run_data import ReportError
 
 
 def step(iteration: int, **changes: Any) -> Step:

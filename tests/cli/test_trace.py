@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report.sample_run import SampleRun
+from view.report.sample_run import SampleRun
 
 from sparsebalance_megatron import cli
-from sparsebalance_megatron.plan.schedules.simulator import simulate
-from sparsebalance_megatron.report.timeline import MEASURED, Bar, Timeline
-from sparsebalance_megatron.report.trace import TracedStep, Tracer
+from sparsebalance_megatron.plan.pipeline.simulator import simulate
+from sparsebalance_megatron.view.report.timeline import MEASURED, Bar, Timeline
+from sparsebalance_megatron.view.report.trace import TracedStep, Tracer
 
 RUN = SampleRun(ranks=2, stages=2, virtual_stages=2, micro_batches=4, layers=4, steps=5)
 SLICES = 2 * RUN.virtual_stages * RUN.micro_batches

@@ -8,11 +8,11 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from report.sample_run import SampleRun
+from view.report.sample_run import SampleRun
 
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.cli import watch
-from sparsebalance_megatron.telemetry.follow import StepLogFollower
+from sparsebalance_megatron.log.follow import StepLogFollower
 
 RUN = SampleRun(ranks=2, stages=1, micro_batches=2, layers=2, steps=4)
 

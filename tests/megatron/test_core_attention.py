@@ -12,7 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from sparsebalance_megatron.attention.selectors import rank_row, selector_named
+from sparsebalance_megatron.attention.select import rank_row, selector_named
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
 from sparsebalance_megatron.megatron.packed_seq_params import (

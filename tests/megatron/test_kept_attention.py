@@ -17,8 +17,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from sparsebalance_megatron.attention.impl import tokens as kernel
-from sparsebalance_megatron.attention.selectors import selector_named
+from sparsebalance_megatron.attention.kernels import tokens as kernel
+from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.megatron import core_attention
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
 from sparsebalance_megatron.megatron.kept_attention import RecomputeError, bytes_per_token

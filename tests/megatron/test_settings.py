@@ -20,7 +20,7 @@ from sparsebalance_megatron.megatron.packed_seq_params import micro_batch_contex
 from sparsebalance_megatron.megatron.settings import RunSettings, micro_batch_group_size
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
-from sparsebalance_megatron.training.micro_batches import RowPacking
+from sparsebalance_megatron.run.micro_batches import RowPacking
 
 SETTINGS = RunSettings(
     shape=replace(SHAPE, tensor_parallel_size=2),

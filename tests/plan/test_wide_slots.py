@@ -28,13 +28,13 @@ from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan import planned_widths
 from sparsebalance_megatron.plan.context_groups import Members, first_places
+from sparsebalance_megatron.plan.pipeline.simulator import longest_through_ms, makespans_ms
+from sparsebalance_megatron.plan.pipeline.step_bounds import step_bounds
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.placement.wide_moves import Kind, Numbers, Rules, draw_moves
 from sparsebalance_megatron.plan.placement.wide_search import _WideSearch, improve_widths
 from sparsebalance_megatron.plan.placement.wide_slots import Contents, SlotTable, WideSlots
 from sparsebalance_megatron.plan.placement.wide_start import wide_start
-from sparsebalance_megatron.plan.schedules.simulator import longest_through_ms, makespans_ms
-from sparsebalance_megatron.plan.schedules.step_bounds import step_bounds
 from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import PlanError

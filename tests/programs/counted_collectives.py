@@ -26,7 +26,7 @@ import torch.distributed as dist  # noqa: E402
 
 from sparsebalance_megatron.megatron import settings  # noqa: E402
 from sparsebalance_megatron.pretrain_gpt import main  # noqa: E402
-from sparsebalance_megatron.training import run  # noqa: E402
+from sparsebalance_megatron.run import run  # noqa: E402
 
 COLLECTIVES = (
     *("all_gather_into_tensor", "reduce_scatter_tensor", "batch_isend_irecv", "all_reduce"),

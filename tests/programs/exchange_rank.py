@@ -27,17 +27,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from attention.cases import NAMES, SCALE, Case, make_case
-from attention.context_parallel.slices import BLOCK, local_selection, random_owners, slices_of
+from attention.sequence.slices import BLOCK, local_selection, random_owners, slices_of
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import kernel_named
-from sparsebalance_megatron.attention.context_parallel.all_gather import AllGatherExchange
-from sparsebalance_megatron.attention.context_parallel.exchange import (
+from sparsebalance_megatron.attention.sequence.all_gather import AllGatherExchange
+from sparsebalance_megatron.attention.sequence.exchange import (
     SequenceExchange,
     sequence_attention,
 )
-from sparsebalance_megatron.attention.context_parallel.ring import RingExchange
-from sparsebalance_megatron.attention.context_parallel.slice import SequenceSlice
+from sparsebalance_megatron.attention.sequence.ring import RingExchange
+from sparsebalance_megatron.attention.sequence.slice import SequenceSlice
 
 RANK, MEMBERS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 INNER_MEMBERS = {2: 1, 3: 3, 4: 2, 6: 3}[MEMBERS]

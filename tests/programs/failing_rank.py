@@ -32,12 +32,12 @@ from sparsebalance_megatron.data.errors import DataError  # noqa: E402
 from sparsebalance_megatron.learn import step_planner  # noqa: E402
 from sparsebalance_megatron.plan.step_plan import StepPlan  # noqa: E402
 from sparsebalance_megatron.pretrain_gpt import main  # noqa: E402
-from sparsebalance_megatron.training import forward_step  # noqa: E402
-from sparsebalance_megatron.training.micro_batches import (  # noqa: E402
+from sparsebalance_megatron.run import forward_step  # noqa: E402
+from sparsebalance_megatron.run.micro_batches import (  # noqa: E402
     MicroBatchIterator,
     RowReader,
 )
-from sparsebalance_megatron.training.timing import MicroBatchRecorder  # noqa: E402
+from sparsebalance_megatron.run.timing import MicroBatchRecorder  # noqa: E402
 
 FAULTY = os.environ["RANK"] == "1"
 

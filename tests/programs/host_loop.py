@@ -30,7 +30,7 @@ from own_loop import (  # noqa: E402
 )
 
 from sparsebalance_megatron import integration  # noqa: E402
-from sparsebalance_megatron.attention.selectors import selector_named  # noqa: E402
+from sparsebalance_megatron.attention.select import selector_named  # noqa: E402
 
 SIZES = {"vocab_size": 256, "max_sample_tokens": 250, "global_batch_size": 8}
 DENSE = 1000

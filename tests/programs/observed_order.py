@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sparsebalance_megatron.megatron.timers import FORWARD_TIMER
 from sparsebalance_megatron.pretrain_gpt import main
-from sparsebalance_megatron.training.timing import MicroBatchRecorder
+from sparsebalance_megatron.run.timing import MicroBatchRecorder
 
 EVENTS: list[tuple[str, int, int]] = []
 

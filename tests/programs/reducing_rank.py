@@ -21,8 +21,8 @@ from sparsebalance_megatron.learn.measurement import RankPlace, StepMeasurement,
 from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation
 from sparsebalance_megatron.plan.coverage import budget_grid
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.training.observed_coverage import ObservedCoverage
-from sparsebalance_megatron.training.step_reducer import StepReducer
+from sparsebalance_megatron.run.observed_coverage import ObservedCoverage
+from sparsebalance_megatron.run.step_reducer import StepReducer
 
 GRID = budget_grid(4)
 BUCKETS = 3

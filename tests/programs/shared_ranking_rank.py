@@ -7,13 +7,13 @@ import os
 
 import torch
 import torch.distributed as dist
-from attention.context_parallel.slices import local_selection
+from attention.sequence.slices import local_selection
 
-from sparsebalance_megatron.attention.context_parallel.all_gather import AllGatherExchange
-from sparsebalance_megatron.attention.context_parallel.ranking import rank_slice
-from sparsebalance_megatron.attention.context_parallel.slice import SequenceGroup, SequenceSlice
-from sparsebalance_megatron.attention.selectors import rank_row, selector_named
-from sparsebalance_megatron.attention.selectors.block_topk import BlockTopK
+from sparsebalance_megatron.attention.select import rank_row, selector_named
+from sparsebalance_megatron.attention.select.block_topk import BlockTopK
+from sparsebalance_megatron.attention.sequence.all_gather import AllGatherExchange
+from sparsebalance_megatron.attention.sequence.ranking import rank_slice
+from sparsebalance_megatron.attention.sequence.slice import SequenceGroup, SequenceSlice
 from sparsebalance_megatron.selector_registry import BUILT_IN
 
 RANK, MEMBERS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -28,8 +28,8 @@ import numpy as np
 
 from sparsebalance_megatron.plan.budgets.price_ladder import LEVELS, Ladder
 from sparsebalance_megatron.plan.context_groups import Members, first_places
-from sparsebalance_megatron.plan.schedules.operation_times import OperationTimes
-from sparsebalance_megatron.plan.schedules.simulator import longest_through_ms, makespans_ms
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
+from sparsebalance_megatron.plan.pipeline.simulator import longest_through_ms, makespans_ms
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
 _STRIDES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32])

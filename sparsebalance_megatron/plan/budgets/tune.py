@@ -19,7 +19,7 @@ from sparsebalance_megatron.plan.budgets.fill import Filling, unit_growth_JCQ
 from sparsebalance_megatron.plan.budgets.price import Pricing
 from sparsebalance_megatron.plan.budgets.price_ladder import budget_steps
 from sparsebalance_megatron.plan.budgets.problem import ROUNDING, BudgetProblem
-from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
+from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 _ANCHORS: Mapping[Anchor, Callable[[np.ndarray], float]] = {

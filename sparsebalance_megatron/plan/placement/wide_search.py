@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
+from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.placement.wide_moves import (
     Kind,
@@ -23,8 +25,6 @@ from sparsebalance_megatron.plan.placement.wide_moves import (
     draw_moves,
 )
 from sparsebalance_megatron.plan.placement.wide_slots import Contents, SlotTable, WideSlots
-from sparsebalance_megatron.plan.schedules.operation_times import OperationTimes
-from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
 from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_costs import StepCosts
 

@@ -29,19 +29,19 @@ from attention.column_cases import (
     with_columns,
     with_random_columns,
 )
-from attention.context_parallel.slices import in_parts, slices_of
+from attention.sequence.slices import in_parts, slices_of
 from torch import Tensor
 
-from sparsebalance_megatron.attention.impl import triton as implementation
-from sparsebalance_megatron.attention.selectors import rank_row, selector_named
+from sparsebalance_megatron.attention.kernels import triton as implementation
+from sparsebalance_megatron.attention.select import rank_row, selector_named
 
 triton = pytest.importorskip("triton")
-from sparsebalance_megatron.attention.impl.triton import (  # noqa: E402
+from sparsebalance_megatron.attention.kernels.triton import (  # noqa: E402
     backward_kernels,
     column_gradient_kernels,
     forward_kernel,
 )
-from sparsebalance_megatron.attention.impl.triton.tiles import Tile, Tiles  # noqa: E402
+from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, Tiles  # noqa: E402
 
 INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -12,11 +12,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
+from sparsebalance_megatron.attention.select import rank_row, selector_named
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.selectors import rank_row, selector_named
 
 triton = pytest.importorskip("triton")
-from sparsebalance_megatron.attention.impl.triton import (  # noqa: E402
+from sparsebalance_megatron.attention.kernels.triton import (  # noqa: E402
     backward_kernels,
     column_gradient_kernels,
     forward_kernel,

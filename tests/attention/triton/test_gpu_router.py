@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.selectors import rank_row, selector_named
-from sparsebalance_megatron.attention.selectors.ranking import Ranking
+from sparsebalance_megatron.attention.select import rank_row, selector_named
+from sparsebalance_megatron.attention.select.ranking import Ranking
 from sparsebalance_megatron.config import Router
 
 triton = pytest.importorskip("triton")
-from sparsebalance_megatron.attention.selectors import (  # noqa: E402
+from sparsebalance_megatron.attention.select import (  # noqa: E402
     pooling_kernel,
     row_ranking_kernel,
 )

@@ -27,18 +27,18 @@ from attention.cases import (
     with_heads_far_apart,
     with_lists,
 )
-from attention.context_parallel.slices import in_parts, slices_of
+from attention.sequence.slices import in_parts, slices_of
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
-from sparsebalance_megatron.attention.selectors import rank_row, selector_named
+from sparsebalance_megatron.attention.select import rank_row, selector_named
 
 triton = pytest.importorskip("triton")
-from sparsebalance_megatron.attention.impl.triton import backward_kernels as backward_module  # noqa: E402
-from sparsebalance_megatron.attention.impl.triton import forward_kernel as forward_module  # noqa: E402
-from sparsebalance_megatron.attention.impl.triton.backward_kernels import backward_attention  # noqa: E402
-from sparsebalance_megatron.attention.impl.triton.forward_kernel import forward_attention  # noqa: E402
-from sparsebalance_megatron.attention.impl.triton.tiles import Tile, Tiles  # noqa: E402
+from sparsebalance_megatron.attention.kernels.triton import backward_kernels as backward_module  # noqa: E402
+from sparsebalance_megatron.attention.kernels.triton import forward_kernel as forward_module  # noqa: E402
+from sparsebalance_megatron.attention.kernels.triton.backward_kernels import backward_attention  # noqa: E402
+from sparsebalance_megatron.attention.kernels.triton.forward_kernel import forward_attention  # noqa: E402
+from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, Tiles  # noqa: E402
 
 INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.row_pair import RowPair
-from sparsebalance_megatron.attention.selectors import rank_row, selector_named, streaming
-from sparsebalance_megatron.attention.selectors.block_topk import BlockTopK
-from sparsebalance_megatron.attention.selectors.ranking import Ranking
-from sparsebalance_megatron.attention.selectors.summaries import block_means
+from sparsebalance_megatron.attention.select import rank_row, selector_named, streaming
+from sparsebalance_megatron.attention.select.block_topk import BlockTopK
+from sparsebalance_megatron.attention.select.ranking import Ranking
+from sparsebalance_megatron.attention.select.summaries import block_means
 from sparsebalance_megatron.config import Router
 
 triton = pytest.importorskip("triton")
-from sparsebalance_megatron.attention.selectors import row_ranking_kernel  # noqa: E402, selector_named
-from sparsebalance_megatron.attention.selectors.pooling_kernel import pooled_means  # noqa: E402
+from sparsebalance_megatron.attention.select import row_ranking_kernel  # noqa: E402, selector_named
+from sparsebalance_megatron.attention.select.pooling_kernel import pooled_means  # noqa: E402
 
 BLOCK = 8
 INTERPRETED = triton.knobs.runtime.interpret

@@ -21,17 +21,17 @@ from attention.cases import (
 )
 from torch import Tensor
 
-from sparsebalance_megatron.attention.impl import triton as implementation
-from sparsebalance_megatron.attention.selectors import rank_row, selector_named
+from sparsebalance_megatron.attention.kernels import triton as implementation
+from sparsebalance_megatron.attention.select import rank_row, selector_named
 
 triton = pytest.importorskip("triton")
-from sparsebalance_megatron.attention.impl.triton import (  # noqa: E402
+from sparsebalance_megatron.attention.kernels.triton import (  # noqa: E402
     token_backward_kernels,
     token_forward_kernel,
     token_lists,
     token_partials,
 )
-from sparsebalance_megatron.attention.impl.triton.tiles import Tile, Tiles  # noqa: E402
+from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, Tiles  # noqa: E402
 
 INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -13,9 +13,9 @@ from oracles import plan as oracle
 from plan.plan_cases import alone, cost_model, flat, job_shape, random_lengths
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.placement.balance import arrival, slot_of_sample
 from sparsebalance_megatron.plan.placement.search import _Search, improve
-from sparsebalance_megatron.plan.schedules.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_costs import step_costs
 
 

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels for every selection. Triton is imported where they are first run.
+
+Products take the inputs' dtype and accumulate in float32. Results repeat bit by bit. Neither pass
+reads the device from the host, and budgets or tokens that change compile nothing.
+
+Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparsebalance_megatron.attention.kernels.contract import Saved
+from sparsebalance_megatron.attention.kernels.triton.tiles import SHARED_BYTES, capability_of
+from sparsebalance_megatron.attention.selection import Selection
+
+
+def forward(
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selection, *, softmax_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend over a selection; see :class:`...kernel.Kernel`.
+
+    Raises:
+        ValueError: ``softmax_scale`` is not positive.
+    """
+    if not softmax_scale > 0.0:
+        raise ValueError(
+            f"block_sparse_attention: softmax_scale {softmax_scale}: must be positive for "
+            'implementation "triton"; negate the queries instead'
+        )
+    if selection.by_token:
+        from sparsebalance_megatron.attention.kernels.triton import token_forward_kernel
+
+        attend = token_forward_kernel.forward_by_token
+    else:
+        from sparsebalance_megatron.attention.kernels.triton import forward_kernel
+
+        attend = forward_kernel.forward_attention
+    return attend(q_THD, k_TGD, v_TGD, selection, softmax_scale=softmax_scale)
+
+
+def backward(dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients; see :class:`...kernel.Kernel`."""
+    if saved.selection.by_token:
+        from sparsebalance_megatron.attention.kernels.triton import token_backward_kernels
+
+        gradients = token_backward_kernels.backward_by_token
+    else:
+        from sparsebalance_megatron.attention.kernels.triton import backward_kernels
+
+        gradients = backward_kernels.backward_attention
+    return gradients(dout_THD, saved)
+
+
+def obstacle(q_THD: Tensor, selection: Selection) -> str | None:
+    """Say what the kernels do not serve: devices, dtypes, block sizes, head dims, vast lists."""
+    block_size, head_dim = selection.kv_layout.block_size, q_THD.shape[2]
+    other = "tokens" if selection.by_token else "blocks"
+    if q_THD.device.type != "cuda" and not _interpreted():
+        return f'needs CUDA, and q lies on {q_THD.device}: use "{other}" or "auto"'
+    capability = capability_of(q_THD.device)
+    if capability not in SHARED_BYTES:
+        known = ", ".join("{}.{}".format(*each) for each in SHARED_BYTES)
+        return (
+            f"has tile shapes for GPUs of compute capability {known}; this one, "
+            f"{torch.cuda.get_device_name(q_THD.device)}, has {capability[0]}.{capability[1]}: "
+            f'use "{other}"'
+        )
+    if q_THD.dtype == torch.float64:
+        return f'does not compute in float64: use "{other}"'
+    if block_size < 16 or block_size & (block_size - 1):
+        return f'needs blocks of 16 tokens or more, a power of two, not {block_size}: use "{other}"'
+    if head_dim > 256:
+        return f'serves head dims up to 256, not {head_dim}: use "{other}"'
+    tokens, width = selection.selecting_rows, selection.indices_QCK.shape[2]
+    if selection.by_token and tokens << (width - 1).bit_length() >= 1 << 31:
+        return (
+            f"numbers the entries of one head's lists with 31 bits, too few for {tokens} tokens "
+            f'with lists of {width} places: lower the largest budget, or use "tokens"'
+        )
+    return None
+
+
+def _interpreted() -> bool:
+    """Whether kernels run on the CPU, in Triton's interpreter."""
+    try:
+        import triton
+    except ImportError:
+        return False
+    return bool(triton.knobs.runtime.interpret)

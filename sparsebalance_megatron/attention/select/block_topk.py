@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MoBA's parameter-free router: the own block, and the visible blocks of the best scores.
+
+Nothing here reads the device from the host, so budgets may differ in every call at no cost.
+Every result is the same in a recomputed pass: no atomics, no unstable sort.
+
+Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, S documents,
+N blocks of a row, K budgets or places of a list, Q rows that select, C heads that select.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sparsebalance_megatron.attention.coverage import curves_of_mass
+from sparsebalance_megatron.attention.layout import PackedLayout
+from sparsebalance_megatron.attention.precision import undisturbed
+from sparsebalance_megatron.attention.row_pair import RowPair
+from sparsebalance_megatron.attention.select.ranking import Ranking
+from sparsebalance_megatron.attention.select.streaming import rank_in_chunks
+from sparsebalance_megatron.attention.select.summaries import BlockSummaries, block_means
+from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.config import Router
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTopK:
+    """The own block and the best others, as many as the budget says (MoBA, arXiv:2502.13189).
+
+    A block's score is query . mean(keys of the block). MoBA, section 2.2: the mean is rounded to
+    the keys' dtype, the product is float32. The query is the mean over the heads that select
+    together. Where the tokens of a block do, it is the mean query of the block before it in the
+    document, so that no token's choice depends on later tokens.
+
+    Attributes:
+        by_token: whether every token selects for itself, or the tokens of a block together.
+        by_query_head: whether every query head selects for itself, or the heads of a KV head
+            together.
+        router: who computes; see :func:`..router_choice.ranks_in_triton`.
+    """
+
+    by_token: bool
+    by_query_head: bool
+    router: Router = "auto"
+
+    def with_router(self, router: Router) -> BlockTopK:
+        """Give the same selector with another router."""
+        return replace(self, router=router)
+
+    @torch.no_grad()
+    def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> BlockSummaries:
+        """Summarise the blocks of a row; see :class:`..selectors.Selector`.
+
+        Raises:
+            ValueError: shapes do not fit one another or the layout, or the router does not serve.
+        """
+        _check_heads(q_THD, k_TGD, layout)
+        with undisturbed(q_THD.device):
+            return BlockSummaries(
+                keys_NGD=block_means(k_TGD, layout, self.router).to(k_TGD.dtype),
+                queries_NCD=self._mean_queries(q_THD, k_TGD.shape[1], layout),
+            )
+
+    @torch.no_grad()
+    def rank(
+        self,
+        q_THD: Tensor,
+        summaries: BlockSummaries,
+        rows: RowPair,
+        *,
+        softmax_scale: float,
+        max_budget: int,
+        observe: bool,
+    ) -> Ranking:
+        """Rank what each row may read; see :class:`..selectors.Selector`.
+
+        Equal scores: the lower block number wins. NaN comes last of what is visible. Scores are
+        float32 inside ``torch.autocast`` too, and where CUDA takes TF32 for other products.
+
+        Raises:
+            ValueError: ``max_budget`` is below 1, shapes do not fit one another or the layouts, or
+                the router does not serve.
+        """
+        _check_summaries(q_THD, summaries, rows)
+        if max_budget < 1:
+            raise ValueError(f"rank: max_budget {max_budget}: must be at least 1 block")
+        with undisturbed(q_THD.device):
+            indices_QCK, mass_SK = rank_in_chunks(
+                self._askers(q_THD, summaries, rows),
+                summaries.keys_NGD,
+                rows,
+                by_token=self.by_token,
+                softmax_scale=softmax_scale,
+                places=min(max_budget, rows.kv_layout.max_blocks),
+                observe=observe,
+                router=self.router,
+            )
+        return Ranking(rows=rows, by_token=self.by_token, indices_QCK=indices_QCK, mass_SK=mass_SK)
+
+    @torch.no_grad()
+    def coverage(self, ranking: Ranking) -> Tensor:
+        """Score coverage of every budget, per document; see :class:`..selectors.Selector`.
+
+        Raises:
+            ValueError: the ranking was made without ``observe``.
+        """
+        if ranking.mass_SK is None:
+            raise ValueError("coverage: the ranking holds no mass: rank with observe=True")
+        heads = ranking.indices_QCK.shape[1]
+        return curves_of_mass(ranking.mass_SK, ranking.rows.kv_layout, selecting_heads=heads)
+
+    @torch.no_grad()
+    def select(self, ranking: Ranking, budgets_S: Tensor) -> Selection:
+        """Cut the lists to the documents' budgets; see :class:`..selectors.Selector`."""
+        return ranking.cut(budgets_S)
+
+    def _mean_queries(self, q_THD: Tensor, kv_heads: int, layout: PackedLayout) -> Tensor | None:
+        """float32 [N, C, D], where blocks select."""
+        if self.by_token:
+            return None
+        heads = q_THD.shape[1] if self.by_query_head else kv_heads
+        return block_means(q_THD, layout, self.router).float().unflatten(1, (heads, -1)).mean(2)
+
+    def _askers(self, q_THD: Tensor, summaries: BlockSummaries, rows: RowPair) -> Tensor:
+        """[Q, C, any, D]: queries whose mean over the third dimension asks."""
+        means_NCD = summaries.queries_NCD
+        if means_NCD is None:
+            heads = q_THD.shape[1] if self.by_query_head else summaries.keys_NGD.shape[1]
+            return q_THD.unflatten(1, (heads, -1))
+        own_N = rows.own_block_N
+        # The first block of a document sees itself alone, whatever its query is.
+        first_N = rows.kv_layout.index_N[own_N] == 0
+        asking_NCD = means_NCD[(own_N - 1).clamp_(min=0)]
+        return asking_NCD.masked_fill_(first_N[:, None, None], 0.0)[:, :, None]
+
+
+TOKEN_QUERY_HEAD = BlockTopK(by_token=True, by_query_head=True)
+TOKEN_KV_HEAD = BlockTopK(by_token=True, by_query_head=False)
+PREVIOUS_BLOCK = BlockTopK(by_token=False, by_query_head=False)
+
+
+def _check_heads(q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> None:
+    fits = (
+        q_THD.ndim == 3
+        and k_TGD.ndim == 3
+        and q_THD.shape[0] == k_TGD.shape[0] == layout.tokens
+        and q_THD.shape[2] == k_TGD.shape[2]
+        and q_THD.shape[1] % k_TGD.shape[1] == 0
+    )
+    if not fits:
+        raise ValueError(
+            f"summaries: query {tuple(q_THD.shape)} and key {tuple(k_TGD.shape)} must be "
+            f"[tokens, heads, head dim] with {layout.tokens} tokens as in the layout, one head "
+            "dim, and query heads a multiple of KV heads"
+        )
+
+
+def _check_summaries(q_THD: Tensor, summaries: BlockSummaries, rows: RowPair) -> None:
+    blocks, kv_heads, head_dim = summaries.keys_NGD.shape
+    fits = (
+        q_THD.ndim == 3
+        and q_THD.shape[0] == rows.query_layout.tokens
+        and q_THD.shape[1] % kv_heads == 0
+        and q_THD.shape[2] == head_dim
+        and blocks == rows.kv_layout.blocks
+    )
+    if not fits:
+        raise ValueError(
+            f"rank: query {tuple(q_THD.shape)} must have {rows.query_layout.tokens} tokens as in "
+            f"its layout, and the summaries of keys {tuple(summaries.keys_NGD.shape)} must be "
+            f"those of the {rows.kv_layout.blocks} blocks of the keys' row"
+        )

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores of a few rows at a time, ranked in torch or by a Triton kernel.
+
+What is kept is the lists alone, and a sum per document.
+
+Shape legend: N blocks of a row, S documents of the keys' row, G KV heads, D head dim, K places of a
+list, Q rows that select, C heads that select, E query heads of a selecting head, Y rows of a chunk,
+W columns of a chunk (blocks that its rows may read).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsebalance_megatron.attention.precision import exact_product
+from sparsebalance_megatron.attention.row_pair import RowPair
+from sparsebalance_megatron.attention.select.router_choice import ranks_in_triton
+from sparsebalance_megatron.attention.select.row_ranking import RowRanker
+from sparsebalance_megatron.config import Router
+
+CHUNK_ELEMENTS = 1 << 18
+"""Scores computed at once: 1 MiB in float32, about a core's second-level cache."""
+_LARGER_ON_CUDA = 2
+KERNEL_CHUNK_ELEMENTS = 1 << 23
+"""The same for the kernel, which needs nothing beside them: 32 MiB, within an H100's second-level
+cache. Of queries, widened, as many elements at once."""
+_BEYOND_FRACTION = 4
+"""Part of a chunk's scores that may belong to blocks which their rows cannot read."""
+
+
+def rank_in_chunks(
+    askers_QCED: Tensor,
+    keys_NGD: Tensor,
+    rows: RowPair,
+    *,
+    by_token: bool,
+    softmax_scale: float,
+    places: int,
+    observe: bool,
+    router: Router = "torch",
+) -> tuple[Tensor, Tensor | None]:
+    """indices_QCK of ``places`` places and mass_SK of :class:`..ranking.Ranking`.
+
+    Both routers rank the scores of one product: where its bits are the same, lists are the same,
+    and mass to float32 rounding.
+
+    Args:
+        askers_QCED: a row asks with the mean over E.
+        keys_NGD: mean keys of the blocks of the keys' row; C is a multiple of G.
+        by_token: whether rows are tokens, or blocks that speak for their tokens.
+        router: who ranks; see :func:`..router_choice.ranks_in_triton`.
+
+    Raises:
+        ValueError: ``router`` is "triton", and it does not serve.
+    """
+    _, heads, group, head_dim = askers_QCED.shape
+    kv_layout, device = rows.kv_layout, keys_NGD.device
+    if ranks_in_triton(router, device, rows, softmax_scale=softmax_scale):
+        from sparsebalance_megatron.attention.select.row_ranking_kernel import KernelRowRanker
+
+        ranker: RowRanker | KernelRowRanker = KernelRowRanker(
+            rows, softmax_scale=softmax_scale, observe=observe
+        )
+        elements = KERNEL_CHUNK_ELEMENTS
+        most_rows: int | None = max(1, elements // (heads * group * head_dim))
+    else:
+        ranker = RowRanker(device, softmax_scale=softmax_scale, observe=observe)
+        elements = CHUNK_ELEMENTS * (_LARGER_ON_CUDA if device.type == "cuda" else 1)
+        most_rows = None
+    own_Q = rows.row_block(by_token=by_token)
+    first_Q = kv_layout.first_block_S[kv_layout.document_N[own_Q]]
+    indices_QCK = torch.empty(len(own_Q), heads, places, dtype=torch.int32, device=device)
+    mass = DocumentMass(rows, by_token=by_token) if observe else None
+    for chunk in chunks(
+        rows, by_token=by_token, heads=heads, elements=elements, most_rows=most_rows
+    ):
+        lists_YCK = indices_QCK[chunk.rows]
+        seen = ranker.rank_(
+            _scores(askers_QCED[chunk.rows], keys_NGD[chunk.blocks]),
+            own_Q[chunk.rows],
+            first_Q[chunk.rows],
+            lists_YCK,
+            first_column=chunk.blocks.start,
+        )
+        if mass is not None and seen is not None:
+            mass.add(chunk.rows, chunk.documents, *seen)
+    return indices_QCK, None if mass is None else mass.of_documents()
+
+
+def _scores(askers_YCED: Tensor, keys_WGD: Tensor) -> Tensor:
+    """float32 [C, Y, W], before the softmax scale."""
+    queries_CYD = askers_YCED.float().mean(2).transpose(0, 1)
+    per_key = queries_CYD.shape[0] // keys_WGD.shape[1]
+    keys_CWD = keys_WGD.float().transpose(0, 1).repeat_interleave(per_key, dim=0)
+    return exact_product(queries_CYD, keys_CWD.transpose(1, 2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Consecutive selecting rows and all that they may select from.
+
+    ``rows``: tokens or blocks of the queries' row. ``blocks``: of the keys' row, from the first
+    that any row may read to the last. ``documents``: of the keys' row, from the first to the last.
+    """
+
+    rows: slice
+    blocks: slice
+    documents: slice
+
+    @property
+    def columns(self) -> int:
+        """Blocks that are scored."""
+        return self.blocks.stop - self.blocks.start
+
+
+def chunks(
+    pair: RowPair, *, by_token: bool, heads: int, elements: int, most_rows: int | None = None
+) -> Iterator[Chunk]:
+    """Cut the rows such that rows x heads x columns stay within ``elements``, or a row is alone.
+
+    ``most_rows`` bounds the rows of a chunk besides.
+
+    A row may read the blocks of its own document up to its own block. What a chunk's product
+    computes beyond that is at most a quarter of ``elements``, besides what one block needs.
+    """
+    kv_layout = pair.kv_layout
+    own_N = np.asarray(pair.own_blocks)
+    document_N = kv_layout.document_on_host[own_N]
+    first_N = np.searchsorted(kv_layout.document_on_host, document_N)
+    blocks = pair.query_layout.blocks
+    bounds = pair.query_layout.bounds_on_host if by_token else np.arange(blocks + 1)
+    needed = np.cumsum((own_N + 1 - first_N) * np.diff(bounds)) * heads
+    begin, low, high, done = 0, int(first_N[0]), int(own_N[0]) + 1, 0
+    for block in range(1, blocks + 1):
+        if block < blocks:
+            wider_low = min(low, int(first_N[block]))
+            wider_high = max(high, int(own_N[block]) + 1)
+            rows = int(bounds[block + 1] - bounds[begin])
+            computed = rows * heads * (wider_high - wider_low)
+            beyond = computed - int(needed[block]) + done
+            fits = computed <= elements and (most_rows is None or rows <= most_rows)
+            if fits and beyond <= elements // _BEYOND_FRACTION:
+                low, high = wider_low, wider_high
+                continue
+        documents = document_N[begin:block]
+        last_row = int(bounds[block])
+        at_once = max(1, elements // (heads * (high - low)))
+        at_once = at_once if most_rows is None else min(at_once, most_rows)
+        for row in range(int(bounds[begin]), last_row, at_once):
+            yield Chunk(
+                rows=slice(row, min(row + at_once, last_row)),
+                blocks=slice(low, high),
+                documents=slice(int(documents.min()), int(documents.max()) + 1),
+            )
+        if block < blocks:
+            low, high = int(first_N[block]), int(own_N[block]) + 1
+            begin, done = block, int(needed[block - 1])
+
+
+class DocumentMass:
+    """Router mass per document and place, from some rows at a time.
+
+    Rows are tokens, or blocks: those of blocks count once per token.
+    """
+
+    def __init__(self, rows: RowPair, *, by_token: bool) -> None:
+        kv_layout = rows.kv_layout
+        self._document_Q = kv_layout.document_N[rows.row_block(by_token=by_token)]
+        # A query block speaks for all of its tokens.
+        self._tokens_Q = None if by_token else rows.query_layout.length_N
+        self._mass_SK = torch.zeros(
+            *(kv_layout.documents, kv_layout.max_blocks),
+            dtype=torch.float64,
+            device=self._document_Q.device,
+        )
+        self._broken_S = self._mass_SK.new_zeros(kv_layout.documents, dtype=torch.bool)
+
+    def add(self, rows: slice, documents: slice, mass_KY: Tensor, broken_Y: Tensor) -> None:
+        """Add float64 mass by place, of rows whose documents are among ``documents``.
+
+        Rows that are broken break their document; their mass must be 0 here.
+        """
+        document_S1 = torch.arange(documents.start, documents.stop, device=mass_KY.device)[:, None]
+        inside_SY = document_S1 == self._document_Q[rows]
+        self._broken_S[documents] |= (inside_SY & broken_Y).any(1)
+        weights_SY = inside_SY.to(mass_KY.dtype)
+        if self._tokens_Q is not None:
+            weights_SY *= self._tokens_Q[rows]
+        # A product, since scattered sums are not reproducible on CUDA.
+        mass_SK = weights_SY @ mass_KY.t()
+        places = min(mass_SK.shape[1], self._mass_SK.shape[1])
+        self._mass_SK[documents, :places] += mass_SK[:, :places]
+
+    def of_documents(self) -> Tensor:
+        """float64 [S, K]; NaN in documents with mass that is not finite."""
+        return self._mass_SK.masked_fill_(self._broken_S[:, None], torch.nan)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a selector has to know of a block that may lie with another rank.
+
+Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, N blocks of the
+row, B places of a block, C heads that select.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from sparsebalance_megatron.attention.layout import PackedLayout
+from sparsebalance_megatron.attention.select.router_choice import means_in_triton
+from sparsebalance_megatron.config import Router
+
+_COPIED_ELEMENTS = 1 << 21
+"""Elements that are widened or padded at once: 8 MiB in float32."""
+
+
+class SharedSummaries(Protocol):
+    """What ranks that share a row can gather."""
+
+    def parts(self, layout: PackedLayout) -> list[Tensor]:
+        """Tensors with one entry for each of the row's blocks, of shapes that depend on neither
+        the row's length nor its documents."""
+
+    def joined(self, parts: Sequence[Tensor], layout: PackedLayout) -> Self:
+        """Summaries of another row, from the parts of all of its blocks in their order."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BlockSummaries:
+    """One entry per block of a row; ranks that hold parts of a row gather them.
+
+    Attributes:
+        keys_NGD: the mean key, in the dtype of the keys.
+        queries_NCD: float32, the query that speaks for a block; None where tokens select.
+    """
+
+    keys_NGD: Tensor
+    queries_NCD: Tensor | None
+
+    def parts(self, layout: PackedLayout) -> list[Tensor]:
+        """See :class:`SharedSummaries`."""
+        return [self.keys_NGD] + ([] if self.queries_NCD is None else [self.queries_NCD])
+
+    def joined(self, parts: Sequence[Tensor], layout: PackedLayout) -> BlockSummaries:
+        """See :class:`SharedSummaries`."""
+        keys_NGD, *queries = parts
+        return BlockSummaries(keys_NGD=keys_NGD, queries_NCD=queries[0] if queries else None)
+
+
+def block_means(x_THD: Tensor, layout: PackedLayout, router: Router = "torch") -> Tensor:
+    """Means over the tokens of every block, [N, H, D]: float32, or float64 for float64.
+
+    Raises:
+        ValueError: ``router`` is "triton", and it does not serve.
+    """
+    if means_in_triton(router, x_THD.device):
+        from sparsebalance_megatron.attention.select.pooling_kernel import pooled_means
+
+        return pooled_means(x_THD, layout)
+    wide = torch.promote_types(x_THD.dtype, torch.float32)
+    sum_NHD = x_THD.new_empty(layout.blocks, *x_THD.shape[1:], dtype=wide)
+    bounds = layout.bounds_on_host
+    at_once = max(1, _COPIED_ELEMENTS // (layout.block_tokens * x_THD[0].numel()))
+    for first in range(0, layout.blocks, at_once):
+        last = min(first + at_once, layout.blocks)
+        begin, end = int(bounds[first]), int(bounds[last])
+        x_NBHD = _as_blocks(x_THD[begin:end], layout, first, last)
+        torch.sum(x_NBHD, 1, dtype=wide, out=sum_NHD[first:last])
+    return sum_NHD / layout.length_N[:, None, None]
+
+
+def _as_blocks(x_THD: Tensor, layout: PackedLayout, first: int, last: int) -> Tensor:
+    """[N, B, H, D] of the blocks from ``first`` to before ``last``; zeros past a short one's end.
+
+    A view where none of them is short.
+    """
+    size, blocks = layout.block_tokens, last - first
+    if x_THD.shape[0] == blocks * size:
+        return x_THD.unflatten(0, (blocks, size))
+    begin = int(layout.bounds_on_host[first])
+    place_T = layout.place_T[begin : begin + x_THD.shape[0]] - first * size
+    padded = x_THD.new_zeros(blocks * size, *x_THD.shape[1:])
+    return padded.index_copy_(0, place_T, x_THD).unflatten(0, (blocks, size))

@@ -1,0 +1,450 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vertical-slash selection: probe queries choose columns of keys and diagonals of blocks.
+
+After MTraining (arXiv:2510.18830) and MInference (arXiv:2407.02490), whose attention patterns are
+vertical lines (keys that many queries read) and slashes (distances at which many queries read).
+What differs from theirs, and why, is in research/vertical_slash.md. Nothing here reads the device
+from the host, and every result is the same in a recomputed pass.
+
+Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, S documents, N
+blocks of a row, B tokens of a block, K budgets or places of a list, X places of a list of columns,
+U probes of a block, E query heads of a KV head, J consecutive blocks of a document, Y keys from a
+document's first, W blocks from its first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sparsebalance_megatron.attention.coverage import curves_of_mass
+from sparsebalance_megatron.attention.host_copy import copied_to
+from sparsebalance_megatron.attention.layout import PackedLayout
+from sparsebalance_megatron.attention.precision import undisturbed
+from sparsebalance_megatron.attention.row_pair import RowPair
+from sparsebalance_megatron.attention.select.probes import ProbedMass, probed_mass
+from sparsebalance_megatron.attention.select.vertical_slash_ranking import (
+    VerticalSlashRanking,
+    best_outside,
+    column_blocks,
+    read_blocks,
+)
+from sparsebalance_megatron.attention.selection import Selection
+
+CHUNK_ELEMENTS = 1 << 21
+"""Scores of probes computed at once: 8 MiB in float32."""
+_LARGER_ON_CUDA = 16
+_EXACT_BUDGETS = 32
+"""Coverage is exact up to this budget; from there on at budgets a quarter apart, with straight
+lines in between."""
+_ALWAYS_READ = 2
+"""The own block and the block before it, which is the local window."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ProbesAndKeys:
+    """Queries that probe in every block, and what they attend to: the row's keys, as they are.
+
+    Attributes:
+        keys_TGD: one entry per token of the row.
+        probes_NUHD: the probes of every block.
+    """
+
+    keys_TGD: Tensor
+    probes_NUHD: Tensor
+
+    def parts(self, layout: PackedLayout) -> list[Tensor]:
+        """See :class:`.summaries.SharedSummaries`."""
+        keys_NBGD = layout.to_blocks(self.keys_TGD)
+        # A row of short documents alone has shorter blocks.
+        missing = layout.block_size - layout.block_tokens
+        return [pad(keys_NBGD, (0, 0, 0, 0, 0, missing)), self.probes_NUHD]
+
+    def joined(self, parts: Sequence[Tensor], layout: PackedLayout) -> ProbesAndKeys:
+        """See :class:`.summaries.SharedSummaries`."""
+        keys_NBGD, probes_NUHD = parts
+        keys_TGD = layout.from_blocks(keys_NBGD[:, : layout.block_tokens])
+        return ProbesAndKeys(keys_TGD=keys_TGD, probes_NUHD=probes_NUHD)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerticalSlash:
+    """Blocks on the best diagonals, and the best columns outside of them.
+
+    The query heads of a KV head share one choice: each has its own softmax, and their mean decides.
+    A budget is spent as :mod:`.vertical_slash_ranking` says. Coverage is measured, not modelled:
+    it is the share of their softmax mass that probes of every query block find in what that block
+    reads.
+
+    Attributes:
+        looks_ahead: probe with the last queries of a document, as the paper does, for all of its
+            blocks: what a token reads then depends on all tokens of its document. Otherwise probe
+            for every block with queries of the block before it.
+        probe_tokens: queries that probe in every block, evenly spaced, its last one among them.
+        last_tokens: queries that probe at the end of a document, where ``looks_ahead`` says so.
+        sink_tokens: a document's first tokens, which come first among the columns and count for no
+            diagonal; at most a quarter of a block.
+    """
+
+    looks_ahead: bool = False
+    probe_tokens: int = 16
+    last_tokens: int = 64
+    sink_tokens: int = 30
+
+    @property
+    def by_token(self) -> bool:
+        """Whether tokens select, or blocks of queries."""
+        return False
+
+    @property
+    def needs_whole_documents(self) -> bool:
+        """Whether one rank must hold all queries of a document."""
+        return self.looks_ahead
+
+    @torch.no_grad()
+    def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> ProbesAndKeys:
+        """Take the row's keys and probes; see :class:`..selectors.Selector`."""
+        return ProbesAndKeys(keys_TGD=k_TGD, probes_NUHD=q_THD[self.probes_of(layout)])
+
+    def probes_of(self, layout: PackedLayout) -> Tensor:
+        """int64 [N, U]: the tokens that probe in every block; in short blocks some do twice."""
+        probes = min(self.probe_tokens, layout.block_size)
+        rank_U1 = torch.arange(1, probes + 1, device=layout.start_N.device)
+        offset_NU = (rank_U1 * layout.length_N[:, None] // probes - 1).clamp_(min=0)
+        return layout.start_N[:, None] + offset_NU
+
+    @torch.no_grad()
+    def rank(
+        self,
+        q_THD: Tensor,
+        summaries: ProbesAndKeys,
+        rows: RowPair,
+        *,
+        softmax_scale: float,
+        max_budget: int,
+        observe: bool,
+    ) -> VerticalSlashRanking:
+        """Rank what each block may read; see :class:`..selectors.Selector`.
+
+        Equal mass: the lower number wins. Mass that is not a number counts as none. Scores and
+        sums are float32 or wider, inside ``torch.autocast`` too.
+
+        Raises:
+            ValueError: ``max_budget`` is below 1, shapes do not fit one another or the layouts, or
+                the selector looks ahead and queries and keys lie in different rows.
+        """
+        _check(q_THD, summaries, rows, max_budget, looks_ahead=self.looks_ahead)
+        with undisturbed(q_THD.device):
+            lists = _RowLists(self, q_THD, summaries, rows, softmax_scale, max_budget, observe)
+            for document in range(rows.kv_layout.documents):
+                lists.rank_document(document)
+            return lists.ranking()
+
+    @torch.no_grad()
+    def coverage(self, ranking: VerticalSlashRanking) -> Tensor:
+        """Score coverage of every budget, per document; see :class:`..selectors.Selector`.
+
+        Raises:
+            ValueError: the ranking was made without ``observe``.
+        """
+        if ranking.mass_SK is None:
+            raise ValueError("coverage: the ranking holds no mass: rank with observe=True")
+        heads = ranking.blocks_NGK.shape[1]
+        return curves_of_mass(ranking.mass_SK, ranking.rows.kv_layout, selecting_heads=heads)
+
+    @torch.no_grad()
+    def select(self, ranking: VerticalSlashRanking, budgets_S: Tensor) -> Selection:
+        """Cut the lists to the documents' budgets; see :class:`..selectors.Selector`."""
+        return ranking.cut(budgets_S)
+
+
+VERTICAL_SLASH = VerticalSlash()
+LAST_QUERIES = VerticalSlash(looks_ahead=True)
+
+
+class _RowLists:
+    """The lists of a row of queries, written document by document of the keys' row."""
+
+    def __init__(
+        self,
+        selector: VerticalSlash,
+        q_THD: Tensor,
+        summaries: ProbesAndKeys,
+        rows: RowPair,
+        softmax_scale: float,
+        max_budget: int,
+        observe: bool,
+    ) -> None:
+        self._selector, self._rows, self._layout = selector, rows, rows.kv_layout
+        self._k_TGD, layout = summaries.keys_TGD, rows.kv_layout
+        heads = self._k_TGD.shape[1]
+        self._q_TGED = q_THD.unflatten(1, (heads, -1))
+        self._probes_NUGED = summaries.probes_NUHD.unflatten(2, (heads, -1))
+        self._softmax_scale, self._observe = softmax_scale, observe
+        self._size = layout.block_size
+        self._sinks = min(selector.sink_tokens, self._size // 4)
+        self._probe_NU = selector.probes_of(layout)
+        probes = self._probe_NU.shape[1]
+        rank_U1 = torch.arange(1, probes + 1, device=q_THD.device)
+        self._offset_U = rank_U1 * self._size // probes - 1
+        self._first_block = np.cumsum((0, *layout.blocks_per_document))
+        self._runs_of_document = _runs(rows, self._first_block)
+        places = min(max_budget, layout.max_blocks)
+        self._blocks_NGK = _no_lists(rows, heads, places)
+        columns = self._size * max(0, places - _ALWAYS_READ)
+        self._columns_NGX = _no_lists(rows, heads, columns)
+        self._budgets = observed_budgets(layout.max_blocks)
+        self._covered_SK = torch.zeros(
+            *(layout.documents, len(self._budgets)), dtype=torch.float64, device=q_THD.device
+        )
+
+    def ranking(self) -> VerticalSlashRanking:
+        return VerticalSlashRanking(
+            rows=self._rows,
+            blocks_NGK=self._blocks_NGK,
+            columns_NGX=self._columns_NGX,
+            mass_SK=self._mass_of_budgets() if self._observe else None,
+        )
+
+    def rank_document(self, document: int) -> None:
+        first_token, end_token = self._layout.cu_seqlens[document : document + 2]
+        k_YGD = self._k_TGD[first_token:end_token]
+        last = self._end_of_document(document, k_YGD) if self._selector.looks_ahead else None
+        for some, row in self._chunks(document):
+            k_some = k_YGD[: some.stop * self._size]
+            blocks_JGW, columns_JGY, seen_JGY = self._masses(document, some, k_some, last)
+            block_order_JGW = _falling_blocks(blocks_JGW, some.start)
+            column_order_JGY, listed_JGY = self._falling_columns(columns_JGY, some.start)
+            self._write(document, some, row, block_order_JGW, column_order_JGY, listed_JGY)
+            if seen_JGY is not None:
+                self._observe_blocks(
+                    *(document, some, seen_JGY, block_order_JGW, column_order_JGY, listed_JGY)
+                )
+
+    def _chunks(self, document: int) -> Iterator[tuple[slice, int]]:
+        """Consecutive blocks of a document, whose probes score few enough keys; and where their
+        lists begin."""
+        blocks = self._layout.blocks_per_document[document]
+        probes = self._offset_U.shape[0] * self._q_TGED.shape[1] * self._q_TGED.shape[2]
+        elements = CHUNK_ELEMENTS
+        if self._k_TGD.device.type == "cuda":
+            elements *= _LARGER_ON_CUDA
+        at_once = max(1, elements // (probes * blocks * self._size))
+        for run, row in self._runs_of_document[document]:
+            for first in range(run.start, run.stop, at_once):
+                some = slice(first, min(first + at_once, run.stop))
+                yield some, row + first - run.start
+
+    def _masses(
+        self, document: int, some: slice, k_YGD: Tensor, last: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Mass by which the blocks and the columns of some query blocks are ranked, and the mass
+        that these blocks' own probes see, if it is observed."""
+        before = min(some.start, 1) if last is None else 0
+        # The last block of some chooses for the next ones, and need not probe for its own sake.
+        probing = slice(some.start - before, some.stop if self._observe else some.stop - 1)
+        if last is not None and not self._observe:
+            probing = slice(0, 0)
+        seen = self._probed(document, probing, k_YGD)
+        seen_JGY = seen.columns_JGY[before:] if self._observe else None
+        count, width = some.stop - some.start, some.stop
+        if last is not None:
+            diagonals_GK, columns_GY = last
+            number_W = torch.arange(width, device=k_YGD.device)
+            back_JW = number_W[some, None] - number_W
+            blocks_JGW = diagonals_GK[:, back_JW.clamp(min=0)].transpose(0, 1)
+            return blocks_JGW, columns_GY[:, : len(k_YGD)].expand(count, -1, -1), seen_JGY
+        # A document's first block has none before it, and reads itself whatever it asks.
+        new = count - 1 + before
+        pads = (0, 0, 0, 0, 1 - before, 0)
+        return pad(seen.following()[:new], pads), pad(seen.columns_JGY[:new], pads), seen_JGY
+
+    def _probed(self, document: int, some: slice, k_YGD: Tensor) -> ProbedMass:
+        first = int(self._first_block[document])
+        probe_JU = self._probe_NU[first + some.start : first + some.stop]
+        return probed_mass(
+            self._probes_NUGED[first + some.start : first + some.stop],
+            probe_JU - self._layout.cu_seqlens[document],
+            k_YGD,
+            block_size=self._size,
+            offset_U=self._offset_U,
+            sink_tokens=self._sinks,
+            softmax_scale=self._softmax_scale,
+        )
+
+    def _end_of_document(self, document: int, k_YGD: Tensor) -> tuple[Tensor, Tensor]:
+        """What the last queries see: [G, K] by distance in blocks, and [G, Y] by key."""
+        first_token, end_token = self._layout.cu_seqlens[document : document + 2]
+        tokens, size = end_token - first_token, self._size
+        probes = min(self._selector.last_tokens, tokens)
+        heads, blocks = k_YGD.shape[1], self._layout.blocks_per_document[document]
+        diagonals_GK = torch.zeros(heads, blocks + 1, device=k_YGD.device)
+        columns_GY = torch.zeros(heads, tokens, device=k_YGD.device)
+        for block in range((tokens - probes) // size, blocks):
+            place_U = torch.arange(
+                max(tokens - probes, block * size),
+                min(tokens, (block + 1) * size),
+                device=k_YGD.device,
+            )
+            k_some = k_YGD[: (block + 1) * size]
+            seen = probed_mass(
+                self._q_TGED[first_token + place_U][None],
+                place_U[None],
+                k_some,
+                block_size=size,
+                offset_U=place_U - block * size,
+                sink_tokens=self._sinks,
+                softmax_scale=self._softmax_scale,
+            )
+            share = len(place_U) / probes
+            # The block after the probes' looks back by 1, 2, ...
+            diagonals_GK[:, 1 : block + 2] += share * seen.following()[0].flip(-1)
+            columns_GY[:, : len(k_some)] += share * seen.columns_JGY[0]
+        return diagonals_GK, columns_GY
+
+    def _falling_columns(self, mass_JGY: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """int64 [J, G, Y]: all keys, those that may be columns first and by falling mass; and
+        which of these may."""
+        key_Y = torch.arange(mass_JGY.shape[2], device=mass_JGY.device)
+        own_J1 = torch.arange(first, first + len(mass_JGY), device=key_Y.device)[:, None]
+        visible_J1Y = (key_Y // self._size <= own_J1 - _ALWAYS_READ)[:, None]
+        mass_JGY = mass_JGY.nan_to_num(0.0).masked_fill(key_Y < self._sinks, torch.inf)
+        mass_JGY = mass_JGY.masked_fill(~visible_J1Y, -torch.inf)
+        order_JGY = mass_JGY.sort(dim=-1, descending=True, stable=True).indices
+        return order_JGY, visible_J1Y.expand_as(order_JGY).gather(2, order_JGY)
+
+    def _write(
+        self,
+        document: int,
+        some: slice,
+        row: int,
+        block_order_JGW: Tensor,
+        column_order_JGY: Tensor,
+        listed_JGY: Tensor,
+    ) -> None:
+        first = int(self._first_block[document])
+        rows = slice(row, row + some.stop - some.start)
+        places = min(self._blocks_NGK.shape[2], some.stop)
+        number_JGK = block_order_JGW[..., :places] + first
+        past_end = number_JGK > self._rows.own_block_N[rows, None, None]
+        self._blocks_NGK[rows, :, :places] = number_JGK.masked_fill(past_end, -1).int()
+        places = min(self._columns_NGX.shape[2], column_order_JGY.shape[2])
+        token_JGX = column_order_JGY[..., :places] + self._layout.cu_seqlens[document]
+        token_JGX = token_JGX.masked_fill(~listed_JGY[..., :places], -1)
+        self._columns_NGX[rows, :, :places] = token_JGX.int()
+
+    def _observe_blocks(
+        self,
+        document: int,
+        some: slice,
+        seen_JGY: Tensor,
+        block_order_JGW: Tensor,
+        column_order_JGY: Tensor,
+        listed_JGY: Tensor,
+    ) -> None:
+        """Add what budgets read of the mass that some blocks' probes see."""
+        size, device = self._size, seen_JGY.device
+        whole_JGW = pad(seen_JGY, (0, -seen_JGY.shape[2] % size)).unflatten(2, (-1, size)).sum(-1)
+        single_JGY = seen_JGY.gather(2, column_order_JGY)
+        block_JGY = column_order_JGY // size
+        visible_J = torch.arange(some.start + 1, some.stop + 1, device=device)
+        first = int(self._first_block[document])
+        tokens_J = self._layout.length_N[first + some.start : first + some.stop]
+        for place, budget in enumerate(self._budgets):
+            columns_J = (visible_J > budget) * column_blocks(budget)
+            blocks_J = visible_J.clamp(max=budget) - columns_J
+            read_JGW = read_blocks(block_order_JGW, blocks_J[:, None], some.stop)
+            taken_JGY = best_outside(
+                block_JGY, listed_JGY, read_JGW, (columns_J * size)[:, None, None]
+            )
+            covered_J = (whole_JGW * read_JGW).sum((1, 2), dtype=torch.float64)
+            covered_J += (single_JGY * taken_JGY).sum((1, 2), dtype=torch.float64)
+            self._covered_SK[document, place] += (covered_J * tokens_J).sum()
+
+    def _mass_of_budgets(self) -> Tensor:
+        """float64 [S, K], K up to the most blocks of a document: what every budget adds."""
+        every = np.arange(1, self._layout.max_blocks + 1)
+        covered_SK = self._covered_SK
+        if len(self._budgets) < len(every):
+            between = [np.interp(every, self._budgets, row) for row in np.eye(len(self._budgets))]
+            covered_SK = covered_SK @ copied_to(
+                torch.from_numpy(np.stack(between)), covered_SK.device
+            )
+        return covered_SK.diff(dim=1, prepend=torch.zeros_like(covered_SK[:, :1]))
+
+
+def _runs(rows: RowPair, first_block: np.ndarray) -> list[list[tuple[slice, int]]]:
+    """Runs of blocks that follow one another in both rows, by document and counted from its first
+    block; and the place of a run's first block in the queries' row."""
+    own_N = np.asarray(rows.own_blocks)
+    document_N = rows.kv_layout.document_on_host[own_N]
+    breaks = np.flatnonzero((np.diff(own_N) != 1) | (np.diff(document_N) != 0)) + 1
+    bounds = [0, *breaks.tolist(), len(own_N)]
+    runs: list[list[tuple[slice, int]]] = [[] for _ in range(rows.kv_layout.documents)]
+    for row, end in pairwise(bounds):
+        document = document_N[row]
+        begin = int(own_N[row] - first_block[document])
+        runs[document].append((slice(begin, begin + end - row), row))
+    return runs
+
+
+def observed_budgets(max_blocks: int) -> tuple[int, ...]:
+    """Budgets whose coverage is exact: up to 32, then steps of a quarter, and ``max_blocks``."""
+    budgets = list(range(1, min(max_blocks, _EXACT_BUDGETS) + 1))
+    while budgets[-1] < max_blocks:
+        budgets.append(min(max_blocks, budgets[-1] + budgets[-1] // 4))
+    return tuple(budgets)
+
+
+def _no_lists(rows: RowPair, heads: int, places: int) -> Tensor:
+    shape = (rows.query_layout.blocks, heads, places)
+    return torch.full(shape, -1, dtype=torch.int32, device=rows.own_block_N.device)
+
+
+def _falling_blocks(mass_JGW: Tensor, first: int) -> Tensor:
+    """int64 [J, G, W]: own block, the one before it, then the others by falling mass, and in the
+    end those that lie ahead."""
+    number_W = torch.arange(mass_JGW.shape[2], device=mass_JGW.device)
+    own_J1 = torch.arange(first, first + len(mass_JGW), device=number_W.device)[:, None]
+    back_J1W = (own_J1 - number_W)[:, None]
+    mass_JGW = mass_JGW.nan_to_num(0.0).masked_fill(back_J1W < 0, -torch.inf)
+    # Softmax mass does not exceed 1 by more than rounding.
+    mass_JGW = torch.where(back_J1W == 0, 4.0, torch.where(back_J1W == 1, 2.0, mass_JGW))
+    return mass_JGW.sort(dim=-1, descending=True, stable=True).indices
+
+
+def _check(
+    q_THD: Tensor, summaries: ProbesAndKeys, rows: RowPair, max_budget: int, *, looks_ahead: bool
+) -> None:
+    k_TGD, probes_NUHD = summaries.keys_TGD, summaries.probes_NUHD
+    if looks_ahead and rows.query_layout is not rows.kv_layout:
+        raise ValueError(
+            'rank: "vertical-slash-last-queries" needs the last queries of every document: rank '
+            'the whole row, or take "vertical-slash"'
+        )
+    fits = (
+        q_THD.ndim == 3
+        and k_TGD.ndim == 3
+        and q_THD.shape[0] == rows.query_layout.tokens
+        and k_TGD.shape[0] == rows.kv_layout.tokens
+        and probes_NUHD.shape[0] == rows.kv_layout.blocks
+        and probes_NUHD.shape[2:] == q_THD.shape[1:]
+        and q_THD.shape[2] == k_TGD.shape[2]
+        and q_THD.shape[1] % k_TGD.shape[1] == 0
+    )
+    if not fits:
+        raise ValueError(
+            f"rank: query {tuple(q_THD.shape)}, key {tuple(k_TGD.shape)} and probes "
+            f"{tuple(probes_NUHD.shape)} must be [tokens, heads, head dim] with the layouts' "
+            f"{rows.query_layout.tokens} and {rows.kv_layout.tokens} tokens, and [blocks, probes, "
+            f"heads, head dim] with {rows.kv_layout.blocks} blocks, one head dim, and query heads "
+            "a multiple of KV heads"
+        )
+    if max_budget < 1:
+        raise ValueError(f"rank: max_budget {max_budget}: must be at least 1 block")

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of a slice's queries over the packed sequence that the slice is part of.
+
+Shape legend: T tokens of a slice (of the packed sequence, where an exchange gives all of it), H
+query heads, G KV heads, D head dim, Y keys and values (2), N blocks, S documents of the sequence,
+K budgets or places of a list, Q rows and C heads that select, X columns of a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sparsebalance_megatron.attention.api import (
+    block_sparse_attention,
+    check_known,
+    checked_kernel,
+)
+from sparsebalance_megatron.attention.kernels.contract import Attention, Kernel, Saved, wide_dtype
+from sparsebalance_megatron.attention.merge import merge_partials
+from sparsebalance_megatron.attention.selection import ColumnLists, Selection
+from sparsebalance_megatron.attention.sequence.slice import SequenceSlice
+from sparsebalance_megatron.config import AttentionImplementation
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """Keys and values that are here, and the lists by which the slice's queries read them.
+
+    ``kv_head`` is the one KV head that they are of, whose query heads read them; None for all.
+    """
+
+    k_TGD: Tensor
+    v_TGD: Tensor
+    selection: Selection
+    kv_head: int | None = None
+
+
+class GradientSum(Protocol):
+    """Gradients of keys and values on their way to those who hold them."""
+
+    def add(self, dkv_TYGD: Tensor) -> None:
+        """Add the gradients of a part; called once for each, in the order of the parts."""
+
+    def result(self) -> Tensor:
+        """The sum for this slice's keys and values [T, Y, G, D], once all parts are added."""
+
+
+class SequenceExchange(Protocol):
+    """How the keys and values that a slice's queries may read get here, and gradients back.
+
+    They come from other ranks that hold slices of the sequence, or may have been kept here from
+    earlier slices. All ranks that share the sequence call the functions in the same order. Autograd
+    sees none of them.
+
+    Attributes:
+        gives_whole_heads: whether a part holds all that its query heads read. Results of parts are
+            merged where it does not.
+    """
+
+    @property
+    def gives_whole_heads(self) -> bool: ...
+
+    def parts(
+        self, k_TGD: Tensor, v_TGD: Tensor, selection: Selection, sequence: SequenceSlice
+    ) -> Iterator[Part]:
+        """Give the parts that the slice's queries may read, each key once, in the same order each
+        time.
+
+        Args:
+            k_TGD, v_TGD: of the slice.
+            selection: lists of the slice's queries over the blocks of the sequence.
+            sequence: the slice.
+        """
+
+    def gradients(self, k_TGD: Tensor, sequence: SequenceSlice) -> GradientSum:
+        """Begin to sum the gradients of what :meth:`parts` gives for the same arguments."""
+
+    def summaries(self, own: Sequence[Tensor], sequence: SequenceSlice) -> list[Tensor]:
+        """Give the summaries of all blocks of the sequence, from those of the slice's blocks.
+
+        Args:
+            own: tensors of any dtypes with one entry per block of the slice.
+        """
+
+    def total_mass(self, mass_SK: Tensor, sequence: SequenceSlice) -> Tensor:
+        """Add up what the queries of all slices found of every document's mass; the same bits for
+        each slice, so that budgets which follow from it are the same too.
+
+        Args:
+            mass_SK: float64, of the slice's queries; 0 for documents of which it holds none.
+        """
+
+
+def sequence_attention(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    selection: Selection,
+    sequence: SequenceSlice,
+    *,
+    exchange: SequenceExchange | None,
+    softmax_scale: float,
+    implementation: AttentionImplementation = "auto",
+    known: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`..api.block_sparse_attention` where this rank holds a slice of the sequence.
+
+    All members of the group call it at the same place of their programs. Its results are those of
+    one rank that holds the sequence, to rounding, and the same bits each time. Without an exchange
+    they are the bits of that function.
+
+    Args:
+        q_THD, k_TGD, v_TGD: of the slice.
+        selection: lists of the slice's queries over the blocks of the sequence.
+        exchange: how other keys and values get here; None where the slice is the whole sequence.
+        softmax_scale, implementation: see :func:`..api.block_sparse_attention`.
+        known: likewise; all members give it, or none, since the exchange of a forward is left out.
+
+    Returns:
+        out_THD and lse_TH of the slice's queries.
+
+    Raises:
+        ValueError: as :func:`..api.block_sparse_attention`; or the selection belongs to another
+            slice, or the group has several members and no exchange.
+    """
+    layouts = selection.query_layout, selection.kv_layout
+    if layouts[0] is not sequence.local_layout or layouts[1] is not sequence.whole_layout:
+        raise ValueError(
+            "sequence_attention: the selection was not made for this slice: its layouts must be "
+            "the slice's local_layout and whole_layout"
+        )
+    if exchange is None:
+        if sequence.group.members > 1:
+            raise ValueError(
+                f"sequence_attention: a group of {sequence.group.members} members needs an exchange"
+            )
+        return block_sparse_attention(
+            *(q_THD, k_TGD, v_TGD, selection),
+            softmax_scale=softmax_scale,
+            implementation=implementation,
+            known=known,
+        )
+    # What is checked are the tensors that are here.
+    here = replace(selection, kv_layout=sequence.local_layout)
+    kernel = checked_kernel(q_THD, k_TGD, v_TGD, here, implementation)
+    if known is not None:
+        check_known(q_THD, known)
+    exchanging = ExchangingKernel(exchange=exchange, sequence=sequence, kernel=kernel)
+    return Attention.apply(q_THD, k_TGD, v_TGD, selection, softmax_scale, exchanging, known)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangingKernel:
+    """A :class:`..kernel.Kernel` over the parts that an exchange gives to another one.
+
+    Parts are merged, and gradients added, in the order of the parts and in float32 (float64 for
+    float64 inputs).
+    """
+
+    exchange: SequenceExchange
+    sequence: SequenceSlice
+    kernel: Kernel
+
+    def forward(
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        selection: Selection,
+        *,
+        softmax_scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        merges, wide = not self.exchange.gives_whole_heads, wide_dtype(q_THD.dtype)
+        out_THD = torch.empty_like(q_THD, dtype=wide if merges else q_THD.dtype)
+        lse_TH = torch.empty(q_THD.shape[:2], dtype=wide, device=q_THD.device)
+        for number, part in enumerate(self.exchange.parts(k_TGD, v_TGD, selection, self.sequence)):
+            heads = _query_heads(part, q_THD, k_TGD)
+            results = self.kernel.forward(
+                *(q_THD[:, heads], part.k_TGD, part.v_TGD, part.selection),
+                softmax_scale=softmax_scale,
+            )
+            if merges and number:
+                results = merge_partials(out_THD, lse_TH, *results)
+            out_THD[:, heads], lse_TH[:, heads] = results
+        return out_THD.to(q_THD.dtype), lse_TH
+
+    def backward(self, dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+        q_THD, k_TGD = saved.q_THD, saved.k_TGD
+        merges, wide = not self.exchange.gives_whole_heads, wide_dtype(q_THD.dtype)
+        dq_THD = torch.zeros_like(q_THD, dtype=wide if merges else q_THD.dtype)
+        # The LSE carries no gradient: with the merged output and LSE, the gradients of the parts
+        # add up to those of the whole.
+        gradients = self.exchange.gradients(k_TGD, self.sequence)
+        for part in self.exchange.parts(k_TGD, saved.v_TGD, saved.selection, self.sequence):
+            heads = _query_heads(part, q_THD, k_TGD)
+            of_part = Saved(
+                q_THD=q_THD[:, heads],
+                k_TGD=part.k_TGD,
+                v_TGD=part.v_TGD,
+                out_THD=saved.out_THD[:, heads],
+                lse_TH=saved.lse_TH[:, heads],
+                selection=part.selection,
+                softmax_scale=saved.softmax_scale,
+            )
+            dq_part_THD, *dkv = self.kernel.backward(dout_THD[:, heads], of_part)
+            dq_THD[:, heads] += dq_part_THD
+            gradients.add(torch.stack(dkv, 1).to(wide))
+        dk_TGD, dv_TGD = gradients.result().to(k_TGD.dtype).unbind(1)
+        return dq_THD.to(q_THD.dtype), dk_TGD, dv_TGD
+
+    def obstacle(self, q_THD: Tensor, selection: Selection) -> str | None:
+        return self.kernel.obstacle(q_THD, selection)
+
+
+def _query_heads(part: Part, q_THD: Tensor, k_TGD: Tensor) -> slice:
+    if part.kv_head is None:
+        return slice(None)
+    group = q_THD.shape[1] // k_TGD.shape[1]
+    return slice(part.kv_head * group, (part.kv_head + 1) * group)
+
+
+def held_by(member: int, selection: Selection, sequence: SequenceSlice) -> Selection:
+    """Cut out of a selection what a member holds; what the lists name keeps its order.
+
+    The device is not read: lists are as wide as any may become, ``counts_QC`` says how long each
+    is.
+    """
+    layout = sequence.member_layouts[member]
+    indices_QCK, counts_QC = _held(
+        *(selection.indices_QCK, selection.counts_QC, sequence.local_block_WX[member]),
+        most=layout.max_blocks,
+    )
+    columns = selection.columns
+    if columns is not None:
+        tokens_NGK, counts_NG = _held(
+            *(columns.tokens_NGK, columns.counts_NG, sequence.local_token_WX[member]),
+            most=layout.tokens,
+        )
+        columns = ColumnLists(tokens_NGK=tokens_NGK, counts_NG=counts_NG)
+    own_N = sequence.local_layout.number_N
+    return replace(
+        selection,
+        indices_QCK=indices_QCK,
+        counts_QC=counts_QC,
+        columns=columns,
+        kv_layout=layout,
+        own_block_N=own_N if member == sequence.group.member else torch.full_like(own_N, -1),
+    )
+
+
+def _held(
+    lists_QCK: Tensor, counts_QC: Tensor, table_X: Tensor, *, most: int
+) -> tuple[Tensor, Tensor]:
+    """What of lists a member holds, by its own numbers and in the lists' order; and how much.
+
+    Args:
+        table_X: a member's number of what the lists name, -1 where it does not hold it, and in the
+            last place.
+        most: entries of one list that a member can hold.
+    """
+    places = lists_QCK.shape[2]
+    width = min(places, most)
+    past_end_QCK = torch.arange(places, device=table_X.device) >= counts_QC[..., None]
+    listed_QCK = lists_QCK.masked_fill(past_end_QCK, table_X.shape[0] - 1)
+    local_QCK = table_X.index_select(0, listed_QCK.flatten()).view(listed_QCK.shape)
+    held_QCK = local_QCK >= 0
+    # What the member does not hold goes to a place of its own, which is cut off.
+    place_QCK = held_QCK.cumsum(2, dtype=torch.int32).sub_(1).masked_fill_(~held_QCK, width)
+    held_lists_QCK = local_QCK.new_full((*listed_QCK.shape[:2], width + 1), -1)
+    held_lists_QCK.scatter_(2, place_QCK.long(), local_QCK)
+    return held_lists_QCK[:, :, :width].contiguous(), held_QCK.sum(2, dtype=torch.int32)

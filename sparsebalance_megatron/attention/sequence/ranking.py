@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranking of what a slice's queries may read, as one rank that holds the sequence would rank it.
+
+Shape legend: T tokens of the slice, H query heads, G KV heads, D head dim, S documents, K budgets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from sparsebalance_megatron.attention.row_pair import RowPair
+from sparsebalance_megatron.attention.select import Selector
+from sparsebalance_megatron.attention.select.summaries import SharedSummaries
+from sparsebalance_megatron.attention.sequence.exchange import SequenceExchange
+from sparsebalance_megatron.attention.sequence.slice import SequenceSlice
+
+
+class RankingWithMass(Protocol):
+    """A dataclass with the mass by which coverage is measured, None where nobody observes."""
+
+    @property
+    def mass_SK(self) -> Tensor | None: ...
+
+
+@torch.no_grad()
+def rank_slice[Summarised: SharedSummaries, Ranked: RankingWithMass](
+    selector: Selector[Summarised, Ranked],
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    sequence: SequenceSlice,
+    *,
+    exchange: SequenceExchange | None,
+    softmax_scale: float,
+    max_budget: int,
+    observe: bool,
+) -> Ranked:
+    """Rank for the slice's queries, over the blocks of the sequence.
+
+    The mass is that of all slices' queries, the same bits for each, so that budgets which follow
+    from it are the same too.
+
+    Args:
+        q_THD, k_TGD: of the slice.
+        exchange: how what other ranks know gets here; None where the slice is the whole sequence.
+        softmax_scale, max_budget, observe: see :class:`..selectors.Selector`.
+
+    Raises:
+        ValueError: as the selector does.
+    """
+    own = selector.summaries(q_THD, k_TGD, sequence.local_layout)
+    summaries = own.parts(sequence.local_layout)
+    if exchange is not None:
+        summaries = exchange.summaries(summaries, sequence)
+    rows = RowPair(
+        query_layout=sequence.local_layout,
+        kv_layout=sequence.whole_layout,
+        own_blocks=sequence.blocks_W[sequence.group.member].tolist(),
+        own_block_N=sequence.own_block_N,
+    )
+    ranking = selector.rank(
+        q_THD,
+        own.joined(summaries, sequence.whole_layout),
+        rows,
+        softmax_scale=softmax_scale,
+        max_budget=max_budget,
+        observe=observe,
+    )
+    if ranking.mass_SK is None or exchange is None:
+        return ranking
+    mass_SK = exchange.total_mass(ranking.mass_SK, sequence)
+    return cast("Ranked", replace(cast("Any", ranking), mass_SK=mass_SK))

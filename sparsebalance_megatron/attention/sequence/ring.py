@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values go round in a ring, or in a ring of rings.
+
+After Ring Attention (arXiv:2310.01889): the next member's keys and values are in flight while
+attention to these is computed, so a member never holds more than two members' tokens. In the
+backward pass keys and values go round again, and their gradients follow them.
+
+After the double ring of LoongTrain (arXiv:2406.18485), a ring of rings crosses slow links once for
+every inner ring: what will start the next inner ring is in flight during the whole of this one.
+
+Shape legend: T tokens of a slice, G KV heads, D head dim, Y keys and values (2), W members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.sequence.between_ranks import BetweenRanks
+from sparsebalance_megatron.attention.sequence.exchange import Part, held_by
+from sparsebalance_megatron.attention.sequence.slice import SequenceSlice
+
+_VISITING, _RETURNING = 0, 1
+"""Tags, so that what goes round and the sums that follow it are not taken for one another."""
+
+
+class RingExchange(BetweenRanks):
+    """Sends keys and values round all members: a ``SequenceExchange``.
+
+    With W members the forward pass has W - 1 transfers one after the other, the backward pass
+    W - 1 of keys and values and W of their gradients.
+
+    Args:
+        group: all members.
+        inner, outer: both for a ring of rings, or neither. ``inner`` holds this rank's neighbours,
+            as a rule those of its node; ``outer`` the ranks with this rank's place in every inner
+            group. Members are numbered through the inner groups. ``outer`` needs a communicator of
+            its own, so that its transfers do not queue behind those of the inner ring.
+    """
+
+    gives_whole_heads = False
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        inner: dist.ProcessGroup | None = None,
+        outer: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(group)
+        self._inner, self._outer = _Ring.of(inner or group), _Ring.of(outer)
+
+    def parts(
+        self, k_TGD: Tensor, v_TGD: Tensor, selection: Selection, sequence: SequenceSlice
+    ) -> Iterator[Part]:
+        """Give the members' keys and values: this rank's, then backwards round the ring."""
+        inner, tokens_W = self._inner, sequence.tokens_per_member
+        kv_TYGD, starting_W = torch.stack((k_TGD, v_TGD), 1), tokens_W[inner.rank :: inner.size]
+        for outer_rank, start_TYGD in self._outer.travelling(kv_TYGD, starting_W):
+            first = outer_rank * inner.size
+            inside_W = tokens_W[first : first + inner.size]
+            for inner_rank, visiting_TYGD in inner.travelling(start_TYGD, inside_W):
+                k_visiting_TGD, v_visiting_TGD = visiting_TYGD.unbind(1)
+                yield Part(
+                    k_TGD=k_visiting_TGD,
+                    v_TGD=v_visiting_TGD,
+                    selection=held_by(first + inner_rank, selection, sequence),
+                )
+
+    def gradients(self, k_TGD: Tensor, sequence: SequenceSlice) -> _SumOfSums:
+        """See :meth:`.exchange.SequenceExchange.gradients`."""
+        return _SumOfSums(self._inner, self._outer, sequence.tokens_per_member)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _InFlight:
+    """A transfer under way. What is sent must not change before :meth:`wait`."""
+
+    sent: Tensor
+    received: Tensor
+    works: list[dist.Work]
+
+    def wait(self) -> Tensor:
+        """What the member before has sent; on CUDA the stream waits, not the host."""
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ring:
+    """The members of a process group in a circle: each sends to the next one."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> _Ring:
+        """The ring of a group that this rank belongs to; without a group, of this rank alone."""
+        if group is None:
+            return cls(group=None, rank=0, size=1)
+        return cls(group=group, rank=dist.get_rank(group), size=dist.get_world_size(group))
+
+    def pass_on(self, x: Tensor, receive_tokens: int, tag: int) -> _InFlight:
+        """Send ``x`` to the next member, and receive its like, of ``receive_tokens``.
+
+        In a ring of one member nothing is sent: it receives ``x`` itself.
+        """
+        sent = x.contiguous()
+        if self.size == 1:
+            return _InFlight(sent=sent, received=sent, works=[])
+        assert self.group is not None
+        received = sent.new_empty(receive_tokens, *x.shape[1:])
+        after, before = (
+            dist.get_global_rank(self.group, (self.rank + step) % self.size) for step in (1, -1)
+        )
+        operations = [
+            dist.P2POp(dist.isend, sent, after, self.group, tag),
+            dist.P2POp(dist.irecv, received, before, self.group, tag),
+        ]
+        works = dist.batch_isend_irecv(operations)
+        return _InFlight(sent=sent, received=received, works=works)
+
+    def travelling(self, x_T: Tensor, tokens_W: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """Give every member's ``x_T`` and the member it came from: the own, then backwards.
+
+        The next is in flight while the caller works on one. Each member must run through all.
+        """
+        for hop in range(self.size):
+            member = (self.rank - hop) % self.size
+            if hop == self.size - 1:
+                yield member, x_T
+                return
+            in_flight = self.pass_on(x_T, tokens_W[(member - 1) % self.size], _VISITING)
+            yield member, x_T
+            x_T = in_flight.wait()
+
+
+class _RingSum:
+    """Sums that follow what is travelling: what members add for one comes back to it.
+
+    A sum begins with the member that it is for; the others add in the order of the ring.
+    """
+
+    def __init__(self, ring: _Ring, tokens_W: Sequence[int]) -> None:
+        self._ring, self._tokens_W = ring, tokens_W
+        self._member = ring.rank
+        self._in_flight: _InFlight | None = None
+
+    def add(self, x_T: Tensor) -> None:
+        """Add to the sum of the member that is visiting, and send it on."""
+        if self._in_flight is not None:
+            x_T = self._in_flight.wait().add_(x_T)
+        self._member = (self._member - 1) % self._ring.size
+        self._in_flight = self._ring.pass_on(x_T, self._tokens_W[self._member], _RETURNING)
+
+    def result(self) -> Tensor:
+        """The sum for this member, after one addition for every member."""
+        assert self._in_flight is not None
+        return self._in_flight.wait()
+
+
+class _SumOfSums:
+    """A sum round every inner ring, and their sum round the outer one: a ``GradientSum``."""
+
+    def __init__(self, inner: _Ring, outer: _Ring, tokens_W: Sequence[int]) -> None:
+        self._inner, self._outer, self._tokens_W = inner, outer, tokens_W
+        self._outer_sum = _RingSum(outer, tokens_W[inner.rank :: inner.size])
+        self._additions = 0
+        self._inner_sum = self._next_inner_sum()
+
+    def add(self, dkv_TYGD: Tensor) -> None:
+        self._inner_sum.add(dkv_TYGD)
+        self._additions += 1
+        if self._additions % self._inner.size == 0:
+            self._outer_sum.add(self._inner_sum.result())
+            self._inner_sum = self._next_inner_sum()
+
+    def result(self) -> Tensor:
+        return self._outer_sum.result()
+
+    def _next_inner_sum(self) -> _RingSum:
+        size = self._inner.size
+        outer_rank = (self._outer.rank - self._additions // size) % self._outer.size
+        first = outer_rank * size
+        return _RingSum(self._inner, self._tokens_W[first : first + size])

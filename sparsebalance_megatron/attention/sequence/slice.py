@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of a packed sequence that one rank holds, and the group that holds the whole.
+
+Shape legend: T tokens (of the packed sequence or of a slice), S documents, N blocks, W members of
+the group, X columns of a table (one more than there are blocks, or tokens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from sparsebalance_megatron.attention.host_copy import copied_to
+from sparsebalance_megatron.attention.layout import (
+    BlockGrid,
+    PackedLayout,
+    block_grid,
+    packed_layout,
+)
+
+if TYPE_CHECKING:
+    from sparsebalance_megatron.attention.sequence.exchange import SequenceExchange
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SequenceGroup:
+    """The ranks that share a packed sequence, of which this is ``member`` of ``members``.
+
+    Attributes:
+        exchange: how their keys and values travel; None where this rank holds the whole sequence.
+        process_group: of the members.
+        alone: a process group of this rank by itself.
+    """
+
+    member: int = 0
+    members: int = 1
+    exchange: SequenceExchange | None = None
+    process_group: ProcessGroup | None = None
+    alone: ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.member < self.members:
+            raise ValueError(f"member {self.member}: the group has 0 to {self.members - 1}")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SequenceSlice:
+    """The blocks of a packed sequence that this rank holds. Built once per micro-batch.
+
+    Each block lies whole on one member of the group. A member keeps its blocks in the order of the
+    sequence, so that blocks of one document lie side by side, and none but a document's last is
+    short. A group of one member holds the sequence as it is.
+
+    Arrays are on the host. Tensors are int64 on ``device`` where not said otherwise, and made when
+    they are first asked for; the device is never read.
+
+    Attributes:
+        cu_seqlens: document boundaries of the sequence in tokens, S + 1 entries, the first is 0.
+        block_size: tokens of a full block.
+        owner_N: int64, the member that holds a block; each member holds at least one.
+        group: the members.
+        pad_to_multiple_of: tokens that what this rank computes must divide by.
+        device: where tensors are made.
+    """
+
+    cu_seqlens: tuple[int, ...]
+    block_size: int
+    owner_N: np.ndarray
+    group: SequenceGroup
+    pad_to_multiple_of: int = 1
+    device: torch.device | str = "cpu"
+
+    @classmethod
+    def dealt(
+        cls,
+        cu_seqlens: Sequence[int],
+        group: SequenceGroup,
+        *,
+        block_size: int,
+        pad_to_multiple_of: int = 1,
+        device: torch.device | str = "cpu",
+    ) -> SequenceSlice:
+        """Deal the blocks of a sequence out in turn, through all of its documents.
+
+        Block j belongs to member j mod ``members``. Every document is spread alike, so whatever
+        budget a document gets, its work is spread alike too.
+
+        Raises:
+            ValueError: the sequence cannot be cut (:func:`..layout.block_grid`), or has fewer
+                blocks than the group has members.
+        """
+        blocks = len(block_grid(cu_seqlens, block_size).start_N)
+        return cls(
+            cu_seqlens=tuple(map(int, cu_seqlens)),
+            block_size=block_size,
+            owner_N=np.arange(blocks, dtype=np.int64) % group.members,
+            group=group,
+            pad_to_multiple_of=pad_to_multiple_of,
+            device=device,
+        )
+
+    def __post_init__(self) -> None:
+        blocks, members = len(self._grid.start_N), self.group.members
+        blocks_W = np.bincount(self.owner_N, minlength=members)
+        if len(self.owner_N) != blocks or len(blocks_W) > members:
+            raise ValueError(
+                f"owner_N names members 0 to {len(blocks_W) - 1} for {len(self.owner_N)} blocks: "
+                f"must name one of {members} for each of the sequence's {blocks} blocks"
+            )
+        if not blocks_W.all():
+            raise ValueError(
+                f"a sequence of {blocks} blocks on {members} members leaves none to member "
+                f"{np.argmin(blocks_W)}: share it among at most {blocks}, or use smaller blocks"
+            )
+
+    @cached_property
+    def blocks_W(self) -> tuple[np.ndarray, ...]:
+        """For every member, the numbers in the sequence of its blocks; int64, rising."""
+        return tuple(np.flatnonzero(self.owner_N == m) for m in range(self.group.members))
+
+    @cached_property
+    def tokens_W(self) -> tuple[np.ndarray, ...]:
+        """For every member, the numbers in the sequence of its tokens; int64, rising."""
+        owner_T = np.repeat(self.owner_N, self._grid.length_N)
+        return tuple(np.flatnonzero(owner_T == m) for m in range(self.group.members))
+
+    @property
+    def tokens_per_member(self) -> tuple[int, ...]:
+        return tuple(map(len, self.tokens_W))
+
+    @property
+    def tokens_T(self) -> np.ndarray:
+        """The numbers in the sequence of this rank's tokens: what to cut out of tokens, labels,
+        masks or positions."""
+        return self.tokens_W[self.group.member]
+
+    @property
+    def padding_tokens(self) -> int:
+        """Tokens of no document that this rank computes behind its own."""
+        return -len(self.tokens_T) % self.pad_to_multiple_of
+
+    @cached_property
+    def positions_T(self) -> Tensor:
+        """The place of each of this rank's tokens in its document, padding (0) included."""
+        boundaries = self._grid.boundaries
+        document_T = np.searchsorted(boundaries, self.tokens_T, side="right") - 1
+        place_T = self.tokens_T - boundaries[document_T]
+        return self._on_device(np.pad(place_T, (0, self.padding_tokens)))
+
+    @cached_property
+    def own_block_N(self) -> Tensor:
+        """For every block of this rank, its number in the sequence."""
+        return self._on_device(self.blocks_W[self.group.member])
+
+    @cached_property
+    def whole_layout(self) -> PackedLayout:
+        """The blocks of the packed sequence."""
+        return packed_layout(self.cu_seqlens, self.block_size, self.device)
+
+    @cached_property
+    def local_layout(self) -> PackedLayout:
+        """The blocks of this rank, as a packed sequence of their own."""
+        return self._layout_of(self.group.member)
+
+    @cached_property
+    def member_layouts(self) -> tuple[PackedLayout, ...]:
+        """The blocks of every member."""
+        own = self.group.member
+        return tuple(
+            self.local_layout if m == own else self._layout_of(m) for m in range(self.group.members)
+        )
+
+    @cached_property
+    def local_block_WX(self) -> Tensor:
+        """int32: for every member and block of the sequence, the block's number among the member's;
+        -1 where the member does not hold it, and in the extra column."""
+        return self._local_numbers(self.blocks_W)
+
+    @cached_property
+    def local_token_WX(self) -> Tensor:
+        """int32: for every member and token of the sequence, as :attr:`local_block_WX`."""
+        return self._local_numbers(self.tokens_W)
+
+    @cached_property
+    def gathered_T(self) -> Tensor:
+        """For every token of the sequence, its place where the members' tokens lie one after the
+        other, padded to as many as the longest has."""
+        return self._gathered_places(self.tokens_W)
+
+    @cached_property
+    def gathered_N(self) -> Tensor:
+        """For every block of the sequence, as :attr:`gathered_T`."""
+        return self._gathered_places(self.blocks_W)
+
+    @cached_property
+    def _grid(self) -> BlockGrid:
+        return block_grid(self.cu_seqlens, self.block_size)
+
+    def _layout_of(self, member: int) -> PackedLayout:
+        if self.group.members == 1:
+            return self.whole_layout
+        held = self.blocks_W[member]
+        tokens_S = np.zeros(len(self.cu_seqlens) - 1, dtype=np.int64)
+        np.add.at(tokens_S, self._grid.document_N[held], self._grid.length_N[held])
+        boundaries = (0, *np.cumsum(tokens_S[tokens_S > 0]).tolist())
+        return packed_layout(boundaries, self.block_size, self.device)
+
+    def _local_numbers(self, held_W: Sequence[np.ndarray]) -> Tensor:
+        table_WX = np.full((len(held_W), sum(map(len, held_W)) + 1), -1, dtype=np.int32)
+        for numbers_X, held in zip(table_WX, held_W, strict=True):
+            numbers_X[held] = np.arange(len(held))
+        return self._on_device(table_WX)
+
+    def _gathered_places(self, held_W: Sequence[np.ndarray]) -> Tensor:
+        longest = max(map(len, held_W))
+        places = np.empty(sum(map(len, held_W)), dtype=np.int64)
+        for member, held in enumerate(held_W):
+            places[held] = member * longest + np.arange(len(held))
+        return self._on_device(places)
+
+    def _on_device(self, x: np.ndarray) -> Tensor:
+        return copied_to(torch.from_numpy(x), self.device)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The directory of ``--sparse-balance-log-dir``: one run at a time, and earlier logs are kept."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from sparsebalance_megatron.config import flag_name
+from sparsebalance_megatron.log.log_lines import older_file
+from sparsebalance_megatron.log.rank_log import rank_folder
+from sparsebalance_megatron.log.step_log import step_log_path
+
+EARLIER = "earlier"
+"""``DIR/earlier/N`` holds the logs of the Nth run that another one began after."""
+
+_LOCK = ".lock"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""A full disk costs log lines, which are counted, and no training."""
+
+_logger = logging.getLogger(__name__)
+
+
+class LogDirectoryError(ValueError):
+    """Logs cannot be written where they should be, or another run writes there."""
+
+
+class LogDirectory:
+    """A directory for the logs of one run; every rank has an object of its own.
+
+    The claim on it belongs to the process and ends with it, however it ends.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.path = Path(directory)
+        self._lock: int | None = None
+
+    def check(self) -> str | None:
+        """Whether logs could be written, without writing; a remark where that cannot be told.
+
+        Raises:
+            LogDirectoryError: if they could not.
+        """
+        existing = self.path
+        while not existing.exists() and not existing.is_symlink() and existing != existing.parent:
+            existing = existing.parent
+        if not existing.is_dir():
+            raise self._error(f"{existing} is not a directory; name another")
+        if os.access(existing, os.W_OK | os.X_OK):
+            return None
+        if existing == self.path:
+            raise self._error("cannot be written (Permission denied); name another")
+        return f"the log directory {self.path}, which does not exist here"
+
+    def make(self, *, claim: bool) -> None:
+        """Make the directory, and write a file that goes at once.
+
+        Args:
+            claim: whether to keep other runs out; of one rank per run.
+
+        Raises:
+            LogDirectoryError: if files cannot be written, or another process has the claim.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
+            if claim:
+                self._claim()
+        except FileExistsError as error:
+            raise self._error("is not a directory; name another") from error
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise self._error(f"cannot be written ({error.strerror}); name another") from error
+
+    def number_for_earlier_logs(self) -> int:
+        """The number that logs of an earlier run would get; 0 where there are none."""
+        if not any(path.exists() for path in self._logs()):
+            return 0
+        folder = self.path / EARLIER
+        known = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        return 1 + max((int(name) for name in known if name.isdecimal()), default=0)
+
+    def set_aside(self, number: int) -> Path:
+        """Move an earlier run's logs to ``earlier/NUMBER``, which is returned.
+
+        All ranks may do it at once: each log is moved by whoever comes first.
+
+        Raises:
+            LogDirectoryError: if they cannot be moved.
+        """
+        target = self.path / EARLIER / str(number)
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            for path in self._logs():
+                with suppress(FileNotFoundError):
+                    path.rename(target / path.name)
+        except OSError as error:
+            raise self._error(
+                f"an earlier run's logs cannot be kept ({error.strerror}); move them, or name "
+                "another directory"
+            ) from error
+        return target
+
+    def _logs(self) -> tuple[Path, ...]:
+        steps = step_log_path(self.path)
+        return steps, older_file(steps), rank_folder(self.path)
+
+    def _claim(self) -> None:
+        descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            # Of the process, unlike flock: a trainer may go on in the one in which it stopped.
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+            os.close(descriptor)
+            raise self._error(
+                f"another run writes there ({owner or 'unknown'}); give every run a directory of "
+                "its own"
+            ) from error
+        except OSError as error:
+            os.close(descriptor)
+            _logger.warning(
+                "sparse balance: %s: no locks on this file system (%s); nothing keeps a second "
+                "run from writing there",
+                self.path,
+                error.strerror,
+            )
+            return
+        self._lock = descriptor
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def _error(self, problem: str) -> LogDirectoryError:
+        return LogDirectoryError(f"{flag_name('log_dir')} {self.path}: {problem}")

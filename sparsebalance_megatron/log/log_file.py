@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A file of JSON lines that never grows beyond a size and never stops a run."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+from msgspec import UNSET, structs
+
+from sparsebalance_megatron.log.log_lines import older_file
+from sparsebalance_megatron.log.records import (
+    Count,
+    DamagedLineError,
+    Header,
+    Record,
+    decode,
+    encode,
+)
+
+DEFAULT_MAX_BYTES = 64 * 10**6
+_READ_BYTES = 1 << 20
+
+_logger = logging.getLogger(__name__)
+
+
+class _Discarded(msgspec.Struct):
+    lines_discarded: Count = 0
+
+
+_DISCARDED = msgspec.json.Decoder(_Discarded)
+
+
+class JsonLinesFile:
+    """Appends records to ``NAME.jsonl``, the oldest of which it forgets.
+
+    When the file would exceed half of ``max_bytes`` it is renamed to ``NAME.1.jsonl``, in the place
+    of an older one, and a new file begins with the header. A header's ``lines_discarded`` counts
+    the lines lost that way. Every line is written at once and taken back if it does not fit on the
+    disk, so that lines are whole. What cannot be written costs one warning, and the next line that
+    can be says in ``lines_dropped`` how many were lost.
+
+    All methods but :meth:`count_dropped` belong to one thread.
+
+    Args:
+        max_bytes: of ``NAME.jsonl`` and ``NAME.1.jsonl`` together.
+    """
+
+    def __init__(self, path: str | Path, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+        self.path = Path(path)
+        self._half_bytes = max_bytes // 2
+        self._descriptor: int | None = None
+        self._header = Header()
+        self._longest_header_bytes = 0
+        # What must precede the next line: the header, behind the end of a line that was cut off.
+        self._due = b""
+        self._discarded = 0
+        # The queue's thread counts the first, the writing thread the others.
+        self._never_queued = self._not_written = self._reported = 0
+        self._warned = False
+
+    def begin(self, header: Header, *, resumed: bool) -> None:
+        """Write the header: of a new file, or behind what a run left that this one resumes."""
+        self._header = header
+        longest = structs.replace(header, lines_discarded=10**12)
+        self._longest_header_bytes = len(encode(longest))
+        self._due = self._header_line()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if resumed:
+                self._discarded, is_cut = _left_behind(self.path)
+                self._due = (b"\n" if is_cut else b"") + self._header_line()
+            else:
+                for path in (self.path, older_file(self.path)):
+                    path.unlink(missing_ok=True)
+            self._write(b"")
+        except OSError as error:
+            self._fail(error)
+
+    def append(self, record: Record) -> None:
+        """Write one line."""
+        lost = self._never_queued + self._not_written - self._reported
+        try:
+            self._write(encode(structs.replace(record, lines_dropped=lost) if lost else record))
+        except OSError as error:
+            self._not_written += 1
+            self._fail(error)
+        else:
+            self._reported += lost
+
+    def count_dropped(self) -> None:
+        """Count a line that was given up before it came here; from one thread, any one."""
+        self._never_queued += 1
+        self._warn("the disk is slower than training; lines are left out and counted")
+
+    def close(self) -> None:
+        """Give the file back; a later line opens it again."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _header_line(self) -> bytes:
+        return encode(structs.replace(self._header, lines_discarded=self._discarded or UNSET))
+
+    def _write(self, line: bytes) -> None:
+        """What is due, and the line."""
+        if self._longest_header_bytes + len(line) > self._half_bytes:
+            raise OSError(errno.EFBIG, f"a line of {len(line)} bytes exceeds half of the log")
+        descriptor = self._opened()
+        size = os.fstat(descriptor).st_size
+        if size and size + len(self._due) + len(line) > self._half_bytes:
+            self._move_aside()
+            descriptor, size = self._opened(), 0
+        rest = memoryview(self._due + line)
+        try:
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(descriptor, size)
+            raise
+        self._due = b""
+
+    def _opened(self) -> int:
+        if self._descriptor is None:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            self._descriptor = os.open(self.path, flags, 0o644)
+        return self._descriptor
+
+    def _move_aside(self) -> None:
+        """The file becomes the older one, in the place of that which there is."""
+        self.close()
+        older = older_file(self.path)
+        discarded = _lines_in(older)
+        os.replace(self.path, older)
+        self._discarded += discarded
+        self._due = self._header_line()
+
+    def _fail(self, error: OSError) -> None:
+        with suppress(OSError):
+            self.close()
+        self._warn(f"{error.strerror or error}; lines are left out and counted until it works")
+
+    def _warn(self, reason: str) -> None:
+        if not self._warned:
+            self._warned = True
+            _logger.warning("sparse balance: log %s: %s", self.path, reason)
+
+
+def _left_behind(path: Path) -> tuple[int, bool]:
+    """(lines discarded before this file, by its header; whether its last line is cut off)."""
+    try:
+        with path.open("rb") as stream:
+            first = last = stream.readline(_READ_BYTES)
+            while part := stream.read(_READ_BYTES):
+                last = part
+    except FileNotFoundError:
+        return 0, False
+    is_cut = bool(last) and not last.endswith(b"\n")
+    with suppress(DamagedLineError):
+        return decode(first, _DISCARDED).lines_discarded, is_cut
+    return 0, is_cut
+
+
+def _lines_in(path: Path) -> int:
+    try:
+        with path.open("rb") as stream:
+            return sum(part.count(b"\n") for part in iter(lambda: stream.read(_READ_BYTES), b""))
+    except FileNotFoundError:
+        return 0

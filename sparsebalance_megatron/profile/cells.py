@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to measure for a cost table, and how: a plan of cells, and medians of repeated runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.cost.parts import Direction, Part
+from sparsebalance_megatron.cost.table import CostRow
+from sparsebalance_megatron.profile.clocks import Clock
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thoroughness:
+    """How thoroughly to measure. ``seconds_per_cell``: repeat a measurement for that long."""
+
+    warm_up: int
+    least_repeats: int
+    most_repeats: int
+    seconds_per_cell: float
+    divisors: tuple[int, ...]
+    """Rows of one document are the sequence length over each of these."""
+    documents: tuple[int, ...]
+    """A row half as long as the longest of those is also measured cut into this many."""
+    most_dense_blocks: int
+    """Blocks of a document up to which dense attention is measured too."""
+
+
+FULL = Thoroughness(
+    warm_up=2,
+    least_repeats=5,
+    most_repeats=30,
+    seconds_per_cell=2.0,
+    divisors=(1, 2, 4, 8, 16, 32, 64),
+    documents=(2, 5, 16, 48),
+    most_dense_blocks=1024,
+)
+QUICK = Thoroughness(
+    warm_up=1,
+    least_repeats=2,
+    most_repeats=10,
+    seconds_per_cell=0.1,
+    divisors=(2, 4, 8, 16),
+    documents=(6,),
+    most_dense_blocks=16,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One row of the measuring plan: parts to time on one micro-batch."""
+
+    parts: tuple[Part, ...]
+    lengths_tokens: tuple[int, ...]
+    budget_blocks: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """A part of the model on one micro-batch, ready to run.
+
+    ``forward`` returns what ``backward`` starts from; without a backward the part has no gradient.
+    """
+
+    forward: Callable[[], Any]
+    backward: Callable[[Any], None] | None
+
+
+def plan_cells(
+    longest_tokens: int, config: SparseBalanceConfig, thoroughness: Thoroughness
+) -> list[Cell]:
+    """What to measure, short rows first, so that they pay for what the first runs do once.
+
+    Attention runs at powers of four, at the base budget, and densely where that is affordable; the
+    other parts do not depend on the budget and run at the base budget only.
+    """
+    rows: list[tuple[int, ...]] = [
+        (longest_tokens // divisor,) for divisor in thoroughness.divisors
+    ]
+    rows += [_cut(max(rows)[0] // 2, documents) for documents in thoroughness.documents]
+    cells = []
+    for lengths in sorted({row for row in rows if min(row) >= 1}, key=lambda row: (sum(row), row)):
+        blocks = -(-max(lengths) // config.block_size)
+        base = min(config.base_budget, blocks)
+        dense = {blocks} if blocks <= thoroughness.most_dense_blocks else set()
+        fours = {4**power for power in range(8) if 4**power <= min(blocks, 2 * config.base_budget)}
+        cells.append(Cell(parts=tuple(Part), lengths_tokens=lengths, budget_blocks=base))
+        cells += [
+            Cell(parts=(Part.ATTENTION,), lengths_tokens=lengths, budget_blocks=budget)
+            for budget in sorted((fours | dense) - {base})
+        ]
+    return cells
+
+
+def _cut(tokens: int, documents: int) -> tuple[int, ...]:
+    """``documents`` lengths that rise evenly and sum to ``tokens``; 0 where they do not fit."""
+    total = documents * (documents + 1) // 2
+    ends = [tokens * (i * (i + 1) // 2) // total for i in range(documents + 1)]
+    return tuple(end - start for start, end in pairwise(ends))
+
+
+def measure(
+    part: Part, timed: Timed, cell: Cell, thoroughness: Thoroughness, clock: Clock
+) -> list[CostRow]:
+    """Times a part as often as ``thoroughness`` says: a row per direction that it runs in."""
+    for _ in range(thoroughness.warm_up):
+        _time_once(timed, clock)
+    runs_ms: list[tuple[float, ...]] = []
+    while len(runs_ms) < thoroughness.most_repeats and (
+        len(runs_ms) < thoroughness.least_repeats
+        or sum(map(sum, runs_ms)) < thoroughness.seconds_per_cell * 1e3
+    ):
+        runs_ms.append(_time_once(timed, clock))
+    # One column, not two, where there is no backward.
+    columns_ms = zip(Direction, zip(*runs_ms, strict=True), strict=False)
+    return [_row(part, direction, times_ms, cell) for direction, times_ms in columns_ms]
+
+
+def _row(part: Part, direction: Direction, times_ms: Sequence[float], cell: Cell) -> CostRow:
+    median_ms = float(np.median(times_ms))
+    return CostRow(
+        part=part,
+        direction=direction,
+        lengths_tokens=cell.lengths_tokens,
+        budget_blocks=cell.budget_blocks if part is Part.ATTENTION else None,
+        ms_median=median_ms,
+        ms_spread=float(np.median(np.abs(np.array(times_ms) - median_ms))),
+        repeats=len(times_ms),
+    )
+
+
+def _time_once(timed: Timed, clock: Clock) -> tuple[float, ...]:
+    """ms of the forward and, where there is one, of the backward."""
+    marks = [clock.mark()]
+    output = timed.forward()
+    marks.append(clock.mark())
+    if timed.backward is not None:
+        timed.backward(output)
+        marks.append(clock.mark())
+    spans = pairwise(marks)
+    return tuple(clock.elapsed_ms(begin, end) for begin, end in spans)

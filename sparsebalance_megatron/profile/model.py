@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's Megatron modules, part by part, ready to be timed.
+
+Import only after the CPU adapter has been installed where it is needed.
+
+Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, h hidden size, S
+samples.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebalance_megatron.attention.api import block_sparse_attention
+from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.select import rank_row
+from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.cost.parts import Part
+from sparsebalance_megatron.megatron.compat import enable_variable_lengths, gpt_model
+from sparsebalance_megatron.megatron.core_attention import (
+    AttentionOptions,
+    BudgetedCoreAttention,
+    sparse_balance_layer_spec,
+)
+from sparsebalance_megatron.megatron.packed_seq_params import (
+    BudgetedPackedSeqParams,
+    MicroBatchContext,
+    packed_params,
+)
+from sparsebalance_megatron.megatron.single_process import (
+    start_single_process,
+    transformer_config,
+)
+from sparsebalance_megatron.profile.cells import Timed
+
+
+class ProfiledModel:
+    """A GPT with one layer, built from training's flags with this plugin's core attention.
+
+    Args:
+        args: Megatron's parsed flags, already cut down to one rank's share.
+        options: what the layer's core attention is built with.
+        device: where to build it.
+    """
+
+    def __init__(self, args: Namespace, options: AttentionOptions, device: torch.device) -> None:
+        self._options = options
+        self._device = device
+        self._max_seqlen_tokens = args.seq_length
+        self._vocabulary = args.padded_vocab_size
+        start_single_process(args.seed, device)
+        self._config = transformer_config(args)
+        enable_variable_lengths(self._config)
+        self._model = _build(args, self._config, options, device)
+        self._layer = self._model.decoder.layers[0]
+        self._core_attention: BudgetedCoreAttention = self._layer.self_attention.core_attention
+        # What the layer costs without attention, which is timed by itself.
+        self._layer.self_attention.core_attention = _PassQueries()
+        self._generator = torch.Generator(device=device).manual_seed(args.seed)
+
+    def timed(self, part: Part, lengths_tokens: Sequence[int], budget_blocks: int) -> Timed:
+        """A part on a micro-batch of random data, all samples at one budget."""
+        context = self._context(lengths_tokens, budget_blocks)
+        tokens = context.layout.tokens
+        match part:
+            case Part.ATTENTION:
+                return self._attention(tokens, context)
+            case Part.ROUTER:
+                return self._router(tokens, context)
+            case Part.LINEAR:
+                return self._linear(tokens, context)
+            case Part.EMBEDDING:
+                return self._embedding(tokens)
+            case Part.HEAD:
+                return self._head(tokens)
+
+    def _context(self, lengths_tokens: Sequence[int], budget_blocks: int) -> MicroBatchContext:
+        return MicroBatchContext(
+            layout=packed_layout(
+                tuple(accumulate(lengths_tokens, initial=0)), self._options.block_size, self._device
+            ),
+            budgets_LS=torch.full(
+                (1, len(lengths_tokens)), budget_blocks, dtype=torch.int32, device=self._device
+            ),
+            max_budgets=(budget_blocks,),
+            observe=True,
+        )
+
+    def _attention(self, tokens: int, context: MicroBatchContext) -> Timed:
+        q_THD, k_TGD, v_TGD = self._queries_keys_values(tokens)
+        selection = self._select(q_THD, k_TGD, context, guarded=False)
+
+        def attend() -> Tensor:
+            out_THD, _ = block_sparse_attention(
+                q_THD,
+                k_TGD,
+                v_TGD,
+                selection,
+                softmax_scale=q_THD.shape[-1] ** -0.5,
+                implementation=self._options.implementation,
+            )
+            return out_THD
+
+        backward = _backward_from(torch.ones_like(q_THD), inputs=(q_THD, k_TGD, v_TGD))
+        return Timed(forward=attend, backward=backward)
+
+    def _router(self, tokens: int, context: MicroBatchContext) -> Timed:
+        q_THD, k_TGD, _ = self._queries_keys_values(tokens)
+        return Timed(
+            forward=lambda: self._select(q_THD, k_TGD, context, guarded=True), backward=None
+        )
+
+    def _queries_keys_values(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        config = self._config
+        heads, groups = config.num_attention_heads, config.num_query_groups
+        q_THD, k_TGD, v_TGD = (
+            self._random(tokens, count, config.kv_channels).requires_grad_()
+            for count in (heads, groups, groups)
+        )
+        return q_THD, k_TGD, v_TGD
+
+    def _select(
+        self, q_THD: Tensor, k_TGD: Tensor, context: MicroBatchContext, *, guarded: bool
+    ) -> Selection:
+        """What core attention does before it attends; unguarded, the budgets stay as they are."""
+        budgets_S = context.budgets_LS[0]
+        selector = self._options.selector
+        with torch.no_grad():
+            ranking = rank_row(
+                selector,
+                *(q_THD, k_TGD, context.layout),
+                softmax_scale=q_THD.shape[-1] ** -0.5,
+                max_budget=max(context.max_budgets[0], self._options.base_budget),
+                observe=guarded,
+            )
+            if guarded:
+                budgets_S = self._core_attention.guard_and_observe(ranking, budgets_S, context)
+            return selector.select(ranking, budgets_S)
+
+    def _linear(self, tokens: int, context: MicroBatchContext) -> Timed:
+        params = packed_params(
+            context, max_seqlen_tokens=self._max_seqlen_tokens, device=self._device
+        )
+        hidden_T1h = self._hidden(tokens)
+        rotary = self._rotary(hidden_T1h, params)
+
+        def layer() -> Tensor:
+            out_T1h, _ = self._layer(
+                hidden_states=hidden_T1h,
+                attention_mask=None,
+                rotary_pos_emb=rotary,
+                packed_seq_params=params,
+            )
+            return out_T1h
+
+        backward = _backward_from(torch.ones_like(hidden_T1h), inputs=(hidden_T1h,))
+        return Timed(forward=layer, backward=backward)
+
+    def _embedding(self, tokens: int) -> Timed:
+        tokens_1T = self._token_ids(tokens)
+        positions_1T = torch.arange(tokens, device=self._device)[None] % self._max_seqlen_tokens
+        gradient_T1h = torch.ones_like(self._hidden(tokens))
+        return Timed(
+            forward=lambda: self._model.embedding(tokens_1T, positions_1T),
+            backward=_backward_from(gradient_T1h),
+        )
+
+    def _head(self, tokens: int) -> Timed:
+        """Final norm, vocabulary projection and loss; the gradient of the summed loss is ones."""
+        model = self._model
+        hidden_T1h = self._hidden(tokens)
+        labels_1T = self._token_ids(tokens)
+
+        def head() -> Tensor:
+            norm = model.decoder.final_layernorm
+            normed_T1h = hidden_T1h if norm is None else norm(hidden_T1h)
+            shared = model.share_embeddings_and_output_weights
+            weight = model.shared_embedding_or_output_weight() if shared else None
+            logits, _ = model.output_layer(normed_T1h, weight=weight)
+            return model.compute_language_model_loss(labels_1T, logits).float().sum()
+
+        return Timed(forward=head, backward=_backward_from(None, inputs=(hidden_T1h,)))
+
+    def _rotary(self, hidden_T1h: Tensor, params: BudgetedPackedSeqParams) -> Any:
+        embedding = getattr(self._model, "rotary_pos_emb", None)
+        if embedding is None:
+            return None
+        length = embedding.get_rotary_seq_len(
+            None, self._model.decoder, hidden_T1h, self._config, params
+        )
+        rotary = embedding(length, packed_seq=True)
+        return rotary[0] if isinstance(rotary, tuple) else rotary
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(
+            shape, generator=self._generator, dtype=self._config.params_dtype, device=self._device
+        )
+
+    def _hidden(self, tokens: int) -> Tensor:
+        hidden_T1h = self._random(tokens, 1, self._config.hidden_size)
+        if self._config.fp32_residual_connection:
+            hidden_T1h = hidden_T1h.float()
+        return hidden_T1h.requires_grad_()
+
+    def _token_ids(self, tokens: int) -> Tensor:
+        return torch.randint(
+            self._vocabulary, (1, tokens), generator=self._generator, device=self._device
+        )
+
+
+class _ReturnQueries(torch.autograd.Function):
+    """Queries as attention's output; keys and values get zero gradients, so that what made them
+    runs its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+        ctx.shapes = (q_THD.shape, k_TGD.shape, v_TGD.shape)
+        return q_THD.flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q_shape, k_shape, v_shape = ctx.shapes
+        return gradient.view(q_shape), gradient.new_zeros(k_shape), gradient.new_zeros(v_shape)
+
+
+class _PassQueries(torch.nn.Module):
+    """Core attention that costs nothing."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any) -> Tensor:
+        return _ReturnQueries.apply(query, key, value)
+
+
+def _backward_from(
+    gradient: Tensor | None, *, inputs: Sequence[Tensor] = ()
+) -> Callable[[Tensor], None]:
+    """Backward from ``gradient``. Parameters accumulate, as in training; inputs start afresh."""
+
+    def backward(output: Tensor) -> None:
+        for leaf in inputs:
+            leaf.grad = None
+        output.backward(gradient)
+
+    return backward
+
+
+def _build(args: Namespace, config: Any, options: AttentionOptions, device: torch.device) -> Any:
+    spec = sparse_balance_layer_spec(options)(config, None)
+    model = gpt_model(args, config, spec).to(device=device, dtype=config.params_dtype)
+    if config.gradient_accumulation_fusion:
+        for parameter in model.parameters():
+            # Where Megatron's data-parallel wrapper would have the fused kernels accumulate.
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+            parameter.grad_added_to_main_grad = False
+    return model.train()

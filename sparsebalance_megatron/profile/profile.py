@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures the model that training's flags describe, part by part, on this machine.
+
+One process measures one rank's share of one layer, of the embedding and of the head. Where
+profiling is started on several ranks, what it takes that they share a row is measured as well.
+Other communication is not in the table; calibration adds it while training runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from sparsebalance_megatron import __version__
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
+from sparsebalance_megatron.cost.table import CostRow, CostTable, ExchangeRow, RunIdentity
+from sparsebalance_megatron.megatron.arguments import early_flags
+from sparsebalance_megatron.plan.coverage import budget_grid
+from sparsebalance_megatron.profile.cells import Cell, Thoroughness, measure, plan_cells
+from sparsebalance_megatron.profile.clocks import Clock, CudaEventClock, HostClock
+
+_ONE_RANK: dict[str, Any] = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "pipeline_model_parallel_layout": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "sequence_parallel": False,
+    "tp_comm_overlap": False,
+    "use_distributed_optimizer": False,
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
+    "num_layers": 1,
+    # Rows are as long as --seq-length, whatever their number.
+    "micro_batch_size": 1,
+    "global_batch_size": None,
+    "eval_micro_batch_size": None,
+    "eval_global_batch_size": None,
+    "rampup_batch_size": None,
+    # The cost model adds what recomputation repeats.
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "rank": 0,
+    "world_size": 1,
+    "save": None,
+    "load": None,
+    "tensorboard_dir": None,
+    "wandb_project": "",
+}
+"""Megatron arguments that spread the work, or write files, and their values for one process."""
+
+
+def profile(
+    flags: Sequence[str],
+    *,
+    thoroughness: Thoroughness,
+    threads: int,
+    progress: Callable[[list[Cell]], Any],
+) -> CostTable | None:
+    """Measure the model that training's flags describe. Once per process.
+
+    Under torchrun with several ranks all of them measure the exchange, then the first one the rest.
+
+    Args:
+        flags: Megatron's and this plugin's flags.
+        threads: host threads in use; recorded in the table.
+        progress: wraps the list of cells in an iterator, and may draw a bar.
+
+    Returns:
+        The table; None on all ranks but the first.
+
+    Raises:
+        ConfigError: the flags cannot be profiled, or not on so many ranks.
+    """
+    _, device_type = early_flags(flags)
+    if device_type == "cpu":
+        from sparsebalance_megatron.megatron import cpu
+
+        cpu.install()
+    from sparsebalance_megatron.megatron.compat import megatron_version
+    from sparsebalance_megatron.megatron.core_attention import AttentionOptions
+    from sparsebalance_megatron.profile.model import ProfiledModel
+
+    clock: Clock = HostClock() if device_type == "cpu" else CudaEventClock()
+    with redirect_stdout(io.StringIO()):
+        args, config, identity, launched = _read_flags(flags, device_type)
+        exchanges = _exchanges(args, config, launched, device_type, thoroughness, clock)
+        if launched.rank > 0:
+            return None
+        grid = budget_grid(-(-args.seq_length // config.block_size))
+        options = AttentionOptions.from_config(config, grid)
+        model = ProfiledModel(args, options, torch.device(device_type))
+    rows: list[CostRow] = []
+    for cell in progress(plan_cells(args.seq_length, config, thoroughness)):
+        for part in cell.parts:
+            timed = model.timed(part, cell.lengths_tokens, cell.budget_blocks)
+            rows += measure(part, timed, cell, thoroughness, clock)
+    return CostTable(
+        identity=identity,
+        versions={
+            "sparsebalance-megatron": __version__,
+            "megatron-core": megatron_version(),
+            "torch": str(torch.__version__),
+        },
+        date=datetime.now(UTC).date().isoformat(),
+        threads=threads,
+        rows=tuple(rows),
+        exchanges=exchanges,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Launched:
+    """This process among those that profiling was started as."""
+
+    rank: int
+    local_rank: int
+    ranks: int
+
+
+def _exchanges(
+    args: argparse.Namespace,
+    config: SparseBalanceConfig,
+    launched: _Launched,
+    device_type: str,
+    thoroughness: Thoroughness,
+    clock: Clock,
+) -> tuple[ExchangeRow, ...]:
+    """None for a process by itself."""
+    if launched.ranks == 1:
+        return ()
+    from sparsebalance_megatron.megatron.settings import RANKS_PER_NODE
+    from sparsebalance_megatron.profile.exchange import measured_exchanges
+
+    on_cpu = device_type == "cpu"
+    if not on_cpu:
+        torch.cuda.set_device(launched.local_rank)
+    return measured_exchanges(
+        args,
+        launched.ranks,
+        exchange=config.exchange,
+        block_size=config.block_size,
+        ranks_per_node=RANKS_PER_NODE if on_cpu else torch.cuda.device_count(),
+        device=torch.device(device_type),
+        thoroughness=thoroughness,
+        clock=clock,
+    )
+
+
+def _read_flags(
+    flags: Sequence[str], device_type: str
+) -> tuple[argparse.Namespace, SparseBalanceConfig, RunIdentity, _Launched]:
+    """Megatron's arguments of one rank's share, and what the table will be valid for."""
+    from sparsebalance_megatron.megatron.arguments import config_from_args
+    from sparsebalance_megatron.megatron.settings import model_shape, run_identity
+    from sparsebalance_megatron.megatron.single_process import (
+        complete_flags,
+        parse_flags,
+        transformer_config,
+    )
+
+    args = parse_flags("sparse-balance profile", flags, enabled=True, on_cpu=device_type == "cpu")
+    config = config_from_args(args)
+    ranks = args.tensor_model_parallel_size
+    _check_profilable(args)
+    launched = _Launched(rank=args.rank, local_rank=args.local_rank, ranks=args.world_size)
+    for name in _ONE_RANK.keys() & vars(args).keys():
+        setattr(args, name, _ONE_RANK[name])
+    args.make_vocab_size_divisible_by *= ranks
+    complete_flags(args, set_globals=True)
+    shape = model_shape(transformer_config(args), args.padded_vocab_size)
+    dtype = str(args.params_dtype).removeprefix("torch.")
+    identity = run_identity(shape, dtype, config, device_type)
+    identity = replace(identity, shape=replace(identity.shape, tensor_parallel_size=ranks))
+    _cut_to_share(args, ranks)
+    return args, config, identity, launched
+
+
+def _check_profilable(args: argparse.Namespace) -> None:
+    for found, flag, remedy in (
+        (args.yaml_cfg is not None, "--yaml-cfg", "give every flag on the command line"),
+        (args.use_checkpoint_args, "--use-checkpoint-args", "give the model's flags instead"),
+        (
+            isinstance(getattr(args, "moe_layer_freq", 1), list),
+            f"--moe-layer-freq {getattr(args, 'moe_layer_freq', 1)}",
+            "the cost model knows one kind of layer; use layers that are alike",
+        ),
+        (
+            args.world_size > 1 and args.world_size % 2,
+            f"{args.world_size} ranks",
+            "rows are shared by 2, 4, ... of them; start it on an even number, or on one",
+        ),
+    ):
+        if found:
+            raise ConfigError(f"sparse-balance profile with {flag}: {remedy}")
+
+
+def _cut_to_share(args: argparse.Namespace, ranks: int) -> None:
+    """Leave the heads, MLP columns and vocabulary rows that one of ``ranks`` TP ranks computes."""
+    names = ["num_attention_heads", "ffn_hidden_size", "padded_vocab_size"]
+    names += ["num_query_groups"] if args.group_query_attention else []
+    for name in names:
+        value = getattr(args, name)
+        if value % ranks:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{flag} {value} is no multiple of --tensor-model-parallel-size {ranks}"
+            )
+        setattr(args, name, value // ranks)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prints one report when training ends by an error: which rank failed first, why, what to resume.
+
+A rank that fails takes the others down with it, and their tracebacks only say that another rank did
+not answer. So every failing rank writes its error to the store of torchrun's rendezvous, which
+outlives collectives, and the first of them prints what all errors together say. torchrun's own
+summary (``record``) names the first process that ended, on its host, which need not be the cause.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
+
+from sparsebalance_megatron.run.agreement import shown
+from sparsebalance_megatron.run.resume import resume_advice
+
+QUIET_S = 6.0
+"""Time without another error after which the ranks that are silent count as hung or killed."""
+LONGEST_WAIT_S = 20.0
+_POLL_S = 0.2
+_CONNECTION_S = 5.0
+_COUNT, _REPORTED = "count", "reported"
+_WAITED = re.compile(r"gloo|nccl|timed out waiting|connection (closed|reset)", re.IGNORECASE)
+"""What errors of collectives say, whichever line of Python waited for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The error that ended one rank.
+
+    ``waited`` is true of errors that only say that another rank did not answer. ``iteration`` is
+    as Megatron prints it, and 0 before the first.
+    """
+
+    rank: int
+    host: str
+    iteration: int
+    error: str
+    waited: bool
+
+
+def failure_of(error: BaseException, args: Namespace) -> Failure:
+    """The failure of this rank."""
+    first_line = str(error).strip().partition("\n")[0]
+    name = type(error).__name__
+    return Failure(
+        rank=args.rank,
+        host=socket.gethostname(),
+        iteration=getattr(args, "curr_iteration", -1) + 1,
+        error=f"{name}: {first_line}" if first_line else name,
+        waited=_waited_for_others(error),
+    )
+
+
+def describe(failures: Sequence[Failure], world_size: int) -> str:
+    """One line about all ranks, from the failures of some of them in the order of time."""
+    first = next((failure for failure in failures if not failure.waited), failures[0])
+    when = f"in iteration {first.iteration}" if first.iteration else "before the first iteration"
+    ended = f"rank {first.rank} on {first.host} ended {when} by {first.error}"
+    if not first.waited:
+        alike = [each.rank for each in failures if each.error == first.error and each != first]
+        return f"{ended} (so did {_ranks(alike)})" if alike else ended
+    silent = sorted(set(range(world_size)) - {failure.rank for failure in failures})
+    if not silent:
+        return f"{ended}; every rank ended waiting for another: look at the network"
+    return (
+        f"nothing was heard from {_ranks(silent)}, which hang, were killed, or cannot be reached; "
+        f"{ended}, waiting for others"
+    )
+
+
+@contextmanager
+def failure_report(
+    args: Namespace, open_store: Callable[[], Store] | None = None, quiet_s: float = QUIET_S
+) -> Iterator[None]:
+    """Have one rank report an error that ends training, and then raise it.
+
+    KeyboardInterrupt and SystemExit are not reported.
+
+    Args:
+        open_store: connects to where failures are written; None takes the store that torchrun's
+            environment names.
+        quiet_s: how long the first rank waits for further failures after each.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # PyTorch's CheckpointException is no Exception
+        failure = failure_of(error, args)
+        failures = _all_failures(failure, args.world_size, open_store or _open_store, quiet_s)
+        if failures:
+            print(f"sparse balance: {describe(failures, args.world_size)}", file=sys.stderr)
+            if args.save and not isinstance(error, ValueError):
+                print(f"sparse balance: {resume_advice(Path(args.save))}", file=sys.stderr)
+            sys.stderr.flush()
+        raise
+
+
+def _all_failures(
+    failure: Failure, world_size: int, open_store: Callable[[], Store], quiet_s: float
+) -> list[Failure]:
+    """All failures on the rank that failed first; none on others, once that one has reported.
+
+    A rank that cannot reach the store reports its own failure.
+    """
+    if world_size == 1:
+        return [failure]
+    try:
+        store = open_store()
+        place = store.add(_COUNT, 1)
+        store.set(f"failure/{place}", json.dumps(asdict(failure)))
+        if place > 1:
+            began = time.monotonic()
+            while not store.check([_REPORTED]) and time.monotonic() - began < (
+                LONGEST_WAIT_S + quiet_s
+            ):
+                time.sleep(_POLL_S)
+            return []
+        failures = _collect(store, world_size, quiet_s)
+        store.set(_REPORTED, "")
+    except (RuntimeError, ValueError) as error:  # the host that serves the store is gone, say
+        reason = str(error).strip().partition("\n")[0]
+        print(f"sparse balance: other ranks cannot be asked: {reason}", file=sys.stderr)
+        return [failure]
+    return failures
+
+
+def _collect(store: Store, world_size: int, quiet_s: float) -> list[Failure]:
+    """Failures in the order of time, until all have come or no more come."""
+    began = heard = time.monotonic()
+    count = 1
+    while count < world_size and time.monotonic() - began < LONGEST_WAIT_S:
+        if (now := store.add(_COUNT, 0)) > count:
+            count, heard = now, time.monotonic()
+        elif time.monotonic() - heard > quiet_s:
+            break
+        time.sleep(_POLL_S)
+    return [Failure(**json.loads(store.get(f"failure/{place + 1}"))) for place in range(count)]
+
+
+def _open_store() -> Store:
+    """A separate connection to the store of torchrun's rendezvous; keys of this attempt."""
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(seconds=_CONNECTION_S),
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"sparse_balance/failures/{attempt}", store)
+
+
+def _waited_for_others(error: BaseException) -> bool:
+    if isinstance(error, DistError):
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    inside = str(Path(torch.distributed.__file__).parent)
+    in_collective = trace is not None and trace.tb_frame.f_code.co_filename.startswith(inside)
+    return isinstance(error, RuntimeError) and (
+        in_collective or _WAITED.search(str(error)) is not None
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown(ranks)}"

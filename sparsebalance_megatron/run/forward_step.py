@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's forward step for packed micro-batches that carry their budgets.
+
+Shape legend: T tokens of the packed row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebalance_megatron.config import ConfigError
+from sparsebalance_megatron.megatron.forward import (
+    count_sequences,
+    model_config_of,
+    use_true_positions,
+    validate_loss,
+)
+from sparsebalance_megatron.megatron.packed_seq_params import (
+    MicroBatchContext,
+    micro_batch_context,
+    packed_params,
+)
+from sparsebalance_megatron.run.inputs import Inputs
+from sparsebalance_megatron.run.micro_batches import LocalMicroBatch
+from sparsebalance_megatron.run.run import Run
+
+Batch = dict[str, Any]
+"""What a forward step reads: ``tokens``, ``position_ids``, ``labels`` and ``loss_mask``, [1, T] or
+None on stages that read no tokens, and ``packed_seq_params``, which the model must be given."""
+
+LossFunction = Callable[..., tuple[Tensor, Tensor, dict[str, Tensor]]]
+
+_ROW_KEYS = ("tokens", "position_ids", "labels", "loss_mask")
+
+
+class ForwardStep:
+    """Callable ``(data_iterator, model) -> (output, loss_func)``, as Megatron's schedules want it.
+
+    Args:
+        inner: a trainer's own forward step of that form. Its iterator yields one :data:`Batch`;
+            its loss function returns (sum of token losses, token count, report).
+        run: gives the run that hears of training micro-batches; asked within a step, because it
+            exists only once Megatron has process groups. Evaluation stays unobserved.
+    """
+
+    def __init__(
+        self,
+        inner: Callable[[Iterator[Batch], Any], tuple[Tensor, LossFunction]],
+        run: Callable[[], Run],
+        inputs: Inputs,
+        device: torch.device,
+    ) -> None:
+        self._inner = inner
+        self._run = run
+        self._inputs = inputs
+        self._device = device
+
+    def __call__(self, data_iterator: Any, model: Any) -> tuple[Tensor, LossFunction]:
+        if model.training:
+            self._run().install(model_config_of(model))
+        micro_batch: LocalMicroBatch = next(data_iterator)
+        context = micro_batch_context(
+            micro_batch.plan,
+            micro_batch.cu_seqlens,
+            block_size=self._inputs.config.block_size,
+            observe=micro_batch.training,
+            device=self._device,
+            step=micro_batch.step,
+            position=micro_batch.position,
+            chunk=micro_batch.chunk,
+            sequence=micro_batch.sequence,
+        )
+        if context.sequence is not None:
+            use_true_positions(model)
+        if micro_batch.training:
+            self._run().begin_micro_batch(context)
+        batch = self._batch(micro_batch, context)
+        output, loss_function = self._inner(iter((batch,)), model)
+        if micro_batch.training:
+            self._run().end_forward(micro_batch.step)
+        return output, partial(self._loss, loss_function, micro_batch.training)
+
+    def _batch(self, micro_batch: LocalMicroBatch, context: MicroBatchContext) -> Batch:
+        batch: Batch = dict.fromkeys(_ROW_KEYS)
+        if micro_batch.row is not None:
+            for name in _ROW_KEYS:
+                row_T = torch.as_tensor(getattr(micro_batch.row, name))
+                if self._device.type == "cuda":
+                    # From pageable memory the copy would make the host wait.
+                    row_T = row_T.pin_memory()
+                batch[name] = row_T.to(self._device, non_blocking=True)[None]
+        batch["packed_seq_params"] = packed_params(
+            context,
+            max_seqlen_tokens=self._inputs.settings.seq_length,
+            device=self._device,
+        )
+        return batch
+
+    def _loss(
+        self,
+        loss_function: LossFunction,
+        training: bool,
+        output: Tensor,
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        values = loss_function(output)
+        if len(values) != 3:
+            raise ConfigError(
+                f"--sparse-balance: the loss function returned {len(values)} values; return the "
+                "sum of token losses, the number of tokens and a report, and set "
+                "calculate_per_token_loss"
+            )
+        loss, tokens, report = values
+        if training:
+            self._run().add_loss(loss.detach(), tokens, report)
+        return loss, tokens, report
+
+
+def packed_forward_step(
+    check_for_nan: bool, data_iterator: Iterator[Batch], model: Any
+) -> tuple[Tensor, LossFunction]:
+    """The forward step of ``megatron.training`` runs.
+
+    Args:
+        check_for_nan: validate losses through Megatron's re-run machinery.
+    """
+    batch = next(data_iterator)
+    count_sequences(batch["packed_seq_params"])
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        None,
+        labels=batch["labels"],
+        packed_seq_params=batch["packed_seq_params"],
+    )
+    return output, partial(_token_loss, batch["loss_mask"], check_for_nan)
+
+
+def _token_loss(
+    loss_mask_1T: Tensor, check_for_nan: bool, output_1T: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sum of token losses, token count, and what Megatron reports."""
+    losses_T = output_1T.reshape(-1).float()
+    mask_T = loss_mask_1T.reshape(-1)
+    loss = (losses_T * mask_T).sum()
+    tokens = mask_T.sum().to(torch.int)
+    if check_for_nan:
+        validate_loss(loss)
+    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.detach().float()])}

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads and checks everything that a run needs, before anything is built."""
+
+from __future__ import annotations
+
+import platform
+import warnings
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.table import CostTable
+from sparsebalance_megatron.cost.table_doubts import doubts
+from sparsebalance_megatron.data.blend import Blend, read_blends
+from sparsebalance_megatron.data.blend_index import open_samples
+from sparsebalance_megatron.data.sample_order import Samples, SourceFacts
+from sparsebalance_megatron.data.samples import Split
+from sparsebalance_megatron.megatron.compat import megatron_version
+from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
+from sparsebalance_megatron.plan.coverage import budget_grid
+from sparsebalance_megatron.plan.job import Job, check_cp_sizes, default_max_cp_size
+from sparsebalance_megatron.plan.step_plan import PlanPolicy
+from sparsebalance_megatron.profile.startup import AUTO
+from sparsebalance_megatron.selector_registry import source_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a run needs besides its costs, which may have to be measured; alike on all ranks.
+
+    ``grid``: budgets, in blocks, at which coverage is observed. ``valid`` and ``test`` are None
+    where the run does not evaluate on them.
+    """
+
+    config: SparseBalanceConfig
+    settings: RunSettings
+    job: Job
+    policy: PlanPolicy
+    train: Samples
+    valid: Samples | None
+    test: Samples | None
+    grid: tuple[int, ...]
+
+    def with_cost(self, cost: CostModel) -> CostedInputs:
+        """All that a run needs.
+
+        Args:
+            cost: without activation recomputation; that of the run is added.
+        """
+        settings = self.settings
+        cost = cost.with_recompute(
+            full=settings.recompute_all,
+            attention_only=settings.recompute_attention,
+            attention_kept=self.config.recompute_attention == "keep",
+        )
+        return CostedInputs(**vars(self) | {"cost": cost})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostedInputs(Inputs):
+    """Inputs with the costs that plans are made from."""
+
+    cost: CostModel
+
+
+def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type: str) -> Inputs:
+    """Read the index and the cost table and lay out the job.
+
+    Args:
+        device_type: "cpu" or "cuda"; a cost table must have been measured on it.
+
+    Returns:
+        :class:`CostedInputs`, unless costs are measured when training starts
+        (``--sparse-balance-cost-table auto``).
+
+    Raises:
+        ConfigError, DataError, CostTableError: naming the flag or file and the remedy.
+    """
+    blends = read_blends(settings)
+    if blends["train"] is None:
+        raise ConfigError("no --train-data-path: nothing to train on; give its data sets")
+    train = _samples(settings, config, blends["train"], "train")
+    if train is None:
+        raise ConfigError(f"--split {settings.split}: no document is left for training")
+    valid = test = None
+    if settings.eval_iters:
+        valid = _samples(settings, config, blends["valid"], "valid")
+        test = _samples(settings, config, blends["test"], "test")
+        if valid is None:
+            given = (
+                f"with --split {settings.split}: no document is left for validation; give it a "
+                "weight"
+                if blends["valid"]
+                else "without --valid-data-path: there is nothing to validate on; give it"
+            )
+            raise ConfigError(f"--eval-iters {settings.eval_iters} {given}, or use --eval-iters 0")
+    longest_row_tokens = settings.micro_batch_size * settings.seq_length
+    inputs = Inputs(
+        config=config,
+        settings=settings,
+        job=settings.job,
+        policy=replace(
+            PlanPolicy.from_config(
+                config,
+                config.max_tokens_per_micro_batch
+                or -(-longest_row_tokens // settings.context_parallel_size),
+            ),
+            context_parallel=config.context_parallel,
+            max_context_parallel=max_cp_size(settings, config),
+        ),
+        train=train,
+        valid=valid,
+        test=test,
+        grid=budget_grid(-(-settings.seq_length // config.block_size)),
+    )
+    if config.cost_table == AUTO:
+        return inputs
+    cost = _cost_model(settings, config, device_type)
+    if config.gigabytes_per_second is not None:
+        cost = cost.with_bandwidth(config.gigabytes_per_second)
+    return inputs.with_cost(cost)
+
+
+def max_cp_size(settings: RunSettings, config: SparseBalanceConfig) -> int:
+    """How many ranks may share a micro-batch at most.
+
+    Raises:
+        ConfigError: if it does not fit the job.
+    """
+    ranks, size = settings.job.data_parallel_size, settings.context_parallel_size
+    largest = config.max_context_parallel
+    if largest is None:
+        dynamic = config.context_parallel == "dynamic"
+        nearby = settings.neighbours_per_node
+        largest = default_max_cp_size(ranks, size, nearby) if dynamic else size
+    check_cp_sizes(ranks, size, largest)
+    return largest
+
+
+def fingerprint(inputs: CostedInputs) -> dict[str, str]:
+    """What all ranks must share for their plans to agree: flag or file -> value or digest."""
+    flags = {
+        f"flag {name}": str(value)
+        for name, value in asdict(inputs.config).items()
+        if name not in ("log_dir", "cost_table")
+    }
+    sources = {
+        name: text
+        for number, source in enumerate(inputs.train.sources, start=1)
+        for name, text in source_record(number, source).items()
+    }
+    return (
+        flags
+        | sources
+        | {
+            "job shape": str(inputs.job),
+            "ranks that may share a row": str(inputs.policy.max_context_parallel),
+            "training samples": inputs.train.digest(),
+            "cost model": str(inputs.cost),
+            "selector of another package": source_of(inputs.config.selection) or "none",
+            "megatron-core": megatron_version(),
+            "torch": str(torch.__version__),
+            "numpy": np.__version__,
+            "scipy": version("scipy"),
+        }
+    )
+
+
+def source_record(number: int, source: SourceFacts) -> dict[str, str]:
+    """What identifies a source of a blend: its share to as many digits as weights have."""
+    name = f"source {number}"
+    return {
+        f"{name} files": Path(source.prefix).name,
+        f"{name} weight": f"{source.weight:.9g}",
+        f"{name} samples": source.digest[:16],
+    }
+
+
+def processor() -> str:
+    """The model of this host's processor, as the system names it; else its architecture."""
+    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _samples(
+    settings: RunSettings, config: SparseBalanceConfig, blend: Blend | None, split: Split
+) -> Samples | None:
+    if blend is None:
+        return None
+    return open_samples(
+        blend,
+        split,
+        max_tokens=settings.seq_length,
+        overlong=config.overlong,
+        seed=settings.seed,
+        split_weights=settings.split,
+        vocab_size=settings.shape.vocab_size,
+        missing_loss_mask=config.missing_loss_mask,
+    )
+
+
+def _cost_model(settings: RunSettings, config: SparseBalanceConfig, device_type: str) -> CostModel:
+    if config.cost_table is None:
+        warnings.warn(
+            f"no {flag_name('cost_table')}: latencies are counted operations, not measurements; "
+            "plans will be worse. Run `sparse-balance profile` with this model's flags.",
+            stacklevel=2,
+        )
+        return counted_cost_model(settings, config)
+    table = CostTable.load(config.cost_table)
+    identity = run_identity(settings.shape, settings.dtype, config, device_type)
+    if config.dry_run is not None:  # not necessarily where training will run
+        identity = replace(identity, device=table.identity.device)
+    table.check_matches(identity)
+    model = CostModel.fit(table)
+    for doubt in doubts(table, model):
+        warnings.warn(doubt, stacklevel=2)
+    return model
+
+
+def counted_cost_model(settings: RunSettings, config: SparseBalanceConfig) -> CostModel:
+    """Costs from counted operations: what there is where nothing was measured."""
+    return CostModel.analytic(settings.shape, config.block_size, selection=config.selection)

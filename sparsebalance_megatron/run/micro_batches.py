@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The micro-batches of one rank: from their plan to tokens, in the order of Megatron's schedule.
+
+:class:`RowPacking` says how a planned micro-batch becomes a packed sequence, :class:`RowReader`
+reads the sequences ahead, and :class:`MicroBatchIterator` yields them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, Protocol
+
+from sparsebalance_megatron.attention.sequence.slice import SequenceGroup, SequenceSlice
+from sparsebalance_megatron.data.packing import (
+    PackedRow,
+    Sample,
+    pack,
+    packed_cu_seqlens,
+    padding_tokens,
+)
+from sparsebalance_megatron.data.sample_order import Samples
+from sparsebalance_megatron.learn.batch_sizes import BatchSizes
+from sparsebalance_megatron.learn.planned_step import PlannedStep
+from sparsebalance_megatron.megatron.sequence_groups import SequenceGroups
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPacking:
+    """How a run packs its rows.
+
+    Every rank that shares a row needs a block of it: a row with too few blocks gets documents of
+    one token behind its samples, which count as padding.
+
+    Attributes:
+        block_size: tokens of a full block.
+        pad_to_multiple_of: tokens that what a rank computes of a row divides by (sequence
+            parallelism).
+        groups: None in a run where every row lies on one rank.
+    """
+
+    block_size: int
+    pad_to_multiple_of: int = 1
+    groups: SequenceGroups | None = None
+
+    def cu_seqlens(self, slot: MicroBatchPlan) -> tuple[int, ...]:
+        """Boundaries of the whole row in tokens, padding included."""
+        return packed_cu_seqlens(slot.lengths_tokens, *self._padding(slot))
+
+    def slice(self, slot: MicroBatchPlan) -> SequenceSlice | None:
+        """What this rank holds of one of its micro-batches; None where no sequence is shared.
+
+        Raises:
+            PlanError: no group was made for the ranks of the micro-batch.
+        """
+        return None if self.groups is None else self._slice(slot, self.groups.of(slot))
+
+    def _slice(self, slot: MicroBatchPlan, group: SequenceGroup) -> SequenceSlice:
+        return SequenceSlice.dealt(
+            self.cu_seqlens(slot),
+            group,
+            block_size=self.block_size,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+        )
+
+    def row(self, slot: MicroBatchPlan, samples: list[Sample]) -> PackedRow:
+        """What this rank computes of one of its slots, from the samples of all of it."""
+        pad_to_multiple_of, padding_documents = self._padding(slot)
+        row = pack(
+            samples, pad_to_multiple_of=pad_to_multiple_of, padding_documents=padding_documents
+        )
+        held = self.slice(slot)
+        if held is None:
+            return row
+        return row.part(held.tokens_T, padding_tokens=held.padding_tokens)
+
+    def padded_tokens(self, slot: MicroBatchPlan) -> int:
+        """Tokens that the slot's ranks compute beside those of its samples."""
+        if slot.width == 1:
+            return padding_tokens(slot.tokens, self.pad_to_multiple_of)
+        held = self._slice(slot, SequenceGroup(members=slot.width))
+        padding = held.cu_seqlens[-1] - slot.tokens
+        return padding + sum(
+            padding_tokens(tokens, self.pad_to_multiple_of) for tokens in held.tokens_per_member
+        )
+
+    def _padding(self, slot: MicroBatchPlan) -> tuple[int, int]:
+        """What the whole row divides by, and its padding documents."""
+        if self.groups is None:
+            return self.pad_to_multiple_of, 0
+        blocks = sum(-(-length // self.block_size) for length in slot.lengths_tokens)
+        return 1, max(0, slot.width - blocks)
+
+
+class RowReader:
+    """Rows of one rank, in the order in which they will be asked for.
+
+    At most two steps' rows are in memory: of the one that runs and of the one after it.
+
+    Args:
+        data_parallel_rank: whose slots to read.
+        packing: how slots become rows, of which only this rank's share is kept.
+        worker: reads; one thread keeps the order.
+    """
+
+    def __init__(
+        self,
+        index: Samples,
+        *,
+        data_parallel_rank: int,
+        packing: RowPacking,
+        worker: Executor,
+    ) -> None:
+        self._index = index
+        self._data_parallel_rank = data_parallel_rank
+        self._packing = packing
+        self._worker = worker
+        self._lock = Lock()
+        self._latest: StepPlan | None = None
+        self._rows: dict[tuple[int, int], Future[PackedRow]] = {}
+
+    def begin(self, planned: PlannedStep) -> None:
+        """Start on a step's rows, unless they were the last to be started. From any thread."""
+        with self._lock:
+            plan = planned.plan
+            if plan is self._latest:
+                return
+            self._latest = plan
+            for place in [known for known in self._rows if known[0] < plan.step - 1]:
+                self._rows.pop(place).cancel()
+            slots = plan.for_rank(self._data_parallel_rank).micro_batches
+            for position, slot in enumerate(slots):
+                try:
+                    row = self._worker.submit(self._read, planned, slot)
+                except RuntimeError:
+                    # The process ends: executors take nothing more, and nobody will ask.
+                    return
+                self._rows[plan.step, position] = row
+
+    def row(self, planned: PlannedStep, position: int) -> PackedRow:
+        """One row; waits for it. Read on the spot if it was not begun, or was taken before.
+
+        Raises:
+            OSError, DataError: whatever reading it raised.
+        """
+        with self._lock:
+            row = self._rows.pop((planned.plan.step, position), None)
+        if row is not None:
+            return row.result()
+        slots = planned.plan.for_rank(self._data_parallel_rank).micro_batches
+        return self._read(planned, slots[position])
+
+    def _read(self, planned: PlannedStep, slot: MicroBatchPlan) -> PackedRow:
+        samples = [self._index.read(int(planned.samples[i])) for i in slot.samples]
+        return self._packing.row(slot, samples)
+
+
+class Schedule(Protocol):
+    """Where plans come from: training's scheduler, or the fixed one of evaluation."""
+
+    def planned(self, step: int) -> PlannedStep: ...
+
+    def follow(self, then: Callable[[PlannedStep], None]) -> None:
+        """Have ``then`` called with the next step's plan, if it is made ahead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalMicroBatch:
+    """One micro-batch as this rank runs it, from the iterator to the step's end.
+
+    ``step``, ``position`` and ``chunk`` say where it runs: training step, place in the rank's order
+    and virtual stage. ``cu_seqlens`` bounds its samples in the packed sequence, and padding;
+    ``sequence`` is this rank's slice of it, None where every sequence lies on one rank. ``row``
+    holds tokens and labels of that on stages that read them (embedding or loss) and is None on all
+    others: boundaries, slices and budgets follow from the plan alone.
+    """
+
+    step: int
+    position: int
+    chunk: int
+    training: bool
+    plan: MicroBatchPlan
+    cu_seqlens: tuple[int, ...]
+    sequence: SequenceSlice | None
+    row: PackedRow | None
+
+
+class MicroBatchIterator:
+    """Endless iterator over (step, position).
+
+    Megatron takes it through ``--dataloader-type external``. There is one per model chunk; all
+    chunks of a rank walk through the same plans.
+
+    Args:
+        data_parallel_rank: whose slots to yield.
+        chunk: virtual stage, 0 without virtual pipelines.
+        reader: of this rank's rows; None where the chunk neither embeds tokens nor computes the
+            loss.
+        step: where to start.
+        batch_sizes: samples of every step.
+        packing: how slots become rows.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        *,
+        data_parallel_rank: int,
+        chunk: int,
+        reader: RowReader | None,
+        training: bool,
+        step: int,
+        batch_sizes: BatchSizes,
+        packing: RowPacking,
+    ) -> None:
+        self._schedule = schedule
+        self._data_parallel_rank = data_parallel_rank
+        self._chunk = chunk
+        self._reader = reader
+        self._training = training
+        self._batch_sizes = batch_sizes
+        self._packing = packing
+        self._step = step
+        self._position = 0
+
+    def __iter__(self) -> MicroBatchIterator:
+        return self
+
+    def __next__(self) -> LocalMicroBatch:
+        planned = self._schedule.planned(self._step)
+        rank_plan = planned.plan.for_rank(self._data_parallel_rank)
+        plan = rank_plan.micro_batches[self._position]
+        micro_batch = LocalMicroBatch(
+            step=self._step,
+            position=self._position,
+            chunk=self._chunk,
+            training=self._training,
+            plan=plan,
+            cu_seqlens=self._packing.cu_seqlens(plan),
+            sequence=self._packing.slice(plan),
+            row=self._row(planned),
+        )
+        self._position += 1
+        if self._position == len(rank_plan.micro_batches):
+            self._step, self._position = self._step + 1, 0
+        return micro_batch
+
+    def _row(self, planned: PlannedStep) -> PackedRow | None:
+        """The current row; at a step's first, reading of the whole step and the next begins."""
+        if self._reader is None:
+            return None
+        if self._position == 0:
+            self._reader.begin(planned)
+            self._schedule.follow(self._reader.begin)
+        return self._reader.row(planned, self._position)
+
+    def save_state(self) -> dict[str, Any]:
+        """Position, for Megatron's ``--dataloader-save``; resuming needs consumed samples only."""
+        return {"consumed_samples": self._batch_sizes.first_sample(self._step)}

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training run on one rank: follows its steps and has its planner learn from each of them.
+
+The run is the same whoever owns the training loop (:class:`Loop`) and the data (:class:`Samples`).
+
+Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from sparsebalance_megatron.cost.parts import Direction
+from sparsebalance_megatron.learn.measurement import StepMeasurement
+from sparsebalance_megatron.learn.planned_step import PlannedStep
+from sparsebalance_megatron.log.recording import FinishedStep
+from sparsebalance_megatron.log.scalars import PREFIX
+from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
+from sparsebalance_megatron.megatron.ranks import rank_place
+from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.job import Job
+from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms
+from sparsebalance_megatron.plan.step_plan import Expectation, StepPlan
+from sparsebalance_megatron.profile.clocks import CudaEventClock, HostClock
+from sparsebalance_megatron.run.agreement import PlanMismatchError, check_shared_plan
+from sparsebalance_megatron.run.host_time import HostTime
+from sparsebalance_megatron.run.observed_coverage import ObservedCoverage
+from sparsebalance_megatron.run.sinks import StepSinks
+from sparsebalance_megatron.run.step_reducer import StepReducer
+from sparsebalance_megatron.run.timing import MicroBatchRecorder
+
+
+class IntegrationError(ValueError):
+    """A trainer's loop and the plugin do not fit together."""
+
+
+class Loop(Protocol):
+    """What a run needs of whoever owns the training loop."""
+
+    def follow(
+        self,
+        model_config: Any,
+        recorder: MicroBatchRecorder,
+        end_step: Callable[[], object],
+    ) -> None:
+        """A forward begins: let the recorder hear the loop's timers.
+
+        Args:
+            end_step: to be called once per step, when gradients are final.
+        """
+
+    def step_ended(self, reports: list[dict[str, Tensor]], figures: Mapping[str, float]) -> None:
+        """Show the figures of a step, whose micro-batches reported ``reports``."""
+
+
+class Samples(Protocol):
+    """What a run needs of whoever owns the data: plans made from the lengths of coming samples."""
+
+    @property
+    def coverage(self) -> CoverageCurves:
+        """The coverage curves that plans are made from."""
+
+    def planned(self, step: int) -> PlannedStep:
+        """The plan of the step that runs, or of one that comes."""
+
+    def plan_following(self, step: int) -> None:
+        """The device is busy with ``step``: a good time to plan the next one."""
+
+    def finish_step(self, step: int, measured: StepMeasurement) -> None:
+        """Learn from a step."""
+
+
+class Run:
+    """One run on one rank, which :class:`.forward_step.ForwardStep` tells of its forward steps.
+
+    Args:
+        job: its layout; steps may have other numbers of micro-batches.
+        device: where the model runs.
+        extra_steps: what the trainer's iterations count beyond steps of this batch size.
+        sinks: get every finished step; None writes no log.
+        agreement: ranks that may share micro-batches with this one, over a backend of the host.
+        after_step: called when a step has been learnt from, where state may be kept.
+        token_counts: name -> tokens that were padded or lost in a plan, over all ranks.
+        clock: seconds.
+
+    Attributes:
+        seen: the running step's micro-batches on this rank, which hold what their layers observed.
+        running: the plan of the running step; None before its first forward.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        samples: Samples,
+        loop: Loop,
+        device: torch.device,
+        *,
+        extra_steps: int = 0,
+        sinks: StepSinks | None = None,
+        agreement: ProcessGroup | None = None,
+        after_step: Callable[[], None] = lambda: None,
+        token_counts: Callable[[StepPlan], dict[str, int]] = lambda plan: {},
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.place = place = rank_place()
+        self.job = job
+        self.samples = samples
+        self.extra_steps = extra_steps
+        self._loop = loop
+        self._device = device
+        self._sinks = sinks
+        self._agreement = agreement
+        self._after_step = after_step
+        self._token_counts = token_counts
+        self._host_time = HostTime(clock)
+        self._step_ended_s: float | None = None
+        self._recorder = MicroBatchRecorder(
+            HostClock() if device.type == "cpu" else CudaEventClock(),
+            virtual_stages=job.virtual_stages,
+            backward_order=partial(backward_order, job, place.pipeline_rank),
+        )
+        self._reducer = StepReducer(
+            job,
+            place,
+            buckets=samples.coverage.buckets,
+            grid_size=len(samples.coverage.grid),
+            group=None,
+            device=device,
+        )
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget what the running step has observed."""
+        self.seen: list[MicroBatchContext] = []
+        self.running: PlannedStep | None = None
+        self._losses: list[Tensor] = []
+        self._reports: list[dict[str, Tensor]] = []
+        self._recorder.begin_step()
+
+    def install(self, model_config: Any) -> None:
+        """A forward step begins: see to the hooks in Megatron's config."""
+        self._host_time.begin_forward_step()
+        self._loop.follow(model_config, self._recorder, self.end_step)
+
+    def check_ended(self, planned: PlannedStep) -> None:
+        """Check that no step runs, or the one that ``planned`` is for.
+
+        Raises:
+            IntegrationError: if the step before was not ended.
+        """
+        running = self.running
+        if running is None or planned is running:
+            return
+        if planned.plan.digest() != running.plan.digest():
+            raise IntegrationError(
+                f"a micro-batch of step {planned.plan.step} begins, but on_step_end was not called "
+                f"for step {running.plan.step}; call it once per step on every rank, after all "
+                "micro-batches of the plan"
+            )
+
+    def begin_micro_batch(self, context: MicroBatchContext) -> None:
+        """Name the forward that is running, and keep its context for the step's end.
+
+        Raises:
+            IntegrationError: if the step before was not ended.
+            PlanMismatchError: if ranks that may share micro-batches planned different steps.
+        """
+        step = context.step
+        planned = self.samples.planned(step)
+        self.check_ended(planned)
+        first = self.running is None
+        if first:
+            self.running = planned
+            self._recorder.expect(planned.micro_batches)
+        self._recorder.bind_forward(context.chunk, context.position)
+        self.seen.append(context)
+        # The step's first micro-batch waited for the plan.
+        self._host_time.end_forward_step(plan_wait_ms=planned.wait_ms if first else 0.0)
+        if first and self._agreement is not None:
+            # Waits for ranks, which is no time of this plugin's.
+            check_shared_plan(step, planned.plan.digest(), self._agreement)
+
+    def end_forward(self, step: int) -> None:
+        """The model's kernels are launched: time to think about the next step."""
+        self.samples.plan_following(step)
+
+    def add_loss(self, loss: Tensor, tokens: Tensor, report: dict[str, Tensor]) -> None:
+        """Keep a micro-batch's loss, and the report that the loop will read after the step."""
+        with self._host_time.counted("hooks"):
+            self._losses.append(torch.stack([loss.double(), tokens.double()]))
+            self._reports.append(report)
+
+    def problem(self, remedy: str, model_remedy: str) -> str | None:
+        """What is missing of a whole step on this rank, for a loop that ends steps itself.
+
+        Args:
+            remedy: what to do where forwards are missing.
+            model_remedy: what to give the model where its attention is not the plugin's.
+        """
+        running, stage = self.running, self.job.stage_layers[self.place.pipeline_rank]
+        expected = (self.job if running is None else running).micro_batches * len(stage)
+        if running is None or len(self.seen) != expected:
+            return (
+                f"on_step_end after {len(self.seen)} forward steps, expected {expected}: {remedy}"
+            )
+        blind = sum(len(context.observations) < len(stage[context.chunk]) for context in self.seen)
+        if blind:
+            return (
+                f"step {running.plan.step}: {blind} of {expected} forward steps never reached the "
+                "plugin's attention; build the model with sparse_balance_layer_spec and give it "
+                f"{model_remedy}"
+            )
+        return None
+
+    @property
+    def timed(self) -> bool:
+        """Whether a forward of the running step was timed."""
+        return self._recorder.timed
+
+    def end_step(self) -> dict[str, float]:
+        """Learn from the step; called after the gradient reduction, on every rank.
+
+        Returns:
+            The step's figures.
+
+        Raises:
+            PlanMismatchError: on all ranks alike, if they executed different plans.
+        """
+        planned = self.running
+        assert planned is not None, "a step has forwards"
+        self._recorder.wait()
+        with self._host_time.counted("reduce"):
+            times = self._recorder.times()
+            observed = ObservedCoverage.gather(self.seen)
+            measured = self._reducer.reduce(
+                times=times,
+                observed=observed,
+                loss_and_tokens=torch.stack(self._losses).sum(dim=0) if self._losses else None,
+                recompute=self._recompute_totals(),
+                digest=planned.plan.digest(),
+            ).without_waiting(planned.plan.slots)
+            self._stop_on_mismatch(planned.plan.step, measured)
+            self.samples.finish_step(planned.plan.step, measured)
+            self._after_step()
+            self._host_time.add_ms("reduce", -self._reducer.waited_ms)
+        previous_s, self._step_ended_s = self._step_ended_s, self._host_time.clock()
+        with self._host_time.counted("log"):
+            token_counts = self._token_counts(planned.plan)
+            figures = step_figures(planned.plan.expectation, measured, token_counts)
+            self._loop.step_ended(self._reports, figures)
+        # What the logs take counts for the next step.
+        host_ms = self._host_time.take_ms()
+        if self._sinks is not None:
+            with self._host_time.counted("log"):
+                finished = FinishedStep(
+                    iteration=self._iteration(planned.plan.step),
+                    iteration_ms=None
+                    if previous_s is None
+                    else (self._step_ended_s - previous_s) * 1e3,
+                    planned=planned,
+                    measured=measured,
+                    padded_tokens=token_counts["padded-tokens"],
+                    host_ms=host_ms,
+                )
+                self._sinks.write(finished, times, observed)
+        self.begin_step()
+        return figures
+
+    def _recompute_totals(self) -> Tensor | None:
+        """Summed over this rank's micro-batches, without waiting for the device."""
+        counts = [context.recompute for context in self.seen]
+        totals = [each.totals().to(self._device) for each in counts if each.again or each.changed]
+        return torch.stack(totals).sum(dim=0) if totals else None
+
+    def _iteration(self, step: int) -> int:
+        """The step as the trainer's own log counts it."""
+        return step + 1 + self.extra_steps
+
+    def _stop_on_mismatch(self, step: int, measured: StepMeasurement) -> None:
+        if differing := measured.differing_ranks:
+            if self._sinks is not None:
+                self._sinks.write_mismatches(self._iteration(step), len(differing))
+            raise PlanMismatchError(
+                f"step {step}: ranks {list(differing)} executed another plan than rank 0; "
+                "check that all ranks run the same software on the same data"
+            )
+
+
+def step_figures(
+    expectation: Expectation, measured: StepMeasurement, token_counts: Mapping[str, int]
+) -> dict[str, float]:
+    """Name -> value, alike on all ranks; counts of rare events where they are not zero.
+
+    Args:
+        token_counts: name -> tokens that were padded or lost.
+    """
+    busy_R = rank_busy_ms(measured.times_2RPVM)
+    predicted_R = rank_busy_ms(expectation.times_2RPVM)
+    counts = dict(token_counts) | {
+        "unobserved": measured.coverage.unobserved,
+        "attended-again": measured.recompute.again,
+        "recomputed-otherwise": measured.recompute.otherwise,
+    }
+    values = {
+        "imbalance": imbalance(busy_R),
+        "predicted-to-measured": predicted_R.max() / busy_R.max(),
+        "coverage": measured.coverage.executed_mean,
+        "tuned-samples": expectation.samples_cut + expectation.samples_raised,
+    }
+    values |= {name: count for name, count in counts.items() if count}
+    return {f"{PREFIX}/{name}": float(value) for name, value in values.items()}
+
+
+def backward_order(job: Job, stage: int, micro_batches: int) -> list[tuple[int, int]]:
+    """(chunk, micro-batch) of every backward of a pipeline stage, in the schedule's order."""
+    order = job.schedule(job.pipeline_stages, micro_batches, job.virtual_stages)
+    return [
+        (operation.chunk, operation.micro_batch)
+        for operation in order.by_stage[stage]
+        if operation.direction is Direction.BACKWARD
+    ]

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples of a run that reads its own data: what plans their steps, and iterators over them."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+from sparsebalance_megatron.data.sample_order import Samples
+from sparsebalance_megatron.learn.batch_sizes import BatchSizes
+from sparsebalance_megatron.learn.measurement import RankPlace
+from sparsebalance_megatron.learn.scheduler import Scheduler, evaluation_scheduler
+from sparsebalance_megatron.learn.step_planner import StepPlanner
+from sparsebalance_megatron.megatron.sequence_groups import make_sequence_groups
+from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.step_plan import StepPlan
+from sparsebalance_megatron.run.inputs import CostedInputs
+from sparsebalance_megatron.run.micro_batches import (
+    MicroBatchIterator,
+    RowPacking,
+    RowReader,
+    Schedule,
+)
+
+
+class DataSamples:
+    """The micro-batches of one rank of a started run, for training and for evaluation.
+
+    Args:
+        scheduler: plans training steps; it has taken over what state there is.
+        place: of this rank.
+
+    ``packing`` says how micro-batches lie on ranks.
+    """
+
+    def __init__(self, inputs: CostedInputs, scheduler: Scheduler, place: RankPlace) -> None:
+        self._inputs = inputs
+        self.scheduler = scheduler
+        self._place = place
+        settings = inputs.settings
+        self.packing = RowPacking(
+            block_size=inputs.config.block_size,
+            pad_to_multiple_of=settings.pad_to_multiple_of,
+            groups=make_sequence_groups(
+                inputs.policy.max_context_parallel,
+                exchange=inputs.config.exchange,
+                ranks_per_node=settings.neighbours_per_node,
+                timeout_minutes=settings.distributed_timeout_minutes,
+            )
+            if inputs.policy.max_context_parallel > 1
+            else None,
+        )
+
+    def token_counts(self, plan: StepPlan) -> dict[str, int]:
+        """Tokens that a step's plan pads, over all ranks, and those that the data set lost."""
+        counts = self._inputs.train.counts
+        return {
+            "padded-tokens": sum(map(self.packing.padded_tokens, plan.slots)),
+            "truncated-tokens": counts.truncated_tokens,
+            "dropped-tokens": counts.dropped_tokens,
+        }
+
+    def train_iterator(
+        self, vp_stage: int | None = None, *, consumed_samples: int
+    ) -> MicroBatchIterator:
+        """This rank's training micro-batches for one model chunk.
+
+        Args:
+            consumed_samples: trained on before; a step must begin there.
+        """
+        sizes = self._inputs.settings.batch_sizes
+        step = sizes.step_at(consumed_samples)
+        assert step is not None, "the session has checked it"
+        iterator = partial(self._iterator, self.scheduler, self._inputs.train, vp_stage)
+        return iterator(training=True, step=step, sizes=sizes)
+
+    def evaluation_iterator(
+        self, index: Samples, vp_stage: int | None = None, *, consumed_samples: int
+    ) -> MicroBatchIterator:
+        """Micro-batches of validation or test samples, at base budgets."""
+        settings, job = self._inputs.settings, self._inputs.job
+        batch_size = settings.eval_global_batch_size or settings.global_batch_size
+        micro_batch_size = settings.eval_micro_batch_size or settings.micro_batch_size
+        micro_batches = batch_size // (micro_batch_size * settings.data_parallel_size)
+        schedule = evaluation_scheduler(
+            job=replace(job, micro_batches=micro_batches),
+            policy=self._inputs.policy,
+            cost=self._inputs.cost,
+            coverage=self.scheduler.coverage,
+            index=index,
+            global_batch_size=batch_size,
+            dense=self._inputs.config.eval_attention == "dense",
+            clock=time.perf_counter,
+        )
+        return self._iterator(
+            schedule,
+            index,
+            vp_stage,
+            training=False,
+            step=consumed_samples // batch_size,
+            sizes=BatchSizes.constant(batch_size),
+        )
+
+    def _iterator(
+        self,
+        schedule: Schedule,
+        index: Samples,
+        vp_stage: int | None,
+        *,
+        training: bool,
+        step: int,
+        sizes: BatchSizes,
+    ) -> MicroBatchIterator:
+        chunk = vp_stage or 0
+        stage, job = self._place.pipeline_rank, self._inputs.job
+        embeds = (stage, chunk) == (0, 0)
+        computes_loss = (stage, chunk) == (job.pipeline_stages - 1, job.virtual_stages - 1)
+        reader = None
+        if embeds or computes_loss:
+            reader = RowReader(
+                index,
+                data_parallel_rank=self._place.data_parallel_rank,
+                packing=self.packing,
+                worker=ThreadPoolExecutor(1, "sparse-balance-read"),
+            )
+        return MicroBatchIterator(
+            schedule,
+            data_parallel_rank=self._place.data_parallel_rank,
+            chunk=chunk,
+            reader=reader,
+            training=training,
+            step=step,
+            batch_sizes=sizes,
+            packing=self.packing,
+        )
+
+
+def make_scheduler(inputs: CostedInputs) -> Scheduler:
+    """What plans a run, before it has observed anything."""
+    config, sizes = inputs.config, inputs.settings.batch_sizes
+    planner = StepPlanner(
+        job=inputs.job,
+        policy=inputs.policy,
+        cost=inputs.cost,
+        coverage=CoverageCurves(inputs.job.layers, inputs.grid[-1], config.coverage_decay),
+        global_batch_size=sizes.largest,
+        calibrate=config.calibration,
+        clock=time.perf_counter,
+    )
+    return Scheduler(
+        planner,
+        job=inputs.job,
+        index=inputs.train,
+        batch_sizes=sizes,
+        worker=ThreadPoolExecutor(1, "sparse-balance-plan") if config.planning == "ahead" else None,
+    )

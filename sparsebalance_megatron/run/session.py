@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts and resumes a training run that reads its own data, on one rank.
+
+:class:`.inputs.Inputs` is what could be checked before process groups exist; :class:`.run.Run` and
+:class:`.samples.DataSamples` need them. :mod:`.training_hooks` puts a session into
+``megatron.training``, :mod:`.own_loop` into a trainer that calls Megatron's schedules itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from sparsebalance_megatron.config import flag_name
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.learn.scheduler import Scheduler
+from sparsebalance_megatron.learn.step_planner import StateError
+from sparsebalance_megatron.log.log_directory import LogDirectory, LogDirectoryError
+from sparsebalance_megatron.megatron.kept_attention import bytes_per_token
+from sparsebalance_megatron.megatron.ranks import rank_place
+from sparsebalance_megatron.profile.startup import shared_cost_table
+from sparsebalance_megatron.run.agreement import check_ranks_agree, gather_or_raise
+from sparsebalance_megatron.run.inputs import (
+    CostedInputs,
+    Inputs,
+    fingerprint,
+    processor,
+)
+from sparsebalance_megatron.run.resume import compare_runs, run_record
+from sparsebalance_megatron.run.run import Loop, Run
+from sparsebalance_megatron.run.samples import DataSamples, make_scheduler
+from sparsebalance_megatron.run.sinks import open_sinks
+
+_SHOWN_CHARACTERS = 80
+
+SchedulerMaker = Callable[[CostedInputs], Scheduler]
+
+
+class Session:
+    """A run on one rank that :meth:`start` starts, and state that it may go on from.
+
+    Args:
+        device: where the model runs.
+        loop: whoever owns the training loop.
+        after_step: called when a step has been learnt from, where :meth:`state_dict` may be kept.
+        make_scheduler: gives what plans the run; the place to put another scheduler.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        device: torch.device,
+        loop: Loop,
+        after_step: Callable[[], None] = lambda: None,
+        make_scheduler: SchedulerMaker = make_scheduler,
+    ) -> None:
+        self.inputs = inputs
+        self.device = device
+        self._loop = loop
+        self._after_step = after_step
+        self._make_scheduler = make_scheduler
+        self._run: Run | None = None
+        self._samples: DataSamples | None = None
+        self._record: dict[str, str] = {}
+        self._loaded_state: dict[str, Any] | None = None
+        self._log_directory: LogDirectory | None = None
+
+    @property
+    def run(self) -> Run:
+        """The run; raises :class:`StateError` if it has not been started."""
+        if self._run is None:
+            raise StateError("the run has not started: ask for the training iterator first")
+        return self._run
+
+    @property
+    def samples(self) -> DataSamples:
+        """The samples of the run, once it has started."""
+        assert self._samples is not None, "run raises before"
+        return self._samples
+
+    def start(self, *, consumed_samples: int, iteration: int | None = None) -> DataSamples:
+        """Start the run, unless it has started; collective over all ranks.
+
+        Args:
+            consumed_samples: trained on before; a step must begin there.
+            iteration: steps trained before, as the trainer counts them; None for a trainer that
+                does not say. With another global batch size than now, it is not what the samples
+                make.
+
+        Raises:
+            StateError, CostTableError, RankDisagreementError, LogDirectoryError: on all ranks
+                alike.
+        """
+        settings = self.inputs.settings
+        steps = settings.batch_sizes.step_at(consumed_samples)
+        if steps is None:
+            raise StateError(
+                f"the checkpoint has consumed {consumed_samples} samples, "
+                + (
+                    "after which no step of --step-batch-size-schedule begins; resume with the "
+                    "schedule that it was trained with"
+                    if settings.batch_size_schedule
+                    else f"no multiple of --global-batch-size {settings.global_batch_size}; resume "
+                    "with another global batch size"
+                )
+            )
+        settings.check_batch_sizes(steps)
+        if self._run is None:
+            if iteration is None:
+                iteration = (self._loaded_state or {}).get("iteration", steps)
+            self._run = self._started(resumed=consumed_samples > 0, extra_steps=iteration - steps)
+        return self.samples
+
+    def _started(self, *, resumed: bool, extra_steps: int) -> Run:
+        inputs = self.inputs
+        if not isinstance(inputs, CostedInputs):
+            print_rank_0("sparse balance: measuring the model's layers on rank 0")
+            table = shared_cost_table(inputs.settings.command_line or (), inputs.config.log_dir)
+            inputs = inputs.with_cost(CostModel.fit(table))
+        check_ranks_agree(fingerprint(inputs), {"processor": processor()})
+        if inputs.config.log_dir is not None:
+            self._log_directory = LogDirectory(inputs.config.log_dir)
+            prepare_log_directory(self._log_directory, keep_in_place=resumed)
+        self._record = run_record(inputs)
+        scheduler = self._make_scheduler(inputs)
+        if self._loaded_state is not None:
+            _take_over(self._loaded_state, scheduler, self._record)
+        elif resumed:
+            print_rank_0(
+                "sparse balance: the checkpoint has no plugin state; coverage curves and cost "
+                "corrections start afresh"
+            )
+        for line in inputs.train.describe():
+            print_rank_0(f"sparse balance: {line}")
+        recompute = recompute_line(inputs)
+        if recompute is not None:
+            print_rank_0(f"sparse balance: {recompute}")
+        place = rank_place()
+        self._samples = samples = DataSamples(inputs, scheduler, place)
+        groups = samples.packing.groups
+        return Run(
+            inputs.job,
+            scheduler,
+            self._loop,
+            self.device,
+            extra_steps=extra_steps,
+            sinks=open_sinks(inputs, place, scheduler.coverage, self.device, resumed=resumed),
+            agreement=None if groups is None else groups.agreement,
+            after_step=self._after_step,
+            token_counts=samples.token_counts,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What resuming needs besides the number of consumed samples; plain Python types."""
+        if self._run is not None:
+            state = self.samples.scheduler.state_dict()
+            steps = self.inputs.settings.batch_sizes.step_at(state["consumed_samples"])
+            assert steps is not None, "the scheduler counts by the same sizes"
+            return state | {
+                "run": self._record,
+                "iteration": steps + self._run.extra_steps,
+            }
+        if self._loaded_state is None:
+            raise StateError("nothing to save: the training iterator has not been asked for yet")
+        return self._loaded_state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the state of an earlier run, on every rank the same, before iterators exist.
+
+        Raises:
+            StateError: here or at the start, if it does not fit this model and layout.
+        """
+        self._loaded_state = state
+        if self._run is not None:
+            _take_over(state, self.samples.scheduler, self._record)
+
+
+def print_rank_0(message: str) -> None:
+    """Print on the first rank of the default group only."""
+    if torch.distributed.get_rank() == 0:
+        print(message, flush=True)
+
+
+def prepare_log_directory(
+    directory: LogDirectory,
+    *,
+    keep_in_place: bool,
+    group: torch.distributed.ProcessGroup | None = None,
+) -> None:
+    """Claim the directory and move an earlier run's logs out of the way; collective over the group.
+
+    Args:
+        keep_in_place: the run goes on with the logs that are there.
+
+    Raises:
+        LogDirectoryError: on every rank alike, if one of them cannot write there, or another run
+            does.
+    """
+    claims = torch.distributed.get_rank(group) == 0
+
+    def make() -> int:
+        directory.make(claim=claims)
+        return 0 if keep_in_place else directory.number_for_earlier_logs()
+
+    # Ranks of other hosts may see another disk.
+    number = max(gather_or_raise(make, LogDirectoryError, group))
+    if number:
+        (kept, *_) = gather_or_raise(lambda: directory.set_aside(number), LogDirectoryError, group)
+        print_rank_0(f"sparse balance: logs of an earlier run are kept in {kept}")
+
+
+def recompute_line(inputs: CostedInputs) -> str | None:
+    """One line for the log; None where there is nothing to say."""
+    settings, config = inputs.settings, inputs.config
+    max_row_tokens = inputs.policy.max_tokens_per_slot
+    keeps, flag = config.recompute_attention == "keep", flag_name("recompute_attention")
+    if not (settings.recompute_all or settings.recompute_attention):
+        return f"{flag} keep: no layer is recomputed, nothing is kept" if keeps else None
+    shape = settings.shape
+    heads = shape.num_attention_heads // shape.tensor_parallel_size
+    groups = max(1, shape.num_query_groups // shape.tensor_parallel_size)
+    scores = inputs.cost.work.scores_per_visible_pair(heads, groups, config.block_size)
+    parts = bytes_per_token(
+        heads=heads,
+        head_dim=shape.head_dim,
+        itemsize=getattr(torch, settings.dtype).itemsize,
+        # A row of scores is a list: so many for the tokens of a block.
+        listing_heads=scores / config.block_size,
+        budget=min(config.base_budget, -(-max_row_tokens // config.block_size)),
+    )
+    if not settings.recompute_all:
+        # The output projection holds its input, whatever is recomputed before it.
+        del parts["output"]
+    total = sum(parts.values())
+    each = ", ".join(f"{name} {size:,.0f}" for name, size in parts.items())
+    text = (
+        f"{total:,.0f} bytes per token and layer ({each}; lists at the base budget), up to "
+        f"{total * max_row_tokens / 2**20:,.1f} MiB per layer and micro-batch in flight"
+    )
+    if keeps:
+        return f"recomputed layers keep their attention until backward has used it: {text}"
+    return f"recomputed layers attend again in backward; {flag} keep would take {text}"
+
+
+def _take_over(state: dict[str, Any], scheduler: Scheduler, record: Mapping[str, str]) -> None:
+    """Go on from loaded state, and say what differs from the run that wrote it.
+
+    Raises:
+        StateError: if it cannot be continued, or is damaged.
+    """
+    try:
+        differences = compare_runs(state.get("run", record), record)
+        notes = (*differences, *scheduler.load_state_dict(state))
+    except StateError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        reason = str(error).partition("\n")[0][:_SHOWN_CHARACTERS]
+        raise StateError(
+            f"the plugin's state in the checkpoint is damaged ({type(error).__name__}: {reason}); "
+            "resume from another checkpoint, or with --finetune"
+        ) from error
+    for note in notes:
+        print_rank_0(f"sparse balance: resumed: {note}")

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the figures of a step go on one rank: step log, rank log, scalars.
+
+Shape legend: L layers, U length buckets, K budgets of the grid, O rows of observations.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+
+from sparsebalance_megatron.learn.measurement import RankPlace, StepTimes
+from sparsebalance_megatron.log.log_file import JsonLinesFile
+from sparsebalance_megatron.log.log_writer import BackgroundLog, BackgroundWriter
+from sparsebalance_megatron.log.rank_log import rank_log_path
+from sparsebalance_megatron.log.recording import (
+    FinishedStep,
+    coverage_record,
+    rank_header,
+    rank_step,
+    run_header,
+    step_record,
+)
+from sparsebalance_megatron.log.records import RunHeader
+from sparsebalance_megatron.log.scalars import MISMATCHES, ScalarWriter, step_scalars
+from sparsebalance_megatron.log.step_log import step_log_path
+from sparsebalance_megatron.megatron.compat import megatron_version, metric_writers
+from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.run.inputs import CostedInputs
+from sparsebalance_megatron.run.observed_coverage import ObservedCoverage
+
+_FIRST_COVERAGE_RECORD = 2
+_COVERAGE_INTERVAL = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSinks:
+    """Take finished steps; lines of the logs are made and written in the background.
+
+    ``coverage``: the curves that the scheduler learns. ``step_log``, ``rank_log`` and ``scalars``
+    are None where this rank writes none.
+    """
+
+    inputs: CostedInputs
+    place: RankPlace
+    coverage: CoverageCurves
+    step_log: BackgroundLog | None
+    rank_log: BackgroundLog | None
+    scalars: ScalarWriter | None
+
+    def write(self, step: FinishedStep, times: StepTimes, observed: ObservedCoverage) -> None:
+        """Hand the step to everything that wants it.
+
+        Args:
+            times, observed: of this rank.
+        """
+        if self.rank_log is not None:
+            self.rank_log.append(
+                partial(
+                    rank_step,
+                    iteration=step.iteration,
+                    planned=step.planned,
+                    place=self.place,
+                    job=self.inputs.job,
+                    times=times,
+                    pieces=observed.pieces,
+                    executed_and_grown_O2=observed.executed_and_grown(),
+                )
+            )
+        if self.step_log is not None:
+            self.step_log.append(partial(step_record, step))
+            if step.iteration % _COVERAGE_INTERVAL == _FIRST_COVERAGE_RECORD:
+                self.step_log.append(
+                    partial(
+                        coverage_record,
+                        iteration=step.iteration,
+                        grid=self.coverage.grid,
+                        mean_LUK=self.coverage.mean_LUK.copy(),
+                        observed_LU=self.coverage.observed_LU.copy(),
+                    )
+                )
+        if self.scalars is not None and self.scalars.due(step.iteration):
+            scalars = step_scalars(
+                step,
+                shape=self.inputs.settings.shape,
+                block_size=self.inputs.config.block_size,
+                world_size=self.place.world_size,
+            )
+            self.scalars.write(step.iteration, scalars)
+
+    def write_mismatches(self, iteration: int, mismatches: int) -> None:
+        """The last scalar of a run whose ranks executed different plans."""
+        if self.scalars is not None:
+            self.scalars.write(iteration, {MISMATCHES: mismatches})
+
+
+def open_sinks(
+    inputs: CostedInputs,
+    place: RankPlace,
+    coverage: CoverageCurves,
+    device: torch.device,
+    *,
+    resumed: bool,
+) -> StepSinks:
+    """The sinks of this rank, by the flags of the run.
+
+    Args:
+        resumed: whether logs of an earlier run are continued.
+    """
+    step_log = rank_log = None
+    directory = inputs.config.log_dir
+    if directory is not None:
+        writer = BackgroundWriter()
+        max_bytes = inputs.config.log_megabytes * 10**6
+        rank_file = JsonLinesFile(rank_log_path(directory, place.world_rank), max_bytes=max_bytes)
+        rank_log = BackgroundLog(rank_file, writer)
+        rank_log.begin(rank_header(place, inputs.job, socket.gethostname()), resumed=resumed)
+        if place.world_rank == 0:
+            step_file = JsonLinesFile(step_log_path(directory), max_bytes=max_bytes)
+            step_log = BackgroundLog(step_file, writer)
+            step_log.begin(_run_header(inputs, device), resumed=resumed)
+    return StepSinks(
+        inputs=inputs,
+        place=place,
+        coverage=coverage,
+        step_log=step_log,
+        rank_log=rank_log,
+        scalars=_scalars(),
+    )
+
+
+def _scalars() -> ScalarWriter | None:
+    """A writer at ``--log-interval``, where Megatron has one on this rank."""
+    writers = metric_writers()
+    return writers and ScalarWriter(writers[0], writers[1], interval=writers[2])
+
+
+def _run_header(inputs: CostedInputs, device: torch.device) -> RunHeader:
+    return run_header(
+        config=asdict(inputs.config),
+        cost_source=inputs.cost.source,
+        job=inputs.job,
+        global_batch_size=inputs.settings.global_batch_size,
+        seq_length=inputs.settings.seq_length,
+        grid=inputs.grid,
+        counts=asdict(inputs.train.counts),
+        megatron_core=megatron_version(),
+        torch=str(torch.__version__),
+        device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
+        sources=[
+            {"prefix": source.prefix, "weight": source.weight, "counts": asdict(source.counts)}
+            for source in inputs.train.sources
+        ],
+    )

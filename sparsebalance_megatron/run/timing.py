@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of every micro-batch's forward and backward, taken through Megatron's ``config.timers``.
+
+Marks are CUDA events or host times, so that recording never waits for the device.
+
+Shape legend: V virtual stages, M micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from sparsebalance_megatron.learn.measurement import Span, StepTimes
+from sparsebalance_megatron.megatron.timers import FORWARD_TIMER, SCHEDULE_TIMER
+from sparsebalance_megatron.profile.clocks import Clock
+
+
+class MicroBatchRecorder:
+    """Forward and backward marks of one rank's micro-batches within one step.
+
+    Forwards name themselves (:meth:`bind_forward`). Backwards do not, so the k-th backward is the
+    k-th backward of the schedule's order.
+
+    Args:
+        clock: takes the marks.
+        virtual_stages: of the job.
+        backward_order: of a step of so many micro-batches, (chunk, micro-batch) of every backward
+            of this pipeline stage, in order.
+        unix_clock: seconds since 1970, to set the ranks' steps side by side.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        virtual_stages: int,
+        backward_order: Callable[[int], Sequence[tuple[int, int]]],
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._clock = clock
+        self._unix_clock = unix_clock
+        self._virtual_stages = virtual_stages
+        self._order_of = backward_order
+        self._micro_batches = 0
+        self._backward_order: tuple[tuple[int, int], ...] = ()
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget the last step."""
+        self._origin: tuple[Any, float] | None = None
+        self._open: dict[str, Any] = {}
+        self._bound: tuple[int, int] | None = None
+        self._backwards = 0
+        self._spans: list[tuple[str, int, int, Any, Any]] = []
+        self._schedule: tuple[Any, Any] | None = None
+
+    def expect(self, micro_batches: int) -> None:
+        """Say how many micro-batches the step has, before its first forward is bound."""
+        if micro_batches != self._micro_batches:
+            self._micro_batches = micro_batches
+            self._backward_order = tuple(self._order_of(micro_batches))
+
+    def bind_forward(self, chunk: int, micro_batch: int) -> None:
+        """Name the forward that is running."""
+        self._bound = (chunk, micro_batch)
+
+    def start(self, timer_name: str) -> None:
+        mark = self._open[timer_name] = self._clock.mark()
+        # A schedule without a backward, evaluation, may have run before.
+        if self._origin is None or (timer_name == SCHEDULE_TIMER and not self._spans):
+            self._origin = (mark, self._unix_clock())
+
+    def stop(self, timer_name: str) -> None:
+        """End a span. A stop without a start (timers installed in between) leaves it unmeasured."""
+        if timer_name == SCHEDULE_TIMER:
+            # Nothing has finalised gradients: the schedule ends here.
+            if self._schedule is None and self._backwards:
+                self.end_schedule()
+            return
+        begin = self._open.pop(timer_name, None)
+        identity = self._identity(timer_name)
+        if begin is not None and identity is not None:
+            direction = "forward" if timer_name == FORWARD_TIMER else "backward"
+            self._spans.append((direction, *identity, begin, self._clock.mark()))
+
+    def _identity(self, timer_name: str) -> tuple[int, int] | None:
+        if timer_name == FORWARD_TIMER:
+            identity, self._bound = self._bound, None
+            return identity
+        index, self._backwards = self._backwards, self._backwards + 1
+        return self._backward_order[index] if index < len(self._backward_order) else None
+
+    def end_schedule(self) -> None:
+        """The last backward of this rank is done; what follows is gradient reduction."""
+        begin = self._open.pop(SCHEDULE_TIMER, None)
+        self._schedule = None if begin is None else (begin, self._clock.mark())
+
+    @property
+    def timed(self) -> bool:
+        """Whether a forward or backward was measured since :meth:`begin_step`."""
+        return bool(self._spans)
+
+    def wait(self) -> None:
+        """Wait until the device has come to the end of the last span."""
+        if self._spans:
+            self._clock.elapsed_ms(*self._spans[-1][-2:])
+
+    def times(self) -> StepTimes:
+        """The times measured since :meth:`begin_step`; call it after :meth:`wait`."""
+        forward_VM, backward_VM = np.full((2, self._virtual_stages, self._micro_batches), np.nan)
+        spans = []
+        if self._origin is not None:
+            origin, elapsed_ms = self._origin[0], self._clock.elapsed_ms
+            for direction, chunk, position, begin, end in self._spans:
+                start_ms, ms = elapsed_ms(origin, begin), elapsed_ms(begin, end)
+                spans.append(Span(direction, chunk, position, start_ms, start_ms + ms))
+                (forward_VM if direction == "forward" else backward_VM)[chunk, position] = ms
+        return StepTimes(
+            forward_VM=forward_VM,
+            backward_VM=backward_VM,
+            schedule_ms=math.nan
+            if self._schedule is None
+            else self._clock.elapsed_ms(*self._schedule),
+            start_unix_s=None if self._origin is None else self._origin[1],
+            spans=tuple(spans),
+        )

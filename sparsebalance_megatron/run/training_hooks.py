@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a script hands to ``megatron.training``, whose loop then calls back.
+
+Megatron calls in three places: the dataset provider (once per model chunk), the forward step (per
+micro-batch) and, through :class:`MegatronLoop`, ``finalize_model_grads_func`` (per step, on every
+rank).
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebalance_megatron.megatron.compat import (
+    enable_variable_lengths,
+    model_provider,
+    saved_arguments,
+    use_layer_spec,
+)
+from sparsebalance_megatron.megatron.core_attention import (
+    AttentionOptions,
+    sparse_balance_layer_spec,
+)
+from sparsebalance_megatron.megatron.timers import install_hooks
+from sparsebalance_megatron.run.forward_step import ForwardStep, packed_forward_step
+from sparsebalance_megatron.run.inputs import Inputs
+from sparsebalance_megatron.run.micro_batches import MicroBatchIterator
+from sparsebalance_megatron.run.samples import make_scheduler
+from sparsebalance_megatron.run.session import SchedulerMaker, Session
+from sparsebalance_megatron.run.timing import MicroBatchRecorder
+
+STATE_ATTRIBUTE = "sparse_balance_state"
+"""Attribute of Megatron's ``args`` that carries the scheduler's state into checkpoints."""
+
+
+class MegatronLoop:
+    """``megatron.training``'s loop: it calls back when gradients are final, and logs the reports.
+
+    Args:
+        device: where the model runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def follow(
+        self, model_config: Any, recorder: MicroBatchRecorder, end_step: Callable[[], object]
+    ) -> None:
+        """Hook the config, which Megatron resets at every step."""
+        install_hooks(model_config, recorder, end_step)
+
+    def step_ended(self, reports: list[dict[str, Tensor]], figures: Mapping[str, float]) -> None:
+        """Add the figures to what Megatron logs.
+
+        Megatron reads the micro-batches' reports only after the step, so those of the last stage
+        can still take what is known at its end. Of a single value it takes the mean over
+        micro-batches and asks no other rank, where all have the same.
+        """
+        if not reports:
+            return
+        values = torch.tensor(list(figures.values()), dtype=torch.float, device=self._device)
+        for report in reports:
+            report.update(zip(figures, values.unbind(), strict=True))
+
+
+class TrainingHooks:
+    """The arguments of Megatron's ``pretrain`` that differ with ``--sparse-balance``.
+
+    ``forward_step`` is the ``forward_step_func``; ``layer_spec(transformer_config, vp_stage)``
+    gives the decoder's spec, which :meth:`configure_model` or :attr:`model_provider` puts into the
+    model.
+
+    Args:
+        args: Megatron's, validated.
+        make_scheduler: gives what plans the run.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        inputs: Inputs,
+        device: torch.device,
+        make_scheduler: SchedulerMaker = make_scheduler,
+    ) -> None:
+        self._args = args
+        self.session = session = Session(
+            inputs, device, MegatronLoop(device), self._keep_state, make_scheduler
+        )
+        self.forward_step = ForwardStep(
+            partial(packed_forward_step, args.check_for_nan_in_loss_and_grad),
+            lambda: session.run,
+            inputs,
+            device,
+        )
+        options = AttentionOptions.from_config(inputs.config, inputs.grid)
+        self.layer_spec = sparse_balance_layer_spec(options)
+
+    def configure_model(self, model_config: Any) -> None:
+        """Put the layer spec into a ``GPTModelConfig`` (megatron-core 0.19), rows of any length."""
+        use_layer_spec(self._args, model_config, self.layer_spec)
+        enable_variable_lengths(model_config.transformer)
+
+    @property
+    def model_provider(self) -> Callable[..., Any]:
+        """A ``model_provider`` whose models have the layer spec (megatron-core 0.18)."""
+        return model_provider(self._args, self.layer_spec, variable_lengths=True)
+
+    def dataset_provider(
+        self, sample_counts: Any, vp_stage: int | None = None
+    ) -> tuple[MicroBatchIterator, MicroBatchIterator | None, MicroBatchIterator | None]:
+        """Megatron's ``train_valid_test_dataset_provider``: iterators for ``external`` loading.
+
+        Megatron asks after it has loaded any checkpoint.
+        """
+        args, inputs = self._args, self.session.inputs
+        self._restore_state()
+        samples = self.session.start(
+            consumed_samples=args.consumed_train_samples, iteration=getattr(args, "iteration", None)
+        )
+        train = samples.train_iterator(vp_stage, consumed_samples=args.consumed_train_samples)
+        valid = test = None
+        if inputs.valid is not None:
+            valid = samples.evaluation_iterator(
+                inputs.valid, vp_stage, consumed_samples=args.consumed_valid_samples
+            )
+        if inputs.test is not None:
+            test = samples.evaluation_iterator(inputs.test, vp_stage, consumed_samples=0)
+        return train, valid, test
+
+    # Megatron then calls it on every rank.
+    dataset_provider.is_distributed = True  # type: ignore[attr-defined]
+
+    def _restore_state(self) -> None:
+        saved = saved_arguments(self._args)
+        state = getattr(saved, STATE_ATTRIBUTE, None)
+        if state is not None and not hasattr(self._args, STATE_ATTRIBUTE):
+            self.session.load_state_dict(state)
+            setattr(self._args, STATE_ATTRIBUTE, state)
+
+    def _keep_state(self) -> None:
+        if self._args.save:
+            setattr(self._args, STATE_ATTRIBUTE, self.session.state_dict())

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a step's time goes: against the baseline, rank by rank, and one step in full.
+
+Shape legend: R data-parallel ranks, L layers, S samples of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from sparsebalance_megatron.log.records import Place, RankMicroBatch, RankStep
+from sparsebalance_megatron.log.steps import MicroBatchTimes, Step
+from sparsebalance_megatron.plan.metrics import stage_busy_ms
+from sparsebalance_megatron.view.report.chart import (
+    MOST_TITLED_BARS,
+    PLOT_WIDTH,
+    Chart,
+    Panel,
+    Piece,
+    Row,
+    fits,
+)
+from sparsebalance_megatron.view.report.explanation import Explanation, TimeSplit
+from sparsebalance_megatron.view.report.timeline import Bar, Timeline
+
+_MOST_ROWS = 16
+_MOST_RANKS = 32
+_WIDEST_PLOT = 1100.0
+_WIDTH_PER_BAR = 10.0
+_LARGEST_RATIO_ON_ONE_AXIS = 6.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepView:
+    """A timeline with what its micro-batches held; ``contents`` may be empty."""
+
+    name: str
+    timeline: Timeline
+    contents: Mapping[Place, RankStep]
+
+
+def waterfall(explanation: Explanation) -> Chart:
+    """The baseline's mean step, what was taken away and added, this run's mean step."""
+    before, after = explanation.baseline, explanation.run
+    rows = [Row(label="baseline", pieces=_split(before), note=f"{before.step_ms:,.0f}")]
+    level_ms = before.step_ms
+    for change, kind in zip(
+        explanation.changes, ("computing", "waiting", "rest", "noise"), strict=True
+    ):
+        start_ms = min(level_ms, level_ms + change.ms)
+        piece = Piece(kind=kind, start_ms=start_ms, ms=abs(change.ms))
+        rows.append(Row(label=change.name, pieces=(piece,), note=change.signed))
+        level_ms += change.ms
+    rows.append(Row(label="this run", pieces=_split(after), note=f"{after.step_ms:,.0f}"))
+    spoken = ", ".join(f"{row.label} {row.note} ms" for row in rows)
+    end_ms = max(row.end_ms for row in rows)
+    panel = Panel(heading="", rows=tuple(rows), end_ms=end_ms)
+    return Chart(alt=f"Waterfall: {spoken}.", panels=(panel,))
+
+
+def _split(split: TimeSplit) -> tuple[Piece, ...]:
+    return _stacked(split.compute_ms, split.waiting_ms, split.rest_ms)
+
+
+def _stacked(compute_ms: float, waiting_ms: float, rest_ms: float) -> tuple[Piece, ...]:
+    parts = {"computing": compute_ms, "waiting": waiting_ms, "rest": rest_ms}
+    starts_ms = accumulate(parts.values(), initial=0.0)
+    return tuple(
+        Piece(kind=kind, start_ms=start_ms, ms=ms, title=f"{kind}: {ms:,.4g} ms")
+        for (kind, ms), start_ms in zip(parts.items(), starts_ms, strict=False)
+    )
+
+
+def rank_bars(
+    runs: Mapping[str, tuple[Sequence[Step], Mapping[int, MicroBatchTimes]]],
+) -> Chart | None:
+    """A bar of computing, waiting and the rest per data-parallel rank: means over steps.
+
+    Args:
+        runs: steps of every run, and times of micro-batches by iteration, by the run's name.
+
+    Returns:
+        None where no step has measured times of all micro-batches.
+    """
+    found = {name: _rank_rows(steps, times) for name, (steps, times) in runs.items()}
+    known = {name: rows for name, rows in found.items() if rows}
+    if not known:
+        return None
+    end_ms = max(row.end_ms for rows in known.values() for row in rows)
+    waits = [row.pieces[1].ms / row.end_ms for row in next(iter(known.values()))]
+    ranks = max(len(times.measured_2RPVM[0]) for _, of in runs.values() for times in of.values())
+    shown = max(len(rows) for rows in known.values())
+    return Chart(
+        alt=f"Bars of {shown} ranks: they wait {min(waits):.0%} to {max(waits):.0%} of the step.",
+        panels=tuple(Panel(heading=name, rows=rows, end_ms=end_ms) for name, rows in known.items()),
+        remarks=(f"{shown} of {ranks} ranks, from the busiest to the idlest",)
+        if shown < ranks
+        else (),
+    )
+
+
+def _rank_rows(steps: Sequence[Step], times: Mapping[int, MicroBatchTimes]) -> tuple[Row, ...]:
+    known = [
+        step
+        for step in steps
+        if step.iteration in times and step.complete and step.iteration_ms and step.schedule_ms
+    ]
+    if not known:
+        return ()
+    compute_R = np.mean(
+        [stage_busy_ms(times[each.iteration].measured_2RPVM).mean(axis=1) for each in known], axis=0
+    )
+    schedule_ms = float(np.mean([step.schedule_ms or 0.0 for step in known]))
+    step_ms = float(np.mean([step.iteration_ms or 0.0 for step in known]))
+    ranks = np.arange(len(compute_R))
+    if len(ranks) > _MOST_RANKS:
+        by_time = np.argsort(-compute_R, kind="stable")
+        ranks = by_time[np.linspace(0, len(by_time) - 1, _MOST_RANKS).round().astype(int)]
+    return tuple(
+        Row(
+            label=f"rank {rank}",
+            pieces=_stacked(
+                float(compute_R[rank]),
+                max(schedule_ms - float(compute_R[rank]), 0.0),
+                max(step_ms - schedule_ms, 0.0),
+            ),
+        )
+        for rank in ranks
+    )
+
+
+def step_chart(views: Sequence[StepView]) -> Chart:
+    """Stages of ranks as rows, time to the right; what no bar covers is waiting."""
+    shown = shown_places(views)
+    bars = Counter((view.name, bar.place) for view in views for bar in view.timeline.bars)
+    plot_width = float(np.clip(_WIDTH_PER_BAR * max(bars.values()), PLOT_WIDTH, _WIDEST_PLOT))
+    ends_ms = [max(view.timeline.makespan_ms, 1e-9) for view in views]
+    remarks = [
+        f"{view.name}: {'; '.join((view.timeline.source, *view.timeline.remarks))}"
+        for view in views
+    ]
+    if max(ends_ms) <= _LARGEST_RATIO_ON_ONE_AXIS * min(ends_ms):
+        ends_ms = [max(ends_ms)] * len(ends_ms)
+    else:
+        remarks.append("times differ so much that every panel has an axis of its own")
+    ranks = {rank for view in views for rank, _ in view.timeline.places}
+    drawn = {rank for rank, _ in shown}
+    if len(drawn) < len(ranks):
+        remarks.append(f"{len(drawn)} of {len(ranks)} ranks, from the first to finish to the last")
+    titled = sum(bars.values()) <= MOST_TITLED_BARS
+    panels = tuple(
+        Panel(
+            heading=_heading(view),
+            rows=_rows(view, shown, end_ms, plot_width, titled=titled),
+            end_ms=end_ms,
+        )
+        for view, end_ms in zip(views, ends_ms, strict=True)
+    )
+    return Chart(
+        alt=". ".join(panel.heading for panel in panels),
+        panels=panels,
+        remarks=tuple(remarks),
+        plot_width=plot_width,
+        row_height=float(np.clip(110 / len(shown), 13.0, 20.0)),
+    )
+
+
+def shown_places(views: Sequence[StepView]) -> tuple[Place, ...]:
+    """All places, or those of ranks evenly chosen from the fastest to the slowest."""
+    places = sorted({place for view in views for place in view.timeline.places})
+    ranks = {rank for rank, _ in places}
+    most = max(1, _MOST_ROWS // len({stage for _, stage in places}))
+    if len(ranks) <= most:
+        return tuple(places)
+    end_ms: dict[int, float] = {}
+    for bar in views[0].timeline.bars:
+        end_ms[bar.place[0]] = max(end_ms.get(bar.place[0], 0.0), bar.end_ms)
+    by_end = sorted(end_ms, key=lambda rank: (-end_ms[rank], rank))
+    chosen = {by_end[i] for i in np.linspace(0, len(by_end) - 1, most).round().astype(int)}
+    return tuple(place for place in places if place[0] in chosen)
+
+
+def _rows(
+    view: StepView, shown: tuple[Place, ...], end_ms: float, plot_width: float, *, titled: bool
+) -> tuple[Row, ...]:
+    held = {
+        (place, each.position): each
+        for place, step in view.contents.items()
+        for each in step.micro_batches
+    }
+    waiting = Piece(kind="waiting", start_ms=0.0, ms=view.timeline.makespan_ms)
+    pieces: dict[Place, list[Piece]] = {place: [waiting] for place in shown}
+    for bar in view.timeline.bars:
+        if bar.place in pieces:
+            piece = _piece(view.name, bar, held.get((bar.place, bar.position)), titled)
+            if piece.text and not fits(piece.text, bar.ms, end_ms, plot_width):
+                piece = Piece(**{**vars(piece), "text": ""})
+            pieces[bar.place].append(piece)
+    return tuple(
+        Row(label=label, pieces=tuple(pieces[place]))
+        for place, label in zip(shown, _labels(shown), strict=True)
+    )
+
+
+def _piece(name: str, bar: Bar, held: RankMicroBatch | None, titled: bool) -> Piece:
+    rank, stage = bar.place
+    budget = None if held is None else longest_sample_budget(held)
+    title = [
+        f"{name}: rank {rank}, stage {stage}, {bar.direction} of micro-batch {bar.position}",
+        f"{bar.ms:,.4g} ms",
+        *([] if held is None else [f"{held.tokens // held.width:,} tokens"]),
+        *([] if budget is None else [f"budget {budget:.1f} blocks"]),
+    ]
+    return Piece(
+        kind="forward" if bar.direction == "forward" else "computing",
+        start_ms=bar.start_ms,
+        ms=bar.ms,
+        text="" if budget is None or bar.direction == "forward" else f"{budget:.0f}",
+        title=", ".join(title) if titled else "",
+        marked=held is not None and held.width > 1,
+    )
+
+
+def longest_sample_budget(held: RankMicroBatch) -> float | None:
+    """Budget of the longest sample in blocks, the mean over a stage's layers."""
+    if not held.budgets_LS.size:
+        return None
+    return float(held.budgets_LS[:, int(np.argmax(held.lengths_tokens))].mean())
+
+
+def _labels(shown: tuple[Place, ...]) -> list[str]:
+    if len({stage for _, stage in shown}) == 1:
+        return [f"rank {rank}" for rank, _ in shown]
+    first = dict(reversed(shown))
+    return [
+        f"rank {rank}  stage {stage}" if first[rank] == stage else str(stage)
+        for rank, stage in shown
+    ]
+
+
+def _heading(view: StepView) -> str:
+    ms = view.timeline.makespan_ms
+    length = f"{ms:,.0f}" if ms >= 10 else f"{ms:.2g}"
+    return f"{view.name}: {length} ms, stages wait {1.0 - view.timeline.busy_share:.0%} of it"

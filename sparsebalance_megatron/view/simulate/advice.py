@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a job would take under several block sizes, budgets, micro-batches and context groups.
+
+Everything is counted or predicted by the code that plans training; nothing is run.
+
+Shape legend: S samples of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sparsebalance_megatron.config import DEFAULT_SELECTION, ConfigError
+from sparsebalance_megatron.cost.memory import MemoryModel, StageMemory, stage_memory
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.parts import Direction, Part
+from sparsebalance_megatron.cost.table import ModelShape
+from sparsebalance_megatron.cost.work_model import work_model_named
+from sparsebalance_megatron.plan.job import Job, check_cp_sizes, default_max_cp_size, whole_parts
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError, StepPlan
+from sparsebalance_megatron.view.simulate.lengths import WorkloadError
+from sparsebalance_megatron.view.simulate.setups import default_policy, workload
+from sparsebalance_megatron.view.simulate.variants import RANKS_PER_NODE, Workload
+
+_SEARCH_MS = 20.0
+"""Search for one plan. Training may search longer; to compare choices this is enough."""
+
+
+def job_on_gpus(*, gpus: int, tensor_parallel_size: int, stages: int, layers: int) -> Job:
+    """A model on some GPUs, before its ranks share micro-batches; of one micro-batch.
+
+    Raises:
+        ConfigError: the GPUs do not divide, or there are fewer layers than stages.
+    """
+    sizes = {"--tp": tensor_parallel_size, "--pp": stages}
+    return Job.even(layers=layers, ranks=whole_parts(gpus, "--gpus", sizes), stages=stages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdviceInputs:
+    """A model on some GPUs, and the samples it trains on.
+
+    ``job``: see :func:`job_on_gpus`. ``shape`` names the tensor-parallel size. ``batches``: lengths
+    in tokens of global batches in order, alike in size. ``costs``: block size -> cost model,
+    without recomputation.
+    """
+
+    job: Job
+    shape: ModelShape
+    tied_embeddings: bool
+    batches: tuple[tuple[int, ...], ...]
+    costs: Callable[[int], CostModel]
+    selection: str = DEFAULT_SELECTION
+    recompute_all: bool = False
+    recompute_attention: bool = False
+
+    @property
+    def gpus(self) -> int:
+        job = self.job
+        return job.data_parallel_size * job.pipeline_stages * self.shape.tensor_parallel_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What the user may set. ``micro_batches``: per rank and step, as Megatron counts them."""
+
+    block_size: int
+    base_budget: int
+    micro_batches: int
+    context_parallel_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """What a choice is predicted to give; means over the steps.
+
+    ``dense_tokens_share``: of tokens in documents whose blocks all fit the base budget, so that
+    their attention is dense anyway. ``router_share``: of the compute time, what selecting takes.
+    ``bubble_share``: of the GPUs' time within a step, what no micro-batch fills.
+    ``speedup_over_dense``: the time of the same job with dense attention and no router, over this
+    one's. ``stages``: memory of every pipeline stage in the fullest of the steps.
+    """
+
+    choice: Choice
+    dense_tokens_share: float
+    router_share: float
+    step_ms: float
+    tokens_per_second_per_gpu: float
+    bubble_share: float
+    speedup_over_dense: float
+    coverage_prior: float | None
+    stages: tuple[StageMemory, ...]
+
+    @property
+    def fullest_bytes(self) -> float:
+        """Memory of the stage that needs most."""
+        return max(stage.total_bytes for stage in self.stages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """Outlooks in the order of the choices, and why others have none."""
+
+    outlooks: tuple[Outlook, ...]
+    left_out: tuple[str, ...]
+    cost_source: str
+
+
+def advise(
+    inputs: AdviceInputs,
+    choices: Sequence[Choice],
+    progress: Callable[[Sequence[Choice]], Iterable[Choice]] = iter,
+) -> Advice:
+    """The outlook of every choice that makes a job.
+
+    Args:
+        progress: shows how far it is while it gives the choices.
+
+    Raises:
+        WorkloadError: none does.
+    """
+    outlooks: list[Outlook] = []
+    left_out: dict[str, list[Choice]] = {}
+    for choice in progress(choices):
+        try:
+            outlooks.append(_outlook(inputs, choice))
+        except (ConfigError, PlanError, WorkloadError) as error:
+            left_out.setdefault(str(error), []).append(choice)
+    reasons = tuple(f"{_named(those)}: {reason}" for reason, those in left_out.items())
+    if not outlooks:
+        raise WorkloadError(f"no choice makes a job: {reasons[0]}")
+    source = inputs.costs(choices[0].block_size).source
+    return Advice(outlooks=tuple(outlooks), left_out=reasons, cost_source=source)
+
+
+def _named(choices: Sequence[Choice]) -> str:
+    """What choices that are left out for one reason have in common."""
+    named = {
+        "block size {}": {choice.block_size for choice in choices},
+        "budget {}": {choice.base_budget for choice in choices},
+        "{} micro-batches": {choice.micro_batches for choice in choices},
+        "context parallel {}": {choice.context_parallel_size for choice in choices},
+    }
+    common = [name.format(*values) for name, values in named.items() if len(values) == 1]
+    return ", ".join(common or [f"{len(choices)} choices"])
+
+
+def _outlook(inputs: AdviceInputs, choice: Choice) -> Outlook:
+    workloads = [_workloads(inputs, choice, batch) for batch in inputs.batches]
+    sparse, dense = (
+        [each.plan(batch) for each, batch in zip(of, inputs.batches, strict=True)]
+        for of in zip(*workloads, strict=True)
+    )
+    step_ms, dense_ms = (
+        sum(plan.expectation.makespan_ms for plan in plans) for plans in (sparse, dense)
+    )
+    busy_ms = sum(float(plan.expectation.times_2RPVM.sum()) for plan in sparse)
+    cost = inputs.costs(choice.block_size)
+    router_ms = sum(_router_ms(cost, inputs.job.layers, plan) for plan in sparse)
+    lengths = np.concatenate(inputs.batches)
+    is_dense = lengths <= choice.block_size * choice.base_budget
+    coverages = [plan.expectation.coverage_mean for plan in sparse]
+    known = [coverage for coverage in coverages if coverage is not None]
+    return Outlook(
+        choice=choice,
+        dense_tokens_share=float(lengths[is_dense].sum() / lengths.sum()),
+        router_share=router_ms / busy_ms,
+        step_ms=step_ms / len(sparse),
+        tokens_per_second_per_gpu=float(lengths.sum()) / (step_ms / 1e3) / inputs.gpus,
+        bubble_share=1.0
+        - busy_ms / (inputs.job.data_parallel_size * inputs.job.pipeline_stages * step_ms),
+        speedup_over_dense=dense_ms / step_ms,
+        coverage_prior=float(np.mean(known)) if known else None,
+        stages=_fullest(
+            [stage_memory(_memory(inputs, choice, plan), plan.share_tokens_RM()) for plan in sparse]
+        ),
+    )
+
+
+def _workloads(
+    inputs: AdviceInputs, choice: Choice, batch: tuple[int, ...]
+) -> tuple[Workload, Workload]:
+    """A batch as training plans it by default, and with dense attention and no router.
+
+    The token cap is Megatron's: samples per micro-batch times the longest sample.
+
+    Raises:
+        ConfigError: if the samples do not fill the micro-batches evenly, or ranks cannot share.
+    """
+    size, ranks = choice.context_parallel_size, inputs.job.data_parallel_size
+    max_cp_size = default_max_cp_size(ranks, size, RANKS_PER_NODE)
+    check_cp_sizes(ranks, size, max_cp_size)
+    sizes = {"micro-batches": choice.micro_batches, "data-parallel ranks": ranks // size}
+    samples = whole_parts(len(batch), "--global-batch", sizes)
+    cost = inputs.costs(choice.block_size)
+    policy = default_policy(
+        block_size=choice.block_size,
+        base_budget=choice.base_budget,
+        coverage_threshold=0.1,
+        cap_tokens=-(-samples * max(map(max, inputs.batches)) // size),
+    )
+    sparse = workload(
+        (batch,),
+        layers=inputs.job.layers,
+        ranks=inputs.job.data_parallel_size,
+        stages=inputs.job.pipeline_stages,
+        micro_batches=choice.micro_batches,
+        policy=replace(
+            policy,
+            coverage_target="base",
+            context_parallel="dynamic" if size > 1 else "static",
+            max_context_parallel=max_cp_size,
+            plan_ms=_SEARCH_MS,
+        ),
+        cost=cost.with_recompute(
+            full=inputs.recompute_all, attention_only=inputs.recompute_attention
+        ),
+        longest_tokens=max(batch),
+    )
+    sparse = replace(sparse, job=replace(sparse.job, context_parallel_size=size))
+    blocks = -(-max(batch) // choice.block_size)
+    dense = replace(
+        sparse,
+        policy=replace(sparse.policy, base_budget=blocks, tuning="off"),
+        cost=_without_router(sparse.cost),
+    )
+    return sparse, dense
+
+
+def _without_router(cost: CostModel) -> CostModel:
+    nothing = {Part.ROUTER: (0.0,) * len(cost.forward_ms[Part.ROUTER])}
+    return replace(
+        cost,
+        forward_ms={**cost.forward_ms, **nothing},
+        backward_ms={**cost.backward_ms, **nothing},
+    )
+
+
+def _router_ms(cost: CostModel, layers: int, plan: StepPlan) -> float:
+    """Selecting blocks, forward and backward, on all ranks and layers of a step."""
+    forward, backward = (cost.coefficients_ms(Part.ROUTER, each) for each in Direction)
+    per_unit = forward + backward
+    return layers * sum(float(per_unit @ _router_work(cost, each)) for each in plan.slots)
+
+
+def _router_work(cost: CostModel, micro_batch: MicroBatchPlan) -> np.ndarray:
+    blocks_S = np.array(micro_batch.lengths_tokens) / cost.block_size
+    visible = cost.work.visible_pairs(blocks_S).sum()
+    return np.array([1.0, len(blocks_S), micro_batch.tokens, 0.0, visible])
+
+
+def _memory(inputs: AdviceInputs, choice: Choice, plan: StepPlan) -> MemoryModel:
+    data_parallel_size = inputs.job.data_parallel_size // choice.context_parallel_size
+    return MemoryModel(
+        shape=inputs.shape,
+        layers_per_stage=tuple(
+            sum(len(chunk) for chunk in stage) for stage in inputs.job.stage_layers
+        ),
+        virtual_stages=1,
+        tied_embeddings=inputs.tied_embeddings,
+        sequence_parallel=True,
+        optimizer_ranks=data_parallel_size,
+        selected_blocks_per_token=work_model_named(inputs.selection).list_entries_per_token(
+            heads=inputs.shape.num_attention_heads,
+            groups=inputs.shape.num_query_groups,
+            block_size=choice.block_size,
+            budget_blocks=max(int(slot.budgets_LS.max()) for slot in plan.slots),
+        ),
+        recompute_all=inputs.recompute_all,
+        recompute_attention=inputs.recompute_attention,
+    )
+
+
+def _fullest(steps: Sequence[tuple[StageMemory, ...]]) -> tuple[StageMemory, ...]:
+    """Of every stage, the memory in the step that needs most of it."""
+    return tuple(
+        max(of_stage, key=lambda memory: memory.total_bytes)
+        for of_stage in zip(*steps, strict=True)
+    )

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lists and coverage against their definitions.
+
+Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from attention.cases import SELECTORS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import attention as oracle
+from oracles import router as at_once
+from torch import Tensor
+
+from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.row_pair import RowPair
+from sparsebalance_megatron.attention.select import (
+    rank_row,
+    selector_named,
+    streaming,
+)
+from sparsebalance_megatron.attention.select.block_topk import BlockTopK
+from sparsebalance_megatron.attention.select.ranking import Ranking
+from sparsebalance_megatron.attention.selection import Selection
+
+GRANULARITIES = tuple(
+    name for name, selector in SELECTORS.items() if isinstance(selector, BlockTopK)
+)
+PACKINGS = ([0, 64], [0, 1, 2, 51, 70], [0, 37, 38, 61], [0, 1])
+BLOCK = 8
+
+
+def _inputs(
+    tokens: int, heads: int = 4, kv_heads: int = 2, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(tokens + heads)
+    q_THD = torch.randn(tokens, heads, 8, generator=generator).to(dtype)
+    k_TGD = torch.randn(tokens, kv_heads, 8, generator=generator).to(dtype)
+    return q_THD, k_TGD
+
+
+def _ranking(
+    granularity: str,
+    inputs: tuple[Tensor, Tensor],
+    cu_seqlens: list[int],
+    *,
+    softmax_scale: float = 0.3,
+    max_budget: int = 99,
+    observe: bool = False,
+) -> Ranking:
+    return rank_row(
+        selector_named(granularity),
+        *(*inputs, packed_layout(cu_seqlens, BLOCK, "cpu")),
+        softmax_scale=softmax_scale,
+        max_budget=max_budget,
+        observe=observe,
+    )
+
+
+def _as_lists(selection: Selection) -> oracle.Lists:
+    rows, heads, _ = selection.indices_QCK.shape
+    return {
+        (row, head): selection.indices_QCK[row, head, : selection.counts_QC[row, head]].tolist()
+        for row in range(rows)
+        for head in range(heads)
+    }
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("cu_seqlens", PACKINGS)
+@pytest.mark.parametrize("budget", [1, 2, 3, 16])
+def test_selection_is_mobas(granularity: str, cu_seqlens: list[int], budget: int) -> None:
+    inputs = _inputs(cu_seqlens[-1])
+    ranking = _ranking(granularity, inputs, cu_seqlens, max_budget=max(2, budget))
+    budgets_S = torch.full((len(cu_seqlens) - 1,), budget, dtype=torch.int32)
+    budgets_S[-1] = 2
+    selection = selector_named(granularity).select(ranking, budgets_S)
+    expected = oracle.moba_lists(*inputs, cu_seqlens, BLOCK, budgets_S.tolist(), granularity)
+    assert _as_lists(selection) == expected
+    assert selection.indices_QCK.dtype == selection.counts_QC.dtype == torch.int32
+
+
+lengths = st.lists(st.integers(1, 90), min_size=1, max_size=5)
+
+
+@given(
+    lengths=lengths,
+    granularity=st.sampled_from(GRANULARITIES),
+    group=st.sampled_from([1, 2, 4]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    places=st.integers(1, 13),
+    chunk_elements=st.sampled_from([1, 100, 1 << 18]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_chunks_give_what_all_at_once_gives(
+    lengths: list[int],
+    granularity: str,
+    group: int,
+    dtype: torch.dtype,
+    places: int,
+    chunk_elements: int,
+    seed: int,
+) -> None:
+    """Lists to the last bit; mass as exactly as a softmax in float32 has it."""
+    cu_seqlens = [0, *itertools.accumulate(lengths)]
+    generator = torch.Generator().manual_seed(seed)
+    inputs = tuple(
+        torch.randn(cu_seqlens[-1], heads, 8, generator=generator).to(dtype)
+        for heads in (4, 4 // group)
+    )
+    scores_QCN, own_Q = at_once.scores_at_once(*inputs, cu_seqlens, BLOCK, granularity)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streaming, "CHUNK_ELEMENTS", chunk_elements)
+        ranking = _ranking(granularity, inputs, cu_seqlens, max_budget=places, observe=True)
+    width = ranking.indices_QCK.shape[2]
+    expected_QCK = at_once.lists_at_once(scores_QCN, own_Q, width)
+    # Scores that differ by rounding alone may trade places.
+    tied_QC = _nearly_tied(scores_QCN)
+    assert torch.equal(ranking.indices_QCK[~tied_QC], expected_QCK[~tied_QC])
+    expected_SK = at_once.mass_at_once(
+        *(scores_QCN, own_Q, cu_seqlens, BLOCK, 0.3), by_token=ranking.by_token
+    )
+    assert ranking.mass_SK is not None
+    columns = min(ranking.mass_SK.shape[1], expected_SK.shape[1])
+    torch.testing.assert_close(
+        ranking.mass_SK[:, :columns], expected_SK[:, :columns], atol=1e-6, rtol=1e-6
+    )
+
+
+def _nearly_tied(scores_QCN: Tensor) -> Tensor:
+    falling = scores_QCN.sort(dim=-1, descending=True).values
+    return ((falling[..., :-1] - falling[..., 1:]) < 1e-5).any(-1)
+
+
+def test_narrow_lists_are_the_wide_ones_cut() -> None:
+    selector, inputs, cu_seqlens = selector_named("token-kv-head"), _inputs(90), [0, 50, 90]
+    wide = _ranking("token-kv-head", inputs, cu_seqlens)
+    narrow = _ranking("token-kv-head", inputs, cu_seqlens, max_budget=3)
+    assert narrow.indices_QCK.shape[2] == 3
+    assert torch.equal(narrow.indices_QCK, wide.indices_QCK[..., :3])
+    budgets_S = torch.tensor([3, 2])
+    counts = [selector.select(ranking, budgets_S).counts_QC for ranking in (wide, narrow)]
+    assert torch.equal(*counts)
+    capped = selector.select(narrow, torch.tensor([9, 9]))
+    assert capped.counts_QC.max() == 3
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_budgets_below_one_read_the_own_block(granularity: str) -> None:
+    ranking = _ranking(granularity, _inputs(99), [0, 50, 90, 99])
+    low, least = (
+        selector_named(granularity).select(ranking, torch.tensor(budgets))
+        for budgets in ([0, 3, -7], [1, 3, 1])
+    )
+    assert torch.equal(low.counts_QC, least.counts_QC)
+    assert low.counts_QC.min() == 1
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0, 0.0, -0.0])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_equal_scores_go_to_the_lower_block(granularity: str, sign: float) -> None:
+    """Zeros of either sign are equal too."""
+    q_THD, k_TGD = sign * torch.ones(320, 2, 4), torch.ones(320, 1, 4)
+    k_TGD[160:] = k_TGD[160:].copysign(torch.tensor(1.0 if sign else -1.0))
+    ranking = _ranking(granularity, (q_THD, k_TGD), [0, 320], max_budget=4)
+    row = 30 * BLOCK if ranking.by_token else 30
+    assert ranking.indices_QCK[row, 0].tolist() == [30, 0, 1, 2]
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("cu_seqlens", PACKINGS)
+def test_coverage_is_the_router_mass_inside(granularity: str, cu_seqlens: list[int]) -> None:
+    layout = packed_layout(cu_seqlens, BLOCK, "cpu")
+    q_THD, k_TGD = _inputs(cu_seqlens[-1])
+    ranking = _ranking(
+        granularity, (q_THD, k_TGD), cu_seqlens, softmax_scale=2.0, max_budget=1, observe=True
+    )
+    curves_SK = selector_named(granularity).coverage(ranking)
+    assert curves_SK.dtype == torch.float32
+    assert curves_SK.shape == (layout.documents, layout.max_blocks)
+    assert (curves_SK.diff(dim=1) >= 0).all()
+    for budget in range(1, layout.max_blocks + 1):
+        expected = oracle.coverage(q_THD, k_TGD, cu_seqlens, BLOCK, granularity, 2.0, budget)
+        torch.testing.assert_close(
+            curves_SK[:, budget - 1], torch.tensor(expected), atol=2e-6, rtol=0
+        )
+    for document, blocks in enumerate(layout.blocks_per_document):
+        assert (curves_SK[document, blocks - 1 :] == 1.0).all()
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_observing_changes_no_list(granularity: str) -> None:
+    seen, unseen = (
+        _ranking(granularity, _inputs(90), [0, 50, 90], observe=observe)
+        for observe in (True, False)
+    )
+    assert torch.equal(seen.indices_QCK, unseen.indices_QCK)
+    assert unseen.mass_SK is None
+    with pytest.raises(ValueError, match="observe=True"):
+        selector_named(granularity).coverage(unseen)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_a_second_pass_repeats_every_bit(granularity: str) -> None:
+    first, second = (
+        _ranking(granularity, _inputs(90), [0, 50, 90], observe=True) for _ in range(2)
+    )
+    assert torch.equal(first.indices_QCK, second.indices_QCK)
+    assert torch.equal(first.mass_SK, second.mass_SK)
+
+
+def test_nothing_carries_a_gradient() -> None:
+    inputs = tuple(x.requires_grad_() for x in _inputs(20))
+    for granularity in GRANULARITIES:
+        ranking = _ranking(granularity, inputs, [0, 20], observe=True)
+        assert not selector_named(granularity).coverage(ranking).requires_grad
+
+
+def test_bad_arguments_are_named() -> None:
+    layout = packed_layout([0, 20], BLOCK, "cpu")
+    q_THD, k_TGD = _inputs(20)
+    selector = selector_named("previous-block")
+    with pytest.raises(ValueError, match="token: must be one of token-query-head, "):
+        selector_named("token")
+    with pytest.raises(ValueError, match="20 tokens as in the layout"):
+        selector.summaries(q_THD[:9], k_TGD[:9], layout)
+    with pytest.raises(ValueError, match="max_budget 0"):
+        _ranking("previous-block", (q_THD, k_TGD), [0, 20], max_budget=0)
+    with pytest.raises(ValueError, match="20 tokens as in its layout"):
+        selector.rank(
+            q_THD[:9],
+            selector.summaries(q_THD, k_TGD, layout),
+            RowPair.within(layout),
+            softmax_scale=1.0,
+            max_budget=1,
+            observe=False,
+        )
+    with pytest.raises(ValueError, match="each of the 1 documents"):
+        selector.select(_ranking("previous-block", (q_THD, k_TGD), [0, 20]), torch.tensor([1, 2]))

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vertical-slash lists and coverage against their definition, and what they may never do.
+
+The public code of MTraining has faults that are named below, each beside the test that it would
+fail (microsoft/MInference, branch wenxuan/mtrain at f74982d).
+
+Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import vertical_slash as oracle
+from torch import Tensor
+
+from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.row_pair import RowPair
+from sparsebalance_megatron.attention.select import rank_row, selector_named, vertical_slash
+from sparsebalance_megatron.attention.select.vertical_slash import VerticalSlash
+from sparsebalance_megatron.attention.select.vertical_slash_ranking import (
+    VerticalSlashRanking,
+    column_blocks,
+)
+from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.cost.work_model import work_model_named
+
+BLOCK, SCALE = 8, 0.8
+CAUSAL, LAST = VerticalSlash(), VerticalSlash(looks_ahead=True)
+BOTH = {"vertical-slash": CAUSAL, "vertical-slash-last-queries": LAST}
+CU_SEQLENS = [0, 21, 120, 157]
+
+
+def _inputs(tokens: int, heads: int = 4, kv_heads: int = 2, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    q_THD = torch.randn(tokens, heads, 8, generator=generator)
+    return q_THD, torch.randn(tokens, kv_heads, 8, generator=generator)
+
+
+def _ranking(
+    selector: VerticalSlash,
+    inputs: tuple[Tensor, Tensor],
+    cu_seqlens: list[int],
+    *,
+    block_size: int = BLOCK,
+    max_budget: int = 99,
+    observe: bool = False,
+) -> VerticalSlashRanking:
+    return rank_row(
+        selector,
+        *(*inputs, packed_layout(cu_seqlens, block_size, "cpu")),
+        softmax_scale=SCALE,
+        max_budget=max_budget,
+        observe=observe,
+    )
+
+
+def _choices(selection: Selection) -> dict[tuple[int, int], oracle.Choice]:
+    found = {}
+    for row, heads in enumerate(selection.counts_QC.tolist()):
+        for head, count in enumerate(heads):
+            columns = []
+            if selection.columns is not None:
+                length = int(selection.columns.counts_NG[row, head])
+                columns = selection.columns.tokens_NGK[row, head, :length].tolist()
+            blocks = selection.indices_QCK[row, head, :count].tolist()
+            found[row, head] = oracle.Choice(blocks=blocks, columns=columns)
+    return found
+
+
+def _same_lists(a: Selection, b: Selection) -> bool:
+    return _choices(a) == _choices(b)
+
+
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize(
+    ("cu_seqlens", "kv_heads"), [(CU_SEQLENS, 2), ([0, 1, 2, 51, 140], 1), ([0, 96], 4)]
+)
+def test_lists_and_coverage_are_the_definitions(
+    name: str, cu_seqlens: list[int], kv_heads: int
+) -> None:
+    """At every budget. 21, 99 and 37 tokens in blocks of 8: last blocks are short."""
+    inputs = _inputs(cu_seqlens[-1], kv_heads=kv_heads)
+    ranking = _ranking(BOTH[name], inputs, cu_seqlens, observe=True)
+    ranked = oracle.ranked(
+        *inputs, cu_seqlens, BLOCK, SCALE, looks_ahead=name == "vertical-slash-last-queries"
+    )
+    seen = oracle.seen_by_blocks(*inputs, cu_seqlens, BLOCK, SCALE)
+    curves_SK = selector_named(name).coverage(ranking)
+    for budget in range(1, curves_SK.shape[1] + 1):
+        expected = {
+            key: oracle.cut(order, budget, cu_seqlens, BLOCK) for key, order in ranked.items()
+        }
+        selection = selector_named(name).select(ranking, torch.full((len(cu_seqlens) - 1,), budget))
+        assert _choices(selection) == expected
+        covered = oracle.coverage(seen, cu_seqlens, BLOCK, expected)
+        torch.testing.assert_close(
+            curves_SK[:, budget - 1], torch.tensor(covered), atol=1e-6, rtol=0
+        )
+    assert curves_SK.dtype == torch.float32
+    assert (curves_SK.diff(dim=1) >= 0).all()
+    assert (curves_SK[:, -1] == 1.0).all()
+
+
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=4),
+    name=st.sampled_from(tuple(BOTH)),
+    group=st.sampled_from([1, 2, 4]),
+    block_size=st.sampled_from([1, 2, 8, 16]),
+    budgets=st.tuples(st.integers(1, 20), st.integers(1, 20)),
+    chunk_elements=st.sampled_from([1, 1 << 12, 1 << 21]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_budget_buys_the_keys_of_so_many_blocks_and_no_key_twice(
+    lengths: list[int],
+    name: str,
+    group: int,
+    block_size: int,
+    budgets: tuple[int, int],
+    chunk_elements: int,
+    seed: int,
+) -> None:
+    """All keys in the past of the same document, as many as the work model says, and at a larger
+    budget all of them again, whatever is computed at once and whatever others' budgets are."""
+    cu_seqlens = [0, *itertools.accumulate(lengths)]
+    layout = packed_layout(cu_seqlens, block_size, "cpu")
+    inputs = _inputs(cu_seqlens[-1], kv_heads=4 // group, seed=seed)
+    low, high = sorted(budgets)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vertical_slash, "CHUNK_ELEMENTS", chunk_elements)
+        wide = _ranking(BOTH[name], inputs, cu_seqlens, block_size=block_size, max_budget=high)
+        narrow = _ranking(BOTH[name], inputs, cu_seqlens, block_size=block_size, max_budget=low)
+    found = [BOTH[name].select(wide, torch.full((len(lengths),), budget)) for budget in (low, high)]
+    assert _same_lists(BOTH[name].select(narrow, torch.full((len(lengths),), low)), found[0])
+    read: list[set[int]] = []
+    for selection, budget in zip(found, (low, high), strict=True):
+        pairs = 0.0
+        for (row, head), choice in _choices(selection).items():
+            document, own = int(layout.document_N[row]), int(layout.start_N[row])
+            begin = cu_seqlens[document]
+            assert choice.blocks[0] == row
+            past = [
+                token
+                for number in choice.blocks[1:]
+                for token in range(
+                    int(layout.start_N[number]), int(layout.start_N[number]) + block_size
+                )
+            ] + choice.columns
+            assert all(begin <= token < own for token in past)
+            assert len(past) == len(set(past))
+            visible = int(layout.index_N[row]) + 1
+            assert len(past) == block_size * (min(budget, visible) - 1)
+            tokens = int(layout.length_N[row])
+            pairs += tokens * (len(past) + tokens) / block_size**2
+            read.append({*past, head * cu_seqlens[-1]})
+    half = len(read) // 2
+    for small, large in zip(read[:half], read[half:], strict=True):
+        assert small <= large
+    predicted = work_model_named(name).attended_pairs(torch.tensor(lengths) / block_size, high)
+    assert pairs / (4 // group) == pytest.approx(predicted.sum(), rel=1e-6)
+
+
+def test_the_work_model_knows_the_probes_and_the_columns() -> None:
+    for name, selector in BOTH.items():
+        assert selector_named(name) == selector
+        entries = [
+            work_model_named(name).list_entries_per_token(
+                heads=8, groups=2, block_size=64, budget_blocks=budget
+            )
+            for budget in range(99)
+        ]
+        assert entries == [2 * (budget / 64 + column_blocks(budget)) for budget in range(99)]
+        scores = work_model_named(name).scores_per_visible_pair(3, 1, 64)
+        assert scores == selector.probe_tokens * 3 * 64
+
+
+def test_sinks_and_the_block_before_are_read_whatever_probes_say() -> None:
+    """Keys that probes shun: far below all others."""
+    q_THD, k_TGD = torch.ones(320, 2, 8), torch.zeros(320, 1, 8)
+    k_TGD[:160] = -5.0
+    k_TGD[232:240] = -5.0
+    selection = CAUSAL.select(_ranking(CAUSAL, (q_THD, k_TGD), [0, 320]), torch.tensor([3]))
+    assert selection.indices_QCK[30, 0, :2].tolist() == [30, 29]
+    assert selection.columns is not None
+    assert selection.columns.tokens_NGK[30, 0, :8].tolist() == [0, 1, *range(160, 166)]
+
+
+def test_a_line_of_every_kind_is_found() -> None:
+    """Every query looks at token 17 and 43 tokens back, which are 5 blocks of 8 and 3 tokens."""
+    tokens = 160
+    k_TGD = torch.eye(tokens)[:, None]
+    q_THD = 12.0 / SCALE * (k_TGD.roll(43, 0) + k_TGD[17])
+    selection = CAUSAL.select(_ranking(CAUSAL, (q_THD, k_TGD), [0, tokens]), torch.tensor([7]))
+    for (block, _), choice in _choices(selection).items():
+        if block > 8:
+            assert {block - 5, block - 6} <= {*choice.blocks}
+            assert 17 // BLOCK in choice.blocks or 17 in choice.columns
+
+
+def test_a_sink_draws_no_diagonal_along() -> None:
+    """Every query looks at the first token alone: no distance is better than another, so that the
+    lower block wins, and not the one that lies as far back as the token does."""
+    k_TGD = torch.eye(160)[:, None]
+    q_THD = 200.0 / SCALE * k_TGD[:1].expand(160, -1, -1)
+    ranking = _ranking(CAUSAL, (q_THD, k_TGD), [0, 160])
+    assert ranking.blocks_NGK[19, 0, :5].tolist() == [19, 18, 0, 1, 2]
+    assert ranking.columns_NGX[19, 0, :2].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_no_last_column_is_dropped(name: str) -> None:
+    """Fault 2: where the columns fill their capacity, the last one was lost, or one more read."""
+    inputs, cu_seqlens = _inputs(320), [0, 320]
+    exact = _ranking(BOTH[name], inputs, cu_seqlens, max_budget=7)
+    ample = _ranking(BOTH[name], inputs, cu_seqlens, max_budget=40)
+    selections = [BOTH[name].select(ranking, torch.tensor([7])) for ranking in (exact, ample)]
+    assert _same_lists(*selections)
+    assert selections[0].columns is not None
+    assert selections[0].columns.tokens_NGK.shape[2] == 2 * BLOCK
+    assert (selections[0].columns.counts_NG[7:] == 2 * BLOCK).all()
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_every_document_is_probed_by_itself(name: str) -> None:
+    """Faults 3, 7 and 9: budgets capped by the tokens at hand, no packed rows, and one probe at the
+    end of all. The lists of a document are those that it has alone."""
+    q_THD, k_TGD = _inputs(CU_SEQLENS[-1])
+    budgets = [2, 6, 3]
+    packed = BOTH[name].select(
+        _ranking(BOTH[name], (q_THD, k_TGD), CU_SEQLENS), torch.tensor(budgets)
+    )
+    layout, found = packed.query_layout, _choices(packed)
+    for document, (begin, end) in enumerate(itertools.pairwise(CU_SEQLENS)):
+        alone = BOTH[name].select(
+            _ranking(BOTH[name], (q_THD[begin:end], k_TGD[begin:end]), [0, end - begin]),
+            torch.tensor([budgets[document]]),
+        )
+        first = int(layout.first_block_S[document])
+        for (row, head), choice in _choices(alone).items():
+            assert found[first + row, head] == oracle.Choice(
+                blocks=[number + first for number in choice.blocks],
+                columns=[token + begin for token in choice.columns],
+            )
+
+
+def test_columns_of_the_own_block_are_never_listed() -> None:
+    """Fault 4: with the diagonal left out, columns of a query's own block had no causal mask. Here
+    the own block is always read as a block, even where no probe looks near."""
+    q_THD, k_TGD = torch.ones(160, 1, 8), torch.zeros(160, 1, 8)
+    k_TGD[:80] = 5.0
+    for budget in range(1, 20):
+        ranking = _ranking(CAUSAL, (q_THD, k_TGD), [0, 160])
+        selection = CAUSAL.select(ranking, torch.tensor([budget]))
+        for (row, _), choice in _choices(selection).items():
+            assert choice.blocks[0] == row
+            assert all(token < row * BLOCK for token in choice.columns)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_sums_are_float32_and_repeat_bit_by_bit(name: str) -> None:
+    """Fault 5: sums in bfloat16, by atomics in any order."""
+    inputs = tuple(x.bfloat16() for x in _inputs(157))
+    widened = tuple(x.float() for x in inputs)
+    first, second, wide = (
+        _ranking(BOTH[name], some, CU_SEQLENS, observe=True) for some in (inputs, inputs, widened)
+    )
+    for field in dataclasses.fields(first):
+        found = getattr(first, field.name)
+        if isinstance(found, Tensor):
+            assert torch.equal(found, getattr(second, field.name))
+            assert torch.equal(found, getattr(wide, field.name))
+
+
+def test_nothing_falls_back_silently() -> None:
+    """Fault 6: without a process group the ring ops ran dense attention. Queries of another row,
+    and wrong arguments, are errors."""
+    inputs, layout = _inputs(157), packed_layout(CU_SEQLENS, BLOCK, "cpu")
+    elsewhere = RowPair.of_blocks(packed_layout([0, 8, 16], BLOCK, "cpu"), layout, [0, 1])
+    options = {"softmax_scale": SCALE, "max_budget": 3, "observe": False}
+    keys = CAUSAL.summaries(*inputs, layout)
+    with pytest.raises(ValueError, match="with the layouts' 16 and 157 tokens"):
+        CAUSAL.rank(inputs[0], keys, elsewhere, **options)
+    with pytest.raises(ValueError, match="with the layouts' 157 and 157 tokens"):
+        CAUSAL.rank(inputs[0][:9], keys, RowPair.within(layout), **options)
+    with pytest.raises(ValueError, match="max_budget 0: must be at least 1 block"):
+        _ranking(CAUSAL, inputs, CU_SEQLENS, max_budget=0)
+    ranking = _ranking(CAUSAL, inputs, CU_SEQLENS)
+    with pytest.raises(ValueError, match="rank with observe=True"):
+        CAUSAL.coverage(ranking)
+    with pytest.raises(ValueError, match="each of the 3 documents"):
+        CAUSAL.select(ranking, torch.tensor([3]))
+
+
+def test_lists_grow_with_budgets_and_not_with_a_document() -> None:
+    """Fault 8: an index of every pair of blocks, for every layer."""
+    for tokens in (320, 640):
+        ranking = _ranking(CAUSAL, _inputs(tokens), [0, tokens], max_budget=6)
+        rows = tokens // BLOCK * 2
+        assert ranking.blocks_NGK.numel() == rows * 6
+        assert ranking.columns_NGX.numel() == rows * 4 * BLOCK
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_budgets_outside_the_ranking_count_as_its_ends(name: str) -> None:
+    ranking = _ranking(BOTH[name], _inputs(157), CU_SEQLENS, max_budget=4)
+    outside, inside = (
+        BOTH[name].select(ranking, torch.tensor(budgets)) for budgets in ([0, 99, -7], [1, 4, 1])
+    )
+    assert _same_lists(outside, inside)
+
+
+def test_observing_changes_no_list_and_nothing_carries_a_gradient() -> None:
+    inputs = tuple(x.requires_grad_() for x in _inputs(157))
+    for selector in BOTH.values():
+        seen, unseen = (
+            _ranking(selector, inputs, CU_SEQLENS, observe=observe) for observe in (True, False)
+        )
+        assert torch.equal(seen.blocks_NGK, unseen.blocks_NGK)
+        assert torch.equal(seen.columns_NGX, unseen.columns_NGX)
+        assert unseen.mass_SK is None
+        assert not selector.coverage(seen).requires_grad
+
+
+def test_coverage_between_measured_budgets_lies_on_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs = _inputs(20 * BLOCK)
+    exact = CAUSAL.coverage(_ranking(CAUSAL, inputs, [0, 20 * BLOCK], observe=True))[0]
+    monkeypatch.setattr(vertical_slash, "_EXACT_BUDGETS", 8)
+    budgets = vertical_slash.observed_budgets(20)
+    assert budgets == (*range(1, 9), 10, 12, 15, 18, 20)
+    between = CAUSAL.coverage(_ranking(CAUSAL, inputs, [0, 20 * BLOCK], observe=True))[0]
+    for budget in range(1, 21):
+        low = max(one for one in budgets if one <= budget)
+        high = min(one for one in budgets if one >= budget)
+        share = (budget - low) / max(1, high - low)
+        expected = torch.lerp(exact[low - 1], exact[high - 1], share)
+        torch.testing.assert_close(between[budget - 1], expected, atol=1e-6, rtol=0)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slices of packed sequences with any owners, and attention of all members in one process."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from attention.cases import SCALE, Case, on_device, saved
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparsebalance_megatron.attention.api import kernel_named
+from sparsebalance_megatron.attention.selection import ColumnLists, Selection
+from sparsebalance_megatron.attention.sequence.exchange import (
+    ExchangingKernel,
+    Part,
+    held_by,
+)
+from sparsebalance_megatron.attention.sequence.slice import SequenceGroup, SequenceSlice
+
+BLOCK = 8
+
+
+def random_owners(blocks: int, members: int, seed: int) -> np.ndarray:
+    """Every member holds a block; how many is uneven."""
+    generator = random.Random(seed)
+    weights = [1 + 2 * member for member in range(members)]
+    owners = [*range(members), *generator.choices(range(members), weights, k=blocks - members)]
+    generator.shuffle(owners)
+    return np.array(owners)
+
+
+def slices_of(
+    cu_seqlens: Sequence[int],
+    owner_N: np.ndarray,
+    members: int,
+    block: int = BLOCK,
+    device: str = "cpu",
+) -> list[SequenceSlice]:
+    """The slice of every member."""
+    return [
+        SequenceSlice(
+            cu_seqlens=tuple(cu_seqlens),
+            block_size=block,
+            owner_N=owner_N,
+            group=SequenceGroup(member=member, members=members),
+            device=device,
+        )
+        for member in range(members)
+    ]
+
+
+@st.composite
+def sliced_sequences(draw: st.DrawFn, max_members: int = 5) -> list[SequenceSlice]:
+    """Ragged documents, random owners."""
+    lengths = draw(st.lists(st.integers(1, 5 * BLOCK), min_size=1, max_size=5))
+    blocks = sum(-(-length // BLOCK) for length in lengths)
+    members = draw(st.integers(1, min(max_members, blocks)))
+    owner_N = random_owners(blocks, members, draw(st.integers(0, 99)))
+    return slices_of((0, *itertools.accumulate(lengths)), owner_N, members)
+
+
+def local_selection(selection: Selection, held: SequenceSlice) -> Selection:
+    """The lists of a slice's queries, cut out of a selection within the whole sequence."""
+    row_Q = torch.from_numpy(held.tokens_T).to(held.device)
+    row_Q = row_Q if selection.by_token else held.own_block_N
+    columns = selection.columns
+    if columns is not None:
+        columns = ColumnLists(
+            tokens_NGK=columns.tokens_NGK[held.own_block_N],
+            counts_NG=columns.counts_NG[held.own_block_N],
+        )
+    return Selection(
+        indices_QCK=selection.indices_QCK[row_Q],
+        counts_QC=selection.counts_QC[row_Q],
+        by_token=selection.by_token,
+        query_layout=held.local_layout,
+        kv_layout=held.whole_layout,
+        own_block_N=held.own_block_N,
+        columns=columns,
+    )
+
+
+class InOneProcess:
+    """An exchange between members that are all here; what is added for them is kept in order."""
+
+    gives_whole_heads = False
+
+    def __init__(self, k: Tensor, v: Tensor, members: Sequence[int]) -> None:
+        self._kv, self._members = torch.stack((k, v), 1), members
+        self.added: list[Tensor] = []
+
+    def parts(
+        self, k: Tensor, v: Tensor, selection: Selection, held: SequenceSlice
+    ) -> Iterator[Part]:
+        for member in self._members:
+            k_part, v_part = self._kv[held.tokens_W[member]].unbind(1)
+            part = held_by(member, selection, held)
+            yield Part(k_TGD=k_part, v_TGD=v_part, selection=part)
+
+    def gradients(self, k: Tensor, held: SequenceSlice) -> InOneProcess:
+        return self
+
+    def add(self, x: Tensor) -> None:
+        self.added.append(x)
+
+    def result(self) -> Tensor:
+        return self.added[0]
+
+
+def in_parts(
+    case: Case, implementation: str, dtype: torch.dtype, slices: Sequence[SequenceSlice], seed: int
+) -> tuple[Tensor, ...]:
+    """out, lse, dq, dk, dv put together from all members' calls; parts come in random order."""
+    kernel, generator = kernel_named(implementation), random.Random(seed)
+    q, k, v, dout = (
+        x.to(case.device, dtype) for x in (case.q_THD, case.k_TGD, case.v_TGD, case.dout_THD)
+    )
+    wide = torch.promote_types(dtype, torch.float32)
+    out, dq = torch.empty_like(q), torch.empty_like(q)
+    lse = torch.empty(q.shape[:2], dtype=wide, device=q.device)
+    dkv = torch.zeros(len(k), 2, *k.shape[1:], dtype=wide, device=q.device)
+    for member, on_host in enumerate(slices):
+        held = replace(on_host, device=case.device)
+        others = [other for other in range(len(slices)) if other != member]
+        members = [member, *generator.sample(others, len(others))]
+        exchange = InOneProcess(k, v, members)
+        exchanging = ExchangingKernel(exchange=exchange, sequence=held, kernel=kernel)
+        selection = local_selection(on_device(case.selection, case.device), held)
+        rows = held.tokens_T
+        inputs = q[rows], k[rows], v[rows]
+        results = exchanging.forward(*inputs, selection, softmax_scale=SCALE)
+        dq_local, *own = exchanging.backward(dout[rows], saved(*inputs, *results, selection))
+        out[rows], lse[rows], dq[rows] = *results, dq_local
+        for other, added in zip(members, exchange.added, strict=True):
+            assert added.dtype == wide
+            dkv[held.tokens_W[other]] += added
+        for gradient, added in zip(own, exchange.added[0].unbind(1), strict=True):
+            assert gradient.equal(added.to(dtype))
+    return tuple(x.cpu() for x in (out, lse, dq, *dkv.to(dtype).unbind(1)))

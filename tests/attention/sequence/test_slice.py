@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A member's slice of a packed sequence, and the part of its lists that another member holds."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from attention.cases import make_case
+from attention.sequence.slices import (
+    BLOCK,
+    local_selection,
+    sliced_sequences,
+    slices_of,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles.context_parallel import tokens_of_members
+
+from sparsebalance_megatron.attention.api import block_sparse_attention
+from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.sequence.exchange import held_by, sequence_attention
+from sparsebalance_megatron.attention.sequence.slice import SequenceGroup, SequenceSlice
+
+
+def dealt(
+    cu_seqlens: list[int], members: int, member: int = 0, block: int = BLOCK
+) -> SequenceSlice:
+    group = SequenceGroup(member=member, members=members)
+    return SequenceSlice.dealt(cu_seqlens, group, block_size=block)
+
+
+def _lists(selection: Selection) -> list[list[list[int]]]:
+    return [
+        [
+            selection.indices_QCK[row, head, : int(selection.counts_QC[row, head])].tolist()
+            for head in range(selection.counts_QC.shape[1])
+        ]
+        for row in range(selection.selecting_rows)
+    ]
+
+
+def test_blocks_are_dealt_on_over_documents() -> None:
+    first, last = (dealt([0, 5, 30, 31], 3, member, block=10) for member in (0, 2))
+    assert first.owner_N.tolist() == [0, 1, 2, 0, 1]
+    assert first.tokens_per_member == (10, 11, 10)
+    assert first.tokens_T.tolist() == [*range(5), *range(25, 30)]
+    assert first.local_layout.cu_seqlens == (0, 5, 10)
+    assert last.local_layout.cu_seqlens == (0, 10)
+
+
+@given(st.integers(1, 40), st.integers(1, 9))
+def test_no_member_gets_more_than_one_block_more(blocks: int, members: int) -> None:
+    if blocks >= members:
+        counts = np.bincount(dealt([0, blocks], members, block=1).owner_N, minlength=members)
+        assert counts.max() - counts.min() <= 1
+
+
+@given(sliced_sequences(), st.integers(1, 4))
+def test_members_hold_the_sequence_token_by_token(
+    slices: list[SequenceSlice], multiple: int
+) -> None:
+    owner_N, cu_seqlens = slices[0].owner_N, list(slices[0].cu_seqlens)
+    whole = tokens_of_members(cu_seqlens, BLOCK, owner_N.tolist(), len(slices))
+    longest = max(map(len, whole))
+    most = np.bincount(owner_N).max()
+    for member, (held, tokens) in enumerate(zip(slices, whole, strict=True)):
+        numbers = [token for token, _, _ in tokens]
+        blocks = sorted({block for _, _, block in tokens})
+        assert held.tokens_T.tolist() == held.tokens_W[member].tolist() == numbers
+        assert held.blocks_W[member].tolist() == held.own_block_N.tolist() == blocks
+        runs = [len(list(run)) for _, run in itertools.groupby(tokens, key=lambda x: x[1])]
+        assert held.local_layout.cu_seqlens == (0, *itertools.accumulate(runs))
+        in_whole = [block for _, _, block in tokens]
+        assert held.whole_layout.block_T[held.tokens_T].tolist() == in_whole
+        assert held.own_block_N[held.local_layout.block_T].tolist() == in_whole
+        assert held.member_layouts[member] is held.local_layout
+        assert [layout.tokens for layout in held.member_layouts] == [len(x) for x in whole]
+        assert held.gathered_T[numbers].tolist() == [
+            member * longest + i for i in range(len(numbers))
+        ]
+        assert held.gathered_N[blocks].tolist() == [member * most + i for i in range(len(blocks))]
+        padded = SequenceSlice(**{**vars_of(held), "pad_to_multiple_of": multiple})
+        places = [token - cu_seqlens[document] for token, document, _ in tokens]
+        assert padded.positions_T.tolist() == places + [0] * (-len(places) % multiple)
+        assert padded.padding_tokens == -len(places) % multiple
+
+
+def vars_of(held: SequenceSlice) -> dict[str, object]:
+    return {name: getattr(held, name) for name in SequenceSlice.__dataclass_fields__}
+
+
+@pytest.mark.parametrize(
+    ("owner_N", "members", "message"),
+    [
+        ([0, 0, 2], 3, "leaves none to member 1: share it among at most 3"),
+        ([0, 1], 2, "for 2 blocks: must name one of 2 for each of the sequence's 3 blocks"),
+        ([0, 1, 2], 2, "names members 0 to 2"),
+        ([0, -1, 1], 2, "negative"),
+    ],
+)
+def test_owners_that_do_not_fit_are_refused(owner_N: list[int], members: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        slices_of((0, 5, 13), np.array(owner_N), members, block=5)
+
+
+def test_a_sequence_with_fewer_blocks_than_members_is_refused() -> None:
+    with pytest.raises(ValueError, match="of 2 blocks on 3 members leaves none to member 2"):
+        dealt([0, 5, 6], 3)
+
+
+@pytest.mark.parametrize("member", [-1, 2])
+def test_a_member_outside_the_group_is_refused(member: int) -> None:
+    with pytest.raises(ValueError, match=f"member {member}: the group has 0 to 1"):
+        SequenceGroup(member=member, members=2)
+
+
+@settings(max_examples=25)
+@given(sliced_sequences(), st.sampled_from(["previous-block", "token-kv-head", "token-query-head"]))
+def test_parts_of_lists_hold_what_members_hold(
+    slices: list[SequenceSlice], granularity: str
+) -> None:
+    """In order, nothing lost, nothing twice, the own block known where it is."""
+    cu_seqlens = list(slices[0].cu_seqlens)
+    case = make_case(
+        cu_seqlens,
+        [1 + s % 4 for s in range(len(cu_seqlens) - 1)],
+        block=BLOCK,
+        head_dim=4,
+        granularity=granularity,
+    )
+    # Past a list's end anything may lie.
+    past = torch.arange(case.selection.indices_QCK.shape[2]) >= case.selection.counts_QC[..., None]
+    case.selection.indices_QCK[past] = torch.iinfo(torch.int32).min
+    for member, held in enumerate(slices):
+        local = local_selection(case.selection, held)
+        rows = held.tokens_T if local.by_token else held.own_block_N
+        whole = [_lists(case.selection)[row] for row in rows.tolist()]
+        assert _lists(local) == whole
+        for holder in range(len(slices)):
+            blocks = held.blocks_W[holder].tolist()
+            part = held_by(holder, local, held)
+            expected = [
+                [[blocks.index(n) for n in one if n in blocks] for one in row] for row in whole
+            ]
+            assert _lists(part) == expected
+            assert part.kv_layout is held.member_layouts[holder]
+            assert part.own_block_N.tolist() == (
+                list(range(len(blocks))) if holder == member else [-1] * len(held.own_block_N)
+            )
+
+
+def test_parts_are_cut_without_reading_the_device() -> None:
+    """Tensors of the meta device have no values that the host could read."""
+    held = slices_of([0, 3, 40], np.array([0, 1, 0, 1, 0, 1]), 2, device="meta")[0]
+    lists = torch.empty(len(held.own_block_N), 2, 5, dtype=torch.int32, device="meta")
+    selection = Selection(
+        indices_QCK=lists,
+        counts_QC=lists[:, :, 0],
+        by_token=False,
+        query_layout=held.local_layout,
+        kv_layout=held.whole_layout,
+        own_block_N=held.own_block_N,
+    )
+    # The second document has 5 blocks, of which the members hold 2 and 3.
+    widths = [held_by(member, selection, held).indices_QCK.shape[2] for member in range(2)]
+    assert widths == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "granularity"),
+    [("blocks", "previous-block"), ("tokens", "token-kv-head"), ("reference", "token-query-head")],
+)
+def test_a_group_of_one_member_is_the_plain_path(implementation: str, granularity: str) -> None:
+    case = make_case([0, 3, 40], [2, 3], block=BLOCK, head_dim=4, granularity=granularity)
+    held = dealt([0, 3, 40], members=1)
+    selection = local_selection(case.selection, held)
+    how = {"softmax_scale": 0.4, "implementation": implementation}
+    plain = case.run(
+        lambda q, k, v: block_sparse_attention(q, k, v, case.selection, **how), torch.float32
+    )
+    ours = case.run(
+        lambda q, k, v: sequence_attention(q, k, v, selection, held, exchange=None, **how),
+        torch.float32,
+    )
+    for a, b in zip(ours, plain, strict=True):
+        assert a.equal(b)
+
+
+def test_what_does_not_belong_together_is_refused() -> None:
+    case = make_case([0, 3, 40], [2, 3], block=BLOCK, head_dim=4)
+    first, second = (dealt([0, 3, 40], 2, member) for member in range(2))
+    inputs = [x[first.tokens_T] for x in (case.q_THD, case.k_TGD, case.v_TGD)]
+    for held, message in ((second, "not made for this slice"), (first, "2 members needs an exch")):
+        with pytest.raises(ValueError, match=message):
+            sequence_attention(
+                *inputs,
+                local_selection(case.selection, held),
+                first,
+                exchange=None,
+                softmax_scale=0.4,
+            )

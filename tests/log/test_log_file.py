@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log files: whole lines, bounded size, a disk that is full for a while."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsebalance_megatron.log.log_file import JsonLinesFile
+from sparsebalance_megatron.log.records import Header, Record
+
+
+class FirstLine(Header, tag="run"):
+    number: int = -1
+
+
+class Line(Record, tag="line", omit_defaults=True):
+    number: int | None = None
+    text: str = ""
+    values: Any = ()
+
+
+HEADER = FirstLine()
+WRITTEN_HEADER = {"type": "run", "number": -1}
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """Every line of a file; fails on one that is cut off."""
+    text = path.read_text() if path.exists() else ""
+    assert text == "" or text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_lines_are_records_and_what_was_not_measured_is_null(tmp_path: Path) -> None:
+    log = JsonLinesFile(tmp_path / "deep" / "log.jsonl")
+    log.begin(HEADER, resumed=False)
+    log.append(Line(values=(math.nan, [1.5, -math.inf], {"d": (2, "x")})))
+    log.append(Line(values=(np.float32(0.5), np.array([[1, np.nan]]), np.float64("nan"))))
+    header, first, second = records(tmp_path / "deep" / "log.jsonl")
+    assert header == WRITTEN_HEADER
+    assert first["values"] == [None, [1.5, None], {"d": [2, "x"]}]
+    assert second["values"] == [0.5, [[1, None]], None]
+
+
+def test_a_fresh_run_replaces_and_a_resumed_one_appends(tmp_path: Path) -> None:
+    path, older = tmp_path / "log.jsonl", tmp_path / "log.1.jsonl"
+    older.write_text('{"old": 1}\n')
+    first = JsonLinesFile(path)
+    first.begin(HEADER, resumed=False)
+    first.append(Line(number=0))
+    assert not older.exists()
+    first.close()
+    with path.open("a") as stream:
+        stream.write('{"cut o')
+    again = JsonLinesFile(path)
+    again.begin(HEADER, resumed=True)
+    again.append(Line(number=1))
+    lines = path.read_text().splitlines()
+    assert lines.pop(2) == '{"cut o'
+    assert [json.loads(line)["number"] for line in lines] == [-1, 0, -1, 1]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 150), min_size=1, max_size=60),
+    resumptions=st.sets(st.integers(0, 60), max_size=3),
+)
+def test_size_is_bounded_and_every_line_kept_or_counted(
+    sizes: list[int], resumptions: set[int]
+) -> None:
+    """The newest lines stay, in order and without gaps; headers count what is gone."""
+    max_bytes = 1000
+    with tempfile.TemporaryDirectory() as directory:
+        path, older = Path(directory) / "log.jsonl", Path(directory) / "log.1.jsonl"
+        log = JsonLinesFile(path, max_bytes=max_bytes)
+        log.begin(HEADER, resumed=False)
+        discarded = 0
+        for number, size in enumerate(sizes):
+            before = older.read_bytes() if older.exists() else b""
+            if number in resumptions:
+                log.close()
+                log = JsonLinesFile(path, max_bytes=max_bytes)
+                log.begin(HEADER, resumed=True)
+            log.append(Line(number=number, text="x" * size))
+            kept = records(older) + records(path)
+            numbers = [record["number"] for record in kept if record["type"] == "line"]
+            if older.exists() and older.read_bytes() != before:
+                discarded += before.count(b"\n")
+            assert sum(p.stat().st_size for p in (path, older) if p.exists()) <= max_bytes
+            assert numbers == list(range(number + 1 - len(numbers), number + 1))
+            assert kept[0]["type"] == "run"
+            assert records(path)[0].get("lines_discarded", 0) == discarded
+        log.close()
+
+
+def test_a_line_too_long_for_the_log_is_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = JsonLinesFile(tmp_path / "log.jsonl", max_bytes=400)
+    log.begin(HEADER, resumed=False)
+    log.append(Line(number=0))
+    with caplog.at_level(logging.WARNING):
+        log.append(Line(text="x" * 300))
+        log.append(Line(text="x" * 300))
+    log.append(Line(number=1))
+    log.append(Line(number=2))
+    assert records(tmp_path / "log.jsonl") == [
+        WRITTEN_HEADER,
+        {"type": "line", "number": 0},
+        {"type": "line", "number": 1, "lines_dropped": 2},
+        {"type": "line", "number": 2},
+    ]
+    (warning,) = caplog.records
+    assert "log.jsonl" in warning.getMessage()
+
+
+FULL_DISK = """
+import logging, resource, sys
+from sparsebalance_megatron.log.log_file import JsonLinesFile
+from sparsebalance_megatron.log.records import Header, Record
+
+class Line(Record):
+    number: int
+    text: str = ""
+
+logging.basicConfig(format="WARNED %(message)s")
+log = JsonLinesFile(sys.argv[1])
+log.begin(Header(), resumed=False)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+for number in range(50):
+    log.append(Line(number=number, text="x" * 90))
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+log.append(Line(number=50))
+log.append(Line(number=51))
+print("trained on")
+"""
+
+
+def test_a_full_disk_costs_one_warning_and_counted_lines(tmp_path: Path) -> None:
+    """A limit on the file's size fails a write half-way, as a full disk does."""
+    path = tmp_path / "log.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "trained on\n"
+    assert done.stderr.count("WARNED") == 1
+    _, *lines = records(path)
+    written = [line["number"] for line in lines[:-2]]
+    assert written == list(range(len(written)))
+    assert 0 < len(written) < 50
+    assert [line["number"] for line in lines[-2:]] == [50, 51]
+    assert [line.get("lines_dropped") for line in lines[-2:]] == [50 - len(written), None]
+
+
+def test_a_directory_that_cannot_be_made_costs_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    log = JsonLinesFile(tmp_path / "file" / "log.jsonl")
+    with caplog.at_level(logging.WARNING):
+        log.begin(HEADER, resumed=False)
+        log.append(Line(number=0))
+    assert len(caplog.records) == 1

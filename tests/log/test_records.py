@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records of a run: what is written is what is read, and damage is named."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from step_cases import JOB, LENGTHS_TOKENS, measured_as_planned, planned_step
+
+from sparsebalance_megatron.learn.measurement import Piece, RankPlace, Span, StepTimes
+from sparsebalance_megatron.log.recording import (
+    FinishedStep,
+    coverage_record,
+    rank_header,
+    rank_step,
+    step_record,
+)
+from sparsebalance_megatron.log.records import (
+    RANK_LOG,
+    STEP_LOG,
+    CoverageRecord,
+    DamagedLineError,
+    RankStep,
+    Record,
+    StepRecord,
+    decode,
+    encode,
+)
+from sparsebalance_megatron.log.steps import Step, step_of, times_of
+from sparsebalance_megatron.plan.coverage import CoverageCurves, length_bucket
+
+PLACE = RankPlace(
+    data_parallel_rank=1, pipeline_rank=1, tensor_parallel_rank=0, world_rank=3, world_size=4
+)
+LAYERS = (2, 3, 6, 7)
+UNTIMED = StepTimes(
+    forward_VM=np.zeros((2, 2)),
+    backward_VM=np.zeros((2, 2)),
+    schedule_ms=math.nan,
+    start_unix_s=None,
+    spans=(),
+)
+
+
+def as_json(record: Record) -> dict[str, Any]:
+    """The line that is written."""
+    return json.loads(encode(record))
+
+
+def step_from(line: dict[str, Any]) -> StepRecord:
+    record = decode(json.dumps(line).encode(), STEP_LOG)
+    assert isinstance(record, StepRecord)
+    return record
+
+
+def of_rank(record: RankStep) -> RankStep:
+    """What is read of what is written."""
+    read = decode(encode(record), RANK_LOG)
+    assert isinstance(read, RankStep)
+    return read
+
+
+def written(**changes: Any) -> dict[str, Any]:
+    """A step's record as it comes back from the file."""
+    planned = planned_step()
+    values: dict[str, Any] = {
+        "iteration": 7,
+        "iteration_ms": 10.5,
+        "planned": planned,
+        "measured": replace(measured_as_planned(planned), lm_loss=2.25),
+        "padded_tokens": 3,
+        "host_ms": {"plan": 1.0},
+    }
+    return as_json(step_record(FinishedStep(**(values | changes))))
+
+
+def test_every_field_comes_back() -> None:
+    planned = planned_step()
+    measured = measured_as_planned(planned)
+    expectation = planned.plan.expectation
+    times_2RPVM = expectation.times_2RPVM
+    busy_R = times_2RPVM.sum(axis=(0, 3, 4)).max(axis=1)
+    record = written()
+    assert step_of(step_from(record)) == Step(
+        iteration=7,
+        iteration_ms=10.5,
+        lm_loss=2.25,
+        tokens=sum(LENGTHS_TOKENS),
+        coverage=pytest.approx(0.45),
+        measured_rank_ms=tuple(pytest.approx(busy_ms) for busy_ms in busy_R),
+        predicted_rank_ms=tuple(pytest.approx(busy_ms) for busy_ms in busy_R),
+        lower_bound_ms=expectation.lower_bound_ms,
+        work_ratio=expectation.work_ratio,
+        complete=True,
+        coverage_base=measured.coverage.base_mean,
+        compute_ms=pytest.approx(times_2RPVM.sum(axis=(0, 3, 4)).mean()),
+        schedule_ms=pytest.approx(measured.schedule_ms.max()),
+    )
+    times = times_of(step_from(record))
+    assert times.shape == expectation.times_2RPVM[0].shape
+    for side in ("predicted", "measured"):
+        np.testing.assert_array_equal(times.side(side), times_2RPVM)
+
+
+def test_what_was_not_measured_comes_back_as_none() -> None:
+    planned = planned_step()
+    measured = measured_as_planned(planned)
+    unmeasured = np.full(measured.times_2RPVM[0].shape, None).tolist()
+    record = written(iteration_ms=None)
+    record["measured"] |= {"forward_ms": unmeasured, "rank_busy_ms": [None, 1.0]}
+    record["lm_loss"] = None
+    step, times = step_of(step_from(record)), times_of(step_from(record))
+    assert (step.iteration_ms, step.lm_loss) == (None, None)
+    assert (step.measured_rank_ms, step.complete) == (None, False)
+    assert np.isnan(times.measured_2RPVM[0]).all()
+    np.testing.assert_array_equal(times.measured_2RPVM[1], measured.times_2RPVM[1])
+
+
+@pytest.mark.parametrize("missing", ["iteration", "iteration_ms", "lm_loss", "tokens", "measured"])
+def test_a_missing_value_is_named(missing: str) -> None:
+    record = written()
+    del record[missing]
+    with pytest.raises(DamagedLineError, match=missing):
+        step_from(record)
+
+
+def test_devices_that_are_not_alike_have_the_slowness_they_were_planned_with() -> None:
+    unknown = planned_step()
+    equal_DP = np.ones((JOB.data_parallel_size, JOB.pipeline_stages))
+    uneven_DP = equal_DP.copy()
+    uneven_DP[0, 1] = 1.25
+    equal, uneven = (
+        replace(unknown, scales=replace(unknown.scales, slowness_RP=x))
+        for x in (equal_DP, uneven_DP)
+    )
+    for planned, expected in ((unknown, None), (equal, None), (uneven, uneven_DP.tolist())):
+        step = FinishedStep(
+            iteration=1,
+            iteration_ms=None,
+            planned=planned,
+            measured=measured_as_planned(planned),
+            padded_tokens=0,
+            host_ms={},
+        )
+        record = as_json(step_record(step))
+        assert record["predicted"]["device_slowness"] == expected
+
+
+def shared_first_position() -> dict[str, Any]:
+    """A step whose first row lay on both ranks."""
+    planned = planned_step()
+    by_place = {(slot.rank, slot.position): slot for slot in planned.plan.slots}
+    whole = replace(by_place[0, 0], width=2)
+    del by_place[0, 0], by_place[1, 0]
+    plan = replace(planned.plan, slots=(whole, *by_place.values()))
+    return written(planned=replace(planned, plan=plan))
+
+
+def test_who_shared_a_row_comes_back() -> None:
+    record = shared_first_position()
+    assert record["widths"] == [[2, 1], [2, 1]]
+    times = times_of(step_from(record))
+    np.testing.assert_array_equal(times.widths_RM, [[2, 1], [2, 1]])
+    assert (times.shared_rows, times.widest) == (1, 2)
+    alone = written()
+    assert alone["widths"] is None
+    times = times_of(step_from(alone))
+    assert (times.widths_RM.tolist(), times.shared_rows, times.widest) == ([[1, 1], [1, 1]], 0, 1)
+
+
+@pytest.mark.parametrize(
+    "widths",
+    [
+        [[2, 1], [1, 1]],
+        [[1, 1], [2, 1]],
+        [[3, 1], [3, 1]],
+        [[4, 1], [4, 1]],
+        [[0, 1], [1, 1]],
+        [[None, 1], [1, 1]],
+        [[1.5, 1], [1, 1]],
+        [[1, 1]],
+        "two",
+    ],
+)
+def test_groups_that_cannot_be_are_named(widths: Any) -> None:
+    with pytest.raises(DamagedLineError, match="widths"):
+        step_from(written() | {"widths": widths})
+
+
+@pytest.mark.parametrize(
+    ("widths_of_ranks", "possible"),
+    [([1, 2, 2, 1], False), ([2, 2, 1, 1, 1], True), ([1, 1, 2, 2], True), ([1, 1, 1, 2], False)],
+)
+def test_groups_begin_at_multiples_of_their_width(
+    widths_of_ranks: list[int], possible: bool
+) -> None:
+    times = np.ones((len(widths_of_ranks), 1, 1, 1)).tolist()
+    record = written() | {"widths": [[width] for width in widths_of_ranks]}
+    for side in ("predicted", "measured"):
+        busy_ms = [1.0] * len(times)
+        record[side] |= {"forward_ms": times, "backward_ms": times, "rank_busy_ms": busy_ms}
+    if possible:
+        assert times_of(step_from(record)).widest == 2
+    else:
+        with pytest.raises(DamagedLineError, match="widths"):
+            step_from(record)
+
+
+def test_a_rank_says_what_it_ran_when_and_with_which_coverage() -> None:
+    """Chunks of one micro-batch are observed apart, in the order they ran."""
+    planned = planned_step()
+    micro_batches = planned.plan.for_rank(1).micro_batches
+    order = [(position, chunk) for position in (0, 1) for chunk in (0, 1)]
+    pieces, rows = [], []
+    for position, chunk in order:
+        samples = len(micro_batches[position].samples)
+        for layer in JOB.stage_layers[1][chunk]:
+            pieces.append(Piece(position, layer, samples))
+            rows += [(0.1 * layer + 0.01 * i, float(layer == 7 and i == 0)) for i in range(samples)]
+    spans = (Span("forward", 0, 0, 1.00004, 2.0), Span("backward", 1, 1, 3.0, 4.5))
+    times = StepTimes(
+        forward_VM=np.zeros((2, 2)),
+        backward_VM=np.zeros((2, 2)),
+        schedule_ms=5.0,
+        start_unix_s=1.75e9,
+        spans=spans,
+    )
+    record = rank_step(
+        iteration=9,
+        planned=planned,
+        place=PLACE,
+        job=JOB,
+        times=times,
+        pieces=pieces,
+        executed_and_grown_O2=np.array(rows),
+    )
+    line = as_json(record)
+    assert (line["type"], line["iteration"], line["schedule_ms"]) == ("step", 9, 5.0)
+    assert line["schedule_start_unix_s"] == 1.75e9
+    assert line["spans"] == [["forward", 0, 0, 1.0, 2.0], ["backward", 1, 1, 3.0, 4.5]]
+    for position, (entry, plan) in enumerate(
+        zip(line["micro_batches"], micro_batches, strict=True)
+    ):
+        samples = len(plan.samples)
+        assert entry["position"] == position
+        assert entry["samples"] == [100 + sample for sample in plan.samples]
+        assert entry["lengths_tokens"] == [LENGTHS_TOKENS[sample] for sample in plan.samples]
+        assert entry["budgets"] == [[4] * samples] * len(LAYERS)
+        expected = [0.1 * np.mean(LAYERS) + 0.01 * i for i in range(samples)]
+        assert entry["coverage"] == pytest.approx(expected)
+        assert entry["guarded"] == 1
+    step = of_rank(record)
+    assert step.start_unix_s == 1.75e9
+    assert step.spans == (Span("forward", 0, 0, 1.0, 2.0), spans[1])
+    for read, plan in zip(step.micro_batches, micro_batches, strict=True):
+        assert read.position == micro_batches.index(plan)
+        assert (read.lengths_tokens, read.tokens) == (plan.lengths_tokens, plan.tokens)
+        np.testing.assert_array_equal(read.budgets_LS, plan.budgets_LS[list(LAYERS)])
+        assert list(read.coverage_S) == line["micro_batches"][read.position]["coverage"]
+
+
+def test_a_rank_without_layers_has_no_coverage() -> None:
+    record = rank_step(
+        iteration=1,
+        planned=planned_step(),
+        place=PLACE,
+        job=JOB,
+        times=UNTIMED,
+        pieces=(),
+        executed_and_grown_O2=np.empty((0, 2)),
+    )
+    step = of_rank(record)
+    assert [micro_batch.coverage for micro_batch in step.micro_batches] == [None, None]
+    assert (step.start_unix_s, step.schedule_ms, step.spans) == (None, None, ())
+    assert [micro_batch.coverage_S for micro_batch in step.micro_batches] == [(), ()]
+
+
+def test_a_rank_says_which_share_of_a_row_it_had() -> None:
+    """The second of two that share a row has no coverage to say."""
+    planned = planned_step()
+    first, second = (planned.plan.for_rank(rank).micro_batches for rank in (0, 1))
+    slots = (replace(first[0], width=2), first[1], second[1])
+    record = rank_step(
+        iteration=1,
+        planned=replace(planned, plan=replace(planned.plan, slots=slots)),
+        place=PLACE,
+        job=JOB,
+        times=UNTIMED,
+        pieces=(),
+        executed_and_grown_O2=np.empty((0, 2)),
+    )
+    read = of_rank(record).micro_batches
+    assert [(each.width, each.member) for each in read] == [(2, 1), (1, 0)]
+    assert read[0].lengths_tokens == first[0].lengths_tokens
+
+
+def test_the_header_says_which_rank() -> None:
+    header = rank_header(PLACE, JOB, "node-1")
+    assert as_json(header) == {
+        "type": "rank",
+        "world_rank": 3,
+        "data_parallel_rank": 1,
+        "pipeline_rank": 1,
+        "tensor_parallel_rank": 0,
+        "layers": [[2, 3], [6, 7]],
+        "host": "node-1",
+    }
+    assert decode(encode(header), RANK_LOG) == header
+    assert (header.place, header.layers) == ((1, 1), LAYERS)
+
+
+def test_coverage_curves_are_null_where_nothing_was_observed() -> None:
+    curves = CoverageCurves(2, 6, 0.9)
+    counts_LU = np.array([[1.0, 0.0, 2.0], [0.0, 0.0, 1.0]])
+    curves.observe(np.full((2, 3, 6), 0.123456789) * counts_LU[..., None], counts_LU)
+    record = as_json(
+        coverage_record(
+            iteration=12, grid=curves.grid, mean_LUK=curves.mean_LUK, observed_LU=curves.observed_LU
+        )
+    )
+    known = [0.12346] * 6
+    assert record["curves"] == [[known, None, known], [None, None, known]]
+    assert (record["type"], record["iteration"]) == ("coverage", 12)
+    assert record["grid"] == [1, 2, 3, 4, 5, 6]
+    assert record["bucket_blocks"] == [1, 3, 6]
+    for bucket, largest in enumerate(record["bucket_blocks"]):
+        assert length_bucket(largest) == bucket
+
+
+def test_curves_come_back() -> None:
+    mean_LUK = np.random.default_rng(3).uniform(0.1, 1.0, (2, 3, 4))
+    observed_LU = np.array([[True, False, True], [False, True, True]])
+    record = coverage_record(
+        iteration=22, grid=(1, 2, 4, 6), mean_LUK=mean_LUK, observed_LU=observed_LU
+    )
+    read = decode(encode(record), STEP_LOG)
+    assert isinstance(read, CoverageRecord)
+    assert (read.iteration, read.grid, read.bucket_blocks) == (22, (1, 2, 4, 6), (1, 3, 6))
+    expected_LUK = np.where(observed_LU[..., None], mean_LUK.round(5), np.nan)
+    np.testing.assert_array_equal(read.curves_LUK, expected_LUK)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bounds: nothing beats them, they are attained, and they tell which samples cannot be hidden."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan.plan_cases import (
+    alone,
+    cost_model,
+    costs_without_constants,
+    flat,
+    job_shape,
+    random_lengths,
+)
+
+from sparsebalance_megatron.cost.exchange import Exchange
+from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
+from sparsebalance_megatron.plan.pipeline.step_bounds import step_bounds
+from sparsebalance_megatron.plan.step_costs import step_costs
+
+BUDGET = 6
+
+
+def bounds_and_costs(lengths, job):
+    scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
+    costs = step_costs(lengths, job, cost_model(), scales)
+    sample_2SC = costs.sample_ms(np.full((job.layers, len(lengths)), BUDGET))
+    return step_bounds(sample_2SC, costs), costs, sample_2SC
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([(2, 4, 2, 1), (3, 2, 1, 1), (1, 4, 2, 2), (2, 3, 4, 1), (1, 1, 2, 1)]),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(["spread", "equal", "giant", "tiny"]),
+    st.integers(1, 3),
+)
+def test_no_placement_of_samples_beats_the_bound(shape, seed, kind, size):
+    job = job_shape(*shape)
+    lengths = random_lengths(job.slots * size, seed, kind=kind)
+    bounds, costs, sample_2SC = bounds_and_costs(lengths, job)
+    generator = np.random.default_rng(seed)
+    for _ in range(6):
+        slot_of_S = generator.integers(0, job.slots, len(lengths))
+        slot_of_S[generator.permutation(len(lengths))[: job.slots]] = np.arange(job.slots)
+        slowest = makespans_ms(costs.slot_ms(sample_2SC, slot_of_S, alone(job))).max()
+        assert slowest >= bounds.bound_ms * (1 - 1e-12)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(4, 4), (2, 8), (4, 8)])
+def test_unhideable_limit_against_every_order(stages, micro_batches):
+    """Beyond the limit no order reaches perfect balance, however the rest is cut up."""
+    largest = 1.05 * (micro_batches + stages - 1) / stages
+    rest = (micro_batches - largest) / (micro_batches - 1)
+    perfect = 3.0 * (micro_batches + stages - 1)
+    for place in range(micro_batches):
+        sizes = np.full(micro_batches, rest)
+        sizes[place] = largest
+        forward = np.broadcast_to(sizes, (1, stages, 1, micro_batches))
+        assert makespans_ms(flat(np.stack([forward, 2 * forward])))[0] > perfect
+
+
+def test_the_chain_of_a_sample_by_hand():
+    """Its slot goes through all stages and back; beside it, the first stage runs every other."""
+    forward = np.array([4.0, 1.0, 2.0, 3.0])
+    sample_2SC = np.array([1.0, 2.0])[:, None, None] * forward[:, None] * np.ones(2)
+    bounds = step_bounds(sample_2SC, costs_without_constants(job_shape(1, 3, 2), 4))
+    # Three slots: the two cheapest samples of the others, forward, stand for those beside.
+    beside = np.array([1.0 + 2.0, 2.0 + 3.0, 1.0 + 3.0, 1.0 + 2.0])
+    np.testing.assert_allclose(bounds.chain_ms_S, 6.0 * forward + beside)
+
+
+def test_the_mean_chain_by_hand():
+    """Two ranks of three slots, six samples: the mean of the chain bound over all of them."""
+    forward = np.array([4.0, 1.0, 2.0, 3.0, 1.0, 1.0])
+    sample_2SC = np.array([1.0, 2.0])[:, None, None] * forward[:, None] * np.ones(2)
+    bounds = step_bounds(sample_2SC, costs_without_constants(job_shape(2, 3, 2), 6))
+    chains, beside = 6.0 * forward.sum(), forward.sum()
+    assert bounds.mean_chain_ms == pytest.approx((chains + 2 * beside) / 6)
+
+
+def test_long_samples_by_hand():
+    """Three long samples and five that take no time: how those fill the pipeline does not help.
+
+    One rank of four stages: the last stage runs the three, but not before the first has passed
+    three stages, and the way back takes three more.
+    """
+    forward = np.array([4.0, 5.0, 6.0, *[1e-6] * 5])
+    sample_2SC = np.array([1.0, 2.0])[:, None, None] * forward[:, None] * np.ones(4)
+    bounds = step_bounds(sample_2SC, costs_without_constants(job_shape(1, 8, 4), 8))
+    assert bounds.long_ms == pytest.approx(3 * 15.0 + 3 * 4.0 + 3 * 8.0, rel=1e-5)
+    assert bounds.stage_ms == pytest.approx(3 * 15.0, rel=1e-5)
+    best = min(
+        makespans_ms(flat(np.broadcast_to(sizes, (1, 4, 1, 8))[None] * [[[[[1.0]]]], [[[[2.0]]]]]))[
+            0
+        ]
+        for sizes in map(np.array, set(itertools.permutations(forward.round(3), 8)))
+    )
+    assert bounds.bound_ms <= best
+    assert bounds.long_ms == pytest.approx(bounds.bound_ms)
+
+
+def test_long_samples_lie_at_the_width_that_hurts_least():
+    """Shared by four ranks, their ways and their work on each are a quarter."""
+    forward = np.array([4.0, 5.0, 6.0, *[1e-6] * 13])
+    sample_2SC = np.array([1.0, 2.0])[:, None, None] * forward[:, None] * np.ones(4)
+    costs = costs_without_constants(job_shape(4, 8, 4), 16)
+    costs = replace(costs, exchange=Exchange(loss=0.0), blocks_S=np.full(16, 4))
+    bounds = step_bounds(sample_2SC, costs, 4)
+    received = costs.exchange_2SC.max()
+    assert bounds.long_ms == pytest.approx(81.0 / 4, abs=20 * received + 1e-4)
+
+
+def test_unhideable_samples_are_named():
+    """Two ranks of four stages; samples take as long on every stage, and twice that backward."""
+
+    def bounds_of(sizes_S):
+        sample_2SC = np.array([1.0, 2.0])[:, None, None] * sizes_S[:, None] * np.ones(4)
+        return step_bounds(sample_2SC, costs_without_constants(job_shape(2, 4, 4), 8))
+
+    sizes_S = np.ones(8)
+    assert not bounds_of(sizes_S).unhideable_S.any()
+    sizes_S[6] = 5.0
+    bounds = bounds_of(sizes_S)
+    assert np.flatnonzero(bounds.unhideable_S).tolist() == [6]
+    giant = np.ones((4, 1, 1)) * sizes_S.reshape(2, 1, 1, 4)
+    best = min(
+        makespans_ms(flat(np.stack([giant[..., order], 2 * giant[..., order]]))).max()
+        for order in (list(order) for order in itertools.permutations(range(4)))
+    )
+    assert best >= bounds.bound_ms > bounds.stage_ms

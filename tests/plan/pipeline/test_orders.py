@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Orders against Megatron's own tables; schedules that do not exist."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sparsebalance_megatron.cost.parts import Direction
+from sparsebalance_megatron.plan.pipeline.orders import (
+    SCHEDULES,
+    MegatronSchedule,
+    Operation,
+    megatron_order,
+    schedule_name,
+)
+from sparsebalance_megatron.plan.step_plan import PlanError
+
+FORWARD, BACKWARD = Direction
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 1), (2, 5), (4, 3), (4, 8)])
+def test_1f1b_order_is_megatrons(stages, micro_batches):
+    schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
+    for stage in range(stages):
+        _, _, warm_up, _ = schedules.get_pp_rank_microbatches(
+            micro_batches, 1, None, p2p_communicator=_communicator(stages, stage, None)
+        )
+        order = megatron_order(stages, micro_batches, 1).by_stage[stage]
+        directions = [operation.direction for operation in order]
+        assert directions[:warm_up] == [FORWARD] * warm_up
+        assert BACKWARD in directions[warm_up : warm_up + 2]
+        for direction in Direction:
+            run = [each.micro_batch for each in order if each.direction is direction]
+            assert run == list(range(micro_batches))
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "micro_batches", "group"),
+    [
+        *((2, 2, 2, None), (2, 3, 4, None), (4, 2, 8, None)),
+        *((2, 2, 6, 3), (2, 2, 8, 3), (2, 3, 5, 5), (4, 2, 14, 5), (3, 2, 12, 4)),
+    ],
+)
+def test_interleaved_order_is_megatrons(stages, chunks, micro_batches, group):
+    """With a group size as well, also where the last group is a smaller one."""
+    schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
+    size = group or stages
+    table = schedules.get_schedule_table(micro_batches, chunks, size)
+    for stage in range(stages):
+        _, _, warm_up, _ = schedules.get_pp_rank_microbatches(
+            micro_batches, chunks, size, p2p_communicator=_communicator(stages, stage, chunks)
+        )
+        order = MegatronSchedule(group)(stages, micro_batches, chunks).by_stage[stage]
+        forwards = [Operation(FORWARD, chunk, m) for m, chunk in table]
+        backwards = [Operation(BACKWARD, chunks - 1 - chunk, m) for m, chunk in table]
+        expected = forwards[:warm_up]
+        for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+            expected += [forward, backward]
+        expected += backwards[len(table) - warm_up :]
+        assert list(order) == expected
+
+
+def _communicator(stages, stage, chunks):
+    group = SimpleNamespace(size=lambda: stages, rank=lambda: stage)
+    return SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=chunks)
+
+
+def test_schedule_name():
+    assert [schedule_name(1, 1), schedule_name(4, 1), schedule_name(4, 2)] == [
+        "no_pipeline",
+        "1f1b",
+        "interleaved",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "words"),
+    [
+        ("interleaved", (4, 6, 2), "multiple of 4"),
+        ("no_pipeline", (2, 4, 1), "use 1f1b"),
+        ("1f1b", (2, 4, 2), "1 chunk"),
+        ("1f1b", (2, 0, 1), "at least 1"),
+    ],
+)
+def test_impossible_schedules(name, sizes, words):
+    with pytest.raises(PlanError, match=words):
+        SCHEDULES[name](*sizes)
+
+
+@pytest.mark.parametrize(
+    ("group", "micro_batches", "words"),
+    [
+        (1, 4, "from 2, the pipeline stages, to 4"),
+        (5, 4, "to 4"),
+        (3, 4, "multiple of 3, .* leave 1 for 2"),
+    ],
+)
+def test_groups_that_megatron_does_not_run_are_named(group, micro_batches, words):
+    with pytest.raises(PlanError, match=words):
+        MegatronSchedule(group)(2, micro_batches, 2)
+
+
+def test_a_group_size_counts_with_chunks_only():
+    assert MegatronSchedule(4)(2, 6, 1) == megatron_order(2, 6, 1)
+    assert MegatronSchedule(2)(2, 6, 2) == megatron_order(2, 6, 2)
+    assert MegatronSchedule(3)(2, 6, 2) != megatron_order(2, 6, 2)
+
+
+@pytest.mark.parametrize("sizes", [(1, 3, 2), (3, 4, 1), (2, 4, 3)])
+def test_every_operation_has_inputs_that_run(sizes):
+    order = megatron_order(*sizes)
+    run = {(stage, each) for stage, of_stage in enumerate(order.by_stage) for each in of_stage}
+    assert set(order.inputs) == run
+    assert {source for waited_for in order.inputs.values() for source in waited_for} < run
+    first = [node for node, waited_for in order.inputs.items() if not waited_for]
+    assert first == [(0, Operation(FORWARD, 0, m)) for m in range(sizes[1])]

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulator against a naive one, its bounds, and schedules that it does not know."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import plan as oracle
+from plan.plan_cases import costs_without_constants, flat, job_shape
+
+from sparsebalance_megatron.cost.parts import Direction
+from sparsebalance_megatron.plan.context_groups import unshared
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
+from sparsebalance_megatron.plan.pipeline.orders import (
+    SCHEDULES,
+    Operation,
+    PipelineOrder,
+    one_forward_one_backward,
+)
+from sparsebalance_megatron.plan.pipeline.pipeline_graph import graph_of
+from sparsebalance_megatron.plan.pipeline.simulator import (
+    longest_chain,
+    longest_through_ms,
+    makespans_ms,
+    simulate,
+)
+from sparsebalance_megatron.plan.pipeline.step_bounds import step_bounds
+from sparsebalance_megatron.plan.step_plan import PlanError
+
+
+@st.composite
+def pipelines(draw):
+    """(schedule's name, times [2, P, V, M])."""
+    schedule = draw(st.sampled_from(["no_pipeline", "1f1b", "interleaved"]))
+    stages = 1 if schedule == "no_pipeline" else draw(st.integers(2, 4))
+    chunks = 1 if schedule == "1f1b" else draw(st.integers(1, 3))
+    micro_batches = draw(st.integers(1, 3 if schedule == "interleaved" else 7))
+    if schedule == "interleaved":
+        micro_batches *= stages
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    times = generator.exponential([[[[1.0]]], [[[2.0]]]], (2, stages, chunks, micro_batches))
+    return schedule, np.round(times) if draw(st.booleans()) else times
+
+
+@settings(max_examples=80, deadline=None)
+@given(pipelines())
+def test_events_match_naive_simulation(pipeline):
+    name, times = pipeline
+    (events,) = simulate(flat(times[:, None], SCHEDULES[name]))
+    naive = oracle.run_pipeline(*times.tolist(), name)
+    assert len(events) == len(naive) == times.size
+    for event in events:
+        key = (event.stage, event.direction[0].upper(), event.chunk, event.micro_batch)
+        assert (event.start_ms, event.end_ms) == pytest.approx(naive[key], abs=1e-9)
+    ends = [end for _, end in naive.values()]
+    fast = makespans_ms(flat(times[:, None], SCHEDULES[name]))
+    assert fast == pytest.approx(max(ends), abs=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(pipelines(), st.integers(0, 2**32 - 1))
+def test_makespan_grows_with_every_duration(pipeline, seed):
+    name, times = pipeline
+    generator = np.random.default_rng(seed)
+    more = generator.exponential(1.0, times.shape) * (generator.random(times.shape) < 0.3)
+    before, after = makespans_ms(flat(np.stack([times, times + more], axis=1), SCHEDULES[name]))
+    assert after >= before
+
+
+@settings(max_examples=60, deadline=None)
+@given(pipelines(), st.integers(1, 3), st.integers(0, 2**32 - 1))
+def test_no_arrangement_beats_the_lower_bound(pipeline, ranks, seed):
+    name, (forward, _) = pipeline
+    stages, chunks, micro_batches = forward.shape
+    generator = np.random.default_rng(seed)
+    skew = generator.exponential(1.0, (1, stages, chunks, 1))
+    shape = (2, ranks, stages, chunks, micro_batches)
+    times = generator.exponential(np.array([1.0, 2.0]).reshape(2, 1, 1, 1, 1), shape) * skew
+    bound = bounds_of(times).bound_ms
+    for _ in range(8):
+        order = generator.permutation(ranks * micro_batches)
+        mixed = (
+            np.moveaxis(times, 4, 2)
+            .reshape(2, -1, stages, chunks)[:, order]
+            .reshape(2, ranks, micro_batches, stages, chunks)
+            .transpose(0, 1, 3, 4, 2)
+        )
+        assert makespans_ms(flat(mixed, SCHEDULES[name])).max() >= bound * (1 - 1e-12)
+
+
+def bounds_of(times):
+    """Of micro-batches as they are: samples that have a slot each."""
+    _, ranks, stages, chunks, micro_batches = times.shape
+    job = job_shape(ranks, micro_batches, stages, chunks)
+    return step_bounds(
+        np.moveaxis(times, 4, 2).reshape(2, ranks * micro_batches, stages * chunks),
+        costs_without_constants(job, ranks * micro_batches),
+    )
+
+
+def test_bounds_are_attained():
+    uniform = np.ones((3, 4, 1, 8))
+    times = np.stack([uniform, 2 * uniform])
+    balanced = makespans_ms(flat(times)).max()
+    assert balanced == pytest.approx((8 + 4 - 1) * 3)
+    assert bounds_of(times).bound_ms == pytest.approx(balanced)
+    giant = np.full((2, 1, 4, 1, 2), 1e-3)
+    giant[..., 0] = 10.0
+    assert makespans_ms(flat(giant)).max() == pytest.approx(80.0, rel=1e-3)
+    assert bounds_of(giant).bound_ms == pytest.approx(80.0, rel=1e-3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(pipelines())
+def test_every_operation_of_the_longest_chain_delays_the_next(pipeline):
+    name, times = pipeline
+    operations = flat(times[:, None], SCHEDULES[name])
+    (events,) = simulate(operations)
+    chain = longest_chain(operations).reshape(times.shape)
+    path = sorted(
+        (
+            event
+            for event in events
+            if chain[
+                int(event.direction is Direction.BACKWARD),
+                event.stage,
+                event.chunk,
+                event.micro_batch,
+            ]
+        ),
+        key=lambda event: (event.start_ms, event.end_ms),
+    )
+    assert path[0].start_ms == 0.0
+    assert path[-1].end_ms == max(event.end_ms for event in events)
+    for earlier, later in itertools.pairwise(path):
+        assert later.start_ms == earlier.end_ms
+    assert times[chain].sum() == pytest.approx(path[-1].end_ms, rel=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(pipelines(), st.floats(0.0, 2.0))
+def test_a_micro_batch_may_grow_by_what_its_longest_chain_leaves(pipeline, share):
+    """What it grows beyond that delays the step, by no more."""
+    name, times = pipeline
+    makespan = makespans_ms(flat(times[:, None], SCHEDULES[name]))[0]
+    through_PVM = longest_through_ms(flat(times[:, None], SCHEDULES[name]))[0]
+    slack_PVM = makespan - through_PVM
+    assert slack_PVM.min() == pytest.approx(0.0, abs=1e-9)
+    place = np.unravel_index(slack_PVM.argmax(), slack_PVM.shape)
+    for direction in (0, 1):
+        grown = times.copy()
+        grown[(direction, *place)] += share * slack_PVM[place]
+        after = makespans_ms(flat(grown[:, None], SCHEDULES[name]))[0]
+        assert after <= makespan + max(0.0, share - 1.0) * slack_PVM[place] + 1e-9
+
+
+def all_forwards_first(stages, micro_batches, chunks):
+    """GPipe's order, which Megatron has not."""
+    known = one_forward_one_backward(stages, micro_batches, chunks)
+    order = tuple(
+        Operation(direction, 0, m) for direction in Direction for m in range(micro_batches)
+    )
+    return PipelineOrder(by_stage=(order,) * stages, inputs=known.inputs)
+
+
+def test_the_simulator_runs_a_schedule_that_it_does_not_know():
+    times = np.stack([np.ones((1, 3, 1, 5)), 2 * np.ones((1, 3, 1, 5))])
+    assert makespans_ms(flat(times, all_forwards_first))[0] == (5 + 2) * 3
+    uneven = np.random.default_rng(0).random((2, 1, 3, 1, 5))
+    assert makespans_ms(flat(uneven, all_forwards_first))[0] != makespans_ms(flat(uneven))[0]
+
+
+def waits_for_two(stages, micro_batches, chunks):
+    """Stage 1's forward of a micro-batch also waits for stage 0's forward of the next one."""
+    known = one_forward_one_backward(stages, micro_batches, chunks)
+    forward = [Operation(Direction.FORWARD, 0, m) for m in range(micro_batches)]
+    inputs = dict(known.inputs)
+    inputs[1, forward[0]] = ((0, forward[0]), (0, forward[1]))
+    return PipelineOrder(by_stage=known.by_stage, inputs=inputs)
+
+
+def test_an_operation_may_wait_for_several():
+    times = flat(np.ones((2, 1, 2, 1, 3)), waits_for_two)
+    events = {(e.stage, e.direction, e.micro_batch): e for e in simulate(times)[0]}
+    assert events[1, "forward", 0].start_ms == events[0, "forward", 1].end_ms == 2.0
+    assert longest_through_ms(times)[0, 0, 0, 1] == pytest.approx(makespans_ms(times)[0])
+
+
+def without_inputs(stages, micro_batches, chunks):
+    known = one_forward_one_backward(stages, micro_batches, chunks)
+    return PipelineOrder(by_stage=known.by_stage[::-1], inputs=known.inputs)
+
+
+def test_broken_schedules():
+    with pytest.raises(PlanError, match="deadlocks"):
+        flat(np.ones((2, 1, 2, 1, 3)), without_inputs)
+    with pytest.raises(PlanError, match=r"schedule has 4 .*, times are of 8"):
+        flat(np.ones((2, 1, 2, 2, 1)), lambda p, m, v: one_forward_one_backward(p, m, 1))
+
+
+def test_bad_times():
+    for bad in (np.nan, -1.0):
+        with pytest.raises(PlanError, match="negative or not finite"):
+            simulate(flat(np.full((2, 1, 2, 1, 3), bad)))
+    with pytest.raises(PlanError, match=r"\(2, 2, 3\), expected \[2, ranks"):
+        OperationTimes.of_micro_batches(np.ones((2, 2, 3)), unshared(1, 3))
+
+
+def test_large_pipeline_is_exact():
+    times = np.random.default_rng(0).random((2, 1, 16, 1, 64))
+    expected = oracle.makespan(*times[:, 0].tolist(), "1f1b")
+    assert makespans_ms(flat(times))[0] == pytest.approx(expected, rel=1e-12)
+
+
+SEGMENTS = (3, 1, 2, 1)
+"""Of each micro-batch."""
+
+
+def in_segments(stages, micro_batches, chunks):
+    """1F1B over segments: backwards run each micro-batch's segments in reverse order."""
+    assert micro_batches == len(SEGMENTS) and chunks == 1
+    forwards = [
+        Operation(Direction.FORWARD, 0, m, s) for m, n in enumerate(SEGMENTS) for s in range(n)
+    ]
+    backwards = [
+        Operation(Direction.BACKWARD, 0, m, s)
+        for m, n in enumerate(SEGMENTS)
+        for s in reversed(range(n))
+    ]
+    by_stage, inputs = [], {}
+    for stage in range(stages):
+        ahead = min(max(SEGMENTS) - 1 + stages - 1 - stage, len(forwards))
+        order = forwards[:ahead]
+        for index, backward in enumerate(backwards):
+            order += [*forwards[ahead + index : ahead + index + 1], backward]
+        by_stage.append(tuple(order))
+        last = stage == stages - 1
+        for forward in forwards:
+            inputs[stage, forward] = ((stage - 1, forward),) if stage else ()
+            backward = forward._replace(direction=Direction.BACKWARD)
+            inputs[stage, backward] = ((stage, forward) if last else (stage + 1, backward),)
+    return PipelineOrder(by_stage=tuple(by_stage), inputs=inputs)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_segments_of_a_micro_batch_are_operations_of_their_own(seed):
+    """Against ends that follow from the definition, operation by operation."""
+    stages, ranks = 3, 2
+    graph = graph_of(in_segments, stages, 1, len(SEGMENTS))
+    assert len(graph.operations) == 2 * stages * sum(SEGMENTS)
+    ms_OR = np.random.default_rng(seed).exponential(1.0, (len(graph.operations), ranks))
+    times = OperationTimes(graph=graph, ms_OR=ms_OR, cp_sizes_RM=unshared(ranks, len(SEGMENTS)))
+    order = in_segments(stages, len(SEGMENTS), 1)
+    for rank in range(ranks):
+        ms = dict(zip(graph.operations, ms_OR[:, rank], strict=True))
+        ends = {}
+        while len(ends) < len(ms):
+            for stage, operations in enumerate(order.by_stage):
+                for before, operation in zip((None, *operations), operations, strict=False):
+                    waits_for = [*order.inputs[stage, operation]]
+                    waits_for += [(stage, before)] if before else []
+                    if all(node in ends for node in waits_for):
+                        start = max((ends[node] for node in waits_for), default=0.0)
+                        ends[stage, operation] = start + ms[stage, operation]
+        events = simulate(times)[rank]
+        found = {
+            (e.stage, Operation(e.direction, e.chunk, e.micro_batch, e.segment)): e.end_ms
+            for e in events
+        }
+        assert found == pytest.approx(ends)
+        assert makespans_ms(times.rank(rank)) == pytest.approx(max(ends.values()))
+    assert longest_through_ms(times).max(axis=(1, 2, 3)) == pytest.approx(makespans_ms(times))
+    whole_2RPVM = times.by_micro_batch_2RPVM
+    assert whole_2RPVM.sum() == pytest.approx(ms_OR.sum())
+    of_first = times.where(direction=Direction.BACKWARD, stage=1, micro_batch=0)
+    assert of_first.shape == (3, ranks)
+    np.testing.assert_allclose(of_first.sum(axis=0), whole_2RPVM[1, :, 1, 0, 0])
+    assert times.where(segment=2).shape == (2 * stages, ranks)
+
+
+def test_a_shared_micro_batch_is_shared_in_every_segment():
+    """Both ranks take as long then, the one with little before waits for the other."""
+    graph = graph_of(in_segments, 2, 1, len(SEGMENTS))
+    ms_OR = np.ones((len(graph.operations), 2))
+    ms_OR[(graph.micro_batch_O == 0) & (graph.segment_O == 0), 1] = 4.0
+    cp_sizes_RM = unshared(2, len(SEGMENTS))
+    apart = makespans_ms(OperationTimes(graph=graph, ms_OR=ms_OR, cp_sizes_RM=cp_sizes_RM))
+    cp_sizes_RM[:, 3] = 2
+    together = makespans_ms(OperationTimes(graph=graph, ms_OR=ms_OR, cp_sizes_RM=cp_sizes_RM))
+    assert apart[0] < apart[1] == together[1] == together[0]

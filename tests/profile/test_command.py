@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sparse-balance profile`` on a tiny model, and its measuring plan."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from forked_ranks import run_alone
+from harness import (
+    MODEL_FLAGS,
+    TIMEOUT_S,
+    TRAINING_FLAGS,
+    python_environment,
+    run_program,
+    run_training,
+)
+
+from sparsebalance_megatron.config import DEFAULT_SELECTION, SparseBalanceConfig
+from sparsebalance_megatron.cost.features import features
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.parts import NEVER_TIMED, Direction, Part
+from sparsebalance_megatron.cost.table import CostTable, ModelShape, RunIdentity
+from sparsebalance_megatron.profile.cells import (
+    FULL,
+    QUICK,
+    Cell,
+    Thoroughness,
+    Timed,
+    measure,
+    plan_cells,
+)
+
+BLOCK_SIZE = 16
+BALANCE_FLAGS = (
+    "--sparse-balance",
+    *("--sparse-balance-block-size", str(BLOCK_SIZE), "--sparse-balance-base-budget", "4"),
+)
+PROFILE = ("-m", "sparsebalance_megatron.cli", "profile", "--quick", "-o")
+IDENTITY = RunIdentity(
+    device="cpu",
+    dtype="float32",
+    block_size=BLOCK_SIZE,
+    selection=DEFAULT_SELECTION,
+    shape=ModelShape(
+        hidden_size=64,
+        ffn_hidden_size=128,
+        num_attention_heads=4,
+        num_query_groups=2,
+        head_dim=16,
+        vocab_size=256,
+        gated_linear_unit=True,
+        tensor_parallel_size=1,
+    ),
+)
+
+
+def run_profile(output: Path, flags: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """The command as a user runs it, on a machine without a GPU."""
+    return run_program((*PROFILE, str(output), "--", *flags), output.parents[1])
+
+
+@pytest.mark.parametrize("selection", [DEFAULT_SELECTION, "vertical-slash"])
+def test_a_tiny_model_gives_a_table_that_fits_and_predicts(selection: str, tmp_path: Path) -> None:
+    output = tmp_path / "new" / "table.json"
+    selects = "--sparse-balance-selection", selection
+    process = run_profile(output, [*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, *selects])
+    assert process.returncode == 0, process.stderr[-4000:]
+    assert f"{output}: " in process.stdout
+    assert "attention  backward  median" in process.stdout
+    assert [entry.name for entry in output.parent.iterdir()] == ["table.json"]
+
+    table = CostTable.load(output)
+    table.check_matches(replace(IDENTITY, selection=selection))
+    # Of three blocks, one is read as columns where columns are selected.
+    budgets = {row.budget_blocks or 0 for row in table.rows if row.part is Part.ATTENTION}
+    assert max(budgets) >= 3
+    assert (table.threads, table.exchanges) == (1, ())
+    assert set(table.versions) == {"sparsebalance-megatron", "megatron-core", "torch"}
+    model = CostModel.fit(table)
+    short, long = (features([tokens], 4, BLOCK_SIZE, model.work) for tokens in (64, 4096))
+    for direction in Direction:
+        for part in Part:
+            if (part, direction) in NEVER_TIMED:
+                continue
+            before, after = np.stack([short, long]) @ model.coefficients_ms(part, direction)
+            assert 0.0 < before <= after, f"{part} {direction}"
+
+
+def test_parallel_flags_give_one_ranks_share(tmp_path: Path) -> None:
+    """The flags of a job of eight ranks, profiled by one process; training's outputs stay away."""
+    output = tmp_path / "table.json"
+    parallel = (
+        *("--tensor-model-parallel-size", "2", "--sequence-parallel", "--bf16"),
+        *("--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"),
+        *("--use-distributed-optimizer", "--recompute-granularity", "full"),
+        *("--recompute-method", "uniform", "--recompute-num-layers", "1"),
+        *("--save", str(tmp_path / "checkpoints"), "--tensorboard-dir", str(tmp_path / "board")),
+    )
+    process = run_profile(output, [*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, *parallel])
+    assert process.returncode == 0, process.stderr[-4000:]
+    shape = replace(IDENTITY.shape, tensor_parallel_size=2)
+    CostTable.load(output).check_matches(replace(IDENTITY, dtype="bfloat16", shape=shape))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["table.json"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("exchange", ["all-gather", "ring"])
+def test_two_ranks_measure_what_sharing_a_row_takes(exchange: str, tmp_path: Path) -> None:
+    output = tmp_path / "table.json"
+    run = run_training(
+        2,
+        [*MODEL_FLAGS, *BALANCE_FLAGS, "--sparse-balance-exchange", exchange],
+        program=(*PROFILE, str(output), "--"),
+    ).require_success()
+    table = CostTable.load(output)
+    kv_bytes, gradient_bytes = 2 * 2 * 16 * 4, 2 * 2 * 16 * 4
+    # Each rank receives half of a row of 64 tokens, then of one of 256.
+    assert [(row.width, row.received_bytes) for row in table.exchanges] == [
+        (2, tokens * received // 2)
+        for tokens in (64, 256)
+        for received in (kv_bytes, kv_bytes + gradient_bytes)
+    ]
+    assert {row.repeats for row in table.exchanges} == {QUICK.most_repeats}
+    model = CostModel.fit(table)
+    per_byte = [row.ms_median / row.received_bytes for row in table.exchanges]
+    assert min(per_byte) * (1 - 1e-5) <= model.exchange.ms_per_byte <= max(per_byte) * (1 + 1e-5)
+    # One rank says it, and measures the model besides.
+    assert run.output.count("rows shared by 2 ranks: each receives ") == 1
+    assert {row.part for row in table.rows} == set(Part)
+
+
+def test_ranks_that_cannot_share_rows_are_refused(tmp_path: Path) -> None:
+    process = run_alone(
+        [*PROFILE, str(tmp_path / "table.json"), "--", *MODEL_FLAGS, *BALANCE_FLAGS],
+        environment=python_environment() | {"RANK": "0", "WORLD_SIZE": "3"},
+        folder=tmp_path,
+        timeout_s=TIMEOUT_S,
+    )
+    assert process.returncode == 2
+    assert "sparse-balance profile with 3 ranks: rows are shared by 2, 4" in process.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "give training's flags after --"),
+        (
+            (*MODEL_FLAGS, *BALANCE_FLAGS, "--tensor-model-parallel-size", "3"),
+            "--num-attention-heads 4 is no multiple of --tensor-model-parallel-size 3",
+        ),
+        (
+            (*MODEL_FLAGS, "--sparse-balance-block-size", "100"),
+            "--sparse-balance-block-size 100: must be a power of two",
+        ),
+    ],
+)
+def test_wrong_flags_are_one_line_and_write_nothing(
+    tmp_path: Path, flags: Sequence[str], message: str
+) -> None:
+    process = run_profile(tmp_path / "table.json", flags)
+    assert process.returncode == 2
+    assert f"sparse-balance: error: {message}" in process.stderr.replace("profile: ", "")
+    assert "Traceback" not in process.stderr
+    assert not (tmp_path / "table.json").exists()
+
+
+@pytest.mark.parametrize("thoroughness", [QUICK, FULL])
+@pytest.mark.parametrize("longest_tokens", [100, 8192, 131072])
+def test_the_plan_times_every_part_on_rows_short_to_long(
+    thoroughness: Thoroughness, longest_tokens: int
+) -> None:
+    config = SparseBalanceConfig(block_size=128, base_budget=8)
+    cells = plan_cells(longest_tokens, config, thoroughness)
+    rows = [cell.lengths_tokens for cell in cells]
+    assert rows == sorted(rows, key=sum)
+    assert all(min(row) >= 1 and sum(row) <= longest_tokens for row in rows)
+    everything = [cell for cell in cells if cell.parts == tuple(Part)]
+    assert {cell.lengths_tokens for cell in everything} == set(rows)
+    assert len(everything) == len(set(rows))
+    assert len({(cell.lengths_tokens, cell.budget_blocks) for cell in cells}) == len(cells)
+    if longest_tokens >= 8192:
+        assert any(len(row) > 1 for row in rows)
+        assert len({cell.budget_blocks for cell in cells}) >= 4
+
+
+class _ScriptedClock:
+    """Every span lasts as long as the script says."""
+
+    def __init__(self, spans_ms: Sequence[float]) -> None:
+        self._spans_ms = iter(spans_ms)
+
+    def mark(self) -> None:
+        return None
+
+    def elapsed_ms(self, start: None, end: None) -> float:
+        return next(self._spans_ms)
+
+
+def _thoroughness(**changes: float) -> Thoroughness:
+    return replace(QUICK, warm_up=1, least_repeats=3, most_repeats=5, **changes)
+
+
+def test_medians_and_spreads_leave_the_warm_up_out() -> None:
+    ran = []
+    timed = Timed(
+        forward=lambda: ran.append("forward") or "output",
+        backward=lambda output: ran.append(f"backward of {output}"),
+    )
+    cell = Cell(parts=(Part.ATTENTION,), lengths_tokens=(7, 9), budget_blocks=2)
+    clock = _ScriptedClock([1000, 2000, 1, 10, 2, 20, 6, 60])
+    forward, backward = measure(
+        Part.ATTENTION, timed, cell, _thoroughness(seconds_per_cell=0.0), clock
+    )
+    assert ran == ["forward", "backward of output"] * 4
+    assert (forward.direction, backward.direction) == (Direction.FORWARD, Direction.BACKWARD)
+    assert (forward.ms_median, forward.ms_spread, forward.repeats) == (2.0, 1.0, 3)
+    assert (backward.ms_median, backward.ms_spread, backward.repeats) == (20.0, 10.0, 3)
+    assert (forward.lengths_tokens, forward.budget_blocks) == ((7, 9), 2)
+
+
+def test_a_part_without_gradient_has_no_backward_row_and_no_budget() -> None:
+    timed = Timed(forward=lambda: None, backward=None)
+    cell = Cell(parts=(Part.ROUTER,), lengths_tokens=(7,), budget_blocks=2)
+    clock = _ScriptedClock([1.0] * 6)
+    (row,) = measure(Part.ROUTER, timed, cell, _thoroughness(seconds_per_cell=10.0), clock)
+    assert (row.direction, row.budget_blocks, row.repeats) == (Direction.FORWARD, None, 5)

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dry run plans what training would plan, for ranks that do not exist, and writes nothing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import (
+    BALANCE_FLAGS,
+    MODEL_FLAGS,
+    TRAINING_FLAGS,
+    long_tailed_lengths,
+    run_program,
+    run_training,
+    write_documents,
+)
+
+from sparsebalance_megatron.config import DEFAULT_SELECTION, ConfigError
+from sparsebalance_megatron.cost.model import CostModel, Direction, Part
+from sparsebalance_megatron.cost.table import CostRow, CostTable, ModelShape, RunIdentity
+from sparsebalance_megatron.run import dry_run
+
+FLAGS = (*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS)
+_ROW = re.compile(r" +[\d-]+( +[\d.,e+-]+){7}")
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prefix = tmp_path_factory.mktemp("documents") / "train"
+    return write_documents(prefix, long_tailed_lengths(40, 250))
+
+
+def start(directory: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """The training command in an empty directory, as one process, with no variable of torchrun."""
+    return run_program(("-m", "sparsebalance_megatron.pretrain_gpt", *flags), directory)
+
+
+def slots(output: str) -> list[list[str]]:
+    """The rows of the printed table."""
+    return [line.split() for line in output.splitlines() if _ROW.fullmatch(line)]
+
+
+def test_plans_for_ranks_that_do_not_exist_and_writes_nothing(
+    documents: Path, tmp_path: Path
+) -> None:
+    layout = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "4")
+    writing = ("--tensorboard-dir", "tb", "--save", "ckpt", "--save-interval", "2")
+    flags = (*FLAGS, *layout, *writing, "--sparse-balance-log-dir", "log")
+    result = start(
+        tmp_path, *flags, "--data-path", str(documents), "--sparse-balance-dry-run", "32"
+    )
+    assert result.returncode == 0, result.stderr
+    assert "dry run of 32 ranks: tensor 2 x pipeline 4 x data 4" in result.stdout
+    assert "layers per pipeline stage: 1 1 1 1" in result.stdout
+    assert "not checked:\n  whether memory suffices: it is counted below" in result.stdout
+    assert "ms estimated from counted operations, not measured on any device" in result.stdout
+    assert re.findall(r"^  stages? ([\d-]+): [\d.e-]+ = ", result.stdout, re.M) == ["0", "1-2", "3"]
+    rows = slots(result.stdout)
+    assert [row[:2] for row in rows] == [[str(d), str(m)] for d in range(4) for m in range(2)]
+    assert sum(int(row[2]) for row in rows) == 8
+    assert {tuple(row[4:7]) for row in rows} == {("4", "4.0", "4")}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_of_a_context_group_name_their_ranks(documents: Path, tmp_path: Path) -> None:
+    context = ("--context-parallel-size", "2", "--sparse-balance-context-parallel", "static")
+    flags = (*FLAGS, *context, "--data-path", str(documents), "--sparse-balance-dry-run", "4")
+    result = start(tmp_path, *flags)
+    assert result.returncode == 0, result.stderr
+    assert "dry run of 4 ranks: tensor 1 x pipeline 1 x context 2 x data 2;" in result.stdout
+    places = [row[:2] for row in slots(result.stdout)]
+    assert sorted(places) == [[ranks, str(m)] for ranks in ("0-1", "2-3") for m in range(4)]
+
+
+def table_of_another_device(path: Path) -> Path:
+    """A cost table for the model of ``FLAGS``, as if measured on a GPU."""
+    shape = ModelShape(
+        hidden_size=64,
+        ffn_hidden_size=128,
+        num_attention_heads=4,
+        num_query_groups=2,
+        head_dim=16,
+        vocab_size=256,
+        gated_linear_unit=True,
+        tensor_parallel_size=1,
+    )
+    model = CostModel.analytic(shape, block_size=16)
+    rows = []
+    for part in Part:
+        for direction in Direction:
+            for length in (16, 64, 200, 256):
+                row = CostRow(
+                    part=part,
+                    direction=direction,
+                    lengths_tokens=(length,),
+                    budget_blocks=4 if part is Part.ATTENTION else None,
+                    ms_median=1.0,
+                    ms_spread=0.0,
+                    repeats=3,
+                )
+                ms = row.features(16, model.work) @ model.coefficients_ms(part, direction)
+                if ms > 0:
+                    # As much slower as no measurement of less than a clock's resolution shows.
+                    rows.append(replace(row, ms_median=float(ms) * 1e3))
+    identity = RunIdentity(
+        device="NVIDIA H200",
+        dtype="float32",
+        block_size=16,
+        selection=DEFAULT_SELECTION,
+        shape=shape,
+    )
+    table = CostTable(
+        identity=identity, versions={}, date="2026-01-31", threads=1, rows=tuple(rows)
+    )
+    table.save(path)
+    return path
+
+
+def test_a_table_of_another_device_is_taken_and_named(documents: Path, tmp_path: Path) -> None:
+    table = table_of_another_device(tmp_path / "table.json")
+    flags = (*FLAGS, "--data-path", str(documents), "--sparse-balance-cost-table", str(table))
+    result = start(tmp_path, *flags, "--sparse-balance-dry-run", "4")
+    assert result.returncode == 0, result.stderr
+    assert "measurements of 2026-01-31 on NVIDIA H200" in result.stdout
+    other = start(tmp_path, *flags, "--hidden-size", "128", "--sparse-balance-dry-run", "4")
+    assert other.returncode == 2
+    assert "hidden_size" in other.stderr
+
+
+@pytest.mark.distributed
+def test_the_plan_is_the_one_that_training_starts_with(documents: Path, tmp_path: Path) -> None:
+    flags = (*FLAGS, "--data-path", str(documents), "--train-iters", "1")
+    trained = run_training(2, flags, log_dir=tmp_path).require_success()
+    dry = run_training(2, (*flags, "--sparse-balance-dry-run")).require_success()
+    (step,) = trained.steps
+    predicted: dict[str, Any] = step["predicted"]
+    (first_line,) = {line for line in dry.output.splitlines() if "dry run of" in line}
+    assert "dry run of 2 ranks: tensor 1 x pipeline 1 x data 2" in first_line
+    assert f"batching: {step['batching']}," in dry.output
+    assert (
+        f"makespan: {predicted['makespan_ms']:.4g} ms estimated from counted operations, not "
+        f"measured on any device, at least {predicted['lower_bound_ms']:.4g} ms" in dry.output
+    )
+    assert f"micro-batches {predicted['imbalance_micro_batches']:.3f}" in dry.output
+    assert sum(int(row[3].replace(",", "")) for row in slots(dry.output)) == step["tokens"]
+    assert "iteration        1/" not in dry.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--attention-dropout", "0.1", "--sparse-balance-dry-run"), "use --attention-dropout 0"),
+        (
+            ("--data-path", "/nonexistent/prefix", "--sparse-balance-dry-run", "2"),
+            "/nonexistent/prefix.idx: no such file",
+        ),
+        (("--sparse-balance-dry-run", "-1"), "-1: must be a number of ranks"),
+    ],
+)
+def test_what_would_stop_training_is_one_line(
+    documents: Path, tmp_path: Path, flags: tuple[str, ...], expected: str
+) -> None:
+    result = start(tmp_path, *FLAGS, "--data-path", str(documents), *flags)
+    assert result.returncode == 2
+    (line,) = (line for line in result.stderr.splitlines() if "sparse balance: error:" in line)
+    assert expected in line
+    assert "Traceback" not in result.stderr
+
+
+def test_a_dry_run_without_the_plugin_is_refused() -> None:
+    with pytest.raises(ConfigError, match="add --sparse-balance"):
+        dry_run.run(["--num-layers", "2", "--sparse-balance-dry-run", "8"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "requested"),
+    [
+        (["--sparse-balance-dry-run"], True),
+        (["--sparse-balance-dry-run=8"], True),
+        (["--sparse-balance", "--sparse-balance-dry-runs"], False),
+        (["--save", "sparse-balance-dry-run"], False),
+    ],
+)
+def test_is_requested(argv: list[str], requested: bool) -> None:
+    assert dry_run.is_requested(argv) == requested

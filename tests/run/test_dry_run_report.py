@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of a dry run: every micro-batch of a small job, ranks of a large one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from plan import plan_cases
+
+from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.learn.planned_step import PlannedStep
+from sparsebalance_megatron.plan.planner import plan_step
+from sparsebalance_megatron.plan.step_problem import PlanInputs
+
+report = pytest.importorskip("sparsebalance_megatron.run.dry_run_report")
+
+
+def planned(ranks: int, micro_batches: int, lengths: list[int], **policy: Any) -> PlannedStep:
+    job = plan_cases.job_shape(ranks, micro_batches)
+    inputs = PlanInputs(
+        lengths_tokens=tuple(lengths),
+        job=job,
+        policy=plan_cases.policy(**policy),
+        cost=plan_cases.cost_model(),
+        scales=StageScales.ones(1, 1),
+        coverage=plan_cases.coverage_curves(job.layers),
+    )
+    return PlannedStep(
+        plan=plan_step(0, inputs),
+        samples=np.arange(len(lengths)),
+        scales=inputs.scales,
+        plan_ms=1.0,
+        wait_ms=0.0,
+    )
+
+
+def test_a_small_job_shows_every_micro_batch() -> None:
+    lines = report._slots(planned(2, 3, [100, 200, 300, 400, 500, 600]))
+    assert len(lines) == 1 + 6
+    assert lines[0].split()[:2] == ["rank", "micro-batch"]
+
+
+def test_equal_ranks_of_a_large_job_are_one_row() -> None:
+    step = planned(16, 4, [512] * 64, batching="arrival", tuning="off")
+    header, row = report._slots(step)
+    assert header.split()[:2] == ["ranks", "micro-batches"]
+    assert row.split()[:6] == ["16", "as", "0", "4", "4", "2,048"]
+
+
+def test_of_many_ranks_the_slowest_and_fastest_are_shown_and_the_rest_counted() -> None:
+    lengths = [100 + 37 * number for number in range(64)]
+    step = planned(32, 2, lengths, batching="arrival", tuning="off")
+    _, *rows, remark = report._slots(step)
+    assert len(rows) == 16
+    ms = [float(row.split()[-1]) for row in rows]
+    assert ms == sorted(ms, reverse=True)
+    assert "16 rows between the 8 slowest and the 8 fastest are left out" in remark
+    assert rows[0].split()[0] == "31"

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Failures while training: each ends with a message, and the run can go on from its checkpoint.
+
+One run goes through several of them: a rank is killed in the middle of a step, the next attempt
+cannot write its checkpoint, the third finishes, with the losses and plans of never stopping.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from harness import (
+    BALANCE_FLAGS,
+    MODEL_FLAGS,
+    PROGRAMS,
+    TRAINING_FLAGS,
+    TrainingRun,
+    long_tailed_lengths,
+    run_training,
+    write_documents,
+)
+
+from sparsebalance_megatron.log.rank_log import read_rank_logs
+from sparsebalance_megatron.view.report.timeline import measured_timeline
+
+pytestmark = pytest.mark.distributed
+
+STEPS, SAVE_INTERVAL = 6, 3
+KILLED_IN_STEP = 4
+"""Counted from 0: the fifth, one after the checkpoint."""
+ENDS_WITHIN_S = 120
+CHECKPOINT_BYTES = 1 << 19
+"""Less than a file of the model's checkpoint; more than what a run prints or logs."""
+FAULTS = str(PROGRAMS / "failing_rank.py")
+
+LENGTHS = long_tailed_lengths(30, longest=250)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("drills")
+    write_documents(directory / "train", LENGTHS)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def whole(directory: Path) -> TrainingRun:
+    """Never stops."""
+    return run_training(2, _flags(directory), log_dir=directory / "whole").require_success()
+
+
+@pytest.fixture(scope="module")
+def killed(directory: Path) -> TrainingRun:
+    return _attempt(directory, "kill", str(KILLED_IN_STEP))
+
+
+@pytest.fixture(scope="module")
+def disk_full(directory: Path, killed: TrainingRun) -> TrainingRun:
+    return _attempt(directory, "file-size", str(CHECKPOINT_BYTES))
+
+
+@pytest.fixture(scope="module")
+def finished(directory: Path, disk_full: TrainingRun) -> TrainingRun:
+    return run_training(
+        2, (*_flags(directory), *_checkpoints(directory)), log_dir=directory / "attempts"
+    ).require_success()
+
+
+def test_a_killed_rank_ends_the_others(directory: Path, killed: TrainingRun) -> None:
+    assert killed.exit_code != 0
+    assert "SIGKILL" in killed.output
+    assert len(killed.losses) == KILLED_IN_STEP
+    assert _saved_step(directory) >= SAVE_INTERVAL
+
+
+def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
+    directory: Path, killed: TrainingRun, disk_full: TrainingRun
+) -> None:
+    """Megatron's writer says that it failed, not why; the last line says what is left."""
+    assert disk_full.exit_code == 1
+    assert f"saving checkpoint at iteration       {STEPS}" in disk_full.output
+    assert "by CheckpointException" in disk_full.output
+    checkpoints = directory / "checkpoints"
+    assert f"the last complete checkpoint in {checkpoints} is of" in disk_full.output
+    assert f"iteration {SAVE_INTERVAL}, with" in disk_full.output
+    assert f"resume with --load {checkpoints}" in disk_full.output
+
+
+def test_the_finished_run_equals_one_that_never_stopped(
+    whole: TrainingRun, finished: TrainingRun
+) -> None:
+    """Invariant 6. Losses come from the step log: after a start Megatron prints a mean of two.
+
+    The log has the steps of every attempt.
+    """
+    assert finished.grad_norms == whole.grad_norms[SAVE_INTERVAL:]
+    iterations = [step["iteration"] for step in finished.steps]
+    assert iterations == [1, 2, 3, 4, 4, 5, 6, 4, 5, 6]
+    expected = {step["iteration"]: step for step in whole.steps}
+    for step in finished.steps:
+        for quantity in ("lm_loss", "predicted", "coverage", "tokens"):
+            assert step[quantity] == expected[step["iteration"]][quantity], quantity
+
+
+def test_wall_clocks_that_jump_change_nothing(directory: Path, whole: TrainingRun) -> None:
+    """Two hours back and forth, on one rank: what is measured and waited for is not by them."""
+    run = run_training(
+        2,
+        (*_flags(directory), "--sparse-balance-device", "cpu"),
+        log_dir=directory / "clock",
+        timeout_s=ENDS_WITHIN_S,
+        program=(FAULTS, "clock", "1"),
+    ).require_success()
+    assert (run.losses, run.grad_norms) == (whole.losses, whole.grad_norms)
+    assert [step["iteration"] for step in run.steps] == [1, 2, 3, 4, 5, 6]
+    assert all(0.0 < step["iteration_ms"] < 1e3 * ENDS_WITHIN_S for step in run.steps[1:])
+    last = read_rank_logs(directory / "clock", [STEPS]).steps[STEPS]
+    starts_s = [step.start_unix_s for step in last.values()]
+    assert abs(starts_s[0] - starts_s[1]) > 3600.0
+    timeline = measured_timeline(None, last)
+    assert timeline is not None and timeline.makespan_ms < 1e3 * ENDS_WITHIN_S
+
+
+def test_changed_data_is_found_when_resuming(
+    directory: Path, finished: TrainingRun, tmp_path: Path
+) -> None:
+    """A single token of a document."""
+    for suffix in (".bin", ".idx"):
+        shutil.copy(directory / f"train{suffix}", tmp_path / f"train{suffix}")
+    with (tmp_path / "train.bin").open("r+b") as tokens:
+        tokens.write(b"\xfe")
+    run = _attempt_on_one_rank(directory, "--data-path", str(tmp_path / "train"))
+    assert "--data-path: the training samples are not those of the checkpoint" in run.output
+    assert "--finetune" in run.output
+
+
+def test_another_global_batch_size_must_continue_a_whole_batch(
+    directory: Path, finished: TrainingRun
+) -> None:
+    run = _attempt_on_one_rank(directory, "--global-batch-size", "32")
+    assert "consumed 48 samples, no multiple of --global-batch-size 32" in run.output
+
+
+def test_a_damaged_loss_mask_is_named_at_the_start(tmp_path: Path) -> None:
+    write_documents(tmp_path / "train", LENGTHS)
+    write_documents(tmp_path / "train_loss_mask", LENGTHS)
+    path = tmp_path / "train_loss_mask.idx"
+    path.write_bytes(path.read_bytes()[:-9])
+    run = run_training(1, _flags(tmp_path), timeout_s=ENDS_WITHIN_S)
+    assert run.exit_code == 2
+    assert "train_loss_mask.idx: cut short" in run.output
+
+
+def _flags(directory: Path) -> tuple[str, ...]:
+    return (
+        *MODEL_FLAGS,
+        *TRAINING_FLAGS,
+        *BALANCE_FLAGS,
+        *("--data-path", str(directory / "train"), "--ckpt-format", "torch_dist"),
+        *("--train-iters", str(STEPS)),
+    )
+
+
+def _checkpoints(directory: Path) -> tuple[str, ...]:
+    where = str(directory / "checkpoints")
+    return ("--save", where, "--load", where, "--save-interval", str(SAVE_INTERVAL))
+
+
+def _attempt(directory: Path, *fault: str) -> TrainingRun:
+    """Two ranks with a fault. They must end by themselves."""
+    flags = (*_flags(directory), *_checkpoints(directory), "--sparse-balance-device", "cpu")
+    return run_training(
+        2,
+        flags,
+        log_dir=directory / "attempts",
+        timeout_s=ENDS_WITHIN_S,
+        program=(FAULTS, *fault),
+        torchrun=fault[0] == "kill",
+    )
+
+
+def _attempt_on_one_rank(directory: Path, *changed: str) -> TrainingRun:
+    """Resumes from the finished run's checkpoints, and is refused in one line."""
+    load = ("--load", str(directory / "checkpoints"), "--override-opt-param-scheduler")
+    run = run_training(
+        1, (*_flags(directory), *load, "--train-iters", "8", *changed), timeout_s=ENDS_WITHIN_S
+    )
+    assert run.exit_code == 2, run.output[-4000:]
+    assert "Traceback" not in run.output
+    return run
+
+
+def _saved_step(directory: Path) -> int:
+    return int((directory / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())

@@ -1,0 +1,450 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Megatron users combine the plugin with: every layout trains to the losses of one rank.
+
+All runs of a model load the same weights, train on the same global batches, and must log the same
+losses and gradient norms. One run covers several features that do not touch one another;
+docs/SUPPORT.md names the run of each.
+"""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import (
+    BALANCE_FLAGS,
+    MODEL_FLAGS,
+    PROGRAMS,
+    TRAINING_FLAGS,
+    VOCABULARY,
+    TrainingRun,
+    long_tailed_lengths,
+    run_training,
+    write_documents,
+)
+
+from sparsebalance_megatron.log.rank_log import rank_files
+
+pytestmark = pytest.mark.distributed
+
+FEW_ROUNDINGS = 8 * 2.0**-23
+"""Layouts differ in the order of float32 sums only."""
+BFLOAT16_ROUNDING = 2.0**-8
+"""A sum in another order may round a weight to its neighbour."""
+LAST_PRINTED_DIGIT = 1.01e-3
+"""Of gradient norms."""
+
+STEPS = 4
+PROGRAM = ("-m", "sparsebalance_megatron.pretrain_gpt")
+WITH_NORMS = (str(PROGRAMS / "sequence_parallel.py"),)
+DRAWN_WIDTHS = (str(PROGRAMS / "wide_slots.py"),)
+
+PIPELINE = ("--pipeline-model-parallel-size", "2")
+TENSOR = ("--tensor-model-parallel-size", "2")
+SEQUENCE = ("--sequence-parallel", "--sparse-balance-device", "cpu")
+OVERLAP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+INTERLEAVED = (*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2")
+CONTEXT = ("--context-parallel-size", "2")
+WIDE = ("--sparse-balance-max-context-parallel", "2")
+PLANNED_WIDTHS = ("--sparse-balance-batching", "makespan")
+ON_CPU = ("--sparse-balance-device", "cpu")
+FULL_RECOMPUTE = ("--recompute-granularity", "full", "--recompute-num-layers", "1")
+
+
+def without(flags: tuple[str, ...], *names: str) -> tuple[str, ...]:
+    """``flags`` less those names and the values that follow them."""
+    kept, skipping = [], False
+    for word in flags:
+        skipping = word in names or (skipping and not word.startswith("--"))
+        kept += [] if skipping else [word]
+    return tuple(kept)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Flags of a model; ``batching`` is how layouts place samples (one rank: order of arrival).
+
+    ``padded`` is whether rows may need padding for sequence parallelism. ``weights`` names the
+    model whose weights it starts from; ``tolerance`` is relative, of losses after the first step.
+    """
+
+    flags: tuple[str, ...]
+    batching: str = "latency"
+    padded: bool = True
+    weights: str | None = None
+    tolerance: float = FEW_ROUNDINGS
+
+
+MODELS = {
+    "llama": Model(flags=(*MODEL_FLAGS, "--use-rope-scaling")),
+    "llama bf16": Model(
+        flags=(*MODEL_FLAGS, "--use-rope-scaling", "--bf16"),
+        batching="arrival",
+        weights="llama",
+        tolerance=BFLOAT16_ROUNDING,
+    ),
+    "yarn": Model(
+        flags=(
+            *without(MODEL_FLAGS, "--position-embedding-type"),
+            *("--position-embedding-type", "yarn", "--rotary-scaling-factor", "4"),
+            *("--yarn-original-max-position-embeddings", "64"),
+        ),
+        weights="llama",
+    ),
+    "gpt2": Model(
+        flags=(
+            *("--num-layers", "3", "--hidden-size", "64", "--ffn-hidden-size", "128"),
+            *("--num-attention-heads", "4", "--group-query-attention", "--num-query-groups", "1"),
+            *("--seq-length", "256", "--max-position-embeddings", "256", "--qk-layernorm"),
+            *("--attention-dropout", "0", "--hidden-dropout", "0", "--cross-entropy-loss-fusion"),
+            *("--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY - 1)),
+            # Tensor-parallel ranks share the only KV head.
+            *("--sparse-balance-selection", "token-query-head"),
+        )
+    ),
+    "vertical-slash": Model(
+        flags=(
+            *(*MODEL_FLAGS, "--use-rope-scaling"),
+            *("--sparse-balance-selection", "vertical-slash"),
+        ),
+        weights="llama",
+    ),
+    "experts": Model(
+        flags=(
+            *without(MODEL_FLAGS, "--position-embedding-type"),
+            *("--position-embedding-type", "yarn", "--rotary-scaling-factor", "4"),
+            *("--yarn-original-max-position-embeddings", "64"),
+            *("--num-experts", "4", "--moe-layer-freq", "([0,1]*2)", "--moe-ffn-hidden-size", "64"),
+            *("--moe-token-dispatcher-type", "alltoall", "--moe-aux-loss-coeff", "0.01"),
+            *("--moe-shared-expert-intermediate-size", "64"),
+        ),
+        # The balancing loss of experts is taken per micro-batch, padding included.
+        batching="arrival",
+        padded=False,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    model: str
+    ranks: int
+    flags: tuple[str, ...]
+    program: tuple[str, ...] = PROGRAM
+
+
+LAYOUTS = {
+    "pipeline": Layout(model="llama", ranks=2, flags=PIPELINE),
+    "interleaved": Layout(
+        model="llama",
+        ranks=2,
+        flags=(
+            *INTERLEAVED,
+            *("--overlap-p2p-communication-warmup-flush", "--recompute-granularity", "selective"),
+        ),
+    ),
+    "data-overlapped": Layout(
+        model="llama",
+        ranks=2,
+        flags=(*OVERLAP, *FULL_RECOMPUTE, "--recompute-method", "uniform"),
+    ),
+    "tensor": Layout(
+        model="llama",
+        ranks=2,
+        flags=(
+            *(*TENSOR, *FULL_RECOMPUTE, "--recompute-method", "block"),
+            "--distribute-saved-activations",
+        ),
+    ),
+    "tensor-sequence": Layout(
+        model="llama",
+        ranks=2,
+        flags=(*TENSOR, *SEQUENCE, "--recompute-granularity", "selective"),
+        program=WITH_NORMS,
+    ),
+    "custom-layout": Layout(
+        model="llama", ranks=2, flags=(*PIPELINE, "--pipeline-model-parallel-layout", "E|tt|t|tL")
+    ),
+    "data-pipeline-uneven": Layout(
+        model="llama",
+        ranks=4,
+        flags=(
+            *(*PIPELINE, "--decoder-first-pipeline-num-layers", "1"),
+            *("--decoder-last-pipeline-num-layers", "3"),
+            *("--use-distributed-optimizer", "--use-tp-pp-dp-mapping"),
+        ),
+    ),
+    "bf16-pipeline": Layout(
+        model="llama bf16", ranks=2, flags=(*PIPELINE, "--use-distributed-optimizer")
+    ),
+    "tied-pipeline": Layout(
+        model="gpt2", ranks=2, flags=(*PIPELINE, "--account-for-embedding-in-pipeline-split")
+    ),
+    "tensor-pipeline": Layout(
+        model="gpt2",
+        ranks=4,
+        flags=(*TENSOR, *PIPELINE, "--account-for-loss-in-pipeline-split"),
+    ),
+    "experts-pipeline": Layout(
+        model="experts", ranks=4, flags=("--expert-model-parallel-size", "2", *PIPELINE)
+    ),
+    "experts-tensor-sequence": Layout(
+        model="experts", ranks=2, flags=(*TENSOR, *SEQUENCE), program=WITH_NORMS
+    ),
+}
+
+
+SHARED_ROWS = {
+    "wide": Layout(
+        model="llama",
+        ranks=2,
+        flags=(
+            *(*WIDE, *PLANNED_WIDTHS, "--sparse-balance-max-tokens-per-micro-batch", "128"),
+            *(*OVERLAP, *FULL_RECOMPUTE, "--recompute-method", "uniform"),
+        ),
+    ),
+    "context": Layout(model="llama", ranks=2, flags=(*CONTEXT, *PLANNED_WIDTHS)),
+    "context-static-yarn": Layout(
+        model="yarn", ranks=2, flags=(*CONTEXT, "--sparse-balance-context-parallel", "static")
+    ),
+    "context-learned-positions": Layout(model="gpt2", ranks=2, flags=(*CONTEXT, *PLANNED_WIDTHS)),
+    "wide-data4-ring": Layout(
+        model="llama",
+        ranks=4,
+        flags=(
+            *("--sparse-balance-max-context-parallel", "4", "--sparse-balance-exchange", "ring"),
+            *ON_CPU,
+        ),
+        program=DRAWN_WIDTHS,
+    ),
+    "wide-hierarchical": Layout(
+        model="llama",
+        ranks=4,
+        flags=(
+            *("--sparse-balance-max-context-parallel", "4", *ON_CPU),
+            *("--sparse-balance-exchange", "hierarchical-ring", "--use-distributed-optimizer"),
+        ),
+        program=DRAWN_WIDTHS,
+    ),
+    "wide-pipeline": Layout(
+        model="llama", ranks=4, flags=(*PIPELINE, *WIDE, *ON_CPU), program=DRAWN_WIDTHS
+    ),
+    "wide-interleaved": Layout(
+        model="llama",
+        ranks=4,
+        flags=(*INTERLEAVED, *WIDE, *ON_CPU, "--recompute-granularity", "selective"),
+        program=DRAWN_WIDTHS,
+    ),
+    "wide-tensor": Layout(
+        model="llama", ranks=4, flags=(*TENSOR, *WIDE, *ON_CPU), program=DRAWN_WIDTHS
+    ),
+    "context-data-overlapped": Layout(
+        model="llama",
+        ranks=4,
+        flags=(*CONTEXT, "--sparse-balance-max-context-parallel", "4", *OVERLAP, *ON_CPU),
+        program=DRAWN_WIDTHS,
+    ),
+    "context-pipeline": Layout(model="llama", ranks=4, flags=(*CONTEXT, *PIPELINE)),
+    "context-interleaved": Layout(
+        model="llama",
+        ranks=4,
+        flags=(*CONTEXT, *INTERLEAVED, *FULL_RECOMPUTE, "--recompute-method", "uniform"),
+    ),
+    "context-tensor-sequence": Layout(
+        model="llama",
+        ranks=4,
+        flags=(*CONTEXT, *TENSOR, *SEQUENCE, *PLANNED_WIDTHS),
+        program=WITH_NORMS,
+    ),
+    "context-bf16": Layout(model="llama bf16", ranks=2, flags=CONTEXT),
+    "context-vertical-slash": Layout(
+        model="vertical-slash", ranks=2, flags=(*CONTEXT, *PLANNED_WIDTHS)
+    ),
+    "wide-vertical-slash-ring": Layout(
+        model="vertical-slash",
+        ranks=2,
+        flags=(
+            *(*WIDE, *PLANNED_WIDTHS, "--sparse-balance-exchange", "ring"),
+            *("--sparse-balance-max-tokens-per-micro-batch", "128"),
+        ),
+    ),
+}
+"""Rows lie on several ranks, as wide as the plan says or as a lot says."""
+
+PER_PUSH = frozenset(
+    {
+        "tensor-pipeline",
+        "experts-tensor-sequence",
+        "wide",
+        "wide-pipeline",
+        "context-interleaved",
+    }
+)
+"""They cover most pairs of parallelisms, and tied embeddings, experts, full recomputation and the
+distributed optimizer; the other layouts are nightly."""
+
+
+def tiered(layouts: dict[str, Layout]) -> list[Any]:
+    """Names of layouts; what is not run per push is nightly."""
+    return [
+        name if name in PER_PUSH else pytest.param(name, marks=pytest.mark.nightly)
+        for name in layouts
+    ]
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with documents of any length, and others whose samples have even lengths."""
+    directory = tmp_path_factory.mktemp("documents")
+    lengths = long_tailed_lengths(60, longest=250)
+    write_documents(directory / "any", lengths)
+    write_documents(directory / "even", [length + 1 - length % 2 for length in lengths])
+    return directory
+
+
+@pytest.fixture(scope="module")
+def models(request: pytest.FixtureRequest) -> list[str]:
+    """Those that the selected layouts need."""
+    own = [item for item in request.session.items if item.module is request.module]
+    names = {item.callspec.params["name"] for item in own}
+    return sorted({(LAYOUTS | SHARED_ROWS)[name].model for name in names})
+
+
+@pytest.fixture(scope="module")
+def weights(
+    models: list[str], documents: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """A checkpoint of every untrained model: unlike initialising, loading ignores the layout."""
+    sources = {name: MODELS[name].weights or name for name in models}
+    untrained = {source: tmp_path_factory.mktemp("start") for source in set(sources.values())}
+
+    def save(name: str) -> None:
+        keep = ("--save", str(untrained[name]), "--save-interval", "1")
+        one_step = (*without(TRAINING_FLAGS, "--train-iters", "--lr"), "--train-iters", "1")
+        flags = (*MODELS[name].flags, *one_step, "--lr", "1e-30", *keep)
+        run_training(1, (*flags, *_plugin(documents, name, "arrival"))).require_success()
+
+    on_two_cores([lambda source=source: save(source) for source in untrained])
+    return {name: untrained[source] for name, source in sources.items()}
+
+
+@pytest.fixture(scope="module")
+def one_rank(
+    models: list[str],
+    documents: Path,
+    weights: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, TrainingRun]:
+    """Every model on a single rank, samples in order of arrival."""
+
+    def train(name: str) -> TrainingRun:
+        return _train(1, name, (), documents, weights, "arrival", tmp_path_factory.mktemp("one"))
+
+    runs = on_two_cores([lambda name=name: train(name) for name in models])
+    return dict(zip(models, runs, strict=True))
+
+
+@pytest.mark.parametrize("name", tiered(LAYOUTS))
+def test_layout_trains_to_the_losses_of_one_rank(
+    name: str,
+    documents: Path,
+    weights: dict[str, Path],
+    one_rank: dict[str, TrainingRun],
+    tmp_path: Path,
+) -> None:
+    layout = LAYOUTS[name]
+    run = _train_layout(layout, documents, weights, tmp_path)
+    _assert_trains_alike(run, one_rank[layout.model], MODELS[layout.model])
+    pads = MODELS[layout.model].padded and "--sequence-parallel" in layout.flags
+    assert any(step["padded_tokens"] for step in run.steps) == pads
+
+
+@pytest.mark.parametrize("name", tiered(SHARED_ROWS))
+def test_ranks_that_share_rows_train_to_the_losses_of_one_rank(
+    name: str,
+    documents: Path,
+    weights: dict[str, Path],
+    one_rank: dict[str, TrainingRun],
+    tmp_path: Path,
+) -> None:
+    """They see the same coverage, too, and count it once; and rows were shared."""
+    layout = SHARED_ROWS[name]
+    expected = one_rank[layout.model]
+    run = _train_layout(layout, documents, weights, tmp_path)
+    _assert_trains_alike(run, expected, MODELS[layout.model])
+    for step, other in zip(run.steps, expected.steps, strict=True):
+        tolerance = MODELS[layout.model].tolerance
+        assert step["coverage"]["mean"] == pytest.approx(other["coverage"]["mean"], rel=tolerance)
+    assert max(_widths(tmp_path)) > 1
+
+
+def _train_layout(
+    layout: Layout, documents: Path, weights: dict[str, Path], log_dir: Path
+) -> TrainingRun:
+    return _train(
+        layout.ranks,
+        layout.model,
+        layout.flags,
+        documents,
+        weights,
+        MODELS[layout.model].batching,
+        log_dir,
+        layout.program,
+    )
+
+
+def _widths(log_dir: Path) -> set[int]:
+    """Of all rows that any rank ran."""
+    lines = [line for path in rank_files(log_dir) for line in path.read_text().splitlines()]
+    steps = [record for record in map(json.loads, lines) if record["type"] == "step"]
+    return {row["width"] for step in steps for row in step["micro_batches"]}
+
+
+def _assert_trains_alike(run: TrainingRun, expected: TrainingRun, model: Model) -> None:
+    losses, expected_losses = (
+        [step["lm_loss"] for step in steps] for steps in (run.steps, expected.steps)
+    )
+    assert len(losses) == len(expected_losses) == STEPS
+    assert losses[0] == pytest.approx(expected_losses[0], rel=FEW_ROUNDINGS)
+    assert losses == pytest.approx(expected_losses, rel=model.tolerance)
+    assert len(set(expected_losses)) == STEPS
+    norms, expected_norms = ([float(norm) for norm in of.grad_norms] for of in (run, expected))
+    allowed = [max(LAST_PRINTED_DIGIT, model.tolerance * norm) for norm in expected_norms]
+    assert all(
+        abs(norm - other) <= limit
+        for norm, other, limit in zip(norms, expected_norms, allowed, strict=True)
+    ), (norms, expected_norms)
+    assert [step["tokens"] for step in run.steps] == [step["tokens"] for step in expected.steps]
+
+
+def _train(
+    ranks: int,
+    model: str,
+    flags: tuple[str, ...],
+    documents: Path,
+    weights: dict[str, Path],
+    batching: str,
+    log_dir: Path,
+    program: tuple[str, ...] = PROGRAM,
+) -> TrainingRun:
+    load = ("--load", str(weights[model]), "--finetune")
+    plugin = _plugin(documents, model, batching)
+    flags = (*MODELS[model].flags, *TRAINING_FLAGS, *load, *plugin, *flags)
+    return run_training(ranks, flags, log_dir=log_dir, program=program).require_success()
+
+
+def _plugin(documents: Path, model: str, batching: str) -> tuple[str, ...]:
+    prefix = documents / ("any" if MODELS[model].padded else "even")
+    data = ("--data-path", str(prefix), "--ckpt-format", "torch_dist")
+    policy = ("--sparse-balance-batching", batching, "--sparse-balance-tuning", "off")
+    return (*BALANCE_FLAGS, *data, *policy)
+
+
+def on_two_cores(calls: list) -> list:
+    """Results of ``calls``, which run a single rank each, two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]

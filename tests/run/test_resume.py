@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints with and without the plugin's state, across layouts; see also test_failure_drills."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cost.cost_cases import Times
+from harness import (
+    BALANCE_FLAGS,
+    MODEL_FLAGS,
+    TRAINING_FLAGS,
+    TrainingRun,
+    long_tailed_lengths,
+    run_training,
+    write_documents,
+)
+from learn.scheduler_cases import make_scheduler
+from plan.plan_cases import job_shape
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.data.sample_order import SampleCounts, SourceFacts
+from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.learn.scheduler import Scheduler
+from sparsebalance_megatron.learn.stage_calibration import Calibration
+from sparsebalance_megatron.learn.step_planner import StateError
+from sparsebalance_megatron.log.step_log import read_run_log
+from sparsebalance_megatron.megatron.compat import megatron_version
+from sparsebalance_megatron.run.inputs import source_record
+from sparsebalance_megatron.run.resume import compare_runs
+
+FEW_ROUNDINGS = 8 * 2.0**-23
+"""Layouts differ in the order of float32 sums only."""
+
+BLOCK_TOKENS, LONGEST_TOKENS, GLOBAL_BATCH, LAYERS = 64, 2048, 8, 4
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prefix = tmp_path_factory.mktemp("documents") / "train"
+    return write_documents(prefix, long_tailed_lengths(40, longest=250))
+
+
+@pytest.mark.distributed
+def test_checkpoints_go_from_megatron_to_the_plugin_to_two_ranks_and_back(
+    documents: Path, tmp_path: Path
+) -> None:
+    """Cost corrections are learnt, so timed, but with budgets fixed no loss depends on them."""
+
+    def train(name: str, ranks: int, until: int, load: str | None, *flags: str) -> TrainingRun:
+        save = ("--save", str(tmp_path / name), "--save-interval", "2")
+        from_ = ("--load", str(tmp_path / load)) if load else ()
+        common = (*MODEL_FLAGS, *TRAINING_FLAGS, "--override-opt-param-scheduler", *save, *from_)
+        common = (*common, "--ckpt-format", "torch_dist", "--train-iters", str(until))
+        log_dir = tmp_path / f"{name}-log" if "--sparse-balance" in flags else None
+        return run_training(ranks, (*common, *flags), log_dir=log_dir).require_success()
+
+    plugin = (
+        *(*BALANCE_FLAGS, "--sparse-balance-calibration", "measured"),
+        *("--sparse-balance-tuning", "off", "--data-path", str(documents)),
+    )
+    train("megatron", 1, 2, None, "--mock-data")
+    plugin_run = train("plugin", 1, 4, "megatron", *plugin, "--async-save")
+    assert "the checkpoint has no plugin state" in plugin_run.output
+    two_ranks = train("two-ranks", 2, 6, "plugin", *plugin)
+    one_rank = train("one-rank", 1, 6, "plugin", *plugin)
+    back = train("back", 1, 8, "two-ranks", "--mock-data")
+
+    assert "resumed: job shape is" in two_ranks.output
+    assert "start afresh" not in two_ranks.output and "starts afresh" not in two_ranks.output
+    assert "resumed:" not in one_rank.output
+    steps, expected = two_ranks.steps, one_rank.steps
+    assert [step["iteration"] for step in steps] == [5, 6]
+    assert [step["tokens"] for step in steps] == [step["tokens"] for step in expected]
+    assert [step["lm_loss"] for step in steps] == pytest.approx(
+        [step["lm_loss"] for step in expected], rel=FEW_ROUNDINGS
+    )
+    assert len(back.losses) == 2
+
+
+WAYS_OF_MAIN = ("--ckpt-fully-parallel-load-per-rank-objects", "--ckpt-pg-tensors-cache-path")
+"""Flags of checkpoints that only Megatron's main branch has."""
+
+
+@pytest.mark.distributed
+def test_ways_of_main_to_load_change_nothing(documents: Path, tmp_path: Path) -> None:
+    """Objects, of which the plugin's state is one, read by every rank; distributions cached.
+
+    Losses are those of the step log: main prints the mean of a run's first two as its second.
+    """
+    per_rank, cache = WAYS_OF_MAIN
+    if megatron_version() < "0.20":
+        pytest.skip(f"megatron-core {megatron_version()} has no {per_rank}")
+    plugin = (*BALANCE_FLAGS, "--sparse-balance-tuning", "off", "--data-path", str(documents))
+    common = (*MODEL_FLAGS, *TRAINING_FLAGS, *plugin, "--ckpt-format", "torch_dist")
+    common = (*common, "--override-opt-param-scheduler", "--ckpt-fully-parallel-load")
+    common = (*common, cache, str(tmp_path / "cache"))
+
+    def train(name: str, until: int, *flags: str) -> TrainingRun:
+        flags = (*common, "--train-iters", str(until), *flags)
+        return run_training(2, flags, log_dir=tmp_path / name).require_success()
+
+    save = ("--save", str(tmp_path / "checkpoint"), "--save-interval", "2")
+    whole = train("whole", 4, *save, "--ckpt-pg-tensors-cache-create")
+    load = ("--load", str(tmp_path / "checkpoint"), "--ckpt-step", "2", per_rank)
+    resumed = train("resumed", 4, *load)
+    assert any((tmp_path / "cache").iterdir())
+    assert [step["iteration"] for step in resumed.steps] == [3, 4]
+    assert resumed.grad_norms == whole.grad_norms[2:]
+    for quantity in ("lm_loss", "tokens"):
+        assert [step[quantity] for step in resumed.steps] == [
+            step[quantity] for step in whole.steps[2:]
+        ], quantity
+
+
+@pytest.mark.distributed
+def test_iterations_are_megatrons_after_a_resume_with_another_batch_size(
+    documents: Path, tmp_path: Path
+) -> None:
+    """Sixteen samples in two steps, then sixteen in one: the third, though samples make it two."""
+    log_dir = tmp_path / "log"
+
+    def train(until: int, batch_size: int, *more: str) -> TrainingRun:
+        save = ("--save", str(tmp_path / "checkpoint"), "--save-interval", "2", *more)
+        flags = (
+            *(*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, "--data-path", str(documents), *save),
+            *("--global-batch-size", str(batch_size), "--train-iters", str(until)),
+            *("--override-opt-param-scheduler", "--ckpt-format", "torch_dist"),
+            *("--tensorboard-dir", str(tmp_path / "tensorboard")),
+        )
+        return run_training(1, flags, log_dir=log_dir).require_success()
+
+    train(2, 8)
+    resumed = train(4, 16, "--load", str(tmp_path / "checkpoint"))
+    assert [step["iteration"] for step in resumed.steps] == [1, 2, 3, 4]
+    assert read_run_log(log_dir).problems == ()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    written = events.Scalars("sparse-balance/coverage-mean")
+    assert [scalar.step for scalar in written] == [1, 2, 3, 4]
+    fresh = train(1, 8)
+    assert f"logs of an earlier run are kept in {log_dir / 'earlier' / '1'}" in fresh.output
+    assert [step["iteration"] for step in fresh.steps] == [1]
+    kept = read_run_log(log_dir / "earlier" / "1")
+    assert [step.iteration for step in kept.steps] == [1, 2, 3, 4]
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> SampleIndex:
+    lengths = long_tailed_lengths(100, longest=LONGEST_TOKENS)
+    prefix = write_documents(tmp_path_factory.mktemp("index") / "train", lengths)
+    found = SampleIndex.open(prefix, max_tokens=LONGEST_TOKENS, overlong="split", seed=1)
+    assert found is not None
+    return found
+
+
+def scheduler(
+    index: SampleIndex,
+    *,
+    data_parallel_size: int = 2,
+    stages: int = 2,
+    global_batch_size: int = GLOBAL_BATCH,
+    max_blocks: int = LONGEST_TOKENS // BLOCK_TOKENS,
+) -> Scheduler:
+    micro_batches = global_batch_size // data_parallel_size // 2
+    job = job_shape(data_parallel_size, micro_batches, stages, layers_per_chunk=LAYERS // stages)
+    return make_scheduler(index, job=job, batch_sizes=global_batch_size, max_blocks=max_blocks)
+
+
+def learnt(index: SampleIndex, consumed_samples: int, **shape: int) -> dict:
+    """State of a run that has observed curves and times, after that many samples."""
+    run = scheduler(index, **shape)
+    curve_K = np.linspace(0.3, 1.0, len(run.coverage.grid))
+    run.coverage.observe(
+        np.broadcast_to(curve_K, run.coverage.mean_LUK.shape),
+        np.ones(run.coverage.observed_LU.shape),
+    )
+    stages, calibration = run.job.pipeline_stages, run._planner._calibration
+    times, scales = np.ones((2, 1, stages, 1, 1)), StageScales.ones(stages)
+    measured = Times(times * np.array([3.0, 2.0]).reshape(2, 1, 1, 1, 1), scales)
+    for _ in range(3):
+        calibration.update(Times(times, calibration.snapshot()), measured)
+    run._finished_step = run._batch_sizes.step_at(consumed_samples) - 1
+    return run.state_dict()
+
+
+def test_state_does_not_depend_on_the_number_of_data_parallel_ranks(index: SampleIndex) -> None:
+    state = learnt(index, 24, data_parallel_size=2)
+    assert state == learnt(index, 24, data_parallel_size=1)
+    other = scheduler(index, data_parallel_size=4)
+    assert other.load_state_dict(state) == ()
+    assert other._planner._calibration.snapshot().scales_2PV[0].tolist() == [[3.0], [3.0]]
+    assert other.state_dict() == state
+
+
+def test_another_global_batch_size_goes_on_learning(index: SampleIndex) -> None:
+    """The same samples have been consumed in more steps than the resumed run counts."""
+    resumed = scheduler(index, global_batch_size=16)
+    assert resumed.load_state_dict(learnt(index, 48)) == ()
+    assert resumed._finished_step == 2
+    assert resumed.state_dict()["consumed_samples"] == 48
+
+
+def test_another_pipeline_keeps_coverage_and_says_that_corrections_start_afresh(
+    index: SampleIndex,
+) -> None:
+    state = learnt(index, 24, stages=2)
+    resumed = scheduler(index, stages=1)
+    (note,) = resumed.load_state_dict(state)
+    assert note.startswith("calibration starts afresh: ")
+    assert resumed.state_dict()["coverage"] == state["coverage"]
+    assert resumed.state_dict()["calibration"] == Calibration(1).state_dict()
+
+
+def test_other_blocks_keep_corrections_and_say_that_coverage_starts_afresh(
+    index: SampleIndex,
+) -> None:
+    state = learnt(index, 24)
+    resumed = scheduler(index, max_blocks=16)
+    (note,) = resumed.load_state_dict(state)
+    assert note.startswith("coverage starts afresh: ") and "block size" in note
+    assert resumed.state_dict()["calibration"] == state["calibration"]
+    assert not resumed.coverage.observed_LU.any()
+
+
+def test_state_of_another_release_is_refused(index: SampleIndex) -> None:
+    with pytest.raises(StateError, match="version 1"):
+        scheduler(index).load_state_dict(learnt(index, 8) | {"version": 1})
+
+
+def test_other_settings_are_said_and_other_samples_refused() -> None:
+    saved = {"flag base_budget": "4", "training samples": "a", "torch": "2.6"}
+    assert compare_runs(saved, saved) == ()
+    assert compare_runs(saved, saved | {"flag base_budget": "8", "flag new": "1"}) == (
+        "flag base_budget is 8, in the checkpoint 4",
+        "flag new is 1, in the checkpoint absent",
+    )
+    with pytest.raises(StateError, match="--finetune"):
+        compare_runs(saved, saved | {"training samples": "b"})
+
+
+def test_a_changed_blend_is_named() -> None:
+    saved = {
+        "training samples": "a",
+        **source_record(1, source("web", weight=0.7)),
+        **source_record(2, source("books", weight=0.3)),
+    }
+    for changed, words in (
+        (source("books", weight=0.4), r"\(weight of books is 0.4, was 0.3\)"),
+        (source("books", weight=0.3, digest="d" * 64), r"\(samples of books changed\)"),
+        (source("code", weight=0.3), r"\(source 2 is code, was books\)"),
+    ):
+        now = saved | {"training samples": "b"} | source_record(2, changed)
+        with pytest.raises(StateError, match=words):
+            compare_runs(saved, now)
+    third = saved | {"training samples": "b"} | source_record(3, source("code", weight=0.1))
+    with pytest.raises(StateError, match=r"\(code was added\)"):
+        compare_runs(saved, third)
+    with pytest.raises(StateError, match=r"\(code is gone\)"):
+        compare_runs(third, saved)
+
+
+def source(name: str, *, weight: float, digest: str = "0" * 64) -> SourceFacts:
+    counts = SampleCounts(
+        documents=1,
+        samples=1,
+        tokens=1,
+        dropped_documents=0,
+        dropped_tokens=0,
+        truncated_tokens=0,
+        split_documents=0,
+    )
+    return SourceFacts(prefix=f"/data/{name}", weight=weight, counts=counts, digest=digest)

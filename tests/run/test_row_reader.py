@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows read ahead are the rows that the plan asks for, whoever reads them when."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from learn.scheduler_cases import BLOCK_TOKENS, scheduler
+from learn.scheduler_cases import index as index  # a fixture
+
+from sparsebalance_megatron.data.packing import PackedRow
+from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.learn.batch_sizes import BatchSizes
+from sparsebalance_megatron.learn.planned_step import PlannedStep
+from sparsebalance_megatron.learn.scheduler import Scheduler
+from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, RowPacking, RowReader
+
+WAIT_S = 30
+
+
+class CountingExecutor(Executor):
+    """Reads at once, and counts."""
+
+    def __init__(self) -> None:
+        self.submitted = 0
+
+    def submit(self, function: Any, /, *arguments: Any, **keywords: Any) -> Future:
+        self.submitted += 1
+        done: Future = Future()
+        try:
+            done.set_result(function(*arguments, **keywords))
+        except OSError as error:
+            done.set_exception(error)
+        return done
+
+
+@pytest.fixture
+def planner() -> Iterator[Executor]:
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+PACKING = RowPacking(block_size=BLOCK_TOKENS, pad_to_multiple_of=16)
+
+
+def reader_of(index: SampleIndex, worker: Executor, rank: int = 1) -> RowReader:
+    return RowReader(index, data_parallel_rank=rank, packing=PACKING, worker=worker)
+
+
+def iterator_of(schedule: Scheduler, reader: RowReader | None, rank: int = 1) -> MicroBatchIterator:
+    return MicroBatchIterator(
+        schedule,
+        data_parallel_rank=rank,
+        chunk=0,
+        reader=reader,
+        training=True,
+        step=0,
+        batch_sizes=BatchSizes.constant(8),
+        packing=PACKING,
+    )
+
+
+def assert_holds(row: PackedRow, index: SampleIndex, planned: PlannedStep, slot: Any) -> None:
+    ends = np.cumsum(slot.lengths_tokens)
+    for number, begin, end in zip(slot.samples, [0, *ends], ends, strict=False):
+        sample = index.read(int(planned.samples[number]))
+        assert np.array_equal(row.tokens[begin:end], sample.tokens[:-1])
+        assert np.array_equal(row.labels[begin:end], sample.tokens[1:])
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_every_row_is_that_of_its_slot(index: SampleIndex, planner: Executor, ahead: bool) -> None:
+    schedule = scheduler(index, planner if ahead else None)
+    with ThreadPoolExecutor(1) as worker:
+        micro_batches = iterator_of(schedule, reader_of(index, worker))
+        for step in range(4):
+            planned = schedule.planned(step)
+            for slot in planned.plan.for_rank(1).micro_batches:
+                micro_batch = next(micro_batches)
+                assert (micro_batch.step, micro_batch.plan) == (step, slot)
+                assert_holds(micro_batch.row, index, planned, slot)
+                assert micro_batch.cu_seqlens[-1] == len(micro_batch.row.tokens)
+                schedule.plan_following(step)
+
+
+def test_the_next_steps_rows_are_read_before_they_are_asked_for(
+    index: SampleIndex, planner: Executor
+) -> None:
+    schedule, worker = scheduler(index, planner), CountingExecutor()
+    slots = len(schedule.planned(0).plan.for_rank(1).micro_batches)
+    next(iterator_of(schedule, reader_of(index, worker)))
+    assert worker.submitted == slots
+    schedule.plan_following(0)
+    planner.submit(lambda: None).result(timeout=WAIT_S)  # what the planner had to do is done
+    assert worker.submitted == 2 * slots
+
+
+def test_without_a_planner_ahead_nothing_is_called_or_kept(index: SampleIndex) -> None:
+    schedule, told = scheduler(index, None), []
+    for step in range(3):
+        schedule.planned(step)
+        schedule.follow(told.append)
+        schedule.plan_following(step)
+    assert not told
+    assert not schedule._followers
+
+
+def test_rows_are_read_once_and_kept_for_two_steps(index: SampleIndex) -> None:
+    schedule, worker = scheduler(index, None), CountingExecutor()
+    reader = reader_of(index, worker)
+    for step in range(5):
+        reader.begin(schedule.planned(step))
+        reader.begin(schedule.planned(step))
+    slots = len(schedule.planned(4).plan.for_rank(1).micro_batches)
+    assert worker.submitted == 5 * slots
+    assert len(reader._rows) == 2 * slots
+
+
+def test_a_row_asked_for_again_is_read_again(index: SampleIndex) -> None:
+    planned = scheduler(index, None).planned(0)
+    reader = reader_of(index, CountingExecutor())
+    reader.begin(planned)
+    first, again = reader.row(planned, 0), reader.row(planned, 0)
+    assert first is not again
+    assert np.array_equal(first.tokens, again.tokens)
+
+
+def test_what_reading_raises_is_raised_where_the_row_is_needed(
+    index: SampleIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = scheduler(index, None).planned(0)
+    with ThreadPoolExecutor(1) as worker:
+        reader = reader_of(index, worker)
+        monkeypatch.setattr(index, "read", _fail)
+        reader.begin(planned)
+        with pytest.raises(OSError, match="stale file handle"):
+            reader.row(planned, 0)
+
+
+def test_a_process_that_ends_begins_nothing(index: SampleIndex) -> None:
+    planned = scheduler(index, None).planned(0)
+    worker = ThreadPoolExecutor(1)
+    worker.shutdown()
+    reader = reader_of(index, worker)
+    reader.begin(planned)
+    slot = planned.plan.for_rank(1).micro_batches[0]
+    assert_holds(reader.row(planned, 0), index, planned, slot)
+
+
+def test_two_threads_may_begin_the_same_step(index: SampleIndex) -> None:
+    planned = scheduler(index, None).planned(0)
+    for _ in range(50):
+        worker = CountingExecutor()
+        reader = reader_of(index, worker)
+        threads = [threading.Thread(target=reader.begin, args=(planned,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert worker.submitted == len(planned.plan.for_rank(1).micro_batches)
+
+
+def test_a_chunk_that_reads_no_tokens_gets_none(index: SampleIndex) -> None:
+    assert next(iterator_of(scheduler(index, None), None)).row is None
+
+
+def _fail(_: int) -> Any:
+    raise OSError("stale file handle")

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks that share a row compute of it, together: the row, once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsebalance_megatron.attention.sequence.slice import SequenceGroup
+from sparsebalance_megatron.data.packing import PackedRow, Sample
+from sparsebalance_megatron.megatron.sequence_groups import SequenceGroups
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError
+from sparsebalance_megatron.run.micro_batches import RowPacking
+
+BLOCK_TOKENS = 4
+NO_GROUP: Any = None
+
+
+def groups(rank: int, widest: int) -> SequenceGroups:
+    """Those of one rank, without processes."""
+    widths = [1 << power for power in range(widest.bit_length())]
+    return SequenceGroups(
+        rank=rank,
+        by_size={width: SequenceGroup(member=rank % width, members=width) for width in widths},
+        agreement=NO_GROUP,
+    )
+
+
+def slot(lengths: list[int], rank: int = 0, width: int = 1) -> MicroBatchPlan:
+    return MicroBatchPlan(
+        samples=tuple(range(len(lengths))),
+        lengths_tokens=tuple(lengths),
+        budgets_LS=np.ones((1, len(lengths)), dtype=np.int32),
+        rank=rank,
+        position=3,
+        width=width,
+    )
+
+
+def samples(lengths: list[int]) -> list[Sample]:
+    """Tokens that say where they are from; every third label is masked."""
+    return [
+        Sample(
+            tokens=1000 * (number + 1) + np.arange(length + 1),
+            loss_mask=(np.arange(length) % 3 > 0).astype(np.float32),
+        )
+        for number, length in enumerate(lengths)
+    ]
+
+
+def slices(lengths: list[int], width: int, multiple: int) -> list[tuple[Any, PackedRow]]:
+    """Every member's slice and row, on ranks that begin at twice the width."""
+    found = []
+    for rank in range(2 * width, 3 * width):
+        packing = RowPacking(
+            block_size=BLOCK_TOKENS, pad_to_multiple_of=multiple, groups=groups(rank, 8)
+        )
+        plan = slot(lengths, rank=2 * width, width=width)
+        found.append((packing.slice(plan), packing.row(plan, samples(lengths))))
+    return found
+
+
+@given(
+    lengths=st.lists(st.integers(1, 23), min_size=1, max_size=5),
+    width=st.sampled_from([1, 2, 4, 8]),
+    multiple=st.sampled_from([1, 2, 4]),
+)
+def test_members_compute_the_row_once_and_padding_that_counts(
+    lengths: list[int], width: int, multiple: int
+) -> None:
+    expected = {
+        (1000 * (number + 1) + at, 1000 * (number + 1) + at + 1, at, float(at % 3 > 0))
+        for number, length in enumerate(lengths)
+        for at in range(length)
+    }
+    found, padded = [], 0
+    for held, row in slices(lengths, width, multiple):
+        assert len(row.tokens) % multiple == 0
+        assert len(row.tokens) == len(held.tokens_T) + held.padding_tokens > 0
+        assert row.position_ids.tolist() == held.positions_T.tolist()
+        columns = (row.tokens, row.labels, row.position_ids, row.loss_mask)
+        rows = [entry for entry in zip(*(x.tolist() for x in columns), strict=True)]
+        real = [entry for entry in rows if entry[0]]
+        padded += len(rows) - len(real)
+        assert all(entry == (0, 0, 0, 0.0) for entry in rows if not entry[0])
+        found += real
+    assert len(found) == len(expected)
+    assert set(found) == expected
+    packing = RowPacking(block_size=BLOCK_TOKENS, pad_to_multiple_of=multiple, groups=groups(0, 8))
+    assert packing.padded_tokens(slot(lengths, width=width)) == padded
+
+
+def test_a_row_with_too_few_blocks_gets_documents_of_one_token() -> None:
+    packing = RowPacking(block_size=BLOCK_TOKENS, groups=groups(2, 4))
+    plan = slot([5], width=4)
+    assert packing.cu_seqlens(plan) == (0, 5, 6, 7)
+    assert packing.padded_tokens(plan) == 2
+    assert [len(row.tokens) for _, row in slices([5], 4, 1)] == [4, 1, 1, 1]
+
+
+def test_rows_of_a_run_that_shares_none_are_padded_as_a_whole() -> None:
+    packing = RowPacking(block_size=BLOCK_TOKENS, pad_to_multiple_of=4)
+    plan = slot([5, 2])
+    assert packing.slice(plan) is None
+    assert packing.cu_seqlens(plan) == (0, 5, 7, 8)
+    assert packing.row(plan, samples([5, 2])).position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 0]
+
+
+@pytest.mark.parametrize(("rank", "width"), [(0, 8), (1, 2)])
+def test_a_slot_of_ranks_without_a_group_is_refused(rank: int, width: int) -> None:
+    packing = RowPacking(block_size=BLOCK_TOKENS, groups=groups(1, 4))
+    with pytest.raises(PlanError, match=f"ranks {rank} to {rank + width - 1}: groups of 1, 2"):
+        packing.slice(slot([40], rank=rank, width=width))

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that would plan differently are found before the first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from harness import (
+    BALANCE_FLAGS,
+    MODEL_FLAGS,
+    PROGRAMS,
+    TRAINING_FLAGS,
+    run_training,
+    write_documents,
+)
+
+from sparsebalance_megatron.run.agreement import RankDisagreementError, check_ranks_agree
+from sparsebalance_megatron.run.inputs import processor
+
+
+@pytest.mark.distributed
+def test_ranks_with_different_flags_stop_at_start_and_name_the_flag(tmp_path: Path) -> None:
+    documents = write_documents(tmp_path / "train", [100, 60, 200, 30] * 4)
+    flags = (*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, "--data-path", str(documents))
+    program = (str(PROGRAMS / "disagreeing_rank.py"),)
+    run = run_training(2, flags, program=program, timeout_s=120)
+    assert run.exit_code != 0
+    assert "flag base_budget: rank 0 has '4', rank 1 has '2'" in run.output
+    assert not run.losses
+
+
+def agree(monkeypatch: pytest.MonkeyPatch, *ranks: tuple[dict[str, str], dict[str, str]]) -> None:
+    """What every rank would do that gathers these entries."""
+
+    def gather(into: list[object], mine: object, group: object) -> None:
+        into[:] = ranks
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: len(ranks))
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    check_ranks_agree(*ranks[0])
+
+
+def test_processors_may_differ_where_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    agree(monkeypatch, ({"numpy": "2"}, {"processor": "A"}), ({"numpy": "2"}, {"processor": "B"}))
+
+
+def test_everything_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = "cost " * 100
+    ranks = [
+        ({"cost model": f"{model}1.25{model}", "numpy": "2.1"}, {"processor": "AMD EPYC"}),
+        ({"cost model": f"{model}1.26{model}", "numpy": "2.2"}, {"processor": "Intel Xeon"}),
+    ]
+    with pytest.raises(RankDisagreementError) as caught:
+        agree(monkeypatch, *ranks)
+    message = str(caught.value)
+    assert len(message) < 700
+    for part in ("1.25cost", "1.26cost", "'2.1'", "'2.2'", "'AMD EPYC'", "'Intel Xeon'"):
+        assert part in message
+
+
+def test_this_hosts_processor_has_a_name() -> None:
+    assert processor()

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One real run on an interleaved pipeline, and everything that it says about itself."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import (
+    BALANCE_FLAGS,
+    MODEL_FLAGS,
+    REPOSITORY,
+    TRAINING_FLAGS,
+    long_tailed_lengths,
+    run_training,
+    write_documents,
+)
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from sparsebalance_megatron.log.rank_log import read_rank_logs
+from sparsebalance_megatron.log.step_log import read_run_log
+
+pytestmark = pytest.mark.distributed
+
+STAGES = 2
+STEPS = 4
+LAYERS = {0: [[0], [2]], 1: [[1], [3]]}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Logs of two ranks, one pipeline, two virtual stages each."""
+    directory = tmp_path_factory.mktemp("run")
+    documents = write_documents(directory / "train", long_tailed_lengths(60, longest=250))
+    flags = (
+        *(*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, "--data-path", str(documents)),
+        *("--pipeline-model-parallel-size", str(STAGES)),
+        *("--num-layers-per-virtual-pipeline-stage", "1"),
+        *("--tensorboard-dir", str(directory / "tensorboard")),
+    )
+    run_training(STAGES, flags, log_dir=directory).require_success()
+    return directory
+
+
+def records(path: Path, kind: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return [record for record in found if record["type"] == kind]
+
+
+def steps(directory: Path) -> list[dict[str, Any]]:
+    return records(directory / "steps.jsonl", "step")
+
+
+def rank_steps(directory: Path, rank: int) -> list[dict[str, Any]]:
+    return records(directory / "ranks" / f"rank-{rank:05d}.jsonl", "step")
+
+
+def test_step_log_is_whole(directory: Path) -> None:
+    log = read_run_log(directory)
+    assert log.problems == ()
+    assert [step.iteration for step in log.steps] == [1, 2, 3, 4]
+    (header,) = records(directory / "steps.jsonl", "run")
+    assert header["stage_layers"] == [LAYERS[0], LAYERS[1]]
+    assert (header["schedule"], header["device"]) == ("interleaved", "cpu")
+    (coverage,) = records(directory / "steps.jsonl", "coverage")
+    assert coverage["iteration"] == 2
+    curves = [curve for layer in coverage["curves"] for curve in layer if curve is not None]
+    assert len(coverage["curves"]) == 4
+    assert curves
+    assert all(curve == sorted(curve) and curve[-1] == 1.0 for curve in curves)
+
+
+def test_the_report_reads_every_rank(directory: Path) -> None:
+    logs = read_rank_logs(directory, range(1, STEPS + 1))
+    assert logs.problems == ()
+    assert {place: header.layers for place, header in logs.headers.items()} == {
+        (0, 0): (0, 2),
+        (0, 1): (1, 3),
+    }
+    assert sorted(logs.steps) == list(range(1, STEPS + 1))
+
+
+def test_host_time_is_known_by_part(directory: Path) -> None:
+    for step in steps(directory):
+        assert list(step["host_ms"]) == ["plan", "hooks", "reduce", "log"]
+        assert all(part >= 0.0 for part in step["host_ms"].values())
+        assert step["host_ms"]["hooks"] > 0.0
+        assert step["host_ms"]["reduce"] > 0.0
+
+
+@pytest.mark.parametrize("rank", range(STAGES))
+def test_rank_log_says_what_the_step_log_sums_up(directory: Path, rank: int) -> None:
+    (header,) = records(directory / "ranks" / f"rank-{rank:05d}.jsonl", "rank")
+    assert (header["world_rank"], header["pipeline_rank"]) == (rank, rank)
+    assert header["layers"] == LAYERS[rank]
+    for step, mine in zip(steps(directory), rank_steps(directory, rank), strict=True):
+        assert mine["iteration"] == step["iteration"]
+        entries = mine["micro_batches"]
+        assert [entry["position"] for entry in entries] == list(range(8))
+        assert len({sample for entry in entries for sample in entry["samples"]}) == 8
+        assert all(np.shape(entry["budgets"]) == (2, 1) for entry in entries)
+        assert all(0.0 < entry["coverage"][0] <= 1.0 for entry in entries)
+        assert mine["schedule_ms"] == step["measured"]["schedule_ms"][0][rank]
+        for direction, name in (("forward", "forward_ms"), ("backward", "backward_ms")):
+            known = np.array(step["measured"][name][0][rank], dtype=float)
+            spans = [span for span in mine["spans"] if span[0] == direction]
+            assert len(spans) == known.size - np.isnan(known).sum()
+            for _, chunk, position, start_ms, end_ms in spans:
+                # Rounded to 1e-4 ms at both ends.
+                assert end_ms - start_ms == pytest.approx(known[chunk][position], abs=1.01e-4)
+
+
+def test_spans_follow_one_another_within_the_schedule(directory: Path) -> None:
+    for rank in range(STAGES):
+        for mine in rank_steps(directory, rank)[1:]:
+            assert len(mine["spans"]) == 2 * 2 * 8
+            for before, after in itertools.pairwise(mine["spans"]):
+                assert before[4] <= after[3] + 1.01e-4
+            assert mine["spans"][0][3] >= 0.0
+            assert mine["spans"][-1][4] <= mine["schedule_ms"] + 1.01e-4
+
+
+def test_coverage_of_the_ranks_makes_that_of_the_step(directory: Path) -> None:
+    logs = [rank_steps(directory, rank) for rank in range(STAGES)]
+    for step, *mine in zip(steps(directory), *logs, strict=True):
+        entries = [entry for rank in mine for entry in rank["micro_batches"]]
+        coverage = [value for entry in entries for value in entry["coverage"]]
+        assert np.mean(coverage) == pytest.approx(step["coverage"]["mean"], abs=1e-5)
+        assert sum(entry["guarded"] for entry in entries) == step["guarded_samples"]
+
+
+def test_tensorboard_has_every_documented_scalar(directory: Path) -> None:
+    events = EventAccumulator(str(directory / "tensorboard")).Reload()
+    page = (REPOSITORY / "docs" / "TELEMETRY.md").read_text(encoding="utf-8")
+    documented = documented_scalars(page)
+    assert documented
+    for name in documented:
+        assert events.Scalars(f"sparse-balance/{name}"), name
+    from_log_line = {"imbalance", "predicted-to-measured", "coverage", "tuned-samples"}
+    written = {
+        tag.removeprefix("sparse-balance/")
+        for tag in events.Tags()["scalars"]
+        if tag.startswith("sparse-balance/") and not tag.endswith(" vs samples")
+    }
+    assert written == documented | from_log_line
+    for name, key in (("coverage-mean", "mean"), ("coverage-min", "min")):
+        logged = [scalar.value for scalar in events.Scalars(f"sparse-balance/{name}")]
+        assert logged == pytest.approx(
+            [step["coverage"][key] for step in steps(directory)], rel=1e-6
+        )
+    makespans = events.Scalars("sparse-balance/makespan-ms-measured")
+    assert [scalar.step for scalar in makespans] == list(range(2, STEPS + 1))
+    assert [scalar.value for scalar in makespans] == pytest.approx(
+        [max(step["measured"]["schedule_ms"][0]) for step in steps(directory)[1:]], rel=1e-6
+    )
+
+
+def documented_scalars(page: str) -> set[str]:
+    """Names in the first column of the scalars' table, endings and numbers spelt out."""
+    table = page.partition("## Scalars")[2].partition("\n## ")[0]
+    names: set[str] = set()
+    for row in re.findall(r"^\| (`.+?) \|", table, flags=re.MULTILINE):
+        first, *others = re.findall(r"`([^`]+)`", row)
+        stem = first.rpartition("-")[0]
+        spelt = [first, *(stem + name if name.startswith("-") else name for name in others)]
+        for name in spelt:
+            if name.endswith("-P"):
+                names |= {f"{name[:-1]}{stage}" for stage in range(STAGES)}
+            elif name.endswith("-N"):
+                names |= {f"{name[:-1]}{quarter}" for quarter in range(1, 5)}
+            else:
+                names.add(name)
+    return names

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recording of micro-batch times through a timers proxy, against a clock that tests wind."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from sparsebalance_megatron.megatron.timers import BACKWARD_TIMER, FORWARD_TIMER, RecordingTimers
+from sparsebalance_megatron.plan.pipeline.orders import megatron_order
+from sparsebalance_megatron.run.timing import MicroBatchRecorder
+
+UNIX_S = 1.75e9
+
+
+class WoundClock:
+    """Marks are ms set by the test."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+
+    def mark(self) -> float:
+        return self.now_ms
+
+    def elapsed_ms(self, start: float, end: float) -> float:
+        return end - start
+
+
+class SilentTimers:
+    """Megatron's dummy timers: above the log level they do nothing."""
+
+    log_level = 0
+
+    def __call__(self, name: str, log_level: int | None = None) -> SimpleNamespace:
+        return SimpleNamespace(start=lambda barrier=False: None, stop=lambda barrier=False: None)
+
+
+def recorder_for(stages: int, virtual: int, micro_batches: int, stage: int):
+    operations = megatron_order(stages, micro_batches, virtual).by_stage[stage]
+    order = [(each.direction, each.chunk, each.micro_batch) for each in operations]
+    clock = WoundClock()
+    recorder = MicroBatchRecorder(
+        clock,
+        virtual_stages=virtual,
+        backward_order=lambda _: [(c, m) for kind, c, m in order if kind == "backward"],
+        unix_clock=lambda: UNIX_S + clock.now_ms / 1e3,
+    )
+    recorder.expect(micro_batches)
+    return order, clock, recorder
+
+
+def laid_out(order, duration_ms):
+    """(operation, start, end) of a step that begins with its first span, in ms."""
+    now_ms, found = 0.0, []
+    for operation in order:
+        found.append((operation, now_ms, now_ms + duration_ms(*operation)))
+        now_ms = found[-1][2] + 1000.0
+    return found
+
+
+def run(order, clock, recorder, duration_ms) -> None:
+    timers = RecordingTimers(SilentTimers(), recorder)
+    for kind, chunk, micro_batch in order:
+        name = FORWARD_TIMER if kind == "forward" else BACKWARD_TIMER
+        timers(name, log_level=2).start()
+        if kind == "forward":
+            recorder.bind_forward(chunk, micro_batch)
+        clock.now_ms += duration_ms(kind, chunk, micro_batch)
+        timers(name).stop()
+        clock.now_ms += 1000.0
+
+
+def test_times_land_on_their_micro_batch_in_every_schedule() -> None:
+    def duration_ms(kind: str, chunk: int, micro_batch: int) -> float:
+        return (1.0 if kind == "forward" else 100.0) + 10 * chunk + micro_batch
+
+    for stages, virtual, micro_batches in ((1, 1, 3), (2, 1, 4), (2, 2, 4), (4, 2, 8)):
+        for stage in range(stages):
+            order, clock, recorder = recorder_for(stages, virtual, micro_batches, stage)
+            run(order, clock, recorder, duration_ms)
+            times = recorder.times()
+            chunk_V1, position_M = np.arange(virtual)[:, None], np.arange(micro_batches)
+            np.testing.assert_allclose(times.forward_VM, 1.0 + 10 * chunk_V1 + position_M)
+            np.testing.assert_allclose(times.backward_VM, 100.0 + 10 * chunk_V1 + position_M)
+            assert [span[:3] for span in times.spans] == order
+            for span, (_, start_ms, end_ms) in zip(
+                times.spans, laid_out(order, duration_ms), strict=True
+            ):
+                assert (span.start_ms, span.end_ms) == (start_ms, end_ms)
+
+
+def test_a_stop_without_a_start_leaves_only_its_own_time_unknown() -> None:
+    order, clock, recorder = recorder_for(1, 1, 2, 0)
+    recorder.bind_forward(0, 0)
+    recorder.stop(FORWARD_TIMER)
+    run(order[1:], clock, recorder, lambda *_: 5.0)
+    times = recorder.times()
+    assert np.isnan(times.forward_VM[0, 0])
+    assert np.isfinite(np.delete(times.forward_VM, 0)).all()
+    assert np.isfinite(times.backward_VM).all()
+    assert [span[:3] for span in times.spans] == order[1:]
+
+
+def test_a_new_step_forgets_the_last() -> None:
+    order, clock, recorder = recorder_for(1, 1, 2, 0)
+    run(order, clock, recorder, lambda *_: 5.0)
+    recorder.begin_step()
+    times = recorder.times()
+    assert np.isnan(times.forward_VM).all()
+    assert np.isnan(times.backward_VM).all()
+    assert (times.spans, times.start_unix_s) == ((), None)
+
+
+def test_the_schedule_lasts_until_its_last_backward() -> None:
+    order, clock, recorder = recorder_for(1, 1, 2, 0)
+    timers = RecordingTimers(SilentTimers(), recorder)
+    clock.now_ms = 250.0
+    assert np.isnan(recorder.times().schedule_ms)
+    timers("forward-backward", log_level=1).start(barrier=True)
+    clock.now_ms += 30.0
+    run(order, clock, recorder, lambda *_: 5.0)
+    recorder.end_schedule()
+    clock.now_ms += 500.0
+    timers("forward-backward").stop()
+    times = recorder.times()
+    assert times.schedule_ms == 30.0 + 4 * (5.0 + 1000.0)
+    assert times.spans[0][3:] == (30.0, 35.0)
+    assert times.start_unix_s == UNIX_S + 0.25
+
+
+def test_a_schedule_that_began_unseen_counts_from_its_first_span() -> None:
+    """Hooks go in with the first forward of a run."""
+    order, clock, recorder = recorder_for(1, 1, 2, 0)
+    clock.now_ms = 500.0
+    run(order, clock, recorder, lambda *_: 5.0)
+    recorder.end_schedule()
+    times = recorder.times()
+    assert np.isnan(times.schedule_ms)
+    assert times.start_unix_s == UNIX_S + 0.5
+    assert times.spans[0][3:] == (0.0, 5.0)
+
+
+def test_other_timers_and_attributes_pass_through() -> None:
+    _, _, recorder = recorder_for(1, 1, 1, 0)
+    timers = RecordingTimers(SilentTimers(), recorder)
+    timers("optimizer", log_level=1).start(barrier=True)
+    assert timers.log_level == 0
+    assert recorder.times().spans == ()

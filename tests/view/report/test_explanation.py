@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts add up to steps, changes add up to the difference, and the machine is told apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsebalance_megatron.log.steps import Step
+from sparsebalance_megatron.view.report.explanation import explain, split_time
+
+
+def step(iteration: int, compute_ms: float, waiting_ms: float, rest_ms: float) -> Step:
+    return Step(
+        iteration=iteration,
+        iteration_ms=compute_ms + waiting_ms + rest_ms,
+        lm_loss=None,
+        tokens=64,
+        coverage=None,
+        measured_rank_ms=(compute_ms + waiting_ms, compute_ms),
+        predicted_rank_ms=(compute_ms, compute_ms),
+        lower_bound_ms=None,
+        work_ratio=1.0,
+        complete=True,
+        compute_ms=compute_ms,
+        schedule_ms=compute_ms + waiting_ms,
+    )
+
+
+def test_the_split_of_a_mean_step() -> None:
+    split = split_time([step(1, 80, 15, 5), step(2, 60, 35, 5)])
+    assert split is not None and split.steps == 2
+    assert (split.compute_ms, split.waiting_ms, split.rest_ms) == (70.0, 25.0, 5.0)
+    assert split.step_ms == 100.0
+
+
+@pytest.mark.parametrize("missing", ["iteration_ms", "compute_ms", "schedule_ms"])
+def test_steps_without_a_part_are_left_out(missing: str) -> None:
+    unknown = replace(step(2, 60, 35, 5), **{missing: None})
+    split = split_time([step(1, 80, 15, 5), unknown])
+    assert split is not None and split.steps == 1
+    assert split_time([unknown]) is None
+    assert explain([(unknown, step(2, 1, 1, 1))]) is None
+
+
+def test_less_attention_less_waiting_and_the_machine_are_told_apart() -> None:
+    """A tenth less work on a machine that takes a fifth longer for it."""
+    old = [step(i, 1000, 300, 50) for i in range(8)]
+    new = [replace(step(i, 1000 * 0.9 * 1.2, 100, 60), work_ratio=0.9) for i in range(8)]
+    found = explain(list(zip(old, new, strict=True)))
+    assert found is not None
+    assert found.less_attention_ms == pytest.approx(-100.0)
+    assert found.waiting_ms == pytest.approx(-200.0)
+    assert found.rest_ms == pytest.approx(10.0)
+    assert found.machine_ms == pytest.approx(180.0)
+    assert found.noisy
+    assert found.speedup_on_an_even_machine == pytest.approx(1350.0 / 1060.0)
+    assert found.speedup_interval == pytest.approx((1350.0 / 1240.0,) * 2)
+
+
+_MS = st.floats(1.0, 1e4)
+
+
+@given(
+    st.lists(st.tuples(_MS, _MS, _MS, _MS, _MS, _MS, st.floats(0.5, 1.5)), min_size=1, max_size=9)
+)
+def test_changes_add_up(drawn: list[tuple[float, ...]]) -> None:
+    pairs = [
+        (step(i, *each[:3]), replace(step(i, *each[3:6]), work_ratio=each[6]))
+        for i, each in enumerate(drawn)
+    ]
+    found = explain(pairs)
+    assert found is not None
+    difference_ms = found.run.step_ms - found.baseline.step_ms
+    assert sum(change.ms for change in found.changes) == pytest.approx(difference_ms, abs=1e-6)
+    interval = found.speedup_interval
+    assert (interval is None) == (len(drawn) < 6)
+    if interval is not None:
+        ratios = [old.iteration_ms / new.iteration_ms for old, new in pairs]
+        assert min(ratios) - 1e-9 <= interval[0] <= interval[1] <= max(ratios) + 1e-9

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The headline and the lines below it: which numbers they give, and that no others are claimed."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from sparsebalance_megatron.view.report.comparison import Comparison, RunSummary
+from sparsebalance_megatron.view.report.explanation import Explanation, TimeSplit
+from sparsebalance_megatron.view.report.headline import changes, headline, noise, run_facts
+
+
+def summary(**changes: Any) -> RunSummary:
+    values: dict[str, Any] = dict.fromkeys(RunSummary.__dataclass_fields__)
+    values |= {"steps": 9, "warm_up_steps": 1, "iteration_ms": ()}
+    return RunSummary(**(values | changes))
+
+
+def numbers(*sentences: str) -> list[float]:
+    """All numbers, in order."""
+    found = re.findall(r"[+-]?\d[\d,.]*\d|\d", " ".join(sentences))
+    return [float(number.replace(",", "")) for number in found]
+
+
+def compared(**changes: Any) -> Comparison:
+    values: dict[str, Any] = dict.fromkeys(("speedup", "speedup_paired", "speedup_total"))
+    return Comparison(
+        baseline=summary(), sparse_balance=summary(), problems=(), **(values | changes)
+    )
+
+
+def explained(**changes: Any) -> Explanation:
+    values: dict[str, Any] = {
+        "baseline": TimeSplit(steps=9, compute_ms=5000.0, waiting_ms=900.0, rest_ms=100.0),
+        "run": TimeSplit(steps=9, compute_ms=4700.0, waiting_ms=200.0, rest_ms=100.0),
+        "less_attention_ms": -300.0,
+        "waiting_ms": -700.0,
+        "rest_ms": 0.0,
+        "machine_ms": 0.0,
+        "machine_spread": 0.01,
+        "speedup_interval": (1.15, 1.25),
+    }
+    return Explanation(**(values | changes))
+
+
+def test_a_speedup_has_an_interval_and_its_parts() -> None:
+    comparison = compared(speedup=1.3, speedup_total=1.2, explanation=explained())
+    assert numbers(headline(comparison)) == [1.2, 95, 1.15, 1.25, 5000, 6000]
+    assert numbers(*changes(comparison)) == [6000, -300, -700, 0, 0]
+    assert noise(comparison) == []
+
+
+def test_noise_is_named_with_what_it_did() -> None:
+    slower = explained(
+        run=TimeSplit(steps=9, compute_ms=5700.0, waiting_ms=200.0, rest_ms=100.0),
+        machine_ms=1000.0,
+    )
+    assert numbers(*noise(compared(explanation=slower))) == [+20, 1, 1.2]
+    assert numbers(*noise(compared(explanation=explained(machine_spread=0.2))))[1] == 20
+
+
+@pytest.mark.parametrize(("speedups", "claimed"), [({}, []), ({"speedup": 1.5}, [1.5])])
+def test_no_more_is_claimed_than_is_known(speedups: dict[str, float], claimed: list[float]) -> None:
+    comparison = compared(**speedups)
+    assert numbers(headline(comparison)) == claimed
+    assert changes(comparison) == noise(comparison) == []
+
+
+def test_a_run_alone() -> None:
+    split = TimeSplit(steps=9, compute_ms=800.0, waiting_ms=150.0, rest_ms=50.0)
+    assert numbers(headline(summary(split=split))) == [1000, 80, 15, 5]
+    assert numbers(headline(summary())) == noise(summary()) == []
+
+
+def test_what_ran() -> None:
+    header = {"pipeline_stages": 2, "torch": "2.15.0", "config": {"block_size": 256}}
+    assert run_facts(header) == "pipeline stages 2, torch 2.15.0, block size 256"
+    assert run_facts({}) == run_facts({"config": "x"}) != ""

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What pictures show: parts that add up, micro-batches that ranks share, coverage of layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from record_cases import rank_micro_batch, rank_step
+from view.report.sample_run import SampleRun
+
+from sparsebalance_megatron.log.records import CoverageRecord
+from sparsebalance_megatron.view.report.chart import Panel
+from sparsebalance_megatron.view.report.coverage_frames import (
+    FRAME_HEIGHT,
+    FRAME_WIDTH,
+    coverage_frames,
+)
+from sparsebalance_megatron.view.report.explanation import Explanation, TimeSplit
+from sparsebalance_megatron.view.report.pictures import StepView, rank_bars, step_chart, waterfall
+from sparsebalance_megatron.view.report.run_data import gather, open_log
+from sparsebalance_megatron.view.report.timeline import MEASURED, Bar, Timeline
+
+
+def test_the_waterfall_leads_from_one_step_to_the_other() -> None:
+    chart = waterfall(
+        Explanation(
+            baseline=TimeSplit(steps=9, compute_ms=500.0, waiting_ms=90.0, rest_ms=10.0),
+            run=TimeSplit(steps=9, compute_ms=520.0, waiting_ms=20.0, rest_ms=10.0),
+            less_attention_ms=-30.0,
+            waiting_ms=-70.0,
+            rest_ms=0.0,
+            machine_ms=50.0,
+            machine_spread=0.0,
+            speedup_interval=None,
+        )
+    )
+    (panel,) = chart.panels
+    assert [row.note for row in panel.rows] == ["600", "-30", "-70", "0", "+50", "550"]
+    spans = [(row.pieces[0].start_ms, row.end_ms) for row in panel.rows[1:-1]]
+    assert spans == [(570.0, 600.0), (500.0, 570.0), (500.0, 500.0), (500.0, 550.0)]
+    assert [row.end_ms for row in (panel.rows[0], panel.rows[-1])] == [600.0, 550.0]
+
+
+def test_bars_of_ranks_have_the_parts_of_their_mean_step(tmp_path: Path) -> None:
+    log = open_log(SampleRun(ranks=3, steps=4).write(tmp_path))
+    times = gather(log, {2, 3}).times
+    chart = rank_bars({"this run": (log.steps, times), "baseline": (log.steps, {})})
+    assert chart is not None
+    (panel,) = chart.panels
+    step_ms = np.mean([step.iteration_ms or np.nan for step in log.steps[1:3]])
+    for rank, row in enumerate(panel.rows):
+        assert row.end_ms == pytest.approx(step_ms)
+        computed_ms = [times[each].measured_2RPVM[:, rank].sum() / 2 for each in (2, 3)]
+        assert row.pieces[0].ms == pytest.approx(np.mean(computed_ms))
+    assert rank_bars({"this run": (log.steps, {})}) is None
+
+
+@pytest.mark.parametrize(
+    ("end_ms", "ticks_ms"), [(132.0, [0, 50, 100]), (6.0, [0, 1, 2, 3, 4, 5, 6]), (0.05, None)]
+)
+def test_ticks_are_round(end_ms: float, ticks_ms: list[float] | None) -> None:
+    found = Panel(heading="", rows=(), end_ms=end_ms).ticks_ms
+    assert found == ticks_ms if ticks_ms else found[-1] == pytest.approx(0.05)
+
+
+def view(width: int) -> StepView:
+    """Two ranks share position 1 where ``width`` is 2."""
+    bars = tuple(
+        Bar(place=(rank, 0), direction=way, chunk=0, position=m, start_ms=at, end_ms=at + 1.0)
+        for rank in (0, 1)
+        for m in (0, 1)
+        for at, way in ((2.0 * m, "forward"), (2.0 * m + 1, "backward"))
+    )
+    contents = {
+        (rank, 0): rank_step(
+            *(
+                rank_micro_batch(
+                    position=position,
+                    lengths_tokens=(100, 400),
+                    budgets=np.array([[1.0, 7.0]]),
+                    width=of,
+                    member=rank % of,
+                )
+                for position, of in enumerate((1, width))
+            )
+        )
+        for rank in (0, 1)
+    }
+    timeline = Timeline(bars=bars, source=MEASURED)
+    return StepView(name="measured", timeline=timeline, contents=contents)
+
+
+def test_a_step_shows_waiting_budgets_and_shared_packed_sequences() -> None:
+    (panel,) = step_chart([view(2)]).panels
+    for row in panel.rows:
+        kinds = [piece.kind for piece in row.pieces]
+        assert kinds == ["waiting", "forward", "computing", "forward", "computing"]
+        assert [piece.text for piece in row.pieces] == ["", "", "7", "", "7"]
+        assert [piece.marked for piece in row.pieces] == [False, False, False, True, True]
+        assert "500 tokens" in row.pieces[1].title and "250 tokens" in row.pieces[3].title
+    (narrow,) = step_chart([view(1)]).panels
+    assert not any(piece.marked for row in narrow.rows for piece in row.pieces)
+
+
+def test_of_many_ranks_some_are_drawn_from_the_fastest_to_the_slowest() -> None:
+    bars = tuple(
+        Bar(place=(r, 0), direction="forward", chunk=0, position=0, start_ms=0, end_ms=1.0 + r)
+        for r in range(40)
+    )
+    timeline = Timeline(bars=bars, source=MEASURED)
+    chart = step_chart([StepView(name="measured", timeline=timeline, contents={})])
+    labels = [row.label for row in chart.panels[0].rows]
+    assert len(labels) == 16 and {"rank 0", "rank 39"} <= set(labels)
+    assert any("16 of 40 ranks" in remark for remark in chart.remarks)
+
+
+def test_relative_times_have_an_axis_of_their_own() -> None:
+    bar = Bar(place=(0, 0), direction="forward", chunk=0, position=0, start_ms=0.0, end_ms=0.01)
+    timeline = Timeline(bars=(bar,), source=MEASURED)
+    relative = StepView(name="predicted", timeline=timeline, contents={})
+    assert [panel.end_ms for panel in step_chart([relative, view(1)]).panels] == [0.01, 4.0]
+
+
+def test_frames_hold_the_layers_and_the_least_coverage() -> None:
+    curves = ((None, None, (0.2, 0.4, 0.8)), (None, None, (0.4, 0.6, 1.0)))
+    record = CoverageRecord(iteration=5, grid=(1, 2, 4), bucket_blocks=(1, 3, 4), curves=curves)
+    (frame,) = coverage_frames(record, {"base_budget": 2, "coverage_threshold": 0.1})
+    assert frame.title == "4 blocks"
+    assert frame.base_x == FRAME_WIDTH / 2
+    assert frame.least_y == pytest.approx(FRAME_HEIGHT * (1 - 0.5 + 0.1))
+    assert frame.line == "0.0,70.0 90.0,50.0 180.0,10.0"
+    assert frame.band.startswith("0.0,60.0") and frame.band.endswith("0.0,80.0")
+    assert coverage_frames(None, {}) == ()
+    (bare,) = coverage_frames(record, {})
+    assert bare.base_x is None and bare.least_y is None

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generated lengths have the published shape and are a pure function of the seed."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from sparsebalance_megatron.view.simulate.lengths import (
+    GENERATORS,
+    MAX_TOKENS,
+    WorkloadError,
+    chatqa2_like,
+    chatqa2_tail_like,
+    longalign_like,
+    read_lengths,
+)
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_seeded_and_in_range(name):
+    generate = GENERATORS[name]
+    lengths = generate(5000, 3)
+    assert lengths.dtype == np.int64
+    assert 1 <= lengths.min() <= lengths.max() <= MAX_TOKENS
+    assert (generate(5000, 3) == lengths).all()
+    assert (generate(5000, 4) != lengths).mean() > 0.9
+
+
+def test_longalign_matches_the_published_fit():
+    lengths = longalign_like(200_000, 0)
+    assert lengths.min() >= 8192
+    assert 22_000 <= lengths.mean() <= 23_500
+    assert 0.58 <= (lengths >= 16384).mean() <= 0.62
+    assert 0.18 <= (lengths >= 32768).mean() <= 0.22
+
+
+@pytest.mark.parametrize("generate", [chatqa2_like, chatqa2_tail_like])
+def test_chatqa2_is_bimodal(generate):
+    lengths = generate(100_000, 0)
+    assert (lengths < 4096).mean() == pytest.approx(0.5, abs=0.01)
+    assert (lengths >= 16384).mean() == pytest.approx(0.5, abs=0.01)
+    longest = 32768 if generate is chatqa2_like else MAX_TOKENS
+    assert 0.95 * longest < lengths.max() <= longest
+
+
+@pytest.mark.parametrize("text", ["[5, 7, 9]", "5\n7\n9\n", "5 7\n\n9"])
+def test_files(tmp_path, text):
+    path = tmp_path / "lengths"
+    path.write_text(text)
+    assert read_lengths(path).tolist() == [5, 7, 9]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[5, 0]", "5\nx\n", "[5.5]", '["a"]', "[[1]]", "[5"])
+def test_bad_files(tmp_path, text):
+    path = tmp_path / "lengths"
+    path.write_text(text)
+    with pytest.raises(WorkloadError, match="lengths"):
+        read_lengths(path)
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(WorkloadError, match="cannot be read"):
+        read_lengths(tmp_path / "absent.json")
+
+
+def test_json_of_numbers_only(tmp_path):
+    path = tmp_path / "lengths.json"
+    path.write_text(json.dumps(list(range(1, 100))))
+    assert len(read_lengths(path)) == 99

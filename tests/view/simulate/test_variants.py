@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Variants of the same batches: comparable numbers, nothing lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
+
+import numpy as np
+import pytest
+
+from sparsebalance_megatron.view.simulate.setups import SETUPS, batches_of, workload_of
+from sparsebalance_megatron.view.simulate.variants import (
+    ALL_ROWS,
+    BASELINE,
+    OURS,
+    evaluate,
+    unhideable_steps,
+)
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    ticks = count()
+    return evaluate(small("paper-main", "longalign"), ALL_ROWS, lambda: next(ticks) * 1e-3)
+
+
+def small(setup, data, steps=8):
+    return workload_of(SETUPS[setup], data, steps=steps, seed=1, coverage_threshold=0.1)
+
+
+def test_ours_beats_the_papers_rows(outcomes):
+    ours = np.array(outcomes[OURS].step_ms)
+    for name in list(ALL_ROWS)[:6]:
+        assert (ours <= np.array(outcomes[name].step_ms) * (1 + 1e-9)).all(), name
+    assert outcomes[OURS].speedup > 1.3
+    assert outcomes[OURS].bound_ratio < 1.05
+
+
+def test_numbers_belong_together(outcomes):
+    base = outcomes[BASELINE]
+    assert (base.speedup, base.speedup_least, base.work_ratio) == (1.0, 1.0, pytest.approx(1.0))
+    assert base.coverage_min_drop == 0.0
+    for outcome in outcomes.values():
+        assert outcome.bound_ratio >= 1.0
+        assert outcome.coverage_min_drop <= 0.1 + 1e-9
+        assert outcome.plan_ms == pytest.approx(1.0)
+        assert outcome.speedup == pytest.approx(sum(base.step_ms) / sum(outcome.step_ms))
+
+
+def test_curves_stay_the_workloads(outcomes):
+    workload = small("paper-main", "longalign")
+    before = workload.coverage.mean_LUK.copy()
+    base = evaluate(workload, {"base": ALL_ROWS["ours, base coverage"]}, lambda: 0.0)["base"]
+    assert base == replace(
+        outcomes["ours, base coverage"], speedup=1.0, speedup_least=1.0, plan_ms=0.0
+    )
+    np.testing.assert_array_equal(workload.coverage.mean_LUK, before)
+
+
+def test_base_coverage_is_not_undercut(outcomes):
+    untuned = outcomes[BASELINE].coverage_mean
+    assert outcomes["ours, base coverage"].coverage_mean >= untuned
+    assert outcomes[OURS].coverage_mean < outcomes["ours, base coverage"].coverage_mean
+
+
+def test_setups():
+    found = {name: setup.micro_batches for name, setup in SETUPS.items()}
+    assert found["paper-main"] == found["paper-ablation"] == 4
+    assert (found["scale-1024"], found["scale-10240"]) == (8, 32)
+    assert batches_of(np.arange(1, 8), 3) == ((1, 2, 3), (4, 5, 6))
+
+
+def test_unhideable_steps_are_counted():
+    workload = small("paper-main", "chatqa2-tail")
+    assert 0 < unhideable_steps(workload) <= 8
