@@ -54,8 +54,8 @@ __all__ = [
 
 _ELSEWHERE = {
     "HostJob": "learn.host_job",
-    "begin_host_run": "training.host_run",
-    "begin_run": "training.own_loop",
+    "begin_host_run": "run.host_run",
+    "begin_run": "run.own_loop",
 }
 """Names whose modules load numpy, or torch and Megatron: loaded when asked for."""
 

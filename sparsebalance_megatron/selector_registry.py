@@ -39,27 +39,27 @@ class BuiltIn:
 
 BUILT_IN: Mapping[str, BuiltIn] = {
     "token-query-head": BuiltIn(
-        selector="attention.selectors.block_topk:TOKEN_QUERY_HEAD",
+        selector="attention.select.block_topk:TOKEN_QUERY_HEAD",
         work_model="cost.work_model:TOKEN_QUERY_HEAD",
         summary="a token per query head, as MoBA does",
     ),
     "token-kv-head": BuiltIn(
-        selector="attention.selectors.block_topk:TOKEN_KV_HEAD",
+        selector="attention.select.block_topk:TOKEN_KV_HEAD",
         work_model="cost.work_model:TOKEN_KV_HEAD",
         summary="a token per KV head",
     ),
     "previous-block": BuiltIn(
-        selector="attention.selectors.block_topk:PREVIOUS_BLOCK",
+        selector="attention.select.block_topk:PREVIOUS_BLOCK",
         work_model="cost.work_model:QUERY_BLOCK",
         summary="a block of queries per KV head, by the mean query of the block before it",
     ),
     "vertical-slash": BuiltIn(
-        selector="attention.selectors.vertical_slash:VERTICAL_SLASH",
+        selector="attention.select.vertical_slash:VERTICAL_SLASH",
         work_model="cost.work_model:VERTICAL_SLASH",
         summary="columns and diagonals of keys that queries of the block before attend to",
     ),
     "vertical-slash-last-queries": BuiltIn(
-        selector="attention.selectors.vertical_slash:LAST_QUERIES",
+        selector="attention.select.vertical_slash:LAST_QUERIES",
         work_model="cost.work_model:VERTICAL_SLASH",
         summary="those that a document's last queries attend to, as MTraining does, which lets a "
         "token's choice depend on later tokens",
@@ -102,7 +102,7 @@ def source_of(name: str) -> str:
 
 
 def load_selector(name: str) -> Any:
-    """The object of a selection; see :class:`.attention.selectors.Selector`.
+    """The object of a selection; see :class:`.attention.select.Selector`.
 
     Raises:
         ConfigError: there is no such name, or several packages bring it, or it cannot be loaded, or
