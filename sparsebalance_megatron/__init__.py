@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load-balanced long-context training with dynamic sparse attention, as a plugin for Megatron-LM.
 
-Rooms, and which way they may look (a test enforces it):
+Packages, and which way imports go (a test enforces it):
 
-- :mod:`.plan`: which sample runs where, and with which attention budget. Python and numpy.
+- :mod:`.plan`: one step's plan from its inputs. Python and numpy.
+- :mod:`.learn`: what steps teach, and the planner that plans with it. numpy.
 - :mod:`.cost`: what a micro-batch will cost, in ms. numpy and scipy.
 - :mod:`.attention`: block-sparse attention with budgets. torch.
-- :mod:`.megatron`: adapters to Megatron that know no run: flags, layer specs, core attention.
-- :mod:`.training`: one training run on one rank.
-- :mod:`.telemetry`: what a run writes, and what reads it back; one file per format.
-- :mod:`.profiling`: measures the cost table.
-- :mod:`.data`: documents, samples, packed rows; imports only Megatron's dataset readers.
+- :mod:`.megatron`: every import of Megatron: flags, layer specs, core attention, groups.
+- :mod:`.run`: one training run on one rank.
+- :mod:`.log`: what a run writes, and what reads it back; one file per format.
+- :mod:`.profile`: measures the cost table.
+- :mod:`.data`: documents, samples, packed sequences.
 - :mod:`.convert`: Hugging Face weights in Megatron's names and shapes, and back.
-- :mod:`.simulate`: workloads planned without training.
-- :mod:`.report`: pictures and pages of what training wrote.
+- :mod:`.view.simulate`: workloads planned without training.
+- :mod:`.view.report`: pictures and pages of what training wrote.
 - :mod:`.cli`: one file per command.
 
-``plan -> cost``; ``telemetry -> plan, cost``; ``megatron -> attention, plan, cost``;
-``profiling -> megatron``; ``training -> megatron, profiling, telemetry, data``;
-``report -> telemetry, plan``; ``simulate -> plan, cost``; ``cli -> all``.
+``plan -> cost``; ``learn -> plan, cost``; ``telemetry -> learn, plan, cost``;
+``megatron -> attention, learn, plan, cost``; ``profiling -> megatron``;
+``training -> megatron, profiling, telemetry, data``; ``report -> telemetry, learn, plan``;
+``simulate -> learn, plan, cost``; ``cli -> all``.
 :mod:`.integration` is for scripts and trainers that keep their own entry point.
 """
 

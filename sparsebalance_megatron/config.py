@@ -32,7 +32,7 @@ Router = Literal["auto", "triton", "torch"]
 DEFAULT_SELECTION = "token-query-head"
 
 MAX_BLOCKS = 2**24
-"""Of a budget: beyond any document, and far from where 32-bit indices of blocks overflow."""
+"""Largest budget: beyond any document, and far from where 32-bit indices of blocks overflow."""
 
 RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "coverage_slack": (lambda slack: 0.0 <= slack < 1.0, "must lie in [0, 1)"),
@@ -59,7 +59,7 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     ),
     "dry_run": (lambda ranks: 0 <= ranks <= 10**6, "must be a number of ranks, at most 1000000"),
 }
-"""Field -> which numbers it may be, and that in words. None is for a field to allow."""
+"""Field -> a test of its number, and the rule in words. Whether it may be None, its type says."""
 
 
 @dataclass(kw_only=True)
@@ -71,13 +71,16 @@ class SparseBalanceConfig:
     """
 
     enabled: bool = False
-    """Replace core attention by budgeted block-sparse attention and plan every step."""
+    """Replace core attention by budgeted block-sparse attention and plan every step. Without it
+    Megatron trains as it would without the plugin."""
 
     block_size: int = 256
-    """Tokens in a KV block; blocks start anew at every document."""
+    """Tokens in a KV block; blocks start anew at every document. Smaller blocks select more finely
+    and cost more to score."""
 
     base_budget: int = 32
-    """KV blocks a query may read before tuning, its own block included (MoBA's top-k)."""
+    """KV blocks that a query may read before tuning, its own block included (MoBA's top-k). Raise
+    it for more coverage, at more time for every long document."""
 
     selection: str = field(
         default=DEFAULT_SELECTION,
@@ -86,116 +89,118 @@ class SparseBalanceConfig:
     """Who selects; the registry has the names."""
 
     attention: AttentionImplementation = "auto"
-    """Attention implementation; auto takes the fastest that runs on the device, an explicit choice
-    never falls back."""
+    """Attention implementation; auto takes the fastest that runs on the device. Name one to compare
+    or to debug: it never falls back."""
 
     router: Router = "auto"
     """Who ranks blocks for selection: Triton kernels, torch, or kernels on CUDA and torch elsewhere
-    (auto). An explicit choice never falls back. Selections by columns and those of other packages
-    leave no choice."""
+    (auto). Name one to compare: it never falls back. Selections without a choice refuse it."""
 
     recompute_attention: RecomputeAttention = "again"
     """Attention in the layers that Megatron recomputes in backward: computed again, or kept from
-    the forward, with its log-sum-exp and lists, until backward has used it. Numbers are the same;
-    keeping takes memory, which the first lines of a run state."""
+    the forward, with the same numbers. Keep it where memory is left; the first lines of a run state
+    how much it takes."""
 
     eval_attention: EvaluationAttention = "sparse"
-    """Attention of validation and test: sparse at base budgets, or dense. Never tuned."""
+    """Attention of validation and test, never tuned: sparse at base budgets, or dense. Choose dense
+    to see what selection costs the model."""
 
     batching: Batching = "makespan"
-    """How the samples of a global batch are placed: in order of arrival, by tokens, by predicted
-    latency (the paper), or by simulated makespan."""
+    """How samples are placed: in order of arrival, by tokens, by predicted latency (the paper), or
+    by simulated makespan. Choose arrival for a baseline, latency to repeat the paper."""
 
     plan_ms: float | None = None
-    """Search for makespan batching, in ms of a typical core; counted in simulated operations and
-    never timed, so that all ranks find the same plan. By default 2 % of the step that it is for, as
-    predicted at balanced latencies, and 10 % where widths are planned."""
+    """Search for makespan batching, in ms of a typical core, counted in simulated operations.
+    Default: 2 % of the predicted step, 10 % where cp_sizes are planned; raise it where plans stay
+    far above their lower bound."""
 
     planning: Planning = "ahead"
-    """When a step is planned: while the one before it runs, from what was known when that began; or
-    on demand, when it begins itself and waits."""
+    """When a step is planned: while the one before it runs, or when it begins (on-demand). Choose
+    on-demand to plan with the newest measurements; every step then waits for its plan."""
 
     tuning: Tuning = "makespan"
     """How budgets follow the predicted times: not at all, towards an anchor latency (the paper), or
-    against the step's makespan."""
+    to shorten the step. Turn it off to balance without changing attention."""
 
     anchor: Anchor = "mean"
-    """Latency that anchor tuning moves every micro-batch towards, taken over a step's
-    micro-batches."""
+    """Latency of a step's micro-batches that anchor tuning moves each of them towards. Choose min
+    for speed, max for coverage."""
 
     coverage_threshold: float = 0.1
     """Router score coverage that a sample may lose against the base budget, in every layer (the
-    paper's p)."""
+    paper's p). Lower it for coverage, raise it for speed."""
 
     coverage_target: CoverageTarget = "base"
-    """What makespan tuning keeps besides the threshold: the samples' mean coverage at that of the
-    base budgets or above, over this step's and the next samples, or nothing (the fastest step)."""
+    """Mean coverage that makespan tuning holds over this step's and the next samples: that of base
+    budgets, or none (threshold). Choose threshold for the fastest step."""
 
     coverage_slack: float = 0.0
-    """By how much mean coverage may be below the coverage target base (0.002 is 0.2 points): what
-    steps with one giant document ask for, which else wait for it."""
+    """How far mean coverage may be below coverage target base (0.002 is 0.2 points). Raise it where
+    steps with one long sample wait for coverage."""
 
     coverage_mean_over: CoverageMeanOver = "samples"
-    """What coverage target base takes the mean over: every sample counts alike, or every token, so
-    that long samples count for more."""
+    """What coverage target base takes the mean over: samples, or tokens. Choose tokens where long
+    samples must not lose coverage to short ones."""
 
     max_tokens_per_micro_batch: int | None = None
-    """Token cap of a micro-batch, or of a rank's share of one; default: micro batch size x sequence
-    length / context-parallel size."""
+    """Most tokens of a micro-batch on one rank; default: micro-batch size x sequence length /
+    context-parallel size. Lower it where single steps run out of memory."""
 
     context_parallel: ContextParallel = "dynamic"
-    """How many ranks share a row of samples: all those of a context-parallel group (static), or 1,
-    2, 4, ... neighbours as the plan decides (dynamic)."""
+    """How many ranks share a micro-batch: the context-parallel size (static), or 1, 2, 4, ...
+    neighbours as planned (dynamic). Choose static to compare with Megatron's own."""
 
     max_context_parallel: int | None = None
-    """Ranks that may share a row with dynamic context parallelism, a power of two that divides the
-    data-parallel times context-parallel size. Default: 1 without --context-parallel-size, else 8 or
-    what a node holds, and at least --context-parallel-size."""
+    """Most ranks that share a micro-batch where context parallelism is dynamic, a power of two.
+    Default: 1 without --context-parallel-size, else 8 or a node's ranks; raise it where one sample
+    holds up steps."""
 
     exchange: ExchangeName = "all-gather"
-    """How keys and values travel between ranks that share a row: gathered, one KV head at a time,
-    or in a ring, or in rings within nodes and between them; rings need less memory and wait at
-    every hop."""
+    """How keys and values travel between ranks that share a micro-batch: gathered, in a ring, or in
+    rings within and between nodes. Choose rings where memory is short; they wait at every hop."""
 
     cost_table: str | None = None
-    """Cost table measured by `sparse-balance profile`, or auto to measure at start-up on rank 0;
-    without one, costs are counted operations."""
+    """Cost table measured by `sparse-balance profile`, or auto to measure at start-up on rank 0.
+    Give one to train: without it, costs are counted operations."""
 
     gigabytes_per_second: float | None = None
-    """What a rank receives keys and values with where ranks share a sample; default: as measured in
-    the cost table, or 50."""
+    """Rate at which ranks that share a micro-batch receive keys and values; default: that of the
+    cost table, or 50. Set it where the table was measured on one rank."""
 
     overlong: Overlong = "split"
-    """What happens to a document longer than the sequence length."""
+    """What happens to a document longer than the sequence length. Split loses nothing; choose
+    truncate or drop where pieces of a document must not train."""
 
     missing_loss_mask: MissingLossMask = "refuse"
-    """In a blend where some sources have loss masks, those that have none: refused, or trained on
-    with all of their tokens, as plain text beside conversations may be meant."""
+    """Sources of a blend without loss masks where others have them: refused, or trained on with all
+    of their tokens. Choose train for plain text beside conversations."""
 
     calibration: Calibration = "measured"
-    """Which predicted times measured ones correct while training: those of stages and of single
-    slow devices, those of stages, or none, which makes plans repeat exactly."""
+    """Which predicted times measured ones correct: those of stages and of single slow devices,
+    those of stages, or none. Turn it off to make plans repeat exactly."""
 
     coverage_decay: float = 0.9
-    """Weight of the past in the moving average of coverage curves."""
+    """Weight of the past in the moving average of coverage curves. Lower it where many samples are
+    guarded in every step."""
 
     device: Device = "auto"
-    """Where the model runs; auto takes the CPU only where no CUDA device is visible."""
+    """Where the model runs; auto takes the CPU only where no CUDA device is visible. Choose cpu to
+    try a run beside a GPU in use."""
 
     log_dir: str | None = None
-    """Directory for the logs, JSON lines: steps.jsonl by rank 0, ranks/ with a file of every
-    rank."""
+    """Directory for the logs, JSON lines: steps.jsonl by rank 0, ranks/ with a file of every rank.
+    Set it to use summary, report, watch and trace."""
 
     log_megabytes: int = 64
-    """Size that no log exceeds, per file and its predecessor together; the oldest lines go."""
+    """Most megabytes of a log file and its predecessor together; the oldest lines go. Raise it to
+    keep every step of a long run."""
 
     dry_run: int | None = field(
         default=None,
         metadata={"argparse_meta": {"nargs": "?", "const": 0, "metavar": "WORLD_SIZE"}},
     )
-    """Check flags, data and cost table, print the plan of the first step and stop. Plans for
-    WORLD_SIZE ranks, none of which need exist, or without a number (0) for as many as are
-    launched."""
+    """Check flags, data and cost table, print the plan of the first step and stop. Give WORLD_SIZE
+    to plan for ranks that need not exist; default: as many as are launched."""
 
     def __post_init__(self) -> None:
         for each in fields(self):

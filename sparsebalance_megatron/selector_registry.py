@@ -71,7 +71,10 @@ BUILT_IN: Mapping[str, BuiltIn] = {
 def flag_help() -> str:
     """The help of the flag, with every selection of this package."""
     each = "; ".join(f"{name}: {entry.summary}" for name, entry in BUILT_IN.items())
-    return f"Who selects. {each}. Other packages bring further names (docs/SELECTORS.md)."
+    return (
+        "Who selects the blocks that a token reads; docs/TUNING.md says which one when. "
+        f"{each}. Other packages bring further names (docs/SELECTORS.md)."
+    )
 
 
 def names() -> tuple[str, ...]:
