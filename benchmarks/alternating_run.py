@@ -11,6 +11,7 @@ the other run trains a step: no time in its logs contains one. Megatron's own lo
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import sys
@@ -147,9 +148,12 @@ def around_every_step(around: Callable[[], AbstractContextManager[None]]) -> Non
 
 
 def main() -> None:
-    directory, place, *flags = sys.argv[1:]
-    if place not in ("first", "second"):
-        sys.exit(f"{place}: must be first in one run and second in the other")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("directory", help="where the two runs meet")
+    parser.add_argument("place", choices=("first", "second"), help="first in one run only")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of pretrain_gpt")
+    arguments = parser.parse_args()
+    directory, place, flags = arguments.directory, arguments.place, arguments.flags
     clock = PausedClock(time.perf_counter)
     time.perf_counter = clock
     # The package takes its clock when it is imported.

@@ -17,10 +17,9 @@ Packages, and which way imports go (a test enforces it):
 - :mod:`.view.report`: pictures and pages of what training wrote.
 - :mod:`.cli`: one file per command.
 
-``plan -> cost``; ``learn -> plan, cost``; ``telemetry -> learn, plan, cost``;
-``megatron -> attention, learn, plan, cost``; ``profiling -> megatron``;
-``training -> megatron, profiling, telemetry, data``; ``report -> telemetry, learn, plan``;
-``simulate -> learn, plan, cost``; ``cli -> all``.
+``plan -> cost``; ``learn -> plan, cost``; ``log -> learn, plan, cost``;
+``megatron -> attention, learn, plan, cost``; ``profile -> megatron``;
+``run -> megatron, profile, log, data``; ``view -> log, learn, plan, cost``; ``cli -> all``.
 :mod:`.integration` is for scripts and trainers that keep their own entry point.
 """
 

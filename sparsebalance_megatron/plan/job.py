@@ -48,7 +48,7 @@ class Job:
             ConfigError: there are fewer layers than stages.
         """
         if layers < stages:
-            raise ConfigError(f"{stages} pipeline stages: the model has {layers} layers only")
+            raise ConfigError(f"--pp {stages}: the model has {layers} layers only")
         size, rest = divmod(layers, stages)
         ends = [size * (stage + 1) + min(stage + 1, rest) for stage in range(stages)]
         return cls(
