@@ -98,10 +98,10 @@ def compare(
             row.cpu_s.append(time.process_time() - began_s)
             if not isinstance(planned, PlannedStep):
                 planned = planner.plan(batch, placement=planned)
-            slots = planned.plan.slots
+            micro_batches = planned.plan.micro_batches
             row.step_ms.append(planned.plan.expectation.makespan_ms)
-            row.above_cap += sum(slot.tokens > CAP_TOKENS for slot in slots)
-            row.micro_batches += len(slots)
+            row.above_cap += sum(micro_batch.tokens > CAP_TOKENS for micro_batch in micro_batches)
+            row.micro_batches += len(micro_batches)
     return rows
 
 

@@ -45,7 +45,7 @@ NEEDED = (PACKAGE, "tests", "benchmarks", "docs", "scripts", "examples", "pyproj
 LEAST_LIMIT_S = 10.0
 """CPU time that a change may take, beside three times what the tests take without it."""
 _MEMORY_BYTES = 14 << 30
-WIDE = "tests/plan/test_wide_slots.py"
+WIDE = "tests/plan/test_wide_micro_batches.py"
 CONTRACT = "tests/attention/test_kernel_contract.py"
 ATTENTION = "tests/attention/test_api.py"
 TESTS: dict[str, tuple[str, ...]] = {

@@ -196,8 +196,8 @@ def attach(
         planned: the step, alike on all ranks.
         position: of the micro-batch among those of this data-parallel rank.
         packed_seq_params: of the host's row, in the thd layout; its samples are those of the plan's
-            slot, in that order. What follows them is padding. Their boundaries are read on the
-            host, which waits for the device where they are there.
+            micro-batch, in that order. What follows them is padding. Their boundaries are read on
+            the host, which waits for the device where they are there.
         vp_stage: model chunk, with virtual pipeline stages.
         learn: whether the pass is part of a training step, measured and observed. A pass that is
             not executes the planned budgets as they are.

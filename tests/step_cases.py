@@ -48,7 +48,7 @@ def planned_step(scales: StageScales | None = None) -> PlannedStep:
         coverage_threshold=0.1,
         base_budget=4,
         block_size=BLOCK_SIZE,
-        max_tokens_per_slot=1024,
+        max_tokens_per_micro_batch=1024,
     )
     inputs = PlanInputs(
         lengths_tokens=LENGTHS_TOKENS,

@@ -140,13 +140,14 @@ def one_rank_after_another(plan: StepPlan) -> StepPlan:
 
     The expectation keeps the makespan and the bounds of the ranks planned for.
     """
-    slots = tuple(
-        replace(slot, rank=0, position=position) for position, slot in enumerate(plan.slots)
+    micro_batches = tuple(
+        replace(micro_batch, rank=0, position=position)
+        for position, micro_batch in enumerate(plan.micro_batches)
     )
     joined = np.stack([_joined(times_RPVM) for times_RPVM in plan.expectation.times_2RPVM])
     times = OperationTimes.of_micro_batches(joined, unshared(1, joined.shape[-1]))
     expectation = replace(plan.expectation, times=times)
-    return replace(plan, data_parallel_size=1, slots=slots, expectation=expectation)
+    return replace(plan, data_parallel_size=1, micro_batches=micro_batches, expectation=expectation)
 
 
 def _joined(times_RPVM: np.ndarray) -> np.ndarray:

@@ -72,8 +72,8 @@ class ArmScheduler:
             if self._replayed_TLS is not None:
                 planned = self._with_budgets(planned, self._replayed_TLS[step])
             self._planned = planned
-            for slot in planned.plan.slots:
-                self.lengths_TS[step, list(slot.samples)] = slot.lengths_tokens
+            for micro_batch in planned.plan.micro_batches:
+                self.lengths_TS[step, list(micro_batch.samples)] = micro_batch.lengths_tokens
         return self._planned
 
     def _with_budgets(self, planned: PlannedStep, budgets_LS: np.ndarray) -> PlannedStep:
@@ -81,13 +81,15 @@ class ArmScheduler:
         generator = np.random.default_rng([self._seed, planned.plan.step])
         permuted_LS = generator.permuted(budgets_LS, axis=1).astype(np.int32)
 
-        def slot_with(slot: MicroBatchPlan) -> MicroBatchPlan:
-            own_LS = np.ascontiguousarray(permuted_LS[:, list(slot.samples)])
+        def micro_batch_with(micro_batch: MicroBatchPlan) -> MicroBatchPlan:
+            own_LS = np.ascontiguousarray(permuted_LS[:, list(micro_batch.samples)])
             own_LS.flags.writeable = False
-            return replace(slot, budgets_LS=own_LS)
+            return replace(micro_batch, budgets_LS=own_LS)
 
-        slots = tuple(slot_with(slot) for slot in planned.plan.slots)
-        return replace(planned, plan=replace(planned.plan, slots=slots))
+        micro_batches = tuple(
+            micro_batch_with(micro_batch) for micro_batch in planned.plan.micro_batches
+        )
+        return replace(planned, plan=replace(planned.plan, micro_batches=micro_batches))
 
     def follow(self, then: Callable[[PlannedStep], None]) -> None:
         """Nothing is planned ahead."""
@@ -98,8 +100,8 @@ class ArmScheduler:
     def finish_step(self, step: int, measured: StepMeasurement) -> None:
         budgets_LS = executed_budgets(self._experiment)
         if budgets_LS is not None:
-            (slot,) = self.planned(step).plan.for_rank(self._rank).micro_batches
-            self.executed_TLS[step][:, list(slot.samples)] = budgets_LS.numpy()
+            (micro_batch,) = self.planned(step).plan.for_rank(self._rank).micro_batches
+            self.executed_TLS[step][:, list(micro_batch.samples)] = budgets_LS.numpy()
             self._experiment.executed.clear()
         self._scheduler.finish_step(step, measured)
 

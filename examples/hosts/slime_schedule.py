@@ -62,9 +62,9 @@ def build_dp_schedule(
             micro_batches=_static_micro_batches(args, len(samples), ranks),
         ).plan
         for rank in range(ranks):
-            for slot in plan.for_rank(rank).micro_batches:
+            for micro_batch in plan.for_rank(rank).micro_batches:
                 start = len(partitions[rank])
-                partitions[rank] += [samples[local] for local in slot.samples]
+                partitions[rank] += [samples[local] for local in micro_batch.samples]
                 micro_batch_indices[rank].append(list(range(start, len(partitions[rank]))))
         num_microbatches.append(len(plan.for_rank(0).micro_batches))
     return partitions, micro_batch_indices, num_microbatches, [global_batch_size] * steps

@@ -119,7 +119,9 @@ class SparseBalanceEngine(MegatronEngineWithLMHead):
         planned = run.plan_as_placed(lengths, pinned_LS=pinned_LS)
         if samples and forward_only:
             rank = self.get_data_parallel_rank()
-            own = [slot.budgets_LS for slot in planned.plan.for_rank(rank).micro_batches]
+            own = [
+                micro_batch.budgets_LS for micro_batch in planned.plan.for_rank(rank).micro_batches
+            ]
             self.kept_budgets.keep(samples, np.concatenate(own, axis=1))
         return planned
 

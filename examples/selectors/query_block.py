@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two selections by block of queries that research/quality.md compares, and that nobody should train.
+"""Two selections by block of queries that research/quality.md compares; train with neither.
 
 One query speaks for all tokens of its block: their mean, which looks ahead and which no model that
 decodes could use, so that ``check_selector`` refuses it; or the block's first query.

@@ -33,7 +33,7 @@ def received_bytes(tokens: float, width: int, bytes_per_token: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """Costs of a slot that several ranks share. Nothing of it is taken to overlap with work.
+    """Costs of a micro-batch that several ranks share. Nothing of it is taken to overlap with work.
 
     A forward gathers keys and values. A backward gathers them again and scatters their gradients.
 
@@ -41,9 +41,9 @@ class Exchange:
         bytes_per_token: keys and values of a token in a layer, on one tensor-parallel rank.
         gradient_bytes_per_token: likewise, of their gradients.
         ms_per_byte: of what a rank receives.
-        width_slowness: (width, factor) in rising order: slots so wide take ``factor`` times as long
-            for a byte, as where they reach beyond a node. A width between two takes the wider one's
-            factor, one beyond all the last; without any, all widths are alike.
+        width_slowness: (width, factor) in rising order: micro-batches so wide take ``factor`` times
+            as long for a byte, as where they reach beyond a node. A width between two takes the
+            wider one's factor, one beyond all the last; without any, all widths are alike.
         loss: by which share the work of a rank exceeds an even split of the whole.
     """
 
@@ -78,16 +78,17 @@ class Exchange:
             raise ValueError(f"exchange: width_slowness has widths {widths}, which must rise")
 
     def ms_per_token(self, direction: Direction) -> float:
-        """Ms per token and layer of a slot so wide that ranks receive all of it.
+        """Ms per token and layer of a micro-batch so wide that ranks receive all of it.
 
-        A slot takes :meth:`received_share` of that.
+        A micro-batch takes :meth:`received_share` of that.
         """
         backward = direction is Direction.BACKWARD
         received = self.bytes_per_token + backward * self.gradient_bytes_per_token
         return received * self.ms_per_byte
 
     def received_share(self, width: int) -> float:
-        """Of ``ms_per_token``, what a slot takes: (W - 1) / W, and by how much its width slows."""
+        """Of ``ms_per_token``, what a micro-batch takes: (W - 1) / W, and by how much its width
+        slows."""
         if width == 1:
             return 0.0
         wider = (factor for known, factor in self.width_slowness if known >= width)
@@ -95,5 +96,5 @@ class Exchange:
         return (width - 1) / width * next(wider, last)
 
     def share(self, width: int) -> float:
-        """Of the work of a slot, what each of its ranks does."""
+        """Of the work of a micro-batch, what each of its ranks does."""
         return 1.0 if width == 1 else (1.0 + self.loss) / width

@@ -153,7 +153,7 @@ class HostPlanner:
                 f"{len(lengths)} samples cannot fill {multiple} micro-batches on each of {ranks} "
                 "ranks; give the step more samples"
             )
-        least = -(-sum(lengths) // (ranks * self._planner.policy.max_tokens_per_slot))
+        least = -(-sum(lengths) // (ranks * self._planner.policy.max_tokens_per_micro_batch))
         smallest = min(-(-max(least, 1) // multiple) * multiple, largest)
         return range(smallest, largest + 1, multiple)
 

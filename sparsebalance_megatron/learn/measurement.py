@@ -143,23 +143,25 @@ class StepMeasurement:
     """World ranks that executed another plan than rank 0."""
     recompute: RecomputeTotals = field(default=RecomputeTotals())
 
-    def without_waiting(self, slots: Iterable[MicroBatchPlan]) -> StepMeasurement:
-        """The same step with what ranks waited for one another inside shared slots taken out.
+    def without_waiting(self, micro_batches: Iterable[MicroBatchPlan]) -> StepMeasurement:
+        """The same step with what ranks waited for one another inside shared micro-batches taken
+        out.
 
-        A rank that comes first to a shared slot waits inside attention for the last to come, which
-        waits for nobody and from then on computes in step with the others. So each operation of
-        the slot takes, on all of its ranks, what it took on the rank that took least. Waiting would
-        otherwise look like computation, and a rank with little to do before like a slow device.
+        A rank that comes first to a shared micro-batch waits inside attention for the last to come,
+        which waits for nobody and from then on computes in step with the others. So each operation
+        of the micro-batch takes, on all of its ranks, what it took on the rank that took least.
+        Waiting would otherwise look like computation, and a rank with little to do before like a
+        slow device.
 
         Args:
-            slots: of the step's plan.
+            micro_batches: of the step's plan.
         """
-        shared = [slot for slot in slots if slot.width > 1]
+        shared = [micro_batch for micro_batch in micro_batches if micro_batch.width > 1]
         if not shared:
             return self
         times_2RPVM = self.times_2RPVM.copy()
-        for slot in shared:
-            ranks = slice(slot.rank, slot.rank + slot.width)
-            of_members_2WPV = times_2RPVM[:, ranks, :, :, slot.position]
+        for micro_batch in shared:
+            ranks = slice(micro_batch.rank, micro_batch.rank + micro_batch.width)
+            of_members_2WPV = times_2RPVM[:, ranks, :, :, micro_batch.position]
             of_members_2WPV[:] = np.fmin.reduce(of_members_2WPV, axis=1, keepdims=True)
         return replace(self, times_2RPVM=times_2RPVM)

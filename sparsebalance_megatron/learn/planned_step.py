@@ -43,8 +43,11 @@ class PlannedStep:
 
     def pinned(self) -> PlannedStep:
         """The same step with all budgets pinned: every pass over it executes them as they are."""
-        slots = tuple(replace(slot, pinned=(True,) * len(slot.samples)) for slot in self.plan.slots)
-        return replace(self, plan=replace(self.plan, slots=slots))
+        micro_batches = tuple(
+            replace(micro_batch, pinned=(True,) * len(micro_batch.samples))
+            for micro_batch in self.plan.micro_batches
+        )
+        return replace(self, plan=replace(self.plan, micro_batches=micro_batches))
 
 
 class Learner(Protocol):

@@ -178,7 +178,7 @@ class StepPlanner:
             cost=self._cost,
             scales=known.scales,
             coverage=known.coverage,
-            owed_coverage=known.coverage_deficit,
+            coverage_deficit=known.coverage_deficit,
             later_lengths_tokens=tuple(later_lengths_tokens),
             placement=placement,
             pinned_LS=pinned_LS,

@@ -139,10 +139,10 @@ def _unless_alike(slowness_RP: np.ndarray) -> Any:
 
 
 def _widths_if_shared(plan: StepPlan) -> tuple[tuple[int, ...], ...] | None:
-    if all(slot.width == 1 for slot in plan.slots):
+    if all(micro_batch.width == 1 for micro_batch in plan.micro_batches):
         return None
     return tuple(
-        tuple(slot.width for slot in plan.for_rank(rank).micro_batches)
+        tuple(micro_batch.width for micro_batch in plan.for_rank(rank).micro_batches)
         for rank in range(plan.data_parallel_size)
     )
 

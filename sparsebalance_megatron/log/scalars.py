@@ -165,9 +165,13 @@ def _speed(
 
 def _whole_batch(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
     """Lengths [S] and budgets [L, S] of all samples of the step."""
-    slots = plan.slots
-    lengths_S = np.array([length for slot in slots for length in slot.lengths_tokens])
-    return lengths_S, np.concatenate([slot.budgets_LS for slot in slots], axis=1)
+    micro_batches = plan.micro_batches
+    lengths_S = np.array(
+        [length for micro_batch in micro_batches for length in micro_batch.lengths_tokens]
+    )
+    return lengths_S, np.concatenate(
+        [micro_batch.budgets_LS for micro_batch in micro_batches], axis=1
+    )
 
 
 def _numbered(name: str, values: Any, *, first: int = 0) -> dict[str, float]:

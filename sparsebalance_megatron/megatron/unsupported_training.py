@@ -134,7 +134,7 @@ def check_supported(args: Namespace, config: SparseBalanceConfig) -> None:
 
 
 def check_batches(args: Namespace) -> None:
-    """Refuse a global batch that does not fill its slots, before Megatron asserts as much.
+    """Refuse a global batch that does not fill its micro-batches, before Megatron asserts as much.
 
     Asks the flags as typed; what cannot be told yet, because flags are missing or will come from a
     checkpoint, is left to Megatron.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots that several ranks share: neighbours, as many as a power of two, at one position.
+"""Micro-batches that several ranks share: neighbours, as many as a power of two, at one position.
 
-A slot of width w begins at a multiple of w, so the width of the slot that every rank takes part in
-says which ranks share it.
+A micro-batch of width w begins at a multiple of w, so the width of the micro-batch that every rank
+takes part in says which ranks share it.
 
 Shape legend: R data-parallel ranks, M micro-batches, J = R x M places, I items, X ranks.
 """
@@ -17,7 +17,8 @@ def is_power_of_two(number: int) -> bool:
 
 
 def first_places(widths_RM: np.ndarray) -> np.ndarray:
-    """The place ``r * M + m`` on a slot's first rank, for every place in the slot, [J]."""
+    """The place ``r * M + m`` on a micro-batch's first rank, for every place in the micro-batch,
+    [J]."""
     ranks, positions = widths_RM.shape
     rank_R1 = np.arange(ranks)[:, None]
     first_RM = rank_R1 - rank_R1 % widths_RM
@@ -36,7 +37,7 @@ class Members:
     rows of numbers: see :attr:`order`.
 
     Args:
-        widths_IX: of the slot that each rank takes part in.
+        widths_IX: of the micro-batch that each rank takes part in.
 
     Attributes:
         share: whether any ranks do.
@@ -58,7 +59,8 @@ class Members:
 
     @property
     def order(self) -> np.ndarray:
-        """Ranks by their number within the widest slot, then by island: how arrays hold them."""
+        """Ranks by their number within the widest micro-batch, then by island: how arrays hold
+        them."""
         return np.arange(self._islands * self._together).reshape(-1, self._together).T.reshape(-1)
 
     def in_order(self, values_R: np.ndarray) -> np.ndarray:
@@ -70,7 +72,7 @@ class Members:
         return values_X[..., np.argsort(self.order)] if self.share else values_X
 
     def maximum(self, values_IX: np.ndarray, items: slice = slice(None)) -> None:
-        """In place, the largest value among the members of a slot, for each of them.
+        """In place, the largest value among the members of a micro-batch, for each of them.
 
         Args:
             values_IX: contiguous, with the ranks in :attr:`order`.

@@ -26,7 +26,7 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
     times.ms_OR.flags.writeable = False
     forward_RPVM, backward_RPVM = times.by_micro_batch_2RPVM
     work_RPVM = forward_RPVM + backward_RPVM
-    constant_ms = costs.job.slots * (costs.constant_2C[0] + costs.constant_2C[1]).sum()
+    constant_ms = costs.job.places * (costs.constant_2C[0] + costs.constant_2C[1]).sum()
     tuned_work, base_work = (
         constant_ms + sum(sample_SC.sum() for sample_SC in sample_2SC)
         for sample_2SC in (tuned_2SC, costs.sample_ms(problem.budgets.allowed.base_LS))
@@ -65,11 +65,11 @@ def _mean_work_ms(problem: StepProblem, sample_2SC: np.ndarray) -> np.ndarray:
     """[P] ms that the ranks take for all their work if they share it ideally.
 
     Within T, rank r of stage p does work T / slowness[r, p] at most; so T is at least the work over
-    the sum of what the ranks do in one ms. Sharing a slot makes the work no less.
+    the sum of what the ranks do in one ms. Sharing a micro-batch makes the work no less.
     """
     costs = problem.costs
     constant_C = costs.constant_2C[0] + costs.constant_2C[1]
-    work_C = sum(sample_SC.sum(axis=0) for sample_SC in sample_2SC) + costs.job.slots * constant_C
+    work_C = sum(sample_SC.sum(axis=0) for sample_SC in sample_2SC) + costs.job.places * constant_C
     work_P = np.asarray(work_C).reshape(costs.job.pipeline_stages, -1).sum(axis=1)
     return np.asarray(work_P / (1.0 / costs.slowness_RP).sum(axis=0))
 

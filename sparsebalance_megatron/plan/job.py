@@ -72,7 +72,7 @@ class Job:
         return sum(len(chunk) for stage in self.stage_layers for chunk in stage)
 
     @property
-    def slots(self) -> int:
+    def places(self) -> int:
         """Places of a rank and a position."""
         return self.data_parallel_size * self.micro_batches
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots as wide as their samples ask for: where they lie, and their budgets.
+"""Micro-batches as wide as their samples ask for: where they lie, and their budgets.
 
 Shape legend: S samples of a global batch, R data-parallel ranks, C chunks; a leading 2: forward and
 backward.
@@ -40,10 +40,10 @@ _STOP_RATIO_TO_BOUND = 1.005
 def best_widths(
     problem: StepProblem, equal: Arrangement | None
 ) -> tuple[Arrangement, TunedBudgets]:
-    """The best of planned widths and of slots of equal width, with tuned budgets.
+    """The best of planned widths and of micro-batches of equal width, with tuned budgets.
 
-    Widths are searched at budgets between those expected and the least allowed, since slots that
-    the step waits for end below what is expected of all; then again at the budgets that tuning
+    Widths are searched at budgets between those expected and the least allowed, since micro-batches
+    that the step waits for end below what is expected of all; then again at the budgets that tuning
     gave. Equal widths are tuned only where they may win. No others are searched where equal
     widths are near the lower bound of all widths at the expected budgets; a search ends near that
     bound.

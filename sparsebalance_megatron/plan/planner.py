@@ -36,9 +36,10 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
 
     A placement that is given stays as it is, whatever its tokens, and only its budgets are chosen.
 
-    Every slot is as wide as the job's context-parallel size, unless the policy lets widths be
-    planned and batching is ``makespan``; then those that fit the samples are used where they give
-    the shorter step. Tuning ``anchor`` has no widths to choose: the anchor is a slot's latency.
+    Every micro-batch is as wide as the job's context-parallel size, unless the policy lets widths
+    be planned and batching is ``makespan``; then those that fit the samples are used where they
+    give the shorter step. Tuning ``anchor`` has no widths to choose: the anchor is a micro-batch's
+    latency.
 
     Raises:
         PlanError: no placement exists, or the inputs contradict one another.
@@ -48,15 +49,17 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
     plan = StepPlan(
         step=step,
         data_parallel_size=inputs.job.data_parallel_size,
-        slots=_slots(problem, arrangement, tuned.budgets_LS),
+        micro_batches=_micro_batches(problem, arrangement, tuned.budgets_LS),
         expectation=expectation(problem, arrangement, tuned),
         batching=batching,
     )
-    cap_tokens = inputs.policy.max_tokens_per_slot
+    cap_tokens = inputs.policy.max_tokens_per_micro_batch
     if inputs.placement is not None:
-        cap_tokens = max(cap_tokens, *(slot.tokens for slot in plan.slots))
+        cap_tokens = max(cap_tokens, *(micro_batch.tokens for micro_batch in plan.micro_batches))
     plan.validate(
-        inputs.lengths_tokens, inputs.job, replace(inputs.policy, max_tokens_per_slot=cap_tokens)
+        inputs.lengths_tokens,
+        inputs.job,
+        replace(inputs.policy, max_tokens_per_micro_batch=cap_tokens),
     )
     return plan
 
@@ -70,7 +73,7 @@ def _best_candidate(problem: StepProblem) -> tuple[Batching, Arrangement, TunedB
         return batching, Arrangement.of_groups(placement, width), tuned
     try:
         batching, placement = _best_placement(problem.of_groups)
-    except PlanError:  # the cap may ask for wider slots
+    except PlanError:  # the cap may ask for wider micro-batches
         return "makespan", *best_widths(problem, None)
     equal = Arrangement.of_groups(placement, problem.job.context_parallel_size)
     arrangement, tuned = best_widths(problem, equal)
@@ -90,7 +93,7 @@ def _as_placed(problem: StepProblem, placement: Placement) -> tuple[Arrangement,
             f"placement: ranks have {shape} micro-batches, the job {job.data_parallel_size} ranks "
             f"of {job.micro_batches}, without context parallelism"
         )
-    placed = sorted(sample for rank in placement for slot in rank for sample in slot)
+    placed = sorted(sample for rank in placement for micro_batch in rank for sample in micro_batch)
     if placed != list(range(len(problem.lengths_tokens))):
         raise PlanError(
             f"placement: must hold each of the {len(problem.lengths_tokens)} samples exactly once"
@@ -177,30 +180,32 @@ def _placement(batching: Batching, problem: StepProblem) -> Placement:
             return problem.balanced_by(problem.expected_LS)
 
 
-def _slots(
+def _micro_batches(
     problem: StepProblem, arrangement: Arrangement, budgets_LS: np.ndarray
 ) -> tuple[MicroBatchPlan, ...]:
-    """Every slot on its first rank, with its budgets cut from one array of all."""
-    samples = [sample for rank in arrangement.samples for slot in rank for sample in slot]
+    """Every micro-batch on its first rank, with its budgets cut from one array of all."""
+    samples = [
+        sample for rank in arrangement.samples for micro_batch in rank for sample in micro_batch
+    ]
     pinned_S = problem.budgets.pinned_S
     placed_LS = np.ascontiguousarray(budgets_LS[:, samples])
     placed_LS.flags.writeable = False
-    slots = []
+    micro_batches = []
     first = 0
     for rank, in_rank in enumerate(arrangement.samples):
-        for position, slot in enumerate(in_rank):
-            if not slot:
+        for position, micro_batch in enumerate(in_rank):
+            if not micro_batch:
                 continue
-            slots.append(
+            micro_batches.append(
                 MicroBatchPlan(
-                    samples=slot,
-                    lengths_tokens=tuple(problem.lengths_tokens[sample] for sample in slot),
-                    budgets_LS=placed_LS[:, first : first + len(slot)],
+                    samples=micro_batch,
+                    lengths_tokens=tuple(problem.lengths_tokens[sample] for sample in micro_batch),
+                    budgets_LS=placed_LS[:, first : first + len(micro_batch)],
                     rank=rank,
                     position=position,
                     width=arrangement.width(rank, position),
-                    pinned=tuple(pinned_S[list(slot)].tolist()) if pinned_S.any() else (),
+                    pinned=tuple(pinned_S[list(micro_batch)].tolist()) if pinned_S.any() else (),
                 )
             )
-            first += len(slot)
-    return tuple(slots)
+            first += len(micro_batch)
+    return tuple(micro_batches)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every sample costs on every chunk of the pipeline, in ms, as a function of its budgets.
 
-Costs are affine in the features, so a slot costs a constant plus the sum over its samples, and only
-the block pairs depend on budgets. Everything the planner optimises is built from these terms. Sums
-run in a fixed order and not through BLAS, whose rounding differs between processors: ranks must
-agree to the last bit.
+Costs are affine in the features, so a micro-batch costs a constant plus the sum over its samples,
+and only the block pairs depend on budgets. Everything the planner optimises is built from these
+terms. Sums run in a fixed order and not through BLAS, whose rounding differs between processors:
+ranks must agree to the last bit.
 
 Shape legend: S samples of a global batch, L layers, P pipeline stages, V virtual stages (chunks per
 stage), C = P x V chunks (chunk v of stage p is ``p * V + v``), R data-parallel ranks,
-M micro-batches, J = R x M slots, F features, I ranks looked at, W ranks of a group; a leading 2:
-forward and backward.
+M micro-batches, J = R x M micro-batches, F features, I ranks looked at, W ranks of a group; a
+leading 2: forward and backward.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ class StepCosts:
         return np.array([0.0, *map(self.exchange.received_share, widths)])
 
     def wide_ms(self, sample_2SC: np.ndarray, width_S: np.ndarray) -> np.ndarray:
-        """Ms of samples on each rank of slots so wide, from those on a rank by itself, [2, S, C].
+        """Ms of samples on each rank of micro-batches so wide, from those on a rank by itself, [2,
+        S, C].
 
         A part of the work, all that every sequence takes, and what it receives of the others.
         """
@@ -142,38 +143,39 @@ class StepCosts:
             pairs_CS[chunk] += pairs_S
         return self.fixed_2SC + pairs_CS.T * self.pair_2C[:, None]
 
-    def slot_ms(
+    def micro_batch_ms(
         self,
         sample_2SC: np.ndarray,
-        slot_of_S: np.ndarray,
+        micro_batch_of_S: np.ndarray,
         widths_RM: np.ndarray,
     ) -> OperationTimes:
-        """Times of the slots; slot ``r * M + m`` is micro-batch m of rank r.
+        """Times of the micro-batches; micro-batch ``r * M + m`` is micro-batch m of rank r.
 
         Args:
             sample_2SC: ms of every sample on a rank by itself.
-            slot_of_S: of the first rank of a slot.
-            widths_RM: of the slot that each rank takes part in. Every rank of a slot takes as long
-                as the slowest.
+            micro_batch_of_S: of the first rank of a micro-batch.
+            widths_RM: of the micro-batch that each rank takes part in. Every rank of a micro-batch
+                takes as long as the slowest.
         """
-        sample_2SC = self.wide_ms(sample_2SC, widths_RM.reshape(-1)[slot_of_S])
-        slot_2JC = np.tile(self.constant_2C[:, None], (1, self.job.slots, 1))
-        for slot_JC, sample_SC in zip(slot_2JC, sample_2SC, strict=True):
-            np.add.at(slot_JC, slot_of_S, sample_SC)
-        slot_2JC = slot_2JC[:, first_places(widths_RM)]
-        return self.times_of(slot_2JC, np.arange(self.job.data_parallel_size), widths_RM)
+        sample_2SC = self.wide_ms(sample_2SC, widths_RM.reshape(-1)[micro_batch_of_S])
+        micro_batch_2JC = np.tile(self.constant_2C[:, None], (1, self.job.places, 1))
+        for micro_batch_JC, sample_SC in zip(micro_batch_2JC, sample_2SC, strict=True):
+            np.add.at(micro_batch_JC, micro_batch_of_S, sample_SC)
+        micro_batch_2JC = micro_batch_2JC[:, first_places(widths_RM)]
+        return self.times_of(micro_batch_2JC, np.arange(self.job.data_parallel_size), widths_RM)
 
     def times_of(
         self, ms_2JC: np.ndarray, ranks_I: np.ndarray, widths_IM: np.ndarray
     ) -> OperationTimes:
-        """Times of the slots of whole ranks, from what an average device would take."""
+        """Times of the micro-batches of whole ranks, from what an average device would take."""
         ms_2IMC = ms_2JC.reshape(2, *widths_IM.shape, -1)
         return self.flat(self.on_devices(ms_2IMC, ranks_I, widths_IM), widths_IM)
 
     def on_devices(
         self, ms_2IMC: np.ndarray, ranks_I: np.ndarray, widths_IM: np.ndarray
     ) -> np.ndarray:
-        """Ms of slots on the devices of these ranks: on all that share a slot those of the slowest.
+        """Ms of micro-batches on the devices of these ranks: on all that share a micro-batch those
+        of the slowest.
 
         Args:
             ms_2IMC: what an average device would take.

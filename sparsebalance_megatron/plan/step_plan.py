@@ -35,8 +35,9 @@ from sparsebalance_megatron.plan.plan_error import PlanError
 class PlanPolicy:
     """What the user chose; see :class:`sparsebalance_megatron.config.SparseBalanceConfig`.
 
-    ``max_tokens_per_slot``: of one rank's share. ``plan_ms``: of search; None follows the step.
-    ``context_parallel``: whether every slot is as wide as the job's context-parallel size
+    ``max_tokens_per_micro_batch``: of one rank's share. ``plan_ms``: of search; None follows the
+    step.
+    ``context_parallel``: whether every micro-batch is as wide as the job's context-parallel size
     (``static``), or as wide as the plan says (``dynamic``): 1, 2, 4, ... up to
     ``max_context_parallel`` ranks, beginning at a multiple of its width.
     """
@@ -47,7 +48,7 @@ class PlanPolicy:
     coverage_threshold: float
     base_budget: int
     block_size: int
-    max_tokens_per_slot: int
+    max_tokens_per_micro_batch: int
     plan_ms: float | None = None
     coverage_target: CoverageTarget = "threshold"
     coverage_mean_over: CoverageMeanOver = "samples"
@@ -56,7 +57,9 @@ class PlanPolicy:
     max_context_parallel: int = 1
 
     @classmethod
-    def from_config(cls, config: SparseBalanceConfig, max_tokens_per_slot: int) -> PlanPolicy:
+    def from_config(
+        cls, config: SparseBalanceConfig, max_tokens_per_micro_batch: int
+    ) -> PlanPolicy:
         """The choices of a configuration, with the cap that holds for this job."""
         return cls(
             batching=config.batching,
@@ -68,14 +71,15 @@ class PlanPolicy:
             coverage_mean_over=config.coverage_mean_over,
             base_budget=config.base_budget,
             block_size=config.block_size,
-            max_tokens_per_slot=max_tokens_per_slot,
+            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
             plan_ms=config.plan_ms,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchPlan:
-    """One slot: the samples packed into one row, in order, their budgets, and where the row runs.
+    """One micro-batch: the samples packed into one row, in order, their budgets, and where the row
+    runs.
 
     ``samples``: positions in the global batch's order of arrival. ``lengths_tokens``: one per
     sample. ``budgets_LS``: KV blocks a query may read, int32, read-only, at least 1. ``position``:
@@ -139,16 +143,17 @@ class Expectation:
 class StepPlan:
     """The plan of one step for all data-parallel ranks.
 
-    ``slots`` holds every micro-batch once. ``batching`` is the one that won.
+    ``micro_batches`` holds every micro-batch once. ``batching`` is the one that won.
 
     Invariants, checked by :meth:`validate`: every sample of the global batch appears exactly once;
-    every (rank, position) of the job is covered by exactly one slot, and none is empty; no rank's
-    share of a slot exceeds the token cap; budgets are positive and have one row per layer.
+    every (rank, position) of the job is covered by exactly one micro-batch, and none is empty; no
+    rank's share of a micro-batch exceeds the token cap; budgets are positive and have one row per
+    layer.
     """
 
     step: int
     data_parallel_size: int
-    slots: tuple[MicroBatchPlan, ...]
+    micro_batches: tuple[MicroBatchPlan, ...]
     expectation: Expectation
     batching: Batching = "arrival"
 
@@ -156,40 +161,49 @@ class StepPlan:
         """What a data-parallel rank runs, position by position."""
         return self._rank_plans[rank]
 
-    def share_tokens_RM(self) -> np.ndarray:
+    def rank_tokens_RM(self) -> np.ndarray:
         """Tokens of every rank's share of its micro-batches, position by position, float64."""
         return np.array(
-            [[slot.tokens / slot.width for slot in rank.micro_batches] for rank in self._rank_plans]
+            [
+                [micro_batch.tokens / micro_batch.width for micro_batch in rank.micro_batches]
+                for rank in self._rank_plans
+            ]
         )
 
     @cached_property
     def _rank_plans(self) -> tuple[RankPlan, ...]:
         of_rank: list[list[MicroBatchPlan]] = [[] for _ in range(self.data_parallel_size)]
-        for slot in sorted(self.slots, key=attrgetter("position")):
-            for rank in range(slot.rank, slot.rank + slot.width):
-                of_rank[rank].append(slot)
-        return tuple(RankPlan(micro_batches=tuple(slots)) for slots in of_rank)
+        for micro_batch in sorted(self.micro_batches, key=attrgetter("position")):
+            for rank in range(micro_batch.rank, micro_batch.rank + micro_batch.width):
+                of_rank[rank].append(micro_batch)
+        return tuple(RankPlan(micro_batches=tuple(micro_batches)) for micro_batches in of_rank)
 
     @cached_property
     def budgets_LS(self) -> np.ndarray:
         """Budgets of all samples in order of arrival, int32: what a later plan may pin."""
-        samples = [sample for slot in self.slots for sample in slot.samples]
-        budgets_LS = np.empty((self.slots[0].budgets_LS.shape[0], len(samples)), dtype=np.int32)
-        budgets_LS[:, samples] = np.concatenate([slot.budgets_LS for slot in self.slots], axis=1)
+        samples = [sample for micro_batch in self.micro_batches for sample in micro_batch.samples]
+        budgets_LS = np.empty(
+            (self.micro_batches[0].budgets_LS.shape[0], len(samples)), dtype=np.int32
+        )
+        budgets_LS[:, samples] = np.concatenate(
+            [micro_batch.budgets_LS for micro_batch in self.micro_batches], axis=1
+        )
         return budgets_LS
 
     def digest(self) -> bytes:
         """32 bytes that are equal exactly when step, placement and budgets are equal."""
         digest = hashlib.sha256(f"{self.step}:{self.data_parallel_size}".encode())
-        for slot in sorted(self.slots, key=attrgetter("rank", "position")):
-            if slot.width > 1:
-                digest.update(f"{slot.rank}:{slot.position}:{slot.width}".encode())
-            if slot.pinned:
-                digest.update(f"pinned {slot.pinned}".encode())
-            digest.update(repr(slot.budgets_LS.shape).encode())
-            digest.update(np.asarray(slot.samples, dtype=np.int64).tobytes())
-            digest.update(np.asarray(slot.lengths_tokens, dtype=np.int64).tobytes())
-            digest.update(np.ascontiguousarray(slot.budgets_LS, dtype=np.int32).tobytes())
+        for micro_batch in sorted(self.micro_batches, key=attrgetter("rank", "position")):
+            if micro_batch.width > 1:
+                digest.update(
+                    f"{micro_batch.rank}:{micro_batch.position}:{micro_batch.width}".encode()
+                )
+            if micro_batch.pinned:
+                digest.update(f"pinned {micro_batch.pinned}".encode())
+            digest.update(repr(micro_batch.budgets_LS.shape).encode())
+            digest.update(np.asarray(micro_batch.samples, dtype=np.int64).tobytes())
+            digest.update(np.asarray(micro_batch.lengths_tokens, dtype=np.int64).tobytes())
+            digest.update(np.ascontiguousarray(micro_batch.budgets_LS, dtype=np.int32).tobytes())
         return digest.digest()
 
     def validate(self, lengths_tokens: Sequence[int], job: Job, policy: PlanPolicy) -> None:
@@ -202,17 +216,19 @@ class StepPlan:
         layers = job.layers
         covered_RM = np.zeros((job.data_parallel_size, job.micro_batches), dtype=np.int64)
         seen: Counter[int] = Counter()
-        for slot in self.slots:
-            place = f"step {self.step}, rank {slot.rank}, micro-batch {slot.position}"
-            _validate_place(slot, job, place)
-            _validate_micro_batch(slot, lengths_tokens, layers, policy, place)
-            covered_RM[slot.rank : slot.rank + slot.width, slot.position] += 1
-            seen.update(slot.samples)
+        for micro_batch in self.micro_batches:
+            place = f"step {self.step}, rank {micro_batch.rank}, micro-batch {micro_batch.position}"
+            _validate_place(micro_batch, job, place)
+            _validate_micro_batch(micro_batch, lengths_tokens, layers, policy, place)
+            covered_RM[
+                micro_batch.rank : micro_batch.rank + micro_batch.width, micro_batch.position
+            ] += 1
+            seen.update(micro_batch.samples)
         if (covered_RM != 1).any():
             rank, position = np.argwhere(covered_RM != 1)[0]
             raise PlanError(
                 f"step {self.step}, rank {rank}, micro-batch {position}: in "
-                f"{covered_RM[rank, position]} slots, must be in exactly 1"
+                f"{covered_RM[rank, position]} micro-batches, must be in exactly 1"
             )
         if seen != Counter(range(len(lengths_tokens))):
             missing = sorted(set(range(len(lengths_tokens))) - set(seen))
@@ -220,17 +236,19 @@ class StepPlan:
             raise PlanError(f"step {self.step}: samples missing {missing}, repeated {repeated}")
 
 
-def _validate_place(slot: MicroBatchPlan, job: Job, place: str) -> None:
-    if not is_power_of_two(slot.width):
-        raise PlanError(f"{place}: width {slot.width} is no power of two")
-    if slot.rank % slot.width:
-        raise PlanError(f"{place}: a slot of {slot.width} ranks begins at a multiple of its width")
-    if slot.rank < 0 or slot.rank + slot.width > job.data_parallel_size:
+def _validate_place(micro_batch: MicroBatchPlan, job: Job, place: str) -> None:
+    if not is_power_of_two(micro_batch.width):
+        raise PlanError(f"{place}: width {micro_batch.width} is no power of two")
+    if micro_batch.rank % micro_batch.width:
         raise PlanError(
-            f"{place}: {slot.width} ranks from there are not all among the job's "
+            f"{place}: a micro-batch of {micro_batch.width} ranks begins at a multiple of its width"
+        )
+    if micro_batch.rank < 0 or micro_batch.rank + micro_batch.width > job.data_parallel_size:
+        raise PlanError(
+            f"{place}: {micro_batch.width} ranks from there are not all among the job's "
             f"{job.data_parallel_size}"
         )
-    if not 0 <= slot.position < job.micro_batches:
+    if not 0 <= micro_batch.position < job.micro_batches:
         raise PlanError(f"{place}: job has {job.micro_batches} micro-batches")
 
 
@@ -243,7 +261,7 @@ def _validate_micro_batch(
 ) -> None:
     if not micro_batch.samples:
         raise PlanError(f"{place}: empty")
-    cap_tokens = policy.max_tokens_per_slot * micro_batch.width
+    cap_tokens = policy.max_tokens_per_micro_batch * micro_batch.width
     if micro_batch.tokens > cap_tokens:
         raise PlanError(f"{place}: {micro_batch.tokens} tokens exceed the cap of {cap_tokens}")
     if any(not 0 <= sample < len(lengths_tokens) for sample in micro_batch.samples):

@@ -39,13 +39,13 @@ class PlanInputs:
     """Everything that a plan depends on.
 
     ``lengths_tokens``: of the step's samples, in order of arrival. ``coverage``, ``scales`` and
-    ``owed_coverage``: what has been learnt. ``later_lengths_tokens``: of the samples of the
+    ``coverage_deficit``: what has been learnt. ``later_lengths_tokens``: of the samples of the
     horizon's later steps. ``placement``: where a host has placed the samples, [rank][position];
     None lets the plan place them. ``pinned_LS``: budgets that are given, in whole columns; 0 lets
     the plan choose.
 
     With the coverage target ``base``, coverage summed over this step's samples and the later ones
-    exceeds that of the base budgets, less the policy's slack, by ``owed_coverage``, or may fall
+    exceeds that of the base budgets, less the policy's slack, by ``coverage_deficit``, or may fall
     below it by as much if that is negative; this step's share follows from one price for all
     (:mod:`.budgets.price`), and is paid as far as a step at base budgets has the time.
     """
@@ -56,7 +56,7 @@ class PlanInputs:
     cost: CostModel
     scales: StageScales
     coverage: CoverageCurves
-    owed_coverage: float = 0.0
+    coverage_deficit: float = 0.0
     later_lengths_tokens: tuple[int, ...] = ()
     placement: balance.Placement | None = None
     pinned_LS: np.ndarray | None = None
@@ -66,8 +66,8 @@ class PlanInputs:
 class StepProblem:
     """A step to plan: its samples with all that they cost, and how to judge where they go.
 
-    ``pricing``: of policies that trade coverage by a price. ``cap_tokens``: of a slot one rank of
-    the job wide. ``placement``: None where the plan is to place the samples.
+    ``pricing``: of policies that trade coverage by a price. ``cap_tokens``: of a micro-batch one
+    rank of the job wide. ``placement``: None where the plan is to place the samples.
     """
 
     lengths_tokens: tuple[int, ...]
@@ -105,8 +105,8 @@ class StepProblem:
         return cls(
             lengths_tokens=inputs.lengths_tokens,
             budgets=horizon.of(own),
-            pricing=budgets.pricing(horizon, own, inputs.owed_coverage),
-            cap_tokens=policy.max_tokens_per_slot,
+            pricing=budgets.pricing(horizon, own, inputs.coverage_deficit),
+            cap_tokens=policy.max_tokens_per_micro_batch,
             placement=inputs.placement,
         )
 
@@ -136,7 +136,7 @@ class StepProblem:
 
     @property
     def plans_widths(self) -> bool:
-        """Whether slots may differ in width."""
+        """Whether micro-batches may differ in width."""
         policy = self.policy
         return (
             policy.context_parallel == "dynamic"
@@ -186,11 +186,13 @@ class StepProblem:
 
     def tuned_where(self, arrangement: Arrangement) -> TunedBudgets:
         """Budgets of the placed samples."""
-        return tune(self.budgets, arrangement.slot_of_S, arrangement.widths_RM, self.pricing)
+        return tune(self.budgets, arrangement.micro_batch_of_S, arrangement.widths_RM, self.pricing)
 
     def times(self, arrangement: Arrangement, sample_2SC: np.ndarray) -> OperationTimes:
-        """Times of every slot, from the ms of every sample on a rank by itself."""
-        return self.costs.slot_ms(sample_2SC, arrangement.slot_of_S, arrangement.widths_RM)
+        """Times of every micro-batch, from the ms of every sample on a rank by itself."""
+        return self.costs.micro_batch_ms(
+            sample_2SC, arrangement.micro_batch_of_S, arrangement.widths_RM
+        )
 
     def makespans_ms(self, arrangement: Arrangement, sample_2SC: np.ndarray) -> np.ndarray:
         """[R] makespans, from the ms of every sample on a rank by itself."""

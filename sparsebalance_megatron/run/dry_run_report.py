@@ -38,7 +38,7 @@ _MOST_RANKS = 16
 def describe(
     args: Namespace, inputs: CostedInputs, planned: PlannedStep, unchecked: Sequence[str]
 ) -> list[str]:
-    """Lines of text: what was checked, what was not, and the plan slot by slot.
+    """Lines of text: what was checked, what was not, and the plan micro-batch by micro-batch.
 
     Args:
         unchecked: what a dry run cannot know, one line each.
@@ -64,7 +64,7 @@ def describe(
         "micro-batches per "
         f"data-parallel rank; layers per pipeline stage: {' '.join(map(str, layers))}",
         "",
-        *_slots(planned),
+        *_micro_batches(planned),
         "(rank: data-parallel and context-parallel; budgets: blocks, over layers and samples; ms: "
         "forward and backward, all stages)",
         "",
@@ -88,9 +88,9 @@ def _predicted(inputs: CostedInputs) -> str:
     return "predicted"
 
 
-def _slots(planned: PlannedStep) -> list[str]:
+def _micro_batches(planned: PlannedStep) -> list[str]:
     """Every micro-batch, or of many the ranks: alike ones once, those in the middle counted."""
-    if len(planned.plan.slots) <= _MOST_SLOTS:
+    if len(planned.plan.micro_batches) <= _MOST_SLOTS:
         return _table(_HEADER, _rows(planned))
     rows = _folded(_rank_rows(planned))
     left_out = max(0, len(rows) - _MOST_RANKS)
@@ -113,14 +113,14 @@ def _rank_rows(planned: PlannedStep) -> list[tuple[str, ...]]:
     rank_ms_R = (expected.times_2RPVM[0] + expected.times_2RPVM[1]).sum(axis=(1, 2, 3))
     rows: list[tuple[str, ...]] = []
     for rank in np.argsort(-rank_ms_R, kind="stable"):
-        slots = plan.for_rank(int(rank)).micro_batches
-        budgets = np.concatenate([slot.budgets_LS.ravel() for slot in slots])
+        micro_batches = plan.for_rank(int(rank)).micro_batches
+        budgets = np.concatenate([micro_batch.budgets_LS.ravel() for micro_batch in micro_batches])
         rows.append(
             (
                 str(rank),
-                str(len(slots)),
-                str(sum(len(slot.samples) for slot in slots)),
-                f"{round(sum(slot.tokens / slot.width for slot in slots)):,}",
+                str(len(micro_batches)),
+                str(sum(len(micro_batch.samples) for micro_batch in micro_batches)),
+                f"{round(plan.rank_tokens_RM()[rank].sum()):,}",
                 str(budgets.min()),
                 f"{budgets.mean():.1f}",
                 str(budgets.max()),
@@ -150,21 +150,23 @@ def _data(inputs: CostedInputs) -> tuple[str, ...]:
 
 
 def _rows(planned: PlannedStep) -> list[tuple[str, ...]]:
-    """One per slot; its time is forward and backward summed over all stages."""
+    """One per micro-batch; its time is forward and backward summed over all stages."""
     expected = planned.plan.expectation
-    slot_ms_RM = (expected.times_2RPVM[0] + expected.times_2RPVM[1]).sum(axis=(1, 2))
+    micro_batch_ms_RM = (expected.times_2RPVM[0] + expected.times_2RPVM[1]).sum(axis=(1, 2))
     return [
         (
-            str(slot.rank) if slot.width == 1 else f"{slot.rank}-{slot.rank + slot.width - 1}",
-            str(slot.position),
-            str(len(slot.samples)),
-            f"{slot.tokens:,}",
-            str(slot.budgets_LS.min()),
-            f"{np.mean(slot.budgets_LS):.1f}",
-            str(slot.budgets_LS.max()),
-            f"{slot_ms_RM[slot.rank, slot.position]:.4g}",
+            str(micro_batch.rank)
+            if micro_batch.width == 1
+            else f"{micro_batch.rank}-{micro_batch.rank + micro_batch.width - 1}",
+            str(micro_batch.position),
+            str(len(micro_batch.samples)),
+            f"{micro_batch.tokens:,}",
+            str(micro_batch.budgets_LS.min()),
+            f"{np.mean(micro_batch.budgets_LS):.1f}",
+            str(micro_batch.budgets_LS.max()),
+            f"{micro_batch_ms_RM[micro_batch.rank, micro_batch.position]:.4g}",
         )
-        for slot in planned.plan.slots
+        for micro_batch in planned.plan.micro_batches
     ]
 
 
@@ -190,7 +192,7 @@ def _coverage(mean: float | None, least: float | None) -> str:
 def _memory(args: Namespace, inputs: Inputs, plan: StepPlan) -> list[str]:
     """Lines of text: GiB per pipeline stage while the planned step runs."""
     shape, job = inputs.settings.shape, inputs.job
-    most_blocks = max(int(slot.budgets_LS.max()) for slot in plan.slots)
+    most_blocks = max(int(micro_batch.budgets_LS.max()) for micro_batch in plan.micro_batches)
     model = MemoryModel(
         shape=shape,
         layers_per_stage=tuple(sum(map(len, stage)) for stage in job.stage_layers),
@@ -213,7 +215,7 @@ def _memory(args: Namespace, inputs: Inputs, plan: StepPlan) -> list[str]:
     stages = [
         replace(memory, weights_bytes=of_stage)
         for memory, of_stage in zip(
-            stage_memory(model, plan.share_tokens_RM()), weights, strict=True
+            stage_memory(model, plan.rank_tokens_RM()), weights, strict=True
         )
     ]
     return memory_lines(stages, _WEIGHTS_SOURCE)

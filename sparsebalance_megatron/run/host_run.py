@@ -58,7 +58,7 @@ class HostSamples:
     def finish_step(self, step: int, measured: StepMeasurement) -> None:
         """Learn from a step; losses are the host's, so all of its tokens count."""
         planned = self.planned(step)
-        tokens = sum(slot.tokens for slot in planned.plan.slots)
+        tokens = sum(micro_batch.tokens for micro_batch in planned.plan.micro_batches)
         self._planner.learn(planned, replace(measured, tokens=tokens))
 
 
@@ -148,10 +148,10 @@ class HostRun:
         own = planned.plan.for_rank(rank).micro_batches
         if not 0 <= position < len(own):
             raise IntegrationError(f"{place}: the plan has {len(own)} micro-batches for this rank")
-        slot = own[position]
-        boundaries = self._checked_boundaries(packed_seq_params, slot, place)
+        micro_batch = own[position]
+        boundaries = self._checked_boundaries(packed_seq_params, micro_batch, place)
         context = micro_batch_context(
-            slot,
+            micro_batch,
             boundaries,
             block_size=self._config.block_size,
             observe=learn,
@@ -170,7 +170,7 @@ class HostRun:
         return carrier
 
     def _checked_boundaries(
-        self, packed_seq_params: Any, slot: MicroBatchPlan, place: str
+        self, packed_seq_params: Any, micro_batch: MicroBatchPlan, place: str
     ) -> tuple[int, ...]:
         """Boundaries of the host's row, padding behind its samples included."""
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
@@ -179,13 +179,13 @@ class HostRun:
         padded = getattr(packed_seq_params, "cu_seqlens_q_padded", None)
         cu_seqlens = packed_seq_params.cu_seqlens_q if padded is None else padded
         boundaries = self._boundaries.boundaries_of(cu_seqlens)
-        expected = (0, *accumulate(slot.lengths_tokens))
+        expected = (0, *accumulate(micro_batch.lengths_tokens))
         if boundaries[: len(expected)] != expected:
-            given = _lengths(boundaries)[: len(slot.samples)]
+            given = _lengths(boundaries)[: len(micro_batch.samples)]
             raise IntegrationError(
                 f"{place}: the row's samples have {shown(given)} tokens, those of the plan "
-                f"{shown(slot.lengths_tokens)}; pack the slot's samples in its order, and give "
-                "pad_samples_to if rows pad every sample"
+                f"{shown(micro_batch.lengths_tokens)}; pack the micro-batch's samples in its order, "
+                "and give pad_samples_to if rows pad every sample"
             )
         return boundaries
 

@@ -46,53 +46,55 @@ class RowPacking:
     pad_to_multiple_of: int = 1
     groups: SequenceGroups | None = None
 
-    def cu_seqlens(self, slot: MicroBatchPlan) -> tuple[int, ...]:
+    def cu_seqlens(self, micro_batch: MicroBatchPlan) -> tuple[int, ...]:
         """Boundaries of the whole row in tokens, padding included."""
-        return packed_cu_seqlens(slot.lengths_tokens, *self._padding(slot))
+        return packed_cu_seqlens(micro_batch.lengths_tokens, *self._padding(micro_batch))
 
-    def slice(self, slot: MicroBatchPlan) -> SequenceSlice | None:
+    def slice(self, micro_batch: MicroBatchPlan) -> SequenceSlice | None:
         """What this rank holds of one of its micro-batches; None where no sequence is shared.
 
         Raises:
             PlanError: no group was made for the ranks of the micro-batch.
         """
-        return None if self.groups is None else self._slice(slot, self.groups.of(slot))
+        return (
+            None if self.groups is None else self._slice(micro_batch, self.groups.of(micro_batch))
+        )
 
-    def _slice(self, slot: MicroBatchPlan, group: SequenceGroup) -> SequenceSlice:
+    def _slice(self, micro_batch: MicroBatchPlan, group: SequenceGroup) -> SequenceSlice:
         return SequenceSlice.dealt(
-            self.cu_seqlens(slot),
+            self.cu_seqlens(micro_batch),
             group,
             block_size=self.block_size,
             pad_to_multiple_of=self.pad_to_multiple_of,
         )
 
-    def row(self, slot: MicroBatchPlan, samples: list[Sample]) -> PackedRow:
-        """What this rank computes of one of its slots, from the samples of all of it."""
-        pad_to_multiple_of, padding_documents = self._padding(slot)
+    def row(self, micro_batch: MicroBatchPlan, samples: list[Sample]) -> PackedRow:
+        """What this rank computes of one of its micro-batches, from the samples of all of it."""
+        pad_to_multiple_of, padding_documents = self._padding(micro_batch)
         row = pack(
             samples, pad_to_multiple_of=pad_to_multiple_of, padding_documents=padding_documents
         )
-        held = self.slice(slot)
+        held = self.slice(micro_batch)
         if held is None:
             return row
         return row.part(held.tokens_T, padding_tokens=held.padding_tokens)
 
-    def padded_tokens(self, slot: MicroBatchPlan) -> int:
-        """Tokens that the slot's ranks compute beside those of its samples."""
-        if slot.width == 1:
-            return padding_tokens(slot.tokens, self.pad_to_multiple_of)
-        held = self._slice(slot, SequenceGroup(members=slot.width))
-        padding = held.cu_seqlens[-1] - slot.tokens
+    def padded_tokens(self, micro_batch: MicroBatchPlan) -> int:
+        """Tokens that the micro-batch's ranks compute beside those of its samples."""
+        if micro_batch.width == 1:
+            return padding_tokens(micro_batch.tokens, self.pad_to_multiple_of)
+        held = self._slice(micro_batch, SequenceGroup(members=micro_batch.width))
+        padding = held.cu_seqlens[-1] - micro_batch.tokens
         return padding + sum(
             padding_tokens(tokens, self.pad_to_multiple_of) for tokens in held.tokens_per_member
         )
 
-    def _padding(self, slot: MicroBatchPlan) -> tuple[int, int]:
+    def _padding(self, micro_batch: MicroBatchPlan) -> tuple[int, int]:
         """What the whole row divides by, and its padding documents."""
         if self.groups is None:
             return self.pad_to_multiple_of, 0
-        blocks = sum(-(-length // self.block_size) for length in slot.lengths_tokens)
-        return 1, max(0, slot.width - blocks)
+        blocks = sum(-(-length // self.block_size) for length in micro_batch.lengths_tokens)
+        return 1, max(0, micro_batch.width - blocks)
 
 
 class RowReader:
@@ -101,8 +103,8 @@ class RowReader:
     At most two steps' rows are in memory: of the one that runs and of the one after it.
 
     Args:
-        data_parallel_rank: whose slots to read.
-        packing: how slots become rows, of which only this rank's share is kept.
+        data_parallel_rank: whose micro-batches to read.
+        packing: how micro-batches become rows, of which only this rank's share is kept.
         worker: reads; one thread keeps the order.
     """
 
@@ -131,10 +133,10 @@ class RowReader:
             self._latest = plan
             for place in [known for known in self._rows if known[0] < plan.step - 1]:
                 self._rows.pop(place).cancel()
-            slots = plan.for_rank(self._data_parallel_rank).micro_batches
-            for position, slot in enumerate(slots):
+            micro_batches = plan.for_rank(self._data_parallel_rank).micro_batches
+            for position, micro_batch in enumerate(micro_batches):
                 try:
-                    row = self._worker.submit(self._read, planned, slot)
+                    row = self._worker.submit(self._read, planned, micro_batch)
                 except RuntimeError:
                     # The process ends: executors take nothing more, and nobody will ask.
                     return
@@ -150,12 +152,12 @@ class RowReader:
             row = self._rows.pop((planned.plan.step, position), None)
         if row is not None:
             return row.result()
-        slots = planned.plan.for_rank(self._data_parallel_rank).micro_batches
-        return self._read(planned, slots[position])
+        micro_batches = planned.plan.for_rank(self._data_parallel_rank).micro_batches
+        return self._read(planned, micro_batches[position])
 
-    def _read(self, planned: PlannedStep, slot: MicroBatchPlan) -> PackedRow:
-        samples = [self._index.read(int(planned.samples[i])) for i in slot.samples]
-        return self._packing.row(slot, samples)
+    def _read(self, planned: PlannedStep, micro_batch: MicroBatchPlan) -> PackedRow:
+        samples = [self._index.read(int(planned.samples[i])) for i in micro_batch.samples]
+        return self._packing.row(micro_batch, samples)
 
 
 class Schedule(Protocol):
@@ -195,13 +197,13 @@ class MicroBatchIterator:
     chunks of a rank walk through the same plans.
 
     Args:
-        data_parallel_rank: whose slots to yield.
+        data_parallel_rank: whose micro-batches to yield.
         chunk: virtual stage, 0 without virtual pipelines.
         reader: of this rank's rows; None where the chunk neither embeds tokens nor computes the
             loss.
         step: where to start.
         batch_sizes: samples of every step.
-        packing: how slots become rows.
+        packing: how micro-batches become rows.
     """
 
     def __init__(

@@ -245,7 +245,7 @@ class Run:
                 loss_and_tokens=torch.stack(self._losses).sum(dim=0) if self._losses else None,
                 recompute=self._recompute_totals(),
                 digest=planned.plan.digest(),
-            ).without_waiting(planned.plan.slots)
+            ).without_waiting(planned.plan.micro_batches)
             self._stop_on_mismatch(planned.plan.step, measured)
             self.samples.finish_step(planned.plan.step, measured)
             self._after_step()

@@ -57,7 +57,7 @@ class DataSamples:
         """Tokens that a step's plan pads, over all ranks, and those that the data set lost."""
         counts = self._inputs.train.counts
         return {
-            "padded-tokens": sum(map(self.packing.padded_tokens, plan.slots)),
+            "padded-tokens": sum(map(self.packing.padded_tokens, plan.micro_batches)),
             "truncated-tokens": counts.truncated_tokens,
             "dropped-tokens": counts.dropped_tokens,
         }

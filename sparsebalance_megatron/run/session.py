@@ -214,7 +214,7 @@ def prepare_log_directory(
 def recompute_line(inputs: CostedInputs) -> str | None:
     """One line for the log; None where there is nothing to say."""
     settings, config = inputs.settings, inputs.config
-    max_row_tokens = inputs.policy.max_tokens_per_slot
+    max_row_tokens = inputs.policy.max_tokens_per_micro_batch
     keeps, flag = config.recompute_attention == "keep", flag_name("recompute_attention")
     if not (settings.recompute_all or settings.recompute_attention):
         return f"{flag} keep: no layer is recomputed, nothing is kept" if keeps else None

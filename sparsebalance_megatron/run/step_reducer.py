@@ -38,9 +38,9 @@ from sparsebalance_megatron.run.observed_coverage import (
 class StepReducer:
     """Sums every rank's contribution in one all-reduce of one float64 buffer.
 
-    The buffer has slots for the times and the least coverage of every rank and stage and for the
-    plan digest of every world rank, so that a plain sum also gathers. Its size follows the number
-    of micro-batches, which may differ between steps and not between ranks.
+    The buffer has micro-batches for the times and the least coverage of every rank and stage and
+    for the plan digest of every world rank, so that a plain sum also gathers. Its size follows the
+    number of micro-batches, which may differ between steps and not between ranks.
 
     Args:
         group: process group of all ranks; None is the default group.
@@ -64,7 +64,7 @@ class StepReducer:
     ) -> None:
         self._place = place
         self._here = (place.data_parallel_rank, place.pipeline_rank)
-        self._slot = place.data_parallel_rank * job.pipeline_stages + place.pipeline_rank
+        self._micro_batch = place.data_parallel_rank * job.pipeline_stages + place.pipeline_rank
         self._group = group
         self._device = device
         self._clock = clock
@@ -127,7 +127,7 @@ class StepReducer:
     def _put_on_host(self, host: np.ndarray, times: StepTimes) -> None:
         times_2RPVM = host[self._parts["times"]].reshape(self._times_shape)
         times_2RPVM[(slice(None), *self._here)] = times.forward_VM, times.backward_VM
-        host[self._parts["schedule"]][self._slot] = times.schedule_ms
+        host[self._parts["schedule"]][self._micro_batch] = times.schedule_ms
 
     def _put_on_device(
         self,
@@ -138,7 +138,7 @@ class StepReducer:
     ) -> None:
         minima = flat[self._parts["minima"]]
         if observed.values_OC is None:
-            minima[self._slot] = math.inf
+            minima[self._micro_batch] = math.inf
         else:
             values_OC = observed.values_OC.to(self._device)
             # One bad number of a document must not become the whole step's.
@@ -149,7 +149,7 @@ class StepReducer:
             sums.index_add_(0, group_O, values_OC)
             flat[self._parts["counts"]].index_add_(0, group_O, (~broken_O).to(flat.dtype))
             flat[self._parts["unobserved"]] = broken_O.sum()
-            minima[self._slot] = values_OC[:, EXECUTED].masked_fill(broken_O, math.inf).min()
+            minima[self._micro_batch] = values_OC[:, EXECUTED].masked_fill(broken_O, math.inf).min()
         if loss_and_tokens is not None:
             flat[self._parts["loss"]] = loss_and_tokens.to(self._device)
 

@@ -90,7 +90,7 @@ def test_simulate_rows(capsys):
         assert list(part["variants"]) == ["baseline", "+SAB", "ours, base coverage"]
 
 
-def test_rows_of_shared_slots(lengths, capsys):
+def test_rows_of_shared_micro_batches(lengths, capsys):
     shared = ("--dp", "4", "--context-parallel-size", "2", "--gigabytes-per-second", "100")
     assert plan(lengths, "--json", "--steps", "1", "--global-batch", "16", *shared) == 0
     found = json.loads(capsys.readouterr().out)["variants"]

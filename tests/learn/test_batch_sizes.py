@@ -88,6 +88,6 @@ def test_every_step_plans_the_samples_that_megatron_counts(index: SampleIndex) -
         scheduler(index, (0, 4)).load_state_dict(state)
 
 
-def test_a_size_that_does_not_fill_its_slots_is_named(index: SampleIndex) -> None:
+def test_a_size_that_does_not_fill_its_micro_batches_is_named(index: SampleIndex) -> None:
     with pytest.raises(ConfigError, match=r"step 0: .*size 3 must be a multiple of .* 2"):
         scheduler(index, (0, 3), (6, 8)).planned(0)

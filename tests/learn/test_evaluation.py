@@ -43,4 +43,4 @@ def test_evaluation_is_arrival_at_one_budget(dense: bool) -> None:
     assert planned.samples.tolist() == list(range(16, 32))
     assert plan.for_rank(1).micro_batches[0].samples == (2, 3)
     budget = coverage.max_blocks if dense else policy().base_budget
-    assert all((slot.budgets_LS == budget).all() for slot in plan.slots)
+    assert all((micro_batch.budgets_LS == budget).all() for micro_batch in plan.micro_batches)

@@ -102,10 +102,12 @@ def test_every_sample_is_placed_once_under_the_cap(
     job = host_job(ranks, stages, chunks, micro_batches_multiple_of=multiple)
     tokens = lengths(max(count, ranks * multiple), seed)
     plan = planner(job).plan(tokens).plan
-    assert sorted(sample for slot in plan.slots for sample in slot.samples) == [*range(len(tokens))]
+    assert sorted(
+        sample for micro_batch in plan.micro_batches for sample in micro_batch.samples
+    ) == [*range(len(tokens))]
     counts = {len(plan.for_rank(rank).micro_batches) for rank in range(ranks)}
     assert len(counts) == 1 and counts.pop() % multiple == 0
-    assert all(slot.tokens <= LONGEST for slot in plan.slots)
+    assert all(micro_batch.tokens <= LONGEST for micro_batch in plan.micro_batches)
 
 
 def test_no_fewer_micro_batches_would_do() -> None:
@@ -125,8 +127,10 @@ def test_pinned_budgets_are_planned_as_they_are(tuning: Any) -> None:
     pinned_LS[:, free_S] = 0
     plan = made.plan(lengths(), pinned_LS=pinned_LS).plan
     assert (plan.budgets_LS[:, ~free_S] == pinned_LS[:, ~free_S]).all()
-    for slot in plan.slots:
-        assert slot.pinned == tuple(bool(not free_S[sample]) for sample in slot.samples)
+    for micro_batch in plan.micro_batches:
+        assert micro_batch.pinned == tuple(
+            bool(not free_S[sample]) for sample in micro_batch.samples
+        )
     if tuning == "makespan":
         assert (plan.budgets_LS[:, free_S] != 8).any()
 
@@ -161,7 +165,7 @@ def test_a_whole_step_can_be_pinned_as_it_was_planned() -> None:
 
 def _placed(plan: Any) -> Any:
     return tuple(
-        tuple(slot.samples for slot in plan.for_rank(rank).micro_batches)
+        tuple(micro_batch.samples for micro_batch in plan.for_rank(rank).micro_batches)
         for rank in range(plan.data_parallel_size)
     )
 
@@ -173,21 +177,21 @@ def test_a_given_placement_stays_and_gets_budgets() -> None:
     assert plan.data_parallel_size == 2
     for rank, in_rank in enumerate(placement):
         run = plan.for_rank(rank).micro_batches
-        assert tuple(slot.samples for slot in run) == in_rank
+        assert tuple(micro_batch.samples for micro_batch in run) == in_rank
     assert (plan.budgets_LS != 8).any()
 
 
 def test_a_given_placement_may_exceed_the_cap() -> None:
     plan = planner().plan([LONGEST] * 4, placement=(((0, 1),), ((2, 3),))).plan
-    assert [slot.tokens for slot in plan.slots] == [2 * LONGEST] * 2
+    assert [micro_batch.tokens for micro_batch in plan.micro_batches] == [2 * LONGEST] * 2
 
 
 def test_rows_padded_by_the_host_are_planned_padded() -> None:
     plan = planner(host_job(pad_samples_to=128)).plan([100, 128, 129, 300]).plan
     tokens = {
         sample: length
-        for slot in plan.slots
-        for sample, length in zip(slot.samples, slot.lengths_tokens, strict=True)
+        for micro_batch in plan.micro_batches
+        for sample, length in zip(micro_batch.samples, micro_batch.lengths_tokens, strict=True)
     }
     assert tokens == {0: 128, 1: 128, 2: 256, 3: 384}
 

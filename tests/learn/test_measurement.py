@@ -38,7 +38,7 @@ def measurement(times_2RPVM: np.ndarray) -> StepMeasurement:
     )
 
 
-def slots(widths_RM: np.ndarray) -> list[MicroBatchPlan]:
+def micro_batches(widths_RM: np.ndarray) -> list[MicroBatchPlan]:
     """One slot for every group of ranks at every position."""
     return [
         MicroBatchPlan(
@@ -61,13 +61,13 @@ def drawn_widths(generator: np.random.Generator) -> np.ndarray:
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(0.0, 0.3))
-def test_a_shared_slot_takes_what_its_last_rank_took(seed: int, missing: float) -> None:
+def test_a_shared_micro_batch_takes_what_its_last_rank_took(seed: int, missing: float) -> None:
     generator = np.random.default_rng(seed)
     widths_RM = drawn_widths(generator)
     times_2RPVM = generator.uniform(1.0, 9.0, (2, *SHAPE_RPVM))
     times_2RPVM[generator.random(times_2RPVM.shape) < missing] = np.nan
     before = times_2RPVM.copy()
-    found = measurement(times_2RPVM).without_waiting(slots(widths_RM)).times_2RPVM
+    found = measurement(times_2RPVM).without_waiting(micro_batches(widths_RM)).times_2RPVM
     np.testing.assert_array_equal(times_2RPVM, before)
     for direction, rank, stage, chunk, position in np.ndindex(before.shape):
         first = rank - rank % widths_RM[rank, position]
@@ -78,9 +78,9 @@ def test_a_shared_slot_takes_what_its_last_rank_took(seed: int, missing: float) 
         assert np.isnan(value) if not known else value == min(known)
 
 
-def test_a_step_without_shared_slots_stays_as_it_is() -> None:
+def test_a_step_without_shared_micro_batches_stays_as_it_is() -> None:
     measured = measurement(np.ones((2, *SHAPE_RPVM)))
-    assert measured.without_waiting(slots(np.ones((4, 6), dtype=np.int64))) is measured
+    assert measured.without_waiting(micro_batches(np.ones((4, 6), dtype=np.int64))) is measured
 
 
 @settings(max_examples=8)
@@ -101,7 +101,7 @@ def test_members_that_wait_are_not_taken_for_slow_devices(seed: int, factor: flo
         noise_2RPVM = np.exp(0.02 * generator.standard_normal(work_2RPVM.shape))
         measured = measurement(
             1.3 * in_step(work_2RPVM, slowness_RP, shared_RPVM) * noise_2RPVM + early_2RPVM
-        ).without_waiting(slots(widths_RM))
+        ).without_waiting(micro_batches(widths_RM))
         scales = StageScales.of(np.ones((2, *SHAPE_RPVM[1:3])), learner.snapshot())
         predicted_2RPVM = in_step(work_2RPVM, learner.snapshot(), shared_RPVM)
         learner.update(Times(predicted_2RPVM, scales), Times(measured.times_2RPVM, scales))

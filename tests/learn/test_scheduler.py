@@ -267,8 +267,8 @@ def test_small_global_batches_look_ahead_to_the_samples_of_later_steps(
 
 def base_mean(schedule: Scheduler, step: int) -> float:
     """Expected coverage of a step's samples at base budgets."""
-    slots = schedule.planned(step).plan.slots
-    lengths = [n for slot in slots for n in slot.lengths_tokens]
+    micro_batches = schedule.planned(step).plan.micro_batches
+    lengths = [n for micro_batch in micro_batches for n in micro_batch.lengths_tokens]
     blocks_S = -(-np.array(lengths) // BLOCK_TOKENS)
     base_S = np.minimum(schedule._planner.policy.base_budget, blocks_S)
     base_LS = np.broadcast_to(base_S, (JOB.layers, len(base_S)))

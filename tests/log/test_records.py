@@ -154,10 +154,13 @@ def test_devices_that_are_not_alike_have_the_slowness_they_were_planned_with() -
 def shared_first_position() -> dict[str, Any]:
     """A step whose first row lay on both ranks."""
     planned = planned_step()
-    by_place = {(slot.rank, slot.position): slot for slot in planned.plan.slots}
+    by_place = {
+        (micro_batch.rank, micro_batch.position): micro_batch
+        for micro_batch in planned.plan.micro_batches
+    }
     whole = replace(by_place[0, 0], width=2)
     del by_place[0, 0], by_place[1, 0]
-    plan = replace(planned.plan, slots=(whole, *by_place.values()))
+    plan = replace(planned.plan, micro_batches=(whole, *by_place.values()))
     return written(planned=replace(planned, plan=plan))
 
 
@@ -284,10 +287,10 @@ def test_a_rank_says_which_share_of_a_row_it_had() -> None:
     """The second of two that share a row has no coverage to say."""
     planned = planned_step()
     first, second = (planned.plan.for_rank(rank).micro_batches for rank in (0, 1))
-    slots = (replace(first[0], width=2), first[1], second[1])
+    micro_batches = (replace(first[0], width=2), first[1], second[1])
     record = rank_step(
         iteration=1,
-        planned=replace(planned, plan=replace(planned.plan, slots=slots)),
+        planned=replace(planned, plan=replace(planned.plan, micro_batches=micro_batches)),
         place=PLACE,
         job=JOB,
         times=UNTIMED,

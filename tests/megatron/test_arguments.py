@@ -307,7 +307,7 @@ def test_a_selection_that_needs_the_last_queries_refuses_shared_rows(
         (4, "--pipeline-model-parallel-size 0", None),
     ],
 )
-def test_a_global_batch_must_fill_its_slots(
+def test_a_global_batch_must_fill_its_micro_batches(
     ranks: int,
     words: str,
     complaint: str | None,

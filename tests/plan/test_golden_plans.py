@@ -69,7 +69,7 @@ def golden_plan(number: int) -> StepPlan:
         cost=cost_model(),
         scales=StageScales.of(scales_2PV, slowness_RP),
         coverage=coverage_curves(job.layers, seed=number, observed=(1.0, 0.7, 0.0)[number % 7 % 3]),
-        owed_coverage=(0.0, 0.2, -0.2)[number % 3],
+        coverage_deficit=(0.0, 0.2, -0.2)[number % 3],
         later_lengths_tokens=tuple(later),
     )
     return plan_step(number, inputs)

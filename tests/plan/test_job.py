@@ -28,7 +28,7 @@ def test_layers_are_split_as_evenly_as_they_can_be(layers: int, stages: int, ran
     parts = [part.tolist() for part in np.array_split(np.arange(layers), stages)]
     assert [list(chunk) for (chunk,) in job.stage_layers] == parts
     assert (job.layers, job.pipeline_stages, job.virtual_stages) == (layers, stages, 1)
-    assert job.slots == 3 * ranks
+    assert job.places == 3 * ranks
 
 
 def test_groups_are_ranks_of_their_own() -> None:

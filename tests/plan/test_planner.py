@@ -44,7 +44,7 @@ def arguments(
         scales = replace(scales, slowness_RP=np.random.default_rng(seed).uniform(0.7, 1.6, devices))
     return {
         "step": 7,
-        "lengths_tokens": random_lengths(job.slots * size, seed, kind=kind),
+        "lengths_tokens": random_lengths(job.places * size, seed, kind=kind),
         "job": job,
         "policy": policy(**changes),
         "cost": cost_model(),
@@ -67,16 +67,16 @@ def arguments(
 def test_plan_invariants(shape, seed, kind, size, batching, tuning, observed, uneven):
     given_ = arguments(shape, seed, kind, size, observed, uneven, batching=batching, tuning=tuning)
     cap = max(given_["lengths_tokens"]) * size
-    given_["policy"] = replace(given_["policy"], max_tokens_per_slot=cap)
+    given_["policy"] = replace(given_["policy"], max_tokens_per_micro_batch=cap)
     plan = planned(**given_)
     plan.validate(given_["lengths_tokens"], given_["job"], given_["policy"])
     assert plan.digest() == planned(**given_).digest()
-    for slot in plan.slots:
-        assert slot.width == 1
-        assert slot.budgets_LS.dtype == np.int32
-        assert not slot.budgets_LS.flags.writeable
+    for micro_batch in plan.micro_batches:
+        assert micro_batch.width == 1
+        assert micro_batch.budgets_LS.dtype == np.int32
+        assert not micro_batch.budgets_LS.flags.writeable
         if tuning == "off":
-            assert (slot.budgets_LS == given_["policy"].base_budget).all()
+            assert (micro_batch.budgets_LS == given_["policy"].base_budget).all()
     expected = plan.expectation
     assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-12)
     assert expected.makespan_ms == max(expected.rank_makespan_ms)
@@ -136,9 +136,9 @@ def test_expectation_is_what_a_naive_simulation_finds(shape, seed):
     assert expected.rank_makespan_ms == pytest.approx(naive, rel=1e-9)
     assert expected.imbalance_makespans == pytest.approx(max(naive) / np.mean(naive))
     coverages = []
-    for slot in plan.slots:
-        blocks = np.array([-(-tokens // 64) for tokens in slot.lengths_tokens])
-        coverages.append(given_["coverage"].coverage_LS(blocks, slot.budgets_LS))
+    for micro_batch in plan.micro_batches:
+        blocks = np.array([-(-tokens // 64) for tokens in micro_batch.lengths_tokens])
+        coverages.append(given_["coverage"].coverage_LS(blocks, micro_batch.budgets_LS))
     flat = np.concatenate([part.ravel() for part in coverages])
     assert expected.coverage_mean == pytest.approx(flat.mean())
     assert expected.coverage_min == pytest.approx(flat.min())
@@ -169,16 +169,18 @@ def test_times_contain_how_slow_a_device_is_and_work_does_not(shape, seed, tunin
     lengths = given_["lengths_tokens"]
     costs = step_costs(lengths, given_["job"], given_["cost"], nominal["scales"])
     budgets_LS = np.empty((given_["job"].layers, len(lengths)), dtype=np.int64)
-    slot_of_S = np.empty(len(lengths), dtype=np.int64)
-    for place, slot in enumerate(plan.slots):
-        budgets_LS[:, list(slot.samples)] = slot.budgets_LS
-        slot_of_S[list(slot.samples)] = place
+    micro_batch_of_S = np.empty(len(lengths), dtype=np.int64)
+    for place, micro_batch in enumerate(plan.micro_batches):
+        budgets_LS[:, list(micro_batch.samples)] = micro_batch.budgets_LS
+        micro_batch_of_S[list(micro_batch.samples)] = place
     alone_RM = alone(given_["job"])
-    work = costs.slot_ms(costs.sample_ms(budgets_LS), slot_of_S, alone_RM).by_micro_batch_2RPVM
+    work = costs.micro_batch_ms(
+        costs.sample_ms(budgets_LS), micro_batch_of_S, alone_RM
+    ).by_micro_batch_2RPVM
     slowness = given_["scales"].slowness_RP[..., None, None]
     np.testing.assert_allclose(plan.expectation.times_2RPVM, work * slowness, rtol=1e-12)
     base_LS = np.full_like(budgets_LS, given_["policy"].base_budget)
-    base_work = costs.slot_ms(costs.sample_ms(base_LS), slot_of_S, alone_RM).ms_OR
+    base_work = costs.micro_batch_ms(costs.sample_ms(base_LS), micro_batch_of_S, alone_RM).ms_OR
     ratio = work.sum() / base_work.sum()
     assert plan.expectation.work_ratio == pytest.approx(ratio)
 
@@ -236,10 +238,10 @@ def test_capped_out_packing_gives_way_to_arrival_by_name():
     lengths = [7, 3, 6, 4, 5, 5, 4, 6, 7, 3]
     given_ = arguments((1, 5, 1, 1)) | {
         "lengths_tokens": lengths,
-        "policy": policy(batching="length", max_tokens_per_slot=10),
+        "policy": policy(batching="length", max_tokens_per_micro_batch=10),
     }
     assert planned(**given_).batching in ("length", "arrival")
-    given_["policy"] = replace(given_["policy"], max_tokens_per_slot=9)
+    given_["policy"] = replace(given_["policy"], max_tokens_per_micro_batch=9)
     with pytest.raises(PlanError, match="max-tokens-per-micro-batch 1"):
         planned(**given_)
 
@@ -269,7 +271,7 @@ def test_contradicting_inputs():
 def test_any_lengths_up_to_a_million_tokens(shape, size, data, kind, tight):
     """Legal plans, never worse than arrival order, under a cap that arrival order just meets."""
     job = job_shape(*shape)
-    count = job.slots * size
+    count = job.places * size
     length = st.integers(1, 2**20)
     lengths = {
         "spread": lambda: data.draw(st.lists(length, min_size=count, max_size=count)),
@@ -278,12 +280,12 @@ def test_any_lengths_up_to_a_million_tokens(shape, size, data, kind, tight):
         "tiny": lambda: [1] * count,
     }[kind]()
     placed = arrival(lengths, job, 1 << 62)
-    fullest = max(sum(lengths[s] for s in slot) for rank in placed for slot in rank)
+    fullest = max(sum(lengths[s] for s in micro_batch) for rank in placed for micro_batch in rank)
     given_ = arguments(shape) | {
         "lengths_tokens": lengths,
         "job": job,
         "coverage": coverage_curves(job.layers, 2**20 // 64),
-        "policy": policy(max_tokens_per_slot=fullest if tight else 1 << 62),
+        "policy": policy(max_tokens_per_micro_batch=fullest if tight else 1 << 62),
     }
     plan = planned(**given_)
     plan.validate(lengths, job, given_["policy"])

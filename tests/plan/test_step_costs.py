@@ -19,7 +19,7 @@ from sparsebalance_megatron.plan.step_plan import PlanError
 BLOCK = 64
 
 
-def naive_slot_ms(samples, lengths, budgets, job, stage, chunk):
+def naive_micro_batch_ms(samples, lengths, budgets, job, stage, chunk):
     """Forward ms of one slot on one chunk, part by part."""
     layers = job.stage_layers[stage][chunk]
     tokens = [lengths[s] for s in samples]
@@ -48,17 +48,19 @@ def test_matches_naive_sum(seed, pipeline):
     job = job_shape(2, 2, *pipeline)
     lengths = generator.integers(1, 2000, 6).tolist()
     budgets = generator.integers(1, 40, (job.layers, 6))
-    slot_of = np.array([0, 1, 2, 3, *generator.integers(0, 4, 2)])
+    micro_batch_of = np.array([0, 1, 2, 3, *generator.integers(0, 4, 2)])
     scale = generator.uniform(0.5, 2.0, (2, *pipeline))
     slowness = generator.uniform(0.5, 2.0, (2, pipeline[0]))
     scales = StageScales.of(scale, slowness)
     costs = step_costs(lengths, job, cost_model(BLOCK), scales)
-    times = costs.slot_ms(costs.sample_ms(budgets), slot_of, alone(job))
+    times = costs.micro_batch_ms(costs.sample_ms(budgets), micro_batch_of, alone(job))
     forward, backward = times.by_micro_batch_2RPVM
     assert forward.shape == (2, *pipeline, 2)
     for d, p, v, m in np.ndindex(forward.shape):
-        samples = np.flatnonzero(slot_of == d * 2 + m).tolist()
-        expected = naive_slot_ms(samples, lengths, budgets.tolist(), job, p, v) * slowness[d, p]
+        samples = np.flatnonzero(micro_batch_of == d * 2 + m).tolist()
+        expected = (
+            naive_micro_batch_ms(samples, lengths, budgets.tolist(), job, p, v) * slowness[d, p]
+        )
         assert forward[d, p, v, m] == pytest.approx(expected * scale[0, p, v], rel=1e-9)
         assert backward[d, p, v, m] == pytest.approx(2 * expected * scale[1, p, v], rel=1e-9)
 
@@ -71,7 +73,7 @@ def test_blocks_round_up():
 def test_stages_without_layers_cost_only_their_ends():
     job = Job(data_parallel_size=1, micro_batches=1, stage_layers=(((),), ((0, 1),), ((),)))
     costs = step_costs([100], job, cost_model(BLOCK), StageScales.ones(3))
-    times = costs.slot_ms(costs.sample_ms(np.full((2, 1), 4)), np.array([0]), alone(job))
+    times = costs.micro_batch_ms(costs.sample_ms(np.full((2, 1), 4)), np.array([0]), alone(job))
     forward, _ = times.by_micro_batch_2RPVM
     assert forward[0, 0, 0, 0] == pytest.approx(0.01 + 100 * 1e-5)
     assert forward[0, 2, 0, 0] == pytest.approx(0.1 + 100 * 1e-3)

@@ -14,7 +14,7 @@ from sparsebalance_megatron.plan.step_plan import PlanError
 
 LENGTHS = [500, 700, 900, 1100]
 JOB = job_shape(2, 2)
-POLICY = policy(max_tokens_per_slot=1500)
+POLICY = policy(max_tokens_per_micro_batch=1500)
 
 
 @pytest.fixture
@@ -32,14 +32,14 @@ def plan():
 
 def with_first(plan, **changes):
     """The plan with the first micro-batch of rank 0 changed."""
-    first, *others = plan.slots
-    return replace(plan, slots=(replace(first, **changes), *others))
+    first, *others = plan.micro_batches
+    return replace(plan, micro_batches=(replace(first, **changes), *others))
 
 
 @pytest.fixture
 def wide(plan):
     """The first micro-batch of rank 0 spans both ranks and holds what rank 1 had."""
-    first, second, third, fourth = plan.slots
+    first, second, third, fourth = plan.micro_batches
     joined = replace(
         first,
         samples=(*first.samples, *third.samples),
@@ -47,17 +47,17 @@ def wide(plan):
         budgets_LS=np.concatenate([first.budgets_LS, third.budgets_LS], axis=1),
         width=2,
     )
-    return replace(plan, slots=(joined, second, fourth))
+    return replace(plan, micro_batches=(joined, second, fourth))
 
 
 def test_budgets_in_order_of_arrival(plan):
     found = plan.budgets_LS
     assert found.shape == (JOB.layers, len(LENGTHS))
-    for slot in plan.slots:
-        np.testing.assert_array_equal(found[:, list(slot.samples)], slot.budgets_LS)
-    first = plan.slots[0]
+    for micro_batch in plan.micro_batches:
+        np.testing.assert_array_equal(found[:, list(micro_batch.samples)], micro_batch.budgets_LS)
+    first = plan.micro_batches[0]
     alone = replace(
-        plan, slots=(replace(first, samples=tuple(range(len(first.samples)))),)
+        plan, micro_batches=(replace(first, samples=tuple(range(len(first.samples)))),)
     ).budgets_LS
     np.testing.assert_array_equal(alone, first.budgets_LS)
 
@@ -87,24 +87,27 @@ def test_broken_places(plan):
     with pytest.raises(PlanError, match="1 ranks, job 2"):
         replace(plan, data_parallel_size=1).validate(LENGTHS, JOB, POLICY)
     with pytest.raises(PlanError, match="rank 1, micro-batch 1: in 0 slots, must be in exactly 1"):
-        replace(plan, slots=plan.slots[:-1]).validate(LENGTHS, JOB, POLICY)
+        replace(plan, micro_batches=plan.micro_batches[:-1]).validate(LENGTHS, JOB, POLICY)
     with pytest.raises(PlanError, match="micro-batch 2: job has 2"):
         with_first(plan, position=2).validate(LENGTHS, JOB, POLICY)
 
 
 def test_a_rank_reads_its_micro_batches_position_by_position(plan):
-    shuffled = replace(plan, slots=plan.slots[::-1])
+    shuffled = replace(plan, micro_batches=plan.micro_batches[::-1])
     for rank in (0, 1):
-        slots = shuffled.for_rank(rank).micro_batches
-        assert [(slot.rank, slot.position) for slot in slots] == [(rank, 0), (rank, 1)]
+        micro_batches = shuffled.for_rank(rank).micro_batches
+        assert [(micro_batch.rank, micro_batch.position) for micro_batch in micro_batches] == [
+            (rank, 0),
+            (rank, 1),
+        ]
     assert shuffled.digest() == plan.digest()
 
 
-def test_a_wide_slot_belongs_to_all_its_ranks(wide):
+def test_a_wide_micro_batch_belongs_to_all_its_ranks(wide):
     wide.validate(LENGTHS, JOB, POLICY)
     of_ranks = [wide.for_rank(rank).micro_batches for rank in (0, 1)]
-    assert of_ranks[0][0] is of_ranks[1][0] is wide.slots[0]
-    assert [slots[1].rank for slots in of_ranks] == [0, 1]
+    assert of_ranks[0][0] is of_ranks[1][0] is wide.micro_batches[0]
+    assert [micro_batches[1].rank for micro_batches in of_ranks] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -118,19 +121,19 @@ def test_a_wide_slot_belongs_to_all_its_ranks(wide):
         ({"position": 1}, "rank 0, micro-batch 0: in 0 slots"),
     ],
 )
-def test_broken_wide_slots(wide, changes, words):
-    policy_ = replace(POLICY, max_tokens_per_slot=3000)
+def test_broken_wide_micro_batches(wide, changes, words):
+    policy_ = replace(POLICY, max_tokens_per_micro_batch=3000)
     with pytest.raises(PlanError, match=words):
         with_first(wide, **changes).validate(LENGTHS, JOB, policy_)
 
 
 def test_the_cap_is_that_of_a_rank(wide):
-    tight = replace(POLICY, max_tokens_per_slot=wide.slots[0].tokens // 2 - 1)
-    with pytest.raises(PlanError, match=f"cap of {2 * tight.max_tokens_per_slot}"):
+    tight = replace(POLICY, max_tokens_per_micro_batch=wide.micro_batches[0].tokens // 2 - 1)
+    with pytest.raises(PlanError, match=f"cap of {2 * tight.max_tokens_per_micro_batch}"):
         wide.validate(LENGTHS, JOB, tight)
 
 
-def test_the_digest_knows_how_wide_a_slot_is():
+def test_the_digest_knows_how_wide_a_micro_batch_is():
     """Plans that differ in a width alone: a slot of two ranks, and one rank's of the same rows."""
     job, lengths = job_shape(4, 1), [300, 400, 500]
     narrow = planned(
@@ -141,19 +144,24 @@ def test_the_digest_knows_how_wide_a_slot_is():
         scales=StageScales.ones(1),
         coverage=coverage_curves(job.layers),
     )
-    first, second, third, _ = narrow.slots
+    first, second, third, _ = narrow.micro_batches
     left = (replace(first, width=2), replace(second, rank=2), replace(third, rank=3))
     right = (first, second, replace(third, width=2))
-    left, right = (replace(narrow, slots=slots) for slots in (left, right))
+    left, right = (replace(narrow, micro_batches=micro_batches) for micro_batches in (left, right))
     for plan in (left, right):
         plan.validate(lengths, job, POLICY)
     assert left.digest() != right.digest()
 
 
 def test_digest_covers_placement_and_budgets(plan):
-    budgets_LS = plan.slots[0].budgets_LS.copy()
+    budgets_LS = plan.micro_batches[0].budgets_LS.copy()
     budgets_LS[1, 0] += 1
-    swapped = replace(plan, slots=tuple(replace(slot, rank=1 - slot.rank) for slot in plan.slots))
+    swapped = replace(
+        plan,
+        micro_batches=tuple(
+            replace(micro_batch, rank=1 - micro_batch.rank) for micro_batch in plan.micro_batches
+        ),
+    )
     variants = [plan, replace(plan, step=4), swapped, with_first(plan, budgets_LS=budgets_LS)]
     assert len({variant.digest() for variant in variants}) == len(variants)
     assert plan.digest() == replace(plan, batching="length").digest()

@@ -69,10 +69,10 @@ def time_out_after_s(seconds: float) -> None:
 def raise_in_reader(step: int) -> None:
     read = RowReader._read
 
-    def read_or_raise(reader, planned, slot):
+    def read_or_raise(reader, planned, micro_batch):
         if FAULTY and planned.plan.step == step:
             raise DataError("train.bin: cannot be read (input/output error)")
-        return read(reader, planned, slot)
+        return read(reader, planned, micro_batch)
 
     RowReader._read = read_or_raise
 

@@ -118,7 +118,7 @@ def pinned_passes(host: Any, ended: Any, model: Any) -> dict[str, Any]:
         "forward planned": _by_layer(planned, rank),
         "update": pinned.seen,
         "update planned": _by_layer(update, rank),
-        "free after": ended.planner.plan(lengths).plan.slots[0].pinned,
+        "free after": ended.planner.plan(lengths).plan.micro_batches[0].pinned,
     }
 
 
@@ -126,12 +126,15 @@ def as_placed(ended: Any) -> Any:
     """Each rank knows its own micro-batches; the plan is that of both."""
     rank = parallel_state.get_data_parallel_rank()
     plan = ended.plan_as_placed([[10 + rank, 20], [30]]).plan
-    return [[slot.rank, slot.position, slot.lengths_tokens] for slot in plan.slots]
+    return [
+        [micro_batch.rank, micro_batch.position, micro_batch.lengths_tokens]
+        for micro_batch in plan.micro_batches
+    ]
 
 
 def _by_layer(planned: Any, rank: int) -> list[list[int]]:
-    slots = planned.plan.for_rank(rank).micro_batches
-    return [layer.tolist() for slot in slots for layer in slot.budgets_LS]
+    micro_batches = planned.plan.for_rank(rank).micro_batches
+    return [layer.tolist() for micro_batch in micro_batches for layer in micro_batch.budgets_LS]
 
 
 def mistakes(host: Any, ended: Any, model: Any) -> dict[str, str]:

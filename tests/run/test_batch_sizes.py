@@ -79,7 +79,7 @@ def rank_steps(directory: Path, rank: int) -> dict[int, list[int]]:
     records = [json.loads(line) for line in lines]
     return {
         record["iteration"]: [
-            sample for slot in record["micro_batches"] for sample in slot["samples"]
+            sample for micro_batch in record["micro_batches"] for sample in micro_batch["samples"]
         ]
         for record in records
         if record["type"] == "step"

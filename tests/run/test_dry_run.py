@@ -40,7 +40,7 @@ def start(directory: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     return run_program(("-m", "sparsebalance_megatron.pretrain_gpt", *flags), directory)
 
 
-def slots(output: str) -> list[list[str]]:
+def micro_batches(output: str) -> list[list[str]]:
     """The rows of the printed table."""
     return [line.split() for line in output.splitlines() if _ROW.fullmatch(line)]
 
@@ -60,7 +60,7 @@ def test_plans_for_ranks_that_do_not_exist_and_writes_nothing(
     assert "not checked:\n  whether memory suffices: it is counted below" in result.stdout
     assert "ms estimated from counted operations, not measured on any device" in result.stdout
     assert re.findall(r"^  stages? ([\d-]+): [\d.e-]+ = ", result.stdout, re.M) == ["0", "1-2", "3"]
-    rows = slots(result.stdout)
+    rows = micro_batches(result.stdout)
     assert [row[:2] for row in rows] == [[str(d), str(m)] for d in range(4) for m in range(2)]
     assert sum(int(row[2]) for row in rows) == 8
     assert {tuple(row[4:7]) for row in rows} == {("4", "4.0", "4")}
@@ -73,7 +73,7 @@ def test_rows_of_a_context_group_name_their_ranks(documents: Path, tmp_path: Pat
     result = start(tmp_path, *flags)
     assert result.returncode == 0, result.stderr
     assert "dry run of 4 ranks: tensor 1 x pipeline 1 x context 2 x data 2;" in result.stdout
-    places = [row[:2] for row in slots(result.stdout)]
+    places = [row[:2] for row in micro_batches(result.stdout)]
     assert sorted(places) == [[ranks, str(m)] for ranks in ("0-1", "2-3") for m in range(4)]
 
 
@@ -147,7 +147,7 @@ def test_the_plan_is_the_one_that_training_starts_with(documents: Path, tmp_path
         f"measured on any device, at least {predicted['lower_bound_ms']:.4g} ms" in dry.output
     )
     assert f"micro-batches {predicted['imbalance_micro_batches']:.3f}" in dry.output
-    assert sum(int(row[3].replace(",", "")) for row in slots(dry.output)) == step["tokens"]
+    assert sum(int(row[3].replace(",", "")) for row in micro_batches(dry.output)) == step["tokens"]
     assert "iteration        1/" not in dry.output
 
 

@@ -37,14 +37,14 @@ def planned(ranks: int, micro_batches: int, lengths: list[int], **policy: Any) -
 
 
 def test_a_small_job_shows_every_micro_batch() -> None:
-    lines = report._slots(planned(2, 3, [100, 200, 300, 400, 500, 600]))
+    lines = report._micro_batches(planned(2, 3, [100, 200, 300, 400, 500, 600]))
     assert len(lines) == 1 + 6
     assert lines[0].split()[:2] == ["rank", "micro-batch"]
 
 
 def test_equal_ranks_of_a_large_job_are_one_row() -> None:
     step = planned(16, 4, [512] * 64, batching="arrival", tuning="off")
-    header, row = report._slots(step)
+    header, row = report._micro_batches(step)
     assert header.split()[:2] == ["ranks", "micro-batches"]
     assert row.split()[:6] == ["16", "as", "0", "4", "4", "2,048"]
 
@@ -52,7 +52,7 @@ def test_equal_ranks_of_a_large_job_are_one_row() -> None:
 def test_of_many_ranks_the_slowest_and_fastest_are_shown_and_the_rest_counted() -> None:
     lengths = [100 + 37 * number for number in range(64)]
     step = planned(32, 2, lengths, batching="arrival", tuning="off")
-    _, *rows, remark = report._slots(step)
+    _, *rows, remark = report._micro_batches(step)
     assert len(rows) == 16
     ms = [float(row.split()[-1]) for row in rows]
     assert ms == sorted(ms, reverse=True)

@@ -41,7 +41,7 @@ LAST_PRINTED_DIGIT = 1.01e-3
 STEPS = 4
 PROGRAM = ("-m", "sparsebalance_megatron.pretrain_gpt")
 WITH_NORMS = (str(PROGRAMS / "sequence_parallel.py"),)
-DRAWN_WIDTHS = (str(PROGRAMS / "wide_slots.py"),)
+DRAWN_WIDTHS = (str(PROGRAMS / "wide_micro_batches.py"),)
 
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 TENSOR = ("--tensor-model-parallel-size", "2")

@@ -56,7 +56,7 @@ CASES = {
         ),
         kept=0,
         stated="96",
-        program=(str(PROGRAMS / "wide_slots.py"),),
+        program=(str(PROGRAMS / "wide_micro_batches.py"),),
     ),
 }
 

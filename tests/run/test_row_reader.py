@@ -65,26 +65,30 @@ def iterator_of(schedule: Scheduler, reader: RowReader | None, rank: int = 1) ->
     )
 
 
-def assert_holds(row: PackedRow, index: SampleIndex, planned: PlannedStep, slot: Any) -> None:
-    ends = np.cumsum(slot.lengths_tokens)
-    for number, begin, end in zip(slot.samples, [0, *ends], ends, strict=False):
+def assert_holds(
+    row: PackedRow, index: SampleIndex, planned: PlannedStep, micro_batch: Any
+) -> None:
+    ends = np.cumsum(micro_batch.lengths_tokens)
+    for number, begin, end in zip(micro_batch.samples, [0, *ends], ends, strict=False):
         sample = index.read(int(planned.samples[number]))
         assert np.array_equal(row.tokens[begin:end], sample.tokens[:-1])
         assert np.array_equal(row.labels[begin:end], sample.tokens[1:])
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_every_row_is_that_of_its_slot(index: SampleIndex, planner: Executor, ahead: bool) -> None:
+def test_every_row_is_that_of_its_micro_batch(
+    index: SampleIndex, planner: Executor, ahead: bool
+) -> None:
     schedule = scheduler(index, planner if ahead else None)
     with ThreadPoolExecutor(1) as worker:
         micro_batches = iterator_of(schedule, reader_of(index, worker))
         for step in range(4):
             planned = schedule.planned(step)
-            for slot in planned.plan.for_rank(1).micro_batches:
-                micro_batch = next(micro_batches)
-                assert (micro_batch.step, micro_batch.plan) == (step, slot)
-                assert_holds(micro_batch.row, index, planned, slot)
-                assert micro_batch.cu_seqlens[-1] == len(micro_batch.row.tokens)
+            for micro_batch in planned.plan.for_rank(1).micro_batches:
+                read = next(micro_batches)
+                assert (read.step, read.plan) == (step, micro_batch)
+                assert_holds(read.row, index, planned, micro_batch)
+                assert read.cu_seqlens[-1] == len(read.row.tokens)
                 schedule.plan_following(step)
 
 
@@ -92,12 +96,12 @@ def test_the_next_steps_rows_are_read_before_they_are_asked_for(
     index: SampleIndex, planner: Executor
 ) -> None:
     schedule, worker = scheduler(index, planner), CountingExecutor()
-    slots = len(schedule.planned(0).plan.for_rank(1).micro_batches)
+    micro_batches = len(schedule.planned(0).plan.for_rank(1).micro_batches)
     next(iterator_of(schedule, reader_of(index, worker)))
-    assert worker.submitted == slots
+    assert worker.submitted == micro_batches
     schedule.plan_following(0)
     planner.submit(lambda: None).result(timeout=WAIT_S)  # what the planner had to do is done
-    assert worker.submitted == 2 * slots
+    assert worker.submitted == 2 * micro_batches
 
 
 def test_without_a_planner_ahead_nothing_is_called_or_kept(index: SampleIndex) -> None:
@@ -116,9 +120,9 @@ def test_rows_are_read_once_and_kept_for_two_steps(index: SampleIndex) -> None:
     for step in range(5):
         reader.begin(schedule.planned(step))
         reader.begin(schedule.planned(step))
-    slots = len(schedule.planned(4).plan.for_rank(1).micro_batches)
-    assert worker.submitted == 5 * slots
-    assert len(reader._rows) == 2 * slots
+    micro_batches = len(schedule.planned(4).plan.for_rank(1).micro_batches)
+    assert worker.submitted == 5 * micro_batches
+    assert len(reader._rows) == 2 * micro_batches
 
 
 def test_a_row_asked_for_again_is_read_again(index: SampleIndex) -> None:
@@ -148,8 +152,8 @@ def test_a_process_that_ends_begins_nothing(index: SampleIndex) -> None:
     worker.shutdown()
     reader = reader_of(index, worker)
     reader.begin(planned)
-    slot = planned.plan.for_rank(1).micro_batches[0]
-    assert_holds(reader.row(planned, 0), index, planned, slot)
+    micro_batch = planned.plan.for_rank(1).micro_batches[0]
+    assert_holds(reader.row(planned, 0), index, planned, micro_batch)
 
 
 def test_two_threads_may_begin_the_same_step(index: SampleIndex) -> None:

@@ -30,7 +30,7 @@ def groups(rank: int, widest: int) -> SequenceGroups:
     )
 
 
-def slot(lengths: list[int], rank: int = 0, width: int = 1) -> MicroBatchPlan:
+def micro_batch(lengths: list[int], rank: int = 0, width: int = 1) -> MicroBatchPlan:
     return MicroBatchPlan(
         samples=tuple(range(len(lengths))),
         lengths_tokens=tuple(lengths),
@@ -59,7 +59,7 @@ def slices(lengths: list[int], width: int, multiple: int) -> list[tuple[Any, Pac
         packing = RowPacking(
             block_size=BLOCK_TOKENS, pad_to_multiple_of=multiple, groups=groups(rank, 8)
         )
-        plan = slot(lengths, rank=2 * width, width=width)
+        plan = micro_batch(lengths, rank=2 * width, width=width)
         found.append((packing.slice(plan), packing.row(plan, samples(lengths))))
     return found
 
@@ -91,12 +91,12 @@ def test_members_compute_the_row_once_and_padding_that_counts(
     assert len(found) == len(expected)
     assert set(found) == expected
     packing = RowPacking(block_size=BLOCK_TOKENS, pad_to_multiple_of=multiple, groups=groups(0, 8))
-    assert packing.padded_tokens(slot(lengths, width=width)) == padded
+    assert packing.padded_tokens(micro_batch(lengths, width=width)) == padded
 
 
 def test_a_row_with_too_few_blocks_gets_documents_of_one_token() -> None:
     packing = RowPacking(block_size=BLOCK_TOKENS, groups=groups(2, 4))
-    plan = slot([5], width=4)
+    plan = micro_batch([5], width=4)
     assert packing.cu_seqlens(plan) == (0, 5, 6, 7)
     assert packing.padded_tokens(plan) == 2
     assert [len(row.tokens) for _, row in slices([5], 4, 1)] == [4, 1, 1, 1]
@@ -104,14 +104,14 @@ def test_a_row_with_too_few_blocks_gets_documents_of_one_token() -> None:
 
 def test_rows_of_a_run_that_shares_none_are_padded_as_a_whole() -> None:
     packing = RowPacking(block_size=BLOCK_TOKENS, pad_to_multiple_of=4)
-    plan = slot([5, 2])
+    plan = micro_batch([5, 2])
     assert packing.slice(plan) is None
     assert packing.cu_seqlens(plan) == (0, 5, 7, 8)
     assert packing.row(plan, samples([5, 2])).position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 0]
 
 
 @pytest.mark.parametrize(("rank", "width"), [(0, 8), (1, 2)])
-def test_a_slot_of_ranks_without_a_group_is_refused(rank: int, width: int) -> None:
+def test_a_micro_batch_of_ranks_without_a_group_is_refused(rank: int, width: int) -> None:
     packing = RowPacking(block_size=BLOCK_TOKENS, groups=groups(1, 4))
     with pytest.raises(PlanError, match=f"ranks {rank} to {rank + width - 1}: groups of 1, 2"):
-        packing.slice(slot([40], rank=rank, width=width))
+        packing.slice(micro_batch([40], rank=rank, width=width))

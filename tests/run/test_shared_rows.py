@@ -70,7 +70,7 @@ def test_evaluation_and_a_checkpoint_do_not_depend_on_widths(
     one = train(1, documents, *evaluate, log_dir=tmp_path / "one").require_success()
     wide = train(
         *(2, documents, *evaluate, *save, *WIDE, "--exit-interval", "2"),
-        program="wide_slots.py",
+        program="wide_micro_batches.py",
         log_dir=tmp_path / "wide",
     ).require_success()
     context = train(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fills what every rank has left until a step time with attention, best value first.
 
-A unit is one chunk of one slot. Its budgets follow one price level: all steps at least that good
-are taken. Ranks that share slots form an island; without shared slots every rank is one. The rule,
-for every island by itself, in rounds:
+A unit is one chunk of one micro-batch. Its budgets follow one price level: all steps at least that
+good are taken. Ranks that share micro-batches form an island; without shared micro-batches every
+rank is one. The rule, for every island by itself, in rounds:
 
 1. *Rise.* The units of the island rise together, by as many levels as its makespan allows.
 2. *Stop.* A unit stops whose next level does not fit: the longest chain of operations through it
@@ -15,8 +15,8 @@ So every round lifts or stops a unit. Without a pipeline this is greedy by slope
 
 Shape legend: Q price levels, S samples, L layers, Z sizes (samples of as many blocks),
 R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, C = P x V chunks,
-J = R x M slots, E islands, W ranks of an island, U = W x M x C units of an island, I islands that
-still rise, X candidates; a leading 2: forward and backward.
+J = R x M micro-batches, E islands, W ranks of an island, U = W x M x C units of an island, I
+islands that still rise, X candidates; a leading 2: forward and backward.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ _MOST_TIMES_AT_ONCE = 1 << 16
 """Above this size, simulating costs more than an additional call of the simulator."""
 
 
-def unit_growth_JCQ(costs: StepCosts, ladder: Ladder, slot_of_S: np.ndarray) -> np.ndarray:
-    """Block pairs that each unit adds above its floors at price level 0..LEVELS, of whole slots.
+def unit_growth_JCQ(costs: StepCosts, ladder: Ladder, micro_batch_of_S: np.ndarray) -> np.ndarray:
+    """Block pairs that each unit adds above its floors at price level 0..LEVELS, of whole
+    micro-batches.
 
     Its pairs are ``sum_S (length_S a_S - b_S)``, where a and b are the sums over the chunk's layers
     of the terms of :meth:`.WorkModel.growth`.
     """
-    order_S = np.argsort(slot_of_S, kind="stable")
-    filled_J, first_J = np.unique(slot_of_S[order_S], return_index=True)
+    order_S = np.argsort(micro_batch_of_S, kind="stable")
+    filled_J, first_J = np.unique(micro_batch_of_S[order_S], return_index=True)
     length_S, size_S = costs.length_blocks_S[order_S], ladder.size_S[order_S]
-    growth_QJC = np.zeros((LEVELS + 1, costs.job.slots, costs.chunks))
+    growth_QJC = np.zeros((LEVELS + 1, costs.job.places, costs.chunks))
     for chunk in range(costs.chunks):
         terms = costs.work.growth(ladder.budgets_QLZ[:, costs.chunk_of_layer_L == chunk])
         a_QZ, b_QZ = (term_QLZ.sum(axis=1) for term_QLZ in terms)
@@ -63,7 +64,8 @@ def unit_growth_JCQ(costs: StepCosts, ladder: Ladder, slot_of_S: np.ndarray) -> 
 class Filling:
     """Pipelines to fill.
 
-    ``floor_times``: of all slots at their floors. ``growth_JCQ``: of :func:`unit_growth_JCQ`.
+    ``floor_times``: of all micro-batches at their floors. ``growth_JCQ``: of
+    :func:`unit_growth_JCQ`.
     """
 
     costs: StepCosts
@@ -73,7 +75,8 @@ class Filling:
     def levels_JC(self, limit_ms: float) -> np.ndarray:
         """The price level of every unit once all islands are filled up to ``limit_ms``.
 
-        A slot that ranks share has its units on the first of them; those of the others stay 0.
+        A micro-batch that ranks share has its units on the first of them; those of the others stay
+        0.
         """
         level_EU = np.zeros(self._growth_EUQ.shape[:2], dtype=np.int64)
         rising_EU = self._growth_EUQ[..., -1] > 0
@@ -119,7 +122,7 @@ class Filling:
 
     @cached_property
     def _first_unit_EU(self) -> np.ndarray:
-        """The unit on the first rank, for every rank's part of a slot."""
+        """The unit on the first rank, for every rank's part of a micro-batch."""
         chunks = self.costs.chunks
         unit_JC = first_places(self._widths_RM)[:, None] * chunks + np.arange(chunks)
         units = self._growth_EUQ.shape[1]

@@ -78,7 +78,7 @@ class BudgetPolicy(Protocol):
     def tuned_LS(
         self,
         problem: BudgetProblem,
-        slot_of_S: np.ndarray,
+        micro_batch_of_S: np.ndarray,
         widths_RM: np.ndarray,
         pricing: Pricing | None,
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -115,11 +115,11 @@ class Off:
     def tuned_LS(
         self,
         problem: BudgetProblem,
-        slot_of_S: np.ndarray,
+        micro_batch_of_S: np.ndarray,
         widths_RM: np.ndarray,
         pricing: Pricing | None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        return problem.allowed.base_LS, np.zeros(len(slot_of_S), dtype=bool)
+        return problem.allowed.base_LS, np.zeros(len(micro_batch_of_S), dtype=bool)
 
 
 class Anchor(Off):
@@ -147,11 +147,11 @@ class Anchor(Off):
     def tuned_LS(
         self,
         problem: BudgetProblem,
-        slot_of_S: np.ndarray,
+        micro_batch_of_S: np.ndarray,
         widths_RM: np.ndarray,
         pricing: Pricing | None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        return towards_anchor(problem, slot_of_S, widths_RM)
+        return towards_anchor(problem, micro_batch_of_S, widths_RM)
 
 
 class Makespan(Anchor):
@@ -178,11 +178,11 @@ class Makespan(Anchor):
     def tuned_LS(
         self,
         problem: BudgetProblem,
-        slot_of_S: np.ndarray,
+        micro_batch_of_S: np.ndarray,
         widths_RM: np.ndarray,
         pricing: Pricing | None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        return least_makespan(problem, slot_of_S, widths_RM, pricing or price(problem))
+        return least_makespan(problem, micro_batch_of_S, widths_RM, pricing or price(problem))
 
 
 BUDGET_POLICIES: Mapping[Tuning, BudgetPolicy] = {
@@ -229,15 +229,15 @@ def budget_problem(
 
 def tune(
     problem: BudgetProblem,
-    slot_of_S: np.ndarray,
+    micro_batch_of_S: np.ndarray,
     widths_RM: np.ndarray,
     pricing: Pricing | None = None,
 ) -> TunedBudgets:
     """Budgets of a placed global batch under ``policy.tuning``.
 
     Args:
-        slot_of_S: where the samples are placed: on the first rank of their slots.
-        widths_RM: of the slot that each rank takes part in.
+        micro_batch_of_S: where the samples are placed: on the first rank of their micro-batches.
+        widths_RM: of the micro-batch that each rank takes part in.
         pricing: what tuning ``makespan`` goes by; by default that of these samples alone.
 
     Raises:
@@ -245,7 +245,7 @@ def tune(
     """
     allowed = problem.allowed
     tuned_LS, clamped_S = budget_policy(problem.policy).tuned_LS(
-        problem, slot_of_S, widths_RM, pricing
+        problem, micro_batch_of_S, widths_RM, pricing
     )
     same_LS = (tuned_LS == allowed.base_LS) & ~problem.pinned_S
     return TunedBudgets(

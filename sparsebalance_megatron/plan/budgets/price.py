@@ -43,13 +43,13 @@ def horizon_steps(global_batch_size: int) -> int:
 def price(
     problem: BudgetProblem,
     own_samples: slice = slice(None),
-    owed_coverage: float = 0.0,
+    coverage_deficit: float = 0.0,
 ) -> Pricing:
     """The price of a step whose samples are those of the horizon in ``own_samples``.
 
     Without a coverage target the slowest rank ends at its floors, and those are expected. With
     target ``base`` it is the least work whose mean coverage, over the horizon, is that of the base
-    budgets less the policy's slack, and ``owed_coverage``, by weight, above it; or below, where
+    budgets less the policy's slack, and ``coverage_deficit``, by weight, above it; or below, where
     that is negative.
     """
     ladder = price_ladder(problem)
@@ -68,7 +68,7 @@ def price(
         return float((coverage_Z(ladder.budgets_QLZ[level]) * weight_Z).sum())
 
     base_LZ = problem.coverage.coverage_LS(blocks_Z, problem.allowed.base_LS[:, ladder.first_Z])
-    surplus = owed_coverage / weight_Z.sum() - problem.policy.coverage_slack
+    surplus = coverage_deficit / weight_Z.sum() - problem.policy.coverage_slack
     wanted = float((np.nansum(base_LZ + surplus, axis=0) * weight_Z).sum())
     low, high = -1, LEVELS
     while high - low > 1:

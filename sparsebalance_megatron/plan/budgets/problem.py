@@ -111,11 +111,13 @@ class BudgetProblem:
         """Whether :meth:`covered` is at least what is wanted."""
         return self.covered(budgets_LS) * ROUNDING >= wanted_coverage
 
-    def slot_ms(
+    def micro_batch_ms(
         self,
         budgets_LS: np.ndarray,
-        slot_of_S: np.ndarray,
+        micro_batch_of_S: np.ndarray,
         widths_RM: np.ndarray,
     ) -> OperationTimes:
-        """Times of the slots that hold the samples."""
-        return self.costs.slot_ms(self.costs.sample_ms(budgets_LS), slot_of_S, widths_RM)
+        """Times of the micro-batches that hold the samples."""
+        return self.costs.micro_batch_ms(
+            self.costs.sample_ms(budgets_LS), micro_batch_of_S, widths_RM
+        )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What no plan can beat: no placement of a step's samples, into slots of one rank or of several.
+"""What no plan can beat: no placement of a step's samples, into micro-batches of one rank or of
+several.
 
 Shape legend: P pipeline stages, V virtual stages (chunks per stage), S samples of a global batch,
 C = P x V chunks (chunk v of stage p is ``p * V + v``), R data-parallel ranks, M micro-batches
@@ -57,54 +58,56 @@ class Bounds:
 
 
 def step_bounds(sample_2SC: np.ndarray, costs: StepCosts, max_width: int = 1) -> Bounds:
-    """No placement of these samples into slots of 1, 2, 4, ... ranks finishes a step sooner.
+    """No placement of these samples into micro-batches of 1, 2, 4, ... ranks finishes a step
+    sooner.
 
-    Holds for every schedule of :mod:`.orders`, whatever shares a slot. A slot of width w takes its
-    share of each sample's work on all w ranks, (1 + loss) / w of it and so at least 1 / w, beside
-    the constant of a micro-batch and what is exchanged. Summed over its ranks that is at least the
-    samples' work on one rank and w constants. Every place (rank, position) belongs to one slot, and
-    no slot is empty.
+    Holds for every schedule of :mod:`.orders`, whatever shares a micro-batch. A micro-batch of
+    width w takes its share of each sample's work on all w ranks, (1 + loss) / w of it and so at
+    least 1 / w, beside the constant of a micro-batch and what is exchanged. Summed over its ranks
+    that is at least the samples' work on one rank and w constants. Every place (rank, position)
+    belongs to one micro-batch, and no micro-batch is empty.
 
     *Stage.* The first operation of stage p is a forward of its first chunk, which some micro-batch
     reaches through the first chunks of stages 0..p-1; the last is a backward of the first chunk,
     after which stages p-1..0 still run theirs. In between stage p of a rank does all its work. The
     slowest rank takes at least the mean over ranks: there the work is at least all samples' and
-    R x M constants over R. The first positions of the R ranks hold at least R / W slots, W the
-    widest, and these different samples; summed over ranks, reaching stage p takes them at least R
-    constants and the work of the R / W samples with the least of it. The same holds for the last
+    R x M constants over R. The first positions of the R ranks hold at least R / W micro-batches, W
+    the widest, and these different samples; summed over ranks, reaching stage p takes them at least
+    R constants and the work of the R / W samples with the least of it. The same holds for the last
     positions and the backwards.
 
-    *Long samples.* The same of the slots that hold any of the samples A alone: on a rank that has
-    such slots, stage p does the work of A in between, with a constant at least, after the shortest
-    way of a sample of A to it and before the shortest way back, at the best of all widths. The mean
-    over those ranks of the work of A is least if they are all ranks. A are the samples whose ways
-    are longest, as many as make the bound largest. It sees what the stage bound does not: short
-    samples fill a pipeline quickly, but then the first long one is still on its way.
+    *Long samples.* The same of the micro-batches that hold any of the samples A alone: on a rank
+    that has such micro-batches, stage p does the work of A in between, with a constant at least,
+    after the shortest way of a sample of A to it and before the shortest way back, at the best of
+    all widths. The mean over those ranks of the work of A is least if they are all ranks. A are the
+    samples whose ways are longest, as many as make the bound largest. It sees what the stage bound
+    does not: short samples fill a pipeline quickly, but then the first long one is still on its
+    way.
 
     *Chain.* Micro-batch i runs forward and backward through all chunks one after the other. On
     stage 0 the first chunk runs forward for every earlier micro-batch before that chain starts and
     backward for every later one after it ends; each of the M - 1 others is earlier or later. So
-    T >= chain(i) + the sum of the M - 1 least min(forward, backward) of the others. The slot of a
-    sample takes at least as long as the sample alone, at the best of all widths.
+    T >= chain(i) + the sum of the M - 1 least min(forward, backward) of the others. The micro-batch
+    of a sample takes at least as long as the sample alone, at the best of all widths.
 
     *Mean chain.* The mean of the chain bound over all places: chains and the lesser of forward and
-    backward are sums over slots of w times what one of its ranks takes, so at least those of the
-    samples on one rank: T >= (all chains + (M - 1) x all min(forward, backward)) / (R M).
+    backward are sums over micro-batches of w times what one of its ranks takes, so at least those
+    of the samples on one rank: T >= (all chains + (M - 1) x all min(forward, backward)) / (R M).
 
     *Mixed chains.* A rank takes at least as long as any mixture of its chains, and the slowest at
     least the mean over ranks. There each sample counts, at some position and some width, w times
     what one of its ranks takes, times the shares that the mixture has of that position's
     operations; and every place its constants. The least over positions and widths of each sample,
     and the constants, bound the step (:mod:`.chain_mixture` finds shares that make this large: it
-    sees what filling and emptying a pipeline costs, however small the slots at both ends).
+    sees what filling and emptying a pipeline costs, however small the micro-batches at both ends).
 
-    Moreover, if a step ends by X, no slot has a width at which its chain takes longer. With only
-    the widths that X leaves, let the bounds of long samples and mixed chains be F(X). A step that
-    ends at T has T >= F(T), and F falls; so T > X wherever F(X) > X.
+    Moreover, if a step ends by X, no micro-batch has a width at which its chain takes longer. With
+    only the widths that X leaves, let the bounds of long samples and mixed chains be F(X). A step
+    that ends at T has T >= F(T), and F falls; so T > X wherever F(X) > X.
 
     Args:
         sample_2SC: ms of every sample on every chunk, on a rank by itself.
-        max_width: of a slot.
+        max_width: of a micro-batch.
     """
     job, constant_2C = costs.job, costs.constant_2C
     ranks, positions = job.data_parallel_size, job.micro_batches
@@ -121,8 +124,8 @@ def step_bounds(sample_2SC: np.ndarray, costs: StepCosts, max_width: int = 1) ->
         least_SP = np.sort(way_SP, axis=0)[: ranks // max_width]
         stage_P = stage_P + least_SP.sum(axis=0) / ranks + constant_way_P
 
-    beside_ms = sample_2SC[:, :, 0].min(axis=0).sum() + job.slots * constant_2C[:, 0].min()
-    mean_chain_ms = work_P.sum() / positions + (positions - 1) * beside_ms / job.slots
+    beside_ms = sample_2SC[:, :, 0].min(axis=0).sum() + job.places * constant_2C[:, 0].min()
+    mean_chain_ms = work_P.sum() / positions + (positions - 1) * beside_ms / job.places
 
     work_2PV = sample_2SPV.sum(axis=1) + ranks * positions * constant_2PV
     mixture_2CM = chain_mixture(work_2PV, positions, job.schedule).reshape(*constant_2C.shape, -1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where every sample of a step runs, with the slots that several ranks share.
+"""Where every sample of a step runs, with the micro-batches that several ranks share.
 
 Shape legend: S samples of a global batch, R data-parallel ranks, M micro-batches.
 """
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparsebalance_megatron.plan.placement.balance import Placement, slot_of_sample
+from sparsebalance_megatron.plan.placement.balance import Placement, micro_batch_of_sample
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
-    """Samples by rank and position, and how many ranks share each slot.
+    """Samples by rank and position, and how many ranks share each micro-batch.
 
-    ``samples[rank][position]``: those of the slot that begins on the rank, none where the rank
-    takes part in a slot that begins on another. ``widths_RM``: ranks of the slot that each takes
-    part in.
+    ``samples[rank][position]``: those of the micro-batch that begins on the rank, none where the
+    rank takes part in a micro-batch that begins on another. ``widths_RM``: ranks of the micro-batch
+    that each takes part in.
     """
 
     samples: Placement
@@ -27,9 +27,13 @@ class Arrangement:
 
     @classmethod
     def of_groups(cls, placement: Placement, width: int = 1) -> Arrangement:
-        """Every slot of a placement onto groups of so many ranks."""
+        """Every micro-batch of a placement onto groups of so many ranks."""
         nothing = tuple(() for _ in placement[0])
-        samples = tuple(slots for group in placement for slots in (group, *[nothing] * (width - 1)))
+        samples = tuple(
+            micro_batches
+            for group in placement
+            for micro_batches in (group, *[nothing] * (width - 1))
+        )
         widths_RM = np.full((len(samples), len(nothing)), width)
         return cls(samples=samples, widths_RM=widths_RM)
 
@@ -39,12 +43,12 @@ class Arrangement:
         return self.samples == other.samples and widths_agree
 
     @property
-    def slot_of_S(self) -> np.ndarray:
-        """The place ``rank * M + position`` where every sample's slot begins."""
-        return slot_of_sample(
-            self.samples, sum(len(slot) for rank in self.samples for slot in rank)
+    def micro_batch_of_S(self) -> np.ndarray:
+        """The place ``rank * M + position`` where every sample's micro-batch begins."""
+        return micro_batch_of_sample(
+            self.samples, sum(len(micro_batch) for rank in self.samples for micro_batch in rank)
         )
 
     def width(self, rank: int, position: int) -> int:
-        """Ranks of the slot that a rank takes part in."""
+        """Ranks of the micro-batch that a rank takes part in."""
         return int(self.widths_RM[rank, position])

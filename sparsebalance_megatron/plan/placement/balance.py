@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples to slots: in order of arrival, balanced by tokens, or balanced by predicted latency.
+"""Samples to micro-batches: in order of arrival, balanced by tokens, or balanced by predicted
+latency.
 
-Every function returns ``placement[rank][slot]``, a tuple of sample indices. All are deterministic;
-ties go to the lower index.
+Every function returns ``placement[rank][micro_batch]``, a tuple of sample indices. All are
+deterministic; ties go to the lower index.
 
 Shape legend: S samples of a global batch, R data-parallel ranks.
 """
@@ -35,14 +36,15 @@ def arrival(lengths_tokens: Sequence[int], job: Job, cap_tokens: int) -> Placeme
     Micro-batch m of rank d holds samples ``(m * D + d) * size`` to ``+ size``.
 
     Raises:
-        PlanError: the samples do not divide evenly over the slots, or a slot exceeds the cap.
+        PlanError: the samples do not divide evenly over the micro-batches, or a micro-batch exceeds
+        the cap.
     """
     _check_samples(lengths_tokens, job, cap_tokens)
-    size, rest = divmod(len(lengths_tokens), job.slots)
+    size, rest = divmod(len(lengths_tokens), job.places)
     if rest:
         raise PlanError(
-            f"arrival order: {len(lengths_tokens)} samples do not divide over {job.slots} slots; "
-            "make the global batch a multiple of micro batch size x data-parallel size"
+            f"arrival order: {len(lengths_tokens)} samples do not divide over {job.places} "
+            "micro-batches; make the global batch a multiple of micro batch size x data-parallel size"
         )
     placement = tuple(
         tuple(
@@ -52,8 +54,8 @@ def arrival(lengths_tokens: Sequence[int], job: Job, cap_tokens: int) -> Placeme
         for d in range(job.data_parallel_size)
     )
     for rank_index, rank in enumerate(placement):
-        for m, slot in enumerate(rank):
-            tokens = sum(lengths_tokens[sample] for sample in slot)
+        for m, micro_batch in enumerate(rank):
+            tokens = sum(lengths_tokens[sample] for sample in micro_batch)
             if tokens > cap_tokens:
                 raise PlanError(
                     f"arrival order: rank {rank_index}, micro-batch {m} has {tokens} tokens, the "
@@ -70,12 +72,13 @@ def balanced(
     cap_tokens: int,
     slowness_R: np.ndarray | None = None,
 ) -> Placement:
-    """Balance ``weights_S`` (tokens: LBB; predicted latency: SAB) under a token cap per slot.
+    """Balance ``weights_S`` (tokens: LBB; predicted latency: SAB) under a token cap per
+    micro-batch.
 
-    As published, samples go to ranks first and to the slots of their rank second, heaviest first
-    to the lightest bin (LPT). Where the cap defeats that, samples go to slots first and slots to
-    ranks second. Slots of a rank run in order of their first sample, which favours no position.
-    The load of a rank counts ``slowness_R`` times, by default once.
+    As published, samples go to ranks first and to the micro-batches of their rank second, heaviest
+    first to the lightest bin (LPT). Where the cap defeats that, samples go to micro-batches first
+    and micro-batches to ranks second. Micro-batches of a rank run in order of their first sample,
+    which favours no position. The load of a rank counts ``slowness_R`` times, by default once.
 
     Raises:
         PlanError: too few samples, or the samples do not fit under the cap.
@@ -85,25 +88,29 @@ def balanced(
     tokens_S = np.asarray(lengths_tokens, dtype=np.int64)
     slowness_R = np.ones(job.data_parallel_size) if slowness_R is None else slowness_R
     try:
-        ranks = _ranks_then_slots(weights_S, tokens_S, job, cap_tokens, slowness_R)
+        ranks = _ranks_then_micro_batches(weights_S, tokens_S, job, cap_tokens, slowness_R)
     except _NoRoomError:
-        ranks = _slots_then_ranks(weights_S, tokens_S, job, cap_tokens, slowness_R)
-    return tuple(tuple(sorted(tuple(sorted(slot)) for slot in rank)) for rank in ranks)
+        ranks = _micro_batches_then_ranks(weights_S, tokens_S, job, cap_tokens, slowness_R)
+    return tuple(
+        tuple(sorted(tuple(sorted(micro_batch)) for micro_batch in rank)) for rank in ranks
+    )
 
 
-def slot_of_sample(placement: Placement, samples: int) -> np.ndarray:
-    """Flat slot ``rank * M + position`` of every sample, [S]."""
-    flat = [slot for rank in placement for slot in rank]
+def micro_batch_of_sample(placement: Placement, samples: int) -> np.ndarray:
+    """Flat micro-batch ``rank * M + position`` of every sample, [S]."""
+    flat = [micro_batch for rank in placement for micro_batch in rank]
     sample_I = np.fromiter(itertools.chain.from_iterable(flat), dtype=np.int64, count=samples)
-    slot_of_S = np.empty(samples, dtype=np.int64)
-    slot_of_S[sample_I] = np.repeat(np.arange(len(flat)), [len(slot) for slot in flat])
-    return slot_of_S
+    micro_batch_of_S = np.empty(samples, dtype=np.int64)
+    micro_batch_of_S[sample_I] = np.repeat(
+        np.arange(len(flat)), [len(micro_batch) for micro_batch in flat]
+    )
+    return micro_batch_of_S
 
 
 def _check_samples(lengths_tokens: Sequence[int], job: Job, cap_tokens: int) -> None:
-    if len(lengths_tokens) < job.slots:
+    if len(lengths_tokens) < job.places:
         raise PlanError(
-            f"{len(lengths_tokens)} samples cannot fill {job.slots} slots "
+            f"{len(lengths_tokens)} samples cannot fill {job.places} micro-batches "
             f"({job.data_parallel_size} ranks x {job.micro_batches} micro-batches)"
         )
     longest = int(np.argmax(lengths_tokens))
@@ -115,7 +122,7 @@ def _check_samples(lengths_tokens: Sequence[int], job: Job, cap_tokens: int) -> 
         )
 
 
-def _ranks_then_slots(
+def _ranks_then_micro_batches(
     weights_S: np.ndarray,
     tokens_S: np.ndarray,
     job: Job,
@@ -133,49 +140,49 @@ def _ranks_then_slots(
     ranks = []
     for rank in by_rank:
         members = np.array(rank)
-        slots = _pack(
+        micro_batches = _pack(
             weights_S[members], tokens_S[members], job.micro_batches, capacity=cap_tokens, minimum=1
         )
-        ranks.append([members[slot].tolist() for slot in slots])
+        ranks.append([members[micro_batch].tolist() for micro_batch in micro_batches])
     return ranks
 
 
-def _slots_then_ranks(
+def _micro_batches_then_ranks(
     weights_S: np.ndarray,
     tokens_S: np.ndarray,
     job: Job,
     cap_tokens: int,
     slowness_R: np.ndarray,
 ) -> list[list[list[int]]]:
-    slots = _fit_slots(weights_S, tokens_S, job.slots, cap_tokens)
-    slot_weights = np.array([weights_S[slot].sum() for slot in slots])
+    micro_batches = _fit_micro_batches(weights_S, tokens_S, job.places, cap_tokens)
+    micro_batch_weights = np.array([weights_S[micro_batch].sum() for micro_batch in micro_batches])
     by_rank = _pack(
-        slot_weights,
-        np.ones(job.slots, dtype=np.int64),
+        micro_batch_weights,
+        np.ones(job.places, dtype=np.int64),
         job.data_parallel_size,
         capacity=job.micro_batches,
         minimum=job.micro_batches,
         slowness=slowness_R,
     )
-    return [[slots[index] for index in rank] for rank in by_rank]
+    return [[micro_batches[index] for index in rank] for rank in by_rank]
 
 
-def _fit_slots(
-    weights_S: np.ndarray, tokens_S: np.ndarray, slots: int, cap_tokens: int
+def _fit_micro_batches(
+    weights_S: np.ndarray, tokens_S: np.ndarray, micro_batches: int, cap_tokens: int
 ) -> list[list[int]]:
     for order_weights in (weights_S, tokens_S.astype(np.float64)):
         try:
-            return _pack(order_weights, tokens_S, slots, capacity=cap_tokens, minimum=1)
+            return _pack(order_weights, tokens_S, micro_batches, capacity=cap_tokens, minimum=1)
         except _NoRoomError as problem:
             sample = problem.sample
-    tight = _first_fit_decreasing(tokens_S, slots, cap_tokens)
+    tight = _first_fit_decreasing(tokens_S, micro_batches, cap_tokens)
     if tight is not None:
         return tight
-    loose = _pack(tokens_S.astype(np.float64), tokens_S, slots, capacity=None, minimum=1)
-    enough = max(int(tokens_S[slot].sum()) for slot in loose)
+    loose = _pack(tokens_S.astype(np.float64), tokens_S, micro_batches, capacity=None, minimum=1)
+    enough = max(int(tokens_S[micro_batch].sum()) for micro_batch in loose)
     raise PlanError(
-        f"sample {sample} ({tokens_S[sample]} tokens) fits in none of {slots} slots of "
-        f"{cap_tokens} tokens; --sparse-balance-max-tokens-per-micro-batch {enough} would do"
+        f"sample {sample} ({tokens_S[sample]} tokens) fits in none of {micro_batches} "
+        f"micro-batches of {cap_tokens} tokens; --sparse-balance-max-tokens-per-micro-batch {enough} would do"
     )
 
 
@@ -314,19 +321,20 @@ class _Packing:
 
 
 def _first_fit_decreasing(
-    tokens_S: np.ndarray, slots: int, cap_tokens: int
+    tokens_S: np.ndarray, micro_batches: int, cap_tokens: int
 ) -> list[list[int]] | None:
-    """Fewest slots first, then empty slots take samples from the fullest; None if it fails."""
-    members: list[list[int]] = [[] for _ in range(slots)]
-    used = np.zeros(slots, dtype=np.int64)
+    """Fewest micro-batches first, then empty micro-batches take samples from the fullest; None if
+    it fails."""
+    members: list[list[int]] = [[] for _ in range(micro_batches)]
+    used = np.zeros(micro_batches, dtype=np.int64)
     for sample in np.argsort(-tokens_S, kind="stable").tolist():
         fits = np.flatnonzero(used + tokens_S[sample] <= cap_tokens)
         if not len(fits):
             return None
         members[fits[0]].append(sample)
         used[fits[0]] += tokens_S[sample]
-    for empty in [index for index, slot in enumerate(members) if not slot]:
-        shared = [index for index, slot in enumerate(members) if len(slot) > 1]
+    for empty in [index for index, micro_batch in enumerate(members) if not micro_batch]:
+        shared = [index for index, micro_batch in enumerate(members) if len(micro_batch) > 1]
         donor = max(shared, key=lambda index: (used[index], -index))
         sample = members[donor].pop()
         members[empty].append(sample)

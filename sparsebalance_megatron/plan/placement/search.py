@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local search over a placement: the order of slots in a rank, and exchanges between ranks.
+"""Local search over a placement: the order of micro-batches in a rank, and exchanges between ranks.
 
 Every round simulates many neighbours at once and takes the best one; only moves that lower a
 simulated makespan are taken, so the result is never worse. What is simulated is limited by an
 :class:`SearchEffort`, a count and not a clock.
 
 Shape legend: S samples, R data-parallel ranks, P pipeline stages, V virtual stages,
-M micro-batches, C = P x V chunks, J = R x M slots, X candidates, O orders, I samples of a rank; a 2
-as the last axis: forward and backward; in ``ms_2X``: of the slowest rank and of the other one.
+M micro-batches, C = P x V chunks, J = R x M micro-batches, X candidates, O orders, I samples of a
+rank; a 2 as the last axis: forward and backward; in ``ms_2X``: of the slowest rank and of the other
+one.
 """
 
 from __future__ import annotations
@@ -36,16 +37,18 @@ def improve(
     cap_tokens: int,
     plan_ms: float,
 ) -> Placement:
-    """Order the slots of every rank, then trade samples with the slowest rank and order again.
+    """Order the micro-batches of every rank, then trade samples with the slowest rank and order
+    again.
 
-    Where no trade with another rank helps, the slots of the slowest rank trade with one another.
-    A few orders of every rank are always tried; all else lasts while ``plan_ms`` buys effort.
+    Where no trade with another rank helps, the micro-batches of the slowest rank trade with one
+    another. A few orders of every rank are always tried; all else lasts while ``plan_ms`` buys
+    effort.
     """
     search = _Search(placement, costs, sample_2SC, cap_tokens, plan_ms)
     search.order()
     while search.exchange() or search.rearrange():
         search.order()
-    return tuple(tuple(tuple(sorted(slot)) for slot in rank) for rank in search.ranks)
+    return tuple(tuple(tuple(sorted(micro_batch)) for micro_batch in rank) for rank in search.ranks)
 
 
 class _Search:
@@ -57,28 +60,30 @@ class _Search:
         cap_tokens: int,
         plan_ms: float,
     ) -> None:
-        self.ranks = [[list(slot) for slot in rank] for rank in placement]
+        self.ranks = [[list(micro_batch) for micro_batch in rank] for rank in placement]
         self.costs, self.cap_tokens = costs, cap_tokens
         self.tokens_S = costs.lengths_tokens_S
         self.sample_SC2 = np.stack(list(sample_2SC), axis=-1)
         constant_C2 = costs.constant_2C.T
-        sizes = [len(slot) for rank in self.ranks for slot in rank]
-        samples = np.array([s for rank in self.ranks for slot in rank for s in slot])
+        sizes = [len(micro_batch) for rank in self.ranks for micro_batch in rank]
+        samples = np.array([s for rank in self.ranks for micro_batch in rank for s in micro_batch])
         first_J = np.cumsum([0, *sizes[:-1]])
-        slot_JC2 = np.add.reduceat(self.sample_SC2[samples], first_J, axis=0)
+        micro_batch_JC2 = np.add.reduceat(self.sample_SC2[samples], first_J, axis=0)
         grid = (len(self.ranks), costs.job.micro_batches)
-        self.slot_RMC2 = constant_C2 + slot_JC2.reshape(*grid, *constant_C2.shape)
+        self.micro_batch_RMC2 = constant_C2 + micro_batch_JC2.reshape(*grid, *constant_C2.shape)
         self.used_RM = np.add.reduceat(self.tokens_S[samples], first_J).reshape(grid)
         self.rank_operations = 2 * costs.job.micro_batches * costs.chunks
         self.effort = SearchEffort(plan_ms)
         self.every_R = np.arange(len(self.ranks))
-        self.makespans_R = self._simulate(self.slot_RMC2, self.every_R)
+        self.makespans_R = self._simulate(self.micro_batch_RMC2, self.every_R)
 
-    def _simulate(self, slot_XMC2: np.ndarray, ranks_X: np.ndarray) -> np.ndarray:
-        """Makespans [X] of the ranks ``ranks_X`` with these slots."""
-        self.effort.spend(slot_XMC2.size)
-        alone_XM = unshared(*slot_XMC2.shape[:2])
-        return makespans_ms(self.costs.times_of(np.moveaxis(slot_XMC2, -1, 0), ranks_X, alone_XM))
+    def _simulate(self, micro_batch_XMC2: np.ndarray, ranks_X: np.ndarray) -> np.ndarray:
+        """Makespans [X] of the ranks ``ranks_X`` with these micro-batches."""
+        self.effort.spend(micro_batch_XMC2.size)
+        alone_XM = unshared(*micro_batch_XMC2.shape[:2])
+        return makespans_ms(
+            self.costs.times_of(np.moveaxis(micro_batch_XMC2, -1, 0), ranks_X, alone_XM)
+        )
 
     @property
     def _order_matters(self) -> bool:
@@ -93,7 +98,7 @@ class _Search:
         """Best of all orders where they are few; else of a few shapes, then of pairwise swaps."""
         if not self._order_matters:
             return
-        self._take_best_order(self._orders(self.slot_RMC2))
+        self._take_best_order(self._orders(self.micro_batch_RMC2))
         if self.costs.job.micro_batches <= _ALL_ORDERS_UNTIL:
             return
         while len(swaps_XM := self._swaps()):
@@ -111,7 +116,7 @@ class _Search:
             row[[i, j]] = j, i
         return orders_XM
 
-    def _orders(self, slot_XMC2: np.ndarray) -> np.ndarray:
+    def _orders(self, micro_batch_XMC2: np.ndarray) -> np.ndarray:
         """[X, O, M]: all orders of each rank where they are few.
 
         Else ascending, descending, small at both ends, large at both ends.
@@ -119,8 +124,8 @@ class _Search:
         positions = self.costs.job.micro_batches
         if positions <= _ALL_ORDERS_UNTIL:
             every_XM = np.array(list(itertools.permutations(range(positions))))
-            return np.broadcast_to(every_XM, (len(slot_XMC2), *every_XM.shape))
-        up_XM = np.argsort(slot_XMC2.sum(axis=(2, 3)), axis=1, kind="stable")
+            return np.broadcast_to(every_XM, (len(micro_batch_XMC2), *every_XM.shape))
+        up_XM = np.argsort(micro_batch_XMC2.sum(axis=(2, 3)), axis=1, kind="stable")
         down_XM = up_XM[:, ::-1]
         shapes = [up_XM, down_XM]
         for sorted_XM in (up_XM, down_XM):
@@ -128,17 +133,17 @@ class _Search:
         return np.stack(shapes, axis=1)
 
     def _simulate_orders(
-        self, slot_XMC2: np.ndarray, ranks_X: np.ndarray, orders_XOM: np.ndarray
+        self, micro_batch_XMC2: np.ndarray, ranks_X: np.ndarray, orders_XOM: np.ndarray
     ) -> np.ndarray:
         """[X, O] ms."""
-        rows = np.arange(len(slot_XMC2))[:, None, None]
-        ordered = slot_XMC2[rows, orders_XOM]
+        rows = np.arange(len(micro_batch_XMC2))[:, None, None]
+        ordered = micro_batch_XMC2[rows, orders_XOM]
         ranks = np.repeat(ranks_X, orders_XOM.shape[1])
-        ms = self._simulate(ordered.reshape(-1, *slot_XMC2.shape[1:]), ranks)
+        ms = self._simulate(ordered.reshape(-1, *micro_batch_XMC2.shape[1:]), ranks)
         return ms.reshape(orders_XOM.shape[:2])
 
     def _take_best_order(self, orders_RXM: np.ndarray) -> bool:
-        ms_RX = self._simulate_orders(self.slot_RMC2, self.every_R, orders_RXM)
+        ms_RX = self._simulate_orders(self.micro_batch_RMC2, self.every_R, orders_RXM)
         best_R = ms_RX.argmin(axis=1)
         improved = np.flatnonzero(ms_RX[self.every_R, best_R] < self.makespans_R * (1 - _GAIN))
         for rank in improved.tolist():
@@ -148,7 +153,7 @@ class _Search:
 
     def _reorder(self, rank: int, order_M: np.ndarray) -> None:
         self.ranks[rank] = [self.ranks[rank][position] for position in order_M.tolist()]
-        self.slot_RMC2[rank] = self.slot_RMC2[rank, order_M]
+        self.micro_batch_RMC2[rank] = self.micro_batch_RMC2[rank, order_M]
         self.used_RM[rank] = self.used_RM[rank, order_M]
 
     def exchange(self) -> bool:
@@ -162,7 +167,7 @@ class _Search:
         return changed
 
     def rearrange(self) -> bool:
-        """Trade samples between the slots of the slowest rank while that helps."""
+        """Trade samples between the micro-batches of the slowest rank while that helps."""
         changed = False
         while self._order_matters:
             moves = self._moves_within(int(self.makespans_R.argmax()))
@@ -191,23 +196,24 @@ class _Search:
 
     def _take_best_move_within(self, moves: np.ndarray) -> bool:
         slow, m, give, _, n, take = moves.T
-        slots, rows = self.slot_RMC2[slow], np.arange(len(moves))
+        micro_batches, rows = self.micro_batch_RMC2[slow], np.arange(len(moves))
         difference = self._difference(give, take)
-        slots[rows, m] -= difference
-        slots[rows, n] += difference
-        ms_X = self._simulate(slots, slow)
+        micro_batches[rows, m] -= difference
+        micro_batches[rows, n] += difference
+        ms_X = self._simulate(micro_batches, slow)
         best = int(ms_X.argmin())
         if ms_X[best] >= self.makespans_R[slow[0]] * (1 - _GAIN):
             return False
-        self._apply(moves[best].tolist(), slots[best], slots[best])
+        self._apply(moves[best].tolist(), micro_batches[best], micro_batches[best])
         self.makespans_R[slow[0]] = ms_X[best]
         return True
 
     def _moves(self, slow: int) -> np.ndarray:
-        """Moves (slow rank, slot, sample, other rank, slot, sample or -1) that obey cap and slots.
+        """Moves (slow rank, micro-batch, sample, other rank, micro-batch, sample or -1) that obey
+        cap and micro-batches.
 
-        -1 takes nothing in return, from a slot that keeps other samples. Partners in the fastest
-        ranks come first; what is too much to simulate at once is left out.
+        -1 takes nothing in return, from a micro-batch that keeps other samples. Partners in the
+        fastest ranks come first; what is too much to simulate at once is left out.
         """
         most = self._affordable(2)
         if not most:
@@ -223,9 +229,9 @@ class _Search:
         return moves[chosen[np.argsort(pairs[1][chosen], kind="stable")][:most]]
 
     def _legal(self, slow: int, moves: np.ndarray) -> np.ndarray:
-        """Which moves obey the cap and leave no slot empty."""
+        """Which moves obey the cap and leave no micro-batch empty."""
         _, m, give, other, n, take = moves.T
-        alone_M = np.array([len(slot) == 1 for slot in self.ranks[slow]])
+        alone_M = np.array([len(micro_batch) == 1 for micro_batch in self.ranks[slow]])
         change = self.tokens_S[give] - np.where(take >= 0, self.tokens_S[take], 0)
         fits = (self.used_RM[other, n] + change <= self.cap_tokens) & (
             self.used_RM[slow, m] - change <= self.cap_tokens
@@ -233,16 +239,20 @@ class _Search:
         return np.asarray(fits & ((take >= 0) | ~alone_M[m]))
 
     def _difference(self, give: np.ndarray, take: np.ndarray) -> np.ndarray:
-        """Ms that go from one slot to another, [X, C, 2]."""
+        """Ms that go from one micro-batch to another, [X, C, 2]."""
         taken = np.where((take >= 0)[:, None, None], self.sample_SC2[take], 0.0)
         return np.asarray(self.sample_SC2[give] - taken)
 
     def _members(self, rank: int, *, nothing: bool) -> np.ndarray:
-        """(rank, slot, sample) of a rank's samples, [I, 3]; -1 per slot for nothing.
+        """(rank, micro-batch, sample) of a rank's samples, [I, 3]; -1 per micro-batch for nothing.
 
         Of very many, some of every size: pairs of them must stay few.
         """
-        rows = [(rank, m, sample) for m, slot in enumerate(self.ranks[rank]) for sample in slot]
+        rows = [
+            (rank, m, sample)
+            for m, micro_batch in enumerate(self.ranks[rank])
+            for sample in micro_batch
+        ]
         members_I3 = np.array(rows, dtype=np.int64)
         if len(members_I3) > _MAX_MEMBERS:
             by_size_I = np.argsort(self.tokens_S[members_I3[:, 2]], kind="stable")
@@ -258,44 +268,51 @@ class _Search:
         slow, m, give, other, n, take = moves.T
         difference = self._difference(give, take)
         rows = np.arange(len(moves))
-        slow_slots, other_slots = self.slot_RMC2[slow], self.slot_RMC2[other]
-        slow_slots[rows, m] -= difference
-        other_slots[rows, n] += difference
-        both = np.concatenate([slow_slots, other_slots])
+        slow_micro_batches, other_micro_batches = (
+            self.micro_batch_RMC2[slow],
+            self.micro_batch_RMC2[other],
+        )
+        slow_micro_batches[rows, m] -= difference
+        other_micro_batches[rows, n] += difference
+        both = np.concatenate([slow_micro_batches, other_micro_batches])
         ms_2X = self._simulate(both, np.concatenate([slow, other])).reshape(2, -1)
         limit_ms = self.makespans_R[slow[0]] * (1 - _GAIN)
         best = int(ms_2X.max(axis=0).argmin())
         if ms_2X[:, best].max() < limit_ms:
-            self._apply(moves[best].tolist(), slow_slots[best], other_slots[best])
+            self._apply(moves[best].tolist(), slow_micro_batches[best], other_micro_batches[best])
             self.makespans_R[[slow[best], other[best]]] = ms_2X[:, best]
             return True
-        return self._take_best_reordered_move(moves, slow_slots, other_slots, ms_2X, limit_ms)
+        return self._take_best_reordered_move(
+            moves, slow_micro_batches, other_micro_batches, ms_2X, limit_ms
+        )
 
     def _take_best_reordered_move(
         self,
         moves: np.ndarray,
-        slow_slots: np.ndarray,
-        other_slots: np.ndarray,
+        slow_micro_batches: np.ndarray,
+        other_micro_batches: np.ndarray,
         ms_2X: np.ndarray,
         limit_ms: float,
     ) -> bool:
         if not self._order_matters:
             return False
-        orders = self._orders(slow_slots[:1]).shape[1]
+        orders = self._orders(slow_micro_batches[:1]).shape[1]
         promising = np.argsort(ms_2X.max(axis=0), kind="stable")[: self._affordable(2 * orders)]
         if not len(promising):
             return False
-        slots = np.concatenate([slow_slots[promising], other_slots[promising]])
+        micro_batches = np.concatenate(
+            [slow_micro_batches[promising], other_micro_batches[promising]]
+        )
         ranks = moves[promising][:, [0, 3]].T.ravel()
-        orders_XOM = self._orders(slots)
-        ms_XO = self._simulate_orders(slots, ranks, orders_XOM)
+        orders_XOM = self._orders(micro_batches)
+        ms_XO = self._simulate_orders(micro_batches, ranks, orders_XOM)
         best_ms_2X = ms_XO.min(axis=1).reshape(2, -1)
         best = int(best_ms_2X.max(axis=0).argmin())
         if best_ms_2X[:, best].max() >= limit_ms:
             return False
         chosen = int(promising[best])
         move = moves[chosen].tolist()
-        self._apply(move, slow_slots[chosen], other_slots[chosen])
+        self._apply(move, slow_micro_batches[chosen], other_micro_batches[chosen])
         for rank, row in ((move[0], best), (move[3], best + len(promising))):
             self._reorder(rank, orders_XOM[row, ms_XO[row].argmin()])
             self.makespans_R[rank] = ms_XO[row].min()
@@ -312,4 +329,4 @@ class _Search:
             tokens = tokens - self.tokens_S[take]
         self.used_RM[slow, m] -= tokens
         self.used_RM[other, n] += tokens
-        self.slot_RMC2[slow], self.slot_RMC2[other] = slow_MC2, other_MC2
+        self.micro_batch_RMC2[slow], self.micro_batch_RMC2[other] = slow_MC2, other_MC2

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Neighbours of a placement whose slots differ in width, drawn many at a time.
+"""Neighbours of a placement whose micro-batches differ in width, drawn many at a time.
 
-A move makes up to three slots anew, in the place of others and from their samples, or exchanges
-two positions of an island.
+A move makes up to three micro-batches anew, in the place of others and from their samples, or
+exchanges two positions of an island.
 
-Shape legend: X moves drawn, J slots of a :class:`.SlotTable`, F contents, S samples, Y = 3 slots
-that a move makes.
+Shape legend: X moves drawn, J micro-batches of a :class:`.SlotTable`, F contents, S samples, Y = 3
+micro-batches that a move makes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from sparsebalance_megatron.plan.placement.wide_slots import (
+from sparsebalance_megatron.plan.placement.wide_micro_batches import (
     BLOCKS,
     SEQUENCES,
     TOKENS,
@@ -28,14 +28,14 @@ _OVERDRAWN = 3
 
 
 class Kind(IntEnum):
-    """What a move does with slots a, b, c and samples x of a, y of b."""
+    """What a move does with micro-batches a, b, c and samples x of a, y of b."""
 
     POSITIONS = 0
     """The island of a exchanges the positions of a and b."""
     TRADE = 1
     """a gives x to b, and takes y where that is a sample."""
     MERGE = 2
-    """a and its buddy become one slot."""
+    """a and its buddy become one micro-batch."""
     MERGE_JOIN = 3
     """a becomes as wide as itself and its buddy, whose samples join c."""
     MERGE_HALVE = 4
@@ -43,7 +43,7 @@ class Kind(IntEnum):
     HALVE_TAKE = 5
     """a keeps one half of its ranks, and y of b gets the other."""
     HALVE = 6
-    """a becomes two slots, with every second of its samples by weight."""
+    """a becomes two micro-batches, with every second of its samples by weight."""
 
 
 _SHARES = {
@@ -81,13 +81,14 @@ class Numbers:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What slots that moves make obey: tokens per rank, the widest, a block for every rank."""
+    """What micro-batches that moves make obey: tokens per rank, the widest, a block for every
+    rank."""
 
     cap_tokens: int
     max_width: int
 
     def allow_X(self, width_XY: np.ndarray, contents_XYF: np.ndarray) -> np.ndarray:
-        """Which moves make slots that obey; width 0 makes none."""
+        """Which moves make micro-batches that obey; width 0 makes none."""
         fine_XY = (
             (contents_XYF[..., SEQUENCES] > 0)
             & (contents_XYF[..., TOKENS] <= self.cap_tokens * width_XY)
@@ -99,15 +100,15 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True)
 class Moves:
-    """Moves of a table's slots.
+    """Moves of a table's micro-batches.
 
-    ``kind_X``, ``slot_3X`` (a, b, c), ``sample_2X`` (x, y or -1), ``swapped_X`` (which half is
-    whose). ``rank_XY``, ``position_XY``, ``width_XY`` (0 for none), ``contents_XYF``: the slots
-    that each makes.
+    ``kind_X``, ``micro_batch_3X`` (a, b, c), ``sample_2X`` (x, y or -1), ``swapped_X`` (which half
+    is whose). ``rank_XY``, ``position_XY``, ``width_XY`` (0 for none), ``contents_XYF``: the
+    micro-batches that each makes.
     """
 
     kind_X: np.ndarray
-    slot_3X: np.ndarray
+    micro_batch_3X: np.ndarray
     sample_2X: np.ndarray
     swapped_X: np.ndarray
     rank_XY: np.ndarray
@@ -116,8 +117,10 @@ class Moves:
     contents_XYF: np.ndarray
 
     def made(self, move: int, table: SlotTable, weights_S: np.ndarray) -> list[tuple[int, ...]]:
-        """Samples of the slots that a move makes."""
-        a, b, c = (table.members[slot] for slot in self.slot_3X[:, move].tolist())
+        """Samples of the micro-batches that a move makes."""
+        a, b, c = (
+            table.members[micro_batch] for micro_batch in self.micro_batch_3X[:, move].tolist()
+        )
         x, y = self.sample_2X[:, move].tolist()
         match Kind(int(self.kind_X[move])):
             case Kind.TRADE:
@@ -157,17 +160,17 @@ def draw_moves(
     numbers: Numbers,
     count: int,
 ) -> Moves:
-    """Draw at most ``count`` allowed moves of the table's slots."""
+    """Draw at most ``count`` allowed moves of the table's micro-batches."""
     drawn = count * _OVERDRAWN
-    slots = len(table.width_J)
+    micro_batches = len(table.width_J)
     kind_X = np.searchsorted(_UNTIL, numbers.below(1 << 20, drawn) / (1 << 20), side="right")
-    slot_3X = numbers.below(slots, 3 * drawn).reshape(3, drawn)
+    micro_batch_3X = numbers.below(micro_batches, 3 * drawn).reshape(3, drawn)
     merges_X = (kind_X >= Kind.MERGE) & (kind_X <= Kind.MERGE_HALVE)
-    slot_3X[1] = np.where(merges_X, table.buddy_J[slot_3X[0]], slot_3X[1])
-    a, b, c = slot_3X
+    micro_batch_3X[1] = np.where(merges_X, table.buddy_J[micro_batch_3X[0]], micro_batch_3X[1])
+    a, b, c = micro_batch_3X
     real_X = _possible(table, kind_X, a, b, c)
-    kind_X, slot_3X = kind_X[real_X], slot_3X[:, real_X]
-    a, b, c = slot_3X
+    kind_X, micro_batch_3X = kind_X[real_X], micro_batch_3X[:, real_X]
+    a, b, c = micro_batch_3X
     x = table.sample_I[table.first_J[a] + numbers.below(table.size_J[a], len(a))]
     place = numbers.below(table.size_J[b] + (kind_X == Kind.TRADE), len(a))
     y = table.sample_I[table.first_J[b] + np.minimum(place, table.size_J[b] - 1)]
@@ -179,10 +182,10 @@ def draw_moves(
     made_XYF = np.zeros((len(a), 3, has_JF.shape[1]))
 
     def make(
-        rows: np.ndarray, y: int, slot: np.ndarray, width: np.ndarray, has: np.ndarray
+        rows: np.ndarray, y: int, micro_batch: np.ndarray, width: np.ndarray, has: np.ndarray
     ) -> None:
-        place_3XY[0, rows, y] = table.rank_J[slot]
-        place_3XY[1, rows, y] = table.position_J[slot]
+        place_3XY[0, rows, y] = table.rank_J[micro_batch]
+        place_3XY[1, rows, y] = table.position_J[micro_batch]
         place_3XY[2, rows, y] = width
         made_XYF[rows, y] = has
 
@@ -201,12 +204,12 @@ def draw_moves(
     make(join, 1, c[join], width_J[c[join]], has_JF[c[join]] + has_JF[b[join]])
 
     def halve(
-        rows: np.ndarray, y: int, slot: np.ndarray, one: np.ndarray, other: np.ndarray
+        rows: np.ndarray, y: int, micro_batch: np.ndarray, one: np.ndarray, other: np.ndarray
     ) -> None:
         turned = swapped_X[rows][:, None]
-        half = width_J[slot] // 2
-        make(rows, y, slot, half, np.where(turned, other, one))
-        make(rows, y + 1, slot, half, np.where(turned, one, other))
+        half = width_J[micro_batch] // 2
+        make(rows, y, micro_batch, half, np.where(turned, other, one))
+        make(rows, y + 1, micro_batch, half, np.where(turned, one, other))
         place_3XY[0, rows, y + 1] += half
 
     rows = np.flatnonzero(kind_X == Kind.MERGE_HALVE)
@@ -219,14 +222,17 @@ def draw_moves(
     swapped_X[rows] = False
     if len(rows):
         part_XF = np.stack(
-            [contents.of(list(_two_parts(table.members[slot], weights_S)[0])) for slot in a[rows]]
+            [
+                contents.of(list(_two_parts(table.members[micro_batch], weights_S)[0]))
+                for micro_batch in a[rows]
+            ]
         )
         halve(rows, 0, a[rows], part_XF, has_JF[a[rows]] - part_XF)
 
     chosen = np.flatnonzero(rules.allow_X(place_3XY[2], made_XYF))[:count]
     return Moves(
         kind_X=kind_X[chosen],
-        slot_3X=slot_3X[:, chosen],
+        micro_batch_3X=micro_batch_3X[:, chosen],
         sample_2X=np.stack([x, y])[:, chosen],
         swapped_X=swapped_X[chosen],
         rank_XY=place_3XY[0, chosen],
@@ -239,7 +245,7 @@ def draw_moves(
 def _possible(
     table: SlotTable, kind_X: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarray
 ) -> np.ndarray:
-    """Which kinds of moves these slots can make."""
+    """Which kinds of moves these micro-batches can make."""
     several_J, wide_J = table.size_J > 1, table.width_J > 1
     buddies_X, apart_X = b >= 0, (c != a) & (c != b)
     choices = [

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local search over placements whose slots differ in width.
+"""Local search over placements whose micro-batches differ in width.
 
-An island is as many neighbouring ranks as the widest slot may have: its pipelines wait for one
-another, those of two islands never do. Every round draws moves in the slowest island, or in it and
-another one, simulates them at once and takes the best, if it is better or hardly worse; what counts
-as hardly falls to nothing. What is simulated is limited by a :class:`.SearchEffort`.
+An island is as many neighbouring ranks as the widest micro-batch may have: its pipelines wait for
+one another, those of two islands never do. Every round draws moves in the slowest island, or in it
+and another one, simulates them at once and takes the best, if it is better or hardly worse; what
+counts as hardly falls to nothing. What is simulated is limited by a :class:`.SearchEffort`.
 
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches,
-C = P x V chunks, E islands, W ranks looked at, X candidates, Y slots that a move makes.
+C = P x V chunks, E islands, W ranks looked at, X candidates, Y micro-batches that a move makes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
+from sparsebalance_megatron.plan.placement.wide_micro_batches import Contents, SlotTable, WideSlots
 from sparsebalance_megatron.plan.placement.wide_moves import (
     Kind,
     Moves,
@@ -24,7 +25,6 @@ from sparsebalance_megatron.plan.placement.wide_moves import (
     Rules,
     draw_moves,
 )
-from sparsebalance_megatron.plan.placement.wide_slots import Contents, SlotTable, WideSlots
 from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
@@ -172,7 +172,7 @@ class _WideSearch:
             widths_XWM[x, w, m] = moves.width_XY[x, y]
         width = self.rules.max_width
         for move in np.flatnonzero(moves.kind_X == Kind.POSITIONS).tolist():
-            a, b, _ = moves.slot_3X[:, move]
+            a, b, _ = moves.micro_batch_3X[:, move]
             first = local_R[table.rank_J[a]] // width * width
             part, pair = slice(first, first + width), table.position_J[[a, b]]
             times_XWMF[move, part, pair] = times_XWMF[move, part, pair[::-1]]
@@ -180,10 +180,10 @@ class _WideSearch:
         return times_XWMF, widths_XWM
 
     def _apply(self, moves: Moves, move: int, table: SlotTable) -> None:
-        slots = moves.slot_3X[:, move]
+        micro_batches = moves.micro_batch_3X[:, move]
         if moves.kind_X[move] == Kind.POSITIONS:
-            one, other = table.position_J[slots[:2]].tolist()
-            island = int(table.rank_J[slots[0]]) // self.rules.max_width
+            one, other = table.position_J[micro_batches[:2]].tolist()
+            island = int(table.rank_J[micro_batches[0]]) // self.rules.max_width
             self.state.swap_positions(self.islands[island], one, other)
             return
         made = moves.made(move, table, self.weights_S)

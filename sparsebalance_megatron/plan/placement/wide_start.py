@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A first placement whose slots are as wide as their samples ask for.
+"""A first placement whose micro-batches are as wide as their samples ask for.
 
 Widths are powers of two. Taken from the widest to the narrowest they fill every position of every
-island, an island being as many neighbouring ranks as the widest slot may have, without gaps and
-each at a multiple of its width.
+island, an island being as many neighbouring ranks as the widest micro-batch may have, without gaps
+and each at a multiple of its width.
 
-Shape legend: S samples of a global batch, R data-parallel ranks, M micro-batches, J slots.
+Shape legend: S samples of a global batch, R data-parallel ranks, M micro-batches, J micro-batches.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from sparsebalance_megatron.plan.step_plan import PlanError
 def wide_start(
     weights_S: np.ndarray, costs: StepCosts, rules: Rules, most_over_mean: float = np.inf
 ) -> Arrangement:
-    """Samples in slots of the least width under the token cap, then as wide as places are left.
+    """Samples in micro-batches of the least width under the token cap, then as wide as places are
+    left.
 
-    A sample is given a slot of its own, with the least width at which its share of the tokens fits
-    under the cap and its share of the weight is at most ``most_over_mean`` times the mean of all
-    places; where no place is left for that, samples share slots, lightest first. Places that are
-    left widen the slots that weigh most per rank.
+    A sample is given a micro-batch of its own, with the least width at which its share of the
+    tokens fits under the cap and its share of the weight is at most ``most_over_mean`` times the
+    mean of all places; where no place is left for that, samples share micro-batches, lightest
+    first. Places that are left widen the micro-batches that weigh most per rank.
 
     Args:
         weights_S: cost of every sample on a rank by itself.
@@ -37,25 +38,25 @@ def wide_start(
     Raises:
         PlanError: the samples are too few for so many ranks, or have too many tokens.
     """
-    slots = _Slots(weights_S, costs, rules)
-    places = costs.job.slots
-    least_S = slots.least_widths()
-    wanted_S = slots.light_widths(least_S, most_over_mean * float(weights_S.sum()) / places)
+    micro_batches = _Slots(weights_S, costs, rules)
+    places = costs.job.places
+    least_S = micro_batches.least_widths()
+    wanted_S = micro_batches.light_widths(least_S, most_over_mean * float(weights_S.sum()) / places)
     for sample in np.lexsort((-weights_S, -wanted_S)).tolist():
         width = int(wanted_S[sample])
         while width > places and width > least_S[sample]:
             width //= 2
         if width <= places:
-            slots.open(sample, width)
+            micro_batches.open(sample, width)
             places -= width
         else:
-            slots.share(sample)
-    slots.widen(places)
-    return slots.arranged(costs.job)
+            micro_batches.share(sample)
+    micro_batches.widen(places)
+    return micro_batches.arranged(costs.job)
 
 
 class _Slots:
-    """Slots that are opened, shared and widened one by one."""
+    """Micro-batches that are opened, shared and widened one by one."""
 
     def __init__(self, weights_S: np.ndarray, costs: StepCosts, rules: Rules) -> None:
         self.weights_S, self.rules = weights_S, rules
@@ -96,83 +97,84 @@ class _Slots:
 
     def no_room(self, sample: int) -> PlanError:
         return PlanError(
-            f"sample {sample} ({self.tokens_S[sample]} tokens) fits in no slot of "
+            f"sample {sample} ({self.tokens_S[sample]} tokens) fits in no micro-batch of "
             f"{self.rules.cap_tokens} tokens per rank, up to {self.rules.max_width} ranks; raise "
             "--sparse-balance-max-tokens-per-micro-batch or --sparse-balance-max-context-parallel"
         )
 
     def open(self, sample: int, width: int) -> None:
-        slot = len(self.members)
+        micro_batch = len(self.members)
         self.members.append([])
         self.width_J.append(width)
         self.weight_J.append(0.0)
         self.tokens_J.append(0)
         self.blocks_J.append(0)
-        self._add(sample, slot)
+        self._add(sample, micro_batch)
 
     def share(self, sample: int) -> None:
         """Put a sample where the weight per rank is least and the cap allows it."""
         tokens, full = self._of_sample[sample][1], []
         while self._light:
-            entry = weight, slot = heapq.heappop(self._light)
-            if weight != self._weight_per_rank(slot):  # of before another sample came
+            entry = weight, micro_batch = heapq.heappop(self._light)
+            if weight != self._weight_per_rank(micro_batch):  # of before another sample came
                 continue
-            cap_tokens = self.rules.cap_tokens * self.width_J[slot]
-            if self.tokens_J[slot] + tokens <= cap_tokens:
+            cap_tokens = self.rules.cap_tokens * self.width_J[micro_batch]
+            if self.tokens_J[micro_batch] + tokens <= cap_tokens:
                 break
             full.append(entry)
         else:
             raise self.no_room(sample)
-        self._add(sample, slot)
+        self._add(sample, micro_batch)
         for entry in full:
             heapq.heappush(self._light, entry)
 
-    def _weight_per_rank(self, slot: int) -> float:
-        return self.weight_J[slot] / self.width_J[slot]
+    def _weight_per_rank(self, micro_batch: int) -> float:
+        return self.weight_J[micro_batch] / self.width_J[micro_batch]
 
-    def _add(self, sample: int, slot: int) -> None:
-        self.members[slot].append(sample)
+    def _add(self, sample: int, micro_batch: int) -> None:
+        self.members[micro_batch].append(sample)
         weight, tokens, blocks = self._of_sample[sample]
-        self.weight_J[slot] += weight
-        self.tokens_J[slot] += tokens
-        self.blocks_J[slot] += blocks
-        heapq.heappush(self._light, (self._weight_per_rank(slot), slot))
+        self.weight_J[micro_batch] += weight
+        self.tokens_J[micro_batch] += tokens
+        self.blocks_J[micro_batch] += blocks
+        heapq.heappush(self._light, (self._weight_per_rank(micro_batch), micro_batch))
 
     def widen(self, places: int) -> None:
-        """Double slots until they fill so many places more, always that with most weight per rank.
+        """Double micro-batches until they fill so many places more, always that with most weight
+        per rank.
 
         One with a block for every rank, if there is any: others compute padding on some.
 
         Raises:
-            PlanError: no slot may become wider, and places are left.
+            PlanError: no micro-batch may become wider, and places are left.
         """
         enough: list[tuple[float, int]] = []
         padded: list[tuple[float, int]] = []
 
-        def offer(slot: int) -> None:
-            heap = enough if self.blocks_J[slot] >= 2 * self.width_J[slot] else padded
-            heapq.heappush(heap, (-self._weight_per_rank(slot), slot))
+        def offer(micro_batch: int) -> None:
+            heap = enough if self.blocks_J[micro_batch] >= 2 * self.width_J[micro_batch] else padded
+            heapq.heappush(heap, (-self._weight_per_rank(micro_batch), micro_batch))
 
-        for slot in range(len(self.members)):
-            offer(slot)
+        for micro_batch in range(len(self.members)):
+            offer(micro_batch)
         while places:
             heap = enough or padded
             if not heap:
                 raise PlanError(
                     f"{len(self.weights_S)} samples cannot fill every position of every rank with "
-                    f"slots of up to {self.rules.max_width} ranks; raise --micro-batch-size or "
-                    "lower --context-parallel-size"
+                    f"micro-batches of up to {self.rules.max_width} ranks; raise --micro-batch-size "
+                    "or lower --context-parallel-size"
                 )
-            slot = heapq.heappop(heap)[1]
-            width = self.width_J[slot]
+            micro_batch = heapq.heappop(heap)[1]
+            width = self.width_J[micro_batch]
             # Neither becomes possible later: places only become fewer.
             if 2 * width <= self.rules.max_width and width <= places:
-                self.width_J[slot] = 2 * width
+                self.width_J[micro_batch] = 2 * width
                 places -= width
-                offer(slot)
+                offer(micro_batch)
 
     def arranged(self, job: Job) -> Arrangement:
-        """Widest slots first, each in the island with the least load that has room."""
+        """Widest micro-batches first, each in the island with the least load that has room."""
         max_width = self.rules.max_width
         islands = job.data_parallel_size // max_width
         nothing: tuple[int, ...] = ()
@@ -181,8 +183,8 @@ class _Slots:
         used = np.zeros((islands, job.micro_batches), dtype=np.int64)
         loads = [(0.0, island) for island in range(islands)]
         heaviest_widest = np.lexsort((-np.array(self.weight_J), -np.array(self.width_J)))
-        for slot in heaviest_widest.tolist():
-            width, passed_over = self.width_J[slot], []
+        for micro_batch in heaviest_widest.tolist():
+            width, passed_over = self.width_J[micro_batch], []
             while True:
                 load, island = heapq.heappop(loads)
                 position = int(used[island].argmin())
@@ -190,10 +192,10 @@ class _Slots:
                     break
                 passed_over.append((load, island))
             rank = island * max_width + int(used[island, position])
-            samples[rank][position] = tuple(sorted(self.members[slot]))
+            samples[rank][position] = tuple(sorted(self.members[micro_batch]))
             widths_RM[rank : rank + width, position] = width
             used[island, position] += width
-            for entry in (*passed_over, (load + self.weight_J[slot], island)):
+            for entry in (*passed_over, (load + self.weight_J[micro_batch], island)):
                 heapq.heappush(loads, entry)
         return Arrangement(
             samples=tuple(tuple(rank) for rank in samples),

@@ -175,7 +175,7 @@ def _outlook(inputs: AdviceInputs, choice: Choice) -> Outlook:
         speedup_over_dense=dense_ms / step_ms,
         coverage_prior=float(np.mean(known)) if known else None,
         stages=_fullest(
-            [stage_memory(_memory(inputs, choice, plan), plan.share_tokens_RM()) for plan in sparse]
+            [stage_memory(_memory(inputs, choice, plan), plan.rank_tokens_RM()) for plan in sparse]
         ),
     )
 
@@ -243,7 +243,7 @@ def _router_ms(cost: CostModel, layers: int, plan: StepPlan) -> float:
     """Selecting blocks, forward and backward, on all ranks and layers of a step."""
     forward, backward = (cost.coefficients_ms(Part.ROUTER, each) for each in Direction)
     per_unit = forward + backward
-    return layers * sum(float(per_unit @ _router_work(cost, each)) for each in plan.slots)
+    return layers * sum(float(per_unit @ _router_work(cost, each)) for each in plan.micro_batches)
 
 
 def _router_work(cost: CostModel, micro_batch: MicroBatchPlan) -> np.ndarray:
@@ -267,7 +267,9 @@ def _memory(inputs: AdviceInputs, choice: Choice, plan: StepPlan) -> MemoryModel
             heads=inputs.shape.num_attention_heads,
             groups=inputs.shape.num_query_groups,
             block_size=choice.block_size,
-            budget_blocks=max(int(slot.budgets_LS.max()) for slot in plan.slots),
+            budget_blocks=max(
+                int(micro_batch.budgets_LS.max()) for micro_batch in plan.micro_batches
+            ),
         ),
         recompute_all=inputs.recompute_all,
         recompute_attention=inputs.recompute_attention,

@@ -70,7 +70,7 @@ def default_policy(
         coverage_threshold=coverage_threshold,
         base_budget=base_budget,
         block_size=block_size,
-        max_tokens_per_slot=cap_tokens,
+        max_tokens_per_micro_batch=cap_tokens,
     )
 
 

@@ -339,9 +339,9 @@ def _unhideable(workload: Workload, batch: tuple[int, ...]) -> bool:
 
 
 def _largest_drop(workload: Workload, plan: StepPlan) -> float:
-    lengths_S = np.concatenate([each.lengths_tokens for each in plan.slots])
+    lengths_S = np.concatenate([each.lengths_tokens for each in plan.micro_batches])
     blocks_S = -(-lengths_S // workload.policy.block_size)
-    budgets_LS = np.concatenate([each.budgets_LS for each in plan.slots], axis=1)
+    budgets_LS = np.concatenate([each.budgets_LS for each in plan.micro_batches], axis=1)
     base_LS = np.full_like(budgets_LS, workload.policy.base_budget)
     drop_LS = workload.coverage.coverage_LS(blocks_S, base_LS) - workload.coverage.coverage_LS(
         blocks_S, budgets_LS

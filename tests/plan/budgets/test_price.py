@@ -148,7 +148,7 @@ def test_nothing_is_owed_unless_said():
     problem = budget_problem(
         POLICY, step_costs(LONG, JOB, COST, SCALES), coverage_curves(JOB.layers, seed=2)
     )
-    assert price(problem).wanted_coverage == price(problem, owed_coverage=0.0).wanted_coverage
+    assert price(problem).wanted_coverage == price(problem, coverage_deficit=0.0).wanted_coverage
 
 
 def test_horizons_hold_whole_steps():

@@ -28,19 +28,21 @@ class Case:
     def __init__(self, seed, tuning, *, shape=(2, 4, 2, 1), observed=1.0, lengths=None, **changes):
         generator = np.random.default_rng(seed)
         self.job = job_shape(*shape)
-        samples = len(lengths or ()) or self.job.slots * int(generator.integers(1, 3))
+        samples = len(lengths or ()) or self.job.places * int(generator.integers(1, 3))
         lengths = lengths or random_lengths(samples, seed, longest=20000)
         self.policy = policy(tuning=tuning, base_budget=int(generator.integers(1, 40)), **changes)
         self.coverage = coverage_curves(self.job.layers, 400, seed=seed, observed=observed)
         scales = StageScales.ones(self.job.pipeline_stages, self.job.virtual_stages)
         self.costs = step_costs(lengths, self.job, cost_model(), scales)
-        self.slot_of_S = np.arange(samples) % self.job.slots
+        self.micro_batch_of_S = np.arange(samples) % self.job.places
         self.problem = budget_problem(self.policy, self.costs, self.coverage)
         self.allowed = self.problem.allowed
-        self.tuned = tune(self.problem, self.slot_of_S, alone(self.job))
+        self.tuned = tune(self.problem, self.micro_batch_of_S, alone(self.job))
 
     def times(self, budgets_LS):
-        return self.costs.slot_ms(self.costs.sample_ms(budgets_LS), self.slot_of_S, alone(self.job))
+        return self.costs.micro_batch_ms(
+            self.costs.sample_ms(budgets_LS), self.micro_batch_of_S, alone(self.job)
+        )
 
     def makespan(self, budgets_LS):
         return makespans_ms(self.times(budgets_LS)).max()
@@ -94,29 +96,33 @@ def test_anchor_moves_nobody_away(seed, shape, anchor):
     target = {"mean": before.mean(), "min": before.min(), "max": before.max()}[anchor]
     after = case.latencies(case.tuned.budgets_LS)
     assert (np.abs(after - target) <= np.abs(before - target) + 1e-9 * target).all()
-    slower_S = (before > target)[case.slot_of_S]
+    slower_S = (before > target)[case.micro_batch_of_S]
     assert not (case.tuned.raised_S & slower_S).any()
     assert not (case.tuned.cut_S & ~slower_S).any()
     lowest, highest = case.latencies(case.allowed.floor_LS), case.latencies(case.allowed.top_LS)
     out_of_reach = (lowest > target * (1 + 1e-9)) | (highest < target * (1 - 1e-9))
-    assert (case.tuned.clamped_S == out_of_reach[case.slot_of_S]).all()
+    assert (case.tuned.clamped_S == out_of_reach[case.micro_batch_of_S]).all()
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_slots_end_within_a_step_of_the_anchor(seed):
+def test_micro_batches_end_within_a_step_of_the_anchor(seed):
     """Of budgets, in some layer and sample; those whose limits allow it."""
-    lengths = [9000 + 300 * slot for slot in range(8)]
+    lengths = [9000 + 300 * micro_batch for micro_batch in range(8)]
     case = Case(seed, "anchor", lengths=lengths, coverage_threshold=1.0)
     target = case.latencies(case.allowed.base_LS).mean()
     after = case.latencies(case.tuned.budgets_LS)
-    clamped = np.unique(case.slot_of_S[case.tuned.clamped_S])
+    clamped = np.unique(case.micro_batch_of_S[case.tuned.clamped_S])
     free = np.setdiff1d(np.arange(len(after)), clamped)
     grid = np.asarray(case.coverage.grid)
-    steps = case.costs.block_pairs(np.broadcast_to(grid[:, None], (len(grid), len(case.slot_of_S))))
+    steps = case.costs.block_pairs(
+        np.broadcast_to(grid[:, None], (len(grid), len(case.micro_batch_of_S)))
+    )
     largest = np.diff(steps, axis=0).max(axis=0) * case.costs.pair_ms_L.max()
     assert len(free) >= 4
-    for slot in free:
-        assert abs(after[slot] - target) <= largest[case.slot_of_S == slot].max() * (1 + 1e-9)
+    for micro_batch in free:
+        assert abs(after[micro_batch] - target) <= largest[
+            case.micro_batch_of_S == micro_batch
+        ].max() * (1 + 1e-9)
 
 
 @settings(max_examples=60, deadline=None)
@@ -156,9 +162,9 @@ def test_base_target_keeps_mean_coverage_and_is_never_slower_than_base_budgets(
 def test_owed_coverage_is_paid_as_far_as_base_budgets_have_time(seed, shape, owed):
     case = Case(seed, "makespan", shape=shape, coverage_target="base")
     base_LS = case.allowed.base_LS
-    samples = len(case.slot_of_S)
-    pricing = price(case.problem, owed_coverage=owed * samples)
-    tuned_LS = tune(case.problem, case.slot_of_S, alone(case.job), pricing).budgets_LS
+    samples = len(case.micro_batch_of_S)
+    pricing = price(case.problem, coverage_deficit=owed * samples)
+    tuned_LS = tune(case.problem, case.micro_batch_of_S, alone(case.job), pricing).budgets_LS
     assert case.makespan(tuned_LS) <= case.makespan(base_LS) * (1 + 1e-8)
     most = case.covered(case.allowed.top_LS).mean() - case.covered(base_LS).mean()
     paid = case.covered(tuned_LS).mean() - case.covered(base_LS).mean()
@@ -201,8 +207,8 @@ def test_where_base_budgets_have_no_time_for_what_is_owed_their_time_is_spent_we
     """Not on base budgets themselves: others cover more in the same time."""
     case = Case(5, "makespan", shape=(2, 4, 2, 1), coverage_target="base")
     base_LS = case.allowed.base_LS
-    pricing = price(case.problem, owed_coverage=0.3 * len(case.slot_of_S))
-    tuned_LS = tune(case.problem, case.slot_of_S, alone(case.job), pricing).budgets_LS
+    pricing = price(case.problem, coverage_deficit=0.3 * len(case.micro_batch_of_S))
+    tuned_LS = tune(case.problem, case.micro_batch_of_S, alone(case.job), pricing).budgets_LS
     assert case.covered(pricing.expected_LS).mean() > case.covered(tuned_LS).mean()
     assert case.covered(tuned_LS).mean() > case.covered(base_LS).mean() + 0.01
     assert case.makespan(tuned_LS) <= case.makespan(base_LS) * (1 + 1e-8)
@@ -232,14 +238,14 @@ def test_coverage_is_within_one_step_of_the_best(seed, share):
     coverage.observe((1 - np.exp(-rates * grid)) * counts[..., None], counts)
     small = generator.integers(40 * 64, 250 * 64, 3).tolist()
     chosen = policy(tuning="makespan", base_budget=6, coverage_threshold=0.3)
-    slot_of_S = np.array([0, 1, 1, 1])
+    micro_batch_of_S = np.array([0, 1, 1, 1])
 
     def prepared(giant):
         costs = step_costs([giant, *small], job, cost_model(), StageScales.ones(1))
         return budget_problem(chosen, costs, coverage)
 
     def rank_ms(problem, budgets_LS):
-        return makespans_ms(problem.slot_ms(budgets_LS, slot_of_S, alone(job)))
+        return makespans_ms(problem.micro_batch_ms(budgets_LS, micro_batch_of_S, alone(job)))
 
     def floor_ms(problem):
         return rank_ms(problem, problem.allowed.floor_LS)
@@ -253,7 +259,7 @@ def test_coverage_is_within_one_step_of_the_best(seed, share):
     costs, allowed = problem.costs, problem.allowed
     limit = floor_ms(problem)[0]
     assert low < limit < high
-    tuned = tune(problem, slot_of_S, alone(job))
+    tuned = tune(problem, micro_batch_of_S, alone(job))
     per_pair = costs.pair_ms_L[0]
     chains = []
     for sample in (1, 2, 3):

@@ -44,13 +44,13 @@ def bounds_and_costs(lengths, job):
 )
 def test_no_placement_of_samples_beats_the_bound(shape, seed, kind, size):
     job = job_shape(*shape)
-    lengths = random_lengths(job.slots * size, seed, kind=kind)
+    lengths = random_lengths(job.places * size, seed, kind=kind)
     bounds, costs, sample_2SC = bounds_and_costs(lengths, job)
     generator = np.random.default_rng(seed)
     for _ in range(6):
-        slot_of_S = generator.integers(0, job.slots, len(lengths))
-        slot_of_S[generator.permutation(len(lengths))[: job.slots]] = np.arange(job.slots)
-        slowest = makespans_ms(costs.slot_ms(sample_2SC, slot_of_S, alone(job))).max()
+        micro_batch_of_S = generator.integers(0, job.places, len(lengths))
+        micro_batch_of_S[generator.permutation(len(lengths))[: job.places]] = np.arange(job.places)
+        slowest = makespans_ms(costs.micro_batch_ms(sample_2SC, micro_batch_of_S, alone(job))).max()
         assert slowest >= bounds.bound_ms * (1 - 1e-12)
 
 

@@ -15,7 +15,7 @@ from sparsebalance_megatron.plan.placement.balance import (
     _pack,
     arrival,
     balanced,
-    slot_of_sample,
+    micro_batch_of_sample,
 )
 from sparsebalance_megatron.plan.step_plan import PlanError
 
@@ -29,10 +29,14 @@ def job(ranks, micro_batches):
 def check(placement, lengths, shape, cap):
     assert len(placement) == shape.data_parallel_size
     assert all(len(rank) == shape.micro_batches for rank in placement)
-    slots = [slot for rank in placement for slot in rank]
-    assert all(slots), "a slot is empty"
-    assert sorted(sample for slot in slots for sample in slot) == list(range(len(lengths)))
-    assert all(sum(lengths[sample] for sample in slot) <= cap for slot in slots)
+    micro_batches = [micro_batch for rank in placement for micro_batch in rank]
+    assert all(micro_batches), "a slot is empty"
+    assert sorted(sample for micro_batch in micro_batches for sample in micro_batch) == list(
+        range(len(lengths))
+    )
+    assert all(
+        sum(lengths[sample] for sample in micro_batch) <= cap for micro_batch in micro_batches
+    )
 
 
 def test_arrival_is_megatrons_order():
@@ -69,7 +73,7 @@ def test_arrival_errors():
 def test_balanced_invariants(ranks, micro_batches, size, kind, seed):
     shape = job(ranks, micro_batches)
     generator = np.random.default_rng(seed)
-    count = shape.slots * size
+    count = shape.micro_batches * size
     lengths = {
         "spread": generator.integers(1, 2**17 + 1, count),
         "equal": np.full(count, 4096),
@@ -86,11 +90,14 @@ def test_balanced_invariants(ranks, micro_batches, size, kind, seed):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 6), st.integers(1, 3))
-def test_barely_fitting_caps_fit_or_name_a_cap_that_does(seed, slots, size):
+def test_barely_fitting_caps_fit_or_name_a_cap_that_does(seed, micro_batches, size):
     generator = np.random.default_rng(seed)
-    cuts = [generator.multinomial(1000 - size, np.full(size, 1 / size)) + 1 for _ in range(slots)]
+    cuts = [
+        generator.multinomial(1000 - size, np.full(size, 1 / size)) + 1
+        for _ in range(micro_batches)
+    ]
     lengths = generator.permutation(np.concatenate(cuts)).tolist()
-    shape = job(1, slots)
+    shape = job(1, micro_batches)
     try:
         check(balanced(np.array(lengths), lengths, shape, 1000), lengths, shape, 1000)
     except PlanError as error:
@@ -110,14 +117,16 @@ def test_cap_beats_balance():
 @given(st.lists(st.integers(1, 50), min_size=3, max_size=8), st.integers(2, 3))
 def test_lpt_is_within_its_proven_factor(weights, ranks):
     placement = balanced(np.array(weights), weights, job(ranks, 1), NO_CAP)
-    heaviest = max(sum(weights[s] for slot in rank for s in slot) for rank in placement)
+    heaviest = max(
+        sum(weights[s] for micro_batch in rank for s in micro_batch) for rank in placement
+    )
     best = oracle.least_heaviest_bin(weights, ranks)
     assert heaviest <= (4 / 3 - 1 / (3 * ranks)) * best + 1e-9
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 6), st.integers(1, 3), st.floats(1.0, 2.0))
-def test_slots_are_packed_as_by_hand(seed, bins, minimum, room):
+def test_micro_batches_are_packed_as_by_hand(seed, bins, minimum, room):
     """Whatever is heaviest goes where least is, counted by slowness, among bins with room for it.
 
     Once only the bins that lack something can still be given enough, only they are filled.
@@ -151,7 +160,7 @@ def test_what_finds_no_room_throws_something_out():
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 4), st.integers(1, 3), st.floats(1.0, 1.2))
-def test_tight_slots_hold_everything_once_and_enough(seed, bins, minimum, room):
+def test_tight_micro_batches_hold_everything_once_and_enough(seed, bins, minimum, room):
     generator = np.random.default_rng(seed)
     items = bins * minimum + int(generator.integers(0, bins))
     weights, tokens = generator.uniform(0.1, 1.0, items), generator.integers(1, 20, items)
@@ -175,18 +184,18 @@ def test_slow_ranks_get_less(seed, ranks, cap):
     placement = balanced(np.array(lengths), lengths, shape, cap, slowness)
     check(placement, lengths, shape, cap)
     loads = [
-        slow * sum(lengths[sample] for slot in rank for sample in slot)
+        slow * sum(lengths[sample] for micro_batch in rank for sample in micro_batch)
         for slow, rank in zip(slowness, placement, strict=True)
     ]
-    if min(len(slot) for rank in placement for slot in rank) > 1:
+    if min(len(micro_batch) for rank in placement for micro_batch in rank) > 1:
         assert max(loads) - min(loads) <= 1000 * 1.6
 
 
-def test_every_slot_of_a_rank_is_filled_when_one_sample_dominates():
+def test_every_micro_batch_of_a_rank_is_filled_when_one_sample_dominates():
     lengths = [1000, 1, 1, 1, 1, 1, 1, 1]
     placement = balanced(np.array(lengths), lengths, job(2, 4), NO_CAP)
     check(placement, lengths, job(2, 4), NO_CAP)
 
 
-def test_slot_of_sample():
-    assert slot_of_sample((((3,), (0, 2)), ((1,), (4,))), 5).tolist() == [1, 2, 1, 0, 3]
+def test_micro_batch_of_sample():
+    assert micro_batch_of_sample((((3,), (0, 2)), ((1,), (4,))), 5).tolist() == [1, 2, 1, 0, 3]

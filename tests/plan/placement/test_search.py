@@ -14,7 +14,7 @@ from plan.plan_cases import alone, cost_model, flat, job_shape, random_lengths
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.placement.balance import arrival, slot_of_sample
+from sparsebalance_megatron.plan.placement.balance import arrival, micro_batch_of_sample
 from sparsebalance_megatron.plan.placement.search import _Search, improve
 from sparsebalance_megatron.plan.step_costs import step_costs
 
@@ -26,7 +26,7 @@ def searched(lengths, job, cap, plan_ms=20.0):
     before = arrival(lengths, job, cap)
     after = improve(before, costs, sample_2SC, cap_tokens=cap, plan_ms=plan_ms)
     times = [
-        costs.slot_ms(sample_2SC, slot_of_sample(placement, len(lengths)), alone(job))
+        costs.micro_batch_ms(sample_2SC, micro_batch_of_sample(placement, len(lengths)), alone(job))
         for placement in (before, after)
     ]
     return after, times
@@ -46,15 +46,19 @@ def in_every_order(times, orders):
 )
 def test_legal_and_never_slower(shape, seed, size):
     job = job_shape(*shape)
-    lengths = random_lengths(job.slots * size, seed)
+    lengths = random_lengths(job.places * size, seed)
     fits = arrival(lengths, job, 1 << 40)
-    cap = max(sum(lengths[s] for s in slot) for rank in fits for slot in rank)
+    cap = max(sum(lengths[s] for s in micro_batch) for rank in fits for micro_batch in rank)
     after, (old, new) = searched(lengths, job, cap)
-    slots = [slot for rank in after for slot in rank]
+    micro_batches = [micro_batch for rank in after for micro_batch in rank]
     assert all(len(rank) == job.micro_batches for rank in after)
-    assert sorted(sample for slot in slots for sample in slot) == list(range(len(lengths)))
-    assert all(slots)
-    assert all(sum(lengths[sample] for sample in slot) <= cap for slot in slots)
+    assert sorted(sample for micro_batch in micro_batches for sample in micro_batch) == list(
+        range(len(lengths))
+    )
+    assert all(micro_batches)
+    assert all(
+        sum(lengths[sample] for sample in micro_batch) <= cap for micro_batch in micro_batches
+    )
     assert makespans_ms(new).max() <= makespans_ms(old).max() * (1 + 1e-9)
 
 
@@ -73,7 +77,9 @@ def test_order_is_near_the_best_of_all_orders(seed):
 def test_exchange_halves_a_lopsided_batch():
     lengths = [9000, 100, 9000, 100]
     after, (old, new) = searched(lengths, job_shape(2, 2), 1 << 40)
-    assert sorted(sum(lengths[s] for slot in rank for s in slot) for rank in after) == [9100, 9100]
+    assert sorted(
+        sum(lengths[s] for micro_batch in rank for s in micro_batch) for rank in after
+    ) == [9100, 9100]
     assert makespans_ms(new).max() < 0.6 * makespans_ms(old).max()
 
 
@@ -84,7 +90,9 @@ def test_the_only_move_there_is():
 
 
 def loads(lengths, placement):
-    return [sum(lengths[sample] for sample in slot) for rank in placement for slot in rank]
+    return [
+        sum(lengths[sample] for sample in micro_batch) for rank in placement for micro_batch in rank
+    ]
 
 
 def test_the_sample_that_arrived_first_counts_like_any_other():
@@ -99,7 +107,7 @@ def test_the_sample_that_arrived_first_counts_like_any_other():
         assert sorted(loads(sample_ms, after)) == expected
 
 
-def test_a_slot_is_not_filled_by_a_token_too_much():
+def test_a_micro_batch_is_not_filled_by_a_token_too_much():
     """Nothing but what does not fit would relieve the slower rank."""
     lengths = [4000, 1000, 4001]
     before = (((0, 1),), ((2,),))
@@ -112,7 +120,7 @@ def test_a_slot_is_not_filled_by_a_token_too_much():
         assert loads(lengths, after) == expected
 
 
-def test_the_tokens_of_slots_are_known_after_every_trade():
+def test_the_tokens_of_micro_batches_are_known_after_every_trade():
     lengths = random_lengths(24, 3)
     job = job_shape(3, 2)
     costs = step_costs(lengths, job, cost_model(), StageScales.ones(1))
@@ -123,15 +131,15 @@ def test_the_tokens_of_slots_are_known_after_every_trade():
     assert search.used_RM.reshape(-1).tolist() == loads(lengths, search.ranks)
 
 
-def test_moves_empty_no_slot():
+def test_moves_empty_no_micro_batch():
     lengths = [5000, 4000, 10, 10]
     after, _ = searched(lengths, job_shape(2, 1), 1 << 40)
-    weights = [sum(lengths[s] for slot in rank for s in slot) for rank in after]
+    weights = [sum(lengths[s] for micro_batch in rank for s in micro_batch) for rank in after]
     assert max(weights) == oracle.least_heaviest_bin(lengths, 2)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_slots_of_one_rank_trade_samples(seed):
+def test_micro_batches_of_one_rank_trade_samples(seed):
     """There is no other rank to trade with, and no order of the slots helps as much."""
     lengths = np.sort(np.random.default_rng(seed).integers(500, 20000, 16)).tolist()
     _, (old, new) = searched(lengths, job_shape(1, 4, 4), 1 << 40)

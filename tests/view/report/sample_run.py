@@ -203,7 +203,7 @@ class SampleRun:
                 "unobserved": 0,
             },
             "guarded_samples": 0,
-            "tokens": sum(m.tokens for m in plan.slots),
+            "tokens": sum(m.tokens for m in plan.micro_batches),
             "padded_tokens": 0,
             "recompute": {"kept": 0, "again": 0, "otherwise": 0},
         }

@@ -35,20 +35,23 @@ def plan_with_drawn_widths(step: int, inputs: PlanInputs) -> StepPlan:
     )
     roomy = replace(
         policy,
-        max_tokens_per_slot=policy.max_tokens_per_slot * group,
+        max_tokens_per_micro_batch=policy.max_tokens_per_micro_batch * group,
         context_parallel="static",
         max_context_parallel=1,
     )
     scales = replace(inputs.scales, slowness_RP=None)
     plan = plan_step(step, replace(inputs, job=narrow, policy=roomy, scales=scales))
     generator = np.random.default_rng(step)
-    slots = [replace(slot, rank=slot.rank * group, width=group) for slot in plan.slots]
+    micro_batches = [
+        replace(micro_batch, rank=micro_batch.rank * group, width=group)
+        for micro_batch in plan.micro_batches
+    ]
     if policy.context_parallel == "dynamic":
-        slots = [
-            slot
+        micro_batches = [
+            micro_batch
             for position in range(job.micro_batches)
-            for slot in drawn(
-                [slot for slot in slots if slot.position == position],
+            for micro_batch in drawn(
+                [micro_batch for micro_batch in micro_batches if micro_batch.position == position],
                 policy.max_context_parallel,
                 generator,
             )
@@ -57,7 +60,7 @@ def plan_with_drawn_widths(step: int, inputs: PlanInputs) -> StepPlan:
     plan = replace(
         plan,
         data_parallel_size=job.data_parallel_size,
-        slots=tuple(slots),
+        micro_batches=tuple(micro_batches),
         expectation=replace(
             expected,
             times=replace(
@@ -73,52 +76,56 @@ def plan_with_drawn_widths(step: int, inputs: PlanInputs) -> StepPlan:
 
 
 def drawn(
-    slots: list[MicroBatchPlan], widest: int, generator: np.random.Generator
+    micro_batches: list[MicroBatchPlan], widest: int, generator: np.random.Generator
 ) -> list[MicroBatchPlan]:
     """The slots of one position, merged and split by lot."""
-    width = slots[0].width
+    width = micro_batches[0].width
     while 2 * width <= widest:
         width *= 2
-        slots = [
-            slot
-            for pair in itertools.batched(slots, 2)
-            for slot in pairwise_merged(pair, width, generator)
+        micro_batches = [
+            micro_batch
+            for pair in itertools.batched(micro_batches, 2)
+            for micro_batch in pairwise_merged(pair, width, generator)
         ]
-    return [part for slot in slots for part in split(slot, generator)]
+    return [part for micro_batch in micro_batches for part in split(micro_batch, generator)]
 
 
 def pairwise_merged(
     pair: tuple[MicroBatchPlan, ...], width: int, generator: np.random.Generator
 ) -> tuple[MicroBatchPlan, ...]:
     """The pair, or one slot of the given width where both have half of it."""
-    halves = [slot.width for slot in pair] == [width // 2] * 2
+    halves = [micro_batch.width for micro_batch in pair] == [width // 2] * 2
     return (merged(*pair),) if halves and generator.random() < 0.6 else pair
 
 
-def merged(*slots: MicroBatchPlan) -> MicroBatchPlan:
+def merged(*micro_batches: MicroBatchPlan) -> MicroBatchPlan:
     """One row on the ranks of all."""
     return replace(
-        slots[0],
-        samples=tuple(itertools.chain(*(slot.samples for slot in slots))),
-        lengths_tokens=tuple(itertools.chain(*(slot.lengths_tokens for slot in slots))),
-        budgets_LS=np.concatenate([slot.budgets_LS for slot in slots], axis=1),
-        width=sum(slot.width for slot in slots),
+        micro_batches[0],
+        samples=tuple(itertools.chain(*(micro_batch.samples for micro_batch in micro_batches))),
+        lengths_tokens=tuple(
+            itertools.chain(*(micro_batch.lengths_tokens for micro_batch in micro_batches))
+        ),
+        budgets_LS=np.concatenate(
+            [micro_batch.budgets_LS for micro_batch in micro_batches], axis=1
+        ),
+        width=sum(micro_batch.width for micro_batch in micro_batches),
     )
 
 
-def split(slot: MicroBatchPlan, generator: np.random.Generator) -> list[MicroBatchPlan]:
+def split(micro_batch: MicroBatchPlan, generator: np.random.Generator) -> list[MicroBatchPlan]:
     """The slot, or its halves on half of its ranks each."""
-    if slot.width == 1 or len(slot.samples) < 2 or generator.random() < 0.7:
-        return [slot]
-    half, cut = slot.width // 2, len(slot.samples) // 2
+    if micro_batch.width == 1 or len(micro_batch.samples) < 2 or generator.random() < 0.7:
+        return [micro_batch]
+    half, cut = micro_batch.width // 2, len(micro_batch.samples) // 2
     parts = (slice(None, cut), slice(cut, None))
     return [
         replace(
-            slot,
-            samples=slot.samples[part],
-            lengths_tokens=slot.lengths_tokens[part],
-            budgets_LS=slot.budgets_LS[:, part],
-            rank=slot.rank + place * half,
+            micro_batch,
+            samples=micro_batch.samples[part],
+            lengths_tokens=micro_batch.lengths_tokens[part],
+            budgets_LS=micro_batch.budgets_LS[:, part],
+            rank=micro_batch.rank + place * half,
             width=half,
         )
         for place, part in enumerate(parts)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What slots of any width hold and take, for a search that changes them one by one.
+"""What micro-batches of any width hold and take, for a search that changes them one by one.
 
-What a slot takes at a width is linear in its contents, so moves add and subtract contents.
+What a micro-batch takes at a width is linear in its contents, so moves add and subtract contents.
 
 Shape legend: S samples, R data-parallel ranks, P pipeline stages, V virtual stages,
 M micro-batches, C = P x V chunks, F = 4 C + 3 contents: work and exchange of every chunk and
-direction, then sequences, tokens and blocks; J slots looked at, I their samples.
+direction, then sequences, tokens and blocks; J micro-batches looked at, I their samples.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SEQUENCES, TOKENS, BLOCKS = -3, -2, -1
 
 
 class Contents:
-    """What samples bring into a slot, and what slots of it take.
+    """What samples bring into a micro-batch, and what micro-batches of it take.
 
     Attributes:
         of_sample_SF: contents of every sample.
@@ -43,19 +43,19 @@ class Contents:
         self._sequence = costs.sequence_2C.reshape(-1)
         self._share_W = costs.share_W
         self._received_W = costs.received_W
-        self._slowness_WRC = _slowness_of_slots(costs)
+        self._slowness_WRC = _slowness_of_micro_batches(costs)
 
     def of(self, samples: list[int]) -> np.ndarray:
         """[F] of some samples together."""
         return np.asarray(self.of_sample_SF[samples].sum(axis=0))
 
     def ms(self, contents: np.ndarray, width: np.ndarray, rank: np.ndarray) -> np.ndarray:
-        """Forward then backward ms of every chunk, [..., 2 C], on each rank of slots.
+        """Forward then backward ms of every chunk, [..., 2 C], on each rank of micro-batches.
 
         Args:
-            contents: of the slots, [..., F].
-            width: of the slots, [...].
-            rank: on which the slots begin, [...].
+            contents: of the micro-batches, [..., F].
+            width: of the micro-batches, [...].
+            rank: on which the micro-batches begin, [...].
         """
         work, exchange = contents[..., : self._terms], contents[..., self._terms : SEQUENCES]
         ms = work * self._share_W[width][..., None]
@@ -67,7 +67,7 @@ class Contents:
         return np.asarray(ms)
 
 
-def _slowness_of_slots(costs: StepCosts) -> np.ndarray | None:
+def _slowness_of_micro_batches(costs: StepCosts) -> np.ndarray | None:
     """Slowness of the slowest of 1, 2, 4, ... ranks from every rank on; None if all are alike."""
     if bool((costs.slowness_RP == 1.0).all()):
         return None
@@ -76,17 +76,17 @@ def _slowness_of_slots(costs: StepCosts) -> np.ndarray | None:
     levels, width = [slowness_RC], 1
     while len(slowness_RC) % (2 * width) == 0:
         width *= 2
-        of_slots = slowness_RC.reshape(-1, width, slowness_RC.shape[1]).max(axis=1)
-        levels.append(np.repeat(of_slots, width, axis=0))
+        of_micro_batches = slowness_RC.reshape(-1, width, slowness_RC.shape[1]).max(axis=1)
+        levels.append(np.repeat(of_micro_batches, width, axis=0))
     return np.stack(levels)
 
 
 class WideSlots:
-    """A placement that is changed slot by slot.
+    """A placement that is changed micro-batch by micro-batch.
 
     Attributes:
-        widths_RM: of the slot that every rank takes part in.
-        members: samples of the slot that begins at (rank, position).
+        widths_RM: of the micro-batch that every rank takes part in.
+        members: samples of the micro-batch that begins at (rank, position).
     """
 
     def __init__(self, start: Arrangement) -> None:
@@ -105,12 +105,12 @@ class WideSlots:
         return twin
 
     def put(self, rank: int, position: int, width: int, samples: tuple[int, ...]) -> None:
-        """Begin a slot where none begins."""
+        """Begin a micro-batch where none begins."""
         self.widths_RM[rank : rank + width, position] = width
         self.members[rank, position] = samples
 
     def swap_positions(self, ranks: range, one: int, other: int) -> None:
-        """Exchange all slots of an island at two positions."""
+        """Exchange all micro-batches of an island at two positions."""
         part = slice(ranks.start, ranks.stop)
         self.widths_RM[part, [one, other]] = self.widths_RM[part, [other, one]]
         for rank in ranks:
@@ -132,12 +132,12 @@ class WideSlots:
 
 
 class SlotTable:
-    """The slots of some islands as arrays.
+    """The micro-batches of some islands as arrays.
 
     Attributes:
         rank_J, position_J, width_J: where each begins and how wide it is.
         size_J: its number of samples; those are ``sample_I[first_J : first_J + size_J]``.
-        buddy_J: the slot that it would merge with; -1 where there is none.
+        buddy_J: the micro-batch that it would merge with; -1 where there is none.
         contents_JF: what it holds.
     """
 
@@ -150,7 +150,7 @@ class SlotTable:
             for position in positions
             if (rank, position) in state.members
         ]
-        number = {place: slot for slot, place in enumerate(places)}
+        number = {place: micro_batch for micro_batch, place in enumerate(places)}
         self.members = [state.members[place] for place in places]
         self.rank_J, self.position_J = np.array(places).T
         self.width_J = state.widths_RM[self.rank_J, self.position_J]

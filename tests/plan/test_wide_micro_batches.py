@@ -31,9 +31,9 @@ from sparsebalance_megatron.plan.context_groups import Members, first_places
 from sparsebalance_megatron.plan.pipeline.simulator import longest_through_ms, makespans_ms
 from sparsebalance_megatron.plan.pipeline.step_bounds import step_bounds
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
+from sparsebalance_megatron.plan.placement.wide_micro_batches import Contents, SlotTable, WideSlots
 from sparsebalance_megatron.plan.placement.wide_moves import Kind, Numbers, Rules, draw_moves
 from sparsebalance_megatron.plan.placement.wide_search import _WideSearch, improve_widths
-from sparsebalance_megatron.plan.placement.wide_slots import Contents, SlotTable, WideSlots
 from sparsebalance_megatron.plan.placement.wide_start import wide_start
 from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_costs import step_costs
@@ -56,7 +56,7 @@ SHAPES = st.sampled_from([(4, 4, 2, 1), (8, 2, 1, 1), (4, 4, 2, 2), (2, 3, 4, 1)
 
 def arguments(shape, seed, *, size=2, kind="spread", cost=None, **changes):
     job = replace(job_shape(*shape), context_parallel_size=changes.pop("c", 1))
-    samples = job.slots * size // job.context_parallel_size
+    samples = job.places * size // job.context_parallel_size
     return {
         "lengths_tokens": random_lengths(samples, seed, kind=kind, longest=2**15),
         "job": job,
@@ -69,7 +69,7 @@ def arguments(shape, seed, *, size=2, kind="spread", cost=None, **changes):
 
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from([2, 4, 8]), SEEDS)
-def test_members_are_the_ranks_of_a_slot(widest, seed):
+def test_members_are_the_ranks_of_a_micro_batch(widest, seed):
     widths_RM = random_widths(8, 3, widest, seed)
     values_MR = np.random.default_rng(seed).random((3, 8))
     members = Members(widths_RM.T)
@@ -88,7 +88,7 @@ def test_members_are_the_ranks_of_a_slot(widest, seed):
 
 @settings(max_examples=10, deadline=None)
 @given(SHAPES, SEEDS)
-def test_shared_slots_begin_together(shape, seed):
+def test_shared_micro_batches_begin_together(shape, seed):
     ranks, positions, stages, chunks = shape
     widths_RM = random_widths(ranks, positions, ranks, seed)
     times = shared_times(shape, widths_RM, seed)
@@ -99,7 +99,7 @@ def test_shared_slots_begin_together(shape, seed):
 
 @settings(max_examples=15, deadline=None)
 @given(SHAPES, SEEDS)
-def test_the_longest_chain_through_a_shared_slot(shape, seed):
+def test_the_longest_chain_through_a_shared_micro_batch(shape, seed):
     """A slot that grows by less than the chain lacks delays no rank; by more it delays one."""
     ranks, positions, _, _ = shape
     widths_RM = random_widths(ranks, positions, ranks, seed)
@@ -132,7 +132,10 @@ def test_plans_of_planned_widths_are_valid(shape, seed, kind, c):
     plan = planned(**given_)
     assert plan.digest() == planned(**given_).digest()
     widths_RM = np.array(
-        [[slot.width for slot in plan.for_rank(r).micro_batches] for r in range(shape[0])]
+        [
+            [micro_batch.width for micro_batch in plan.for_rank(r).micro_batches]
+            for r in range(shape[0])
+        ]
     )
     name = "no_pipeline" if shape[2] == 1 else "interleaved" if shape[3] > 1 else "1f1b"
     expected = plan.expectation
@@ -143,11 +146,19 @@ def test_plans_of_planned_widths_are_valid(shape, seed, kind, c):
 
 def test_a_sample_over_the_cap_gets_the_least_width_that_holds_it():
     given_ = arguments(
-        (4, 2), 0, context_parallel="dynamic", max_context_parallel=4, max_tokens_per_slot=1000
+        (4, 2),
+        0,
+        context_parallel="dynamic",
+        max_context_parallel=4,
+        max_tokens_per_micro_batch=1000,
     )
     given_["lengths_tokens"] = [3900, 1900, *[100] * 14]
     plan = planned(**given_)
-    width_of = {length: slot.width for slot in plan.slots for length in slot.lengths_tokens}
+    width_of = {
+        length: micro_batch.width
+        for micro_batch in plan.micro_batches
+        for length in micro_batch.lengths_tokens
+    }
     assert width_of[3900] == 4
     assert width_of[1900] >= 2
     narrow = given_ | {"policy": replace(given_["policy"], max_context_parallel=2)}
@@ -158,17 +169,21 @@ def test_a_sample_over_the_cap_gets_the_least_width_that_holds_it():
 def test_placements_of_others_share_no_rows():
     placement = (((0,), (1,)), ((2,), (3,)))
     given_ = arguments((2, 2), 0, size=1) | {"placement": placement}
-    assert [slot.width for slot in planned(**given_).slots] == [1] * 4
+    assert [micro_batch.width for micro_batch in planned(**given_).micro_batches] == [1] * 4
     with pytest.raises(PlanError, match="without context parallelism"):
         planned(**arguments((2, 2), 0, size=2, c=2) | {"placement": placement})
 
 
-def test_a_shared_slot_holds_its_cap_for_every_rank():
+def test_a_shared_micro_batch_holds_its_cap_for_every_rank():
     given_ = arguments(
-        (2, 1), 0, context_parallel="dynamic", max_context_parallel=2, max_tokens_per_slot=1000
+        (2, 1),
+        0,
+        context_parallel="dynamic",
+        max_context_parallel=2,
+        max_tokens_per_micro_batch=1000,
     )
-    (slot,) = planned(**given_ | {"lengths_tokens": [1900, 100]}).slots
-    assert (slot.width, sorted(slot.lengths_tokens)) == (2, [100, 1900])
+    (micro_batch,) = planned(**given_ | {"lengths_tokens": [1900, 100]}).micro_batches
+    assert (micro_batch.width, sorted(micro_batch.lengths_tokens)) == (2, [100, 1900])
     with pytest.raises(PlanError, match=r"101 tokens.*fits in no slot of 1000 tokens per rank"):
         planned(**given_ | {"lengths_tokens": [1900, 101]})
 
@@ -178,14 +193,18 @@ def test_a_shared_slot_holds_its_cap_for_every_rank():
 def test_static_widths_are_those_of_the_job(tuning, batching):
     given_ = arguments((4, 4, 2, 1), 3, c=2, batching=batching, tuning=tuning)
     plan = planned(**given_)
-    assert {slot.width for slot in plan.slots} == {2}
+    assert {micro_batch.width for micro_batch in plan.micro_batches} == {2}
     assert plan.expectation.lower_bound_ms <= plan.expectation.makespan_ms
     if batching == "arrival":
-        ordered = sorted(plan.slots, key=lambda slot: (slot.position, slot.rank))
-        assert [sample for slot in ordered for sample in slot.samples] == list(range(16))
+        ordered = sorted(
+            plan.micro_batches, key=lambda micro_batch: (micro_batch.position, micro_batch.rank)
+        )
+        assert [sample for micro_batch in ordered for sample in micro_batch.samples] == list(
+            range(16)
+        )
 
 
-def test_what_a_shared_slot_costs():
+def test_what_a_shared_micro_batch_costs():
     """Work in equal parts and the loss, what every sequence takes, and what is received."""
     lengths, width = [64 * 40, 64 * 24], 4
     given_ = arguments((4, 1), 0, c=4, batching="arrival", tuning="off") | {
@@ -210,7 +229,7 @@ def test_what_a_shared_slot_costs():
 
 
 @pytest.mark.parametrize(("beyond_two", "widest"), [(1.0, 4), (1e6, 2)])
-def test_slots_stay_where_bytes_are_fast(beyond_two: float, widest: int):
+def test_micro_batches_stay_where_bytes_are_fast(beyond_two: float, widest: int):
     """A giant lies on all ranks, unless the network between pairs of them is slow."""
     given_ = arguments((4, 4), 0, size=4, tuning="off")
     given_["lengths_tokens"] = [60000, *[600] * 63]
@@ -222,7 +241,7 @@ def test_slots_stay_where_bytes_are_fast(beyond_two: float, widest: int):
         width_slowness=((2, 1.0), (4, beyond_two)),
     )
     plan = planned(**given_ | {"cost": replace(given_["cost"], exchange=exchange)})
-    assert max(slot.width for slot in plan.slots) == widest
+    assert max(micro_batch.width for micro_batch in plan.micro_batches) == widest
 
 
 def test_planned_widths_are_never_slower_than_equal_ones():
@@ -242,15 +261,15 @@ def test_a_giant_is_shared():
     alone = planned(**given_)
     dynamic = replace(given_["policy"], context_parallel="dynamic", max_context_parallel=4)
     shared = planned(**given_ | {"policy": dynamic})
-    assert {slot.width for slot in alone.slots} == {1}
-    (giant,) = (slot for slot in shared.slots if 0 in slot.samples)
+    assert {micro_batch.width for micro_batch in alone.micro_batches} == {1}
+    (giant,) = (micro_batch for micro_batch in shared.micro_batches if 0 in micro_batch.samples)
     assert giant.width == 4
     assert shared.expectation.makespan_ms < 0.5 * alone.expectation.makespan_ms
 
 
 @settings(max_examples=20, deadline=None)
 @given(SHAPES, SEEDS, st.sampled_from(["spread", "equal", "giant"]))
-def test_no_placement_beats_the_bound_of_wide_slots(shape, seed, kind):
+def test_no_placement_beats_the_bound_of_wide_micro_batches(shape, seed, kind):
     """Random placements of every width, at the least budgets."""
     ranks, positions, _, _ = shape
     given_ = arguments(shape, seed, kind=kind)
@@ -262,9 +281,9 @@ def test_no_placement_beats_the_bound_of_wide_slots(shape, seed, kind):
     for attempt in range(4):
         widths_RM = random_widths(ranks, positions, ranks, seed + attempt)
         places = np.unique(first_places(widths_RM))
-        slot_of_S = np.concatenate([places, generator.choice(places, samples - len(places))])
-        generator.shuffle(slot_of_S)
-        times = costs.slot_ms(sample_2SC, slot_of_S, widths_RM)
+        micro_batch_of_S = np.concatenate([places, generator.choice(places, samples - len(places))])
+        generator.shuffle(micro_batch_of_S)
+        times = costs.micro_batch_ms(sample_2SC, micro_batch_of_S, widths_RM)
         assert makespans_ms(times).max() >= bound_ms * (1 - 1e-12)
 
 
@@ -283,9 +302,12 @@ def moves_of(shape, seed, *, width, rounds):
     contents = Contents(costs, sample_2SC)
     start = wide_start(weights_S, costs, rules)
     if width is not None:
-        slots = shape[0] // width * shape[1]
-        dealt = [tuple(range(slot, len(weights_S), slots)) for slot in range(slots)]
-        groups = tuple(tuple(dealt[m : m + shape[1]]) for m in range(0, slots, shape[1]))
+        micro_batches = shape[0] // width * shape[1]
+        dealt = [
+            tuple(range(micro_batch, len(weights_S), micro_batches))
+            for micro_batch in range(micro_batches)
+        ]
+        groups = tuple(tuple(dealt[m : m + shape[1]]) for m in range(0, micro_batches, shape[1]))
         start = Arrangement.of_groups(groups, width)
     state = WideSlots(start)
     numbers, kinds = Numbers(), set()
@@ -302,14 +324,17 @@ def moves_of(shape, seed, *, width, rounds):
                 )
                 assert moves.width_XY[move, y] <= shape[0]
             replaced = REPLACED[Kind(kind)]
-            assert moves.width_XY[move].sum() == table.width_J[moves.slot_3X[:replaced, move]].sum()
+            assert (
+                moves.width_XY[move].sum()
+                == table.width_J[moves.micro_batch_3X[:replaced, move]].sum()
+            )
             kinds.add(Kind(kind))
     return kinds, problem, state.arranged(), rules
 
 
 @settings(max_examples=30, deadline=None)
 @given(SHAPES, SEEDS)
-def test_times_of_slots_are_those_of_the_placement(shape, seed):
+def test_times_of_micro_batches_are_those_of_the_placement(shape, seed):
     """Also on devices of different speed: every rank of a slot takes as long as the slowest."""
     ranks, positions, stages, chunks = shape
     generator = np.random.default_rng(seed)
@@ -322,11 +347,11 @@ def test_times_of_slots_are_those_of_the_placement(shape, seed):
     contents = Contents(costs, sample_2SC)
     widths_RM = random_widths(ranks, positions, ranks, seed)
     places = np.unique(first_places(widths_RM))
-    slot_of_S = generator.choice(places, sample_2SC.shape[1])
-    expected = costs.slot_ms(sample_2SC, slot_of_S, widths_RM).by_micro_batch_2RPVM
+    micro_batch_of_S = generator.choice(places, sample_2SC.shape[1])
+    expected = costs.micro_batch_ms(sample_2SC, micro_batch_of_S, widths_RM).by_micro_batch_2RPVM
     for place in places.tolist():
         rank, position = divmod(place, positions)
-        held = np.flatnonzero(slot_of_S == place).tolist()
+        held = np.flatnonzero(micro_batch_of_S == place).tolist()
         width = widths_RM[rank, position]
         found = contents.ms(contents.of(held), width, np.array(rank)).reshape(2, stages, chunks)
         for member in range(rank, rank + width):
@@ -357,10 +382,10 @@ def test_widths_follow_weights():
     weights_S = np.array([2.0, 1.0, 1.0, 2.0, 1.0, 1.0])
     found = wide_start(weights_S, costs, rules, 1.0)
     widths = {
-        slot: found.width(rank, m)
-        for rank, slots in enumerate(found.samples)
-        for m, slot in enumerate(slots)
-        if slot
+        micro_batch: found.width(rank, m)
+        for rank, micro_batches in enumerate(found.samples)
+        for m, micro_batch in enumerate(micro_batches)
+        if micro_batch
     }
     assert widths == {(0,): 2, (3,): 2, (1,): 1, (2,): 1, (4,): 1, (5,): 1}
 
@@ -406,14 +431,14 @@ def test_equal_widths_are_compared_with_planned_ones(close, monkeypatch):
 
 @settings(max_examples=15, deadline=None)
 @given(SHAPES, SEEDS)
-def test_moves_say_what_the_slots_they_make_hold(shape, seed):
+def test_moves_say_what_the_micro_batches_they_make_hold(shape, seed):
     """Contents and times of a move are those of the placement after it."""
     _, problem, start, rules = moves_of(shape, seed, width=None, rounds=6)
     costs, sample_2SC = problem.costs, problem.expected_2SC
     before = problem.makespans_ms(start, sample_2SC).max()
     after = improve_widths(start, costs, sample_2SC, rules=rules, plan_ms=20.0)
     assert problem.makespans_ms(after, sample_2SC).max() <= before * (1 + 0.06)
-    assert sorted(s for rank in after.samples for slot in rank for s in slot) == list(
+    assert sorted(s for rank in after.samples for micro_batch in rank for s in micro_batch) == list(
         range(sample_2SC.shape[1])
     )
     fine = improve_widths(
