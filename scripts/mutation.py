@@ -45,13 +45,13 @@ NEEDED = (PACKAGE, "tests", "benchmarks", "docs", "scripts", "examples", "pyproj
 LEAST_LIMIT_S = 10.0
 """CPU time that a change may take, beside three times what the tests take without it."""
 _MEMORY_BYTES = 14 << 30
-WIDE = "tests/plan/test_wide_micro_batches.py"
+WIDE = "tests/plan/test_cp_sizes.py"
 CONTRACT = "tests/attention/test_kernel_contract.py"
 ATTENTION = "tests/attention/test_api.py"
 TESTS: dict[str, tuple[str, ...]] = {
     "plan/budgets/": ("tests/plan/budgets/test_tune.py", "tests/plan/budgets/test_price.py"),
     "plan/placement/wide_": (WIDE,),
-    "plan/planned_widths": (WIDE,),
+    "plan/planned_cp_sizes": (WIDE,),
     "plan/step_costs": (WIDE,),
     "plan/placement/arrangement": (WIDE,),
     "plan/pipeline/step_bounds": (WIDE, "tests/plan/pipeline/test_bounds.py"),

@@ -103,7 +103,7 @@ def _exchange_report(table: CostTable, model: CostModel) -> str:
     received = gigabytes_per_second(model.exchange.ms_per_byte)
     return "\n".join(
         f"rows shared by {width} ranks: each receives {received / slowness:.3g} GB/s"
-        for width, slowness in model.exchange.width_slowness
+        for width, slowness in model.exchange.cp_size_slowness
     )
 
 

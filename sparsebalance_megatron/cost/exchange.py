@@ -26,9 +26,10 @@ def gigabytes_per_second(ms_per_byte: float) -> float:
     return 1.0 / (ms_per_byte * _BYTES_PER_MS_AND_GIGABYTE)
 
 
-def received_bytes(tokens: float, width: int, bytes_per_token: float) -> float:
-    """Bytes that each of ``width`` ranks receives of a row of so many tokens, gathering it once."""
-    return tokens * bytes_per_token * (width - 1) / width
+def received_bytes(tokens: float, cp_size: int, bytes_per_token: float) -> float:
+    """Bytes that each of ``cp_size`` ranks receives of a row of so many tokens, gathering it
+    once."""
+    return tokens * bytes_per_token * (cp_size - 1) / cp_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +42,16 @@ class Exchange:
         bytes_per_token: keys and values of a token in a layer, on one tensor-parallel rank.
         gradient_bytes_per_token: likewise, of their gradients.
         ms_per_byte: of what a rank receives.
-        width_slowness: (width, factor) in rising order: micro-batches so wide take ``factor`` times
-            as long for a byte, as where they reach beyond a node. A width between two takes the
-            wider one's factor, one beyond all the last; without any, all widths are alike.
+        cp_size_slowness: (cp_size, factor) in rising order: micro-batches so wide take ``factor``
+            times as long for a byte, as where they reach beyond a node. A cp_size between two takes
+            the wider one's factor, one beyond all the last; without any, all cp_sizes are alike.
         loss: by which share the work of a rank exceeds an even split of the whole.
     """
 
     bytes_per_token: float = 0.0
     gradient_bytes_per_token: float = 0.0
     ms_per_byte: float = ms_per_byte(NOMINAL_GIGABYTES_PER_SECOND)
-    width_slowness: tuple[tuple[int, float], ...] = ()
+    cp_size_slowness: tuple[tuple[int, float], ...] = ()
     loss: float = 0.05
 
     @classmethod
@@ -68,14 +69,16 @@ class Exchange:
         )
 
     def __post_init__(self) -> None:
-        numbers = {name: value for name, value in vars(self).items() if name != "width_slowness"}
-        numbers |= {f"slowness of width {width}": value for width, value in self.width_slowness}
+        numbers = {name: value for name, value in vars(self).items() if name != "cp_size_slowness"}
+        numbers |= {
+            f"slowness of width {cp_size}": value for cp_size, value in self.cp_size_slowness
+        }
         for name, value in numbers.items():
             if not (math.isfinite(value) and value >= 0.0):
                 raise ValueError(f"exchange: {name} is {value}, must be finite and at least 0")
-        widths = [width for width, _ in self.width_slowness]
-        if widths != sorted(set(widths)):
-            raise ValueError(f"exchange: width_slowness has widths {widths}, which must rise")
+        cp_sizes = [cp_size for cp_size, _ in self.cp_size_slowness]
+        if cp_sizes != sorted(set(cp_sizes)):
+            raise ValueError(f"exchange: cp_size_slowness has cp_sizes {cp_sizes}, which must rise")
 
     def ms_per_token(self, direction: Direction) -> float:
         """Ms per token and layer of a micro-batch so wide that ranks receive all of it.
@@ -86,15 +89,15 @@ class Exchange:
         received = self.bytes_per_token + backward * self.gradient_bytes_per_token
         return received * self.ms_per_byte
 
-    def received_share(self, width: int) -> float:
-        """Of ``ms_per_token``, what a micro-batch takes: (W - 1) / W, and by how much its width
+    def received_share(self, cp_size: int) -> float:
+        """Of ``ms_per_token``, what a micro-batch takes: (W - 1) / W, and by how much its cp_size
         slows."""
-        if width == 1:
+        if cp_size == 1:
             return 0.0
-        wider = (factor for known, factor in self.width_slowness if known >= width)
-        last = self.width_slowness[-1][1] if self.width_slowness else 1.0
-        return (width - 1) / width * next(wider, last)
+        wider = (factor for known, factor in self.cp_size_slowness if known >= cp_size)
+        last = self.cp_size_slowness[-1][1] if self.cp_size_slowness else 1.0
+        return (cp_size - 1) / cp_size * next(wider, last)
 
-    def share(self, width: int) -> float:
+    def share(self, cp_size: int) -> float:
         """Of the work of a micro-batch, what each of its ranks does."""
-        return 1.0 if width == 1 else (1.0 + self.loss) / width
+        return 1.0 if cp_size == 1 else (1.0 + self.loss) / cp_size

@@ -126,7 +126,7 @@ class CostModel:
     def with_bandwidth(self, gigabytes_per_second: float) -> CostModel:
         """A model whose exchange runs at a bandwidth that a rank receives with, at every width."""
         rate = ms_per_byte(gigabytes_per_second)
-        exchange = replace(self.exchange, ms_per_byte=rate, width_slowness=())
+        exchange = replace(self.exchange, ms_per_byte=rate, cp_size_slowness=())
         return replace(self, exchange=exchange)
 
     @classmethod
@@ -212,7 +212,7 @@ def _measured_exchange(table: CostTable) -> Exchange:
         return exchange
     narrowest = next(iter(ms_per_byte_W.values()))
     slowness = tuple((width, value / narrowest) for width, value in ms_per_byte_W.items())
-    return replace(exchange, ms_per_byte=narrowest, width_slowness=slowness)
+    return replace(exchange, ms_per_byte=narrowest, cp_size_slowness=slowness)
 
 
 def _fitted_ms_per_byte(rows: Sequence[ExchangeRow]) -> float:

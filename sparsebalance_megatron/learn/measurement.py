@@ -156,12 +156,12 @@ class StepMeasurement:
         Args:
             micro_batches: of the step's plan.
         """
-        shared = [micro_batch for micro_batch in micro_batches if micro_batch.width > 1]
+        shared = [micro_batch for micro_batch in micro_batches if micro_batch.cp_size > 1]
         if not shared:
             return self
         times_2RPVM = self.times_2RPVM.copy()
         for micro_batch in shared:
-            ranks = slice(micro_batch.rank, micro_batch.rank + micro_batch.width)
+            ranks = slice(micro_batch.rank, micro_batch.rank + micro_batch.cp_size)
             of_members_2WPV = times_2RPVM[:, ranks, :, :, micro_batch.position]
             of_members_2WPV[:] = np.fmin.reduce(of_members_2WPV, axis=1, keepdims=True)
         return replace(self, times_2RPVM=times_2RPVM)

@@ -139,10 +139,10 @@ def _unless_alike(slowness_RP: np.ndarray) -> Any:
 
 
 def _widths_if_shared(plan: StepPlan) -> tuple[tuple[int, ...], ...] | None:
-    if all(micro_batch.width == 1 for micro_batch in plan.micro_batches):
+    if all(micro_batch.cp_size == 1 for micro_batch in plan.micro_batches):
         return None
     return tuple(
-        tuple(micro_batch.width for micro_batch in plan.for_rank(rank).micro_batches)
+        tuple(micro_batch.cp_size for micro_batch in plan.for_rank(rank).micro_batches)
         for rank in range(plan.data_parallel_size)
     )
 
@@ -208,7 +208,7 @@ def rank_step(
             guarded = int(observed_LS2[..., 1].sum())
         return RankMicroBatch(
             position=position,
-            width=plan.width,
+            width=plan.cp_size,
             member=place.data_parallel_rank - plan.rank,
             samples=planned.samples[list(plan.samples)].tolist(),
             lengths_tokens=plan.lengths_tokens,

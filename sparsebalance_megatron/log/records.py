@@ -340,11 +340,11 @@ def _are_groups(widths: tuple[tuple[int, ...], ...], ranks: int, positions: int)
     """Whether the ranks fall into aligned groups of powers of two at every position."""
     if len(widths) != ranks or any(len(row) != positions for row in widths):
         return False
-    widths_RM = np.array(widths)
-    for width in np.unique(widths_RM).tolist():
+    cp_sizes_RM = np.array(widths)
+    for width in np.unique(cp_sizes_RM).tolist():
         if not 0 < width <= ranks or not is_power_of_two(width):
             return False
-        members_RM = widths_RM == width
+        members_RM = cp_sizes_RM == width
         whole_groups = ranks - ranks % width
         groups = members_RM[:whole_groups].reshape(-1, width, positions)
         if members_RM[whole_groups:].any() or (groups.any(axis=1) != groups.all(axis=1)).any():

@@ -50,23 +50,23 @@ class Step:
 class MicroBatchTimes:
     """ms of every micro-batch of one step; measured ones are NaN where nothing was measured.
 
-    ``widths_RM``: neighbouring ranks that shared the micro-batch.
+    ``cp_sizes_RM``: neighbouring ranks that shared the micro-batch.
     """
 
     measured_2RPVM: np.ndarray
     predicted_2RPVM: np.ndarray
-    widths_RM: np.ndarray
+    cp_sizes_RM: np.ndarray
 
     @property
     def shared_rows(self) -> int:
         """Micro-batches that lay on more than one rank."""
-        wide = self.widths_RM[self.widths_RM > 1]
+        wide = self.cp_sizes_RM[self.cp_sizes_RM > 1]
         return round(float((1.0 / wide).sum()))
 
     @property
     def widest(self) -> int:
         """Most ranks that shared one."""
-        return int(self.widths_RM.max(initial=1))
+        return int(self.cp_sizes_RM.max(initial=1))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -110,7 +110,7 @@ def times_of(record: StepRecord) -> MicroBatchTimes:
     return MicroBatchTimes(
         measured_2RPVM=np.stack([measured.forward_ms, measured.backward_ms]),
         predicted_2RPVM=np.stack([predicted.forward_ms, predicted.backward_ms]),
-        widths_RM=unshared(ranks, positions) if widths is None else np.array(widths),
+        cp_sizes_RM=unshared(ranks, positions) if widths is None else np.array(widths),
     )
 
 

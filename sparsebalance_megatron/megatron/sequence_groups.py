@@ -43,7 +43,7 @@ class SequenceGroups:
         Raises:
             PlanError: no such group was made.
         """
-        size = micro_batch.width
+        size = micro_batch.cp_size
         if size not in self.by_size or micro_batch.rank % size:
             raise PlanError(
                 f"micro-batch {micro_batch.position} lies on ranks {micro_batch.rank} to "

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Micro-batches that several ranks share: neighbours, as many as a power of two, at one position.
 
-A micro-batch of width w begins at a multiple of w, so the width of the micro-batch that every rank
-takes part in says which ranks share it.
+A micro-batch of cp_size w begins at a multiple of w, so the cp_size of the micro-batch that every
+rank takes part in says which ranks share it.
 
 Shape legend: R data-parallel ranks, M micro-batches, J = R x M places, I items, X ranks.
 """
@@ -16,12 +16,12 @@ def is_power_of_two(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
 
 
-def first_places(widths_RM: np.ndarray) -> np.ndarray:
+def first_places(cp_sizes_RM: np.ndarray) -> np.ndarray:
     """The place ``r * M + m`` on a micro-batch's first rank, for every place in the micro-batch,
     [J]."""
-    ranks, positions = widths_RM.shape
+    ranks, positions = cp_sizes_RM.shape
     rank_R1 = np.arange(ranks)[:, None]
-    first_RM = rank_R1 - rank_R1 % widths_RM
+    first_RM = rank_R1 - rank_R1 % cp_sizes_RM
     return np.asarray(first_RM * positions + np.arange(positions)).reshape(-1)
 
 
@@ -37,21 +37,21 @@ class Members:
     rows of numbers: see :attr:`order`.
 
     Args:
-        widths_IX: of the micro-batch that each rank takes part in.
+        cp_sizes_IX: of the micro-batch that each rank takes part in.
 
     Attributes:
         share: whether any ranks do.
     """
 
-    def __init__(self, widths_IX: np.ndarray) -> None:
-        self._together = int(widths_IX.max(initial=1))
+    def __init__(self, cp_sizes_IX: np.ndarray) -> None:
+        self._together = int(cp_sizes_IX.max(initial=1))
         self.share = self._together > 1
-        self._islands = widths_IX.shape[1] // self._together
+        self._islands = cp_sizes_IX.shape[1] // self._together
         self._apart = []
         """For groups of 2, 4, ... neighbours: 0 where they all share, -inf where they do not."""
         if not self.share:
             return
-        by_rank = widths_IX[:, self.order].reshape(len(widths_IX), self._together, -1)
+        by_rank = cp_sizes_IX[:, self.order].reshape(len(cp_sizes_IX), self._together, -1)
         size = 2
         while size <= self._together:
             self._apart.append(np.where(by_rank[:, ::size] >= size, 0.0, -np.inf))
@@ -76,7 +76,7 @@ class Members:
 
         Args:
             values_IX: contiguous, with the ranks in :attr:`order`.
-            items: of the first axis of the widths, those that ``values_IX`` is for.
+            items: of the first axis of the cp_sizes, those that ``values_IX`` is for.
         """
         by_rank = values_IX.reshape(len(values_IX), self._together, self._islands)
         largest = by_rank

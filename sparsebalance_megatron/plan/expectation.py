@@ -52,7 +52,7 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
 
 def _lower_bound_ms(problem: StepProblem) -> float:
     """A bound for all placements of these samples at all budgets and cp_sizes that are allowed."""
-    wide = problem.plans_widths
+    wide = problem.plans_cp_sizes
     bounded = problem if wide else problem.of_groups
     costs = bounded.costs
     floor_2SC = costs.sample_ms(bounded.budgets.allowed.floor_LS)

@@ -17,7 +17,7 @@ from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.placement.balance import Placement, arrival, balanced
 from sparsebalance_megatron.plan.placement.search import improve
-from sparsebalance_megatron.plan.planned_widths import best_widths
+from sparsebalance_megatron.plan.planned_cp_sizes import best_cp_sizes
 from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError, StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
@@ -36,10 +36,10 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
 
     A placement that is given stays as it is, whatever its tokens, and only its budgets are chosen.
 
-    Every micro-batch is as wide as the job's context-parallel size, unless the policy lets widths
+    Every micro-batch is as wide as the job's context-parallel size, unless the policy lets cp_sizes
     be planned and batching is ``makespan``; then those that fit the samples are used where they
-    give the shorter step. Tuning ``anchor`` has no widths to choose: the anchor is a micro-batch's
-    latency.
+    give the shorter step. Tuning ``anchor`` has no cp_sizes to choose: the anchor is a
+    micro-batch's latency.
 
     Raises:
         PlanError: no placement exists, or the inputs contradict one another.
@@ -67,16 +67,16 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
 def _best_candidate(problem: StepProblem) -> tuple[Batching, Arrangement, TunedBudgets]:
     if problem.placement is not None:
         return "arrival", *_as_placed(problem, problem.placement)
-    if not problem.plans_widths:
+    if not problem.plans_cp_sizes:
         batching, placement, tuned = _best_of_groups(problem.of_groups)
-        width = problem.job.context_parallel_size
-        return batching, Arrangement.of_groups(placement, width), tuned
+        cp_size = problem.job.context_parallel_size
+        return batching, Arrangement.of_groups(placement, cp_size), tuned
     try:
         batching, placement = _best_placement(problem.of_groups)
     except PlanError:  # the cap may ask for wider micro-batches
-        return "makespan", *best_widths(problem, None)
+        return "makespan", *best_cp_sizes(problem, None)
     equal = Arrangement.of_groups(placement, problem.job.context_parallel_size)
-    arrangement, tuned = best_widths(problem, equal)
+    arrangement, tuned = best_cp_sizes(problem, equal)
     return batching if arrangement is equal else "makespan", arrangement, tuned
 
 
@@ -203,7 +203,7 @@ def _micro_batches(
                     budgets_LS=placed_LS[:, first : first + len(micro_batch)],
                     rank=rank,
                     position=position,
-                    width=arrangement.width(rank, position),
+                    cp_size=arrangement.cp_size(rank, position),
                     pinned=tuple(pinned_S[list(micro_batch)].tolist()) if pinned_S.any() else (),
                 )
             )

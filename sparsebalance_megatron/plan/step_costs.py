@@ -75,14 +75,17 @@ class StepCosts:
 
         A group is as slow as its slowest rank in every stage.
         """
-        width, share = self.job.context_parallel_size, self.share_W[self.job.context_parallel_size]
-        if width == 1:
+        cp_size, share = (
+            self.job.context_parallel_size,
+            self.share_W[self.job.context_parallel_size],
+        )
+        if cp_size == 1:
             return self
-        slowness_RWP = self.slowness_RP.reshape(-1, width, self.job.pipeline_stages)
+        slowness_RWP = self.slowness_RP.reshape(-1, cp_size, self.job.pipeline_stages)
         return replace(
             self,
             job=self.job.groups,
-            fixed_2SC=self.wide_ms(self.fixed_2SC, np.full(len(self.lengths_tokens_S), width)),
+            fixed_2SC=self.wide_ms(self.fixed_2SC, np.full(len(self.lengths_tokens_S), cp_size)),
             pair_2C=share * self.pair_2C,
             slowness_RP=slowness_RWP.max(axis=1),
         )
@@ -90,27 +93,27 @@ class StepCosts:
     @cached_property
     def share_W(self) -> np.ndarray:
         """Share of a micro-batch's work that each rank does at cp_size 0 (none) to R."""
-        widths = range(1, self.job.data_parallel_size + 1)
-        return np.array([0.0, *map(self.exchange.share, widths)])
+        cp_sizes = range(1, self.job.data_parallel_size + 1)
+        return np.array([0.0, *map(self.exchange.share, cp_sizes)])
 
     @cached_property
     def received_W(self) -> np.ndarray:
         """Share of ``exchange_2SC`` that a micro-batch takes at cp_size 0 (none) to R."""
-        widths = range(1, self.job.data_parallel_size + 1)
-        return np.array([0.0, *map(self.exchange.received_share, widths)])
+        cp_sizes = range(1, self.job.data_parallel_size + 1)
+        return np.array([0.0, *map(self.exchange.received_share, cp_sizes)])
 
-    def wide_ms(self, sample_2SC: np.ndarray, width_S: np.ndarray) -> np.ndarray:
+    def wide_ms(self, sample_2SC: np.ndarray, cp_size_S: np.ndarray) -> np.ndarray:
         """Ms of samples on each rank of micro-batches so wide, from those on a rank by itself, [2,
         S, C].
 
         A part of the work, all that every sequence takes, and what it receives of the others.
         """
-        share_S1 = self.share_W[width_S][:, None]
-        received_S1 = self.received_W[width_S][:, None]
+        share_S1 = self.share_W[cp_size_S][:, None]
+        received_S1 = self.received_W[cp_size_S][:, None]
         whole_21C = self.sequence_2C[:, None]
         shared_2SC = whole_21C + (sample_2SC - whole_21C) * share_S1
         wide_2SC = shared_2SC + self.exchange_2SC * received_S1
-        return np.where(width_S[:, None] > 1, wide_2SC, sample_2SC)
+        return np.where(cp_size_S[:, None] > 1, wide_2SC, sample_2SC)
 
     @property
     def chunks(self) -> int:
@@ -147,32 +150,32 @@ class StepCosts:
         self,
         sample_2SC: np.ndarray,
         micro_batch_of_S: np.ndarray,
-        widths_RM: np.ndarray,
+        cp_sizes_RM: np.ndarray,
     ) -> OperationTimes:
         """Times of the micro-batches; micro-batch ``r * M + m`` is micro-batch m of rank r.
 
         Args:
             sample_2SC: ms of every sample on a rank by itself.
             micro_batch_of_S: of the first rank of a micro-batch.
-            widths_RM: of the micro-batch that each rank takes part in. Every rank of a micro-batch
-                takes as long as the slowest.
+            cp_sizes_RM: of the micro-batch that each rank takes part in. Every rank of a
+                micro-batch takes as long as the slowest.
         """
-        sample_2SC = self.wide_ms(sample_2SC, widths_RM.reshape(-1)[micro_batch_of_S])
+        sample_2SC = self.wide_ms(sample_2SC, cp_sizes_RM.reshape(-1)[micro_batch_of_S])
         micro_batch_2JC = np.tile(self.constant_2C[:, None], (1, self.job.places, 1))
         for micro_batch_JC, sample_SC in zip(micro_batch_2JC, sample_2SC, strict=True):
             np.add.at(micro_batch_JC, micro_batch_of_S, sample_SC)
-        micro_batch_2JC = micro_batch_2JC[:, first_places(widths_RM)]
-        return self.times_of(micro_batch_2JC, np.arange(self.job.data_parallel_size), widths_RM)
+        micro_batch_2JC = micro_batch_2JC[:, first_places(cp_sizes_RM)]
+        return self.times_of(micro_batch_2JC, np.arange(self.job.data_parallel_size), cp_sizes_RM)
 
     def times_of(
-        self, ms_2JC: np.ndarray, ranks_I: np.ndarray, widths_IM: np.ndarray
+        self, ms_2JC: np.ndarray, ranks_I: np.ndarray, cp_sizes_IM: np.ndarray
     ) -> OperationTimes:
         """Times of the micro-batches of whole ranks, from what an average device would take."""
-        ms_2IMC = ms_2JC.reshape(2, *widths_IM.shape, -1)
-        return self.flat(self.on_devices(ms_2IMC, ranks_I, widths_IM), widths_IM)
+        ms_2IMC = ms_2JC.reshape(2, *cp_sizes_IM.shape, -1)
+        return self.flat(self.on_devices(ms_2IMC, ranks_I, cp_sizes_IM), cp_sizes_IM)
 
     def on_devices(
-        self, ms_2IMC: np.ndarray, ranks_I: np.ndarray, widths_IM: np.ndarray
+        self, ms_2IMC: np.ndarray, ranks_I: np.ndarray, cp_sizes_IM: np.ndarray
     ) -> np.ndarray:
         """Ms of micro-batches on the devices of these ranks: on all that share a micro-batch those
         of the slowest.
@@ -183,18 +186,18 @@ class StepCosts:
         if self._alike:
             return ms_2IMC
         slowness_IC = np.repeat(self.slowness_RP[ranks_I], self.job.virtual_stages, axis=1)
-        members = Members(widths_IM.T)
+        members = Members(cp_sizes_IM.T)
         ms_2CMX = members.in_order((ms_2IMC * slowness_IC[:, None]).transpose(0, 3, 2, 1))
         ms_2CMX = np.ascontiguousarray(ms_2CMX)
         for ms_MX in ms_2CMX.reshape(-1, *ms_2CMX.shape[2:]):
             members.maximum(ms_MX)
         return members.back_in_order(ms_2CMX).transpose(0, 3, 2, 1)
 
-    def flat(self, ms_2IMC: np.ndarray, widths_IM: np.ndarray) -> OperationTimes:
+    def flat(self, ms_2IMC: np.ndarray, cp_sizes_IM: np.ndarray) -> OperationTimes:
         """Times of micro-batches in one piece, from those of every chunk."""
         ms_2CMI = np.ascontiguousarray(ms_2IMC.transpose(0, 3, 2, 1))
-        ms_OI = ms_2CMI.reshape(-1, len(widths_IM))
-        return OperationTimes(graph=self.job.graph, ms_OR=ms_OI, cp_sizes_RM=widths_IM)
+        ms_OI = ms_2CMI.reshape(-1, len(cp_sizes_IM))
+        return OperationTimes(graph=self.job.graph, ms_OR=ms_OI, cp_sizes_RM=cp_sizes_IM)
 
     @cached_property
     def _alike(self) -> bool:

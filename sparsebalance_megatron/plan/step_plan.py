@@ -39,7 +39,7 @@ class PlanPolicy:
     step.
     ``context_parallel``: whether every micro-batch is as wide as the job's context-parallel size
     (``static``), or as wide as the plan says (``dynamic``): 1, 2, 4, ... up to
-    ``max_context_parallel`` ranks, beginning at a multiple of its width.
+    ``max_context_parallel`` ranks, beginning at a multiple of its cp_size.
     """
 
     batching: Batching
@@ -83,7 +83,7 @@ class MicroBatchPlan:
 
     ``samples``: positions in the global batch's order of arrival. ``lengths_tokens``: one per
     sample. ``budgets_LS``: KV blocks a query may read, int32, read-only, at least 1. ``position``:
-    of the rank's micro-batches. ``rank``, ``width``: the row is shared by so many neighbouring
+    of the rank's micro-batches. ``rank``, ``cp_size``: the row is shared by so many neighbouring
     data-parallel ranks, of which ``rank`` is the first. ``pinned``: whether each sample's budgets
     were given, and are executed as they are; empty where none were.
     """
@@ -93,7 +93,7 @@ class MicroBatchPlan:
     budgets_LS: np.ndarray
     rank: int
     position: int
-    width: int = 1
+    cp_size: int = 1
     pinned: tuple[bool, ...] = ()
 
     @property
@@ -165,7 +165,7 @@ class StepPlan:
         """Tokens of every rank's share of its micro-batches, position by position, float64."""
         return np.array(
             [
-                [micro_batch.tokens / micro_batch.width for micro_batch in rank.micro_batches]
+                [micro_batch.tokens / micro_batch.cp_size for micro_batch in rank.micro_batches]
                 for rank in self._rank_plans
             ]
         )
@@ -174,7 +174,7 @@ class StepPlan:
     def _rank_plans(self) -> tuple[RankPlan, ...]:
         of_rank: list[list[MicroBatchPlan]] = [[] for _ in range(self.data_parallel_size)]
         for micro_batch in sorted(self.micro_batches, key=attrgetter("position")):
-            for rank in range(micro_batch.rank, micro_batch.rank + micro_batch.width):
+            for rank in range(micro_batch.rank, micro_batch.rank + micro_batch.cp_size):
                 of_rank[rank].append(micro_batch)
         return tuple(RankPlan(micro_batches=tuple(micro_batches)) for micro_batches in of_rank)
 
@@ -194,9 +194,9 @@ class StepPlan:
         """32 bytes that are equal exactly when step, placement and budgets are equal."""
         digest = hashlib.sha256(f"{self.step}:{self.data_parallel_size}".encode())
         for micro_batch in sorted(self.micro_batches, key=attrgetter("rank", "position")):
-            if micro_batch.width > 1:
+            if micro_batch.cp_size > 1:
                 digest.update(
-                    f"{micro_batch.rank}:{micro_batch.position}:{micro_batch.width}".encode()
+                    f"{micro_batch.rank}:{micro_batch.position}:{micro_batch.cp_size}".encode()
                 )
             if micro_batch.pinned:
                 digest.update(f"pinned {micro_batch.pinned}".encode())
@@ -221,7 +221,7 @@ class StepPlan:
             _validate_place(micro_batch, job, place)
             _validate_micro_batch(micro_batch, lengths_tokens, layers, policy, place)
             covered_RM[
-                micro_batch.rank : micro_batch.rank + micro_batch.width, micro_batch.position
+                micro_batch.rank : micro_batch.rank + micro_batch.cp_size, micro_batch.position
             ] += 1
             seen.update(micro_batch.samples)
         if (covered_RM != 1).any():
@@ -237,15 +237,16 @@ class StepPlan:
 
 
 def _validate_place(micro_batch: MicroBatchPlan, job: Job, place: str) -> None:
-    if not is_power_of_two(micro_batch.width):
-        raise PlanError(f"{place}: width {micro_batch.width} is no power of two")
-    if micro_batch.rank % micro_batch.width:
+    if not is_power_of_two(micro_batch.cp_size):
+        raise PlanError(f"{place}: cp_size {micro_batch.cp_size} is no power of two")
+    if micro_batch.rank % micro_batch.cp_size:
         raise PlanError(
-            f"{place}: a micro-batch of {micro_batch.width} ranks begins at a multiple of its width"
+            f"{place}: a micro-batch of {micro_batch.cp_size} ranks begins at a multiple of its "
+            "cp_size"
         )
-    if micro_batch.rank < 0 or micro_batch.rank + micro_batch.width > job.data_parallel_size:
+    if micro_batch.rank < 0 or micro_batch.rank + micro_batch.cp_size > job.data_parallel_size:
         raise PlanError(
-            f"{place}: {micro_batch.width} ranks from there are not all among the job's "
+            f"{place}: {micro_batch.cp_size} ranks from there are not all among the job's "
             f"{job.data_parallel_size}"
         )
     if not 0 <= micro_batch.position < job.micro_batches:
@@ -261,7 +262,7 @@ def _validate_micro_batch(
 ) -> None:
     if not micro_batch.samples:
         raise PlanError(f"{place}: empty")
-    cap_tokens = policy.max_tokens_per_micro_batch * micro_batch.width
+    cap_tokens = policy.max_tokens_per_micro_batch * micro_batch.cp_size
     if micro_batch.tokens > cap_tokens:
         raise PlanError(f"{place}: {micro_batch.tokens} tokens exceed the cap of {cap_tokens}")
     if any(not 0 <= sample < len(lengths_tokens) for sample in micro_batch.samples):

@@ -113,13 +113,13 @@ class StepProblem:
     @cached_property
     def of_groups(self) -> StepProblem:
         """The same step on the job whose ranks are its context-parallel groups."""
-        width = self.job.context_parallel_size
-        if width == 1:
+        cp_size = self.job.context_parallel_size
+        if cp_size == 1:
             return self
         return replace(
             self,
             budgets=replace(self.budgets, costs=self.costs.of_groups),
-            cap_tokens=self.cap_tokens * width,
+            cap_tokens=self.cap_tokens * cp_size,
         )
 
     @property
@@ -135,8 +135,8 @@ class StepProblem:
         return budget_policy(self.policy)
 
     @property
-    def plans_widths(self) -> bool:
-        """Whether micro-batches may differ in width."""
+    def plans_cp_sizes(self) -> bool:
+        """Whether micro-batches may differ in cp_size."""
         policy = self.policy
         return (
             policy.context_parallel == "dynamic"
@@ -186,12 +186,14 @@ class StepProblem:
 
     def tuned_where(self, arrangement: Arrangement) -> TunedBudgets:
         """Budgets of the placed samples."""
-        return tune(self.budgets, arrangement.micro_batch_of_S, arrangement.widths_RM, self.pricing)
+        return tune(
+            self.budgets, arrangement.micro_batch_of_S, arrangement.cp_sizes_RM, self.pricing
+        )
 
     def times(self, arrangement: Arrangement, sample_2SC: np.ndarray) -> OperationTimes:
         """Times of every micro-batch, from the ms of every sample on a rank by itself."""
         return self.costs.micro_batch_ms(
-            sample_2SC, arrangement.micro_batch_of_S, arrangement.widths_RM
+            sample_2SC, arrangement.micro_batch_of_S, arrangement.cp_sizes_RM
         )
 
     def makespans_ms(self, arrangement: Arrangement, sample_2SC: np.ndarray) -> np.ndarray:

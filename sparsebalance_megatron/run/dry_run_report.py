@@ -156,8 +156,8 @@ def _rows(planned: PlannedStep) -> list[tuple[str, ...]]:
     return [
         (
             str(micro_batch.rank)
-            if micro_batch.width == 1
-            else f"{micro_batch.rank}-{micro_batch.rank + micro_batch.width - 1}",
+            if micro_batch.cp_size == 1
+            else f"{micro_batch.rank}-{micro_batch.rank + micro_batch.cp_size - 1}",
             str(micro_batch.position),
             str(len(micro_batch.samples)),
             f"{micro_batch.tokens:,}",
@@ -172,9 +172,9 @@ def _rows(planned: PlannedStep) -> list[tuple[str, ...]]:
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Right-aligned columns."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    cp_sizes = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     return [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        "  ".join(cell.rjust(cp_size) for cell, cp_size in zip(row, cp_sizes, strict=True))
         for row in (header, *rows)
     ]
 

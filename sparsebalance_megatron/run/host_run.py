@@ -184,8 +184,8 @@ class HostRun:
             given = _lengths(boundaries)[: len(micro_batch.samples)]
             raise IntegrationError(
                 f"{place}: the row's samples have {shown(given)} tokens, those of the plan "
-                f"{shown(micro_batch.lengths_tokens)}; pack the micro-batch's samples in its order, "
-                "and give pad_samples_to if rows pad every sample"
+                f"{shown(micro_batch.lengths_tokens)}; pack the micro-batch's samples in its "
+                "order, and give pad_samples_to if rows pad every sample"
             )
         return boundaries
 

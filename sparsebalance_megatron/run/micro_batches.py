@@ -81,9 +81,9 @@ class RowPacking:
 
     def padded_tokens(self, micro_batch: MicroBatchPlan) -> int:
         """Tokens that the micro-batch's ranks compute beside those of its samples."""
-        if micro_batch.width == 1:
+        if micro_batch.cp_size == 1:
             return padding_tokens(micro_batch.tokens, self.pad_to_multiple_of)
-        held = self._slice(micro_batch, SequenceGroup(members=micro_batch.width))
+        held = self._slice(micro_batch, SequenceGroup(members=micro_batch.cp_size))
         padding = held.cu_seqlens[-1] - micro_batch.tokens
         return padding + sum(
             padding_tokens(tokens, self.pad_to_multiple_of) for tokens in held.tokens_per_member
@@ -94,7 +94,7 @@ class RowPacking:
         if self.groups is None:
             return self.pad_to_multiple_of, 0
         blocks = sum(-(-length // self.block_size) for length in micro_batch.lengths_tokens)
-        return 1, max(0, micro_batch.width - blocks)
+        return 1, max(0, micro_batch.cp_size - blocks)
 
 
 class RowReader:

@@ -79,4 +79,4 @@ def test_widths_that_reach_beyond_a_node_are_slower(measure: Callable[..., CostT
 @pytest.mark.parametrize("slowness", [((4, 1.0), (2, 2.0)), ((2, -1.0),), ((2, float("nan")),)])
 def test_bad_slowness_is_refused(slowness: tuple[tuple[int, float], ...]) -> None:
     with pytest.raises(ValueError, match="exchange: "):
-        Exchange(width_slowness=slowness)
+        Exchange(cp_size_slowness=slowness)

@@ -241,7 +241,7 @@ def test_what_a_step_measured_is_learnt() -> None:
         ({"lengths_tokens": [10, LONGEST + 1]}, "sample 1 has 8193 tokens"),
         ({"lengths_tokens": [10, 0]}, "sample 1 has 0 tokens"),
         ({"lengths_tokens": [10]}, "1 samples cannot fill 1 micro-batches on each of 2 ranks"),
-        ({"micro_batches": 3}, "cannot fill 6 slots"),
+        ({"micro_batches": 3}, "cannot fill 6"),
         ({"micro_batches": 0}, "0 micro-batches: must be"),
         ({"placement": (((0, 1),), ((2, 2),))}, "each of the 4 samples exactly once"),
         ({"placement": (((0, 1, 2, 3),),)}, "placement: ranks have"),
@@ -302,7 +302,7 @@ shape = ModelShape(**{vars(SHAPE)!r})
 job = integration.HostJob(shape=shape, stage_layers=(((0, 1),),), data_parallel_size=2,
                           max_sample_tokens=4096, global_batch_size=4)
 planned = integration.planner(SparseBalanceConfig(block_size=64), job).plan([100, 4000, 20, 900])
-print(len(planned.plan.slots))
+print(len(planned.plan.micro_batches))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -38,7 +38,7 @@ def measurement(times_2RPVM: np.ndarray) -> StepMeasurement:
     )
 
 
-def micro_batches(widths_RM: np.ndarray) -> list[MicroBatchPlan]:
+def micro_batches(cp_sizes_RM: np.ndarray) -> list[MicroBatchPlan]:
     """One slot for every group of ranks at every position."""
     return [
         MicroBatchPlan(
@@ -47,14 +47,14 @@ def micro_batches(widths_RM: np.ndarray) -> list[MicroBatchPlan]:
             budgets_LS=np.ones((1, 1), dtype=np.int32),
             rank=rank,
             position=position,
-            width=int(width),
+            cp_size=int(cp_size),
         )
-        for (rank, position), width in np.ndenumerate(widths_RM)
-        if rank % width == 0
+        for (rank, position), cp_size in np.ndenumerate(cp_sizes_RM)
+        if rank % cp_size == 0
     ]
 
 
-def drawn_widths(generator: np.random.Generator) -> np.ndarray:
+def drawn_cp_sizes(generator: np.random.Generator) -> np.ndarray:
     """Pairs of ranks, at most positions, share or do not."""
     pairs_WM = generator.choice([1, 2], (SHAPE_RPVM[0] // 2, SHAPE_RPVM[-1]))
     return np.repeat(pairs_WM, 2, axis=0)
@@ -63,15 +63,15 @@ def drawn_widths(generator: np.random.Generator) -> np.ndarray:
 @given(st.integers(0, 2**32 - 1), st.floats(0.0, 0.3))
 def test_a_shared_micro_batch_takes_what_its_last_rank_took(seed: int, missing: float) -> None:
     generator = np.random.default_rng(seed)
-    widths_RM = drawn_widths(generator)
+    cp_sizes_RM = drawn_cp_sizes(generator)
     times_2RPVM = generator.uniform(1.0, 9.0, (2, *SHAPE_RPVM))
     times_2RPVM[generator.random(times_2RPVM.shape) < missing] = np.nan
     before = times_2RPVM.copy()
-    found = measurement(times_2RPVM).without_waiting(micro_batches(widths_RM)).times_2RPVM
+    found = measurement(times_2RPVM).without_waiting(micro_batches(cp_sizes_RM)).times_2RPVM
     np.testing.assert_array_equal(times_2RPVM, before)
     for direction, rank, stage, chunk, position in np.ndindex(before.shape):
-        first = rank - rank % widths_RM[rank, position]
-        members = range(first, first + widths_RM[rank, position])
+        first = rank - rank % cp_sizes_RM[rank, position]
+        members = range(first, first + cp_sizes_RM[rank, position])
         known = [before[direction, r, stage, chunk, position] for r in members]
         known = [value for value in known if not np.isnan(value)]
         value = found[direction, rank, stage, chunk, position]
@@ -92,8 +92,8 @@ def test_members_that_wait_are_not_taken_for_slow_devices(seed: int, factor: flo
     slowness_RP = np.ones(SHAPE_RPVM[:2])
     slowness_RP[2, 1] = factor
     for _ in range(60):
-        widths_RM = drawn_widths(generator)
-        shared_RPVM = np.broadcast_to((widths_RM > 1)[:, None, None], SHAPE_RPVM)
+        cp_sizes_RM = drawn_cp_sizes(generator)
+        shared_RPVM = np.broadcast_to((cp_sizes_RM > 1)[:, None, None], SHAPE_RPVM)
         work_2RPVM = generator.uniform(1.0, 50.0, (2, *SHAPE_RPVM))
         work_2RPVM = np.where(shared_RPVM, pairs(work_2RPVM, np.max), work_2RPVM)
         early_2RPVM = np.where(shared_RPVM, generator.exponential(20.0, work_2RPVM.shape), 0.0)
@@ -101,7 +101,7 @@ def test_members_that_wait_are_not_taken_for_slow_devices(seed: int, factor: flo
         noise_2RPVM = np.exp(0.02 * generator.standard_normal(work_2RPVM.shape))
         measured = measurement(
             1.3 * in_step(work_2RPVM, slowness_RP, shared_RPVM) * noise_2RPVM + early_2RPVM
-        ).without_waiting(micro_batches(widths_RM))
+        ).without_waiting(micro_batches(cp_sizes_RM))
         scales = StageScales.of(np.ones((2, *SHAPE_RPVM[1:3])), learner.snapshot())
         predicted_2RPVM = in_step(work_2RPVM, learner.snapshot(), shared_RPVM)
         learner.update(Times(predicted_2RPVM, scales), Times(measured.times_2RPVM, scales))

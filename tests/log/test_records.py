@@ -158,7 +158,7 @@ def shared_first_position() -> dict[str, Any]:
         (micro_batch.rank, micro_batch.position): micro_batch
         for micro_batch in planned.plan.micro_batches
     }
-    whole = replace(by_place[0, 0], width=2)
+    whole = replace(by_place[0, 0], cp_size=2)
     del by_place[0, 0], by_place[1, 0]
     plan = replace(planned.plan, micro_batches=(whole, *by_place.values()))
     return written(planned=replace(planned, plan=plan))
@@ -168,12 +168,12 @@ def test_who_shared_a_row_comes_back() -> None:
     record = shared_first_position()
     assert record["widths"] == [[2, 1], [2, 1]]
     times = times_of(step_from(record))
-    np.testing.assert_array_equal(times.widths_RM, [[2, 1], [2, 1]])
+    np.testing.assert_array_equal(times.cp_sizes_RM, [[2, 1], [2, 1]])
     assert (times.shared_rows, times.widest) == (1, 2)
     alone = written()
     assert alone["widths"] is None
     times = times_of(step_from(alone))
-    assert (times.widths_RM.tolist(), times.shared_rows, times.widest) == ([[1, 1], [1, 1]], 0, 1)
+    assert (times.cp_sizes_RM.tolist(), times.shared_rows, times.widest) == ([[1, 1], [1, 1]], 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_a_rank_says_which_share_of_a_row_it_had() -> None:
     """The second of two that share a row has no coverage to say."""
     planned = planned_step()
     first, second = (planned.plan.for_rank(rank).micro_batches for rank in (0, 1))
-    micro_batches = (replace(first[0], width=2), first[1], second[1])
+    micro_batches = (replace(first[0], cp_size=2), first[1], second[1])
     record = rank_step(
         iteration=1,
         planned=replace(planned, plan=replace(planned.plan, micro_batches=micro_batches)),

@@ -146,12 +146,12 @@ def most_coverage(chains, limit):
     return best
 
 
-def shared_makespans(forward, backward, widths, schedule="1f1b"):
+def shared_makespans(forward, backward, cp_sizes, schedule="1f1b"):
     """Makespan of every rank where the ranks of a slot begin each operation together.
 
     Args:
         forward: of rank r, stage p, chunk v, micro-batch m: forward[r][p][v][m]. backward alike.
-        widths: of the slot that rank r takes part in at position m: widths[r][m].
+        cp_sizes: of the slot that rank r takes part in at position m: widths[r][m].
     """
     ranks, stages, chunks = len(forward), len(forward[0]), len(forward[0][0])
     positions = len(forward[0][0][0])
@@ -164,9 +164,9 @@ def shared_makespans(forward, backward, widths, schedule="1f1b"):
         for p in range(stages):
             for number, (kind, c, m) in enumerate(programs[p]):
                 for r in range(ranks):
-                    first = r // widths[r][m] * widths[r][m]
+                    first = r // cp_sizes[r][m] * cp_sizes[r][m]
                     start = 0.0
-                    for member in range(first, first + widths[r][m]):
+                    for member in range(first, first + cp_sizes[r][m]):
                         place = path.index((p, c))
                         waited = []
                         if number:

@@ -62,7 +62,7 @@ def policy(**changes):
         "coverage_threshold": 0.1,
         "base_budget": 8,
         "block_size": 64,
-        "max_tokens_per_slot": 1 << 40,
+        "max_tokens_per_micro_batch": 1 << 40,
         "plan_ms": 20.0,
     }
     return PlanPolicy(**(values | changes))
@@ -116,32 +116,32 @@ def alone(job):
     return unshared(job.data_parallel_size, job.micro_batches)
 
 
-def flat(times_2RPVM, schedule=megatron_order, widths_RM=None):
+def flat(times_2RPVM, schedule=megatron_order, cp_sizes_RM=None):
     """Times of operations, from those of micro-batches, by default not shared by ranks."""
     _, ranks, _, _, positions = times_2RPVM.shape
-    cp_sizes_RM = unshared(ranks, positions) if widths_RM is None else widths_RM
+    cp_sizes_RM = unshared(ranks, positions) if cp_sizes_RM is None else cp_sizes_RM
     return OperationTimes.of_micro_batches(times_2RPVM, cp_sizes_RM, schedule)
 
 
-def random_widths(ranks, positions, widest, seed):
+def random_cp_sizes(ranks, positions, widest, seed):
     """[ranks, positions] of aligned powers of two."""
     generator = np.random.default_rng(seed)
-    widths = np.ones((ranks, positions), dtype=np.int64)
+    cp_sizes = np.ones((ranks, positions), dtype=np.int64)
     for m in range(positions):
         rank = 0
         while rank < ranks:
             able = [w for w in (1, 2, 4, 8) if w <= widest and rank % w == 0 and rank + w <= ranks]
-            width = int(generator.choice(able))
-            widths[rank : rank + width, m] = width
-            rank += width
-    return widths
+            cp_size = int(generator.choice(able))
+            cp_sizes[rank : rank + cp_size, m] = cp_size
+            rank += cp_size
+    return cp_sizes
 
 
-def shared_times(shape, widths_RM, seed):
+def shared_times(shape, cp_sizes_RM, seed):
     """[2, R, P, V, M] of (ranks, positions, stages, chunks), equal where ranks share a slot."""
     ranks, positions, stages, chunks = shape
     times = np.random.default_rng(seed).uniform(0.1, 5.0, (2, ranks, stages, chunks, positions))
-    first_RM = np.arange(ranks)[:, None] - np.arange(ranks)[:, None] % widths_RM
+    first_RM = np.arange(ranks)[:, None] - np.arange(ranks)[:, None] % cp_sizes_RM
     for m in range(positions):
         times[..., m] = times[..., m][:, first_RM[:, m]]
     return times

@@ -72,7 +72,7 @@ def test_plan_invariants(shape, seed, kind, size, batching, tuning, observed, un
     plan.validate(given_["lengths_tokens"], given_["job"], given_["policy"])
     assert plan.digest() == planned(**given_).digest()
     for micro_batch in plan.micro_batches:
-        assert micro_batch.width == 1
+        assert micro_batch.cp_size == 1
         assert micro_batch.budgets_LS.dtype == np.int32
         assert not micro_batch.budgets_LS.flags.writeable
         if tuning == "off":

@@ -45,7 +45,7 @@ def wide(plan):
         samples=(*first.samples, *third.samples),
         lengths_tokens=(*first.lengths_tokens, *third.lengths_tokens),
         budgets_LS=np.concatenate([first.budgets_LS, third.budgets_LS], axis=1),
-        width=2,
+        cp_size=2,
     )
     return replace(plan, micro_batches=(joined, second, fourth))
 
@@ -86,7 +86,9 @@ def test_broken_micro_batches(plan, changes, words):
 def test_broken_places(plan):
     with pytest.raises(PlanError, match="1 ranks, job 2"):
         replace(plan, data_parallel_size=1).validate(LENGTHS, JOB, POLICY)
-    with pytest.raises(PlanError, match="rank 1, micro-batch 1: in 0 slots, must be in exactly 1"):
+    with pytest.raises(
+        PlanError, match="rank 1, micro-batch 1: in 0 micro-batches, must be in exactly 1"
+    ):
         replace(plan, micro_batches=plan.micro_batches[:-1]).validate(LENGTHS, JOB, POLICY)
     with pytest.raises(PlanError, match="micro-batch 2: job has 2"):
         with_first(plan, position=2).validate(LENGTHS, JOB, POLICY)
@@ -113,12 +115,12 @@ def test_a_wide_micro_batch_belongs_to_all_its_ranks(wide):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"width": 1}, "rank 1, micro-batch 0: in 0 slots"),
-        ({"width": 0}, "width 0 is no power of two"),
-        ({"width": 3}, "width 3 is no power of two"),
-        ({"rank": 1}, "a slot of 2 ranks begins at a multiple of its width"),
+        ({"cp_size": 1}, "rank 1, micro-batch 0: in 0 micro-batches"),
+        ({"cp_size": 0}, "0 is no power of two"),
+        ({"cp_size": 3}, "3 is no power of two"),
+        ({"rank": 1}, "of 2 ranks begins at a multiple of its cp_size"),
         ({"rank": 2}, "2 ranks from there are not all among the job's 2"),
-        ({"position": 1}, "rank 0, micro-batch 0: in 0 slots"),
+        ({"position": 1}, "rank 0, micro-batch 0: in 0 micro-batches"),
     ],
 )
 def test_broken_wide_micro_batches(wide, changes, words):
@@ -145,8 +147,8 @@ def test_the_digest_knows_how_wide_a_micro_batch_is():
         coverage=coverage_curves(job.layers),
     )
     first, second, third, _ = narrow.micro_batches
-    left = (replace(first, width=2), replace(second, rank=2), replace(third, rank=3))
-    right = (first, second, replace(third, width=2))
+    left = (replace(first, cp_size=2), replace(second, rank=2), replace(third, rank=3))
+    right = (first, second, replace(third, cp_size=2))
     left, right = (replace(narrow, micro_batches=micro_batches) for micro_batches in (left, right))
     for plan in (left, right):
         plan.validate(lengths, job, POLICY)

@@ -26,7 +26,7 @@ import torch.distributed as dist  # noqa: E402
 
 from sparsebalance_megatron.megatron import settings  # noqa: E402
 from sparsebalance_megatron.pretrain_gpt import main  # noqa: E402
-from sparsebalance_megatron.run import run  # noqa: E402
+from sparsebalance_megatron.run import samples  # noqa: E402
 
 COLLECTIVES = (
     *("all_gather_into_tensor", "reduce_scatter_tensor", "batch_isend_irecv", "all_reduce"),
@@ -85,7 +85,7 @@ if __name__ == "__main__":
     directory = Path(sys.argv.pop(1))
     settings.RANKS_PER_NODE = 2
     counts = Counts()
-    run.make_sequence_groups = counts.watch(run.make_sequence_groups)
+    samples.make_sequence_groups = counts.watch(run.make_sequence_groups)
     for collective in COLLECTIVES:
         setattr(dist, collective, counts.counted(collective))
     main()

@@ -8,7 +8,7 @@ import os
 import runpy
 from pathlib import Path
 
-drawing = runpy.run_path(str(Path(__file__).with_name("wide_micro_batches.py")))
+drawing = runpy.run_path(str(Path(__file__).with_name("shared_micro_batches.py")))
 
 
 def plan_with_own_lot(step, inputs):

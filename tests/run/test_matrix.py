@@ -41,7 +41,7 @@ LAST_PRINTED_DIGIT = 1.01e-3
 STEPS = 4
 PROGRAM = ("-m", "sparsebalance_megatron.pretrain_gpt")
 WITH_NORMS = (str(PROGRAMS / "sequence_parallel.py"),)
-DRAWN_WIDTHS = (str(PROGRAMS / "wide_micro_batches.py"),)
+DRAWN_WIDTHS = (str(PROGRAMS / "shared_micro_batches.py"),)
 
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 TENSOR = ("--tensor-model-parallel-size", "2")
@@ -379,7 +379,7 @@ def test_ranks_that_share_rows_train_to_the_losses_of_one_rank(
     for step, other in zip(run.steps, expected.steps, strict=True):
         tolerance = MODELS[layout.model].tolerance
         assert step["coverage"]["mean"] == pytest.approx(other["coverage"]["mean"], rel=tolerance)
-    assert max(_widths(tmp_path)) > 1
+    assert max(_cp_sizes(tmp_path)) > 1
 
 
 def _train_layout(
@@ -397,7 +397,7 @@ def _train_layout(
     )
 
 
-def _widths(log_dir: Path) -> set[int]:
+def _cp_sizes(log_dir: Path) -> set[int]:
     """Of all rows that any rank ran."""
     lines = [line for path in rank_files(log_dir) for line in path.read_text().splitlines()]
     steps = [record for record in map(json.loads, lines) if record["type"] == "step"]

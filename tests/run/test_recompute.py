@@ -56,7 +56,7 @@ CASES = {
         ),
         kept=0,
         stated="96",
-        program=(str(PROGRAMS / "wide_micro_batches.py"),),
+        program=(str(PROGRAMS / "shared_micro_batches.py"),),
     ),
 }
 

@@ -22,22 +22,24 @@ NO_GROUP: Any = None
 
 def groups(rank: int, widest: int) -> SequenceGroups:
     """Those of one rank, without processes."""
-    widths = [1 << power for power in range(widest.bit_length())]
+    cp_sizes = [1 << power for power in range(widest.bit_length())]
     return SequenceGroups(
         rank=rank,
-        by_size={width: SequenceGroup(member=rank % width, members=width) for width in widths},
+        by_size={
+            cp_size: SequenceGroup(member=rank % cp_size, members=cp_size) for cp_size in cp_sizes
+        },
         agreement=NO_GROUP,
     )
 
 
-def micro_batch(lengths: list[int], rank: int = 0, width: int = 1) -> MicroBatchPlan:
+def micro_batch(lengths: list[int], rank: int = 0, cp_size: int = 1) -> MicroBatchPlan:
     return MicroBatchPlan(
         samples=tuple(range(len(lengths))),
         lengths_tokens=tuple(lengths),
         budgets_LS=np.ones((1, len(lengths)), dtype=np.int32),
         rank=rank,
         position=3,
-        width=width,
+        cp_size=cp_size,
     )
 
 
@@ -52,25 +54,25 @@ def samples(lengths: list[int]) -> list[Sample]:
     ]
 
 
-def slices(lengths: list[int], width: int, multiple: int) -> list[tuple[Any, PackedRow]]:
+def slices(lengths: list[int], cp_size: int, multiple: int) -> list[tuple[Any, PackedRow]]:
     """Every member's slice and row, on ranks that begin at twice the width."""
     found = []
-    for rank in range(2 * width, 3 * width):
+    for rank in range(2 * cp_size, 3 * cp_size):
         packing = RowPacking(
             block_size=BLOCK_TOKENS, pad_to_multiple_of=multiple, groups=groups(rank, 8)
         )
-        plan = micro_batch(lengths, rank=2 * width, width=width)
+        plan = micro_batch(lengths, rank=2 * cp_size, cp_size=cp_size)
         found.append((packing.slice(plan), packing.row(plan, samples(lengths))))
     return found
 
 
 @given(
     lengths=st.lists(st.integers(1, 23), min_size=1, max_size=5),
-    width=st.sampled_from([1, 2, 4, 8]),
+    cp_size=st.sampled_from([1, 2, 4, 8]),
     multiple=st.sampled_from([1, 2, 4]),
 )
 def test_members_compute_the_row_once_and_padding_that_counts(
-    lengths: list[int], width: int, multiple: int
+    lengths: list[int], cp_size: int, multiple: int
 ) -> None:
     expected = {
         (1000 * (number + 1) + at, 1000 * (number + 1) + at + 1, at, float(at % 3 > 0))
@@ -78,7 +80,7 @@ def test_members_compute_the_row_once_and_padding_that_counts(
         for at in range(length)
     }
     found, padded = [], 0
-    for held, row in slices(lengths, width, multiple):
+    for held, row in slices(lengths, cp_size, multiple):
         assert len(row.tokens) % multiple == 0
         assert len(row.tokens) == len(held.tokens_T) + held.padding_tokens > 0
         assert row.position_ids.tolist() == held.positions_T.tolist()
@@ -91,12 +93,12 @@ def test_members_compute_the_row_once_and_padding_that_counts(
     assert len(found) == len(expected)
     assert set(found) == expected
     packing = RowPacking(block_size=BLOCK_TOKENS, pad_to_multiple_of=multiple, groups=groups(0, 8))
-    assert packing.padded_tokens(micro_batch(lengths, width=width)) == padded
+    assert packing.padded_tokens(micro_batch(lengths, cp_size=cp_size)) == padded
 
 
 def test_a_row_with_too_few_blocks_gets_documents_of_one_token() -> None:
     packing = RowPacking(block_size=BLOCK_TOKENS, groups=groups(2, 4))
-    plan = micro_batch([5], width=4)
+    plan = micro_batch([5], cp_size=4)
     assert packing.cu_seqlens(plan) == (0, 5, 6, 7)
     assert packing.padded_tokens(plan) == 2
     assert [len(row.tokens) for _, row in slices([5], 4, 1)] == [4, 1, 1, 1]
@@ -110,8 +112,8 @@ def test_rows_of_a_run_that_shares_none_are_padded_as_a_whole() -> None:
     assert packing.row(plan, samples([5, 2])).position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 0]
 
 
-@pytest.mark.parametrize(("rank", "width"), [(0, 8), (1, 2)])
-def test_a_micro_batch_of_ranks_without_a_group_is_refused(rank: int, width: int) -> None:
+@pytest.mark.parametrize(("rank", "cp_size"), [(0, 8), (1, 2)])
+def test_a_micro_batch_of_ranks_without_a_group_is_refused(rank: int, cp_size: int) -> None:
     packing = RowPacking(block_size=BLOCK_TOKENS, groups=groups(1, 4))
-    with pytest.raises(PlanError, match=f"ranks {rank} to {rank + width - 1}: groups of 1, 2"):
-        packing.slice(micro_batch([40], rank=rank, width=width))
+    with pytest.raises(PlanError, match=f"ranks {rank} to {rank + cp_size - 1}: groups of 1, 2"):
+        packing.slice(micro_batch([40], rank=rank, cp_size=cp_size))

@@ -53,7 +53,7 @@ def train(
     )
 
 
-def test_evaluation_and_a_checkpoint_do_not_depend_on_widths(
+def test_evaluation_and_a_checkpoint_do_not_depend_on_cp_sizes(
     documents: Path, tmp_path: Path
 ) -> None:
     """One rank; two that share rows by lot until iteration 2; two of a context group after it."""
@@ -70,7 +70,7 @@ def test_evaluation_and_a_checkpoint_do_not_depend_on_widths(
     one = train(1, documents, *evaluate, log_dir=tmp_path / "one").require_success()
     wide = train(
         *(2, documents, *evaluate, *save, *WIDE, "--exit-interval", "2"),
-        program="wide_micro_batches.py",
+        program="shared_micro_batches.py",
         log_dir=tmp_path / "wide",
     ).require_success()
     context = train(
@@ -93,7 +93,7 @@ def evaluated(run: TrainingRun) -> list[float]:
     return [float(value) for value in found]
 
 
-def test_ranks_that_planned_different_widths_stop_before_the_step(
+def test_ranks_that_planned_different_cp_sizes_stop_before_the_step(
     documents: Path, tmp_path: Path
 ) -> None:
     run = train(2, documents, *WIDE, program="disagreeing_plan.py", timeout_s=ENDS_WITHIN_S)

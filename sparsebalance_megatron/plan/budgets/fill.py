@@ -92,12 +92,12 @@ class Filling:
         return level_EU.reshape(self.growth_JCQ.shape[:2])
 
     @property
-    def _widths_RM(self) -> np.ndarray:
+    def _cp_sizes_RM(self) -> np.ndarray:
         return self.floor_times.cp_sizes_RM
 
     @cached_property
     def _island_ranks(self) -> int:
-        return int(self._widths_RM.max())
+        return int(self._cp_sizes_RM.max())
 
     @cached_property
     def _growth_EUQ(self) -> np.ndarray:
@@ -112,19 +112,19 @@ class Filling:
         ms_RMC = np.repeat(
             (costs.pair_ms_C * slowness_RC)[:, None], costs.job.micro_batches, axis=1
         )
-        members = Members(self._widths_RM.T)
+        members = Members(self._cp_sizes_RM.T)
         for chunk in range(costs.chunks):
             ms_MR = np.ascontiguousarray(members.in_order(ms_RMC[:, :, chunk].T))
             members.maximum(ms_MR)
             ms_RMC[:, :, chunk] = members.back_in_order(ms_MR).T
-        ms_RMC = ms_RMC * costs.share_W[self._widths_RM][..., None]
+        ms_RMC = ms_RMC * costs.share_W[self._cp_sizes_RM][..., None]
         return ms_RMC.reshape(self._growth_EUQ.shape[:2])
 
     @cached_property
     def _first_unit_EU(self) -> np.ndarray:
         """The unit on the first rank, for every rank's part of a micro-batch."""
         chunks = self.costs.chunks
-        unit_JC = first_places(self._widths_RM)[:, None] * chunks + np.arange(chunks)
+        unit_JC = first_places(self._cp_sizes_RM)[:, None] * chunks + np.arange(chunks)
         units = self._growth_EUQ.shape[1]
         return unit_JC.reshape(-1, units) % units
 
@@ -205,9 +205,9 @@ class Filling:
         ranks_IW = islands_I[:, None] * self._island_ranks + of_island_W
         ranks_X = np.repeat(ranks_IW, candidates, axis=0).reshape(-1)
         grown_2XMC = pairs_XMC * self.costs.pair_2C[:, None, None]
-        widths_XM = self._widths_RM[ranks_X]
-        grown_2XMC = self.costs.on_devices(grown_2XMC, ranks_X, widths_XM)
-        return self.costs.flat(self._floor_ms_2RMC[:, ranks_X] + grown_2XMC, widths_XM)
+        cp_sizes_XM = self._cp_sizes_RM[ranks_X]
+        grown_2XMC = self.costs.on_devices(grown_2XMC, ranks_X, cp_sizes_XM)
+        return self.costs.flat(self._floor_ms_2RMC[:, ranks_X] + grown_2XMC, cp_sizes_XM)
 
     @cached_property
     def _floor_ms_2RMC(self) -> np.ndarray:
@@ -233,7 +233,7 @@ class Filling:
     @cached_property
     def _share_EU(self) -> np.ndarray:
         """Share of a unit's pairs that each of its ranks computes."""
-        share_J = self.costs.share_W[self._widths_RM].reshape(-1)
+        share_J = self.costs.share_W[self._cp_sizes_RM].reshape(-1)
         return np.repeat(share_J, self.costs.chunks).reshape(self._growth_EUQ.shape[:2])
 
 

@@ -79,7 +79,7 @@ class BudgetPolicy(Protocol):
         self,
         problem: BudgetProblem,
         micro_batch_of_S: np.ndarray,
-        widths_RM: np.ndarray,
+        cp_sizes_RM: np.ndarray,
         pricing: Pricing | None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Budgets of placed samples, and which samples could not follow, [S]."""
@@ -116,7 +116,7 @@ class Off:
         self,
         problem: BudgetProblem,
         micro_batch_of_S: np.ndarray,
-        widths_RM: np.ndarray,
+        cp_sizes_RM: np.ndarray,
         pricing: Pricing | None,
     ) -> tuple[np.ndarray, np.ndarray]:
         return problem.allowed.base_LS, np.zeros(len(micro_batch_of_S), dtype=bool)
@@ -148,10 +148,10 @@ class Anchor(Off):
         self,
         problem: BudgetProblem,
         micro_batch_of_S: np.ndarray,
-        widths_RM: np.ndarray,
+        cp_sizes_RM: np.ndarray,
         pricing: Pricing | None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        return towards_anchor(problem, micro_batch_of_S, widths_RM)
+        return towards_anchor(problem, micro_batch_of_S, cp_sizes_RM)
 
 
 class Makespan(Anchor):
@@ -179,10 +179,10 @@ class Makespan(Anchor):
         self,
         problem: BudgetProblem,
         micro_batch_of_S: np.ndarray,
-        widths_RM: np.ndarray,
+        cp_sizes_RM: np.ndarray,
         pricing: Pricing | None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        return least_makespan(problem, micro_batch_of_S, widths_RM, pricing or price(problem))
+        return least_makespan(problem, micro_batch_of_S, cp_sizes_RM, pricing or price(problem))
 
 
 BUDGET_POLICIES: Mapping[Tuning, BudgetPolicy] = {
@@ -230,14 +230,14 @@ def budget_problem(
 def tune(
     problem: BudgetProblem,
     micro_batch_of_S: np.ndarray,
-    widths_RM: np.ndarray,
+    cp_sizes_RM: np.ndarray,
     pricing: Pricing | None = None,
 ) -> TunedBudgets:
     """Budgets of a placed global batch under ``policy.tuning``.
 
     Args:
         micro_batch_of_S: where the samples are placed: on the first rank of their micro-batches.
-        widths_RM: of the micro-batch that each rank takes part in.
+        cp_sizes_RM: of the micro-batch that each rank takes part in.
         pricing: what tuning ``makespan`` goes by; by default that of these samples alone.
 
     Raises:
@@ -245,7 +245,7 @@ def tune(
     """
     allowed = problem.allowed
     tuned_LS, clamped_S = budget_policy(problem.policy).tuned_LS(
-        problem, micro_batch_of_S, widths_RM, pricing
+        problem, micro_batch_of_S, cp_sizes_RM, pricing
     )
     same_LS = (tuned_LS == allowed.base_LS) & ~problem.pinned_S
     return TunedBudgets(

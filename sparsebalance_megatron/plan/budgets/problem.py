@@ -115,9 +115,9 @@ class BudgetProblem:
         self,
         budgets_LS: np.ndarray,
         micro_batch_of_S: np.ndarray,
-        widths_RM: np.ndarray,
+        cp_sizes_RM: np.ndarray,
     ) -> OperationTimes:
         """Times of the micro-batches that hold the samples."""
         return self.costs.micro_batch_ms(
-            self.costs.sample_ms(budgets_LS), micro_batch_of_S, widths_RM
+            self.costs.sample_ms(budgets_LS), micro_batch_of_S, cp_sizes_RM
         )

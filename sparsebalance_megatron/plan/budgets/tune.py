@@ -33,7 +33,7 @@ _TARGET_HALVINGS = 2
 
 
 def towards_anchor(
-    problem: BudgetProblem, micro_batch_of_S: np.ndarray, widths_RM: np.ndarray
+    problem: BudgetProblem, micro_batch_of_S: np.ndarray, cp_sizes_RM: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Every micro-batch goes as near to the anchor latency as its feasible budgets allow.
 
@@ -42,7 +42,7 @@ def towards_anchor(
     all chunks.
     """
     costs, allowed = problem.costs, problem.allowed
-    latency_J = _latency_ms_J(problem, allowed.base_LS, micro_batch_of_S, widths_RM)
+    latency_J = _latency_ms_J(problem, allowed.base_LS, micro_batch_of_S, cp_sizes_RM)
     anchor = problem.policy.anchor
     if anchor not in _ANCHORS:
         raise PlanError(f"anchor {anchor!r} is not one of {', '.join(_ANCHORS)}")
@@ -51,7 +51,7 @@ def towards_anchor(
     low_LS = np.where(slower_S, allowed.floor_LS, allowed.base_LS)
     high_LS = np.where(slower_S, allowed.base_LS, allowed.top_LS)
     steps = budget_steps(costs, problem.coverage, low_LS, high_LS)
-    start_J = _latency_ms_J(problem, low_LS, micro_batch_of_S, widths_RM)
+    start_J = _latency_ms_J(problem, low_LS, micro_batch_of_S, cp_sizes_RM)
 
     index_I = np.flatnonzero(steps.pairs_LSK > 0)
     layer_I, sample_I, _ = np.unravel_index(index_I, steps.pairs_LSK.shape)
@@ -76,9 +76,9 @@ def _latency_ms_J(
     problem: BudgetProblem,
     budgets_LS: np.ndarray,
     micro_batch_of_S: np.ndarray,
-    widths_RM: np.ndarray,
+    cp_sizes_RM: np.ndarray,
 ) -> np.ndarray:
-    times = problem.micro_batch_ms(budgets_LS, micro_batch_of_S, widths_RM)
+    times = problem.micro_batch_ms(budgets_LS, micro_batch_of_S, cp_sizes_RM)
     forward_RPVM, backward_RPVM = times.by_micro_batch_2RPVM
     return (forward_RPVM + backward_RPVM).sum(axis=(1, 2)).ravel()
 
@@ -86,7 +86,7 @@ def _latency_ms_J(
 def least_makespan(
     problem: BudgetProblem,
     micro_batch_of_S: np.ndarray,
-    widths_RM: np.ndarray,
+    cp_sizes_RM: np.ndarray,
     pricing: Pricing,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The least step time that the policy allows, then the most coverage in that time.
@@ -96,7 +96,7 @@ def least_makespan(
     grows until it is reached, but never beyond what base budgets take.
     """
     costs, allowed, ladder = problem.costs, problem.allowed, pricing.ladder
-    floor_times = problem.micro_batch_ms(allowed.floor_LS, micro_batch_of_S, widths_RM)
+    floor_times = problem.micro_batch_ms(allowed.floor_LS, micro_batch_of_S, cp_sizes_RM)
     filling = Filling(
         costs=costs,
         floor_times=floor_times,
@@ -109,7 +109,7 @@ def least_makespan(
 
     def step_ms(budgets_LS: np.ndarray) -> float:
         return float(
-            makespans_ms(problem.micro_batch_ms(budgets_LS, micro_batch_of_S, widths_RM)).max()
+            makespans_ms(problem.micro_batch_ms(budgets_LS, micro_batch_of_S, cp_sizes_RM)).max()
         )
 
     floor_ms_R = makespans_ms(floor_times)

@@ -4,7 +4,7 @@ several.
 
 Shape legend: P pipeline stages, V virtual stages (chunks per stage), S samples of a global batch,
 C = P x V chunks (chunk v of stage p is ``p * V + v``), R data-parallel ranks, M micro-batches
-(positions of a rank), W widths; a leading 2: forward and backward.
+(positions of a rank), W cp_sizes; a leading 2: forward and backward.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Bounds:
         return self.chain_ms_S > self._together_ms
 
 
-def step_bounds(sample_2SC: np.ndarray, costs: StepCosts, max_width: int = 1) -> Bounds:
+def step_bounds(sample_2SC: np.ndarray, costs: StepCosts, max_cp_size: int = 1) -> Bounds:
     """No placement of these samples into micro-batches of 1, 2, 4, ... ranks finishes a step
     sooner.
 
     Holds for every schedule of :mod:`.orders`, whatever shares a micro-batch. A micro-batch of
-    width w takes its share of each sample's work on all w ranks, (1 + loss) / w of it and so at
+    cp_size w takes its share of each sample's work on all w ranks, (1 + loss) / w of it and so at
     least 1 / w, beside the constant of a micro-batch and what is exchanged. Summed over its ranks
     that is at least the samples' work on one rank and w constants. Every place (rank, position)
     belongs to one micro-batch, and no micro-batch is empty.
@@ -79,35 +79,35 @@ def step_bounds(sample_2SC: np.ndarray, costs: StepCosts, max_width: int = 1) ->
     *Long samples.* The same of the micro-batches that hold any of the samples A alone: on a rank
     that has such micro-batches, stage p does the work of A in between, with a constant at least,
     after the shortest way of a sample of A to it and before the shortest way back, at the best of
-    all widths. The mean over those ranks of the work of A is least if they are all ranks. A are the
-    samples whose ways are longest, as many as make the bound largest. It sees what the stage bound
-    does not: short samples fill a pipeline quickly, but then the first long one is still on its
-    way.
+    all cp_sizes. The mean over those ranks of the work of A is least if they are all ranks. A are
+    the samples whose ways are longest, as many as make the bound largest. It sees what the stage
+    bound does not: short samples fill a pipeline quickly, but then the first long one is still on
+    its way.
 
     *Chain.* Micro-batch i runs forward and backward through all chunks one after the other. On
     stage 0 the first chunk runs forward for every earlier micro-batch before that chain starts and
     backward for every later one after it ends; each of the M - 1 others is earlier or later. So
     T >= chain(i) + the sum of the M - 1 least min(forward, backward) of the others. The micro-batch
-    of a sample takes at least as long as the sample alone, at the best of all widths.
+    of a sample takes at least as long as the sample alone, at the best of all cp_sizes.
 
     *Mean chain.* The mean of the chain bound over all places: chains and the lesser of forward and
     backward are sums over micro-batches of w times what one of its ranks takes, so at least those
     of the samples on one rank: T >= (all chains + (M - 1) x all min(forward, backward)) / (R M).
 
     *Mixed chains.* A rank takes at least as long as any mixture of its chains, and the slowest at
-    least the mean over ranks. There each sample counts, at some position and some width, w times
+    least the mean over ranks. There each sample counts, at some position and some cp_size, w times
     what one of its ranks takes, times the shares that the mixture has of that position's
-    operations; and every place its constants. The least over positions and widths of each sample,
+    operations; and every place its constants. The least over positions and cp_sizes of each sample,
     and the constants, bound the step (:mod:`.chain_mixture` finds shares that make this large: it
     sees what filling and emptying a pipeline costs, however small the micro-batches at both ends).
 
-    Moreover, if a step ends by X, no micro-batch has a width at which its chain takes longer. With
-    only the widths that X leaves, let the bounds of long samples and mixed chains be F(X). A step
-    that ends at T has T >= F(T), and F falls; so T > X wherever F(X) > X.
+    Moreover, if a step ends by X, no micro-batch has a cp_size at which its chain takes longer.
+    With only the cp_sizes that X leaves, let the bounds of long samples and mixed chains be F(X). A
+    step that ends at T has T >= F(T), and F falls; so T > X wherever F(X) > X.
 
     Args:
         sample_2SC: ms of every sample on every chunk, on a rank by itself.
-        max_width: of a micro-batch.
+        max_cp_size: of a micro-batch.
     """
     job, constant_2C = costs.job, costs.constant_2C
     ranks, positions = job.data_parallel_size, job.micro_batches
@@ -121,7 +121,7 @@ def step_bounds(sample_2SC: np.ndarray, costs: StepCosts, max_width: int = 1) ->
     for way_SP, constant_way_P in zip(
         _ways(sample_2SPV[..., 0]), _ways(constant_2PV[..., 0]), strict=True
     ):
-        least_SP = np.sort(way_SP, axis=0)[: ranks // max_width]
+        least_SP = np.sort(way_SP, axis=0)[: ranks // max_cp_size]
         stage_P = stage_P + least_SP.sum(axis=0) / ranks + constant_way_P
 
     beside_ms = sample_2SC[:, :, 0].min(axis=0).sum() + job.places * constant_2C[:, 0].min()
@@ -129,14 +129,14 @@ def step_bounds(sample_2SC: np.ndarray, costs: StepCosts, max_width: int = 1) ->
 
     work_2PV = sample_2SPV.sum(axis=1) + ranks * positions * constant_2PV
     mixture_2CM = chain_mixture(work_2PV, positions, job.schedule).reshape(*constant_2C.shape, -1)
-    widths = [1 << power for power in range(max_width.bit_length())]
-    chain_WS, mixed_WS = np.empty((2, len(widths), samples))
-    work_WSP = np.empty((len(widths), samples, stages))
+    cp_sizes = [1 << power for power in range(max_cp_size.bit_length())]
+    chain_WS, mixed_WS = np.empty((2, len(cp_sizes), samples))
+    work_WSP = np.empty((len(cp_sizes), samples, stages))
     beside_S, way_2SP = np.full(samples, np.inf), np.full((2, samples, stages), np.inf)
-    for place, width in enumerate(widths):
-        wide_2SC = costs.wide_ms(sample_2SC, np.full(samples, width))
-        mixed_WS[place] = width * _least_mixed_ms(wide_2SC, mixture_2CM)
-        work_WSP[place] = width * wide_2SC.reshape(2, samples, stages, -1).sum(axis=(0, 3))
+    for place, cp_size in enumerate(cp_sizes):
+        wide_2SC = costs.wide_ms(sample_2SC, np.full(samples, cp_size))
+        mixed_WS[place] = cp_size * _least_mixed_ms(wide_2SC, mixture_2CM)
+        work_WSP[place] = cp_size * wide_2SC.reshape(2, samples, stages, -1).sum(axis=(0, 3))
         alone_2SC = wide_2SC + constant_2C[:, None]
         chain_WS[place] = alone_2SC.sum(axis=(0, 2))
         beside_S = np.minimum(beside_S, alone_2SC[:, :, 0].min(axis=0))
@@ -181,11 +181,11 @@ def _least_mixed_ms(sample_2SC: np.ndarray, mixture_2CM: np.ndarray) -> np.ndarr
 
 @dataclass(frozen=True, kw_only=True)
 class _PlacedWork:
-    """Bounds that depend on which widths a step leaves its samples by when it ends.
+    """Bounds that depend on which cp_sizes a step leaves its samples by when it ends.
 
-    ``chain_WS``: what a step takes at least with a sample at each width. ``mixed_WS``: what it adds
-    to the mixed chains; ``work_WSP``: to the mean work of a rank. Their constants count once.
-    ``way_2SP``: to each stage and back from it, at the best of all widths.
+    ``chain_WS``: what a step takes at least with a sample at each cp_size. ``mixed_WS``: what it
+    adds to the mixed chains; ``work_WSP``: to the mean work of a rank. Their constants count once.
+    ``way_2SP``: to each stage and back from it, at the best of all cp_sizes.
     """
 
     chain_WS: np.ndarray

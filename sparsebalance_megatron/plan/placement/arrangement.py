@@ -18,29 +18,29 @@ class Arrangement:
     """Samples by rank and position, and how many ranks share each micro-batch.
 
     ``samples[rank][position]``: those of the micro-batch that begins on the rank, none where the
-    rank takes part in a micro-batch that begins on another. ``widths_RM``: ranks of the micro-batch
-    that each takes part in.
+    rank takes part in a micro-batch that begins on another. ``cp_sizes_RM``: ranks of the
+    micro-batch that each takes part in.
     """
 
     samples: Placement
-    widths_RM: np.ndarray
+    cp_sizes_RM: np.ndarray
 
     @classmethod
-    def of_groups(cls, placement: Placement, width: int = 1) -> Arrangement:
+    def of_groups(cls, placement: Placement, cp_size: int = 1) -> Arrangement:
         """Every micro-batch of a placement onto groups of so many ranks."""
         nothing = tuple(() for _ in placement[0])
         samples = tuple(
             micro_batches
             for group in placement
-            for micro_batches in (group, *[nothing] * (width - 1))
+            for micro_batches in (group, *[nothing] * (cp_size - 1))
         )
-        widths_RM = np.full((len(samples), len(nothing)), width)
-        return cls(samples=samples, widths_RM=widths_RM)
+        cp_sizes_RM = np.full((len(samples), len(nothing)), cp_size)
+        return cls(samples=samples, cp_sizes_RM=cp_sizes_RM)
 
     def same_as(self, other: Arrangement) -> bool:
         """Whether every sample runs at the same place, shared by as many ranks."""
-        widths_agree = np.array_equal(self.widths_RM, other.widths_RM)
-        return self.samples == other.samples and widths_agree
+        cp_sizes_agree = np.array_equal(self.cp_sizes_RM, other.cp_sizes_RM)
+        return self.samples == other.samples and cp_sizes_agree
 
     @property
     def micro_batch_of_S(self) -> np.ndarray:
@@ -49,6 +49,6 @@ class Arrangement:
             self.samples, sum(len(micro_batch) for rank in self.samples for micro_batch in rank)
         )
 
-    def width(self, rank: int, position: int) -> int:
+    def cp_size(self, rank: int, position: int) -> int:
         """Ranks of the micro-batch that a rank takes part in."""
-        return int(self.widths_RM[rank, position])
+        return int(self.cp_sizes_RM[rank, position])

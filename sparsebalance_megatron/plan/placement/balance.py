@@ -44,7 +44,8 @@ def arrival(lengths_tokens: Sequence[int], job: Job, cap_tokens: int) -> Placeme
     if rest:
         raise PlanError(
             f"arrival order: {len(lengths_tokens)} samples do not divide over {job.places} "
-            "micro-batches; make the global batch a multiple of micro batch size x data-parallel size"
+            "micro-batches; make the global batch a multiple of micro batch size x data-parallel "
+            "size"
         )
     placement = tuple(
         tuple(
@@ -182,7 +183,8 @@ def _fit_micro_batches(
     enough = max(int(tokens_S[micro_batch].sum()) for micro_batch in loose)
     raise PlanError(
         f"sample {sample} ({tokens_S[sample]} tokens) fits in none of {micro_batches} "
-        f"micro-batches of {cap_tokens} tokens; --sparse-balance-max-tokens-per-micro-batch {enough} would do"
+        f"micro-batches of {cap_tokens} tokens; "
+        f"--sparse-balance-max-tokens-per-micro-batch {enough} would do"
     )
 
 

@@ -78,7 +78,7 @@ def predicted_timeline(
     """The schedule of the run simulated with predicted times; None where a log has totals only."""
     if times.predicted_2RPVM is None:
         return None
-    return _simulated(times.predicted_2RPVM, PREDICTED, times.widths_RM, schedule)
+    return _simulated(times.predicted_2RPVM, PREDICTED, times.cp_sizes_RM, schedule)
 
 
 def measured_timeline(
@@ -102,15 +102,15 @@ def measured_timeline(
         return _measured(ranks, expected)
     if times is None:
         return None
-    return _simulated(times.measured_2RPVM, SIMULATED, times.widths_RM, schedule)
+    return _simulated(times.measured_2RPVM, SIMULATED, times.cp_sizes_RM, schedule)
 
 
 def _simulated(
-    times_2RPVM: np.ndarray, source: str, widths_RM: np.ndarray, schedule: Schedule
+    times_2RPVM: np.ndarray, source: str, cp_sizes_RM: np.ndarray, schedule: Schedule
 ) -> Timeline | None:
     """None where a time is missing or negative."""
     try:
-        events_R = simulate(OperationTimes.of_micro_batches(times_2RPVM, widths_RM, schedule))
+        events_R = simulate(OperationTimes.of_micro_batches(times_2RPVM, cp_sizes_RM, schedule))
     except PlanError:
         return None
     return Timeline(

@@ -107,7 +107,7 @@ def test_long_samples_by_hand():
     assert bounds.long_ms == pytest.approx(bounds.bound_ms)
 
 
-def test_long_samples_lie_at_the_width_that_hurts_least():
+def test_long_samples_lie_at_the_cp_size_that_hurts_least():
     """Shared by four ranks, their ways and their work on each are a quarter."""
     forward = np.array([4.0, 5.0, 6.0, *[1e-6] * 13])
     sample_2SC = np.array([1.0, 2.0])[:, None, None] * forward[:, None] * np.ones(4)

@@ -56,7 +56,7 @@ def test_arrival_errors():
         arrival([1] * 7, job(2, 3), 5)
     with pytest.raises(PlanError, match=r"rank 1, micro-batch 0 has 9 tokens.*-batch to 9"):
         arrival([1, 1, 4, 5], job(2, 1), 8)
-    with pytest.raises(PlanError, match="3 samples cannot fill 4 slots"):
+    with pytest.raises(PlanError, match="3 samples cannot fill 4"):
         arrival([1] * 3, job(2, 2), 8)
     with pytest.raises(PlanError, match=r"sample 2 has 9 tokens.*to 9"):
         arrival([1, 1, 9, 5], job(2, 1), 8)
@@ -73,7 +73,7 @@ def test_arrival_errors():
 def test_balanced_invariants(ranks, micro_batches, size, kind, seed):
     shape = job(ranks, micro_batches)
     generator = np.random.default_rng(seed)
-    count = shape.micro_batches * size
+    count = shape.places * size
     lengths = {
         "spread": generator.integers(1, 2**17 + 1, count),
         "equal": np.full(count, 4096),
@@ -109,7 +109,7 @@ def test_cap_beats_balance():
     lengths, weights = [60, 40, 50, 50], np.array([1.0, 1.0, 9.0, 9.0])
     placement = balanced(weights, lengths, job(1, 2), 100)
     check(placement, lengths, job(1, 2), 100)
-    with pytest.raises(PlanError, match=r"fits in none of 2 slots of 99 tokens"):
+    with pytest.raises(PlanError, match=r"fits in none of 2 micro-batches of 99 tokens"):
         balanced(weights, lengths, job(1, 2), 99)
 
 

@@ -25,7 +25,7 @@ TIMES = MicroBatchTimes(
         [[[[[1.0, 1.0]], [[1.0, 1.0]]]], [[[[2.0, 2.0]], [[2.0, np.nan]]]]],
     ),
     predicted_2RPVM=np.full((2, 1, 2, 1, 2), 1000.0),
-    widths_RM=np.ones((1, 2), dtype=np.int64),
+    cp_sizes_RM=np.ones((1, 2), dtype=np.int64),
 )
 SLOWED = 7
 

@@ -18,23 +18,27 @@ from plan.plan_cases import (
     job_shape,
     planned,
     policy,
+    random_cp_sizes,
     random_lengths,
-    random_widths,
     shared_times,
 )
 
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.plan import planned_widths
+from sparsebalance_megatron.plan import planned_cp_sizes
 from sparsebalance_megatron.plan.context_groups import Members, first_places
 from sparsebalance_megatron.plan.pipeline.simulator import longest_through_ms, makespans_ms
 from sparsebalance_megatron.plan.pipeline.step_bounds import step_bounds
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
-from sparsebalance_megatron.plan.placement.wide_micro_batches import Contents, SlotTable, WideSlots
-from sparsebalance_megatron.plan.placement.wide_moves import Kind, Numbers, Rules, draw_moves
-from sparsebalance_megatron.plan.placement.wide_search import _WideSearch, improve_widths
-from sparsebalance_megatron.plan.placement.wide_start import wide_start
+from sparsebalance_megatron.plan.placement.cp_size_moves import Kind, Numbers, Rules, draw_moves
+from sparsebalance_megatron.plan.placement.cp_size_search import _WideSearch, improve_cp_sizes
+from sparsebalance_megatron.plan.placement.cp_size_start import cp_size_start
+from sparsebalance_megatron.plan.placement.shared_micro_batches import (
+    Contents,
+    SlotTable,
+    WideSlots,
+)
 from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import PlanError
@@ -70,18 +74,18 @@ def arguments(shape, seed, *, size=2, kind="spread", cost=None, **changes):
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from([2, 4, 8]), SEEDS)
 def test_members_are_the_ranks_of_a_micro_batch(widest, seed):
-    widths_RM = random_widths(8, 3, widest, seed)
+    cp_sizes_RM = random_cp_sizes(8, 3, widest, seed)
     values_MR = np.random.default_rng(seed).random((3, 8))
-    members = Members(widths_RM.T)
+    members = Members(cp_sizes_RM.T)
     ordered = np.ascontiguousarray(values_MR[:, members.order])
     members.maximum(ordered)
     largest_MR = np.empty_like(values_MR)
     largest_MR[:, members.order] = ordered
-    place_J = first_places(widths_RM).reshape(8, 3)
+    place_J = first_places(cp_sizes_RM).reshape(8, 3)
     for m in range(3):
         for r in range(8):
-            first = r // widths_RM[r, m] * widths_RM[r, m]
-            together = values_MR[m, first : first + widths_RM[r, m]]
+            first = r // cp_sizes_RM[r, m] * cp_sizes_RM[r, m]
+            together = values_MR[m, first : first + cp_sizes_RM[r, m]]
             assert largest_MR[m, r] == together.max()
             assert place_J[r, m] == first * 3 + m
 
@@ -90,11 +94,11 @@ def test_members_are_the_ranks_of_a_micro_batch(widest, seed):
 @given(SHAPES, SEEDS)
 def test_shared_micro_batches_begin_together(shape, seed):
     ranks, positions, stages, chunks = shape
-    widths_RM = random_widths(ranks, positions, ranks, seed)
-    times = shared_times(shape, widths_RM, seed)
+    cp_sizes_RM = random_cp_sizes(ranks, positions, ranks, seed)
+    times = shared_times(shape, cp_sizes_RM, seed)
     name = "no_pipeline" if stages == 1 else "interleaved" if chunks > 1 else "1f1b"
-    naive = oracle.shared_makespans(*times.tolist(), widths_RM.tolist(), name)
-    assert makespans_ms(flat(times, widths_RM=widths_RM)) == pytest.approx(naive, rel=1e-12)
+    naive = oracle.shared_makespans(*times.tolist(), cp_sizes_RM.tolist(), name)
+    assert makespans_ms(flat(times, cp_sizes_RM=cp_sizes_RM)) == pytest.approx(naive, rel=1e-12)
 
 
 @settings(max_examples=15, deadline=None)
@@ -102,14 +106,14 @@ def test_shared_micro_batches_begin_together(shape, seed):
 def test_the_longest_chain_through_a_shared_micro_batch(shape, seed):
     """A slot that grows by less than the chain lacks delays no rank; by more it delays one."""
     ranks, positions, _, _ = shape
-    widths_RM = random_widths(ranks, positions, ranks, seed)
-    times = shared_times(shape, widths_RM, seed)
-    step_ms = makespans_ms(flat(times, widths_RM=widths_RM)).max()
-    through = longest_through_ms(flat(times, widths_RM=widths_RM))
+    cp_sizes_RM = random_cp_sizes(ranks, positions, ranks, seed)
+    times = shared_times(shape, cp_sizes_RM, seed)
+    step_ms = makespans_ms(flat(times, cp_sizes_RM=cp_sizes_RM)).max()
+    through = longest_through_ms(flat(times, cp_sizes_RM=cp_sizes_RM))
     assert through.max() == pytest.approx(step_ms)
     r, m = seed % ranks, seed % positions
-    first = r // widths_RM[r, m] * widths_RM[r, m]
-    members = slice(first, first + widths_RM[r, m])
+    first = r // cp_sizes_RM[r, m] * cp_sizes_RM[r, m]
+    members = slice(first, first + cp_sizes_RM[r, m])
     assert np.ptp(through[members, ..., m], axis=0).max() == pytest.approx(0.0, abs=1e-9)
     slack_ms = step_ms - through[r, 0, 0, m]
     for added_ms, same in ((0.99 * slack_ms, True), (slack_ms + 0.5, False)):
@@ -117,13 +121,13 @@ def test_the_longest_chain_through_a_shared_micro_batch(shape, seed):
         for direction in (0, 1):
             grown = times.copy()
             grown[direction, members, 0, 0, m] += added_ms
-            grown_ms.append(makespans_ms(flat(grown, widths_RM=widths_RM)).max())
+            grown_ms.append(makespans_ms(flat(grown, cp_sizes_RM=cp_sizes_RM)).max())
         assert (max(grown_ms) <= step_ms * (1 + 1e-9)) == same
 
 
 @settings(max_examples=12, deadline=None)
 @given(SHAPES, SEEDS, st.sampled_from(["spread", "equal", "giant"]), st.sampled_from([1, 2]))
-def test_plans_of_planned_widths_are_valid(shape, seed, kind, c):
+def test_plans_of_planned_cp_sizes_are_valid(shape, seed, kind, c):
     given_ = arguments(
         shape, seed, kind=kind, size=2, c=c,
         context_parallel="dynamic", max_context_parallel=shape[0], coverage_target="base",
@@ -131,20 +135,20 @@ def test_plans_of_planned_widths_are_valid(shape, seed, kind, c):
     given_["lengths_tokens"] = [max(length, 64 * shape[0]) for length in given_["lengths_tokens"]]
     plan = planned(**given_)
     assert plan.digest() == planned(**given_).digest()
-    widths_RM = np.array(
+    cp_sizes_RM = np.array(
         [
-            [micro_batch.width for micro_batch in plan.for_rank(r).micro_batches]
+            [micro_batch.cp_size for micro_batch in plan.for_rank(r).micro_batches]
             for r in range(shape[0])
         ]
     )
     name = "no_pipeline" if shape[2] == 1 else "interleaved" if shape[3] > 1 else "1f1b"
     expected = plan.expectation
-    naive = oracle.shared_makespans(*expected.times_2RPVM.tolist(), widths_RM.tolist(), name)
+    naive = oracle.shared_makespans(*expected.times_2RPVM.tolist(), cp_sizes_RM.tolist(), name)
     assert expected.rank_makespan_ms == pytest.approx(naive, rel=1e-9)
     assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-12)
 
 
-def test_a_sample_over_the_cap_gets_the_least_width_that_holds_it():
+def test_a_sample_over_the_cap_gets_the_least_cp_size_that_holds_it():
     given_ = arguments(
         (4, 2),
         0,
@@ -154,13 +158,13 @@ def test_a_sample_over_the_cap_gets_the_least_width_that_holds_it():
     )
     given_["lengths_tokens"] = [3900, 1900, *[100] * 14]
     plan = planned(**given_)
-    width_of = {
-        length: micro_batch.width
+    cp_size_of = {
+        length: micro_batch.cp_size
         for micro_batch in plan.micro_batches
         for length in micro_batch.lengths_tokens
     }
-    assert width_of[3900] == 4
-    assert width_of[1900] >= 2
+    assert cp_size_of[3900] == 4
+    assert cp_size_of[1900] >= 2
     narrow = given_ | {"policy": replace(given_["policy"], max_context_parallel=2)}
     with pytest.raises(PlanError, match="up to 2 ranks"):
         planned(**narrow)
@@ -169,7 +173,7 @@ def test_a_sample_over_the_cap_gets_the_least_width_that_holds_it():
 def test_placements_of_others_share_no_rows():
     placement = (((0,), (1,)), ((2,), (3,)))
     given_ = arguments((2, 2), 0, size=1) | {"placement": placement}
-    assert [micro_batch.width for micro_batch in planned(**given_).micro_batches] == [1] * 4
+    assert [micro_batch.cp_size for micro_batch in planned(**given_).micro_batches] == [1] * 4
     with pytest.raises(PlanError, match="without context parallelism"):
         planned(**arguments((2, 2), 0, size=2, c=2) | {"placement": placement})
 
@@ -183,17 +187,19 @@ def test_a_shared_micro_batch_holds_its_cap_for_every_rank():
         max_tokens_per_micro_batch=1000,
     )
     (micro_batch,) = planned(**given_ | {"lengths_tokens": [1900, 100]}).micro_batches
-    assert (micro_batch.width, sorted(micro_batch.lengths_tokens)) == (2, [100, 1900])
-    with pytest.raises(PlanError, match=r"101 tokens.*fits in no slot of 1000 tokens per rank"):
+    assert (micro_batch.cp_size, sorted(micro_batch.lengths_tokens)) == (2, [100, 1900])
+    with pytest.raises(
+        PlanError, match=r"101 tokens.*fits in no micro-batch of 1000 tokens per rank"
+    ):
         planned(**given_ | {"lengths_tokens": [1900, 101]})
 
 
 @pytest.mark.parametrize("tuning", ["off", "anchor", "makespan"])
 @pytest.mark.parametrize("batching", ["arrival", "latency", "makespan"])
-def test_static_widths_are_those_of_the_job(tuning, batching):
+def test_static_cp_sizes_are_those_of_the_job(tuning, batching):
     given_ = arguments((4, 4, 2, 1), 3, c=2, batching=batching, tuning=tuning)
     plan = planned(**given_)
-    assert {micro_batch.width for micro_batch in plan.micro_batches} == {2}
+    assert {micro_batch.cp_size for micro_batch in plan.micro_batches} == {2}
     assert plan.expectation.lower_bound_ms <= plan.expectation.makespan_ms
     if batching == "arrival":
         ordered = sorted(
@@ -206,7 +212,7 @@ def test_static_widths_are_those_of_the_job(tuning, batching):
 
 def test_what_a_shared_micro_batch_costs():
     """Work in equal parts and the loss, what every sequence takes, and what is received."""
-    lengths, width = [64 * 40, 64 * 24], 4
+    lengths, cp_size = [64 * 40, 64 * 24], 4
     given_ = arguments((4, 1), 0, c=4, batching="arrival", tuning="off") | {
         "lengths_tokens": lengths
     }
@@ -222,9 +228,9 @@ def test_what_a_shared_micro_batch_costs():
     layers, sequences = 2, 2
     constant = np.array([0.08 * layers + 0.11, 2 * (0.08 * layers + 0.11)])
     per_sequence = np.array([0.007, 0.014]) * layers * sequences
-    received = np.array([1, 3]) * sum(lengths) * 1000.0 * 1e-6 * layers * (width - 1) / width
+    received = np.array([1, 3]) * sum(lengths) * 1000.0 * 1e-6 * layers * (cp_size - 1) / cp_size
     work = alone[:, 0, 0, 0, 0] - constant - per_sequence
-    wanted = constant + per_sequence + work * 1.1 / width + received
+    wanted = constant + per_sequence + work * 1.1 / cp_size + received
     np.testing.assert_allclose(shared[:, :, 0, 0, 0], np.tile(wanted[:, None], (1, 4)), rtol=1e-9)
 
 
@@ -238,13 +244,13 @@ def test_micro_batches_stay_where_bytes_are_fast(beyond_two: float, widest: int)
         bytes_per_token=1.0,
         gradient_bytes_per_token=2.0,
         ms_per_byte=1e-6,
-        width_slowness=((2, 1.0), (4, beyond_two)),
+        cp_size_slowness=((2, 1.0), (4, beyond_two)),
     )
     plan = planned(**given_ | {"cost": replace(given_["cost"], exchange=exchange)})
-    assert max(micro_batch.width for micro_batch in plan.micro_batches) == widest
+    assert max(micro_batch.cp_size for micro_batch in plan.micro_batches) == widest
 
 
-def test_planned_widths_are_never_slower_than_equal_ones():
+def test_planned_cp_sizes_are_never_slower_than_equal_ones():
     for seed in range(3):
         given_ = arguments((4, 4, 2, 1), seed, size=1, c=2, coverage_target="base")
         equal = planned(**given_).expectation
@@ -261,9 +267,9 @@ def test_a_giant_is_shared():
     alone = planned(**given_)
     dynamic = replace(given_["policy"], context_parallel="dynamic", max_context_parallel=4)
     shared = planned(**given_ | {"policy": dynamic})
-    assert {micro_batch.width for micro_batch in alone.micro_batches} == {1}
+    assert {micro_batch.cp_size for micro_batch in alone.micro_batches} == {1}
     (giant,) = (micro_batch for micro_batch in shared.micro_batches if 0 in micro_batch.samples)
-    assert giant.width == 4
+    assert giant.cp_size == 4
     assert shared.expectation.makespan_ms < 0.5 * alone.expectation.makespan_ms
 
 
@@ -279,36 +285,36 @@ def test_no_placement_beats_the_bound_of_wide_micro_batches(shape, seed, kind):
     bound_ms = step_bounds(sample_2SC, costs, ranks).bound_ms
     generator = np.random.default_rng(seed)
     for attempt in range(4):
-        widths_RM = random_widths(ranks, positions, ranks, seed + attempt)
-        places = np.unique(first_places(widths_RM))
+        cp_sizes_RM = random_cp_sizes(ranks, positions, ranks, seed + attempt)
+        places = np.unique(first_places(cp_sizes_RM))
         micro_batch_of_S = np.concatenate([places, generator.choice(places, samples - len(places))])
         generator.shuffle(micro_batch_of_S)
-        times = costs.micro_batch_ms(sample_2SC, micro_batch_of_S, widths_RM)
+        times = costs.micro_batch_ms(sample_2SC, micro_batch_of_S, cp_sizes_RM)
         assert makespans_ms(times).max() >= bound_ms * (1 - 1e-12)
 
 
-def moves_of(shape, seed, *, width, rounds):
+def moves_of(shape, seed, *, cp_size, rounds):
     """The kinds of moves drawn from a first placement, each of which says what its slots hold.
 
-    From one in slots of so many ranks, or as wide as samples ask for if ``width`` is None.
+    From one in slots of so many ranks, or as wide as samples ask for if ``cp_size`` is None.
     """
     given_ = arguments(shape, seed)
     problem = StepProblem.of(
         PlanInputs(**given_ | {"lengths_tokens": (*given_["lengths_tokens"],)})
     )
     costs, sample_2SC = problem.costs, problem.expected_2SC
-    rules = Rules(cap_tokens=1 << 40, max_width=shape[0])
+    rules = Rules(cap_tokens=1 << 40, max_cp_size=shape[0])
     weights_S = sample_2SC.sum(axis=(0, 2))
     contents = Contents(costs, sample_2SC)
-    start = wide_start(weights_S, costs, rules)
-    if width is not None:
-        micro_batches = shape[0] // width * shape[1]
+    start = cp_size_start(weights_S, costs, rules)
+    if cp_size is not None:
+        micro_batches = shape[0] // cp_size * shape[1]
         dealt = [
             tuple(range(micro_batch, len(weights_S), micro_batches))
             for micro_batch in range(micro_batches)
         ]
         groups = tuple(tuple(dealt[m : m + shape[1]]) for m in range(0, micro_batches, shape[1]))
-        start = Arrangement.of_groups(groups, width)
+        start = Arrangement.of_groups(groups, cp_size)
     state = WideSlots(start)
     numbers, kinds = Numbers(), set()
     for _ in range(rounds):
@@ -322,11 +328,11 @@ def moves_of(shape, seed, *, width, rounds):
                 np.testing.assert_allclose(
                     moves.contents_XYF[move, y], contents.of(list(samples)), rtol=1e-9, atol=1e-9
                 )
-                assert moves.width_XY[move, y] <= shape[0]
+                assert moves.cp_size_XY[move, y] <= shape[0]
             replaced = REPLACED[Kind(kind)]
             assert (
-                moves.width_XY[move].sum()
-                == table.width_J[moves.micro_batch_3X[:replaced, move]].sum()
+                moves.cp_size_XY[move].sum()
+                == table.cp_size_J[moves.micro_batch_3X[:replaced, move]].sum()
             )
             kinds.add(Kind(kind))
     return kinds, problem, state.arranged(), rules
@@ -345,16 +351,16 @@ def test_times_of_micro_batches_are_those_of_the_placement(shape, seed):
     problem = StepProblem.of(PlanInputs(**given_))
     costs, sample_2SC = problem.costs, problem.expected_2SC
     contents = Contents(costs, sample_2SC)
-    widths_RM = random_widths(ranks, positions, ranks, seed)
-    places = np.unique(first_places(widths_RM))
+    cp_sizes_RM = random_cp_sizes(ranks, positions, ranks, seed)
+    places = np.unique(first_places(cp_sizes_RM))
     micro_batch_of_S = generator.choice(places, sample_2SC.shape[1])
-    expected = costs.micro_batch_ms(sample_2SC, micro_batch_of_S, widths_RM).by_micro_batch_2RPVM
+    expected = costs.micro_batch_ms(sample_2SC, micro_batch_of_S, cp_sizes_RM).by_micro_batch_2RPVM
     for place in places.tolist():
         rank, position = divmod(place, positions)
         held = np.flatnonzero(micro_batch_of_S == place).tolist()
-        width = widths_RM[rank, position]
-        found = contents.ms(contents.of(held), width, np.array(rank)).reshape(2, stages, chunks)
-        for member in range(rank, rank + width):
+        cp_size = cp_sizes_RM[rank, position]
+        found = contents.ms(contents.of(held), cp_size, np.array(rank)).reshape(2, stages, chunks)
+        for member in range(rank, rank + cp_size):
             np.testing.assert_allclose(found, expected[:, member, :, :, position], rtol=1e-9)
 
 
@@ -365,29 +371,29 @@ def test_the_search_knows_how_long_its_placement_takes():
         PlanInputs(**given_ | {"lengths_tokens": (*given_["lengths_tokens"],)})
     )
     costs, sample_2SC = problem.costs, problem.expected_2SC
-    rules = Rules(cap_tokens=1 << 40, max_width=4)
-    start = wide_start(sample_2SC.sum(axis=(0, 2)), costs, rules)
+    rules = Rules(cap_tokens=1 << 40, max_cp_size=4)
+    start = cp_size_start(sample_2SC.sum(axis=(0, 2)), costs, rules)
     for plan_ms in (1.0, 5.0, 20.0):
         search = _WideSearch(start, costs, sample_2SC, rules, SearchEffort(plan_ms))
         found = search.best(enough_ms=0.0)
         assert problem.makespans_ms(found, sample_2SC).max() == pytest.approx(search.best_ms)
 
 
-def test_widths_follow_weights():
+def test_cp_sizes_follow_weights():
     """Each has the least at which its share is no more than the mean of all places."""
     given_ = arguments((4, 2), 0, size=1)
     given_["lengths_tokens"] = (4000,) * 6
     costs = StepProblem.of(PlanInputs(**given_)).costs
-    rules = Rules(cap_tokens=1 << 40, max_width=4)
+    rules = Rules(cap_tokens=1 << 40, max_cp_size=4)
     weights_S = np.array([2.0, 1.0, 1.0, 2.0, 1.0, 1.0])
-    found = wide_start(weights_S, costs, rules, 1.0)
-    widths = {
-        micro_batch: found.width(rank, m)
+    found = cp_size_start(weights_S, costs, rules, 1.0)
+    cp_sizes = {
+        micro_batch: found.cp_size(rank, m)
         for rank, micro_batches in enumerate(found.samples)
         for m, micro_batch in enumerate(micro_batches)
         if micro_batch
     }
-    assert widths == {(0,): 2, (3,): 2, (1,): 1, (2,): 1, (4,): 1, (5,): 1}
+    assert cp_sizes == {(0,): 2, (3,): 2, (1,): 1, (2,): 1, (4,): 1, (5,): 1}
 
 
 def test_samples_go_from_island_to_island():
@@ -401,8 +407,8 @@ def test_samples_go_from_island_to_island():
         (tuple(range(16, 24)), tuple(range(24, 32))),
     )
     start = Arrangement.of_groups(groups, 2)
-    rules = Rules(cap_tokens=1 << 40, max_width=2)
-    after = improve_widths(start, costs, sample_2SC, rules=rules, plan_ms=200.0)
+    rules = Rules(cap_tokens=1 << 40, max_cp_size=2)
+    after = improve_cp_sizes(start, costs, sample_2SC, rules=rules, plan_ms=200.0)
     before_ms, after_ms = (
         problem.makespans_ms(where, sample_2SC).max() for where in (start, after)
     )
@@ -410,7 +416,7 @@ def test_samples_go_from_island_to_island():
 
 
 @pytest.mark.parametrize("close", [True, False])
-def test_equal_widths_are_compared_with_planned_ones(close, monkeypatch):
+def test_equal_cp_sizes_are_compared_with_planned_ones(close, monkeypatch):
     """Where a first placement is not clearly faster; the better of both is taken."""
     given_ = arguments((4, 2), 0, size=2, context_parallel="dynamic", max_context_parallel=4)
     problem = StepProblem.of(
@@ -421,11 +427,11 @@ def test_equal_widths_are_compared_with_planned_ones(close, monkeypatch):
     )
     budgets_LS = np.full((given_["job"].layers, 16), 8)
     even = Arrangement.of_groups(problem.balanced_by(budgets_LS))
-    monkeypatch.setattr(planned_widths, "_is_near_bound", lambda *_: False)
-    monkeypatch.setattr(planned_widths, "_best_start", lambda *_: lopsided)
-    monkeypatch.setattr(planned_widths, "improve_widths", lambda where, *_, **__: where)
-    monkeypatch.setattr(planned_widths, "_MAX_TUNING_REVERSAL", np.inf if close else 0.0)
-    found, _ = planned_widths.best_widths(problem, even)
+    monkeypatch.setattr(planned_cp_sizes, "_is_near_bound", lambda *_: False)
+    monkeypatch.setattr(planned_cp_sizes, "_best_start", lambda *_: lopsided)
+    monkeypatch.setattr(planned_cp_sizes, "improve_cp_sizes", lambda where, *_, **__: where)
+    monkeypatch.setattr(planned_cp_sizes, "_MAX_TUNING_REVERSAL", np.inf if close else 0.0)
+    found, _ = planned_cp_sizes.best_cp_sizes(problem, even)
     assert found is (even if close else lopsided)
 
 
@@ -433,15 +439,15 @@ def test_equal_widths_are_compared_with_planned_ones(close, monkeypatch):
 @given(SHAPES, SEEDS)
 def test_moves_say_what_the_micro_batches_they_make_hold(shape, seed):
     """Contents and times of a move are those of the placement after it."""
-    _, problem, start, rules = moves_of(shape, seed, width=None, rounds=6)
+    _, problem, start, rules = moves_of(shape, seed, cp_size=None, rounds=6)
     costs, sample_2SC = problem.costs, problem.expected_2SC
     before = problem.makespans_ms(start, sample_2SC).max()
-    after = improve_widths(start, costs, sample_2SC, rules=rules, plan_ms=20.0)
+    after = improve_cp_sizes(start, costs, sample_2SC, rules=rules, plan_ms=20.0)
     assert problem.makespans_ms(after, sample_2SC).max() <= before * (1 + 0.06)
     assert sorted(s for rank in after.samples for micro_batch in rank for s in micro_batch) == list(
         range(sample_2SC.shape[1])
     )
-    fine = improve_widths(
+    fine = improve_cp_sizes(
         start, costs, sample_2SC, rules=rules, plan_ms=20.0, enough_ms=1.001 * before
     )
     assert fine.samples == start.samples
@@ -449,18 +455,21 @@ def test_moves_say_what_the_micro_batches_they_make_hold(shape, seed):
 
 def test_every_kind_of_move_is_drawn():
     """Those that part wide slots, too, of which a first placement has few."""
-    kinds = {width: moves_of((4, 4, 2, 1), 0, width=width, rounds=20)[0] for width in (None, 2, 4)}
+    kinds = {
+        cp_size: moves_of((4, 4, 2, 1), 0, cp_size=cp_size, rounds=20)[0]
+        for cp_size in (None, 2, 4)
+    }
     assert Kind.HALVE in kinds[4]
     assert Kind.MERGE_HALVE in kinds[2]
     assert set.union(*kinds.values()) == set(Kind)
 
 
-def test_widths_are_not_searched_where_equal_ones_are_at_the_bound(monkeypatch):
+def test_cp_sizes_are_not_searched_where_equal_ones_are_at_the_bound(monkeypatch):
     """Samples alike in length, one for every slot and many slots: nothing is left to gain."""
     given_ = arguments((4, 32, 2, 1), 0, size=1, kind="equal", coverage_target="base")
     dynamic = replace(given_["policy"], context_parallel="dynamic", max_context_parallel=4)
     equal = planned(**given_)
-    monkeypatch.setattr(planned_widths, "wide_start", unwanted := Mock())
+    monkeypatch.setattr(planned_cp_sizes, "cp_size_start", unwanted := Mock())
     free = planned(**given_ | {"policy": dynamic})
     assert free.digest() == equal.digest()
     unwanted.assert_not_called()
@@ -477,7 +486,7 @@ def test_widths_are_not_searched_where_equal_ones_are_at_the_bound(monkeypatch):
         ({"c": 4, "max_context_parallel": 2, "context_parallel": "dynamic"}, "2: must be at least"),
     ],
 )
-def test_widths_that_cannot_be(changes, words):
+def test_cp_sizes_that_cannot_be(changes, words):
     given_ = arguments((4, 4, 2, 1), 3)
     given_["job"] = replace(given_["job"], context_parallel_size=changes.pop("c", 1))
     given_["policy"] = replace(given_["policy"], **changes)
@@ -485,9 +494,9 @@ def test_widths_that_cannot_be(changes, words):
         planned(**given_)
 
 
-def test_placements_are_the_same_where_samples_and_widths_are():
+def test_placements_are_the_same_where_samples_and_cp_sizes_are():
     narrow = Arrangement.of_groups((((0,), (1,)), ((2,), ())))
-    shared = replace(narrow, widths_RM=np.array([[1, 2], [1, 2]]))
-    assert narrow.same_as(replace(narrow, widths_RM=narrow.widths_RM.copy()))
+    shared = replace(narrow, cp_sizes_RM=np.array([[1, 2], [1, 2]]))
+    assert narrow.same_as(replace(narrow, cp_sizes_RM=narrow.cp_sizes_RM.copy()))
     assert not shared.same_as(narrow) and not narrow.same_as(shared)
     assert not narrow.same_as(replace(narrow, samples=(((0,), (2,)), ((1,), ()))))

@@ -16,9 +16,9 @@ from sparsebalance_megatron.plan.budgets.policy import TunedBudgets
 from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.pipeline.step_bounds import step_bounds
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
-from sparsebalance_megatron.plan.placement.wide_moves import Rules
-from sparsebalance_megatron.plan.placement.wide_search import improve_widths
-from sparsebalance_megatron.plan.placement.wide_start import wide_start
+from sparsebalance_megatron.plan.placement.cp_size_moves import Rules
+from sparsebalance_megatron.plan.placement.cp_size_search import improve_cp_sizes
+from sparsebalance_megatron.plan.placement.cp_size_start import cp_size_start
 from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP_FOR_WIDTHS
 from sparsebalance_megatron.plan.step_plan import PlanError
 from sparsebalance_megatron.plan.step_problem import StepProblem
@@ -37,19 +37,19 @@ _STOP_RATIO_TO_BOUND = 1.005
 """A search ends within this ratio of the lower bound."""
 
 
-def best_widths(
+def best_cp_sizes(
     problem: StepProblem, equal: Arrangement | None
 ) -> tuple[Arrangement, TunedBudgets]:
-    """The best of planned widths and of micro-batches of equal width, with tuned budgets.
+    """The best of planned cp_sizes and of micro-batches of equal cp_size, with tuned budgets.
 
-    Widths are searched at budgets between those expected and the least allowed, since micro-batches
-    that the step waits for end below what is expected of all; then again at the budgets that tuning
-    gave. Equal widths are tuned only where they may win. No others are searched where equal
-    widths are near the lower bound of all widths at the expected budgets; a search ends near that
-    bound.
+    The cp_sizes are searched at budgets between those expected and the least allowed, since
+    micro-batches that the step waits for end below what is expected of all; then again at the
+    budgets that tuning gave. Equal cp_sizes are tuned only where they may win. No others are
+    searched where equal cp_sizes are near the lower bound of all cp_sizes at the expected budgets;
+    a search ends near that bound.
 
     Args:
-        equal: the best placement of equal widths; None where there is none.
+        equal: the best placement of equal cp_sizes; None where there is none.
 
     Raises:
         PlanError: no placement of the samples exists.
@@ -58,7 +58,7 @@ def best_widths(
     if equal is not None and _is_near_bound(problem, equal):
         return equal, problem.tuned_where(equal)
     search_2SC = (problem.expected_2SC + costs.sample_ms(problem.budgets.allowed.floor_LS)) / 2
-    rules = Rules(cap_tokens=problem.cap_tokens, max_width=problem.policy.max_context_parallel)
+    rules = Rules(cap_tokens=problem.cap_tokens, max_cp_size=problem.policy.max_context_parallel)
     try:
         start = _best_start(problem, search_2SC, rules)
     except PlanError:
@@ -68,7 +68,7 @@ def best_widths(
     plan_ms = problem.search_ms(start, SHARE_OF_STEP_FOR_WIDTHS)
 
     def searched(where: Arrangement, sample_2SC: np.ndarray, share: float) -> Arrangement:
-        return improve_widths(
+        return improve_cp_sizes(
             where,
             costs,
             sample_2SC,
@@ -106,7 +106,7 @@ def _is_near_bound(problem: StepProblem, equal: Arrangement) -> bool:
 
 
 def _bound_ms(problem: StepProblem, sample_2SC: np.ndarray) -> float:
-    """What a step takes at least, whatever the widths and places of samples."""
+    """What a step takes at least, whatever the cp_sizes and places of samples."""
     costs = problem.costs
     bounds = step_bounds(sample_2SC, costs, problem.policy.max_context_parallel)
     return bounds.bound_ms * float(costs.slowness_RP.min())
@@ -120,16 +120,16 @@ def _best_start(problem: StepProblem, sample_2SC: np.ndarray, rules: Rules) -> A
     """
     starts: list[Arrangement] = []
     failure: PlanError | None = None
-    slowness = {factor for _, factor in problem.costs.exchange.width_slowness}
-    halvings = max(1, rules.max_width.bit_length() - 1) if len(slowness) > 1 else 1
-    widest = (rules.max_width >> halving for halving in range(halvings))
-    for most_over_mean, max_width in product(_MAX_WEIGHTS_OVER_MEAN, widest):
+    slowness = {factor for _, factor in problem.costs.exchange.cp_size_slowness}
+    halvings = max(1, rules.max_cp_size.bit_length() - 1) if len(slowness) > 1 else 1
+    widest = (rules.max_cp_size >> halving for halving in range(halvings))
+    for most_over_mean, max_cp_size in product(_MAX_WEIGHTS_OVER_MEAN, widest):
         try:
             starts.append(
-                wide_start(
+                cp_size_start(
                     sample_2SC.sum(axis=(0, 2)),
                     problem.costs,
-                    replace(rules, max_width=max_width),
+                    replace(rules, max_cp_size=max_cp_size),
                     most_over_mean,
                 )
             )

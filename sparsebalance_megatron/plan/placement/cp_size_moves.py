@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Neighbours of a placement whose micro-batches differ in width, drawn many at a time.
+"""Neighbours of a placement whose micro-batches differ in cp_size, drawn many at a time.
 
 A move makes up to three micro-batches anew, in the place of others and from their samples, or
 exchanges two positions of an island.
@@ -15,7 +15,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from sparsebalance_megatron.plan.placement.wide_micro_batches import (
+from sparsebalance_megatron.plan.placement.shared_micro_batches import (
     BLOCKS,
     SEQUENCES,
     TOKENS,
@@ -85,17 +85,17 @@ class Rules:
     rank."""
 
     cap_tokens: int
-    max_width: int
+    max_cp_size: int
 
-    def allow_X(self, width_XY: np.ndarray, contents_XYF: np.ndarray) -> np.ndarray:
-        """Which moves make micro-batches that obey; width 0 makes none."""
+    def allow_X(self, cp_size_XY: np.ndarray, contents_XYF: np.ndarray) -> np.ndarray:
+        """Which moves make micro-batches that obey; cp_size 0 makes none."""
         fine_XY = (
             (contents_XYF[..., SEQUENCES] > 0)
-            & (contents_XYF[..., TOKENS] <= self.cap_tokens * width_XY)
-            & ((contents_XYF[..., BLOCKS] >= width_XY) | (width_XY == 1))
-            & (width_XY <= self.max_width)
+            & (contents_XYF[..., TOKENS] <= self.cap_tokens * cp_size_XY)
+            & ((contents_XYF[..., BLOCKS] >= cp_size_XY) | (cp_size_XY == 1))
+            & (cp_size_XY <= self.max_cp_size)
         )
-        return np.asarray((fine_XY | (width_XY == 0)).all(axis=1))
+        return np.asarray((fine_XY | (cp_size_XY == 0)).all(axis=1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class Moves:
     """Moves of a table's micro-batches.
 
     ``kind_X``, ``micro_batch_3X`` (a, b, c), ``sample_2X`` (x, y or -1), ``swapped_X`` (which half
-    is whose). ``rank_XY``, ``position_XY``, ``width_XY`` (0 for none), ``contents_XYF``: the
+    is whose). ``rank_XY``, ``position_XY``, ``cp_size_XY`` (0 for none), ``contents_XYF``: the
     micro-batches that each makes.
     """
 
@@ -113,7 +113,7 @@ class Moves:
     swapped_X: np.ndarray
     rank_XY: np.ndarray
     position_XY: np.ndarray
-    width_XY: np.ndarray
+    cp_size_XY: np.ndarray
     contents_XYF: np.ndarray
 
     def made(self, move: int, table: SlotTable, weights_S: np.ndarray) -> list[tuple[int, ...]]:
@@ -162,7 +162,7 @@ def draw_moves(
 ) -> Moves:
     """Draw at most ``count`` allowed moves of the table's micro-batches."""
     drawn = count * _OVERDRAWN
-    micro_batches = len(table.width_J)
+    micro_batches = len(table.cp_size_J)
     kind_X = np.searchsorted(_UNTIL, numbers.below(1 << 20, drawn) / (1 << 20), side="right")
     micro_batch_3X = numbers.below(micro_batches, 3 * drawn).reshape(3, drawn)
     merges_X = (kind_X >= Kind.MERGE) & (kind_X <= Kind.MERGE_HALVE)
@@ -177,37 +177,37 @@ def draw_moves(
     y = np.where(place < table.size_J[b], y, -1)
     swapped_X = numbers.below(2, len(a)) == 1
 
-    width_J, has_JF = table.width_J, table.contents_JF
+    cp_size_J, has_JF = table.cp_size_J, table.contents_JF
     place_3XY = np.zeros((3, len(a), 3), dtype=np.int64)
     made_XYF = np.zeros((len(a), 3, has_JF.shape[1]))
 
     def make(
-        rows: np.ndarray, y: int, micro_batch: np.ndarray, width: np.ndarray, has: np.ndarray
+        rows: np.ndarray, y: int, micro_batch: np.ndarray, cp_size: np.ndarray, has: np.ndarray
     ) -> None:
         place_3XY[0, rows, y] = table.rank_J[micro_batch]
         place_3XY[1, rows, y] = table.position_J[micro_batch]
-        place_3XY[2, rows, y] = width
+        place_3XY[2, rows, y] = cp_size
         made_XYF[rows, y] = has
 
     trade = np.flatnonzero(kind_X == Kind.TRADE)
     out_XF, in_XF = contents.of_sample_SF[x[trade]], contents.of_sample_SF[y[trade]]
     difference = out_XF - np.where((y[trade] >= 0)[:, None], in_XF, 0.0)
-    make(trade, 0, a[trade], width_J[a[trade]], has_JF[a[trade]] - difference)
-    make(trade, 1, b[trade], width_J[b[trade]], has_JF[b[trade]] + difference)
+    make(trade, 0, a[trade], cp_size_J[a[trade]], has_JF[a[trade]] - difference)
+    make(trade, 1, b[trade], cp_size_J[b[trade]], has_JF[b[trade]] + difference)
 
     merges = np.flatnonzero((kind_X >= Kind.MERGE) & (kind_X <= Kind.MERGE_HALVE))
     first = np.where(table.rank_J[a] < table.rank_J[b], a, b)
-    make(merges, 0, first[merges], 2 * width_J[a[merges]], has_JF[a[merges]])
+    make(merges, 0, first[merges], 2 * cp_size_J[a[merges]], has_JF[a[merges]])
     merge = np.flatnonzero(kind_X == Kind.MERGE)
     made_XYF[merge, 0] += has_JF[b[merge]]
     join = np.flatnonzero(kind_X == Kind.MERGE_JOIN)
-    make(join, 1, c[join], width_J[c[join]], has_JF[c[join]] + has_JF[b[join]])
+    make(join, 1, c[join], cp_size_J[c[join]], has_JF[c[join]] + has_JF[b[join]])
 
     def halve(
         rows: np.ndarray, y: int, micro_batch: np.ndarray, one: np.ndarray, other: np.ndarray
     ) -> None:
         turned = swapped_X[rows][:, None]
-        half = width_J[micro_batch] // 2
+        half = cp_size_J[micro_batch] // 2
         make(rows, y, micro_batch, half, np.where(turned, other, one))
         make(rows, y + 1, micro_batch, half, np.where(turned, one, other))
         place_3XY[0, rows, y + 1] += half
@@ -217,7 +217,7 @@ def draw_moves(
     rows = np.flatnonzero(kind_X == Kind.HALVE_TAKE)
     taken_XF = contents.of_sample_SF[y[rows]]
     halve(rows, 0, a[rows], has_JF[a[rows]], taken_XF)
-    make(rows, 2, b[rows], width_J[b[rows]], has_JF[b[rows]] - taken_XF)
+    make(rows, 2, b[rows], cp_size_J[b[rows]], has_JF[b[rows]] - taken_XF)
     rows = np.flatnonzero(kind_X == Kind.HALVE)
     swapped_X[rows] = False
     if len(rows):
@@ -237,7 +237,7 @@ def draw_moves(
         swapped_X=swapped_X[chosen],
         rank_XY=place_3XY[0, chosen],
         position_XY=place_3XY[1, chosen],
-        width_XY=place_3XY[2, chosen],
+        cp_size_XY=place_3XY[2, chosen],
         contents_XYF=made_XYF[chosen],
     )
 
@@ -246,7 +246,7 @@ def _possible(
     table: SlotTable, kind_X: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarray
 ) -> np.ndarray:
     """Which kinds of moves these micro-batches can make."""
-    several_J, wide_J = table.size_J > 1, table.width_J > 1
+    several_J, wide_J = table.size_J > 1, table.cp_size_J > 1
     buddies_X, apart_X = b >= 0, (c != a) & (c != b)
     choices = [
         table.position_J[a] != table.position_J[b],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local search over placements whose micro-batches differ in width.
+"""Local search over placements whose micro-batches differ in cp_size.
 
 An island is as many neighbouring ranks as the widest micro-batch may have: its pipelines wait for
 one another, those of two islands never do. Every round draws moves in the slowest island, or in it
@@ -17,13 +17,17 @@ import numpy as np
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
-from sparsebalance_megatron.plan.placement.wide_micro_batches import Contents, SlotTable, WideSlots
-from sparsebalance_megatron.plan.placement.wide_moves import (
+from sparsebalance_megatron.plan.placement.cp_size_moves import (
     Kind,
     Moves,
     Numbers,
     Rules,
     draw_moves,
+)
+from sparsebalance_megatron.plan.placement.shared_micro_batches import (
+    Contents,
+    SlotTable,
+    WideSlots,
 )
 from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_costs import StepCosts
@@ -45,7 +49,7 @@ _IDLE_ROUNDS_PER_SAMPLE = 4
 _GAIN = 1e-9
 
 
-def improve_widths(
+def improve_cp_sizes(
     start: Arrangement,
     costs: StepCosts,
     sample_2SC: np.ndarray,
@@ -54,7 +58,7 @@ def improve_widths(
     plan_ms: float,
     enough_ms: float = 0.0,
 ) -> Arrangement:
-    """Change widths, places and order while ``plan_ms`` buys effort; never a longer step.
+    """Change cp_sizes, places and order while ``plan_ms`` buys effort; never a longer step.
 
     A placement whose step takes ``enough_ms`` or less ends the search.
     """
@@ -75,26 +79,28 @@ class _WideSearch:
         self.job, self.contents = costs.job, Contents(costs, sample_2SC)
         self.weights_S = sample_2SC.sum(axis=(0, 2))
         self.numbers = Numbers()
-        width, ranks = rules.max_width, costs.job.data_parallel_size
-        self.islands = [range(first, first + width) for first in range(0, ranks, width)]
+        cp_size, ranks = rules.max_cp_size, costs.job.data_parallel_size
+        self.islands = [range(first, first + cp_size) for first in range(0, ranks, cp_size)]
         table = SlotTable(self.state, self.islands, self.contents)
         self.times_RMF = self._times(table)
-        shape = (len(self.islands), width)
-        self.ms_EW = self._simulate(self.times_RMF[None], self.state.widths_RM[None]).reshape(shape)
+        shape = (len(self.islands), cp_size)
+        self.ms_EW = self._simulate(self.times_RMF[None], self.state.cp_sizes_RM[None]).reshape(
+            shape
+        )
         self.best_score, self.best_ms = self._score(self.ms_EW.reshape(1, -1))[0], self.ms_EW.max()
         self.left_behind: WideSlots | None = None
         """The best state, once a worse one was gone to: copies of large jobs take long."""
 
     def _times(self, table: SlotTable) -> np.ndarray:
         """Ms of every rank and position of the whole job, [R, M, 2 C]."""
-        ms_JF = self.contents.ms(table.contents_JF, table.width_J, table.rank_J)
-        times_RMF = np.empty((*self.state.widths_RM.shape, ms_JF.shape[1]))
-        for offset in range(int(table.width_J.max())):
-            reached = np.flatnonzero(table.width_J > offset)
+        ms_JF = self.contents.ms(table.contents_JF, table.cp_size_J, table.rank_J)
+        times_RMF = np.empty((*self.state.cp_sizes_RM.shape, ms_JF.shape[1]))
+        for offset in range(int(table.cp_size_J.max())):
+            reached = np.flatnonzero(table.cp_size_J > offset)
             times_RMF[table.rank_J[reached] + offset, table.position_J[reached]] = ms_JF[reached]
         return times_RMF
 
-    def _simulate(self, times_XWMF: np.ndarray, widths_XWM: np.ndarray) -> np.ndarray:
+    def _simulate(self, times_XWMF: np.ndarray, cp_sizes_XWM: np.ndarray) -> np.ndarray:
         """[X, W] makespans."""
         self.effort.spend(_OPERATIONS_EACH * times_XWMF.size + _ROUND_OPERATIONS)
         candidates, ranks, positions, _ = times_XWMF.shape
@@ -102,7 +108,7 @@ class _WideSearch:
         times = OperationTimes(
             graph=self.job.graph,
             ms_OR=np.ascontiguousarray(times_FMX).reshape(-1, candidates * ranks),
-            cp_sizes_RM=widths_XWM.reshape(-1, positions),
+            cp_sizes_RM=cp_sizes_XWM.reshape(-1, positions),
         )
         return makespans_ms(times).reshape(candidates, ranks)
 
@@ -135,8 +141,8 @@ class _WideSearch:
         moves = draw_moves(table, self.contents, self.weights_S, self.rules, self.numbers, count)
         if not len(moves.kind_X):
             return True
-        times_XWMF, widths_XWM = self._after(moves, table, ranks)
-        ms_XW = self._simulate(times_XWMF, widths_XWM)
+        times_XWMF, cp_sizes_XWM = self._after(moves, table, ranks)
+        ms_XW = self._simulate(times_XWMF, cp_sizes_XWM)
         score_X = self._score(ms_XW)
         chosen = int(score_X.argmin())
         now = self._score(self.ms_EW[field].reshape(1, -1))[0]
@@ -158,38 +164,38 @@ class _WideSearch:
     def _after(
         self, moves: Moves, table: SlotTable, ranks: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Times [X, W, M, 2 C] and widths [X, W, M] of the ranks after every move."""
+        """Times [X, W, M, 2 C] and cp_sizes [X, W, M] of the ranks after every move."""
         candidates = len(moves.kind_X)
         times_XWMF = np.repeat(self.times_RMF[None, ranks], candidates, axis=0)
-        widths_XWM = np.repeat(self.state.widths_RM[None, ranks], candidates, axis=0)
+        cp_sizes_XWM = np.repeat(self.state.cp_sizes_RM[None, ranks], candidates, axis=0)
         local_R = np.zeros(len(self.times_RMF), dtype=np.int64)
         local_R[ranks] = np.arange(len(ranks))
-        made_XYF = self.contents.ms(moves.contents_XYF, moves.width_XY, moves.rank_XY)
-        for offset in range(int(moves.width_XY.max(initial=0))):
-            x, y = np.nonzero(moves.width_XY > offset)
+        made_XYF = self.contents.ms(moves.contents_XYF, moves.cp_size_XY, moves.rank_XY)
+        for offset in range(int(moves.cp_size_XY.max(initial=0))):
+            x, y = np.nonzero(moves.cp_size_XY > offset)
             w, m = local_R[moves.rank_XY[x, y]] + offset, moves.position_XY[x, y]
             times_XWMF[x, w, m] = made_XYF[x, y]
-            widths_XWM[x, w, m] = moves.width_XY[x, y]
-        width = self.rules.max_width
+            cp_sizes_XWM[x, w, m] = moves.cp_size_XY[x, y]
+        cp_size = self.rules.max_cp_size
         for move in np.flatnonzero(moves.kind_X == Kind.POSITIONS).tolist():
             a, b, _ = moves.micro_batch_3X[:, move]
-            first = local_R[table.rank_J[a]] // width * width
-            part, pair = slice(first, first + width), table.position_J[[a, b]]
+            first = local_R[table.rank_J[a]] // cp_size * cp_size
+            part, pair = slice(first, first + cp_size), table.position_J[[a, b]]
             times_XWMF[move, part, pair] = times_XWMF[move, part, pair[::-1]]
-            widths_XWM[move, part, pair] = widths_XWM[move, part, pair[::-1]]
-        return times_XWMF, widths_XWM
+            cp_sizes_XWM[move, part, pair] = cp_sizes_XWM[move, part, pair[::-1]]
+        return times_XWMF, cp_sizes_XWM
 
     def _apply(self, moves: Moves, move: int, table: SlotTable) -> None:
         micro_batches = moves.micro_batch_3X[:, move]
         if moves.kind_X[move] == Kind.POSITIONS:
             one, other = table.position_J[micro_batches[:2]].tolist()
-            island = int(table.rank_J[micro_batches[0]]) // self.rules.max_width
+            island = int(table.rank_J[micro_batches[0]]) // self.rules.max_cp_size
             self.state.swap_positions(self.islands[island], one, other)
             return
         made = moves.made(move, table, self.weights_S)
-        places = np.stack([moves.rank_XY[move], moves.position_XY[move], moves.width_XY[move]])
-        for rank, position, width in places.T.tolist():
-            for begun in range(rank, rank + width):
+        places = np.stack([moves.rank_XY[move], moves.position_XY[move], moves.cp_size_XY[move]])
+        for rank, position, cp_size in places.T.tolist():
+            for begun in range(rank, rank + cp_size):
                 self.state.members.pop((begun, position), None)
-        for (rank, position, width), samples in zip(places.T.tolist(), made, strict=False):
-            self.state.put(rank, position, width, samples)
+        for (rank, position, cp_size), samples in zip(places.T.tolist(), made, strict=False):
+            self.state.put(rank, position, cp_size, samples)

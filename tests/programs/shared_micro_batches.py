@@ -26,7 +26,7 @@ from sparsebalance_megatron.plan.step_problem import PlanInputs  # noqa: E402
 from sparsebalance_megatron.pretrain_gpt import main  # noqa: E402
 
 
-def plan_with_drawn_widths(step: int, inputs: PlanInputs) -> StepPlan:
+def plan_with_drawn_cp_sizes(step: int, inputs: PlanInputs) -> StepPlan:
     """A plan of the inputs' own ranks and positions, whose widths are drawn."""
     job, policy = inputs.job, inputs.policy
     group = job.context_parallel_size
@@ -43,7 +43,7 @@ def plan_with_drawn_widths(step: int, inputs: PlanInputs) -> StepPlan:
     plan = plan_step(step, replace(inputs, job=narrow, policy=roomy, scales=scales))
     generator = np.random.default_rng(step)
     micro_batches = [
-        replace(micro_batch, rank=micro_batch.rank * group, width=group)
+        replace(micro_batch, rank=micro_batch.rank * group, cp_size=group)
         for micro_batch in plan.micro_batches
     ]
     if policy.context_parallel == "dynamic":
@@ -79,22 +79,22 @@ def drawn(
     micro_batches: list[MicroBatchPlan], widest: int, generator: np.random.Generator
 ) -> list[MicroBatchPlan]:
     """The slots of one position, merged and split by lot."""
-    width = micro_batches[0].width
-    while 2 * width <= widest:
-        width *= 2
+    cp_size = micro_batches[0].cp_size
+    while 2 * cp_size <= widest:
+        cp_size *= 2
         micro_batches = [
             micro_batch
             for pair in itertools.batched(micro_batches, 2)
-            for micro_batch in pairwise_merged(pair, width, generator)
+            for micro_batch in pairwise_merged(pair, cp_size, generator)
         ]
     return [part for micro_batch in micro_batches for part in split(micro_batch, generator)]
 
 
 def pairwise_merged(
-    pair: tuple[MicroBatchPlan, ...], width: int, generator: np.random.Generator
+    pair: tuple[MicroBatchPlan, ...], cp_size: int, generator: np.random.Generator
 ) -> tuple[MicroBatchPlan, ...]:
     """The pair, or one slot of the given width where both have half of it."""
-    halves = [micro_batch.width for micro_batch in pair] == [width // 2] * 2
+    halves = [micro_batch.cp_size for micro_batch in pair] == [cp_size // 2] * 2
     return (merged(*pair),) if halves and generator.random() < 0.6 else pair
 
 
@@ -109,15 +109,15 @@ def merged(*micro_batches: MicroBatchPlan) -> MicroBatchPlan:
         budgets_LS=np.concatenate(
             [micro_batch.budgets_LS for micro_batch in micro_batches], axis=1
         ),
-        width=sum(micro_batch.width for micro_batch in micro_batches),
+        cp_size=sum(micro_batch.cp_size for micro_batch in micro_batches),
     )
 
 
 def split(micro_batch: MicroBatchPlan, generator: np.random.Generator) -> list[MicroBatchPlan]:
     """The slot, or its halves on half of its ranks each."""
-    if micro_batch.width == 1 or len(micro_batch.samples) < 2 or generator.random() < 0.7:
+    if micro_batch.cp_size == 1 or len(micro_batch.samples) < 2 or generator.random() < 0.7:
         return [micro_batch]
-    half, cut = micro_batch.width // 2, len(micro_batch.samples) // 2
+    half, cut = micro_batch.cp_size // 2, len(micro_batch.samples) // 2
     parts = (slice(None, cut), slice(cut, None))
     return [
         replace(
@@ -126,7 +126,7 @@ def split(micro_batch: MicroBatchPlan, generator: np.random.Generator) -> list[M
             lengths_tokens=micro_batch.lengths_tokens[part],
             budgets_LS=micro_batch.budgets_LS[:, part],
             rank=micro_batch.rank + place * half,
-            width=half,
+            cp_size=half,
         )
         for place, part in enumerate(parts)
     ]
@@ -134,5 +134,5 @@ def split(micro_batch: MicroBatchPlan, generator: np.random.Generator) -> list[M
 
 if __name__ == "__main__":
     settings.RANKS_PER_NODE = 2
-    step_planner.plan_step = plan_with_drawn_widths
+    step_planner.plan_step = plan_with_drawn_cp_sizes
     main()

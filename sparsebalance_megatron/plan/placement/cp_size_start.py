@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A first placement whose micro-batches are as wide as their samples ask for.
 
-Widths are powers of two. Taken from the widest to the narrowest they fill every position of every
-island, an island being as many neighbouring ranks as the widest micro-batch may have, without gaps
-and each at a multiple of its width.
+The cp_sizes are powers of two. Taken from the widest to the narrowest they fill every position of
+every island, an island being as many neighbouring ranks as the widest micro-batch may have, without
+gaps and each at a multiple of its cp_size.
 
 Shape legend: S samples of a global batch, R data-parallel ranks, M micro-batches, J micro-batches.
 """
@@ -16,18 +16,18 @@ import numpy as np
 
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
-from sparsebalance_megatron.plan.placement.wide_moves import Rules
+from sparsebalance_megatron.plan.placement.cp_size_moves import Rules
 from sparsebalance_megatron.plan.step_costs import StepCosts
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 
-def wide_start(
+def cp_size_start(
     weights_S: np.ndarray, costs: StepCosts, rules: Rules, most_over_mean: float = np.inf
 ) -> Arrangement:
-    """Samples in micro-batches of the least width under the token cap, then as wide as places are
+    """Samples in micro-batches of the least cp_size under the token cap, then as wide as places are
     left.
 
-    A sample is given a micro-batch of its own, with the least width at which its share of the
+    A sample is given a micro-batch of its own, with the least cp_size at which its share of the
     tokens fits under the cap and its share of the weight is at most ``most_over_mean`` times the
     mean of all places; where no place is left for that, samples share micro-batches, lightest
     first. Places that are left widen the micro-batches that weigh most per rank.
@@ -40,15 +40,17 @@ def wide_start(
     """
     micro_batches = _Slots(weights_S, costs, rules)
     places = costs.job.places
-    least_S = micro_batches.least_widths()
-    wanted_S = micro_batches.light_widths(least_S, most_over_mean * float(weights_S.sum()) / places)
+    least_S = micro_batches.least_cp_sizes()
+    wanted_S = micro_batches.light_cp_sizes(
+        least_S, most_over_mean * float(weights_S.sum()) / places
+    )
     for sample in np.lexsort((-weights_S, -wanted_S)).tolist():
-        width = int(wanted_S[sample])
-        while width > places and width > least_S[sample]:
-            width //= 2
-        if width <= places:
-            micro_batches.open(sample, width)
-            places -= width
+        cp_size = int(wanted_S[sample])
+        while cp_size > places and cp_size > least_S[sample]:
+            cp_size //= 2
+        if cp_size <= places:
+            micro_batches.open(sample, cp_size)
+            places -= cp_size
         else:
             micro_batches.share(sample)
     micro_batches.widen(places)
@@ -66,46 +68,46 @@ class _Slots:
             zip(*(each.tolist() for each in (weights_S, self.tokens_S, self.blocks_S)), strict=True)
         )
         self.members: list[list[int]] = []
-        self.width_J: list[int] = []
+        self.cp_size_J: list[int] = []
         self.weight_J: list[float] = []
         self.tokens_J: list[int] = []
         self.blocks_J: list[int] = []
         self._light: list[tuple[float, int]] = []
         """A heap by weight per rank; entries that a later sample made invalid stay in it."""
 
-    def least_widths(self) -> np.ndarray:
+    def least_cp_sizes(self) -> np.ndarray:
         """[S] under the cap."""
-        width_S = np.ones(len(self.weights_S), dtype=np.int64)
-        while (over_S := self.tokens_S > self.rules.cap_tokens * width_S).any():
-            if width_S.max() >= self.rules.max_width:
+        cp_size_S = np.ones(len(self.weights_S), dtype=np.int64)
+        while (over_S := self.tokens_S > self.rules.cap_tokens * cp_size_S).any():
+            if cp_size_S.max() >= self.rules.max_cp_size:
                 raise self.no_room(int(over_S.argmax()))
-            width_S[over_S] *= 2
-        return width_S
+            cp_size_S[over_S] *= 2
+        return cp_size_S
 
-    def light_widths(self, least_S: np.ndarray, most_weight: float) -> np.ndarray:
+    def light_cp_sizes(self, least_S: np.ndarray, most_weight: float) -> np.ndarray:
         """[S] with at most so much weight per rank, as far as blocks go round."""
-        width_S = least_S.copy()
+        cp_size_S = least_S.copy()
         while True:
             grows_S = (
-                (self.weights_S > most_weight * width_S)
-                & (2 * width_S <= self.rules.max_width)
-                & (self.blocks_S >= 2 * width_S)
+                (self.weights_S > most_weight * cp_size_S)
+                & (2 * cp_size_S <= self.rules.max_cp_size)
+                & (self.blocks_S >= 2 * cp_size_S)
             )
             if not grows_S.any():
-                return width_S
-            width_S[grows_S] *= 2
+                return cp_size_S
+            cp_size_S[grows_S] *= 2
 
     def no_room(self, sample: int) -> PlanError:
         return PlanError(
             f"sample {sample} ({self.tokens_S[sample]} tokens) fits in no micro-batch of "
-            f"{self.rules.cap_tokens} tokens per rank, up to {self.rules.max_width} ranks; raise "
+            f"{self.rules.cap_tokens} tokens per rank, up to {self.rules.max_cp_size} ranks; raise "
             "--sparse-balance-max-tokens-per-micro-batch or --sparse-balance-max-context-parallel"
         )
 
-    def open(self, sample: int, width: int) -> None:
+    def open(self, sample: int, cp_size: int) -> None:
         micro_batch = len(self.members)
         self.members.append([])
-        self.width_J.append(width)
+        self.cp_size_J.append(cp_size)
         self.weight_J.append(0.0)
         self.tokens_J.append(0)
         self.blocks_J.append(0)
@@ -118,7 +120,7 @@ class _Slots:
             entry = weight, micro_batch = heapq.heappop(self._light)
             if weight != self._weight_per_rank(micro_batch):  # of before another sample came
                 continue
-            cap_tokens = self.rules.cap_tokens * self.width_J[micro_batch]
+            cap_tokens = self.rules.cap_tokens * self.cp_size_J[micro_batch]
             if self.tokens_J[micro_batch] + tokens <= cap_tokens:
                 break
             full.append(entry)
@@ -129,7 +131,7 @@ class _Slots:
             heapq.heappush(self._light, entry)
 
     def _weight_per_rank(self, micro_batch: int) -> float:
-        return self.weight_J[micro_batch] / self.width_J[micro_batch]
+        return self.weight_J[micro_batch] / self.cp_size_J[micro_batch]
 
     def _add(self, sample: int, micro_batch: int) -> None:
         self.members[micro_batch].append(sample)
@@ -152,7 +154,9 @@ class _Slots:
         padded: list[tuple[float, int]] = []
 
         def offer(micro_batch: int) -> None:
-            heap = enough if self.blocks_J[micro_batch] >= 2 * self.width_J[micro_batch] else padded
+            heap = (
+                enough if self.blocks_J[micro_batch] >= 2 * self.cp_size_J[micro_batch] else padded
+            )
             heapq.heappush(heap, (-self._weight_per_rank(micro_batch), micro_batch))
 
         for micro_batch in range(len(self.members)):
@@ -162,42 +166,42 @@ class _Slots:
             if not heap:
                 raise PlanError(
                     f"{len(self.weights_S)} samples cannot fill every position of every rank with "
-                    f"micro-batches of up to {self.rules.max_width} ranks; raise --micro-batch-size "
-                    "or lower --context-parallel-size"
+                    f"micro-batches of up to {self.rules.max_cp_size} ranks; raise "
+                    "--micro-batch-size or lower --context-parallel-size"
                 )
             micro_batch = heapq.heappop(heap)[1]
-            width = self.width_J[micro_batch]
+            cp_size = self.cp_size_J[micro_batch]
             # Neither becomes possible later: places only become fewer.
-            if 2 * width <= self.rules.max_width and width <= places:
-                self.width_J[micro_batch] = 2 * width
-                places -= width
+            if 2 * cp_size <= self.rules.max_cp_size and cp_size <= places:
+                self.cp_size_J[micro_batch] = 2 * cp_size
+                places -= cp_size
                 offer(micro_batch)
 
     def arranged(self, job: Job) -> Arrangement:
         """Widest micro-batches first, each in the island with the least load that has room."""
-        max_width = self.rules.max_width
-        islands = job.data_parallel_size // max_width
+        max_cp_size = self.rules.max_cp_size
+        islands = job.data_parallel_size // max_cp_size
         nothing: tuple[int, ...] = ()
         samples = [[nothing] * job.micro_batches for _ in range(job.data_parallel_size)]
-        widths_RM = np.ones((job.data_parallel_size, job.micro_batches), dtype=np.int64)
+        cp_sizes_RM = np.ones((job.data_parallel_size, job.micro_batches), dtype=np.int64)
         used = np.zeros((islands, job.micro_batches), dtype=np.int64)
         loads = [(0.0, island) for island in range(islands)]
-        heaviest_widest = np.lexsort((-np.array(self.weight_J), -np.array(self.width_J)))
+        heaviest_widest = np.lexsort((-np.array(self.weight_J), -np.array(self.cp_size_J)))
         for micro_batch in heaviest_widest.tolist():
-            width, passed_over = self.width_J[micro_batch], []
+            cp_size, passed_over = self.cp_size_J[micro_batch], []
             while True:
                 load, island = heapq.heappop(loads)
                 position = int(used[island].argmin())
-                if used[island, position] + width <= max_width:
+                if used[island, position] + cp_size <= max_cp_size:
                     break
                 passed_over.append((load, island))
-            rank = island * max_width + int(used[island, position])
+            rank = island * max_cp_size + int(used[island, position])
             samples[rank][position] = tuple(sorted(self.members[micro_batch]))
-            widths_RM[rank : rank + width, position] = width
-            used[island, position] += width
+            cp_sizes_RM[rank : rank + cp_size, position] = cp_size
+            used[island, position] += cp_size
             for entry in (*passed_over, (load + self.weight_J[micro_batch], island)):
                 heapq.heappush(loads, entry)
         return Arrangement(
             samples=tuple(tuple(rank) for rank in samples),
-            widths_RM=widths_RM,
+            cp_sizes_RM=cp_sizes_RM,
         )
