@@ -96,6 +96,7 @@ def args_provider(
 
     def provide(parser: ArgumentParser) -> ArgumentParser:
         add_sparse_balance_args(parser)
+        _make_help_printable(parser)
         changed = (CPU_DEFAULTS if on_cpu else {}) | (PLUGIN_DEFAULTS if enabled else {})
         added = _as_flags(parser, changed, sys.argv[1:]) if report else []
         parser.set_defaults(**changed)
@@ -104,6 +105,19 @@ def args_provider(
         return parser
 
     return provide
+
+
+def _make_help_printable(parser: ArgumentParser) -> None:
+    """Double the percent signs of help texts that argparse cannot format otherwise.
+
+    One help text of megatron-core 0.19 has a bare percent sign, so ``--help`` would fail.
+    """
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        try:
+            formatter._expand_help(action)
+        except (ValueError, TypeError, KeyError):
+            action.help = (action.help or "").replace("%", "%%")
 
 
 def _as_flags(

@@ -85,7 +85,7 @@ if __name__ == "__main__":
     directory = Path(sys.argv.pop(1))
     settings.RANKS_PER_NODE = 2
     counts = Counts()
-    samples.make_sequence_groups = counts.watch(run.make_sequence_groups)
+    samples.make_sequence_groups = counts.watch(samples.make_sequence_groups)
     for collective in COLLECTIVES:
         setattr(dist, collective, counts.counted(collective))
     main()
