@@ -65,7 +65,7 @@ BUILT_IN: Mapping[str, BuiltIn] = {
         "token's choice depend on later tokens",
     ),
 }
-"""By the value of the flag."""
+"""Value of the flag -> selection."""
 
 
 def flag_help() -> str:

@@ -13,7 +13,7 @@ NOMINAL_GIGABYTES_PER_SECOND = 50.0
 """That a rank receives, where nothing was measured: about one 400 Gb/s network card each."""
 _BYTES_PER_MS_AND_GIGABYTE = 1e6
 _ELEMENT_BYTES: Mapping[str, float] = {"float64": 8.0, "float32": 4.0}
-"""Of data types wider than two bytes."""
+"""Data type wider than two bytes -> its bytes."""
 
 
 def ms_per_byte(gigabytes_per_second: float) -> float:
@@ -90,8 +90,8 @@ class Exchange:
         return received * self.ms_per_byte
 
     def received_share(self, cp_size: int) -> float:
-        """Of ``ms_per_token``, what a micro-batch takes: (W - 1) / W, and by how much its cp_size
-        slows."""
+        """Part of ``ms_per_token`` that a micro-batch takes: (W - 1) / W, times the slowness of its
+        cp_size."""
         if cp_size == 1:
             return 0.0
         wider = (factor for known, factor in self.cp_size_slowness if known >= cp_size)
@@ -99,5 +99,5 @@ class Exchange:
         return (cp_size - 1) / cp_size * next(wider, last)
 
     def share(self, cp_size: int) -> float:
-        """Of the work of a micro-batch, what each of its ranks does."""
+        """Part of a micro-batch's work that each of its ranks does."""
         return 1.0 if cp_size == 1 else (1.0 + self.loss) / cp_size

@@ -131,7 +131,7 @@ class StageMemory:
     weights_bytes: float
     activations_bytes: float
     lists_bytes: float
-    """Of the activations: what the lists of selected blocks take."""
+    """Part of the activations: the lists of selected blocks."""
 
     @property
     def total_bytes(self) -> float:

@@ -20,12 +20,12 @@ from sparsebalance_megatron.json_file import UnreadableFileError, read_json
 
 FORMAT_VERSION = 1
 _LARGEST_INTEGER = 2**40
-"""Of any size, length or count; far below where numbers of 64 bits lose digits."""
+"""Limit of any size, length or count: far below where numbers of 64 bits lose digits."""
 _MS_RANGE = (1e-7, 1e7)
-"""Of a measurement: less than a clock can tell, and hours."""
+"""Range of a measured time: from less than a clock can tell to hours."""
 
 _PLAIN_TYPES: Mapping[Any, type] = {"bool": bool, "float": float, "int": int, "str": str}
-"""By their names in annotations."""
+"""Name in annotations -> type."""
 
 _SHOWN_CHARACTERS = 60
 

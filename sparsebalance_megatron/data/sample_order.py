@@ -37,7 +37,7 @@ class SampleCounts:
     split_documents: int
 
     def __add__(self, other: SampleCounts) -> SampleCounts:
-        """Of two data sets together."""
+        """Counts of two data sets together."""
         return SampleCounts(
             **{
                 field.name: getattr(self, field.name) + getattr(other, field.name)

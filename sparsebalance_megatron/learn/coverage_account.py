@@ -58,7 +58,7 @@ class CoverageAccount:
             self._base_mean = totals.base_mean
 
     def snapshot(self) -> float:
-        """By how much coverage of the next plan's horizon should exceed that of base budgets.
+        """Coverage by which that of the next plan's horizon should exceed that of base budgets.
 
         It is the deficit and the reserve; half of that where a horizon is one step, because two
         plans are made ahead before the first of them is executed and enters the account. There is

@@ -144,8 +144,7 @@ class StepMeasurement:
     recompute: RecomputeTotals = field(default=RecomputeTotals())
 
     def without_waiting(self, micro_batches: Iterable[MicroBatchPlan]) -> StepMeasurement:
-        """The same step with what ranks waited for one another inside shared micro-batches taken
-        out.
+        """This step without the time that ranks waited for one another inside shared micro-batches.
 
         A rank that comes first to a shared micro-batch waits inside attention for the last to come,
         which waits for nobody and from then on computes in step with the others. So each operation

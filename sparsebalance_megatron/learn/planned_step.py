@@ -42,7 +42,7 @@ class PlannedStep:
         return self.plan.expectation.times_2RPVM
 
     def pinned(self) -> PlannedStep:
-        """The same step with all budgets pinned: every pass over it executes them as they are."""
+        """This step with all budgets pinned: every pass over it executes them as they are."""
         micro_batches = tuple(
             replace(micro_batch, pinned=(True,) * len(micro_batch.samples))
             for micro_batch in self.plan.micro_batches

@@ -93,7 +93,7 @@ class KeptAttention:
 
     @property
     def size_bytes(self) -> int:
-        """Of all results that are here: outputs, log-sum-exps and lists."""
+        """Bytes of all kept results: outputs, log-sum-exps and lists."""
         return sum(
             x.numel() * x.element_size()
             for kept in self._by_layer.values()

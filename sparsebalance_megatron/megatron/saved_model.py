@@ -84,7 +84,7 @@ class SavedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters."""
+        """Data type of the parameters."""
         return self._embedding().properties.dtype
 
     def load(self, model: Any) -> dict[str, Tensor]:

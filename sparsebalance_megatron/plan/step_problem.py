@@ -112,7 +112,7 @@ class StepProblem:
 
     @cached_property
     def of_groups(self) -> StepProblem:
-        """The same step on the job whose ranks are its context-parallel groups."""
+        """This step on the job whose ranks are its context-parallel groups."""
         cp_size = self.job.context_parallel_size
         if cp_size == 1:
             return self

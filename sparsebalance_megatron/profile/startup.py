@@ -17,7 +17,7 @@ from sparsebalance_megatron.cost.table import CostTable, CostTableError
 AUTO = "auto"
 
 _LAUNCHER_PREFIXES = ("RANK", "WORLD_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-"""Of the variables by which torchrun tells a process that it is one of many."""
+"""Prefixes of the variables by which torchrun tells a process that it is one of many."""
 
 
 def shared_cost_table(

@@ -27,8 +27,8 @@ CHUNK_ELEMENTS = 1 << 18
 """Scores computed at once: 1 MiB in float32, about a core's second-level cache."""
 _LARGER_ON_CUDA = 2
 KERNEL_CHUNK_ELEMENTS = 1 << 23
-"""The same for the kernel, which needs nothing beside them: 32 MiB, within an H100's second-level
-cache. Of queries, widened, as many elements at once."""
+"""Scores computed at once for the kernel: 32 MiB, within an H100's second-level cache. Queries are
+widened as many elements at once."""
 _BEYOND_FRACTION = 4
 """Part of a chunk's scores that may belong to blocks which their rows cannot read."""
 

@@ -155,7 +155,7 @@ def _work(step: Step) -> float:
 
 
 def _spread(steps: Sequence[Step]) -> float:
-    """Of measured over predicted computing times, where both are known."""
+    """Spread of measured over predicted computing times, where both are known."""
     ratios = [
         sum(step.measured_rank_ms) / sum(step.predicted_rank_ms)
         for step in steps

@@ -94,7 +94,7 @@ def live_view(
 
 
 def _slowest(records: Sequence[StepRecord], hosts: Mapping[Place, str]) -> SlowDevice | None:
-    """By the sums over the last steps of one shape, so that short steps count for little."""
+    """The device that is slowest over the last steps of one shape; long steps count for more."""
     shape = records[-1].measured.forward_ms.shape[:2]
     measured_RP, predicted_RP = np.zeros(shape), np.zeros(shape)
     for times in map(times_of, records):

@@ -277,7 +277,7 @@ def _memory(inputs: AdviceInputs, choice: Choice, plan: StepPlan) -> MemoryModel
 
 
 def _fullest(steps: Sequence[tuple[StageMemory, ...]]) -> tuple[StageMemory, ...]:
-    """Of every stage, the memory in the step that needs most of it."""
+    """Memory of every stage in the step that needs most of it."""
     return tuple(
         max(of_stage, key=lambda memory: memory.total_bytes)
         for of_stage in zip(*steps, strict=True)

@@ -12,7 +12,7 @@ from sparsebalance_megatron.json_file import UnreadableFileError, parse_json, re
 
 MAX_TOKENS = 65536
 _LONGEST_TOKENS = 2**30
-"""Of a length in a file; a thousand times what models are trained on."""
+"""Longest sample that a file may name: a thousand times what models are trained on."""
 
 
 class WorkloadError(ValueError):

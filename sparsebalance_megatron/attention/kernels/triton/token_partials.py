@@ -38,7 +38,7 @@ OUTPUT_NUMBERS = [
     "chunk", "chunk_tokens", "tokens", "query_heads", "selecting_heads", "selecting_head",
     "first_head", "width",
 ]  # fmt: skip
-"""The same of :meth:`PartialShape.output`."""
+"""Arguments of :meth:`PartialShape.output`, for whose values no kernel is compiled anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
