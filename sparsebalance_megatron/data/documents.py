@@ -159,16 +159,6 @@ class Documents:
         return np.array(self.loss_mask.get(int(self.first_sequences[document]), offset, count))
 
 
-def document_lengths_tokens(index_path: Path) -> np.ndarray:
-    """Stored tokens of every document, int64, from an ``.idx`` file alone: no token is needed.
-
-    Raises:
-        DataError: if the file is missing or damaged.
-    """
-    index = _read_index(index_path)
-    return np.diff(index.token_ends[index.boundaries])
-
-
 def _open_checked(prefix: str) -> tuple[_Index, Any]:
     """Index and Megatron's ``IndexedDataset`` of a prefix whose files have passed every check."""
     index_path, data_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")

@@ -69,7 +69,7 @@ NO_SHARDED_WEIGHTS = (
     "ranks would wait for one another in every layer; drop it, or use --use-distributed-optimizer"
 )
 _PLACES_SAMPLES = "both place samples; drop it"
-_PADS_ROWS = "both pad rows; drop it"
+_PADS_SEQUENCES = "both pad packed sequences; drop it"
 _REPLACES_ATTENTION = "both replace core attention; drop it"
 GPT_ONLY = "only layers with attention have budgets; drop it"
 
@@ -87,15 +87,15 @@ def _kv_heads_are_shared(get: Settings) -> bool:
 MODEL = (
     Refusal(
         flag="--context-parallel-size",
-        remedy="rows lie on 1, 2, 4, ... ranks; use a power of two",
+        remedy="1, 2, 4, ... ranks share a packed sequence; use a power of two",
         found=lambda get: not is_power_of_two(get("context_parallel_size", 1)),
     ),
     Refusal(flag="--hybrid-context-parallel", remedy=_PLACES_SAMPLES),
     Refusal(flag="--dynamic-context-parallel", remedy=_PLACES_SAMPLES),
     Refusal(flag="--sequence-packing-scheduler", remedy=_PLACES_SAMPLES),
-    Refusal(flag="--pad-packed-seq-alignment", remedy=_PADS_ROWS),
-    Refusal(flag="--thd-max-packed-sequences", remedy=_PADS_ROWS),
-    Refusal(flag="--thd-tail-padding-policy", remedy=_PADS_ROWS),
+    Refusal(flag="--pad-packed-seq-alignment", remedy=_PADS_SEQUENCES),
+    Refusal(flag="--thd-max-packed-sequences", remedy=_PADS_SEQUENCES),
+    Refusal(flag="--thd-tail-padding-policy", remedy=_PADS_SEQUENCES),
     Refusal(
         flag="--cp-partition-mode",
         remedy="plans say which rank holds which blocks; drop it",
@@ -134,7 +134,7 @@ MODEL = (
     ),
     Refusal(
         flag="--moe-token-dispatcher-type",
-        remedy="rows differ in length; use --moe-token-dispatcher-type alltoall",
+        remedy="packed sequences differ in length; use --moe-token-dispatcher-type alltoall",
         found=lambda get: (
             (get("num_experts") or get("num_moe_experts"))
             and get("moe_token_dispatcher_type") == "allgather"
@@ -189,7 +189,7 @@ MODEL = (
     ),
     Refusal(
         flag="--rotary-base-per-layer",
-        remedy="layers with tables of their own would rotate shared rows by wrong positions; use "
+        remedy="layers with tables of their own would rotate shared sequences by wrong positions; use "
         "--rotary-base",
     ),
     Refusal(
@@ -252,10 +252,10 @@ def check_cap(
 
 
 def check_selection(config: SparseBalanceConfig, *, context_parallel_size: int = 1) -> None:
-    """Refuse a selection that needs the last queries of a row, where ranks may share rows.
+    """Refuse a selection that needs a sequence's last queries, where ranks may share it.
 
     Raises:
-        ConfigError: naming the selection, the flag that lets ranks share rows, and the remedy.
+        ConfigError: naming the selection, the flag that lets ranks share it, and the remedy.
     """
     sharing = {
         "--context-parallel-size": context_parallel_size,
@@ -265,7 +265,7 @@ def check_selection(config: SparseBalanceConfig, *, context_parallel_size: int =
         if ranks > 1 and getattr(selector_named(config.selection), "needs_whole_documents", False):
             raise ConfigError(
                 f"{flag_name('selection')} {config.selection} with {flag} {ranks}: its probes are "
-                "the last queries of a row, which one rank must hold; use vertical-slash, or 1 rank"
+                "the last queries of a sequence, which one rank must hold; use vertical-slash, or 1 rank"
             )
 
 

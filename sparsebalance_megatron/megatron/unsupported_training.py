@@ -30,7 +30,7 @@ _DATA_FLAGS = (
     *("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path"),
     "per_split_data_args_path",
 )
-_NO_LOGITS = "logits are stored per row of fixed length; drop it"
+_NO_LOGITS = "logits are stored per sequence of fixed length; drop it"
 
 TRAINING = (
     Refusal(
@@ -59,7 +59,7 @@ TRAINING = (
     ),
     Refusal(
         flag="--iterations-to-skip",
-        remedy="Megatron reads the rows it skips as rows of fixed length; drop it",
+        remedy="Megatron reads what it skips as sequences of fixed length; drop it",
     ),
     Refusal(
         flag="--phase-transition-iterations",
