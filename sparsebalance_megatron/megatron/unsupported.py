@@ -189,8 +189,8 @@ MODEL = (
     ),
     Refusal(
         flag="--rotary-base-per-layer",
-        remedy="layers with tables of their own would rotate shared sequences by wrong positions; use "
-        "--rotary-base",
+        remedy="layers with tables of their own would rotate shared sequences by wrong "
+        "positions; use --rotary-base",
     ),
     Refusal(
         flag="--position-embedding-type yarn",
@@ -265,7 +265,8 @@ def check_selection(config: SparseBalanceConfig, *, context_parallel_size: int =
         if ranks > 1 and getattr(selector_named(config.selection), "needs_whole_documents", False):
             raise ConfigError(
                 f"{flag_name('selection')} {config.selection} with {flag} {ranks}: its probes are "
-                "the last queries of a sequence, which one rank must hold; use vertical-slash, or 1 rank"
+                "the last queries of a sequence, which one rank must hold; use vertical-slash, or "
+                "1 rank"
             )
 
 
