@@ -16,8 +16,7 @@ from sparsebalance_megatron.log.step_log import RunLogError
 from sparsebalance_megatron.view.report.comparison import Comparison
 from sparsebalance_megatron.view.report.comparison_table import columns_of, table_of
 from sparsebalance_megatron.view.report.headline import headline
-from sparsebalance_megatron.view.report.render import render_page
-from sparsebalance_megatron.view.report.run_report import Report, make_report
+from sparsebalance_megatron.view.report.run_report import Report, make_report, render_page
 
 _LONGEST_INTERVAL_S = 3600.0
 

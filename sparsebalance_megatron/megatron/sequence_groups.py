@@ -18,9 +18,8 @@ from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
 
 from sparsebalance_megatron.attention.sequence.all_gather import AllGatherExchange
-from sparsebalance_megatron.attention.sequence.exchange import SequenceExchange
 from sparsebalance_megatron.attention.sequence.ring import RingExchange
-from sparsebalance_megatron.attention.sequence.slice import SequenceGroup
+from sparsebalance_megatron.attention.sequence.slice import SequenceExchange, SequenceGroup
 from sparsebalance_megatron.config import ExchangeName
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError
 

@@ -20,9 +20,8 @@ from sparsebalance_megatron import cli
 from sparsebalance_megatron.cli import report as report_command
 from sparsebalance_megatron.cli.output import OutputError, write_text
 from sparsebalance_megatron.view.report.comparison import paired
-from sparsebalance_megatron.view.report.render import render_page
 from sparsebalance_megatron.view.report.run_data import ReportError, choose_iteration, open_log
-from sparsebalance_megatron.view.report.run_report import make_report
+from sparsebalance_megatron.view.report.run_report import make_report, render_page
 from sparsebalance_megatron.view.report.timeline import SIMULATED
 
 RUN = SampleRun(ranks=2, stages=2, micro_batches=3, layers=4, steps=6)

@@ -32,12 +32,9 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.api import kernel_named
 from sparsebalance_megatron.attention.sequence.all_gather import AllGatherExchange
-from sparsebalance_megatron.attention.sequence.exchange import (
-    SequenceExchange,
-    sequence_attention,
-)
+from sparsebalance_megatron.attention.sequence.exchange import sequence_attention
 from sparsebalance_megatron.attention.sequence.ring import RingExchange
-from sparsebalance_megatron.attention.sequence.slice import SequenceSlice
+from sparsebalance_megatron.attention.sequence.slice import SequenceExchange, SequenceSlice
 
 RANK, MEMBERS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 INNER_MEMBERS = {2: 1, 3: 3, 4: 2, 6: 3}[MEMBERS]

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.between_ranks import BetweenRanks
-from sparsebalance_megatron.attention.sequence.exchange import Part
-from sparsebalance_megatron.attention.sequence.slice import SequenceSlice
+from sparsebalance_megatron.attention.sequence.slice import Part, SequenceSlice
 
 
 class AllGatherExchange(BetweenRanks):
@@ -53,7 +52,7 @@ class AllGatherExchange(BetweenRanks):
             )
 
     def gradients(self, k_TGD: Tensor, sequence: SequenceSlice) -> _ScatteredHeads:
-        """See :meth:`.exchange.SequenceExchange.gradients`."""
+        """See :meth:`.slice.SequenceExchange.gradients`."""
         return _ScatteredHeads(self._group, k_TGD, sequence)
 
     def _gather(self, k_TD: Tensor, v_TD: Tensor, sequence: SequenceSlice) -> _InFlight:

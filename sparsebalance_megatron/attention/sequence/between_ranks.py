@@ -16,7 +16,7 @@ from sparsebalance_megatron.attention.sequence.slice import SequenceSlice
 
 
 class BetweenRanks:
-    """The part of an :class:`.exchange.SequenceExchange` that does not move keys and values.
+    """The part of an :class:`.slice.SequenceExchange` that does not move keys and values.
 
     One exchange serves all sequences and layers of a process group.
     """
@@ -26,7 +26,7 @@ class BetweenRanks:
 
     @torch.no_grad()
     def summaries(self, own: Sequence[Tensor], sequence: SequenceSlice) -> list[Tensor]:
-        """See :meth:`.exchange.SequenceExchange.summaries`; one collective.
+        """See :meth:`.slice.SequenceExchange.summaries`; one collective.
 
         Raises:
             ValueError: a summary has not one entry for each of this rank's blocks.
@@ -55,7 +55,7 @@ class BetweenRanks:
 
     @torch.no_grad()
     def total_mass(self, mass_SK: Tensor, sequence: SequenceSlice) -> Tensor:
-        """See :meth:`.exchange.SequenceExchange.total_mass`; one collective.
+        """See :meth:`.slice.SequenceExchange.total_mass`; one collective.
 
         Raises:
             ValueError: the masses are not float64, or not of the sequence's documents.

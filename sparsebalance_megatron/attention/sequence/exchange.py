@@ -8,9 +8,7 @@ K budgets or places of a list, Q rows and C heads that select, X columns of a ta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,77 +21,8 @@ from sparsebalance_megatron.attention.api import (
 from sparsebalance_megatron.attention.kernels.contract import Attention, Kernel, Saved, wide_dtype
 from sparsebalance_megatron.attention.merge import merge_partials
 from sparsebalance_megatron.attention.selection import ColumnLists, Selection
-from sparsebalance_megatron.attention.sequence.slice import SequenceSlice
+from sparsebalance_megatron.attention.sequence.slice import Part, SequenceExchange, SequenceSlice
 from sparsebalance_megatron.config import AttentionImplementation
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
-    """Keys and values that are here, and the lists by which the slice's queries read them.
-
-    ``kv_head`` is the one KV head that they are of, whose query heads read them; None for all.
-    """
-
-    k_TGD: Tensor
-    v_TGD: Tensor
-    selection: Selection
-    kv_head: int | None = None
-
-
-class GradientSum(Protocol):
-    """Gradients of keys and values on their way to those who hold them."""
-
-    def add(self, dkv_TYGD: Tensor) -> None:
-        """Add the gradients of a part; called once for each, in the order of the parts."""
-
-    def result(self) -> Tensor:
-        """The sum for this slice's keys and values [T, Y, G, D], once all parts are added."""
-
-
-class SequenceExchange(Protocol):
-    """How the keys and values that a slice's queries may read get here, and gradients back.
-
-    They come from other ranks that hold slices of the sequence, or may have been kept here from
-    earlier slices. All ranks that share the sequence call the functions in the same order. Autograd
-    sees none of them.
-
-    Attributes:
-        gives_whole_heads: whether a part holds all that its query heads read. Results of parts are
-            merged where it does not.
-    """
-
-    @property
-    def gives_whole_heads(self) -> bool: ...
-
-    def parts(
-        self, k_TGD: Tensor, v_TGD: Tensor, selection: Selection, sequence: SequenceSlice
-    ) -> Iterator[Part]:
-        """Give the parts that the slice's queries may read, each key once, in the same order each
-        time.
-
-        Args:
-            k_TGD, v_TGD: of the slice.
-            selection: lists of the slice's queries over the blocks of the sequence.
-            sequence: the slice.
-        """
-
-    def gradients(self, k_TGD: Tensor, sequence: SequenceSlice) -> GradientSum:
-        """Begin to sum the gradients of what :meth:`parts` gives for the same arguments."""
-
-    def summaries(self, own: Sequence[Tensor], sequence: SequenceSlice) -> list[Tensor]:
-        """Give the summaries of all blocks of the sequence, from those of the slice's blocks.
-
-        Args:
-            own: tensors of any dtypes with one entry per block of the slice.
-        """
-
-    def total_mass(self, mass_SK: Tensor, sequence: SequenceSlice) -> Tensor:
-        """Add up what the queries of all slices found of every document's mass; the same bits for
-        each slice, so that budgets which follow from it are the same too.
-
-        Args:
-            mass_SK: float64, of the slice's queries; 0 for documents of which it holds none.
-        """
 
 
 def sequence_attention(

@@ -15,8 +15,7 @@ from torch import Tensor
 from sparsebalance_megatron.attention.row_pair import RowPair
 from sparsebalance_megatron.attention.select import Selector
 from sparsebalance_megatron.attention.select.summaries import SharedSummaries
-from sparsebalance_megatron.attention.sequence.exchange import SequenceExchange
-from sparsebalance_megatron.attention.sequence.slice import SequenceSlice
+from sparsebalance_megatron.attention.sequence.slice import SequenceExchange, SequenceSlice
 
 
 class RankingWithMass(Protocol):

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.between_ranks import BetweenRanks
-from sparsebalance_megatron.attention.sequence.exchange import Part, held_by
-from sparsebalance_megatron.attention.sequence.slice import SequenceSlice
+from sparsebalance_megatron.attention.sequence.exchange import held_by
+from sparsebalance_megatron.attention.sequence.slice import Part, SequenceSlice
 
 _VISITING, _RETURNING = 0, 1
 """Tags, so that what goes round and the sums that follow it are not taken for one another."""
@@ -73,7 +73,7 @@ class RingExchange(BetweenRanks):
                 )
 
     def gradients(self, k_TGD: Tensor, sequence: SequenceSlice) -> _SumOfSums:
-        """See :meth:`.exchange.SequenceExchange.gradients`."""
+        """See :meth:`.slice.SequenceExchange.gradients`."""
         return _SumOfSums(self._inner, self._outer, sequence.tokens_per_member)
 
 

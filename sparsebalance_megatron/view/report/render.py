@@ -3,26 +3,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparsebalance_megatron.view.report.chart import COLOURS, Chart
 from sparsebalance_megatron.view.report.coverage_frames import FRAME_HEIGHT, FRAME_WIDTH
 from sparsebalance_megatron.view.report.run_data import ReportError
-
-if TYPE_CHECKING:
-    from sparsebalance_megatron.view.report.run_report import Report
-
-
-def render_page(report: Report, refresh_s: float | None = None) -> str:
-    """The HTML page of a report.
-
-    Args:
-        refresh_s: seconds after which a browser loads the page again; None: it does not.
-
-    Raises:
-        ReportError: jinja2 is not installed.
-    """
-    return _render("report.html.j2", report=report, refresh_s=refresh_s)
 
 
 def render_step(chart: Chart) -> str:
@@ -31,10 +16,15 @@ def render_step(chart: Chart) -> str:
     Raises:
         ReportError: jinja2 is not installed.
     """
-    return _render("step.svg.j2", chart=chart)
+    return render("step.svg.j2", chart=chart)
 
 
-def _render(template: str, **values: Any) -> str:
+def render(template: str, **values: Any) -> str:
+    """A template of this package filled with values.
+
+    Raises:
+        ReportError: jinja2 is not installed.
+    """
     try:
         import jinja2
     except ImportError as error:

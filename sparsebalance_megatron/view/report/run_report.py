@@ -26,7 +26,7 @@ from sparsebalance_megatron.view.report.pictures import (
     step_chart,
     waterfall,
 )
-from sparsebalance_megatron.view.report.render import render_step
+from sparsebalance_megatron.view.report.render import render, render_step
 from sparsebalance_megatron.view.report.run_data import (
     Evidence,
     ReportError,
@@ -196,3 +196,15 @@ def _notes(
     if len(notes) > _MOST_NOTES:
         notes[_MOST_NOTES:] = [f"{len(notes) - _MOST_NOTES} more like these"]
     return notes
+
+
+def render_page(report: Report, refresh_s: float | None = None) -> str:
+    """The HTML page of a report.
+
+    Args:
+        refresh_s: seconds after which a browser loads the page again; None: it does not.
+
+    Raises:
+        ReportError: jinja2 is not installed.
+    """
+    return render("report.html.j2", report=report, refresh_s=refresh_s)

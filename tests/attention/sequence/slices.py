@@ -16,12 +16,8 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.api import kernel_named
 from sparsebalance_megatron.attention.selection import ColumnLists, Selection
-from sparsebalance_megatron.attention.sequence.exchange import (
-    ExchangingKernel,
-    Part,
-    held_by,
-)
-from sparsebalance_megatron.attention.sequence.slice import SequenceGroup, SequenceSlice
+from sparsebalance_megatron.attention.sequence.exchange import ExchangingKernel, held_by
+from sparsebalance_megatron.attention.sequence.slice import Part, SequenceGroup, SequenceSlice
 
 BLOCK = 8
 
