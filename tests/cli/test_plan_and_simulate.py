@@ -152,7 +152,7 @@ def test_simulate_on_stored_documents_and_a_directory(tmp_path, capsys):
     config["num_hidden_layers"] = 3
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert cli.main(["simulate", "--setup", "paper-ablation", *given]) == 2
-    assert "4 pipeline stages: the model has 3 layers only" in capsys.readouterr().err
+    assert "--pp 4: the model has 3 layers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

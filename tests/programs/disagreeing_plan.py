@@ -13,7 +13,7 @@ drawing = runpy.run_path(str(Path(__file__).with_name("shared_micro_batches.py")
 
 def plan_with_own_lot(step, inputs):
     seed = step + 1000 if step >= 2 and os.environ["RANK"] == "1" else step
-    return drawing["replace"](drawing["plan_with_drawn_widths"](seed, inputs), step=step)
+    return drawing["replace"](drawing["plan_with_drawn_cp_sizes"](seed, inputs), step=step)
 
 
 if __name__ == "__main__":
