@@ -93,7 +93,7 @@ def test_no_arrangement_beats_the_lower_bound(pipeline, ranks, seed):
 
 
 def bounds_of(times):
-    """Of micro-batches as they are: samples that have a slot each."""
+    """A step whose samples have a micro-batch each."""
     _, ranks, stages, chunks, micro_batches = times.shape
     job = job_shape(ranks, micro_batches, stages, chunks)
     return step_bounds(
@@ -217,7 +217,7 @@ def test_large_pipeline_is_exact():
 
 
 SEGMENTS = (3, 1, 2, 1)
-"""Of each micro-batch."""
+"""Number of segments of each micro-batch."""
 
 
 def in_segments(stages, micro_batches, chunks):
