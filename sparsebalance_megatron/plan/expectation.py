@@ -22,7 +22,7 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
     """Times, balance and coverage of a placement with tuned budgets."""
     costs = problem.costs
     tuned_2SC = costs.sample_ms(tuned.budgets_LS)
-    times = problem.times(arrangement, tuned_2SC)
+    times = costs.micro_batch_ms(tuned_2SC, arrangement)
     times.ms_OR.flags.writeable = False
     forward_RPVM, backward_RPVM = times.by_micro_batch_2RPVM
     work_RPVM = forward_RPVM + backward_RPVM

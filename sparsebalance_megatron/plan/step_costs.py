@@ -28,6 +28,7 @@ from sparsebalance_megatron.cost.work_model import WorkModel
 from sparsebalance_megatron.plan.context_groups import Members, first_places
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
+from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 _LAYER_PARTS = (Part.ATTENTION, Part.ROUTER, Part.LINEAR)
@@ -146,20 +147,13 @@ class StepCosts:
             pairs_CS[chunk] += pairs_S
         return self.fixed_2SC + pairs_CS.T * self.pair_2C[:, None]
 
-    def micro_batch_ms(
-        self,
-        sample_2SC: np.ndarray,
-        micro_batch_of_S: np.ndarray,
-        cp_sizes_RM: np.ndarray,
-    ) -> OperationTimes:
-        """Times of the micro-batches; micro-batch ``r * M + m`` is micro-batch m of rank r.
+    def micro_batch_ms(self, sample_2SC: np.ndarray, where: Arrangement) -> OperationTimes:
+        """Times of the micro-batches; every rank of one takes as long as the slowest.
 
         Args:
             sample_2SC: ms of every sample on a rank by itself.
-            micro_batch_of_S: of the first rank of a micro-batch.
-            cp_sizes_RM: of the micro-batch that each rank takes part in. Every rank of a
-                micro-batch takes as long as the slowest.
         """
+        micro_batch_of_S, cp_sizes_RM = where.micro_batch_of_S, where.cp_sizes_RM
         sample_2SC = self.wide_ms(sample_2SC, cp_sizes_RM.reshape(-1)[micro_batch_of_S])
         micro_batch_2JC = np.tile(self.constant_2C[:, None], (1, self.job.places, 1))
         for micro_batch_JC, sample_SC in zip(micro_batch_2JC, sample_2SC, strict=True):

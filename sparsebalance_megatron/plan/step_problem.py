@@ -26,10 +26,9 @@ from sparsebalance_megatron.plan.budgets.problem import BudgetProblem
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job, check_cp_sizes
 from sparsebalance_megatron.plan.metrics import rounded_ms
-from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.placement import balance
-from sparsebalance_megatron.plan.placement.arrangement import Arrangement
+from sparsebalance_megatron.plan.placement.arrangement import Arrangement, Placement
+from sparsebalance_megatron.plan.placement.balance import balanced
 from sparsebalance_megatron.plan.step_costs import StepCosts, step_costs
 from sparsebalance_megatron.plan.step_plan import PlanError, PlanPolicy
 
@@ -58,7 +57,7 @@ class PlanInputs:
     coverage: CoverageCurves
     coverage_deficit: float = 0.0
     later_lengths_tokens: tuple[int, ...] = ()
-    placement: balance.Placement | None = None
+    placement: Placement | None = None
     pinned_LS: np.ndarray | None = None
 
 
@@ -74,7 +73,7 @@ class StepProblem:
     budgets: BudgetProblem
     pricing: Pricing | None
     cap_tokens: int
-    placement: balance.Placement | None = None
+    placement: Placement | None = None
 
     @classmethod
     def of(cls, inputs: PlanInputs) -> StepProblem:
@@ -169,10 +168,10 @@ class StepProblem:
         """Ms of every sample at the expected budgets."""
         return self.costs.sample_ms(self.expected_LS)
 
-    def balanced_by(self, budgets_LS: np.ndarray) -> balance.Placement:
+    def balanced_by(self, budgets_LS: np.ndarray) -> Placement:
         """Latency-balanced placement at these budgets."""
         forward_SC, backward_SC = self.costs.sample_ms(budgets_LS)
-        return balance.balanced(
+        return balanced(
             (forward_SC + backward_SC).sum(axis=1),
             self.lengths_tokens,
             self.job,
@@ -180,25 +179,17 @@ class StepProblem:
             self.costs.slowness_R,
         )
 
-    def tuned(self, placement: balance.Placement) -> TunedBudgets:
+    def tuned(self, placement: Placement) -> TunedBudgets:
         """Budgets of the placed samples."""
         return self.tuned_where(Arrangement.of_groups(placement))
 
     def tuned_where(self, arrangement: Arrangement) -> TunedBudgets:
         """Budgets of the placed samples."""
-        return tune(
-            self.budgets, arrangement.micro_batch_of_S, arrangement.cp_sizes_RM, self.pricing
-        )
-
-    def times(self, arrangement: Arrangement, sample_2SC: np.ndarray) -> OperationTimes:
-        """Times of every micro-batch, from the ms of every sample on a rank by itself."""
-        return self.costs.micro_batch_ms(
-            sample_2SC, arrangement.micro_batch_of_S, arrangement.cp_sizes_RM
-        )
+        return tune(self.budgets, arrangement, self.pricing)
 
     def makespans_ms(self, arrangement: Arrangement, sample_2SC: np.ndarray) -> np.ndarray:
         """[R] makespans, from the ms of every sample on a rank by itself."""
-        return makespans_ms(self.times(arrangement, sample_2SC))
+        return makespans_ms(self.costs.micro_batch_ms(sample_2SC, arrangement))
 
     def search_ms(self, start: Arrangement, share: float) -> float:
         """Ms of search: what the policy says, or a share of the step that search begins with."""

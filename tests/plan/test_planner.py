@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import plan as oracle
 from plan.plan_cases import (
-    alone,
     cost_model,
     coverage_curves,
     flat,
     job_shape,
+    placed,
     planned,
     policy,
     random_lengths,
@@ -173,14 +173,12 @@ def test_times_contain_how_slow_a_device_is_and_work_does_not(shape, seed, tunin
     for place, micro_batch in enumerate(plan.micro_batches):
         budgets_LS[:, list(micro_batch.samples)] = micro_batch.budgets_LS
         micro_batch_of_S[list(micro_batch.samples)] = place
-    alone_RM = alone(given_["job"])
-    work = costs.micro_batch_ms(
-        costs.sample_ms(budgets_LS), micro_batch_of_S, alone_RM
-    ).by_micro_batch_2RPVM
+    where = placed(micro_batch_of_S, given_["job"])
+    work = costs.micro_batch_ms(costs.sample_ms(budgets_LS), where).by_micro_batch_2RPVM
     slowness = given_["scales"].slowness_RP[..., None, None]
     np.testing.assert_allclose(plan.expectation.times_2RPVM, work * slowness, rtol=1e-12)
     base_LS = np.full_like(budgets_LS, given_["policy"].base_budget)
-    base_work = costs.micro_batch_ms(costs.sample_ms(base_LS), micro_batch_of_S, alone_RM).ms_OR
+    base_work = costs.micro_batch_ms(costs.sample_ms(base_LS), where).ms_OR
     ratio = work.sum() / base_work.sum()
     assert plan.expectation.work_ratio == pytest.approx(ratio)
 

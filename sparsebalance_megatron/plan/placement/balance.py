@@ -11,15 +11,13 @@ Shape legend: S samples of a global batch, R data-parallel ranks.
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.step_plan import PlanError
-
-Placement = tuple[tuple[tuple[int, ...], ...], ...]
+from sparsebalance_megatron.plan.placement.arrangement import Placement
+from sparsebalance_megatron.plan.plan_error import PlanError
 
 
 class _NoRoomError(Exception):
@@ -95,17 +93,6 @@ def balanced(
     return tuple(
         tuple(sorted(tuple(sorted(micro_batch)) for micro_batch in rank)) for rank in ranks
     )
-
-
-def micro_batch_of_sample(placement: Placement, samples: int) -> np.ndarray:
-    """Flat micro-batch ``rank * M + position`` of every sample, [S]."""
-    flat = [micro_batch for rank in placement for micro_batch in rank]
-    sample_I = np.fromiter(itertools.chain.from_iterable(flat), dtype=np.int64, count=samples)
-    micro_batch_of_S = np.empty(samples, dtype=np.int64)
-    micro_batch_of_S[sample_I] = np.repeat(
-        np.arange(len(flat)), [len(micro_batch) for micro_batch in flat]
-    )
-    return micro_batch_of_S
 
 
 def _check_samples(lengths_tokens: Sequence[int], job: Job, cap_tokens: int) -> None:

@@ -15,7 +15,6 @@ from sparsebalance_megatron.plan.placement.balance import (
     _pack,
     arrival,
     balanced,
-    micro_batch_of_sample,
 )
 from sparsebalance_megatron.plan.step_plan import PlanError
 
@@ -195,7 +194,3 @@ def test_every_micro_batch_of_a_rank_is_filled_when_one_sample_dominates():
     lengths = [1000, 1, 1, 1, 1, 1, 1, 1]
     placement = balanced(np.array(lengths), lengths, job(2, 4), NO_CAP)
     check(placement, lengths, job(2, 4), NO_CAP)
-
-
-def test_micro_batch_of_sample():
-    assert micro_batch_of_sample((((3,), (0, 2)), ((1,), (4,))), 5).tolist() == [1, 2, 1, 0, 3]
