@@ -36,7 +36,7 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
 
     A placement that is given stays as it is, whatever its tokens, and only its budgets are chosen.
 
-    Every micro-batch is as wide as the job's context-parallel size, unless the policy lets cp_sizes
+    Every micro-batch has the job's context-parallel size, unless the policy lets cp_sizes
     be planned and batching is ``makespan``; then those that fit the samples are used where they
     give the shorter step. Tuning ``anchor`` has no cp_sizes to choose: the anchor is a
     micro-batch's latency.

@@ -76,18 +76,17 @@ class StepCosts:
 
         A group is as slow as its slowest rank in every stage.
         """
-        cp_size, share = (
-            self.job.context_parallel_size,
-            self.share_W[self.job.context_parallel_size],
-        )
+        cp_size = self.job.context_parallel_size
         if cp_size == 1:
             return self
         slowness_RWP = self.slowness_RP.reshape(-1, cp_size, self.job.pipeline_stages)
         return replace(
             self,
             job=self.job.groups,
-            fixed_2SC=self.wide_ms(self.fixed_2SC, np.full(len(self.lengths_tokens_S), cp_size)),
-            pair_2C=share * self.pair_2C,
+            fixed_2SC=self.ms_at_cp_size(
+                self.fixed_2SC, np.full(len(self.lengths_tokens_S), cp_size)
+            ),
+            pair_2C=self.share_W[cp_size] * self.pair_2C,
             slowness_RP=slowness_RWP.max(axis=1),
         )
 
@@ -103,9 +102,8 @@ class StepCosts:
         cp_sizes = range(1, self.job.data_parallel_size + 1)
         return np.array([0.0, *map(self.exchange.received_share, cp_sizes)])
 
-    def wide_ms(self, sample_2SC: np.ndarray, cp_size_S: np.ndarray) -> np.ndarray:
-        """Ms of samples on each rank of micro-batches so wide, from those on a rank by itself, [2,
-        S, C].
+    def ms_at_cp_size(self, sample_2SC: np.ndarray, cp_size_S: np.ndarray) -> np.ndarray:
+        """[2, S, C] ms of samples on each rank that shares them, from those on a rank by itself.
 
         A part of the work, all that every sequence takes, and what it receives of the others.
         """
@@ -113,8 +111,8 @@ class StepCosts:
         received_S1 = self.received_W[cp_size_S][:, None]
         whole_21C = self.sequence_2C[:, None]
         shared_2SC = whole_21C + (sample_2SC - whole_21C) * share_S1
-        wide_2SC = shared_2SC + self.exchange_2SC * received_S1
-        return np.where(cp_size_S[:, None] > 1, wide_2SC, sample_2SC)
+        on_each_2SC = shared_2SC + self.exchange_2SC * received_S1
+        return np.where(cp_size_S[:, None] > 1, on_each_2SC, sample_2SC)
 
     @property
     def chunks(self) -> int:
@@ -154,7 +152,7 @@ class StepCosts:
             sample_2SC: ms of every sample on a rank by itself.
         """
         micro_batch_of_S, cp_sizes_RM = where.micro_batch_of_S, where.cp_sizes_RM
-        sample_2SC = self.wide_ms(sample_2SC, cp_sizes_RM.reshape(-1)[micro_batch_of_S])
+        sample_2SC = self.ms_at_cp_size(sample_2SC, cp_sizes_RM.reshape(-1)[micro_batch_of_S])
         micro_batch_2JC = np.tile(self.constant_2C[:, None], (1, self.job.places, 1))
         for micro_batch_JC, sample_SC in zip(micro_batch_2JC, sample_2SC, strict=True):
             np.add.at(micro_batch_JC, micro_batch_of_S, sample_SC)

@@ -65,8 +65,8 @@ class PlanInputs:
 class StepProblem:
     """A step to plan: its samples with all that they cost, and how to judge where they go.
 
-    ``pricing``: of policies that trade coverage by a price. ``cap_tokens``: of a micro-batch one
-    rank of the job wide. ``placement``: None where the plan is to place the samples.
+    ``pricing``: of policies that trade coverage by a price. ``cap_tokens``: of a micro-batch
+    that one rank of the job runs alone. ``placement``: None where the plan is to place the samples.
     """
 
     lengths_tokens: tuple[int, ...]

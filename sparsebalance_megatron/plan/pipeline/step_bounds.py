@@ -145,10 +145,10 @@ def step_bounds(sample_2SC: np.ndarray, costs: StepCosts, max_cp_size: int = 1) 
     work_WSP = np.empty((len(cp_sizes), samples, stages))
     beside_S, way_2SP = np.full(samples, np.inf), np.full((2, samples, stages), np.inf)
     for place, cp_size in enumerate(cp_sizes):
-        wide_2SC = costs.wide_ms(sample_2SC, np.full(samples, cp_size))
-        mixed_WS[place] = cp_size * _least_mixed_ms(wide_2SC, mixture_2CM)
-        work_WSP[place] = cp_size * wide_2SC.reshape(2, samples, stages, -1).sum(axis=(0, 3))
-        alone_2SC = wide_2SC + constant_2C[:, None]
+        on_each_2SC = costs.ms_at_cp_size(sample_2SC, np.full(samples, cp_size))
+        mixed_WS[place] = cp_size * _least_mixed_ms(on_each_2SC, mixture_2CM)
+        work_WSP[place] = cp_size * on_each_2SC.reshape(2, samples, stages, -1).sum(axis=(0, 3))
+        alone_2SC = on_each_2SC + constant_2C[:, None]
         chain_WS[place] = alone_2SC.sum(axis=(0, 2))
         beside_S = np.minimum(beside_S, alone_2SC[:, :, 0].min(axis=0))
         first_2SP = alone_2SC.reshape(2, samples, stages, -1)[..., 0]
