@@ -45,7 +45,8 @@ class PlanInputs:
 
     With the coverage target ``base``, coverage summed over this step's samples and the later ones
     exceeds that of the base budgets, less the policy's slack, by ``coverage_deficit``, or may fall
-    below it by as much if that is negative; this step's share follows from one price for all
+    below it by as much if that is negative. A sample counts 1 there, or its tokens if the policy's
+    mean is over tokens. This step's share follows from one price for all
     (:mod:`.budgets.price`), and is paid as far as a step at base budgets has the time.
     """
 

@@ -282,7 +282,7 @@ def budget_problem(
         costs=costs,
         coverage=coverage,
         allowed=allowed if pinned_LS is None else allowed.pinned(pinned_LS),
-        weight_S=lengths_S / lengths_S.mean() if by_tokens else np.ones(len(lengths_S)),
+        weight_S=lengths_S.astype(np.float64) if by_tokens else np.ones(len(lengths_S)),
         pinned_S=np.zeros(len(lengths_S), bool) if pinned_LS is None else pinned_LS[0] > 0,
     )
 

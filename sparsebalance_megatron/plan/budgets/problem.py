@@ -70,7 +70,7 @@ def base_budgets_LS(costs: StepCosts, coverage: CoverageCurves, policy: PlanPoli
 class BudgetProblem:
     """Samples whose budgets are to be chosen: the policy, their costs, coverage and limits.
 
-    ``weight_S``: what a sample's coverage counts in sums, 1 on average over the horizon.
+    ``weight_S``: what a sample's coverage counts in sums: 1, or its tokens.
     ``pinned_S``: whose budgets are given and not to be chosen.
     """
 
