@@ -22,6 +22,7 @@ from plan.plan_cases import (
 )
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan import planner
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.placement.balance import arrival
@@ -305,6 +306,16 @@ def test_published_latency_batching_is_not_searched():
     for rank in (0, 1):
         firsts = [micro_batch.samples[0] for micro_batch in plan.for_rank(rank).micro_batches]
         assert firsts == sorted(firsts), "slots run in the order of their first sample"
+
+
+def test_packed_micro_batches_are_searched_beyond_the_best_moves(monkeypatch):
+    lengths = np.random.default_rng(1).integers(200, 9000, 64).tolist()
+    given_ = arguments((2, 8, 4, 1), tuning="off", plan_ms=200.0) | {"lengths_tokens": lengths}
+    found = planned(**given_)
+    found.validate(lengths, given_["job"], given_["policy"])
+    monkeypatch.setattr(planner, "improve_cp_sizes", lambda where, *_, **__: where)
+    first = planned(**given_).expectation.makespan_ms
+    assert found.expectation.makespan_ms < 0.997 * first
 
 
 def test_search_follows_the_step_that_it_is_for():

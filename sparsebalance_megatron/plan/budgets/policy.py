@@ -37,7 +37,7 @@ _ANCHORS: Mapping[Anchor, Callable[[np.ndarray], float]] = {
     "min": np.min,
     "max": np.max,
 }
-_TARGET_HALVINGS = 2
+_TARGET_HALVINGS = 4
 """How often the step time is halved between too little coverage and enough."""
 
 
