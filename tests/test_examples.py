@@ -24,7 +24,7 @@ from harness import TIMEOUT_S, free_port
 from torch.distributed.run import get_args_parser
 
 from sparsebalance_megatron import cli
-from sparsebalance_megatron.view.simulate.presets import preset
+from sparsebalance_megatron.view.simulate.models import MODELS as PRESETS
 
 REPOSITORY = Path(__file__).parents[1]
 EXAMPLES = sorted(path.name for path in (REPOSITORY / "examples").glob("*.sh"))
@@ -304,7 +304,7 @@ def test_cpu_quickstart_trains(work: Path) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_model_is_the_public_one(name: str, tmp_path: Path) -> None:
-    public = preset(MODELS[name])
+    public = PRESETS[MODELS[name]]
     shape = public.shape
     programs, log = recorders(tmp_path / "programs", "torchrun")
     run_script(name, directory=tmp_path, path_first=programs)

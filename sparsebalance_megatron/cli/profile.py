@@ -17,7 +17,8 @@ from sparsebalance_megatron.cli.output import (
 from sparsebalance_megatron.config import ConfigError
 
 if TYPE_CHECKING:
-    from sparsebalance_megatron.cost.model import CostModel, FitError
+    from sparsebalance_megatron.cost.fit import FitError
+    from sparsebalance_megatron.cost.model import CostModel
     from sparsebalance_megatron.cost.parts import Direction, Part
     from sparsebalance_megatron.cost.table import CostTable
 
@@ -72,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Torch and Megatron take seconds, which neither --help nor a wrong flag should cost.
     import torch
 
-    from sparsebalance_megatron.cost.model import CostModel, fit_errors, held_out_errors
+    from sparsebalance_megatron.cost.fit import fit_cost_model, fit_errors, held_out_errors
     from sparsebalance_megatron.profile.cells import FULL, QUICK
     from sparsebalance_megatron.profile.profile import profile
 
@@ -88,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     with writing(arguments.output):
         table.save(arguments.output)
     print(f"{arguments.output}: {len(table.rows)} measurements")
-    model = CostModel.fit(table)
+    model = fit_cost_model(table)
     if table.exchanges:
         print(_exchange_report(table, model))
     print(_report("the fitted cost model", fit_errors(model, table)))

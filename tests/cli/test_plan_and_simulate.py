@@ -53,17 +53,15 @@ def test_plan_of_one_choice(lengths, capsys):
 
 
 def test_plan_table_fits_eighty_columns(lengths, capsys, monkeypatch):
-    pytest.importorskip("rich")
     monkeypatch.setenv("COLUMNS", "80")
     assert plan(lengths, "--global-batch", "16") == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert not any("…" in line for line in lines)
-    assert any(line.strip().startswith("ours, base coverage") for line in lines)
+    assert any(line.startswith("ours, base coverage") for line in lines)
 
 
 def test_simulate_prints_the_papers_numbers(capsys, monkeypatch):
-    pytest.importorskip("rich")
     monkeypatch.setenv("COLUMNS", "80")
     assert cli.main(["simulate", "--setup", "paper-ablation", "--steps", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -169,10 +167,10 @@ def test_simulate_on_stored_documents_and_a_directory(tmp_path, capsys):
             ("--context-parallel-size", "2", "--max-context-parallel", "1"),
             "--max-context-parallel 1: must be at least --context-parallel-size 2",
         ),
-        (("--gigabytes-per-second", "0"), "--gigabytes-per-second 0.0: must be finite and above"),
+        (("--gigabytes-per-second", "0"), "--gigabytes-per-second 0.0: must"),
         (("--global-batch", "12"), "--global-batch 12 must be a multiple"),
         (("--steps", "0"), "--steps 0"),
-        (("--global-batch", "800"), "a step needs 800"),
+        (("--global-batch", "800"), "a step needs --global-batch 800"),
         (("--max-tokens-per-micro-batch", "100"), "raise --sparse-balance-max-tokens"),
         (("--pp", "99"), "24 layers only"),
     ],

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cost.cost_cases import measured
 from harness import (
     BALANCE_FLAGS,
     MODEL_FLAGS,
@@ -21,8 +21,8 @@ from harness import (
 )
 
 from sparsebalance_megatron.config import DEFAULT_SELECTION, ConfigError
-from sparsebalance_megatron.cost.model import CostModel, Direction, Part
-from sparsebalance_megatron.cost.table import CostRow, CostTable, ModelShape, RunIdentity
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.table import ModelShape, RunIdentity
 from sparsebalance_megatron.run import dry_run
 
 FLAGS = (*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS)
@@ -89,24 +89,6 @@ def table_of_another_device(path: Path) -> Path:
         gated_linear_unit=True,
         tensor_parallel_size=1,
     )
-    model = CostModel.analytic(shape, block_size=16)
-    rows = []
-    for part in Part:
-        for direction in Direction:
-            for length in (16, 64, 200, 256):
-                row = CostRow(
-                    part=part,
-                    direction=direction,
-                    lengths_tokens=(length,),
-                    budget_blocks=4 if part is Part.ATTENTION else None,
-                    ms_median=1.0,
-                    ms_spread=0.0,
-                    repeats=3,
-                )
-                ms = row.features(16, model.work) @ model.coefficients_ms(part, direction)
-                if ms > 0:
-                    # As much slower as no measurement of less than a clock's resolution shows.
-                    rows.append(replace(row, ms_median=float(ms) * 1e3))
     identity = RunIdentity(
         device="NVIDIA H200",
         dtype="float32",
@@ -114,10 +96,9 @@ def table_of_another_device(path: Path) -> Path:
         selection=DEFAULT_SELECTION,
         shape=shape,
     )
-    table = CostTable(
-        identity=identity, versions={}, date="2026-01-31", threads=1, rows=tuple(rows)
-    )
-    table.save(path)
+    model = CostModel.analytic(shape, block_size=16)
+    # As much slower as no measurement of less than a clock's resolution shows.
+    measured(model, identity, [[16], [64], [200], [256]], budgets=(4,), slowness=1e3).save(path)
     return path
 
 
