@@ -31,11 +31,11 @@ from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_plan import PlanPolicy, StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 from sparsebalance_megatron.view.simulate.lengths import MAX_TOKENS, longalign_like
-from sparsebalance_megatron.view.simulate.models import MODELS, h200_cost
+from sparsebalance_megatron.view.simulate.models import MODELS, counted_cost
 
 LAYERS, STAGES = 36, 4
 BLOCK_SIZE = SparseBalanceConfig().block_size
-COST = h200_cost(MODELS["qwen2.5-3b"], block_size=BLOCK_SIZE)
+COST = counted_cost(MODELS["qwen2.5-3b"], block_size=BLOCK_SIZE)
 GOALS_MS = {(16, 4, 4): 10.0, (64, 8, 8): 20.0, (16384, 1024, 16): 1000.0}
 """(samples, ranks, micro-batches) to CPU ms."""
 SAMPLES = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

@@ -20,7 +20,7 @@ from sparsebalance_megatron.cli.workload_flags import (
     print_json,
     print_wrapped,
 )
-from sparsebalance_megatron.config import DEFAULT_SELECTION, check_range
+from sparsebalance_megatron.config import DEFAULT_SELECTION
 from sparsebalance_megatron.cost.fit import fit_cost_model
 from sparsebalance_megatron.cost.memory import GIBIBYTE, memory_lines
 from sparsebalance_megatron.cost.model import CostModel
@@ -29,7 +29,7 @@ from sparsebalance_megatron.plan.job import Job, whole_parts
 from sparsebalance_megatron.text_table import terminal_columns
 from sparsebalance_megatron.view.simulate.advice import AdviceInputs, Choice, advise
 from sparsebalance_megatron.view.simulate.lengths import batches_of, split_overlong
-from sparsebalance_megatron.view.simulate.models import ModelPreset, h200_cost, model_named
+from sparsebalance_megatron.view.simulate.models import ModelPreset, counted_cost, model_named
 from sparsebalance_megatron.view.simulate.tables import best_fitting, choice_lines, findings
 
 MEMORY_SOURCE = (
@@ -44,7 +44,7 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.description = (
         "Predict step time, bubble and memory of your samples and your model over block sizes, "
         "budgets, micro-batches and context-parallel sizes. Times are estimated from counted "
-        "operations of an H200 unless a cost table is given."
+        "operations unless a cost table is given."
     )
     add_lengths_flags(parser)
     parser.add_argument("--seed", type=int, help="of the order of --data-path; default: 1234")
@@ -126,6 +126,7 @@ def _inputs(arguments: Namespace) -> tuple[AdviceInputs, list[int]]:
         batches=batches_of(lengths, arguments.global_batch, arguments.steps),
         costs=costs,
         selection=selection,
+        seq_length=arguments.seq_length,
         recompute_all=arguments.recompute == "full",
         recompute_attention=arguments.recompute == "attention",
     )
@@ -138,7 +139,12 @@ def _costs(
     """Block size -> costs, whose queries select, and the block sizes; a table knows one of each."""
 
     def counted(block_size: int) -> CostModel:
-        cost = h200_cost(model, block_size=block_size, tensor_parallel_size=arguments.tp)
+        cost = counted_cost(
+            model,
+            block_size=block_size,
+            tensor_parallel_size=arguments.tp,
+            device=arguments.counted_device,
+        )
         return with_bandwidth(cost)
 
     def with_bandwidth(cost: CostModel) -> CostModel:
@@ -158,15 +164,11 @@ def _costs(
 
 
 def _choices(arguments: Namespace, job: Job, block_sizes: Sequence[int]) -> list[Choice]:
-    for name, values in (("block_size", block_sizes), ("base_budget", arguments.base_budgets)):
-        for value in values:
-            check_range(name, value, f"--{name.replace('_', '-')}s")
-    micro_batches = arguments.micro_batches
-    if micro_batches is None:
-        micro_batches = [max(1, arguments.global_batch // job.data_parallel_size)]
     return [
         Choice(block_size=block, base_budget=budget, micro_batches=many, context_parallel_size=size)
-        for block, budget, many, size in product(
-            block_sizes, arguments.base_budgets, micro_batches, arguments.context_parallel_sizes
+        for block, budget, size in product(
+            block_sizes, arguments.base_budgets, arguments.context_parallel_sizes
         )
+        for many in arguments.micro_batches
+        or [max(1, arguments.global_batch * size // job.data_parallel_size)]
     ]

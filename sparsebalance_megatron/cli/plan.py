@@ -30,12 +30,13 @@ from sparsebalance_megatron.learn.prediction import Workload
 from sparsebalance_megatron.plan.job import whole_parts
 from sparsebalance_megatron.text_table import terminal_columns
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError, batches_of
-from sparsebalance_megatron.view.simulate.models import h200_cost, model_named
+from sparsebalance_megatron.view.simulate.models import counted_cost, model_named
 from sparsebalance_megatron.view.simulate.setups import shared_job, workload
 from sparsebalance_megatron.view.simulate.tables import variant_lines
 from sparsebalance_megatron.view.simulate.variants import (
     ALL_ROWS,
     BASELINE,
+    ROWS_HELP,
     Variant,
     evaluate,
     unhideable_steps,
@@ -49,7 +50,8 @@ def add_flags(parser: ArgumentParser) -> None:
     """Add the flags of ``plan``."""
     parser.description = (
         "Plan global batches drawn in order from a file of lengths, or from stored documents, and "
-        "predict their step times. Coverage is the prior (k/n)^0.35: no training run is read."
+        "predict their step times. Coverage is the prior (k/n)^0.35: no training run is read. "
+        f"Rows: {ROWS_HELP}"
     )
     add_lengths_flags(parser)
     parser.add_argument("--dp", type=int, required=True, help="data-parallel ranks")
@@ -167,10 +169,11 @@ def _costs(arguments: Namespace) -> tuple[CostModel, int]:
     """
     if arguments.cost_table is None:
         model = model_named(arguments.model or DEFAULT_MODEL)
-        cost = h200_cost(
+        cost = counted_cost(
             model,
             block_size=arguments.block_size or SparseBalanceConfig().block_size,
             tensor_parallel_size=arguments.tp or 1,
+            device=arguments.counted_device,
         )
         layers = arguments.layers or model.layers
     else:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,8 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if not arguments.passed_on:
         raise ConfigError("profile: give training's flags after --, at least the model's")
-    if arguments.threads < 1:
-        raise ConfigError(f"--threads {arguments.threads}: must be at least 1")
+    cores = os.cpu_count() or 1
+    if not 1 <= arguments.threads <= cores:
+        raise ConfigError(f"--threads {arguments.threads}: must be 1 to {cores}, this host's cores")
     # Before minutes of measuring.
     with writing(arguments.output):
         if arguments.output.is_dir():

@@ -30,6 +30,7 @@ from sparsebalance_megatron.view.simulate.setups import PAPER_ABLATION, SETUPS, 
 from sparsebalance_megatron.view.simulate.tables import variant_lines
 from sparsebalance_megatron.view.simulate.variants import (
     BASELINE,
+    ROWS_HELP,
     Variant,
     evaluate,
     unhideable_steps,
@@ -41,7 +42,7 @@ def add_flags(parser: ArgumentParser) -> None:
     """Add the flags of ``simulate``."""
     parser.description = (
         "Plan generated lengths, or those of stored documents, on a named setup and predict step "
-        "times at counted layer costs of an H200."
+        f"times at counted layer costs. Rows: {ROWS_HELP}"
     )
     parser.add_argument(
         "--setup", choices=tuple(SETUPS), required=True, help="named job on generated lengths"
@@ -79,6 +80,7 @@ def run(arguments: Namespace) -> int:
             config=SparseBalanceConfig(
                 coverage_threshold=arguments.coverage_threshold,
                 gigabytes_per_second=arguments.gigabytes_per_second,
+                counted_device=arguments.counted_device,
             ),
             model=model,
             context_parallel_size=arguments.context_parallel_size,

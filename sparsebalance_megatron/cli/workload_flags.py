@@ -8,11 +8,16 @@ from argparse import ArgumentParser, Namespace, _ActionsContainer
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
-from sparsebalance_megatron.config import RANGES, check_range
+from sparsebalance_megatron.config import (
+    DEFAULT_COUNTED_DEVICE,
+    RANGES,
+    CountedDevice,
+    check_range,
+)
 from sparsebalance_megatron.plan.job import check_cp_sizes, default_max_cp_size
 from sparsebalance_megatron.text_table import terminal_columns, wrapped
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError, read_lengths
@@ -22,6 +27,9 @@ from sparsebalance_megatron.view.simulate.variants import Outcome
 
 _DEFAULT_SEED = 1234
 """Megatron's ``--seed``."""
+
+_LEAST_BLOCK_TOKENS = 16
+"""Kernels multiply no smaller tiles."""
 
 _MOST = {
     **dict.fromkeys(("dp", "gpus", "micro_batches", "global_batch"), 10**6),
@@ -71,7 +79,13 @@ def add_data_flags(parser: ArgumentParser, instead: _ActionsContainer) -> None:
 
 
 def add_output_flags(parser: ArgumentParser, *, steps: int) -> None:
-    """Add ``--gigabytes-per-second``, ``--steps`` and ``--json``."""
+    """Add ``--counted-device``, ``--gigabytes-per-second``, ``--steps`` and ``--json``."""
+    parser.add_argument(
+        "--counted-device",
+        choices=get_args(CountedDevice),
+        default=DEFAULT_COUNTED_DEVICE,
+        help="at whose rates operations are counted without a cost table",
+    )
     parser.add_argument(
         "--gigabytes-per-second",
         type=float,
@@ -117,8 +131,12 @@ def check_flags(arguments: Namespace) -> None:
         if value is None or name == "max_context_parallel":
             continue
         flag = f"--{name.replace('_', '-')}"
-        if name in RANGES:
-            check_range(name, value, flag)
+        field = "block_size" if name == "block_sizes" else name.removesuffix("s")
+        for number in value if isinstance(value, list) else [value]:
+            if field in RANGES or name in RANGES:
+                check_range(name if name in RANGES else field, number, flag)
+            if field == "block_size" and number < _LEAST_BLOCK_TOKENS:
+                raise WorkloadError(f"{flag} {number}: must be at least {_LEAST_BLOCK_TOKENS}")
         for number in value if isinstance(value, list) else [value]:
             most = _MOST.get(name)
             if most is not None and not (0 if isinstance(number, float) else 1) <= number <= most:

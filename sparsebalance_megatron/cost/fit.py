@@ -75,11 +75,19 @@ def configured_cost_model(
         configured = {"block_size": config.block_size, "selection": config.selection}
         return measured_cost_model(config.cost_table, {**configured, **shape.flat(), **run})
     warnings.warn(
-        f"no {flag_name('cost_table')}: latencies are counted operations, not measurements; plans "
-        "will be worse. Run `sparse-balance profile` with this model's flags.",
+        f"no {flag_name('cost_table')}: latencies are counted operations of "
+        f"{config.counted_device.upper()}, not measurements; plans will be worse. Run "
+        "`sparse-balance profile` with this model's flags.",
         stacklevel=3,
     )
-    return CostModel.analytic(shape, config.block_size, selection=config.selection)
+    return counted_cost_model(config, shape)
+
+
+def counted_cost_model(config: SparseBalanceConfig, shape: ModelShape) -> CostModel:
+    """The costs of a configured run from counted operations, where nothing was measured."""
+    return CostModel.analytic(
+        shape, config.block_size, selection=config.selection, device=config.counted_device
+    )
 
 
 def fit_cost_model(table: CostTable) -> CostModel:

@@ -13,7 +13,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from sparsebalance_megatron.config import DEFAULT_SELECTION
+from sparsebalance_megatron.config import (
+    DEFAULT_COUNTED_DEVICE,
+    DEFAULT_SELECTION,
+    CountedDevice,
+)
 from sparsebalance_megatron.cost.exchange import Exchange, ms_per_byte
 from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.table import ModelShape
@@ -25,8 +29,16 @@ _NOTHING: frozenset[Part] = frozenset()
 
 COUNTED = "counted operations"
 """How the source of a model begins that measured nothing."""
-_NOMINAL_FLOPS_PER_MS = 1e11
-"""100 TFLOP/s. Plans depend on ratios of costs only."""
+PEAK_FLOPS_PER_MS: Mapping[CountedDevice, float] = {
+    "a100": 312e9,
+    "h100": 989e9,
+    "h200": 989e9,
+    "b200": 2250e9,
+}
+"""Dense BF16, NVIDIA's data sheets."""
+LINEAR_EFFICIENCY = 0.5
+ATTENTION_EFFICIENCY = 0.3
+"""Share of the peak that projections, and attention and router, are taken to reach."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,19 +123,15 @@ class CostModel:
         block_size: int,
         *,
         selection: str = DEFAULT_SELECTION,
-        flops_per_ms: float = _NOMINAL_FLOPS_PER_MS,
-        attention_slowness: float = 1.0,
-        source: str = "",
+        device: CountedDevice = DEFAULT_COUNTED_DEVICE,
     ) -> CostModel:
-        """Counted operations over a rate, where nothing was measured.
+        """Counted operations over a device's rates, where nothing was measured.
 
         Counts matrix multiplications, twice per multiply-add, of one tensor-parallel rank.
         Backward is 2x the forward of a projection and 2.5x of attention (five products for two).
 
-        Args:
-            attention_slowness: rate of projections over that of attention and router.
-            source: of the rates.
         """
+        flops_per_ms = PEAK_FLOPS_PER_MS[device] * LINEAR_EFFICIENCY
         work = work_model_named(selection)
         heads, groups, head_dim = shape.num_attention_heads, shape.num_query_groups, shape.head_dim
         scores = work.scores_per_visible_pair(heads, groups, block_size)
@@ -139,7 +147,7 @@ class CostModel:
             Part.EMBEDDING: (0.0, 0.0, float(shape.hidden_size), 0.0, 0.0),
             Part.HEAD: (0.0, 0.0, 2.0 * shape.vocabulary_weights * share, 0.0, 0.0),
         }
-        slowness = dict.fromkeys(_ATTENTION_RECOMPUTE, attention_slowness)
+        slowness = dict.fromkeys(_ATTENTION_RECOMPUTE, LINEAR_EFFICIENCY / ATTENTION_EFFICIENCY)
         backward = {Part.ATTENTION: 2.5, Part.ROUTER: 0.0, Part.EMBEDDING: 1.0}
         forward_ms, backward_ms = (
             {
@@ -157,7 +165,8 @@ class CostModel:
             backward_ms=backward_ms,
             work=work,
             exchange=exchange_of(shape),
-            source=source or f"{COUNTED} at {flops_per_ms:.3g} per ms",
+            source=f"{COUNTED} on {device.upper()}, {LINEAR_EFFICIENCY:.0%} of peak in "
+            f"projections, {ATTENTION_EFFICIENCY:.0%} in attention",
         )
 
 

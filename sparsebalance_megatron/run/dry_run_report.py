@@ -35,11 +35,16 @@ _MOST_RANKS = 16
 
 
 def describe(
-    args: Namespace, inputs: CostedInputs, planned: PlannedStep, unchecked: Sequence[str]
+    args: Namespace,
+    inputs: CostedInputs,
+    planned: PlannedStep,
+    later: Sequence[StepPlan],
+    unchecked: Sequence[str],
 ) -> list[str]:
     """Lines of text: what was checked, what was not, and the plan micro-batch by micro-batch.
 
     Args:
+        later: plans with coverage known, as :meth:`.CostedInputs.workload` predicts them.
         unchecked: what a dry run cannot know, one line each.
     """
     job, expected = inputs.job, planned.plan.expectation
@@ -67,16 +72,19 @@ def describe(
         "(rank: data-parallel and context-parallel; budgets: blocks, over layers and samples; ms: "
         "forward and backward, all stages)",
         "",
-        *_memory(args, inputs, planned.plan),
+        *_memory(args, inputs, later),
         "",
-        f"batching: {planned.plan.batching}, planned in {planned.plan_ms:.1f} ms",
-        f"makespan: {expected.makespan_ms:.4g} ms {_predicted(inputs)}, at least "
-        f"{expected.lower_bound_ms:.4g}"
+        f"batching: {planned.plan.batching}{_why(inputs, planned.plan)}, planned in "
+        f"{planned.plan_ms:.1f} ms",
+        f"makespan: {shown_ms(expected.makespan_ms)} ms {_predicted(inputs)}, at least "
+        f"{shown_ms(expected.lower_bound_ms)}"
         f" ms for any plan of this step ({_ratio(expected.makespan_ms, expected.lower_bound_ms)})",
         f"imbalance, max/mean: micro-batches {expected.imbalance_micro_batches:.3f}, rank sums "
         f"{expected.imbalance_rank_sums:.3f}, makespans {expected.imbalance_makespans:.3f}",
         f"computing, relative to fixed budgets: {expected.work_ratio:.1%}",
         f"coverage: {_coverage(expected.coverage_mean, expected.coverage_min)}",
+        f"later steps: {shown_ms(_mean_ms(later))} ms, mean of the first {len(later)} global "
+        "batches planned with coverage (k/n)^0.35, as `sparse-balance advise` predicts",
     ]
 
 
@@ -163,6 +171,16 @@ def _data(inputs: CostedInputs) -> tuple[str, ...]:
     return lines if blend is None else (f"{blend.prefixes[0]}: {lines[0]}",)
 
 
+def _why(inputs: CostedInputs, plan: StepPlan) -> str:
+    """Why a simpler placement than the configured one is planned."""
+    asked = inputs.config.batching
+    return "" if plan.batching == asked else f" (of those that {asked} compares, the fastest here)"
+
+
+def _mean_ms(plans: Sequence[StepPlan]) -> float:
+    return float(np.mean([plan.expectation.makespan_ms for plan in plans]))
+
+
 def _ratio(value: float, bound: float) -> str:
     return f"ratio {value / bound:.3f}" if bound else "no work"
 
@@ -173,11 +191,11 @@ def _coverage(mean: float | None, least: float | None) -> str:
     return f"mean {mean:.3f}, least {least:.3f}"
 
 
-def _memory(args: Namespace, inputs: Inputs, plan: StepPlan) -> list[str]:
-    """Lines of text: GiB per pipeline stage while the planned step runs."""
+def _memory(args: Namespace, inputs: Inputs, plans: Sequence[StepPlan]) -> list[str]:
+    """Lines of text: GiB per pipeline stage in the planned step that needs most."""
     settings = inputs.settings
     counted = planned_memory(
-        [plan],
+        plans,
         inputs.job,
         settings.shape,
         selection=inputs.config.selection,

@@ -19,6 +19,7 @@ from sparsebalance_megatron.data.blend import Blend, read_blends
 from sparsebalance_megatron.data.blend_index import open_samples
 from sparsebalance_megatron.data.sample_order import Samples, SourceFacts
 from sparsebalance_megatron.data.samples import Split
+from sparsebalance_megatron.learn.prediction import Workload, prior_coverage
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
 from sparsebalance_megatron.plan.coverage import budget_grid
@@ -67,6 +68,21 @@ class CostedInputs(Inputs):
     """Inputs with the costs that plans are made from."""
 
     cost: CostModel
+
+    def workload(self, steps: int) -> Workload:
+        """The first training steps, with the prior of coverage: what later steps may be like."""
+        sizes, index = self.settings.batch_sizes, self.train
+        size = sizes.size_of(0)
+        return Workload(
+            batches=tuple(
+                tuple(index.lengths_of(index.global_batch(step * size, size)).tolist())
+                for step in range(steps)
+            ),
+            job=self.job,
+            policy=self.policy,
+            cost=self.cost,
+            coverage=prior_coverage(self.job.layers, self.grid[-1]),
+        )
 
 
 def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type: str) -> Inputs:
@@ -206,8 +222,3 @@ def _samples(
         vocab_size=settings.shape.vocab_size,
         missing_loss_mask=config.missing_loss_mask,
     )
-
-
-def counted_cost_model(settings: RunSettings, config: SparseBalanceConfig) -> CostModel:
-    """Costs from counted operations: what there is where nothing was measured."""
-    return CostModel.analytic(settings.shape, config.block_size, selection=config.selection)

@@ -11,7 +11,7 @@ from cost.cost_cases import measured
 
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.cost.table import RunIdentity
-from sparsebalance_megatron.view.simulate.models import MODELS, h200_cost
+from sparsebalance_megatron.view.simulate.models import MODELS, counted_cost
 
 JOB = ("--model", "qwen2.5-0.5b", "--gpus", "4", "--pp", "2", "--global-batch", "8")
 ONE = ("--block-sizes", "128", "--base-budgets", "8", "--steps", "1")
@@ -48,7 +48,7 @@ def test_table_fits_eighty_columns(
     assert "…" not in printed
     joined = " ".join(printed.split())
     assert "Fastest that fits 80 GiB" in joined
-    assert "counted operations on an H200" in joined
+    assert "counted operations on H200" in joined
     assert "stage 1: " in joined
 
 
@@ -92,7 +92,7 @@ def save_table(path: Path, *, slowness: float) -> Path:
         selection="previous-block",
         shape=model.shape,
     )
-    cost = h200_cost(model, block_size=512, selection="previous-block")
+    cost = counted_cost(model, block_size=512, selection="previous-block")
     measured(cost, identity, [[512], [2048], [8192]], slowness=slowness).save(path)
     return path
 
@@ -130,6 +130,7 @@ def test_a_cost_table_brings_its_times_and_its_block_size(
         (("--tp", "4"), "--tp 4: must divide the 14 heads"),
         (("--global-batch", "41"), "40 lengths, and a step needs --global-batch 41"),
         (("--micro-batches", "3"), "no choice makes a job"),
+        (("--block-sizes", "1"), "--block-sizes 1: must be at least 16"),
         (("--gpu-memory", "nan"), "--gpu-memory nan"),
         (("--block-sizes", "100"), "--block-sizes 100: must be a power of two"),
         (("--seq-length", "0"), "--seq-length 0: must be 1 to"),

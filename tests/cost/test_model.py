@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracles import cost as oracle
 
-from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.model import PEAK_FLOPS_PER_MS, CostModel
 from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.table import RunIdentity
 from sparsebalance_megatron.cost.work_model import features, work_model_named
@@ -85,15 +85,19 @@ def test_frozen_weights_leave_one_product_of_two(identity: RunIdentity) -> None:
 def test_counted_operations_of_a_layer(identity: RunIdentity) -> None:
     """2 operations per weight and token; 4 T^2 H D for dense attention over whole blocks."""
     shape = identity.shape
-    model = CostModel.analytic(shape, 128, flops_per_ms=1.0)
+    model = CostModel.analytic(shape, 128)
+    linear, attention_rate = 0.5 * PEAK_FLOPS_PER_MS["h200"], 0.3 * PEAK_FLOPS_PER_MS["h200"]
     row = features([1024], np.inf, 128, model.work)
     weights = 256 * (8 + 2 + 2) * 32 + 8 * 32 * 256 + 3 * 256 * 688
-    assert predict_ms(model, Part.LINEAR, Direction.FORWARD, row) == 2 * 1024 * weights
-    assert predict_ms(model, Part.HEAD, Direction.FORWARD, row) == 2 * 1024 * 256 * 1024
+    for part, flops in ((Part.LINEAR, 2 * 1024 * weights), (Part.HEAD, 2 * 1024 * 256 * 1024)):
+        predicted = predict_ms(model, part, Direction.FORWARD, row)
+        assert predicted == pytest.approx(flops / linear)
     causal_pairs = 8 * 9 / 2 * 128**2
     attention = predict_ms(model, Part.ATTENTION, Direction.FORWARD, row)
-    assert attention == pytest.approx(4 * causal_pairs * 8 * 32)
-    assert predict_ms(model, Part.ATTENTION, Direction.BACKWARD, row) == 2.5 * attention
+    assert attention == pytest.approx(4 * causal_pairs * 8 * 32 / attention_rate)
+    assert predict_ms(model, Part.ATTENTION, Direction.BACKWARD, row) == pytest.approx(
+        2.5 * attention
+    )
     assert predict_ms(model, Part.ROUTER, Direction.BACKWARD, row) == 0.0
 
 

@@ -24,6 +24,7 @@ from sparsebalance_megatron.config import DEFAULT_SELECTION, ConfigError
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import ModelShape, RunIdentity
 from sparsebalance_megatron.run import dry_run
+from sparsebalance_megatron.text_table import shown_ms
 
 FLAGS = (*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS)
 _ROW = re.compile(r" +[\d-]+( +[\d.,e+-]+){7}")
@@ -122,10 +123,10 @@ def test_the_plan_is_the_one_that_training_starts_with(documents: Path, tmp_path
     predicted: dict[str, Any] = step["predicted"]
     (first_line,) = {line for line in dry.output.splitlines() if "dry run of" in line}
     assert "dry run of 2 ranks: tensor 1 x pipeline 1 x data 2" in first_line
-    assert f"batching: {step['batching']}," in dry.output
+    assert f"batching: {step['batching']}" in dry.output
     assert (
-        f"makespan: {predicted['makespan_ms']:.4g} ms estimated from counted operations, not "
-        f"measured on any device, at least {predicted['lower_bound_ms']:.4g} ms" in dry.output
+        f"makespan: {shown_ms(predicted['makespan_ms'])} ms estimated from counted operations, not "
+        f"measured on any device, at least {shown_ms(predicted['lower_bound_ms'])} ms" in dry.output
     )
     assert f"micro-batches {predicted['imbalance_micro_batches']:.3f}" in dry.output
     assert sum(int(row[3].replace(",", "")) for row in micro_batches(dry.output)) == step["tokens"]
@@ -141,6 +142,11 @@ def test_the_plan_is_the_one_that_training_starts_with(documents: Path, tmp_path
             "/nonexistent/prefix.idx: no such file",
         ),
         (("--sparse-balance-dry-run", "-1"), "-1: must be a number of ranks"),
+        (("--sparse-balance-log-dir", "/proc/x", "--sparse-balance-dry-run", "2"), "/proc/x"),
+        (
+            ("--pipeline-model-parallel-size", "3", "--sparse-balance-dry-run", "3"),
+            "Megatron refuses the flags (",
+        ),
     ],
 )
 def test_what_would_stop_training_is_one_line(

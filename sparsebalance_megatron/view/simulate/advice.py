@@ -24,9 +24,6 @@ from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError, Ste
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError
 from sparsebalance_megatron.view.simulate.setups import RANKS_PER_NODE, workload
 
-_SEARCH_MS = 20.0
-"""Search for one plan. Training may search longer; to compare choices this is enough."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class AdviceInputs:
@@ -34,7 +31,8 @@ class AdviceInputs:
 
     ``job``: of one micro-batch, whose ranks share none. ``shape`` names the tensor-parallel size.
     ``batches``: lengths in tokens of global batches in order, alike in size. ``costs``: block size
-    -> cost model, without recomputation.
+    -> cost model, without recomputation. ``seq_length``: the longest sample that training takes;
+    None stands for the longest of the batches.
     """
 
     job: Job
@@ -43,6 +41,7 @@ class AdviceInputs:
     batches: tuple[tuple[int, ...], ...]
     costs: Callable[[int], CostModel]
     selection: str
+    seq_length: int | None = None
     recompute_all: bool = False
     recompute_attention: bool = False
 
@@ -183,7 +182,7 @@ def _outlook(inputs: AdviceInputs, choice: Choice) -> Outlook:
 def _workload(inputs: AdviceInputs, choice: Choice) -> Workload:
     """All batches as training plans them by default.
 
-    The token cap is Megatron's: samples per micro-batch times the longest sample.
+    The token cap is training's: samples per micro-batch times the sequence length.
 
     Raises:
         ConfigError: if the samples do not fill the micro-batches evenly, or ranks cannot share.
@@ -193,16 +192,14 @@ def _workload(inputs: AdviceInputs, choice: Choice) -> Workload:
     check_cp_sizes(ranks, size, max_cp_size)
     sizes = {"micro-batches": choice.micro_batches, "data-parallel ranks": ranks // size}
     samples = whole_parts(len(inputs.batches[0]), "--global-batch", sizes)
-    longest = max(map(max, inputs.batches))
+    longest = inputs.seq_length or max(map(max, inputs.batches))
     cost = inputs.costs(choice.block_size).with_recompute(
         full=inputs.recompute_all, attention_only=inputs.recompute_attention
     )
     return workload(
         inputs.batches,
         job=replace(inputs.job, micro_batches=choice.micro_batches, context_parallel_size=size),
-        config=SparseBalanceConfig(
-            block_size=choice.block_size, base_budget=choice.base_budget, plan_ms=_SEARCH_MS
-        ),
+        config=SparseBalanceConfig(block_size=choice.block_size, base_budget=choice.base_budget),
         cap_tokens=-(-samples * longest // size),
         max_cp_size=max_cp_size,
         cost=cost,

@@ -10,16 +10,15 @@ from typing import Annotated, Any
 
 import msgspec
 
-from sparsebalance_megatron.config import DEFAULT_SELECTION
+from sparsebalance_megatron.config import (
+    DEFAULT_COUNTED_DEVICE,
+    DEFAULT_SELECTION,
+    CountedDevice,
+)
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.json_file import UnreadableFileError, read_json
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError
-
-H200_PEAK_FLOPS_PER_MS = 989e9
-"""Dense BF16, NVIDIA's data sheet."""
-LINEAR_EFFICIENCY = 0.5
-ATTENTION_EFFICIENCY = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,27 +44,22 @@ class ModelPreset:
         return replace(self.shape, tensor_parallel_size=tensor_parallel_size)
 
 
-def h200_cost(
+def counted_cost(
     model: ModelPreset,
     *,
     block_size: int,
     tensor_parallel_size: int = 1,
     selection: str = DEFAULT_SELECTION,
+    device: CountedDevice = DEFAULT_COUNTED_DEVICE,
 ) -> CostModel:
-    """Counted operations at the H200's peak, half of it for projections, 30 % for attention.
+    """A model's counted operations at a device's rates.
 
     Raises:
         WorkloadError: the tensor-parallel ranks do not divide the heads.
     """
-    return CostModel.analytic(
-        model.on_ranks(tensor_parallel_size),
-        block_size,
-        selection=selection,
-        flops_per_ms=H200_PEAK_FLOPS_PER_MS * LINEAR_EFFICIENCY,
-        attention_slowness=LINEAR_EFFICIENCY / ATTENTION_EFFICIENCY,
-        source=f"{model.name}: counted operations on an H200, {LINEAR_EFFICIENCY:.0%} of peak in "
-        f"projections, {ATTENTION_EFFICIENCY:.0%} in attention",
-    )
+    shape = model.on_ranks(tensor_parallel_size)
+    cost = CostModel.analytic(shape, block_size, selection=selection, device=device)
+    return replace(cost, source=f"{model.name}: {cost.source}")
 
 
 _SIZES = {

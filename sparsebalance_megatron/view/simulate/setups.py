@@ -18,7 +18,7 @@ from sparsebalance_megatron.learn.prediction import Workload, prior_coverage
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.step_plan import PlanPolicy
 from sparsebalance_megatron.view.simulate.lengths import GENERATORS, MAX_TOKENS, batches_of
-from sparsebalance_megatron.view.simulate.models import MODELS, ModelPreset, h200_cost
+from sparsebalance_megatron.view.simulate.models import MODELS, ModelPreset, counted_cost
 
 RANKS_PER_NODE = 8
 
@@ -119,8 +119,11 @@ def workload_of(
     samples = steps * setup.global_batch_size
     lengths = GENERATORS[data](samples, seed) if isinstance(data, str) else data
     longest = max(MAX_TOKENS, int(lengths[:samples].max()))
-    cost = h200_cost(
-        model, block_size=config.block_size, tensor_parallel_size=setup.tensor_parallel_size
+    cost = counted_cost(
+        model,
+        block_size=config.block_size,
+        tensor_parallel_size=setup.tensor_parallel_size,
+        device=config.counted_device,
     )
     if config.gigabytes_per_second is not None:
         cost = cost.with_bandwidth(config.gigabytes_per_second)

@@ -79,6 +79,14 @@ SHARED_ROWS: Mapping[str, Variant] = {
 for all, and with a planned cp_size for each."""
 
 
+ROWS_HELP = (
+    "baseline keeps the order of arrival and fixed budgets; DST tunes budgets towards an anchor "
+    "latency, SAB places samples by latency, LBB by length (the paper's terms); ours searches for "
+    "the least makespan with budgets tuned to it, with base coverage held at that of fixed "
+    "budgets; -cp rows let ranks share micro-batches."
+)
+
+
 def variants_of(workload: Workload) -> dict[str, Variant]:
     """All rows that the workload's context-parallel sizes allow."""
     shared = dict(SHARED_ROWS)

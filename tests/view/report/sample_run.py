@@ -22,10 +22,10 @@ from sparsebalance_megatron.plan.pipeline.simulator import Event, simulate
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_plan import PlanPolicy, StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs
-from sparsebalance_megatron.view.simulate.models import MODELS, h200_cost
+from sparsebalance_megatron.view.simulate.models import MODELS, counted_cost
 
 BLOCK_SIZE, BASE_BUDGET, MAX_TOKENS = 256, 16, 32768
-COST = h200_cost(MODELS["qwen2.5-0.5b"], block_size=BLOCK_SIZE)
+COST = counted_cost(MODELS["qwen2.5-0.5b"], block_size=BLOCK_SIZE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from sparsebalance_megatron.cost.memory import GIBIBYTE
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.view.simulate.advice import AdviceInputs, Choice, advise
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError, split_overlong
-from sparsebalance_megatron.view.simulate.models import MODELS, h200_cost
+from sparsebalance_megatron.view.simulate.models import MODELS, counted_cost
 from sparsebalance_megatron.view.simulate.tables import best_fitting, findings
 
 MODEL = MODELS["qwen2.5-0.5b"]
@@ -25,7 +25,7 @@ def job(*, gpus: int = 4, pipeline_stages: int = 1, **changes: Any) -> AdviceInp
         "shape": MODEL.shape,
         "tied_embeddings": True,
         "batches": (LENGTHS,),
-        "costs": lambda block_size: h200_cost(
+        "costs": lambda block_size: counted_cost(
             MODEL, block_size=block_size, selection="token-kv-head"
         ),
         "selection": "token-kv-head",
