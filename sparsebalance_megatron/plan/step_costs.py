@@ -21,10 +21,9 @@ from functools import cached_property
 import numpy as np
 
 from sparsebalance_megatron.cost.exchange import Exchange
-from sparsebalance_megatron.cost.features import FEATURES
 from sparsebalance_megatron.cost.model import CostModel, Direction, Part
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.cost.work_model import WorkModel
+from sparsebalance_megatron.cost.work_model import FEATURES, WorkModel
 from sparsebalance_megatron.plan.context_groups import Members, first_places
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
