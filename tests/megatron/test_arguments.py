@@ -54,25 +54,6 @@ def test_flags_that_a_yaml_file_replaced_are_missed_by_name() -> None:
         config_from_args(Namespace())
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("block_size", 0),
-        ("block_size", 96),
-        ("base_budget", 0),
-        ("coverage_threshold", 1.0),
-        ("coverage_threshold", -0.1),
-        ("coverage_decay", 1.0),
-        ("max_tokens_per_micro_batch", 0),
-        ("max_context_parallel", 0),
-        ("max_context_parallel", 6),
-    ],
-)
-def test_wrong_values_name_flag_and_value(field: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=rf"{flag_name(field)} {value}: must"):
-        SparseBalanceConfig(**{field: value})
-
-
 SUPPORTED = (
     *("--sparse-balance", "--data-path", "prefix", "--seq-length", "256", "--num-layers", "4"),
     *("--micro-batch-size", "1", "--global-batch-size", "8", "--lr", "1e-3"),
@@ -226,12 +207,20 @@ def test_what_looks_like_a_refusal_and_is_none(words: str, megatron_parser: Argu
     check_typed_flags(megatron_parser, (*SUPPORTED, *words.split()))
 
 
-def test_a_cap_below_the_longest_sample_names_what_it_must_be(
-    megatron_parser: ArgumentParser,
-) -> None:
-    cap = ("--sparse-balance-max-tokens-per-micro-batch", "100")
-    with pytest.raises(ConfigError, match=r"with --seq-length 256: .* use at least 256"):
-        check_typed_flags(megatron_parser, (*SUPPORTED, *cap))
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("--context-parallel-size=0", "--context-parallel-size 0: "),
+        ("--sparse-balance-base-budget=1099511627776", "--sparse-balance-base-budget 1099"),
+        (
+            "--sparse-balance-max-tokens-per-micro-batch 100",
+            "with --seq-length 256: .* use at least 256",
+        ),
+    ],
+)
+def test_numbers_out_of_range(words: str, complaint: str, megatron_parser: ArgumentParser) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        check_typed_flags(megatron_parser, (*SUPPORTED, *words.split()))
 
 
 @pytest.mark.parametrize(
@@ -259,6 +248,7 @@ def test_a_selection_that_needs_the_last_queries_refuses_shared_rows(
         (16, "--use-checkpoint-args", None),
         (3, "--tensor-model-parallel-size 2", None),
         (4, "--pipeline-model-parallel-size 0", None),
+        (1, "--global-batch-size 7 --micro-batch-size 2", "--global-batch-size 7 must be"),
     ],
 )
 def test_a_global_batch_must_fill_its_micro_batches(
