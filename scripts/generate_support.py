@@ -9,14 +9,13 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from sparsebalance_megatron.megatron.unsupported import MODEL, Refusal  # noqa: E402
-from sparsebalance_megatron.megatron.unsupported_training import TRAINING  # noqa: E402
+from sparsebalance_megatron.megatron.unsupported import MODEL, TRAINING  # noqa: E402
 
 PACKAGE = ROOT / "sparsebalance_megatron"
 DOCS = ROOT / "docs"
@@ -54,8 +53,8 @@ def _filled(page: Path, part: str) -> str:
     return text
 
 
-def _refusal_table(refusals: Iterable[Refusal]) -> str:
-    rows = ((f"`{refusal.flag}`", refusal.remedy) for refusal in refusals)
+def _refusal_table(refusals: Mapping[str, str]) -> str:
+    rows = ((f"`{flag}`", remedy) for flag, remedy in refusals.items())
     return _table(("With `--sparse-balance`", "What to do"), rows)
 
 

@@ -67,9 +67,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--damage", type=int, default=40, help="damaged copies of every file format to read"
     )
     parser.addoption(
-        "--hosts", help="directory with checkouts of frameworks, to look up what examples touch"
-    )
-    parser.addoption(
         "--outcomes",
         type=Path,
         help="add a line of JSON per finished test to this file; what passed there is left out",

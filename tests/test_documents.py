@@ -4,7 +4,7 @@
 bash expands every ``bash`` block of every document, with recorders in the place of all programs; a
 program without a rule below is "command not found" and fails. The rules:
 
-- ``sparse-balance``: the real parsers accept it; planning commands are run;
+- ``sparse-balance``: the real parsers accept it;
 - ``torchrun``: its own parser and Megatron's, with this plugin's flags, know every flag;
 - a script: it exists and is executable;
 - ``python FILE``: the file exists and knows the flags; ``python -m``: the module exists;
@@ -22,13 +22,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from harness import PROGRAMS as TEST_PROGRAMS
 from harness import run_program
+from recorded_programs import record, recorded
 
 from sparsebalance_megatron import cli
 
@@ -43,17 +43,8 @@ SCRIPTS = sorted(
     for pattern in ("scripts/*.sh", "examples/*.sh", ".ci/run")
     for path in REPOSITORY.glob(pattern)
 )
-RUN_HERE = frozenset({"advise", "plan", "simulate"})
-"""Subcommands that are run, for one step, in a folder with ``INPUTS``."""
 ALTERNATING_RUN = "benchmarks/alternating_run.py"
-INPUTS = {"lengths.txt": "\n".join(str(400 + 977 * n % 30_000) for n in range(400))}
-
 PROGRAMS = ("git", "pip", "python", "sbatch", "sparse-balance", "torchrun")
-RECORDER = """#!{python}
-import json, sys
-with open({log!r}, "a") as log:
-    log.write(json.dumps([{name!r}, *sys.argv[1:]]) + "\\n")
-"""
 PRELUDE = """
 set -euo pipefail
 DISTRIBUTED_ARGS=(--nproc-per-node 2) MODEL_ARGS=(--num-layers 2) TRAINING_ARGS=(--lr 1e-3)
@@ -66,28 +57,16 @@ source() { :; }
 Command = list[str]
 
 
-def program_folder(folder: Path) -> Path:
-    """Recorders for all programs, and at their own paths for all scripts; the file they write."""
-    log = folder / "calls.jsonl"
-    names = [f"bin/{name}" for name in PROGRAMS]
-    for name in [*names, *SCRIPTS]:
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        program = Path(name).name if name in names else name
-        path.write_text(RECORDER.format(python=sys.executable, log=str(log), name=program))
-        path.chmod(0o755)
-    log.touch()
-    return log
+def calls_of(folder: Path, script: str) -> list[Command]:
+    """The calls that a piece of bash makes; fails if it does.
+
+    Recorders stand for all programs, and at their own paths for all scripts.
+    """
+    record(folder, [*(f"bin/{name}" for name in PROGRAMS), *SCRIPTS])
+    return run_bash(folder, script)
 
 
-def recorded(folder: Path, script: str) -> list[Command]:
-    """The calls that a piece of bash makes; fails if it does."""
-    log = program_folder(folder)
-    run_bash(folder, script)
-    return [json.loads(line) for line in log.read_text().splitlines()]
-
-
-def run_bash(folder: Path, script: str) -> None:
+def run_bash(folder: Path, script: str) -> list[Command]:
     result = subprocess.run(
         ["bash", "-c", script],
         cwd=folder,
@@ -97,6 +76,7 @@ def run_bash(folder: Path, script: str) -> None:
         timeout=60,
     )
     assert result.returncode == 0, script + result.stderr[-2000:]
+    return [words for words, _ in recorded(folder)]
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -148,12 +128,6 @@ class Checks:
         arguments = cli.parse(words)
         if arguments.command == "profile":
             self._megatron.append((self._place, arguments.passed_on))
-        if arguments.command in RUN_HERE:
-            for name, text in INPUTS.items():
-                (self._folder / name).write_text(text)
-            short = in_short(words)
-            done = run_program(("-m", "sparsebalance_megatron.cli", *short), self._folder)
-            assert done.returncode == 0, done.stderr
 
     def _check_torchrun(self, words: Command) -> None:
         from torch.distributed.run import get_args_parser
@@ -175,14 +149,6 @@ class Checks:
         program = str(TEST_PROGRAMS / "parse_flags.py")
         done = run_program((program, json.dumps(self._megatron)), self._folder)
         assert done.returncode == 0, done.stderr[-2000:]
-
-
-def in_short(words: Command) -> list[str]:
-    """With one step where several are documented."""
-    return [
-        "1" if before == "--steps" else word
-        for before, word in zip(("", *words), words, strict=False)
-    ]
 
 
 def check_script(name: str) -> None:
@@ -213,7 +179,7 @@ def test_commands_in_blocks(tmp_path: Path) -> None:
         text = (REPOSITORY / document).read_text()
         for number, block in enumerate([*blocks(text, "bash"), *indented_commands(text)]):
             folder = tmp_path / document / str(number)
-            for command in recorded(folder, PRELUDE + block):
+            for command in calls_of(folder, PRELUDE + block):
                 checks.check(f"{document}, block {number + 1}", command)
                 found += 1
     for argument in ("", "--gpu"):
@@ -225,16 +191,28 @@ def test_commands_in_blocks(tmp_path: Path) -> None:
     checks.finish()
 
 
+def script_calls(folder: Path, name: str, arguments: str, *replaced: str) -> list[Command]:
+    """What a script of scripts/ calls to its end, with an environment in place.
+
+    Args:
+        replaced: a piece of the script, and what stands in its place.
+    """
+    record(folder, [*(f"bin/{name}" for name in PROGRAMS), *SCRIPTS])
+    script = (REPOSITORY / "scripts" / name).read_text()
+    if replaced:
+        assert replaced[0] in script
+        script = script.replace(*replaced)
+    (folder / "scripts" / name).write_text(script)
+    (folder / "scripts" / "_setup.sh").write_text(
+        "set -euo pipefail\nsay() { :; }\nfail() { exit 1; }\nset_up() { :; }\n"
+    )
+    return run_bash(folder, f"bash scripts/{name} {arguments}")
+
+
 def quickstart_commands(folder: Path, argument: str) -> list[Command]:
-    """What scripts/quickstart.sh calls to its end, with an environment and one GPU."""
-    log = program_folder(folder)
-    script = scripts_folder(folder, "quickstart.sh")
+    """What scripts/quickstart.sh calls where there is one GPU."""
     count = "$(python -c 'import torch; print(torch.cuda.device_count())')"
-    assert count in script
-    script = script.replace(count, "1")
-    (folder / "scripts" / "quickstart.sh").write_text(script)
-    run_bash(folder, f"bash scripts/quickstart.sh {argument}")
-    commands = [json.loads(line) for line in log.read_text().splitlines()]
+    commands = script_calls(folder, "quickstart.sh", argument, count, "1")
     assert [command[1] for command in commands if command[0] == "sparse-balance"] == [
         *("prepare-data", "profile", "summary"),
     ]
@@ -244,25 +222,14 @@ def quickstart_commands(folder: Path, argument: str) -> list[Command]:
 
 def gpu_check_commands(folder: Path) -> list[Command]:
     """What scripts/gpu_check.sh calls, all stages; the recorders leave no results to copy."""
-    log = program_folder(folder)
-    (folder / "scripts" / "gpu_check.sh").write_text(scripts_folder(folder, "gpu_check.sh"))
     (folder / "runs" / "quickstart_gpu").mkdir(parents=True)
     (folder / "runs" / "quickstart_gpu" / "summary.json").write_text("{}")
-    run_bash(folder, "bash scripts/gpu_check.sh results")
-    commands = [json.loads(line) for line in log.read_text().splitlines()]
-    assert commands[0][:2] == ["python", "-c"]
-    assert [command[0] for command in commands[1:]] == [
+    (_, *asked), *commands = script_calls(folder, "gpu_check.sh", "results")
+    assert asked[0] == "-c"
+    assert [command[0] for command in commands] == [
         *("python", "scripts/quickstart.sh", "sparse-balance", "python", "python"),
     ]
-    return commands[1:]
-
-
-def scripts_folder(folder: Path, name: str) -> str:
-    """The text of a script; beside where it goes, what it sources, for an environment in place."""
-    (folder / "scripts" / "_setup.sh").write_text(
-        "set -euo pipefail\nsay() { :; }\nfail() { exit 1; }\nset_up() { :; }\n"
-    )
-    return (REPOSITORY / "scripts" / name).read_text()
+    return commands
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

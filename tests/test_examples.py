@@ -15,15 +15,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from forked_ranks import run_ranks
 from harness import TIMEOUT_S, free_port
+from recorded_programs import record, recorded
 from torch.distributed.run import get_args_parser
 
 from sparsebalance_megatron import cli
+from sparsebalance_megatron.megatron.arguments import args_provider, check_typed_flags
 from sparsebalance_megatron.view.simulate.models import MODELS as PRESETS
 
 REPOSITORY = Path(__file__).parents[1]
@@ -44,16 +47,6 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-ENVIRONMENT = "environment.json"
-"""What a recorder leaves beside itself: the variables it was started with."""
-RECORDER = """#!{python}
-import json, os, sys
-with open({log!r}, "a") as log:
-    log.write(json.dumps([{name!r}, *sys.argv[1:]]) + "\\n")
-with open({environment!r}, "w") as environment:
-    json.dump(dict(os.environ), environment)
-"""
-
 pytestmark = pytest.mark.distributed
 
 
@@ -87,26 +80,18 @@ def run_script(
     return result.stdout
 
 
-def recorders(directory: Path, *names: str) -> tuple[Path, Path]:
-    """A folder of programs that write down how they were called, and the file they write to."""
-    directory.mkdir()
-    log = directory / "calls.jsonl"
-    for name in names:
-        program = directory / name
-        program.write_text(
-            RECORDER.format(
-                python=sys.executable,
-                log=str(log),
-                environment=str(directory / ENVIRONMENT),
-                name=name,
-            )
-        )
-        program.chmod(0o755)
-    return directory, log
-
-
-def calls(log: Path) -> list[list[str]]:
-    return [json.loads(line) for line in log.read_text().splitlines()]
+def calls_of(
+    name: str,
+    *steps: Sequence[str],
+    directory: Path,
+    variables: Mapping[str, str] | None = None,
+) -> list[list[str]]:
+    """The programs that steps of an example start, which are recorded and not run."""
+    programs = directory / "programs"
+    record(programs, ("sparse-balance", "torchrun"))
+    for step in steps or ((),):
+        run_script(name, *step, directory=directory, variables=variables, path_first=programs)
+    return [words for words, _ in recorded(programs)]
 
 
 def run_step(
@@ -114,10 +99,10 @@ def run_step(
 ) -> str:
     """Output of the one program that a step of an example starts."""
     with tempfile.TemporaryDirectory() as scratch:
-        programs, log = recorders(Path(scratch, "programs"), "sparse-balance", "torchrun")
+        programs = Path(scratch, "programs")
+        record(programs, ("sparse-balance", "torchrun"))
         run_script(name, *arguments, directory=directory, variables=variables, path_first=programs)
-        ((program, *words),) = calls(log)
-        environment = json.loads((programs / ENVIRONMENT).read_text()) | {"OMP_NUM_THREADS": "1"}
+        (((program, *words), environment),) = recorded(programs)
         if program == "sparse-balance":
             words, ranks = ["-m", "sparsebalance_megatron.cli", *words], 1
         else:
@@ -129,7 +114,7 @@ def run_step(
         exit_code = run_ranks(
             ranks,
             words,
-            environment=environment,
+            environment=environment | {"OMP_NUM_THREADS": "1"},
             master_port=free_port(),
             output=printed,
             timeout_s=TIMEOUT_S,
@@ -169,6 +154,14 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def megatron_parser() -> ArgumentParser:
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
+    return args_provider(enabled=True, on_cpu=False)(parser)
+
+
 def one_process(**others: str) -> dict[str, str]:
     """Variables of a machine that has no GPU and is alone."""
     return {"NNODES": "1", "GPUS_PER_NODE": "1", "MODEL": "small_tokenizer"} | others
@@ -184,10 +177,8 @@ def test_syntax_and_mode(name: str) -> None:
 def test_a_copied_script_takes_its_common_part_along(tmp_path: Path) -> None:
     for name in ("common.sh", "qwen2.5_3b_sft.sh"):
         shutil.copy(REPOSITORY / "examples" / name, tmp_path)
-    programs, log = recorders(tmp_path / "programs", "torchrun")
-    copied = str(tmp_path / "qwen2.5_3b_sft.sh")
-    run_script(copied, directory=tmp_path, path_first=programs)
-    assert flag_values(calls(log)[0][1:])["--num-layers"] == (36.0,)
+    ((_, *words),) = calls_of(str(tmp_path / "qwen2.5_3b_sft.sh"), directory=tmp_path)
+    assert flag_values(words)["--num-layers"] == (36.0,)
 
 
 def test_fine_tuning_0_5b_prepare_profile_plan(work: Path) -> None:
@@ -202,25 +193,20 @@ def test_fine_tuning_0_5b_prepare_profile_plan(work: Path) -> None:
     assert "makespan: " in planned
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("variables", "ranks", "layout"),
-    [
-        ({}, "32", "tensor 2 x pipeline 4 x data 4"),
-        ({"TP": "1", "MICRO_BATCH_SIZE": "2"}, "8", "tensor 1 x pipeline 4 x data 2"),
-    ],
-)
-def test_fine_tuning_3b_plans(
-    work: Path, variables: dict[str, str], ranks: str, layout: str
+@pytest.mark.parametrize("name", [*MODELS, "longcontext_pretrain.sh", "cpu_quickstart.sh"])
+def test_flags_are_accepted(
+    name: str,
+    megatron_parser: ArgumentParser,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    name = "qwen2.5_3b_sft.sh"
-    everything = one_process(COST_TABLE="auto", DATA="small", RUN=f"runs/{ranks}", **variables)
-    planned = run_step(
-        name, "--sparse-balance-dry-run", ranks, directory=work, variables=everything
-    )
-    assert f"dry run of {ranks} ranks: {layout}" in planned
-    assert "layers per pipeline stage: 9 9 9 9" in planned
-    assert not (work / "runs" / ranks).exists()
+    """Megatron's parser knows all of them, and the plugin refuses none."""
+    ((_, *words),) = calls_of(name, directory=tmp_path)
+    launch = get_args_parser().parse_args(words)
+    ranks = int(launch.nnodes.partition(":")[0]) * int(launch.nproc_per_node)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    assert not megatron_parser.parse_known_args(launch.training_script_args)[1]
+    check_typed_flags(megatron_parser, launch.training_script_args)
 
 
 @pytest.mark.nightly
@@ -280,10 +266,9 @@ def test_advice_and_dry_run_predict_the_same(work: Path, name: str) -> None:
 
 
 def test_cluster_scripts_compare_two_runs_that_share_nothing_but_samples(tmp_path: Path) -> None:
-    programs, log = recorders(tmp_path / "programs", "torchrun")
-    for step in (["baseline", "--exit-interval", "20"], ["--exit-interval", "20"]):
-        run_script("cluster_7b_sft.sh", *step, directory=tmp_path, path_first=programs)
-    baseline, balanced = (flag_values(words[1:]) for words in calls(log))
+    steps = (["baseline", "--exit-interval", "20"], ["--exit-interval", "20"])
+    calls = calls_of("cluster_7b_sft.sh", *steps, directory=tmp_path)
+    baseline, balanced = (flag_values(words[1:]) for words in calls)
     assert baseline.pop("--sparse-balance-batching") == ("arrival",)
     assert baseline.pop("--sparse-balance-tuning") == ("off",)
     changed = {flag for flag in balanced if baseline[flag] != balanced[flag]}
@@ -291,29 +276,16 @@ def test_cluster_scripts_compare_two_runs_that_share_nothing_but_samples(tmp_pat
     assert set(baseline) == set(balanced)
 
 
-def test_cluster_scripts_ask_for_advice_on_what_they_train(tmp_path: Path) -> None:
-    for name in CLUSTER:
-        programs, log = recorders(tmp_path / name, "sparse-balance", "torchrun")
-        run_script(name, "advise", directory=tmp_path, path_first=programs)
-        run_script(name, directory=tmp_path, path_first=programs)
-        (_, *advise), (_, *launched) = calls(log)
-        asked, trained = cli.parse(advise), flag_values(launched)
-        assert asked.gpus == 64
-        assert trained["--tensor-model-parallel-size"] == (asked.tp,)
-        assert trained["--pipeline-model-parallel-size"] == (asked.pp,)
-        assert trained["--global-batch-size"] == (asked.global_batch,)
-        assert trained["--seq-length"] == (asked.seq_length,)
-        assert asked.data_path == [str(word) for word in trained["--data-path"]]
-
-
-@pytest.mark.nightly
-def test_pretraining_plans(work: Path) -> None:
-    name = "longcontext_pretrain.sh"
-    variables = one_process(COST_TABLE="auto", TOKENIZER="small_tokenizer")
-    run_step(name, "prepare", directory=work, variables=variables)
-    planned = run_step(name, "--sparse-balance-dry-run", "8", directory=work, variables=variables)
-    assert "dry run of 8 ranks: tensor 2 x pipeline 2 x data 2" in planned
-    assert "first step: 64 samples in 32 micro-batches" in planned
+@pytest.mark.parametrize("name", CLUSTER)
+def test_cluster_scripts_ask_for_advice_on_what_they_train(name: str, tmp_path: Path) -> None:
+    (_, *advise), (_, *launched) = calls_of(name, ["advise"], [], directory=tmp_path)
+    asked, trained = cli.parse(advise), flag_values(launched)
+    assert asked.gpus == 64
+    assert trained["--tensor-model-parallel-size"] == (asked.tp,)
+    assert trained["--pipeline-model-parallel-size"] == (asked.pp,)
+    assert trained["--global-batch-size"] == (asked.global_batch,)
+    assert trained["--seq-length"] == (asked.seq_length,)
+    assert asked.data_path == [str(word) for word in trained["--data-path"]]
 
 
 @pytest.mark.nightly
@@ -330,9 +302,8 @@ def test_cpu_quickstart_trains(work: Path) -> None:
 def test_the_model_is_the_public_one(name: str, tmp_path: Path) -> None:
     public = PRESETS[MODELS[name]]
     shape = public.shape
-    programs, log = recorders(tmp_path / "programs", "torchrun")
-    run_script(name, directory=tmp_path, path_first=programs)
-    given = flag_values(calls(log)[0][1:])
+    ((_, *words),) = calls_of(name, directory=tmp_path)
+    given = flag_values(words)
     assert {
         "--num-layers": (public.layers,),
         "--hidden-size": (shape.hidden_size,),
@@ -361,10 +332,8 @@ def flag_values(words: Sequence[str]) -> dict[str, tuple[float | str, ...]]:
 
 def test_every_step_hands_its_result_to_training(tmp_path: Path) -> None:
     name = "qwen2.5_0.5b_sft.sh"
-    programs, log = recorders(tmp_path / "programs", "sparse-balance", "torchrun")
-    for step in (["prepare"], ["convert"], ["profile", "--quick"], ["--exit-interval", "1"]):
-        run_script(name, *step, directory=tmp_path, path_first=programs)
-    *tools, (_, *launched) = calls(log)
+    steps = (["prepare"], ["convert"], ["profile", "--quick"], ["--exit-interval", "1"])
+    *tools, (_, *launched) = calls_of(name, *steps, directory=tmp_path)
     prepare, convert, profile = (cli.parse(words) for _, *words in tools)
     assert [prepare.command, convert.command, profile.command] == [
         *("prepare-data", "convert", "profile"),
@@ -381,7 +350,8 @@ def test_every_step_hands_its_result_to_training(tmp_path: Path) -> None:
 
 
 def test_slurm_starts_every_node_once(tmp_path: Path) -> None:
-    programs, log = recorders(tmp_path / "programs", "torchrun")
+    programs = tmp_path / "programs"
+    record(programs, ("torchrun",))
     stand_ins = {
         "scontrol": '[[ "$*" == "show hostnames first[1-2]" ]] && printf "first1\\nfirst2\\n"',
         "srun": 'shift; for id in 0 1; do SLURM_NODEID="$id" "$@" || exit; done',
@@ -401,7 +371,7 @@ def test_slurm_starts_every_node_once(tmp_path: Path) -> None:
         },
         path_first=programs,
     )
-    started = [flag_values(words[1:]) for words in calls(log)]
+    started = [flag_values(words[1:]) for words, _ in recorded(programs)]
     assert [flags["--node-rank"] for flags in started] == [(0.0,), (1.0,)]
     for flags in started:
         assert flags["--nnodes"] == (2.0,) and flags["--nproc-per-node"] == (8.0,)

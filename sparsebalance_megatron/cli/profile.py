@@ -30,7 +30,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "Measure a model's layers on this machine and write a cost table for "
         "--sparse-balance-cost-table. Everything after -- is what training gets: Megatron's flags "
         "and --sparse-balance-*. Started by torchrun on 2, 4, ... ranks, it also measures what it "
-        "takes that so many share a row."
+        "takes that so many share a sequence."
     )
     parser.usage = (
         "sparse-balance profile -o TABLE.json [--quick] [--check] [--threads N] "
@@ -105,7 +105,7 @@ def _exchange_report(table: CostTable, model: CostModel) -> str:
 
     received = gigabytes_per_second(model.exchange.ms_per_byte)
     return "\n".join(
-        f"rows shared by {width} ranks: each receives {received / slowness:.3g} GB/s"
+        f"sequences shared by {width} ranks: each receives {received / slowness:.3g} GB/s"
         for width, slowness in model.exchange.cp_size_slowness
     )
 

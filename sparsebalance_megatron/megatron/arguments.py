@@ -18,7 +18,7 @@ import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.megatron.cpu import MEGATRON_DEFAULTS as CPU_DEFAULTS
-from sparsebalance_megatron.megatron.unsupported_training import check_batches, check_supported
+from sparsebalance_megatron.megatron.unsupported import check_batches, check_supported
 
 PLUGIN_DEFAULTS: dict[str, Any] = {
     "dataloader_type": "external",

@@ -200,8 +200,8 @@ class BudgetedCoreAttention(MegatronModule):
             selection = found.selection
             how["known"] = found.out_THD, found.lse_TH
         else:
-            with torch.no_grad(), undisturbed(q_THD.device):
-                selection = self._select(q_THD, k_TGD, context)
+            with undisturbed(q_THD.device):
+                selection = self.select(q_THD, k_TGD, context)
         sequence = context.sequence
         if sequence is None:
             out_THD, lse_TH = block_sparse_attention(*inputs, selection, **how)
@@ -212,7 +212,8 @@ class BudgetedCoreAttention(MegatronModule):
             kept.keep(self._layer_index, inputs, selection, (out_THD, lse_TH))
         return out_THD.reshape(out_THD.shape[0], -1)
 
-    def _select(self, q_THD: Tensor, k_TGD: Tensor, context: MicroBatchContext) -> Selection:
+    @torch.no_grad()
+    def select(self, q_THD: Tensor, k_TGD: Tensor, context: MicroBatchContext) -> Selection:
         """The blocks that this rank's queries read, by guarded budgets."""
         options, sequence = self._options, context.sequence
         budgets_S = context.budgets_LS[self._layer_index]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -84,39 +85,28 @@ class _Event:
     def elapsed_time(self, end: _Event) -> float:
         return (end._seconds - self._seconds) * 1e3
 
-    def synchronize(self) -> None:
-        return None
+    def query(self) -> bool:
+        return True
 
     def wait(self, stream: Any = None) -> None:
         return None
 
-    def query(self) -> bool:
-        return True
+    synchronize = wait
 
 
-class _Stream:
+class _Stream(nullcontext[None]):
     """A CUDA stream on which everything has already happened."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        return None
-
-    def wait_stream(self, stream: Any) -> None:
-        return None
-
-    def wait_event(self, event: Any) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        return None
+        super().__init__(None)
 
     def record_event(self, event: Any = None) -> _Event:
         return _Event()
 
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
+    def synchronize(self, other: Any = None) -> None:
         return None
+
+    wait_stream = wait_event = synchronize
 
 
 class _DeviceProperties:
@@ -147,11 +137,8 @@ def _cuda_replacements() -> dict[str, tuple[Any, str]]:
         "current_device": (_returning(torch.device("cpu")), "DDP buffers, p2p receives, RoPE"),
         "synchronize": (_returning(None), "p2p with variable lengths, timers, checkpoint writer"),
         "empty_cache": (_returning(None), "checkpoint loading"),
-        "get_rng_state": (lambda *a, **k: torch.get_rng_state(), "checkpoint RNG state"),
-        "set_rng_state": (
-            lambda state, *a, **k: torch.set_rng_state(state),
-            "checkpoint RNG state",
-        ),
+        "get_rng_state": (_get_rng_state, "checkpoint RNG state"),
+        "set_rng_state": (_set_rng_state, "checkpoint RNG state"),
         "manual_seed": (lambda seed: torch.manual_seed(seed), "model-parallel seeds"),
         "memory_allocated": (_returning(0), "memory report"),
         "max_memory_allocated": (_returning(0), "memory report"),
@@ -165,10 +152,18 @@ def _cuda_replacements() -> dict[str, tuple[Any, str]]:
         "is_current_stream_capturing": (_returning(False), "torch.optim, which asks the driver"),
         "Event": (_Event, "schedules and DDP"),
         "Stream": (_Stream, "get_model, DDP"),
-        "current_stream": (lambda *a: _Stream(), "DDP start_grad_sync"),
-        "default_stream": (lambda *a: _Stream(), "DDP"),
+        "current_stream": (_Stream, "DDP start_grad_sync"),
+        "default_stream": (_Stream, "DDP"),
         "stream": (lambda stream: stream, "DDP side streams"),
     }
+
+
+def _get_rng_state(*arguments: Any, **keywords: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, *arguments: Any, **keywords: Any) -> None:
+    torch.set_rng_state(state)
 
 
 def installed() -> bool:
@@ -195,41 +190,29 @@ def install() -> None:
     torch.cuda.nvtx.range_pop = _returning(None)
     # DataLoader pins memory where an accelerator exists, and pinning would start CUDA.
     torch.accelerator.is_available = _returning(False)
-    _disable_compilation()
+    # Megatron's jit warm-up would compile its fused functions for CUDA.
+    from torch import _dynamo
+
+    _dynamo.config.disable = True
     _CpuForCuda().__enter__()
-    _replace_megatron_rng_access()
-    _replace_expert_dispatch_copies()
+    _replace_in_megatron()
     setattr(torch.cuda, _INSTALLED, True)
 
 
-def _disable_compilation() -> None:
-    """Megatron's jit warm-up would compile its fused functions for CUDA."""
-    import torch._dynamo
-
-    torch._dynamo.config.disable = True
-
-
-def _replace_megatron_rng_access() -> None:
-    """Megatron's RNG tracker reaches into ``torch.cuda.default_generators``, which do not exist.
-
-    ``compile_helpers`` runs ``make`` although the wheel ships the built extension without sources.
-    """
+def _replace_in_megatron() -> None:
     import megatron.core.datasets.utils as dataset_utils
     import megatron.core.tensor_parallel.random as megatron_random
-
-    megatron_random._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
-    megatron_random._set_cuda_rng_state = lambda state, *a, **k: torch.set_rng_state(state)
-    dataset_utils.compile_helpers = _returning(None)
-
-
-def _replace_expert_dispatch_copies() -> None:
-    """Megatron copies expert counts to the host as numpy arrays, but only if they are on a GPU.
-
-    ``all_to_all_single`` takes split sizes as numpy arrays and refuses tensors.
-    """
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    # These two reach into torch.cuda.default_generators, which do not exist.
+    megatron_random._get_cuda_rng_state = _get_rng_state
+    megatron_random._set_cuda_rng_state = _set_rng_state
+    # Runs ``make``, although the wheel ships the built extension without sources.
+    dataset_utils.compile_helpers = _returning(None)
 
     def host_copy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
+    # Expert counts become numpy arrays only if they are on a GPU, and ``all_to_all_single`` takes
+    # split sizes as numpy arrays and refuses tensors.
     token_dispatcher.maybe_move_tensor_to_cpu = host_copy

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups of the ranks that share a packed sequence: made once, by all ranks alike.
+"""This rank's place among Megatron's, and the groups of ranks that share a packed sequence.
+
+Asked once Megatron's process groups exist. All ranks make the groups of sequences alike, once.
 
 A sequence lies on 1, 2, 4, ... neighbouring ranks of those that differ in their data-parallel and
 context-parallel place alone. Neighbours of so many begin at a multiple of their number, so that
@@ -21,7 +23,29 @@ from sparsebalance_megatron.attention.sequence.all_gather import AllGatherExchan
 from sparsebalance_megatron.attention.sequence.ring import RingExchange
 from sparsebalance_megatron.attention.sequence.slice import SequenceExchange, SequenceGroup
 from sparsebalance_megatron.config import ExchangeName
+from sparsebalance_megatron.learn.measurement import RankPlace
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError
+
+
+def rank_place() -> RankPlace:
+    """Where this rank stands; data-parallel and context-parallel ranks count together."""
+    return RankPlace(
+        data_parallel_rank=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        tensor_parallel_rank=parallel_state.get_tensor_model_parallel_rank(),
+        world_rank=torch.distributed.get_rank(),
+        world_size=torch.distributed.get_world_size(),
+    )
+
+
+def data_parallel_group() -> ProcessGroup:
+    """The ranks that train the same layers on other samples; context-parallel ranks left out."""
+    return parallel_state.get_data_parallel_group()
+
+
+def data_parallel_size() -> int:
+    """How many such ranks there are."""
+    return int(parallel_state.get_data_parallel_world_size())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -107,15 +107,15 @@ class RunSettings:
 
     @property
     def neighbours_per_node(self) -> int:
-        """Ranks of a node between which rows are shared: tensor-parallel ranks lie in between."""
+        """Ranks of a node that may share a sequence: tensor-parallel ranks lie in between."""
         return max(1, self.ranks_per_node // self.shape.tensor_parallel_size)
 
     @property
     def pad_to_multiple_of(self) -> int:
-        """Tokens that the length of a packed row must divide by.
+        """Tokens that the length of a packed sequence must divide by.
 
-        With sequence parallelism every rank of a tensor-parallel group holds a part of the row and
-        quantises it by itself.
+        With sequence parallelism every rank of a tensor-parallel group holds a part of the sequence
+        and quantises it by itself.
         """
         parts = self.shape.tensor_parallel_size if self.sequence_parallel else 1
         return parts * self.quantized_multiple
@@ -142,7 +142,6 @@ class RunSettings:
         Raises:
             ConfigError: if the global batch does not fill its micro-batches evenly.
         """
-        selective = transformer_config.recompute_granularity == "selective"
         cp_size = transformer_config.context_parallel_size
         return cls(
             shape=model_shape(transformer_config, vocab_size),
@@ -165,8 +164,7 @@ class RunSettings:
             sequence_parallel=bool(transformer_config.sequence_parallel),
             ranks_per_node=RANKS_PER_NODE if cpu.installed() else torch.cuda.device_count(),
             quantized_multiple=quantized_row_multiple(transformer_config),
-            recompute_all=transformer_config.recompute_granularity == "full",
-            recompute_attention=selective and "core_attn" in transformer_config.recompute_modules,
+            **_recomputed(transformer_config),
             **others,
         )
 
@@ -209,6 +207,16 @@ def _micro_batches(
     return whole_parts(global_batch_size, flag, sizes)
 
 
+def _recomputed(transformer_config: Any) -> dict[str, Any]:
+    """What backward computes again, by its names in :class:`RunSettings`."""
+    granularity = transformer_config.recompute_granularity
+    selective = granularity == "selective"
+    return {
+        "recompute_all": granularity == "full",
+        "recompute_attention": selective and "core_attn" in transformer_config.recompute_modules,
+    }
+
+
 def model_shape(transformer_config: Any, vocab_size: int) -> ModelShape:
     """The sizes that a layer's cost depends on."""
     return ModelShape(
@@ -240,7 +248,6 @@ def host_job(transformer_config: Any, *, vocab_size: int, **others: Any) -> Host
     With virtual stages Megatron's interleaved schedule takes micro-batches in groups, by default as
     large as the pipeline.
     """
-    recompute = transformer_config.recompute_granularity
     layers = stage_layers(transformer_config)
     group_size = micro_batch_group_size(transformer_config)
     return HostJob(
@@ -249,9 +256,7 @@ def host_job(transformer_config: Any, *, vocab_size: int, **others: Any) -> Host
         context_parallel_size=transformer_config.context_parallel_size,
         micro_batches_multiple_of=(group_size or len(layers)) if len(layers[0]) > 1 else 1,
         micro_batch_group_size=group_size,
-        recompute_all=recompute == "full",
-        recompute_attention=recompute == "selective"
-        and "core_attn" in transformer_config.recompute_modules,
+        **_recomputed(transformer_config),
         **others,
     )
 

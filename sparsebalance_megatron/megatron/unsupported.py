@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a model does not go together with ``--sparse-balance``, and what to do instead.
+"""Megatron flags that are refused with ``--sparse-balance``, and what to do instead.
 
-Fields of Megatron's ``TransformerConfig``, which are flags of the same names; those of
-``megatron.training`` alone are in :mod:`.unsupported_training`. docs/SUPPORT.md is generated from
-both.
+``MODEL`` holds fields of Megatron's ``TransformerConfig``, which are flags of the same names;
+``TRAINING`` holds flags of ``megatron.training`` alone. Flags are checked as typed, before
+Megatron's own assertions can fail over them, and again when Megatron has completed its arguments.
+docs/SUPPORT.md is generated from both tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from argparse import Namespace
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.megatron.compat import has_yarn_flags
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
+from sparsebalance_megatron.plan.job import whole_parts
 
 
 @dataclass(frozen=True)
@@ -26,202 +29,197 @@ class Settings:
     config: SparseBalanceConfig
 
     def __call__(self, name: str, default: Any = None) -> Any:
-        return value_of(self.megatron, name, default)
+        """A setting, or ``default`` where it is None or this Megatron does not have it."""
+        value = getattr(self.megatron, name, None)
+        return default if value is None else value
 
 
-def value_of(megatron: object, name: str, default: Any = None) -> Any:
-    """A setting of Megatron, or ``default`` where it is None or this version does not have it."""
-    value = getattr(megatron, name, None)
-    return default if value is None else value
-
-
-@dataclass(frozen=True, kw_only=True)
-class Refusal:
-    """A flag that is refused, or a field of the model's config that has no flag.
-
-    ``name`` is its attribute among Megatron's arguments, if that differs from the flag; ``found``
-    says whether the user asked for what is refused, by default by any value that is true.
-    """
-
-    flag: str
-    remedy: str
-    name: str | None = None
-    found: Callable[[Settings], object] | None = None
-
-    @property
-    def attribute(self) -> str:
-        return self.name or self.flag.removeprefix("--").replace("-", "_")
-
-    def applies(self, get: Settings) -> bool:
-        return bool(get(self.attribute) if self.found is None else self.found(get))
-
-    def as_given(self, get: Settings) -> str:
-        """The flag with its value, as the user may have typed it."""
-        value = get(self.attribute)
-        if value is None or isinstance(value, bool):
-            return self.flag
-        values = value if isinstance(value, list | tuple) else [value]
-        return " ".join([self.flag, *(str(getattr(item, "name", item)) for item in values)])
-
-
-_NO_GRAPHS = "graphs freeze budgets and lengths; use --cuda-graph-impl none"
-NO_SHARDED_WEIGHTS = (
-    "ranks would wait for one another in every layer; drop it, or use --use-distributed-optimizer"
-)
-_PLACES_SAMPLES = "both place samples; drop it"
-_PADS_SEQUENCES = "both pad packed sequences; drop it"
-_REPLACES_ATTENTION = "both replace core attention; drop it"
-GPT_ONLY = "only layers with attention have budgets; drop it"
-
-
-def _more_shards_than_ranks(get: Settings, shards: str, ranks: int) -> bool:
-    return get(shards, 1) > ranks
+def _more_shards_than_ranks(get: Settings, kind: str) -> bool:
+    """Whether weights, of experts or of all else, are cut further than among their ranks."""
+    ranks = get("tensor_model_parallel_size", 1)
+    if kind == "expert_tensor":
+        ranks = get("expert_tensor_parallel_size", ranks)
+    return bool(get(f"{kind}_parallel_num_weight_shards", 1) > ranks)
 
 
 def _kv_heads_are_shared(get: Settings) -> bool:
-    """Whether several tensor-parallel ranks have query heads of one KV head."""
+    """Whether tensor-parallel ranks hold query heads of the same KV head."""
     grouped = get("group_query_attention", True)
     return grouped and 0 < get("num_query_groups", 0) < get("tensor_model_parallel_size", 1)
 
 
-MODEL = (
-    Refusal(
-        flag="--context-parallel-size",
-        remedy="1, 2, 4, ... ranks share a packed sequence; use a power of two",
-        found=lambda get: not is_power_of_two(get("context_parallel_size", 1)),
-    ),
-    Refusal(flag="--hybrid-context-parallel", remedy=_PLACES_SAMPLES),
-    Refusal(flag="--dynamic-context-parallel", remedy=_PLACES_SAMPLES),
-    Refusal(flag="--sequence-packing-scheduler", remedy=_PLACES_SAMPLES),
-    Refusal(flag="--pad-packed-seq-alignment", remedy=_PADS_SEQUENCES),
-    Refusal(flag="--thd-max-packed-sequences", remedy=_PADS_SEQUENCES),
-    Refusal(flag="--thd-tail-padding-policy", remedy=_PADS_SEQUENCES),
-    Refusal(
-        flag="--cp-partition-mode",
-        remedy="plans say which rank holds which blocks; drop it",
-        found=lambda get: get("cp_partition_mode", "zigzag") != "zigzag",
-    ),
-    Refusal(
-        flag="--enable-mhc-connections",
-        remedy="layers with several residual streams are not planned; drop it",
-        name="enable_hyper_connections",
-        found=lambda get: get("enable_mhc_connections") or get("enable_hyper_connections"),
-    ),
-    Refusal(
-        flag="--hierarchical-context-parallel-sizes",
-        remedy="both exchange keys and values; use --sparse-balance-exchange hierarchical-ring",
-    ),
-    Refusal(
-        flag="--overlap-moe-expert-parallel-comm",
-        remedy="its combined schedule hides micro-batch times; drop it",
-    ),
-    Refusal(flag="--tp-comm-overlap", remedy="its buffers need a fixed sequence length; drop it"),
-    Refusal(
-        flag="--tensor-parallel-num-weight-shards",
-        remedy=NO_SHARDED_WEIGHTS,
-        found=lambda get: _more_shards_than_ranks(
-            get, "tensor_parallel_num_weight_shards", get("tensor_model_parallel_size", 1)
-        ),
-    ),
-    Refusal(
-        flag="--expert-tensor-parallel-num-weight-shards",
-        remedy=NO_SHARDED_WEIGHTS,
-        found=lambda get: _more_shards_than_ranks(
-            get,
-            "expert_tensor_parallel_num_weight_shards",
-            get("expert_tensor_parallel_size", get("tensor_model_parallel_size", 1)),
-        ),
-    ),
-    Refusal(
-        flag="--moe-token-dispatcher-type",
-        remedy="packed sequences differ in length; use --moe-token-dispatcher-type alltoall",
-        found=lambda get: (
-            (get("num_experts") or get("num_moe_experts"))
-            and get("moe_token_dispatcher_type") == "allgather"
-        ),
-    ),
-    Refusal(
-        flag="--num-query-groups",
-        remedy="a KV head's ranks would choose blocks each by itself; use as many groups as "
-        "tensor-parallel ranks, or --sparse-balance-selection token-query-head",
-        found=lambda get: _kv_heads_are_shared(get) and get.config.selection != "token-query-head",
-    ),
-    Refusal(
-        flag="--cuda-graph-impl",
-        remedy=_NO_GRAPHS,
-        found=lambda get: get("cuda_graph_impl", "none") != "none",
-    ),
-    Refusal(flag="--enable-cuda-graph", remedy=_NO_GRAPHS),
-    Refusal(flag="--external-cuda-graph", remedy=_NO_GRAPHS),
-    Refusal(flag="fp8_dot_product_attention", remedy="attention runs in the model's dtype"),
-    Refusal(flag="fp8_multi_head_attention", remedy="attention runs in the model's dtype"),
-    Refusal(
-        flag="--transformer-impl",
-        remedy="its layers are for inference; use transformer_engine or local",
-        found=lambda get: get("transformer_impl") == "inference_optimized",
-    ),
-    Refusal(flag="--use-kitchen-attention", remedy=_REPLACES_ATTENTION),
-    Refusal(
-        flag="--attention-backend",
-        remedy="Megatron would replace the plugin's attention; drop it",
-        found=lambda get: getattr(get("attention_backend"), "name", None) == "local",
-    ),
-    Refusal(
-        flag="--multi-latent-attention",
-        remedy="budgets need plain or grouped-query attention; drop it",
-    ),
-    Refusal(flag="--experimental-attention-variant", remedy=_REPLACES_ATTENTION),
-    Refusal(flag="--linear-attention-type", remedy=_REPLACES_ATTENTION),
-    Refusal(flag="--is-hybrid-model", remedy=GPT_ONLY),
-    Refusal(
-        flag="--heterogeneous-layers-config-path",
-        remedy="the cost model knows layers that are alike; drop it",
-    ),
-    Refusal(
-        flag="--mtp-num-layers",
-        remedy="its loss depends on which samples share a micro-batch, and its attention cannot be "
-        "told from the first layers'; drop it",
-    ),
-    Refusal(
-        flag="--position-embedding-type",
-        remedy="documents have one position per token; use rope, yarn, learned_absolute or none",
-        found=lambda get: get("position_embedding_type") in ("mrope", "relative"),
-    ),
-    Refusal(
-        flag="--rotary-base-per-layer",
-        remedy="layers with tables of their own would rotate shared sequences by wrong "
-        "positions; use --rotary-base",
-    ),
-    Refusal(
-        flag="--position-embedding-type yarn",
-        remedy="this megatron-core has no flags for it; use 0.19 or newer, or rope",
-        name="yarn",
-        found=lambda get: get("position_embedding_type") == "yarn" and not has_yarn_flags(),
-    ),
-    Refusal(
-        flag="--attention-dropout",
-        remedy="block-sparse attention has no dropout; use --attention-dropout 0",
-        found=lambda get: get("attention_dropout", 0.0) > 0.0,
-    ),
-    Refusal(
-        flag="--softmax-type",
-        remedy="only the plain softmax is implemented; use vanilla",
-        found=lambda get: get("softmax_type", "vanilla") != "vanilla",
-    ),
-    Refusal(flag="--window-size", remedy="the block selection replaces sliding windows; drop it"),
-    Refusal(flag="--qk-clip", remedy="logits of unselected blocks are never computed; drop it"),
-    Refusal(
-        flag="--log-max-attention-logit",
-        remedy="logits of unselected blocks are never computed; drop it",
-    ),
-    Refusal(
-        flag="per-sample loss",
-        remedy="regrouping needs --calculate-per-token-loss",
-        name="calculate_per_token_loss",
-        found=lambda get: not get("calculate_per_token_loss"),
-    ),
+_ATTENTION_DTYPE = "attention runs in the model's dtype"
+_DATA_FLAGS = (
+    *("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path"),
+    "per_split_data_args_path",
 )
-"""In the order in which they are looked at; the first that applies is named."""
+_GPT_ONLY = "only layers with attention have budgets; drop it"
+_NO_GRAPHS = "graphs freeze budgets and lengths; use --cuda-graph-impl none"
+_NO_LOGITS = "logits are stored per sequence of fixed length; drop it"
+_NO_SHARDED_WEIGHTS = (
+    "ranks would wait for one another in every layer; drop it, or use --use-distributed-optimizer"
+)
+_NO_UNSELECTED_LOGITS = "logits of unselected blocks are never computed; drop it"
+_ONE_VALIDATION_SET = "there is one validation set, and it has no end; drop it"
+_PADS_SEQUENCES = "both pad packed sequences; drop it"
+_PLACES_SAMPLES = "both place samples; drop it"
+_REAL_DATA = "give prefixes made by `sparse-balance prepare-data` as --data-path"
+_REPLACES_ATTENTION = "both replace core attention; drop it"
+
+MODEL = {
+    "--context-parallel-size": "1, 2, 4, ... ranks share a packed sequence; use a power of two",
+    "--hybrid-context-parallel": _PLACES_SAMPLES,
+    "--dynamic-context-parallel": _PLACES_SAMPLES,
+    "--sequence-packing-scheduler": _PLACES_SAMPLES,
+    "--pad-packed-seq-alignment": _PADS_SEQUENCES,
+    "--thd-max-packed-sequences": _PADS_SEQUENCES,
+    "--thd-tail-padding-policy": _PADS_SEQUENCES,
+    "--cp-partition-mode": "plans say which rank holds which blocks; drop it",
+    "--enable-mhc-connections": "layers with several residual streams are not planned; drop it",
+    "--hierarchical-context-parallel-sizes": (
+        "both exchange keys and values; use --sparse-balance-exchange hierarchical-ring"
+    ),
+    "--overlap-moe-expert-parallel-comm": "its combined schedule hides micro-batch times; drop it",
+    "--tp-comm-overlap": "its buffers need a fixed sequence length; drop it",
+    "--tensor-parallel-num-weight-shards": _NO_SHARDED_WEIGHTS,
+    "--expert-tensor-parallel-num-weight-shards": _NO_SHARDED_WEIGHTS,
+    "--moe-token-dispatcher-type": (
+        "packed sequences differ in length; use --moe-token-dispatcher-type alltoall"
+    ),
+    "--num-query-groups": (
+        "a KV head's ranks would choose blocks each by itself; use as many groups as "
+        "tensor-parallel ranks, or --sparse-balance-selection token-query-head"
+    ),
+    "--cuda-graph-impl": _NO_GRAPHS,
+    "--enable-cuda-graph": _NO_GRAPHS,
+    "--external-cuda-graph": _NO_GRAPHS,
+    "fp8_dot_product_attention": _ATTENTION_DTYPE,
+    "fp8_multi_head_attention": _ATTENTION_DTYPE,
+    "--transformer-impl": "its layers are for inference; use transformer_engine or local",
+    "--use-kitchen-attention": _REPLACES_ATTENTION,
+    "--attention-backend": "Megatron would replace the plugin's attention; drop it",
+    "--multi-latent-attention": "budgets need plain or grouped-query attention; drop it",
+    "--experimental-attention-variant": _REPLACES_ATTENTION,
+    "--linear-attention-type": _REPLACES_ATTENTION,
+    "--is-hybrid-model": _GPT_ONLY,
+    "--heterogeneous-layers-config-path": "the cost model knows layers that are alike; drop it",
+    "--mtp-num-layers": (
+        "its loss depends on which samples share a micro-batch, and its attention cannot be "
+        "told from the first layers'; drop it"
+    ),
+    "--position-embedding-type": (
+        "documents have one position per token; use rope, yarn, learned_absolute or none"
+    ),
+    "--rotary-base-per-layer": (
+        "layers with tables of their own would rotate shared sequences by wrong positions; "
+        "use --rotary-base"
+    ),
+    "--position-embedding-type yarn": (
+        "this megatron-core has no flags for it; use 0.19 or newer, or rope"
+    ),
+    "--attention-dropout": "block-sparse attention has no dropout; use --attention-dropout 0",
+    "--softmax-type": "only the plain softmax is implemented; use vanilla",
+    "--window-size": "the block selection replaces sliding windows; drop it",
+    "--qk-clip": _NO_UNSELECTED_LOGITS,
+    "--log-max-attention-logit": _NO_UNSELECTED_LOGITS,
+    "per-sample loss": "regrouping needs --calculate-per-token-loss",
+}
+"""Flag or field -> the reason and the remedy, in the order in which they are looked at; the first
+that applies is named."""
+
+TRAINING = {
+    "--seq-length": "Megatron wants a multiple of twice --context-parallel-size; choose one",
+    "--use-megatron-fsdp": _NO_SHARDED_WEIGHTS,
+    "--use-torch-fsdp2": _NO_SHARDED_WEIGHTS,
+    "--hybrid-layer-pattern": _GPT_ONLY,
+    "--hybrid-override-pattern": _GPT_ONLY,
+    "--spec": "both choose the layers; drop it",
+    "ModelOpt": "both choose the layers; train without it",
+    "--rampup-batch-size": "megatron-core 0.18 and newer ignore it; use --step-batch-size-schedule",
+    "--decrease-batch-size-if-needed": (
+        "the global batch size must not depend on the number of ranks; drop it"
+    ),
+    "--iterations-to-skip": "Megatron reads what it skips as sequences of fixed length; drop it",
+    "--phase-transition-iterations": "one order of samples holds for the whole run; drop it",
+    "--full-validation": _ONE_VALIDATION_SET,
+    "--multiple-validation-sets": _ONE_VALIDATION_SET,
+    "--use-varlen-dataset": f"both pack documents; {_REAL_DATA}",
+    "--mock-data": f"plans need real lengths; {_REAL_DATA}",
+    "no --data-path": f"plans need real lengths; {_REAL_DATA}",
+    "--split": "every split has sources of its own already; drop it",
+    "--dataloader-type": "the plugin brings its own iterator; use external or drop the flag",
+    "--sft": "prepare conversations with `sparse-balance prepare-data` and drop it",
+    "--fim-data": "samples are trained on as they are stored; drop it",
+    "--eod-mask-loss": "loss masks are made by `sparse-balance prepare-data`; drop it",
+    "--logits-save-dir": _NO_LOGITS,
+    "--logits-load-dir": _NO_LOGITS,
+    "--perform-rl-step": "rollouts are not planned; drop it",
+    "--yaml-cfg": "give every flag on the command line instead",
+    "--inprocess-restart": "let torchrun restart the ranks; drop it",
+    "--non-persistent-ckpt-type": "the plugin's state is in regular checkpoints only; drop it",
+    "--override-ckpt-iteration": (
+        "plans follow the samples consumed; choose a checkpoint with --ckpt-step"
+    ),
+    "--ckpt-format": "the plugin's state is read from torch_dist checkpoints; use torch_dist",
+}
+"""Likewise of training; looked at after those of the model."""
+
+_SOME_VALUES: dict[str, Callable[[Settings], object]] = {
+    "--context-parallel-size": lambda get: not is_power_of_two(get("context_parallel_size", 1)),
+    "--cp-partition-mode": lambda get: get("cp_partition_mode", "zigzag") != "zigzag",
+    "--enable-mhc-connections": lambda get: (
+        get("enable_mhc_connections") or get("enable_hyper_connections")
+    ),
+    "--tensor-parallel-num-weight-shards": lambda get: _more_shards_than_ranks(get, "tensor"),
+    "--expert-tensor-parallel-num-weight-shards": lambda get: _more_shards_than_ranks(
+        get, "expert_tensor"
+    ),
+    "--moe-token-dispatcher-type": lambda get: (
+        (get("num_experts") or get("num_moe_experts"))
+        and get("moe_token_dispatcher_type") == "allgather"
+    ),
+    "--num-query-groups": lambda get: (
+        _kv_heads_are_shared(get) and get.config.selection != "token-query-head"
+    ),
+    "--cuda-graph-impl": lambda get: get("cuda_graph_impl", "none") != "none",
+    "--transformer-impl": lambda get: get("transformer_impl") == "inference_optimized",
+    "--attention-backend": lambda get: getattr(get("attention_backend"), "name", None) == "local",
+    "--position-embedding-type": lambda get: (
+        get("position_embedding_type") in ("mrope", "relative")
+    ),
+    "--position-embedding-type yarn": lambda get: (
+        get("position_embedding_type") == "yarn" and not has_yarn_flags()
+    ),
+    "--attention-dropout": lambda get: get("attention_dropout", 0.0) > 0.0,
+    "--softmax-type": lambda get: get("softmax_type", "vanilla") != "vanilla",
+    "per-sample loss": lambda get: not get("calculate_per_token_loss"),
+    "--seq-length": lambda get: (
+        get("context_parallel_size", 1) > 1
+        and get("seq_length", 0) % (2 * get("context_parallel_size", 1))
+    ),
+    "no --data-path": lambda get: not any(map(get, _DATA_FLAGS)),
+    "--split": lambda get: get("split") and any(map(get, _DATA_FLAGS[2:])),
+    "--dataloader-type": lambda get: get("dataloader_type") != "external",
+    "--ckpt-format": lambda get: (
+        (get("save") or get("load")) and get("ckpt_format", "torch_dist") != "torch_dist"
+    ),
+    "ModelOpt": lambda get: get("modelopt_enabled"),
+}
+"""Flags that are refused for some values, or beside others: flag -> whether it is. Every other flag
+is refused for any value that is true."""
+
+
+def check_supported(args: Namespace, config: SparseBalanceConfig) -> None:
+    """Refuse combinations of Megatron flags with ``--sparse-balance`` that would go wrong.
+
+    Raises:
+        ConfigError: naming both flags and the remedy.
+    """
+    get = Settings(args, config)
+    _refuse(MODEL | TRAINING, get)
+    cp_size = get("context_parallel_size", 1)
+    check_cap(get("seq_length", 0), config, context_parallel_size=cp_size)
+    check_selection(config, context_parallel_size=cp_size)
 
 
 def check_model(transformer_config: object, config: SparseBalanceConfig) -> None:
@@ -230,7 +228,23 @@ def check_model(transformer_config: object, config: SparseBalanceConfig) -> None
     Raises:
         ConfigError: naming both flags and the remedy.
     """
-    refuse(MODEL, Settings(transformer_config, config))
+    _refuse(MODEL, Settings(transformer_config, config))
+
+
+def _refuse(refusals: Mapping[str, str], get: Settings) -> None:
+    for flag, remedy in refusals.items():
+        value = get(flag.removeprefix("--").replace("-", "_"))
+        is_refused = _SOME_VALUES[flag](get) if flag in _SOME_VALUES else value
+        if is_refused:
+            raise ConfigError(f"--sparse-balance with {_as_given(flag, value)}: {remedy}")
+
+
+def _as_given(flag: str, value: Any) -> str:
+    """The flag with its value, as the user may have typed it."""
+    if value is None or isinstance(value, bool):
+        return flag
+    values = value if isinstance(value, list | tuple) else [value]
+    return " ".join([flag, *(str(getattr(item, "name", item)) for item in values)])
 
 
 def check_cap(
@@ -257,12 +271,14 @@ def check_selection(config: SparseBalanceConfig, *, context_parallel_size: int =
     Raises:
         ConfigError: naming the selection, the flag that lets ranks share it, and the remedy.
     """
+    if not getattr(selector_named(config.selection), "needs_whole_documents", False):
+        return
     sharing = {
         "--context-parallel-size": context_parallel_size,
         flag_name("max_context_parallel"): config.max_context_parallel or 1,
     }
     for flag, ranks in sharing.items():
-        if ranks > 1 and getattr(selector_named(config.selection), "needs_whole_documents", False):
+        if ranks > 1:
             raise ConfigError(
                 f"{flag_name('selection')} {config.selection} with {flag} {ranks}: its probes are "
                 "the last queries of a sequence, which one rank must hold; use vertical-slash, or "
@@ -270,8 +286,30 @@ def check_selection(config: SparseBalanceConfig, *, context_parallel_size: int =
             )
 
 
-def refuse(refusals: Iterable[Refusal], get: Settings) -> None:
-    """Raise :class:`ConfigError` for the first that applies."""
-    for refusal in refusals:
-        if refusal.applies(get):
-            raise ConfigError(f"--sparse-balance with {refusal.as_given(get)}: {refusal.remedy}")
+def check_batches(args: Namespace) -> None:
+    """Refuse a global batch that does not fill its micro-batches, before Megatron asserts as much.
+
+    Checks the flags as typed; what cannot be told yet, because flags are missing or will come from
+    a checkpoint, is left to Megatron.
+
+    Raises:
+        ConfigError: naming the flags and the remedy.
+    """
+    get = Settings(args, SparseBalanceConfig())
+    ranks_per_model = 1
+    for kind in ("tensor_model", "pipeline_model", "context"):
+        ranks_per_model *= get(f"{kind}_parallel_size", 1)
+    ranks = get("world_size", 1)
+    if get("use_checkpoint_args") or ranks_per_model < 1 or ranks % ranks_per_model:
+        return
+    for prefix in ("", "eval_"):
+        micro_batch_size, global_batch_size = (
+            get(f"{prefix}{name}", get(name)) for name in ("micro_batch_size", "global_batch_size")
+        )
+        if micro_batch_size and global_batch_size:
+            flag = "--" + prefix.replace("_", "-")
+            parts = {
+                f"{flag}micro-batch-size": micro_batch_size,
+                "data-parallel size": ranks // ranks_per_model,
+            }
+            whole_parts(global_batch_size, f"{flag}global-batch-size", parts)

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.parts import Direction, Part
@@ -25,9 +26,9 @@ class Thoroughness:
     most_repeats: int
     seconds_per_cell: float
     divisors: tuple[int, ...]
-    """Rows of one document are the sequence length over each of these."""
+    """Sequences of one document are the sequence length over each of these."""
     documents: tuple[int, ...]
-    """A row half as long as the longest of those is also measured cut into this many."""
+    """A sequence half as long as the longest of those is also measured cut into this many."""
     most_dense_blocks: int
     """Blocks of a document up to which dense attention is measured too."""
 
@@ -54,7 +55,7 @@ QUICK = Thoroughness(
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One row of the measuring plan: parts to time on one micro-batch."""
+    """Parts to time on one micro-batch."""
 
     parts: tuple[Part, ...]
     lengths_tokens: tuple[int, ...]
@@ -75,17 +76,15 @@ class Timed:
 def plan_cells(
     longest_tokens: int, config: SparseBalanceConfig, thoroughness: Thoroughness
 ) -> list[Cell]:
-    """What to measure, short rows first, so that they pay for what the first runs do once.
+    """What to measure, short sequences first, so that they pay for what the first runs do once.
 
     Attention runs at powers of four, at the base budget, and densely where that is affordable; the
     other parts do not depend on the budget and run at the base budget only.
     """
-    rows: list[tuple[int, ...]] = [
-        (longest_tokens // divisor,) for divisor in thoroughness.divisors
-    ]
-    rows += [_cut(max(rows)[0] // 2, documents) for documents in thoroughness.documents]
+    cuts = [_cut(longest_tokens // divisor, 1) for divisor in thoroughness.divisors]
+    cuts += [_cut(max(cuts)[0] // 2, documents) for documents in thoroughness.documents]
     cells = []
-    for lengths in sorted({row for row in rows if min(row) >= 1}, key=lambda row: (sum(row), row)):
+    for lengths in sorted({cut for cut in cuts if min(cut) >= 1}, key=lambda cut: (sum(cut), cut)):
         blocks = -(-max(lengths) // config.block_size)
         base = min(config.base_budget, blocks)
         dense = {blocks} if blocks <= thoroughness.most_dense_blocks else set()
@@ -108,34 +107,30 @@ def _cut(tokens: int, documents: int) -> tuple[int, ...]:
 def measure(
     part: Part, timed: Timed, cell: Cell, thoroughness: Thoroughness, clock: Clock
 ) -> list[CostRow]:
-    """Times a part as often as ``thoroughness`` says: a row per direction that it runs in."""
+    """Time a part as often as ``thoroughness`` says: a row per direction that it runs in."""
     for _ in range(thoroughness.warm_up):
-        _time_once(timed, clock)
+        time_once(timed, clock)
     runs_ms: list[tuple[float, ...]] = []
     while len(runs_ms) < thoroughness.most_repeats and (
         len(runs_ms) < thoroughness.least_repeats
         or sum(map(sum, runs_ms)) < thoroughness.seconds_per_cell * 1e3
     ):
-        runs_ms.append(_time_once(timed, clock))
+        runs_ms.append(time_once(timed, clock))
     # One column, not two, where there is no backward.
     columns_ms = zip(Direction, zip(*runs_ms, strict=True), strict=False)
-    return [_row(part, direction, times_ms, cell) for direction, times_ms in columns_ms]
+    return [
+        CostRow(
+            part=part,
+            direction=direction,
+            lengths_tokens=cell.lengths_tokens,
+            budget_blocks=cell.budget_blocks if part is Part.ATTENTION else None,
+            **median_and_spread(times_ms),
+        )
+        for direction, times_ms in columns_ms
+    ]
 
 
-def _row(part: Part, direction: Direction, times_ms: Sequence[float], cell: Cell) -> CostRow:
-    median_ms = float(np.median(times_ms))
-    return CostRow(
-        part=part,
-        direction=direction,
-        lengths_tokens=cell.lengths_tokens,
-        budget_blocks=cell.budget_blocks if part is Part.ATTENTION else None,
-        ms_median=median_ms,
-        ms_spread=float(np.median(np.abs(np.array(times_ms) - median_ms))),
-        repeats=len(times_ms),
-    )
-
-
-def _time_once(timed: Timed, clock: Clock) -> tuple[float, ...]:
+def time_once(timed: Timed, clock: Clock) -> tuple[float, ...]:
     """ms of the forward and, where there is one, of the backward."""
     marks = [clock.mark()]
     output = timed.forward()
@@ -143,5 +138,27 @@ def _time_once(timed: Timed, clock: Clock) -> tuple[float, ...]:
     if timed.backward is not None:
         timed.backward(output)
         marks.append(clock.mark())
-    spans = pairwise(marks)
-    return tuple(clock.elapsed_ms(begin, end) for begin, end in spans)
+    return tuple(clock.elapsed_ms(begin, end) for begin, end in pairwise(marks))
+
+
+def median_and_spread(times_ms: Sequence[float]) -> dict[str, Any]:
+    """Median, median deviation from it, and number of repeats, by their names in cost tables."""
+    median_ms = float(np.median(times_ms))
+    return {
+        "ms_median": median_ms,
+        "ms_spread": float(np.median(np.abs(np.array(times_ms) - median_ms))),
+        "repeats": len(times_ms),
+    }
+
+
+def backward_from(
+    gradient: Tensor | None, *, inputs: Sequence[Tensor] = ()
+) -> Callable[[Tensor], None]:
+    """A backward from ``gradient``. Parameters accumulate, as in training; inputs start afresh."""
+
+    def backward(output: Tensor) -> None:
+        for leaf in inputs:
+            leaf.grad = None
+        output.backward(gradient)
+
+    return backward

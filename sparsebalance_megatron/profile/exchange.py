@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what it takes that ranks share a row, between the ranks that profiling is started on.
+"""Measures what it takes that ranks share a sequence, between the ranks of this launch.
 
 Import only after the CPU adapter has been installed where it is needed.
 
-Shape legend: T tokens of a member's row, H query heads, G KV heads, D head dim, Q blocks that
-select, C heads that select, K places of a list.
+Shape legend: T tokens of a member's slice, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsebalance_megatron.attention.kernels.contract import Saved, wide_dtype
+from sparsebalance_megatron.attention.kernels.contract import Attention, Saved, wide_dtype
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.exchange import ExchangingKernel
 from sparsebalance_megatron.attention.sequence.slice import SequenceGroup, SequenceSlice
@@ -27,15 +24,19 @@ from sparsebalance_megatron.config import ExchangeName
 from sparsebalance_megatron.cost.exchange import Exchange, received_bytes
 from sparsebalance_megatron.cost.table import ExchangeRow
 from sparsebalance_megatron.megatron.sequence_groups import make_sequence_groups
-from sparsebalance_megatron.megatron.single_process import (
-    data_parallel_world,
-    transformer_config,
+from sparsebalance_megatron.megatron.settings import RANKS_PER_NODE
+from sparsebalance_megatron.megatron.single_process import data_parallel_world, transformer_config
+from sparsebalance_megatron.profile.cells import (
+    Thoroughness,
+    Timed,
+    backward_from,
+    median_and_spread,
+    time_once,
 )
-from sparsebalance_megatron.profile.cells import Thoroughness
 from sparsebalance_megatron.profile.clocks import Clock
 
 _DIVISORS = (4, 1)
-"""Rows are the sequence length over each of these."""
+"""Sequences are the sequence length over each of these."""
 _TIMEOUT_MINUTES = 10.0
 
 
@@ -45,56 +46,58 @@ def measured_exchanges(
     *,
     exchange: ExchangeName,
     block_size: int,
-    ranks_per_node: int,
     device: torch.device,
     thoroughness: Thoroughness,
     clock: Clock,
 ) -> tuple[ExchangeRow, ...]:
-    """Time the exchange of a layer at widths of 2, 4, ... ranks; collective over all of them.
+    """Time the exchange of a layer between 2, 4, ... ranks; collective over all of them.
 
-    The world of these ranks, found as torchrun says, is started and ended here. A row is as slow as
-    its slowest member. Attention itself is left out: what is timed is what sharing adds.
+    The world of these ranks, found as torchrun says, is started and ended here. A sequence is as
+    slow as its slowest member. Attention itself is left out: what is timed is what sharing adds.
 
     Args:
         args: Megatron's, cut down to one rank's share of heads.
         ranks: that profiling was started on, an even number.
-        ranks_per_node: the inner rings of a hierarchical exchange.
 
     Returns:
-        A row for the forward and one for the backward pass of every width and length.
+        A row for the forward and one for the backward pass of every number of ranks and length.
     """
     rows = []
     with data_parallel_world(device):
         groups = make_sequence_groups(
             ranks & -ranks,
             exchange=exchange,
-            ranks_per_node=ranks_per_node,
+            ranks_per_node=RANKS_PER_NODE if device.type == "cpu" else torch.cuda.device_count(),
             timeout_minutes=_TIMEOUT_MINUTES,
         )
         config = transformer_config(args)
         for size, group in groups.by_size.items():
             lengths = {max(size * block_size, args.seq_length // divisor) for divisor in _DIVISORS}
             for tokens in sorted(lengths if size > 1 else ()):
-                run = _exchange_of_row(config, group, tokens, block_size, device)
-                rows += _timed_rows(run, group, config, tokens, thoroughness, clock)
+                timed = _exchange(config, group, tokens, block_size, device)
+                rows += _timed_rows(timed, group, config, tokens, thoroughness, clock)
     return tuple(rows)
 
 
-def _exchange_of_row(
+def _exchange(
     config: Any, group: SequenceGroup, tokens: int, block_size: int, device: torch.device
-) -> tuple[Callable[[], tuple[Tensor, Tensor]], Callable[[tuple[Tensor, Tensor]], Any]]:
-    """Forward and backward of a row of one document, whose attention costs nothing."""
+) -> Timed:
+    """Forward and backward of a sequence of one document, whose attention costs nothing."""
     assert group.exchange is not None, "a group of several members has an exchange"
     held = SequenceSlice.dealt((0, tokens), group, block_size=block_size, device=device)
-    local = held.local_layout.tokens
-    q_THD, k_TGD, v_TGD = (
-        torch.ones(local, heads, config.kv_channels, dtype=config.params_dtype, device=device)
-        for heads in (config.num_attention_heads, *[config.num_query_groups] * 2)
+    groups = config.num_query_groups
+    q_THD, k_TGD, v_TGD = qkv = tuple(
+        torch.ones(
+            (held.local_layout.tokens, heads, config.kv_channels),
+            dtype=config.params_dtype,
+            device=device,
+            requires_grad=True,
+        )
+        for heads in (config.num_attention_heads, groups, groups)
     )
-    lists = held.local_layout.blocks, config.num_query_groups
     selection = Selection(
-        indices_QCK=held.own_block_N.int()[:, None, None].repeat(1, lists[1], 1),
-        counts_QC=torch.ones(lists, dtype=torch.int32, device=device),
+        indices_QCK=held.own_block_N.int()[:, None, None].repeat(1, groups, 1),
+        counts_QC=torch.ones((held.local_layout.blocks, groups), dtype=torch.int32, device=device),
         by_token=False,
         query_layout=held.local_layout,
         kv_layout=held.whole_layout,
@@ -102,44 +105,27 @@ def _exchange_of_row(
     )
     kernel = ExchangingKernel(exchange=group.exchange, sequence=held, kernel=_NoAttention())
 
-    def forward() -> tuple[Tensor, Tensor]:
-        return kernel.forward(q_THD, k_TGD, v_TGD, selection, softmax_scale=1.0)
+    def forward() -> Tensor:
+        out_THD, _ = Attention.apply(q_THD, k_TGD, v_TGD, selection, 1.0, kernel, None)
+        return out_THD
 
-    def backward(output: tuple[Tensor, Tensor]) -> Any:
-        saved = Saved(
-            q_THD=q_THD,
-            k_TGD=k_TGD,
-            v_TGD=v_TGD,
-            out_THD=output[0],
-            lse_TH=output[1],
-            selection=selection,
-            softmax_scale=1.0,
-        )
-        return kernel.backward(q_THD, saved)
-
-    return forward, backward
+    return Timed(forward=forward, backward=backward_from(torch.ones_like(q_THD), inputs=qkv))
 
 
 def _timed_rows(
-    run: tuple[Callable[[], tuple[Tensor, Tensor]], Callable[[tuple[Tensor, Tensor]], Any]],
+    timed: Timed,
     group: SequenceGroup,
     config: Any,
     tokens: int,
     thoroughness: Thoroughness,
     clock: Clock,
 ) -> list[ExchangeRow]:
-    forward, backward = run
     # As often on all members: a clock would stop them at different repeats.
     repeats = thoroughness.most_repeats
     runs_ms = []
     for _ in range(thoroughness.warm_up + repeats):
         dist.barrier(group.process_group)
-        marks = [clock.mark()]
-        output = forward()
-        marks.append(clock.mark())
-        backward(output)
-        marks.append(clock.mark())
-        runs_ms.append([clock.elapsed_ms(begin, end) for begin, end in pairwise(marks)])
+        runs_ms.append(time_once(timed, clock))
     of_members: list[Any] = [None] * group.members
     dist.all_gather_object(of_members, runs_ms[thoroughness.warm_up :], group.process_group)
     slowest_ms = np.array(of_members).max(axis=0)
@@ -150,28 +136,17 @@ def _timed_rows(
         ExchangeRow(
             width=group.members,
             received_bytes=round(received_bytes(tokens, group.members, bytes_per_token)),
-            ms_median=float(np.median(times_ms)),
-            ms_spread=float(np.median(np.abs(times_ms - np.median(times_ms)))),
-            repeats=repeats,
+            **median_and_spread(times_ms),
         )
         for bytes_per_token, times_ms in zip(per_token, slowest_ms.T, strict=True)
     ]
 
 
 class _NoAttention:
-    """A :class:`.kernel.Kernel` that reads nothing."""
+    """A kernel that reads nothing."""
 
-    def forward(
-        self,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        selection: Selection,
-        *,
-        softmax_scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        lse_TH = q_THD.new_zeros(q_THD.shape[:2], dtype=wide_dtype(q_THD.dtype))
-        return q_THD, lse_TH
+    def forward(self, q_THD: Tensor, *inputs: Any, **scale: Any) -> tuple[Tensor, Tensor]:
+        return q_THD, q_THD.new_zeros(q_THD.shape[:2], dtype=wide_dtype(q_THD.dtype))
 
     def backward(self, dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
         return dout_THD, saved.k_TGD, saved.v_TGD

@@ -10,7 +10,7 @@ samples.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -19,13 +19,10 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.select import rank_row
-from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.megatron.compat import enable_variable_lengths, gpt_model
 from sparsebalance_megatron.megatron.core_attention import (
     AttentionOptions,
-    BudgetedCoreAttention,
     sparse_balance_layer_spec,
 )
 from sparsebalance_megatron.megatron.packed_seq_params import (
@@ -37,7 +34,7 @@ from sparsebalance_megatron.megatron.single_process import (
     start_single_process,
     transformer_config,
 )
-from sparsebalance_megatron.profile.cells import Timed
+from sparsebalance_megatron.profile.cells import Timed, backward_from
 
 
 class ProfiledModel:
@@ -59,7 +56,7 @@ class ProfiledModel:
         enable_variable_lengths(self._config)
         self._model = _build(args, self._config, options, device)
         self._layer = self._model.decoder.layers[0]
-        self._core_attention: BudgetedCoreAttention = self._layer.self_attention.core_attention
+        self._select = self._layer.self_attention.core_attention.select
         # What the layer costs without attention, which is timed by itself.
         self._layer.self_attention.core_attention = _PassQueries()
         self._generator = torch.Generator(device=device).manual_seed(args.seed)
@@ -94,7 +91,9 @@ class ProfiledModel:
 
     def _attention(self, tokens: int, context: MicroBatchContext) -> Timed:
         q_THD, k_TGD, v_TGD = self._queries_keys_values(tokens)
-        selection = self._select(q_THD, k_TGD, context, guarded=False)
+        # The guard would raise budgets that random scores make lose coverage.
+        context.pinned_S = torch.ones_like(context.budgets_LS[0], dtype=torch.bool)
+        selection = self._select(q_THD, k_TGD, context)
 
         def attend() -> Tensor:
             out_THD, _ = block_sparse_attention(
@@ -107,14 +106,12 @@ class ProfiledModel:
             )
             return out_THD
 
-        backward = _backward_from(torch.ones_like(q_THD), inputs=(q_THD, k_TGD, v_TGD))
+        backward = backward_from(torch.ones_like(q_THD), inputs=(q_THD, k_TGD, v_TGD))
         return Timed(forward=attend, backward=backward)
 
     def _router(self, tokens: int, context: MicroBatchContext) -> Timed:
         q_THD, k_TGD, _ = self._queries_keys_values(tokens)
-        return Timed(
-            forward=lambda: self._select(q_THD, k_TGD, context, guarded=True), backward=None
-        )
+        return Timed(forward=lambda: self._select(q_THD, k_TGD, context), backward=None)
 
     def _queries_keys_values(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         config = self._config
@@ -124,24 +121,6 @@ class ProfiledModel:
             for count in (heads, groups, groups)
         )
         return q_THD, k_TGD, v_TGD
-
-    def _select(
-        self, q_THD: Tensor, k_TGD: Tensor, context: MicroBatchContext, *, guarded: bool
-    ) -> Selection:
-        """What core attention does before it attends; unguarded, the budgets stay as they are."""
-        budgets_S = context.budgets_LS[0]
-        selector = self._options.selector
-        with torch.no_grad():
-            ranking = rank_row(
-                selector,
-                *(q_THD, k_TGD, context.layout),
-                softmax_scale=q_THD.shape[-1] ** -0.5,
-                max_budget=max(context.max_budgets[0], self._options.base_budget),
-                observe=guarded,
-            )
-            if guarded:
-                budgets_S = self._core_attention.guard_and_observe(ranking, budgets_S, context)
-            return selector.select(ranking, budgets_S)
 
     def _linear(self, tokens: int, context: MicroBatchContext) -> Timed:
         params = packed_params(
@@ -159,7 +138,7 @@ class ProfiledModel:
             )
             return out_T1h
 
-        backward = _backward_from(torch.ones_like(hidden_T1h), inputs=(hidden_T1h,))
+        backward = backward_from(torch.ones_like(hidden_T1h), inputs=(hidden_T1h,))
         return Timed(forward=layer, backward=backward)
 
     def _embedding(self, tokens: int) -> Timed:
@@ -168,7 +147,7 @@ class ProfiledModel:
         gradient_T1h = torch.ones_like(self._hidden(tokens))
         return Timed(
             forward=lambda: self._model.embedding(tokens_1T, positions_1T),
-            backward=_backward_from(gradient_T1h),
+            backward=backward_from(gradient_T1h),
         )
 
     def _head(self, tokens: int) -> Timed:
@@ -185,7 +164,7 @@ class ProfiledModel:
             logits, _ = model.output_layer(normed_T1h, weight=weight)
             return model.compute_language_model_loss(labels_1T, logits).float().sum()
 
-        return Timed(forward=head, backward=_backward_from(None, inputs=(hidden_T1h,)))
+        return Timed(forward=head, backward=backward_from(None, inputs=(hidden_T1h,)))
 
     def _rotary(self, hidden_T1h: Tensor, params: BudgetedPackedSeqParams) -> Any:
         embedding = getattr(self._model, "rotary_pos_emb", None)
@@ -234,19 +213,6 @@ class _PassQueries(torch.nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any) -> Tensor:
         return _ReturnQueries.apply(query, key, value)
-
-
-def _backward_from(
-    gradient: Tensor | None, *, inputs: Sequence[Tensor] = ()
-) -> Callable[[Tensor], None]:
-    """Backward from ``gradient``. Parameters accumulate, as in training; inputs start afresh."""
-
-    def backward(output: Tensor) -> None:
-        for leaf in inputs:
-            leaf.grad = None
-        output.backward(gradient)
-
-    return backward
 
 
 def _build(args: Namespace, config: Any, options: AttentionOptions, device: torch.device) -> Any:

@@ -2,17 +2,17 @@
 """Measures the model that training's flags describe, part by part, on this machine.
 
 One process measures one rank's share of one layer, of the embedding and of the head. Where
-profiling is started on several ranks, what it takes that they share a row is measured as well.
+profiling is started on several ranks, what it takes that they share a sequence is measured as well.
 Other communication is not in the table; calibration adds it while training runs.
 """
 
 from __future__ import annotations
 
-import argparse
 import io
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -27,39 +27,35 @@ from sparsebalance_megatron.profile.cells import Cell, Thoroughness, measure, pl
 from sparsebalance_megatron.profile.clocks import Clock, CudaEventClock, HostClock
 
 _ONE_RANK: dict[str, Any] = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "pipeline_model_parallel_layout": None,
-    "num_layers_per_virtual_pipeline_stage": None,
-    "num_virtual_stages_per_pipeline_rank": None,
-    "decoder_first_pipeline_num_layers": None,
-    "decoder_last_pipeline_num_layers": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": 1,
-    "sequence_parallel": False,
-    "tp_comm_overlap": False,
-    "use_distributed_optimizer": False,
-    "overlap_grad_reduce": False,
-    "overlap_param_gather": False,
-    "num_layers": 1,
-    # Rows are as long as --seq-length, whatever their number.
-    "micro_batch_size": 1,
-    "global_batch_size": None,
-    "eval_micro_batch_size": None,
-    "eval_global_batch_size": None,
-    "rampup_batch_size": None,
-    # The cost model adds what recomputation repeats.
-    "recompute_granularity": None,
-    "recompute_method": None,
-    "recompute_num_layers": None,
+    **dict.fromkeys(
+        (
+            *("tensor_model_parallel_size", "pipeline_model_parallel_size", "world_size"),
+            *("context_parallel_size", "expert_model_parallel_size", "num_layers"),
+            # Sequences are as long as --seq-length, whatever their number.
+            *("expert_tensor_parallel_size", "micro_batch_size"),
+        ),
+        1,
+    ),
+    **dict.fromkeys(
+        (
+            *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+            *("sequence_parallel", "tp_comm_overlap", "use_distributed_optimizer"),
+            *("overlap_grad_reduce", "overlap_param_gather"),
+        ),
+        False,
+    ),
+    **dict.fromkeys(
+        (
+            *("pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage"),
+            *("num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers"),
+            *("decoder_last_pipeline_num_layers", "global_batch_size", "eval_micro_batch_size"),
+            *("eval_global_batch_size", "rampup_batch_size"),
+            # The cost model adds what recomputation repeats.
+            *("recompute_granularity", "recompute_method", "recompute_num_layers"),
+            *("save", "load", "tensorboard_dir"),
+        )
+    ),
     "rank": 0,
-    "world_size": 1,
-    "save": None,
-    "load": None,
-    "tensorboard_dir": None,
     "wandb_project": "",
 }
 """Megatron arguments that spread the work, or write files, and their values for one process."""
@@ -94,17 +90,30 @@ def profile(
         cpu.install()
     from sparsebalance_megatron.megatron.compat import megatron_version
     from sparsebalance_megatron.megatron.core_attention import AttentionOptions
+    from sparsebalance_megatron.profile.exchange import measured_exchanges
     from sparsebalance_megatron.profile.model import ProfiledModel
 
     clock: Clock = HostClock() if device_type == "cpu" else CudaEventClock()
     with redirect_stdout(io.StringIO()):
         args, config, identity, launched = _read_flags(flags, device_type)
-        exchanges = _exchanges(args, config, launched, device_type, thoroughness, clock)
+        device = torch.device(device_type)
+        exchanges: tuple[ExchangeRow, ...] = ()
+        if launched.world_size > 1:
+            if device_type == "cuda":
+                torch.cuda.set_device(launched.local_rank)
+            exchanges = measured_exchanges(
+                args,
+                launched.world_size,
+                exchange=config.exchange,
+                block_size=config.block_size,
+                device=device,
+                thoroughness=thoroughness,
+                clock=clock,
+            )
         if launched.rank > 0:
             return None
         grid = budget_grid(-(-args.seq_length // config.block_size))
-        options = AttentionOptions.from_config(config, grid)
-        model = ProfiledModel(args, options, torch.device(device_type))
+        model = ProfiledModel(args, AttentionOptions.from_config(config, grid), device)
     rows: list[CostRow] = []
     for cell in progress(plan_cells(args.seq_length, config, thoroughness)):
         for part in cell.parts:
@@ -124,48 +133,15 @@ def profile(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Launched:
-    """This process among those that profiling was started as."""
-
-    rank: int
-    local_rank: int
-    ranks: int
-
-
-def _exchanges(
-    args: argparse.Namespace,
-    config: SparseBalanceConfig,
-    launched: _Launched,
-    device_type: str,
-    thoroughness: Thoroughness,
-    clock: Clock,
-) -> tuple[ExchangeRow, ...]:
-    """None for a process by itself."""
-    if launched.ranks == 1:
-        return ()
-    from sparsebalance_megatron.megatron.settings import RANKS_PER_NODE
-    from sparsebalance_megatron.profile.exchange import measured_exchanges
-
-    on_cpu = device_type == "cpu"
-    if not on_cpu:
-        torch.cuda.set_device(launched.local_rank)
-    return measured_exchanges(
-        args,
-        launched.ranks,
-        exchange=config.exchange,
-        block_size=config.block_size,
-        ranks_per_node=RANKS_PER_NODE if on_cpu else torch.cuda.device_count(),
-        device=torch.device(device_type),
-        thoroughness=thoroughness,
-        clock=clock,
-    )
-
-
 def _read_flags(
     flags: Sequence[str], device_type: str
-) -> tuple[argparse.Namespace, SparseBalanceConfig, RunIdentity, _Launched]:
-    """Megatron's arguments of one rank's share, and what the table will be valid for."""
+) -> tuple[Namespace, SparseBalanceConfig, RunIdentity, Namespace]:
+    """Read the flags of one rank's share, and what the table will be valid for.
+
+    Returns:
+        Megatron's arguments of one process and one rank's share, the plugin's config, the table's
+        identity, and Megatron's arguments as given.
+    """
     from sparsebalance_megatron.megatron.arguments import config_from_args
     from sparsebalance_megatron.megatron.settings import model_shape, run_identity
     from sparsebalance_megatron.megatron.single_process import (
@@ -178,7 +154,7 @@ def _read_flags(
     config = config_from_args(args)
     ranks = args.tensor_model_parallel_size
     _check_profilable(args)
-    launched = _Launched(rank=args.rank, local_rank=args.local_rank, ranks=args.world_size)
+    launched = Namespace(**vars(args))
     for name in _ONE_RANK.keys() & vars(args).keys():
         setattr(args, name, _ONE_RANK[name])
     args.make_vocab_size_divisible_by *= ranks
@@ -191,7 +167,7 @@ def _read_flags(
     return args, config, identity, launched
 
 
-def _check_profilable(args: argparse.Namespace) -> None:
+def _check_profilable(args: Namespace) -> None:
     for found, flag, remedy in (
         (args.yaml_cfg is not None, "--yaml-cfg", "give every flag on the command line"),
         (args.use_checkpoint_args, "--use-checkpoint-args", "give the model's flags instead"),
@@ -203,14 +179,14 @@ def _check_profilable(args: argparse.Namespace) -> None:
         (
             args.world_size > 1 and args.world_size % 2,
             f"{args.world_size} ranks",
-            "rows are shared by 2, 4, ... of them; start it on an even number, or on one",
+            "sequences are shared by 2, 4, ... of them; start it on an even number, or on one",
         ),
     ):
         if found:
             raise ConfigError(f"sparse-balance profile with {flag}: {remedy}")
 
 
-def _cut_to_share(args: argparse.Namespace, ranks: int) -> None:
+def _cut_to_share(args: Namespace, ranks: int) -> None:
     """Leave the heads, MLP columns and vocabulary rows that one of ``ranks`` TP ranks computes."""
     names = ["num_attention_heads", "ffn_hidden_size", "padded_vocab_size"]
     names += ["num_query_groups"] if args.group_query_attention else []

@@ -64,7 +64,7 @@ def _plan_and_print(device_type: str, argv: Sequence[str]) -> None:
         from sparsebalance_megatron.log.log_directory import LogDirectory
         from sparsebalance_megatron.megatron.arguments import config_from_args
         from sparsebalance_megatron.megatron.settings import RunSettings
-        from sparsebalance_megatron.megatron.unsupported_training import check_supported
+        from sparsebalance_megatron.megatron.unsupported import check_supported
         from sparsebalance_megatron.run.dry_run_report import describe
         from sparsebalance_megatron.run.inputs import (
             CostedInputs,

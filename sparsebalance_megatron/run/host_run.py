@@ -27,7 +27,7 @@ from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_va
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, replace_core_attention
 from sparsebalance_megatron.megatron.layout_cache import LayoutCache
 from sparsebalance_megatron.megatron.packed_seq_params import micro_batch_context
-from sparsebalance_megatron.megatron.ranks import data_parallel_group, data_parallel_size
+from sparsebalance_megatron.megatron.sequence_groups import data_parallel_group, data_parallel_size
 from sparsebalance_megatron.megatron.settings import host_job
 from sparsebalance_megatron.megatron.unsupported import check_model
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan

@@ -17,7 +17,7 @@ from torch import Tensor
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, replace_core_attention
-from sparsebalance_megatron.megatron.ranks import data_parallel_size
+from sparsebalance_megatron.megatron.sequence_groups import data_parallel_size
 from sparsebalance_megatron.megatron.settings import RunSettings
 from sparsebalance_megatron.megatron.timers import install_hooks
 from sparsebalance_megatron.megatron.unsupported import (

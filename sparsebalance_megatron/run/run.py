@@ -23,7 +23,7 @@ from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.recording import FinishedStep
 from sparsebalance_megatron.log.scalars import PREFIX
 from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
-from sparsebalance_megatron.megatron.ranks import rank_place
+from sparsebalance_megatron.megatron.sequence_groups import rank_place
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms

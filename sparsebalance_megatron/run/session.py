@@ -19,7 +19,7 @@ from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.log_directory import LogDirectory, LogDirectoryError
 from sparsebalance_megatron.megatron.kept_attention import bytes_per_token
-from sparsebalance_megatron.megatron.ranks import rank_place
+from sparsebalance_megatron.megatron.sequence_groups import rank_place
 from sparsebalance_megatron.profile.startup import shared_cost_table
 from sparsebalance_megatron.run.agreement import check_ranks_agree, gather_or_raise
 from sparsebalance_megatron.run.inputs import (

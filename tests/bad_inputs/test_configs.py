@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong numbers and choices in the config, as flags give them and as trainers do."""
+"""Wrong numbers and choices in the config; tests/megatron/test_arguments.py has flags as typed."""
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
 from typing import Any
 
 import pytest
@@ -20,6 +19,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "plan_ms": (-1, NAN, INFINITY, 1e9, "4"),
     "log_megabytes": (0, -1, 10**9, NAN, "64"),
     "max_tokens_per_micro_batch": (0, -5, NAN, "4096"),
+    "max_context_parallel": (0, 6, NAN, "2"),
+    "coverage_slack": (1.0, -0.1, NAN, "0"),
+    "gigabytes_per_second": (0.0, -1, INFINITY, NAN),
     "dry_run": (-1, 10**9, NAN, "32"),
     "batching": ("best", "", 1, None),
     "tuning": ("on", "", True),
@@ -34,19 +36,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "device": ("tpu", "cuda:0"),
 }
 """Field -> values; a refusal names the flag."""
-
-TYPED_AND_REFUSED = (
-    "--context-parallel-size=0",
-    "--sparse-balance-base-budget=1099511627776",
-    *("--sparse-balance-max-tokens-per-micro-batch=255", "--global-batch-size=7"),
-    *("--attention-dropout=0.5", "--dataloader-type=single"),
-)
-"""Of training, refused as typed; each names its flag."""
-TYPED = (
-    *("--sparse-balance", "--data-path", "prefix", "--seq-length", "256", "--num-layers", "4"),
-    *("--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "1e-3"),
-    *("--train-iters", "4", "--eval-interval", "1000"),
-)
 
 ACCEPTED: dict[str, tuple[dict[str, Any], str]] = {
     "a threshold of zero": ({"coverage_threshold": 0.0}, "nothing may be lost: budgets only rise"),
@@ -70,23 +59,3 @@ def test_values(field: str, value: Any) -> None:
 def test_accepted(name: str) -> None:
     changes, reason = ACCEPTED[name]
     assert SparseBalanceConfig(**changes) and reason
-
-
-@pytest.fixture(scope="module")
-def parser() -> ArgumentParser:
-    from megatron.training.arguments import add_megatron_arguments
-
-    from sparsebalance_megatron.megatron.arguments import args_provider
-
-    bare = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
-    return args_provider(enabled=True, on_cpu=False)(bare)
-
-
-@pytest.mark.parametrize("word", TYPED_AND_REFUSED)
-def test_typed_flags(word: str, parser: ArgumentParser) -> None:
-    from sparsebalance_megatron.megatron.arguments import check_typed_flags
-
-    check_typed_flags(parser, TYPED)
-    check_refused(
-        lambda: check_typed_flags(parser, (*TYPED, word)), ConfigError, word.partition("=")[0]
-    )

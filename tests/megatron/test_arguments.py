@@ -18,24 +18,16 @@ from sparsebalance_megatron.megatron.arguments import (
     destination,
 )
 from sparsebalance_megatron.megatron.compat import has_yarn_flags, megatron_version
-from sparsebalance_megatron.megatron.unsupported import MODEL, check_model
-from sparsebalance_megatron.megatron.unsupported_training import TRAINING, check_supported
+from sparsebalance_megatron.megatron.unsupported import (
+    MODEL,
+    TRAINING,
+    check_model,
+    check_supported,
+)
 
 
 def parse(*flags: str) -> Namespace:
     return add_sparse_balance_args(ArgumentParser(allow_abbrev=False)).parse_args(flags)
-
-
-def supported_args(**changes: object) -> Namespace:
-    """Megatron arguments that the plugin accepts, before ``changes``."""
-    values = {
-        "seq_length": 256,
-        "data_path": ["prefix"],
-        "dataloader_type": "external",
-        "calculate_per_token_loss": True,
-        "attention_dropout": 0.0,
-    }
-    return Namespace(**(values | changes))
 
 
 def test_every_field_has_its_flag_and_default() -> None:
@@ -62,35 +54,14 @@ def test_flags_that_a_yaml_file_replaced_are_missed_by_name() -> None:
         config_from_args(Namespace())
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("block_size", 0),
-        ("block_size", 96),
-        ("base_budget", 0),
-        ("coverage_threshold", 1.0),
-        ("coverage_threshold", -0.1),
-        ("coverage_decay", 1.0),
-        ("max_tokens_per_micro_batch", 0),
-        ("max_context_parallel", 0),
-        ("max_context_parallel", 6),
-    ],
-)
-def test_wrong_values_name_flag_and_value(field: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=rf"{flag_name(field)} {value}: must"):
-        SparseBalanceConfig(**{field: value})
-
-
 SUPPORTED = (
     *("--sparse-balance", "--data-path", "prefix", "--seq-length", "256", "--num-layers", "4"),
     *("--micro-batch-size", "1", "--global-batch-size", "8", "--lr", "1e-3"),
     *("--train-iters", "4", "--eval-interval", "1000"),
 )
 
-REFUSED = {
+TYPED = {
     "--context-parallel-size": "3",
-    "--hybrid-context-parallel": "",
-    "--dynamic-context-parallel": "",
     "--sequence-packing-scheduler": "dp_balanced",
     "--pad-packed-seq-alignment": "128",
     "--thd-max-packed-sequences": "8",
@@ -98,83 +69,48 @@ REFUSED = {
     "--cp-partition-mode": "contiguous",
     "--linear-attention-type": "gated_delta_net",
     "--rotary-base-per-layer": "10000.0 1000000.0",
-    "--enable-mhc-connections": "",
-    "--use-varlen-dataset": "",
     "--hierarchical-context-parallel-sizes": "2 2",
     "--seq-length": "254 --context-parallel-size 2",
-    "--overlap-moe-expert-parallel-comm": "",
-    "--tp-comm-overlap": "",
-    "--use-megatron-fsdp": "",
-    "--use-torch-fsdp2": "",
     "--tensor-parallel-num-weight-shards": "2",
     "--expert-tensor-parallel-num-weight-shards": "2",
     "--moe-token-dispatcher-type": "allgather --num-experts 4",
     "--num-query-groups": "1 --group-query-attention --tensor-model-parallel-size 2 "
     "--sparse-balance-selection token-kv-head",
     "--cuda-graph-impl": "local",
-    "--enable-cuda-graph": "",
-    "--external-cuda-graph": "",
     "--transformer-impl": "inference_optimized",
-    "--use-kitchen-attention": "",
     "--attention-backend": "local",
-    "--multi-latent-attention": "",
     "--experimental-attention-variant": "dsa",
     "--hybrid-layer-pattern": "M*-",
     "--hybrid-override-pattern": "M*-",
-    "--is-hybrid-model": "",
     "--spec": "module name",
     "--heterogeneous-layers-config-path": "layers.json",
     "--mtp-num-layers": "1",
     "--position-embedding-type": "mrope",
-    "--position-embedding-type yarn": "",
     "--attention-dropout": "0.1",
     "--softmax-type": "learnable",
     "--window-size": "128,0",
-    "--qk-clip": "",
-    "--log-max-attention-logit": "",
     "--rampup-batch-size": "1 1 8",
-    "--decrease-batch-size-if-needed": "",
     "--iterations-to-skip": "3",
     "--phase-transition-iterations": "3",
-    "--full-validation": "",
-    "--multiple-validation-sets": "",
-    "--mock-data": "",
     "--split": "99 --train-data-path other",
     "--dataloader-type": "cyclic",
-    "--sft": "",
-    "--fim-data": "",
-    "--eod-mask-loss": "",
     "--logits-save-dir": "logits",
     "--logits-load-dir": "logits",
-    "--perform-rl-step": "",
     "--yaml-cfg": "config.yaml",
-    "--inprocess-restart": "",
     "--non-persistent-ckpt-type": "local",
     "--override-ckpt-iteration": "3",
     "--ckpt-format": "torch --save checkpoints",
 }
-"""Flag -> what else to type for it to be refused."""
-
-SINCE_0_19 = {
-    "--expert-tensor-parallel-num-weight-shards",
-    "--logits-load-dir",
-    "--logits-save-dir",
-    "--override-ckpt-iteration",
-    "--tensor-parallel-num-weight-shards",
-}
-SINCE_0_20 = {"--enable-mhc-connections"}
-ON_DEV = {
-    "--cp-partition-mode",
-    "--dynamic-context-parallel",
-    "--linear-attention-type",
-    "--pad-packed-seq-alignment",
-    "--rotary-base-per-layer",
-    "--sequence-packing-scheduler",
-    "--thd-max-packed-sequences",
+"""Flag -> what to type after it for it to be refused; nothing after the others."""
+NEWER = {
+    *("--expert-tensor-parallel-num-weight-shards", "--logits-load-dir", "--logits-save-dir"),
+    *("--override-ckpt-iteration", "--tensor-parallel-num-weight-shards"),
+    *("--enable-mhc-connections", "--cp-partition-mode", "--dynamic-context-parallel"),
+    *("--linear-attention-type", "--pad-packed-seq-alignment", "--rotary-base-per-layer"),
+    *("--sequence-packing-scheduler", "--thd-max-packed-sequences", "--use-varlen-dataset"),
     "--thd-tail-padding-policy",
-    "--use-varlen-dataset",
 }
-"""Flags that only the branch of that name has."""
+"""Flags that megatron-core 0.18 or 0.19 lacks."""
 NOT_TYPED = {
     "no --data-path": {"data_path": None},
     "ModelOpt": {"modelopt_enabled": True},
@@ -194,34 +130,28 @@ def megatron_parser() -> ArgumentParser:
     return args_provider(enabled=True, on_cpu=False)(parser)
 
 
-def test_every_refusal_is_tried() -> None:
-    flags = [refusal.flag for refusal in (*MODEL, *TRAINING)]
-    assert len(flags) == len(set(flags))
-    assert set(flags) == REFUSED.keys() | NOT_TYPED.keys()
-
-
-@pytest.mark.parametrize("flag", REFUSED)
+@pytest.mark.parametrize("flag", [flag for flag in MODEL | TRAINING if flag not in NOT_TYPED])
 def test_what_is_refused_as_typed(flag: str, megatron_parser: ArgumentParser) -> None:
     """Through Megatron's parser, before Megatron's own assertions."""
-    check_typed_flags(megatron_parser, SUPPORTED)
-    newer = SINCE_0_19 | SINCE_0_20 | ON_DEV
-    if flag in newer and flag not in megatron_parser._option_string_actions:
+    if flag in NEWER and flag not in megatron_parser._option_string_actions:
         pytest.skip(f"megatron-core {megatron_version()} has no {flag}")
     if flag == "--position-embedding-type yarn" and has_yarn_flags():
         pytest.skip(f"megatron-core {megatron_version()} has flags for YaRN")
-    words = f"{flag} {REFUSED[flag]}".split()
+    typed = TYPED.get(flag, "")
     with pytest.raises(ConfigError) as caught:
-        check_typed_flags(megatron_parser, (*SUPPORTED, *words))
-    given = f"{flag} {REFUSED[flag].partition(' --')[0]}".strip().replace(",", " ")
+        check_typed_flags(megatron_parser, (*SUPPORTED, *f"{flag} {typed}".split()))
+    given = f"{flag} {typed.partition(' --')[0]}".strip().replace(",", " ")
     assert str(caught.value).startswith(f"--sparse-balance with {given}: ")
 
 
 @pytest.mark.parametrize("flag", NOT_TYPED)
 def test_what_is_refused_in_the_end(flag: str) -> None:
     config = SparseBalanceConfig(enabled=True)
-    check_supported(supported_args(), config)
+    supported = {"seq_length": 256, "data_path": ["prefix"], "dataloader_type": "external"}
+    supported |= {"calculate_per_token_loss": True, "attention_dropout": 0.0}
+    check_supported(Namespace(**supported), config)
     with pytest.raises(ConfigError, match=rf"^--sparse-balance with {flag}: "):
-        check_supported(supported_args(**NOT_TYPED[flag]), config)
+        check_supported(Namespace(**supported | NOT_TYPED[flag]), config)
 
 
 def test_a_trainer_with_its_own_loop_is_asked_for_its_model_only() -> None:
@@ -241,10 +171,15 @@ def test_refusals_of_models_are_fields_of_a_config() -> None:
 
     configs = (HeterogeneousTransformerConfig, MLATransformerConfig)
     of_a_config = {field.name for config in configs for field in fields(config)}
+
+    def named(refusals: dict[str, str]) -> set[str]:
+        flags = refusals.keys() - NEWER - NOT_TYPED.keys()
+        return {flag.removeprefix("--").replace("-", "_") for flag in flags}
+
     if has_yarn_flags():  # Older versions lack some of the fields.
-        attributes = {r.attribute for r in MODEL if r.flag not in SINCE_0_20 | ON_DEV}
-        assert attributes - of_a_config == {"position_embedding_type", "yarn"}
-    assert {r.attribute for r in TRAINING} & of_a_config == set()
+        position_types = {"position_embedding_type", "position_embedding_type yarn"}
+        assert named(MODEL) - of_a_config == position_types
+    assert named(TRAINING) & of_a_config == set()
 
 
 @pytest.mark.parametrize(
@@ -272,12 +207,20 @@ def test_what_looks_like_a_refusal_and_is_none(words: str, megatron_parser: Argu
     check_typed_flags(megatron_parser, (*SUPPORTED, *words.split()))
 
 
-def test_a_cap_below_the_longest_sample_names_what_it_must_be(
-    megatron_parser: ArgumentParser,
-) -> None:
-    cap = ("--sparse-balance-max-tokens-per-micro-batch", "100")
-    with pytest.raises(ConfigError, match=r"with --seq-length 256: .* use at least 256"):
-        check_typed_flags(megatron_parser, (*SUPPORTED, *cap))
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("--context-parallel-size=0", "--context-parallel-size 0: "),
+        ("--sparse-balance-base-budget=1099511627776", "--sparse-balance-base-budget 1099"),
+        (
+            "--sparse-balance-max-tokens-per-micro-batch 100",
+            "with --seq-length 256: .* use at least 256",
+        ),
+    ],
+)
+def test_numbers_out_of_range(words: str, complaint: str, megatron_parser: ArgumentParser) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        check_typed_flags(megatron_parser, (*SUPPORTED, *words.split()))
 
 
 @pytest.mark.parametrize(
@@ -305,6 +248,7 @@ def test_a_selection_that_needs_the_last_queries_refuses_shared_rows(
         (16, "--use-checkpoint-args", None),
         (3, "--tensor-model-parallel-size 2", None),
         (4, "--pipeline-model-parallel-size 0", None),
+        (1, "--global-batch-size 7 --micro-batch-size 2", "--global-batch-size 7 must be"),
     ],
 )
 def test_a_global_batch_must_fill_its_micro_batches(

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The versions of torch and Megatron that this package trains with; loads neither."""
+
+from __future__ import annotations
+
+import importlib.util
+import runpy
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+
+RANGES = {"torch": ">=2.8.0a0", "megatron-core": ">=0.18,<0.21"}
+"""As in pyproject.toml. With "a0" the builds of NVIDIA's containers, such as 2.8.0a0+5228986c39,
+satisfy it."""
+
+
+def installed_version(distribution: str) -> str | None:
+    """Version of an installed distribution; None without it."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def is_supported(distribution: str, known: str | None) -> bool | None:
+    """Whether a version is in its range; None where there is none."""
+    if known is None:
+        return None
+    return SpecifierSet(RANGES[distribution]).contains(known, prereleases=True)
+
+
+def find_megatron() -> tuple[Path | None, str | None, str | None]:
+    """Look at the Megatron that an import would find, without importing it.
+
+    A checkout on the path hides an installed wheel.
+
+    Returns:
+        The folder ``megatron``, the version of megatron.core, and what is wrong with them; None for
+        each that there is not.
+    """
+    spec = importlib.util.find_spec("megatron")
+    folders = [Path(each) for each in (spec.submodule_search_locations or [])] if spec else []
+    folder = next((each for each in folders if (each / "core" / "package_info.py").is_file()), None)
+    if folder is None:
+        known = installed_version("megatron-core")
+        return None, known, "no megatron.core is found; install megatron-core"
+    facts = runpy.run_path(str(folder / "core" / "package_info.py"))
+    # Megatron appends the commit of whatever git repository surrounds the installation.
+    known = str(facts["__version__"]).partition("+")[0]
+    problem = None
+    if not is_supported("megatron-core", known):
+        problem = f"version {known} is outside {RANGES['megatron-core']}; install one inside"
+    elif not any((each / "training" / "__init__.py").is_file() for each in folders):
+        problem = "megatron.core is found but megatron.training is not; both are needed"
+    return folder, known, problem
