@@ -223,7 +223,7 @@ def test_a_broken_arrow_is_found(path: str, source: str) -> None:
         ("attention/kernels/x.py", "from ..layout import Layout\nimport torch.nn.functional as F"),
         ("view/report/x.py", f"from {PACKAGE}.plan.step_plan import StepPlan"),
         ("run/x.py", f"from {PACKAGE} import __version__"),
-        ("data/x.py", f"from {PACKAGE}.megatron.datasets import open_dataset"),
+        ("data/x.py", f"from {PACKAGE}.megatron.datasets import blending_order"),
         ("run/x.py", f"from {PACKAGE}.megatron.compat import run_pretrain"),
         ("megatron/x.py", "import megatron.core"),
         ("convert/megatron_x.py", f"from {PACKAGE}.megatron import compat"),

@@ -16,10 +16,10 @@ import numpy as np
 from sparsebalance_megatron.config import MissingLossMask, Overlong
 from sparsebalance_megatron.data.blend import Blend
 from sparsebalance_megatron.data.documents import Documents
-from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.packing import Sample
 from sparsebalance_megatron.data.sample_order import Samples, SourceFacts
 from sparsebalance_megatron.data.samples import SampleIndex, Split
+from sparsebalance_megatron.errors import DataError
 from sparsebalance_megatron.megatron.datasets import blending_order
 
 _FIRST_PLACES = 2**16
@@ -31,9 +31,9 @@ _MOST_SOURCES = 2**15 - 2
 class BlendingOrder:
     """Which source every place of the order takes its next sample from.
 
-    ``build_blending_indices`` (``megatron.core.datasets.helpers``) decides: every place goes to the
-    source that lacks most of its share so far. A longer index begins with a shorter one, so the
-    order has no end and does not depend on how long training is.
+    Megatron's ``build_blending_indices`` decides: every place goes to the source that lacks most
+    of its share so far. A longer index begins with a shorter one, so the order has no end and does
+    not depend on how long training is.
 
     Args:
         weights: shares, in any unit.
@@ -62,8 +62,8 @@ class BlendingOrder:
             ) from error
 
 
-class BlendIndex:
-    """The samples of one split of several data sets; see :class:`.samples.Samples`.
+class BlendIndex(Samples):
+    """The samples of one split of several data sets.
 
     Every data set goes through its own epochs, each in an order of its own. Samples are numbered
     data set by data set.
@@ -88,7 +88,6 @@ class BlendIndex:
         self.counts = reduce(add, (index.counts for index in self._indices))
 
     def lengths_of(self, samples: np.ndarray) -> np.ndarray:
-        """Input tokens of each sample, int64, in the order given."""
         samples_S = np.asarray(samples, dtype=np.int64)
         lengths_S = np.empty_like(samples_S)
         sources_S = self.source_of(samples_S)
@@ -98,14 +97,7 @@ class BlendIndex:
             lengths_S[mine_S] = self._indices[source].lengths_of(within)
         return lengths_S
 
-    def global_batch(self, first: int, size: int) -> np.ndarray:
-        """Samples number ``first`` to ``first + size`` of training, in order of arrival, int64.
-
-        The result depends on the arguments alone: resuming needs only the number of consumed
-        samples, in the middle of whatever epoch of whatever data set that is.
-        """
-        if first < 0 or size < 1:
-            raise ValueError(f"batch of {size} samples from {first}: need size >= 1 and first >= 0")
+    def _samples_at(self, first: int, size: int) -> np.ndarray:
         sources_S, numbers_S = self._order.places(first, size)
         samples_S = np.empty(size, dtype=np.int64)
         for source in np.unique(sources_S):
@@ -115,11 +107,6 @@ class BlendIndex:
         return samples_S
 
     def read(self, sample: int) -> Sample:
-        """Tokens of a sample, and its loss mask where its data set has one.
-
-        Raises:
-            DataError: if a token is not in the vocabulary, or the mask is not one.
-        """
         source = int(self.source_of(np.asarray([sample]))[0])
         return self._indices[source].read(sample - int(self._firsts[source]))
 
@@ -128,8 +115,7 @@ class BlendIndex:
         return np.searchsorted(self._firsts[1:], samples, side="right")
 
     @cached_property
-    def sources(self) -> tuple[SourceFacts, ...]:
-        """The data sets in the order given."""
+    def sources(self) -> tuple[SourceFacts, ...]:  # type: ignore[override]
         return tuple(
             SourceFacts(
                 prefix=prefix, weight=float(share), counts=index.counts, digest=index.digest()
@@ -140,18 +126,13 @@ class BlendIndex:
         )
 
     def digest(self) -> str:
-        """Hexadecimal SHA-256 of shares and of every data set's digest, in order."""
         digest = hashlib.sha256(np.ascontiguousarray(self._order.shares, dtype="<f8").tobytes())
         for source in self.sources:
             digest.update(source.digest.encode())
         return digest.hexdigest()
 
     def describe(self) -> tuple[str, ...]:
-        """All documents in one line, a line for every data set, and one on missing loss masks.
-
-        Shares count samples, as Megatron's weights do. Where one data set's samples are longer, its
-        share of the tokens is larger; both are said.
-        """
+        # Weights are shares of the samples; a data set of longer samples has more of the tokens.
         facts = self.sources
         tokens = [source.weight * source.counts.tokens / source.counts.samples for source in facts]
         lines = [f"{len(facts)} sources: {self.counts.describe()}"]

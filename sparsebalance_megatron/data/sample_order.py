@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import Protocol
 
 import numpy as np
 
@@ -72,29 +72,47 @@ class SourceFacts:
     digest: str
 
 
-class Samples(Protocol):
+class Samples(ABC):
     """An endless order of samples, of one data set or of several.
 
-    ``counts`` is of one epoch of every data set.
+    Attributes:
+        counts: of one epoch of every data set.
+        sources: the data sets that are mixed; none where there is but one.
     """
 
     counts: SampleCounts
-
-    def lengths_of(self, samples: np.ndarray) -> np.ndarray:
-        """Input tokens of each sample, int64, in the order given."""
+    sources: tuple[SourceFacts, ...] = ()
 
     def global_batch(self, first: int, size: int) -> np.ndarray:
-        """Samples at the places ``first`` to ``first + size`` of the order, int64."""
+        """Samples number ``first`` to ``first + size`` of training, in order of arrival, int64.
 
-    def read(self, sample: int) -> Sample:
-        """Tokens of a sample, and its loss mask where its data set has one."""
-
-    def digest(self) -> str:
-        """Hexadecimal SHA-256 of what order and lengths depend on; equal on ranks that agree."""
-
-    @property
-    def sources(self) -> tuple[SourceFacts, ...]:
-        """The data sets that are mixed; none where there is but one."""
+        Training runs through epoch after epoch without a gap, so a batch may span epochs. The
+        result depends on the arguments alone: resuming needs only the number of consumed samples.
+        """
+        if first < 0 or size < 1:
+            raise ValueError(f"batch of {size} samples from {first}: need size >= 1 and first >= 0")
+        return self._samples_at(first, size)
 
     def describe(self) -> tuple[str, ...]:
         """Lines that say what became of the documents."""
+        return (self.counts.describe(),)
+
+    @abstractmethod
+    def lengths_of(self, samples: np.ndarray) -> np.ndarray:
+        """Input tokens of each sample, int64, in the order given."""
+
+    @abstractmethod
+    def read(self, sample: int) -> Sample:
+        """Tokens of a sample, and its loss mask where its data set has one.
+
+        Raises:
+            DataError: if a token is not in the vocabulary, or the mask is not one.
+        """
+
+    @abstractmethod
+    def digest(self) -> str:
+        """Hexadecimal SHA-256 of what order and lengths depend on; equal on ranks that agree."""
+
+    @abstractmethod
+    def _samples_at(self, first: int, size: int) -> np.ndarray:
+        """Samples at the places ``first`` to ``first + size`` of the order, int64."""

@@ -17,10 +17,10 @@ import numpy as np
 
 from sparsebalance_megatron.config import Overlong
 from sparsebalance_megatron.data.documents import Documents
-from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.packing import Sample
-from sparsebalance_megatron.data.sample_order import SampleCounts, SourceFacts
+from sparsebalance_megatron.data.sample_order import SampleCounts, Samples
 from sparsebalance_megatron.data.stored_values import check_mask, check_tokens
+from sparsebalance_megatron.errors import DataError
 
 Split = Literal["train", "valid", "test"]
 
@@ -31,7 +31,7 @@ _SPOTS, _SPOT_TOKENS = 64, 64
 """Documents, and tokens of each, that a digest looks at."""
 
 
-class SampleIndex:
+class SampleIndex(Samples):
     """The samples of one split of one data set, and their order in every epoch.
 
     Samples are numbered by document, then by piece. An overlong document that is split yields
@@ -50,8 +50,6 @@ class SampleIndex:
         DataError: if no sample is left, or what is stored is not for this model.
     """
 
-    counts: SampleCounts
-
     def __init__(
         self,
         documents: Documents,
@@ -62,12 +60,6 @@ class SampleIndex:
         seed: int,
         vocab_size: int | None = None,
     ) -> None:
-        if max_tokens < 1:
-            raise DataError(f"longest sample {max_tokens}: must be at least 1 token")
-        if overlong not in get_args(Overlong):
-            raise DataError(
-                f"overlong {overlong!r}: must be one of {', '.join(get_args(Overlong))}"
-            )
         if vocab_size is not None:
             documents.check_values(vocab_size)
         self._vocab_size = vocab_size
@@ -132,18 +124,10 @@ class SampleIndex:
         return self.counts.samples
 
     def lengths_of(self, samples: np.ndarray) -> np.ndarray:
-        """Input tokens of each sample, int64, in the order given."""
         documents, offsets = self._locate(np.asarray(samples, dtype=np.int64))
         return np.minimum(self._max_tokens, self._lengths_tokens[documents] - 1 - offsets)
 
-    def global_batch(self, first: int, size: int) -> np.ndarray:
-        """Samples number ``first`` to ``first + size`` of training, in order of arrival, int64.
-
-        Training runs through epoch after epoch without a gap, so a batch may span epochs. The
-        result depends on the arguments alone: resuming needs only the number of consumed samples.
-        """
-        if first < 0 or size < 1:
-            raise ValueError(f"batch of {size} samples from {first}: need size >= 1 and first >= 0")
+    def _samples_at(self, first: int, size: int) -> np.ndarray:
         return self.samples_at(np.arange(first, first + size))
 
     def samples_at(self, places: np.ndarray) -> np.ndarray:
@@ -156,26 +140,12 @@ class SampleIndex:
             ]
         )
 
-    def describe(self) -> tuple[str, ...]:
-        """What became of the documents, in one line."""
-        return (self.counts.describe(),)
-
-    @property
-    def sources(self) -> tuple[SourceFacts, ...]:
-        """None to tell apart."""
-        return ()
-
     @property
     def has_loss_mask(self) -> bool:
         """Whether some labels are not trained on."""
         return self._documents.loss_mask is not None
 
     def read(self, sample: int) -> Sample:
-        """Tokens of a sample, and its loss mask where the data set has one.
-
-        Raises:
-            DataError: if a token is not in the vocabulary, or the mask is not one.
-        """
         local_document, offset = (int(value[0]) for value in self._locate(np.asarray([sample])))
         length_tokens = int(self.lengths_of(np.asarray([sample]))[0])
         document = self._first_document + local_document
@@ -192,10 +162,7 @@ class SampleIndex:
         )
 
     def digest(self) -> str:
-        """Hexadecimal SHA-256 of what order and lengths depend on; equal on ranks that agree.
-
-        Tokens are looked at in places only: in documents spread evenly over the split.
-        """
+        # Tokens are looked at in places only: in documents spread evenly over the split.
         digest = hashlib.sha256(
             f"{self._first_document}:{self._max_tokens}:{self._overlong}:{self._seed}:"
             f"{astuple(self.counts)}:{self._documents.loss_mask is not None}:".encode()

@@ -17,9 +17,8 @@ from safetensors.torch import save_file
 from sparsebalance_megatron.convert.hf_config import read_config
 from sparsebalance_megatron.convert.mapping import parameters
 from sparsebalance_megatron.convert.weight_files import INDEX, WHOLE, WeightFiles
-from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.tokenizer import load_tokenizer
-from sparsebalance_megatron.errors import ConvertError
+from sparsebalance_megatron.errors import ConvertError, DataError
 
 CONFIG: dict[str, Any] = {
     **{"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "vocab_size": 20},

@@ -22,7 +22,7 @@ from sparsebalance_megatron.data.blend_index import (
     index_lengths,
     open_samples,
 )
-from sparsebalance_megatron.data.errors import DataError
+from sparsebalance_megatron.errors import DataError
 
 WriteDataset = Callable[..., Path]
 
