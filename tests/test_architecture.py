@@ -64,11 +64,13 @@ IMPORT_RULES = {
         outside=("numpy", "torch"), inside=("attention", "cost", "megatron", "plan", "profile")
     ),
     "data": ImportRule(
-        outside=(*("jinja2", "numpy", "pyarrow", "tokenizers", "torch", "tqdm", "transformers"),),
+        outside=(*("jinja2", "msgspec", "numpy", "pyarrow", "tokenizers", "tqdm", "transformers"),),
         inside=("data", "megatron.datasets"),
     ),
     "convert/megatron_": ImportRule(outside=("torch",), inside=("convert", "megatron")),
-    "convert": ImportRule(outside=("msgspec", "safetensors", "torch"), inside=("convert",)),
+    "convert": ImportRule(
+        outside=("huggingface_hub", "msgspec", "safetensors", "torch"), inside=("convert",)
+    ),
     "view/simulate": ImportRule(
         outside=("msgspec", "numpy", "rich"), inside=("cost", "learn", "plan", "view.simulate")
     ),
