@@ -82,7 +82,7 @@ class Rope(Struct, kw_only=True, forbid_unknown_fields=True):
             self.original_max_position_embeddings or max_positions
         )
         if self.rope_type != "default" and self.factor is None:
-            raise ValueError(f"RoPE of type {self.rope_type} has no factor")
+            raise ValueError(f"factor: {self.rope_type} needs one")
         if self.rope_type == "linear" and self.factor != int(self.factor or 0):
             raise ValueError(f"factor {self.factor}: Megatron interpolates by whole numbers")
         if self.rope_type == "llama3":
@@ -156,8 +156,12 @@ class DenseModel(Struct, kw_only=True):
         if not (absent or self.model_type == "qwen2"):
             shown = "absent means 4096 tokens" if window is UNSET else f"is {window}"
             raise ValueError(f"sliding_window {shown}: not supported; must be null")
+        found = "rope_parameters" if self.rope_parameters else "rope_scaling"
         self.rope_parameters = self.rope_parameters or self.rope_scaling or Rope()
-        self.rope_parameters.complete(self.rope_theta, self.max_position_embeddings)
+        try:
+            self.rope_parameters.complete(self.rope_theta, self.max_position_embeddings)
+        except ValueError as error:
+            raise ValueError(f"{found}.{error}") from error
 
     @property
     def rope(self) -> Rope:
