@@ -141,7 +141,7 @@ def stored_lengths(arguments: Namespace, samples: int) -> np.ndarray:
         DataError: a file or the blend cannot be read.
     """
     from sparsebalance_megatron.data.blend import parse_blend
-    from sparsebalance_megatron.data.blend_index import index_lengths
+    from sparsebalance_megatron.data.samples import index_lengths
 
     index = index_lengths(
         parse_blend(arguments.data_path, "--data-path"),

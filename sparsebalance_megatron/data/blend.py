@@ -12,32 +12,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, get_args
+from typing import Any, get_args
 
 import msgspec
 
-from sparsebalance_megatron.data.samples import Split
+from sparsebalance_megatron.data.data_set import Split
 from sparsebalance_megatron.errors import DataError
 from sparsebalance_megatron.json_file import UnreadableFileError, read_json, read_text
 
 _ALTERNATE = "give prefixes only, or a weight before every prefix, such as 0.7 web 0.3 books"
-
-
-class DataFlags(Protocol):
-    """Megatron's flags of these names; an empty tuple or None where not given."""
-
-    @property
-    def data_path(self) -> tuple[str, ...]: ...
-    @property
-    def data_args_path(self) -> str | None: ...
-    @property
-    def train_data_path(self) -> tuple[str, ...]: ...
-    @property
-    def valid_data_path(self) -> tuple[str, ...]: ...
-    @property
-    def test_data_path(self) -> tuple[str, ...]: ...
-    @property
-    def per_split_data_args_path(self) -> str | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +40,13 @@ class Blend:
     whole: bool = False
 
 
-def read_blends(flags: DataFlags) -> Mapping[Split, Blend | None]:
+def read_blends(flags: Any) -> Mapping[Split, Blend | None]:
     """The blend of every split.
+
+    Args:
+        flags: with Megatron's ``data_path``, ``data_args_path``, ``train_data_path``,
+            ``valid_data_path``, ``test_data_path`` and ``per_split_data_args_path``; an empty tuple
+            or None where not given.
 
     Raises:
         DataError: if a list or a file cannot be read as blends, or flags contradict one another.

@@ -18,9 +18,8 @@ from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import CostTable
 from sparsebalance_megatron.cost.table_doubts import doubts
 from sparsebalance_megatron.data.blend import Blend, read_blends
-from sparsebalance_megatron.data.blend_index import open_samples
-from sparsebalance_megatron.data.sample_order import Samples, SourceFacts
-from sparsebalance_megatron.data.samples import Split
+from sparsebalance_megatron.data.data_set import Split
+from sparsebalance_megatron.data.samples import SampleIndex, SourceFacts, open_samples
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
 from sparsebalance_megatron.plan.coverage import budget_grid
@@ -42,9 +41,9 @@ class Inputs:
     settings: RunSettings
     job: Job
     policy: PlanPolicy
-    train: Samples
-    valid: Samples | None
-    test: Samples | None
+    train: SampleIndex
+    valid: SampleIndex | None
+    test: SampleIndex | None
     grid: tuple[int, ...]
 
     def with_cost(self, cost: CostModel) -> CostedInputs:
@@ -193,7 +192,7 @@ def processor() -> str:
 
 def _samples(
     settings: RunSettings, config: SparseBalanceConfig, blend: Blend | None, split: Split
-) -> Samples | None:
+) -> SampleIndex | None:
     if blend is None:
         return None
     return open_samples(

@@ -21,7 +21,7 @@ from sparsebalance_megatron.data.packing import (
     packed_cu_seqlens,
     padding_tokens,
 )
-from sparsebalance_megatron.data.sample_order import Samples
+from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.megatron.sequence_groups import SequenceGroups
@@ -110,7 +110,7 @@ class RowReader:
 
     def __init__(
         self,
-        index: Samples,
+        index: SampleIndex,
         *,
         data_parallel_rank: int,
         packing: RowPacking,

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import data as oracle
 
+from sparsebalance_megatron.data.data_set import epoch_permutation, split_range
 from sparsebalance_megatron.data.documents import Documents
 from sparsebalance_megatron.data.packing import Sample
-from sparsebalance_megatron.data.samples import SampleIndex, epoch_permutation, split_range
+from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.errors import DataError
 
 WriteDataset = Callable[..., Path]
