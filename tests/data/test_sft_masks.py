@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every loss weight of conversations, from JSON lines to the packed row, against naive reading."""
+"""Every loss weight of conversations, from JSON lines to packing, against naive reading."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from oracles.conversations import Layout, Turn, characters
 
 from sparsebalance_megatron.cli import main
 from sparsebalance_megatron.data.documents import LOSS_MASK_SUFFIX
-from sparsebalance_megatron.data.packing import PackedRow, pack
+from sparsebalance_megatron.data.packing import PackedSequence, pack
 from sparsebalance_megatron.data.prepare import prepare
 from sparsebalance_megatron.data.records import RecordFiles
 from sparsebalance_megatron.data.samples import SampleIndex
@@ -129,7 +129,7 @@ def prepared(
     return prefix
 
 
-def packed(prefix: str, *, max_tokens: int, overlong: Any, multiple: int) -> PackedRow:
+def packed(prefix: str, *, max_tokens: int, overlong: Any, multiple: int) -> PackedSequence:
     """All samples in one row, in stored order."""
     index = SampleIndex.open(prefix, max_tokens=max_tokens, overlong=overlong, seed=1)
     assert index is not None
@@ -170,7 +170,7 @@ def test_every_weight_of_the_packed_row(
 
 
 def test_a_conversation_by_hand(tokenizers: dict[str, Path], tmp_path: Path) -> None:
-    """The text that is trained on, read off the packed row; two conversations in one row."""
+    """The text that is trained on, read off the packed sequence; two conversations in one row."""
     from tokenizers import Tokenizer
 
     tokenizer_path = tokenizers["chatml"]
