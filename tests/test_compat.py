@@ -40,10 +40,6 @@ USES = {
         "create_attention_mask sequence_parallel_size"
     ),
     "megatron.core.datasets.gpt_dataset:MockGPTDataset": "",
-    "megatron.core.datasets.indexed_dataset:DType": "",
-    "megatron.core.datasets.indexed_dataset:DType.optimal_dtype": "cardinality",
-    "megatron.core.datasets.indexed_dataset:IndexedDataset": "path_prefix",
-    "megatron.core.datasets.indexed_dataset:IndexedDatasetBuilder": "bin_path dtype",
     "megatron.core.datasets:helpers": "",
     "megatron.core.datasets:helpers.build_blending_indices": "",
     "megatron.core.datasets.utils": "",

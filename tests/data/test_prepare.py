@@ -17,6 +17,7 @@ from sparsebalance_megatron.data.prepare import prepare
 from sparsebalance_megatron.data.records import RecordFiles
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.data.tokenizer import DocumentTokenizer, load_tokenizer
+from sparsebalance_megatron.data.writer import DatasetWriter
 from sparsebalance_megatron.errors import DataError
 
 TEXTS = ["def f(x):\n    return x\n", "é ü 你好 🎉\n", "a", "def g(y):\n    return y + 1\n" * 20]
@@ -80,6 +81,24 @@ def test_stored_tokens_decode_to_the_texts(tmp_path: Path) -> None:
         "data.json",
         "data_tokenizer",
     ]
+
+
+def test_megatron_reads_what_was_prepared(tmp_path: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
+
+    documents = [np.arange(5), np.arange(70_000, 70_009)]
+    for vocab_size in (65_499, 65_500):
+        prefix = str(tmp_path / str(vocab_size))
+        with DatasetWriter(prefix, vocab_size=vocab_size, overwrite=False) as writer:
+            stored = documents if vocab_size == 65_500 else documents[:1]
+            for document in stored:
+                writer.add(document, np.zeros(len(document), dtype=np.uint8))
+            writer.commit({})
+        read = IndexedDataset(prefix)
+        assert [each.tolist() for each in read] == [each.tolist() for each in stored]
+        assert read.document_indices.tolist() == list(range(len(stored) + 1))
+        assert read.index.dtype == DType.optimal_dtype(vocab_size)
+        assert not np.concatenate(IndexedDataset(f"{prefix}_loss_mask")[:]).any()
 
 
 def test_sample_index_reads_what_was_prepared(tmp_path: Path) -> None:
