@@ -17,7 +17,12 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 
 from sparsebalance_megatron.errors import DataError
-from sparsebalance_megatron.json_file import what_is_wrong
+from sparsebalance_megatron.json_file import (
+    UnreadableFileError,
+    bounded_lines,
+    open_regular,
+    what_is_wrong,
+)
 
 MAX_LINE_BYTES = 2**28
 """The largest record: a thousand long books."""
@@ -27,6 +32,10 @@ _COMPRESSED = (".gz", ".zst")
 _ROWS_PER_BATCH = 256
 _BUFFER_BYTES = 1 << 20
 _SHOWN_CHARACTERS = 200
+_MOST_BLANK_LINES = 2**20
+_LARGEST_EXPANSION = 250
+_LEAST_EXPANDED_BYTES = 2**24
+"""Compressed files that hold more than any text would are refused: they have no end in practice."""
 _PLACE_IN_RECORD = re.compile(r"\[\d+\]")
 
 Message = dict[str, Any]
@@ -83,8 +92,10 @@ class RecordFiles:
 
     def __post_init__(self) -> None:
         for path in self.paths:
-            if not path.is_file():
-                raise DataError(f"--input {path}: no such file; give files of JSON lines")
+            try:
+                open_regular(path).close()
+            except UnreadableFileError as error:
+                raise DataError(f"--input {path}: {error}; give files of JSON lines") from error
 
     @property
     def total_bytes(self) -> int:
@@ -191,20 +202,28 @@ def _json_lines(path: Path, bad: BadRecords) -> Iterator[tuple[str, Any, int]]:
     Raises:
         DataError: compressed data is damaged, or pyarrow, which decompresses, is not installed.
     """
+    file_bytes = path.stat().st_size
+    blank_lines = read_bytes = 0
     with _opened(path) as stream:
-        number = 0
         try:
-            while line := stream.readline(MAX_LINE_BYTES):
-                rest = line
-                while len(rest) == MAX_LINE_BYTES and not rest.endswith(b"\n"):
-                    rest = stream.readline(MAX_LINE_BYTES)
-                number += 1
+            for number, line in enumerate(bounded_lines(stream, MAX_LINE_BYTES), start=1):
                 place = f"{path}:{number}"
+                read_bytes += len(line)
+                blank_lines = blank_lines + 1 if line.isspace() else 0
+                if blank_lines > _MOST_BLANK_LINES:
+                    raise DataError(
+                        f"{place}: {blank_lines} blank lines in a row; give files of records"
+                    )
+                if read_bytes > _LEAST_EXPANDED_BYTES + _LARGEST_EXPANSION * file_bytes:
+                    raise DataError(
+                        f"{place}: expands to more than {_LARGEST_EXPANSION} times its "
+                        f"{file_bytes} bytes; decompress it if it holds what you want"
+                    )
                 if len(line) >= MAX_LINE_BYTES:
                     bad.found(
                         place, "line too long", f"line too long (over {MAX_LINE_BYTES} bytes)"
                     )
-                elif line.strip():
+                elif not line.isspace():
                     try:
                         yield place, json.loads(line.decode("utf-8")), len(line)
                     except UnicodeDecodeError as error:
@@ -242,7 +261,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
 
 def _opened(path: Path) -> BinaryIO:
     if path.suffix not in _COMPRESSED:
-        return path.open("rb")
+        return open_regular(path)
     return io.BufferedReader(_library("pyarrow", path).input_stream(str(path)), _BUFFER_BYTES)
 
 

@@ -140,7 +140,7 @@ def test_records_come_in_order_with_their_places(tmp_path: Path) -> None:
 
 
 def test_missing_input_is_named() -> None:
-    with pytest.raises(DataError, match=r"--input nowhere.jsonl: no such file"):
+    with pytest.raises(DataError, match=r"--input nowhere.jsonl: cannot be read \(No such file"):
         RecordFiles([Path("nowhere.jsonl")])
 
 
