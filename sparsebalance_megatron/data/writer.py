@@ -15,6 +15,7 @@ import numpy as np
 
 from sparsebalance_megatron.data.documents import LOSS_MASK_SUFFIX, write_index
 from sparsebalance_megatron.errors import DataError
+from sparsebalance_megatron.json_file import refuse_output_over_input
 
 _TOKEN_SUFFIXES = (".bin", ".idx")
 _MASK_SUFFIXES = (f"{LOSS_MASK_SUFFIX}.bin", f"{LOSS_MASK_SUFFIX}.idx")
@@ -121,15 +122,14 @@ def check_output(prefix: str, *, overwrite: bool, inputs: Sequence[Path] = ()) -
     """Whether a data set of that name may be written.
 
     Raises:
-        DataError: if it would replace an input, or an existing one that may not be replaced.
+        ConfigError: if it would replace an input.
+        DataError: if the prefix names no file, or an existing one that may not be replaced.
     """
-    outputs = [Path(prefix + suffix) for suffix in (*_TOKEN_SUFFIXES, ".json")]
-    read = {path.resolve() for path in inputs}
+    if prefix.rpartition("/")[2] in ("", ".", ".."):
+        raise DataError(f"--output-prefix '{prefix}': names no file; give a path such as out/train")
+    outputs = [Path(prefix + suffix) for suffix in (*_TOKEN_SUFFIXES, *_MASK_SUFFIXES, ".json")]
     for path in outputs:
-        if path.resolve() in read:
-            raise DataError(
-                f"--output-prefix {prefix}: would replace the input {path}; choose another"
-            )
+        refuse_output_over_input(path, inputs, f"--output-prefix {prefix}:")
     existing = [str(path) for path in outputs if path.exists()]
     if existing and not overwrite:
         raise DataError(

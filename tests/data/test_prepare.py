@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from sparsebalance_megatron.data.records import RecordFiles
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.data.tokenizer import DocumentTokenizer, load_tokenizer
 from sparsebalance_megatron.data.writer import DatasetWriter
-from sparsebalance_megatron.errors import DataError
+from sparsebalance_megatron.errors import ConfigError, DataError
 
 TEXTS = ["def f(x):\n    return x\n", "é ü 你好 🎉\n", "a", "def g(y):\n    return y + 1\n" * 20]
 CONVERSATION = [
@@ -217,11 +219,69 @@ def test_data_set_is_replaced_only_when_asked_for(tmp_path: Path) -> None:
     assert Documents.open(prefix).loss_mask is None, "the old data set's mask is gone"
 
 
-def test_input_is_never_replaced(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "data.json", [{"text": "precious"}])
-    with pytest.raises(DataError, match=r"would replace the input .*data.json"):
+@pytest.mark.parametrize("suffix", [".json", ".bin", "_loss_mask.idx"])
+def test_input_is_never_replaced(suffix: str, tmp_path: Path) -> None:
+    source = jsonl(tmp_path / f"data{suffix}", [{"text": "precious"}])
+    with pytest.raises(ConfigError, match="would replace the input"):
         prepare(source, str(tmp_path / "data"), train_vocab_size=VOCABULARY, overwrite=True)
-    assert "precious" in (tmp_path / "data.json").read_text()
+    assert "precious" in (tmp_path / f"data{suffix}").read_text()
+
+
+WRITES = """
+import sys
+from pathlib import Path
+import numpy as np
+from sparsebalance_megatron.data import writer
+prefix, number, overwrite = sys.argv[1], int(sys.argv[2]), bool(int(sys.argv[3]))
+with writer.DatasetWriter(prefix, vocab_size=300, overwrite=overwrite) as written:
+    for _ in range(100 + number):
+        written.add(np.full(50 + number, number), np.arange(50 + number) % 2)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    written.commit({".json": str(number)})
+"""
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_processes_that_write_to_one_prefix_leave_one_whole_data_set(
+    overwrite: bool, tmp_path: Path
+) -> None:
+    prefix = str(tmp_path / "data")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITES, prefix, str(number), str(int(overwrite))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(4)
+    ]
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    errors = [process.communicate()[1] for process in processes]
+    won = [number for number, process in enumerate(processes) if process.returncode == 0]
+    assert len(won) == (4 if overwrite else 1), errors
+    assert all("exists; choose another" in errors[i] for i in range(4) if i not in won)
+    number = int(Path(f"{prefix}.json").read_text())
+    assert number in won
+    documents = Documents.open(prefix)
+    assert documents.lengths_tokens.tolist() == [50 + number] * (100 + number)
+    assert set(documents.read_tokens(7, 0, 50).tolist()) == {number}
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("data.bin", "data.idx", "data.json"),
+        *("data_loss_mask.bin", "data_loss_mask.idx"),
+    ]
+
+
+@pytest.mark.parametrize("prefix", ["", "folder/", "/", ".", ".."])
+def test_a_prefix_that_names_no_file_is_refused(prefix: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"--output-prefix .*: names no file"):
+        prepare(texts_source(tmp_path), prefix, train_vocab_size=VOCABULARY)
 
 
 def test_flags_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
