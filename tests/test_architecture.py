@@ -49,7 +49,7 @@ IMPORT_RULES = {
     "cost": ImportRule(outside=("numpy", "scipy"), inside=("cost",)),
     "attention": ImportRule(outside=("numpy", "torch", "triton"), inside=("attention",)),
     "megatron": ImportRule(
-        outside=("megatron", "numpy", "torch"),
+        outside=("megatron", "msgspec", "numpy", "torch"),
         inside=("attention", "cost", "learn", "megatron", "plan"),
     ),
     "run": ImportRule(

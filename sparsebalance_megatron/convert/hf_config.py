@@ -129,6 +129,8 @@ class DenseModel(Struct, kw_only=True):
     use_sliding_window: bool = False
     sliding_window: int | UnsetType | None = UNSET
     quantization_config: None = None
+    num_experts: Literal[0] | None = None
+    num_local_experts: Literal[0] | None = None
 
     def __post_init__(self) -> None:
         if not self.num_key_value_heads:

@@ -160,8 +160,10 @@ def write_weights(
 
 
 def _check_range(value: Tensor, dtype: torch.dtype, name: str) -> None:
+    if unusable := int((~value.isfinite()).sum()):
+        raise ConvertError(f"{name}: {unusable} of {value.numel()} numbers are NaN or infinite")
     limit = torch.finfo(dtype).max
-    if limit < torch.finfo(value.dtype).max and (value.isfinite() & (value.abs() > limit)).any():
+    if limit < torch.finfo(value.dtype).max and (value.abs() > limit).any():
         raise ConvertError(f"{name}: numbers exceed the range of {dtype}; use bfloat16")
 
 

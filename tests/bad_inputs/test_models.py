@@ -48,6 +48,8 @@ BAD: dict[str, tuple[Any, ...]] = {
     "attention_bias": (True, 1.5, "no"),
     "mlp_bias": (True, "no"),
     "sliding_window": (4096, "none"),
+    "tie_word_embeddings": ("false", 1, []),
+    **dict.fromkeys(("num_experts", "num_local_experts"), (8, 1, "none", [])),
     "quantization_config": ({}, {"bits": 4}, 5),
     "rope_theta": (*SIZES,),
     "rope_scaling": (5, [], "linear", {"rope_type": "su"}, {"type": 5}, {"type": ["linear"]}),

@@ -115,6 +115,15 @@ def test_numbers_beyond_the_range_of_the_dtype_are_an_error(tmp_path: Path) -> N
         write_weights(tmp_path, targets, model, torch.float16)
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_numbers_that_are_none_are_named(number: float, tmp_path: Path) -> None:
+    source = tiny_model("llama-plain")
+    source.get_parameter("model.norm.weight").data[3:5] = number
+    text = r"final_layernorm.weight: 2 of 64 numbers are NaN or infinite"
+    with pytest.raises(ConvertError, match=text):
+        transfer(save(source, tmp_path), torch.float32)
+
+
 def test_a_tied_output_layer_must_be_the_embedding(tmp_path: Path) -> None:
     directory = save(tiny_model("qwen2-tied"), tmp_path)
     tensors = load_file(directory / WHOLE)
