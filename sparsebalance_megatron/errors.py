@@ -16,6 +16,10 @@ class ConvertError(ValueError):
     """A checkpoint or its config.json cannot be converted; the text names it and the remedy."""
 
 
+class DataError(ValueError):
+    """A data file or record is missing, damaged or unusable; the text names it and the remedy."""
+
+
 def listed(names: Collection[str]) -> str:
     """A count and the first names, for error messages."""
     shown = sorted(names)[:_NAMES_SHOWN]

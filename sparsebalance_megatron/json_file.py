@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads small text and JSON files that somebody else may have written or damaged.
+"""Opens files that users name, and reads JSON that somebody else may have written or damaged.
 
-Bounded in memory and time: a file must be a regular one and of a size that its format can have.
+Bounded in memory and time: a file must be a regular one, and its size or its lines bounded.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
+
+from sparsebalance_megatron.errors import ConfigError
 
 MAX_BYTES = 64 * 2**20
 """Largest file that is read whole, unless a caller says otherwise."""
@@ -36,26 +40,62 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
     Raises:
         UnreadableFileError: with the reason.
     """
+    with open_regular(path) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size > max_bytes:
+            raise UnreadableFileError(f"cannot be read ({size} bytes, more than {max_bytes})")
+        try:
+            return stream.read(max_bytes).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UnreadableFileError(f"not UTF-8 text (byte {error.start + 1})") from error
+        except OSError as error:
+            raise UnreadableFileError(f"cannot be read ({error.strerror})") from error
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading; pipes, devices and folders are refused at once.
+
+    Raises:
+        UnreadableFileError: with the reason.
+    """
     try:
-        status = path.stat()
-        if stat.S_ISDIR(status.st_mode):
-            raise UnreadableFileError("cannot be read (Is a directory)")
-        if not stat.S_ISREG(status.st_mode):
-            raise UnreadableFileError("cannot be read (not a regular file)")
-        if status.st_size > max_bytes:
-            raise UnreadableFileError(
-                f"cannot be read ({status.st_size} bytes, more than {max_bytes})"
-            )
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UnreadableFileError(f"not UTF-8 text (byte {error.start + 1})") from error
+        # Opening a pipe that nobody writes to would wait for ever without this flag.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise UnreadableFileError(f"cannot be read ({error.strerror})") from error
     except ValueError as error:
-        if isinstance(error, UnreadableFileError):
-            raise
         # A zero byte in the path.
         raise UnreadableFileError(f"cannot be read ({error})") from error
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        kind = "Is a directory" if stat.S_ISDIR(mode) else "not a regular file"
+        raise UnreadableFileError(f"cannot be read ({kind})")
+    return os.fdopen(descriptor, "rb")
+
+
+def bounded_lines(stream: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
+    """Every line; what a line has beyond ``max_line_bytes`` is read and left out."""
+    while line := stream.readline(max_line_bytes):
+        rest = line
+        while len(rest) == max_line_bytes and not rest.endswith(b"\n"):
+            rest = stream.readline(max_line_bytes)
+        yield line
+
+
+def refuse_output_over_input(output: Path, inputs: Iterable[Path], flag: str) -> None:
+    """Raise if a file that will be written is one that is read, under whatever name.
+
+    Args:
+        flag: that names the output.
+
+    Raises:
+        ConfigError: with both names.
+    """
+    for path in inputs:
+        same = output.resolve() == path.resolve()
+        if same or (output.exists() and path.exists() and output.samefile(path)):
+            raise ConfigError(f"{flag} {output}: would replace the input {path}; choose another")
 
 
 def parse_json(text: str, kind: Any = Any) -> Any:

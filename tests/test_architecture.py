@@ -52,7 +52,7 @@ IMPORT_RULES = {
     "cost": ImportRule(outside=("msgspec", "numpy", "scipy"), inside=("cost",)),
     "attention": ImportRule(outside=("numpy", "torch", "triton"), inside=("attention",)),
     "megatron": ImportRule(
-        outside=("megatron", "numpy", "torch"),
+        outside=("megatron", "msgspec", "numpy", "torch"),
         inside=("attention", "cost", "learn", "megatron", "plan"),
     ),
     "run": ImportRule(
@@ -67,11 +67,13 @@ IMPORT_RULES = {
         outside=("numpy", "torch"), inside=("attention", "cost", "megatron", "plan", "profile")
     ),
     "data": ImportRule(
-        outside=(*("jinja2", "numpy", "pyarrow", "tokenizers", "torch", "tqdm", "transformers"),),
+        outside=(*("jinja2", "msgspec", "numpy", "pyarrow", "tokenizers", "tqdm", "transformers"),),
         inside=("data", "megatron.datasets"),
     ),
     "convert/megatron_": ImportRule(outside=("torch",), inside=("convert", "megatron")),
-    "convert": ImportRule(outside=("msgspec", "safetensors", "torch"), inside=("convert",)),
+    "convert": ImportRule(
+        outside=("huggingface_hub", "msgspec", "safetensors", "torch"), inside=("convert",)
+    ),
     "view/simulate": ImportRule(
         outside=("msgspec", "numpy"), inside=("cost", "learn", "plan", "view.simulate")
     ),

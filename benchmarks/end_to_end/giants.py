@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from sparsebalance_megatron.data.data_set import epoch_permutation
 from sparsebalance_megatron.data.documents import Documents
-from sparsebalance_megatron.data.samples import epoch_permutation
 from sparsebalance_megatron.data.writer import DatasetWriter
 
 SHORTEST, LONGEST = 64, 16

@@ -2,18 +2,35 @@
 """``sparse-balance convert``: a Hugging Face directory to a Megatron checkpoint, and back.
 
 One process does it on the CPU, also where a GPU is visible. Both checkpoints are on local disk.
+Torch and Megatron take seconds to import, which neither ``--help`` nor a wrong flag should cost.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sparsebalance_megatron.cli.help_formatter import HelpFormatter
-from sparsebalance_megatron.config import ConfigError
+from sparsebalance_megatron.cli.output import OutputError, progress_bar
+from sparsebalance_megatron.errors import ConfigError, ConvertError
+
+if TYPE_CHECKING:
+    import torch
+
+    from sparsebalance_megatron.convert.hf_config import DenseModel
 
 DTYPE_NAMES = ("float32", "float16", "bfloat16")
 """Those of :data:`sparsebalance_megatron.convert.hf_config.DTYPES`, which loads torch."""
+
+FLAGS_FILE = "model_args.sh"
+"""Beside the checkpoint: the flags that build its model, as a bash array to source."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -81,17 +98,151 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "convert needs safetensors: pip install 'sparsebalance-megatron[data]'"
         ) from error
-    # Torch takes seconds, which neither --help nor a wrong flag should cost.
-    from sparsebalance_megatron.cli import conversion
-
     if arguments.output is not None:
-        conversion.check_output(arguments.output)
+        _check_output(arguments.output)
     if arguments.direction == "to-hf":
         if arguments.passed_on:
             raise ConfigError("convert to-hf takes no flags after --; drop them")
-        conversion.from_megatron_to_hf(arguments)
+        _from_megatron_to_hf(arguments)
     elif arguments.print_flags:
-        conversion.print_flags(arguments)
+        _print_flags(arguments)
     else:
-        conversion.from_hf_to_megatron(arguments)
+        _from_hf_to_megatron(arguments)
     return 0
+
+
+def _check_output(output: Path) -> None:
+    """Raise unless ``output`` is a new or empty directory."""
+    try:
+        unusable = output.is_symlink() and not output.exists()
+        if unusable or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
+            raise ConfigError(f"--output {output}: not an empty directory; choose another")
+    except OSError as error:
+        raise OutputError(f"--output {output}: {error.strerror}") from error
+
+
+@contextmanager
+def _whole_directory(output: Path) -> Iterator[Path]:
+    """A folder to write into, whose contents move to ``output`` once nothing has failed.
+
+    Raises:
+        OutputError: if something cannot be written; ``output`` is as before then.
+    """
+    existed = output.exists()
+    unfinished = output / f".partial-{os.getpid()}"
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        for path in sorted(unfinished.iterdir()):
+            path.rename(output / path.name)
+    except OSError as error:
+        raise OutputError(f"--output {output}: cannot be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if not existed and output.is_dir() and not any(output.iterdir()):
+            output.rmdir()
+
+
+def _print_flags(arguments: argparse.Namespace) -> None:
+    import torch
+
+    from sparsebalance_megatron.convert.hf_config import read_config
+
+    model = read_config(arguments.hf_dir)
+    _install_cpu_adapter()
+    from sparsebalance_megatron.convert.megatron_model import parse_model_flags
+
+    dtype = model.weights_dtype or torch.float32
+    with redirect_stdout(io.StringIO()):
+        args = parse_model_flags(model, arguments.passed_on, dtype=dtype)
+    print(_model_args(model, args), end="")
+
+
+def _from_hf_to_megatron(arguments: argparse.Namespace) -> None:
+    """Write a Megatron checkpoint from a Hugging Face directory; print counts and flags."""
+    from sparsebalance_megatron.convert.hf_config import read_config
+    from sparsebalance_megatron.convert.mapping import OUTPUT, parameters
+    from sparsebalance_megatron.convert.transfer import read_weights
+    from sparsebalance_megatron.convert.weight_files import WeightFiles
+
+    model = read_config(arguments.hf_dir)
+    with WeightFiles(arguments.hf_dir) as files:
+        files.check_matches(parameters(model), spare=(OUTPUT,) if model.tie_word_embeddings else ())
+        args, megatron_model = _built(model, arguments.passed_on, files.common_dtype())
+        targets = dict(megatron_model.named_parameters())
+        progress = partial(progress_bar, command="convert", unit="parameter", extra="data")
+        counts = read_weights(files, targets, model, progress)
+    from sparsebalance_megatron.megatron.saved_model import save_release
+
+    flags = _model_args(model, args)
+    with _whole_directory(arguments.output) as unfinished:
+        with redirect_stdout(io.StringIO()):
+            save_release(args, megatron_model, unfinished)
+        (unfinished / FLAGS_FILE).write_text(flags, encoding="utf-8")
+    print(f"{arguments.output}: {counts.describe(args.params_dtype)}")
+    print(f"vocabulary: {model.vocab_size} rows, {counts.padding_rows} more of zeros as padding")
+    print(f"flags of the model, also in {arguments.output / FLAGS_FILE}:\n{flags}", end="")
+
+
+def _from_megatron_to_hf(arguments: argparse.Namespace) -> None:
+    """Write a Hugging Face directory from a Megatron checkpoint; print counts."""
+    from sparsebalance_megatron.convert.hf_config import DTYPES, read_config
+    from sparsebalance_megatron.convert.transfer import write_weights
+    from sparsebalance_megatron.convert.weight_files import copy_companions
+
+    model = read_config(arguments.hf_config)
+    _install_cpu_adapter()
+    from sparsebalance_megatron.megatron.saved_model import SavedModel
+
+    saved = SavedModel(arguments.checkpoint_dir, arguments.iteration)
+    if saved.vocabulary_rows < model.vocab_size:
+        raise ConvertError(
+            f"{saved.path}: the embedding has {saved.vocabulary_rows} rows, config.json's "
+            f"vocab_size is {model.vocab_size}; train with --padded-vocab-size as from-hf prints "
+            "it, or lower vocab_size"
+        )
+    dtype = DTYPES[arguments.dtype] if arguments.dtype else model.weights_dtype or saved.dtype
+    flags = ("--padded-vocab-size", str(saved.vocabulary_rows))
+    _, megatron_model = _built(model, flags, saved.dtype)
+    with redirect_stdout(io.StringIO()):
+        values = saved.load(megatron_model)
+    with _whole_directory(arguments.output) as unfinished:
+        counts = write_weights(unfinished, values, model, dtype)
+        copied = copy_companions(arguments.hf_config, unfinished, dtype)
+    print(f"{arguments.output}: {counts.describe(dtype)}")
+    print(f"vocabulary: {model.vocab_size} rows, {counts.padding_rows} rows of padding dropped")
+    print(f"copied from {arguments.hf_config}: {', '.join(copied)}")
+
+
+def _install_cpu_adapter() -> None:
+    """A conversion needs no GPU; hiding it leaves one way in which everything runs."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from sparsebalance_megatron.megatron import cpu
+
+    cpu.install()
+
+
+def _built(
+    model: DenseModel, flags: Sequence[str], dtype: torch.dtype
+) -> tuple[argparse.Namespace, torch.nn.Module]:
+    """Megatron's arguments and its model, whose parameters are those of the mapping."""
+    _install_cpu_adapter()
+    import torch
+
+    from sparsebalance_megatron.convert import megatron_model as building
+    from sparsebalance_megatron.convert.mapping import parameters
+    from sparsebalance_megatron.megatron.single_process import start_single_process
+
+    with redirect_stdout(io.StringIO()):
+        args = building.parse_model_flags(model, flags, dtype=dtype)
+        start_single_process(args.seed, torch.device("cpu"))
+        megatron_model = building.build_model(args)
+    building.check_names(megatron_model, parameters(model))
+    return args, megatron_model
+
+
+def _model_args(model: DenseModel, args: argparse.Namespace) -> str:
+    from sparsebalance_megatron.convert.megatron_flags import bash_array, model_flags
+
+    divisor, rows = args.make_vocab_size_divisible_by, args.padded_vocab_size
+    return bash_array(model_flags(model, divisor=divisor, padded_vocab_size=rows))

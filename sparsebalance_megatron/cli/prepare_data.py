@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 from typing import Any
 
 from sparsebalance_megatron.cli.help_formatter import ParagraphsHelpFormatter
 from sparsebalance_megatron.data.documents import LOSS_MASK_SUFFIX
-from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.prepare import counts_text, prepare
 from sparsebalance_megatron.data.records import PythonStandardLibrary, RecordFiles
+from sparsebalance_megatron.errors import DataError
 
 _DESCRIPTION = """\
 Tokenise documents and write them as PREFIX.bin and PREFIX.idx, which Megatron reads with
@@ -75,7 +74,6 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         DataError: naming file, line and remedy.
     """
-    times_s = [time.perf_counter()]
     try:
         source = (
             PythonStandardLibrary() if arguments.python_stdlib else RecordFiles(arguments.input)
@@ -88,7 +86,6 @@ def run(arguments: argparse.Namespace) -> int:
             append_eod=arguments.append_eod,
             skip_bad_records=arguments.on_bad_record == "skip",
             overwrite=arguments.overwrite,
-            on_start=lambda: times_s.append(time.perf_counter()),
         )
     except ModuleNotFoundError as error:
         raise DataError(
@@ -97,19 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
         ) from error
     except OSError as error:
         raise DataError(str(error)) from error
-    began_s, tokenising_s = times_s
-    now_s = time.perf_counter()
     print(describe(summary, arguments.output_prefix))
-    print(throughput(source.total_bytes, summary["tokens"], now_s - tokenising_s, now_s - began_s))
     return 0
-
-
-def throughput(input_bytes: int, tokens: int, tokenising_s: float, total_s: float) -> str:
-    """How fast documents were tokenised and written, without loading and training a tokenizer."""
-    return (
-        f"{tokenising_s:.1f} s to tokenise and write: {input_bytes / 1e6 / tokenising_s:.2f} MB of "
-        f"input and {tokens / tokenising_s:,.0f} tokens per second; {total_s:.1f} s in all"
-    )
 
 
 def describe(summary: dict[str, Any], prefix: str) -> str:

@@ -167,7 +167,7 @@ def lengths_in_order(arguments: Namespace, samples: int) -> np.ndarray:
     if arguments.data_path is None:
         return read_lengths(arguments.lengths)
     from sparsebalance_megatron.data.blend import parse_blend
-    from sparsebalance_megatron.data.blend_index import index_lengths
+    from sparsebalance_megatron.data.samples import index_lengths
 
     index = index_lengths(
         parse_blend(arguments.data_path, "--data-path"),

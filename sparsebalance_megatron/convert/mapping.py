@@ -14,12 +14,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.convert.dense_model import DenseModel
+from sparsebalance_megatron.convert.hf_config import DenseModel
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
@@ -29,127 +29,113 @@ _RECOMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")
 """Tensors of old checkpoints that follow from config.json."""
 
 
-class Packing(Enum):
-    """How the sources lie in the parameter."""
-
-    SAME = "same"
-    VOCABULARY = "vocabulary"
-    QKV = "qkv"
-    GATE_UP = "gate_up"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
     """One parameter of Megatron's model.
 
     Attributes:
         name: in Megatron's GPTModel.
-        sources: names in Hugging Face's model, in the order that ``packing`` takes them.
-        shapes: of the sources.
+        sources: names in Hugging Face's model, in the order that ``packing`` takes them, and their
+            shapes.
+        packing: how the sources lie in the parameter.
     """
 
     name: str
-    sources: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    packing: Packing = Packing.SAME
+    sources: dict[str, tuple[int, ...]]
+    packing: Literal["same", "vocabulary", "qkv", "gate_up"] = "same"
 
 
 def parameters(model: DenseModel) -> tuple[Parameter, ...]:
     """Every parameter of the model once, in the order of the layers."""
-    embedding = _vocabulary("embedding.word_embeddings.weight", EMBEDDING, model)
-    ends = [_unfused("decoder.final_layernorm.weight", "model.norm.weight", model.hidden_size)]
-    if not model.tied:
-        ends.append(_vocabulary("output_layer.weight", OUTPUT, model))
-    layers = (parameter for layer in range(model.layers) for parameter in _layer(model, layer))
-    return (embedding, *layers, *ends)
-
-
-def _unfused(name: str, source: str, *shape: int) -> Parameter:
-    return Parameter(name=name, sources=(source,), shapes=(shape,))
-
-
-def _vocabulary(name: str, source: str, model: DenseModel) -> Parameter:
-    shape = (model.vocab_size, model.hidden_size)
-    return Parameter(name=name, sources=(source,), shapes=(shape,), packing=Packing.VOCABULARY)
+    vocabulary = (model.vocab_size, model.hidden_size)
+    embedding = Parameter(
+        name="embedding.word_embeddings.weight",
+        sources={EMBEDDING: vocabulary},
+        packing="vocabulary",
+    )
+    norm = Parameter(
+        name="decoder.final_layernorm.weight", sources={"model.norm.weight": (model.hidden_size,)}
+    )
+    output = Parameter(
+        name="output_layer.weight", sources={OUTPUT: vocabulary}, packing="vocabulary"
+    )
+    layers = (parameter for i in range(model.num_hidden_layers) for parameter in _layer(model, i))
+    return (embedding, *layers, norm, *(() if model.tie_word_embeddings else (output,)))
 
 
 def _layer(model: DenseModel, layer: int) -> list[Parameter]:
-    hidden, columns = model.hidden_size, model.ffn_hidden_size
-    q_rows = model.attention_heads * model.head_dim
-    kv_rows = model.query_groups * model.head_dim
-    megatron, hugging_face = f"decoder.layers.{layer}", f"model.layers.{layer}"
-    attention, mlp = f"{hugging_face}.self_attn", f"{hugging_face}.mlp"
-    projections = tuple(f"{attention}.{name}_proj" for name in "qkv")
-    qkv = [
-        Parameter(
-            name=f"{megatron}.self_attention.linear_qkv.weight",
-            sources=tuple(f"{projection}.weight" for projection in projections),
-            shapes=((q_rows, hidden), (kv_rows, hidden), (kv_rows, hidden)),
-            packing=Packing.QKV,
+    hidden, columns = model.hidden_size, model.intermediate_size
+    q_rows = model.num_attention_heads * model.head_dim
+    kv_rows = model.num_key_value_heads * model.head_dim
+    target, source = f"decoder.layers.{layer}", f"model.layers.{layer}"
+    qkv_rows = {"q": q_rows, "k": kv_rows, "v": kv_rows}
+
+    def qkv(kind: str, *rest: int) -> Parameter:
+        return Parameter(
+            name=f"{target}.self_attention.linear_qkv.{kind}",
+            sources={
+                f"{source}.self_attn.{name}_proj.{kind}": (rows, *rest)
+                for name, rows in qkv_rows.items()
+            },
+            packing="qkv",
         )
-    ]
-    if model.qkv_bias:
-        qkv.append(
-            Parameter(
-                name=f"{megatron}.self_attention.linear_qkv.bias",
-                sources=tuple(f"{projection}.bias" for projection in projections),
-                shapes=((q_rows,), (kv_rows,), (kv_rows,)),
-                packing=Packing.QKV,
-            )
-        )
+
+    same = {
+        "input_layernorm": ("input_layernorm", (hidden,)),
+        "self_attention.linear_proj": ("self_attn.o_proj", (hidden, q_rows)),
+        "pre_mlp_layernorm": ("post_attention_layernorm", (hidden,)),
+        "mlp.linear_fc2": ("mlp.down_proj", (hidden, columns)),
+    }
     return [
-        _unfused(
-            f"{megatron}.input_layernorm.weight", f"{hugging_face}.input_layernorm.weight", hidden
+        *(
+            Parameter(name=f"{target}.{ours}.weight", sources={f"{source}.{theirs}.weight": shape})
+            for ours, (theirs, shape) in same.items()
         ),
-        *qkv,
-        _unfused(
-            f"{megatron}.self_attention.linear_proj.weight",
-            f"{attention}.o_proj.weight",
-            hidden,
-            q_rows,
-        ),
-        _unfused(
-            f"{megatron}.pre_mlp_layernorm.weight",
-            f"{hugging_face}.post_attention_layernorm.weight",
-            hidden,
-        ),
+        qkv("weight", hidden),
+        *([qkv("bias")] if model.has_qkv_bias else []),
         Parameter(
-            name=f"{megatron}.mlp.linear_fc1.weight",
-            sources=(f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"),
-            shapes=((columns, hidden), (columns, hidden)),
-            packing=Packing.GATE_UP,
+            name=f"{target}.mlp.linear_fc1.weight",
+            sources={
+                f"{source}.mlp.{name}_proj.weight": (columns, hidden) for name in ("gate", "up")
+            },
+            packing="gate_up",
         ),
-        _unfused(f"{megatron}.mlp.linear_fc2.weight", f"{mlp}.down_proj.weight", hidden, columns),
     ]
 
 
 def to_megatron(
     parameter: Parameter, sources: Sequence[Tensor], model: DenseModel, *, padded_vocab_size: int
 ) -> Tensor:
-    """The parameter's value from its sources, which have ``parameter.shapes``."""
+    """The parameter's value from its sources.
+
+    Gate and up projections [F, ..] become ``linear_fc1`` [2 * F, ..], gate first. The vocabulary
+    [W, ..] becomes [X, ..] with rows of zeros behind it.
+    """
     match parameter.packing:
-        case Packing.QKV:
+        case "qkv":
             q, k, v = sources
-            return pack_qkv(q, k, v, query_groups=model.query_groups)
-        case Packing.GATE_UP:
-            gate, up = sources
-            return pack_gate_up(gate, up)
-        case Packing.VOCABULARY:
-            return pad_vocabulary(sources[0], padded_vocab_size)
-        case Packing.SAME:
+            return pack_qkv(q, k, v, query_groups=model.num_key_value_heads)
+        case "gate_up":
+            return torch.cat(list(sources))
+        case "vocabulary":
+            (rows,) = sources
+            return torch.cat([rows, rows.new_zeros(padded_vocab_size - len(rows), *rows.shape[1:])])
+        case "same":
             return sources[0]
 
 
 def to_hugging_face(parameter: Parameter, value: Tensor, model: DenseModel) -> tuple[Tensor, ...]:
     """The sources from the parameter's value; padding rows of the vocabulary fall away."""
     match parameter.packing:
-        case Packing.QKV:
-            return unpack_qkv(value, query_groups=model.query_groups, head_dim=model.head_dim)
-        case Packing.GATE_UP:
-            return unpack_gate_up(value)
-        case Packing.VOCABULARY:
+        case "qkv":
+            return unpack_qkv(
+                value, query_groups=model.num_key_value_heads, head_dim=model.head_dim
+            )
+        case "gate_up":
+            return value.chunk(2)
+        case "vocabulary":
             return (value[: model.vocab_size],)
-        case Packing.SAME:
+        case "same":
             return (value,)
 
 
@@ -176,22 +162,6 @@ def unpack_qkv(qkv: Tensor, *, query_groups: int, head_dim: int) -> tuple[Tensor
     query_rows = by_group.shape[1] - 2 * head_dim
     q, k, v = by_group.split([query_rows, head_dim, head_dim], dim=1)
     return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-
-
-def pack_gate_up(gate: Tensor, up: Tensor) -> Tensor:
-    """Gate and up projections [F, ..] as Megatron's ``linear_fc1`` [2 * F, ..]: gate first."""
-    return torch.cat([gate, up])
-
-
-def unpack_gate_up(fc1: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverse of :func:`pack_gate_up`."""
-    gate, up = fc1.chunk(2)
-    return gate, up
-
-
-def pad_vocabulary(rows: Tensor, padded_rows: int) -> Tensor:
-    """[W, ..] -> [X, ..]; the rows added are zero."""
-    return torch.cat([rows, rows.new_zeros(padded_rows - rows.shape[0], *rows.shape[1:])])
 
 
 def is_recomputed(name: str) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from sparsebalance_megatron.convert.dense_model import DenseModel, Rope
+from sparsebalance_megatron.convert.hf_config import DenseModel, Rope
 
 Flag = tuple[str, ...]
 """A flag and its values, as words of a command line."""
@@ -33,17 +33,17 @@ def model_flags(model: DenseModel, *, divisor: int, padded_vocab_size: int) -> t
     than the model's.
     """
     flags: list[Flag] = [
-        ("--num-layers", str(model.layers)),
+        ("--num-layers", str(model.num_hidden_layers)),
         ("--hidden-size", str(model.hidden_size)),
-        ("--ffn-hidden-size", str(model.ffn_hidden_size)),
-        ("--num-attention-heads", str(model.attention_heads)),
+        ("--ffn-hidden-size", str(model.intermediate_size)),
+        ("--num-attention-heads", str(model.num_attention_heads)),
         ("--group-query-attention",),
-        ("--num-query-groups", str(model.query_groups)),
+        ("--num-query-groups", str(model.num_key_value_heads)),
         ("--kv-channels", str(model.head_dim)),
-        ("--max-position-embeddings", str(model.max_positions)),
+        ("--max-position-embeddings", str(model.max_position_embeddings)),
         *_rope_flags(model.rope),
         ("--normalization", "RMSNorm"),
-        ("--norm-epsilon", repr(model.norm_epsilon)),
+        ("--norm-epsilon", repr(model.rms_norm_eps)),
         ("--swiglu",),
         ("--disable-bias-linear",),
         ("--attention-dropout", repr(model.attention_dropout)),
@@ -52,34 +52,35 @@ def model_flags(model: DenseModel, *, divisor: int, padded_vocab_size: int) -> t
         ("--make-vocab-size-divisible-by", str(divisor)),
         ("--padded-vocab-size", str(padded_vocab_size)),
     ]
-    if model.qkv_bias:
+    if model.has_qkv_bias:
         flags.append(("--add-qkv-bias",))
-    if not model.tied:
+    if not model.tie_word_embeddings:
         flags.append(("--untie-embeddings-and-output-weights",))
     return tuple(flags)
 
 
 def _rope_flags(rope: Rope) -> tuple[Flag, ...]:
-    base = ("--rotary-base", str(rope.base))
-    plain = (("--position-embedding-type", "rope"), base)
-    match rope.kind:
-        case "default":
-            return plain
+    assert rope.rope_theta is not None, "complete"
+    kind = "yarn" if rope.rope_type == "yarn" else "rope"
+    base = (("--position-embedding-type", kind), ("--rotary-base", str(int(rope.rope_theta))))
+    match rope.rope_type:
         case "linear":
-            return (*plain, ("--rotary-seq-len-interpolation-factor", str(int(rope.factor))))
+            assert rope.factor is not None
+            return (*base, ("--rotary-seq-len-interpolation-factor", str(int(rope.factor))))
         case "llama3":
-            return (*plain, ("--use-rope-scaling",), ("--rope-scaling-factor", repr(rope.factor)))
+            return (*base, ("--use-rope-scaling",), ("--rope-scaling-factor", repr(rope.factor)))
         case "yarn":
+            positions = str(rope.original_max_position_embeddings)
             return (
-                ("--position-embedding-type", "yarn"),
-                base,
+                *base,
                 ("--rotary-scaling-factor", repr(rope.factor)),
-                ("--yarn-original-max-position-embeddings", str(rope.original_positions)),
+                ("--yarn-original-max-position-embeddings", positions),
                 ("--yarn-beta-fast", repr(rope.beta_fast)),
                 ("--yarn-beta-slow", repr(rope.beta_slow)),
                 ("--mscale", repr(rope.mscale)),
                 ("--mscale-all-dim", repr(rope.mscale_all_dim)),
             )
+    return base
 
 
 def words(flags: Sequence[Flag]) -> tuple[str, ...]:

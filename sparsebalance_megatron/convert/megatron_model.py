@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sparsebalance_megatron.config import ConfigError
-from sparsebalance_megatron.convert.dense_model import DenseModel
+from sparsebalance_megatron.convert.hf_config import DenseModel
 from sparsebalance_megatron.convert.mapping import Parameter
 from sparsebalance_megatron.convert.megatron_flags import (
     Flag,
@@ -87,14 +87,14 @@ def parse_model_flags(
         ConfigError: if the user's flags contradict the model, or spread it over ranks.
         ConvertError: if this Megatron cannot build the model.
     """
-    if model.rope.kind == "yarn" and not has_yarn_flags():
+    if model.rope.rope_type == "yarn" and not has_yarn_flags():
         raise ConvertError(
             f"rope_type yarn: megatron-core {megatron_version()} has no flags for it; use 0.19"
         )
     divisor = default_divisor(model.vocab_size)
     own = model_flags(model, divisor=divisor, padded_vocab_size=model.vocab_size)
     own = tuple(flag for flag in own if flag[0] != "--padded-vocab-size")
-    flags = words((*own, ("--seq-length", str(model.max_positions)), *_NOT_OF_THE_MODEL))
+    flags = words((*own, ("--seq-length", str(model.max_position_embeddings)), *_NOT_OF_THE_MODEL))
     expected = _parse(flags)
     args = _parse((*flags, *passed_on))
     _check_not_contradicted(args, expected)

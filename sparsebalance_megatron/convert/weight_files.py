@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hugging Face directory: weights in one safetensors file or shards with an index, and the rest.
+"""A Hugging Face directory: weights in one safetensors file, or in several with an index.
 
-Tensors are read one at a time, and written one file at a time. The files beside the weights,
-configuration and tokenizer, are carried over as they are.
+Tensors are read one at a time. The files beside the weights, configuration and tokenizer, are
+carried over as they are.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -25,8 +25,6 @@ from sparsebalance_megatron.json_file import UnreadableFileError, read_json
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MAX_FILE_BYTES = 5 * 10**9
-"""Largest file written, unless one tensor alone is larger."""
 
 CONFIG = "config.json"
 COMPANIONS = (
@@ -36,12 +34,9 @@ COMPANIONS = (
 )
 """Files that ``save_pretrained`` of a model or a tokenizer may have written."""
 
-_SHOWN_CHARACTERS = 80
 _BELONGING = "give weights and config.json of one model"
-
+_SAVE = "save the model with save_pretrained (safe serialisation) first"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_METADATA = {"format": "pt"}
-"""transformers refuses files without it."""
 
 
 class WeightFiles:
@@ -59,10 +54,11 @@ class WeightFiles:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._stack = ExitStack()
-        self._files: dict[Path, Any] = {}
-        self._where = {name: path for path in _paths(directory) for name in self._open(path)}
-        self.dtypes = {name: self._dtype(name) for name in self._where}
-        self.recomputed = sum(is_recomputed(name) for name in self._where)
+        self._files: dict[str, Any] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        for path in _paths(directory):
+            self._open(path)
+        self.recomputed = sum(map(is_recomputed, self.dtypes))
 
     def __enter__(self) -> WeightFiles:
         return self
@@ -71,10 +67,10 @@ class WeightFiles:
         self._stack.close()
 
     def read(self, name: str) -> Tensor:
-        return self._files[self._where[name]].get_tensor(name)
+        return self._files[name].get_tensor(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[self._where[name]].get_slice(name).get_shape())
+        return tuple(self._files[name].get_slice(name).get_shape())
 
     def check_matches(self, parameters: Sequence[Parameter], *, spare: Iterable[str] = ()) -> None:
         """Every source of the parameters is here with its shape, and nothing else.
@@ -86,15 +82,13 @@ class WeightFiles:
             ConvertError: with the names.
         """
         expected = {
-            name: shape
-            for parameter in parameters
-            for name, shape in zip(parameter.sources, parameter.shapes, strict=True)
+            name: shape for parameter in parameters for name, shape in parameter.sources.items()
         }
-        if missing := expected.keys() - self._where.keys():
+        if missing := expected.keys() - self.dtypes.keys():
             raise ConvertError(
                 f"{self._directory}: tensors are missing: {listed(missing)}; {_BELONGING}"
             )
-        unknown = self._where.keys() - expected.keys() - set(spare)
+        unknown = self.dtypes.keys() - expected.keys() - set(spare)
         if unknown := {name for name in unknown if not is_recomputed(name)}:
             raise ConvertError(
                 f"{self._directory}: tensors that config.json does not account for: "
@@ -111,117 +105,44 @@ class WeightFiles:
         """The narrowest dtype that holds every tensor exactly."""
         return reduce(torch.promote_types, self.dtypes.values())
 
-    def has(self, name: str) -> bool:
-        return name in self._where
-
-    def _open(self, path: Path) -> list[str]:
+    def _open(self, path: Path) -> None:
         from safetensors import SafetensorError, safe_open
 
         try:
             file = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
         except (OSError, SafetensorError) as error:
             raise ConvertError(f"{path}: {error}; copy the file again") from error
-        self._files[path] = file
-        return list(file.keys())
+        for name in file.keys():  # noqa: SIM118, the file is no mapping
+            stored = file.get_slice(name).get_dtype()
+            if stored not in _DTYPES:
+                raise ConvertError(
+                    f"{path}: {name} is stored as {stored}; supported are {', '.join(_DTYPES)}"
+                )
+            self._files[name], self.dtypes[name] = file, _DTYPES[stored]
 
-    def _dtype(self, name: str) -> torch.dtype:
-        stored = self._files[self._where[name]].get_slice(name).get_dtype()
-        if stored not in _DTYPES:
-            raise ConvertError(
-                f"{self._where[name]}: {name} is stored as {stored}; supported are "
-                f"{', '.join(_DTYPES)}"
-            )
-        return _DTYPES[stored]
+
+class _Index(msgspec.Struct):
+    """Tensor -> file of an index; the files lie beside it."""
+
+    weight_map: Annotated[
+        dict[str, Annotated[str, msgspec.Meta(max_length=63, pattern=r"^[^/\x00]*[^/.\x00]$")]],
+        msgspec.Meta(min_length=1),
+    ]
 
 
 def _paths(directory: Path) -> list[Path]:
     index = directory / INDEX
     if not index.exists():
         if not (directory / WHOLE).exists():
-            raise ConvertError(
-                f"{directory}: neither {WHOLE} nor {INDEX}; save the model with "
-                "save_pretrained (safe serialisation) first"
-            )
+            raise ConvertError(f"{directory}: neither {WHOLE} nor {INDEX}; {_SAVE}")
         return [directory / WHOLE]
-    names = _shards(index)
+    try:
+        names = sorted(set(read_json(index, _Index).weight_map.values()))
+    except UnreadableFileError as error:
+        raise ConvertError(f"{index}: {error}; {_SAVE}") from error
     if absent := [name for name in names if not (directory / name).exists()]:
         raise ConvertError(f"{index}: files are missing: {listed(absent)}; copy them, too")
     return [directory / name for name in names]
-
-
-def _shards(index: Path) -> list[str]:
-    """The files that an index names, all of them beside it."""
-    try:
-        values = read_json(index)
-    except UnreadableFileError as error:
-        raise ConvertError(
-            f"{index}: {error}; save the model with save_pretrained again"
-        ) from error
-    weight_map = values.get("weight_map") if isinstance(values, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ConvertError(f"{index}: no weight_map; save the model with save_pretrained again")
-    for name in weight_map.values():
-        if (
-            not isinstance(name, str)
-            or name != Path(name).name
-            or name in ("", "..")
-            or len(name.encode("utf-8", "replace")) > 255
-        ):
-            raise ConvertError(
-                f"{index}: weight_map names {str(name)[:_SHOWN_CHARACTERS]!r}; weights must lie "
-                "beside the index, as save_pretrained puts them"
-            )
-    return sorted(set(weight_map.values()))
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorPlan:
-    """A tensor to be written: ``make`` gives it when its file's turn has come."""
-
-    name: str
-    bytes: int
-    make: Callable[[], Tensor]
-
-
-def write_weights(
-    directory: Path, tensors: Sequence[TensorPlan], *, max_file_bytes: int = MAX_FILE_BYTES
-) -> int:
-    """Write the tensors in their order, and an index where they fill several files.
-
-    Returns:
-        The number of files with weights.
-    """
-    from safetensors.torch import save_file
-
-    files = _fill(tensors, max_file_bytes)
-    weight_map: dict[str, str] = {}
-    for number, plans in enumerate(files, start=1):
-        name = WHOLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
-        save_file(_contents(plans), directory / name, metadata=_METADATA)
-        weight_map |= {plan.name: name for plan in plans}
-    if len(files) > 1:
-        total = {"total_size": sum(plan.bytes for plan in tensors)}
-        index = {"metadata": total, "weight_map": weight_map}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (directory / INDEX).write_text(text, encoding="utf-8")
-    return len(files)
-
-
-def _fill(tensors: Sequence[TensorPlan], max_file_bytes: int) -> list[list[TensorPlan]]:
-    files: list[list[TensorPlan]] = [[]]
-    filled_bytes = 0
-    for plan in tensors:
-        if files[-1] and filled_bytes + plan.bytes > max_file_bytes:
-            files.append([])
-            filled_bytes = 0
-        files[-1].append(plan)
-        filled_bytes += plan.bytes
-    return files
-
-
-def _contents(plans: Sequence[TensorPlan]) -> dict[str, Tensor]:
-    """safetensors writes whole tensors only, and no two that share memory."""
-    return {plan.name: plan.make().clone(memory_format=torch.contiguous_format) for plan in plans}
 
 
 def copy_companions(source: Path, output: Path, dtype: torch.dtype) -> tuple[str, ...]:
@@ -233,13 +154,10 @@ def copy_companions(source: Path, output: Path, dtype: torch.dtype) -> tuple[str
     present = tuple(name for name in COMPANIONS if (source / name).is_file())
     for name in present:
         shutil.copyfile(source / name, output / name)
-    _set_dtype(output / CONFIG, str(dtype).removeprefix("torch."))
-    return present
-
-
-def _set_dtype(path: Path, dtype: str) -> None:
+    path, name = output / CONFIG, str(dtype).removeprefix("torch.")
     config = json.loads(path.read_text(encoding="utf-8"))
     key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-    if config.get(key) != dtype:
-        config[key] = dtype
+    if config.get(key) != name:
+        config[key] = name
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return present

@@ -12,30 +12,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
-from sparsebalance_megatron.data.errors import DataError
-from sparsebalance_megatron.data.samples import Split
+import msgspec
+
+from sparsebalance_megatron.data.data_set import Split
+from sparsebalance_megatron.errors import DataError
 from sparsebalance_megatron.json_file import UnreadableFileError, read_json, read_text
 
 _ALTERNATE = "give prefixes only, or a weight before every prefix, such as 0.7 web 0.3 books"
-
-
-class DataFlags(Protocol):
-    """Values of Megatron's flags of these names; an empty tuple or None where not given."""
-
-    @property
-    def data_path(self) -> tuple[str, ...]: ...
-    @property
-    def data_args_path(self) -> str | None: ...
-    @property
-    def train_data_path(self) -> tuple[str, ...]: ...
-    @property
-    def valid_data_path(self) -> tuple[str, ...]: ...
-    @property
-    def test_data_path(self) -> tuple[str, ...]: ...
-    @property
-    def per_split_data_args_path(self) -> str | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,28 +40,34 @@ class Blend:
     whole: bool = False
 
 
-def read_blends(flags: DataFlags) -> Mapping[Split, Blend | None]:
+def read_blends(flags: Any) -> Mapping[Split, Blend | None]:
     """The blend of every split.
+
+    Args:
+        flags: with Megatron's ``data_path``, ``data_args_path``, ``train_data_path``,
+            ``valid_data_path``, ``test_data_path`` and ``per_split_data_args_path``; an empty tuple
+            or None where not given.
 
     Raises:
         DataError: if a list or a file cannot be read as blends, or flags contradict one another.
     """
-    kinds = {
-        "--data-path": flags.data_path,
-        "--data-args-path": flags.data_args_path,
+    by_split = {
         "--train-data-path": flags.train_data_path,
         "--valid-data-path": flags.valid_data_path,
         "--test-data-path": flags.test_data_path,
+    }
+    kinds = by_split | {
+        "--data-path": flags.data_path,
+        "--data-args-path": flags.data_args_path,
         "--per-split-data-args-path": flags.per_split_data_args_path,
     }
-    given = [flag for flag, value in kinds.items() if value]
-    by_split = ("--train-data-path", "--valid-data-path", "--test-data-path")
+    given = sorted(flag for flag, value in kinds.items() if value)
     if not given:
         raise DataError(
             "no --data-path: plans need the lengths of documents; give a prefix of "
             "files made by `sparse-balance prepare-data`"
         )
-    if len(given) > 1 and not set(given) <= set(by_split):
+    if len(given) > 1 and not by_split.keys() >= set(given):
         raise DataError(f"{' and '.join(given)}: all of them name the data; give one of them")
     if flags.data_path:
         return dict.fromkeys(get_args(Split), parse_blend(flags.data_path, "--data-path"))
@@ -88,12 +79,7 @@ def read_blends(flags: DataFlags) -> Mapping[Split, Blend | None]:
         return _read_per_split(flags.per_split_data_args_path)
     return {
         split: parse_blend(words, flag, whole=True) if words else None
-        for split, flag, words in zip(
-            get_args(Split),
-            by_split,
-            (flags.train_data_path, flags.valid_data_path, flags.test_data_path),
-            strict=True,
-        )
+        for split, (flag, words) in zip(get_args(Split), by_split.items(), strict=True)
     }
 
 
@@ -154,25 +140,32 @@ def _read_words(path: str, place: str) -> list[str]:
         raise DataError(f"{place}: {error}; list weights and prefixes in it") from error
 
 
+_Words = list[str | float] | str | None
+
+
+class _PerSplit(msgspec.Struct):
+    """Weights and prefixes of every split; null or an empty list is none."""
+
+    train: _Words
+    valid: _Words
+    test: _Words
+
+
 def _read_per_split(path: str) -> dict[Split, Blend | None]:
     place = f"--per-split-data-args-path {path}"
     try:
-        content = read_json(Path(path))
+        content = msgspec.structs.asdict(read_json(Path(path), _PerSplit))
     except UnreadableFileError as error:
-        raise DataError(f"{place}: {error}") from error
-    splits = get_args(Split)
-    if not isinstance(content, dict) or not all(split in content for split in splits):
         raise DataError(
-            f"{place}: must hold a list of weights and prefixes for each of {', '.join(splits)}; "
-            "null or an empty list is none"
+            f"{place}: {error}; give a list of weights and prefixes for each of train, valid, test"
+        ) from error
+    blends: dict[Split, Blend | None] = {}
+    for split in get_args(Split):
+        words = content[split]
+        words = words.split() if isinstance(words, str) else words
+        blends[split] = (
+            parse_blend([str(word) for word in words], f"{place}, {split}", whole=True)
+            if words
+            else None
         )
-    return {split: _split_blend(content[split], f"{place}, {split}") for split in splits}
-
-
-def _split_blend(value: Any, place: str) -> Blend | None:
-    words = value.split() if isinstance(value, str) else value
-    if words is None or words == []:
-        return None
-    if not isinstance(words, list):
-        raise DataError(f"{place}: is {value!r}, not a list; {_ALTERNATE}")
-    return parse_blend([str(word) for word in words], place, whole=True)
+    return blends

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing: samples, one after another, into one row without a batch dimension (THD).
+"""Packing: samples, one after another, into one sequence without a batch dimension (THD).
 
-Shape legend: n input tokens of a sample, T tokens of the row or of a part of it.
+Shape legend: n input tokens of a sample, T tokens of the packed sequence or of a part of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Sample:
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or len(self.tokens) < 2:
             raise ValueError(
-                f"a sample is a row of at least 2 tokens, an input and a label; got "
+                f"a sample has at least 2 tokens, an input and a label; got "
                 f"shape {self.tokens.shape}"
             )
         if self.loss_mask is not None and self.loss_mask.shape != (self.length_tokens,):
@@ -44,8 +44,8 @@ class Sample:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedRow:
-    """One row of samples, whose boundaries :func:`packed_cu_seqlens` gives.
+class PackedSequence:
+    """Samples in one sequence, whose boundaries :func:`packed_cu_seqlens` gives.
 
     Attributes:
         tokens: [T] int64 inputs.
@@ -59,14 +59,16 @@ class PackedRow:
     position_ids: np.ndarray
     loss_mask: np.ndarray
 
-    def part(self, tokens: np.ndarray, *, padding_tokens: int = 0, pad_token: int = 0) -> PackedRow:
-        """The row's tokens at the given places, and padding behind them.
+    def part(
+        self, tokens: np.ndarray, *, padding_tokens: int = 0, pad_token: int = 0
+    ) -> PackedSequence:
+        """The tokens at the given places, and padding behind them.
 
         Labels go with their tokens: the label of a part's last token is the one that followed it in
-        the row, not the part's next token.
+        the whole sequence, not the part's next token.
         """
         padding = (0, padding_tokens)
-        return PackedRow(
+        return PackedSequence(
             tokens=np.pad(self.tokens[tokens], padding, constant_values=pad_token),
             labels=np.pad(self.labels[tokens], padding, constant_values=pad_token),
             position_ids=np.pad(self.position_ids[tokens], padding),
@@ -75,14 +77,14 @@ class PackedRow:
 
 
 def padding_tokens(tokens: int, pad_to_multiple_of: int) -> int:
-    """Tokens that a row of so many is filled up with, to divide by ``pad_to_multiple_of``."""
+    """Padding that makes ``tokens`` divide by ``pad_to_multiple_of``."""
     return -tokens % pad_to_multiple_of
 
 
 def packed_cu_seqlens(
     lengths_tokens: Sequence[int], pad_to_multiple_of: int = 1, padding_documents: int = 0
 ) -> tuple[int, ...]:
-    """Boundaries of a packed row, as :func:`pack` lays it out, from the lengths alone.
+    """Boundaries of a packed sequence, as :func:`pack` lays it out, from the lengths alone.
 
     Padding is a sequence of its own, so that no sample's attention, position or budget depends on
     it; Megatron's ``PackedSeqParams.cu_seqlens_q`` takes these numbers.
@@ -90,14 +92,16 @@ def packed_cu_seqlens(
     Args:
         lengths_tokens: input tokens per sample.
         pad_to_multiple_of: the last boundary divides by this (sequence parallelism needs it).
-        padding_documents: of one token each, behind the samples (a row that several ranks share
-            needs something for each of them).
+        padding_documents: of one token each, behind the samples (a sequence that several ranks
+            share needs something for each of them).
 
     Raises:
         ValueError: if there is no sample, or a length or the multiple is below 1.
     """
     if not lengths_tokens or min(lengths_tokens) < 1:
-        raise ValueError(f"a row needs samples of at least 1 token, got {list(lengths_tokens)}")
+        raise ValueError(
+            f"a packed sequence needs samples of at least 1 token, got {list(lengths_tokens)}"
+        )
     if pad_to_multiple_of < 1:
         raise ValueError(f"pad_to_multiple_of is {pad_to_multiple_of}, must be at least 1 token")
     lengths = [*map(int, lengths_tokens), *[1] * padding_documents]
@@ -114,7 +118,7 @@ def pack(
     pad_to_multiple_of: int = 1,
     padding_documents: int = 0,
     pad_token: int = 0,
-) -> PackedRow:
+) -> PackedSequence:
     """Pack samples in the order given.
 
     Args:
@@ -127,19 +131,19 @@ def pack(
     """
     lengths_tokens = [sample.length_tokens for sample in samples]
     cu_seqlens = packed_cu_seqlens(lengths_tokens, pad_to_multiple_of, padding_documents)
-    row_tokens = cu_seqlens[-1]
-    tokens = np.full(row_tokens, pad_token, dtype=np.int64)
-    labels = np.full(row_tokens, pad_token, dtype=np.int64)
-    loss_mask = np.zeros(row_tokens, dtype=np.float32)
+    packed_tokens = cu_seqlens[-1]
+    tokens = np.full(packed_tokens, pad_token, dtype=np.int64)
+    labels = np.full(packed_tokens, pad_token, dtype=np.int64)
+    loss_mask = np.zeros(packed_tokens, dtype=np.float32)
     for sample, start in zip(samples, cu_seqlens, strict=False):
         place = slice(start, start + sample.length_tokens)
         tokens[place] = sample.tokens[:-1]
         labels[place] = sample.tokens[1:]
         loss_mask[place] = 1.0 if sample.loss_mask is None else sample.loss_mask
     sequence_starts = np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
-    return PackedRow(
+    return PackedSequence(
         tokens=tokens,
         labels=labels,
-        position_ids=np.arange(row_tokens, dtype=np.int64) - sequence_starts,
+        position_ids=np.arange(packed_tokens, dtype=np.int64) - sequence_starts,
         loss_mask=loss_mask,
     )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from sparsebalance_megatron.data.conversation import (
     render_plain,
     trained_tokens,
 )
-from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.records import BadRecords, Record, Source
 from sparsebalance_megatron.data.tokenizer import (
     DocumentTokenizer,
@@ -27,6 +26,7 @@ from sparsebalance_megatron.data.tokenizer import (
     transformers_files,
 )
 from sparsebalance_megatron.data.writer import DatasetWriter, check_output
+from sparsebalance_megatron.errors import DataError
 
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 4_000_000
@@ -45,14 +45,10 @@ def prepare(
     append_eod: bool = True,
     skip_bad_records: bool = False,
     overwrite: bool = False,
-    on_start: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Tokenise all documents of a source and write the data set; its summary.
 
     Exactly one of ``tokenizer_name`` and ``train_vocab_size`` is given.
-
-    Args:
-        on_start: called when everything is loaded and trained, before the first document.
 
     Raises:
         DataError: if input, tokenizer or output cannot be used; nothing is left behind then.
@@ -72,13 +68,12 @@ def prepare(
     bad = BadRecords(skip=skip_bad_records)
     with DatasetWriter(prefix, vocab_size=tokenizer.vocab_size, overwrite=overwrite) as writer:
         loss_tokens = 0
-        on_start()
         records = _with_progress(source, bad, "tokenise")
         eod = tokenizer.eod if append_eod else None
         for tokens, mask in _encoded(records, tokenizer, eod, bad):
             writer.add(tokens, mask)
             loss_tokens += int(mask.sum())
-        if not len(writer.lengths_tokens):
+        if not writer.lengths_tokens:
             raise DataError(f"no document to write; records left out: {counts_text(bad.counts)}")
         summary = _summary(writer, tokenizer, append_eod, bad, loss_tokens)
         texts = {".json": json.dumps(summary, indent=2) + "\n"}
@@ -113,7 +108,8 @@ def _rendered(
         try:
             yield record, render_conversation(record.messages, render)
         except RenderError as error:
-            bad.found(record.place, "the chat template cannot render it", str(error))
+            reason = "the chat template cannot render it"
+            bad.found(record.place, reason, f"{reason} ({error})")
 
 
 def _batches(
@@ -164,7 +160,7 @@ def _summary(
     bad: BadRecords,
     loss_tokens: int,
 ) -> dict[str, Any]:
-    lengths = writer.lengths_tokens
+    lengths = np.asarray(writer.lengths_tokens)
     return {
         "documents": len(lengths),
         "tokens": int(lengths.sum()),

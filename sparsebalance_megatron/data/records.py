@@ -3,17 +3,40 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import json
+import re
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, BinaryIO
 
-from sparsebalance_megatron.data.errors import DataError
-from sparsebalance_megatron.data.input_formats import MAX_LINE_BYTES, lines_of, parquet_rows
+import msgspec
+
+from sparsebalance_megatron.errors import DataError
+from sparsebalance_megatron.json_file import (
+    UnreadableFileError,
+    bounded_lines,
+    open_regular,
+    what_is_wrong,
+)
+
+MAX_LINE_BYTES = 2**28
+"""The largest record: a thousand long books."""
+
+_COLUMNS = ("text", "messages")
+_COMPRESSED = (".gz", ".zst")
+_ROWS_PER_BATCH = 256
+_BUFFER_BYTES = 1 << 20
+_SHOWN_CHARACTERS = 200
+_MOST_BLANK_LINES = 2**20
+_LARGEST_EXPANSION = 250
+_LEAST_EXPANDED_BYTES = 2**24
+"""Compressed files that hold more than any text would are refused: they have no end in practice."""
+_PLACE_IN_RECORD = re.compile(r"\[\d+\]")
 
 Message = dict[str, Any]
 """One turn of a conversation; ``role`` and ``content`` are strings, other keys are kept."""
@@ -39,31 +62,22 @@ class BadRecords:
         self.counts: Counter[str] = Counter()
         self._skip = skip
 
-    def found(self, place: str, reason: str, detail: str = "") -> None:
+    def found(self, place: str, reason: str, explanation: str) -> None:
         """Count the record.
+
+        Args:
+            reason: what is counted.
+            explanation: the reason and what this record has in particular.
 
         Raises:
             DataError: if bad records are not to be skipped.
         """
         if not self._skip:
-            explanation = f"{reason} ({detail})" if detail else reason
             raise DataError(
                 f"{place}: {explanation}; correct it, or pass --on-bad-record skip to leave such "
                 "records out and count them"
             )
         self.counts[reason] += 1
-
-
-class Source(Protocol):
-    """Documents that can be read more than once, each time in the same order."""
-
-    @property
-    def paths(self) -> Sequence[Path]: ...
-
-    @property
-    def total_bytes(self) -> int: ...
-
-    def records(self, bad: BadRecords) -> Iterator[Record]: ...
 
 
 @dataclass(frozen=True)
@@ -78,8 +92,10 @@ class RecordFiles:
 
     def __post_init__(self) -> None:
         for path in self.paths:
-            if not path.is_file():
-                raise DataError(f"--input {path}: no such file; give files of JSON lines")
+            try:
+                open_regular(path).close()
+            except UnreadableFileError as error:
+                raise DataError(f"--input {path}: {error}; give files of JSON lines") from error
 
     @property
     def total_bytes(self) -> int:
@@ -87,13 +103,24 @@ class RecordFiles:
 
     def records(self, bad: BadRecords) -> Iterator[Record]:
         for path in self.paths:
-            if path.suffix == ".parquet":
-                for place, row, row_bytes in parquet_rows(path):
-                    yield from _usable(partial(_record, row, place, row_bytes), place, bad)
-                continue
-            for place, line in lines_of(path):
-                if line.strip():
-                    yield from _usable(partial(_parse, line, place), place, bad)
+            contents = _parquet_rows(path) if path.suffix == ".parquet" else _json_lines(path, bad)
+            for place, content, size_bytes in contents:
+                try:
+                    msgspec.convert(content, _Content)
+                except msgspec.ValidationError as error:
+                    reason = _PLACE_IN_RECORD.sub("[]", what_is_wrong(error, None))
+                    explanation = what_is_wrong(error, content)
+                    if isinstance(content, dict):
+                        explanation += f" (keys: {', '.join(content)}"[:_SHOWN_CHARACTERS] + ")"
+                    bad.found(place, reason, explanation)
+                    continue
+                messages = content.get("messages")
+                yield Record(
+                    place=place,
+                    size_bytes=size_bytes,
+                    text=content.get("text"),
+                    messages=None if messages is None else tuple(messages),
+                )
 
 
 @dataclass(frozen=True)
@@ -133,76 +160,117 @@ class PythonStandardLibrary:
             yield Record(place=str(path), size_bytes=len(raw), text=text)
 
 
-def _usable(read: Callable[[], Record], place: str, bad: BadRecords) -> Iterator[Record]:
-    """The record, or none and a note of why."""
+Source = RecordFiles | PythonStandardLibrary
+"""Documents that can be read more than once, each time in the same order."""
+
+
+def _encodable(*texts: str) -> None:
     try:
-        record = read()
-    except _BadRecordError as error:
-        bad.found(place, error.reason, error.detail)
-    else:
-        yield record
+        "".join(texts).encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError("half a surrogate pair") from None
 
 
-class _BadRecordError(Exception):
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(reason, detail)
-        self.reason = reason
-        self.detail = detail
+_Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
-def _parse(line: bytes, place: str) -> Record:
-    """The record of one line.
+class _Turn(msgspec.Struct):
+    role: _Text
+    content: _Text
+
+    def __post_init__(self) -> None:
+        _encodable(self.role, self.content)
+
+
+class _Content(msgspec.Struct):
+    """What a record must hold; other keys are not looked at, and null is no value."""
+
+    text: _Text | None = None
+    messages: Annotated[list[_Turn], msgspec.Meta(min_length=1)] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.messages is None):
+            raise ValueError("needs one of 'text' and 'messages'")
+        _encodable(self.text or "")
+        if self.messages and all(turn.role != "assistant" for turn in self.messages):
+            raise ValueError("no assistant turn, so nothing to learn from")
+
+
+def _json_lines(path: Path, bad: BadRecords) -> Iterator[tuple[str, Any, int]]:
+    """(place, value, bytes) of every line that is JSON and not blank.
 
     Raises:
-        _BadRecordError: with the reason.
+        DataError: compressed data is damaged, or pyarrow, which decompresses, is not installed.
     """
-    if len(line) >= MAX_LINE_BYTES:
-        raise _BadRecordError("line too long", f"more than {MAX_LINE_BYTES} bytes")
+    file_bytes = path.stat().st_size
+    blank_lines = read_bytes = 0
+    with _opened(path) as stream:
+        try:
+            for number, line in enumerate(bounded_lines(stream, MAX_LINE_BYTES), start=1):
+                place = f"{path}:{number}"
+                read_bytes += len(line)
+                blank_lines = blank_lines + 1 if line.isspace() else 0
+                if blank_lines > _MOST_BLANK_LINES:
+                    raise DataError(
+                        f"{place}: {blank_lines} blank lines in a row; give files of records"
+                    )
+                if read_bytes > _LEAST_EXPANDED_BYTES + _LARGEST_EXPANSION * file_bytes:
+                    raise DataError(
+                        f"{place}: expands to more than {_LARGEST_EXPANSION} times its "
+                        f"{file_bytes} bytes; decompress it if it holds what you want"
+                    )
+                if len(line) >= MAX_LINE_BYTES:
+                    bad.found(
+                        place, "line too long", f"line too long (over {MAX_LINE_BYTES} bytes)"
+                    )
+                elif not line.isspace():
+                    try:
+                        yield place, json.loads(line.decode("utf-8")), len(line)
+                    except UnicodeDecodeError as error:
+                        bad.found(place, "not UTF-8", f"not UTF-8 (byte {error.start + 1})")
+                    except (ValueError, RecursionError) as error:
+                        bad.found(place, "not JSON", f"not JSON ({error})")
+        except OSError as error:
+            raise DataError(f"{path}: damaged compression ({error}); copy it again") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """(place, row, bytes that the row takes of the file) of the columns ``text`` and ``messages``.
+
+    Raises:
+        DataError: the file is damaged, has neither column, or pyarrow is not installed.
+    """
+    parquet, arrow = _library("pyarrow.parquet", path), _library("pyarrow", path)
     try:
-        content = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise _BadRecordError("not UTF-8", f"byte {error.start + 1} of the line") from error
-    except (ValueError, RecursionError) as error:
-        raise _BadRecordError("not JSON", str(error)) from error
-    if not isinstance(content, dict):
-        raise _BadRecordError("not a JSON object", f"a {type(content).__name__}")
-    return _record(content, place, len(line))
+        file = parquet.ParquetFile(path)
+        columns = [name for name in _COLUMNS if name in file.schema_arrow.names]
+        if not columns:
+            raise DataError(
+                f"{path}: no column {' or '.join(_COLUMNS)}; its columns: "
+                f"{', '.join(file.schema_arrow.names)[:_SHOWN_CHARACTERS]}"
+            )
+        row_bytes = path.stat().st_size // max(1, file.metadata.num_rows)
+        number = 0
+        for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=columns):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path}, row {number}", row, row_bytes
+    except (arrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not readable as Parquet ({error}); copy it again") from error
 
 
-def _record(content: dict[str, Any], place: str, size_bytes: int) -> Record:
-    """The record of one object; raises :class:`_BadRecordError`."""
-    if ("text" in content) == ("messages" in content):
-        keys = ", ".join(map(repr, content)) or "none"
-        raise _BadRecordError("needs one of 'text' and 'messages'", f"its keys: {keys}"[:200])
-    if "text" in content:
-        text = _text(content["text"], "text")
-        return Record(place=place, size_bytes=size_bytes, text=text)
-    return Record(place=place, size_bytes=size_bytes, messages=_messages(content["messages"]))
+def _opened(path: Path) -> BinaryIO:
+    if path.suffix not in _COMPRESSED:
+        return open_regular(path)
+    return io.BufferedReader(_library("pyarrow", path).input_stream(str(path)), _BUFFER_BYTES)
 
 
-def _messages(value: Any) -> tuple[Message, ...]:
-    if not isinstance(value, list) or not value:
-        raise _BadRecordError("messages is not a list of turns")
-    for number, message in enumerate(value, start=1):
-        if not isinstance(message, dict):
-            raise _BadRecordError("a message is not an object", f"message {number}")
-        for key in ("role", "content"):
-            _text(message.get(key), f"a message's {key}", f"message {number}")
-    if all(message["role"] != "assistant" for message in value):
-        raise _BadRecordError("no assistant turn", "nothing to learn from")
-    return tuple(value)
-
-
-def _text(value: Any, what: str, detail: str = "") -> str:
-    """A string that is not empty and can be encoded."""
-    if not isinstance(value, str):
-        raise _BadRecordError(f"{what} is not a string", detail)
-    if not value:
-        raise _BadRecordError(f"{what} is empty", detail)
+def _library(name: str, path: Path) -> Any:
     try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise _BadRecordError(
-            f"{what} holds half a surrogate pair", detail or f"character {error.start + 1}"
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        package = name.partition(".")[0]
+        raise DataError(
+            f"{path}: {path.suffix} files need the package {package}; install the extra: "
+            "pip install 'sparsebalance-megatron[data]'"
         ) from error
-    return value

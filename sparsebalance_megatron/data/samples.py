@@ -1,131 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sample index: which samples a data set has, how long they are, in which order they come.
+"""The samples of a run: of one data set, or of several in the order of Megatron's blending index.
 
-Lengths follow from the ``.idx`` file alone; a token is read only when a sample is.
-A sample of n input tokens takes n + 1 stored tokens: inputs are the first n, labels the last n.
+Shape legend: S samples.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
-from dataclasses import astuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from operator import add
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.config import Overlong
+from sparsebalance_megatron.config import MissingLossMask, Overlong
+from sparsebalance_megatron.data.blend import Blend
+from sparsebalance_megatron.data.data_set import DataSet, SampleCounts, Split, split_range
 from sparsebalance_megatron.data.documents import Documents
-from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.packing import Sample
-from sparsebalance_megatron.data.sample_order import SampleCounts, SourceFacts
-from sparsebalance_megatron.data.stored_values import check_mask, check_tokens
+from sparsebalance_megatron.errors import DataError
+from sparsebalance_megatron.megatron.datasets import blending_order
 
-Split = Literal["train", "valid", "test"]
+_FIRST_PLACES = 2**16
+_SHOWN_SOURCES = 32
+_MOST_SOURCES = 2**15 - 2
+"""Megatron's index stores sources as int16 and asserts this limit."""
 
-_EPOCHS_KEPT = 2
-"""A global batch may begin in one epoch and end in the next."""
 
-_SPOTS, _SPOT_TOKENS = 64, 64
-"""Documents, and tokens of each, that a digest looks at."""
+@dataclass(frozen=True, kw_only=True)
+class SourceFacts:
+    """One of several data sets that a run mixes.
+
+    Attributes:
+        prefix: of its files.
+        weight: its share of the samples; all shares add up to 1.
+        counts: what became of its documents.
+        digest: of what its order and lengths depend on.
+    """
+
+    prefix: str
+    weight: float
+    counts: SampleCounts
+    digest: str
+
+
+class BlendingOrder:
+    """Which source every place of the order takes its next sample from.
+
+    Megatron's ``build_blending_indices`` decides: every place goes to the source that lacks most
+    of its share so far. A longer index begins with a shorter one, so the order has no end and does
+    not depend on how long training is.
+
+    Args:
+        weights: shares, in any unit.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        amounts = np.asarray(weights, dtype=np.float64)
+        self.shares = amounts / amounts.sum()
+        self._places = (np.empty(0, dtype=np.int16), np.empty(0, dtype=np.int64))
+
+    def places(self, first: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Source, and place in the order of that source, of ``size`` places from ``first`` on."""
+        if len(self.shares) == 1:
+            return np.zeros(size, dtype=np.int64), np.arange(first, first + size)
+        if len(self._places[0]) < first + size:
+            # Several threads may build; each gets a complete pair.
+            self._places = self._build(max(_FIRST_PLACES, 2 * (first + size)))
+        sources, numbers = self._places
+        return sources[first : first + size].astype(np.int64), numbers[first : first + size]
+
+    def _build(self, size: int) -> tuple[np.ndarray, np.ndarray]:
+        try:
+            return blending_order(self.shares, size)
+        except ImportError as error:
+            raise DataError(
+                "blends need Megatron's compiled data set helpers, which this installation lacks "
+                f"({error}); call megatron.core.datasets.utils.compile_helpers() once"
+            ) from error
 
 
 class SampleIndex:
-    """The samples of one split of one data set, and their order in every epoch.
+    """An endless order of the samples of one split, of one data set or of several.
 
-    Samples are numbered by document, then by piece. An overlong document that is split yields
-    pieces of ``max_tokens`` inputs that share their boundary token: every prediction is kept once.
+    Every data set goes through its own epochs, each in an order of its own. Samples are numbered
+    data set by data set.
 
     Args:
-        documents: the stored documents.
-        document_range: (first, end) documents of the split.
-        max_tokens: input tokens of the longest sample (Megatron's ``--seq-length``).
-        overlong: what happens to documents of more than ``max_tokens`` + 1 tokens.
-        seed: of the order; together with the epoch it determines the permutation.
-        vocab_size: rows of the model's embedding, which no stored token may exceed; None leaves
-            tokens unchecked.
+        data_sets: at least one.
+        weights: shares of the samples, in any unit; None mixes by size.
 
-    Raises:
-        DataError: if no sample is left, or what is stored is not for this model.
+    Attributes:
+        counts: of one epoch of every data set.
     """
 
-    counts: SampleCounts
-
     def __init__(
-        self,
-        documents: Documents,
-        document_range: tuple[int, int],
-        *,
-        max_tokens: int,
-        overlong: Overlong,
-        seed: int,
-        vocab_size: int | None = None,
+        self, data_sets: Sequence[DataSet], weights: Sequence[float] | None = None
     ) -> None:
-        if max_tokens < 1:
-            raise DataError(f"longest sample {max_tokens}: must be at least 1 token")
-        if overlong not in get_args(Overlong):
-            raise DataError(
-                f"overlong {overlong!r}: must be one of {', '.join(get_args(Overlong))}"
-            )
-        if vocab_size is not None:
-            documents.check_values(vocab_size)
-        self._vocab_size = vocab_size
-        self._documents = documents
-        self._first_document, end_document = document_range
-        self._lengths_tokens = documents.lengths_tokens[self._first_document : end_document]
-        self._max_tokens = max_tokens
-        self._overlong = overlong
-        self._seed = seed
-        predictions = np.maximum(self._lengths_tokens - 1, 0)
-        pieces = _pieces(predictions, max_tokens, overlong)
-        self._sample_ends = np.cumsum(pieces)
-        self._orders: dict[int, np.ndarray] = {}
-        self.counts = _count(self._lengths_tokens, predictions, pieces, max_tokens)
-        if self.counts.samples == 0:
-            raise DataError(
-                f"{documents.prefix}: no sample left of {self.counts.documents} documents "
-                f"({self.counts.dropped_documents} shorter than 2 tokens or dropped as longer than "
-                f"{max_tokens}); use longer documents, a longer sequence length, or "
-                "--sparse-balance-overlong split"
-            )
+        self._data_sets = tuple(data_sets)
+        sizes = [data_set.counts.samples for data_set in data_sets]
+        self._firsts = np.concatenate(([0], np.cumsum(sizes)))
+        self._order = BlendingOrder(sizes if weights is None else weights)
+        self.counts = reduce(add, (data_set.counts for data_set in data_sets))
 
     @classmethod
-    def open(
-        cls,
-        prefix: str | Path,
-        *,
-        max_tokens: int,
-        overlong: Overlong,
-        seed: int,
-        split_weights: str = "100,0,0",
-        split: Split = "train",
-        vocab_size: int | None = None,
-    ) -> SampleIndex | None:
-        """Open one split of a data set; None if not a single document falls into it.
-
-        Args:
-            prefix: of the ``.bin`` and ``.idx`` files.
-            split_weights: Megatron's ``--split``: weights of train, valid, test over documents.
-            split: which of the three.
-            vocab_size: rows of the model's embedding; None leaves tokens unchecked.
-
-        Raises:
-            DataError: if a file is missing or damaged, the weights are wrong, or documents of the
-                split exist but yield no sample.
-        """
-        documents = Documents.open(prefix)
-        document_range = split_range(len(documents), split_weights, split)
-        if document_range[0] == document_range[1]:
-            return None
-        return cls(
-            documents,
-            document_range,
-            max_tokens=max_tokens,
-            overlong=overlong,
-            seed=seed,
-            vocab_size=vocab_size,
-        )
+    def open(cls, prefix: str | Path, **options: Any) -> SampleIndex | None:
+        """Open training's part, or another, of one data set; see :func:`open_samples`."""
+        blend = Blend(place=str(prefix), prefixes=(str(prefix),))
+        return open_samples(blend, options.pop("split", "train"), **options)
 
     def __len__(self) -> int:
         """Samples of one epoch."""
@@ -133,8 +118,14 @@ class SampleIndex:
 
     def lengths_of(self, samples: np.ndarray) -> np.ndarray:
         """Input tokens of each sample, int64, in the order given."""
-        documents, offsets = self._locate(np.asarray(samples, dtype=np.int64))
-        return np.minimum(self._max_tokens, self._lengths_tokens[documents] - 1 - offsets)
+        samples_S = np.asarray(samples, dtype=np.int64)
+        lengths_S = np.empty_like(samples_S)
+        sources_S = self.source_of(samples_S)
+        for source in np.unique(sources_S):
+            mine_S = sources_S == source
+            within = samples_S[mine_S] - self._firsts[source]
+            lengths_S[mine_S] = self._data_sets[source].lengths_of(within)
+        return lengths_S
 
     def global_batch(self, first: int, size: int) -> np.ndarray:
         """Samples number ``first`` to ``first + size`` of training, in order of arrival, int64.
@@ -144,141 +135,158 @@ class SampleIndex:
         """
         if first < 0 or size < 1:
             raise ValueError(f"batch of {size} samples from {first}: need size >= 1 and first >= 0")
-        return self.samples_at(np.arange(first, first + size))
-
-    def samples_at(self, places: np.ndarray) -> np.ndarray:
-        """Samples at the given places of the endless order, int64; places must not fall."""
-        epochs, within = np.divmod(places, len(self))
-        return np.concatenate(
-            [
-                np.empty(0, dtype=np.int64),
-                *(self._order(int(epoch))[within[epochs == epoch]] for epoch in np.unique(epochs)),
-            ]
-        )
-
-    def describe(self) -> tuple[str, ...]:
-        """What became of the documents, in one line."""
-        return (self.counts.describe(),)
-
-    @property
-    def sources(self) -> tuple[SourceFacts, ...]:
-        """None to tell apart."""
-        return ()
-
-    @property
-    def has_loss_mask(self) -> bool:
-        """Whether some labels are not trained on."""
-        return self._documents.loss_mask is not None
+        sources_S, numbers_S = self._order.places(first, size)
+        samples_S = np.empty(size, dtype=np.int64)
+        for source in np.unique(sources_S):
+            mine_S = sources_S == source
+            within = self._data_sets[source].samples_at(numbers_S[mine_S])
+            samples_S[mine_S] = self._firsts[source] + within
+        return samples_S
 
     def read(self, sample: int) -> Sample:
-        """Tokens of a sample, and its loss mask where the data set has one.
+        """Tokens of a sample, and its loss mask where its data set has one.
 
         Raises:
             DataError: if a token is not in the vocabulary, or the mask is not one.
         """
-        local_document, offset = (int(value[0]) for value in self._locate(np.asarray([sample])))
-        length_tokens = int(self.lengths_of(np.asarray([sample]))[0])
-        document = self._first_document + local_document
-        tokens = self._documents.read_tokens(document, offset, length_tokens + 1)
-        mask = self._documents.read_loss_mask(document, offset + 1, length_tokens)
-        place = f"{self._documents.prefix}, document {document}"
-        if self._vocab_size is not None:
-            check_tokens(tokens, self._vocab_size, place)
-        if mask is not None:
-            check_mask(mask, f"{place}, loss mask")
-        return Sample(
-            tokens=tokens,
-            loss_mask=None if mask is None else mask.astype(np.float32),
+        if not 0 <= sample < len(self):
+            raise IndexError(f"sample {sample} is not one of 0 to {len(self) - 1}")
+        source = int(self.source_of(np.asarray([sample]))[0])
+        return self._data_sets[source].read(sample - int(self._firsts[source]))
+
+    def source_of(self, samples: np.ndarray) -> np.ndarray:
+        """Which data set each sample comes from, int64."""
+        return np.searchsorted(self._firsts[1:], samples, side="right")
+
+    @cached_property
+    def sources(self) -> tuple[SourceFacts, ...]:
+        """The data sets that are mixed, in the order given; none where there is but one."""
+        if len(self._data_sets) == 1:
+            return ()
+        return tuple(
+            SourceFacts(
+                prefix=data_set.prefix,
+                weight=float(share),
+                counts=data_set.counts,
+                digest=data_set.digest(),
+            )
+            for data_set, share in zip(self._data_sets, self._order.shares, strict=True)
         )
 
     def digest(self) -> str:
-        """Hexadecimal SHA-256 of what order and lengths depend on; equal on ranks that agree.
-
-        Tokens are looked at in places only: in documents spread evenly over the split.
-        """
-        digest = hashlib.sha256(
-            f"{self._first_document}:{self._max_tokens}:{self._overlong}:{self._seed}:"
-            f"{astuple(self.counts)}:{self._documents.loss_mask is not None}:".encode()
-        )
-        digest.update(np.ascontiguousarray(self._lengths_tokens, dtype="<i8").tobytes())
-        for local_document in np.unique(np.linspace(0, self.counts.documents - 1, _SPOTS).round()):
-            length = min(int(self._lengths_tokens[int(local_document)]), _SPOT_TOKENS)
-            document = self._first_document + int(local_document)
-            tokens = self._documents.read_tokens(document, 0, length)
-            digest.update(tokens.astype("<i8").tobytes())
+        """Hexadecimal SHA-256 of what order and lengths depend on; equal on ranks that agree."""
+        if not self.sources:
+            return self._data_sets[0].digest()
+        digest = hashlib.sha256(np.ascontiguousarray(self._order.shares, dtype="<f8").tobytes())
+        for source in self.sources:
+            digest.update(source.digest.encode())
         return digest.hexdigest()
 
-    def _locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Document within the split, and offset of the first input token in it, per sample."""
-        if samples.size and not 0 <= samples.min() <= samples.max() < len(self):
-            raise IndexError(f"sample number outside 0 to {len(self) - 1}")
-        documents = np.searchsorted(self._sample_ends, samples, side="right")
-        first_samples = np.where(documents > 0, self._sample_ends[documents - 1], 0)
-        return documents, (samples - first_samples) * self._max_tokens
+    def describe(self) -> tuple[str, ...]:
+        """Lines that say what became of the documents."""
+        # Weights are shares of the samples; a data set of longer samples has more of the tokens.
+        facts = self.sources
+        if not facts:
+            return (self.counts.describe(),)
+        tokens = [source.weight * source.counts.tokens / source.counts.samples for source in facts]
+        lines = [f"{len(facts)} sources: {self.counts.describe()}"]
+        lines += [
+            f"source {source.prefix}: {source.weight:.2%} of the samples, "
+            f"{each / sum(tokens):.2%} of the tokens; {source.counts.samples:,} samples of "
+            f"{source.counts.tokens:,} tokens"
+            for source, each in list(zip(facts, tokens, strict=True))[:_SHOWN_SOURCES]
+        ]
+        if len(facts) > _SHOWN_SOURCES:
+            more = len(facts) - _SHOWN_SOURCES
+            lines.append(f"and {more} more sources; the header of steps.jsonl has all")
+        if unmasked := self.without_loss_mask:
+            lines.append(
+                f"no loss mask beside {', '.join(unmasked)}, as other sources have: all of their "
+                "tokens are trained on"
+            )
+        return tuple(lines)
 
-    def _order(self, epoch: int) -> np.ndarray:
-        """The permutation of an epoch."""
-        if epoch not in self._orders:
-            while len(self._orders) >= _EPOCHS_KEPT:
-                del self._orders[next(iter(self._orders))]
-            self._orders[epoch] = epoch_permutation(len(self), self._seed, epoch)
-        return self._orders[epoch]
+    @property
+    def without_loss_mask(self) -> tuple[str, ...]:
+        """Prefixes of the data sets that have none while others have one."""
+        unmasked = tuple(each.prefix for each in self._data_sets if not each.has_loss_mask)
+        return unmasked if len(unmasked) < len(self._data_sets) else ()
 
 
-def epoch_permutation(samples: int, seed: int, epoch: int) -> np.ndarray:
-    """Permutation of ``range(samples)``, int64, a function of the arguments alone.
+def open_samples(
+    blend: Blend,
+    split: Split,
+    *,
+    max_tokens: int,
+    overlong: Overlong,
+    seed: int,
+    split_weights: str = "100,0,0",
+    vocab_size: int | None = None,
+    missing_loss_mask: MissingLossMask = "refuse",
+) -> SampleIndex | None:
+    """Open one split of a blend; None if not a single document falls into it.
 
-    Sorts raw Philox output: numpy promises that stream for all versions, which it does not promise
-    for ``Generator.permutation``. So a run resumed under another numpy keeps its order.
-    """
-    stream = np.random.Philox(np.random.SeedSequence([seed, epoch]))
-    return np.argsort(stream.random_raw(samples), kind="stable")
-
-
-def split_range(documents: int, weights: str, split: Split) -> tuple[int, int]:
-    """(first, end) documents of a split; contiguous ranges cut where Megatron cuts them.
-
-    Same rule as ``parse_and_normalize_split`` and ``_build_megatron_dataset_splits`` in
-    ``megatron.core.datasets``: cumulated normalised weights times documents, rounded.
+    Args:
+        split_weights: Megatron's ``--split``, for blends that all splits share: weights of train,
+            valid and test over documents.
+        missing_loss_mask: what happens to data sets without one beside others that have one.
+        max_tokens, overlong, seed, vocab_size: see :class:`.data_set.DataSet`.
 
     Raises:
-        DataError: if ``weights`` is not one to three non-negative numbers, one of them positive.
+        DataError: if files are missing, damaged or yield no sample, a split has documents of some
+            data sets and none of others, or some have a loss mask and others must have one too.
     """
-    number = r"\s*(\d+\.?\d*|\.\d+)\s*"
-    if not re.fullmatch(rf"{number}(,{number}){{0,2}}", weights):
-        raise DataError(f"--split {weights}: must be up to three weights, such as 99,1,0")
-    numbers = [float(number) for number in weights.split(",")]
-    if sum(numbers) == 0:
-        raise DataError(f"--split {weights}: one weight must be positive, such as 99,1,0")
-    numbers += [0.0] * (3 - len(numbers))
-    bookends = np.cumsum([0.0, *(number / sum(numbers) for number in numbers)])
-    position = get_args(Split).index(split)
-    first, end = (
-        round(float(bookend) * documents) for bookend in bookends[position : position + 2]
-    )
-    return (first, end) if numbers[position] > 0 else (first, first)
+    if len(blend.prefixes) > _MOST_SOURCES:
+        raise DataError(f"{blend.place}: {len(blend.prefixes)} data sets; at most {_MOST_SOURCES}")
+    documents = [Documents.open(prefix) for prefix in blend.prefixes]
+    ranges = [
+        (0, len(each)) if blend.whole else split_range(len(each), split_weights, split)
+        for each in documents
+    ]
+    empty = [
+        prefix for prefix, (first, end) in zip(blend.prefixes, ranges, strict=True) if first == end
+    ]
+    if len(empty) == len(documents):
+        return None
+    if empty:
+        raise DataError(
+            f"--split {split_weights}: {empty[0]} has too few documents for a {split} part, other "
+            "sources have one; use --train-data-path and its like, or other weights"
+        )
+    data_sets = [
+        DataSet(
+            each,
+            range_,
+            max_tokens=max_tokens,
+            overlong=overlong,
+            seed=seed,
+            vocab_size=vocab_size,
+        )
+        for each, range_ in zip(documents, ranges, strict=True)
+    ]
+    samples = SampleIndex(data_sets, blend.weights)
+    if missing_loss_mask == "refuse" and samples.without_loss_mask:
+        raise DataError(
+            f"{blend.place}: no loss mask beside {', '.join(samples.without_loss_mask)}, as other "
+            "sources have; prepare-data writes one for conversations, and "
+            "--sparse-balance-missing-loss-mask train trains on all tokens of such a source"
+        )
+    return samples
 
 
-def _pieces(predictions: np.ndarray, max_tokens: int, overlong: Overlong) -> np.ndarray:
-    """Samples per document, int64."""
-    if overlong == "split":
-        return -(-predictions // max_tokens)
-    if overlong == "truncate":
-        return (predictions > 0).astype(np.int64)
-    return ((predictions > 0) & (predictions <= max_tokens)).astype(np.int64)
+def index_lengths(blend: Blend, *, max_tokens: int | None, seed: int) -> SampleIndex:
+    """All documents of a blend for planning: their lengths and order, without their tokens.
 
+    Args:
+        max_tokens: longer documents are split; None takes the longest as it is.
 
-def _count(
-    lengths_tokens: np.ndarray, predictions: np.ndarray, pieces: np.ndarray, max_tokens: int
-) -> SampleCounts:
-    kept_tokens = np.minimum(predictions, pieces * max_tokens)
-    dropped = pieces == 0
-    return SampleCounts(
-        documents=len(lengths_tokens),
-        samples=int(pieces.sum()),
-        tokens=int(kept_tokens.sum()),
-        dropped_documents=int(dropped.sum()),
-        dropped_tokens=int(lengths_tokens[dropped].sum()),
-        truncated_tokens=int((predictions - kept_tokens)[~dropped].sum()),
-        split_documents=int((pieces > 1).sum()),
-    )
+    Raises:
+        DataError: if an ``.idx`` file is missing or damaged, or yields no sample.
+    """
+    documents = [Documents.lengths_only(prefix) for prefix in blend.prefixes]
+    max_tokens = max_tokens or max(int(each.lengths_tokens.max()) for each in documents)
+    data_sets = [
+        DataSet(each, (0, len(each)), max_tokens=max_tokens, overlong="split", seed=seed)
+        for each in documents
+    ]
+    return SampleIndex(data_sets, blend.weights)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsebalance_megatron.data.conversation import Render, RenderError, render_plain
-from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.records import Message
+from sparsebalance_megatron.errors import DataError
 
 if TYPE_CHECKING:
     from tokenizers import Encoding

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's data set files: readers, builders, and the order of blends.
-
-Loading them warns of nothing that data does not use.
-"""
+"""The order in which Megatron mixes data sets."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 
@@ -23,7 +19,7 @@ def quiet_imports() -> Iterator[None]:
     """Leave out warnings of imports inside.
 
     Importing ``megatron.core.datasets`` loads all of Megatron, which then warns that Transformer
-    Engine, Apex and CUDA are missing. Documents need none of them, and a training run, which does,
+    Engine, Apex and CUDA are missing. Blends need none of them, and a training run, which does,
     imports Megatron before its data and so still warns.
     """
     logger = logging.getLogger(_TALKATIVE)
@@ -35,31 +31,6 @@ def quiet_imports() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-def open_dataset(prefix: str) -> Any:
-    """Megatron's reader of ``prefix.bin`` and ``prefix.idx``."""
-    with quiet_imports():
-        from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    return IndexedDataset(prefix)
-
-
-def dataset_builder(path: str, dtype: type[np.number]) -> Any:
-    """Megatron's builder of a data set, whose values go to ``path``."""
-    with quiet_imports():
-        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    return IndexedDatasetBuilder(path, dtype=dtype)
-
-
-def token_dtype(vocab_size: int) -> type[np.number]:
-    """The dtype that Megatron's preprocessing stores tokens in: uint16 or int32."""
-    with quiet_imports():
-        from megatron.core.datasets.indexed_dataset import DType
-
-    found: type[np.number] = DType.optimal_dtype(vocab_size)
-    return found
 
 
 def blending_order(weights: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:

@@ -6,13 +6,15 @@ Import only after the CPU adapter has been installed.
 
 from __future__ import annotations
 
+import pickle
 import re
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -21,18 +23,19 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     apply_factories,
 )
-from megatron.training.checkpointing import (
-    find_checkpoint_rank_0,
-    get_checkpoint_tracker_filename,
-    save_checkpoint,
-)
+from megatron.training.checkpointing import save_checkpoint
 from megatron.training.global_vars import set_global_variables
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from sparsebalance_megatron.errors import ConvertError, listed
-from sparsebalance_megatron.json_file import UnreadableFileError, read_text
+from sparsebalance_megatron.json_file import (
+    UnreadableFileError,
+    open_regular,
+    read_json,
+    read_text,
+)
 
 _MAX_ITERATION_DIGITS = 12
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
@@ -49,6 +52,39 @@ def save_release(args: Namespace, model: Any, directory: Path) -> None:
     save_checkpoint(0, [model], None, None, 0, release=True)
 
 
+class _Format(msgspec.Struct):
+    """What Megatron's metadata.json says of a checkpoint that can be read."""
+
+    sharded_backend: Literal["torch_dist"]
+
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+_METADATA_NAMES = {
+    f"{_CHECKPOINT}.metadata": (
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    ),
+    f"{_CHECKPOINT}.planner": ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+    f"{_CHECKPOINT}.filesystem": ("_StorageInfo",),
+    "torch": ("Size", *(name for name, value in vars(torch).items() if type(value) is torch.dtype)),
+    "torch.serialization": ("_get_layout",),
+    "collections": ("OrderedDict",),
+    "pathlib": ("PosixPath",),
+}
+
+
+class _MetadataReader(pickle.Unpickler):
+    """Reads ``.metadata``, a pickle, and refuses what does not describe tensors.
+
+    Megatron unpickles the file again when it loads; what that would run has been refused here.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _METADATA_NAMES.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong there")
+        return super().find_class(module, name)
+
+
 class SavedModel:
     """The model's tensors of one iteration of a checkpoint directory.
 
@@ -61,16 +97,19 @@ class SavedModel:
     """
 
     def __init__(self, directory: Path, iteration: int | None) -> None:
-        found = _find(directory, iteration)
-        if found is None or not dist_checkpointing.check_is_distributed_checkpoint(found):
+        try:
+            self.path = directory / (
+                f"iter_{iteration:07}" if iteration is not None else _latest(directory)
+            )
+            read_json(self.path / "metadata.json", _Format)
+        except UnreadableFileError as error:
             what = "the latest iteration" if iteration is None else f"iteration {iteration}"
             raise ConvertError(
-                f"{directory}: {what} is not a torch_dist checkpoint; give a directory that "
-                "--save named in a run with --ckpt-format torch_dist"
-            )
-        self.path = Path(found)
-        with _undamaged(self.path):
-            stored = FileSystemReader(found).read_metadata().state_dict_metadata
+                f"{directory}: {what} is not a torch_dist checkpoint ({error}); "
+                "give a directory that --save named in a run with --ckpt-format torch_dist"
+            ) from error
+        with _undamaged(self.path), open_regular(self.path / ".metadata") as stream:
+            stored = _MetadataReader(stream).load().state_dict_metadata
         self._tensors = {
             name: tensor
             for name, tensor in stored.items()
@@ -134,34 +173,23 @@ class SavedModel:
                 )
 
 
-def _find(directory: Path, iteration: int | None) -> str | None:
-    release = False
-    if iteration is None:
-        tracker = Path(get_checkpoint_tracker_filename(str(directory)))
-        if not tracker.is_file():
-            return None
-        iteration, release = _latest(tracker)
-    return find_checkpoint_rank_0(str(directory), iteration, release)
-
-
-def _latest(tracker: Path) -> tuple[int, bool]:
-    """Iteration, and whether it is a release; Megatron's own reader ends the process in silence.
+def _latest(directory: Path) -> str:
+    """The folder of the latest iteration; Megatron's own reader ends the process in silence.
 
     Raises:
-        ConvertError: if the file says neither.
+        UnreadableFileError: if there is no file that names it.
+        ConvertError: if it names none.
     """
-    try:
-        content = read_text(tracker).strip()
-    except UnreadableFileError as error:
-        raise ConvertError(f"{tracker}: {error}; choose a checkpoint with --iteration") from error
+    tracker = directory / "latest_checkpointed_iteration.txt"
+    content = read_text(tracker).strip()
     if content == "release":
-        return 0, True
+        return content
     if not (content.isdecimal() and len(content) <= _MAX_ITERATION_DIGITS):
         raise ConvertError(
             f"{tracker}: holds {content[:60]!r}, neither an iteration nor 'release'; choose a "
             "checkpoint with --iteration"
         )
-    return int(content), False
+    return f"iter_{int(content):07}"
 
 
 @contextmanager

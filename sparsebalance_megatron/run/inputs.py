@@ -16,9 +16,8 @@ from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.fit import configured_cost_model
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.data.blend import Blend, read_blends
-from sparsebalance_megatron.data.blend_index import open_samples
-from sparsebalance_megatron.data.sample_order import Samples, SourceFacts
-from sparsebalance_megatron.data.samples import Split
+from sparsebalance_megatron.data.data_set import Split
+from sparsebalance_megatron.data.samples import SampleIndex, SourceFacts, open_samples
 from sparsebalance_megatron.learn.prediction import Workload, prior_coverage
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
@@ -41,9 +40,9 @@ class Inputs:
     settings: RunSettings
     job: Job
     policy: PlanPolicy
-    train: Samples
-    valid: Samples | None
-    test: Samples | None
+    train: SampleIndex
+    valid: SampleIndex | None
+    test: SampleIndex | None
     grid: tuple[int, ...]
 
     def with_cost(self, cost: CostModel) -> CostedInputs:
@@ -209,7 +208,7 @@ def processor() -> str:
 
 def _samples(
     settings: RunSettings, config: SparseBalanceConfig, blend: Blend | None, split: Split
-) -> Samples | None:
+) -> SampleIndex | None:
     if blend is None:
         return None
     return open_samples(

@@ -15,13 +15,13 @@ from typing import Any, Protocol
 
 from sparsebalance_megatron.attention.sequence.slice import SequenceGroup, SequenceSlice
 from sparsebalance_megatron.data.packing import (
-    PackedRow,
+    PackedSequence,
     Sample,
     pack,
     packed_cu_seqlens,
     padding_tokens,
 )
-from sparsebalance_megatron.data.sample_order import Samples
+from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.megatron.sequence_groups import SequenceGroups
@@ -68,7 +68,7 @@ class RowPacking:
             pad_to_multiple_of=self.pad_to_multiple_of,
         )
 
-    def row(self, micro_batch: MicroBatchPlan, samples: list[Sample]) -> PackedRow:
+    def row(self, micro_batch: MicroBatchPlan, samples: list[Sample]) -> PackedSequence:
         """What this rank computes of one of its micro-batches, from the samples of all of it."""
         pad_to_multiple_of, padding_documents = self._padding(micro_batch)
         row = pack(
@@ -110,7 +110,7 @@ class RowReader:
 
     def __init__(
         self,
-        index: Samples,
+        index: SampleIndex,
         *,
         data_parallel_rank: int,
         packing: RowPacking,
@@ -122,7 +122,7 @@ class RowReader:
         self._worker = worker
         self._lock = Lock()
         self._latest: StepPlan | None = None
-        self._rows: dict[tuple[int, int], Future[PackedRow]] = {}
+        self._rows: dict[tuple[int, int], Future[PackedSequence]] = {}
 
     def begin(self, planned: PlannedStep) -> None:
         """Start on a step's rows, unless they were the last to be started. From any thread."""
@@ -142,7 +142,7 @@ class RowReader:
                     return
                 self._rows[plan.step, position] = row
 
-    def row(self, planned: PlannedStep, position: int) -> PackedRow:
+    def row(self, planned: PlannedStep, position: int) -> PackedSequence:
         """One row; waits for it. Read on the spot if it was not begun, or was taken before.
 
         Raises:
@@ -155,7 +155,7 @@ class RowReader:
         micro_batches = planned.plan.for_rank(self._data_parallel_rank).micro_batches
         return self._read(planned, micro_batches[position])
 
-    def _read(self, planned: PlannedStep, micro_batch: MicroBatchPlan) -> PackedRow:
+    def _read(self, planned: PlannedStep, micro_batch: MicroBatchPlan) -> PackedSequence:
         samples = [self._index.read(int(planned.samples[i])) for i in micro_batch.samples]
         return self._packing.row(micro_batch, samples)
 
@@ -187,7 +187,7 @@ class LocalMicroBatch:
     plan: MicroBatchPlan
     cu_seqlens: tuple[int, ...]
     sequence: SequenceSlice | None
-    row: PackedRow | None
+    row: PackedSequence | None
 
 
 class MicroBatchIterator:
@@ -250,7 +250,7 @@ class MicroBatchIterator:
             self._step, self._position = self._step + 1, 0
         return micro_batch
 
-    def _row(self, planned: PlannedStep) -> PackedRow | None:
+    def _row(self, planned: PlannedStep) -> PackedSequence | None:
         """The current row; at a step's first, reading of the whole step and the next begins."""
         if self._reader is None:
             return None

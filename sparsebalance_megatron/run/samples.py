@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
-from sparsebalance_megatron.data.sample_order import Samples
+from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
 from sparsebalance_megatron.learn.measurement import RankPlace
 from sparsebalance_megatron.learn.scheduler import Scheduler, evaluation_scheduler
@@ -77,7 +77,7 @@ class DataSamples:
         return iterator(training=True, step=step, sizes=sizes)
 
     def evaluation_iterator(
-        self, index: Samples, vp_stage: int | None = None, *, consumed_samples: int
+        self, index: SampleIndex, vp_stage: int | None = None, *, consumed_samples: int
     ) -> MicroBatchIterator:
         """Micro-batches of validation or test samples, at base budgets."""
         settings, job = self._inputs.settings, self._inputs.job
@@ -106,7 +106,7 @@ class DataSamples:
     def _iterator(
         self,
         schedule: Schedule,
-        index: Samples,
+        index: SampleIndex,
         vp_stage: int | None,
         *,
         training: bool,

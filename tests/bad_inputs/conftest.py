@@ -9,6 +9,6 @@ import pytest
 @pytest.fixture(scope="session", autouse=True)
 def imported() -> None:
 
-    import sparsebalance_megatron.cli.conversion
+    import sparsebalance_megatron.convert.transfer
     import sparsebalance_megatron.profile.profile
     import sparsebalance_megatron.view.report.run_report  # noqa: F401

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from bad_inputs.judge import as_nobody, bounded, check_refused
 
-from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.errors import DataError
 
 VOCABULARY = 256
 LENGTHS = (30, 7, 2, 64)

@@ -30,10 +30,9 @@ from sparsebalance_megatron.convert.mapping import parameters
 from sparsebalance_megatron.convert.weight_files import INDEX, WHOLE, WeightFiles
 from sparsebalance_megatron.cost.fit import fit_cost_model
 from sparsebalance_megatron.cost.table import CostTable, CostTableError
-from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.records import BadRecords, RecordFiles
 from sparsebalance_megatron.data.samples import SampleIndex
-from sparsebalance_megatron.errors import ConvertError
+from sparsebalance_megatron.errors import ConvertError, DataError
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.log_file import JsonLinesFile

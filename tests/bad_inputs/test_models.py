@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +18,8 @@ from safetensors.torch import save_file
 from sparsebalance_megatron.convert.hf_config import read_config
 from sparsebalance_megatron.convert.mapping import parameters
 from sparsebalance_megatron.convert.weight_files import INDEX, WHOLE, WeightFiles
-from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.tokenizer import load_tokenizer
-from sparsebalance_megatron.errors import ConvertError
+from sparsebalance_megatron.errors import ConvertError, DataError
 
 CONFIG: dict[str, Any] = {
     **{"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "vocab_size": 20},
@@ -48,6 +48,8 @@ BAD: dict[str, tuple[Any, ...]] = {
     "attention_bias": (True, 1.5, "no"),
     "mlp_bias": (True, "no"),
     "sliding_window": (4096, "none"),
+    "tie_word_embeddings": ("false", 1, []),
+    **dict.fromkeys(("num_experts", "num_local_experts"), (8, 1, "none", [])),
     "quantization_config": ({}, {"bits": 4}, 5),
     "rope_theta": (*SIZES,),
     "rope_scaling": (5, [], "linear", {"rope_type": "su"}, {"type": 5}, {"type": ["linear"]}),
@@ -79,7 +81,7 @@ def with_config(folder: Path, **changes: Any) -> Path:
 
 
 def test_the_undamaged_config_is_read(tmp_path: Path) -> None:
-    assert read_config(with_config(tmp_path)).layers == 1
+    assert read_config(with_config(tmp_path)).num_hidden_layers == 1
 
 
 CASES = [(key, value) for key, values in BAD.items() for value in values]
@@ -90,9 +92,12 @@ CASES = [(key, value) for key, values in BAD.items() for value in values]
     CASES,
     ids=[f"{key} {'deleted' if value is DELETED else str(value)[:30]}" for key, value in CASES],
 )
-def test_config(key: str, value: Any, tmp_path: Path) -> None:
-    with_config(tmp_path, **{key: value})
-    check_refused(lambda: read_config(tmp_path), ConvertError, "config.json")
+def test_config(key: str, value: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The folder's name is none of the keys."""
+    folder = with_config(tmp_path_factory.mktemp("model"), **{key: value})
+    infinite = isinstance(value, float) and not math.isfinite(value)
+    named = "not valid JSON" if infinite else key
+    check_refused(lambda: read_config(folder), ConvertError, "config.json: ", named)
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -106,7 +111,7 @@ def write_weights(folder: Path) -> dict[str, torch.Tensor]:
     tensors = {
         name: torch.ones(shape)
         for parameter in parameters(model)
-        for name, shape in zip(parameter.sources, parameter.shapes, strict=True)
+        for name, shape in parameter.sources.items()
     }
     save_file(tensors, folder / WHOLE, metadata={"format": "pt"})
     return tensors
@@ -165,21 +170,33 @@ def test_weights(name: str, tmp_path: Path) -> None:
     check_refused(lambda: read_weights(tmp_path), ConvertError, str(tmp_path))
 
 
-@pytest.mark.parametrize("change", ["missing", "unknown", "shape", "dtype"])
+TENSORS: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
+    "missing": ({"model.norm.weight": None}, "missing: 1 (model.norm.weight)"),
+    "unknown": (
+        {f"model.adapter.{place}": torch.ones(2) for place in range(7)},
+        "7 (model.adapter.0, model.adapter.1, model.adapter.2, model.adapter.3, model.adapter.4 "
+        "and 2 more)",
+    ),
+    "shape": ({"model.norm.weight": torch.ones(17)}, "has shape [17], config.json says [16]"),
+    "dtype": (
+        {"model.norm.weight": torch.ones(16, dtype=torch.int8)},
+        "norm.weight is stored as I8",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", TENSORS)
 def test_tensors(change: str, tmp_path: Path) -> None:
-    tensors = write_weights(tmp_path)
-    name = "model.norm.weight"
-    match change:
-        case "missing":
-            del tensors[name]
-        case "unknown":
-            tensors["model.adapter.weight"] = torch.ones(2)
-        case "shape":
-            tensors[name] = torch.ones(17)
-        case "dtype":
-            tensors[name] = tensors[name].to(torch.int8)
-    save_file(tensors, tmp_path / WHOLE, metadata={"format": "pt"})
-    check_refused(lambda: read_weights(tmp_path), ConvertError, str(tmp_path))
+    changes, text = TENSORS[change]
+    tensors = write_weights(tmp_path) | changes
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, tmp_path / WHOLE, metadata={"format": "pt"})
+    check_refused(lambda: read_weights(tmp_path), ConvertError, str(tmp_path), text)
+
+
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    with_config(tmp_path)
+    check_refused(lambda: read_weights(tmp_path), ConvertError, f"neither {WHOLE} nor {INDEX}")
 
 
 def test_links_to_weights_are_followed(tmp_path: Path) -> None:

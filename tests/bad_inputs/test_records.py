@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from bad_inputs.judge import bounded, check_refused
 
-from sparsebalance_megatron.data import input_formats, records
-from sparsebalance_megatron.data.errors import DataError
+from sparsebalance_megatron.data import records
 from sparsebalance_megatron.data.records import BadRecords, RecordFiles
+from sparsebalance_megatron.errors import DataError
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError, read_lengths
 
 GOOD = json.dumps({"text": "good"})
@@ -129,11 +129,10 @@ def test_accepted_records(name: str, tmp_path: Path) -> None:
 def test_a_line_too_long_is_refused_and_the_next_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (records, input_formats):
-        monkeypatch.setattr(module, "MAX_LINE_BYTES", 64)
+    monkeypatch.setattr(records, "MAX_LINE_BYTES", 64)
     path = tmp_path / "documents.jsonl"
     path.write_text("\n".join([GOOD, json.dumps({"text": "x" * 200}), GOOD]))
-    check_refused(lambda: read(path), DataError, f"{path}:2: line too long")
+    check_refused(lambda: read(path), DataError, f"{path}:2: line too long (over 64 bytes)")
     skipped = BadRecords(skip=True)
     assert len(list(RecordFiles([path]).records(skipped))) == 2
 

@@ -314,7 +314,7 @@ REFUSED = {
     "too few rows": "--padded-vocab-size 249: the model has 250 rows",
     "experts": "flags after -- make num_experts 2, config.json makes it None",
     "output in use": "hf: not an empty directory",
-    "sliding window": "config.json: sliding_window 64: sliding windows are not supported",
+    "sliding window": "config.json: sliding_window is 64: not supported",
     "flags of to-hf": "convert to-hf takes no flags after --",
     "no checkpoint": "the latest iteration is not a torch_dist checkpoint",
     "no iteration": "iteration 7 is not a torch_dist checkpoint",

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from sparsebalance_megatron import cli
-from sparsebalance_megatron.cli import prepare_data
 from sparsebalance_megatron.config import ConfigError
 
 HELP_IMPORTS = """
@@ -138,10 +137,3 @@ def test_wrong_usage_exits_with_2(
         cli.main(argv)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_throughput_counts_tokenising_only() -> None:
-    text = prepare_data.throughput(3_000_000, 1_000_000, tokenising_s=2.0, total_s=9.0)
-    assert text == (
-        "2.0 s to tokenise and write: 1.50 MB of input and 500,000 tokens per second; 9.0 s in all"
-    )

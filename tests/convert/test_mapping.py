@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,14 +16,12 @@ from oracles.convert import linear_fc1_rows, linear_qkv_rows
 
 from sparsebalance_megatron.convert.hf_config import read_config
 from sparsebalance_megatron.convert.mapping import (
+    Parameter,
     is_recomputed,
-    pack_gate_up,
     pack_qkv,
-    pad_vocabulary,
     parameters,
     to_hugging_face,
     to_megatron,
-    unpack_gate_up,
     unpack_qkv,
 )
 
@@ -38,11 +37,7 @@ def test_every_tensor_of_transformers_is_the_source_of_one_parameter(
     sources = [source for parameter in mapped for source in parameter.sources]
     assert max(Counter(sources).values()) == 1
     assert max(Counter(parameter.name for parameter in mapped).values()) == 1
-    shapes = {
-        source: shape
-        for parameter in mapped
-        for source, shape in zip(parameter.sources, parameter.shapes, strict=True)
-    }
+    shapes = {source: shape for each in mapped for source, shape in each.sources.items()}
     expected = {
         name: tuple(parameter.shape) for name, parameter in tiny_model(variant).named_parameters()
     }
@@ -91,18 +86,17 @@ def test_qkv(columns: int | None, groups: int, heads_per_group: int, head_dim: i
         assert torch.equal(back, source)
 
 
-@given(rows=SIZES, columns=SIZES)
-def test_gate_up(rows: int, columns: int) -> None:
+@given(rows=SIZES, columns=SIZES, padding=st.integers(0, 4))
+def test_gate_up_and_vocabulary(rows: int, columns: int, padding: int) -> None:
     gate, up = numbered(rows, 0, columns), numbered(rows, 1000, columns)
-    packed = pack_gate_up(gate, up)
+    model = SimpleNamespace(vocab_size=rows)
+    fused = Parameter(name="fc1", sources={"gate": gate.shape, "up": up.shape}, packing="gate_up")
+    packed = to_megatron(fused, [gate, up], model, padded_vocab_size=0)
     assert packed.tolist() == linear_fc1_rows(gate.tolist(), up.tolist())
-    back = unpack_gate_up(packed)
+    back = to_hugging_face(fused, packed, model)
     assert torch.equal(back[0], gate) and torch.equal(back[1], up)
-
-
-@given(rows=SIZES, padding=st.integers(0, 4))
-def test_vocabulary_padding_is_zero(rows: int, padding: int) -> None:
-    source = numbered(rows, 1, 2)
-    padded = pad_vocabulary(source, rows + padding)
-    assert torch.equal(padded[:rows], source)
-    assert padded[rows:].tolist() == [[0.0, 0.0]] * padding
+    words = Parameter(name="words", sources={"words": up.shape}, packing="vocabulary")
+    padded = to_megatron(words, [up], model, padded_vocab_size=rows + padding)
+    assert torch.equal(padded[:rows], up)
+    assert padded[rows:].tolist() == [[0.0] * columns] * padding
+    assert torch.equal(to_hugging_face(words, padded, model)[0], up)

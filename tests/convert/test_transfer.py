@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from convert.tiny_models import VOCABULARY, save, tiny_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from sparsebalance_megatron.convert.dense_model import DenseModel
-from sparsebalance_megatron.convert.hf_config import read_config
+from sparsebalance_megatron.convert.hf_config import DenseModel, read_config
 from sparsebalance_megatron.convert.mapping import parameters, to_megatron
-from sparsebalance_megatron.convert.transfer import TransferCounts, plan_weights, read_weights
-from sparsebalance_megatron.convert.weight_files import WHOLE, WeightFiles, write_weights
+from sparsebalance_megatron.convert.transfer import TransferCounts, read_weights, write_weights
+from sparsebalance_megatron.convert.weight_files import INDEX, WHOLE, WeightFiles
 from sparsebalance_megatron.errors import ConvertError
 
 PADDED = 256
@@ -27,7 +28,7 @@ def poisoned_targets(model: DenseModel, dtype: torch.dtype) -> dict[str, torch.T
         parameter.name: torch.full_like(
             to_megatron(
                 parameter,
-                [torch.empty(shape, dtype=dtype) for shape in parameter.shapes],
+                [torch.empty(shape, dtype=dtype) for shape in parameter.sources.values()],
                 model,
                 padded_vocab_size=PADDED,
             ),
@@ -55,7 +56,7 @@ def test_files_into_parameters_into_files(variant: str, tmp_path: Path) -> None:
     assert not any(target.isnan().any() for target in targets.values())
     assert not targets[EMBEDDING][VOCABULARY:].any()
     numbers = sum(parameter.numel() for parameter in source.parameters())
-    padding = (PADDED - VOCABULARY) * 64 * (1 if model.tied else 2)
+    padding = (PADDED - VOCABULARY) * 64 * (1 if model.tie_word_embeddings else 2)
     assert sum(target.numel() for target in targets.values()) == numbers + padding
     assert counts == TransferCounts(
         tensors=len(list(source.parameters())),
@@ -67,12 +68,33 @@ def test_files_into_parameters_into_files(variant: str, tmp_path: Path) -> None:
     )
     out = tmp_path / "out"
     out.mkdir()
-    assert write_weights(out, plan_weights(targets, model, torch.bfloat16)) == 1
-    written = load_file(out / WHOLE)
+    written = write_weights(out, targets, model, torch.bfloat16)
+    assert written == replace(counts, files=1)
+    tensors = load_file(out / WHOLE)
     expected = dict(source.named_parameters())
-    assert written.keys() == expected.keys()
-    assert all(torch.equal(written[name], expected[name]) for name in expected)
-    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("max_file_bytes", "files"), [(10**9, 1), (50_000, 7), (1, 21)])
+def test_what_is_written_loads_in_transformers(
+    max_file_bytes: int, files: int, tmp_path: Path
+) -> None:
+    source = tiny_model("llama-plain")
+    model, targets, _ = transfer(save(source, tmp_path / "in"), torch.float32)
+    source.config.save_pretrained(tmp_path)
+    counts = write_weights(tmp_path, targets, model, torch.float32, max_file_bytes=max_file_bytes)
+    contents = [list(load_file(path).values()) for path in tmp_path.glob("*.safetensors")]
+    assert counts.files == len(contents) == files
+    assert all(
+        len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors) <= max_file_bytes
+        for tensors in contents
+    )
+    assert (tmp_path / INDEX).exists() == (files > 1)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, source.get_parameter(name))
 
 
 def test_a_cast_is_counted(tmp_path: Path) -> None:
@@ -90,8 +112,16 @@ def test_numbers_beyond_the_range_of_the_dtype_are_an_error(tmp_path: Path) -> N
         transfer(save(source, tmp_path), torch.float16)
     model, targets, _ = transfer(tmp_path, torch.bfloat16)
     with pytest.raises(ConvertError, match=r"final_layernorm.*exceed the range of torch.float16"):
-        plan_weights(targets, model, torch.float16)
-    assert plan_weights(targets, model, torch.float32)
+        write_weights(tmp_path, targets, model, torch.float16)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_numbers_that_are_none_are_named(number: float, tmp_path: Path) -> None:
+    source = tiny_model("llama-plain")
+    source.get_parameter("model.norm.weight").data[3:5] = number
+    text = r"final_layernorm.weight: 2 of 64 numbers are NaN or infinite"
+    with pytest.raises(ConvertError, match=text):
+        transfer(save(source, tmp_path), torch.float32)
 
 
 def test_a_tied_output_layer_must_be_the_embedding(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed rows against rows built token by token, and unpacking gives the samples back."""
+"""Packed sequences against rows built token by token, and unpacking gives the samples back."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ token_lists = st.lists(
     dtype=st.sampled_from([np.uint16, np.int32, np.int64]),
 )
 @settings(max_examples=80)
-def test_row_equals_naive_row(
+def test_packing_equals_naive_packing(
     tokens: list[list[int]], multiple: int, pad_token: int, dtype: type[np.number]
 ) -> None:
     samples = [Sample(tokens=np.array(sample, dtype=dtype)) for sample in tokens]
     row = pack(samples, pad_to_multiple_of=multiple, pad_token=pad_token)
-    expected = oracle.packed_rows([oracle.predictions(s) for s in tokens], multiple, pad_token)
+    expected = oracle.packed_sequence([oracle.predictions(s) for s in tokens], multiple, pad_token)
     columns = (row.tokens, row.labels, row.position_ids, row.loss_mask)
     assert list(zip(*(column.tolist() for column in columns), strict=True)) == expected
     assert [column.dtype for column in columns] == [np.int64, np.int64, np.int64, np.float32]
@@ -72,12 +72,12 @@ def test_loss_mask_of_another_length_is_refused() -> None:
         Sample(tokens=np.array([1, 2, 3]), loss_mask=np.ones(3, dtype=np.float32))
 
 
-def test_empty_rows_and_bad_multiples_are_refused() -> None:
+def test_empty_sequences_and_bad_multiples_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 1 token"):
         pack([])
     with pytest.raises(ValueError, match="pad_to_multiple_of is 0"):
         packed_cu_seqlens([3], 0)
 
 
-def test_rows_are_not_padded_unless_asked_to() -> None:
+def test_sequences_are_not_padded_unless_asked_to() -> None:
     assert packed_cu_seqlens([3, 2]) == (0, 3, 5)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,12 @@ import pytest
 
 from sparsebalance_megatron.cli import main
 from sparsebalance_megatron.data.documents import Documents
-from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.prepare import prepare
 from sparsebalance_megatron.data.records import RecordFiles
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.data.tokenizer import DocumentTokenizer, load_tokenizer
+from sparsebalance_megatron.data.writer import DatasetWriter
+from sparsebalance_megatron.errors import ConfigError, DataError
 
 TEXTS = ["def f(x):\n    return x\n", "é ü 你好 🎉\n", "a", "def g(y):\n    return y + 1\n" * 20]
 CONVERSATION = [
@@ -26,10 +29,6 @@ CONVERSATION = [
     {"role": "user", "content": "Sure?"},
     {"role": "assistant", "content": "Yes, it is."},
 ]
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 VOCABULARY = 300
 
 
@@ -84,6 +83,25 @@ def test_stored_tokens_decode_to_the_texts(tmp_path: Path) -> None:
         "data.json",
         "data_tokenizer",
     ]
+
+
+def test_megatron_reads_what_was_prepared(tmp_path: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
+
+    documents = [np.arange(5), np.arange(70_000, 70_009)]
+    for vocab_size in (65_499, 65_500):
+        prefix = str(tmp_path / str(vocab_size))
+        with DatasetWriter(prefix, vocab_size=vocab_size, overwrite=False) as writer:
+            stored = documents if vocab_size == 65_500 else documents[:1]
+            for document in stored:
+                writer.add(document, np.zeros(len(document), dtype=np.uint8))
+            writer.commit({})
+        read = IndexedDataset(prefix)
+        assert [each.tolist() for each in read] == [each.tolist() for each in stored]
+        assert read.document_indices.tolist() == list(range(len(stored) + 1))
+        assert read.index.dtype == DType.optimal_dtype(vocab_size)
+        masks = IndexedDataset(f"{prefix}_loss_mask")
+        assert not any(each.any() for each in masks)
 
 
 def test_sample_index_reads_what_was_prepared(tmp_path: Path) -> None:
@@ -150,56 +168,20 @@ def test_conversations_train_the_assistants_turns(tmp_path: Path) -> None:
     assert decode(prefix, sample.tokens[1:][sample.loss_mask == 1]) == " It is 2.\n"
 
 
-def chat_tokenizer(directory: Path, source: RecordFiles) -> str:
-    """A tokenizer with a chat template and special tokens for its turns."""
-    prefix = str(directory / "base")
-    prepare(source, prefix, train_vocab_size=VOCABULARY)
-    folder = Path(f"{prefix}_tokenizer")
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config |= {
-        "chat_template": CHAT_TEMPLATE,
-        "additional_special_tokens": ["<|user|>", "<|assistant|>", "<|end|>"],
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return str(folder)
-
-
-def test_chat_template_is_used_where_there_is_one(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    source = jsonl(tmp_path / "in.jsonl", [{"messages": CONVERSATION}])
-    folder = chat_tokenizer(tmp_path, source)
-    prefix = str(tmp_path / "data")
-    prepare(source, prefix, tokenizer_name=folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    documents = Documents.open(prefix)
-    length = int(documents.lengths_tokens[0])
-    tokens, mask = documents.read_tokens(0, 0, length), documents.read_loss_mask(0, 0, length)
-    assert tokenizer.decode(tokens) == (
-        "<|user|>How much is 1 + 1?<|end|><|assistant|>It is 2.<|end|>"
-        "<|user|>Sure?<|end|><|assistant|>Yes, it is.<|end|><|endoftext|>"
-    )
-    assert tokenizer.decode(tokens[mask == 1]) == ("It is 2.<|end|>Yes, it is.<|end|><|endoftext|>")
-
-
 def test_bad_records_stop_or_are_counted(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "in.jsonl", [{"text": "good"}, {"text": ""}, {"tex": "bad"}, 7])
     prefix = str(tmp_path / "data")
-    with pytest.raises(DataError, match=r"in.jsonl:2: text is empty"):
+    with pytest.raises(DataError, match=r"in.jsonl:2: text "):
         prepare(source, prefix, train_vocab_size=VOCABULARY)
     assert not list(tmp_path.glob("data*"))
     summary = prepare(source, prefix, train_vocab_size=VOCABULARY, skip_bad_records=True)
     assert summary["documents"] == 1
-    assert summary["skipped"] == {
-        "needs one of 'text' and 'messages'": 1,
-        "not a JSON object": 1,
-        "text is empty": 1,
-    }
+    assert sorted(summary["skipped"].values()) == [1, 1, 1]
 
 
 def test_no_usable_record_is_an_error(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "in.jsonl", [{"text": ""}])
-    with pytest.raises(DataError, match=r"no document to write; records left out: 1 text is empty"):
+    with pytest.raises(DataError, match=r"no document to write; records left out: 1 text"):
         prepare(source, str(tmp_path / "data"), train_vocab_size=VOCABULARY, skip_bad_records=True)
 
 
@@ -237,11 +219,69 @@ def test_data_set_is_replaced_only_when_asked_for(tmp_path: Path) -> None:
     assert Documents.open(prefix).loss_mask is None, "the old data set's mask is gone"
 
 
-def test_input_is_never_replaced(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "data.json", [{"text": "precious"}])
-    with pytest.raises(DataError, match=r"would replace the input .*data.json"):
+@pytest.mark.parametrize("suffix", [".json", ".bin", "_loss_mask.idx"])
+def test_input_is_never_replaced(suffix: str, tmp_path: Path) -> None:
+    source = jsonl(tmp_path / f"data{suffix}", [{"text": "precious"}])
+    with pytest.raises(ConfigError, match="would replace the input"):
         prepare(source, str(tmp_path / "data"), train_vocab_size=VOCABULARY, overwrite=True)
-    assert "precious" in (tmp_path / "data.json").read_text()
+    assert "precious" in (tmp_path / f"data{suffix}").read_text()
+
+
+WRITES = """
+import sys
+from pathlib import Path
+import numpy as np
+from sparsebalance_megatron.data import writer
+prefix, number, overwrite = sys.argv[1], int(sys.argv[2]), bool(int(sys.argv[3]))
+with writer.DatasetWriter(prefix, vocab_size=300, overwrite=overwrite) as written:
+    for _ in range(100 + number):
+        written.add(np.full(50 + number, number), np.arange(50 + number) % 2)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    written.commit({".json": str(number)})
+"""
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_processes_that_write_to_one_prefix_leave_one_whole_data_set(
+    overwrite: bool, tmp_path: Path
+) -> None:
+    prefix = str(tmp_path / "data")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITES, prefix, str(number), str(int(overwrite))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(4)
+    ]
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    errors = [process.communicate()[1] for process in processes]
+    won = [number for number, process in enumerate(processes) if process.returncode == 0]
+    assert len(won) == (4 if overwrite else 1), errors
+    assert all("exists; choose another" in errors[i] for i in range(4) if i not in won)
+    number = int(Path(f"{prefix}.json").read_text())
+    assert number in won
+    documents = Documents.open(prefix)
+    assert documents.lengths_tokens.tolist() == [50 + number] * (100 + number)
+    assert set(documents.read_tokens(7, 0, 50).tolist()) == {number}
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("data.bin", "data.idx", "data.json"),
+        *("data_loss_mask.bin", "data_loss_mask.idx"),
+    ]
+
+
+@pytest.mark.parametrize("prefix", ["", "folder/", "/", ".", ".."])
+def test_a_prefix_that_names_no_file_is_refused(prefix: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"--output-prefix .*: names no file"):
+        prepare(texts_source(tmp_path), prefix, train_vocab_size=VOCABULARY)
 
 
 def test_flags_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

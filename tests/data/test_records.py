@@ -1,74 +1,146 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading records: what is accepted, and how each kind of bad record is reported."""
+"""Reading records of every format: their order and places, and what is said of bad ones."""
 
 from __future__ import annotations
 
+import gzip
+import importlib
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sparsebalance_megatron.data.errors import DataError
+from sparsebalance_megatron.data import records
 from sparsebalance_megatron.data.records import BadRecords, PythonStandardLibrary, RecordFiles
+from sparsebalance_megatron.errors import DataError
 
+ROWS: list[dict[str, Any]] = [
+    {"text": "one"},
+    {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "é"}]},
+    {"text": "three\nlines\n"},
+]
+PLAIN = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+NAMES = ["in.jsonl", "in.jsonl.gz", "in.jsonl.zst", "in.parquet"]
 BAD_LINES = {
-    b'{"text": "\xff"}': "not UTF-8",
-    b'{"text": "cut': "not JSON",
-    b"[" * 100_000: "not JSON",
-    b'["text"]': "not a JSON object",
-    b'{"txt": "a"}': "needs one of 'text' and 'messages'",
-    b'{"text": "a", "messages": []}': "needs one of 'text' and 'messages'",
-    b'{"text": null}': "text is not a string",
-    b'{"text": ""}': "text is empty",
-    b'{"text": "\\ud800"}': "text holds half a surrogate pair",
-    b'{"messages": {}}': "messages is not a list of turns",
-    b'{"messages": []}': "messages is not a list of turns",
-    b'{"messages": ["hello"]}': "a message is not an object",
-    b'{"messages": [{"role": "user"}]}': "a message's content is not a string",
-    b'{"messages": [{"role": 1, "content": "a"}]}': "a message's role is not a string",
-    b'{"messages": [{"role": "assistant", "content": ""}]}': "a message's content is empty",
-    b'{"messages": [{"role": "user", "content": "a"}]}': "no assistant turn",
+    b'{"text": "\xff"}': ("not UTF-8", "byte 11"),
+    b'{"text": "cut': ("not JSON", "line 1 column"),
+    b'["text"]': ("Expected object, got array", ""),
+    b'{"txt": "a", "id": 1}': ("needs one of 'text' and 'messages'", "(keys: txt, id)"),
+    b'{"text": ""}': ("text: Expected str of length >= 1", ""),
+    b'{"text": "\\ud800"}': ("half a surrogate pair", ""),
+    b'{"messages": [{"role": "a", "content": "b"}, 5]}': (
+        "messages[]: Expected object, got int",
+        "messages[1] 5",
+    ),
+    b'{"messages": [{"role": "user", "content": "a"}]}': ("no assistant turn", ""),
 }
-GOOD = b'{"text": "good"}'
+"""Line -> what it is counted as, and what is said of this one."""
 
 
-def write(path: Path, *lines: bytes) -> Path:
-    path.write_bytes(b"\n".join(lines) + b"\n")
+def read(*paths: Path) -> list[records.Record]:
+    return list(RecordFiles(paths).records(BadRecords(skip=False)))
+
+
+def zstd(content: bytes) -> bytes:
+    """One frame."""
+    compressed: bytes = pytest.importorskip("pyarrow").compress(content, "zstd", asbytes=True)
+    return compressed
+
+
+def write(path: Path) -> Path:
+    """The rows, in the format that the name asks for."""
+    match path.suffix:
+        case ".gz":
+            path.write_bytes(gzip.compress(PLAIN))
+        case ".zst":
+            path.write_bytes(zstd(PLAIN))
+        case ".parquet":
+            # Columns are those of the first row.
+            write_parquet(path, [{"id": 7, "text": None, "messages": None} | row for row in ROWS])
+        case _:
+            path.write_bytes(PLAIN)
     return path
 
 
-@pytest.mark.parametrize("line", BAD_LINES, ids=BAD_LINES.values())
-def test_bad_record_stops_with_file_and_line(line: bytes, tmp_path: Path) -> None:
-    path = write(tmp_path / "in.jsonl", GOOD, b"", line, GOOD)
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    importlib.import_module("pyarrow.parquet").write_table(arrow.Table.from_pylist(rows), path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_format_holds_the_same_records(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name)
+    found = read(path)
+    assert [record.text for record in found] == ["one", None, "three\nlines\n"]
+    assert found[1].messages == tuple(ROWS[1]["messages"])
+    place = f"{path}, row 3" if name.endswith("parquet") else f"{path}:3"
+    assert found[2].place == place
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_damaged_files_are_named(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name)
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(DataError, match=rf"{path}: (damaged compression|not readable as Parquet)"):
+        read(path)
+
+
+def test_parquet_without_a_known_column_is_named(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "in.parquet", [{"content": "a"}])
+    with pytest.raises(DataError, match="no column text or messages; its columns: content"):
+        read(tmp_path / "in.parquet")
+
+
+@pytest.mark.parametrize("name", ["a.zst", "a.parquet"])
+def test_a_missing_library_is_named_with_its_remedy(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(module: str) -> Any:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setattr(records.importlib, "import_module", absent)
+    (tmp_path / name).write_bytes(b"anything")
+    with pytest.raises(DataError, match=r"need the package pyarrow; .*\[data\]"):
+        read(tmp_path / name)
+
+
+def test_frames_of_zstandard_follow_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl.zst"
+    half = len(PLAIN) // 2
+    path.write_bytes(zstd(PLAIN[:half]) + zstd(PLAIN[half:]))
+    assert len(read(path)) == len(ROWS)
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_a_bad_record_is_named_or_counted_by_reason(line: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'{"text": "good"}\n\n' + 2 * (line + b"\n") + b'{"text": "good"}')
+    reason, detail = BAD_LINES[line]
     with pytest.raises(DataError) as caught:
-        list(RecordFiles([path]).records(BadRecords(skip=False)))
-    assert str(caught.value).startswith(f"{path}:3: {BAD_LINES[line]}")
-    assert "--on-bad-record skip" in str(caught.value)
-
-
-def test_skipped_records_are_counted_by_reason(tmp_path: Path) -> None:
-    path = write(tmp_path / "in.jsonl", *BAD_LINES, GOOD)
+        read(path)
+    assert str(caught.value).startswith(f"{path}:3: ")
+    assert detail in str(caught.value) and "--on-bad-record skip" in str(caught.value)
     bad = BadRecords(skip=True)
-    assert [record.text for record in RecordFiles([path]).records(bad)] == ["good"]
-    reasons = list(BAD_LINES.values())
-    assert bad.counts == {reason: reasons.count(reason) for reason in reasons}
+    assert [record.text for record in RecordFiles([path]).records(bad)] == ["good", "good"]
+    ((counted, times),) = bad.counts.items()
+    assert counted.startswith(reason) and times == 2
 
 
 def test_records_come_in_order_with_their_places(tmp_path: Path) -> None:
-    first = write(tmp_path / "b.jsonl", b'{"text": "1"}', b"  ", b'{"text": "2", "id": 7}')
-    second = write(
-        tmp_path / "a.jsonl", b'{"messages": [{"role": "assistant", "content": "\xc3\xa9"}]}'
-    )
+    first, second = tmp_path / "b.jsonl", tmp_path / "a.jsonl"
+    first.write_bytes(b'{"text": "1"}\n  \n{"text": "2", "id": 7}\n')
+    second.write_bytes(PLAIN.splitlines()[1])
     source = RecordFiles([first, second])
     for _ in range(2):
-        records = list(source.records(BadRecords(skip=False)))
-        assert [record.place for record in records] == [f"{first}:1", f"{first}:3", f"{second}:1"]
-        assert [record.text for record in records] == ["1", "2", None]
-        assert records[2].messages == ({"role": "assistant", "content": "é"},)
+        found = list(source.records(BadRecords(skip=False)))
+        assert [record.place for record in found] == [f"{first}:1", f"{first}:3", f"{second}:1"]
+        assert [record.text for record in found] == ["1", "2", None]
     assert source.total_bytes == first.stat().st_size + second.stat().st_size
 
 
 def test_missing_input_is_named() -> None:
-    with pytest.raises(DataError, match=r"--input nowhere.jsonl: no such file"):
+    with pytest.raises(DataError, match=r"--input nowhere.jsonl: cannot be read \(No such file"):
         RecordFiles([Path("nowhere.jsonl")])
 
 
@@ -84,21 +156,6 @@ def test_standard_library_takes_sources_only(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
     bad = BadRecords(skip=False)
-    records = list(PythonStandardLibrary(root=tmp_path).records(bad))
-    assert [record.text for record in records] == ["z = 'é'\n", "b = 1\n"]
+    found = list(PythonStandardLibrary(root=tmp_path).records(bad))
+    assert [record.text for record in found] == ["z = 'é'\n", "b = 1\n"]
     assert bad.counts == {"text is empty": 1, "not UTF-8": 1}
-
-
-def test_running_interpreters_library_is_long_tailed() -> None:
-    sizes = sorted(path.stat().st_size for path in PythonStandardLibrary().paths)
-    assert len(sizes) > 300
-    assert sizes[-1] > 20 * sizes[len(sizes) // 2] > 0
-
-
-@pytest.mark.parametrize(
-    ("line", "keys"), [(b'{"txt": "a", "id": 1}', "its keys: 'txt', 'id'"), (b"{}", "none")]
-)
-def test_the_keys_of_a_bad_record_are_told(line: bytes, keys: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "in.jsonl", line)
-    with pytest.raises(DataError, match=keys):
-        list(RecordFiles([path]).records(BadRecords(skip=False)))

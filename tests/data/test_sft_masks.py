@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every loss weight of conversations, from JSON lines to the packed row, against naive reading."""
+"""Every loss weight of conversations, from JSON lines to packing, against naive reading."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from oracles.conversations import Layout, Turn, characters
 
 from sparsebalance_megatron.cli import main
 from sparsebalance_megatron.data.documents import LOSS_MASK_SUFFIX
-from sparsebalance_megatron.data.errors import DataError
-from sparsebalance_megatron.data.packing import PackedRow, pack
+from sparsebalance_megatron.data.packing import PackedSequence, pack
 from sparsebalance_megatron.data.prepare import prepare
 from sparsebalance_megatron.data.records import RecordFiles
 from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.errors import DataError
 
 CHATML = Layout(opening="<|im_start|>ROLE\n", closing="<|im_end|>\n")
 LAYOUTS = {
@@ -129,7 +129,7 @@ def prepared(
     return prefix
 
 
-def packed(prefix: str, *, max_tokens: int, overlong: Any, multiple: int) -> PackedRow:
+def packed(prefix: str, *, max_tokens: int, overlong: Any, multiple: int) -> PackedSequence:
     """All samples in one row, in stored order."""
     index = SampleIndex.open(prefix, max_tokens=max_tokens, overlong=overlong, seed=1)
     assert index is not None
@@ -170,7 +170,7 @@ def test_every_weight_of_the_packed_row(
 
 
 def test_a_conversation_by_hand(tokenizers: dict[str, Path], tmp_path: Path) -> None:
-    """The text that is trained on, read off the packed row; two conversations in one row."""
+    """The text that is trained on, read off the packed sequence; two conversations in one row."""
     from tokenizers import Tokenizer
 
     tokenizer_path = tokenizers["chatml"]
@@ -196,18 +196,6 @@ def test_a_conversation_by_hand(tokenizers: dict[str, Path], tmp_path: Path) -> 
     opening = tokenizer.encode("assistant\n").ids[-1]
     first_trained = int(row.loss_mask.argmax())
     assert row.tokens[first_trained] == opening
-
-
-def test_splitting_keeps_every_weight_once(tokenizers: dict[str, Path], tmp_path: Path) -> None:
-    turns = [("user", "q" * 50), ("assistant", "a is 2 " * 30), ("user", "…"), ("assistant", "é")]
-    prefix = prepared(tmp_path, tokenizers["chatml"], [turns], append_eod=True)
-    whole = packed(prefix, max_tokens=10_000, overlong="split", multiple=1)
-    for max_tokens in (1, 7, 50, len(whole.tokens) - 1):
-        pieces = packed(prefix, max_tokens=max_tokens, overlong="split", multiple=1)
-        assert pieces.labels.tolist() == whole.labels.tolist()
-        assert pieces.loss_mask.tolist() == whole.loss_mask.tolist()
-        cut = packed(prefix, max_tokens=max_tokens, overlong="truncate", multiple=1)
-        assert cut.loss_mask.tolist() == whole.loss_mask[:max_tokens].tolist()
 
 
 def test_a_conversation_that_the_assistant_begins_is_named(

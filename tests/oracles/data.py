@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples and packed rows, built token by token."""
+"""Samples and packed sequences, built token by token."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def samples(document: Sequence[int], max_tokens: int, overlong: str) -> list[lis
     return pieces
 
 
-def packed_rows(
+def packed_sequence(
     samples_of_pairs: Sequence[Sequence[Pair]], multiple: int, pad_token: int
 ) -> list[tuple[int, int, int, float]]:
     """(token, label, position, loss weight) per place of the row."""

@@ -28,7 +28,7 @@ cpu.install()
 
 import torch  # noqa: E402
 
-from sparsebalance_megatron.data.errors import DataError  # noqa: E402
+from sparsebalance_megatron.errors import DataError  # noqa: E402
 from sparsebalance_megatron.learn import step_planner  # noqa: E402
 from sparsebalance_megatron.plan.step_plan import StepPlan  # noqa: E402
 from sparsebalance_megatron.pretrain_gpt import main  # noqa: E402

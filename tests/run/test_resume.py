@@ -22,8 +22,8 @@ from plan.plan_cases import job_shape
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.data.sample_order import SampleCounts, SourceFacts
-from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.data.data_set import SampleCounts
+from sparsebalance_megatron.data.samples import SampleIndex, SourceFacts
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.stage_calibration import Calibration
 from sparsebalance_megatron.learn.step_planner import StateError

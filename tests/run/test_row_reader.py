@@ -13,7 +13,7 @@ import pytest
 from learn.scheduler_cases import BLOCK_TOKENS, scheduler
 from learn.scheduler_cases import index as index  # a fixture
 
-from sparsebalance_megatron.data.packing import PackedRow
+from sparsebalance_megatron.data.packing import PackedSequence
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
 from sparsebalance_megatron.learn.planned_step import PlannedStep
@@ -66,7 +66,7 @@ def iterator_of(schedule: Scheduler, reader: RowReader | None, rank: int = 1) ->
 
 
 def assert_holds(
-    row: PackedRow, index: SampleIndex, planned: PlannedStep, micro_batch: Any
+    row: PackedSequence, index: SampleIndex, planned: PlannedStep, micro_batch: Any
 ) -> None:
     ends = np.cumsum(micro_batch.lengths_tokens)
     for number, begin, end in zip(micro_batch.samples, [0, *ends], ends, strict=False):

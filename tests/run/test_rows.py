@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsebalance_megatron.attention.sequence.slice import SequenceGroup
-from sparsebalance_megatron.data.packing import PackedRow, Sample
+from sparsebalance_megatron.data.packing import PackedSequence, Sample
 from sparsebalance_megatron.megatron.sequence_groups import SequenceGroups
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError
 from sparsebalance_megatron.run.micro_batches import RowPacking
@@ -54,7 +54,7 @@ def samples(lengths: list[int]) -> list[Sample]:
     ]
 
 
-def slices(lengths: list[int], cp_size: int, multiple: int) -> list[tuple[Any, PackedRow]]:
+def slices(lengths: list[int], cp_size: int, multiple: int) -> list[tuple[Any, PackedSequence]]:
     """Every member's slice and row, on ranks that begin at twice the width."""
     found = []
     for rank in range(2 * cp_size, 3 * cp_size):

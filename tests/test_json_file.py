@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that users name are opened, or refused in no time, whatever they are."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from sparsebalance_megatron.data.records import BadRecords, RecordFiles
+from sparsebalance_megatron.errors import ConfigError, DataError
+from sparsebalance_megatron.json_file import (
+    UnreadableFileError,
+    bounded_lines,
+    open_regular,
+    read_text,
+    refuse_output_over_input,
+)
+
+
+@pytest.mark.parametrize("name", ["pipe", "/dev/zero", "/dev/null", "folder", "loop", "a\0b", "no"])
+def test_what_is_no_regular_file_is_refused_at_once(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UnreadableFileError, match="cannot be read"):
+        open_regular(tmp_path / name)
+    with pytest.raises(UnreadableFileError, match="cannot be read"):
+        read_text(tmp_path / name)
+    with pytest.raises(DataError, match="cannot be read"):
+        RecordFiles([tmp_path / name])
+
+
+def test_lines_are_cut_where_they_are_too_long() -> None:
+    stream = io.BufferedReader(io.BytesIO(b"ab\nabcdefghij\n\nabc\nabcd"))
+    assert list(bounded_lines(stream, 4)) == [b"ab\n", b"abcd", b"\n", b"abc\n", b"abcd"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"\n" * 50_000_000, "blank lines in a row"), (b"x" * 50_000_000, "expands to more than 250")],
+)
+def test_a_small_file_that_expands_without_end_is_refused(
+    content: bytes, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "in.jsonl.gz"
+    path.write_bytes(gzip.compress(content))
+    began_s = time.process_time()
+    with pytest.raises(DataError, match=message):
+        list(RecordFiles([path]).records(BadRecords(skip=True)))
+    assert time.process_time() - began_s < 2.0
+
+
+def test_an_output_that_is_an_input_is_refused_under_any_name(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("kept")
+    (tmp_path / "link").symlink_to("log")
+    os.link(tmp_path / "log", tmp_path / "hard")
+    for name in ("log", "link", "hard", "../" + tmp_path.name + "/log"):
+        with pytest.raises(ConfigError, match=r"-o .*: would replace the input .*log"):
+            refuse_output_over_input(tmp_path / name, [tmp_path / "log"], "-o")
+    refuse_output_over_input(tmp_path / "other", [tmp_path / "log", tmp_path / "gone"], "-o")
