@@ -12,10 +12,13 @@ from step_cases import JOB
 from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.log.recording import run_header
 from sparsebalance_megatron.log.records import (
+    STEP_LOG,
     RankHeader,
     RankMicroBatch,
     RankStep,
     RunHeader,
+    StepRecord,
+    decode,
     encode,
 )
 from sparsebalance_megatron.plan.job import Job
@@ -95,6 +98,16 @@ def step_line(iteration: int, /, **changes: Any) -> dict[str, Any]:
         "padded_tokens": 0,
         "recompute": {"kept": 0, "again": 0, "otherwise": 0},
     } | changes
+
+
+def step_record(iteration: int, /, **changes: Any) -> StepRecord:
+    """A step as it is read: :func:`step_line` with changes to it and to its parts."""
+    line = step_line(iteration)
+    for name, value in changes.items():
+        line[name] = line[name] | value if isinstance(value, dict) else value
+    record = decode(json.dumps(line).encode(), STEP_LOG)
+    assert isinstance(record, StepRecord)
+    return record
 
 
 def header_of(job: Job) -> RunHeader:

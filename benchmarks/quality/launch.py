@@ -15,7 +15,7 @@ from quality.documents import write_documents
 from quality.run_spec import RANKS, RunSpec
 from quality.scoring_sums import added
 from quality.tasks import Study, training_documents
-from sparsebalance_megatron.log.step_log import read_run_log
+from sparsebalance_megatron.log.reader import read_run_log
 
 TIMEOUT_S = 3600
 _LAST_SHARE = 0.1
@@ -112,8 +112,8 @@ def _training_figures(spec: RunSpec) -> dict[str, Any]:
     steps = read_run_log(spec.folder).steps
     last = steps[-max(1, round(_LAST_SHARE * len(steps))) :]
     losses = [step.lm_loss for step in last if step.lm_loss is not None]
-    coverage = [step.coverage for step in last if step.coverage is not None]
-    base = [step.coverage_base for step in last if step.coverage_base is not None]
+    coverage = [step.coverage.mean for step in last if step.coverage.mean is not None]
+    base = [step.coverage.base_mean for step in last if step.coverage.base_mean is not None]
     return {
         "training_loss": float(np.mean(losses)),
         "coverage": float(np.mean(coverage)) if coverage else None,

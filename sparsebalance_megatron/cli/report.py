@@ -10,12 +10,9 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from sparsebalance_megatron.cli.output import OutputError, open_console, print_notes, write_text
+from sparsebalance_megatron.cli.output import OutputError, write_text
 from sparsebalance_megatron.cli.summary import show
-from sparsebalance_megatron.log.step_log import RunLogError
-from sparsebalance_megatron.view.report.comparison import Comparison
-from sparsebalance_megatron.view.report.comparison_table import columns_of, table_of
-from sparsebalance_megatron.view.report.headline import headline
+from sparsebalance_megatron.log.reader import RunLogError
 from sparsebalance_megatron.view.report.run_report import Report, make_report, render_page
 
 _LONGEST_INTERVAL_S = 3600.0
@@ -73,13 +70,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         print(json.dumps(asdict(report.numbers), indent=2))
         return 0
-    if isinstance(report.numbers, Comparison):
-        show(report.numbers)
-    else:
-        console = open_console()
-        console.print(headline(report.numbers), markup=False, highlight=False)
-        console.print(table_of(columns_of(report.numbers)))
-        print_notes(report.notes)
+    show(report.numbers, report.notes)
     print(
         *report.not_drawn,
         f"iteration {report.iteration} is drawn; written to {arguments.output}",

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from sparsebalance_megatron.cli.output import open_console, print_notes, write_text
-from sparsebalance_megatron.log.step_log import read_run_log
-from sparsebalance_megatron.view.report.comparison import Comparison, compare
-from sparsebalance_megatron.view.report.comparison_table import columns_of, table_of
-from sparsebalance_megatron.view.report.headline import changes, headline, noise
+from sparsebalance_megatron.log.reader import read_run_log
+from sparsebalance_megatron.view.report.comparison import Comparison, RunSummary, compare
 from sparsebalance_megatron.view.report.run_report import step_picture
+from sparsebalance_megatron.view.report.words import ROWS, changes, columns_of, headline, noise
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -58,15 +58,24 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         print(text, end="")
         return 0
-    show(comparison)
+    show(comparison, comparison.problems)
     print(*written, sep="\n", end="\n" if written else "")
     return 0
 
 
-def show(comparison: Comparison) -> None:
+def show(numbers: RunSummary | Comparison, notes: Sequence[str]) -> None:
     """Print the headline, what it consists of, the table, and what was wrong with the logs."""
     console = open_console()
-    for line in (headline(comparison), *changes(comparison), *noise(comparison)):
+    for line in (headline(numbers), *changes(numbers), *noise(numbers)):
         console.print(line, markup=False, highlight=False)
-    console.print(table_of(columns_of(comparison)))
-    print_notes(comparison.problems)
+    from rich.table import Table
+
+    columns = columns_of(numbers)
+    table = Table()
+    table.add_column("")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in ROWS:
+        table.add_row(row.name, *(row.value(run) for run in columns.values()))
+    console.print(table)
+    print_notes(notes)

@@ -11,13 +11,9 @@ from pathlib import Path
 from typing import IO
 
 from sparsebalance_megatron.cli.output import print_notes, writing
-from sparsebalance_megatron.view.report.run_data import (
-    Evidence,
-    ReportError,
-    gather,
-    iterations_of,
-    open_log,
-)
+from sparsebalance_megatron.log.reader import read_run_log
+from sparsebalance_megatron.log.records import SIDES, StepRecord
+from sparsebalance_megatron.view.report.run_data import Evidence, ReportError, gather
 from sparsebalance_megatron.view.report.trace import Event, TracedStep, Tracer
 
 _DEFAULT_STEPS = 10
@@ -54,25 +50,26 @@ def run(arguments: Namespace) -> int:
         ReportError: if no step can be traced.
         OutputError: if the file cannot be written.
     """
-    log = open_log(arguments.run_directory)
-    known = iterations_of(log)
-    wanted = known[-_DEFAULT_STEPS:]
+    log = read_run_log(arguments.run_directory)
+    wanted = log.steps[-_DEFAULT_STEPS:]
     if arguments.steps is not None:
         first, last = arguments.steps
-        wanted = tuple(iteration for iteration in known if first <= iteration <= last)
-    if not wanted:
-        raise ReportError(_nothing(arguments, known))
-    evidence = gather(log, wanted)
-    steps = [traced_step(evidence, iteration) for iteration in wanted]
+        wanted = tuple(step for step in log.steps if first <= step.iteration <= last)
+        if not wanted:
+            raise ReportError(
+                f"--steps {first}:{last}: not in {arguments.run_directory}, whose iterations are "
+                f"{log.steps[0].iteration} to {log.steps[-1].iteration}; choose some of them"
+            )
+    evidence = gather(log, {step.iteration for step in wanted})
+    steps = [traced_step(evidence, step) for step in wanted]
     drawable = [step for step in steps if step.timelines]
     if not drawable:
         raise ReportError(
-            f"{arguments.run_directory}: iterations {wanted[0]} to {wanted[-1]} have neither "
-            "predicted nor measured times of micro-batches"
+            f"{arguments.run_directory}: iterations {wanted[0].iteration} to "
+            f"{wanted[-1].iteration} have neither predicted nor measured times of micro-batches"
         )
     count = _write(arguments.output, _events(drawable))
-    problems = [*evidence.problems, *_left_out(steps)]
-    print_notes(problems)
+    print_notes([*evidence.problems, *_left_out(steps)])
     print(
         f"{len(drawable)} steps, {count:,} events written to {arguments.output}; open it in "
         "ui.perfetto.dev or chrome://tracing"
@@ -87,38 +84,19 @@ def _range(text: str) -> tuple[int, int]:
     raise ArgumentTypeError(f"{text!r}: expected A:B, two iterations with A not above B")
 
 
-def _nothing(arguments: Namespace, known: tuple[int, ...]) -> str:
-    if not known:
-        return f"{arguments.run_directory}: no iteration is readable"
-    first, last = arguments.steps
-    return (
-        f"--steps {first}:{last}: not in {arguments.run_directory}, whose iterations are "
-        f"{known[0]} to {known[-1]}; choose some of them"
-    )
-
-
-def traced_step(evidence: Evidence, iteration: int) -> TracedStep:
-    """What a trace shows of an iteration."""
-    timelines = {
-        "predicted": evidence.predicted(iteration),
-        "measured": evidence.measured(iteration),
-    }
-    contents = evidence.ranks.steps.get(iteration, {})
-    starts_s = [step.start_unix_s for step in contents.values() if step.spans]
-    known_s = [start for start in starts_s if start is not None]
+def traced_step(evidence: Evidence, record: StepRecord) -> TracedStep:
+    """What a trace shows of a step."""
+    timelines = {side: evidence.timeline(side, record.iteration) for side in SIDES}
     return TracedStep(
-        iteration=iteration,
+        record=record,
         timelines={side: each for side, each in timelines.items() if each is not None},
-        step=next((step for step in evidence.log.steps if step.iteration == iteration), None),
-        times=evidence.times.get(iteration),
-        contents=contents,
-        start_unix_s=min(known_s, default=None),
+        contents=evidence.ranks.steps.get(record.iteration, {}),
     )
 
 
 def _left_out(steps: list[TracedStep]) -> Iterator[str]:
-    for side in ("predicted", "measured"):
-        without = [step.iteration for step in steps if side not in step.timelines]
+    for side in SIDES:
+        without = [step.record.iteration for step in steps if side not in step.timelines]
         if without:
             yield (
                 f"{len(without)} of {len(steps)} steps have no {side} times of all micro-batches, "
@@ -126,7 +104,9 @@ def _left_out(steps: list[TracedStep]) -> Iterator[str]:
             )
     for step in steps:
         for timeline in step.timelines.values():
-            yield from (f"iteration {step.iteration}: {remark}" for remark in timeline.remarks)
+            yield from (
+                f"iteration {step.record.iteration}: {remark}" for remark in timeline.remarks
+            )
 
 
 def _events(steps: list[TracedStep]) -> Iterator[Event]:

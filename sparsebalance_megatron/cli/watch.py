@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from sparsebalance_megatron.cli.output import OutputError, open_console
-from sparsebalance_megatron.log.follow import QuietTime, StepLogFollower, hosts_of
+from sparsebalance_megatron.log.follow import StepLogFollower, hosts_of
+from sparsebalance_megatron.log.reader import RunLogError
 from sparsebalance_megatron.log.records import Place
-from sparsebalance_megatron.log.step_log import RunLogError
 from sparsebalance_megatron.view.report.live import LiveView, live_view, status_line, view_lines
 
 _SLOWEST_INTERVAL_S = 3600.0
@@ -57,13 +57,11 @@ def run(arguments: Namespace) -> int:
         return 0
     except KeyboardInterrupt:  # the way to end it
         return 0
-    finally:
-        follower.close()
 
 
 def _once(follower: StepLogFollower, *, plain: bool) -> int:
     follower.poll()
-    view = live_view(follower, hosts_of(follower.directory), QuietTime(follower).seconds())
+    view = live_view(follower, hosts_of(follower.directory))
     if view is None:
         raise OutputError(_waiting(follower))
     if plain:
@@ -81,14 +79,13 @@ def _views(
     None, once, while there is no step yet.
     """
     hosts: Mapping[Place, str] = {}
-    quiet = QuietTime(follower)
     waited = said_silent = False
     while True:
         is_new = _poll(follower)
-        if is_new and len(hosts) < follower.steps[-1].stages:
+        if is_new and len(hosts) < len(follower.steps[-1].places):
             # Ranks write their first lines one after the other, over a slow disk perhaps late.
             hosts = hosts_of(follower.directory)
-        view = live_view(follower, hosts, quiet.seconds())
+        view = live_view(follower, hosts)
         if view is None:
             if not waited:
                 waited = True

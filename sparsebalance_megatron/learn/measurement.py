@@ -29,6 +29,10 @@ class Span(NamedTuple):
     start_ms: float
     end_ms: float
 
+    @property
+    def ms(self) -> float:
+        return self.end_ms - self.start_ms
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:

@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a step log while it is written: only what is new, and only whole lines.
-
-Shape legend: R data-parallel ranks, P pipeline stages.
-"""
+"""Reading a step log while it is written: only what is new, and only whole lines."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
 
-import msgspec
-
-from sparsebalance_megatron.log.rank_log import rank_files
+from sparsebalance_megatron.log.log_directory import log_files, rank_files, step_log_path
+from sparsebalance_megatron.log.reader import RunLogError
 from sparsebalance_megatron.log.records import (
     RANK_LOG,
     STEP_LOG,
@@ -26,7 +21,6 @@ from sparsebalance_megatron.log.records import (
     StepRecord,
     decode,
 )
-from sparsebalance_megatron.log.step_log import RunLogError, step_log_path
 
 STEPS_KEPT = 200
 _MAX_HEADER_BYTES = 1 << 20
@@ -39,20 +33,34 @@ class StepLogFollower:
     an iteration that runs again after a resume the later line counts, and those that came after it
     are dropped. At most the last :data:`STEPS_KEPT` steps are kept.
 
+    Args:
+        clock: seconds since any moment; never set.
+        unix_clock: seconds since 1970; asked once, when the log is first seen.
+
     Attributes:
-        header: the run's first line, by key; empty until it was read.
+        header: the run's first line; None until it was read.
         steps: the last steps, by rising iteration.
         unreadable: lines that were whole and no record.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:
         self.directory = Path(directory)
-        self.header: Mapping[str, Any] = {}
+        self.header: RunHeader | None = None
         self.steps: tuple[StepRecord, ...] = ()
         self.unreadable = 0
         self._path = step_log_path(directory)
-        self._stream: BinaryIO | None = None
-        self._partial = b""
+        self._clock = clock
+        self._unix_clock = unix_clock
+        self._read_bytes: dict[tuple[int, int], int] = {}
+        """Of every file that was read, by device and inode, up to the end of a line."""
+        self._size_bytes = -1
+        self._grown_s: float | None = None
 
     def poll(self) -> bool:
         """Read what was written since the last call; whether there was a new step.
@@ -60,61 +68,50 @@ class StepLogFollower:
         Raises:
             RunLogError: there is no log, or it cannot be read.
         """
+        # Of the older file, what was written between the last look and the renaming.
+        paths = log_files(self._path) if self._read_bytes else (self._path,)
         try:
-            if self._stream is None:
-                self._open()
-            is_new = self._take_all()
-            while self._was_replaced():
-                # What was written between the last look and the renaming.
-                is_new |= self._take_all()
-                self._open()
-                is_new |= self._take_all()
+            # All, not any: every file has to be read.
+            return bool(sum([self._read(path) for path in paths]))
         except FileNotFoundError:
+            if self._read_bytes:
+                return False  # between two renames
             raise RunLogError(
                 f"{self._path}: not there yet; train with --sparse-balance-log-dir {self.directory}"
             ) from None
         except OSError as error:
             raise RunLogError(f"{self._path}: {error.strerror}") from error
-        return is_new
 
     @property
-    def written_unix_s(self) -> float | None:
-        """When the file last grew, by the clock of its file system; None where it cannot be told.
+    def quiet_s(self) -> float | None:
+        """Seconds since the log last grew; None before it was seen.
 
-        Another machine's clock may differ from it, and both may be set anew at any time.
+        Clocks that are set while this process runs change nothing, and one that is behind the file
+        system's counts as no time at all.
         """
-        with suppress(OSError):
-            return self._path.stat().st_mtime
-        return None
+        return None if self._grown_s is None else self._clock() - self._grown_s
 
-    def close(self) -> None:
-        """Let go of the file."""
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+    def _read(self, path: Path) -> bool:
+        with path.open("rb") as stream:
+            status = os.fstat(stream.fileno())
+            identity = (status.st_dev, status.st_ino)
+            known_bytes = self._read_bytes.get(identity, 0)
+            if path != self._path and not known_bytes:
+                return False
+            stream.seek(known_bytes if known_bytes <= status.st_size else 0)
+            start, text = stream.tell(), stream.read()
+        whole_bytes = text.rfind(b"\n") + 1
+        self._read_bytes[identity] = start + whole_bytes
+        if path == self._path:
+            self._note_growth(len(text) + start, status.st_mtime)
+        return bool(sum([self._take(line) for line in text[:whole_bytes].split(b"\n")]))
 
-    def _open(self) -> None:
-        self.close()
-        self._stream = self._path.open("rb")
-        self._partial = b""
-
-    def _was_replaced(self) -> bool:
-        """Whether the name belongs to another file by now, or the file was cut."""
-        assert self._stream is not None
-        opened = os.fstat(self._stream.fileno())
-        try:
-            named = self._path.stat()
-        except FileNotFoundError:
-            return False  # between two renames; the next poll sees the new file
-        return (named.st_dev, named.st_ino) != (opened.st_dev, opened.st_ino) or (
-            named.st_size < self._stream.tell()
-        )
-
-    def _take_all(self) -> bool:
-        assert self._stream is not None
-        *whole_lines, self._partial = (self._partial + self._stream.read()).split(b"\n")
-        # All, not any: every line has to be taken.
-        return bool(sum([self._take(text) for text in whole_lines]))
+    def _note_growth(self, size_bytes: int, written_unix_s: float) -> None:
+        if self._grown_s is None:
+            self._grown_s = self._clock() - max(0.0, self._unix_clock() - written_unix_s)
+        elif size_bytes != self._size_bytes:
+            self._grown_s = self._clock()
+        self._size_bytes = size_bytes
 
     def _take(self, text: bytes) -> bool:
         """Whether the line is a step's."""
@@ -126,7 +123,7 @@ class StepLogFollower:
             self.unreadable += 1
             return False
         if isinstance(record, RunHeader):
-            self.header = msgspec.to_builtins(record)
+            self.header = record
         if not isinstance(record, StepRecord):
             return False
         before = (step for step in self.steps if step.iteration < record.iteration)
@@ -146,41 +143,3 @@ def hosts_of(directory: Path) -> dict[Place, str]:
             if isinstance(header, RankHeader) and header.host:
                 hosts.setdefault(header.place, header.host)
     return hosts
-
-
-class QuietTime:
-    """For how long a log has not grown, by a clock that nobody sets.
-
-    A wall clock is asked once, for the time before the first look: one that is set back or forward
-    later changes nothing, and one that is behind the file system's counts as no time at all.
-
-    Args:
-        clock: seconds since any moment; never set.
-        unix_clock: seconds since 1970.
-    """
-
-    def __init__(
-        self,
-        follower: StepLogFollower,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        unix_clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._follower = follower
-        self._clock = clock
-        self._unix_clock = unix_clock
-        self._written_unix_s: float | None = None
-        self._since_s = 0.0
-
-    def seconds(self) -> float | None:
-        """Since the log last grew; None where that cannot be told."""
-        written_unix_s = self._follower.written_unix_s
-        if written_unix_s is None:
-            return None
-        now_s = self._clock()
-        if self._written_unix_s is None:
-            self._since_s = now_s - max(0.0, self._unix_clock() - written_unix_s)
-        elif written_unix_s != self._written_unix_s:
-            self._since_s = now_s
-        self._written_unix_s = written_unix_s
-        return now_s - self._since_s

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directory of ``--sparse-balance-log-dir``: one run at a time, and earlier logs are kept."""
+"""The directory of ``--sparse-balance-log-dir``: its files, and one run at a time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from sparsebalance_megatron.config import flag_name
-from sparsebalance_megatron.log.log_lines import older_file
-from sparsebalance_megatron.log.rank_log import rank_folder
-from sparsebalance_megatron.log.step_log import step_log_path
 
 EARLIER = "earlier"
 """``DIR/earlier/N`` holds the logs of the Nth run that another one began after."""
@@ -25,6 +22,39 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 """A full disk costs log lines, which are counted, and no training."""
 
 _logger = logging.getLogger(__name__)
+
+
+def step_log_path(directory: str | Path) -> Path:
+    """``DIR/steps.jsonl``."""
+    return Path(directory) / "steps.jsonl"
+
+
+def rank_folder(directory: str | Path) -> Path:
+    """Where all ranks of a run write."""
+    return Path(directory) / "ranks"
+
+
+def rank_log_path(directory: str | Path, world_rank: int) -> Path:
+    """``DIR/ranks/rank-00000.jsonl``."""
+    return rank_folder(directory) / f"rank-{world_rank:05d}.jsonl"
+
+
+def rank_files(directory: Path) -> tuple[Path, ...]:
+    """The newest file of every rank that has one."""
+    found = rank_folder(directory).glob("rank-*.jsonl")
+    return tuple(
+        sorted({path.with_name(path.name.replace(".1.jsonl", ".jsonl")) for path in found})
+    )
+
+
+def older_file(path: Path) -> Path:
+    """Where a log that outgrew its file keeps the lines before: ``NAME.1.jsonl``."""
+    return path.with_suffix(f".1{path.suffix}")
+
+
+def log_files(path: Path) -> tuple[Path, ...]:
+    """The files of one log that are there, older lines first: ``NAME.1.jsonl``, ``NAME.jsonl``."""
+    return tuple(each for each in (older_file(path), path) if each.exists())
 
 
 class LogDirectoryError(ValueError):

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from msgspec import UNSET, structs
 
-from sparsebalance_megatron.log.log_lines import older_file
+from sparsebalance_megatron.log.log_directory import older_file
 from sparsebalance_megatron.log.records import (
     Count,
     DamagedLineError,
@@ -66,8 +66,7 @@ class JsonLinesFile:
     def begin(self, header: Header, *, resumed: bool) -> None:
         """Write the header: of a new file, or behind what a run left that this one resumes."""
         self._header = header
-        longest = structs.replace(header, lines_discarded=10**12)
-        self._longest_header_bytes = len(encode(longest))
+        self._longest_header_bytes = len(encode(structs.replace(header, lines_discarded=10**12)))
         self._due = self._header_line()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -155,12 +154,11 @@ def _left_behind(path: Path) -> tuple[int, bool]:
     """(lines discarded before this file, by its header; whether its last line is cut off)."""
     try:
         with path.open("rb") as stream:
-            first = last = stream.readline(_READ_BYTES)
-            while part := stream.read(_READ_BYTES):
-                last = part
+            first = stream.readline(_READ_BYTES)
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - 1))
+            is_cut = stream.read() not in (b"", b"\n")
     except FileNotFoundError:
         return 0, False
-    is_cut = bool(last) and not last.endswith(b"\n")
     with suppress(DamagedLineError):
         return decode(first, _DISCARDED).lines_discarded, is_cut
     return 0, is_cut

@@ -9,6 +9,8 @@ S samples of a micro-batch, U length buckets, K budgets of the grid, 2 forward a
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -17,7 +19,9 @@ from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from sparsebalance_megatron.json_file import what_is_wrong
 from sparsebalance_megatron.learn.measurement import DIRECTIONS, Span
-from sparsebalance_megatron.plan.context_groups import is_power_of_two
+from sparsebalance_megatron.plan.context_groups import is_power_of_two, unshared
+from sparsebalance_megatron.plan.metrics import stage_busy_ms
+from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule
 
 Count = Annotated[int, Meta(ge=0, le=2**40)]
 Layer = Annotated[int, Meta(ge=0, le=10_000)]
@@ -27,6 +31,9 @@ Number = float | None
 
 Place = tuple[int, int]
 """(data-parallel rank, pipeline stage)."""
+
+SIDES = ("predicted", "measured")
+"""What is known of a step's times."""
 
 _MAX_BLOCKS = 2**31
 
@@ -83,6 +90,11 @@ class RunHeader(Header, frozen=True, kw_only=True, tag="run"):
     device: str
     micro_batch_group_size: Count | UnsetType = UNSET
     sources: tuple[DataSource, ...] | UnsetType = UNSET
+
+    @property
+    def pipeline_schedule(self) -> MegatronSchedule:
+        """The schedule that the run planned with."""
+        return MegatronSchedule(self.micro_batch_group_size or None)
 
 
 class Predicted(Struct, frozen=True, kw_only=True):
@@ -160,22 +172,67 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
     recompute: Recompute
 
     def __post_init__(self) -> None:
-        shape = self.measured.forward_ms.shape
         for side in (self.predicted, self.measured):
             for name in DIRECTIONS:
                 times = getattr(side, f"{name}_ms")
-                if times.shape != shape:
-                    raise ValueError(f"{name}_ms {times.shape} must be {shape} as measured forward")
-            if len(side.rank_busy_ms) != shape[0]:
-                raise ValueError(f"rank_busy_ms of {len(side.rank_busy_ms)} ranks, not {shape[0]}")
-        if self.widths is not None and not _are_groups(self.widths, shape[0], shape[-1]):
+                if times.shape != self.shape:
+                    raise ValueError(
+                        f"{name}_ms {times.shape} must be {self.shape} as measured forward"
+                    )
+            if len(side.rank_busy_ms) != self.shape[0]:
+                raise ValueError(
+                    f"rank_busy_ms of {len(side.rank_busy_ms)} ranks, not {self.shape[0]}"
+                )
+        if self.widths is not None and not _are_groups(self.widths, self.shape[0], self.shape[3]):
             raise ValueError(f"widths {str(self.widths)[:60]} are no groups of neighbouring ranks")
 
     @property
-    def stages(self) -> int:
-        """Pipeline stages of all data-parallel ranks."""
-        ranks, stages, *_ = self.measured.forward_ms.shape
-        return ranks * stages
+    def shape(self) -> tuple[int, ...]:
+        """R, P, V and M."""
+        return self.measured.forward_ms.shape
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """All stages of all data-parallel ranks."""
+        return tuple(np.ndindex(self.shape[:2]))
+
+    @property
+    def cp_sizes_RM(self) -> np.ndarray:
+        if self.widths is None:
+            return unshared(self.shape[0], self.shape[3])
+        return np.array(self.widths)
+
+    def times_2RPVM(self, side: str) -> np.ndarray:
+        """ms of every micro-batch of one of :data:`SIDES`; NaN where nothing was measured."""
+        times = getattr(self, side)
+        return np.stack([times.forward_ms, times.backward_ms])
+
+    @property
+    def complete(self) -> bool:
+        """Whether every micro-batch was measured, forward and backward."""
+        return bool(np.isfinite(self.times_2RPVM("measured")).all())
+
+    @property
+    def compute_ms(self) -> float | None:
+        """Mean over all stages of all ranks of their computing time."""
+        busy_ms = float(stage_busy_ms(self.times_2RPVM("measured")).mean())
+        return busy_ms if math.isfinite(busy_ms) else None
+
+    @property
+    def schedule_ms(self) -> float | None:
+        """From the schedule's start to the last backward of the slowest rank."""
+        ends_ms = _all_or_none([ms for stages in self.measured.schedule_ms for ms in stages])
+        return max(ends_ms) if ends_ms else None
+
+    @property
+    def measured_rank_ms(self) -> tuple[float, ...] | None:
+        """Computing time of each rank's busiest stage; None where one is missing."""
+        return _all_or_none(self.measured.rank_busy_ms)
+
+    @property
+    def predicted_rank_ms(self) -> tuple[float, ...] | None:
+        """The same as predicted."""
+        return _all_or_none(self.predicted.rank_busy_ms)
 
 
 class CoverageRecord(Record, frozen=True, kw_only=True, tag="coverage"):
@@ -336,17 +393,21 @@ def _anything(text: bytes) -> Any:
         return None
 
 
+def _all_or_none(values: Sequence[Number]) -> tuple[float, ...] | None:
+    known = tuple(value for value in values if value is not None)
+    return known if len(known) == len(values) else None
+
+
 def _are_groups(widths: tuple[tuple[int, ...], ...], ranks: int, positions: int) -> bool:
     """Whether the ranks fall into aligned groups of powers of two at every position."""
-    if len(widths) != ranks or any(len(row) != positions for row in widths):
+    if len(widths) != ranks or any(len(of_rank) != positions for of_rank in widths):
         return False
-    cp_sizes_RM = np.array(widths)
-    for width in np.unique(cp_sizes_RM).tolist():
-        if not 0 < width <= ranks or not is_power_of_two(width):
-            return False
-        members_RM = cp_sizes_RM == width
-        whole_groups = ranks - ranks % width
-        groups = members_RM[:whole_groups].reshape(-1, width, positions)
-        if members_RM[whole_groups:].any() or (groups.any(axis=1) != groups.all(axis=1)).any():
-            return False
+    for cp_sizes in zip(*widths, strict=True):
+        rank = 0
+        while rank < ranks:
+            size = cp_sizes[rank]
+            members = cp_sizes[rank : rank + size]
+            if not is_power_of_two(size) or rank % size or members != (size,) * size:
+                return False
+            rank += size
     return True

@@ -13,9 +13,9 @@ from functools import partial
 import torch
 
 from sparsebalance_megatron.learn.measurement import RankPlace, StepTimes
+from sparsebalance_megatron.log.log_directory import rank_log_path, step_log_path
 from sparsebalance_megatron.log.log_file import JsonLinesFile
 from sparsebalance_megatron.log.log_writer import BackgroundLog, BackgroundWriter
-from sparsebalance_megatron.log.rank_log import rank_log_path
 from sparsebalance_megatron.log.recording import (
     FinishedStep,
     coverage_record,
@@ -26,7 +26,6 @@ from sparsebalance_megatron.log.recording import (
 )
 from sparsebalance_megatron.log.records import RunHeader
 from sparsebalance_megatron.log.scalars import MISMATCHES, ScalarWriter, step_scalars
-from sparsebalance_megatron.log.step_log import step_log_path
 from sparsebalance_megatron.megatron.compat import megatron_version, metric_writers
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.run.inputs import CostedInputs

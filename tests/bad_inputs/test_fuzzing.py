@@ -36,9 +36,9 @@ from sparsebalance_megatron.errors import ConvertError, DataError
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.log_file import JsonLinesFile
-from sparsebalance_megatron.log.step_log import RunLogError
+from sparsebalance_megatron.log.reader import RunLogError, read_run_log
 from sparsebalance_megatron.run import session
-from sparsebalance_megatron.view.report.run_data import ReportError, gather, iterations_of, open_log
+from sparsebalance_megatron.view.report.run_data import ReportError, gather
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError, read_lengths
 
 
@@ -140,8 +140,8 @@ def test_logs(name: str, tmp_path: Path, damage: int) -> None:
 
     def read(raw: bytes) -> None:
         path.write_bytes(raw)
-        log = open_log(directory)
-        gather(log, iterations_of(log))
+        log = read_run_log(directory)
+        gather(log, {step.iteration for step in log.steps})
 
     with bounded():
         check_reader(path.read_bytes(), damage // 2, read, (RunLogError, ReportError))

@@ -18,7 +18,7 @@ from harness import (
     write_documents,
 )
 
-from sparsebalance_megatron.log.rank_log import read_rank_logs
+from sparsebalance_megatron.log.reader import read_rank_logs
 
 PROGRAM = REPOSITORY / "benchmarks" / "alternating_run.py"
 TIMEOUT_S = 20.0

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import shutil
 import subprocess
@@ -17,10 +16,10 @@ import pytest
 from view.report.sample_run import SampleRun
 
 from sparsebalance_megatron import cli
-from sparsebalance_megatron.cli import report as report_command
 from sparsebalance_megatron.cli.output import OutputError, write_text
+from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.view.report.comparison import paired
-from sparsebalance_megatron.view.report.run_data import ReportError, choose_iteration, open_log
+from sparsebalance_megatron.view.report.run_data import ReportError, choose_iteration
 from sparsebalance_megatron.view.report.run_report import make_report, render_page
 from sparsebalance_megatron.view.report.timeline import SIMULATED
 
@@ -158,7 +157,7 @@ def test_log_texts_are_no_markup(runs: tuple[Path, Path], tmp_path: Path) -> Non
 
 
 def test_the_default_step_is_the_one_of_median_speedup(runs: tuple[Path, Path]) -> None:
-    run, baseline = (open_log(each) for each in runs)
+    run, baseline = (read_run_log(each) for each in runs)
     chosen = choose_iteration(run, baseline, None)
     speedups = {
         new.iteration: old.iteration_ms / new.iteration_ms
@@ -177,15 +176,6 @@ def test_less_is_shown_without_the_ranks_logs(tmp_path: Path) -> None:
     assert report.step is not None and report.ranks is not None and report.waterfall is None
     assert report.not_drawn == []
     assert any(SIMULATED in remark for remark in report.step.remarks)
-
-
-def test_the_ranks_logs_alone(runs: tuple[Path, Path], tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    shutil.copytree(runs[0], directory)
-    (directory / "steps.jsonl").unlink()
-    report = make_report(directory, None, None)
-    assert report.step is not None and report.ranks is None and not report.coverage
-    assert "steps.jsonl: not there" in render_page(report)
 
 
 def test_a_damaged_log_is_shown_with_its_damage(
@@ -222,9 +212,7 @@ def test_a_directory_without_any_log_is_one_line(
     captured = capsys.readouterr()
     assert captured.out == "" and not output.exists()
     (line,) = captured.err.splitlines()
-    assert line.startswith(
-        f"sparse-balance: error: {empty}: no log, neither steps.jsonl nor ranks/"
-    )
+    assert line.startswith(f"sparse-balance: error: {empty / 'steps.jsonl'}: not there")
 
 
 def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
@@ -272,11 +260,3 @@ def test_a_followed_run_is_written_again(
     assert pages[0] is None and pages[1] is not None and reload in pages[1]
     assert pages[1].replace(reload, "") == output.read_text()
     assert cli.main(["report", str(directory), "--follow", "0", "-o", str(output)]) == 2
-
-
-def test_flags() -> None:
-    parser = argparse.ArgumentParser()
-    report_command.add_flags(parser)
-    parsed = parser.parse_args(["run", "--baseline", "old", "--step", "7"])
-    assert (parsed.run_directory, parsed.baseline, parsed.step) == (Path("run"), Path("old"), 7)
-    assert parsed.output == Path("report.html")

@@ -10,35 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from record_cases import HEADER, MEASURED, PREDICTED, step_line
+from record_cases import HEADER, MEASURED, PREDICTED, step_line, step_record
 
 from sparsebalance_megatron.cli import summary
 from sparsebalance_megatron.cli.output import OutputError
-from sparsebalance_megatron.log.step_log import RunLog, RunLogError
-from sparsebalance_megatron.log.steps import Step
+from sparsebalance_megatron.log.reader import RunLog, RunLogError
+from sparsebalance_megatron.log.records import StepRecord
 from sparsebalance_megatron.view.report import comparison
 from sparsebalance_megatron.view.report.comparison import compare, summarize
 from sparsebalance_megatron.view.report.run_data import ReportError
 
 
-def step(iteration: int, **changes: Any) -> Step:
+def step(iteration: int, **changes: Any) -> StepRecord:
     values: dict[str, Any] = {
-        "iteration": iteration,
-        "iteration_ms": None if iteration == 1 else 100.0,
         "lm_loss": 9.0,
-        "tokens": 64,
-        "coverage": 0.75,
-        "measured_rank_ms": (90.0, 70.0),
-        "predicted_rank_ms": (81.0, 77.0),
-        "lower_bound_ms": 60.0,
-        "work_ratio": 1.0,
-        "complete": False,
+        "predicted": {"rank_busy_ms": [81.0, 77.0], "lower_bound_ms": 60.0},
     }
-    return Step(**(values | changes))
+    return step_record(iteration, **(values | changes))
 
 
-def log(name: str, *steps: Step, problems: tuple[str, ...] = ()) -> RunLog:
-    return RunLog(directory=Path(name), header={}, steps=steps, problems=problems)
+def log(name: str, *steps: StepRecord, problems: tuple[str, ...] = ()) -> RunLog:
+    return RunLog(directory=Path(name), header=None, steps=steps, problems=problems)
 
 
 @pytest.mark.parametrize(("steps", "skipped"), [(1, 0), (4, 0), (5, 1), (24, 4), (25, 5), (90, 5)])
@@ -54,9 +46,13 @@ def test_numbers_of_a_run() -> None:
     run = summarize(
         [
             step(1, lm_loss=9.5),
-            step(2, coverage=0.5, iteration_ms=110.0),
-            step(3, measured_rank_ms=(100.0, 50.0), predicted_rank_ms=(100.0, 50.0)),
-            step(4, lm_loss=8.25, work_ratio=0.5),
+            step(2, coverage={"mean": 0.5}, iteration_ms=110.0),
+            step(
+                3,
+                measured={"rank_busy_ms": [100.0, 50.0]},
+                predicted={"rank_busy_ms": [100.0, 50.0], "lower_bound_ms": 60.0},
+            ),
+            step(4, lm_loss=8.25),
         ]
     )
     assert run.iteration_ms == (110.0, 100.0, 100.0)
@@ -70,10 +66,19 @@ def test_numbers_of_a_run() -> None:
 
 
 def test_unmeasured_is_none_and_not_zero() -> None:
-    nothing = dict.fromkeys(
-        ["iteration_ms", "lm_loss", "coverage", "measured_rank_ms", "predicted_rank_ms"]
+    unknown = {"rank_busy_ms": [None, None]}
+    run = summarize(
+        [
+            step(
+                1,
+                iteration_ms=None,
+                lm_loss=None,
+                coverage={"mean": None},
+                measured=unknown,
+                predicted=unknown | {"lower_bound_ms": None, "work_ratio": None},
+            )
+        ]
     )
-    run = summarize([step(1, **nothing, lower_bound_ms=None, work_ratio=None)])
     assert run.iteration_ms == ()
     for name in ("iteration_ms_median", "loss_first", "loss_last", "rank_imbalance"):
         assert getattr(run, name) is None
@@ -210,7 +215,8 @@ def test_command_shows_the_rest_of_a_damaged_log(
 
 def test_many_problems_are_counted_and_not_all_shown(capsys: pytest.CaptureFixture[str]) -> None:
     many = log("slow", step(1), problems=tuple(f"[bold]line {i}" for i in range(20)))
-    summary.show(compare(many, log("fast", step(1))))
+    compared = compare(many, log("fast", step(1)))
+    summary.show(compared, compared.problems)
     printed = capsys.readouterr().out
     assert "note: [bold]line 0\n" in printed
     assert "12 more" in printed

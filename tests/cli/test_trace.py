@@ -18,11 +18,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from view.report.sample_run import SampleRun
+from record_cases import rank_step, step_record
+from view.report.sample_run import SampleRun, write_lines
 
 from sparsebalance_megatron import cli
+from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.plan.pipeline.simulator import simulate
-from sparsebalance_megatron.view.report.timeline import MEASURED, Bar, Timeline
+from sparsebalance_megatron.view.report.timeline import MEASURED, Timeline
 from sparsebalance_megatron.view.report.trace import TracedStep, Tracer
 
 RUN = SampleRun(ranks=2, stages=2, virtual_stages=2, micro_batches=4, layers=4, steps=5)
@@ -257,16 +259,13 @@ def test_steps_keep_their_distance_by_the_wall_clock(
 
 
 def test_steps_after_a_clock_was_set_back_keep_their_distance() -> None:
-    bar = Bar(place=(0, 0), direction="forward", chunk=0, position=0, start_ms=0.0, end_ms=1000.0)
+    spans = (Span("forward", 0, 0, 0.0, 1000.0),)
     tracer, starts = Tracer(), []
     for iteration, start_unix_s in enumerate((9000.0, 9002.0, 1802.0, 1804.0), start=1):
         traced = TracedStep(
-            iteration=iteration,
-            timelines={"measured": Timeline(bars=(bar,), source=MEASURED)},
-            step=None,
-            times=None,
-            contents={},
-            start_unix_s=start_unix_s,
+            record=step_record(iteration),
+            timelines={"measured": Timeline(spans={(0, 0): spans}, source=MEASURED)},
+            contents={(0, 0): rank_step(spans=spans, start_unix_s=start_unix_s)},
         )
         starts += [event["ts"] for event in tracer.add(traced) if event.get("cat") == "step"]
     # The third follows the second, which ended a second after it began; in microseconds.
@@ -282,31 +281,18 @@ def test_slices_never_overlap(lengths: list[list[float]], gaps_s: list[float | N
     tracer, written, unix_s = Tracer(), [], 1.7e9
     for iteration, (durations, gap_s) in enumerate(zip(lengths, gaps_s, strict=False), start=1):
         ends = np.cumsum(durations)
-        bars = tuple(
-            Bar(
-                place=(0, 0),
-                direction="forward",
-                chunk=0,
-                position=position,
-                start_ms=float(end - ms),
-                end_ms=float(end),
-            )
+        spans = tuple(
+            Span("forward", 0, position, float(end - ms), float(end))
             for position, (ms, end) in enumerate(zip(durations, ends, strict=True))
         )
         unix_s += gap_s or 0.0
         timelines = {
-            "predicted": Timeline(bars=bars, source=""),
-            "measured": Timeline(bars=bars[:1], source=MEASURED),
+            "predicted": Timeline(spans={(0, 0): spans}, source=""),
+            "measured": Timeline(spans={(0, 0): spans[:1]}, source=MEASURED),
         }
+        step = rank_step(spans=spans, start_unix_s=None if gap_s is None else unix_s)
         written += tracer.add(
-            TracedStep(
-                iteration=iteration,
-                timelines=timelines,
-                step=None,
-                times=None,
-                contents={},
-                start_unix_s=None if gap_s is None else unix_s,
-            )
+            TracedStep(record=step_record(iteration), timelines=timelines, contents={(0, 0): step})
         )
     check_format(written)
     # cumsum leaves a rounding between an end and the next start, below half a nanosecond.
@@ -333,19 +319,24 @@ def test_the_last_steps_are_the_default_and_gz_compresses(
     assert f"5 steps, {count:,} events written to {path}" in capsys.readouterr().out
 
 
-def test_without_predicted_times_the_measured_ones_are_traced(
+def test_without_measured_times_the_predicted_ones_are_traced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The ranks' logs alone."""
-    directory = replace(RUN, steps=2).write(tmp_path / "run")
-    (directory / "steps.jsonl").unlink()
+    directory = replace(RUN, steps=2, with_ranks=False).write(tmp_path / "run")
+    log = directory / "steps.jsonl"
+    header, *steps = log.read_text().splitlines()
+    records = [json.loads(line) for line in steps]
+    for record in records:
+        if record["type"] == "step":
+            record["measured"]["forward_ms"][0][0][0][0] = None
+    write_lines(log, [header, *records])
     path = tmp_path / "trace.json"
     assert cli.main(["trace", str(directory), "-o", str(path)]) == 0
     written = json.loads(path.read_text())["traceEvents"]
     check_format(written)
-    assert len(slices(written, "measured", 2)) == RUN.ranks * RUN.stages * SLICES
-    assert slices(written, "predicted", 2) == []
-    assert "2 of 2 steps have no predicted times" in capsys.readouterr().out
+    assert len(slices(written, "predicted", 2)) == RUN.ranks * RUN.stages * SLICES
+    assert slices(written, "measured", 2) == []
+    assert "2 of 2 steps have no measured times" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -370,7 +361,7 @@ def test_a_users_mistake_is_one_line_and_status_2(
 
 def test_no_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trace", str(tmp_path)]) == 2
-    assert f"{tmp_path}: no log" in capsys.readouterr().err
+    assert f"{tmp_path / 'steps.jsonl'}: not there" in capsys.readouterr().err
 
 
 def shell_path() -> str:

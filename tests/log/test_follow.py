@@ -12,9 +12,9 @@ import pytest
 from view.report.sample_run import SampleRun
 
 from sparsebalance_megatron.log import follow
-from sparsebalance_megatron.log.follow import QuietTime, StepLogFollower, hosts_of
-from sparsebalance_megatron.log.step_log import RunLogError, read_run_log
-from sparsebalance_megatron.log.steps import step_of
+from sparsebalance_megatron.log.follow import StepLogFollower, hosts_of
+from sparsebalance_megatron.log.reader import RunLogError, read_run_log
+from sparsebalance_megatron.log.records import encode
 
 RUN = SampleRun(ranks=2, stages=2, micro_batches=2, layers=4, steps=6)
 
@@ -36,7 +36,8 @@ def test_a_log_that_does_not_exist_yet_is_found_later(tmp_path: Path, lines: lis
         follower.poll()
     (tmp_path / "steps.jsonl").write_bytes(lines[0])
     assert not follower.poll()
-    assert follower.header["layers"] == RUN.layers and follower.steps == ()
+    assert follower.header is not None and follower.header.layers == RUN.layers
+    assert follower.steps == ()
 
 
 def test_every_cut_of_every_line_waits_for_its_end(tmp_path: Path, lines: list[bytes]) -> None:
@@ -62,7 +63,9 @@ def test_what_is_followed_is_what_is_read_afterwards(tmp_path: Path, lines: list
     (tmp_path / "steps.jsonl").write_bytes(b"".join(lines))
     follower = StepLogFollower(tmp_path)
     assert follower.poll()
-    assert tuple(map(step_of, follower.steps)) == read_run_log(tmp_path).steps
+    read = read_run_log(tmp_path)
+    assert [*map(encode, follower.steps)] == [*map(encode, read.steps)]
+    assert follower.header == read.header
     assert not follower.poll()
 
 
@@ -147,21 +150,24 @@ def test_quiet_time_does_not_follow_a_clock_that_is_set(tmp_path: Path, lines: l
     path = tmp_path / "steps.jsonl"
     path.write_bytes(lines[0])
     os.utime(path, (1_000.0, 1_000.0))
-    looks_s = iter([0.0, 10.0, 20.0, 30.0])
+    now_s = 0.0
     unix_s = iter([1_005.0])
-    quiet = QuietTime(
-        StepLogFollower(tmp_path), clock=lambda: next(looks_s), unix_clock=lambda: next(unix_s)
-    )
-    assert quiet.seconds() == 5.0
-    assert quiet.seconds() == 15.0
+    follower = StepLogFollower(tmp_path, clock=lambda: now_s, unix_clock=lambda: next(unix_s))
+    assert follower.quiet_s is None
+    follower.poll()
+    assert follower.quiet_s == 5.0
+    now_s = 10.0
     os.utime(path, (-8_000.0, -8_000.0))
-    assert quiet.seconds() == 0.0
-    assert quiet.seconds() == 10.0
+    follower.poll()
+    assert follower.quiet_s == 15.0
+    with path.open("ab") as stream:
+        stream.write(b"{")
+    follower.poll()
+    assert follower.quiet_s == 0.0
 
 
 def test_a_log_from_the_future_has_been_quiet_for_no_time(tmp_path: Path) -> None:
-    follower = StepLogFollower(tmp_path)
-    quiet = QuietTime(follower, clock=lambda: 7.0, unix_clock=lambda: 0.0)
-    assert quiet.seconds() is None
+    follower = StepLogFollower(tmp_path, clock=lambda: 7.0, unix_clock=lambda: 0.0)
     (tmp_path / "steps.jsonl").touch()
-    assert quiet.seconds() == 0.0
+    follower.poll()
+    assert follower.quiet_s == 0.0

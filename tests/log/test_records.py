@@ -22,6 +22,7 @@ from sparsebalance_megatron.log.recording import (
 )
 from sparsebalance_megatron.log.records import (
     RANK_LOG,
+    SIDES,
     STEP_LOG,
     CoverageRecord,
     DamagedLineError,
@@ -31,7 +32,6 @@ from sparsebalance_megatron.log.records import (
     decode,
     encode,
 )
-from sparsebalance_megatron.log.steps import Step, step_of, times_of
 from sparsebalance_megatron.plan.coverage import CoverageCurves, length_bucket
 
 PLACE = RankPlace(
@@ -86,25 +86,20 @@ def test_every_field_comes_back() -> None:
     times_2RPVM = expectation.times_2RPVM
     busy_R = times_2RPVM.sum(axis=(0, 3, 4)).max(axis=1)
     record = written()
-    assert step_of(step_from(record)) == Step(
-        iteration=7,
-        iteration_ms=10.5,
-        lm_loss=2.25,
-        tokens=sum(LENGTHS_TOKENS),
-        coverage=pytest.approx(0.45),
-        measured_rank_ms=tuple(pytest.approx(busy_ms) for busy_ms in busy_R),
-        predicted_rank_ms=tuple(pytest.approx(busy_ms) for busy_ms in busy_R),
-        lower_bound_ms=expectation.lower_bound_ms,
-        work_ratio=expectation.work_ratio,
-        complete=True,
-        coverage_base=measured.coverage.base_mean,
-        compute_ms=pytest.approx(times_2RPVM.sum(axis=(0, 3, 4)).mean()),
-        schedule_ms=pytest.approx(measured.schedule_ms.max()),
-    )
-    times = times_of(step_from(record))
-    assert times.shape == expectation.times_2RPVM[0].shape
-    for side in ("predicted", "measured"):
-        np.testing.assert_array_equal(times.side(side), times_2RPVM)
+    step = step_from(record)
+    assert (step.iteration, step.iteration_ms, step.lm_loss) == (7, 10.5, 2.25)
+    assert (step.tokens, step.complete) == (sum(LENGTHS_TOKENS), True)
+    assert step.coverage.mean == pytest.approx(0.45)
+    assert step.coverage.base_mean == measured.coverage.base_mean
+    assert step.measured_rank_ms == step.predicted_rank_ms == pytest.approx(tuple(busy_R))
+    assert step.predicted.lower_bound_ms == expectation.lower_bound_ms
+    assert step.predicted.work_ratio == expectation.work_ratio
+    assert step.compute_ms == pytest.approx(times_2RPVM.sum(axis=(0, 3, 4)).mean())
+    assert step.schedule_ms == pytest.approx(measured.schedule_ms.max())
+    assert step.shape == times_2RPVM[0].shape
+    assert step.places == ((0, 0), (0, 1), (1, 0), (1, 1))
+    for side in SIDES:
+        np.testing.assert_array_equal(step.times_2RPVM(side), times_2RPVM)
 
 
 def test_what_was_not_measured_comes_back_as_none() -> None:
@@ -114,11 +109,12 @@ def test_what_was_not_measured_comes_back_as_none() -> None:
     record = written(iteration_ms=None)
     record["measured"] |= {"forward_ms": unmeasured, "rank_busy_ms": [None, 1.0]}
     record["lm_loss"] = None
-    step, times = step_of(step_from(record)), times_of(step_from(record))
+    step = step_from(record)
     assert (step.iteration_ms, step.lm_loss) == (None, None)
-    assert (step.measured_rank_ms, step.complete) == (None, False)
-    assert np.isnan(times.measured_2RPVM[0]).all()
-    np.testing.assert_array_equal(times.measured_2RPVM[1], measured.times_2RPVM[1])
+    assert (step.measured_rank_ms, step.complete, step.compute_ms) == (None, False, None)
+    times_2RPVM = step.times_2RPVM("measured")
+    assert np.isnan(times_2RPVM[0]).all()
+    np.testing.assert_array_equal(times_2RPVM[1], measured.times_2RPVM[1])
 
 
 @pytest.mark.parametrize("missing", ["iteration", "iteration_ms", "lm_loss", "tokens", "measured"])
@@ -167,13 +163,10 @@ def shared_first_position() -> dict[str, Any]:
 def test_who_shared_a_row_comes_back() -> None:
     record = shared_first_position()
     assert record["widths"] == [[2, 1], [2, 1]]
-    times = times_of(step_from(record))
-    np.testing.assert_array_equal(times.cp_sizes_RM, [[2, 1], [2, 1]])
-    assert (times.shared_rows, times.widest) == (1, 2)
+    assert step_from(record).cp_sizes_RM.tolist() == [[2, 1], [2, 1]]
     alone = written()
     assert alone["widths"] is None
-    times = times_of(step_from(alone))
-    assert (times.cp_sizes_RM.tolist(), times.shared_rows, times.widest) == ([[1, 1], [1, 1]], 0, 1)
+    assert step_from(alone).cp_sizes_RM.tolist() == [[1, 1], [1, 1]]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +201,7 @@ def test_groups_begin_at_multiples_of_their_width(
         busy_ms = [1.0] * len(times)
         record[side] |= {"forward_ms": times, "backward_ms": times, "rank_busy_ms": busy_ms}
     if possible:
-        assert times_of(step_from(record)).widest == 2
+        assert step_from(record).cp_sizes_RM.max() == 2
     else:
         with pytest.raises(DamagedLineError, match="widths"):
             step_from(record)

@@ -27,7 +27,7 @@ from harness import (
     write_documents,
 )
 
-from sparsebalance_megatron.log.rank_log import rank_files
+from sparsebalance_megatron.log.log_directory import rank_files
 
 pytestmark = pytest.mark.distributed
 

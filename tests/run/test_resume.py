@@ -27,7 +27,7 @@ from sparsebalance_megatron.data.samples import SampleIndex, SourceFacts
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.stage_calibration import Calibration
 from sparsebalance_megatron.learn.step_planner import StateError
-from sparsebalance_megatron.log.step_log import read_run_log
+from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.run.inputs import source_record
 from sparsebalance_megatron.run.resume import compare_runs

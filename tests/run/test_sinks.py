@@ -22,8 +22,7 @@ from harness import (
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sparsebalance_megatron.log.rank_log import read_rank_logs
-from sparsebalance_megatron.log.step_log import read_run_log
+from sparsebalance_megatron.log.reader import read_rank_logs, read_run_log
 
 pytestmark = pytest.mark.distributed
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from sparsebalance_megatron.log.step_log import RunLog
-from sparsebalance_megatron.log.steps import Step
+from sparsebalance_megatron.log.reader import RunLog
+from sparsebalance_megatron.log.records import StepRecord
 from sparsebalance_megatron.plan.metrics import imbalance
 from sparsebalance_megatron.view.report.explanation import (
     Explanation,
@@ -104,7 +104,7 @@ def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
     )
 
 
-def summarize(steps: Sequence[Step]) -> RunSummary:
+def summarize(steps: Sequence[StepRecord]) -> RunSummary:
     """One run in numbers; see :class:`RunSummary`."""
     warm_up = warm_up_steps(len(steps))
     after = settled(steps)
@@ -119,12 +119,12 @@ def summarize(steps: Sequence[Step]) -> RunSummary:
         rank_imbalance=_average(
             imbalance(step.measured_rank_ms) for step in after if step.measured_rank_ms
         ),
-        coverage_mean=_average((step.coverage for step in after), fmean),
+        coverage_mean=_average((step.coverage.mean for step in after), fmean),
         predicted_error=_average(error for step in after for error in _errors(step)),
         predicted_ms=_average(_largest(step.predicted_rank_ms) for step in after),
         measured_ms=_average(_largest(step.measured_rank_ms) for step in after),
-        lower_bound_ms=_average(step.lower_bound_ms for step in after),
-        work_ratio=_average(step.work_ratio for step in after),
+        lower_bound_ms=_average(step.predicted.lower_bound_ms for step in after),
+        work_ratio=_average(step.predicted.work_ratio for step in after),
         split=split_time(after),
     )
 
@@ -134,25 +134,27 @@ def warm_up_steps(steps: int) -> int:
     return min(WARM_UP_STEPS, steps // 5)
 
 
-def settled(steps: Sequence[Step]) -> Sequence[Step]:
+def settled(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
     """The steps after the warm-up."""
     return steps[warm_up_steps(len(steps)) :]
 
 
-def paired(run: RunLog, baseline: RunLog) -> list[tuple[Step, Step]]:
+def paired(run: RunLog, baseline: RunLog) -> list[tuple[StepRecord, StepRecord]]:
     """(baseline's step, the run's step) of iterations in which both saw as many tokens."""
     return [
         (old, new) for old, new in _common(run.steps, baseline.steps) if old.tokens == new.tokens
     ]
 
 
-def _common(run: Sequence[Step], baseline: Sequence[Step]) -> list[tuple[Step, Step]]:
+def _common(
+    run: Sequence[StepRecord], baseline: Sequence[StepRecord]
+) -> list[tuple[StepRecord, StepRecord]]:
     """(baseline's step, the run's step) of the same iteration."""
     old = {step.iteration: step for step in baseline}
     return [(old[step.iteration], step) for step in run if step.iteration in old]
 
 
-def _total_speedup(pairs: Iterable[tuple[Step, Step]]) -> float | None:
+def _total_speedup(pairs: Iterable[tuple[StepRecord, StepRecord]]) -> float | None:
     timed = [
         (old.iteration_ms, new.iteration_ms)
         for old, new in pairs
@@ -169,7 +171,7 @@ def _largest(times_ms: Sequence[float] | None) -> float | None:
     return max(times_ms) if times_ms else None
 
 
-def _errors(step: Step) -> list[float]:
+def _errors(step: StepRecord) -> list[float]:
     """Relative error of every rank's predicted time; empty where a side is missing."""
     if step.measured_rank_ms is None or step.predicted_rank_ms is None:
         return []

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparsebalance_megatron.log.steps import Step
+from sparsebalance_megatron.log.records import StepRecord
 
 NOISY_MACHINE_SHARE = 0.05
 """Above this share of the baseline's step, what the machine did to it is said aloud."""
@@ -98,7 +98,7 @@ class Explanation:
         return abs(self.machine_ms) > limit * self.baseline.step_ms or self.machine_spread > limit
 
 
-def split_time(steps: Sequence[Step]) -> TimeSplit | None:
+def split_time(steps: Sequence[StepRecord]) -> TimeSplit | None:
     """Where the mean step's time went; None where no step was measured whole."""
     parts = np.array([_parts(step) for step in steps if _is_known(step)])
     if not len(parts):
@@ -109,7 +109,7 @@ def split_time(steps: Sequence[Step]) -> TimeSplit | None:
     )
 
 
-def explain(pairs: Sequence[tuple[Step, Step]]) -> Explanation | None:
+def explain(pairs: Sequence[tuple[StepRecord, StepRecord]]) -> Explanation | None:
     """Compare runs by (baseline's step, the run's step) of the same samples.
 
     Returns:
@@ -137,11 +137,11 @@ def explain(pairs: Sequence[tuple[Step, Step]]) -> Explanation | None:
     )
 
 
-def _is_known(step: Step) -> bool:
+def _is_known(step: StepRecord) -> bool:
     return None not in (step.iteration_ms, step.compute_ms, step.schedule_ms)
 
 
-def _parts(step: Step) -> tuple[float, float, float]:
+def _parts(step: StepRecord) -> tuple[float, float, float]:
     assert step.iteration_ms is not None
     assert step.compute_ms is not None and step.schedule_ms is not None
     # The schedule of a step lies within it, but for the clocks of hosts.
@@ -150,11 +150,11 @@ def _parts(step: Step) -> tuple[float, float, float]:
     return compute_ms, schedule_ms - compute_ms, step.iteration_ms - schedule_ms
 
 
-def _work(step: Step) -> float:
-    return 1.0 if step.work_ratio is None else step.work_ratio
+def _work(step: StepRecord) -> float:
+    return 1.0 if step.predicted.work_ratio is None else step.predicted.work_ratio
 
 
-def _spread(steps: Sequence[Step]) -> float:
+def _spread(steps: Sequence[StepRecord]) -> float:
     """Spread of measured over predicted computing times, where both are known."""
     ratios = [
         sum(step.measured_rank_ms) / sum(step.predicted_rank_ms)

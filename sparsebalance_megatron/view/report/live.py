@@ -12,12 +12,12 @@ from statistics import median
 
 import numpy as np
 
+from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.log.follow import StepLogFollower
-from sparsebalance_megatron.log.records import Place, StepRecord
-from sparsebalance_megatron.log.step_log import logged_schedule
-from sparsebalance_megatron.log.steps import MicroBatchTimes, Step, step_of, times_of
+from sparsebalance_megatron.log.records import SIDES, Place, StepRecord
 from sparsebalance_megatron.plan.metrics import stage_busy_ms
-from sparsebalance_megatron.view.report.timeline import SIMULATED, Bar, Timeline, measured_timeline
+from sparsebalance_megatron.plan.pipeline.orders import megatron_order
+from sparsebalance_megatron.view.report.timeline import Timeline, simulated_timeline
 
 RECENT_STEPS = 10
 """What "recently" means of devices and times: single steps are noisy."""
@@ -57,8 +57,7 @@ class LiveView:
     ``unreadable``: damaged lines that were left out.
     """
 
-    step: Step
-    times: MicroBatchTimes
+    step: StepRecord
     recent_ms: float | None
     losses: tuple[float, ...]
     slowest: SlowDevice | None
@@ -67,51 +66,42 @@ class LiveView:
     unreadable: int
 
 
-def live_view(
-    follower: StepLogFollower, hosts: Mapping[Place, str], quiet_s: float | None
-) -> LiveView | None:
-    """What the follower has read so far; None before the first step.
-
-    Args:
-        quiet_s: seconds since the log grew; None where that is not known.
-    """
+def live_view(follower: StepLogFollower, hosts: Mapping[Place, str]) -> LiveView | None:
+    """What the follower has read so far; None before the first step."""
     if not follower.steps:
         return None
     recent = follower.steps[-RECENT_STEPS:]
-    times = times_of(recent[-1])
     known_ms = [record.iteration_ms for record in recent if record.iteration_ms]
     recent_ms = median(known_ms) if known_ms else None
+    schedule = follower.header.pipeline_schedule if follower.header else megatron_order
     return LiveView(
-        step=step_of(recent[-1]),
-        times=times,
+        step=recent[-1],
         recent_ms=recent_ms,
         losses=tuple(record.lm_loss for record in follower.steps if record.lm_loss is not None),
         slowest=_slowest(recent, hosts),
-        timeline=measured_timeline(times, {}, schedule=logged_schedule(follower.header)),
-        silent_s=_silence(recent_ms, quiet_s),
+        timeline=simulated_timeline(recent[-1], "measured", schedule),
+        silent_s=_silence(recent_ms, follower.quiet_s),
         unreadable=follower.unreadable,
     )
 
 
 def _slowest(records: Sequence[StepRecord], hosts: Mapping[Place, str]) -> SlowDevice | None:
     """The device that is slowest over the last steps of one shape; long steps count for more."""
-    shape = records[-1].measured.forward_ms.shape[:2]
-    measured_RP, predicted_RP = np.zeros(shape), np.zeros(shape)
-    for times in map(times_of, records):
-        if times.shape[:2] == shape and np.isfinite(times.measured_2RPVM).all():
-            measured_RP += stage_busy_ms(times.measured_2RPVM)
-            predicted_RP += stage_busy_ms(times.predicted_2RPVM)
-    if measured_RP.size < 2 or not (predicted_RP > 0.0).all():
+    alike = [each for each in records if each.shape[:2] == records[-1].shape[:2] and each.complete]
+    if not alike or len(alike[-1].places) < 2:
+        return None
+    predicted_RP, measured_RP = (
+        np.sum([stage_busy_ms(each.times_2RPVM(side)) for each in alike], axis=0) for side in SIDES
+    )
+    if not (predicted_RP > 0.0).all():
         return None
     ratio_RP = measured_RP / predicted_RP
     typical = float(np.median(ratio_RP))
     if not typical > 0.0:
         return None
-    rank, stage = (int(i) for i in np.unravel_index(ratio_RP.argmax(), shape))
+    place = alike[-1].places[int(ratio_RP.argmax())]
     return SlowDevice(
-        place=(rank, stage),
-        host=hosts.get((rank, stage), ""),
-        slowness=float(ratio_RP[rank, stage]) / typical,
+        place=place, host=hosts.get(place, ""), slowness=float(ratio_RP[place]) / typical
     )
 
 
@@ -128,7 +118,7 @@ def view_lines(view: LiveView, width: int) -> list[str]:
         width: of the terminal, in characters.
     """
     lines = [status_line(view)]
-    if view.timeline is not None and view.timeline.bars:
+    if view.timeline is not None:
         lines += ["", *timeline_strip(view.timeline, width)]
     lines += ["", *_figures(view, width)]
     if view.unreadable:
@@ -143,7 +133,7 @@ def status_line(view: LiveView) -> str:
         f"iteration {step.iteration}",
         f"{_ms(step.iteration_ms)} ms",
         f"loss {_number(step.lm_loss, '.4g')}",
-        f"coverage {_number(step.coverage, '.3f')}",
+        f"coverage {_number(step.coverage.mean, '.3f')}",
         f"busiest rank {_ms(_largest(step.measured_rank_ms))} ms, "
         f"predicted {_ms(_largest(step.predicted_rank_ms))}",
     ]
@@ -162,13 +152,15 @@ def _figures(view: LiveView, width: int) -> list[str]:
         f"step        {_ms(step.iteration_ms)} ms (median of the last steps "
         f"{_ms(view.recent_ms)} ms), {step.tokens:,} tokens",
         f"busiest     measured {_ms(measured_ms)} ms, predicted {_ms(predicted_ms)} ms{ratio}",
-        f"coverage    {_number(step.coverage, '.4f')}, at base budgets "
-        f"{_number(step.coverage_base, '.4f')}",
+        f"coverage    {_number(step.coverage.mean, '.4f')}, at base budgets "
+        f"{_number(step.coverage.base_mean, '.4f')}",
         f"loss        {_number(step.lm_loss, '.5g')}  {sparkline(view.losses, width - 24)}",
     ]
-    if shared := view.times.shared_rows:
+    shared_sizes = step.cp_sizes_RM[step.cp_sizes_RM > 1]
+    if shared_sizes.size:
+        shared = round(float((1.0 / shared_sizes).sum()))
         rows = "one row" if shared == 1 else f"{shared} rows"
-        lines.append(f"shared      {rows} on up to {view.times.widest} ranks each")
+        lines.append(f"shared      {rows} on up to {shared_sizes.max()} ranks each")
     if slowest is not None:
         says = (
             f"{slowest.slowness:.2f}x the median device's time for the same prediction"
@@ -182,47 +174,39 @@ def _figures(view: LiveView, width: int) -> list[str]:
 def timeline_strip(timeline: Timeline, width: int) -> list[str]:
     """The last step over time, a strip per stage; of many stages the busiest ones."""
     columns = max(10, width - _LABEL_CHARACTERS - 2)
-    per_place: dict[Place, list[Bar]] = {}
-    for bar in timeline.bars:
-        per_place.setdefault(bar.place, []).append(bar)
-    busiest = sorted(per_place, key=lambda place: -sum(bar.ms for bar in per_place[place]))
+    spans = timeline.spans
+    busiest = sorted(spans, key=lambda place: -sum(span.ms for span in spans[place]))
     shown = sorted(busiest[:MOST_STRIPS])
-    labels = [f"r{rank} s{stage}".ljust(_LABEL_CHARACTERS) for rank, stage in shown]
+    column_ms = timeline.makespan_ms / columns
     lines = [
-        label + _strip(per_place[place], timeline, columns)
-        for label, place in zip(labels, shown, strict=True)
+        f"r{rank} s{stage}".ljust(_LABEL_CHARACTERS)
+        + "".join(
+            _character(spans[rank, stage], column * column_ms, column_ms)
+            for column in range(columns)
+        )
+        for rank, stage in shown
     ]
-    left_out = len(per_place) - len(shown)
-    also = f"; the {len(shown)} busiest of {len(per_place)} stages" if left_out else ""
-    known = "times measured, starts simulated" if timeline.source == SIMULATED else timeline.source
+    left_out = len(spans) - len(shown)
+    also = f"; the {len(shown)} busiest of {len(spans)} stages" if left_out else ""
+    indent = " " * _LABEL_CHARACTERS
     lines.append(
-        f"{'':<{_LABEL_CHARACTERS}}{FORWARD} forward {BACKWARD} backward {WAITING} waiting, "
+        f"{indent}{FORWARD} forward {BACKWARD} backward {WAITING} waiting, "
         f"{timeline.makespan_ms:,.0f} ms{also}"
     )
-    lines.append(f"{'':<{_LABEL_CHARACTERS}}({known})")
+    lines.append(f"{indent}(times measured, starts simulated)")
     return lines
 
 
-def _strip(bars: Sequence[Bar], timeline: Timeline, columns: int) -> str:
-    """Every character stands for what fills most of its share of the step."""
-    makespan_ms = timeline.makespan_ms
-    if not makespan_ms > 0.0:
-        return WAITING * columns
-    per_column_ms = makespan_ms / columns
-    filled = [dict.fromkeys((FORWARD, BACKWARD), 0.0) for _ in range(columns)]
-    for bar in bars:
-        kind = FORWARD if bar.direction == "forward" else BACKWARD
-        first = min(columns - 1, int(bar.start_ms / per_column_ms))
-        last = min(columns - 1, int(bar.end_ms / per_column_ms))
-        for column in range(first, last + 1):
-            begin, end = column * per_column_ms, (column + 1) * per_column_ms
-            filled[column][kind] += max(0.0, min(end, bar.end_ms) - max(begin, bar.start_ms))
-    characters = []
-    for each in filled:
-        kind = max(each, key=lambda name: each[name])
-        busy_ms = sum(each.values())
-        characters.append(kind if busy_ms > 0.5 * per_column_ms else WAITING)
-    return "".join(characters)
+def _character(spans: Sequence[Span], begin_ms: float, length_ms: float) -> str:
+    """What fills most of a part of the step."""
+    busy_ms = {FORWARD: 0.0, BACKWARD: 0.0}
+    for span in spans:
+        kind = FORWARD if span.direction == "forward" else BACKWARD
+        inside_ms = min(begin_ms + length_ms, span.end_ms) - max(begin_ms, span.start_ms)
+        busy_ms[kind] += max(0.0, inside_ms)
+    if sum(busy_ms.values()) > 0.5 * length_ms:
+        return max(busy_ms, key=busy_ms.__getitem__)
+    return WAITING
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -6,15 +6,14 @@ Shape legend: R data-parallel ranks, L layers, S samples of a micro-batch.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 
-from sparsebalance_megatron.log.records import Place, RankMicroBatch, RankStep
-from sparsebalance_megatron.log.steps import MicroBatchTimes, Step
+from sparsebalance_megatron.learn.measurement import Span
+from sparsebalance_megatron.log.records import Place, RankMicroBatch, RankStep, StepRecord
 from sparsebalance_megatron.plan.metrics import stage_busy_ms
 from sparsebalance_megatron.view.report.chart import (
     MOST_TITLED_BARS,
@@ -26,7 +25,7 @@ from sparsebalance_megatron.view.report.chart import (
     fits,
 )
 from sparsebalance_megatron.view.report.explanation import Explanation, TimeSplit
-from sparsebalance_megatron.view.report.timeline import Bar, Timeline
+from sparsebalance_megatron.view.report.timeline import Timeline
 
 _MOST_ROWS = 16
 _MOST_RANKS = 32
@@ -76,24 +75,22 @@ def _stacked(compute_ms: float, waiting_ms: float, rest_ms: float) -> tuple[Piec
     )
 
 
-def rank_bars(
-    runs: Mapping[str, tuple[Sequence[Step], Mapping[int, MicroBatchTimes]]],
-) -> Chart | None:
+def rank_bars(runs: Mapping[str, Sequence[StepRecord]]) -> Chart | None:
     """A bar of computing, waiting and the rest per data-parallel rank: means over steps.
 
     Args:
-        runs: steps of every run, and times of micro-batches by iteration, by the run's name.
+        runs: steps of every run, by the run's name.
 
     Returns:
         None where no step has measured times of all micro-batches.
     """
-    found = {name: _rank_rows(steps, times) for name, (steps, times) in runs.items()}
+    found = {name: _rank_rows(steps) for name, steps in runs.items()}
     known = {name: rows for name, rows in found.items() if rows}
     if not known:
         return None
     end_ms = max(row.end_ms for rows in known.values() for row in rows)
     waits = [row.pieces[1].ms / row.end_ms for row in next(iter(known.values()))]
-    ranks = max(len(times.measured_2RPVM[0]) for _, of in runs.values() for times in of.values())
+    ranks = max(step.shape[0] for steps in runs.values() for step in steps)
     shown = max(len(rows) for rows in known.values())
     return Chart(
         alt=f"Bars of {shown} ranks: they wait {min(waits):.0%} to {max(waits):.0%} of the step.",
@@ -104,23 +101,18 @@ def rank_bars(
     )
 
 
-def _rank_rows(steps: Sequence[Step], times: Mapping[int, MicroBatchTimes]) -> tuple[Row, ...]:
-    known = [
-        step
-        for step in steps
-        if step.iteration in times and step.complete and step.iteration_ms and step.schedule_ms
-    ]
+def _rank_rows(steps: Sequence[StepRecord]) -> tuple[Row, ...]:
+    known = [step for step in steps if step.complete and step.iteration_ms and step.schedule_ms]
     if not known:
         return ()
     compute_R = np.mean(
-        [stage_busy_ms(times[each.iteration].measured_2RPVM).mean(axis=1) for each in known], axis=0
+        [stage_busy_ms(step.times_2RPVM("measured")).mean(axis=1) for step in known], axis=0
     )
     schedule_ms = float(np.mean([step.schedule_ms or 0.0 for step in known]))
     step_ms = float(np.mean([step.iteration_ms or 0.0 for step in known]))
-    ranks = np.arange(len(compute_R))
+    ranks = list(range(len(compute_R)))
     if len(ranks) > _MOST_RANKS:
-        by_time = np.argsort(-compute_R, kind="stable")
-        ranks = by_time[np.linspace(0, len(by_time) - 1, _MOST_RANKS).round().astype(int)]
+        ranks = evenly(np.argsort(-compute_R, kind="stable").tolist(), _MOST_RANKS)
     return tuple(
         Row(
             label=f"rank {rank}",
@@ -134,11 +126,17 @@ def _rank_rows(steps: Sequence[Step], times: Mapping[int, MicroBatchTimes]) -> t
     )
 
 
+def evenly(values: Sequence[int], most: int) -> list[int]:
+    """At most so many of the values, the first and the last included."""
+    places = np.linspace(0, len(values) - 1, min(most, len(values))).round().astype(int)
+    return [values[place] for place in places.tolist()]
+
+
 def step_chart(views: Sequence[StepView]) -> Chart:
     """Stages of ranks as rows, time to the right; what no bar covers is waiting."""
     shown = shown_places(views)
-    bars = Counter((view.name, bar.place) for view in views for bar in view.timeline.bars)
-    plot_width = float(np.clip(_WIDTH_PER_BAR * max(bars.values()), PLOT_WIDTH, _WIDEST_PLOT))
+    bars = [len(spans) for view in views for spans in view.timeline.spans.values()]
+    plot_width = float(np.clip(_WIDTH_PER_BAR * max(bars), PLOT_WIDTH, _WIDEST_PLOT))
     ends_ms = [max(view.timeline.makespan_ms, 1e-9) for view in views]
     remarks = [
         f"{view.name}: {'; '.join((view.timeline.source, *view.timeline.remarks))}"
@@ -148,15 +146,14 @@ def step_chart(views: Sequence[StepView]) -> Chart:
         ends_ms = [max(ends_ms)] * len(ends_ms)
     else:
         remarks.append("times differ so much that every panel has an axis of its own")
-    ranks = {rank for view in views for rank, _ in view.timeline.places}
+    ranks = {rank for view in views for rank, _ in view.timeline.spans}
     drawn = {rank for rank, _ in shown}
     if len(drawn) < len(ranks):
         remarks.append(f"{len(drawn)} of {len(ranks)} ranks, from the first to finish to the last")
-    titled = sum(bars.values()) <= MOST_TITLED_BARS
     panels = tuple(
         Panel(
             heading=_heading(view),
-            rows=_rows(view, shown, end_ms, plot_width, titled=titled),
+            rows=_rows(view, shown, end_ms, plot_width, titled=sum(bars) <= MOST_TITLED_BARS),
             end_ms=end_ms,
         )
         for view, end_ms in zip(views, ends_ms, strict=True)
@@ -171,59 +168,56 @@ def step_chart(views: Sequence[StepView]) -> Chart:
 
 
 def shown_places(views: Sequence[StepView]) -> tuple[Place, ...]:
-    """All places, or those of ranks evenly chosen from the fastest to the slowest."""
-    places = sorted({place for view in views for place in view.timeline.places})
-    ranks = {rank for rank, _ in places}
+    """All places, or those of ranks evenly chosen from the slowest to the fastest."""
+    places = sorted({place for view in views for place in view.timeline.spans})
     most = max(1, _MOST_ROWS // len({stage for _, stage in places}))
-    if len(ranks) <= most:
-        return tuple(places)
     end_ms: dict[int, float] = {}
-    for bar in views[0].timeline.bars:
-        end_ms[bar.place[0]] = max(end_ms.get(bar.place[0], 0.0), bar.end_ms)
-    by_end = sorted(end_ms, key=lambda rank: (-end_ms[rank], rank))
-    chosen = {by_end[i] for i in np.linspace(0, len(by_end) - 1, most).round().astype(int)}
+    for (rank, _), spans in views[0].timeline.spans.items():
+        end_ms[rank] = max(end_ms.get(rank, 0.0), *(span.end_ms for span in spans))
+    if len(end_ms) <= most:
+        return tuple(places)
+    chosen = evenly(sorted(end_ms, key=lambda rank: (-end_ms[rank], rank)), most)
     return tuple(place for place in places if place[0] in chosen)
 
 
 def _rows(
     view: StepView, shown: tuple[Place, ...], end_ms: float, plot_width: float, *, titled: bool
 ) -> tuple[Row, ...]:
-    held = {
-        (place, each.position): each
-        for place, step in view.contents.items()
-        for each in step.micro_batches
-    }
     waiting = Piece(kind="waiting", start_ms=0.0, ms=view.timeline.makespan_ms)
-    pieces: dict[Place, list[Piece]] = {place: [waiting] for place in shown}
-    for bar in view.timeline.bars:
-        if bar.place in pieces:
-            piece = _piece(view.name, bar, held.get((bar.place, bar.position)), titled)
-            if piece.text and not fits(piece.text, bar.ms, end_ms, plot_width):
-                piece = Piece(**{**vars(piece), "text": ""})
-            pieces[bar.place].append(piece)
-    return tuple(
-        Row(label=label, pieces=tuple(pieces[place]))
-        for place, label in zip(shown, _labels(shown), strict=True)
-    )
+    rows = []
+    for place, label in zip(shown, _labels(shown), strict=True):
+        step = view.contents.get(place)
+        held = {each.position: each for each in step.micro_batches} if step else {}
+        pieces = [waiting]
+        for span in view.timeline.spans.get(place, ()):
+            micro_batch = held.get(span.position)
+            budget = None if micro_batch is None else longest_sample_budget(micro_batch)
+            text = "" if budget is None or span.direction == "forward" else f"{budget:.0f}"
+            pieces.append(
+                Piece(
+                    kind="forward" if span.direction == "forward" else "computing",
+                    start_ms=span.start_ms,
+                    ms=span.ms,
+                    text=text if fits(text, span.ms, end_ms, plot_width) else "",
+                    title=_title(view.name, place, span, micro_batch) if titled else "",
+                    marked=micro_batch is not None and micro_batch.width > 1,
+                )
+            )
+        rows.append(Row(label=label, pieces=tuple(pieces)))
+    return tuple(rows)
 
 
-def _piece(name: str, bar: Bar, held: RankMicroBatch | None, titled: bool) -> Piece:
-    rank, stage = bar.place
-    budget = None if held is None else longest_sample_budget(held)
-    title = [
-        f"{name}: rank {rank}, stage {stage}, {bar.direction} of micro-batch {bar.position}",
-        f"{bar.ms:,.4g} ms",
-        *([] if held is None else [f"{held.tokens // held.width:,} tokens"]),
-        *([] if budget is None else [f"budget {budget:.1f} blocks"]),
+def _title(name: str, place: Place, span: Span, held: RankMicroBatch | None) -> str:
+    rank, stage = place
+    words = [
+        f"{name}: rank {rank}, stage {stage}, {span.direction} of micro-batch {span.position}",
+        f"{span.ms:,.4g} ms",
     ]
-    return Piece(
-        kind="forward" if bar.direction == "forward" else "computing",
-        start_ms=bar.start_ms,
-        ms=bar.ms,
-        text="" if budget is None or bar.direction == "forward" else f"{budget:.0f}",
-        title=", ".join(title) if titled else "",
-        marked=held is not None and held.width > 1,
-    )
+    if held is not None:
+        words.append(f"{held.tokens // held.width:,} tokens")
+        if (budget := longest_sample_budget(held)) is not None:
+            words.append(f"budget {budget:.1f} blocks")
+    return ", ".join(words)
 
 
 def longest_sample_budget(held: RankMicroBatch) -> float | None:

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from sparsebalance_megatron.log.step_log import RunLog, read_step_times
-from sparsebalance_megatron.view.report.chart import Chart, run_name
+from sparsebalance_megatron.log.reader import RunLog, read_run_log
+from sparsebalance_megatron.view.report.chart import COLOURS, Chart, run_name
 from sparsebalance_megatron.view.report.comparison import (
     Comparison,
     RunSummary,
@@ -16,9 +17,12 @@ from sparsebalance_megatron.view.report.comparison import (
     settled,
     summarize,
 )
-from sparsebalance_megatron.view.report.comparison_table import ROWS, columns_of
-from sparsebalance_megatron.view.report.coverage_frames import Frame, coverage_frames
-from sparsebalance_megatron.view.report.headline import headline, noise, run_facts
+from sparsebalance_megatron.view.report.coverage_frames import (
+    FRAME_HEIGHT,
+    FRAME_WIDTH,
+    Frame,
+    coverage_frames,
+)
 from sparsebalance_megatron.view.report.pictures import (
     StepView,
     rank_bars,
@@ -26,24 +30,19 @@ from sparsebalance_megatron.view.report.pictures import (
     step_chart,
     waterfall,
 )
-from sparsebalance_megatron.view.report.render import render, render_step
 from sparsebalance_megatron.view.report.run_data import (
     Evidence,
     ReportError,
     choose_iteration,
-    evenly,
     gather,
-    open_log,
 )
 from sparsebalance_megatron.view.report.tables import (
-    MICRO_BATCH_HEADINGS,
-    WORST_HEADINGS,
     Table,
-    micro_batch_rows,
-    worst_iterations,
-    worst_rows,
+    micro_batch_table,
+    worst_steps,
+    worst_table,
 )
-from sparsebalance_megatron.view.report.timeline import Timeline
+from sparsebalance_megatron.view.report.words import ROWS, columns_of, headline, noise, run_facts
 
 _MOST_NOTES = 100
 
@@ -92,44 +91,40 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
         RunLogError: if a directory holds no readable log.
         ReportError: if the step is not logged.
     """
-    log = open_log(run_directory)
-    baseline_log = None if baseline_directory is None else open_log(baseline_directory)
+    log = read_run_log(run_directory)
+    baseline_log = None if baseline_directory is None else read_run_log(baseline_directory)
     iteration = choose_iteration(log, baseline_log, step)
-    worst = worst_iterations(log.steps)
-    evidence = gather(log, {iteration, *worst})
+    worst = worst_steps(log.steps)
+    evidence = gather(log, {iteration, *(each.iteration for each in worst)})
     baseline = None if baseline_log is None else gather(baseline_log, {iteration})
     numbers = summarize(log.steps) if baseline_log is None else compare(baseline_log, log)
     why = numbers.explanation if isinstance(numbers, Comparison) else None
     views, missing = _views(iteration, evidence, baseline)
-    shown = {rank for rank, _ in shown_places(views)} if views else set()
-    sample = evenly([each.iteration for each in settled(log.steps)])
     logs = {"this run": log} | ({} if baseline_log is None else {"baseline": baseline_log})
+    columns = columns_of(numbers)
     return Report(
         title=" against ".join(run_name(each.directory) for each in logs.values()),
         facts=run_facts(log.header),
         headline=headline(numbers),
         findings=noise(numbers),
         numbers=numbers,
-        numbers_table=_numbers_table(numbers),
-        waterfall=None if why is None else waterfall(why),
-        ranks=rank_bars(
-            {
-                name: (each.steps, read_step_times(each.directory, sample) if each.steps else {})
-                for name, each in logs.items()
-            }
+        numbers_table=Table(
+            ("", *columns, "how it is known"),
+            [(row.name, *(row.value(run) for run in columns.values()), row.kind) for row in ROWS],
         ),
-        sampled=f"{len(sample)} of {len(log.steps):,} steps, after the warm-up",
-        worst_steps=Table(WORST_HEADINGS, worst_rows(worst, evidence.times, evidence.ranks)),
+        waterfall=None if why is None else waterfall(why),
+        ranks=rank_bars({name: settled(each.steps) for name, each in logs.items()}),
+        sampled=f"{len(settled(log.steps))} of {len(log.steps):,} steps, after the warm-up",
+        worst_steps=worst_table(worst, evidence.ranks),
         iteration=iteration,
         step=step_chart(views) if views else None,
         missing=missing,
-        micro_batches=Table(
-            MICRO_BATCH_HEADINGS,
-            micro_batch_rows(
-                evidence.times.get(iteration), evidence.ranks.steps.get(iteration, {}), shown
-            ),
+        micro_batches=micro_batch_table(
+            next(each for each in log.steps if each.iteration == iteration),
+            evidence.ranks.steps.get(iteration, {}),
+            {rank for rank, _ in shown_places(views)} if views else set(),
         ),
-        coverage=coverage_frames(log.coverage, evidence.config),
+        coverage=coverage_frames(log.coverage, log.header.config if log.header else {}),
         coverage_iteration=log.coverage.iteration if log.coverage else 0,
         notes=_notes(evidence, baseline, numbers),
     )
@@ -142,49 +137,38 @@ def step_picture(run: RunLog, baseline: RunLog) -> tuple[int, str]:
         ReportError: if jinja2 is not installed, or no step was measured in both.
     """
     iteration = choose_iteration(run, baseline, None)
-    views = []
-    for name, log in (("baseline", baseline), ("sparse balance", run)):
-        evidence = gather(log, {iteration})
-        views += _view(name, evidence, iteration, evidence.measured(iteration))
+    views = [
+        *_view("baseline", gather(baseline, {iteration}), "measured", iteration),
+        *_view("sparse balance", gather(run, {iteration}), "measured", iteration),
+    ]
     if len(views) < 2:
         raise ReportError(
             f"{baseline.directory} and {run.directory} share no step with measured times"
         )
-    return iteration, render_step(step_chart(views))
+    return iteration, _render("step.svg.j2", chart=step_chart(views))
 
 
 def _views(
     iteration: int, evidence: Evidence, baseline: Evidence | None
 ) -> tuple[list[StepView], list[str]]:
     """What can be drawn of the step, and what cannot."""
-    missing = []
-    views = _view("predicted", evidence, iteration, evidence.predicted(iteration))
-    if not views:
-        missing.append("Predicted: not drawn, no predicted times of micro-batches are logged.")
-    for name, side in (("measured", evidence), ("baseline, measured", baseline)):
-        if side is None:
-            continue
-        found = _view(name, side, iteration, side.measured(iteration))
-        if not found:
-            missing.append(f"{name.capitalize()}: not drawn, not all of its times were measured.")
+    wanted = [("predicted", evidence, "predicted"), ("measured", evidence, "measured")]
+    if baseline is not None:
+        wanted.append(("baseline, measured", baseline, "measured"))
+    views, missing = [], []
+    for name, run, side in wanted:
+        found = _view(name, run, side, iteration)
         views += found
+        if not found:
+            missing.append(f"{name.capitalize()}: not drawn, not all of its times are logged.")
     return views, missing
 
 
-def _view(
-    name: str, evidence: Evidence, iteration: int, timeline: Timeline | None
-) -> list[StepView]:
-    """One view, or none without a timeline."""
+def _view(name: str, evidence: Evidence, side: str, iteration: int) -> list[StepView]:
+    """One view, or none where the times are not known."""
+    timeline = evidence.timeline(side, iteration)
     contents = evidence.ranks.steps.get(iteration, {})
     return [StepView(name=name, timeline=timeline, contents=contents)] if timeline else []
-
-
-def _numbers_table(numbers: RunSummary | Comparison) -> Table:
-    columns = columns_of(numbers)
-    return Table(
-        ("", *columns, "how it is known"),
-        [(row.name, *(row.value(run) for run in columns.values()), row.kind) for row in ROWS],
-    )
 
 
 def _notes(
@@ -199,7 +183,7 @@ def _notes(
 
 
 def render_page(report: Report, refresh_s: float | None = None) -> str:
-    """The HTML page of a report.
+    """The HTML page of a report, which needs no other file.
 
     Args:
         refresh_s: seconds after which a browser loads the page again; None: it does not.
@@ -207,4 +191,22 @@ def render_page(report: Report, refresh_s: float | None = None) -> str:
     Raises:
         ReportError: jinja2 is not installed.
     """
-    return render("report.html.j2", report=report, refresh_s=refresh_s)
+    return _render("report.html.j2", report=report, refresh_s=refresh_s)
+
+
+def _render(template: str, **values: Any) -> str:
+    """A template of this package filled with values."""
+    try:
+        import jinja2
+    except ImportError as error:
+        raise ReportError(
+            "the report needs jinja2: pip install 'sparsebalance-megatron[tools]'"
+        ) from error
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader(__package__),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    sizes = {"frame_width": FRAME_WIDTH, "frame_height": FRAME_HEIGHT}
+    return environment.get_template(template).render(colours=COLOURS, **sizes, **values).lstrip()

@@ -7,14 +7,19 @@ S samples, 2 forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from sparsebalance_megatron.log.rank_log import RankLogs
-from sparsebalance_megatron.log.records import Place, RankMicroBatch, RankStep
-from sparsebalance_megatron.log.steps import SIDES, MicroBatchTimes, Step
+from sparsebalance_megatron.log.reader import RankLogs
+from sparsebalance_megatron.log.records import (
+    SIDES,
+    Place,
+    RankMicroBatch,
+    RankStep,
+    StepRecord,
+)
 from sparsebalance_megatron.view.report.comparison import settled
 
 _MOST_LENGTHS_SHOWN = 8
@@ -28,28 +33,20 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[str]]
 
 
-class MicroBatchRow(NamedTuple):
-    """One micro-batch: its samples, and times in ms over all stages, forward and backward."""
-
-    rank: str
-    position: str
-    lengths: str
-    budgets: str
-    coverage: str
-    predicted_ms: str
-    measured_ms: str
-
-
-MICRO_BATCH_HEADINGS = MicroBatchRow(
+MICRO_BATCH_HEADINGS = (
     *("rank", "micro-batch", "lengths, tokens", "budgets, blocks", "coverage"),
     *("predicted, ms", "measured, ms"),
 )
+WORST_HEADINGS = (
+    *("iteration", "lost, ms", "rank, stage", "host", "micro-batch", "tokens"),
+    *("predicted, ms", "measured, ms", "ratio"),
+)
 
 
-def micro_batch_rows(
-    times: MicroBatchTimes | None, ranks: Mapping[Place, RankStep], shown: Collection[int]
-) -> list[MicroBatchRow]:
-    """Every micro-batch of a step on the data-parallel ranks in ``shown``.
+def micro_batch_table(
+    record: StepRecord, ranks: Mapping[Place, RankStep], shown: Collection[int]
+) -> Table:
+    """Every micro-batch of a step on the data-parallel ranks in ``shown``, over all stages.
 
     Budgets are the mean over layers, one per sample; coverage is the mean over samples and stages.
     """
@@ -57,20 +54,21 @@ def micro_batch_rows(
     for (rank, _), step in sorted(ranks.items()):
         for micro_batch in step.micro_batches:
             held.setdefault((rank, micro_batch.position), []).append(micro_batch)
-    keys = set(held)
-    if times is not None:
-        data_parallel, _, _, micro_batches = times.shape
-        keys |= {(rank, m) for rank in range(data_parallel) for m in range(micro_batches)}
-    return [
-        MicroBatchRow(
+    times_RM = [record.times_2RPVM(side).sum(axis=(0, 2, 3)) for side in SIDES]
+    rows = [
+        (
             str(rank),
             str(position),
             *_contents(held.get((rank, position), [])),
-            *(_side_ms(times, side, rank, position) for side in SIDES),
+            *(
+                f"{ms:,.1f}" if np.isfinite(ms) else ""
+                for ms in (t[rank, position] for t in times_RM)
+            ),
         )
-        for rank, position in sorted(keys)
+        for rank, position in np.ndindex(times_RM[0].shape)
         if rank in shown
     ]
+    return Table(MICRO_BATCH_HEADINGS, rows)
 
 
 def _contents(stages: list[RankMicroBatch]) -> tuple[str, str, str]:
@@ -90,85 +88,54 @@ def _listed(values: list[str]) -> str:
     return " · ".join(values[:_MOST_LENGTHS_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _side_ms(times: MicroBatchTimes | None, side: str, rank: int, position: int) -> str:
-    times_2RPVM = None if times is None else times.side(side)
-    if times_2RPVM is None or rank >= times_2RPVM.shape[1] or position >= times_2RPVM.shape[4]:
-        return ""
-    ms = float(times_2RPVM[:, rank, :, :, position].sum())
-    return f"{ms:,.1f}" if np.isfinite(ms) else ""
-
-
-class WorstStep(NamedTuple):
-    """The micro-batch of a step that exceeded its prediction most, on one stage."""
-
-    iteration: str
-    lost_ms: str
-    rank: str
-    host: str
-    micro_batch: str
-    tokens: str
-    predicted_ms: str
-    measured_ms: str
-    ratio: str
-
-
-WORST_HEADINGS = WorstStep(
-    *("iteration", "lost, ms", "rank, stage", "host", "micro-batch", "tokens"),
-    *("predicted, ms", "measured, ms", "ratio"),
-)
-
-
-def worst_iterations(steps: Sequence[Step]) -> tuple[int, ...]:
-    """Iterations after the warm-up whose busiest rank exceeded its prediction most, worst first.
+def worst_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
+    """Steps after the warm-up whose busiest rank exceeded its prediction most, worst first.
 
     Without a cost table predicted times are relative, so they are scaled to the median step.
     """
-    known = {
-        step.iteration: (max(step.measured_rank_ms), max(step.predicted_rank_ms))
+    known = [
+        (step, max(step.measured_rank_ms), max(step.predicted_rank_ms))
         for step in settled(steps)
         if step.measured_rank_ms and step.predicted_rank_ms and max(step.predicted_rank_ms) > 0.0
-    }
+    ]
     if not known:
-        return ()
-    scale = float(np.median([measured / predicted for measured, predicted in known.values()]))
-    lost_ms = {each: measured - scale * predicted for each, (measured, predicted) in known.items()}
-    worst = sorted(lost_ms, key=lambda iteration: (-lost_ms[iteration], iteration))
-    return tuple(each for each in worst[:_MOST_WORST_STEPS] if lost_ms[each] > 0.0)
+        return []
+    scale = float(np.median([measured_ms / predicted_ms for _, measured_ms, predicted_ms in known]))
+    lost = [(measured_ms - scale * predicted_ms, step) for step, measured_ms, predicted_ms in known]
+    lost.sort(key=lambda each: -each[0])
+    return [step for lost_ms, step in lost[:_MOST_WORST_STEPS] if lost_ms > 0.0]
 
 
-def worst_rows(
-    iterations: Sequence[int], times: Mapping[int, MicroBatchTimes], ranks: RankLogs
-) -> list[WorstStep]:
-    """The worst micro-batch of every step, the one that lost most first."""
-    found = [_worst_row(each, times[each], ranks) for each in iterations if each in times]
-    known = [each for each in found if each is not None]
-    return [row for _, row in sorted(known, key=lambda each: -each[0])]
+def worst_table(steps: Iterable[StepRecord], ranks: RankLogs) -> Table:
+    """The micro-batch of every step that exceeded its prediction most, on one stage.
+
+    The step that lost most comes first.
+    """
+    found = [_worst_row(step, ranks) for step in steps if step.complete]
+    rows = [row for _, row in sorted(found, key=lambda each: -each[0])]
+    return Table(WORST_HEADINGS, rows)
 
 
-def _worst_row(
-    iteration: int, times: MicroBatchTimes, ranks: RankLogs
-) -> tuple[float, WorstStep] | None:
-    if times.predicted_2RPVM is None or not np.isfinite(times.measured_2RPVM).all():
-        return None
-    measured_RPM = times.measured_2RPVM.sum(axis=(0, 3))
-    predicted_RPM = times.predicted_2RPVM.sum(axis=(0, 3))
+def _worst_row(record: StepRecord, ranks: RankLogs) -> tuple[float, tuple[str, ...]]:
+    """Of the micro-batch: ms above its prediction, and the cells of its row."""
+    predicted_RPM, measured_RPM = (record.times_2RPVM(side).sum(axis=(0, 3)) for side in SIDES)
     scale = float(measured_RPM.sum() / predicted_RPM.sum()) if predicted_RPM.sum() > 0.0 else 1.0
     excess_RPM = measured_RPM - scale * predicted_RPM
-    rank, stage, position = map(int, np.unravel_index(excess_RPM.argmax(), excess_RPM.shape))
-    measured_ms = float(measured_RPM[rank, stage, position])
-    predicted_ms = float(predicted_RPM[rank, stage, position])
+    place = np.unravel_index(excess_RPM.argmax(), excess_RPM.shape)
+    rank, stage, position = map(int, place)
     header = ranks.headers.get((rank, stage))
-    step = ranks.steps.get(iteration, {}).get((rank, stage))
+    step = ranks.steps.get(record.iteration, {}).get((rank, stage))
     held = [each for each in step.micro_batches if each.position == position] if step else []
-    row = WorstStep(
-        iteration=str(iteration),
-        lost_ms=f"{excess_RPM.max():,.0f}",
-        rank=f"{rank}, {stage}",
-        host=header.host if header else "",
-        micro_batch=str(position),
-        tokens=f"{held[0].tokens:,}" if held else "",
-        predicted_ms=f"{predicted_ms:,.4g}",
-        measured_ms=f"{measured_ms:,.4g}",
-        ratio=f"{measured_ms / (scale * predicted_ms):.2f}" if predicted_ms > 0.0 else "",
+    expected_ms = scale * predicted_RPM[place]
+    row = (
+        str(record.iteration),
+        f"{excess_RPM[place]:,.0f}",
+        f"{rank}, {stage}",
+        header.host if header else "",
+        str(position),
+        f"{held[0].tokens:,}" if held else "",
+        f"{predicted_RPM[place]:,.4g}",
+        f"{measured_RPM[place]:,.4g}",
+        f"{measured_RPM[place] / expected_ms:.2f}" if expected_ms > 0.0 else "",
     )
-    return float(excess_RPM.max()), row
+    return float(excess_RPM[place]), row

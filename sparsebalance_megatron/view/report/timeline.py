@@ -7,13 +7,11 @@ and backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from sparsebalance_megatron.log.records import Place, RankStep
-from sparsebalance_megatron.log.steps import MicroBatchTimes
+from sparsebalance_megatron.learn.measurement import Span
+from sparsebalance_megatron.log.records import Place, RankStep, StepRecord
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.orders import Schedule, megatron_order
 from sparsebalance_megatron.plan.pipeline.simulator import simulate
@@ -29,146 +27,105 @@ _LONGEST_WAIT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bar:
-    """A forward or a backward of one chunk for one micro-batch, in ms since the step began."""
-
-    place: Place
-    direction: str
-    chunk: int
-    position: int
-    start_ms: float
-    end_ms: float
-
-    @property
-    def ms(self) -> float:
-        return self.end_ms - self.start_ms
-
-
-@dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """One step of one run.
+    """One step of one run: forwards and backwards of every stage, in ms since the step began.
 
     ``source``: how starts are known, :data:`PREDICTED`, :data:`SIMULATED` or :data:`MEASURED`.
     ``remarks``: what is not in it.
     """
 
-    bars: tuple[Bar, ...]
+    spans: Mapping[Place, Sequence[Span]]
     source: str
     remarks: tuple[str, ...] = ()
 
     @property
     def makespan_ms(self) -> float:
-        return max(bar.end_ms for bar in self.bars)
-
-    @property
-    def places(self) -> tuple[Place, ...]:
-        return tuple(sorted({bar.place for bar in self.bars}))
+        return max(span.end_ms for spans in self.spans.values() for span in spans)
 
     @property
     def busy_share(self) -> float:
         """Computing time over the time that all stages together have until the step's end."""
-        available_ms = self.makespan_ms * len(self.places)
-        return sum(bar.ms for bar in self.bars) / available_ms if available_ms else 1.0
+        available_ms = self.makespan_ms * len(self.spans)
+        busy_ms = sum(span.ms for spans in self.spans.values() for span in spans)
+        return busy_ms / available_ms if available_ms else 1.0
+
+    def waiting_ms(self) -> Iterator[tuple[Place, float, float]]:
+        """Place, start and end of all time until the step's end in which a stage computes
+        nothing."""
+        end_ms = self.makespan_ms
+        for place, spans in self.spans.items():
+            free_ms = 0.0
+            for span in sorted(spans, key=lambda span: (span.start_ms, span.end_ms)):
+                if span.start_ms > free_ms:
+                    yield place, free_ms, span.start_ms
+                free_ms = max(free_ms, span.end_ms)
+            if end_ms > free_ms:
+                yield place, free_ms, end_ms
 
 
-def predicted_timeline(
-    times: MicroBatchTimes,
-    schedule: Schedule = megatron_order,
+def simulated_timeline(
+    record: StepRecord, side: str, schedule: Schedule = megatron_order
 ) -> Timeline | None:
-    """The schedule of the run simulated with predicted times; None where a log has totals only."""
-    if times.predicted_2RPVM is None:
+    """The schedule of the run simulated with the predicted or the measured times.
+
+    Returns:
+        None where a time is missing or negative.
+    """
+    try:
+        events_R = simulate(
+            OperationTimes.of_micro_batches(record.times_2RPVM(side), record.cp_sizes_RM, schedule)
+        )
+    except PlanError:
         return None
-    return _simulated(times.predicted_2RPVM, PREDICTED, times.cp_sizes_RM, schedule)
+    spans: dict[Place, list[Span]] = {place: [] for place in record.places}
+    for rank, events in enumerate(events_R):
+        for event in events:
+            spans[rank, event.stage].append(
+                Span(event.direction, event.chunk, event.micro_batch, event.start_ms, event.end_ms)
+            )
+    return Timeline(spans=spans, source=PREDICTED if side == "predicted" else SIMULATED)
 
 
 def measured_timeline(
-    times: MicroBatchTimes | None,
-    ranks: Mapping[Place, RankStep],
-    expected: Iterable[Place] = (),
-    schedule: Schedule = megatron_order,
+    record: StepRecord, ranks: Mapping[Place, RankStep], schedule: Schedule = megatron_order
 ) -> Timeline | None:
     """True starts where ranks logged them, or else the schedule simulated with measured times.
 
+    Ranks are set side by side by the wall clocks of their hosts, as long as those can be right:
+    ranks begin a step together to within what they wait for data, so clocks that lie further apart
+    were set wrong, or set anew in the middle of the step.
+
     Args:
-        times: of the step log, if there is one.
         ranks: what every rank logged of this step.
-        expected: all stages of all ranks, to say which are missing.
         schedule: of the run.
 
     Returns:
         None where neither is complete enough.
     """
-    if any(step.spans for step in ranks.values()):
-        return _measured(ranks, expected)
-    if times is None:
-        return None
-    return _simulated(times.measured_2RPVM, SIMULATED, times.cp_sizes_RM, schedule)
-
-
-def _simulated(
-    times_2RPVM: np.ndarray, source: str, cp_sizes_RM: np.ndarray, schedule: Schedule
-) -> Timeline | None:
-    """None where a time is missing or negative."""
-    try:
-        events_R = simulate(OperationTimes.of_micro_batches(times_2RPVM, cp_sizes_RM, schedule))
-    except PlanError:
-        return None
-    return Timeline(
-        bars=tuple(
-            Bar(
-                place=(rank, event.stage),
-                direction=event.direction,
-                chunk=event.chunk,
-                position=event.micro_batch,
-                start_ms=event.start_ms,
-                end_ms=event.end_ms,
-            )
-            for rank, events in enumerate(events_R)
-            for event in events
-        ),
-        source=source,
-    )
-
-
-def _measured(ranks: Mapping[Place, RankStep], expected: Iterable[Place]) -> Timeline:
-    """Ranks are set side by side by the wall clocks of their hosts, as long as those can be right.
-
-    Ranks begin a step together to within what they wait for data: clocks that lie further apart
-    were set wrong, or set anew in the middle of the step.
-    """
-    spoken = {place: step for place, step in ranks.items() if step.spans}
-    origins_s = {place: step.start_unix_s for place, step in spoken.items()}
-    known_s = [start for start in origins_s.values() if start is not None]
+    spoken = {place: step for place, step in sorted(ranks.items()) if step.spans}
+    if not spoken:
+        return simulated_timeline(record, "measured", schedule)
+    starts_s = {place: step.start_unix_s for place, step in spoken.items()}
+    known_s = [start_s for start_s in starts_s.values() if start_s is not None]
     remarks = []
-    if missing := sorted(set(expected) - set(spoken)):
+    if missing := [place for place in record.places if place not in spoken]:
         remarks.append(f"{named_places(missing)}: nothing logged of this step")
     if len(known_s) < len(spoken):
         remarks.append("ranks without a wall-clock time are drawn from the step's start")
     first_s = min(known_s, default=0.0)
-    longest_ms = max((span.end_ms for step in spoken.values() for span in step.spans), default=0.0)
+    longest_ms = max(span.end_ms for step in spoken.values() for span in step.spans)
     if max(known_s, default=0.0) - first_s > _LONGEST_WAIT_S + longest_ms / 1e3:
         remarks.append("the wall clocks of ranks disagree: all are drawn from the step's start")
-        origins_s = dict.fromkeys(spoken, None)
-    offsets_ms = {
-        place: 0.0 if start_s is None else (start_s - first_s) * 1e3
-        for place, start_s in origins_s.items()
-    }
-    return Timeline(
-        bars=tuple(
-            Bar(
-                place=place,
-                direction=span.direction,
-                chunk=span.chunk,
-                position=span.position,
-                start_ms=offsets_ms[place] + span.start_ms,
-                end_ms=offsets_ms[place] + span.end_ms,
-            )
-            for place, step in sorted(spoken.items())
+        starts_s = dict.fromkeys(spoken, None)
+    spans = {}
+    for place, step in spoken.items():
+        start_s = starts_s[place]
+        offset_ms = 0.0 if start_s is None else (start_s - first_s) * 1e3
+        spans[place] = [
+            span._replace(start_ms=offset_ms + span.start_ms, end_ms=offset_ms + span.end_ms)
             for span in step.spans
-        ),
-        source=MEASURED,
-        remarks=tuple(remarks),
-    )
+        ]
+    return Timeline(spans=spans, source=MEASURED, remarks=tuple(remarks))
 
 
 def named_places(places: Sequence[Place]) -> str:

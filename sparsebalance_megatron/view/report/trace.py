@@ -11,17 +11,17 @@ and backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
-from sparsebalance_megatron.learn.measurement import DIRECTIONS
-from sparsebalance_megatron.log.records import Place, RankMicroBatch, RankStep
-from sparsebalance_megatron.log.steps import SIDES, MicroBatchTimes, Step
-from sparsebalance_megatron.plan.metrics import imbalance
-from sparsebalance_megatron.view.report.timeline import Bar, Timeline
-from sparsebalance_megatron.view.report.trace_extras import device_ratios, same_work, waiting_ms
+import numpy as np
+
+from sparsebalance_megatron.learn.measurement import Span
+from sparsebalance_megatron.log.records import SIDES, Place, RankStep, StepRecord
+from sparsebalance_megatron.plan.metrics import imbalance, stage_busy_ms
+from sparsebalance_megatron.view.report.timeline import Timeline
 
 _RUN_PROCESS = 1
 _PAUSE_NS = 1_000
@@ -34,17 +34,17 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class TracedStep:
-    """One step: its timelines where they are known, and what it held.
+    """One step: its timelines by side where they are known, and what its ranks logged."""
 
-    ``start_unix_s``: when the first rank began, None where no rank said so.
-    """
-
-    iteration: int
+    record: StepRecord
     timelines: Mapping[str, Timeline]
-    step: Step | None
-    times: MicroBatchTimes | None
     contents: Mapping[Place, RankStep]
-    start_unix_s: float | None
+
+    @property
+    def start_unix_s(self) -> float | None:
+        """When the first rank began; None where no rank said so."""
+        starts_s = [step.start_unix_s for step in self.contents.values() if step.spans]
+        return min((start_s for start_s in starts_s if start_s is not None), default=None)
 
 
 @dataclass
@@ -72,57 +72,74 @@ class Tracer:
 
     def add(self, traced: TracedStep) -> Iterator[Event]:
         """The events of one step."""
-        start_ns = self._start(traced)
+        start_ns = self._start(traced.start_unix_s)
         longest_ns = 0
         origins_ns: dict[str, int] = {}
         for side in SIDES:
             timeline = traced.timelines.get(side)
             if timeline is None:
                 continue
-            origin_ns = origins_ns[side] = max(start_ns, self._end_ns.get(side, 0))
-            for place in timeline.places:
-                yield from self._introduce(side, place)
-            for bar in timeline.bars:
-                yield self._slice(side, bar, origin_ns, traced)
-            for place, from_ms, to_ms in waiting_ms(timeline):
-                if _ns(from_ms) < _ns(to_ms):
-                    yield _complete(
-                        "waiting",
-                        "waiting",
-                        self._where(side, place),
-                        (origin_ns + _ns(from_ms), origin_ns + _ns(to_ms)),
-                        {"iteration": traced.iteration, "ms": round(to_ms - from_ms, 4)},
-                    )
+            origins_ns[side] = max(start_ns, self._end_ns.get(side, 0))
+            yield from self._side(side, timeline, origins_ns[side], traced)
             length_ns = _ns(timeline.makespan_ms)
-            self._end_ns[side] = origin_ns + length_ns + _PAUSE_NS
+            self._end_ns[side] = origins_ns[side] + length_ns + _PAUSE_NS
             if side == "measured" or not longest_ns:
                 longest_ns = length_ns
+        iteration = traced.record.iteration
         yield _complete(
-            f"iteration {traced.iteration}",
+            f"iteration {iteration}",
             "step",
             (_RUN_PROCESS, _RUN_PROCESS),
             (start_ns, start_ns + longest_ns),
             _step_arguments(traced),
         )
-        yield from self._arrows(traced, origins_ns)
-        yield from _counters(traced.step, start_ns)
-        yield from self._device_counters(traced, start_ns)
+        if len(origins_ns) == len(SIDES):
+            yield from self._arrows(traced, origins_ns)
+        yield from _counters(traced.record, start_ns)
+        yield from self._device_counters(traced.record, start_ns)
         self._end_ns["run"] = start_ns + longest_ns + _PAUSE_NS
 
-    def _start(self, traced: TracedStep) -> int:
+    def _start(self, start_unix_s: float | None) -> int:
         """The start by the wall clock where it is known, but never before the last step's end.
 
         Where it was set back, distances are counted anew from this step.
         """
         earliest_ns = max(self._end_ns.get("run", 0), self._end_ns.get("measured", 0))
-        if traced.start_unix_s is None:
+        if start_unix_s is None:
             return earliest_ns
         if self._first_unix_s is None:
-            self._first_unix_s = traced.start_unix_s - earliest_ns * 1e-9
-        start_ns = round((traced.start_unix_s - self._first_unix_s) * 1e9)
+            self._first_unix_s = start_unix_s - earliest_ns * 1e-9
+        start_ns = round((start_unix_s - self._first_unix_s) * 1e9)
         if start_ns < earliest_ns - _SET_BACK_NS:
-            self._first_unix_s = traced.start_unix_s - earliest_ns * 1e-9
+            self._first_unix_s = start_unix_s - earliest_ns * 1e-9
         return max(earliest_ns, start_ns)
+
+    def _side(
+        self, side: str, timeline: Timeline, origin_ns: int, traced: TracedStep
+    ) -> Iterator[Event]:
+        """Computing and waiting, as predicted or as measured."""
+        for place in timeline.spans:
+            yield from self._introduce(side, place)
+        chunks = traced.record.shape[2]
+        for place, spans in timeline.spans.items():
+            for span in spans:
+                chunk = f" chunk {span.chunk}" if chunks > 1 else ""
+                yield _complete(
+                    f"{span.direction} {span.position}{chunk}",
+                    side,
+                    self._where(side, place),
+                    (origin_ns + _ns(span.start_ms), origin_ns + _ns(span.end_ms)),
+                    _span_arguments(place, span, traced),
+                )
+        for place, from_ms, to_ms in timeline.waiting_ms():
+            if _ns(from_ms) < _ns(to_ms):
+                yield _complete(
+                    "waiting",
+                    "waiting",
+                    self._where(side, place),
+                    (origin_ns + _ns(from_ms), origin_ns + _ns(to_ms)),
+                    {"iteration": traced.record.iteration, "ms": round(to_ms - from_ms, 4)},
+                )
 
     def _introduce(self, side: str, place: Place) -> Iterator[Event]:
         """Name the process and the thread of a stage when they first appear."""
@@ -139,31 +156,20 @@ class Tracer:
             yield _metadata("thread_name", process, thread, name=f"stage {stage}")
             yield _metadata("thread_sort_index", process, thread, sort_index=stage)
 
-    def _slice(self, side: str, bar: Bar, origin_ns: int, traced: TracedStep) -> Event:
-        chunk = f" chunk {bar.chunk}" if traced.times and traced.times.shape[2] > 1 else ""
-        return _complete(
-            f"{bar.direction} {bar.position}{chunk}",
-            side,
-            self._where(side, bar.place),
-            (origin_ns + _ns(bar.start_ms), origin_ns + _ns(bar.end_ms)),
-            _bar_arguments(bar, traced),
-        )
-
     def _where(self, side: str, place: Place) -> tuple[int, int]:
         """Process and thread."""
         return self._ids[side, place[0]], self._threads[side, place]
 
     def _arrows(self, traced: TracedStep, origins_ns: Mapping[str, int]) -> Iterator[Event]:
         """Perfetto drops arrows that point back in time, so the earlier slice is the tail."""
-        sides = (traced.timelines.get(side) for side in SIDES)
-        for bars in same_work(*sides):
+        middles_ns = {side: _middles(traced.timelines[side], origins_ns[side]) for side in SIDES}
+        for work in middles_ns["measured"]:
+            if work not in middles_ns["predicted"]:
+                continue
             self._flows += 1
-            ends = sorted(
-                (origins_ns[side] + _ns((bar.start_ms + bar.end_ms) / 2), side, bar.place)
-                for side, bar in zip(SIDES, bars, strict=True)
-            )
-            for phase, (at_ns, side, place) in zip(("s", "f"), ends, strict=True):
-                process, thread = self._where(side, place)
+            ends = sorted((middles_ns[side][work], side) for side in SIDES)
+            for phase, (at_ns, side) in zip(("s", "f"), ends, strict=True):
+                process, thread = self._where(side, work[0])
                 yield {
                     "name": "the same work",
                     "cat": "prediction",
@@ -176,27 +182,43 @@ class Tracer:
                     **({"bp": "e"} if phase == "f" else {}),
                 }
 
-    def _device_counters(self, traced: TracedStep, start_ns: int) -> Iterator[Event]:
-        for (rank, stage), ratio in device_ratios(traced.times):
-            if ("measured", rank) in self._ids:
+    def _device_counters(self, record: StepRecord, start_ns: int) -> Iterator[Event]:
+        """Measured over predicted computing time of every stage, where both are known."""
+        predicted_RP, measured_RP = (stage_busy_ms(record.times_2RPVM(side)) for side in SIDES)
+        for rank, stage in record.places:
+            predicted_ms, measured_ms = predicted_RP[rank, stage], measured_RP[rank, stage]
+            if ("measured", rank) in self._ids and isfinite(measured_ms) and predicted_ms > 0.0:
                 name = f"measured over predicted, stage {stage}"
-                process = self._ids["measured", rank]
-                yield _counter(name, process, start_ns, {"ratio": round(ratio, 4)})
+                ratio = round(float(measured_ms / predicted_ms), 4)
+                yield _counter(name, self._ids["measured", rank], start_ns, {"ratio": ratio})
 
 
-def _bar_arguments(bar: Bar, traced: TracedStep) -> Event:
-    found: Event = {
-        "iteration": traced.iteration,
-        "micro_batch": bar.position,
-        "chunk": bar.chunk,
-        "ms": round(bar.ms, 4),
+def _middles(timeline: Timeline, origin_ns: int) -> dict[tuple[Any, ...], int]:
+    """The middle of every forward and backward, by place, direction, chunk and position."""
+    return {
+        (place, *span[:3]): origin_ns + _ns((span.start_ms + span.end_ms) / 2)
+        for place, spans in timeline.spans.items()
+        for span in spans
     }
-    for side in SIDES:
-        ms = _side_ms(traced.times, side, bar)
-        if ms is not None:
-            found[f"{side}_ms"] = round(ms, 4)
-    held = _micro_batch(traced.contents.get(bar.place), bar.position)
-    if held is not None:
+
+
+def _span_arguments(place: Place, span: Span, traced: TracedStep) -> Event:
+    found: Event = {
+        "iteration": traced.record.iteration,
+        "micro_batch": span.position,
+        "chunk": span.chunk,
+        "ms": round(span.ms, 4),
+    }
+    index = (*place, span.chunk, span.position)
+    if all(each < size for each, size in zip(index, traced.record.shape, strict=True)):
+        for side in SIDES:
+            ms = float(getattr(getattr(traced.record, side), f"{span.direction}_ms")[index])
+            if isfinite(ms):
+                found[f"{side}_ms"] = round(ms, 4)
+    step = traced.contents.get(place)
+    for held in step.micro_batches if step else ():
+        if held.position != span.position:
+            continue
         found["tokens"] = held.tokens
         if held.width > 1:
             found["ranks_of_row"], found["member_of_row"] = held.width, held.member
@@ -205,49 +227,37 @@ def _bar_arguments(bar: Bar, traced: TracedStep) -> Event:
             found["budgets_blocks_mean"] = held.budgets_LS.mean(axis=0).round(2).tolist()
             found["budgets_blocks_min"] = held.budgets_LS.min(axis=0).astype(int).tolist()
             found["budgets_blocks_max"] = held.budgets_LS.max(axis=0).astype(int).tolist()
-        coverage = [value for value in held.coverage_S if value is not None]
+        coverage = [value for value in held.coverage or () if value is not None]
         if coverage:
-            found["coverage_mean"] = round(sum(coverage) / len(coverage), 5)
+            found["coverage_mean"] = round(float(np.mean(coverage)), 5)
+        break
     return found
 
 
-def _side_ms(times: MicroBatchTimes | None, side: str, bar: Bar) -> float | None:
-    """The time that the step log has for it; None where there is none."""
-    times_2RPVM = None if times is None else times.side(side)
-    if times_2RPVM is None:
-        return None
-    place = (DIRECTIONS.index(bar.direction), *bar.place, bar.chunk, bar.position)
-    if any(index >= size for index, size in zip(place, times_2RPVM.shape, strict=True)):
-        return None
-    ms = float(times_2RPVM[place])
-    return ms if isfinite(ms) else None
-
-
-def _micro_batch(step: RankStep | None, position: int) -> RankMicroBatch | None:
-    micro_batches: Sequence[RankMicroBatch] = () if step is None else step.micro_batches
-    return next((each for each in micro_batches if each.position == position), None)
-
-
 def _step_arguments(traced: TracedStep) -> Event:
-    found: Event = {"iteration": traced.iteration}
+    record = traced.record
+    found: Event = {"iteration": record.iteration}
     for side, timeline in traced.timelines.items():
         found[f"{side}_ms"] = round(timeline.makespan_ms, 4)
         found[f"{side}_known_from"] = timeline.source
-    names = ("iteration_ms", "lm_loss", "tokens", "lower_bound_ms", "work_ratio")
-    values = {name: getattr(traced.step, name, None) for name in names}
+    values = {
+        "iteration_ms": record.iteration_ms,
+        "lm_loss": record.lm_loss,
+        "tokens": record.tokens,
+        "lower_bound_ms": record.predicted.lower_bound_ms,
+        "work_ratio": record.predicted.work_ratio,
+    }
     return found | {name: value for name, value in values.items() if value is not None}
 
 
-def _counters(step: Step | None, start_ns: int) -> Iterator[Event]:
-    if step is None:
-        return
-    predicted_ms, measured_ms = step.predicted_rank_ms, step.measured_rank_ms
-    tracks = {
-        "coverage": {"executed": step.coverage, "at base budgets": step.coverage_base},
-        "imbalance of ranks": {
-            "predicted": imbalance(predicted_ms) if predicted_ms else None,
-            "measured": imbalance(measured_ms) if measured_ms else None,
+def _counters(record: StepRecord, start_ns: int) -> Iterator[Event]:
+    ranks_ms = {"predicted": record.predicted_rank_ms, "measured": record.measured_rank_ms}
+    tracks: dict[str, dict[str, float | None]] = {
+        "coverage": {
+            "executed": record.coverage.mean,
+            "at base budgets": record.coverage.base_mean,
         },
+        "imbalance of ranks": {side: imbalance(ms) for side, ms in ranks_ms.items() if ms},
     }
     for name, values in tracks.items():
         known = {key: value for key, value in values.items() if value is not None}

@@ -14,11 +14,34 @@ from plan.plan_cases import flat
 
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.learn.measurement import (
+    CoverageTotals,
+    Piece,
+    RankPlace,
+    Span,
+    StepMeasurement,
+    StepTimes,
+)
+from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.prediction import prior_coverage
-from sparsebalance_megatron.plan.coverage import CoverageCurves, length_bucket
+from sparsebalance_megatron.log.recording import (
+    FinishedStep,
+    coverage_record,
+    rank_header,
+    rank_step,
+    run_header,
+    step_record,
+)
+from sparsebalance_megatron.log.records import (
+    CoverageRecord,
+    RankStep,
+    Record,
+    RunHeader,
+    encode,
+)
+from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.pipeline.orders import schedule_name
-from sparsebalance_megatron.plan.pipeline.simulator import Event, simulate
+from sparsebalance_megatron.plan.pipeline.simulator import simulate
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_plan import PlanPolicy, StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs
@@ -89,205 +112,146 @@ class SampleRun:
         return plan_step(step, inputs)
 
     def write(self, directory: Path) -> Path:
-        directory.mkdir(parents=True, exist_ok=True)
-        steps: list[dict[str, Any]] = [self.header()]
-        by_rank: dict[int, list[dict[str, Any]]] = {}
-        for tensor_rank in range(self.tensor_parallel):
-            for d in range(self.ranks):
-                for p in range(self.stages):
-                    header = self.rank_header(d, p, tensor_rank)
-                    by_rank[header["world_rank"]] = [header]
+        logs: dict[str, list[Record]] = {"steps.jsonl": [self.header()]}
+        for place in self.places():
+            header = rank_header(place, self.job, f"node{place.pipeline_rank}")
+            logs[f"ranks/rank-{place.world_rank:05d}.jsonl"] = [header]
         clock_s = 1.7e9
         for iteration in range(1, self.steps + 1):
-            plan = self.plan(iteration - 1)
-            times = self.measured(plan)
-            record = self.step_record(iteration, plan, *times)
-            steps.append(record)
+            step = self.finished(iteration)
+            logs["steps.jsonl"].append(step_record(step))
             if iteration == 2 or iteration % 10 == 2:
-                steps.append(self.coverage_record(iteration))
-            for records in by_rank.values():
-                records.append(self.rank_record(records[0], iteration, plan, *times, clock_s))
-            clock_s += 1.2e-3 * record["predicted"]["makespan_ms"]
-        write_lines(directory / "steps.jsonl", steps)
-        if self.with_ranks:
-            (directory / "ranks").mkdir(exist_ok=True)
-            for world_rank, records in by_rank.items():
-                write_lines(directory / "ranks" / f"rank-{world_rank:05d}.jsonl", records)
+                logs["steps.jsonl"].append(self.coverage_record(iteration))
+            for place in self.places():
+                record = self.rank_record(step, place, clock_s)
+                logs[f"ranks/rank-{place.world_rank:05d}.jsonl"].append(record)
+            clock_s += 1.2e-3 * step.planned.plan.expectation.makespan_ms
+        for name, records in logs.items():
+            if self.with_ranks or name == "steps.jsonl":
+                (directory / name).parent.mkdir(parents=True, exist_ok=True)
+                (directory / name).write_bytes(b"".join(map(encode, records)))
         return directory
 
-    def measured(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
-        generator = np.random.default_rng([plan.step, 2])
-        expected = plan.expectation
-        return tuple(
-            times * np.exp(generator.normal(0.0, self.noise, times.shape)) + 0.05
-            for times in expected.times_2RPVM
-        )  # type: ignore[return-value]
+    def places(self) -> list[RankPlace]:
+        size = self.tensor_parallel * self.ranks * self.stages
+        return [
+            RankPlace(
+                data_parallel_rank=d,
+                pipeline_rank=p,
+                tensor_parallel_rank=t,
+                world_rank=(p * self.ranks + d) * self.tensor_parallel + t,
+                world_size=size,
+            )
+            for t in range(self.tensor_parallel)
+            for d in range(self.ranks)
+            for p in range(self.stages)
+        ]
 
-    def header(self) -> dict[str, Any]:
-        return {
-            "type": "run",
-            "config": {
+    def header(self) -> RunHeader:
+        return run_header(
+            config={
                 "block_size": BLOCK_SIZE,
                 "base_budget": BASE_BUDGET,
                 "coverage_threshold": 0.1,
                 "batching": self.batching,
                 "tuning": self.tuning,
             },
-            "cost_source": "a model of one GPU",
-            "grid": list(self.coverage().grid),
-            "counts": {"documents": 1},
-            "stage_layers": self.job.stage_layers,
-            "data_parallel_size": self.ranks,
-            "pipeline_stages": self.stages,
-            "virtual_stages": self.virtual_stages,
-            "micro_batches": self.micro_batches,
-            "layers": self.layers,
-            "global_batch_size": self.ranks * self.micro_batches,
-            "seq_length": MAX_TOKENS,
-            "schedule": schedule_name(self.stages, self.virtual_stages),
-            "megatron_core": "0.19.2",
-            "torch": "2.15.0",
-            "device": "a machine that never was",
-        }
+            cost_source="a model of one GPU",
+            job=self.job,
+            global_batch_size=self.ranks * self.micro_batches,
+            seq_length=MAX_TOKENS,
+            grid=self.coverage().grid,
+            counts={"documents": 1},
+            megatron_core="0.19.2",
+            torch="2.15.0",
+            device="a machine that never was",
+        )
 
-    def rank_header(self, d: int, p: int, tensor_rank: int) -> dict[str, Any]:
-        return {
-            "type": "rank",
-            "world_rank": (p * self.ranks + d) * self.tensor_parallel + tensor_rank,
-            "data_parallel_rank": d,
-            "pipeline_rank": p,
-            "tensor_parallel_rank": tensor_rank,
-            "layers": [list(chunk) for chunk in self.job.stage_layers[p]],
-            "host": f"node{p}",
-        }
-
-    def step_record(
-        self, iteration: int, plan: StepPlan, forward: np.ndarray, backward: np.ndarray
-    ) -> dict[str, Any]:
+    def finished(self, iteration: int) -> FinishedStep:
+        plan = self.plan(iteration - 1)
         expected = plan.expectation
-        predicted: dict[str, Any] = {
-            "makespan_ms": expected.makespan_ms,
-            "lower_bound_ms": expected.lower_bound_ms,
-            "rank_makespan_ms": list(expected.rank_makespan_ms),
-            "rank_busy_ms": _busy(*expected.times_2RPVM),
-            "work_ratio": expected.work_ratio,
-            "forward_ms": expected.times_2RPVM[0].tolist(),
-            "backward_ms": expected.times_2RPVM[1].tolist(),
-            **dict.fromkeys(("samples_cut", "samples_raised", "samples_clamped"), 0),
-            **dict.fromkeys(("imbalance_micro_batches", "imbalance_rank_sums"), 1.0),
-            "imbalance_makespans": 1.0,
-            "device_slowness": None,
-        }
-        schedule_ms = [
-            max(event.end_ms for event in events) for events in self.events(forward, backward)
-        ]
-        return {
-            "type": "step",
-            "iteration": iteration,
-            "iteration_ms": None if iteration == 1 else 1.1 * max(schedule_ms),
-            "lm_loss": 2.0 + 8.0 / (1 + 0.2 * iteration),
-            "plan_ms": 3.0,
-            "host_ms": {"plan": 0.5},
-            "plan_wait_ms": 0.5,
-            "widths": None,
-            "batching": plan.batching,
-            "predicted": predicted,
-            "measured": {
-                "forward_ms": forward.tolist(),
-                "backward_ms": backward.tolist(),
-                "rank_busy_ms": _busy(forward, backward),
-                "schedule_ms": [[ms] * self.stages for ms in schedule_ms],
-                **dict.fromkeys(("imbalance_micro_batches", "imbalance_rank_sums"), 1.0),
-            },
-            "coverage": {
-                "mean": expected.coverage_mean,
-                "min": expected.coverage_min,
-                "base_mean": min(1.0, (expected.coverage_mean or 0.0) + 0.02),
-                "unobserved": 0,
-            },
-            "guarded_samples": 0,
-            "tokens": sum(m.tokens for m in plan.micro_batches),
-            "padded_tokens": 0,
-            "recompute": {"kept": 0, "again": 0, "otherwise": 0},
-        }
+        generator = np.random.default_rng([plan.step, 2])
+        noise = np.exp(generator.normal(0.0, self.noise, expected.times_2RPVM.shape))
+        times_2RPVM = expected.times_2RPVM * noise + 0.05
+        schedule_ms = [max(event.end_ms for event in ran) for ran in simulate(flat(times_2RPVM))]
+        unknown = np.zeros((self.layers, 1))
+        coverage = CoverageTotals(
+            sums_LUK=unknown[..., None],
+            counts_LU=unknown,
+            executed_L=unknown[:, 0],
+            executed_sum=expected.coverage_mean or 0.0,
+            base_sum=min(1.0, (expected.coverage_mean or 0.0) + 0.02),
+            count=1.0,
+            minimum=expected.coverage_min or 0.0,
+            grown=0.0,
+        )
+        return FinishedStep(
+            iteration=iteration,
+            iteration_ms=None if iteration == 1 else 1.1 * max(schedule_ms),
+            planned=PlannedStep(
+                plan=plan,
+                samples=plan.step * 1000 + np.arange(self.ranks * self.micro_batches),
+                scales=StageScales.ones(self.stages, self.virtual_stages),
+                plan_ms=3.0,
+                wait_ms=0.5,
+            ),
+            measured=StepMeasurement(
+                times_2RPVM=times_2RPVM,
+                schedule_ms=np.repeat(np.array(schedule_ms)[:, None], self.stages, axis=1),
+                coverage=coverage,
+                lm_loss=2.0 + 8.0 / (1 + 0.2 * iteration),
+                tokens=sum(each.tokens for each in plan.micro_batches),
+                differing_ranks=(),
+            ),
+            padded_tokens=0,
+            host_ms={"plan": 0.5},
+        )
 
-    def events(self, forward: np.ndarray, backward: np.ndarray) -> tuple[tuple[Event, ...], ...]:
-        """What the ranks' pipelines "ran"."""
-        return simulate(flat(np.stack([forward, backward])))
-
-    def rank_record(
-        self,
-        header: dict[str, Any],
-        iteration: int,
-        plan: StepPlan,
-        forward: np.ndarray,
-        backward: np.ndarray,
-        clock_s: float,
-    ) -> dict[str, Any]:
-        d, stage = header["data_parallel_rank"], header["pipeline_rank"]
-        layers = [layer for chunk in header["layers"] for layer in chunk]
-        events = self.events(forward, backward)[d]
-        curves = self.coverage()
-        micro_batches = []
-        for position, micro_batch in enumerate(plan.for_rank(d).micro_batches):
+    def rank_record(self, step: FinishedStep, place: RankPlace, clock_s: float) -> RankStep:
+        rank, stage = place.data_parallel_rank, place.pipeline_rank
+        layers = [layer for chunk in self.job.stage_layers[stage] for layer in chunk]
+        pieces, covered = [], []
+        for position, micro_batch in enumerate(step.planned.plan.for_rank(rank).micro_batches):
             blocks_S = -(-np.array(micro_batch.lengths_tokens) // BLOCK_SIZE)
-            coverage_LS = curves.coverage_LS(blocks_S, micro_batch.budgets_LS)[layers]
-            micro_batches.append(
-                {
-                    "position": position,
-                    "width": 1,
-                    "member": 0,
-                    "samples": [plan.step * 1000 + sample for sample in micro_batch.samples],
-                    "lengths_tokens": list(micro_batch.lengths_tokens),
-                    "budgets": micro_batch.budgets_LS[layers].tolist(),
-                    "coverage": coverage_LS.mean(axis=0).round(5).tolist(),
-                    "guarded": 0,
-                }
-            )
-        start_s = 1e-3 * (0.3 * d + 0.1 * stage)
-        return {
-            "type": "step",
-            "iteration": iteration,
-            "schedule_start_unix_s": clock_s + start_s,
-            "schedule_ms": max(event.end_ms for event in events),
-            "micro_batches": micro_batches,
-            "spans": [
-                [
-                    event.direction,
-                    event.chunk,
-                    event.micro_batch,
-                    round(event.start_ms, 4),
-                    round(event.end_ms, 4),
-                ]
-                for event in events
-                if event.stage == stage
-            ],
-        }
+            coverage_LS = self.coverage().coverage_LS(blocks_S, micro_batch.budgets_LS)
+            pieces += [Piece(position, layer, len(blocks_S)) for layer in layers]
+            covered += [coverage_LS[layers].reshape(-1)]
+        executed_O = np.concatenate(covered)
+        ran = simulate(flat(step.measured.times_2RPVM))[rank]
+        return rank_step(
+            iteration=step.iteration,
+            planned=step.planned,
+            place=place,
+            job=self.job,
+            times=StepTimes(
+                forward_VM=step.measured.times_2RPVM[0, rank, stage],
+                backward_VM=step.measured.times_2RPVM[1, rank, stage],
+                schedule_ms=max(event.end_ms for event in ran),
+                start_unix_s=clock_s + 1e-3 * (0.3 * rank + 0.1 * stage),
+                spans=tuple(
+                    Span(each.direction, each.chunk, each.micro_batch, each.start_ms, each.end_ms)
+                    for each in ran
+                    if each.stage == stage
+                ),
+            ),
+            pieces=pieces,
+            executed_and_grown_O2=np.stack([executed_O, np.zeros_like(executed_O)], axis=1),
+        )
 
-    def coverage_record(self, iteration: int) -> dict[str, Any]:
+    def coverage_record(self, iteration: int) -> CoverageRecord:
+        """Nothing was seen of documents of one block."""
         curves = self.coverage()
-        seen = curves.mean_LUK.copy()
-        rows: list[Any] = seen.round(5).tolist()
-        for layer in rows:
-            layer[0] = [None] * len(curves.grid)
-        blocks = np.arange(1, curves.max_blocks + 1)
-        return {
-            "type": "coverage",
-            "iteration": iteration,
-            "grid": list(curves.grid),
-            "bucket_blocks": [
-                int(blocks[length_bucket(blocks) == bucket].max())
-                for bucket in range(curves.buckets)
-            ],
-            "curves": rows,
-        }
+        observed_LU = np.ones((self.layers, curves.buckets), dtype=bool)
+        observed_LU[:, 0] = False
+        return coverage_record(
+            iteration=iteration,
+            grid=curves.grid,
+            mean_LUK=curves.mean_LUK,
+            observed_LU=observed_LU,
+        )
 
 
 def write_lines(path: Path, records: Sequence[Any]) -> None:
     """One line per record; text is written as it is."""
     text = [each if isinstance(each, str) else json.dumps(each) for each in records]
     path.write_text("".join(f"{line}\n" for line in text), encoding="utf-8")
-
-
-def _busy(forward_RPVM: np.ndarray, backward_RPVM: np.ndarray) -> list[float]:
-    return (forward_RPVM + backward_RPVM).sum(axis=(2, 3)).max(axis=1).tolist()

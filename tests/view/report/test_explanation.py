@@ -3,31 +3,37 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
+from record_cases import step_record
 
-from sparsebalance_megatron.log.steps import Step
+from sparsebalance_megatron.log.records import StepRecord
 from sparsebalance_megatron.view.report.explanation import explain, split_time
 
 
-def step(iteration: int, compute_ms: float, waiting_ms: float, rest_ms: float) -> Step:
-    return Step(
-        iteration=iteration,
-        iteration_ms=compute_ms + waiting_ms + rest_ms,
-        lm_loss=None,
-        tokens=64,
-        coverage=None,
-        measured_rank_ms=(compute_ms + waiting_ms, compute_ms),
-        predicted_rank_ms=(compute_ms, compute_ms),
-        lower_bound_ms=None,
-        work_ratio=1.0,
-        complete=True,
-        compute_ms=compute_ms,
-        schedule_ms=compute_ms + waiting_ms,
-    )
+def step(
+    iteration: int, compute_ms: float, waiting_ms: float, rest_ms: float, **changes: Any
+) -> StepRecord:
+    """A step in which every stage computes for equally long."""
+    times = {f"{way}_ms": [[[[compute_ms / 2.0]]]] * 2 for way in ("forward", "backward")}
+    measured = {
+        "schedule_ms": [[compute_ms + waiting_ms]] * 2,
+        "rank_busy_ms": [compute_ms + waiting_ms, compute_ms],
+    }
+    values: dict[str, Any] = {
+        "iteration_ms": compute_ms + waiting_ms + rest_ms,
+        "measured": times | measured,
+        "predicted": times | {"rank_busy_ms": [compute_ms] * 2},
+    }
+    return step_record(iteration, **(values | changes))
+
+
+def with_work(record: StepRecord, ratio: float) -> StepRecord:
+    return replace(record, predicted=replace(record.predicted, work_ratio=ratio))
 
 
 def test_the_split_of_a_mean_step() -> None:
@@ -37,9 +43,20 @@ def test_the_split_of_a_mean_step() -> None:
     assert split.step_ms == 100.0
 
 
-@pytest.mark.parametrize("missing", ["iteration_ms", "compute_ms", "schedule_ms"])
-def test_steps_without_a_part_are_left_out(missing: str) -> None:
-    unknown = replace(step(2, 60, 35, 5), **{missing: None})
+TIMED = {"forward_ms": [[[[1.0]]]] * 2, "backward_ms": [[[[1.0]]]] * 2}
+UNTIMED = TIMED | {"forward_ms": [[[[None]]]] * 2}
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        {"iteration_ms": None},
+        {"measured": UNTIMED},
+        {"measured": TIMED | {"schedule_ms": [[None]]}},
+    ],
+)
+def test_steps_without_a_part_are_left_out(missing: dict[str, Any]) -> None:
+    unknown = step_record(2, **({"measured": TIMED, "predicted": TIMED} | missing))
     split = split_time([step(1, 80, 15, 5), unknown])
     assert split is not None and split.steps == 1
     assert split_time([unknown]) is None
@@ -49,7 +66,7 @@ def test_steps_without_a_part_are_left_out(missing: str) -> None:
 def test_less_attention_less_waiting_and_the_machine_are_told_apart() -> None:
     """A tenth less work on a machine that takes a fifth longer for it."""
     old = [step(i, 1000, 300, 50) for i in range(8)]
-    new = [replace(step(i, 1000 * 0.9 * 1.2, 100, 60), work_ratio=0.9) for i in range(8)]
+    new = [with_work(step(i, 1000 * 0.9 * 1.2, 100, 60), 0.9) for i in range(8)]
     found = explain(list(zip(old, new, strict=True)))
     assert found is not None
     assert found.less_attention_ms == pytest.approx(-100.0)
@@ -69,7 +86,7 @@ _MS = st.floats(1.0, 1e4)
 )
 def test_changes_add_up(drawn: list[tuple[float, ...]]) -> None:
     pairs = [
-        (step(i, *each[:3]), replace(step(i, *each[3:6]), work_ratio=each[6]))
+        (step(i, *each[:3]), with_work(step(i, *each[3:6]), each[6]))
         for i, each in enumerate(drawn)
     ]
     found = explain(pairs)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from view.report.sample_run import SampleRun
 
+from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.log.follow import StepLogFollower, hosts_of
 from sparsebalance_megatron.view.report.live import (
     BACKWARD,
@@ -23,15 +24,16 @@ from sparsebalance_megatron.view.report.live import (
     timeline_strip,
     view_lines,
 )
-from sparsebalance_megatron.view.report.timeline import MEASURED, Bar, Timeline
+from sparsebalance_megatron.view.report.timeline import MEASURED, Timeline
 
 RUN = SampleRun(ranks=2, stages=2, micro_batches=2, layers=4, steps=5, noise=0.0)
 
 
-def view_of(directory: Path, *, quiet_s: float | None = 1.0) -> LiveView:
-    follower = StepLogFollower(directory)
+def view_of(directory: Path, *, quiet_s: float = 1.0) -> LiveView:
+    clock = iter([0.0, quiet_s])
+    follower = StepLogFollower(directory, clock=lambda: next(clock), unix_clock=lambda: 0.0)
     follower.poll()
-    view = live_view(follower, hosts_of(directory), quiet_s)
+    view = live_view(follower, hosts_of(directory))
     assert view is not None
     return view
 
@@ -40,7 +42,7 @@ def test_a_log_without_steps_has_no_view(tmp_path: Path) -> None:
     (tmp_path / "steps.jsonl").touch()
     follower = StepLogFollower(tmp_path)
     follower.poll()
-    assert live_view(follower, {}, 0.0) is None
+    assert live_view(follower, {}) is None
 
 
 def test_the_device_that_takes_longer_is_named_with_its_host(tmp_path: Path) -> None:
@@ -78,9 +80,10 @@ def test_ranks_that_share_a_row_begin_it_together_in_the_live_strip_too(tmp_path
     view = view_of(tmp_path)
     assert view.timeline is not None
     starts = {
-        bar.place[0]: bar.start_ms
-        for bar in view.timeline.bars
-        if (bar.position, bar.direction) == (1, "forward")
+        place[0]: span.start_ms
+        for place, spans in view.timeline.spans.items()
+        for span in spans
+        if (span.position, span.direction) == (1, "forward")
     }
     assert starts == {0: 9.0, 1: 9.0}
     assert "shared      one row on up to 2 ranks each" in view_lines(view, 100)
@@ -89,7 +92,6 @@ def test_ranks_that_share_a_row_begin_it_together_in_the_live_strip_too(tmp_path
 def test_a_run_that_works_is_not_called_silent_and_one_that_stopped_is(tmp_path: Path) -> None:
     RUN.write(tmp_path)
     assert view_of(tmp_path, quiet_s=30.0).silent_s is None
-    assert view_of(tmp_path, quiet_s=None).silent_s is None
     view = view_of(tmp_path, quiet_s=600.0)
     assert view.silent_s == 600.0
     assert "silent for 10 min: the run has ended, or hangs" in status_line(view)
@@ -108,29 +110,17 @@ def test_everything_fits_the_terminal(tmp_path: Path) -> None:
         assert FORWARD in strip and BACKWARD in strip
 
 
-def bar(start_ms: float, end_ms: float, direction: str = "forward", rank: int = 0) -> Bar:
-    return Bar(
-        place=(rank, 0),
-        direction=direction,
-        chunk=0,
-        position=0,
-        start_ms=start_ms,
-        end_ms=end_ms,
-    )
-
-
 def test_a_strip_is_to_scale() -> None:
-    timeline = Timeline(bars=(bar(0, 20), bar(50, 100, "backward")), source=MEASURED)
+    spans = [Span("forward", 0, 0, 0.0, 20.0), Span("backward", 0, 0, 50.0, 100.0)]
+    timeline = Timeline(spans={(0, 0): spans}, source=MEASURED)
     strip, legend, _ = timeline_strip(timeline, 10 + 2 + 10)
     assert strip[10:] == FORWARD * 2 + WAITING * 3 + BACKWARD * 5
     assert "100 ms" in legend
 
 
 def test_of_many_stages_the_busiest_are_drawn_and_the_rest_is_said() -> None:
-    timeline = Timeline(
-        bars=tuple(bar(0, 10 + rank, rank=rank) for rank in range(20)), source=MEASURED
-    )
-    *strips, legend, _ = timeline_strip(timeline, 60)
+    spans = {(rank, 0): [Span("forward", 0, 0, 0.0, 10.0 + rank)] for rank in range(20)}
+    *strips, legend, _ = timeline_strip(Timeline(spans=spans, source=MEASURED), 60)
     assert [line.split()[0] for line in strips] == [f"r{rank}" for rank in range(12, 20)]
     assert "the 8 busiest of 20 stages" in legend
 

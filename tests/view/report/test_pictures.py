@@ -10,6 +10,8 @@ import pytest
 from record_cases import rank_micro_batch, rank_step
 from view.report.sample_run import SampleRun
 
+from sparsebalance_megatron.learn.measurement import Span
+from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.log.records import CoverageRecord
 from sparsebalance_megatron.view.report.chart import Panel
 from sparsebalance_megatron.view.report.coverage_frames import (
@@ -19,8 +21,7 @@ from sparsebalance_megatron.view.report.coverage_frames import (
 )
 from sparsebalance_megatron.view.report.explanation import Explanation, TimeSplit
 from sparsebalance_megatron.view.report.pictures import StepView, rank_bars, step_chart, waterfall
-from sparsebalance_megatron.view.report.run_data import gather, open_log
-from sparsebalance_megatron.view.report.timeline import MEASURED, Bar, Timeline
+from sparsebalance_megatron.view.report.timeline import MEASURED, Timeline
 
 
 def test_the_waterfall_leads_from_one_step_to_the_other() -> None:
@@ -44,17 +45,16 @@ def test_the_waterfall_leads_from_one_step_to_the_other() -> None:
 
 
 def test_bars_of_ranks_have_the_parts_of_their_mean_step(tmp_path: Path) -> None:
-    log = open_log(SampleRun(ranks=3, steps=4).write(tmp_path))
-    times = gather(log, {2, 3}).times
-    chart = rank_bars({"this run": (log.steps, times), "baseline": (log.steps, {})})
+    steps = read_run_log(SampleRun(ranks=3, steps=4).write(tmp_path)).steps[1:3]
+    chart = rank_bars({"this run": steps, "baseline": ()})
     assert chart is not None
     (panel,) = chart.panels
-    step_ms = np.mean([step.iteration_ms or np.nan for step in log.steps[1:3]])
+    step_ms = np.mean([step.iteration_ms or np.nan for step in steps])
     for rank, row in enumerate(panel.rows):
         assert row.end_ms == pytest.approx(step_ms)
-        computed_ms = [times[each].measured_2RPVM[:, rank].sum() / 2 for each in (2, 3)]
+        computed_ms = [step.times_2RPVM("measured")[:, rank].sum() / 2 for step in steps]
         assert row.pieces[0].ms == pytest.approx(np.mean(computed_ms))
-    assert rank_bars({"this run": (log.steps, {})}) is None
+    assert rank_bars({"this run": ()}) is None
 
 
 @pytest.mark.parametrize(
@@ -67,12 +67,11 @@ def test_ticks_are_round(end_ms: float, ticks_ms: list[float] | None) -> None:
 
 def view(width: int) -> StepView:
     """Two ranks share position 1 where ``width`` is 2."""
-    bars = tuple(
-        Bar(place=(rank, 0), direction=way, chunk=0, position=m, start_ms=at, end_ms=at + 1.0)
-        for rank in (0, 1)
+    spans = [
+        Span(way, 0, m, at, at + 1.0)
         for m in (0, 1)
         for at, way in ((2.0 * m, "forward"), (2.0 * m + 1, "backward"))
-    )
+    ]
     contents = {
         (rank, 0): rank_step(
             *(
@@ -88,7 +87,7 @@ def view(width: int) -> StepView:
         )
         for rank in (0, 1)
     }
-    timeline = Timeline(bars=bars, source=MEASURED)
+    timeline = Timeline(spans={(0, 0): spans, (1, 0): spans}, source=MEASURED)
     return StepView(name="measured", timeline=timeline, contents=contents)
 
 
@@ -105,11 +104,8 @@ def test_a_step_shows_waiting_budgets_and_shared_packed_sequences() -> None:
 
 
 def test_of_many_ranks_some_are_drawn_from_the_fastest_to_the_slowest() -> None:
-    bars = tuple(
-        Bar(place=(r, 0), direction="forward", chunk=0, position=0, start_ms=0, end_ms=1.0 + r)
-        for r in range(40)
-    )
-    timeline = Timeline(bars=bars, source=MEASURED)
+    spans = {(rank, 0): [Span("forward", 0, 0, 0.0, 1.0 + rank)] for rank in range(40)}
+    timeline = Timeline(spans=spans, source=MEASURED)
     chart = step_chart([StepView(name="measured", timeline=timeline, contents={})])
     labels = [row.label for row in chart.panels[0].rows]
     assert len(labels) == 16 and {"rank 0", "rank 39"} <= set(labels)
@@ -117,8 +113,8 @@ def test_of_many_ranks_some_are_drawn_from_the_fastest_to_the_slowest() -> None:
 
 
 def test_relative_times_have_an_axis_of_their_own() -> None:
-    bar = Bar(place=(0, 0), direction="forward", chunk=0, position=0, start_ms=0.0, end_ms=0.01)
-    timeline = Timeline(bars=(bar,), source=MEASURED)
+    spans = {(0, 0): [Span("forward", 0, 0, 0.0, 0.01)]}
+    timeline = Timeline(spans=spans, source=MEASURED)
     relative = StepView(name="predicted", timeline=timeline, contents={})
     assert [panel.end_ms for panel in step_chart([relative, view(1)]).panels] == [0.01, 4.0]
 

@@ -12,19 +12,20 @@ from harness import (
     MODEL_FLAGS,
     TRAINING_FLAGS,
     long_tailed_lengths,
-    read_steps,
     run_training,
     write_documents,
 )
 
 from sparsebalance_megatron import cli
-from sparsebalance_megatron.view.report.run_data import gather, open_log
+from sparsebalance_megatron.log.reader import read_run_log
+from sparsebalance_megatron.log.records import SIDES
+from sparsebalance_megatron.view.report.run_data import gather
 from sparsebalance_megatron.view.report.run_report import make_report
 from sparsebalance_megatron.view.report.timeline import (
     MEASURED,
     SIMULATED,
     Timeline,
-    measured_timeline,
+    simulated_timeline,
 )
 
 pytestmark = pytest.mark.distributed
@@ -44,20 +45,12 @@ def log_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return log
 
 
-def times_are_predicted(log_directory: Path) -> bool:
-    """Whether this log holds predicted times of micro-batches, besides totals."""
-    return all("forward_ms" in step["predicted"] for step in read_steps(log_directory))
-
-
 def test_everything_is_drawn(log_directory: Path) -> None:
     report = make_report(log_directory, None, None)
-    assert report.notes == []
-    assert (report.not_drawn == []) == times_are_predicted(log_directory)
+    assert report.notes == report.not_drawn == []
     assert report.step and report.ranks and report.coverage
     assert len(report.micro_batches.rows) == MICRO_BATCHES
-    for row in report.micro_batches.rows:
-        assert row.measured_ms and row.lengths and row.budgets and row.coverage
-        assert bool(row.predicted_ms) == times_are_predicted(log_directory)
+    assert all(cell for row in report.micro_batches.rows for cell in row)
     assert any(MEASURED in remark for remark in report.step.remarks)
 
 
@@ -65,8 +58,7 @@ def test_the_trace_holds_every_forward_and_backward(log_directory: Path, tmp_pat
     path = tmp_path / "trace.json"
     assert cli.main(["trace", str(log_directory), "-o", str(path)]) == 0
     events = json.loads(path.read_text())["traceEvents"]
-    sides = ["measured"] + ["predicted"] * times_are_predicted(log_directory)
-    for side in sides:
+    for side in SIDES:
         for iteration in range(2, ITERATIONS + 1):
             slices = [
                 event["name"]
@@ -78,9 +70,9 @@ def test_the_trace_holds_every_forward_and_backward(log_directory: Path, tmp_pat
 
 
 def test_the_schedule_that_ran_is_the_one_that_is_simulated(log_directory: Path) -> None:
-    evidence = gather(open_log(log_directory), (ITERATIONS,))
-    measured = evidence.measured(ITERATIONS)
-    simulated = measured_timeline(evidence.times[ITERATIONS], {})
+    evidence = gather(read_run_log(log_directory), (ITERATIONS,))
+    measured = evidence.timeline("measured", ITERATIONS)
+    simulated = simulated_timeline(evidence.log.steps[-1], "measured")
     assert measured is not None and simulated is not None
     assert (measured.source, simulated.source) == (MEASURED, SIMULATED)
     for stage in range(STAGES):
@@ -88,5 +80,5 @@ def test_the_schedule_that_ran_is_the_one_that_is_simulated(log_directory: Path)
 
 
 def operations(timeline: Timeline, stage: int) -> list[tuple[str, int]]:
-    bars = [bar for bar in timeline.bars if bar.place == (0, stage)]
-    return [(bar.direction, bar.position) for bar in sorted(bars, key=lambda bar: bar.start_ms)]
+    spans = sorted(timeline.spans[0, stage], key=lambda span: span.start_ms)
+    return [(span.direction, span.position) for span in spans]

@@ -7,25 +7,25 @@ import json
 from pathlib import Path
 
 import numpy as np
-from record_cases import rank_micro_batch, rank_step
+from record_cases import rank_micro_batch, rank_step, step_record
 from view.report.sample_run import SampleRun, write_lines
 
+from sparsebalance_megatron.log.reader import read_rank_logs, read_run_log
 from sparsebalance_megatron.log.records import RankStep
-from sparsebalance_megatron.log.steps import MicroBatchTimes
-from sparsebalance_megatron.view.report.run_data import gather, open_log
-from sparsebalance_megatron.view.report.tables import (
-    MicroBatchRow,
-    micro_batch_rows,
-    worst_iterations,
-    worst_rows,
-)
+from sparsebalance_megatron.view.report.tables import micro_batch_table, worst_steps, worst_table
 
-TIMES = MicroBatchTimes(
-    measured_2RPVM=np.array(
-        [[[[[1.0, 1.0]], [[1.0, 1.0]]]], [[[[2.0, 2.0]], [[2.0, np.nan]]]]],
-    ),
-    predicted_2RPVM=np.full((2, 1, 2, 1, 2), 1000.0),
-    cp_sizes_RM=np.ones((1, 2), dtype=np.int64),
+STEP = step_record(
+    1,
+    measured={
+        "forward_ms": [[[[1.0, 1.0]], [[1.0, 1.0]]]],
+        "backward_ms": [[[[2.0, 2.0]], [[2.0, None]]]],
+        "rank_busy_ms": [6.0],
+    },
+    predicted={
+        "forward_ms": [[[[1000.0, 1000.0]]] * 2],
+        "backward_ms": [[[[1000.0, 1000.0]]] * 2],
+        "rank_busy_ms": [4000.0],
+    },
 )
 SLOWED = 7
 
@@ -40,24 +40,10 @@ def stage(budgets_LS: list[list[float]], coverage: float | None) -> RankStep:
 
 def test_stages_of_a_micro_batch_are_put_together() -> None:
     ranks = {(0, 0): stage([[2.0, 1.0], [4.0, 1.0]], 0.5), (0, 1): stage([[6.0, 1.0]], None)}
-    first, second = micro_batch_rows(TIMES, ranks, {0})
-    assert first == MicroBatchRow(
-        rank="0",
-        position="0",
-        lengths="4,096 · 100",
-        budgets="4.0 · 1.0",
-        coverage="0.833",
-        predicted_ms="4,000.0",
-        measured_ms="6.0",
-    )
-    assert second == MicroBatchRow("0", "1", "", "", "", "4,000.0", "")
-
-
-def test_ranks_that_are_not_drawn_or_not_timed() -> None:
-    assert micro_batch_rows(TIMES, {}, {1}) == []
-    assert micro_batch_rows(None, {}, {0}) == []
-    (row,) = micro_batch_rows(None, {(3, 0): stage([[2.0, 1.0]], 0.5)}, {3})
-    assert (row.rank, row.measured_ms) == ("3", "")
+    first, second = micro_batch_table(STEP, ranks, {0}).rows
+    assert first == ("0", "0", "4,096 · 100", "4.0 · 1.0", "0.833", "4,000.0", "6.0")
+    assert second == ("0", "1", "", "", "", "4,000.0", "")
+    assert micro_batch_table(STEP, {}, {1}).rows == []
 
 
 def slowed(directory: Path) -> Path:
@@ -76,15 +62,15 @@ def slowed(directory: Path) -> Path:
 
 
 def test_the_slowed_micro_batch_is_named(tmp_path: Path) -> None:
-    log = open_log(slowed(tmp_path / "run"))
-    iterations = worst_iterations(log.steps)
-    assert iterations[0] == SLOWED and len(iterations) <= 5
-    evidence = gather(log, set(iterations))
-    rows = worst_rows(iterations, evidence.times, evidence.ranks)
-    lost_ms = [float(row.lost_ms.replace(",", "")) for row in rows]
+    log = read_run_log(slowed(tmp_path / "run"))
+    worst = worst_steps(log.steps)
+    assert worst[0].iteration == SLOWED and len(worst) <= 5
+    ranks = read_rank_logs(log.directory, {step.iteration for step in worst})
+    rows = worst_table(worst, ranks).rows
+    lost_ms = [float(row[1].replace(",", "")) for row in rows]
     assert lost_ms == sorted(lost_ms, reverse=True)
-    first = rows[0]
-    assert (first.iteration, first.rank, first.micro_batch) == (str(SLOWED), "1, 0", "2")
-    held = evidence.ranks.steps[SLOWED][(1, 0)].micro_batches[2]
-    assert (first.host, first.tokens) == ("node0", f"{held.tokens:,}")
-    assert float(first.ratio) > 2.0
+    iteration, _, place, host, micro_batch, tokens, *_, ratio = rows[0]
+    assert (iteration, place, micro_batch) == (str(SLOWED), "1, 0", "2")
+    held = ranks.steps[SLOWED][(1, 0)].micro_batches[2]
+    assert (host, tokens) == ("node0", f"{held.tokens:,}")
+    assert float(ratio) > 2.0

@@ -3,36 +3,37 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import record_cases
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from plan.plan_cases import flat
+from record_cases import step_record
 
 from sparsebalance_megatron.learn.measurement import Span
-from sparsebalance_megatron.log.records import RankStep
-from sparsebalance_megatron.log.steps import MicroBatchTimes
-from sparsebalance_megatron.plan.context_groups import unshared
+from sparsebalance_megatron.log.records import RankStep, StepRecord
 from sparsebalance_megatron.plan.pipeline.simulator import simulate
 from sparsebalance_megatron.view.report.timeline import (
     MEASURED,
     PREDICTED,
     SIMULATED,
     measured_timeline,
-    predicted_timeline,
+    simulated_timeline,
 )
 
 
-def times(measured: np.ndarray, predicted: np.ndarray | None = None) -> MicroBatchTimes:
+def times(measured_RPVM: np.ndarray, predicted_RPVM: np.ndarray | None = None) -> StepRecord:
     """Backwards take twice as long as forwards."""
-    return MicroBatchTimes(
-        measured_2RPVM=np.stack([measured, 2 * measured]),
-        predicted_2RPVM=None if predicted is None else np.stack([predicted, 2 * predicted]),
-        cp_sizes_RM=unshared(len(measured), measured.shape[-1]),
-    )
+    record = step_record(1)
+    predicted_RPVM = measured_RPVM if predicted_RPVM is None else predicted_RPVM
+    sides = {"measured": measured_RPVM, "predicted": predicted_RPVM}
+    for name, times_RPVM in sides.items():
+        busy_ms = (0.0,) * len(times_RPVM)
+        changes = {"forward_ms": times_RPVM, "backward_ms": 2 * times_RPVM, "rank_busy_ms": busy_ms}
+        sides[name] = replace(getattr(record, name), **changes)
+    return replace(record, **sides)
 
 
 def rank_step(start_unix_s: float | None, *spans: Span) -> RankStep:
@@ -55,17 +56,16 @@ def test_a_simulated_timeline_holds_everything_once(
 ) -> None:
     shape = (ranks, stages, virtual_stages, stages * groups)
     predicted = np.random.default_rng(seed).uniform(0.1, 5.0, shape)
-    found = predicted_timeline(times(predicted, predicted))
+    found = simulated_timeline(times(np.ones(shape), predicted), "predicted")
     assert found is not None and found.source == PREDICTED
     durations = {
-        (bar.place, bar.direction, bar.chunk, bar.position): bar.end_ms - bar.start_ms
-        for bar in found.bars
+        (place, *span[:3]): span.ms for place, spans in found.spans.items() for span in spans
     }
-    assert len(durations) == len(found.bars) == 2 * predicted.size
+    assert len(durations) == sum(map(len, found.spans.values())) == 2 * predicted.size
     for (d, p, v, m), ms in np.ndenumerate(predicted):
         assert durations[(d, p), "forward", v, m] == pytest.approx(ms)
         assert durations[(d, p), "backward", v, m] == pytest.approx(2 * ms)
-    assert len(found.places) == ranks * stages
+    assert len(found.spans) == ranks * stages
     assert found.busy_share == pytest.approx(
         3 * predicted.sum() / (found.makespan_ms * ranks * stages)
     )
@@ -77,7 +77,7 @@ def test_a_simulated_timeline_is_the_simulators() -> None:
     (events,) = simulate(flat(np.stack([forward_PM, 2 * forward_PM])[:, None, :, None]))
     assert found is not None and found.source == SIMULATED
     assert found.makespan_ms == max(event.end_ms for event in events)
-    assert [(bar.place[1], bar.start_ms, bar.end_ms) for bar in found.bars] == [
+    assert [(stage, *span[3:]) for (_, stage), spans in found.spans.items() for span in spans] == [
         (event.stage, event.start_ms, event.end_ms) for event in events
     ]
 
@@ -87,9 +87,7 @@ def test_nothing_is_simulated_from_a_time_that_is_missing_or_wrong(wrong: float)
     broken = np.ones((1, 2, 1, 2))
     broken[0, 1, 0, 1] = wrong
     assert measured_timeline(times(broken), {}) is None
-    assert predicted_timeline(times(np.ones((1, 2, 1, 2)), broken)) is None
-    assert predicted_timeline(times(broken)) is None
-    assert measured_timeline(None, {}) is None
+    assert simulated_timeline(times(np.ones((1, 2, 1, 2)), broken), "predicted") is None
 
 
 def test_spans_are_set_side_by_side_by_the_wall_clock() -> None:
@@ -99,10 +97,13 @@ def test_spans_are_set_side_by_side_by_the_wall_clock() -> None:
             (0, 0): rank_step(100.002, span("forward", 1.0, 2.0)),
             (1, 0): rank_step(100.0, span("forward", 0.5, 3.0), span("backward", 3.0, 4.0)),
         },
-        [(0, 0), (1, 0)],
     )
     assert found is not None and found.source == MEASURED
-    starts = [(bar.place, bar.direction, bar.start_ms, bar.end_ms) for bar in found.bars]
+    starts = [
+        (place, span.direction, span.start_ms, span.end_ms)
+        for place, spans in found.spans.items()
+        for span in spans
+    ]
     assert starts == [
         ((0, 0), "forward", pytest.approx(3.0, abs=1e-3), pytest.approx(4.0, abs=1e-3)),
         ((1, 0), "forward", 0.5, 3.0),
@@ -119,7 +120,7 @@ def test_a_clock_that_was_set_in_the_middle_of_a_step_moves_no_bar(jump_s: float
     }
     found = measured_timeline(times(np.ones((2, 1, 1, 1))), steps)
     assert found is not None
-    assert [(bar.start_ms, bar.end_ms) for bar in found.bars] == [(1.0, 2.0), (0.5, 3.0)]
+    assert [spans[0][3:] for spans in found.spans.values()] == [(1.0, 2.0), (0.5, 3.0)]
     assert found.remarks == (
         "the wall clocks of ranks disagree: all are drawn from the step's start",
     )
@@ -132,18 +133,16 @@ def test_a_rank_that_waited_for_its_data_begins_late() -> None:
     }
     found = measured_timeline(times(np.ones((2, 1, 1, 1))), steps)
     assert found is not None and found.remarks == ()
-    assert [bar.start_ms for bar in found.bars] == [0.0, 50_000.0]
+    assert [spans[0].start_ms for spans in found.spans.values()] == [0.0, 50_000.0]
 
 
 def test_what_a_measured_timeline_lacks_is_said() -> None:
     found = measured_timeline(
-        None,
-        {(0, 0): rank_step(None, span("forward", 0.0, 1.0))},
-        [(0, 0), (0, 1), (1, 0)],
+        times(np.ones((2, 2, 1, 2))), {(0, 0): rank_step(None, span("forward", 0.0, 1.0))}
     )
     assert found is not None
     assert found.remarks == (
-        "rank 0 stage 1, rank 1 stage 0: nothing logged of this step",
+        "rank 0 stage 1, rank 1 stage 0, rank 1 stage 1: nothing logged of this step",
         "ranks without a wall-clock time are drawn from the step's start",
     )
 
@@ -152,15 +151,13 @@ def test_ranks_that_shared_a_row_begin_it_together() -> None:
     """Rank 0 is at the shared row after 1 ms, rank 1 after 3: both begin it then."""
     forward_2M = np.array([[1.0, 2.0], [3.0, 2.0]])
     predicted = forward_2M[:, None, None, :]
-    shared = replace(times(predicted, predicted), cp_sizes_RM=np.array([[1, 2], [1, 2]]))
+    shared = replace(times(predicted, predicted), widths=((1, 2), (1, 2)))
     # Without a pipeline a micro-batch runs backward, twice as long, before the next one begins.
     expected = {
         0: [(0, 1), (1, 3), (9, 11), (11, 15)],
         1: [(0, 3), (3, 9), (9, 11), (11, 15)],
     }
-    for found in (predicted_timeline(shared), measured_timeline(shared, {})):
+    for found in (simulated_timeline(shared, "predicted"), measured_timeline(shared, {})):
         assert found is not None
-        spans = {rank: [] for rank in expected}
-        for bar in sorted(found.bars, key=lambda bar: bar.start_ms):
-            spans[bar.place[0]].append((bar.start_ms, bar.end_ms))
-        assert spans == expected
+        ran = {rank: sorted(span[3:] for span in spans) for (rank, _), spans in found.spans.items()}
+        assert ran == expected

@@ -7,10 +7,12 @@ import re
 from typing import Any
 
 import pytest
+from record_cases import header_of
+from step_cases import JOB
 
 from sparsebalance_megatron.view.report.comparison import Comparison, RunSummary
 from sparsebalance_megatron.view.report.explanation import Explanation, TimeSplit
-from sparsebalance_megatron.view.report.headline import changes, headline, noise, run_facts
+from sparsebalance_megatron.view.report.words import changes, headline, noise, run_facts
 
 
 def summary(**changes: Any) -> RunSummary:
@@ -76,6 +78,7 @@ def test_a_run_alone() -> None:
 
 
 def test_what_ran() -> None:
-    header = {"pipeline_stages": 2, "torch": "2.15.0", "config": {"block_size": 256}}
-    assert run_facts(header) == "pipeline stages 2, torch 2.15.0, block size 256"
-    assert run_facts({}) == run_facts({"config": "x"}) != ""
+    facts = run_facts(header_of(JOB))
+    for fact in ("pipeline stages 2", "torch 2.15.0", "device cpu", "batching latency"):
+        assert fact in facts
+    assert "no header" in run_facts(None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step logs: whole, damaged, resumed, missing."""
+"""Logs of all ranks and of single ones: whole, damaged, resumed, missing."""
 
 from __future__ import annotations
 
@@ -14,21 +14,18 @@ import pytest
 from record_cases import HEADER, MEASURED, PREDICTED, header_of
 from record_cases import step_line as record
 from step_cases import JOB, measured_as_planned, planned_step
+from view.report.sample_run import SampleRun, write_lines
 
+from sparsebalance_megatron.learn.measurement import Span
+from sparsebalance_megatron.log.log_directory import rank_files, step_log_path
 from sparsebalance_megatron.log.log_file import JsonLinesFile
+from sparsebalance_megatron.log.reader import RunLogError, read_rank_logs, read_run_log
 from sparsebalance_megatron.log.recording import (
     FinishedStep,
     coverage_record,
     step_record,
 )
 from sparsebalance_megatron.log.records import encode
-from sparsebalance_megatron.log.step_log import (
-    RunLogError,
-    logged_schedule,
-    read_run_log,
-    read_step_times,
-    step_log_path,
-)
 from sparsebalance_megatron.plan.pipeline.orders import (
     MegatronSchedule,
     megatron_order,
@@ -64,26 +61,12 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     log.close()
     read = read_run_log(tmp_path)
     assert read.problems == ()
-    assert json.loads(json.dumps(read.header)) == HEADER
+    assert read.header == header
     sizes = ("data_parallel_size", "pipeline_stages", "virtual_stages", "micro_batches", "layers")
     assert [HEADER[size] for size in sizes] == [2, 2, 2, 2, 8]
     assert HEADER["schedule"] == "interleaved"
     assert [(step.iteration, step.iteration_ms) for step in read.steps] == [(1, None), (2, 10.0)]
     assert read.coverage is not None and read.coverage.iteration == 2
-    assert list(read_step_times(tmp_path, {2, 3})) == [2]
-
-
-def test_whole_log(tmp_path: Path) -> None:
-    log = read_run_log(write(tmp_path, HEADER, record(1), record(2)))
-    assert json.loads(json.dumps(log.header)) == HEADER
-    assert log.problems == ()
-    assert [step.iteration for step in log.steps] == [1, 2]
-    first, second = log.steps
-    assert (first.iteration_ms, second.iteration_ms) == (None, 100.0)
-    assert second.lm_loss == 7.0
-    assert second.measured_rank_ms == (90.0, 70.0)
-    assert second.predicted_rank_ms == (80.0, 60.0)
-    assert (second.lower_bound_ms, second.work_ratio, second.coverage) == (70.0, 1.0, 0.75)
 
 
 def test_last_line_cut_off(tmp_path: Path) -> None:
@@ -242,7 +225,7 @@ def test_the_older_file_comes_first(tmp_path: Path) -> None:
     log = read_run_log(write(tmp_path, newer, record(2, lm_loss=5.0), late))
     assert [step.iteration for step in log.steps] == [1, 2, 3]
     assert [step.lm_loss for step in log.steps] == [1.0, 5.0, 6.0]
-    assert log.header["config"] == {"batching": "length"}
+    assert log.header is not None and log.header.config == {"batching": "length"}
     discarded, dropped, repeated = log.problems
     assert "the 7 oldest lines were discarded" in discarded
     assert "2 lines could not be written" in dropped
@@ -256,8 +239,159 @@ def test_the_older_file_alone_is_enough(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("group_size", [None, 4])
-def test_a_reader_simulates_the_schedule_of_the_run(group_size: int | None) -> None:
+def test_a_reader_simulates_the_schedule_of_the_run(tmp_path: Path, group_size: int | None) -> None:
     job = replace(JOB, micro_batch_group_size=group_size)
     header = json.loads(encode(header_of(job)))
-    assert logged_schedule(header) == job.schedule == MegatronSchedule(group_size)
-    assert logged_schedule({}) == megatron_order
+    assert read_run_log(write(tmp_path, header, record(1))).schedule == job.schedule
+    assert job.schedule == MegatronSchedule(group_size)
+    assert read_run_log(write(tmp_path, record(1))).schedule == megatron_order
+
+
+RANK_HEADER = {
+    "type": "rank",
+    "world_rank": 0,
+    "data_parallel_rank": 0,
+    "pipeline_rank": 0,
+    "tensor_parallel_rank": 0,
+    "layers": [[0, 1], [4]],
+    "host": "here",
+}
+
+
+def rank_record(iteration: int, /, **changes: Any) -> dict[str, Any]:
+    return {
+        "type": "step",
+        "iteration": iteration,
+        "schedule_start_unix_s": 1e9,
+        "schedule_ms": 9.0,
+        "micro_batches": [
+            {
+                "position": 0,
+                "width": 1,
+                "member": 0,
+                "samples": [7, 8],
+                "lengths_tokens": [100, 20],
+                "budgets": [[4, 1], [3, 1], [2, 1]],
+                "coverage": [0.5, None],
+                "guarded": 0,
+            }
+        ],
+        "spans": [["forward", 0, 0, 0.0, 1.0], ["backward", 1, 0, 1.5, 2.5]],
+    } | changes
+
+
+def write_rank(directory: Path, *lines: Any, name: str = "rank-00000.jsonl") -> Path:
+    (directory / "ranks").mkdir(exist_ok=True)
+    write_lines(directory / "ranks" / name, lines)
+    return directory
+
+
+def test_one_rank(tmp_path: Path) -> None:
+    logs = read_rank_logs(write_rank(tmp_path, RANK_HEADER, rank_record(1), rank_record(2)), {2})
+    assert logs.problems == ()
+    assert logs.headers[0, 0].layers == (0, 1, 4)
+    assert list(logs.steps) == [2]
+    step = logs.steps[2][0, 0]
+    assert step.spans == (Span("forward", 0, 0, 0.0, 1.0), Span("backward", 1, 0, 1.5, 2.5))
+    (micro_batch,) = step.micro_batches
+    assert (micro_batch.lengths_tokens, micro_batch.tokens) == ((100, 20), 120)
+    np.testing.assert_array_equal(micro_batch.budgets_LS, [[4, 1], [3, 1], [2, 1]])
+    assert micro_batch.coverage_S == (0.5, None)
+
+
+def test_the_first_tensor_parallel_rank_speaks_for_all(tmp_path: Path) -> None:
+    run = SampleRun(ranks=2, stages=1, tensor_parallel=2, micro_batches=2, layers=2, steps=2)
+    logs = read_rank_logs(run.write(tmp_path), {1, 2})
+    assert len(rank_files(tmp_path)) == 4
+    assert {header.world_rank for header in logs.headers.values()} == {0, 2}
+    assert {place for by_place in logs.steps.values() for place in by_place} == {(0, 0), (1, 0)}
+
+
+def test_the_older_file_of_a_rank_comes_first_and_a_later_line_counts(tmp_path: Path) -> None:
+    write_rank(tmp_path, RANK_HEADER, rank_record(1), rank_record(2), name="rank-00000.1.jsonl")
+    again = rank_record(2, schedule_start_unix_s=2e9)
+    write_rank(tmp_path, RANK_HEADER | {"lines_discarded": 3}, again, rank_record(3))
+    logs = read_rank_logs(tmp_path, {1, 2, 3})
+    assert sorted(logs.steps) == [1, 2, 3]
+    assert logs.steps[2][0, 0].start_unix_s == 2e9
+    (problem,) = logs.problems
+    assert "3 oldest lines were discarded" in problem
+
+
+def test_a_rank_without_layers(tmp_path: Path) -> None:
+    """A stage that only embeds, say: nobody observes coverage there."""
+    micro_batch = rank_record(1)["micro_batches"][0] | {"budgets": [], "coverage": None}
+    write_rank(
+        tmp_path, RANK_HEADER | {"layers": [[]]}, rank_record(1, micro_batches=[micro_batch])
+    )
+    logs = read_rank_logs(tmp_path, {1})
+    assert logs.problems == ()
+    (read,) = logs.steps[1][0, 0].micro_batches
+    assert read.budgets_LS.shape == (0, 2)
+    assert read.coverage_S == ()
+
+
+MICRO_BATCH = rank_record(1)["micro_batches"][0]
+BAD_RANK_RECORDS = {
+    "null-length": ({"lengths_tokens": [100, None]}, "micro_batches[0].lengths_tokens[1] None"),
+    "no-length": ({"lengths_tokens": [100, 0]}, "lengths_tokens[1] 0"),
+    "layers": ({"budgets": [[4, 1]]}, "budgets (1, 2) must be of 3 layers"),
+    "ragged": ({"budgets": [[4, 1], [3], [2, 1]]}, "budgets: must be an array"),
+    "no-budget": ({"budgets": [[4, 0], [3, 1], [2, 1]]}, "numbers of blocks"),
+    "coverage": ({"coverage": [0.5, "x"]}, "coverage[1] 'x'"),
+    "position": ({"position": -1}, "position -1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_RANK_RECORDS)
+def test_a_damaged_step_is_named_and_the_rest_kept(tmp_path: Path, case: str) -> None:
+    change, message = BAD_RANK_RECORDS[case]
+    bad = rank_record(2, micro_batches=[MICRO_BATCH | change])
+    logs = read_rank_logs(
+        write_rank(tmp_path, RANK_HEADER, rank_record(1), bad, rank_record(3)), {1, 2, 3}
+    )
+    assert sorted(logs.steps) == [1, 3]
+    (problem,) = logs.problems
+    assert re.search(r"rank-00000.jsonl( line 3|: step 2): ", problem)
+    assert message in problem
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        ["sideways", 0, 0, 0.0, 1.0],
+        ["forward", 0, 0, 0.0],
+        ["forward", 0, 0, 2.0, 1.0],
+        ["forward", 0, 0, -2.0, 1.0],
+        ["forward", 0, True, 0.0, 1.0],
+        ["forward", 0, 0, 0.0, None],
+        ["forward", 0, 0, "0", 1.0],
+        7,
+    ],
+)
+def test_a_damaged_span(tmp_path: Path, span: Any) -> None:
+    logs = read_rank_logs(write_rank(tmp_path, RANK_HEADER, rank_record(1, spans=[span])), {1})
+    assert logs.steps == {}
+    assert "line 2: " in logs.problems[0] and "spans" in logs.problems[0]
+
+
+def test_a_rank_without_a_header_has_no_place(tmp_path: Path) -> None:
+    write_rank(tmp_path, rank_record(1))
+    write_rank(
+        tmp_path, RANK_HEADER | {"data_parallel_rank": 1}, rank_record(1), name="rank-00001.jsonl"
+    )
+    logs = read_rank_logs(tmp_path, {1})
+    assert list(logs.headers) == [(1, 0)]
+    (problem,) = logs.problems
+    assert "rank-00000.jsonl: no header line; this rank is left out" in problem
+
+
+def test_steps_before_the_header_are_counted(tmp_path: Path) -> None:
+    logs = read_rank_logs(write_rank(tmp_path, rank_record(1), RANK_HEADER, rank_record(2)), {1, 2})
+    assert sorted(logs.steps) == [2]
+    assert "1 steps before the first header" in logs.problems[0]
+
+
+def test_no_rank_at_all(tmp_path: Path) -> None:
+    assert rank_files(tmp_path) == ()
+    assert read_rank_logs(tmp_path, {1}).headers == {}

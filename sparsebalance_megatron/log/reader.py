@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the logs of a run: ``steps.jsonl`` of all ranks, ``ranks/rank-*.jsonl`` of each.
+
+What a damaged file still says is kept, and every line that had to be left out is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+from msgspec import UNSET
+
+from sparsebalance_megatron.log.log_directory import log_files, rank_files, step_log_path
+from sparsebalance_megatron.log.records import (
+    RANK_LOG,
+    STEP_LOG,
+    CoverageRecord,
+    DamagedLineError,
+    Header,
+    Place,
+    RankHeader,
+    RankStep,
+    Record,
+    RunHeader,
+    StepRecord,
+    decode,
+)
+from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule, megatron_order
+
+
+class RunLogError(ValueError):
+    """A run left no usable step log."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLog:
+    """A run's header and steps by rising iteration; ``problems`` says what the file lacks.
+
+    ``coverage``: the last record of coverage curves. It and the header are None where they are
+    missing.
+    """
+
+    directory: Path
+    header: RunHeader | None
+    steps: tuple[StepRecord, ...]
+    problems: tuple[str, ...]
+    coverage: CoverageRecord | None = None
+
+    @property
+    def schedule(self) -> MegatronSchedule:
+        """The pipeline schedule that the run planned with; Megatron's default without a header."""
+        return self.header.pipeline_schedule if self.header else megatron_order
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLogs:
+    """What the ranks wrote; ``steps[iteration][place]``."""
+
+    headers: Mapping[Place, RankHeader] = field(default_factory=dict)
+    steps: Mapping[int, Mapping[Place, RankStep]] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+
+class _Iteration(msgspec.Struct):
+    iteration: int | None = None
+
+
+_ITERATION = msgspec.json.Decoder(_Iteration)
+
+
+class _LogReader[R: Record]:
+    """Reads the files of one log, and notes what they lack in ``problems``.
+
+    Args:
+        path: the newest file; an older one is read before it.
+        decoder: :data:`.records.STEP_LOG` or :data:`.records.RANK_LOG`.
+        wanted: iterations to decode; None for all.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        decoder: msgspec.json.Decoder[R],
+        wanted: Collection[int] | None = None,
+    ) -> None:
+        self.problems: list[str] = []
+        self._path = path
+        self._decoder = decoder
+        self._wanted = wanted
+
+    def records(self) -> Iterator[R]:
+        """The records as they are read; damaged lines are noted and left out.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        discarded = dropped = 0
+        for path in log_files(self._path) or (self._path,):
+            with path.open("rb") as stream:
+                for number, text in enumerate(stream, start=1):
+                    if self._is_unwanted(text):
+                        continue
+                    try:
+                        record = decode(text, self._decoder)
+                    except DamagedLineError as error:
+                        self.problems.append(f"{path} line {number}: {error}; left out")
+                        continue
+                    dropped += record.lines_dropped or 0
+                    if isinstance(record, Header) and record.lines_discarded is not UNSET:
+                        discarded = max(discarded, record.lines_discarded)
+                    yield record
+        if discarded:
+            self.problems.append(
+                f"{self._path}: the {discarded} oldest lines were discarded while training; "
+                "raise --sparse-balance-log-megabytes to keep them"
+            )
+        if dropped:
+            self.problems.append(f"{self._path}: {dropped} lines could not be written in training")
+
+    def _is_unwanted(self, text: bytes) -> bool:
+        if self._wanted is None:
+            return False
+        with suppress(DamagedLineError):
+            iteration = decode(text, _ITERATION).iteration
+            return iteration is not None and iteration not in self._wanted
+        return False
+
+
+def read_run_log(directory: str | Path) -> RunLog:
+    """Read ``DIRECTORY/steps.jsonl``, and ``steps.1.jsonl`` before it where the log outgrew a file.
+
+    A resumed run appends to its log: of an iteration that is there twice the later line counts.
+
+    Raises:
+        RunLogError: if the file is missing, unreadable, or holds no step at all.
+    """
+    path = step_log_path(directory)
+    reader = _LogReader(path, STEP_LOG)
+    header = coverage = None
+    steps: dict[int, StepRecord] = {}
+    repeated = 0
+    try:
+        for record in reader.records():
+            match record:
+                case RunHeader():
+                    header = record
+                case CoverageRecord():
+                    coverage = record
+                case StepRecord():
+                    repeated += record.iteration in steps
+                    steps[record.iteration] = record
+    except FileNotFoundError:
+        raise RunLogError(
+            f"{path}: not there; train with --sparse-balance-log-dir {path.parent}"
+        ) from None
+    except OSError as error:
+        raise RunLogError(
+            f"{path}: {error.strerror}; give a directory that --sparse-balance-log-dir named"
+        ) from error
+    problems = reader.problems
+    if not steps:
+        raise RunLogError(
+            f"no readable step: {problems[0]}"
+            if problems
+            else f"{path}: no step; the run ended before its first step did"
+        )
+    if header is None:
+        problems.append(f"{path}: no header line, the run's configuration is unknown")
+    if repeated:
+        problems.append(f"{path}: {repeated} steps ran again after a resume; the later ones count")
+    return RunLog(
+        directory=path.parent,
+        header=header,
+        steps=tuple(steps[iteration] for iteration in sorted(steps)),
+        problems=tuple(problems),
+        coverage=coverage,
+    )
+
+
+def read_rank_logs(directory: Path, iterations: Collection[int]) -> RankLogs:
+    """Read the given iterations of every rank; of one that is there twice the later line counts.
+
+    Tensor-parallel ranks do the same work; the first of each group speaks for it.
+    """
+    wanted = frozenset(iterations)
+    headers: dict[Place, RankHeader] = {}
+    steps: dict[int, dict[Place, RankStep]] = {}
+    problems: list[str] = []
+    for path in rank_files(directory):
+        header, of_rank, found = _read_rank(path, wanted)
+        problems += found
+        if header is None or header.tensor_parallel_rank:
+            continue
+        headers[header.place] = header
+        for iteration, step in of_rank.items():
+            steps.setdefault(iteration, {})[header.place] = step
+    return RankLogs(headers=headers, steps=steps, problems=tuple(problems))
+
+
+def _read_rank(
+    path: Path, wanted: frozenset[int]
+) -> tuple[RankHeader | None, dict[int, RankStep], list[str]]:
+    """The last header, steps by iteration, and problems; no steps of what repeats another rank."""
+    reader = _LogReader(path, RANK_LOG, wanted)
+    header: RankHeader | None = None
+    steps: dict[int, RankStep] = {}
+    headless = 0
+    try:
+        for record in reader.records():
+            if isinstance(record, RankHeader):
+                header = record
+                if header.tensor_parallel_rank:
+                    break
+            elif header is None:
+                headless += 1
+            elif problem := _other_layers(record, header):
+                reader.problems.append(f"{path}: step {record.iteration}: {problem}; left out")
+            else:
+                steps[record.iteration] = record
+    except OSError as error:
+        reader.problems.append(f"{path}: {error.strerror}; this rank is left out")
+    if header is None:
+        reader.problems.append(f"{path}: no header line; this rank is left out")
+    elif headless:
+        reader.problems.append(f"{path}: {headless} steps before the first header; left out")
+    return header, steps, reader.problems
+
+
+def _other_layers(step: RankStep, header: RankHeader) -> str | None:
+    layers = len(header.layers)
+    for micro_batch in step.micro_batches:
+        if len(micro_batch.budgets_LS) != layers:
+            return f"budgets {micro_batch.budgets.shape} must be of {layers} layers"
+    return None
