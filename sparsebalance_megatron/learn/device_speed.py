@@ -58,9 +58,3 @@ class DeviceSlowness:
         relative_RP = ratio_RP / np.median(ratio_RP, axis=0)
         kept = self._history_WRP[-(_HISTORY_STEPS - 1) :]
         self._history_WRP = np.concatenate([kept, relative_RP[None]])
-
-    def state_dict(self) -> None:
-        """Nothing is saved: after a restart a rank may run on another device."""
-
-    def load_state_dict(self, state: None) -> None:
-        """There is nothing to take over."""

@@ -102,7 +102,3 @@ def test_a_single_rank_has_nobody_to_compare_with():
         times, scales = np.ones((2, 1, 2, 1, 2)), StageScales.ones(2)
         learner.update(Times(times, scales), Times(3 * times, scales))
     assert (learner.snapshot() == 1.0).all()
-
-
-def test_nothing_is_saved():
-    assert Drill(ALIKE_RP).learner.state_dict() is None
