@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 from sparsebalance_megatron.data.sample_order import Samples
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
@@ -20,7 +20,6 @@ from sparsebalance_megatron.run.inputs import CostedInputs
 from sparsebalance_megatron.run.micro_batches import (
     MicroBatchIterator,
     RowPacking,
-    RowReader,
     Schedule,
 )
 
@@ -73,8 +72,14 @@ class DataSamples:
         sizes = self._inputs.settings.batch_sizes
         step = sizes.step_at(consumed_samples)
         assert step is not None, "the session has checked it"
-        iterator = partial(self._iterator, self.scheduler, self._inputs.train, vp_stage)
-        return iterator(training=True, step=step, sizes=sizes)
+        return self._iterator(
+            self.scheduler,
+            self._inputs.train,
+            vp_stage,
+            training=True,
+            step=step,
+            batch_sizes=sizes,
+        )
 
     def evaluation_iterator(
         self, index: Samples, vp_stage: int | None = None, *, consumed_samples: int
@@ -100,40 +105,23 @@ class DataSamples:
             vp_stage,
             training=False,
             step=consumed_samples // batch_size,
-            sizes=BatchSizes.constant(batch_size),
+            batch_sizes=BatchSizes.constant(batch_size),
         )
 
     def _iterator(
-        self,
-        schedule: Schedule,
-        index: Samples,
-        vp_stage: int | None,
-        *,
-        training: bool,
-        step: int,
-        sizes: BatchSizes,
+        self, schedule: Schedule, index: Samples, vp_stage: int | None, **others: Any
     ) -> MicroBatchIterator:
-        chunk = vp_stage or 0
-        stage, job = self._place.pipeline_rank, self._inputs.job
-        embeds = (stage, chunk) == (0, 0)
-        computes_loss = (stage, chunk) == (job.pipeline_stages - 1, job.virtual_stages - 1)
-        reader = None
-        if embeds or computes_loss:
-            reader = RowReader(
-                index,
-                data_parallel_rank=self._place.data_parallel_rank,
-                packing=self.packing,
-                worker=ThreadPoolExecutor(1, "sparse-balance-read"),
-            )
+        job, chunk = self._inputs.job, vp_stage or 0
+        last = job.pipeline_stages - 1, job.virtual_stages - 1
+        reads = (self._place.pipeline_rank, chunk) in ((0, 0), last)
         return MicroBatchIterator(
             schedule,
+            index if reads else None,
+            self.packing,
             data_parallel_rank=self._place.data_parallel_rank,
             chunk=chunk,
-            reader=reader,
-            training=training,
-            step=step,
-            batch_sizes=sizes,
-            packing=self.packing,
+            worker=ThreadPoolExecutor(1, "sparse-balance-read"),
+            **others,
         )
 
 

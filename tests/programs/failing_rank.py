@@ -33,10 +33,7 @@ from sparsebalance_megatron.learn import step_planner  # noqa: E402
 from sparsebalance_megatron.plan.step_plan import StepPlan  # noqa: E402
 from sparsebalance_megatron.pretrain_gpt import main  # noqa: E402
 from sparsebalance_megatron.run import forward_step  # noqa: E402
-from sparsebalance_megatron.run.micro_batches import (  # noqa: E402
-    MicroBatchIterator,
-    RowReader,
-)
+from sparsebalance_megatron.run.micro_batches import MicroBatchIterator  # noqa: E402
 from sparsebalance_megatron.run.timing import MicroBatchRecorder  # noqa: E402
 
 FAULTY = os.environ["RANK"] == "1"
@@ -67,14 +64,14 @@ def time_out_after_s(seconds: float) -> None:
 
 
 def raise_in_reader(step: int) -> None:
-    read = RowReader._read
+    read = MicroBatchIterator._read
 
     def read_or_raise(reader, planned, micro_batch):
         if FAULTY and planned.plan.step == step:
             raise DataError("train.bin: cannot be read (input/output error)")
         return read(reader, planned, micro_batch)
 
-    RowReader._read = read_or_raise
+    MicroBatchIterator._read = read_or_raise
 
 
 def raise_in_plan(step: int) -> None:
