@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training run on one rank: follows its steps and has its planner learn from each of them.
 
-The run is the same whoever owns the training loop (:class:`Loop`) and the data (:class:`Samples`).
+The run is the same for every :class:`Loop` and for all :class:`Samples`.
 
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches.
 """
@@ -24,6 +24,7 @@ from sparsebalance_megatron.log.recording import FinishedStep
 from sparsebalance_megatron.log.scalars import PREFIX
 from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
 from sparsebalance_megatron.megatron.ranks import rank_place
+from sparsebalance_megatron.megatron.timers import install_hooks
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms
@@ -41,8 +42,20 @@ class IntegrationError(ValueError):
     """A trainer's loop and the plugin do not fit together."""
 
 
-class Loop(Protocol):
-    """What a run needs of whoever owns the training loop."""
+class NoTimers:
+    """Timers that do nothing; hooks need an object that the schedule starts and stops."""
+
+    def __call__(self, name: str, log_level: int | None = None) -> NoTimers:
+        return self
+
+    def start(self, barrier: bool = False) -> None:
+        return None
+
+    stop = start
+
+
+class Loop:
+    """Whoever owns the training loop; as it stands, a trainer that ends its steps itself."""
 
     def follow(
         self,
@@ -50,11 +63,15 @@ class Loop(Protocol):
         recorder: MicroBatchRecorder,
         end_step: Callable[[], object],
     ) -> None:
-        """A forward begins: let the recorder hear the loop's timers.
+        """Let the recorder hear the timers of a forward that begins.
 
         Args:
-            end_step: to be called once per step, when gradients are final.
+            end_step: for a loop that does not end steps itself; to be called when gradients are
+                final.
         """
+        if model_config.timers is None:
+            model_config.timers = NoTimers()
+        install_hooks(model_config, recorder, lambda: None)
 
     def step_ended(self, reports: list[dict[str, Tensor]], figures: Mapping[str, float]) -> None:
         """Show the figures of a step, whose micro-batches reported ``reports``."""
