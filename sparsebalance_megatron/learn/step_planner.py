@@ -32,7 +32,7 @@ from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_plan import PlanPolicy
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 
-_STATE_VERSION = 5
+_STATE_VERSION = 6
 
 
 class StateError(ValueError):
