@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import CostTable, ModelShape, RunIdentity
-from sparsebalance_megatron.cost.table_doubts import doubts
 from sparsebalance_megatron.plan.job import Job
 
 
@@ -72,45 +71,26 @@ class HostJob(Job):
                 f"{flag_name('cost_table')} auto: a host's planner has nothing to measure; give a "
                 "table of `sparse-balance profile`"
             )
-        cost = configured_cost_model(config, self.shape)
+        if config.cost_table is None:
+            warnings.warn(
+                f"no {flag_name('cost_table')}: latencies are counted operations, not "
+                "measurements; plans will be worse. Run `sparse-balance profile` with this "
+                "model's flags.",
+                stacklevel=3,
+            )
+            cost = CostModel.analytic(self.shape, config.block_size, selection=config.selection)
+        else:
+            table = CostTable.load(config.cost_table)
+            table.check_matches(
+                RunIdentity(
+                    device=table.identity.device,
+                    dtype=table.identity.dtype,
+                    block_size=config.block_size,
+                    selection=config.selection,
+                    shape=self.shape,
+                )
+            )
+            cost = CostModel.fit(table)
         if self.frozen_weights:
             cost = cost.with_frozen_weights()
         return cost.with_recompute(full=self.recompute_all, attention_only=self.recompute_attention)
-
-
-def configured_cost_model(
-    config: SparseBalanceConfig,
-    shape: ModelShape,
-    *,
-    dtype: str | None = None,
-    device: str | None = None,
-) -> CostModel:
-    """The costs of the configured table, or counted operations without one; warns of doubts.
-
-    Args:
-        dtype, device: what the table must have been measured with; None accepts the table's own.
-
-    Raises:
-        CostTableError: naming the file, the field and the remedy.
-    """
-    if config.cost_table is None:
-        warnings.warn(
-            f"no {flag_name('cost_table')}: latencies are counted operations, not measurements; "
-            "plans will be worse. Run `sparse-balance profile` with this model's flags.",
-            stacklevel=3,
-        )
-        return CostModel.analytic(shape, config.block_size, selection=config.selection)
-    table = CostTable.load(config.cost_table)
-    table.check_matches(
-        RunIdentity(
-            device=device or table.identity.device,
-            dtype=dtype or table.identity.dtype,
-            block_size=config.block_size,
-            selection=config.selection,
-            shape=shape,
-        )
-    )
-    cost = CostModel.fit(table)
-    for doubt in doubts(table, cost):
-        warnings.warn(doubt, stacklevel=3)
-    return cost

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import platform
+import warnings
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -12,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.table import CostTable
+from sparsebalance_megatron.cost.table_doubts import doubts
 from sparsebalance_megatron.data.blend import Blend, read_blends
 from sparsebalance_megatron.data.blend_index import open_samples
 from sparsebalance_megatron.data.sample_order import Samples, SourceFacts
 from sparsebalance_megatron.data.samples import Split
-from sparsebalance_megatron.learn.host_job import configured_cost_model
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
 from sparsebalance_megatron.plan.coverage import budget_grid
@@ -119,10 +121,7 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
     )
     if config.cost_table == AUTO:
         return inputs
-    device = None
-    if config.dry_run is None:  # which is not necessarily on the device that training will run on
-        device = run_identity(settings.shape, settings.dtype, config, device_type).device
-    cost = configured_cost_model(config, settings.shape, dtype=settings.dtype, device=device)
+    cost = _cost_model(settings, config, device_type)
     if config.gigabytes_per_second is not None:
         cost = cost.with_bandwidth(config.gigabytes_per_second)
     return inputs.with_cost(cost)
@@ -202,6 +201,25 @@ def _samples(
         vocab_size=settings.shape.vocab_size,
         missing_loss_mask=config.missing_loss_mask,
     )
+
+
+def _cost_model(settings: RunSettings, config: SparseBalanceConfig, device_type: str) -> CostModel:
+    if config.cost_table is None:
+        warnings.warn(
+            f"no {flag_name('cost_table')}: latencies are counted operations, not measurements; "
+            "plans will be worse. Run `sparse-balance profile` with this model's flags.",
+            stacklevel=2,
+        )
+        return counted_cost_model(settings, config)
+    table = CostTable.load(config.cost_table)
+    identity = run_identity(settings.shape, settings.dtype, config, device_type)
+    if config.dry_run is not None:  # not necessarily where training will run
+        identity = replace(identity, device=table.identity.device)
+    table.check_matches(identity)
+    model = CostModel.fit(table)
+    for doubt in doubts(table, model):
+        warnings.warn(doubt, stacklevel=2)
+    return model
 
 
 def counted_cost_model(settings: RunSettings, config: SparseBalanceConfig) -> CostModel:
