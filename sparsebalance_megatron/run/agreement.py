@@ -10,7 +10,6 @@ since each of them may have executed less than a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -150,7 +149,9 @@ def _differences(gathered: Sequence[Mapping[str, str]]) -> list[str]:
         differing = [rank for rank, value in enumerate(values) if value != values[0]]
         if differing:
             pair = values[0], values[differing[0]]
-            start = max(0, len(commonprefix(pair)) - _SHOWN_CHARACTERS // 2)
+            places = enumerate(zip(*pair, strict=False))
+            first = next((place for place, (one, other) in places if one != other), 0)
+            start = max(0, first - _SHOWN_CHARACTERS // 2)
             ours, theirs = (
                 text
                 if max(map(len, pair)) <= _SHOWN_CHARACTERS
