@@ -32,9 +32,8 @@ from sparsebalance_megatron.plan.step_plan import Expectation, StepPlan
 from sparsebalance_megatron.profile.clocks import CudaEventClock, HostClock
 from sparsebalance_megatron.run.agreement import PlanMismatchError, check_shared_plan
 from sparsebalance_megatron.run.host_time import HostTime
-from sparsebalance_megatron.run.observed_coverage import ObservedCoverage
 from sparsebalance_megatron.run.sinks import StepSinks
-from sparsebalance_megatron.run.step_reducer import StepReducer
+from sparsebalance_megatron.run.step_reducer import ObservedCoverage, StepReducer
 from sparsebalance_megatron.run.timing import MicroBatchRecorder
 
 
@@ -140,7 +139,6 @@ class Run:
         self._step_ended_s: float | None = None
         self._recorder = MicroBatchRecorder(
             HostClock() if device.type == "cpu" else CudaEventClock(),
-            virtual_stages=job.virtual_stages,
             backward_order=partial(backward_order, job, place.pipeline_rank),
         )
         self._reducer = StepReducer(
@@ -256,13 +254,15 @@ class Run:
         with self._host_time.counted("reduce"):
             times = self._recorder.times()
             observed = ObservedCoverage.gather(self.seen)
-            measured = self._reducer.reduce(
+            measured, executed_and_grown_O2 = self._reducer.reduce(
+                micro_batches=planned.micro_batches,
                 times=times,
                 observed=observed,
                 loss_and_tokens=torch.stack(self._losses).sum(dim=0) if self._losses else None,
                 recompute=self._recompute_totals(),
                 digest=planned.plan.digest(),
-            ).without_waiting(planned.plan.micro_batches)
+            )
+            measured = measured.without_waiting(planned.plan.micro_batches)
             self._stop_on_mismatch(planned.plan.step, measured)
             self.samples.finish_step(planned.plan.step, measured)
             self._after_step()
@@ -286,7 +286,7 @@ class Run:
                     padded_tokens=token_counts["padded-tokens"],
                     host_ms=host_ms,
                 )
-                self._sinks.write(finished, times, observed)
+                self._sinks.write(finished, times, observed.pieces, executed_and_grown_O2)
         self.begin_step()
         return figures
 
