@@ -99,29 +99,28 @@ def shown(values: Sequence[int]) -> str:
     return f"{listed}, ..." if len(values) > _SHOWN_RANKS else listed
 
 
-def gather_or_raise[T](
-    work: Callable[[], T], error_type: type[ValueError], group: ProcessGroup | None
-) -> list[T]:
+def gather_or_raise[T](work: Callable[[], T], error_type: type[ValueError]) -> list[T]:
     """Results of ``work`` on every rank; an error of one rank is raised on all of them."""
     outcome: tuple[T | None, str | None]
     try:
         outcome = work(), None
     except error_type as error:
         outcome = None, str(error)
-    outcomes: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(outcomes, outcome, group=group)
+    outcomes = _gathered_objects(outcome)
     for rank, (_, problem) in enumerate(outcomes):
         if problem is not None:
             raise error_type(f"{problem} (rank {rank})")
     return [result for result, _ in outcomes]
 
 
-def check_ranks_agree(
-    fingerprint: Mapping[str, str],
-    circumstances: Mapping[str, str] | None = None,
-    group: ProcessGroup | None = None,
-) -> None:
-    """Compare every rank's fingerprint with rank 0's; collective over the group.
+def _gathered_objects(own: Any) -> list[Any]:
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, own)
+    return everyone
+
+
+def check_ranks_agree(fingerprint: Mapping[str, str], circumstances: Mapping[str, str]) -> None:
+    """Compare every rank's fingerprint with rank 0's; collective.
 
     Args:
         circumstances: what may differ, and may be why the fingerprint does.
@@ -129,9 +128,7 @@ def check_ranks_agree(
     Raises:
         RankDisagreementError: on every rank alike, naming the entries, the ranks and the values.
     """
-    everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
-    mine = dict(fingerprint), dict(circumstances or {})
-    torch.distributed.all_gather_object(everyone, mine, group=group)
+    everyone = _gathered_objects((dict(fingerprint), dict(circumstances)))
     differences = _differences([entries for entries, _ in everyone])
     if differences:
         differences += _differences([entries for _, entries in everyone])
