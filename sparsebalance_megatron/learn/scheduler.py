@@ -7,7 +7,8 @@ planning is, so that all ranks make the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from typing import Any, Protocol
@@ -28,7 +29,7 @@ from sparsebalance_megatron.plan.budgets.policy import budget_policy
 from sparsebalance_megatron.plan.budgets.price import horizon_steps
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job, whole_parts
-from sparsebalance_megatron.plan.step_plan import PlanPolicy
+from sparsebalance_megatron.plan.step_plan import PlanError, PlanPolicy
 
 _PLANS_KEPT = 2
 """The step that runs and the one after it."""
@@ -205,6 +206,35 @@ class Scheduler:
         return afresh
 
 
+class EvaluationPlanner(StepPlanner):
+    """Plans evaluation as training is planned: the same placement, cp_sizes and cap, no tuning.
+
+    Budgets are the same in every step, so that losses are comparable. Evaluation has no backward
+    pass that needs the cap, so a step that cannot keep it runs above it, with a warning.
+    """
+
+    def plan(
+        self,
+        step: int,
+        lengths_tokens: Sequence[int],
+        job: Job,
+        known: Knowledge,
+        **others: Any,
+    ) -> PlannedStep:
+        """Plan one step."""
+        try:
+            return super().plan(step, lengths_tokens, job, known, **others)
+        except PlanError as error:
+            warnings.warn(
+                f"evaluation step {step}: {error}. It runs above the cap, in order of arrival",
+                stacklevel=2,
+            )
+            uncapped = replace(
+                self.policy, batching="arrival", max_tokens_per_micro_batch=sum(lengths_tokens)
+            )
+            return super().plan(step, lengths_tokens, job, known, policy=uncapped, **others)
+
+
 def evaluation_scheduler(
     *,
     job: Job,
@@ -216,15 +246,15 @@ def evaluation_scheduler(
     dense: bool,
     clock: Callable[[], float],
 ) -> Scheduler:
-    """Plans evaluation steps: order of arrival, never tuned, so that losses are comparable.
+    """Plans evaluation steps.
 
     Args:
         dense: whether budgets cover all blocks of the longest sample, in place of base budgets.
     """
     base_budget = coverage.max_blocks if dense else policy.base_budget
-    planner = StepPlanner(
+    planner = EvaluationPlanner(
         job=job,
-        policy=replace(policy, batching="arrival", tuning="off", base_budget=base_budget),
+        policy=replace(policy, tuning="off", base_budget=base_budget),
         cost=cost,
         coverage=coverage,
         global_batch_size=global_batch_size,

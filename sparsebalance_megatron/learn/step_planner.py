@@ -121,6 +121,7 @@ class StepPlanner:
         later_lengths_tokens: Sequence[int] = (),
         placement: Placement | None = None,
         pinned_LS: np.ndarray | None = None,
+        policy: PlanPolicy | None = None,
     ) -> PlannedStep:
         """Plan one step.
 
@@ -129,6 +130,7 @@ class StepPlanner:
             lengths_tokens: of the step's samples, in order of arrival.
             samples: their training samples; None numbers them from 0.
             later_lengths_tokens, placement, pinned_LS: see :class:`.PlanInputs`.
+            policy: of this step; None is that of the run.
 
         Raises:
             PlanError: no plan exists, naming the sample or the number that does not fit.
@@ -137,7 +139,7 @@ class StepPlanner:
         inputs = PlanInputs(
             lengths_tokens=tuple(lengths_tokens),
             job=job,
-            policy=self.policy,
+            policy=policy or self.policy,
             cost=self._cost,
             scales=known.scales,
             coverage=known.coverage,

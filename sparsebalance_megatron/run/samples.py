@@ -8,15 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from sparsebalance_megatron.data.sample_order import Samples
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
 from sparsebalance_megatron.learn.measurement import RankPlace
+from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler, evaluation_scheduler
 from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.megatron.sequence_groups import make_sequence_groups
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.step_plan import StepPlan
-from sparsebalance_megatron.run.inputs import CostedInputs
+from sparsebalance_megatron.run.inputs import CostedInputs, Inputs
 from sparsebalance_megatron.run.micro_batches import (
     MicroBatchIterator,
     RowPacking,
@@ -85,22 +88,9 @@ class DataSamples:
         self, index: Samples, vp_stage: int | None = None, *, consumed_samples: int
     ) -> MicroBatchIterator:
         """Micro-batches of validation or test samples, at base budgets."""
-        settings, job = self._inputs.settings, self._inputs.job
-        batch_size = settings.eval_global_batch_size or settings.global_batch_size
-        micro_batch_size = settings.eval_micro_batch_size or settings.micro_batch_size
-        micro_batches = batch_size // (micro_batch_size * settings.data_parallel_size)
-        schedule = evaluation_scheduler(
-            job=replace(job, micro_batches=micro_batches),
-            policy=self._inputs.policy,
-            cost=self._inputs.cost,
-            coverage=self.scheduler.coverage,
-            index=index,
-            global_batch_size=batch_size,
-            dense=self._inputs.config.eval_attention == "dense",
-            clock=time.perf_counter,
-        )
+        batch_size = evaluation_batch_size(self._inputs)
         return self._iterator(
-            schedule,
+            make_evaluation_scheduler(self._inputs, index, self.scheduler.coverage),
             index,
             vp_stage,
             training=False,
@@ -144,3 +134,42 @@ def make_scheduler(inputs: CostedInputs) -> Scheduler:
         batch_sizes=sizes,
         worker=ThreadPoolExecutor(1, "sparse-balance-plan") if config.planning == "ahead" else None,
     )
+
+
+def evaluation_batch_size(inputs: Inputs) -> int:
+    """Samples of an evaluation step."""
+    return inputs.settings.eval_global_batch_size or inputs.settings.global_batch_size
+
+
+def make_evaluation_scheduler(
+    inputs: CostedInputs, index: Samples, coverage: CoverageCurves
+) -> Scheduler:
+    """What plans evaluation on samples.
+
+    Args:
+        coverage: the curves of the training run.
+    """
+    settings, batch_size = inputs.settings, evaluation_batch_size(inputs)
+    micro_batch_size = settings.eval_micro_batch_size or settings.micro_batch_size
+    micro_batches = batch_size // (micro_batch_size * settings.data_parallel_size)
+    return evaluation_scheduler(
+        job=replace(inputs.job, micro_batches=micro_batches),
+        policy=inputs.policy,
+        cost=inputs.cost,
+        coverage=coverage,
+        index=index,
+        global_batch_size=batch_size,
+        dense=inputs.config.eval_attention == "dense",
+        clock=time.perf_counter,
+    )
+
+
+def largest_evaluation_step(
+    inputs: CostedInputs, index: Samples, coverage: CoverageCurves
+) -> PlannedStep:
+    """The plan of the evaluation step with most tokens, among those of an epoch."""
+    batch_size = evaluation_batch_size(inputs)
+    steps = -(-index.counts.samples // batch_size)
+    lengths = index.lengths_of(index.global_batch(0, steps * batch_size))
+    largest = int(np.reshape(lengths, (steps, batch_size)).sum(axis=1).argmax())
+    return make_evaluation_scheduler(inputs, index, coverage).planned(largest)
