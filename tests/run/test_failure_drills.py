@@ -64,6 +64,7 @@ def finished(directory: Path, disk_full: TrainingRun) -> TrainingRun:
 def test_a_killed_rank_ends_the_others(directory: Path, killed: TrainingRun) -> None:
     assert killed.exit_code != 0
     assert "SIGKILL" in killed.output
+    assert "nothing was heard from rank 1" in killed.output
     assert len(killed.losses) == KILLED_IN_STEP
     assert _saved_step(directory) >= SAVE_INTERVAL
 

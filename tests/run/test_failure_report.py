@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from argparse import Namespace
 
@@ -110,6 +111,23 @@ def test_a_rank_that_reaches_nobody_reports_itself(capfd: pytest.CaptureFixture[
     asked, told = capfd.readouterr().err.splitlines()
     assert asked == "sparse balance: other ranks cannot be asked: connection refused"
     assert "rank 1 on" in told
+
+
+def test_a_rank_that_was_terminated_is_named_and_its_echo_is_not() -> None:
+    failures = [failure(1, "Terminated", waited=True), failure(0, "RuntimeError: ", waited=True)]
+    assert describe(failures, 2) == "rank 1 on node1 ended in iteration 7 by Terminated"
+    assert describe(failures[:1], 3).startswith(
+        "SIGTERM came to rank 1 in iteration 7; nothing was heard from ranks 0, 2"
+    )
+
+
+def test_sigterm_is_reported_and_ends_the_process(capfd: pytest.CaptureFixture[str]) -> None:
+    args = Namespace(rank=0, world_size=1, save=None)
+    with pytest.raises(SystemExit) as raised, failure_report(args):
+        signal.raise_signal(signal.SIGTERM)
+    assert raised.value.code == 143
+    assert "rank 0 on" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_interruptions_are_not_reported(capfd: pytest.CaptureFixture[str]) -> None:
