@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entry point with a fault, named by the first two arguments; the rest is the command line.
 
-``kill STEP`` ends rank 1 with SIGKILL in the middle of that step (the first is 0), together with
-the processes that Megatron's checkpoint writer has left it, which nobody would end otherwise.
+``kill STEP`` ends rank 1 with SIGKILL in the middle of that step (the first is 0).
 ``leave STEP`` ends it there with exit code 0, so that nobody ends the others; ``stop STEP`` stops
 it there, as a hang does, and lets collectives time out after 20 s. ``reader STEP`` and
 ``plan STEP`` let what reads its rows, or plans its steps, raise; ``digest STEP`` lets it execute
@@ -117,7 +116,7 @@ def limit_files(size_bytes: int) -> None:
 
 
 FAULTS = {
-    "kill": lambda step: at(step, lambda: os.killpg(os.getpgrp(), signal.SIGKILL)),
+    "kill": lambda step: at(step, lambda: os.kill(os.getpid(), signal.SIGKILL)),
     "leave": lambda step: at(step, lambda: os._exit(0)),
     "stop": lambda step: at(step, lambda: os.kill(os.getpid(), signal.SIGSTOP)),
     "reader": raise_in_reader,

@@ -60,6 +60,25 @@ def test_evaluation_and_a_checkpoint_do_not_depend_on_cp_sizes(
     assert len(found) >= 2
 
 
+@pytest.mark.parametrize(
+    ("micro_batch_size", "cap"),
+    [
+        (1, (*WIDE, "--sparse-balance-max-tokens-per-micro-batch", "128")),
+        (2, ("--sparse-balance-max-tokens-per-micro-batch", "256")),
+    ],
+)
+def test_evaluation_keeps_the_cap_of_training(
+    micro_batch_size: int, cap: tuple[str, ...], documents: Path
+) -> None:
+    """Samples of up to 250 tokens lie on both ranks, or two of them are balanced under the cap."""
+    evaluate = ("--split", "60,40,0", "--eval-iters", "2", "--eval-interval", "1")
+    still = ("--lr", "1e-30", "--train-iters", "1", "--micro-batch-size", str(micro_batch_size))
+    one = train(1, documents, *evaluate, *still).require_success()
+    planned = ("--sparse-balance-batching", "makespan")
+    capped = train(2, documents, *evaluate, *still, *cap, *planned).require_success()
+    assert evaluated(capped) == pytest.approx(evaluated(one), rel=PRINTED_DIGITS)
+
+
 def evaluated(run: TrainingRun) -> list[float]:
     """Validation losses in the order they were printed."""
     found = re.findall(
