@@ -32,10 +32,10 @@ from sparsebalance_megatron.learn.host_job import HostJob
 from sparsebalance_megatron.learn.host_planner import HostPlanner
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.view.simulate.lengths import GENERATORS
-from sparsebalance_megatron.view.simulate.models import h200_cost, preset
+from sparsebalance_megatron.view.simulate.models import MODELS, counted_cost
 
 RANKS, SAMPLES, BLOCK_SIZE, CAP_TOKENS = 8, 128, 256, 65_536
-MODEL = preset("qwen2.5-7b")
+MODEL = MODELS["qwen2.5-7b"]
 SELECTION = "previous-block"
 OURS = "ours"
 WORKLOADS = ("longalign", "prolong")
@@ -123,7 +123,7 @@ def make_planner(stages: int, budget: int) -> HostPlanner:
         tuning="off",
         max_tokens_per_micro_batch=CAP_TOKENS,
     )
-    cost = h200_cost(MODEL, block_size=BLOCK_SIZE, selection=SELECTION)
+    cost = counted_cost(MODEL, block_size=BLOCK_SIZE, selection=SELECTION)
     return HostPlanner(config, job, cost=cost)
 
 

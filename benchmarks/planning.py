@@ -31,15 +31,11 @@ from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_plan import PlanPolicy, StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 from sparsebalance_megatron.view.simulate.lengths import MAX_TOKENS, longalign_like
-from sparsebalance_megatron.view.simulate.models import h200_cost
-from sparsebalance_megatron.view.simulate.setups import (
-    BASE_BUDGET,
-    BLOCK_SIZE,
-    default_policy,
-)
+from sparsebalance_megatron.view.simulate.models import MODELS, counted_cost
 
 LAYERS, STAGES = 36, 4
-COST = h200_cost("qwen2.5-3b", block_size=BLOCK_SIZE)
+BLOCK_SIZE = SparseBalanceConfig().block_size
+COST = counted_cost(MODELS["qwen2.5-3b"], block_size=BLOCK_SIZE)
 GOALS_MS = {(16, 4, 4): 10.0, (64, 8, 8): 20.0, (16384, 1024, 16): 1000.0}
 """(samples, ranks, micro-batches) to CPU ms."""
 SAMPLES = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -147,15 +143,7 @@ def bound_ratios(coverage: CoverageCurves, seeds: int) -> Iterator[dict[str, Any
 
 
 def _policy(samples: int) -> PlanPolicy:
-    return replace(
-        default_policy(
-            block_size=BLOCK_SIZE,
-            base_budget=BASE_BUDGET,
-            coverage_threshold=0.1,
-            cap_tokens=samples * MAX_TOKENS,
-        ),
-        coverage_target=SparseBalanceConfig().coverage_target,
-    )
+    return PlanPolicy.from_config(SparseBalanceConfig(), samples * MAX_TOKENS)
 
 
 def _plan(

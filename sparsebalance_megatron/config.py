@@ -27,9 +27,11 @@ RecomputeAttention = Literal["keep", "again"]
 Planning = Literal["ahead", "on-demand"]
 AttentionImplementation = Literal["auto", "triton", "blocks", "tokens", "reference"]
 Router = Literal["auto", "triton", "torch"]
+CountedDevice = Literal["a100", "h100", "h200", "b200"]
 
 
 DEFAULT_SELECTION = "token-query-head"
+DEFAULT_COUNTED_DEVICE: CountedDevice = "h200"
 
 MAX_BLOCKS = 2**24
 """Largest budget: beyond any document, and far from where 32-bit indices of blocks overflow."""
@@ -37,8 +39,8 @@ MAX_BLOCKS = 2**24
 RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "coverage_slack": (lambda slack: 0.0 <= slack < 1.0, "must lie in [0, 1)"),
     "gigabytes_per_second": (
-        lambda bandwidth: 0.0 < bandwidth < float("inf"),
-        "must be finite and above 0",
+        lambda bandwidth: 1e-3 <= bandwidth <= 1e5,
+        "must be 0.001 to 100000 GB/s",
     ),
     "block_size": (
         lambda tokens: 1 <= tokens <= 2**20 and 2**20 % tokens == 0,
@@ -111,8 +113,8 @@ class SparseBalanceConfig:
 
     plan_ms: float | None = None
     """Search for makespan batching, in ms of a typical core, counted in simulated operations.
-    Default: 2 % of the predicted step, 10 % where cp_sizes are planned; raise it where plans stay
-    far above their lower bound."""
+    Default: 2 % of the predicted step, 7 % where micro-batches are packed, 10 % where cp_sizes are
+    planned; raise it where plans stay far above their lower bound."""
 
     planning: Planning = "ahead"
     """When a step is planned: while the one before it runs, or when it begins (on-demand). Choose
@@ -162,6 +164,10 @@ class SparseBalanceConfig:
     cost_table: str | None = None
     """Cost table measured by `sparse-balance profile`, or auto to measure at start-up on rank 0.
     Give one to train: without it, costs are counted operations."""
+
+    counted_device: CountedDevice = DEFAULT_COUNTED_DEVICE
+    """Device at whose rates operations are counted where there is no cost table. Name the one that
+    you train on; `plan`, `simulate` and `advise` have the same flag and default."""
 
     gigabytes_per_second: float | None = None
     """Rate at which ranks that share a micro-batch receive keys and values; default: that of the

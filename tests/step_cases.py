@@ -75,7 +75,7 @@ def planned_step(scales: StageScales | None = None) -> PlannedStep:
         lengths_tokens=LENGTHS_TOKENS,
         job=JOB,
         policy=policy,
-        cost=CostModel.analytic(SHAPE, BLOCK_SIZE, flops_per_ms=1e6),
+        cost=CostModel.analytic(SHAPE, BLOCK_SIZE),
         scales=scales,
         coverage=CoverageCurves(JOB.layers, 16, 0.9),
     )

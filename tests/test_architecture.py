@@ -19,7 +19,9 @@ MAX_LINES = 600
 SPDX = "# SPDX-License-Identifier: Apache-2.0"
 
 
-OPEN_TO_ALL = ("config", "errors", "json_file", "selector_registry", "__version__")
+OPEN_TO_ALL = (
+    *("config", "errors", "json_file", "selector_registry", "text_table", "__version__"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,7 @@ class ImportRule:
 IMPORT_RULES = {
     "plan": ImportRule(outside=("numpy",), inside=("plan", "cost")),
     "learn": ImportRule(outside=("numpy",), inside=("learn", "plan", "cost")),
-    "cost": ImportRule(outside=("numpy", "scipy"), inside=("cost",)),
+    "cost": ImportRule(outside=("msgspec", "numpy", "scipy"), inside=("cost",)),
     "attention": ImportRule(outside=("numpy", "torch", "triton"), inside=("attention",)),
     "megatron": ImportRule(
         outside=("megatron", "numpy", "torch"),
@@ -70,7 +72,7 @@ IMPORT_RULES = {
     "convert/megatron_": ImportRule(outside=("torch",), inside=("convert", "megatron")),
     "convert": ImportRule(outside=("msgspec", "safetensors", "torch"), inside=("convert",)),
     "view/simulate": ImportRule(
-        outside=("msgspec", "numpy", "rich"), inside=("cost", "learn", "plan", "view.simulate")
+        outside=("msgspec", "numpy"), inside=("cost", "learn", "plan", "view.simulate")
     ),
     "view/report": ImportRule(
         outside=("jinja2", "numpy", "rich", "scipy"), inside=("learn", "log", "plan", "view.report")
@@ -89,6 +91,7 @@ IMPORT_RULES = {
     "errors.py": ImportRule(),
     "selector_registry.py": ImportRule(),
     "json_file.py": ImportRule(outside=("msgspec",)),
+    "text_table.py": ImportRule(),
     "__init__.py": ImportRule(),
 }
 """By the beginning of a path; the first that fits counts."""

@@ -24,7 +24,7 @@ from harness import TIMEOUT_S, free_port
 from torch.distributed.run import get_args_parser
 
 from sparsebalance_megatron import cli
-from sparsebalance_megatron.view.simulate.presets import preset
+from sparsebalance_megatron.view.simulate.models import MODELS as PRESETS
 
 REPOSITORY = Path(__file__).parents[1]
 EXAMPLES = sorted(path.name for path in (REPOSITORY / "examples").glob("*.sh"))
@@ -255,6 +255,30 @@ def test_a_cluster_is_advised(work: Path, name: str, model: str) -> None:
     assert choice["dense_tokens_share"] == 1.0 and choice["step_ms"] > 0
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MODELS)
+def test_advice_and_dry_run_predict_the_same(work: Path, name: str) -> None:
+    """The same samples, rates, budgets and policy give the same time and memory."""
+    variables = one_process(COST_TABLE="auto", DATA="small", BLEND="small", SEQ_LENGTH="512")
+    budget, context = ("64", "4") if name == "cluster_8b_128k.sh" else ("32", "1")
+    ranks = "64" if name in CLUSTER else "32"
+    planned = run_step(name, "--sparse-balance-dry-run", ranks, directory=work, variables=variables)
+    grid = ("--gpus", ranks, "--block-sizes", "256", "--base-budgets", budget)
+    micro = re.search(r"samples in (\d+) micro-batches", planned)
+    assert micro is not None
+    one = (*grid, "--context-parallel-sizes", context, "--micro-batches", micro[1])
+    model = {"MODEL": MODELS[name]}
+    advised = run_step(name, "advise", *one, directory=work, variables=variables | model)
+    (row,) = re.findall(rf"^ *256 +{budget} +{micro[1]} +{context} .*$", advised, re.M)
+    later = re.search(r"later steps: ([\d,.]+) ms", planned)
+    assert later is not None and later[1] in row.split()
+    stages = [
+        re.findall(r"(stages? [\d-]+): ([\d.]+) = ", " ".join(text.split()))
+        for text in (planned, advised)
+    ]
+    assert stages[0] == stages[1] != []
+
+
 def test_cluster_scripts_compare_two_runs_that_share_nothing_but_samples(tmp_path: Path) -> None:
     programs, log = recorders(tmp_path / "programs", "torchrun")
     for step in (["baseline", "--exit-interval", "20"], ["--exit-interval", "20"]):
@@ -304,7 +328,7 @@ def test_cpu_quickstart_trains(work: Path) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_model_is_the_public_one(name: str, tmp_path: Path) -> None:
-    public = preset(MODELS[name])
+    public = PRESETS[MODELS[name]]
     shape = public.shape
     programs, log = recorders(tmp_path / "programs", "torchrun")
     run_script(name, directory=tmp_path, path_first=programs)

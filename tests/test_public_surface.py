@@ -33,6 +33,7 @@ FLAGS: dict[str, tuple[Any, Any]] = {
     ),
     "--sparse-balance-plan-ms": (float | None, None),
     "--sparse-balance-coverage-slack": (float, 0.0),
+    "--sparse-balance-counted-device": (("a100", "h100", "h200", "b200"), "h200"),
     "--sparse-balance-gigabytes-per-second": (float | None, None),
     "--sparse-balance-planning": (("ahead", "on-demand"), "ahead"),
     "--sparse-balance-tuning": (("off", "anchor", "makespan"), "makespan"),

@@ -83,6 +83,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         subparser = subparsers.add_parser(name, help=help_line, formatter_class=HelpFormatter)
         if name == chosen:
             _module(name).add_flags(subparser)
+    for word in own:
+        # argparse of Python 3.12 ends in a traceback at it.
+        if word.startswith("--") and word.endswith("=--"):
+            parser.error(f"{word}: -- is no value; give one after =")
     arguments = parser.parse_args(own)
     if passed_on and arguments.command not in TAKES_FLAGS_AFTER_DASHES:
         parser.error(f"{arguments.command} takes no flags after --: drop {' '.join(passed_on)}")

@@ -88,4 +88,4 @@ def progress_bar[T](items: Sequence[T], *, command: str, unit: str, extra: str) 
         raise OutputError(
             f"{command} needs tqdm: pip install 'sparsebalance-megatron[{extra}]'"
         ) from error
-    yield from tqdm(items, desc=command, unit=unit)
+    yield from tqdm(items, desc=command, unit=unit, disable=None)

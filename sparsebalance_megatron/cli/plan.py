@@ -3,60 +3,60 @@
 
 from __future__ import annotations
 
-import json
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 
-from sparsebalance_megatron.cli.output import open_console
 from sparsebalance_megatron.cli.workload_flags import (
     add_lengths_flags,
     add_model_flag,
+    add_output_flags,
     add_planning_flags,
-    check_at_least_one,
-    check_data_flags,
-    check_seed,
+    check_flags,
+    check_seq_length_splits,
     lengths_in_order,
-    sharing_of,
+    max_cp_size,
+    outcomes_as_json,
+    print_json,
+    print_wrapped,
 )
-from sparsebalance_megatron.config import check_range
+from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.cost.fit import measured_cost_model
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.learn.prediction import Workload
 from sparsebalance_megatron.plan.job import whole_parts
-from sparsebalance_megatron.view.simulate.hf_sizes import model_named
-from sparsebalance_megatron.view.simulate.lengths import WorkloadError
-from sparsebalance_megatron.view.simulate.models import cost_of, with_bandwidth
-from sparsebalance_megatron.view.simulate.setups import batches_of, default_policy, workload
-from sparsebalance_megatron.view.simulate.tables import show_variants
+from sparsebalance_megatron.text_table import terminal_columns
+from sparsebalance_megatron.view.simulate.lengths import WorkloadError, batches_of
+from sparsebalance_megatron.view.simulate.models import counted_cost, model_named
+from sparsebalance_megatron.view.simulate.setups import shared_job, workload
+from sparsebalance_megatron.view.simulate.tables import variant_lines
 from sparsebalance_megatron.view.simulate.variants import (
     ALL_ROWS,
     BASELINE,
+    ROWS_HELP,
     Variant,
-    Workload,
     evaluate,
     unhideable_steps,
+    variants_of,
 )
 
 DEFAULT_MODEL = "qwen2.5-3b"
-
-_CHECKED = (
-    *("base_budget", "block_size", "coverage_threshold", "max_tokens_per_micro_batch", "plan_ms"),
-)
-"""Flags named after fields of the config, which says what they may be."""
 
 
 def add_flags(parser: ArgumentParser) -> None:
     """Add the flags of ``plan``."""
     parser.description = (
         "Plan global batches drawn in order from a file of lengths, or from stored documents, and "
-        "predict their step times. Coverage is the prior (k/n)^0.35: no training run is read."
+        "predict their step times. Coverage is the prior (k/n)^0.35: no training run is read. "
+        f"Rows: {ROWS_HELP}"
     )
     add_lengths_flags(parser)
     parser.add_argument("--dp", type=int, required=True, help="data-parallel ranks")
     parser.add_argument("--pp", type=int, required=True, help="pipeline stages")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (with --model)")
+    parser.add_argument("--tp", type=int, help="tensor-parallel ranks; default: 1, or the table's")
     parser.add_argument("--micro-batches", type=int, required=True, help="per rank and step")
     parser.add_argument("--global-batch", type=int, help="samples; default: dp x micro-batches")
     costs = parser.add_mutually_exclusive_group()
@@ -79,14 +79,14 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--base-budget", type=int, default=32, metavar="BLOCKS", help="budget before tuning"
     )
-    parser.add_argument("--block-size", type=int, default=256, help="with --model, tokens")
+    parser.add_argument("--block-size", type=int, help="tokens; default: 256, or the table's")
     parser.add_argument("--max-tokens-per-micro-batch", type=int, help="default: no cap")
     parser.add_argument("--plan-ms", type=float, help="search effort; default: 2 %% of the step")
-    add_planning_flags(parser, steps=20)
+    add_planning_flags(parser)
     parser.add_argument(
         "--seed", type=int, help="shuffle --lengths first; default: as filed; or of --data-path"
     )
-    parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+    add_output_flags(parser, steps=20)
 
 
 def run(arguments: Namespace) -> int:
@@ -96,44 +96,36 @@ def run(arguments: Namespace) -> int:
         ConfigError: if a value is out of its range.
         WorkloadError: if the lengths, sizes or costs do not make a workload.
         PlanError: if a batch has no placement under the cap.
-        OutputError: if rich is not installed.
     """
+    check_flags(arguments)
+    check_seq_length_splits(arguments)
     planned = _workload(arguments)
     outcomes = evaluate(planned, _variants(arguments, planned), time.perf_counter)
     unhideable = unhideable_steps(planned)
     if arguments.json:
-        found = {
-            "steps": len(planned.batches),
-            "costs": planned.cost.source,
-            "steps_with_unhideable_sample": unhideable,
-            "variants": {name: asdict(each) for name, each in outcomes.items()},
-        }
-        print(json.dumps(found, indent=2))
+        found = outcomes_as_json(outcomes, unhideable, len(planned.batches))
+        print_json(found | {"costs": planned.cost.source})
         return 0
-    console = open_console(", or use --json")
-    show_variants(console, f"{len(planned.batches)} steps; predicted", outcomes)
-    console.print(f"costs: {planned.cost.source}", markup=False, highlight=False)
-    console.print(f"steps with a sample that no placement hides: {unhideable}")
+    print(f"{len(planned.batches)} steps; predicted")
+    print("\n".join(variant_lines(outcomes, terminal_columns())))
+    print_wrapped(
+        [
+            f"costs: {planned.cost.source}",
+            f"steps with a sample that no placement hides: {unhideable}",
+        ]
+    )
     return 0
 
 
 def _variants(arguments: Namespace, planned: Workload) -> Mapping[str, Variant]:
     """The chosen combination beside the baseline, or everything."""
     if arguments.batching is None and arguments.tuning is None:
-        return planned.variants()
-    chosen = Variant(
-        batching=arguments.batching or "makespan", tuning=arguments.tuning or "makespan"
-    )
+        return variants_of(planned)
+    chosen = Variant(arguments.batching or "makespan", arguments.tuning or "makespan")
     return {BASELINE: ALL_ROWS[BASELINE], f"{chosen.batching}+{chosen.tuning}": chosen}
 
 
 def _workload(arguments: Namespace) -> Workload:
-    check_at_least_one(arguments, "dp", "pp", "tp", "micro_batches", "steps")
-    for name in _CHECKED:
-        if (value := getattr(arguments, name)) is not None:
-            check_range(name, value, f"--{name.replace('_', '-')}")
-    check_seed(arguments.seed)
-    check_data_flags(arguments)
     sizes = {"--dp": arguments.dp, "--micro-batches": arguments.micro_batches}
     batch = arguments.global_batch
     if batch is None:
@@ -142,32 +134,59 @@ def _workload(arguments: Namespace) -> Workload:
     lengths = lengths_in_order(arguments, arguments.steps * batch)
     if arguments.data_path is None and arguments.seed is not None:
         lengths = np.random.default_rng(arguments.seed).permutation(lengths)
-    batches = batches_of(lengths[: arguments.steps * batch], batch)
-    if not batches:
-        raise WorkloadError(f"{arguments.lengths}: {len(lengths)} lengths, a step needs {batch}")
-    sharing = sharing_of(arguments, arguments.dp)
-    cost, layers = cost_of(
-        model_named(DEFAULT_MODEL if arguments.model is None else arguments.model),
-        cost_table=arguments.cost_table,
-        layers=arguments.layers,
-        block_size=arguments.block_size,
-        tensor_parallel_size=arguments.tp,
-    )
+    cp_limit = max_cp_size(arguments, arguments.dp)
+    cost, layers = _costs(arguments)
     longest = int(lengths.max())
-    policy = default_policy(
-        block_size=cost.block_size,
-        base_budget=arguments.base_budget,
-        coverage_threshold=arguments.coverage_threshold,
-        cap_tokens=arguments.max_tokens_per_micro_batch or longest * batch,
-    )
     return workload(
-        batches,
-        layers=layers,
-        ranks=arguments.dp,
-        stages=arguments.pp,
-        micro_batches=arguments.micro_batches,
-        policy=replace(policy, anchor=arguments.anchor, plan_ms=arguments.plan_ms),
-        cost=with_bandwidth(cost, arguments.gigabytes_per_second),
+        batches_of(lengths, batch, arguments.steps),
+        job=shared_job(
+            arguments.context_parallel_size,
+            layers=layers,
+            ranks=arguments.dp,
+            stages=arguments.pp,
+            micro_batches=arguments.micro_batches,
+        ),
+        config=SparseBalanceConfig(
+            block_size=cost.block_size,
+            base_budget=arguments.base_budget,
+            coverage_threshold=arguments.coverage_threshold,
+            anchor=arguments.anchor,
+            plan_ms=arguments.plan_ms,
+        ),
+        cap_tokens=arguments.max_tokens_per_micro_batch or longest * batch,
+        max_cp_size=cp_limit,
+        cost=cost,
         longest_tokens=longest,
-        sharing=sharing,
     )
+
+
+def _costs(arguments: Namespace) -> tuple[CostModel, int]:
+    """Costs and number of layers: of a measured table, or else of a public model.
+
+    Raises:
+        CostTableError: the table cannot be used, or was measured for other flags.
+        WorkloadError: the number of layers is missing.
+    """
+    if arguments.cost_table is None:
+        model = model_named(arguments.model or DEFAULT_MODEL)
+        cost = counted_cost(
+            model,
+            block_size=arguments.block_size or SparseBalanceConfig().block_size,
+            tensor_parallel_size=arguments.tp or 1,
+            device=arguments.counted_device,
+        )
+        layers = arguments.layers or model.layers
+    else:
+        layers = arguments.layers
+        if layers is None:
+            raise WorkloadError(
+                f"--cost-table {arguments.cost_table}: costs are per layer; add --layers"
+            )
+        given = {"block_size": arguments.block_size, "shape.tensor_parallel_size": arguments.tp}
+        cost = measured_cost_model(
+            arguments.cost_table,
+            {name: value for name, value in given.items() if value is not None},
+        )
+    if arguments.gigabytes_per_second is not None:
+        cost = cost.with_bandwidth(arguments.gigabytes_per_second)
+    return cost, layers

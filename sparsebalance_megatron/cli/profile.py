@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,8 @@ from sparsebalance_megatron.cli.output import (
 from sparsebalance_megatron.config import ConfigError
 
 if TYPE_CHECKING:
-    from sparsebalance_megatron.cost.model import CostModel, FitError
+    from sparsebalance_megatron.cost.fit import FitError
+    from sparsebalance_megatron.cost.model import CostModel
     from sparsebalance_megatron.cost.parts import Direction, Part
     from sparsebalance_megatron.cost.table import CostTable
 
@@ -62,8 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if not arguments.passed_on:
         raise ConfigError("profile: give training's flags after --, at least the model's")
-    if arguments.threads < 1:
-        raise ConfigError(f"--threads {arguments.threads}: must be at least 1")
+    cores = os.cpu_count() or 1
+    if not 1 <= arguments.threads <= cores:
+        raise ConfigError(f"--threads {arguments.threads}: must be 1 to {cores}, this host's cores")
     # Before minutes of measuring.
     with writing(arguments.output):
         if arguments.output.is_dir():
@@ -72,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Torch and Megatron take seconds, which neither --help nor a wrong flag should cost.
     import torch
 
-    from sparsebalance_megatron.cost.model import CostModel, fit_errors, held_out_errors
+    from sparsebalance_megatron.cost.fit import fit_cost_model, fit_errors, held_out_errors
     from sparsebalance_megatron.profile.cells import FULL, QUICK
     from sparsebalance_megatron.profile.profile import profile
 
@@ -88,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     with writing(arguments.output):
         table.save(arguments.output)
     print(f"{arguments.output}: {len(table.rows)} measurements")
-    model = CostModel.fit(table)
+    model = fit_cost_model(table)
     if table.exchanges:
         print(_exchange_report(table, model))
     print(_report("the fitted cost model", fit_errors(model, table)))

@@ -3,21 +3,45 @@
 
 from __future__ import annotations
 
+import json
 from argparse import ArgumentParser, Namespace, _ActionsContainer
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 
+from sparsebalance_megatron.config import (
+    DEFAULT_COUNTED_DEVICE,
+    RANGES,
+    CountedDevice,
+    check_range,
+)
+from sparsebalance_megatron.plan.job import check_cp_sizes, default_max_cp_size
+from sparsebalance_megatron.text_table import terminal_columns, wrapped
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError, read_lengths
-from sparsebalance_megatron.view.simulate.presets import MODELS
-from sparsebalance_megatron.view.simulate.variants import Sharing
+from sparsebalance_megatron.view.simulate.models import MODELS
+from sparsebalance_megatron.view.simulate.setups import RANKS_PER_NODE
+from sparsebalance_megatron.view.simulate.variants import Outcome
 
 _DEFAULT_SEED = 1234
 """Megatron's ``--seed``."""
 
+_LEAST_BLOCK_TOKENS = 16
+"""Kernels multiply no smaller tiles."""
+
+_MOST = {
+    **dict.fromkeys(("dp", "gpus", "micro_batches", "global_batch"), 10**6),
+    **dict.fromkeys(("pp", "tp", "layers", "steps"), 10**4),
+    "seq_length": 2**30,
+    "gpu_memory": 10**6,
+}
+"""Flag, as an attribute -> its largest value; the least is 1, or above 0 for a fraction."""
+
 
 def add_model_flag(parser: _ActionsContainer, *, required: bool = False) -> None:
-    """Add ``--model``, which :func:`.hf_sizes.model_named` reads."""
+    """Add ``--model``, which :func:`.models.model_named` reads."""
     parser.add_argument(
         "--model",
         metavar="NAME",
@@ -54,18 +78,26 @@ def add_data_flags(parser: ArgumentParser, instead: _ActionsContainer) -> None:
     )
 
 
-def add_bandwidth_flag(parser: ArgumentParser) -> None:
-    """Add ``--gigabytes-per-second``."""
+def add_output_flags(parser: ArgumentParser, *, steps: int) -> None:
+    """Add ``--counted-device``, ``--gigabytes-per-second``, ``--steps`` and ``--json``."""
+    parser.add_argument(
+        "--counted-device",
+        choices=get_args(CountedDevice),
+        default=DEFAULT_COUNTED_DEVICE,
+        help="at whose rates operations are counted without a cost table",
+    )
     parser.add_argument(
         "--gigabytes-per-second",
         type=float,
         metavar="X",
         help="what a rank receives keys and values with; default: as measured, or 50",
     )
+    parser.add_argument("--steps", type=int, default=steps, help="global batches to plan")
+    parser.add_argument("--json", action="store_true", help="JSON instead of a table")
 
 
-def add_planning_flags(parser: ArgumentParser, *, steps: int) -> None:
-    """Add the flags of how variants are planned: coverage, context parallelism, steps."""
+def add_planning_flags(parser: ArgumentParser) -> None:
+    """Add the flags of how variants are planned: coverage and context parallelism."""
     parser.add_argument(
         "--coverage-threshold",
         type=float,
@@ -87,59 +119,53 @@ def add_planning_flags(parser: ArgumentParser, *, steps: int) -> None:
         help="ranks that may share a sample where that is planned; default: 8 at most with C "
         "above 1, else 1",
     )
-    add_bandwidth_flag(parser)
-    parser.add_argument("--steps", type=int, default=steps, help="global batches to plan")
 
 
-def sharing_of(arguments: Namespace, ranks: int) -> Sharing:
-    """What the flags of context parallelism say, for data-parallel x context-parallel ranks.
+def check_flags(arguments: Namespace) -> None:
+    """Refuse numbers that no job has.
 
     Raises:
-        WorkloadError: a size does not fit the ranks.
+        ConfigError, WorkloadError: naming the flag, its value and its range.
     """
-    return Sharing.of(ranks, arguments.context_parallel_size, arguments.max_context_parallel)
+    for name, value in vars(arguments).items():
+        if value is None or name == "max_context_parallel":
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        field = "block_size" if name == "block_sizes" else name.removesuffix("s")
+        for number in value if isinstance(value, list) else [value]:
+            if field in RANGES or name in RANGES:
+                check_range(name if name in RANGES else field, number, flag)
+            if field == "block_size" and number < _LEAST_BLOCK_TOKENS:
+                raise WorkloadError(f"{flag} {number}: must be at least {_LEAST_BLOCK_TOKENS}")
+        for number in value if isinstance(value, list) else [value]:
+            most = _MOST.get(name)
+            if most is not None and not (0 if isinstance(number, float) else 1) <= number <= most:
+                raise WorkloadError(f"{flag} {number}: must be 1 to {most}")
+    if arguments.seed is not None and arguments.seed < 0:
+        raise WorkloadError(f"--seed {arguments.seed}: must be at least 0")
 
 
-def check_at_least_one(arguments: Namespace, *names: str) -> None:
-    """Raise :class:`WorkloadError` for the first of some flags that is below 1."""
-    for name in names:
-        if getattr(arguments, name) < 1:
-            raise WorkloadError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: below 1")
+def max_cp_size(arguments: Namespace, ranks: int) -> int:
+    """How many ranks may share a micro-batch, of data-parallel x context-parallel ranks.
 
-
-def check_seed(seed: int | None) -> None:
-    """Raise :class:`WorkloadError` for a ``--seed`` that no generator takes."""
-    if seed is not None and seed < 0:
-        raise WorkloadError(f"--seed {seed}: must be at least 0")
-
-
-def check_data_flags(arguments: Namespace) -> None:
-    """Raise :class:`WorkloadError` if ``--seq-length`` is below 1, or splits nothing."""
-    if arguments.seq_length is None:
-        return
-    if arguments.data_path is None:
-        raise WorkloadError("--seq-length splits stored documents; add --data-path, or drop it")
-    if arguments.seq_length < 1:
-        raise WorkloadError(f"--seq-length {arguments.seq_length}: must be at least 1 token")
+    Raises:
+        ConfigError: a context-parallel size does not fit the ranks.
+    """
+    size, largest = arguments.context_parallel_size, arguments.max_context_parallel
+    if largest is None:
+        largest = default_max_cp_size(ranks, size, RANKS_PER_NODE)
+    check_cp_sizes(ranks, size, largest, limit="--max-context-parallel")
+    return int(largest)
 
 
 def lengths_in_order(arguments: Namespace, samples: int) -> np.ndarray:
-    """Tokens of the samples of ``--lengths`` or ``--data-path``, as steps take them.
+    """Tokens of the samples of ``--lengths`` or ``--data-path``, as steps take them, int64.
 
     Raises:
         DataError, WorkloadError: a file or the blend cannot be read.
     """
-    if arguments.data_path is not None:
-        return stored_lengths(arguments, samples)
-    return read_lengths(arguments.lengths)
-
-
-def stored_lengths(arguments: Namespace, samples: int) -> np.ndarray:
-    """Tokens of the first samples that training on ``--data-path`` would read, int64.
-
-    Raises:
-        DataError: a file or the blend cannot be read.
-    """
+    if arguments.data_path is None:
+        return read_lengths(arguments.lengths)
     from sparsebalance_megatron.data.blend import parse_blend
     from sparsebalance_megatron.data.blend_index import index_lengths
 
@@ -149,3 +175,31 @@ def stored_lengths(arguments: Namespace, samples: int) -> np.ndarray:
         seed=_DEFAULT_SEED if arguments.seed is None else arguments.seed,
     )
     return index.lengths_of(index.global_batch(0, samples))
+
+
+def check_seq_length_splits(arguments: Namespace) -> None:
+    """Raise :class:`WorkloadError` if ``--seq-length`` has no documents to split."""
+    if arguments.seq_length is not None and arguments.data_path is None:
+        raise WorkloadError("--seq-length splits stored documents; add --data-path, or drop it")
+
+
+def outcomes_as_json(
+    outcomes: Mapping[str, Outcome], unhideable: int, steps: int
+) -> dict[str, Any]:
+    """The part of the JSON that ``plan`` and ``simulate`` have in common."""
+    return {
+        "steps": steps,
+        "steps_with_unhideable_sample": unhideable,
+        "variants": {name: asdict(each) for name, each in outcomes.items()},
+    }
+
+
+def print_json(document: Mapping[str, Any]) -> None:
+    """Print a document."""
+    print(json.dumps(document, indent=2))
+
+
+def print_wrapped(sentences: Sequence[str]) -> None:
+    """Print sentences, each from a line of its own."""
+    for sentence in sentences:
+        print("\n".join(wrapped(sentence, terminal_columns())))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it takes that several ranks share one row: keys and values travel, work splits unevenly."""
+"""What it costs that ranks share a micro-batch: keys and values travel, work splits unevenly."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ def gigabytes_per_second(ms_per_byte: float) -> float:
 
 
 def received_bytes(tokens: float, cp_size: int, bytes_per_token: float) -> float:
-    """Bytes that each of ``cp_size`` ranks receives of a row of so many tokens, gathering it
-    once."""
+    """Bytes that each of ``cp_size`` ranks receives when it gathers a micro-batch once."""
     return tokens * bytes_per_token * (cp_size - 1) / cp_size
 
 
@@ -42,9 +41,9 @@ class Exchange:
         bytes_per_token: keys and values of a token in a layer, on one tensor-parallel rank.
         gradient_bytes_per_token: likewise, of their gradients.
         ms_per_byte: of what a rank receives.
-        cp_size_slowness: (cp_size, factor) in rising order: micro-batches so wide take ``factor``
-            times as long for a byte, as where they reach beyond a node. A cp_size between two takes
-            the wider one's factor, one beyond all the last; without any, all cp_sizes are alike.
+        cp_size_slowness: (cp_size, factor) in rising order: at this cp_size a byte takes ``factor``
+            times as long, as where ranks of several nodes share. A cp_size between two takes the
+            larger one's factor, one beyond all the last; without any, all cp_sizes are alike.
         loss: by which share the work of a rank exceeds an even split of the whole.
     """
 
@@ -56,7 +55,7 @@ class Exchange:
 
     @classmethod
     def of(cls, kv_heads: int, head_dim: int, dtype: str = "bfloat16") -> Exchange:
-        """That of a model, at the nominal bandwidth.
+        """The exchange of a model, at the nominal bandwidth.
 
         Args:
             kv_heads: of a tensor-parallel rank.
@@ -81,17 +80,13 @@ class Exchange:
             raise ValueError(f"exchange: cp_size_slowness has cp_sizes {cp_sizes}, which must rise")
 
     def ms_per_token(self, direction: Direction) -> float:
-        """Ms per token and layer of a micro-batch so wide that ranks receive all of it.
-
-        A micro-batch takes :meth:`received_share` of that.
-        """
+        """Ms per token and layer if a rank received all tokens; see :meth:`received_share`."""
         backward = direction is Direction.BACKWARD
         received = self.bytes_per_token + backward * self.gradient_bytes_per_token
         return received * self.ms_per_byte
 
     def received_share(self, cp_size: int) -> float:
-        """Part of ``ms_per_token`` that a micro-batch takes: (W - 1) / W, times the slowness of its
-        cp_size."""
+        """Part of ``ms_per_token`` that a micro-batch takes: (c - 1) / c, times its slowness."""
         if cp_size == 1:
             return 0.0
         wider = (factor for known, factor in self.cp_size_slowness if known >= cp_size)

@@ -60,11 +60,8 @@ class MemoryModel:
         two norms per layer, one norm in all at the end.
         """
         shape, share = self.shape, 1.0 / self.shape.tensor_parallel_size
-        heads, groups = shape.num_attention_heads, shape.num_query_groups
-        attention = shape.hidden_size * shape.head_dim * 2 * (heads + groups)
-        mlp = shape.hidden_size * shape.ffn_hidden_size * (3 if shape.gated_linear_unit else 2)
-        layer = (attention + mlp) * share + 2 * shape.hidden_size
-        embedding = shape.hidden_size * shape.vocab_size * share
+        layer = shape.layer_weights * share + 2 * shape.hidden_size
+        embedding = shape.vocabulary_weights * share
         first, last = stage == 0, stage == self.stages - 1
         embeddings = int(first) + int(last and not (first and self.tied_embeddings))
         return (

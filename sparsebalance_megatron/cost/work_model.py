@@ -3,6 +3,8 @@
 
 Cost and plan know of a selection only what stands here. Another selection, whose lists grow
 otherwise with the budget, brings a model of its own.
+
+Shape legend: S samples or documents of a micro-batch.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from sparsebalance_megatron.selector_registry import load_work_model
+
+FEATURES = ("micro_batches", "sequences", "tokens", "block_pairs", "visible_block_pairs")
+"""Order of the feature vector; every entry adds up over the documents of a micro-batch."""
 
 
 class WorkModel(Protocol):
@@ -139,3 +144,21 @@ def work_model_named(name: str) -> WorkModel:
     """
     found: WorkModel = load_work_model(name)
     return found
+
+
+def features(
+    lengths_tokens: ArrayLike, budgets_blocks: ArrayLike, block_size: int, work: WorkModel
+) -> np.ndarray:
+    """[5] float64: what the cost of a micro-batch is affine in, in the order of :data:`FEATURES`.
+
+    Args:
+        lengths_tokens: [S], one length per document.
+        budgets_blocks: [S] or one budget for all; infinity for dense attention.
+        block_size: tokens per block.
+        work: what the selection computes.
+    """
+    lengths_S = np.asarray(lengths_tokens, dtype=np.float64)
+    blocks_S = lengths_S / block_size
+    pairs = work.attended_pairs(blocks_S, budgets_blocks).sum()
+    visible = work.visible_pairs(blocks_S).sum()
+    return np.array([1.0, lengths_S.size, lengths_S.sum(), pairs, visible])

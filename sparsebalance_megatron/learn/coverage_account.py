@@ -25,12 +25,12 @@ class CoverageAccount:
 
     Args:
         global_batch_size: samples of a step; of the largest where they differ.
-        mean_over: what a sample counts in the sum: 1, or its tokens over the mean of its step.
+        mean_over: what a sample counts in the sum: 1, or its tokens.
         slack: by how much mean coverage may be below that of base budgets.
         steps: of a horizon; None is as many as plans look ahead.
 
     Attributes:
-        deficit: coverage lost over all steps; negative is a surplus.
+        deficit: coverage lost over all steps, by what samples count; negative is a surplus.
     """
 
     def __init__(
@@ -44,6 +44,8 @@ class CoverageAccount:
         self._mean_over = mean_over
         self._slack = slack
         self._base_mean: float | None = None
+        self._sample_weight = 1.0
+        """What a sample counts; by tokens the mean of the first step, so that limits stay."""
         self._samples = global_batch_size
         self._steps = steps or horizon_steps(global_batch_size)
 
@@ -51,9 +53,13 @@ class CoverageAccount:
         """Enter a step, if any coverage was measured."""
         totals = measured.coverage
         if totals.count:
-            limit = _MAX_DEFICIT * self._samples * self._steps
-            lost = totals.lost_by_token if self._mean_over == "tokens" else totals.lost
-            deficit = self.deficit + (lost - self._slack) * len(planned.samples)
+            lost, weight = totals.lost, 1.0
+            if self._mean_over == "tokens":
+                lost, weight = totals.lost_by_token, totals.tokens / totals.count
+                if self._base_mean is None:
+                    self._sample_weight = weight
+            deficit = self.deficit + (lost - self._slack) * len(planned.samples) * weight
+            limit = _MAX_DEFICIT * self._horizon_weight
             self.deficit = min(max(deficit, -limit), limit)
             self._base_mean = totals.base_mean
 
@@ -66,14 +72,23 @@ class CoverageAccount:
         """
         headroom = 0.0 if self._base_mean is None else 1.0 - self._base_mean
         reserve = min(_RESERVE, _RESERVE_OF_HEADROOM * headroom)
-        wanted = self.deficit + reserve * self._samples * self._steps
+        wanted = self.deficit + reserve * self._horizon_weight
         return wanted if self._steps > 1 else wanted / 2
 
+    @property
+    def _horizon_weight(self) -> float:
+        return self._sample_weight * self._samples * self._steps
+
     def state_dict(self) -> dict[str, float | None]:
-        """The deficit, and the coverage of base budgets that the reserve follows."""
-        return {"deficit": self.deficit, "base_mean": self._base_mean}
+        """The deficit, what a sample counts, and the coverage of base budgets."""
+        return {
+            "deficit": self.deficit,
+            "sample_weight": self._sample_weight,
+            "base_mean": self._base_mean,
+        }
 
     def load_state_dict(self, state: dict[str, float | None]) -> None:
         """Take over saved state."""
         self.deficit = float(state["deficit"] or 0.0)
+        self._sample_weight = float(state["sample_weight"] or 1.0)
         self._base_mean = state["base_mean"]

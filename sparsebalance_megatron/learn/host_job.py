@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.cost.fit import configured_cost_model
 from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.cost.table import CostTable, ModelShape, RunIdentity
+from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.plan.job import Job
 
 
@@ -71,26 +71,7 @@ class HostJob(Job):
                 f"{flag_name('cost_table')} auto: a host's planner has nothing to measure; give a "
                 "table of `sparse-balance profile`"
             )
-        if config.cost_table is None:
-            warnings.warn(
-                f"no {flag_name('cost_table')}: latencies are counted operations, not "
-                "measurements; plans will be worse. Run `sparse-balance profile` with this "
-                "model's flags.",
-                stacklevel=3,
-            )
-            cost = CostModel.analytic(self.shape, config.block_size, selection=config.selection)
-        else:
-            table = CostTable.load(config.cost_table)
-            table.check_matches(
-                RunIdentity(
-                    device=table.identity.device,
-                    dtype=table.identity.dtype,
-                    block_size=config.block_size,
-                    selection=config.selection,
-                    shape=self.shape,
-                )
-            )
-            cost = CostModel.fit(table)
+        cost = configured_cost_model(config, self.shape, {})
         if self.frozen_weights:
             cost = cost.with_frozen_weights()
         return cost.with_recompute(full=self.recompute_all, attention_only=self.recompute_attention)

@@ -20,7 +20,7 @@ from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.placement.balance import Placement
+from sparsebalance_megatron.plan.placement.arrangement import Placement
 from sparsebalance_megatron.plan.step_plan import PlanError, PlanPolicy
 
 

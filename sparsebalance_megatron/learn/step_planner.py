@@ -27,7 +27,7 @@ from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.stage_calibration import Calibration
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.placement.balance import Placement
+from sparsebalance_megatron.plan.placement.arrangement import Placement
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_plan import PlanPolicy
 from sparsebalance_megatron.plan.step_problem import PlanInputs

@@ -52,8 +52,13 @@ class LogDirectory:
             existing = existing.parent
         if not existing.is_dir():
             raise self._error(f"{existing} is not a directory; name another")
-        if os.access(existing, os.W_OK | os.X_OK):
-            return None
+        try:
+            # Leaves nothing behind; os.access does not know file systems such as /proc.
+            with tempfile.TemporaryFile(dir=existing):
+                return None
+        except OSError as error:
+            if not isinstance(error, PermissionError):
+                raise self._error(f"cannot be written ({error.strerror}); name another") from error
         if existing == self.path:
             raise self._error("cannot be written (Permission denied); name another")
         return f"the log directory {self.path}, which does not exist here"

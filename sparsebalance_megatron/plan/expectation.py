@@ -22,7 +22,7 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
     """Times, balance and coverage of a placement with tuned budgets."""
     costs = problem.costs
     tuned_2SC = costs.sample_ms(tuned.budgets_LS)
-    times = problem.times(arrangement, tuned_2SC)
+    times = costs.micro_batch_ms(tuned_2SC, arrangement)
     times.ms_OR.flags.writeable = False
     forward_RPVM, backward_RPVM = times.by_micro_batch_2RPVM
     work_RPVM = forward_RPVM + backward_RPVM
@@ -52,11 +52,11 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
 
 def _lower_bound_ms(problem: StepProblem) -> float:
     """A bound for all placements of these samples at all budgets and cp_sizes that are allowed."""
-    wide = problem.plans_cp_sizes
-    bounded = problem if wide else problem.of_groups
+    bounded = problem if problem.plans_cp_sizes else problem.of_groups
     costs = bounded.costs
     floor_2SC = costs.sample_ms(bounded.budgets.allowed.floor_LS)
-    bounds = step_bounds(floor_2SC, costs, problem.policy.max_context_parallel if wide else 1)
+    limit = problem.policy.max_context_parallel if problem.plans_cp_sizes else 1
+    bounds = step_bounds(floor_2SC, costs, limit)
     nominal_ms = bounds.bound_ms * float(costs.slowness_RP.min())
     return max(nominal_ms, float(_mean_work_ms(bounded, floor_2SC).max()))
 

@@ -9,8 +9,8 @@ from functools import cached_property
 
 from sparsebalance_megatron.config import ConfigError, flag_name
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
+from sparsebalance_megatron.plan.pipeline.operation_times import PipelineGraph, graph_of
 from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule
-from sparsebalance_megatron.plan.pipeline.pipeline_graph import PipelineGraph, graph_of
 
 _DEFAULT_MAX_CP_SIZE = 8
 """Ranks. A packed sequence over more of them waits for its exchange more than it gains."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Micro-batches as wide as their samples ask for: where they lie, and their budgets.
+"""Micro-batches whose cp_sizes are planned: where they run, and their budgets.
 
 Shape legend: S samples of a global batch, R data-parallel ranks, C chunks; a leading 2: forward and
 backward.

@@ -14,11 +14,13 @@ from sparsebalance_megatron.config import Batching
 from sparsebalance_megatron.plan.budgets.policy import TunedBudgets
 from sparsebalance_megatron.plan.expectation import expectation
 from sparsebalance_megatron.plan.metrics import rounded_ms
-from sparsebalance_megatron.plan.placement.arrangement import Arrangement
-from sparsebalance_megatron.plan.placement.balance import Placement, arrival, balanced
+from sparsebalance_megatron.plan.placement.arrangement import Arrangement, Placement
+from sparsebalance_megatron.plan.placement.balance import arrival, balanced
+from sparsebalance_megatron.plan.placement.cp_size_moves import Rules
+from sparsebalance_megatron.plan.placement.cp_size_search import improve_cp_sizes
 from sparsebalance_megatron.plan.placement.search import improve
 from sparsebalance_megatron.plan.planned_cp_sizes import best_cp_sizes
-from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP
+from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP, SHARE_OF_STEP_FOR_PACKED
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError, StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
@@ -36,7 +38,7 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
 
     A placement that is given stays as it is, whatever its tokens, and only its budgets are chosen.
 
-    Every micro-batch is as wide as the job's context-parallel size, unless the policy lets cp_sizes
+    Every micro-batch has the job's context-parallel size, unless the policy lets cp_sizes
     be planned and batching is ``makespan``; then those that fit the samples are used where they
     give the shorter step. Tuning ``anchor`` has no cp_sizes to choose: the anchor is a
     micro-batch's latency.
@@ -159,14 +161,32 @@ def _candidates(problem: StepProblem) -> dict[Batching, Placement]:
             raise failures[-1] from None
     if batching == "makespan":
         start = found.get("latency") or next(iter(found.values()))
-        found["makespan"] = improve(
-            start,
-            problem.costs,
-            problem.expected_2SC,
-            cap_tokens=problem.cap_tokens,
-            plan_ms=problem.search_ms(Arrangement.of_groups(start), SHARE_OF_STEP),
-        )
+        found["makespan"] = _searched(problem, start)
     return found
+
+
+def _searched(problem: StepProblem, start: Placement) -> Placement:
+    """The best moves first; then, where micro-batches of a pipeline hold several samples, moves
+    that may lengthen the step a little."""
+    job, costs, cap_tokens = problem.job, problem.costs, problem.cap_tokens
+    packed = job.pipeline_stages > 1 and len(problem.lengths_tokens) > job.places
+    where = Arrangement.of_groups(start)
+    found = improve(
+        start,
+        costs,
+        problem.expected_2SC,
+        cap_tokens=cap_tokens,
+        plan_ms=problem.search_ms(where, SHARE_OF_STEP, parts=2 if packed else 1),
+    )
+    if not packed:
+        return found
+    return improve_cp_sizes(
+        Arrangement.of_groups(found),
+        costs,
+        problem.expected_2SC,
+        rules=Rules(cap_tokens=cap_tokens, max_cp_size=1),
+        plan_ms=problem.search_ms(where, SHARE_OF_STEP_FOR_PACKED, parts=2),
+    ).samples
 
 
 def _placement(batching: Batching, problem: StepProblem) -> Placement:

@@ -10,6 +10,10 @@ OPERATIONS_PER_MS = 80_000
 SHARE_OF_STEP = 0.02
 """Share of a step's time that searching its placement may take, during the step before."""
 
+SHARE_OF_STEP_FOR_PACKED = 0.05
+"""The same for what follows where micro-batches of a pipeline hold several samples: the search of
+the best moves ends early there, with 5 to 7 % left to gain."""
+
 SHARE_OF_STEP_FOR_WIDTHS = 0.10
 """Share of a step's time that search may take where cp_sizes are searched as well: ranks that wait
 for one another are simulated together, few candidates at a time."""

@@ -21,13 +21,13 @@ from functools import cached_property
 import numpy as np
 
 from sparsebalance_megatron.cost.exchange import Exchange
-from sparsebalance_megatron.cost.features import FEATURES
 from sparsebalance_megatron.cost.model import CostModel, Direction, Part
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.cost.work_model import WorkModel
+from sparsebalance_megatron.cost.work_model import FEATURES, WorkModel
 from sparsebalance_megatron.plan.context_groups import Members, first_places
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
+from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 _LAYER_PARTS = (Part.ATTENTION, Part.ROUTER, Part.LINEAR)
@@ -75,18 +75,17 @@ class StepCosts:
 
         A group is as slow as its slowest rank in every stage.
         """
-        cp_size, share = (
-            self.job.context_parallel_size,
-            self.share_W[self.job.context_parallel_size],
-        )
+        cp_size = self.job.context_parallel_size
         if cp_size == 1:
             return self
         slowness_RWP = self.slowness_RP.reshape(-1, cp_size, self.job.pipeline_stages)
         return replace(
             self,
             job=self.job.groups,
-            fixed_2SC=self.wide_ms(self.fixed_2SC, np.full(len(self.lengths_tokens_S), cp_size)),
-            pair_2C=share * self.pair_2C,
+            fixed_2SC=self.ms_at_cp_size(
+                self.fixed_2SC, np.full(len(self.lengths_tokens_S), cp_size)
+            ),
+            pair_2C=self.share_W[cp_size] * self.pair_2C,
             slowness_RP=slowness_RWP.max(axis=1),
         )
 
@@ -102,9 +101,8 @@ class StepCosts:
         cp_sizes = range(1, self.job.data_parallel_size + 1)
         return np.array([0.0, *map(self.exchange.received_share, cp_sizes)])
 
-    def wide_ms(self, sample_2SC: np.ndarray, cp_size_S: np.ndarray) -> np.ndarray:
-        """Ms of samples on each rank of micro-batches so wide, from those on a rank by itself, [2,
-        S, C].
+    def ms_at_cp_size(self, sample_2SC: np.ndarray, cp_size_S: np.ndarray) -> np.ndarray:
+        """[2, S, C] ms of samples on each rank that shares them, from those on a rank by itself.
 
         A part of the work, all that every sequence takes, and what it receives of the others.
         """
@@ -112,8 +110,8 @@ class StepCosts:
         received_S1 = self.received_W[cp_size_S][:, None]
         whole_21C = self.sequence_2C[:, None]
         shared_2SC = whole_21C + (sample_2SC - whole_21C) * share_S1
-        wide_2SC = shared_2SC + self.exchange_2SC * received_S1
-        return np.where(cp_size_S[:, None] > 1, wide_2SC, sample_2SC)
+        on_each_2SC = shared_2SC + self.exchange_2SC * received_S1
+        return np.where(cp_size_S[:, None] > 1, on_each_2SC, sample_2SC)
 
     @property
     def chunks(self) -> int:
@@ -146,21 +144,14 @@ class StepCosts:
             pairs_CS[chunk] += pairs_S
         return self.fixed_2SC + pairs_CS.T * self.pair_2C[:, None]
 
-    def micro_batch_ms(
-        self,
-        sample_2SC: np.ndarray,
-        micro_batch_of_S: np.ndarray,
-        cp_sizes_RM: np.ndarray,
-    ) -> OperationTimes:
-        """Times of the micro-batches; micro-batch ``r * M + m`` is micro-batch m of rank r.
+    def micro_batch_ms(self, sample_2SC: np.ndarray, where: Arrangement) -> OperationTimes:
+        """Times of the micro-batches; every rank of one takes as long as the slowest.
 
         Args:
             sample_2SC: ms of every sample on a rank by itself.
-            micro_batch_of_S: of the first rank of a micro-batch.
-            cp_sizes_RM: of the micro-batch that each rank takes part in. Every rank of a
-                micro-batch takes as long as the slowest.
         """
-        sample_2SC = self.wide_ms(sample_2SC, cp_sizes_RM.reshape(-1)[micro_batch_of_S])
+        micro_batch_of_S, cp_sizes_RM = where.micro_batch_of_S, where.cp_sizes_RM
+        sample_2SC = self.ms_at_cp_size(sample_2SC, cp_sizes_RM.reshape(-1)[micro_batch_of_S])
         micro_batch_2JC = np.tile(self.constant_2C[:, None], (1, self.job.places, 1))
         for micro_batch_JC, sample_SC in zip(micro_batch_2JC, sample_2SC, strict=True):
             np.add.at(micro_batch_JC, micro_batch_of_S, sample_SC)

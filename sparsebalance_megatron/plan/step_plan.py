@@ -37,9 +37,9 @@ class PlanPolicy:
 
     ``max_tokens_per_micro_batch``: of one rank's share. ``plan_ms``: of search; None follows the
     step.
-    ``context_parallel``: whether every micro-batch is as wide as the job's context-parallel size
-    (``static``), or as wide as the plan says (``dynamic``): 1, 2, 4, ... up to
-    ``max_context_parallel`` ranks, beginning at a multiple of its cp_size.
+    ``context_parallel``: whether every micro-batch has the job's context-parallel size
+    (``static``), or a cp_size from the plan (``dynamic``): 1, 2, 4, ... up to
+    ``max_context_parallel``.
     """
 
     batching: Batching
@@ -78,13 +78,12 @@ class PlanPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchPlan:
-    """One micro-batch: the samples packed into one row, in order, their budgets, and where the row
-    runs.
+    """One packed sequence: its samples in order, their budgets, and where it runs.
 
     ``samples``: positions in the global batch's order of arrival. ``lengths_tokens``: one per
     sample. ``budgets_LS``: KV blocks a query may read, int32, read-only, at least 1. ``position``:
-    of the rank's micro-batches. ``rank``, ``cp_size``: the row is shared by so many neighbouring
-    data-parallel ranks, of which ``rank`` is the first. ``pinned``: whether each sample's budgets
+    of the rank's micro-batches. ``cp_size``: so many neighbouring data-parallel ranks share
+    it, beginning at ``rank``, a multiple of ``cp_size``. ``pinned``: whether each sample's budgets
     were given, and are executed as they are; empty where none were.
     """
 
@@ -147,8 +146,8 @@ class StepPlan:
 
     Invariants, checked by :meth:`validate`: every sample of the global batch appears exactly once;
     every (rank, position) of the job is covered by exactly one micro-batch, and none is empty; no
-    rank's share of a micro-batch exceeds the token cap; budgets are positive and have one row per
-    layer.
+    rank's share of a micro-batch exceeds the token cap; budgets are positive, for
+    every layer.
     """
 
     step: int
@@ -213,16 +212,13 @@ class StepPlan:
                 f"step {self.step}: plan has {self.data_parallel_size} ranks, job "
                 f"{job.data_parallel_size}"
             )
-        layers = job.layers
         covered_RM = np.zeros((job.data_parallel_size, job.micro_batches), dtype=np.int64)
         seen: Counter[int] = Counter()
         for micro_batch in self.micro_batches:
-            place = f"step {self.step}, rank {micro_batch.rank}, micro-batch {micro_batch.position}"
-            _validate_place(micro_batch, job, place)
-            _validate_micro_batch(micro_batch, lengths_tokens, layers, policy, place)
-            covered_RM[
-                micro_batch.rank : micro_batch.rank + micro_batch.cp_size, micro_batch.position
-            ] += 1
+            rank, position = micro_batch.rank, micro_batch.position
+            if defect := _defect(micro_batch, lengths_tokens, job, policy):
+                raise PlanError(f"step {self.step}, rank {rank}, micro-batch {position}: {defect}")
+            covered_RM[rank : rank + micro_batch.cp_size, position] += 1
             seen.update(micro_batch.samples)
         if (covered_RM != 1).any():
             rank, position = np.argwhere(covered_RM != 1)[0]
@@ -236,44 +232,29 @@ class StepPlan:
             raise PlanError(f"step {self.step}: samples missing {missing}, repeated {repeated}")
 
 
-def _validate_place(micro_batch: MicroBatchPlan, job: Job, place: str) -> None:
-    if not is_power_of_two(micro_batch.cp_size):
-        raise PlanError(f"{place}: cp_size {micro_batch.cp_size} is no power of two")
-    if micro_batch.rank % micro_batch.cp_size:
-        raise PlanError(
-            f"{place}: a micro-batch of {micro_batch.cp_size} ranks begins at a multiple of its "
-            "cp_size"
-        )
-    if micro_batch.rank < 0 or micro_batch.rank + micro_batch.cp_size > job.data_parallel_size:
-        raise PlanError(
-            f"{place}: {micro_batch.cp_size} ranks from there are not all among the job's "
-            f"{job.data_parallel_size}"
-        )
+def _defect(
+    micro_batch: MicroBatchPlan, lengths_tokens: Sequence[int], job: Job, policy: PlanPolicy
+) -> str | None:
+    """The first thing that is wrong with a micro-batch by itself."""
+    rank, cp_size, samples = micro_batch.rank, micro_batch.cp_size, micro_batch.samples
+    cap_tokens = policy.max_tokens_per_micro_batch * cp_size
+    shape = job.layers, len(samples)
+    if not is_power_of_two(cp_size) or rank % cp_size:
+        return f"cp_size {cp_size} is no power of two, or rank {rank} no multiple of it"
+    if rank < 0 or rank + cp_size > job.data_parallel_size:
+        return f"{cp_size} ranks from there are not all among the job's {job.data_parallel_size}"
     if not 0 <= micro_batch.position < job.micro_batches:
-        raise PlanError(f"{place}: job has {job.micro_batches} micro-batches")
-
-
-def _validate_micro_batch(
-    micro_batch: MicroBatchPlan,
-    lengths_tokens: Sequence[int],
-    layers: int,
-    policy: PlanPolicy,
-    place: str,
-) -> None:
-    if not micro_batch.samples:
-        raise PlanError(f"{place}: empty")
-    cap_tokens = policy.max_tokens_per_micro_batch * micro_batch.cp_size
+        return f"job has {job.micro_batches} micro-batches"
+    if not samples:
+        return "empty"
     if micro_batch.tokens > cap_tokens:
-        raise PlanError(f"{place}: {micro_batch.tokens} tokens exceed the cap of {cap_tokens}")
-    if any(not 0 <= sample < len(lengths_tokens) for sample in micro_batch.samples):
-        raise PlanError(f"{place}: sample index outside the global batch")
-    expected_lengths = tuple(lengths_tokens[sample] for sample in micro_batch.samples)
-    if micro_batch.lengths_tokens != expected_lengths:
-        raise PlanError(f"{place}: lengths differ from the samples' lengths")
-    if micro_batch.budgets_LS.shape != (layers, len(micro_batch.samples)):
-        raise PlanError(
-            f"{place}: budgets have shape {micro_batch.budgets_LS.shape}, "
-            f"expected {(layers, len(micro_batch.samples))}"
-        )
+        return f"{micro_batch.tokens} tokens exceed the cap of {cap_tokens}"
+    if any(not 0 <= sample < len(lengths_tokens) for sample in samples):
+        return "sample index outside the global batch"
+    if micro_batch.lengths_tokens != tuple(lengths_tokens[sample] for sample in samples):
+        return "lengths differ from the samples' lengths"
+    if micro_batch.budgets_LS.shape != shape:
+        return f"budgets have shape {micro_batch.budgets_LS.shape}, expected {shape}"
     if micro_batch.budgets_LS.min() < 1:
-        raise PlanError(f"{place}: a budget is below 1 block")
+        return "a budget is below 1 block"
+    return None

@@ -26,10 +26,9 @@ from sparsebalance_megatron.plan.budgets.problem import BudgetProblem
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job, check_cp_sizes
 from sparsebalance_megatron.plan.metrics import rounded_ms
-from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.placement import balance
-from sparsebalance_megatron.plan.placement.arrangement import Arrangement
+from sparsebalance_megatron.plan.placement.arrangement import Arrangement, Placement
+from sparsebalance_megatron.plan.placement.balance import balanced
 from sparsebalance_megatron.plan.step_costs import StepCosts, step_costs
 from sparsebalance_megatron.plan.step_plan import PlanError, PlanPolicy
 
@@ -46,7 +45,8 @@ class PlanInputs:
 
     With the coverage target ``base``, coverage summed over this step's samples and the later ones
     exceeds that of the base budgets, less the policy's slack, by ``coverage_deficit``, or may fall
-    below it by as much if that is negative; this step's share follows from one price for all
+    below it by as much if that is negative. A sample counts 1 there, or its tokens if the policy's
+    mean is over tokens. This step's share follows from one price for all
     (:mod:`.budgets.price`), and is paid as far as a step at base budgets has the time.
     """
 
@@ -58,7 +58,7 @@ class PlanInputs:
     coverage: CoverageCurves
     coverage_deficit: float = 0.0
     later_lengths_tokens: tuple[int, ...] = ()
-    placement: balance.Placement | None = None
+    placement: Placement | None = None
     pinned_LS: np.ndarray | None = None
 
 
@@ -66,15 +66,15 @@ class PlanInputs:
 class StepProblem:
     """A step to plan: its samples with all that they cost, and how to judge where they go.
 
-    ``pricing``: of policies that trade coverage by a price. ``cap_tokens``: of a micro-batch one
-    rank of the job wide. ``placement``: None where the plan is to place the samples.
+    ``pricing``: of policies that trade coverage by a price. ``cap_tokens``: of a micro-batch
+    that one rank of the job runs alone. ``placement``: None where the plan is to place the samples.
     """
 
     lengths_tokens: tuple[int, ...]
     budgets: BudgetProblem
     pricing: Pricing | None
     cap_tokens: int
-    placement: balance.Placement | None = None
+    placement: Placement | None = None
 
     @classmethod
     def of(cls, inputs: PlanInputs) -> StepProblem:
@@ -169,10 +169,10 @@ class StepProblem:
         """Ms of every sample at the expected budgets."""
         return self.costs.sample_ms(self.expected_LS)
 
-    def balanced_by(self, budgets_LS: np.ndarray) -> balance.Placement:
+    def balanced_by(self, budgets_LS: np.ndarray) -> Placement:
         """Latency-balanced placement at these budgets."""
         forward_SC, backward_SC = self.costs.sample_ms(budgets_LS)
-        return balance.balanced(
+        return balanced(
             (forward_SC + backward_SC).sum(axis=1),
             self.lengths_tokens,
             self.job,
@@ -180,30 +180,26 @@ class StepProblem:
             self.costs.slowness_R,
         )
 
-    def tuned(self, placement: balance.Placement) -> TunedBudgets:
+    def tuned(self, placement: Placement) -> TunedBudgets:
         """Budgets of the placed samples."""
         return self.tuned_where(Arrangement.of_groups(placement))
 
     def tuned_where(self, arrangement: Arrangement) -> TunedBudgets:
         """Budgets of the placed samples."""
-        return tune(
-            self.budgets, arrangement.micro_batch_of_S, arrangement.cp_sizes_RM, self.pricing
-        )
-
-    def times(self, arrangement: Arrangement, sample_2SC: np.ndarray) -> OperationTimes:
-        """Times of every micro-batch, from the ms of every sample on a rank by itself."""
-        return self.costs.micro_batch_ms(
-            sample_2SC, arrangement.micro_batch_of_S, arrangement.cp_sizes_RM
-        )
+        return tune(self.budgets, arrangement, self.pricing)
 
     def makespans_ms(self, arrangement: Arrangement, sample_2SC: np.ndarray) -> np.ndarray:
         """[R] makespans, from the ms of every sample on a rank by itself."""
-        return makespans_ms(self.times(arrangement, sample_2SC))
+        return makespans_ms(self.costs.micro_batch_ms(sample_2SC, arrangement))
 
-    def search_ms(self, start: Arrangement, share: float) -> float:
-        """Ms of search: what the policy says, or a share of the step that search begins with."""
+    def search_ms(self, start: Arrangement, share: float, parts: int = 1) -> float:
+        """Ms of search: what the policy says, or a share of the step that search begins with.
+
+        Args:
+            parts: searches among which the policy's ms are divided.
+        """
         if self.policy.plan_ms is not None:
-            return self.policy.plan_ms
+            return self.policy.plan_ms / parts
         return share * rounded_ms(self.makespans_ms(start, self.expected_2SC).max())
 
 

@@ -11,17 +11,21 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import traceback
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 
 FLAG = flag_name("dry_run")
+_PREDICTED_STEPS = 2
+"""As many as ``sparse-balance advise`` plans by default, of the same samples."""
 
 
 def is_requested(argv: Sequence[str]) -> bool:
@@ -56,6 +60,7 @@ def run(argv: Sequence[str]) -> None:
 
 def _plan_and_print(device_type: str, argv: Sequence[str]) -> None:
     with _without_import_notices():
+        from sparsebalance_megatron.cost.fit import counted_cost_model
         from sparsebalance_megatron.log.log_directory import LogDirectory
         from sparsebalance_megatron.megatron.arguments import config_from_args
         from sparsebalance_megatron.megatron.settings import RunSettings
@@ -63,7 +68,6 @@ def _plan_and_print(device_type: str, argv: Sequence[str]) -> None:
         from sparsebalance_megatron.run.dry_run_report import describe
         from sparsebalance_megatron.run.inputs import (
             CostedInputs,
-            counted_cost_model,
             read_inputs,
         )
         from sparsebalance_megatron.run.samples import largest_evaluation_step, make_scheduler
@@ -80,11 +84,12 @@ def _plan_and_print(device_type: str, argv: Sequence[str]) -> None:
     settings = RunSettings.from_args(args)
     inputs = read_inputs(settings, config, device_type)
     if not isinstance(inputs, CostedInputs):
-        inputs = inputs.with_cost(counted_cost_model(settings, config))
+        inputs = inputs.with_cost(counted_cost_model(config, settings.shape))
         unchecked.append("costs: --sparse-balance-cost-table auto measures when training starts")
     scheduler = make_scheduler(inputs)
     first = scheduler.planned(0)
-    print("\n".join(describe(args, inputs, first, unchecked)), flush=True)
+    later = [step.plan for step in inputs.workload(_PREDICTED_STEPS).planned_steps()]
+    print("\n".join(describe(args, inputs, first, later, unchecked)), flush=True)
     if inputs.valid is not None:
         largest = largest_evaluation_step(inputs, inputs.valid, scheduler.coverage).plan
         tokens_RM = largest.rank_tokens_RM()
@@ -148,13 +153,32 @@ def _without_argument_dump() -> Iterator[None]:
             print(line)
 
 
+@contextmanager
+def _one_line_refusals() -> Iterator[None]:
+    """Turn what Megatron, or a tokenizer, raises at wrong flags into one :class:`ConfigError`.
+
+    This package's own errors pass.
+    """
+    try:
+        yield
+    except Exception as error:
+        if type(error).__module__.startswith("sparsebalance_megatron"):
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        reason = str(error).strip().partition("\n")[0] or frame.line
+        raise ConfigError(
+            f"Megatron refuses the flags ({Path(frame.filename).name}:{frame.lineno}): {reason}"
+        ) from error
+
+
 def _validated_args(
     device_type: str, argv: Sequence[str], report: Callable[[str], None]
 ) -> tuple[Namespace, list[str]]:
     """Megatron's arguments as training gets them, and what had to be left unchecked."""
     from sparsebalance_megatron.megatron.arguments import arguments_without_ranks
 
-    args = arguments_without_ranks(argv, on_cpu=device_type == "cpu", report=report)
+    with _one_line_refusals():
+        args = arguments_without_ranks(argv, on_cpu=device_type == "cpu", report=report)
     unchecked = [
         "whether memory suffices: it is counted below, not tried",
         "processes, the network and its libraries (NCCL)",

@@ -12,35 +12,39 @@ from dataclasses import replace
 
 import numpy as np
 
-from sparsebalance_megatron.cost.memory import MemoryModel, memory_lines, stage_memory
+from sparsebalance_megatron.cost.memory import memory_lines
 from sparsebalance_megatron.cost.model import COUNTED
-from sparsebalance_megatron.cost.work_model import work_model_named
 from sparsebalance_megatron.data.blend import read_blends
 from sparsebalance_megatron.learn.planned_step import PlannedStep
+from sparsebalance_megatron.learn.prediction import planned_memory
 from sparsebalance_megatron.megatron.compat import (
     megatron_version,
     weights_and_optimizer_bytes,
 )
-from sparsebalance_megatron.plan.step_plan import StepPlan
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
 from sparsebalance_megatron.run.inputs import CostedInputs, Inputs
+from sparsebalance_megatron.text_table import shown_ms, text_table
 
-_HEADER = ("rank", "micro-batch", "samples", "tokens", "budget min", "mean", "max", "predicted ms")
-_RANK_HEADER = ("ranks", "micro-batches", *_HEADER[2:])
 _WEIGHTS_SOURCE = (
     "weights, gradients and optimizer as Megatron's theoretical_memory_usage counts them"
 )
-_MOST_SLOTS = 32
-"""Above it the table has a row per rank, not per micro-batch."""
+_MOST_MICRO_BATCHES = 32
+"""With more, the table has a row per rank, not per micro-batch."""
 _MOST_RANKS = 16
 """Rows of that table: as many of the slowest and of the fastest ranks."""
 
 
 def describe(
-    args: Namespace, inputs: CostedInputs, planned: PlannedStep, unchecked: Sequence[str]
+    args: Namespace,
+    inputs: CostedInputs,
+    planned: PlannedStep,
+    later: Sequence[StepPlan],
+    unchecked: Sequence[str],
 ) -> list[str]:
     """Lines of text: what was checked, what was not, and the plan micro-batch by micro-batch.
 
     Args:
+        later: plans with coverage known, as :meth:`.CostedInputs.workload` predicts them.
         unchecked: what a dry run cannot know, one line each.
     """
     job, expected = inputs.job, planned.plan.expectation
@@ -68,16 +72,19 @@ def describe(
         "(rank: data-parallel and context-parallel; budgets: blocks, over layers and samples; ms: "
         "forward and backward, all stages)",
         "",
-        *_memory(args, inputs, planned.plan),
+        *_memory(args, inputs, later),
         "",
-        f"batching: {planned.plan.batching}, planned in {planned.plan_ms:.1f} ms",
-        f"makespan: {expected.makespan_ms:.4g} ms {_predicted(inputs)}, at least "
-        f"{expected.lower_bound_ms:.4g}"
+        f"batching: {planned.plan.batching}{_why(inputs, planned.plan)}, planned in "
+        f"{planned.plan_ms:.1f} ms",
+        f"makespan: {shown_ms(expected.makespan_ms)} ms {_predicted(inputs)}, at least "
+        f"{shown_ms(expected.lower_bound_ms)}"
         f" ms for any plan of this step ({_ratio(expected.makespan_ms, expected.lower_bound_ms)})",
         f"imbalance, max/mean: micro-batches {expected.imbalance_micro_batches:.3f}, rank sums "
         f"{expected.imbalance_rank_sums:.3f}, makespans {expected.imbalance_makespans:.3f}",
         f"computing, relative to fixed budgets: {expected.work_ratio:.1%}",
         f"coverage: {_coverage(expected.coverage_mean, expected.coverage_min)}",
+        f"later steps: {shown_ms(_mean_ms(later))} ms, mean of the first {len(later)} global "
+        "batches planned with coverage (k/n)^0.35, as `sparse-balance advise` predicts",
     ]
 
 
@@ -90,54 +97,69 @@ def _predicted(inputs: CostedInputs) -> str:
 
 def _micro_batches(planned: PlannedStep) -> list[str]:
     """Every micro-batch, or of many the ranks: alike ones once, those in the middle counted."""
-    if len(planned.plan.micro_batches) <= _MOST_SLOTS:
-        return _table(_HEADER, _rows(planned))
+    if len(planned.plan.micro_batches) <= _MOST_MICRO_BATCHES:
+        return text_table(_rows(planned))
     rows = _folded(_rank_rows(planned))
-    left_out = max(0, len(rows) - _MOST_RANKS)
-    if left_out:
-        half = _MOST_RANKS // 2
-        rows = [*rows[:half], *rows[-half:]]
-    lines = _table(_RANK_HEADER, rows)
-    if left_out:
-        lines.append(
-            f"(slowest ranks first; {left_out} rows between the {_MOST_RANKS // 2} slowest and the "
-            f"{_MOST_RANKS // 2} fastest are left out)"
-        )
-    return lines
+    left_out = len(rows) - _MOST_RANKS
+    if left_out <= 0:
+        return text_table(rows)
+    half = _MOST_RANKS // 2
+    return [
+        *text_table([*rows[:half], *rows[-half:]]),
+        f"(slowest ranks first; {left_out} rows between the {half} slowest and the {half} fastest "
+        "are left out)",
+    ]
 
 
-def _rank_rows(planned: PlannedStep) -> list[tuple[str, ...]]:
-    """One per rank, slowest first: what its micro-batches hold together; shared rows count as its
-    share of their tokens."""
-    plan, expected = planned.plan, planned.plan.expectation
-    rank_ms_R = (expected.times_2RPVM[0] + expected.times_2RPVM[1]).sum(axis=(1, 2, 3))
-    rows: list[tuple[str, ...]] = []
-    for rank in np.argsort(-rank_ms_R, kind="stable"):
-        micro_batches = plan.for_rank(int(rank)).micro_batches
-        budgets = np.concatenate([micro_batch.budgets_LS.ravel() for micro_batch in micro_batches])
-        rows.append(
-            (
-                str(rank),
-                str(len(micro_batches)),
-                str(sum(len(micro_batch.samples) for micro_batch in micro_batches)),
-                f"{round(plan.rank_tokens_RM()[rank].sum()):,}",
-                str(budgets.min()),
-                f"{budgets.mean():.1f}",
-                str(budgets.max()),
-                f"{rank_ms_R[rank]:.4g}",
-            )
-        )
+def _rows(planned: PlannedStep) -> list[dict[str, str]]:
+    """One per micro-batch; its time is forward and backward summed over all stages."""
+    ms_RM = planned.times_2RPVM.sum(axis=(0, 2, 3))
+    return [
+        {
+            "rank": str(each.rank)
+            if each.cp_size == 1
+            else f"{each.rank}-{each.rank + each.cp_size - 1}",
+            "micro-batch": str(each.position),
+            **_cells([each], each.tokens, float(ms_RM[each.rank, each.position])),
+        }
+        for each in planned.plan.micro_batches
+    ]
+
+
+def _rank_rows(planned: PlannedStep) -> list[dict[str, str]]:
+    """One per rank, slowest first: what its micro-batches hold together. A shared micro-batch
+    counts as the rank's share of its tokens."""
+    plan = planned.plan
+    rank_ms_R = planned.times_2RPVM.sum(axis=(0, 2, 3, 4))
+    tokens_R = plan.rank_tokens_RM().sum(axis=1)
+    rows = []
+    for rank in map(int, np.argsort(-rank_ms_R, kind="stable")):
+        micro_batches = plan.for_rank(rank).micro_batches
+        cells = _cells(micro_batches, round(tokens_R[rank]), float(rank_ms_R[rank]))
+        rows.append({"ranks": str(rank), "micro-batches": str(len(micro_batches)), **cells})
     return rows
 
 
-def _folded(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def _cells(micro_batches: Sequence[MicroBatchPlan], tokens: int, ms: float) -> dict[str, str]:
+    budgets = np.concatenate([each.budgets_LS.ravel() for each in micro_batches])
+    return {
+        "samples": str(sum(len(each.samples) for each in micro_batches)),
+        "tokens": f"{tokens:,}",
+        "budget min": str(budgets.min()),
+        "mean": f"{budgets.mean():.1f}",
+        "max": str(budgets.max()),
+        "predicted ms": shown_ms(ms),
+    }
+
+
+def _folded(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
     """Ranks whose rows say the same, in one row that names how many they are and the first."""
-    ranks: dict[tuple[str, ...], list[str]] = {}
-    for rank, *rest in rows:
-        ranks.setdefault(tuple(rest), []).append(rank)
+    alike: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for row in rows:
+        alike.setdefault(tuple(row.values())[1:], []).append(row)
     return [
-        (each[0] if len(each) == 1 else f"{len(each)} as {each[0]}", *rest)
-        for rest, each in ranks.items()
+        each[0] if len(each) == 1 else each[0] | {"ranks": f"{len(each)} as {each[0]['ranks']}"}
+        for each in alike.values()
     ]
 
 
@@ -149,34 +171,14 @@ def _data(inputs: CostedInputs) -> tuple[str, ...]:
     return lines if blend is None else (f"{blend.prefixes[0]}: {lines[0]}",)
 
 
-def _rows(planned: PlannedStep) -> list[tuple[str, ...]]:
-    """One per micro-batch; its time is forward and backward summed over all stages."""
-    expected = planned.plan.expectation
-    micro_batch_ms_RM = (expected.times_2RPVM[0] + expected.times_2RPVM[1]).sum(axis=(1, 2))
-    return [
-        (
-            str(micro_batch.rank)
-            if micro_batch.cp_size == 1
-            else f"{micro_batch.rank}-{micro_batch.rank + micro_batch.cp_size - 1}",
-            str(micro_batch.position),
-            str(len(micro_batch.samples)),
-            f"{micro_batch.tokens:,}",
-            str(micro_batch.budgets_LS.min()),
-            f"{np.mean(micro_batch.budgets_LS):.1f}",
-            str(micro_batch.budgets_LS.max()),
-            f"{micro_batch_ms_RM[micro_batch.rank, micro_batch.position]:.4g}",
-        )
-        for micro_batch in planned.plan.micro_batches
-    ]
+def _why(inputs: CostedInputs, plan: StepPlan) -> str:
+    """Why a simpler placement than the configured one is planned."""
+    asked = inputs.config.batching
+    return "" if plan.batching == asked else f" (of those that {asked} compares, the fastest here)"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Right-aligned columns."""
-    cp_sizes = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    return [
-        "  ".join(cell.rjust(cp_size) for cell, cp_size in zip(row, cp_sizes, strict=True))
-        for row in (header, *rows)
-    ]
+def _mean_ms(plans: Sequence[StepPlan]) -> float:
+    return float(np.mean([plan.expectation.makespan_ms for plan in plans]))
 
 
 def _ratio(value: float, bound: float) -> str:
@@ -189,34 +191,25 @@ def _coverage(mean: float | None, least: float | None) -> str:
     return f"mean {mean:.3f}, least {least:.3f}"
 
 
-def _memory(args: Namespace, inputs: Inputs, plan: StepPlan) -> list[str]:
-    """Lines of text: GiB per pipeline stage while the planned step runs."""
-    shape, job = inputs.settings.shape, inputs.job
-    most_blocks = max(int(micro_batch.budgets_LS.max()) for micro_batch in plan.micro_batches)
-    model = MemoryModel(
-        shape=shape,
-        layers_per_stage=tuple(sum(map(len, stage)) for stage in job.stage_layers),
-        virtual_stages=job.virtual_stages,
-        micro_batch_group_size=job.micro_batch_group_size,
+def _memory(args: Namespace, inputs: Inputs, plans: Sequence[StepPlan]) -> list[str]:
+    """Lines of text: GiB per pipeline stage in the planned step that needs most."""
+    settings = inputs.settings
+    counted = planned_memory(
+        plans,
+        inputs.job,
+        settings.shape,
+        selection=inputs.config.selection,
+        block_size=inputs.config.block_size,
         tied_embeddings=not args.untie_embeddings_and_output_weights,
-        sequence_parallel=inputs.settings.sequence_parallel,
+        sequence_parallel=settings.sequence_parallel,
         optimizer_ranks=args.data_parallel_size if args.use_distributed_optimizer else 1,
-        selected_blocks_per_token=work_model_named(inputs.config.selection).list_entries_per_token(
-            heads=shape.num_attention_heads,
-            groups=shape.num_query_groups,
-            block_size=inputs.config.block_size,
-            budget_blocks=most_blocks,
-        ),
-        recompute_all=inputs.settings.recompute_all,
-        recompute_attention=inputs.settings.recompute_attention,
+        recompute_all=settings.recompute_all,
+        recompute_attention=settings.recompute_attention,
         attention_kept=inputs.config.recompute_attention == "keep",
     )
-    weights = _weights_bytes(args, inputs)
     stages = [
         replace(memory, weights_bytes=of_stage)
-        for memory, of_stage in zip(
-            stage_memory(model, plan.rank_tokens_RM()), weights, strict=True
-        )
+        for memory, of_stage in zip(counted, _weights_bytes(args, inputs), strict=True)
     ]
     return memory_lines(stages, _WEIGHTS_SOURCE)
 

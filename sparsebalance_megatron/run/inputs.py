@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import platform
-import warnings
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -13,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
+from sparsebalance_megatron.cost.fit import configured_cost_model
 from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.cost.table import CostTable
-from sparsebalance_megatron.cost.table_doubts import doubts
 from sparsebalance_megatron.data.blend import Blend, read_blends
 from sparsebalance_megatron.data.blend_index import open_samples
 from sparsebalance_megatron.data.sample_order import Samples, SourceFacts
 from sparsebalance_megatron.data.samples import Split
+from sparsebalance_megatron.learn.prediction import Workload, prior_coverage
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
 from sparsebalance_megatron.plan.coverage import budget_grid
@@ -51,7 +50,7 @@ class Inputs:
         """All that a run needs.
 
         Args:
-            cost: without activation recomputation; that of the run is added.
+            cost: without activation recomputation; the run's recomputation and bandwidth are added.
         """
         settings = self.settings
         cost = cost.with_recompute(
@@ -59,6 +58,8 @@ class Inputs:
             attention_only=settings.recompute_attention,
             attention_kept=self.config.recompute_attention == "keep",
         )
+        if self.config.gigabytes_per_second is not None:
+            cost = cost.with_bandwidth(self.config.gigabytes_per_second)
         return CostedInputs(**vars(self) | {"cost": cost})
 
 
@@ -67,6 +68,21 @@ class CostedInputs(Inputs):
     """Inputs with the costs that plans are made from."""
 
     cost: CostModel
+
+    def workload(self, steps: int) -> Workload:
+        """The first training steps, with the prior of coverage: what later steps may be like."""
+        sizes, index = self.settings.batch_sizes, self.train
+        size = sizes.size_of(0)
+        return Workload(
+            batches=tuple(
+                tuple(index.lengths_of(index.global_batch(step * size, size)).tolist())
+                for step in range(steps)
+            ),
+            job=self.job,
+            policy=self.policy,
+            cost=self.cost,
+            coverage=prior_coverage(self.job.layers, self.grid[-1]),
+        )
 
 
 def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type: str) -> Inputs:
@@ -121,10 +137,10 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
     )
     if config.cost_table == AUTO:
         return inputs
-    cost = _cost_model(settings, config, device_type)
-    if config.gigabytes_per_second is not None:
-        cost = cost.with_bandwidth(config.gigabytes_per_second)
-    return inputs.with_cost(cost)
+    run = run_identity(settings.shape, settings.dtype, config, device_type).flat()
+    if config.dry_run is not None:  # not necessarily where training will run
+        del run["device"]
+    return inputs.with_cost(configured_cost_model(config, settings.shape, run))
 
 
 def max_cp_size(settings: RunSettings, config: SparseBalanceConfig) -> int:
@@ -201,27 +217,3 @@ def _samples(
         vocab_size=settings.shape.vocab_size,
         missing_loss_mask=config.missing_loss_mask,
     )
-
-
-def _cost_model(settings: RunSettings, config: SparseBalanceConfig, device_type: str) -> CostModel:
-    if config.cost_table is None:
-        warnings.warn(
-            f"no {flag_name('cost_table')}: latencies are counted operations, not measurements; "
-            "plans will be worse. Run `sparse-balance profile` with this model's flags.",
-            stacklevel=2,
-        )
-        return counted_cost_model(settings, config)
-    table = CostTable.load(config.cost_table)
-    identity = run_identity(settings.shape, settings.dtype, config, device_type)
-    if config.dry_run is not None:  # not necessarily where training will run
-        identity = replace(identity, device=table.identity.device)
-    table.check_matches(identity)
-    model = CostModel.fit(table)
-    for doubt in doubts(table, model):
-        warnings.warn(doubt, stacklevel=2)
-    return model
-
-
-def counted_cost_model(settings: RunSettings, config: SparseBalanceConfig) -> CostModel:
-    """Costs from counted operations: what there is where nothing was measured."""
-    return CostModel.analytic(settings.shape, config.block_size, selection=config.selection)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sparsebalance_megatron.config import flag_name
-from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.fit import fit_cost_model
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.log_directory import LogDirectory, LogDirectoryError
@@ -118,7 +118,7 @@ class Session:
         if not isinstance(inputs, CostedInputs):
             print_rank_0("sparse balance: measuring the model's layers on rank 0")
             table = shared_cost_table(inputs.settings.command_line or (), inputs.config.log_dir)
-            inputs = inputs.with_cost(CostModel.fit(table))
+            inputs = inputs.with_cost(fit_cost_model(table))
         check_ranks_agree(fingerprint(inputs), {"processor": processor()})
         if inputs.config.log_dir is not None:
             self._log_directory = LogDirectory(inputs.config.log_dir)

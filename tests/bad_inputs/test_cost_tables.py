@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from bad_inputs.judge import bounded, check_refused
 
+from sparsebalance_megatron.cost.fit import fit_cost_model
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import NEVER_TIMED, Direction, Part
 from sparsebalance_megatron.cost.table import CostTable, CostTableError
@@ -88,7 +89,7 @@ def document() -> dict[str, Any]:
 
 
 def load_and_fit(path: Path) -> CostModel:
-    return CostModel.fit(CostTable.load(path))
+    return fit_cost_model(CostTable.load(path))
 
 
 def test_the_undamaged_table_is_read(tmp_path: Path) -> None:

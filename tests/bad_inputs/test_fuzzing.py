@@ -28,7 +28,7 @@ from view.report.sample_run import SampleRun
 from sparsebalance_megatron.convert.hf_config import read_config
 from sparsebalance_megatron.convert.mapping import parameters
 from sparsebalance_megatron.convert.weight_files import INDEX, WHOLE, WeightFiles
-from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.fit import fit_cost_model
 from sparsebalance_megatron.cost.table import CostTable, CostTableError
 from sparsebalance_megatron.data.errors import DataError
 from sparsebalance_megatron.data.records import BadRecords, RecordFiles
@@ -55,7 +55,7 @@ def test_cost_tables(tmp_path: Path, damage: int) -> None:
         path.write_bytes(raw)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            CostModel.fit(CostTable.load(path))
+            fit_cost_model(CostTable.load(path))
 
     text = json.dumps(document(), indent=1).encode()
     assert check_reader(text, damage, read, CostTableError) > damage // 4

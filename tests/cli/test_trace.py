@@ -170,7 +170,7 @@ def test_predicted_slices_are_the_simulators(run_directory: Path, events: list[E
     threads = names(events, "thread_name")
     processes = names(events, "process_name")
     for rank in range(RUN.ranks):
-        events_of_rank = simulate(expectation.times.rank(rank))[0]
+        events_of_rank = simulate(expectation.times)[rank]
         expected = sorted(
             (
                 e.stage,

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
-from cost.cost_cases import predict_ms
+from cost.cost_cases import measured
 
-from sparsebalance_megatron.cost.model import CostModel, Direction, Part
-from sparsebalance_megatron.cost.table import CostRow, CostTable, ModelShape, RunIdentity
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.parts import Part
+from sparsebalance_megatron.cost.table import CostTable, ModelShape, RunIdentity
 
 BLOCK_SIZE = 128
 MIXES = ([256], [1000], [4096], [8192, 300], [128] * 16, [77] * 9, [16384], [2048, 4096, 513])
@@ -58,36 +58,4 @@ def planted() -> CostModel:
 @pytest.fixture
 def measure(identity: RunIdentity, planted: CostModel) -> Callable[..., CostTable]:
     """``measure(noise)``: a table of what ``planted`` takes, times log-normal noise."""
-
-    def build(noise: float = 0.0) -> CostTable:
-        rng = np.random.default_rng(0)
-        rows = []
-        for direction in Direction:
-            for part in Part:
-                if part is Part.ROUTER and direction is Direction.BACKWARD:
-                    continue
-                for lengths in MIXES:
-                    for budget in BUDGETS if part is Part.ATTENTION else (None,):
-                        row = CostRow(
-                            part=part,
-                            direction=direction,
-                            lengths_tokens=tuple(lengths),
-                            budget_blocks=budget,
-                            ms_median=1.0,
-                            ms_spread=0.01,
-                            repeats=5,
-                        )
-                        ms = predict_ms(
-                            planted, part, direction, row.features(BLOCK_SIZE, planted.work)
-                        )
-                        noisy_ms = float(ms * np.exp(noise * rng.standard_normal()))
-                        rows.append(CostRow(**(vars(row) | {"ms_median": noisy_ms})))
-        return CostTable(
-            identity=identity,
-            versions={"torch": "2.15.0", "megatron-core": "0.19.2"},
-            date="2026-01-31",
-            threads=1,
-            rows=tuple(rows),
-        )
-
-    return build
+    return lambda noise=0.0: measured(planted, identity, MIXES, budgets=BUDGETS, noise=noise)

@@ -14,7 +14,7 @@ from sparsebalance_megatron.cost.exchange import (
     ms_per_byte,
     received_bytes,
 )
-from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.fit import fit_cost_model
 from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.cost.table import CostTable, ExchangeRow
 
@@ -51,15 +51,15 @@ def test_costs_that_cannot_be(value: float) -> None:
 
 def test_measured_exchanges_give_the_time_of_a_byte(measure: Callable[..., CostTable]) -> None:
     """Relative errors count: the time lies between those of the two measurements."""
-    assert CostModel.fit(measure()).exchange.ms_per_byte == ms_per_byte(50.0)
+    assert fit_cost_model(measure()).exchange.ms_per_byte == ms_per_byte(50.0)
     rows = tuple(
         ExchangeRow(width=2, received_bytes=size, ms_median=ms, ms_spread=0.0, repeats=3)
         for size, ms in ((1_000_000, 0.1), (4_000_000, 0.32))
     )
     for chosen, lowest, highest in ((rows[:1], 1e-7, 1e-7), (rows, 0.8e-7, 1e-7)):
-        fitted = CostModel.fit(replace(measure(), exchanges=chosen)).exchange.ms_per_byte
+        fitted = fit_cost_model(replace(measure(), exchanges=chosen)).exchange.ms_per_byte
         assert lowest * (1 - 1e-5) <= fitted <= highest * (1 + 1e-5)
-    faster = CostModel.fit(measure()).with_bandwidth(200.0)
+    faster = fit_cost_model(measure()).with_bandwidth(200.0)
     assert faster.exchange.ms_per_byte == pytest.approx(ms_per_byte(50.0) / 4)
 
 
@@ -69,7 +69,7 @@ def test_widths_that_reach_beyond_a_node_are_slower(measure: Callable[..., CostT
         ExchangeRow(width=width, received_bytes=10**6, ms_median=ms, ms_spread=0.0, repeats=3)
         for width, ms in ((8, 0.4), (2, 0.01), (4, 0.012))
     )
-    model = CostModel.fit(replace(measure(), exchanges=rows))
+    model = fit_cost_model(replace(measure(), exchanges=rows))
     assert model.exchange.ms_per_byte == 1e-8
     shares = [model.exchange.received_share(width) for width in (1, 2, 3, 4, 8, 16)]
     assert shares == pytest.approx([0, 1 / 2, 1.2 * 2 / 3, 1.2 * 3 / 4, 40 * 7 / 8, 40 * 15 / 16])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Closed-form block pair counts against counting."""
+"""Closed-form block pair counts against counting; features add up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import cost as oracle
 
-from sparsebalance_megatron.cost.work_model import work_model_named
+from sparsebalance_megatron.cost.work_model import FEATURES, features, work_model_named
 from sparsebalance_megatron.selector_registry import BUILT_IN
 
 TOKENS = st.integers(0, 90)
@@ -82,3 +82,24 @@ def test_the_router_scores_what_selects() -> None:
     # 16 probes of a block with 8 heads and 64 keys.
     probed = dict.fromkeys(("vertical-slash", "vertical-slash-last-queries"), 8192)
     assert sizes == probed | {"previous-block": 2, "token-kv-head": 128, "token-query-head": 512}
+
+
+@settings(max_examples=50, deadline=None)
+@given(documents=st.lists(st.tuples(st.integers(1, 500), BUDGETS), min_size=2, max_size=6))
+def test_features_add_up_over_documents(documents: list[tuple[int, int]]) -> None:
+    lengths, budgets = zip(*documents, strict=True)
+    whole = features(lengths, budgets, 16, WORK)
+    parts = sum(features([tokens], budget, 16, WORK) for tokens, budget in documents)
+    one_micro_batch = np.array([len(documents) - 1, 0, 0, 0, 0])
+    np.testing.assert_allclose(whole, parts - one_micro_batch, rtol=1e-12)
+
+
+def test_feature_order() -> None:
+    row = dict(zip(FEATURES, features([256, 512], [1, 1], 256, WORK), strict=True))
+    assert row == {
+        "micro_batches": 1,
+        "sequences": 2,
+        "tokens": 768,
+        "block_pairs": 3,
+        "visible_block_pairs": 4,
+    }

@@ -25,16 +25,30 @@ def enter(account, *, base_mean, executed_mean):
     account.update(planned, step_measurement(NO_TIMES, **sums))
 
 
+def by_tokens(tokens, lost_tokens):
+    """A step of two samples and one layer."""
+    sums = {"executed_sum": 1.0, "base_sum": 1.0, "count": 2.0}
+    measured = step_measurement(NO_TIMES, **sums, tokens=tokens, lost_tokens=lost_tokens)
+    return SimpleNamespace(samples=range(2)), measured
+
+
 def test_tokens_may_count_instead_of_samples():
     """A long sample that lost 0.2 weighs three times a short one that gained 0.2."""
-    sums = {"executed_sum": 1.0, "base_sum": 1.0, "count": 2.0}
-    lost_tokens = 300 * 0.2 - 100 * 0.2
-    measured = step_measurement(NO_TIMES, **sums, tokens=400.0, lost_tokens=lost_tokens)
     by_sample, by_token = CoverageAccount(2), CoverageAccount(2, "tokens")
     for account in (by_sample, by_token):
-        account.update(SimpleNamespace(samples=range(2)), measured)
+        account.update(*by_tokens(400.0, 300 * 0.2 - 100 * 0.2))
     assert by_sample.deficit == 0.0
-    assert by_token.deficit == pytest.approx(0.1 * 2)
+    assert by_token.deficit == pytest.approx(300 * 0.2 - 100 * 0.2)
+
+
+def test_what_tokens_lost_adds_up_over_steps_of_other_lengths():
+    """The mean over all tokens counts, not the mean of the steps' means; also once saved."""
+    account, restored = CoverageAccount(2, "tokens"), CoverageAccount(2, "tokens")
+    for tokens, lost in ((4000.0, 40.0), (400.0, -30.0), (1000.0, 5.0)):
+        account.update(*by_tokens(tokens, lost))
+    assert account.deficit == pytest.approx(15.0)
+    restored.load_state_dict(account.state_dict())
+    assert restored.snapshot() == account.snapshot()
 
 
 def run(size, errors, *, delay):

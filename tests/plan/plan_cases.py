@@ -14,6 +14,7 @@ from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.orders import megatron_order
+from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import PlanPolicy
@@ -111,9 +112,16 @@ def costs_without_constants(job, samples):
     return replace(costs, constant_2C=nothing_2C, sequence_2C=nothing_2C)
 
 
-def alone(job):
-    """Every rank runs its micro-batches by itself."""
-    return unshared(job.data_parallel_size, job.micro_batches)
+def placed(micro_batch_of_S, job, cp_sizes_RM=None):
+    """Samples at places ``rank * M + position``, by default with no shared micro-batches."""
+    ranks, positions = job.data_parallel_size, job.micro_batches
+    samples = [[[] for _ in range(positions)] for _ in range(ranks)]
+    for sample, place in enumerate(micro_batch_of_S):
+        samples[place // positions][place % positions].append(sample)
+    return Arrangement(
+        samples=tuple(tuple(tuple(each) for each in rank) for rank in samples),
+        cp_sizes_RM=unshared(ranks, positions) if cp_sizes_RM is None else cp_sizes_RM,
+    )
 
 
 def flat(times_2RPVM, schedule=megatron_order, cp_sizes_RM=None):

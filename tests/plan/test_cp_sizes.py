@@ -16,6 +16,7 @@ from plan.plan_cases import (
     coverage_curves,
     flat,
     job_shape,
+    placed,
     planned,
     policy,
     random_cp_sizes,
@@ -289,7 +290,8 @@ def test_no_placement_beats_the_bound_of_wide_micro_batches(shape, seed, kind):
         places = np.unique(first_places(cp_sizes_RM))
         micro_batch_of_S = np.concatenate([places, generator.choice(places, samples - len(places))])
         generator.shuffle(micro_batch_of_S)
-        times = costs.micro_batch_ms(sample_2SC, micro_batch_of_S, cp_sizes_RM)
+        where = placed(micro_batch_of_S, given_["job"], cp_sizes_RM)
+        times = costs.micro_batch_ms(sample_2SC, where)
         assert makespans_ms(times).max() >= bound_ms * (1 - 1e-12)
 
 
@@ -354,7 +356,8 @@ def test_times_of_micro_batches_are_those_of_the_placement(shape, seed):
     cp_sizes_RM = random_cp_sizes(ranks, positions, ranks, seed)
     places = np.unique(first_places(cp_sizes_RM))
     micro_batch_of_S = generator.choice(places, sample_2SC.shape[1])
-    expected = costs.micro_batch_ms(sample_2SC, micro_batch_of_S, cp_sizes_RM).by_micro_batch_2RPVM
+    where = placed(micro_batch_of_S, problem.job, cp_sizes_RM)
+    expected = costs.micro_batch_ms(sample_2SC, where).by_micro_batch_2RPVM
     for place in places.tolist():
         rank, position = divmod(place, positions)
         held = np.flatnonzero(micro_batch_of_S == place).tolist()

@@ -11,17 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import plan as oracle
 from plan.plan_cases import (
-    alone,
     cost_model,
     coverage_curves,
     flat,
     job_shape,
+    placed,
     planned,
     policy,
     random_lengths,
 )
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan import planner
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.placement.balance import arrival
@@ -173,14 +174,12 @@ def test_times_contain_how_slow_a_device_is_and_work_does_not(shape, seed, tunin
     for place, micro_batch in enumerate(plan.micro_batches):
         budgets_LS[:, list(micro_batch.samples)] = micro_batch.budgets_LS
         micro_batch_of_S[list(micro_batch.samples)] = place
-    alone_RM = alone(given_["job"])
-    work = costs.micro_batch_ms(
-        costs.sample_ms(budgets_LS), micro_batch_of_S, alone_RM
-    ).by_micro_batch_2RPVM
+    where = placed(micro_batch_of_S, given_["job"])
+    work = costs.micro_batch_ms(costs.sample_ms(budgets_LS), where).by_micro_batch_2RPVM
     slowness = given_["scales"].slowness_RP[..., None, None]
     np.testing.assert_allclose(plan.expectation.times_2RPVM, work * slowness, rtol=1e-12)
     base_LS = np.full_like(budgets_LS, given_["policy"].base_budget)
-    base_work = costs.micro_batch_ms(costs.sample_ms(base_LS), micro_batch_of_S, alone_RM).ms_OR
+    base_work = costs.micro_batch_ms(costs.sample_ms(base_LS), where).ms_OR
     ratio = work.sum() / base_work.sum()
     assert plan.expectation.work_ratio == pytest.approx(ratio)
 
@@ -307,6 +306,16 @@ def test_published_latency_batching_is_not_searched():
     for rank in (0, 1):
         firsts = [micro_batch.samples[0] for micro_batch in plan.for_rank(rank).micro_batches]
         assert firsts == sorted(firsts), "slots run in the order of their first sample"
+
+
+def test_packed_micro_batches_are_searched_beyond_the_best_moves(monkeypatch):
+    lengths = np.random.default_rng(1).integers(200, 9000, 64).tolist()
+    given_ = arguments((2, 8, 4, 1), tuning="off", plan_ms=200.0) | {"lengths_tokens": lengths}
+    found = planned(**given_)
+    found.validate(lengths, given_["job"], given_["policy"])
+    monkeypatch.setattr(planner, "improve_cp_sizes", lambda where, *_, **__: where)
+    first = planned(**given_).expectation.makespan_ms
+    assert found.expectation.makespan_ms < 0.997 * first
 
 
 def test_search_follows_the_step_that_it_is_for():

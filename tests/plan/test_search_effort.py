@@ -6,11 +6,12 @@ from __future__ import annotations
 import time
 
 import numpy as np
-from plan.plan_cases import alone, cost_model, job_shape, random_lengths
+from plan.plan_cases import cost_model, job_shape, random_lengths
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.placement.balance import arrival, micro_batch_of_sample
+from sparsebalance_megatron.plan.placement.arrangement import Arrangement
+from sparsebalance_megatron.plan.placement.balance import arrival
 from sparsebalance_megatron.plan.placement.search import improve
 from sparsebalance_megatron.plan.search_effort import OPERATIONS_PER_MS, SearchEffort
 from sparsebalance_megatron.plan.step_costs import step_costs
@@ -32,7 +33,7 @@ def searched(plan_ms, seed=5):
     sample_2SC = costs.sample_ms(np.full((job.layers, 48), 8))
     start = arrival(lengths, job, 1 << 40)
     placement = improve(start, costs, sample_2SC, cap_tokens=1 << 40, plan_ms=plan_ms)
-    times = costs.micro_batch_ms(sample_2SC, micro_batch_of_sample(placement, 48), alone(job))
+    times = costs.micro_batch_ms(sample_2SC, Arrangement.of_groups(placement))
     return placement, makespans_ms(times).max()
 
 

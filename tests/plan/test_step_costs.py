@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import plan as oracle
-from plan.plan_cases import FORWARD_MS, alone, cost_model, job_shape
+from plan.plan_cases import FORWARD_MS, cost_model, job_shape, placed
 
 from sparsebalance_megatron.cost.model import Part
 from sparsebalance_megatron.cost.stage_scales import StageScales
@@ -53,7 +53,7 @@ def test_matches_naive_sum(seed, pipeline):
     slowness = generator.uniform(0.5, 2.0, (2, pipeline[0]))
     scales = StageScales.of(scale, slowness)
     costs = step_costs(lengths, job, cost_model(BLOCK), scales)
-    times = costs.micro_batch_ms(costs.sample_ms(budgets), micro_batch_of, alone(job))
+    times = costs.micro_batch_ms(costs.sample_ms(budgets), placed(micro_batch_of, job))
     forward, backward = times.by_micro_batch_2RPVM
     assert forward.shape == (2, *pipeline, 2)
     for d, p, v, m in np.ndindex(forward.shape):
@@ -73,7 +73,7 @@ def test_blocks_round_up():
 def test_stages_without_layers_cost_only_their_ends():
     job = Job(data_parallel_size=1, micro_batches=1, stage_layers=(((),), ((0, 1),), ((),)))
     costs = step_costs([100], job, cost_model(BLOCK), StageScales.ones(3))
-    times = costs.micro_batch_ms(costs.sample_ms(np.full((2, 1), 4)), np.array([0]), alone(job))
+    times = costs.micro_batch_ms(costs.sample_ms(np.full((2, 1), 4)), placed([0], job))
     forward, _ = times.by_micro_batch_2RPVM
     assert forward[0, 0, 0, 0] == pytest.approx(0.01 + 100 * 1e-5)
     assert forward[0, 2, 0, 0] == pytest.approx(0.1 + 100 * 1e-3)

@@ -118,7 +118,7 @@ def test_a_wide_micro_batch_belongs_to_all_its_ranks(wide):
         ({"cp_size": 1}, "rank 1, micro-batch 0: in 0 micro-batches"),
         ({"cp_size": 0}, "0 is no power of two"),
         ({"cp_size": 3}, "3 is no power of two"),
-        ({"rank": 1}, "of 2 ranks begins at a multiple of its cp_size"),
+        ({"rank": 1}, "rank 1 no multiple of it"),
         ({"rank": 2}, "2 ranks from there are not all among the job's 2"),
         ({"position": 1}, "rank 0, micro-batch 0: in 0 micro-batches"),
     ],

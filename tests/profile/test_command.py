@@ -21,10 +21,10 @@ from harness import (
 )
 
 from sparsebalance_megatron.config import DEFAULT_SELECTION, SparseBalanceConfig
-from sparsebalance_megatron.cost.features import features
-from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.fit import fit_cost_model
 from sparsebalance_megatron.cost.parts import NEVER_TIMED, Direction, Part
 from sparsebalance_megatron.cost.table import CostTable, ModelShape, RunIdentity
+from sparsebalance_megatron.cost.work_model import features
 from sparsebalance_megatron.profile.cells import (
     FULL,
     QUICK,
@@ -75,13 +75,13 @@ def test_a_tiny_model_gives_a_table_that_fits_and_predicts(selection: str, tmp_p
     assert [entry.name for entry in output.parent.iterdir()] == ["table.json"]
 
     table = CostTable.load(output)
-    table.check_matches(replace(IDENTITY, selection=selection))
+    table.check_matches(replace(IDENTITY, selection=selection).flat())
     # Of three blocks, one is read as columns where columns are selected.
     budgets = {row.budget_blocks or 0 for row in table.rows if row.part is Part.ATTENTION}
     assert max(budgets) >= 3
     assert (table.threads, table.exchanges) == (1, ())
     assert set(table.versions) == {"sparsebalance-megatron", "megatron-core", "torch"}
-    model = CostModel.fit(table)
+    model = fit_cost_model(table)
     short, long = (features([tokens], 4, BLOCK_SIZE, model.work) for tokens in (64, 4096))
     for direction in Direction:
         for part in Part:
@@ -104,7 +104,8 @@ def test_parallel_flags_give_one_ranks_share(tmp_path: Path) -> None:
     process = run_profile(output, [*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, *parallel])
     assert process.returncode == 0, process.stderr[-4000:]
     shape = replace(IDENTITY.shape, tensor_parallel_size=2)
-    CostTable.load(output).check_matches(replace(IDENTITY, dtype="bfloat16", shape=shape))
+    run = replace(IDENTITY, dtype="bfloat16", shape=shape)
+    CostTable.load(output).check_matches(run.flat())
     assert [entry.name for entry in tmp_path.iterdir()] == ["table.json"]
 
 
@@ -126,7 +127,7 @@ def test_two_ranks_measure_what_sharing_a_row_takes(exchange: str, tmp_path: Pat
         for received in (kv_bytes, kv_bytes + gradient_bytes)
     ]
     assert {row.repeats for row in table.exchanges} == {QUICK.most_repeats}
-    model = CostModel.fit(table)
+    model = fit_cost_model(table)
     per_byte = [row.ms_median / row.received_bytes for row in table.exchanges]
     assert min(per_byte) * (1 - 1e-5) <= model.exchange.ms_per_byte <= max(per_byte) * (1 + 1e-5)
     # One rank says it, and measures the model besides.

@@ -26,7 +26,7 @@ from functools import cached_property
 
 import numpy as np
 
-from sparsebalance_megatron.plan.budgets.price_ladder import LEVELS, Ladder
+from sparsebalance_megatron.plan.budgets.price import LEVELS, Ladder
 from sparsebalance_megatron.plan.context_groups import Members, first_places
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import longest_through_ms, makespans_ms

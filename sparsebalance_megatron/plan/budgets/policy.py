@@ -1,29 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How attention budgets are chosen: three policies with one interface.
+"""How attention budgets are chosen: not at all, towards an anchor (DST), or against the makespan.
 
-Shape legend: S samples, L layers, R data-parallel ranks, M micro-batches.
+The latter two trade in the steps of :mod:`.price`, best coverage per ms first.
+
+Shape legend: S samples, L layers, K budgets of the grid, I chosen steps, R data-parallel ranks,
+M micro-batches, J = R x M micro-batches.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from sparsebalance_megatron.config import Tuning
-from sparsebalance_megatron.plan.budgets.price import Pricing, price
+from sparsebalance_megatron.config import Anchor, Tuning
+from sparsebalance_megatron.plan.budgets.fill import Filling, unit_growth_JCQ
+from sparsebalance_megatron.plan.budgets.price import Pricing, budget_steps, price
 from sparsebalance_megatron.plan.budgets.problem import (
+    ROUNDING,
     BudgetProblem,
     BudgetRange,
     base_budgets_LS,
     feasible_range,
 )
-from sparsebalance_megatron.plan.budgets.tune import least_makespan, towards_anchor
 from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
+from sparsebalance_megatron.plan.placement.arrangement import Arrangement
+from sparsebalance_megatron.plan.plan_error import PlanError
 from sparsebalance_megatron.plan.step_costs import StepCosts
-from sparsebalance_megatron.plan.step_plan import PlanError, PlanPolicy
+from sparsebalance_megatron.plan.step_plan import PlanPolicy
+
+_ANCHORS: Mapping[Anchor, Callable[[np.ndarray], float]] = {
+    "mean": np.mean,
+    "min": np.min,
+    "max": np.max,
+}
+_TARGET_HALVINGS = 4
+"""How often the step time is halved between too little coverage and enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,26 +57,30 @@ class TunedBudgets:
     clamped_S: np.ndarray
 
 
-class BudgetPolicy(Protocol):
-    """How budgets are chosen: :class:`Off`, :class:`Anchor` or :class:`Makespan`.
+class BudgetPolicy:
+    """How budgets are chosen; this one keeps every sample's base budget.
 
     ``compares_tuned``: only tuned budgets tell which of several placements is faster.
     """
 
-    compares_tuned: bool
+    compares_tuned = False
 
     def looks_ahead(self, policy: PlanPolicy) -> bool:
         """Whether a plan depends on the samples of later steps."""
+        return False
 
     def allowed(
         self, costs: StepCosts, coverage: CoverageCurves, policy: PlanPolicy
     ) -> BudgetRange:
         """Budgets that may be chosen."""
+        base_LS = base_budgets_LS(costs, coverage, policy)
+        return BudgetRange(floor_LS=base_LS, base_LS=base_LS, top_LS=base_LS)
 
     def pricing(
         self, horizon: BudgetProblem, own_samples: slice, coverage_deficit: float
     ) -> Pricing | None:
         """What coverage may cost in a step, for policies that trade by a price."""
+        return None
 
     def expected_LS(
         self,
@@ -74,55 +93,16 @@ class BudgetPolicy(Protocol):
         Args:
             tuned_when_balanced: tuned budgets of samples placed by their latency at given budgets.
         """
-
-    def tuned_LS(
-        self,
-        problem: BudgetProblem,
-        micro_batch_of_S: np.ndarray,
-        cp_sizes_RM: np.ndarray,
-        pricing: Pricing | None,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Budgets of placed samples, and which samples could not follow, [S]."""
-
-
-class Off:
-    """Every sample keeps its base budget."""
-
-    compares_tuned = False
-
-    def looks_ahead(self, policy: PlanPolicy) -> bool:
-        return False
-
-    def allowed(
-        self, costs: StepCosts, coverage: CoverageCurves, policy: PlanPolicy
-    ) -> BudgetRange:
-        base_LS = base_budgets_LS(costs, coverage, policy)
-        return BudgetRange(floor_LS=base_LS, base_LS=base_LS, top_LS=base_LS)
-
-    def pricing(
-        self, horizon: BudgetProblem, own_samples: slice, coverage_deficit: float
-    ) -> Pricing | None:
-        return None
-
-    def expected_LS(
-        self,
-        problem: BudgetProblem,
-        pricing: Pricing | None,
-        tuned_when_balanced: Callable[[np.ndarray], np.ndarray],
-    ) -> np.ndarray:
         return problem.allowed.base_LS
 
     def tuned_LS(
-        self,
-        problem: BudgetProblem,
-        micro_batch_of_S: np.ndarray,
-        cp_sizes_RM: np.ndarray,
-        pricing: Pricing | None,
+        self, problem: BudgetProblem, where: Arrangement, pricing: Pricing | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        return problem.allowed.base_LS, np.zeros(len(micro_batch_of_S), dtype=bool)
+        """Budgets of placed samples, and which samples could not follow, [S]."""
+        return problem.allowed.base_LS, np.zeros(len(where.micro_batch_of_S), dtype=bool)
 
 
-class Anchor(Off):
+class AnchorPolicy(BudgetPolicy):
     """Every micro-batch goes as near to an anchor latency as it may: the paper's rule.
 
     What that does to a sample depends on its micro-batch. One round of packing and tuning from the
@@ -145,22 +125,59 @@ class Anchor(Off):
         return tuned_when_balanced(problem.allowed.base_LS)
 
     def tuned_LS(
-        self,
-        problem: BudgetProblem,
-        micro_batch_of_S: np.ndarray,
-        cp_sizes_RM: np.ndarray,
-        pricing: Pricing | None,
+        self, problem: BudgetProblem, where: Arrangement, pricing: Pricing | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        return towards_anchor(problem, micro_batch_of_S, cp_sizes_RM)
+        """Slower micro-batches only cut, the step with the least coverage per ms first; faster ones
+        only raise, the step with the most first.
+
+        The latency of a micro-batch is its forward and backward ms over all chunks.
+        """
+        costs, allowed, micro_batch_of_S = problem.costs, problem.allowed, where.micro_batch_of_S
+        latency_J = _latency_ms_J(problem, allowed.base_LS, where)
+        anchor = problem.policy.anchor
+        if anchor not in _ANCHORS:
+            raise PlanError(f"anchor {anchor!r} is not one of {', '.join(_ANCHORS)}")
+        anchor_ms = float(_ANCHORS[anchor](latency_J))
+        slower_S = (latency_J > anchor_ms)[micro_batch_of_S]
+        low_LS = np.where(slower_S, allowed.floor_LS, allowed.base_LS)
+        high_LS = np.where(slower_S, allowed.base_LS, allowed.top_LS)
+        steps = budget_steps(costs, problem.coverage, low_LS, high_LS)
+        start_J = _latency_ms_J(problem, low_LS, where)
+
+        index_I = np.flatnonzero(steps.pairs_LSK > 0)
+        layer_I, sample_I, _ = np.unravel_index(index_I, steps.pairs_LSK.shape)
+        micro_batch_I = micro_batch_of_S[sample_I]
+        order = np.lexsort((index_I, -steps.slope_LSK.ravel()[index_I], micro_batch_I))
+        index_I, micro_batch_I = index_I[order], micro_batch_I[order]
+        ms_I = steps.pairs_LSK.ravel()[index_I] * costs.pair_ms_L[layer_I[order]]
+        taken = np.zeros(steps.pairs_LSK.size, dtype=bool)
+        reached_J = start_J.copy()
+        bounds = np.searchsorted(micro_batch_I, np.arange(len(latency_J) + 1))
+        for micro_batch, (first, last) in enumerate(itertools.pairwise(bounds)):
+            path = start_J[micro_batch] + np.concatenate([[0.0], np.cumsum(ms_I[first:last])])
+            nearest = int(np.abs(path - anchor_ms).argmin())
+            taken[index_I[first : first + nearest]] = True
+            slower = latency_J[micro_batch] > anchor_ms
+            reached_J[micro_batch] = max(path[0], anchor_ms) if slower else min(path[-1], anchor_ms)
+        clamped_J = np.abs(reached_J - anchor_ms) > 1e-9 * anchor_ms
+        return steps.budgets_LS(taken.reshape(steps.pairs_LSK.shape)), clamped_J[micro_batch_of_S]
 
 
-class Makespan(Anchor):
+def _latency_ms_J(problem: BudgetProblem, budgets_LS: np.ndarray, where: Arrangement) -> np.ndarray:
+    forward_RPVM, backward_RPVM = problem.micro_batch_ms(budgets_LS, where).by_micro_batch_2RPVM
+    return (forward_RPVM + backward_RPVM).sum(axis=(1, 2)).ravel()
+
+
+class MakespanPolicy(BudgetPolicy):
     """The least step time that coverage allows, then the most coverage in that time."""
-
-    compares_tuned = False
 
     def looks_ahead(self, policy: PlanPolicy) -> bool:
         return policy.coverage_target == "base"
+
+    def allowed(
+        self, costs: StepCosts, coverage: CoverageCurves, policy: PlanPolicy
+    ) -> BudgetRange:
+        return feasible_range(costs, coverage, policy)
 
     def pricing(
         self, horizon: BudgetProblem, own_samples: slice, coverage_deficit: float
@@ -176,19 +193,62 @@ class Makespan(Anchor):
         return (pricing or price(problem)).expected_LS
 
     def tuned_LS(
-        self,
-        problem: BudgetProblem,
-        micro_batch_of_S: np.ndarray,
-        cp_sizes_RM: np.ndarray,
-        pricing: Pricing | None,
+        self, problem: BudgetProblem, where: Arrangement, pricing: Pricing | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        return least_makespan(problem, micro_batch_of_S, cp_sizes_RM, pricing or price(problem))
+        """Makespans only grow with durations, so all budgets at their floors give the least T.
+
+        Raising then fills what every rank has left until T; see :mod:`.fill`. Where more coverage
+        is wanted, T grows until it is reached, but never beyond what base budgets take.
+        """
+        pricing = pricing or price(problem)
+        costs, allowed, ladder = problem.costs, problem.allowed, pricing.ladder
+        micro_batch_of_S = where.micro_batch_of_S
+        floor_times = problem.micro_batch_ms(allowed.floor_LS, where)
+        filling = Filling(
+            costs=costs,
+            floor_times=floor_times,
+            growth_JCQ=unit_growth_JCQ(costs, ladder, micro_batch_of_S),
+        )
+        unit_LS = micro_batch_of_S * costs.chunks + costs.chunk_of_layer_L[:, None]
+
+        def filled_LS(limit_ms: float) -> np.ndarray:
+            return ladder.budgets_LS(filling.levels_JC(limit_ms).ravel()[unit_LS])
+
+        def step_ms(budgets_LS: np.ndarray) -> float:
+            return float(makespans_ms(problem.micro_batch_ms(budgets_LS, where)).max())
+
+        floor_ms_R = makespans_ms(floor_times)
+        least_ms = floor_ms_R.max() * ROUNDING
+        tuned_LS, wanted = filled_LS(least_ms), pricing.wanted_coverage
+        if not problem.covers(tuned_LS, wanted):
+            enough_ms, base_ms = step_ms(pricing.expected_LS), step_ms(allowed.base_LS)
+            tuned_LS = pricing.expected_LS
+            if base_ms < enough_ms:
+                # Never slower than base budgets, whatever is wanted: the most coverage in their
+                # time.
+                enough_ms, tuned_LS = base_ms, filled_LS(max(base_ms, least_ms))
+                base_coverage = problem.covered(allowed.base_LS)
+                if not problem.covers(tuned_LS, min(base_coverage, wanted)):
+                    tuned_LS = allowed.base_LS
+                if not problem.covers(tuned_LS, wanted):
+                    least_ms = enough_ms
+            for _ in range(_TARGET_HALVINGS if least_ms < enough_ms else 0):
+                middle_ms = (least_ms + enough_ms) / 2
+                middle_LS = filled_LS(middle_ms)
+                if problem.covers(middle_LS, wanted):
+                    tuned_LS, enough_ms = middle_LS, middle_ms
+                else:
+                    least_ms = middle_ms
+        waited_for_R = floor_ms_R * ROUNDING >= floor_ms_R.max()
+        waited_for_S = waited_for_R[micro_batch_of_S // costs.job.micro_batches]
+        stuck_S = ((tuned_LS == allowed.floor_LS) & (tuned_LS < allowed.top_LS)).all(axis=0)
+        return tuned_LS, waited_for_S & stuck_S
 
 
 BUDGET_POLICIES: Mapping[Tuning, BudgetPolicy] = {
-    "off": Off(),
-    "anchor": Anchor(),
-    "makespan": Makespan(),
+    "off": BudgetPolicy(),
+    "anchor": AnchorPolicy(),
+    "makespan": MakespanPolicy(),
 }
 
 
@@ -222,31 +282,24 @@ def budget_problem(
         costs=costs,
         coverage=coverage,
         allowed=allowed if pinned_LS is None else allowed.pinned(pinned_LS),
-        weight_S=lengths_S / lengths_S.mean() if by_tokens else np.ones(len(lengths_S)),
+        weight_S=lengths_S.astype(np.float64) if by_tokens else np.ones(len(lengths_S)),
         pinned_S=np.zeros(len(lengths_S), bool) if pinned_LS is None else pinned_LS[0] > 0,
     )
 
 
 def tune(
-    problem: BudgetProblem,
-    micro_batch_of_S: np.ndarray,
-    cp_sizes_RM: np.ndarray,
-    pricing: Pricing | None = None,
+    problem: BudgetProblem, where: Arrangement, pricing: Pricing | None = None
 ) -> TunedBudgets:
     """Budgets of a placed global batch under ``policy.tuning``.
 
     Args:
-        micro_batch_of_S: where the samples are placed: on the first rank of their micro-batches.
-        cp_sizes_RM: of the micro-batch that each rank takes part in.
         pricing: what tuning ``makespan`` goes by; by default that of these samples alone.
 
     Raises:
         PlanError: the policy names an unknown tuning or anchor.
     """
     allowed = problem.allowed
-    tuned_LS, clamped_S = budget_policy(problem.policy).tuned_LS(
-        problem, micro_batch_of_S, cp_sizes_RM, pricing
-    )
+    tuned_LS, clamped_S = budget_policy(problem.policy).tuned_LS(problem, where, pricing)
     same_LS = (tuned_LS == allowed.base_LS) & ~problem.pinned_S
     return TunedBudgets(
         budgets_LS=np.where(same_LS, problem.policy.base_budget, tuned_LS).astype(np.int32),

@@ -1,24 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What coverage may cost in a step: one price for all layers and samples of a horizon.
+"""What coverage costs: budgets by price, and one price for all layers and samples of a horizon.
 
-A step of long samples pays more for coverage than one of short samples. One price for the samples
-of several steps holds their mean coverage with the least work, so each step wants what its own
-samples take at that price. Large global batches are a horizon by themselves.
+A step of budgets leads from one grid budget to the next, with a price in ms and a gain in coverage.
+Steps are ranked by gain per ms on the concave envelope of the curve, so that a ranking by gain
+never asks for a later step before an earlier one. Samples of as many blocks have the same curves,
+floors and prices, so the ladder is one of sizes; one whose budgets are pinned is a size of its own.
 
-Shape legend: S samples of the horizon, L layers, Z sizes (samples of as many blocks).
+A training step of long samples pays more for coverage than one of short samples. One price for the
+samples of several steps holds their mean coverage with the least work, so each step wants what its
+own samples take at that price. Large global batches are a horizon by themselves.
+
+Shape legend: S samples of the horizon, L layers, K budgets of the grid, Z sizes (samples of as many
+blocks), Q price levels, I sequences of steps (of a layer and sample or size).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sparsebalance_megatron.plan.budgets.price_ladder import LEVELS, Ladder, price_ladder
 from sparsebalance_megatron.plan.budgets.problem import ROUNDING, BudgetProblem
+from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.step_costs import StepCosts
 
 HORIZON_SAMPLES = 64
 """Least samples of a horizon; longer horizons gain little and take longer to plan."""
+LEVELS = 48
+_LEAST_MS = 1e-30
+_NO_TIME = 1e-14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,3 +95,175 @@ def price(
         expected_LS=own.common_LS(high),
         wanted_coverage=float((wanted_Z * own.sum_Z(problem.weight_S[own_samples])).sum()),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ladder:
+    """Budgets by price level, 0 (the floors) to LEVELS (everything that gains coverage).
+
+    ``size_S``: the size of every sample. ``first_Z``: a sample of each size, among those that the
+    ladder was priced for, and ``blocks_Z`` its blocks.
+    """
+
+    size_S: np.ndarray
+    first_Z: np.ndarray
+    blocks_Z: np.ndarray
+    budgets_QLZ: np.ndarray
+
+    def budgets_LS(self, level_LS: np.ndarray) -> np.ndarray:
+        """Budgets with every layer of every sample at a level of its own."""
+        layer_L1 = np.arange(len(level_LS))[:, None]
+        return self.budgets_QLZ[level_LS, layer_L1, self.size_S]
+
+    def of(self, samples: slice) -> Ladder:
+        """The ladder of some of the samples."""
+        return replace(self, size_S=self.size_S[samples])
+
+    def common_LS(self, level: int) -> np.ndarray:
+        """Budgets with all at one level: no other budgets cover as much in as little time."""
+        return self.budgets_QLZ[level][:, self.size_S]
+
+    def sum_Z(self, values_S: np.ndarray) -> np.ndarray:
+        """Values of samples, summed by size."""
+        return np.bincount(self.size_S, values_S, minlength=len(self.first_Z))
+
+
+def price_ladder(problem: BudgetProblem) -> Ladder:
+    """The ladder of a problem's samples.
+
+    Prices are those of whole blocks; a ragged last block makes no difference to the ranking. Where
+    tokens count, coverage gained in a long sample is worth more.
+    """
+    costs, allowed = problem.costs, problem.allowed
+    _, first_Z, size_S = np.unique(problem.size_S, return_index=True, return_inverse=True)
+    blocks_Z = costs.blocks_S[first_Z]
+    whole = replace(costs, lengths_tokens_S=blocks_Z * costs.block_size, blocks_S=blocks_Z)
+    floor_LZ = allowed.floor_LS[:, first_Z]
+    steps = budget_steps(whole, problem.coverage, floor_LZ, allowed.top_LS[:, first_Z])
+    if problem.policy.coverage_mean_over == "tokens":
+        steps = replace(steps, slope_LSK=steps.slope_LSK * blocks_Z[:, None])
+    return Ladder(
+        size_S=size_S.reshape(-1),
+        first_Z=first_Z,
+        blocks_Z=blocks_Z,
+        budgets_QLZ=_budgets_by_level(steps),
+    )
+
+
+def _budgets_by_level(steps: BudgetSteps) -> np.ndarray:
+    """The budget of each sequence once all its steps up to a level are taken, [Q, ...].
+
+    The slope of a sequence never rises, so neither do its levels fall: a step's point may simply be
+    written down at its level, later points over earlier ones, and holds until the next level that
+    has one.
+    """
+    points = steps.points_LSK.shape[-1]
+    level_KI = _levels(steps).reshape(-1, points).T
+    point_KI = steps.points_LSK.reshape(-1, points).T
+    never_taken = LEVELS + 1
+    budgets_QI = np.zeros((never_taken + 1, level_KI.shape[1]), dtype=np.int64)
+    column_I = np.arange(level_KI.shape[1])
+    for level_I, point_I in zip(level_KI, point_KI, strict=True):
+        budgets_QI[level_I, column_I] = point_I
+    budgets_QI[0] = steps.low_LS.ravel()
+    reached_QI = np.maximum.accumulate(budgets_QI[:never_taken], axis=0)
+    return reached_QI.reshape(-1, *steps.low_LS.shape)
+
+
+def _levels(steps: BudgetSteps) -> np.ndarray:
+    """Price level 1..LEVELS of every step, best slope first; beyond that: never worth taking.
+
+    Levels are quantiles of the slope, so that each holds about as many steps. Steps that gain
+    nothing are worth nothing.
+    """
+    worth_LSK = (steps.pairs_LSK > 0) & (steps.slope_LSK > 0)
+    slopes = steps.slope_LSK[worth_LSK]
+    level_LSK = np.full(worth_LSK.shape, LEVELS + 1)
+    if len(slopes):
+        ranks = np.linspace(0, len(slopes) - 1, LEVELS).astype(np.int64)
+        edges = np.unique(np.sort(slopes)[ranks])
+        level_LSK[worth_LSK] = len(edges) - np.searchsorted(edges, slopes, side="right") + 1
+    return level_LSK
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetSteps:
+    """The steps of every (layer, sample) between two budgets; step k leads to ``points_LSK[k]``.
+
+    ``slope_LSK``: coverage per ms on the concave envelope, non-increasing along K; -inf where
+    there is no step.
+    """
+
+    low_LS: np.ndarray
+    points_LSK: np.ndarray
+    pairs_LSK: np.ndarray
+    slope_LSK: np.ndarray
+
+    def budgets_LS(self, taken_LSK: np.ndarray) -> np.ndarray:
+        """Budgets after the taken steps, which are a prefix of every sequence."""
+        reached_LSK = np.where(taken_LSK & (self.pairs_LSK > 0), self.points_LSK, 0)
+        return np.maximum(reached_LSK.max(axis=-1), self.low_LS)
+
+
+def budget_steps(
+    costs: StepCosts, coverage: CoverageCurves, low_LS: np.ndarray, high_LS: np.ndarray
+) -> BudgetSteps:
+    """Clipping grid, coverage and pairs to [low, high] alike works since all three only grow.
+
+    Grid budgets below every low and above every high are left out.
+    """
+    every_K = np.asarray(coverage.grid)
+    first = np.searchsorted(every_K, low_LS.min(), side="right")
+    last = np.searchsorted(every_K, high_LS.max())
+    inside = slice(min(first, last), last + 1)
+    grid = every_K[inside]
+    points_LSK = np.clip(grid, low_LS[..., None], high_LS[..., None])
+    grid_pairs_SK = costs.block_pairs(
+        np.broadcast_to(grid[:, None], (len(grid), low_LS.shape[1]))
+    ).T
+    low_pairs_LS, high_pairs_LS = costs.block_pairs(low_LS), costs.block_pairs(high_LS)
+    low_gain_LS = np.nan_to_num(coverage.coverage_LS(costs.blocks_S, low_LS))
+    high_gain_LS = np.nan_to_num(coverage.coverage_LS(costs.blocks_S, high_LS))
+
+    def between(grid_values: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        inner = np.clip(grid_values, low[..., None], high[..., None])
+        inner = np.where(grid >= high_LS[..., None], high[..., None], inner)
+        return np.diff(inner, axis=-1, prepend=low[..., None])
+
+    pairs_LSK = between(grid_pairs_SK, low_pairs_LS, high_pairs_LS)
+    gain_LSK = between(coverage.curves_LSK(costs.blocks_S)[..., inside], low_gain_LS, high_gain_LS)
+    ms_LSK = pairs_LSK * costs.pair_ms_L[:, None, None]
+    return BudgetSteps(
+        low_LS=low_LS,
+        points_LSK=points_LSK,
+        pairs_LSK=pairs_LSK,
+        slope_LSK=_envelope_slopes(gain_LSK, ms_LSK, pairs_LSK > 0),
+    )
+
+
+def _envelope_slopes(gain_LSK: np.ndarray, ms_LSK: np.ndarray, real_LSK: np.ndarray) -> np.ndarray:
+    """Slopes of the concave envelope of each sequence; -inf for steps that are none."""
+    slope_LSK = np.where(real_LSK, gain_LSK / np.maximum(ms_LSK, _LEAST_MS), -np.inf)
+    lowest_LSK = np.minimum.accumulate(np.where(real_LSK, slope_LSK, np.inf), axis=-1)
+    rises_LS = (real_LSK & (slope_LSK > lowest_LSK)).any(axis=-1)
+    if rises_LS.any():
+        slope_LSK[rises_LS] = _convex_envelope(
+            gain_LSK[rises_LS], ms_LSK[rises_LS], real_LSK[rises_LS]
+        )
+    return slope_LSK
+
+
+def _convex_envelope(gain_IK: np.ndarray, ms_IK: np.ndarray, real_IK: np.ndarray) -> np.ndarray:
+    """From each point the best average slope ahead; its running minimum is the envelope's slope."""
+    gain_KI = np.zeros((gain_IK.shape[1] + 1, len(gain_IK)))
+    ms_KI = np.zeros_like(gain_KI)
+    np.cumsum(gain_IK.T, axis=0, out=gain_KI[1:])
+    np.cumsum(np.maximum(ms_IK.T, _LEAST_MS), axis=0, out=ms_KI[1:])
+    # Steps that are none, beside large ones, may leave no difference at all.
+    ms_KI += np.arange(len(ms_KI))[:, None] * (ms_KI[-1] * _NO_TIME)
+    best_KI = np.full(gain_IK.T.shape, np.inf)
+    for first, (best_I, real_I) in enumerate(zip(best_KI, real_IK.T, strict=True)):
+        gain = gain_KI[first + 1 :] - gain_KI[first]
+        gain /= ms_KI[first + 1 :] - ms_KI[first]
+        np.copyto(best_I, gain.max(axis=0), where=real_I)
+    return np.where(real_IK, np.minimum.accumulate(best_KI, axis=0).T, -np.inf)

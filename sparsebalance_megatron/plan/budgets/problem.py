@@ -12,6 +12,7 @@ import numpy as np
 
 from sparsebalance_megatron.plan.coverage import CoverageCurves, least_feasible_budget
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
+from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.step_costs import StepCosts
 from sparsebalance_megatron.plan.step_plan import PlanPolicy
 
@@ -69,7 +70,7 @@ def base_budgets_LS(costs: StepCosts, coverage: CoverageCurves, policy: PlanPoli
 class BudgetProblem:
     """Samples whose budgets are to be chosen: the policy, their costs, coverage and limits.
 
-    ``weight_S``: what a sample's coverage counts in sums, 1 on average over the horizon.
+    ``weight_S``: what a sample's coverage counts in sums: 1, or its tokens.
     ``pinned_S``: whose budgets are given and not to be chosen.
     """
 
@@ -111,13 +112,6 @@ class BudgetProblem:
         """Whether :meth:`covered` is at least what is wanted."""
         return self.covered(budgets_LS) * ROUNDING >= wanted_coverage
 
-    def micro_batch_ms(
-        self,
-        budgets_LS: np.ndarray,
-        micro_batch_of_S: np.ndarray,
-        cp_sizes_RM: np.ndarray,
-    ) -> OperationTimes:
-        """Times of the micro-batches that hold the samples."""
-        return self.costs.micro_batch_ms(
-            self.costs.sample_ms(budgets_LS), micro_batch_of_S, cp_sizes_RM
-        )
+    def micro_batch_ms(self, budgets_LS: np.ndarray, where: Arrangement) -> OperationTimes:
+        """Times of the micro-batches of placed samples."""
+        return self.costs.micro_batch_ms(self.costs.sample_ms(budgets_LS), where)

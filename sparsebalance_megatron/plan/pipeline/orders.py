@@ -47,100 +47,8 @@ Schedule = Callable[[int, int, int], PipelineOrder]
 """A function of (stages, micro-batches, chunks per stage)."""
 
 
-def no_pipeline(stages: int, micro_batches: int, chunks: int) -> PipelineOrder:
-    """One stage: every micro-batch runs forward and backward before the next one.
-
-    Raises:
-        PlanError: there are more stages.
-    """
-    _check_sizes("no_pipeline", stages, micro_batches, chunks)
-    if stages != 1:
-        raise PlanError(f"schedule no_pipeline has 1 stage, not {stages}; use 1f1b")
-    order: list[Operation] = []
-    for m in range(micro_batches):
-        order += [Operation(Direction.FORWARD, chunk, m) for chunk in range(chunks)]
-        order += [Operation(Direction.BACKWARD, chunk, m) for chunk in reversed(range(chunks))]
-    return PipelineOrder(
-        by_stage=(tuple(order),), inputs=_inputs_along_the_model(stages, micro_batches, chunks)
-    )
-
-
-def one_forward_one_backward(stages: int, micro_batches: int, chunks: int) -> PipelineOrder:
-    """1F1B: a stage is as many forwards ahead as stages follow it.
-
-    Raises:
-        PlanError: stages have several chunks.
-    """
-    _check_sizes("1f1b", stages, micro_batches, chunks)
-    if chunks != 1:
-        raise PlanError(f"schedule 1f1b has 1 chunk per stage, not {chunks}")
-    forwards = [Operation(Direction.FORWARD, 0, m) for m in range(micro_batches)]
-    backwards = [Operation(Direction.BACKWARD, 0, m) for m in range(micro_batches)]
-    return PipelineOrder(
-        by_stage=tuple(
-            _forwards_ahead(forwards, backwards, stages - stage - 1) for stage in range(stages)
-        ),
-        inputs=_inputs_along_the_model(stages, micro_batches, chunks),
-    )
-
-
-def interleaved(
-    stages: int, micro_batches: int, chunks: int, group_size: int | None = None
-) -> PipelineOrder:
-    """1F1B over several chunks per stage, which take turns after every group of micro-batches.
-
-    Args:
-        group_size: micro-batches of a group, None for as many as there are stages; the last group
-            is what is left.
-
-    Raises:
-        PlanError: the micro-batches do not divide into groups that Megatron runs: at least as many
-            as there are stages in each, and no more in one than there are.
-    """
-    _check_sizes("interleaved", stages, micro_batches, chunks)
-    if group_size is None:
-        group_size = stages
-    elif not stages <= group_size <= micro_batches:
-        raise PlanError(
-            f"schedule interleaved: groups of {group_size} micro-batches must be from {stages}, "
-            f"the pipeline stages, to {micro_batches}, the micro-batches; change "
-            "--microbatch-group-size-per-virtual-pipeline-stage"
-        )
-    last = micro_batches % group_size
-    if 0 < last < stages:
-        raise PlanError(
-            f"schedule interleaved: {micro_batches} micro-batches are no multiple of {group_size}, "
-            f"the group size, and leave {last} for {stages} pipeline stages; change the global "
-            "batch size"
-        )
-    table = [
-        (chunk, m)
-        for first in range(0, micro_batches, group_size)
-        for chunk in range(chunks)
-        for m in range(first, min(first + group_size, micro_batches))
-    ]
-    forwards = [Operation(Direction.FORWARD, chunk, m) for chunk, m in table]
-    backwards = [Operation(Direction.BACKWARD, chunks - 1 - chunk, m) for chunk, m in table]
-    return PipelineOrder(
-        by_stage=tuple(
-            _forwards_ahead(
-                forwards, backwards, 2 * (stages - stage - 1) + (chunks - 1) * group_size
-            )
-            for stage in range(stages)
-        ),
-        inputs=_inputs_along_the_model(stages, micro_batches, chunks),
-    )
-
-
-SCHEDULES: Mapping[str, Schedule] = {
-    "no_pipeline": no_pipeline,
-    "1f1b": one_forward_one_backward,
-    "interleaved": interleaved,
-}
-
-
 def schedule_name(stages: int, chunks: int) -> str:
-    """The schedule that Megatron-Core's ``get_forward_backward_func`` picks."""
+    """The name of the schedule that Megatron-Core's ``get_forward_backward_func`` picks."""
     if stages == 1:
         return "no_pipeline"
     return "interleaved" if chunks > 1 else "1f1b"
@@ -150,8 +58,10 @@ def schedule_name(stages: int, chunks: int) -> str:
 class MegatronSchedule:
     """The :data:`Schedule` in which Megatron-Core runs a pipeline.
 
-    ``group_size`` is its ``microbatch_group_size_per_vp_stage``, which counts only where stages
-    have several chunks; None is Megatron's default, the number of stages.
+    With one chunk per stage, 1F1B: a stage is as many forwards ahead as stages follow it. With
+    several, they take turns after every group of ``group_size`` micro-batches, the last of which
+    may be smaller: Megatron's ``microbatch_group_size_per_vp_stage``, None for the number of
+    stages.
     """
 
     group_size: int | None = None
@@ -160,23 +70,56 @@ class MegatronSchedule:
         """The order of a pipeline of these sizes.
 
         Raises:
-            PlanError: the schedule that Megatron picks does not exist for these numbers.
+            PlanError: a size is below 1, or the micro-batches do not divide into groups that
+                Megatron runs: at least as many as there are stages in each, and no more in one than
+                there are.
         """
-        name = schedule_name(stages, chunks)
-        if name == "interleaved":
-            return interleaved(stages, micro_batches, chunks, self.group_size)
-        return SCHEDULES[name](stages, micro_batches, chunks)
+        if min(stages, micro_batches, chunks) < 1:
+            raise PlanError(
+                f"pipeline of {stages} stages, {chunks} chunks and {micro_batches} micro-batches: "
+                "each must be at least 1"
+            )
+        size = self._group_size(stages, micro_batches) if chunks > 1 else micro_batches
+        table = [
+            (chunk, m)
+            for first in range(0, micro_batches, size)
+            for chunk in range(chunks)
+            for m in range(first, min(first + size, micro_batches))
+        ]
+        forwards = [Operation(Direction.FORWARD, chunk, m) for chunk, m in table]
+        backwards = [Operation(Direction.BACKWARD, chunks - 1 - chunk, m) for chunk, m in table]
+        per_stage = 2 if chunks > 1 else 1
+        return PipelineOrder(
+            by_stage=tuple(
+                _forwards_ahead(
+                    forwards, backwards, per_stage * (stages - stage - 1) + (chunks - 1) * size
+                )
+                for stage in range(stages)
+            ),
+            inputs=_inputs_along_the_model(stages, micro_batches, chunks),
+        )
+
+    def _group_size(self, stages: int, micro_batches: int) -> int:
+        size = self.group_size
+        if size is None:
+            size = stages
+        elif not stages <= size <= micro_batches:
+            raise PlanError(
+                f"schedule interleaved: groups of {size} micro-batches must be from {stages}, "
+                f"the pipeline stages, to {micro_batches}, the micro-batches; change "
+                "--microbatch-group-size-per-virtual-pipeline-stage"
+            )
+        last = micro_batches % size
+        if 0 < last < stages:
+            raise PlanError(
+                f"schedule interleaved: {micro_batches} micro-batches are no multiple of {size}, "
+                f"the group size, and leave {last} for {stages} pipeline stages; change the global "
+                "batch size"
+            )
+        return size
 
 
 megatron_order = MegatronSchedule()
-
-
-def _check_sizes(name: str, stages: int, micro_batches: int, chunks: int) -> None:
-    if min(stages, micro_batches, chunks) < 1:
-        raise PlanError(
-            f"schedule {name}: {stages} stages, {chunks} chunks and {micro_batches} "
-            "micro-batches; each must be at least 1"
-        )
 
 
 def _forwards_ahead(

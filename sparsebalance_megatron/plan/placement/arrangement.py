@@ -7,10 +7,12 @@ Shape legend: S samples of a global batch, R data-parallel ranks, M micro-batche
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from sparsebalance_megatron.plan.placement.balance import Placement, micro_batch_of_sample
+Placement = tuple[tuple[tuple[int, ...], ...], ...]
+"""``placement[rank][position]``: the samples of a micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +44,14 @@ class Arrangement:
         cp_sizes_agree = np.array_equal(self.cp_sizes_RM, other.cp_sizes_RM)
         return self.samples == other.samples and cp_sizes_agree
 
-    @property
+    @cached_property
     def micro_batch_of_S(self) -> np.ndarray:
         """The place ``rank * M + position`` where every sample's micro-batch begins."""
-        return micro_batch_of_sample(
-            self.samples, sum(len(micro_batch) for rank in self.samples for micro_batch in rank)
-        )
+        flat = [micro_batch for rank in self.samples for micro_batch in rank]
+        sample_I = np.array([sample for micro_batch in flat for sample in micro_batch])
+        micro_batch_of_S = np.empty(len(sample_I), dtype=np.int64)
+        micro_batch_of_S[sample_I] = np.repeat(np.arange(len(flat)), list(map(len, flat)))
+        return micro_batch_of_S
 
     def cp_size(self, rank: int, position: int) -> int:
         """Ranks of the micro-batch that a rank takes part in."""

@@ -11,23 +11,13 @@ Shape legend: S samples of a global batch, R data-parallel ranks.
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.step_plan import PlanError
-
-Placement = tuple[tuple[tuple[int, ...], ...], ...]
-
-
-class _NoRoomError(Exception):
-    """A sample fits in no bin that may take it."""
-
-    def __init__(self, sample: int) -> None:
-        super().__init__(sample)
-        self.sample = sample
+from sparsebalance_megatron.plan.placement.arrangement import Placement
+from sparsebalance_megatron.plan.plan_error import PlanError
 
 
 def arrival(lengths_tokens: Sequence[int], job: Job, cap_tokens: int) -> Placement:
@@ -88,24 +78,11 @@ def balanced(
     weights_S = np.asarray(weights_S, dtype=np.float64)
     tokens_S = np.asarray(lengths_tokens, dtype=np.int64)
     slowness_R = np.ones(job.data_parallel_size) if slowness_R is None else slowness_R
-    try:
-        ranks = _ranks_then_micro_batches(weights_S, tokens_S, job, cap_tokens, slowness_R)
-    except _NoRoomError:
-        ranks = _micro_batches_then_ranks(weights_S, tokens_S, job, cap_tokens, slowness_R)
+    arguments = weights_S, tokens_S, job, cap_tokens, slowness_R
+    ranks = _ranks_then_micro_batches(*arguments) or _micro_batches_then_ranks(*arguments)
     return tuple(
         tuple(sorted(tuple(sorted(micro_batch)) for micro_batch in rank)) for rank in ranks
     )
-
-
-def micro_batch_of_sample(placement: Placement, samples: int) -> np.ndarray:
-    """Flat micro-batch ``rank * M + position`` of every sample, [S]."""
-    flat = [micro_batch for rank in placement for micro_batch in rank]
-    sample_I = np.fromiter(itertools.chain.from_iterable(flat), dtype=np.int64, count=samples)
-    micro_batch_of_S = np.empty(samples, dtype=np.int64)
-    micro_batch_of_S[sample_I] = np.repeat(
-        np.arange(len(flat)), [len(micro_batch) for micro_batch in flat]
-    )
-    return micro_batch_of_S
 
 
 def _check_samples(lengths_tokens: Sequence[int], job: Job, cap_tokens: int) -> None:
@@ -129,23 +106,21 @@ def _ranks_then_micro_batches(
     job: Job,
     cap_tokens: int,
     slowness_R: np.ndarray,
-) -> list[list[list[int]]]:
+) -> list[list[list[int]]] | None:
+    positions = job.micro_batches
     by_rank = _pack(
-        weights_S,
-        tokens_S,
-        job.data_parallel_size,
-        capacity=cap_tokens * job.micro_batches,
-        minimum=job.micro_batches,
-        slowness=slowness_R,
+        weights_S, tokens_S, slowness_R, capacity=cap_tokens * positions, minimum=positions
     )
     ranks = []
-    for rank in by_rank:
+    for rank in by_rank or ():
         members = np.array(rank)
         micro_batches = _pack(
-            weights_S[members], tokens_S[members], job.micro_batches, capacity=cap_tokens, minimum=1
+            weights_S[members], tokens_S[members], np.ones(positions), capacity=cap_tokens
         )
+        if micro_batches is None:
+            return None
         ranks.append([members[micro_batch].tolist() for micro_batch in micro_batches])
-    return ranks
+    return ranks or None
 
 
 def _micro_batches_then_ranks(
@@ -155,78 +130,47 @@ def _micro_batches_then_ranks(
     cap_tokens: int,
     slowness_R: np.ndarray,
 ) -> list[list[list[int]]]:
-    micro_batches = _fit_micro_batches(weights_S, tokens_S, job.places, cap_tokens)
-    micro_batch_weights = np.array([weights_S[micro_batch].sum() for micro_batch in micro_batches])
+    one_J = np.ones(job.places)
+    micro_batches = (
+        _pack(weights_S, tokens_S, one_J, capacity=cap_tokens)
+        or _pack(tokens_S, tokens_S, one_J, capacity=cap_tokens)
+        or _first_fit_decreasing(tokens_S, job.places, cap_tokens)
+    )
+    if micro_batches is None:
+        loose = _pack(tokens_S, tokens_S, one_J, capacity=int(tokens_S.sum())) or []
+        enough = max(int(tokens_S[micro_batch].sum()) for micro_batch in loose)
+        raise PlanError(
+            f"{len(tokens_S)} samples of {tokens_S.sum()} tokens do not fit into {job.places} "
+            f"micro-batches of {cap_tokens} tokens; "
+            f"--sparse-balance-max-tokens-per-micro-batch {enough} would do"
+        )
+    weights_J = np.array([weights_S[micro_batch].sum() for micro_batch in micro_batches])
     by_rank = _pack(
-        micro_batch_weights,
+        weights_J,
         np.ones(job.places, dtype=np.int64),
-        job.data_parallel_size,
+        slowness_R,
         capacity=job.micro_batches,
         minimum=job.micro_batches,
-        slowness=slowness_R,
     )
-    return [[micro_batches[index] for index in rank] for rank in by_rank]
-
-
-def _fit_micro_batches(
-    weights_S: np.ndarray, tokens_S: np.ndarray, micro_batches: int, cap_tokens: int
-) -> list[list[int]]:
-    for order_weights in (weights_S, tokens_S.astype(np.float64)):
-        try:
-            return _pack(order_weights, tokens_S, micro_batches, capacity=cap_tokens, minimum=1)
-        except _NoRoomError as problem:
-            sample = problem.sample
-    tight = _first_fit_decreasing(tokens_S, micro_batches, cap_tokens)
-    if tight is not None:
-        return tight
-    loose = _pack(tokens_S.astype(np.float64), tokens_S, micro_batches, capacity=None, minimum=1)
-    enough = max(int(tokens_S[micro_batch].sum()) for micro_batch in loose)
-    raise PlanError(
-        f"sample {sample} ({tokens_S[sample]} tokens) fits in none of {micro_batches} "
-        f"micro-batches of {cap_tokens} tokens; "
-        f"--sparse-balance-max-tokens-per-micro-batch {enough} would do"
-    )
+    return [[micro_batches[index] for index in rank] for rank in by_rank or ()]
 
 
 def _pack(
     weights: np.ndarray,
     tokens: np.ndarray,
-    bins: int,
+    slowness: np.ndarray,
     *,
-    capacity: int | None,
-    minimum: int,
-    slowness: np.ndarray | None = None,
-) -> list[list[int]]:
-    """LPT under a capacity, every bin with at least ``minimum`` items; one ejection per item.
+    capacity: int,
+    minimum: int = 1,
+) -> list[list[int]] | None:
+    """LPT: the heaviest item first, each into the lightest bin that has room.
 
-    A bin's load counts ``slowness`` times.
+    Every bin ends with at least ``minimum`` items, and its load counts ``slowness`` times. None
+    where an item finds no room.
     """
     order = np.argsort(-weights, kind="stable").tolist()
-    slowness = np.ones(bins) if slowness is None else slowness
-    quick = _pack_without_ejection(weights, tokens, order, slowness, capacity, minimum)
-    if quick is not None:
-        return quick
-    packing = _Packing(weights, tokens, slowness, capacity)
-    for placed, item in enumerate(order):
-        missing = np.maximum(minimum - packing.count, 0)
-        allowed = np.ones(bins, dtype=bool)
-        if len(order) - placed <= missing.sum():
-            allowed = missing > 0
-        packing.place(item, allowed)
-    return packing.members
-
-
-def _pack_without_ejection(
-    weights: np.ndarray,
-    tokens: np.ndarray,
-    order: list[int],
-    slowness: np.ndarray,
-    capacity: int | None,
-    minimum: int,
-) -> list[list[int]] | None:
-    """Pack as :func:`_pack` does, from a heap in S log S; None where an item finds no room."""
     bins = len(slowness)
-    if minimum == 1 and len(order) == bins and (capacity is None or tokens.max() <= capacity):
+    if minimum == 1 and len(order) == bins and tokens.max() <= capacity:
         return [[item] for item in order]
     members: list[list[int]] = [[] for _ in range(bins)]
     used = [0] * bins
@@ -242,7 +186,7 @@ def _pack_without_ejection(
             if only_missing and len(members[index]) >= minimum:
                 heapq.heappop(heap)
                 continue
-            if capacity is None or used[index] + tokens_of[item] <= capacity:
+            if used[index] + tokens_of[item] <= capacity:
                 chosen = index
                 heapq.heapreplace(heap, (load + weight_of[item] * slowness_of[index], index))
                 break
@@ -255,71 +199,6 @@ def _pack_without_ejection(
         members[chosen].append(item)
         used[chosen] += tokens_of[item]
     return members
-
-
-class _Packing:
-    """Bins that items are placed into one by one, each in the lightest bin that may take it."""
-
-    def __init__(
-        self,
-        weights: np.ndarray,
-        tokens: np.ndarray,
-        slowness: np.ndarray,
-        capacity: int | None,
-    ) -> None:
-        self.weights, self.tokens, self.slowness = weights, tokens, slowness
-        bins = len(slowness)
-        self.capacity = int(tokens.sum()) if capacity is None else capacity
-        self.load = np.zeros(bins)
-        self.used = np.zeros(bins, dtype=np.int64)
-        self.count = np.zeros(bins, dtype=np.int64)
-        self.members: list[list[int]] = [[] for _ in range(bins)]
-
-    def place(self, item: int, allowed: np.ndarray) -> None:
-        chosen = self._lightest(allowed & (self.used + self.tokens[item] <= self.capacity))
-        self._add(item, self._make_room(item, allowed) if chosen is None else chosen)
-
-    def _lightest(self, fits: np.ndarray) -> int | None:
-        return int(np.where(fits, self.load, np.inf).argmin()) if fits.any() else None
-
-    def _make_room(self, item: int, allowed: np.ndarray) -> int:
-        """Move one placed item so that ``item`` fits; returns the bin that has room now.
-
-        The bin with room ends with as many items as before, so it is the receiver of the ejected
-        item that must be among ``allowed``.
-        """
-        best = None
-        for source, held in enumerate(self.members):
-            for other in held:
-                freed = self.used[source] - self.tokens[other]
-                if freed + self.tokens[item] > self.capacity:
-                    continue
-                room = allowed & (self.used + self.tokens[other] <= self.capacity)
-                room[source] = False
-                target = self._lightest(room)
-                if target is not None:
-                    load = self.load[target] + self.weights[other] * self.slowness[target]
-                    key = (load, source, other, target)
-                    best = key if best is None else min(best, key)
-        if best is None:
-            raise _NoRoomError(item)
-        _, source, other, target = best
-        self._remove(other, source)
-        self._add(other, target)
-        return source
-
-    def _add(self, item: int, chosen: int) -> None:
-        self.members[chosen].append(item)
-        self._account(item, chosen, 1)
-
-    def _remove(self, item: int, chosen: int) -> None:
-        self.members[chosen].remove(item)
-        self._account(item, chosen, -1)
-
-    def _account(self, item: int, chosen: int, sign: int) -> None:
-        self.load[chosen] += sign * self.weights[item] * self.slowness[chosen]
-        self.used[chosen] += sign * self.tokens[item]
-        self.count[chosen] += sign
 
 
 def _first_fit_decreasing(

@@ -19,7 +19,7 @@ import numpy as np
 
 from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.placement.balance import Placement
+from sparsebalance_megatron.plan.placement.arrangement import Placement
 from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_costs import StepCosts
 

@@ -13,39 +13,26 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sparsebalance_megatron.config import DEFAULT_SELECTION, ConfigError
-from sparsebalance_megatron.cost.memory import MemoryModel, StageMemory, stage_memory
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
+from sparsebalance_megatron.cost.memory import StageMemory
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.table import ModelShape
-from sparsebalance_megatron.cost.work_model import work_model_named
+from sparsebalance_megatron.learn.prediction import Workload, planned_memory
 from sparsebalance_megatron.plan.job import Job, check_cp_sizes, default_max_cp_size, whole_parts
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError, StepPlan
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError
-from sparsebalance_megatron.view.simulate.setups import default_policy, workload
-from sparsebalance_megatron.view.simulate.variants import RANKS_PER_NODE, Workload
-
-_SEARCH_MS = 20.0
-"""Search for one plan. Training may search longer; to compare choices this is enough."""
-
-
-def job_on_gpus(*, gpus: int, tensor_parallel_size: int, stages: int, layers: int) -> Job:
-    """A model on some GPUs, before its ranks share micro-batches; of one micro-batch.
-
-    Raises:
-        ConfigError: the GPUs do not divide, or there are fewer layers than stages.
-    """
-    sizes = {"--tp": tensor_parallel_size, "--pp": stages}
-    return Job.even(layers=layers, ranks=whole_parts(gpus, "--gpus", sizes), stages=stages)
+from sparsebalance_megatron.view.simulate.setups import RANKS_PER_NODE, workload
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdviceInputs:
     """A model on some GPUs, and the samples it trains on.
 
-    ``job``: see :func:`job_on_gpus`. ``shape`` names the tensor-parallel size. ``batches``: lengths
-    in tokens of global batches in order, alike in size. ``costs``: block size -> cost model,
-    without recomputation.
+    ``job``: of one micro-batch, whose ranks share none. ``shape`` names the tensor-parallel size.
+    ``batches``: lengths in tokens of global batches in order, alike in size. ``costs``: block size
+    -> cost model, without recomputation. ``seq_length``: the longest sample that training takes;
+    None stands for the longest of the batches.
     """
 
     job: Job
@@ -53,7 +40,8 @@ class AdviceInputs:
     tied_embeddings: bool
     batches: tuple[tuple[int, ...], ...]
     costs: Callable[[int], CostModel]
-    selection: str = DEFAULT_SELECTION
+    selection: str
+    seq_length: int | None = None
     recompute_all: bool = False
     recompute_attention: bool = False
 
@@ -137,7 +125,7 @@ def advise(
 
 
 def _named(choices: Sequence[Choice]) -> str:
-    """What choices that are left out for one reason have in common."""
+    """Settings that choices have in common."""
     named = {
         "block size {}": {choice.block_size for choice in choices},
         "budget {}": {choice.base_budget for choice in choices},
@@ -149,43 +137,52 @@ def _named(choices: Sequence[Choice]) -> str:
 
 
 def _outlook(inputs: AdviceInputs, choice: Choice) -> Outlook:
-    workloads = [_workloads(inputs, choice, batch) for batch in inputs.batches]
-    sparse, dense = (
-        [each.plan(batch) for each, batch in zip(of, inputs.batches, strict=True)]
-        for of in zip(*workloads, strict=True)
+    sparse = _workload(inputs, choice)
+    blocks = -(-max(map(max, inputs.batches)) // choice.block_size)
+    dense = replace(
+        sparse,
+        policy=replace(sparse.policy, base_budget=blocks, tuning="off"),
+        cost=_without_router(sparse.cost),
     )
+    plans, dense_plans = ([step.plan for step in each.planned_steps()] for each in (sparse, dense))
     step_ms, dense_ms = (
-        sum(plan.expectation.makespan_ms for plan in plans) for plans in (sparse, dense)
+        sum(plan.expectation.makespan_ms for plan in each) for each in (plans, dense_plans)
     )
-    busy_ms = sum(float(plan.expectation.times_2RPVM.sum()) for plan in sparse)
-    cost = inputs.costs(choice.block_size)
-    router_ms = sum(_router_ms(cost, inputs.job.layers, plan) for plan in sparse)
+    job = inputs.job
+    busy_ms = sum(float(plan.expectation.times_2RPVM.sum()) for plan in plans)
+    router_ms = sum(_router_ms(inputs.costs(choice.block_size), job.layers, plan) for plan in plans)
     lengths = np.concatenate(inputs.batches)
     is_dense = lengths <= choice.block_size * choice.base_budget
-    coverages = [plan.expectation.coverage_mean for plan in sparse]
+    coverages = [plan.expectation.coverage_mean for plan in plans]
     known = [coverage for coverage in coverages if coverage is not None]
     return Outlook(
         choice=choice,
         dense_tokens_share=float(lengths[is_dense].sum() / lengths.sum()),
         router_share=router_ms / busy_ms,
-        step_ms=step_ms / len(sparse),
+        step_ms=step_ms / len(plans),
         tokens_per_second_per_gpu=float(lengths.sum()) / (step_ms / 1e3) / inputs.gpus,
-        bubble_share=1.0
-        - busy_ms / (inputs.job.data_parallel_size * inputs.job.pipeline_stages * step_ms),
+        bubble_share=1.0 - busy_ms / (job.data_parallel_size * job.pipeline_stages * step_ms),
         speedup_over_dense=dense_ms / step_ms,
         coverage_prior=float(np.mean(known)) if known else None,
-        stages=_fullest(
-            [stage_memory(_memory(inputs, choice, plan), plan.rank_tokens_RM()) for plan in sparse]
+        stages=planned_memory(
+            plans,
+            job,
+            inputs.shape,
+            selection=inputs.selection,
+            block_size=choice.block_size,
+            tied_embeddings=inputs.tied_embeddings,
+            sequence_parallel=True,
+            optimizer_ranks=job.data_parallel_size // choice.context_parallel_size,
+            recompute_all=inputs.recompute_all,
+            recompute_attention=inputs.recompute_attention,
         ),
     )
 
 
-def _workloads(
-    inputs: AdviceInputs, choice: Choice, batch: tuple[int, ...]
-) -> tuple[Workload, Workload]:
-    """A batch as training plans it by default, and with dense attention and no router.
+def _workload(inputs: AdviceInputs, choice: Choice) -> Workload:
+    """All batches as training plans them by default.
 
-    The token cap is Megatron's: samples per micro-batch times the longest sample.
+    The token cap is training's: samples per micro-batch times the sequence length.
 
     Raises:
         ConfigError: if the samples do not fill the micro-batches evenly, or ranks cannot share.
@@ -194,40 +191,20 @@ def _workloads(
     max_cp_size = default_max_cp_size(ranks, size, RANKS_PER_NODE)
     check_cp_sizes(ranks, size, max_cp_size)
     sizes = {"micro-batches": choice.micro_batches, "data-parallel ranks": ranks // size}
-    samples = whole_parts(len(batch), "--global-batch", sizes)
-    cost = inputs.costs(choice.block_size)
-    policy = default_policy(
-        block_size=choice.block_size,
-        base_budget=choice.base_budget,
-        coverage_threshold=0.1,
-        cap_tokens=-(-samples * max(map(max, inputs.batches)) // size),
+    samples = whole_parts(len(inputs.batches[0]), "--global-batch", sizes)
+    longest = inputs.seq_length or max(map(max, inputs.batches))
+    cost = inputs.costs(choice.block_size).with_recompute(
+        full=inputs.recompute_all, attention_only=inputs.recompute_attention
     )
-    sparse = workload(
-        (batch,),
-        layers=inputs.job.layers,
-        ranks=inputs.job.data_parallel_size,
-        stages=inputs.job.pipeline_stages,
-        micro_batches=choice.micro_batches,
-        policy=replace(
-            policy,
-            coverage_target="base",
-            context_parallel="dynamic" if size > 1 else "static",
-            max_context_parallel=max_cp_size,
-            plan_ms=_SEARCH_MS,
-        ),
-        cost=cost.with_recompute(
-            full=inputs.recompute_all, attention_only=inputs.recompute_attention
-        ),
-        longest_tokens=max(batch),
+    return workload(
+        inputs.batches,
+        job=replace(inputs.job, micro_batches=choice.micro_batches, context_parallel_size=size),
+        config=SparseBalanceConfig(block_size=choice.block_size, base_budget=choice.base_budget),
+        cap_tokens=-(-samples * longest // size),
+        max_cp_size=max_cp_size,
+        cost=cost,
+        longest_tokens=longest,
     )
-    sparse = replace(sparse, job=replace(sparse.job, context_parallel_size=size))
-    blocks = -(-max(batch) // choice.block_size)
-    dense = replace(
-        sparse,
-        policy=replace(sparse.policy, base_budget=blocks, tuning="off"),
-        cost=_without_router(sparse.cost),
-    )
-    return sparse, dense
 
 
 def _without_router(cost: CostModel) -> CostModel:
@@ -250,35 +227,3 @@ def _router_work(cost: CostModel, micro_batch: MicroBatchPlan) -> np.ndarray:
     blocks_S = np.array(micro_batch.lengths_tokens) / cost.block_size
     visible = cost.work.visible_pairs(blocks_S).sum()
     return np.array([1.0, len(blocks_S), micro_batch.tokens, 0.0, visible])
-
-
-def _memory(inputs: AdviceInputs, choice: Choice, plan: StepPlan) -> MemoryModel:
-    data_parallel_size = inputs.job.data_parallel_size // choice.context_parallel_size
-    return MemoryModel(
-        shape=inputs.shape,
-        layers_per_stage=tuple(
-            sum(len(chunk) for chunk in stage) for stage in inputs.job.stage_layers
-        ),
-        virtual_stages=1,
-        tied_embeddings=inputs.tied_embeddings,
-        sequence_parallel=True,
-        optimizer_ranks=data_parallel_size,
-        selected_blocks_per_token=work_model_named(inputs.selection).list_entries_per_token(
-            heads=inputs.shape.num_attention_heads,
-            groups=inputs.shape.num_query_groups,
-            block_size=choice.block_size,
-            budget_blocks=max(
-                int(micro_batch.budgets_LS.max()) for micro_batch in plan.micro_batches
-            ),
-        ),
-        recompute_all=inputs.recompute_all,
-        recompute_attention=inputs.recompute_attention,
-    )
-
-
-def _fullest(steps: Sequence[tuple[StageMemory, ...]]) -> tuple[StageMemory, ...]:
-    """Memory of every stage in the step that needs most of it."""
-    return tuple(
-        max(of_stage, key=lambda memory: memory.total_bytes)
-        for of_stage in zip(*steps, strict=True)
-    )

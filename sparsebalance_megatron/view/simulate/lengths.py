@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
-from sparsebalance_megatron.json_file import UnreadableFileError, parse_json, read_text
+from sparsebalance_megatron.json_file import checked, parse_json, read_text
 
 MAX_TOKENS = 65536
-_LONGEST_TOKENS = 2**30
-"""Longest sample that a file may name: a thousand times what models are trained on."""
+_Lengths = Annotated[list[Annotated[int, msgspec.Meta(ge=1, le=2**30)]], msgspec.Meta(min_length=1)]
+"""Tokens; the limit is a thousand times what models are trained on."""
 
 
 class WorkloadError(ValueError):
@@ -105,19 +107,27 @@ def read_lengths(path: Path) -> np.ndarray:
     """
     try:
         text = read_text(path)
-        values = parse_json(text) if text.lstrip().startswith("[") else text.split()
-        lengths = [int(str(value)) for value in values]
-    except UnreadableFileError as error:
-        raise WorkloadError(f"{path}: {error}; give a file of lengths") from None
+        as_json = text.lstrip().startswith("[")
+        values = parse_json(text) if as_json else [int(word) for word in text.split()]
+        lengths = checked(values, _Lengths)
     except ValueError as error:
         raise WorkloadError(
-            f"{path}: expected a JSON list of lengths, or one per line: {str(error)[:200]}"
-        ) from None
-    if not lengths or min(lengths) < 1 or max(lengths) > _LONGEST_TOKENS:
-        raise WorkloadError(
-            f"{path}: needs at least one length, all from 1 to {_LONGEST_TOKENS} tokens"
-        )
+            f"{path}: {str(error)[:200]}; give a JSON list of lengths in tokens, or one per line"
+        ) from error
     return np.array(lengths, dtype=np.int64)
+
+
+def batches_of(lengths: np.ndarray, batch_size: int, steps: int) -> tuple[tuple[int, ...], ...]:
+    """Consecutive global batches, at most ``steps``; an incomplete last one is left out.
+
+    Raises:
+        WorkloadError: there is not one.
+    """
+    batches = min(steps, len(lengths) // batch_size)
+    if not batches:
+        raise WorkloadError(f"{len(lengths)} lengths, and a step needs --global-batch {batch_size}")
+    whole = lengths[: batches * batch_size].reshape(batches, batch_size)
+    return tuple(map(tuple, whole.tolist()))
 
 
 def split_overlong(lengths: np.ndarray, seq_length: int) -> np.ndarray:

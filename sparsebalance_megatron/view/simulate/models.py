@@ -1,132 +1,174 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer costs of models, and what coverage to expect before any was observed.
-
-Shape legend: L layers, U length buckets, K budgets of the grid.
-"""
+"""Sizes of public models, and of dense models that a Hugging Face config.json describes."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, Any
 
-import numpy as np
+import msgspec
 
-from sparsebalance_megatron.cost.model import CostModel, Part
-from sparsebalance_megatron.cost.table import CostTable
-from sparsebalance_megatron.cost.table_doubts import doubts
-from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.config import (
+    DEFAULT_COUNTED_DEVICE,
+    DEFAULT_SELECTION,
+    CountedDevice,
+)
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.table import ModelShape
+from sparsebalance_megatron.json_file import UnreadableFileError, read_json
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError
-from sparsebalance_megatron.view.simulate.presets import ModelPreset, preset
-
-H200_PEAK_FLOPS_PER_MS = 989e9
-"""Dense BF16, NVIDIA's data sheet."""
-LINEAR_EFFICIENCY = 0.5
-ATTENTION_EFFICIENCY = 0.3
-COVERAGE_EXPONENT = 0.35
 
 
-def h200_cost(
-    model: str | ModelPreset,
+@dataclass(frozen=True, kw_only=True)
+class ModelPreset:
+    """Sizes of a model with a gated MLP. ``shape`` is of a tensor-parallel rank that has it all."""
+
+    name: str
+    layers: int
+    shape: ModelShape
+    tied_embeddings: bool
+
+    def on_ranks(self, tensor_parallel_size: int) -> ModelShape:
+        """The shape on so many tensor-parallel ranks.
+
+        Raises:
+            WorkloadError: they do not divide the heads.
+        """
+        heads = self.shape.num_attention_heads
+        if heads % tensor_parallel_size:
+            raise WorkloadError(
+                f"--tp {tensor_parallel_size}: must divide the {heads} heads of {self.name}"
+            )
+        return replace(self.shape, tensor_parallel_size=tensor_parallel_size)
+
+
+def counted_cost(
+    model: ModelPreset,
     *,
     block_size: int,
     tensor_parallel_size: int = 1,
-    selection: str = "token-query-head",
+    selection: str = DEFAULT_SELECTION,
+    device: CountedDevice = DEFAULT_COUNTED_DEVICE,
 ) -> CostModel:
-    """Counted operations at the H200's peak, half of it for projections, 30 % for attention.
-
-    Args:
-        selection: who selects; the default is MoBA's, per token and query head.
+    """A model's counted operations at a device's rates.
 
     Raises:
-        WorkloadError: the name is unknown.
+        WorkloadError: the tensor-parallel ranks do not divide the heads.
     """
-    model = preset(model) if isinstance(model, str) else model
-    shape = replace(model.shape, tensor_parallel_size=tensor_parallel_size)
-    linear = CostModel.analytic(
-        shape,
-        block_size,
-        selection=selection,
-        flops_per_ms=H200_PEAK_FLOPS_PER_MS * LINEAR_EFFICIENCY,
-    )
-    slower = dict.fromkeys(Part, 1.0) | dict.fromkeys(
-        (Part.ATTENTION, Part.ROUTER), LINEAR_EFFICIENCY / ATTENTION_EFFICIENCY
-    )
-    return CostModel(
-        block_size=block_size,
-        forward_ms=_scaled(linear.forward_ms, slower),
-        backward_ms=_scaled(linear.backward_ms, slower),
-        work=linear.work,
-        exchange=linear.exchange,
-        source=f"{model.name}: counted operations on an H200, {LINEAR_EFFICIENCY:.0%} of peak in "
-        f"projections, {ATTENTION_EFFICIENCY:.0%} in attention",
-    )
+    shape = model.on_ranks(tensor_parallel_size)
+    cost = CostModel.analytic(shape, block_size, selection=selection, device=device)
+    return replace(cost, source=f"{model.name}: {cost.source}")
 
 
-def cost_of(
-    model: str | ModelPreset,
-    *,
-    cost_table: Path | None,
-    layers: int | None,
-    block_size: int,
-    tensor_parallel_size: int,
-) -> tuple[CostModel, int]:
-    """Costs and number of layers: fitted to a measured table, or else of a public model.
+_SIZES = {
+    "qwen2.5-0.5b": (24, 896, 4864, 14, 2, 64, 151936),
+    "qwen2.5-1.5b": (28, 1536, 8960, 12, 2, 128, 151936),
+    "qwen2.5-3b": (36, 2048, 11008, 16, 2, 128, 151936),
+    "qwen2.5-7b": (28, 3584, 18944, 28, 4, 128, 152064),
+    "qwen2.5-14b": (48, 5120, 13824, 40, 8, 128, 152064),
+    "qwen2.5-32b": (64, 5120, 27648, 40, 8, 128, 152064),
+    "qwen2.5-72b": (80, 8192, 29568, 64, 8, 128, 152064),
+    "qwen3-0.6b": (28, 1024, 3072, 16, 8, 128, 151936),
+    "qwen3-1.7b": (28, 2048, 6144, 16, 8, 128, 151936),
+    "qwen3-4b": (36, 2560, 9728, 32, 8, 128, 151936),
+    "qwen3-8b": (36, 4096, 12288, 32, 8, 128, 151936),
+    "qwen3-14b": (40, 5120, 17408, 40, 8, 128, 151936),
+    "qwen3-32b": (64, 5120, 25600, 64, 8, 128, 151936),
+    "llama-3.1-8b": (32, 4096, 14336, 32, 8, 128, 128256),
+    "llama-3.1-70b": (80, 8192, 28672, 64, 8, 128, 128256),
+}
+"""Name -> layers, then sizes in the order of :class:`.ModelShape`, as published on
+huggingface.co."""
+
+_TIED = frozenset(
+    {
+        *("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b"),
+        *("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"),
+    }
+)
+"""Embedding and output are one matrix."""
+
+
+def _preset(name: str, layers: int, *sizes: int, tied_embeddings: bool) -> ModelPreset:
+    hidden_size, ffn_hidden_size, heads, kv_heads, head_dim, vocab_size = sizes
+    shape = ModelShape(
+        hidden_size=hidden_size,
+        ffn_hidden_size=ffn_hidden_size,
+        num_attention_heads=heads,
+        num_query_groups=kv_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        gated_linear_unit=True,
+        tensor_parallel_size=1,
+    )
+    return ModelPreset(name=name, layers=layers, shape=shape, tied_embeddings=tied_embeddings)
+
+
+MODELS: Mapping[str, ModelPreset] = {
+    name: _preset(name, *sizes, tied_embeddings=name in _TIED) for name, sizes in _SIZES.items()
+}
+
+_Size = Annotated[int, msgspec.Meta(ge=1, le=2**32)]
+_Layers = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+
+
+class _HuggingFaceSizes(msgspec.Struct, kw_only=True):
+    """Keys of config.json; missing ones have the defaults of ``transformers``."""
+
+    hidden_size: _Size
+    intermediate_size: _Size
+    num_attention_heads: _Size
+    num_hidden_layers: _Layers
+    vocab_size: _Size
+    num_key_value_heads: _Size | None = None
+    head_dim: _Size | None = None
+    tie_word_embeddings: bool | None = False
+    # Set where layers cost otherwise than those of dense, grouped-query attention.
+    num_experts: Any = None
+    num_local_experts: Any = None
+    n_routed_experts: Any = None
+    kv_lora_rank: Any = None
+    ssm_cfg: Any = None
+
+
+_NOT_DENSE = _HuggingFaceSizes.__struct_fields__[-5:]
+
+
+def model_named(name: str) -> ModelPreset:
+    """A public model by its name, or the model that a directory's config.json describes.
 
     Raises:
-        CostTableError: the table cannot be used.
-        WorkloadError: the number of layers is missing or wrong.
+        WorkloadError: it is neither, or no dense model.
     """
-    if layers is not None and layers < 1:
-        raise WorkloadError(f"--layers {layers}: at least 1 needed")
-    if cost_table is None:
-        model = preset(model) if isinstance(model, str) else model
-        heads = model.shape.num_attention_heads
-        if heads % tensor_parallel_size:
-            raise WorkloadError(
-                f"--tp {tensor_parallel_size}: must divide the {heads} heads of {model.name}"
-            )
-        cost = h200_cost(model, block_size=block_size, tensor_parallel_size=tensor_parallel_size)
-        return cost, layers or model.layers
-    if layers is None:
-        raise WorkloadError(f"--cost-table {cost_table}: costs are per layer; add --layers")
-    table = CostTable.load(cost_table)
-    cost = CostModel.fit(table)
-    for doubt in doubts(table, cost):
-        warnings.warn(doubt, stacklevel=2)
-    return cost, layers
-
-
-def with_bandwidth(cost: CostModel, gigabytes_per_second: float | None) -> CostModel:
-    """Costs whose exchange runs at a bandwidth; None leaves it as it is.
-
-    Raises:
-        WorkloadError: the bandwidth is not finite or not above 0.
-    """
-    if gigabytes_per_second is None:
-        return cost
-    if not 0.0 < gigabytes_per_second < float("inf"):
+    if name in MODELS:
+        return MODELS[name]
+    directory = Path(name)
+    if not name or not directory.is_dir():
         raise WorkloadError(
-            f"--gigabytes-per-second {gigabytes_per_second}: must be finite and above 0"
+            f"--model {name}: is no directory with a config.json; give one, or one of "
+            f"{', '.join(MODELS)}"
         )
-    return cost.with_bandwidth(gigabytes_per_second)
-
-
-def _scaled(
-    ms: Mapping[Part, tuple[float, ...]], factor: Mapping[Part, float]
-) -> dict[Part, tuple[float, ...]]:
-    return {part: tuple(factor[part] * value for value in row) for part, row in ms.items()}
-
-
-def prior_coverage(layers: int, max_blocks: int) -> CoverageCurves:
-    """Coverage (k / n)^0.35 of n blocks at budget k, alike in all layers; no measurement.
-
-    A length bucket holds the curve of the geometric middle of its lengths.
-    """
-    curves = CoverageCurves(layers, max_blocks, 0.0)
-    middle_U = 2.0 ** (np.arange(curves.buckets) + 0.5)
-    curve_UK = np.minimum(np.asarray(curves.grid) / middle_U[:, None], 1.0) ** COVERAGE_EXPONENT
-    counts_LU = np.ones_like(curves.observed_LU, dtype=np.float64)
-    curves.observe(np.broadcast_to(curve_UK, curves.mean_LUK.shape), counts_LU)
-    return curves
+    path = directory / "config.json"
+    try:
+        sizes = read_json(path, _HuggingFaceSizes)
+    except UnreadableFileError as error:
+        raise WorkloadError(f"{path}: {error}; give a model's directory") from error
+    for key in _NOT_DENSE:
+        if value := getattr(sizes, key):
+            raise WorkloadError(
+                f"{path}: {key} {str(value)[:60]}: only dense models have counted costs; measure "
+                "this one with `sparse-balance profile` and give --cost-table"
+            )
+    heads = sizes.num_attention_heads
+    kv_heads = sizes.num_key_value_heads or heads
+    if heads % kv_heads:
+        raise WorkloadError(f"{path}: num_key_value_heads {kv_heads}: must divide {heads} heads")
+    return _preset(
+        directory.resolve().name,
+        sizes.num_hidden_layers,
+        *(sizes.hidden_size, sizes.intermediate_size, heads, kv_heads),
+        *(sizes.head_dim or max(1, sizes.hidden_size // heads), sizes.vocab_size),
+        tied_embeddings=bool(sizes.tie_word_embeddings),
+    )

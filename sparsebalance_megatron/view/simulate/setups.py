@@ -7,20 +7,20 @@ The paper is arXiv:2604.13847.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
+from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.learn.prediction import Workload, prior_coverage
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.step_plan import PlanPolicy
-from sparsebalance_megatron.view.simulate.lengths import GENERATORS, MAX_TOKENS
-from sparsebalance_megatron.view.simulate.models import h200_cost, prior_coverage, with_bandwidth
-from sparsebalance_megatron.view.simulate.presets import ModelPreset, preset
-from sparsebalance_megatron.view.simulate.variants import Sharing, Workload
+from sparsebalance_megatron.view.simulate.lengths import GENERATORS, MAX_TOKENS, batches_of
+from sparsebalance_megatron.view.simulate.models import MODELS, ModelPreset, counted_cost
 
-BLOCK_SIZE = 256
-BASE_BUDGET = 32
+RANKS_PER_NODE = 8
 
 
 class Setup(NamedTuple):
@@ -59,41 +59,42 @@ PAPER_ABLATION: Mapping[str, tuple[float | None, float]] = {
 """Published micro-batch imbalance (max/mean) and speedup of paper-ablation's rows."""
 
 
-def default_policy(
-    *, block_size: int, base_budget: int, coverage_threshold: float, cap_tokens: int
-) -> PlanPolicy:
-    """A policy whose batching and tuning a variant replaces."""
-    return PlanPolicy(
-        batching="makespan",
-        tuning="makespan",
-        anchor="mean",
-        coverage_threshold=coverage_threshold,
-        base_budget=base_budget,
-        block_size=block_size,
-        max_tokens_per_micro_batch=cap_tokens,
-    )
+def shared_job(context_parallel_size: int, *, micro_batches: int, **sizes: int) -> Job:
+    """A job whose layers are split evenly; sharing leaves each of its ranks more positions.
+
+    Args:
+        micro_batches: positions of a rank where none share.
+        sizes: see :meth:`.Job.even`.
+    """
+    job = Job.even(micro_batches=micro_batches * context_parallel_size, **sizes)
+    return replace(job, context_parallel_size=context_parallel_size)
 
 
 def workload(
     batches: tuple[tuple[int, ...], ...],
     *,
-    layers: int,
-    ranks: int,
-    stages: int,
-    micro_batches: int,
-    policy: PlanPolicy,
+    job: Job,
+    config: SparseBalanceConfig,
+    cap_tokens: int,
+    max_cp_size: int,
     cost: CostModel,
     longest_tokens: int,
-    sharing: Sharing | None = None,
 ) -> Workload:
-    """Global batches on a job whose layers are split evenly, with the prior of coverage."""
+    """Global batches under a configuration's policy, with the prior of coverage.
+
+    Args:
+        cap_tokens: of a micro-batch on one rank.
+        longest_tokens: the longest sample that coverage is known of.
+    """
+    policy = PlanPolicy.from_config(config, cap_tokens)
     return Workload(
         batches=batches,
-        job=Job.even(layers=layers, ranks=ranks, stages=stages, micro_batches=micro_batches),
-        policy=policy,
+        job=job,
+        policy=replace(
+            policy, context_parallel=config.context_parallel, max_context_parallel=max_cp_size
+        ),
         cost=cost,
-        sharing=sharing or Sharing(),
-        coverage=prior_coverage(layers, max(1, -(-longest_tokens // cost.block_size))),
+        coverage=prior_coverage(job.layers, max(1, -(-longest_tokens // cost.block_size))),
     )
 
 
@@ -103,10 +104,10 @@ def workload_of(
     *,
     steps: int,
     seed: int,
-    coverage_threshold: float,
-    sharing: Sharing | None = None,
-    gigabytes_per_second: float | None = None,
+    config: SparseBalanceConfig,
     model: ModelPreset | None = None,
+    context_parallel_size: int = 1,
+    max_cp_size: int = 1,
 ) -> Workload:
     """``steps`` global batches in order.
 
@@ -114,30 +115,30 @@ def workload_of(
         data: the name of a distribution to draw lengths from, or lengths in tokens.
         model: in place of the setup's.
     """
-    model = model or preset(setup.model)
+    model = model or MODELS[setup.model]
     samples = steps * setup.global_batch_size
-    lengths = GENERATORS[data](samples, seed) if isinstance(data, str) else data[:samples]
-    longest = max(MAX_TOKENS, int(lengths.max()))
-    cost = h200_cost(model, block_size=BLOCK_SIZE, tensor_parallel_size=setup.tensor_parallel_size)
-    return workload(
-        batches_of(lengths, setup.global_batch_size),
-        layers=model.layers,
-        ranks=setup.data_parallel_size,
-        stages=setup.pipeline_stages,
-        micro_batches=setup.micro_batches,
-        policy=default_policy(
-            block_size=BLOCK_SIZE,
-            base_budget=BASE_BUDGET,
-            coverage_threshold=coverage_threshold,
-            cap_tokens=setup.micro_batch_size * longest,
-        ),
-        cost=with_bandwidth(cost, gigabytes_per_second),
-        longest_tokens=longest,
-        sharing=sharing,
+    lengths = GENERATORS[data](samples, seed) if isinstance(data, str) else data
+    longest = max(MAX_TOKENS, int(lengths[:samples].max()))
+    cost = counted_cost(
+        model,
+        block_size=config.block_size,
+        tensor_parallel_size=setup.tensor_parallel_size,
+        device=config.counted_device,
     )
-
-
-def batches_of(lengths: np.ndarray, batch_size: int) -> tuple[tuple[int, ...], ...]:
-    """Consecutive global batches; an incomplete last one is left out."""
-    whole = len(lengths) // batch_size * batch_size
-    return tuple(tuple(row) for row in lengths[:whole].reshape(-1, batch_size).tolist())
+    if config.gigabytes_per_second is not None:
+        cost = cost.with_bandwidth(config.gigabytes_per_second)
+    return workload(
+        batches_of(lengths, setup.global_batch_size, steps),
+        job=shared_job(
+            context_parallel_size,
+            layers=model.layers,
+            ranks=setup.data_parallel_size,
+            stages=setup.pipeline_stages,
+            micro_batches=setup.micro_batches,
+        ),
+        config=config,
+        cap_tokens=setup.micro_batch_size * longest,
+        max_cp_size=max_cp_size,
+        cost=cost,
+        longest_tokens=longest,
+    )

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planned variants and advised choices as tables of at most 80 columns, and advice as sentences."""
+"""Planned variants and advised choices as tables, and advice as sentences."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from sparsebalance_megatron.cost.memory import GIBIBYTE
+from sparsebalance_megatron.text_table import shown_ms, text_table, wrapped
 from sparsebalance_megatron.view.simulate.advice import Advice, Outlook
 from sparsebalance_megatron.view.simulate.variants import Outcome
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _MOSTLY_DENSE = 0.8
 _MUCH_ROUTING = 0.15
@@ -33,41 +30,41 @@ _CHOICE_LEGEND = {
 }
 
 
-def show_variants(
-    console: Console,
-    title: str,
+def variant_lines(
     outcomes: Mapping[str, Outcome],
+    columns: int,
     published: Mapping[str, tuple[float | None, float]] | None = None,
-) -> None:
-    """Print one row per variant; ``published``: (micro-batch imbalance, speedup) of the paper."""
+) -> list[str]:
+    """Lines with one row per variant.
+
+    Args:
+        columns: of the terminal.
+        published: the paper's micro-batch imbalance and speedup; planning time gives way to them.
+    """
     rows = []
     for name, outcome in outcomes.items():
+        imbalance, speedup = (published or {}).get(name, (None, None))
         cells = {
             "": name,
-            "step\nms": _ms(outcome.makespan_ms),
-            "speed\nup": f"{outcome.speedup:.2f}",
-            "in\npaper": "",
+            "step\nms": shown_ms(outcome.makespan_ms),
+            "speedup": f"{outcome.speedup:.2f}",
+            "in\npaper": _known(speedup, ".2f"),
             "bound\nratio": f"{outcome.bound_ratio:.2f}",
             "batch\nimbal": f"{outcome.imbalance_microbatch:.2f}",
-            "in \npaper": "",
+            "in \npaper": _known(imbalance, ".2f"),
             "rank\nimbal": f"{outcome.imbalance_rank:.2f}",
-            "cover\nage": _known(outcome.coverage_mean, ".3f"),
+            "coverage": _known(outcome.coverage_mean, ".3f"),
             "work\nratio": f"{outcome.work_ratio:.2f}",
             "plan\nms": f"{outcome.plan_ms:.1f}",
         }
-        if published is None:
-            del cells["in\npaper"], cells["in \npaper"]
-        else:
-            imbalance, speedup = published.get(name, (None, None))
-            cells["in\npaper"], cells["in \npaper"] = (
-                _known(value, ".2f") for value in (speedup, imbalance)
-            )
+        for heading in ("in\npaper", "in \npaper") if published is None else ("plan\nms",):
+            del cells[heading]
         rows.append(cells)
-    _show(console, title, rows, _VARIANT_LEGEND)
+    return [*text_table(rows, columns=columns), *_legend(_VARIANT_LEGEND, columns)]
 
 
-def show_choices(console: Console, advice: Advice, gpu_memory_gib: float) -> None:
-    """Print one row per choice."""
+def choice_lines(advice: Advice, gpu_memory_gib: float, columns: int) -> list[str]:
+    """Lines with one row per choice."""
     rows = [
         {
             "block\nsize": str(outlook.choice.block_size),
@@ -76,7 +73,7 @@ def show_choices(console: Console, advice: Advice, gpu_memory_gib: float) -> Non
             "context\nparallel": str(outlook.choice.context_parallel_size),
             "dense\ntokens": f"{outlook.dense_tokens_share:.0%}",
             "router\nshare": f"{outlook.router_share:.1%}",
-            "step\nms": _ms(outlook.step_ms),
+            "step\nms": shown_ms(outlook.step_ms),
             "over\ndense": f"{outlook.speedup_over_dense:.2f}x",
             "tokens/s\nper GPU": f"{outlook.tokens_per_second_per_gpu:.0f}",
             "bubble": f"{outlook.bubble_share:.0%}",
@@ -85,33 +82,15 @@ def show_choices(console: Console, advice: Advice, gpu_memory_gib: float) -> Non
         }
         for outlook in advice.outlooks
     ]
-    _show(console, None, rows, _CHOICE_LEGEND)
+    return [*text_table(rows, columns=columns, keys=4), *_legend(_CHOICE_LEGEND, columns)]
 
 
-def _show(
-    console: Console,
-    title: str | None,
-    rows: Sequence[Mapping[str, str]],
-    legend: Mapping[str, str],
-) -> None:
-    """Print rows of cells by their headings, and what headings mean."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False
-    )
-    for heading in rows[0]:
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    for cells in rows:
-        table.add_row(*cells.values())
-    console.print(table)
-    for name, meaning in legend.items():
-        console.print(f"{name}: {meaning}", markup=False, highlight=False)
-
-
-def _ms(value: float) -> str:
-    return format(value, ".0f" if value >= 100 else ".3g")
+def _legend(meanings: Mapping[str, str], columns: int) -> list[str]:
+    return [
+        line
+        for name, meaning in meanings.items()
+        for line in wrapped(f"{name}: {meaning}", columns)
+    ]
 
 
 def _known(value: float | None, layout: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import plan as oracle
-from plan.plan_cases import alone, cost_model, coverage_curves, job_shape, policy, random_lengths
+from plan.plan_cases import cost_model, coverage_curves, job_shape, placed, policy, random_lengths
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.budgets.policy import budget_problem, tune
@@ -37,12 +37,11 @@ class Case:
         self.micro_batch_of_S = np.arange(samples) % self.job.places
         self.problem = budget_problem(self.policy, self.costs, self.coverage)
         self.allowed = self.problem.allowed
-        self.tuned = tune(self.problem, self.micro_batch_of_S, alone(self.job))
+        self.where = placed(self.micro_batch_of_S, self.job)
+        self.tuned = tune(self.problem, self.where)
 
     def times(self, budgets_LS):
-        return self.costs.micro_batch_ms(
-            self.costs.sample_ms(budgets_LS), self.micro_batch_of_S, alone(self.job)
-        )
+        return self.problem.micro_batch_ms(budgets_LS, self.where)
 
     def makespan(self, budgets_LS):
         return makespans_ms(self.times(budgets_LS)).max()
@@ -164,7 +163,7 @@ def test_owed_coverage_is_paid_as_far_as_base_budgets_have_time(seed, shape, owe
     base_LS = case.allowed.base_LS
     samples = len(case.micro_batch_of_S)
     pricing = price(case.problem, coverage_deficit=owed * samples)
-    tuned_LS = tune(case.problem, case.micro_batch_of_S, alone(case.job), pricing).budgets_LS
+    tuned_LS = tune(case.problem, case.where, pricing).budgets_LS
     assert case.makespan(tuned_LS) <= case.makespan(base_LS) * (1 + 1e-8)
     most = case.covered(case.allowed.top_LS).mean() - case.covered(base_LS).mean()
     paid = case.covered(tuned_LS).mean() - case.covered(base_LS).mean()
@@ -208,7 +207,7 @@ def test_where_base_budgets_have_no_time_for_what_is_owed_their_time_is_spent_we
     case = Case(5, "makespan", shape=(2, 4, 2, 1), coverage_target="base")
     base_LS = case.allowed.base_LS
     pricing = price(case.problem, coverage_deficit=0.3 * len(case.micro_batch_of_S))
-    tuned_LS = tune(case.problem, case.micro_batch_of_S, alone(case.job), pricing).budgets_LS
+    tuned_LS = tune(case.problem, case.where, pricing).budgets_LS
     assert case.covered(pricing.expected_LS).mean() > case.covered(tuned_LS).mean()
     assert case.covered(tuned_LS).mean() > case.covered(base_LS).mean() + 0.01
     assert case.makespan(tuned_LS) <= case.makespan(base_LS) * (1 + 1e-8)
@@ -238,14 +237,14 @@ def test_coverage_is_within_one_step_of_the_best(seed, share):
     coverage.observe((1 - np.exp(-rates * grid)) * counts[..., None], counts)
     small = generator.integers(40 * 64, 250 * 64, 3).tolist()
     chosen = policy(tuning="makespan", base_budget=6, coverage_threshold=0.3)
-    micro_batch_of_S = np.array([0, 1, 1, 1])
+    where = placed([0, 1, 1, 1], job)
 
     def prepared(giant):
         costs = step_costs([giant, *small], job, cost_model(), StageScales.ones(1))
         return budget_problem(chosen, costs, coverage)
 
     def rank_ms(problem, budgets_LS):
-        return makespans_ms(problem.micro_batch_ms(budgets_LS, micro_batch_of_S, alone(job)))
+        return makespans_ms(problem.micro_batch_ms(budgets_LS, where))
 
     def floor_ms(problem):
         return rank_ms(problem, problem.allowed.floor_LS)
@@ -259,7 +258,7 @@ def test_coverage_is_within_one_step_of_the_best(seed, share):
     costs, allowed = problem.costs, problem.allowed
     limit = floor_ms(problem)[0]
     assert low < limit < high
-    tuned = tune(problem, micro_batch_of_S, alone(job))
+    tuned = tune(problem, where)
     per_pair = costs.pair_ms_L[0]
     chains = []
     for sample in (1, 2, 3):

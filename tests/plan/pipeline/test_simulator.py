@@ -14,14 +14,13 @@ from plan.plan_cases import costs_without_constants, flat, job_shape
 
 from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.plan.context_groups import unshared
-from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes, graph_of
 from sparsebalance_megatron.plan.pipeline.orders import (
-    SCHEDULES,
     Operation,
     PipelineOrder,
-    one_forward_one_backward,
+    megatron_order,
+    schedule_name,
 )
-from sparsebalance_megatron.plan.pipeline.pipeline_graph import graph_of
 from sparsebalance_megatron.plan.pipeline.simulator import (
     longest_chain,
     longest_through_ms,
@@ -34,48 +33,46 @@ from sparsebalance_megatron.plan.step_plan import PlanError
 
 @st.composite
 def pipelines(draw):
-    """(schedule's name, times [2, P, V, M])."""
+    """Times [2, P, V, M]."""
     schedule = draw(st.sampled_from(["no_pipeline", "1f1b", "interleaved"]))
     stages = 1 if schedule == "no_pipeline" else draw(st.integers(2, 4))
-    chunks = 1 if schedule == "1f1b" else draw(st.integers(1, 3))
+    chunks = draw(st.integers(2, 3)) if schedule == "interleaved" else 1
     micro_batches = draw(st.integers(1, 3 if schedule == "interleaved" else 7))
     if schedule == "interleaved":
         micro_batches *= stages
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     times = generator.exponential([[[[1.0]]], [[[2.0]]]], (2, stages, chunks, micro_batches))
-    return schedule, np.round(times) if draw(st.booleans()) else times
+    return np.round(times) if draw(st.booleans()) else times
 
 
 @settings(max_examples=80, deadline=None)
 @given(pipelines())
-def test_events_match_naive_simulation(pipeline):
-    name, times = pipeline
-    (events,) = simulate(flat(times[:, None], SCHEDULES[name]))
+def test_events_match_naive_simulation(times):
+    name = schedule_name(*times.shape[1:3])
+    (events,) = simulate(flat(times[:, None]))
     naive = oracle.run_pipeline(*times.tolist(), name)
     assert len(events) == len(naive) == times.size
     for event in events:
         key = (event.stage, event.direction[0].upper(), event.chunk, event.micro_batch)
         assert (event.start_ms, event.end_ms) == pytest.approx(naive[key], abs=1e-9)
     ends = [end for _, end in naive.values()]
-    fast = makespans_ms(flat(times[:, None], SCHEDULES[name]))
+    fast = makespans_ms(flat(times[:, None]))
     assert fast == pytest.approx(max(ends), abs=1e-9)
 
 
 @settings(max_examples=40, deadline=None)
 @given(pipelines(), st.integers(0, 2**32 - 1))
-def test_makespan_grows_with_every_duration(pipeline, seed):
-    name, times = pipeline
+def test_makespan_grows_with_every_duration(times, seed):
     generator = np.random.default_rng(seed)
     more = generator.exponential(1.0, times.shape) * (generator.random(times.shape) < 0.3)
-    before, after = makespans_ms(flat(np.stack([times, times + more], axis=1), SCHEDULES[name]))
+    before, after = makespans_ms(flat(np.stack([times, times + more], axis=1)))
     assert after >= before
 
 
 @settings(max_examples=60, deadline=None)
 @given(pipelines(), st.integers(1, 3), st.integers(0, 2**32 - 1))
-def test_no_arrangement_beats_the_lower_bound(pipeline, ranks, seed):
-    name, (forward, _) = pipeline
-    stages, chunks, micro_batches = forward.shape
+def test_no_arrangement_beats_the_lower_bound(times, ranks, seed):
+    stages, chunks, micro_batches = times.shape[1:]
     generator = np.random.default_rng(seed)
     skew = generator.exponential(1.0, (1, stages, chunks, 1))
     shape = (2, ranks, stages, chunks, micro_batches)
@@ -89,7 +86,7 @@ def test_no_arrangement_beats_the_lower_bound(pipeline, ranks, seed):
             .reshape(2, ranks, micro_batches, stages, chunks)
             .transpose(0, 1, 3, 4, 2)
         )
-        assert makespans_ms(flat(mixed, SCHEDULES[name])).max() >= bound * (1 - 1e-12)
+        assert makespans_ms(flat(mixed)).max() >= bound * (1 - 1e-12)
 
 
 def bounds_of(times):
@@ -116,9 +113,8 @@ def test_bounds_are_attained():
 
 @settings(max_examples=40, deadline=None)
 @given(pipelines())
-def test_every_operation_of_the_longest_chain_delays_the_next(pipeline):
-    name, times = pipeline
-    operations = flat(times[:, None], SCHEDULES[name])
+def test_every_operation_of_the_longest_chain_delays_the_next(times):
+    operations = flat(times[:, None])
     (events,) = simulate(operations)
     chain = longest_chain(operations).reshape(times.shape)
     path = sorted(
@@ -143,24 +139,23 @@ def test_every_operation_of_the_longest_chain_delays_the_next(pipeline):
 
 @settings(max_examples=30, deadline=None)
 @given(pipelines(), st.floats(0.0, 2.0))
-def test_a_micro_batch_may_grow_by_what_its_longest_chain_leaves(pipeline, share):
+def test_a_micro_batch_may_grow_by_what_its_longest_chain_leaves(times, share):
     """What it grows beyond that delays the step, by no more."""
-    name, times = pipeline
-    makespan = makespans_ms(flat(times[:, None], SCHEDULES[name]))[0]
-    through_PVM = longest_through_ms(flat(times[:, None], SCHEDULES[name]))[0]
+    makespan = makespans_ms(flat(times[:, None]))[0]
+    through_PVM = longest_through_ms(flat(times[:, None]))[0]
     slack_PVM = makespan - through_PVM
     assert slack_PVM.min() == pytest.approx(0.0, abs=1e-9)
     place = np.unravel_index(slack_PVM.argmax(), slack_PVM.shape)
     for direction in (0, 1):
         grown = times.copy()
         grown[(direction, *place)] += share * slack_PVM[place]
-        after = makespans_ms(flat(grown[:, None], SCHEDULES[name]))[0]
+        after = makespans_ms(flat(grown[:, None]))[0]
         assert after <= makespan + max(0.0, share - 1.0) * slack_PVM[place] + 1e-9
 
 
 def all_forwards_first(stages, micro_batches, chunks):
     """GPipe's order, which Megatron has not."""
-    known = one_forward_one_backward(stages, micro_batches, chunks)
+    known = megatron_order(stages, micro_batches, chunks)
     order = tuple(
         Operation(direction, 0, m) for direction in Direction for m in range(micro_batches)
     )
@@ -176,7 +171,7 @@ def test_the_simulator_runs_a_schedule_that_it_does_not_know():
 
 def waits_for_two(stages, micro_batches, chunks):
     """Stage 1's forward of a micro-batch also waits for stage 0's forward of the next one."""
-    known = one_forward_one_backward(stages, micro_batches, chunks)
+    known = megatron_order(stages, micro_batches, chunks)
     forward = [Operation(Direction.FORWARD, 0, m) for m in range(micro_batches)]
     inputs = dict(known.inputs)
     inputs[1, forward[0]] = ((0, forward[0]), (0, forward[1]))
@@ -191,7 +186,7 @@ def test_an_operation_may_wait_for_several():
 
 
 def without_inputs(stages, micro_batches, chunks):
-    known = one_forward_one_backward(stages, micro_batches, chunks)
+    known = megatron_order(stages, micro_batches, chunks)
     return PipelineOrder(by_stage=known.by_stage[::-1], inputs=known.inputs)
 
 
@@ -199,7 +194,7 @@ def test_broken_schedules():
     with pytest.raises(PlanError, match="deadlocks"):
         flat(np.ones((2, 1, 2, 1, 3)), without_inputs)
     with pytest.raises(PlanError, match=r"schedule has 4 .*, times are of 8"):
-        flat(np.ones((2, 1, 2, 2, 1)), lambda p, m, v: one_forward_one_backward(p, m, 1))
+        flat(np.ones((2, 1, 2, 2, 1)), lambda p, m, v: megatron_order(p, m, 1))
 
 
 def test_bad_times():
@@ -272,21 +267,24 @@ def test_segments_of_a_micro_batch_are_operations_of_their_own(seed):
             for e in events
         }
         assert found == pytest.approx(ends)
-        assert makespans_ms(times.rank(rank)) == pytest.approx(max(ends.values()))
+        assert makespans_ms(times)[rank] == pytest.approx(max(ends.values()))
     assert longest_through_ms(times).max(axis=(1, 2, 3)) == pytest.approx(makespans_ms(times))
     whole_2RPVM = times.by_micro_batch_2RPVM
     assert whole_2RPVM.sum() == pytest.approx(ms_OR.sum())
-    of_first = times.where(direction=Direction.BACKWARD, stage=1, micro_batch=0)
-    assert of_first.shape == (3, ranks)
-    np.testing.assert_allclose(of_first.sum(axis=0), whole_2RPVM[1, :, 1, 0, 0])
-    assert times.where(segment=2).shape == (2 * stages, ranks)
+    of_first = [
+        number
+        for number, (stage, operation) in enumerate(graph.operations)
+        if (stage, operation.direction, operation.micro_batch) == (1, Direction.BACKWARD, 0)
+    ]
+    np.testing.assert_allclose(ms_OR[of_first].sum(axis=0), whole_2RPVM[1, :, 1, 0, 0])
 
 
 def test_a_shared_micro_batch_is_shared_in_every_segment():
     """Both ranks take as long then, the one with little before waits for the other."""
     graph = graph_of(in_segments, 2, 1, len(SEGMENTS))
     ms_OR = np.ones((len(graph.operations), 2))
-    ms_OR[(graph.micro_batch_O == 0) & (graph.segment_O == 0), 1] = 4.0
+    segment_O = np.array([operation.segment for _, operation in graph.operations])
+    ms_OR[(graph.micro_batch_O == 0) & (segment_O == 0), 1] = 4.0
     cp_sizes_RM = unshared(2, len(SEGMENTS))
     apart = makespans_ms(OperationTimes(graph=graph, ms_OR=ms_OR, cp_sizes_RM=cp_sizes_RM))
     cp_sizes_RM[:, 3] = 2

@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import plan as oracle
 
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.placement.balance import (
-    _NoRoomError,
     _pack,
     arrival,
     balanced,
-    micro_batch_of_sample,
 )
 from sparsebalance_megatron.plan.step_plan import PlanError
 
@@ -109,7 +107,7 @@ def test_cap_beats_balance():
     lengths, weights = [60, 40, 50, 50], np.array([1.0, 1.0, 9.0, 9.0])
     placement = balanced(weights, lengths, job(1, 2), 100)
     check(placement, lengths, job(1, 2), 100)
-    with pytest.raises(PlanError, match=r"fits in none of 2 micro-batches of 99 tokens"):
+    with pytest.raises(PlanError, match=r"not fit into 2 micro-batches of 99 tokens; .* 100 would"):
         balanced(weights, lengths, job(1, 2), 99)
 
 
@@ -136,6 +134,7 @@ def test_micro_batches_are_packed_as_by_hand(seed, bins, minimum, room):
     weights, tokens = generator.permutation(1000)[:items] + 0.5, generator.integers(1, 20, items)
     slowness = generator.uniform(0.5, 2.0, bins)
     capacity = max(int(tokens.max()), int(room * tokens.sum() / bins))
+    found = _pack(weights, tokens, slowness, capacity=capacity, minimum=minimum)
     members = [[] for _ in range(bins)]
     for placed, item in enumerate(np.argsort(-weights).tolist()):
         lacking = [max(minimum - len(each), 0) for each in members]
@@ -146,31 +145,11 @@ def test_micro_batches_are_packed_as_by_hand(seed, bins, minimum, room):
             if tokens[each].sum() + tokens[item] <= capacity
             and (lacking[index] or not only_lacking)
         ]
-        assume(fitting)  # else something is thrown out of a bin
+        if not fitting:
+            assert found is None
+            return
         members[min(fitting)[1]].append(item)
-    found = _pack(weights, tokens, bins, capacity=capacity, minimum=minimum, slowness=slowness)
     assert found == members
-
-
-def test_what_finds_no_room_throws_something_out():
-    """The last item fits nowhere; the one that the lightest bin takes over makes room for it."""
-    weights, tokens = np.array([5.0, 4.0, 3.5, 3.0, 1.0]), np.array([4, 4, 3, 3, 6])
-    assert _pack(weights, tokens, 2, capacity=10, minimum=1) == [[0, 4], [1, 2, 3]]
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(2, 4), st.integers(1, 3), st.floats(1.0, 1.2))
-def test_tight_micro_batches_hold_everything_once_and_enough(seed, bins, minimum, room):
-    generator = np.random.default_rng(seed)
-    items = bins * minimum + int(generator.integers(0, bins))
-    weights, tokens = generator.uniform(0.1, 1.0, items), generator.integers(1, 20, items)
-    capacity = max(int(tokens.max()), int(room * tokens.sum() / bins))
-    try:
-        found = _pack(weights, tokens, bins, capacity=capacity, minimum=minimum)
-    except _NoRoomError:
-        assume(False)
-    assert sorted(item for each in found for item in each) == list(range(items))
-    assert all(len(each) >= minimum and tokens[each].sum() <= capacity for each in found)
 
 
 @settings(max_examples=40, deadline=None)
@@ -195,7 +174,3 @@ def test_every_micro_batch_of_a_rank_is_filled_when_one_sample_dominates():
     lengths = [1000, 1, 1, 1, 1, 1, 1, 1]
     placement = balanced(np.array(lengths), lengths, job(2, 4), NO_CAP)
     check(placement, lengths, job(2, 4), NO_CAP)
-
-
-def test_micro_batch_of_sample():
-    assert micro_batch_of_sample((((3,), (0, 2)), ((1,), (4,))), 5).tolist() == [1, 2, 1, 0, 3]

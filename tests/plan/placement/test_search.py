@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import plan as oracle
-from plan.plan_cases import alone, cost_model, flat, job_shape, random_lengths
+from plan.plan_cases import cost_model, flat, job_shape, random_lengths
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.placement.balance import arrival, micro_batch_of_sample
+from sparsebalance_megatron.plan.placement.arrangement import Arrangement
+from sparsebalance_megatron.plan.placement.balance import arrival
 from sparsebalance_megatron.plan.placement.search import _Search, improve
 from sparsebalance_megatron.plan.step_costs import step_costs
 
@@ -26,7 +27,7 @@ def searched(lengths, job, cap, plan_ms=20.0):
     before = arrival(lengths, job, cap)
     after = improve(before, costs, sample_2SC, cap_tokens=cap, plan_ms=plan_ms)
     times = [
-        costs.micro_batch_ms(sample_2SC, micro_batch_of_sample(placement, len(lengths)), alone(job))
+        costs.micro_batch_ms(sample_2SC, Arrangement.of_groups(placement))
         for placement in (before, after)
     ]
     return after, times

@@ -5,26 +5,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from plan.plan_cases import flat
 
+from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.learn.prediction import prior_coverage
 from sparsebalance_megatron.plan.coverage import CoverageCurves, length_bucket
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.orders import schedule_name
 from sparsebalance_megatron.plan.pipeline.simulator import Event, simulate
 from sparsebalance_megatron.plan.planner import plan_step
-from sparsebalance_megatron.plan.step_plan import StepPlan
+from sparsebalance_megatron.plan.step_plan import PlanPolicy, StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs
-from sparsebalance_megatron.view.simulate.models import h200_cost, prior_coverage
-from sparsebalance_megatron.view.simulate.setups import default_policy
+from sparsebalance_megatron.view.simulate.models import MODELS, counted_cost
 
 BLOCK_SIZE, BASE_BUDGET, MAX_TOKENS = 256, 16, 32768
-COST = h200_cost("qwen2.5-0.5b", block_size=BLOCK_SIZE)
+COST = counted_cost(MODELS["qwen2.5-0.5b"], block_size=BLOCK_SIZE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,16 +70,18 @@ class SampleRun:
         generator = np.random.default_rng([step, 1])
         size = self.ranks * self.micro_batches
         drawn = np.exp(generator.normal(np.log(5000), 1.1, size))
-        policy = default_policy(
+        config = SparseBalanceConfig(
             block_size=BLOCK_SIZE,
             base_budget=BASE_BUDGET,
-            coverage_threshold=0.1,
-            cap_tokens=2 * MAX_TOKENS,
+            batching=self.batching,
+            tuning=self.tuning,
+            coverage_target="threshold",
+            plan_ms=0.5,
         )
         inputs = PlanInputs(
             lengths_tokens=tuple(int(n) for n in np.clip(drawn, 64, MAX_TOKENS)),
             job=self.job,
-            policy=replace(policy, batching=self.batching, tuning=self.tuning, plan_ms=0.5),
+            policy=PlanPolicy.from_config(config, 2 * MAX_TOKENS),
             cost=COST,
             scales=StageScales.ones(self.stages, self.virtual_stages),
             coverage=self.coverage(),

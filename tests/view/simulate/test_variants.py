@@ -9,7 +9,9 @@ from itertools import count
 import numpy as np
 import pytest
 
-from sparsebalance_megatron.view.simulate.setups import SETUPS, batches_of, workload_of
+from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.view.simulate.lengths import batches_of
+from sparsebalance_megatron.view.simulate.setups import SETUPS, workload_of
 from sparsebalance_megatron.view.simulate.variants import (
     ALL_ROWS,
     BASELINE,
@@ -26,7 +28,7 @@ def outcomes():
 
 
 def small(setup, data, steps=8):
-    return workload_of(SETUPS[setup], data, steps=steps, seed=1, coverage_threshold=0.1)
+    return workload_of(SETUPS[setup], data, steps=steps, seed=1, config=SparseBalanceConfig())
 
 
 def test_ours_beats_the_papers_rows(outcomes):
@@ -68,7 +70,7 @@ def test_setups():
     found = {name: setup.micro_batches for name, setup in SETUPS.items()}
     assert found["paper-main"] == found["paper-ablation"] == 4
     assert (found["scale-1024"], found["scale-10240"]) == (8, 32)
-    assert batches_of(np.arange(1, 8), 3) == ((1, 2, 3), (4, 5, 6))
+    assert batches_of(np.arange(1, 8), 3, 9) == ((1, 2, 3), (4, 5, 6))
 
 
 def test_unhideable_steps_are_counted():

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fits a cost model to a table of measurements, and says how far to believe it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.cost.exchange import Exchange
+from sparsebalance_megatron.cost.model import CostModel, exchange_of
+from sparsebalance_megatron.cost.parts import Direction, Part
+from sparsebalance_megatron.cost.table import (
+    CostRow,
+    CostTable,
+    CostTableError,
+    ExchangeRow,
+    ModelShape,
+)
+from sparsebalance_megatron.cost.work_model import FEATURES, WorkModel, work_model_named
+
+_FOLDS = 5
+_DOUBTFUL_ERROR = 0.4
+"""Median relative error of a fit. Times of a busy machine stay below half of it; times that fall
+where the work grows do not."""
+
+_COMMON_FEATURES = ("micro_batches", "sequences", "tokens")
+_PAIRS = {Part.ATTENTION: "block_pairs", Part.ROUTER: "visible_block_pairs"}
+"""The feature besides the common ones that a part's time depends on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitError:
+    """How far a model is from the measurements of one (part, direction), relative to them."""
+
+    median: float
+    p95: float
+    rows: int
+
+
+def measured_cost_model(path: str | os.PathLike[str], run: Mapping[str, Any]) -> CostModel:
+    """The costs that a table of measurements gives; warns where they are hard to believe.
+
+    Args:
+        run: what the table must have been measured for; see :meth:`.CostTable.check_matches`.
+
+    Raises:
+        CostTableError: the table cannot be read or fitted, or was measured for something else.
+    """
+    table = CostTable.load(path)
+    table.check_matches(run)
+    model = fit_cost_model(table)
+    for doubt in doubts(table, model):
+        warnings.warn(doubt, stacklevel=3)
+    return model
+
+
+def configured_cost_model(
+    config: SparseBalanceConfig, shape: ModelShape, run: Mapping[str, Any]
+) -> CostModel:
+    """The costs of a configured run: those of its table, else counted operations, with a warning.
+
+    Args:
+        run: what the table must have been measured for, besides the configuration and the shape.
+
+    Raises:
+        ConfigError, CostTableError: naming the flag or file and the remedy.
+    """
+    if config.cost_table is not None:
+        configured = {"block_size": config.block_size, "selection": config.selection}
+        return measured_cost_model(config.cost_table, {**configured, **shape.flat(), **run})
+    warnings.warn(
+        f"no {flag_name('cost_table')}: latencies are counted operations of "
+        f"{config.counted_device.upper()}, not measurements; plans will be worse. Run "
+        "`sparse-balance profile` with this model's flags.",
+        stacklevel=3,
+    )
+    return counted_cost_model(config, shape)
+
+
+def counted_cost_model(config: SparseBalanceConfig, shape: ModelShape) -> CostModel:
+    """The costs of a configured run from counted operations, where nothing was measured."""
+    return CostModel.analytic(
+        shape, config.block_size, selection=config.selection, device=config.counted_device
+    )
+
+
+def fit_cost_model(table: CostTable) -> CostModel:
+    """Non-negative least squares on relative errors, so that small and large both fit.
+
+    Raises:
+        CostTableError: it cannot be fitted.
+    """
+    identity, work = table.identity, _work_of(table)
+    fitted = {
+        direction: {
+            part: _fit_rows(_rows_of(table, part, direction), part, identity.block_size, work)
+            for part in Part
+        }
+        for direction in Direction
+    }
+    versions = ", ".join(f"{name} {version}" for name, version in table.versions.items())
+    return CostModel(
+        block_size=identity.block_size,
+        work=work,
+        exchange=_measured_exchange(table),
+        forward_ms=fitted[Direction.FORWARD],
+        backward_ms=fitted[Direction.BACKWARD],
+        source=f"{len(table.rows)} measurements of {table.date} on {identity.device}, "
+        f"{identity.dtype} ({versions})",
+    )
+
+
+def _measured_exchange(table: CostTable) -> Exchange:
+    """The model's, at the measured time per byte of each cp_size where there are any."""
+    exchange = exchange_of(table.identity.shape, table.identity.dtype)
+    ms_per_byte_of = {
+        width: _fitted_ms_per_byte([row for row in table.exchanges if row.width == width])
+        for width in sorted({row.width for row in table.exchanges})
+    }
+    if not ms_per_byte_of:
+        return exchange
+    smallest = next(iter(ms_per_byte_of.values()))
+    slowness = tuple((width, value / smallest) for width, value in ms_per_byte_of.items())
+    return replace(exchange, ms_per_byte=smallest, cp_size_slowness=slowness)
+
+
+def _fitted_ms_per_byte(rows: Sequence[ExchangeRow]) -> float:
+    """Least squares on relative errors: with x bytes per measured ms, sum(x) / sum(x^2)."""
+    bytes_per_ms = np.array([row.received_bytes / row.ms_median for row in rows])
+    return float(f"{bytes_per_ms.sum() / (bytes_per_ms**2).sum():.6g}")
+
+
+def fit_errors(model: CostModel, table: CostTable) -> dict[tuple[Part, Direction], FitError]:
+    """Absolute relative error of a model on a table's rows, per part and direction."""
+    return {
+        (part, direction): _error(
+            _relative_errors(
+                model.coefficients_ms(part, direction), rows, model.block_size, model.work
+            )
+        )
+        for part, direction, rows in _timed_parts(table)
+    }
+
+
+def held_out_errors(table: CostTable) -> dict[tuple[Part, Direction], FitError]:
+    """Like :func:`fit_errors`, but every row is predicted from a fit that has not seen it.
+
+    Rows are left out a fifth at a time, every fifth row in the table's order; the order follows
+    length, so that each fit has to interpolate and the outer ones to extrapolate.
+    """
+    block_size, work = table.identity.block_size, _work_of(table)
+    errors = {}
+    for part, direction, rows in _timed_parts(table):
+        folds = min(_FOLDS, len(rows))
+        parts = []
+        for fold in range(folds):
+            seen = [row for index, row in enumerate(rows) if index % folds != fold]
+            coefficients = np.array(_fit_rows(seen or rows, part, block_size, work))
+            parts.append(_relative_errors(coefficients, rows[fold::folds], block_size, work))
+        errors[part, direction] = _error(np.concatenate(parts))
+    return errors
+
+
+def _work_of(table: CostTable) -> WorkModel:
+    try:
+        return work_model_named(table.identity.selection)
+    except ConfigError as error:
+        raise CostTableError(
+            f"cost table: no selection named {table.identity.selection!r}: {error}"
+        ) from error
+
+
+def _timed_parts(table: CostTable) -> list[tuple[Part, Direction, list[CostRow]]]:
+    parts = [
+        (part, direction, _rows_of(table, part, direction))
+        for direction in Direction
+        for part in Part
+    ]
+    return [part for part in parts if part[2]]
+
+
+def _relative_errors(
+    coefficients: np.ndarray, rows: list[CostRow], block_size: int, work: WorkModel
+) -> np.ndarray:
+    measured_ms = np.array([row.ms_median for row in rows])
+    matrix = np.stack([row.features(block_size, work) for row in rows])
+    return np.abs(matrix @ coefficients / measured_ms - 1.0)
+
+
+def _error(relative: np.ndarray) -> FitError:
+    return FitError(
+        median=float(np.median(relative)),
+        p95=float(np.quantile(relative, 0.95)),
+        rows=len(relative),
+    )
+
+
+def _rows_of(table: CostTable, part: Part, direction: Direction) -> list[CostRow]:
+    return [row for row in table.rows if (row.part, row.direction) == (part, direction)]
+
+
+def _fit_rows(
+    rows: list[CostRow], part: Part, block_size: int, work: WorkModel
+) -> tuple[float, ...]:
+    """Coefficients of one part in one direction; no rows mean that it is never timed."""
+    if not rows:
+        return (0.0,) * len(FEATURES)
+    names = [*_COMMON_FEATURES, *([_PAIRS[part]] if part in _PAIRS else [])]
+    columns = [FEATURES.index(name) for name in names]
+    measured_ms = np.array([row.ms_median for row in rows])
+    matrix = np.stack([row.features(block_size, work) for row in rows])[:, columns]
+    relative = matrix / measured_ms[:, None]
+    # Here, because it takes a second to load, and only measured tables are fitted.
+    from scipy.optimize import nnls
+
+    # Columns differ by many orders of magnitude; unit columns keep the solver accurate.
+    unit = np.linalg.norm(relative, axis=0)
+    try:
+        solution, _ = nnls(relative / unit, np.ones(len(rows)))
+    except (RuntimeError, ValueError) as error:
+        raise CostTableError(
+            f"cost table: {part} cannot be fitted ({error}); measure again with "
+            "`sparse-balance profile`"
+        ) from error
+    # Six digits, so that ranks whose linear algebra rounds differently still agree on the model.
+    rounded = [float(f"{value:.6g}") for value in solution / unit]
+    ms_per_unit = dict(zip(names, rounded, strict=True))
+    return tuple(ms_per_unit.get(name, 0.0) for name in FEATURES)
+
+
+def doubts(table: CostTable, model: CostModel) -> tuple[str, ...]:
+    """Reasons to measure again, one sentence each; none for a table as ``profile`` writes it."""
+    sizes: dict[tuple[str, str], set[tuple[int, ...]]] = {}
+    for row in table.rows:
+        sizes.setdefault((row.part, row.direction), set()).add(row.lengths_tokens)
+    single = [f"{part} {direction}" for (part, direction), each in sizes.items() if len(each) == 1]
+    off = [
+        f"{part} {direction} by {error.median:.0%}"
+        for (part, direction), error in fit_errors(model, table).items()
+        if error.median > _DOUBTFUL_ERROR
+    ]
+    found = {
+        "measured at one size only, so that times at any other are a guess": single,
+        "times do not grow as work does; the fit is off, at the median, in": off,
+    }
+    return tuple(
+        f"{table.place}: {problem}: {', '.join(where)}; measure again on an idle machine with "
+        "`sparse-balance profile`"
+        for problem, where in found.items()
+        if where
+    )
