@@ -188,12 +188,12 @@ class Instruments:
     def _model_ends(self, *_: Any) -> None:
         self._ms["forward_step"] -= (time.perf_counter() - self._model_began_s) * 1e3
 
-    def _meet_first(self, original: Any, reducer: Any, flat: Any) -> Any:
+    def _meet_first(self, original: Any, *arguments: Any) -> Any:
         import torch
 
         with self.timed("waited_for_ranks"):
             torch.distributed.barrier()
-        return original(reducer, flat)
+        return original(*arguments)
 
     def _end_step(self, original: Any, run: Any) -> Any:
         """Also begins the next step: what came before it belongs to the last."""

@@ -6,7 +6,10 @@ Without ``--sparse-balance`` this is Megatron's own training, unchanged.
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+import time
 from collections.abc import Sequence
 
 from sparsebalance_megatron import integration
@@ -61,6 +64,17 @@ def _train(device_type: str) -> None:
             args, dataset_provider=plain_gpt.dataset_provider, forward_step=plain_gpt.forward_step
         )
 
+
+def _end_with(parent_id: int) -> None:
+    """End this process when the one that started it is gone."""
+    while os.getppid() == parent_id:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+if "--multiprocessing-fork" in sys.orig_argv:
+    # Megatron's checkpoint writer is such a process, and would outlive a rank that is killed.
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
 
 if __name__ == "__main__":
     main()

@@ -142,6 +142,12 @@ def run_training(
     )
 
 
+def train(ranks: int, documents: Path, *flags: str, **options: Any) -> TrainingRun:
+    """Train the small model with the plugin; ``flags`` win, ``options`` are of `run_training`."""
+    common = (*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, "--data-path", str(documents))
+    return run_training(ranks, (*common, *flags), **options)
+
+
 def run_program(
     program: Sequence[str], folder: Path, timeout_s: float = TIMEOUT_S
 ) -> subprocess.CompletedProcess[str]:

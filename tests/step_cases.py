@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +33,26 @@ SHAPE = ModelShape(
 )
 JOB = Job(data_parallel_size=2, micro_batches=2, stage_layers=(((0, 1), (4, 5)), ((2, 3), (6, 7))))
 """Two ranks of two stages of two chunks of two layers."""
+
+
+def step_measurement(
+    times_2RPVM: np.ndarray, *, schedule_ms: np.ndarray | None = None, **coverage: Any
+) -> StepMeasurement:
+    """A step of these times, and coverage totals of one layer unless they are given."""
+    totals = {
+        "sums_LUK": np.zeros((1, 1, 1)),
+        "counts_LU": np.zeros((1, 1)),
+        "executed_L": np.zeros(1),
+        **dict.fromkeys(("executed_sum", "base_sum", "count", "minimum", "grown"), 0.0),
+    }
+    return StepMeasurement(
+        times_2RPVM=times_2RPVM,
+        schedule_ms=np.ones(times_2RPVM.shape[1:3]) if schedule_ms is None else schedule_ms,
+        coverage=CoverageTotals(**totals | coverage),
+        lm_loss=2.0,
+        tokens=sum(LENGTHS_TOKENS),
+        differing_ranks=(),
+    )
 
 
 def planned_step(scales: StageScales | None = None) -> PlannedStep:
@@ -71,7 +92,10 @@ def measured_as_planned(planned: PlannedStep) -> StepMeasurement:
     """Everything took what was predicted; coverage of layer l is 0.1 (l + 1) in all samples."""
     expectation = planned.plan.expectation
     executed_L = len(LENGTHS_TOKENS) * 0.1 * np.arange(1, JOB.layers + 1)
-    totals = CoverageTotals(
+    makespan_D1 = np.array(expectation.rank_makespan_ms)[:, None]
+    return step_measurement(
+        expectation.times_2RPVM,
+        schedule_ms=makespan_D1 * [[1.0, 0.9]],
         sums_LUK=np.zeros((JOB.layers, 1, 1)),
         counts_LU=np.full((JOB.layers, 1), float(len(LENGTHS_TOKENS))),
         executed_L=executed_L,
@@ -80,15 +104,6 @@ def measured_as_planned(planned: PlannedStep) -> StepMeasurement:
         count=float(JOB.layers * len(LENGTHS_TOKENS)),
         minimum=0.1,
         grown=3.0,
-    )
-    makespan_D1 = np.array(expectation.rank_makespan_ms)[:, None]
-    return StepMeasurement(
-        times_2RPVM=expectation.times_2RPVM,
-        schedule_ms=makespan_D1 * [[1.0, 0.9]],
-        coverage=totals,
-        lm_loss=2.0,
-        tokens=sum(LENGTHS_TOKENS),
-        differing_ranks=(),
     )
 
 

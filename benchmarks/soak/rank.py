@@ -20,10 +20,7 @@ from sparsebalance_megatron.megatron import cpu
 cpu.install()
 
 from sparsebalance_megatron.pretrain_gpt import main  # noqa: E402
-from sparsebalance_megatron.run.micro_batches import (  # noqa: E402
-    MicroBatchIterator,
-    RowReader,
-)
+from sparsebalance_megatron.run.micro_batches import MicroBatchIterator  # noqa: E402
 
 
 def suffer(wanted: dict[str, float]) -> None:
@@ -48,7 +45,7 @@ def suffer(wanted: dict[str, float]) -> None:
             lambda: generator.random() < share and time.sleep(generator.uniform(0, longest_s)),
         )
     if read_s:
-        before(RowReader, "_read", lambda: time.sleep(generator.uniform(0, read_s)))
+        before(MicroBatchIterator, "_read", lambda: time.sleep(generator.uniform(0, read_s)))
     if size := wanted.get("file_megabytes"):
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(size * 1e6), hard))

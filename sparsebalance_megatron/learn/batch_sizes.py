@@ -3,10 +3,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 from sparsebalance_megatron.plan.step_plan import PlanError
+
+
+class _Phase(NamedTuple):
+    """Consecutive steps of one size."""
+
+    first_step: int
+    first_sample: int
+    size: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,50 +56,36 @@ class BatchSizes:
 
     def size_of(self, step: int) -> int:
         """Samples of a step."""
-        return self._phase_of(step)[2]
+        return self._phase_of(step).size
 
     def first_sample(self, step: int) -> int:
         """Samples consumed before a step; ``step`` may be the one after the last."""
-        first_step, first_sample, size = self._phase_of(step)
-        return first_sample + (step - first_step) * size
+        phase = self._phase_of(step)
+        return phase.first_sample + (step - phase.first_step) * phase.size
 
     def sizes_from(self, step: int) -> tuple[int, ...]:
         """Sizes of that step and of all after it, each once, in order."""
-        phases = self._phases()
-        ends = [first_step for first_step, _, _ in phases[1:]]
-        coming = (
-            size for (_, _, size), end in zip(phases, [*ends, step + 1], strict=True) if end > step
-        )
-        return tuple(dict.fromkeys(coming))
+        ends = [phase.first_step for phase in self._phases[1:]]
+        coming = zip(self._phases, [*ends, math.inf], strict=True)
+        return tuple(dict.fromkeys(phase.size for phase, end in coming if end > step))
 
     def step_at(self, consumed_samples: int) -> int | None:
         """The step that begins after so many samples; None if none does."""
-        found = 0, 0, self.schedule[0][1]
-        for phase in self._phases():
-            if phase[1] > consumed_samples:
-                break
-            found = phase
-        first_step, first_sample, size = found
-        steps, rest = divmod(consumed_samples - first_sample, size)
-        return None if rest else first_step + steps
+        phase = [each for each in self._phases if each.first_sample <= consumed_samples][-1]
+        steps, rest = divmod(consumed_samples - phase.first_sample, phase.size)
+        return None if rest else phase.first_step + steps
 
-    def _phase_of(self, step: int) -> tuple[int, int, int]:
-        found = 0, 0, self.schedule[0][1]
-        for phase in self._phases():
-            if phase[0] > step:
-                break
-            found = phase
-        return found
+    def _phase_of(self, step: int) -> _Phase:
+        return [phase for phase in self._phases if phase.first_step <= step][-1]
 
-    def _phases(self) -> list[tuple[int, int, int]]:
-        """(first step, samples consumed before it, size) of every phase that has a step."""
-        phases, step, consumed = [], 0, 0
-        ends = [threshold for threshold, _ in self.schedule[1:]]
-        for (_, size), end in zip(self.schedule, [*ends, None], strict=True):
-            if end is not None and end <= consumed:
-                continue
-            phases.append((step, consumed, size))
-            if end is not None:
-                steps = -(-(end - consumed) // size)
-                step, consumed = step + steps, consumed + steps * size
-        return phases
+    @cached_property
+    def _phases(self) -> tuple[_Phase, ...]:
+        """Every phase that has a step."""
+        phases = [_Phase(0, 0, self.schedule[0][1])]
+        for threshold, size in self.schedule[1:]:
+            step, consumed, last_size = phases[-1]
+            steps = -(-(threshold - consumed) // last_size)
+            if steps <= 0:  # the step that reached an earlier threshold reached this one too
+                phases.pop()
+            phases.append(_Phase(step + max(0, steps), consumed + max(0, steps) * last_size, size))
+        return tuple(phases)

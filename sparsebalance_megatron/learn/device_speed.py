@@ -20,6 +20,8 @@ _MIN_STANDARD_ERRORS = 3.0
 """Standard errors by which a rank must differ; only the difference beyond them counts."""
 _MIN_DIFFERENCE = 0.02
 """Relative; smaller differences are ignored, however certain."""
+_MIN_LASTING = 0.5
+"""Share of the median's difference that the nearer quartile must have."""
 
 
 class DeviceSlowness:
@@ -27,8 +29,10 @@ class DeviceSlowness:
 
     A step yields one ratio of measured to predicted time per device, relative to the median of its
     stage. How far its median over the last steps is from 1 counts beyond three standard errors, so
-    that equal devices keep a factor of exactly 1 and noise moves nothing. Equal inputs give equal
-    factors on every rank: nothing here is rounded differently by different processors.
+    that equal devices keep a factor of exactly 1 and noise moves nothing. It counts only where
+    three of four steps show it: a plan that follows a device whose speed changes every few steps
+    comes too late each time. Equal inputs give equal factors on every rank: nothing here is rounded
+    differently by different processors.
     """
 
     def __init__(self, data_parallel_size: int, stages: int) -> None:
@@ -43,7 +47,11 @@ class DeviceSlowness:
         spread_RP = np.median(np.abs(self._history_WRP - median_RP), axis=0)
         error_RP = _MAD_TO_DEVIATION * spread_RP / np.sqrt(steps)
         doubt_RP = np.maximum(_MIN_STANDARD_ERRORS * error_RP, _MIN_DIFFERENCE)
-        return median_RP - np.clip(median_RP - 1.0, -doubt_RP, doubt_RP)
+        deviation_RP = median_RP - 1.0
+        quartiles_2RP = np.quantile(self._history_WRP, [0.25, 0.75], axis=0) - 1.0
+        nearest_RP = np.where(deviation_RP > 0.0, quartiles_2RP[0], quartiles_2RP[1])
+        lasts_RP = nearest_RP * np.sign(deviation_RP) > _MIN_LASTING * np.abs(deviation_RP)
+        return 1.0 + lasts_RP * (deviation_RP - np.clip(deviation_RP, -doubt_RP, doubt_RP))
 
     def update(self, planned: PlannedStep, measured: StepMeasurement) -> None:
         """Learn from one step; a step with a time missing is left out."""
@@ -58,9 +66,3 @@ class DeviceSlowness:
         relative_RP = ratio_RP / np.median(ratio_RP, axis=0)
         kept = self._history_WRP[-(_HISTORY_STEPS - 1) :]
         self._history_WRP = np.concatenate([kept, relative_RP[None]])
-
-    def state_dict(self) -> None:
-        """Nothing is saved: after a restart a rank may run on another device."""
-
-    def load_state_dict(self, state: None) -> None:
-        """There is nothing to take over."""

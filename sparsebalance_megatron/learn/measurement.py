@@ -36,16 +36,14 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """What one rank took for one step. Times in ms, NaN where unmeasured.
+    """What one rank took for one step.
 
-    ``forward_VM``, ``backward_VM``: per chunk and micro-batch. ``schedule_ms``: from the schedule's
-    start to this rank's last backward. ``spans``: what was measured, by start, in ms since
-    ``start_unix_s``, the schedule's start; of a step whose schedule began unseen, that is the start
-    of the first span. None where nothing was seen.
+    ``schedule_ms``: from the schedule's start to this rank's last backward; NaN where unmeasured.
+    ``spans``: what was measured, by start, in ms since ``start_unix_s``, the schedule's start; of a
+    step whose schedule began unseen, that is the start of the first span. None where nothing was
+    seen.
     """
 
-    forward_VM: np.ndarray
-    backward_VM: np.ndarray
     schedule_ms: float
     start_unix_s: float | None
     spans: tuple[Span, ...]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step that was planned, and what every learner does with it.
+"""A step that was planned.
 
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches.
 """
@@ -7,12 +7,10 @@ Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micr
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 import numpy as np
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.plan.step_plan import StepPlan
 
 
@@ -48,23 +46,3 @@ class PlannedStep:
             for micro_batch in self.plan.micro_batches
         )
         return replace(self, plan=replace(self.plan, micro_batches=micro_batches))
-
-
-class Learner(Protocol):
-    """Knowledge that steps add to. Equal steps give equal knowledge, on every rank."""
-
-    def update(self, planned: PlannedStep, measured: StepMeasurement) -> None:
-        """Learn from a step: what was planned of it, and what was measured on all ranks."""
-
-    def snapshot(self) -> Any:
-        """What a plan needs to know, as known now; later updates do not change it."""
-
-    def state_dict(self) -> Any:
-        """What is saved, in plain Python types; None where nothing is."""
-
-    def load_state_dict(self, state: Any) -> None:
-        """Take over saved state.
-
-        Raises:
-            ValueError: it does not fit this job; nothing is changed then.
-        """

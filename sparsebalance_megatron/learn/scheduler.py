@@ -7,11 +7,13 @@ planning is, so that all ranks make the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
@@ -23,14 +25,24 @@ from sparsebalance_megatron.learn.step_planner import (
     StepPlanner,
     check_version,
 )
-from sparsebalance_megatron.learn.step_samples import SampleLengths, StepSamples
 from sparsebalance_megatron.plan.budgets.policy import budget_policy
+from sparsebalance_megatron.plan.budgets.price import horizon_steps
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job, whole_parts
-from sparsebalance_megatron.plan.step_plan import PlanPolicy
+from sparsebalance_megatron.plan.step_plan import PlanError, PlanPolicy
 
 _PLANS_KEPT = 2
 """The step that runs and the one after it."""
+
+
+class SampleLengths(Protocol):
+    """An endless order of samples, and their lengths in tokens."""
+
+    def global_batch(self, first: int, size: int) -> np.ndarray:
+        """Sample numbers at the places ``first`` to ``first + size`` of the order."""
+
+    def lengths_of(self, samples: np.ndarray) -> np.ndarray:
+        """Tokens of every sample."""
 
 
 class Scheduler:
@@ -56,7 +68,7 @@ class Scheduler:
         self.job = job
         self._planner = planner
         self._batch_sizes = batch_sizes
-        self._samples = StepSamples(index=index, batch_sizes=batch_sizes)
+        self._index = index
         self._worker = worker
         self._planned: dict[int, PlannedStep] = {}
         self._ahead: dict[int, Future[PlannedStep]] = {}
@@ -92,11 +104,16 @@ class Scheduler:
             return
         if step not in self._planned:
             return
+        followers, self._followers = self._followers, []
+
+        def pass_on(made: Future[PlannedStep]) -> None:
+            if made.exception() is None:
+                for then in followers:
+                    then(made.result())
+
         future = self._worker.submit(self._plan, step + 1, known)
         self._ahead = {step + 1: future}
-        for then in self._followers:
-            future.add_done_callback(partial(_pass_on, then=then))
-        self._followers.clear()
+        future.add_done_callback(pass_on)
 
     def follow(self, then: Callable[[PlannedStep], None]) -> None:
         """Call ``then`` with the next plan that the worker makes, on its thread.
@@ -125,17 +142,24 @@ class Scheduler:
         self._ahead.clear()
 
     def _plan(self, step: int, known: Knowledge) -> PlannedStep:
-        samples = self._samples.of_step(step)
-        policy = self._planner.policy
-        looks_ahead = budget_policy(policy).looks_ahead(policy)
+        samples, policy = self._samples_between(step, step + 1), self._planner.policy
+        last_step = step
+        if budget_policy(policy).looks_ahead(policy):
+            last_step += horizon_steps(self._batch_sizes.size_of(step)) - 1
+        later = self._samples_between(step + 1, last_step + 1)
         return self._planner.plan(
             step,
-            self._samples.lengths_tokens(samples),
+            self._index.lengths_of(samples).tolist(),
             self._job_of(step),
             known,
             samples=samples,
-            later_lengths_tokens=self._samples.later_lengths_tokens(step) if looks_ahead else (),
+            later_lengths_tokens=self._index.lengths_of(later).tolist() if len(later) else (),
         )
+
+    def _samples_between(self, step: int, end_step: int) -> np.ndarray:
+        """Sample numbers of consecutive steps, in order of arrival."""
+        first, end = map(self._batch_sizes.first_sample, (step, end_step))
+        return self._index.global_batch(first, end - first) if end > first else np.empty(0, int)
 
     def _job_of(self, step: int) -> Job:
         """The job with as many micro-batches as the step has samples for."""
@@ -182,9 +206,33 @@ class Scheduler:
         return afresh
 
 
-def _pass_on(made: Future[PlannedStep], *, then: Callable[[PlannedStep], None]) -> None:
-    if made.exception() is None:
-        then(made.result())
+class EvaluationPlanner(StepPlanner):
+    """Plans evaluation as training is planned: the same placement, cp_sizes and cap, no tuning.
+
+    Budgets are the same in every step, so that losses are comparable. Evaluation has no backward
+    pass that needs the cap, so a step that cannot keep it runs above it, with a warning.
+    """
+
+    def plan(
+        self,
+        step: int,
+        lengths_tokens: Sequence[int],
+        job: Job,
+        known: Knowledge,
+        **others: Any,
+    ) -> PlannedStep:
+        """Plan one step."""
+        try:
+            return super().plan(step, lengths_tokens, job, known, **others)
+        except PlanError as error:
+            warnings.warn(
+                f"evaluation step {step}: {error}. It runs above the cap, in order of arrival",
+                stacklevel=2,
+            )
+            uncapped = replace(
+                self.policy, batching="arrival", max_tokens_per_micro_batch=sum(lengths_tokens)
+            )
+            return super().plan(step, lengths_tokens, job, known, policy=uncapped, **others)
 
 
 def evaluation_scheduler(
@@ -198,15 +246,15 @@ def evaluation_scheduler(
     dense: bool,
     clock: Callable[[], float],
 ) -> Scheduler:
-    """Plans evaluation steps: order of arrival, never tuned, so that losses are comparable.
+    """Plans evaluation steps.
 
     Args:
         dense: whether budgets cover all blocks of the longest sample, in place of base budgets.
     """
     base_budget = coverage.max_blocks if dense else policy.base_budget
-    planner = StepPlanner(
+    planner = EvaluationPlanner(
         job=job,
-        policy=replace(policy, batching="arrival", tuning="off", base_budget=base_budget),
+        policy=replace(policy, tuning="off", base_budget=base_budget),
         cost=cost,
         coverage=coverage,
         global_batch_size=global_batch_size,

@@ -7,7 +7,6 @@ of history (a window), I micro-batches of all ranks.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,8 @@ from sparsebalance_megatron.learn.planned_step import PlannedStep
 _HISTORY_STEPS = 9
 _FIRST_ESTIMATE_STEPS = 3
 """The first steps of a run are slow (allocation, compilation); the median of three outvotes one."""
+_DECAY = 0.8
+"""Weight of the past in the exponential average."""
 
 
 class Calibration:
@@ -33,46 +34,25 @@ class Calibration:
 
     Args:
         stages, virtual_stages: P and V of the job.
-        decay: weight of the past in the exponential average, in [0, 1).
-
-    Attributes:
-        ignored_measurements: times left out because they, or their predictions, were not finite
-            and positive.
     """
 
-    def __init__(self, stages: int, virtual_stages: int = 1, *, decay: float = 0.8) -> None:
-        if not 0.0 <= decay < 1.0:
-            raise ValueError(f"calibration: decay {decay} must lie in [0, 1)")
-        self._decay = decay
+    def __init__(self, stages: int, virtual_stages: int = 1) -> None:
         self._scales_2PV = np.ones((2, stages, virtual_stages))
         # The oldest step first; NaN where a step measured nothing.
         self._history_W2PV = np.full((_HISTORY_STEPS, 2, stages, virtual_stages), np.nan)
-        self.ignored_measurements = 0
 
     def snapshot(self) -> StageScales:
         """Current factors; later updates do not change what was returned."""
         return StageScales.of(self._scales_2PV)
 
     def update(self, planned: PlannedStep, measured: StepMeasurement) -> None:
-        """Learn from one step.
-
-        Raises:
-            ValueError: if shapes differ from one another or from the job's.
-        """
-        predicted_2RPVM = np.asarray(planned.times_2RPVM, dtype=np.float64)
-        measured_2RPVM = np.asarray(measured.times_2RPVM, dtype=np.float64)
-        job = self._scales_2PV.shape[1:]
-        if predicted_2RPVM.shape != measured_2RPVM.shape or predicted_2RPVM.shape[2:4] != job:
-            raise ValueError(
-                f"calibration: predicted {predicted_2RPVM.shape} and measured "
-                f"{measured_2RPVM.shape} must both be [2, R, P, V, M] with [P, V] = {job}"
-            )
-        self._remember(planned.scales.scales_2PV * self._ratio_2PV(predicted_2RPVM, measured_2RPVM))
+        """Learn from one step, leaving out times that are not finite and positive."""
+        ratio_2PV = self._ratio_2PV(planned.times_2RPVM, measured.times_2RPVM)
+        self._remember(planned.scales.scales_2PV * ratio_2PV)
 
     def _ratio_2PV(self, predicted_2RPVM: np.ndarray, measured_2RPVM: np.ndarray) -> np.ndarray:
         """Weighted median of measured / predicted over a step; NaN if nothing counts."""
         usable = _finite_and_positive(predicted_2RPVM) & _finite_and_positive(measured_2RPVM)
-        self.ignored_measurements += int(usable.size - usable.sum())
         ratio_2RPVM = np.full(usable.shape, np.nan)
         np.divide(measured_2RPVM, predicted_2RPVM, out=ratio_2RPVM, where=usable)
         weight_2RPVM = np.where(usable, predicted_2RPVM, 0.0)
@@ -89,7 +69,7 @@ class Calibration:
         self._history_W2PV = np.where(known_2PV, shifted_W2PV, self._history_W2PV)
         steps_2PV = np.isfinite(self._history_W2PV).sum(axis=0)
         median_2PV = _median_over_known(self._history_W2PV)
-        smooth_2PV = self._decay * self._scales_2PV + (1.0 - self._decay) * median_2PV
+        smooth_2PV = _DECAY * self._scales_2PV + (1.0 - _DECAY) * median_2PV
         self._scales_2PV = np.select(
             [
                 ~known_2PV | (steps_2PV < _FIRST_ESTIMATE_STEPS),
@@ -101,12 +81,9 @@ class Calibration:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain Python types; floats survive exactly, and equal states compare equal."""
-        cells = np.moveaxis(self._history_W2PV, 0, -1).reshape(-1, _HISTORY_STEPS)
-        return {
-            "scales_2PV": self._scales_2PV.tolist(),
-            "cell_histories": [cell[np.isfinite(cell)].tolist() for cell in cells],
-            "ignored_measurements": self.ignored_measurements,
-        }
+        history_W2PV = self._history_W2PV.astype(object)
+        history_W2PV[np.isnan(self._history_W2PV)] = None
+        return {"scales_2PV": self._scales_2PV.tolist(), "history_W2PV": history_W2PV.tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over saved state.
@@ -115,22 +92,16 @@ class Calibration:
             KeyError: if an entry is missing.
             ValueError: if it was saved for another number of stages; nothing is changed then.
         """
-        scales_2PV = np.array(state["scales_2PV"], dtype=np.float64)
-        histories = state["cell_histories"]
-        ignored = int(state["ignored_measurements"])
-        shape = self._scales_2PV.shape
-        if scales_2PV.shape != shape or len(histories) != scales_2PV.size:
+        scales_2PV, history_W2PV = (
+            np.array(state[name], dtype=np.float64) for name in ("scales_2PV", "history_W2PV")
+        )
+        saved, own = history_W2PV.shape[1:], self._scales_2PV.shape
+        if saved != own or scales_2PV.shape != own:
             raise ValueError(
-                f"calibration: saved for [stages, virtual stages] {list(scales_2PV.shape[1:])} and "
-                f"{len(histories)} histories, this run has {list(shape[1:])} and {math.prod(shape)}"
+                f"calibration: saved for [stages, virtual stages] {list(saved[1:])}, this run has "
+                f"{list(own[1:])}"
             )
-        cells = np.full((len(histories), _HISTORY_STEPS), np.nan)
-        for cell, history in zip(cells, histories, strict=True):
-            recent = history[-_HISTORY_STEPS:]
-            cell[_HISTORY_STEPS - len(recent) :] = recent
-        self._scales_2PV = scales_2PV
-        self._history_W2PV = np.moveaxis(cells.reshape(*shape, _HISTORY_STEPS), -1, 0).copy()
-        self.ignored_measurements = ignored
+        self._scales_2PV, self._history_W2PV = scales_2PV, history_W2PV
 
 
 def _finite_and_positive(values: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.learn.coverage_account import CoverageAccount
 from sparsebalance_megatron.learn.device_speed import DeviceSlowness
 from sparsebalance_megatron.learn.measurement import StepMeasurement
-from sparsebalance_megatron.learn.planned_step import Learner, PlannedStep
+from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.stage_calibration import Calibration
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
@@ -32,14 +32,7 @@ from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_plan import PlanPolicy
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 
-_STATE_VERSION = 5
-
-_IDLE_LEARNERS: Mapping[CalibrationChoice, tuple[str, ...]] = {
-    "off": ("calibration", "device_speed"),
-    "stages": ("device_speed",),
-    "measured": (),
-}
-"""Learners that a choice of calibration leaves as they are."""
+_STATE_VERSION = 6
 
 
 class StateError(ValueError):
@@ -71,29 +64,6 @@ class Knowledge:
             scales=StageScales.of(np.array(state["scales_2PV"])),
             coverage_deficit=float(state["coverage_deficit"]),
         )
-
-
-class CoverageLearner:
-    """Learns coverage curves."""
-
-    def __init__(self, curves: CoverageCurves) -> None:
-        self.curves = curves
-
-    def update(self, planned: PlannedStep, measured: StepMeasurement) -> None:
-        """Average a step's coverage into the curves."""
-        self.curves.observe(measured.coverage.sums_LUK, measured.coverage.counts_LU)
-
-    def snapshot(self) -> CoverageCurves:
-        """A copy of the curves."""
-        return copy.deepcopy(self.curves)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain Python types."""
-        return self.curves.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over saved curves."""
-        self.curves.load_state_dict(state)
 
 
 class StepPlanner:
@@ -128,21 +98,14 @@ class StepPlanner:
         self._account = CoverageAccount(
             global_batch_size, policy.coverage_mean_over, policy.coverage_slack, horizon_steps
         )
-        self._coverage = CoverageLearner(coverage)
         self._calibration = Calibration(job.pipeline_stages, job.virtual_stages)
         self._device_speed = DeviceSlowness(job.data_parallel_size, job.pipeline_stages)
-        self._learners: dict[str, Learner] = {
-            "coverage_balance": self._account,
-            "coverage": self._coverage,
-            "calibration": self._calibration,
-            "device_speed": self._device_speed,
-        }
-        self._idle = _IDLE_LEARNERS[calibrate]
+        self._calibrate = calibrate
 
     def knowledge(self) -> Knowledge:
         """What has been learnt, as known now; later steps do not change it."""
         return Knowledge(
-            coverage=self._coverage.snapshot(),
+            coverage=copy.deepcopy(self.coverage),
             scales=replace(self._calibration.snapshot(), slowness_RP=self._device_speed.snapshot()),
             coverage_deficit=self._account.snapshot(),
         )
@@ -158,6 +121,7 @@ class StepPlanner:
         later_lengths_tokens: Sequence[int] = (),
         placement: Placement | None = None,
         pinned_LS: np.ndarray | None = None,
+        policy: PlanPolicy | None = None,
     ) -> PlannedStep:
         """Plan one step.
 
@@ -166,6 +130,7 @@ class StepPlanner:
             lengths_tokens: of the step's samples, in order of arrival.
             samples: their training samples; None numbers them from 0.
             later_lengths_tokens, placement, pinned_LS: see :class:`.PlanInputs`.
+            policy: of this step; None is that of the run.
 
         Raises:
             PlanError: no plan exists, naming the sample or the number that does not fit.
@@ -174,7 +139,7 @@ class StepPlanner:
         inputs = PlanInputs(
             lengths_tokens=tuple(lengths_tokens),
             job=job,
-            policy=self.policy,
+            policy=policy or self.policy,
             cost=self._cost,
             scales=known.scales,
             coverage=known.coverage,
@@ -192,14 +157,25 @@ class StepPlanner:
 
     def learn(self, planned: PlannedStep, measured: StepMeasurement) -> None:
         """Learn from a step that this planner planned, or another that knew the same."""
-        for name, learner in self._learners.items():
-            if name not in self._idle:
-                learner.update(planned, measured)
+        self._account.update(planned, measured)
+        self.coverage.observe(measured.coverage.sums_LUK, measured.coverage.counts_LU)
+        if self._calibrate != "off":
+            self._calibration.update(planned, measured)
+        if self._calibrate == "measured":
+            self._device_speed.update(planned, measured)
+
+    @property
+    def _saved(self) -> dict[str, Any]:
+        """What a checkpoint holds; no device speeds, because a restart may run on other devices."""
+        return {
+            "coverage_balance": self._account,
+            "coverage": self.coverage,
+            "calibration": self._calibration,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """What later plans depend on besides lengths, in plain Python types."""
-        learnt = {name: learner.state_dict() for name, learner in self._learners.items()}
-        saved = {name: state for name, state in learnt.items() if state is not None}
+        saved = {name: learner.state_dict() for name, learner in self._saved.items()}
         return {"version": _STATE_VERSION, **saved}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
@@ -215,9 +191,7 @@ class StepPlanner:
         """
         check_version(state)
         afresh = []
-        for name, learner in self._learners.items():
-            if learner.state_dict() is None:
-                continue
+        for name, learner in self._saved.items():
             try:
                 learner.load_state_dict(state[name])
             except ValueError as error:

@@ -190,7 +190,7 @@ def rank_step(
     """One step of this rank; budgets are as planned, coverage as executed.
 
     Args:
-        pieces, executed_and_grown_O2: see :class:`.observed_coverage.ObservedCoverage`.
+        pieces, executed_and_grown_O2: see :meth:`.step_reducer.StepReducer.reduce`.
     """
     layers = [layer for chunk in job.stage_layers[place.pipeline_rank] for layer in chunk]
     observed: dict[int, list[np.ndarray]] = {}

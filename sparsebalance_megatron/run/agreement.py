@@ -10,7 +10,6 @@ since each of them may have executed less than a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -50,11 +49,8 @@ def check_shared_plan(step: int, digest: bytes, group: ProcessGroup) -> None:
     Raises:
         PlanMismatchError: on all ranks of the group alike, if two plans differ.
     """
-    # "cpu" is said: the default device may be another.
-    own = torch.tensor([digest_number(digest)], dtype=torch.int64, device="cpu")
-    numbers = torch.empty(group.size(), dtype=torch.int64, device="cpu")
-    torch.distributed.all_gather_into_tensor(numbers, own, group=group)
-    if differing := differing_ranks(numbers.numpy()):
+    numbers = _gathered([digest_number(digest)], torch.device("cpu"), group)
+    if differing := differing_ranks(numbers[:, 0]):
         members = torch.distributed.get_process_group_ranks(group)
         raise PlanMismatchError(
             f"step {step}: ranks {[members[place] for place in differing]} planned another step "
@@ -75,10 +71,7 @@ def check_executed_plans(problem: bool, digest: bytes, device: torch.device) -> 
     Raises:
         PlanMismatchError: on all ranks alike, if none has a problem and two plans differ.
     """
-    own = torch.tensor([int(problem), digest_number(digest)], device=device)
-    gathered = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(gathered, own)
-    problems, numbers = torch.stack(gathered).cpu().numpy().T
+    problems, numbers = _gathered([int(problem), digest_number(digest)], device).T
     failing = tuple(np.flatnonzero(problems).tolist())
     differing = differing_ranks(numbers)
     if differing and not failing:
@@ -89,35 +82,45 @@ def check_executed_plans(problem: bool, digest: bytes, device: torch.device) -> 
     return failing
 
 
+def _gathered(
+    values: list[int], device: torch.device, group: ProcessGroup | None = None
+) -> np.ndarray:
+    """[rank, value] of all ranks of the group; collective."""
+    own = torch.tensor(values, dtype=torch.int64, device=device)
+    ranks = torch.distributed.get_world_size(group)
+    everyone = torch.empty(ranks * len(values), dtype=torch.int64, device=device)
+    torch.distributed.all_gather_into_tensor(everyone, own, group=group)
+    return everyone.cpu().numpy().reshape(ranks, -1)
+
+
 def shown(values: Sequence[int]) -> str:
     """The first few values of a message."""
     listed = ", ".join(map(str, values[:_SHOWN_RANKS]))
     return f"{listed}, ..." if len(values) > _SHOWN_RANKS else listed
 
 
-def gather_or_raise[T](
-    work: Callable[[], T], error_type: type[ValueError], group: ProcessGroup | None
-) -> list[T]:
+def gather_or_raise[T](work: Callable[[], T], error_type: type[ValueError]) -> list[T]:
     """Results of ``work`` on every rank; an error of one rank is raised on all of them."""
     outcome: tuple[T | None, str | None]
     try:
         outcome = work(), None
     except error_type as error:
         outcome = None, str(error)
-    outcomes: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(outcomes, outcome, group=group)
+    outcomes = _gathered_objects(outcome)
     for rank, (_, problem) in enumerate(outcomes):
         if problem is not None:
             raise error_type(f"{problem} (rank {rank})")
     return [result for result, _ in outcomes]
 
 
-def check_ranks_agree(
-    fingerprint: Mapping[str, str],
-    circumstances: Mapping[str, str] | None = None,
-    group: ProcessGroup | None = None,
-) -> None:
-    """Compare every rank's fingerprint with rank 0's; collective over the group.
+def _gathered_objects(own: Any) -> list[Any]:
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, own)
+    return everyone
+
+
+def check_ranks_agree(fingerprint: Mapping[str, str], circumstances: Mapping[str, str]) -> None:
+    """Compare every rank's fingerprint with rank 0's; collective.
 
     Args:
         circumstances: what may differ, and may be why the fingerprint does.
@@ -125,38 +128,35 @@ def check_ranks_agree(
     Raises:
         RankDisagreementError: on every rank alike, naming the entries, the ranks and the values.
     """
-    gathered: list[tuple[Mapping[str, str], Mapping[str, str]]]
-    gathered = [({}, {})] * torch.distributed.get_world_size(group)
-    mine = dict(fingerprint), dict(circumstances or {})
-    torch.distributed.all_gather_object(gathered, mine, group=group)
-    differences = _differences([entries for entries, _ in gathered])
+    everyone = _gathered_objects((dict(fingerprint), dict(circumstances)))
+    differences = _differences([entries for entries, _ in everyone])
     if differences:
-        differences += _differences([entries for _, entries in gathered])
+        differences += _differences([entries for _, entries in everyone])
         raise RankDisagreementError(
             f"{'; '.join(differences)}; start every rank with the same flags, data and software"
         )
 
 
 def _differences(gathered: Sequence[Mapping[str, str]]) -> list[str]:
-    """Entries that are not alike on all ranks, one phrase each."""
+    """Entries that are not alike on all ranks, one phrase each; of long texts the parts around
+    their first difference."""
     found = []
     for name in sorted(set().union(*gathered)):
         values = [other.get(name, "absent") for other in gathered]
         differing = [rank for rank, value in enumerate(values) if value != values[0]]
         if differing:
-            ours, theirs = _where_they_differ(values[0], values[differing[0]])
+            pair = values[0], values[differing[0]]
+            places = enumerate(zip(*pair, strict=False))
+            first = next((place for place, (one, other) in places if one != other), 0)
+            start = max(0, first - _SHOWN_CHARACTERS // 2)
+            ours, theirs = (
+                text
+                if max(map(len, pair)) <= _SHOWN_CHARACTERS
+                else text[start : start + _SHOWN_CHARACTERS]
+                for text in pair
+            )
             found.append(
                 f"{name}: rank 0 has {ours!r}, rank {differing[0]} has {theirs!r} (ranks that "
                 f"differ: {differing})"
             )
     return found
-
-
-def _where_they_differ(first: str, second: str) -> tuple[str, str]:
-    """Both texts; of long texts the part around their first difference."""
-    if max(len(first), len(second)) <= _SHOWN_CHARACTERS:
-        return first, second
-    pairs = zip(first, second, strict=False)
-    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    start = max(0, alike - _SHOWN_CHARACTERS // 2)
-    return first[start : start + _SHOWN_CHARACTERS], second[start : start + _SHOWN_CHARACTERS]

@@ -70,7 +70,7 @@ def _plan_and_print(device_type: str, argv: Sequence[str]) -> None:
             CostedInputs,
             read_inputs,
         )
-        from sparsebalance_megatron.run.samples import make_scheduler
+        from sparsebalance_megatron.run.samples import largest_evaluation_step, make_scheduler
 
     changed_defaults: list[str] = []
     with _without_argument_dump():
@@ -86,9 +86,18 @@ def _plan_and_print(device_type: str, argv: Sequence[str]) -> None:
     if not isinstance(inputs, CostedInputs):
         inputs = inputs.with_cost(counted_cost_model(config, settings.shape))
         unchecked.append("costs: --sparse-balance-cost-table auto measures when training starts")
-    first = make_scheduler(inputs).planned(0)
+    scheduler = make_scheduler(inputs)
+    first = scheduler.planned(0)
     later = [step.plan for step in inputs.workload(_PREDICTED_STEPS).planned_steps()]
     print("\n".join(describe(args, inputs, first, later, unchecked)), flush=True)
+    if inputs.valid is not None:
+        largest = largest_evaluation_step(inputs, inputs.valid, scheduler.coverage).plan
+        tokens_RM = largest.rank_tokens_RM()
+        print(
+            f"largest validation batch: {tokens_RM.sum():,.0f} tokens, at most "
+            f"{tokens_RM.max():,.0f} of a micro-batch on one rank",
+            flush=True,
+        )
 
 
 def _early_flags(argv: Sequence[str]) -> Namespace:

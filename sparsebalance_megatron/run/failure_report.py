@@ -12,8 +12,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import sys
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
@@ -36,6 +39,10 @@ _CONNECTION_S = 5.0
 _COUNT, _REPORTED = "count", "reported"
 _WAITED = re.compile(r"gloo|nccl|timed out waiting|connection (closed|reset)", re.IGNORECASE)
 """What errors of collectives say, whichever line of Python waited for them."""
+
+
+class Terminated(BaseException):
+    """SIGTERM came. torchrun sends it to the ranks that are left when one has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +82,16 @@ def describe(failures: Sequence[Failure], world_size: int) -> str:
         alike = [each.rank for each in failures if each.error == first.error and each != first]
         return f"{ended} (so did {_ranks(alike)})" if alike else ended
     silent = sorted(set(range(world_size)) - {failure.rank for failure in failures})
+    if not silent and failures[0].error == Terminated.__name__:
+        return ended
     if not silent:
         return f"{ended}; every rank ended waiting for another: look at the network"
+    if all(failure.error == Terminated.__name__ for failure in failures):
+        told = _ranks([failure.rank for failure in failures])
+        return (
+            f"SIGTERM came to {told} in iteration {first.iteration}; nothing was heard from "
+            f"{_ranks(silent)}, which ended before, hang, or wait for them"
+        )
     return (
         f"nothing was heard from {_ranks(silent)}, which hang, were killed, or cannot be reached; "
         f"{ended}, waiting for others"
@@ -87,7 +102,7 @@ def describe(failures: Sequence[Failure], world_size: int) -> str:
 def failure_report(
     args: Namespace, open_store: Callable[[], Store] | None = None, quiet_s: float = QUIET_S
 ) -> Iterator[None]:
-    """Have one rank report an error that ends training, and then raise it.
+    """Have one rank report an error that ends training, or SIGTERM, and then go on with it.
 
     KeyboardInterrupt and SystemExit are not reported.
 
@@ -96,11 +111,23 @@ def failure_report(
             environment names.
         quiet_s: how long the first rank waits for further failures after each.
     """
+    reports = False
+
+    def terminate(signal_number: int, frame: FrameType | None) -> None:
+        if not reports:
+            raise Terminated
+
+    handles = threading.current_thread() is threading.main_thread() and (
+        signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
+    if handles:
+        signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # PyTorch's CheckpointException is no Exception
+        reports = True
         failure = failure_of(error, args)
         failures = _all_failures(failure, args.world_size, open_store or _open_store, quiet_s)
         if failures:
@@ -108,7 +135,13 @@ def failure_report(
             if args.save and not isinstance(error, ValueError):
                 print(f"sparse balance: {resume_advice(Path(args.save))}", file=sys.stderr)
             sys.stderr.flush()
+        if isinstance(error, Terminated):
+            # An orderly exit ends Megatron's checkpoint writers, which SIGTERM would leave behind.
+            raise SystemExit(128 + signal.SIGTERM) from None
         raise
+    finally:
+        if handles:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _all_failures(
@@ -166,7 +199,7 @@ def _open_store() -> Store:
 
 
 def _waited_for_others(error: BaseException) -> bool:
-    if isinstance(error, DistError):
+    if isinstance(error, DistError | Terminated):
         return True
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

@@ -12,19 +12,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 
-from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.learn.host_job import HostJob
 from sparsebalance_megatron.learn.host_planner import HostPlanner
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
-from sparsebalance_megatron.megatron.core_attention import AttentionOptions, replace_core_attention
+from sparsebalance_megatron.megatron.compat import enable_variable_lengths
 from sparsebalance_megatron.megatron.layout_cache import LayoutCache
 from sparsebalance_megatron.megatron.packed_seq_params import micro_batch_context
 from sparsebalance_megatron.megatron.sequence_groups import data_parallel_group, data_parallel_size
@@ -32,38 +31,14 @@ from sparsebalance_megatron.megatron.settings import host_job
 from sparsebalance_megatron.megatron.unsupported import check_model
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.run.agreement import check_executed_plans, shown
-from sparsebalance_megatron.run.own_loop import TrainerLoop
-from sparsebalance_megatron.run.run import IntegrationError, Run
+from sparsebalance_megatron.run.own_loop import TrainerRun, trainer_config
+from sparsebalance_megatron.run.run import IntegrationError, Loop, Run
 
 
-class HostSamples:
-    """Samples that a host owns: it has every step planned when it wants to, by ``planner``.
-
-    Attributes:
-        running: the step that the host runs; None between steps.
-    """
-
-    def __init__(self, planner: HostPlanner) -> None:
-        self._planner = planner
-        self.coverage = planner.coverage
-        self.running: PlannedStep | None = None
-
-    def planned(self, step: int) -> PlannedStep:
-        assert self.running is not None, "attach has set it"
-        return self.running
-
-    def plan_following(self, step: int) -> None:
-        """The host asks for its next plan itself."""
-
-    def finish_step(self, step: int, measured: StepMeasurement) -> None:
-        """Learn from a step; losses are the host's, so all of its tokens count."""
-        planned = self.planned(step)
-        tokens = sum(micro_batch.tokens for micro_batch in planned.plan.micro_batches)
-        self._planner.learn(planned, replace(measured, tokens=tokens))
-
-
-class HostRun:
+class HostRun(TrainerRun):
     """One run on one rank; see :mod:`sparsebalance_megatron.integration` for its life.
+
+    It is the :class:`.run.Samples` of its own :class:`.run.Run`.
 
     Attributes:
         job: of the host, as a planner in another process needs it.
@@ -79,19 +54,27 @@ class HostRun:
     ) -> None:
         self.job = job
         self.planner = HostPlanner(config, job)
+        self.coverage = self.planner.coverage
+        super().__init__(config, self.coverage.grid, transformer_config)
         self._config = config
-        self._transformer_config = transformer_config
         self._device = device
         self._boundaries = LayoutCache()
-        self._samples = HostSamples(self.planner)
-        self._run = Run(job, self._samples, TrainerLoop(), device)
+        self._attached: PlannedStep | None = None
+        self._run = Run(job, self, Loop(), device)
 
-    def layer_spec(self, spec: Any, vp_stage: int | None) -> Any:
-        """``spec``, or Megatron's own for the model's config, with core attention replaced."""
-        if spec is None:
-            spec = default_layer_spec(self._transformer_config, vp_stage)
-        grid = self.planner.coverage.grid
-        return replace_core_attention(spec, AttentionOptions.from_config(self._config, grid))
+    def planned(self, step: int) -> PlannedStep:
+        """The step that the host runs."""
+        assert self._attached is not None, "attach has set it"
+        return self._attached
+
+    def plan_following(self, step: int) -> None:
+        """The host asks for its next plan itself."""
+
+    def finish_step(self, step: int, measured: StepMeasurement) -> None:
+        """Learn from a step; losses are the host's, so all of its tokens count."""
+        planned = self.planned(step)
+        tokens = sum(micro_batch.tokens for micro_batch in planned.plan.micro_batches)
+        self.planner.learn(planned, replace(measured, tokens=tokens))
 
     def plan_as_placed(
         self,
@@ -162,7 +145,7 @@ class HostRun:
         )
         if learn:
             self._run.check_ended(planned)
-            self._samples.running = planned
+            self._attached = planned
             self._run.install(self._transformer_config)
             self._run.begin_micro_batch(context)
         carrier = copy.copy(packed_seq_params)
@@ -181,7 +164,7 @@ class HostRun:
         boundaries = self._boundaries.boundaries_of(cu_seqlens)
         expected = (0, *accumulate(micro_batch.lengths_tokens))
         if boundaries[: len(expected)] != expected:
-            given = _lengths(boundaries)[: len(micro_batch.samples)]
+            given = np.diff(boundaries)[: len(micro_batch.samples)].tolist()
             raise IntegrationError(
                 f"{place}: the row's samples have {shown(given)} tokens, those of the plan "
                 f"{shown(micro_batch.lengths_tokens)}; pack the micro-batch's samples in its "
@@ -255,15 +238,7 @@ def begin_host_run(
         ConfigError, CostTableError: naming the field or file and the remedy.
     """
     device = device or torch.device(torch.cuda.current_device())
-    config = replace(config, enabled=True)
-    for name, unusable, remedy in (
-        ("log_dir", config.log_dir is not None, "log what on_step_end returns"),
-        ("eval_attention", config.eval_attention != "sparse", "evaluate with a dense model"),
-        ("device", config.device not in ("auto", device.type), "the model's device counts"),
-    ):
-        if unusable:
-            flag = f"{flag_name(name)} {getattr(config, name)}"
-            raise ConfigError(f"{flag}: not where a host owns data and loop; {remedy}")
+    config = trainer_config(config, device, logs=False)
     checked = copy.copy(transformer_config)
     checked.calculate_per_token_loss |= scales_own_loss
     check_model(checked, config)
@@ -278,7 +253,3 @@ def begin_host_run(
     )
     enable_variable_lengths(transformer_config)
     return HostRun(config, job, transformer_config, device)
-
-
-def _lengths(boundaries: Sequence[int]) -> tuple[int, ...]:
-    return tuple(end - start for start, end in pairwise(boundaries))

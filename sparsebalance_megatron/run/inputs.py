@@ -166,9 +166,8 @@ def fingerprint(inputs: CostedInputs) -> dict[str, str]:
         if name not in ("log_dir", "cost_table")
     }
     sources = {
-        name: text
+        f"source {number}": source_record(source)
         for number, source in enumerate(inputs.train.sources, start=1)
-        for name, text in source_record(number, source).items()
     }
     return (
         flags
@@ -187,14 +186,10 @@ def fingerprint(inputs: CostedInputs) -> dict[str, str]:
     )
 
 
-def source_record(number: int, source: SourceFacts) -> dict[str, str]:
+def source_record(source: SourceFacts) -> str:
     """What identifies a source of a blend: its share to as many digits as weights have."""
-    name = f"source {number}"
-    return {
-        f"{name} files": Path(source.prefix).name,
-        f"{name} weight": f"{source.weight:.9g}",
-        f"{name} samples": source.digest[:16],
-    }
+    name, samples = Path(source.prefix).name, source.digest[:16]
+    return f"{name}, weight {source.weight:.9g}, samples {samples}"
 
 
 def processor() -> str:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The micro-batches of one rank: from their plan to tokens, in the order of Megatron's schedule.
 
-:class:`RowPacking` says how a planned micro-batch becomes a packed sequence, :class:`RowReader`
-reads the sequences ahead, and :class:`MicroBatchIterator` yields them.
+:class:`RowPacking` says how a planned micro-batch becomes a packed sequence, and
+:class:`MicroBatchIterator` reads the sequences ahead and yields them.
 """
 
 from __future__ import annotations
@@ -97,69 +97,6 @@ class RowPacking:
         return 1, max(0, micro_batch.cp_size - blocks)
 
 
-class RowReader:
-    """Rows of one rank, in the order in which they will be asked for.
-
-    At most two steps' rows are in memory: of the one that runs and of the one after it.
-
-    Args:
-        data_parallel_rank: whose micro-batches to read.
-        packing: how micro-batches become rows, of which only this rank's share is kept.
-        worker: reads; one thread keeps the order.
-    """
-
-    def __init__(
-        self,
-        index: SampleIndex,
-        *,
-        data_parallel_rank: int,
-        packing: RowPacking,
-        worker: Executor,
-    ) -> None:
-        self._index = index
-        self._data_parallel_rank = data_parallel_rank
-        self._packing = packing
-        self._worker = worker
-        self._lock = Lock()
-        self._latest: StepPlan | None = None
-        self._rows: dict[tuple[int, int], Future[PackedSequence]] = {}
-
-    def begin(self, planned: PlannedStep) -> None:
-        """Start on a step's rows, unless they were the last to be started. From any thread."""
-        with self._lock:
-            plan = planned.plan
-            if plan is self._latest:
-                return
-            self._latest = plan
-            for place in [known for known in self._rows if known[0] < plan.step - 1]:
-                self._rows.pop(place).cancel()
-            micro_batches = plan.for_rank(self._data_parallel_rank).micro_batches
-            for position, micro_batch in enumerate(micro_batches):
-                try:
-                    row = self._worker.submit(self._read, planned, micro_batch)
-                except RuntimeError:
-                    # The process ends: executors take nothing more, and nobody will ask.
-                    return
-                self._rows[plan.step, position] = row
-
-    def row(self, planned: PlannedStep, position: int) -> PackedSequence:
-        """One row; waits for it. Read on the spot if it was not begun, or was taken before.
-
-        Raises:
-            OSError, DataError: whatever reading it raised.
-        """
-        with self._lock:
-            row = self._rows.pop((planned.plan.step, position), None)
-        if row is not None:
-            return row.result()
-        micro_batches = planned.plan.for_rank(self._data_parallel_rank).micro_batches
-        return self._read(planned, micro_batches[position])
-
-    def _read(self, planned: PlannedStep, micro_batch: MicroBatchPlan) -> PackedSequence:
-        samples = [self._index.read(int(planned.samples[i])) for i in micro_batch.samples]
-        return self._packing.row(micro_batch, samples)
-
-
 class Schedule(Protocol):
     """Where plans come from: training's scheduler, or the fixed one of evaluation."""
 
@@ -191,73 +128,109 @@ class LocalMicroBatch:
 
 
 class MicroBatchIterator:
-    """Endless iterator over (step, position).
+    """Endless iterator over a rank's micro-batches, for Megatron's ``--dataloader-type external``.
 
-    Megatron takes it through ``--dataloader-type external``. There is one per model chunk; all
-    chunks of a rank walk through the same plans.
+    There is one per model chunk; all chunks of a rank walk through the same plans. Rows are read
+    ahead: at most those of the step that runs and of the one after it are in memory.
 
     Args:
+        index: where samples are read; None where the chunk neither embeds tokens nor computes the
+            loss.
+        packing: how micro-batches become rows, of which only this rank's slice is kept.
         data_parallel_rank: whose micro-batches to yield.
         chunk: virtual stage, 0 without virtual pipelines.
-        reader: of this rank's rows; None where the chunk neither embeds tokens nor computes the
-            loss.
         step: where to start.
         batch_sizes: samples of every step.
-        packing: how micro-batches become rows.
+        worker: reads; one thread keeps the order.
     """
 
     def __init__(
         self,
         schedule: Schedule,
+        index: SampleIndex | None,
+        packing: RowPacking,
         *,
         data_parallel_rank: int,
         chunk: int,
-        reader: RowReader | None,
         training: bool,
         step: int,
         batch_sizes: BatchSizes,
-        packing: RowPacking,
+        worker: Executor,
     ) -> None:
         self._schedule = schedule
+        self._index = index
+        self._packing = packing
         self._data_parallel_rank = data_parallel_rank
         self._chunk = chunk
-        self._reader = reader
         self._training = training
         self._batch_sizes = batch_sizes
-        self._packing = packing
+        self._worker = worker
         self._step = step
         self._position = 0
+        self._lock = Lock()
+        self._latest: StepPlan | None = None
+        self._rows: dict[tuple[int, int], Future[PackedSequence]] = {}
 
     def __iter__(self) -> MicroBatchIterator:
         return self
 
     def __next__(self) -> LocalMicroBatch:
-        planned = self._schedule.planned(self._step)
-        rank_plan = planned.plan.for_rank(self._data_parallel_rank)
-        plan = rank_plan.micro_batches[self._position]
+        planned, position = self._schedule.planned(self._step), self._position
+        micro_batches = self._micro_batches(planned)
+        if self._index is not None and position == 0:
+            self.read_ahead(planned)
+            self._schedule.follow(self.read_ahead)
         micro_batch = LocalMicroBatch(
             step=self._step,
-            position=self._position,
+            position=position,
             chunk=self._chunk,
             training=self._training,
-            plan=plan,
-            cu_seqlens=self._packing.cu_seqlens(plan),
-            sequence=self._packing.slice(plan),
-            row=self._row(planned),
+            plan=micro_batches[position],
+            cu_seqlens=self._packing.cu_seqlens(micro_batches[position]),
+            sequence=self._packing.slice(micro_batches[position]),
+            row=None if self._index is None else self.row(planned, position),
         )
         self._position += 1
-        if self._position == len(rank_plan.micro_batches):
+        if self._position == len(micro_batches):
             self._step, self._position = self._step + 1, 0
         return micro_batch
 
-    def _row(self, planned: PlannedStep) -> PackedSequence | None:
-        """The current row; at a step's first, reading of the whole step and the next begins."""
-        if self._reader is None:
-            return None
-        if self._position == 0:
-            self._reader.begin(planned)
-            self._schedule.follow(self._reader.begin)
-        return self._reader.row(planned, self._position)
+    def read_ahead(self, planned: PlannedStep) -> None:
+        """Start to read a step's rows, unless they were the last to be started; on any thread."""
+        with self._lock:
+            plan = planned.plan
+            if plan is self._latest:
+                return
+            self._latest = plan
+            for place in [known for known in self._rows if known[0] < plan.step - 1]:
+                self._rows.pop(place).cancel()
+            for position, micro_batch in enumerate(self._micro_batches(planned)):
+                try:
+                    row = self._worker.submit(self._read, planned, micro_batch)
+                except RuntimeError:
+                    # The process ends: executors take nothing more, and nobody will ask.
+                    return
+                self._rows[plan.step, position] = row
+
+    def row(self, planned: PlannedStep, position: int) -> PackedSequence:
+        """One row; waits for it. Read on the spot if it was not begun, or was taken before.
+
+        Raises:
+            OSError, DataError: whatever reading it raised.
+        """
+        with self._lock:
+            row = self._rows.pop((planned.plan.step, position), None)
+        if row is not None:
+            return row.result()
+        return self._read(planned, self._micro_batches(planned)[position])
+
+    def _micro_batches(self, planned: PlannedStep) -> tuple[MicroBatchPlan, ...]:
+        return planned.plan.for_rank(self._data_parallel_rank).micro_batches
+
+    def _read(self, planned: PlannedStep, micro_batch: MicroBatchPlan) -> PackedSequence:
+        assert self._index is not None, "asked only for rows that the chunk reads"
+        samples = [self._index.read(int(planned.samples[i])) for i in micro_batch.samples]
+        return self._packing.row(micro_batch, samples)
 
     def save_state(self) -> dict[str, Any]:
         """Position, for Megatron's ``--dataloader-save``; resuming needs consumed samples only."""

@@ -7,19 +7,17 @@ of a step happens in :meth:`OwnLoopRun.end_step`, which the trainer calls, and n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, replace_core_attention
 from sparsebalance_megatron.megatron.sequence_groups import data_parallel_size
 from sparsebalance_megatron.megatron.settings import RunSettings
-from sparsebalance_megatron.megatron.timers import install_hooks
 from sparsebalance_megatron.megatron.unsupported import (
     check_cap,
     check_model,
@@ -29,17 +27,36 @@ from sparsebalance_megatron.profile.startup import AUTO
 from sparsebalance_megatron.run.forward_step import ForwardStep
 from sparsebalance_megatron.run.inputs import Inputs, read_inputs
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator
-from sparsebalance_megatron.run.run import IntegrationError
+from sparsebalance_megatron.run.run import IntegrationError, Loop
 from sparsebalance_megatron.run.session import Session
-from sparsebalance_megatron.run.timing import MicroBatchRecorder
 
 
-class OwnLoopRun:
+class TrainerRun:
+    """A run on one rank of a trainer that calls Megatron's schedules itself.
+
+    Args:
+        grid: budgets, in blocks, at which coverage is observed.
+    """
+
+    def __init__(
+        self, config: SparseBalanceConfig, grid: Sequence[int], transformer_config: Any
+    ) -> None:
+        self._options = AttentionOptions.from_config(config, tuple(grid))
+        self._transformer_config = transformer_config
+
+    def layer_spec(self, spec: Any, vp_stage: int | None) -> Any:
+        """``spec``, or Megatron's own for the model's config, with core attention replaced."""
+        if spec is None:
+            spec = default_layer_spec(self._transformer_config, vp_stage)
+        return replace_core_attention(spec, self._options)
+
+
+class OwnLoopRun(TrainerRun):
     """One run on one rank; see :mod:`sparsebalance_megatron.integration` for its life."""
 
     def __init__(self, inputs: Inputs, device: torch.device, transformer_config: Any) -> None:
-        self._session = Session(inputs, device, TrainerLoop())
-        self._transformer_config = transformer_config
+        super().__init__(inputs.config, inputs.grid, transformer_config)
+        self._session = Session(inputs, device, Loop())
         self._saved_samples: int | None = None
         self._iterates = False
 
@@ -47,15 +64,6 @@ class OwnLoopRun:
     def micro_batches(self) -> int:
         """``num_microbatches`` of every training step."""
         return self._session.inputs.job.micro_batches
-
-    def layer_spec(self, spec: Any, vp_stage: int | None) -> Any:
-        """``spec``, or Megatron's own for the model's config, with core attention replaced."""
-        if spec is None:
-            spec = default_layer_spec(self._transformer_config, vp_stage)
-        inputs = self._session.inputs
-        return replace_core_attention(
-            spec, AttentionOptions.from_config(inputs.config, inputs.grid)
-        )
 
     def wrap(self, forward_step: Callable[..., Any]) -> ForwardStep:
         """A forward step of planned micro-batches around the trainer's own."""
@@ -136,9 +144,8 @@ def begin_run(
     Raises:
         ConfigError, DataError, CostTableError: naming the field or file and the remedy.
     """
-    config = replace(config, enabled=True)
     device = device or torch.device(torch.cuda.current_device())
-    _check_config(config, device)
+    config = trainer_config(config, device)
     check_model(transformer_config, config)
     check_cap(seq_length, config, context_parallel_size=transformer_config.context_parallel_size)
     check_selection(config, context_parallel_size=transformer_config.context_parallel_size)
@@ -158,42 +165,25 @@ def begin_run(
     return OwnLoopRun(inputs, device, transformer_config)
 
 
-def _check_config(config: SparseBalanceConfig, device: torch.device) -> None:
-    """Refuse what only Megatron's own loop, or its command line, could follow."""
+def trainer_config(
+    config: SparseBalanceConfig, device: torch.device, *, logs: bool = True
+) -> SparseBalanceConfig:
+    """The choices, turned on; refuses what only Megatron's own loop or command line can follow.
+
+    Args:
+        logs: whether the run writes logs.
+
+    Raises:
+        ConfigError: naming the flag and the remedy.
+    """
     for name, unusable, remedy in (
         ("cost_table", config.cost_table == AUTO, "give a table of `sparse-balance profile`"),
         ("dry_run", config.dry_run is not None, "dry-run sparsebalance_megatron.pretrain_gpt"),
         ("eval_attention", config.eval_attention != "sparse", "evaluate with a dense model"),
         ("device", config.device not in ("auto", device.type), "the model's device counts"),
+        ("log_dir", not logs and config.log_dir is not None, "log what on_step_end returns"),
     ):
         if unusable:
             flag = f"{flag_name(name)} {getattr(config, name)}"
             raise ConfigError(f"{flag}: not for a trainer with its own loop; {remedy}")
-
-
-class TrainerLoop:
-    """A trainer's own loop: it says itself when a step ends, and logs what it then gets."""
-
-    def follow(
-        self, model_config: Any, recorder: MicroBatchRecorder, end_step: Callable[[], object]
-    ) -> None:
-        """Hook the config; the trainer ends the step."""
-        if model_config.timers is None:
-            model_config.timers = NoTimers()
-        install_hooks(model_config, recorder, lambda: None)
-
-    def step_ended(self, reports: list[dict[str, Tensor]], figures: Mapping[str, float]) -> None:
-        """Leave the trainer's reports as they are."""
-
-
-class NoTimers:
-    """Timers that do nothing; hooks need an object that the schedule starts and stops."""
-
-    def __call__(self, name: str, log_level: int | None = None) -> NoTimers:
-        return self
-
-    def start(self, barrier: bool = False) -> None:
-        return None
-
-    def stop(self, barrier: bool = False) -> None:
-        return None
+    return replace(config, enabled=True)

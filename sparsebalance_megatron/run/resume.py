@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,9 @@ from sparsebalance_megatron.megatron.compat import last_saved_iteration
 from sparsebalance_megatron.run.inputs import CostedInputs, fingerprint
 
 _SAMPLES = "training samples"
-_SOURCE = re.compile(r"source \d+ (files|weight|samples)")
+_WHAT_SAMPLES_FOLLOW = (
+    "the files, --split, --seq-length, --seed or --sparse-balance-overlong changed"
+)
 _LONGEST_VALUE = 80
 """Characters; of longer values a digest is kept."""
 
@@ -31,48 +32,19 @@ def compare_runs(saved: Mapping[str, str], now: Mapping[str, str]) -> tuple[str,
         StateError: if the training samples differ: the number of samples consumed, by which a run
             finds its place, means nothing in other data.
     """
-    if saved[_SAMPLES] != now[_SAMPLES]:
-        raise StateError(
-            "--data-path: the training samples are not those of the checkpoint ("
-            f"{_changed_sources(saved, now) or _WHAT_SAMPLES_FOLLOW}); resume with the same ones, "
-            "or begin anew on these from the checkpoint's weights with --finetune"
-        )
-    return tuple(
+    changes = tuple(
         f"{name} is {now.get(name, 'absent')}, in the checkpoint {saved.get(name, 'absent')}"
         for name in sorted(saved.keys() | now.keys())
         if saved.get(name) != now.get(name)
     )
-
-
-_WHAT_SAMPLES_FOLLOW = (
-    "the files, --split, --seq-length, --seed or --sparse-balance-overlong changed"
-)
-
-
-def _changed_sources(saved: Mapping[str, str], now: Mapping[str, str]) -> str | None:
-    """Which sources of a blend changed, and how; None where the names of none say anything."""
-    names = sorted(
-        (name for name in saved.keys() | now.keys() if _SOURCE.fullmatch(name)),
-        key=lambda name: (int(name.split()[1]), name),
-    )
-    changes = []
-    for name in names:
-        before, after = saved.get(name), now.get(name)
-        if before == after:
-            continue
-        if before is None or after is None:
-            if name.endswith("files"):
-                changes.append(f"{before or after} {'was added' if before is None else 'is gone'}")
-            continue
-        files = now[f"{' '.join(name.split()[:2])} files"]
-        changes.append(
-            f"{name.rpartition(' ')[0]} is {after}, was {before}"
-            if name.endswith("files")
-            else f"weight of {files} is {after}, was {before}"
-            if name.endswith("weight")
-            else f"samples of {files} changed"
+    if saved[_SAMPLES] != now[_SAMPLES]:
+        sources = "; ".join(change for change in changes if change.startswith("source "))
+        raise StateError(
+            "--data-path: the training samples are not those of the checkpoint ("
+            f"{sources or _WHAT_SAMPLES_FOLLOW}); resume with the same ones, or begin anew on "
+            "these from the checkpoint's weights with --finetune"
         )
-    return "; ".join(changes) or None
+    return changes
 
 
 def _short(value: str) -> str:

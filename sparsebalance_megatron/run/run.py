@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training run on one rank: follows its steps and has its planner learn from each of them.
 
-The run is the same whoever owns the training loop (:class:`Loop`) and the data (:class:`Samples`).
+The run is the same for every :class:`Loop` and for all :class:`Samples`.
 
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches.
 """
@@ -24,6 +24,7 @@ from sparsebalance_megatron.log.recording import FinishedStep
 from sparsebalance_megatron.log.scalars import PREFIX
 from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
 from sparsebalance_megatron.megatron.sequence_groups import rank_place
+from sparsebalance_megatron.megatron.timers import install_hooks
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms
@@ -31,9 +32,8 @@ from sparsebalance_megatron.plan.step_plan import Expectation, StepPlan
 from sparsebalance_megatron.profile.clocks import CudaEventClock, HostClock
 from sparsebalance_megatron.run.agreement import PlanMismatchError, check_shared_plan
 from sparsebalance_megatron.run.host_time import HostTime
-from sparsebalance_megatron.run.observed_coverage import ObservedCoverage
 from sparsebalance_megatron.run.sinks import StepSinks
-from sparsebalance_megatron.run.step_reducer import StepReducer
+from sparsebalance_megatron.run.step_reducer import ObservedCoverage, StepReducer
 from sparsebalance_megatron.run.timing import MicroBatchRecorder
 
 
@@ -41,8 +41,20 @@ class IntegrationError(ValueError):
     """A trainer's loop and the plugin do not fit together."""
 
 
-class Loop(Protocol):
-    """What a run needs of whoever owns the training loop."""
+class NoTimers:
+    """Timers that do nothing; hooks need an object that the schedule starts and stops."""
+
+    def __call__(self, name: str, log_level: int | None = None) -> NoTimers:
+        return self
+
+    def start(self, barrier: bool = False) -> None:
+        return None
+
+    stop = start
+
+
+class Loop:
+    """Whoever owns the training loop; as it stands, a trainer that ends its steps itself."""
 
     def follow(
         self,
@@ -50,11 +62,15 @@ class Loop(Protocol):
         recorder: MicroBatchRecorder,
         end_step: Callable[[], object],
     ) -> None:
-        """A forward begins: let the recorder hear the loop's timers.
+        """Let the recorder hear the timers of a forward that begins.
 
         Args:
-            end_step: to be called once per step, when gradients are final.
+            end_step: for a loop that does not end steps itself; to be called when gradients are
+                final.
         """
+        if model_config.timers is None:
+            model_config.timers = NoTimers()
+        install_hooks(model_config, recorder, lambda: None)
 
     def step_ended(self, reports: list[dict[str, Tensor]], figures: Mapping[str, float]) -> None:
         """Show the figures of a step, whose micro-batches reported ``reports``."""
@@ -123,7 +139,6 @@ class Run:
         self._step_ended_s: float | None = None
         self._recorder = MicroBatchRecorder(
             HostClock() if device.type == "cpu" else CudaEventClock(),
-            virtual_stages=job.virtual_stages,
             backward_order=partial(backward_order, job, place.pipeline_rank),
         )
         self._reducer = StepReducer(
@@ -239,13 +254,15 @@ class Run:
         with self._host_time.counted("reduce"):
             times = self._recorder.times()
             observed = ObservedCoverage.gather(self.seen)
-            measured = self._reducer.reduce(
+            measured, executed_and_grown_O2 = self._reducer.reduce(
+                micro_batches=planned.micro_batches,
                 times=times,
                 observed=observed,
                 loss_and_tokens=torch.stack(self._losses).sum(dim=0) if self._losses else None,
                 recompute=self._recompute_totals(),
                 digest=planned.plan.digest(),
-            ).without_waiting(planned.plan.micro_batches)
+            )
+            measured = measured.without_waiting(planned.plan.micro_batches)
             self._stop_on_mismatch(planned.plan.step, measured)
             self.samples.finish_step(planned.plan.step, measured)
             self._after_step()
@@ -269,7 +286,7 @@ class Run:
                     padded_tokens=token_counts["padded-tokens"],
                     host_ms=host_ms,
                 )
-                self._sinks.write(finished, times, observed)
+                self._sinks.write(finished, times, observed.pieces, executed_and_grown_O2)
         self.begin_step()
         return figures
 

@@ -6,21 +6,23 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from typing import Any
+
+import numpy as np
 
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
 from sparsebalance_megatron.learn.measurement import RankPlace
+from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler, evaluation_scheduler
 from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.megatron.sequence_groups import make_sequence_groups
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.step_plan import StepPlan
-from sparsebalance_megatron.run.inputs import CostedInputs
+from sparsebalance_megatron.run.inputs import CostedInputs, Inputs
 from sparsebalance_megatron.run.micro_batches import (
     MicroBatchIterator,
     RowPacking,
-    RowReader,
     Schedule,
 )
 
@@ -73,67 +75,43 @@ class DataSamples:
         sizes = self._inputs.settings.batch_sizes
         step = sizes.step_at(consumed_samples)
         assert step is not None, "the session has checked it"
-        iterator = partial(self._iterator, self.scheduler, self._inputs.train, vp_stage)
-        return iterator(training=True, step=step, sizes=sizes)
+        return self._iterator(
+            self.scheduler,
+            self._inputs.train,
+            vp_stage,
+            training=True,
+            step=step,
+            batch_sizes=sizes,
+        )
 
     def evaluation_iterator(
         self, index: SampleIndex, vp_stage: int | None = None, *, consumed_samples: int
     ) -> MicroBatchIterator:
         """Micro-batches of validation or test samples, at base budgets."""
-        settings, job = self._inputs.settings, self._inputs.job
-        batch_size = settings.eval_global_batch_size or settings.global_batch_size
-        micro_batch_size = settings.eval_micro_batch_size or settings.micro_batch_size
-        micro_batches = batch_size // (micro_batch_size * settings.data_parallel_size)
-        schedule = evaluation_scheduler(
-            job=replace(job, micro_batches=micro_batches),
-            policy=self._inputs.policy,
-            cost=self._inputs.cost,
-            coverage=self.scheduler.coverage,
-            index=index,
-            global_batch_size=batch_size,
-            dense=self._inputs.config.eval_attention == "dense",
-            clock=time.perf_counter,
-        )
+        batch_size = evaluation_batch_size(self._inputs)
         return self._iterator(
-            schedule,
+            make_evaluation_scheduler(self._inputs, index, self.scheduler.coverage),
             index,
             vp_stage,
             training=False,
             step=consumed_samples // batch_size,
-            sizes=BatchSizes.constant(batch_size),
+            batch_sizes=BatchSizes.constant(batch_size),
         )
 
     def _iterator(
-        self,
-        schedule: Schedule,
-        index: SampleIndex,
-        vp_stage: int | None,
-        *,
-        training: bool,
-        step: int,
-        sizes: BatchSizes,
+        self, schedule: Schedule, index: SampleIndex, vp_stage: int | None, **others: Any
     ) -> MicroBatchIterator:
-        chunk = vp_stage or 0
-        stage, job = self._place.pipeline_rank, self._inputs.job
-        embeds = (stage, chunk) == (0, 0)
-        computes_loss = (stage, chunk) == (job.pipeline_stages - 1, job.virtual_stages - 1)
-        reader = None
-        if embeds or computes_loss:
-            reader = RowReader(
-                index,
-                data_parallel_rank=self._place.data_parallel_rank,
-                packing=self.packing,
-                worker=ThreadPoolExecutor(1, "sparse-balance-read"),
-            )
+        job, chunk = self._inputs.job, vp_stage or 0
+        last = job.pipeline_stages - 1, job.virtual_stages - 1
+        reads = (self._place.pipeline_rank, chunk) in ((0, 0), last)
         return MicroBatchIterator(
             schedule,
+            index if reads else None,
+            self.packing,
             data_parallel_rank=self._place.data_parallel_rank,
             chunk=chunk,
-            reader=reader,
-            training=training,
-            step=step,
-            batch_sizes=sizes,
-            packing=self.packing,
+            worker=ThreadPoolExecutor(1, "sparse-balance-read"),
+            **others,
         )
 
 
@@ -156,3 +134,42 @@ def make_scheduler(inputs: CostedInputs) -> Scheduler:
         batch_sizes=sizes,
         worker=ThreadPoolExecutor(1, "sparse-balance-plan") if config.planning == "ahead" else None,
     )
+
+
+def evaluation_batch_size(inputs: Inputs) -> int:
+    """Samples of an evaluation step."""
+    return inputs.settings.eval_global_batch_size or inputs.settings.global_batch_size
+
+
+def make_evaluation_scheduler(
+    inputs: CostedInputs, index: SampleIndex, coverage: CoverageCurves
+) -> Scheduler:
+    """What plans evaluation on samples.
+
+    Args:
+        coverage: the curves of the training run.
+    """
+    settings, batch_size = inputs.settings, evaluation_batch_size(inputs)
+    micro_batch_size = settings.eval_micro_batch_size or settings.micro_batch_size
+    micro_batches = batch_size // (micro_batch_size * settings.data_parallel_size)
+    return evaluation_scheduler(
+        job=replace(inputs.job, micro_batches=micro_batches),
+        policy=inputs.policy,
+        cost=inputs.cost,
+        coverage=coverage,
+        index=index,
+        global_batch_size=batch_size,
+        dense=inputs.config.eval_attention == "dense",
+        clock=time.perf_counter,
+    )
+
+
+def largest_evaluation_step(
+    inputs: CostedInputs, index: SampleIndex, coverage: CoverageCurves
+) -> PlannedStep:
+    """The plan of the evaluation step with most tokens, among those of an epoch."""
+    batch_size = evaluation_batch_size(inputs)
+    steps = -(-index.counts.samples // batch_size)
+    lengths = index.lengths_of(index.global_batch(0, steps * batch_size))
+    largest = int(np.reshape(lengths, (steps, batch_size)).sum(axis=1).argmax())
+    return make_evaluation_scheduler(inputs, index, coverage).planned(largest)

@@ -183,13 +183,8 @@ def print_rank_0(message: str) -> None:
         print(message, flush=True)
 
 
-def prepare_log_directory(
-    directory: LogDirectory,
-    *,
-    keep_in_place: bool,
-    group: torch.distributed.ProcessGroup | None = None,
-) -> None:
-    """Claim the directory and move an earlier run's logs out of the way; collective over the group.
+def prepare_log_directory(directory: LogDirectory, *, keep_in_place: bool) -> None:
+    """Claim the directory and move an earlier run's logs out of the way; collective.
 
     Args:
         keep_in_place: the run goes on with the logs that are there.
@@ -198,16 +193,16 @@ def prepare_log_directory(
         LogDirectoryError: on every rank alike, if one of them cannot write there, or another run
             does.
     """
-    claims = torch.distributed.get_rank(group) == 0
+    claims = torch.distributed.get_rank() == 0
 
     def make() -> int:
         directory.make(claim=claims)
         return 0 if keep_in_place else directory.number_for_earlier_logs()
 
     # Ranks of other hosts may see another disk.
-    number = max(gather_or_raise(make, LogDirectoryError, group))
+    number = max(gather_or_raise(make, LogDirectoryError))
     if number:
-        (kept, *_) = gather_or_raise(lambda: directory.set_aside(number), LogDirectoryError, group)
+        (kept, *_) = gather_or_raise(lambda: directory.set_aside(number), LogDirectoryError)
         print_rank_0(f"sparse balance: logs of an earlier run are kept in {kept}")
 
 

@@ -10,9 +10,10 @@ import socket
 from dataclasses import asdict, dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
-from sparsebalance_megatron.learn.measurement import RankPlace, StepTimes
+from sparsebalance_megatron.learn.measurement import Piece, RankPlace, StepTimes
 from sparsebalance_megatron.log.log_directory import rank_log_path, step_log_path
 from sparsebalance_megatron.log.log_file import JsonLinesFile
 from sparsebalance_megatron.log.log_writer import BackgroundLog, BackgroundWriter
@@ -29,7 +30,6 @@ from sparsebalance_megatron.log.scalars import MISMATCHES, ScalarWriter, step_sc
 from sparsebalance_megatron.megatron.compat import megatron_version, metric_writers
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.run.inputs import CostedInputs
-from sparsebalance_megatron.run.observed_coverage import ObservedCoverage
 
 _FIRST_COVERAGE_RECORD = 2
 _COVERAGE_INTERVAL = 10
@@ -50,11 +50,18 @@ class StepSinks:
     rank_log: BackgroundLog | None
     scalars: ScalarWriter | None
 
-    def write(self, step: FinishedStep, times: StepTimes, observed: ObservedCoverage) -> None:
+    def write(
+        self,
+        step: FinishedStep,
+        times: StepTimes,
+        pieces: tuple[Piece, ...],
+        executed_and_grown_O2: np.ndarray,
+    ) -> None:
         """Hand the step to everything that wants it.
 
         Args:
-            times, observed: of this rank.
+            times: of this rank.
+            pieces, executed_and_grown_O2: whose coverage this rank observed, and how much it was.
         """
         if self.rank_log is not None:
             self.rank_log.append(
@@ -65,8 +72,8 @@ class StepSinks:
                     place=self.place,
                     job=self.inputs.job,
                     times=times,
-                    pieces=observed.pieces,
-                    executed_and_grown_O2=observed.executed_and_grown(),
+                    pieces=pieces,
+                    executed_and_grown_O2=executed_and_grown_O2,
                 )
             )
         if self.step_log is not None:

@@ -2,45 +2,104 @@
 """One reduction per step: what every rank measured, known to all ranks alike.
 
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, L layers,
-U length buckets, K budgets of the grid, C = K + 5 columns, O rows of observations,
-2 forward and backward.
+U length buckets, K budgets of the grid, C = K + 5 columns, O rows of observations (one per
+micro-batch and chunk, layer, sample), S samples of a micro-batch, 2 forward and backward.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from sparsebalance_megatron.learn.measurement import (
+    DIRECTIONS,
     CoverageTotals,
+    Piece,
     RankPlace,
     RecomputeTotals,
     StepMeasurement,
     StepTimes,
 )
+from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, MicroBatchContext
+from sparsebalance_megatron.plan.coverage import length_bucket
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.run.agreement import differing_ranks, digest_number
-from sparsebalance_megatron.run.observed_coverage import (
-    BASE,
-    EXECUTED,
-    EXTRA_COLUMNS,
-    GROWN,
-    LOST_TOKENS,
-    TOKENS,
-    ObservedCoverage,
-)
+
+EXECUTED, BASE, GROWN, TOKENS, LOST_TOKENS = range(-5, 0)
+"""Columns behind the K of the grid: executed coverage, coverage at base budgets, 1 where the guard
+raised the budget, the sample's tokens, and those times what base budgets had covered more."""
+_EXTRA_COLUMNS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservedCoverage:
+    """This rank's coverage observations of one step, laid side by side.
+
+    ``pieces`` says whose the rows are; ``values_OC`` holds the grid's coverage and then the extra
+    columns, float64, on the device that observed, or is None where nothing was.
+    """
+
+    pieces: tuple[Piece, ...]
+    bucket_O: np.ndarray
+    values_OC: torch.Tensor | None
+
+    @classmethod
+    def gather(cls, seen: Iterable[MicroBatchContext]) -> ObservedCoverage:
+        """Gather what the layers of this rank's micro-batches observed.
+
+        Padding sequences come after the planned samples and are left out. Ranks that share a row
+        see the same of it, and only the first of them reports it.
+        """
+        pieces, buckets, columns = [], [], []
+        for context in seen:
+            if context.sequence is not None and context.sequence.group.member > 0:
+                continue
+            blocks = context.layout.blocks_per_document
+            samples = len(blocks) - context.padding_documents
+            bucket_S = length_bucket(np.array(blocks[:samples]))
+            for layer, observation in context.observations.items():
+                pieces.append(Piece(context.position, layer, samples))
+                buckets.append(bucket_S)
+                columns.append(_columns(observation, context.layout.tokens_S, samples))
+        return cls(
+            pieces=tuple(pieces),
+            bucket_O=np.concatenate(buckets) if buckets else np.empty(0, dtype=np.int64),
+            values_OC=_side_by_side(columns) if pieces else None,
+        )
+
+    def group_O(self, buckets: int) -> np.ndarray:
+        """``layer * U + bucket`` of every row."""
+        layer_O = np.repeat([p.layer for p in self.pieces], [p.samples for p in self.pieces])
+        return layer_O.astype(np.int64) * buckets + self.bucket_O
+
+
+def _columns(
+    observation: CoverageObservation, tokens_S: torch.Tensor, samples: int
+) -> tuple[torch.Tensor, ...]:
+    """Grid and extra columns of the first samples."""
+    executed_S, base_S = observation.executed_S, observation.base_S
+    lost_S = (base_S.double() - executed_S) * tokens_S
+    columns = (observation.grid_SK, executed_S, base_S, observation.grown_S, tokens_S, lost_S)
+    return tuple(column[:samples] for column in columns)
+
+
+def _side_by_side(columns: Iterable[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+    """[O, K + 5]; the same few operations on the device, however many observations."""
+    grid_OK, *extra = (torch.cat(pieces) for pieces in zip(*columns, strict=True))
+    return torch.cat([grid_OK.double(), torch.stack([x.double() for x in extra], dim=1)], dim=1)
 
 
 class StepReducer:
     """Sums every rank's contribution in one all-reduce of one float64 buffer.
 
-    The buffer has micro-batches for the times and the least coverage of every rank and stage and
-    for the plan digest of every world rank, so that a plain sum also gathers. Its size follows the
-    number of micro-batches, which may differ between steps and not between ranks.
+    The buffer has places for the times and the least coverage of every rank and stage and for the
+    plan digest of every world rank, so that a plain sum also gathers. Its size follows the number
+    of micro-batches, which may differ between steps and not between ranks.
 
     Args:
         group: process group of all ranks; None is the default group.
@@ -62,116 +121,125 @@ class StepReducer:
         device: torch.device,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._job = job
         self._place = place
-        self._here = (place.data_parallel_rank, place.pipeline_rank)
-        self._micro_batch = place.data_parallel_rank * job.pipeline_stages + place.pipeline_rank
         self._group = group
         self._device = device
         self._clock = clock
         self._buckets = buckets
-        stages = (job.data_parallel_size, job.pipeline_stages)
-        self._times_shape = (2, *stages, job.virtual_stages, -1)
-        self._coverage_shape = (job.layers, buckets, grid_size + EXTRA_COLUMNS)
-        sizes = {
-            "digests": place.world_size,
-            "schedule": math.prod(stages),
-            "counts": job.layers * buckets,
-            "unobserved": 1,
-            "recompute": 3,
-            "minima": math.prod(stages),
-            "coverage": math.prod(self._coverage_shape),
-            "loss": 2,
-        }
-        ends = np.cumsum(list(sizes.values())).tolist()
-        self._parts = {
-            name: slice(end - size, end)
-            for (name, size), end in zip(sizes.items(), ends, strict=True)
-        }
-        # As many as the step has micro-batches.
-        self._parts["times"] = slice(ends[-1], None)
-        self._times_per_position = 2 * math.prod(stages) * job.virtual_stages
+        self._columns = grid_size + _EXTRA_COLUMNS
         self.waited_ms = 0.0
 
     def reduce(
         self,
         *,
+        micro_batches: int,
         times: StepTimes,
         observed: ObservedCoverage,
         loss_and_tokens: torch.Tensor | None,
         digest: bytes,
         recompute: torch.Tensor | None = None,
-    ) -> StepMeasurement:
+    ) -> tuple[StepMeasurement, np.ndarray]:
         """Collective over the group: every rank must call it once per step.
 
         Args:
+            micro_batches: of every data-parallel rank in this step.
             times, observed: of this rank.
             loss_and_tokens: [2] sum of losses and tokens, on last stages; None elsewhere.
             recompute: [3] of :meth:`.kept_attention.RecomputeCounts.totals`, summed over
                 micro-batches; None where there are none.
             digest: of the plan this rank executed.
+
+        Returns:
+            What all ranks measured, and [O, 2] executed coverage and guard of this rank.
         """
-        times_size = self._times_per_position * times.forward_VM.shape[1]
-        host = np.zeros(self._parts["times"].start + times_size)
-        host[self._parts["digests"]][self._place.world_rank] = digest_number(digest)
+        shapes = self._shapes(micro_batches)
+        host = torch.zeros(sum(map(math.prod, shapes.values())), dtype=torch.float64)
+        part = _views(host, shapes)
+        part["digests"][self._place.world_rank] = digest_number(digest)
         if self._place.reports:
-            group_O = observed.group_O(self._buckets)
-            self._put_on_host(host, times)
-            flat = torch.from_numpy(host).to(self._device)
-            self._put_on_device(flat, observed, group_O, loss_and_tokens)
-            if recompute is not None:
-                flat[self._parts["recompute"]] = recompute.to(self._device)
+            here = self._place.data_parallel_rank, self._place.pipeline_rank
+            times_2VM = part["times"][(slice(None), *here)]
+            times_2VM.fill_(math.nan)
+            for span in times.spans:
+                times_2VM[DIRECTIONS.index(span.direction), span.chunk, span.position] = span.ms
+            part["schedule"][here] = times.schedule_ms
+            flat = self._on_device(host)
+            self._put(_views(flat, shapes), here, observed, loss_and_tokens, recompute)
         else:
-            flat = torch.from_numpy(host).to(self._device)
-        return self._unpack(self._sum(flat))
+            flat = self._on_device(host)
+        own_O2 = torch.empty(0, 2, dtype=torch.float64, device=self._device)
+        if observed.values_OC is not None:
+            own_O2 = observed.values_OC[:, [EXECUTED, GROWN]].to(self._device)
+        summed, own = self._sum(flat, own_O2.reshape(-1))
+        return self._measurement(_views(summed, shapes)), own.reshape(-1, 2).numpy()
 
-    def _put_on_host(self, host: np.ndarray, times: StepTimes) -> None:
-        times_2RPVM = host[self._parts["times"]].reshape(self._times_shape)
-        times_2RPVM[(slice(None), *self._here)] = times.forward_VM, times.backward_VM
-        host[self._parts["schedule"]][self._micro_batch] = times.schedule_ms
+    def _shapes(self, micro_batches: int) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of the parts of the buffer."""
+        job, stages = self._job, (self._job.data_parallel_size, self._job.pipeline_stages)
+        return {
+            "digests": (self._place.world_size,),
+            "times": (2, *stages, job.virtual_stages, micro_batches),
+            "schedule": stages,
+            "minima": stages,
+            "counts": (job.layers, self._buckets),
+            "coverage": (job.layers, self._buckets, self._columns),
+            "unobserved": (1,),
+            "recompute": (3,),
+            "loss": (2,),
+        }
 
-    def _put_on_device(
+    def _on_device(self, host: torch.Tensor) -> torch.Tensor:
+        """A copy that the host does not wait for."""
+        if self._device.type == "cuda":
+            host = host.pin_memory()
+        return host.to(self._device, non_blocking=True)
+
+    def _put(
         self,
-        flat: torch.Tensor,
+        part: dict[str, torch.Tensor],
+        here: tuple[int, int],
         observed: ObservedCoverage,
-        bucket_of_O: np.ndarray,
         loss_and_tokens: torch.Tensor | None,
+        recompute: torch.Tensor | None,
     ) -> None:
-        minima = flat[self._parts["minima"]]
+        """Add what is on the device."""
         if observed.values_OC is None:
-            minima[self._micro_batch] = math.inf
+            part["minima"][here].fill_(math.inf)
         else:
             values_OC = observed.values_OC.to(self._device)
             # One bad number of a document must not become the whole step's.
             broken_O = ~values_OC.isfinite().all(1)
             values_OC = values_OC.masked_fill(broken_O[:, None], 0.0)
-            group_O = torch.from_numpy(bucket_of_O).to(self._device)
-            sums = flat[self._parts["coverage"]].view(-1, self._coverage_shape[-1])
-            sums.index_add_(0, group_O, values_OC)
-            flat[self._parts["counts"]].index_add_(0, group_O, (~broken_O).to(flat.dtype))
-            flat[self._parts["unobserved"]] = broken_O.sum()
-            minima[self._micro_batch] = values_OC[:, EXECUTED].masked_fill(broken_O, math.inf).min()
+            group_O = self._on_device(torch.from_numpy(observed.group_O(self._buckets)))
+            part["coverage"].view(-1, self._columns).index_add_(0, group_O, values_OC)
+            part["counts"].view(-1).index_add_(0, group_O, (~broken_O).double())
+            part["unobserved"][:] = broken_O.sum()
+            part["minima"][here] = values_OC[:, EXECUTED].masked_fill(broken_O, math.inf).min()
         if loss_and_tokens is not None:
-            flat[self._parts["loss"]] = loss_and_tokens.to(self._device)
+            part["loss"][:] = loss_and_tokens.to(self._device)
+        if recompute is not None:
+            part["recompute"][:] = recompute.to(self._device)
 
-    def _sum(self, flat: torch.Tensor) -> np.ndarray:
-        """The buffer summed over ranks, on the host."""
+    def _sum(self, flat: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The buffer summed over ranks, and what is this rank's own, on the host."""
         began = self._clock()
         torch.distributed.all_reduce(flat, group=self._group)
-        summed = flat.cpu().numpy()
+        # The only copy of a step that the host waits for.
+        summed, own = torch.cat([flat, own]).cpu().split([len(flat), len(own)])
         self.waited_ms = (self._clock() - began) * 1e3
-        return summed
+        return summed, own
 
-    def _unpack(self, flat: np.ndarray) -> StepMeasurement:
-        part = {name: flat[place] for name, place in self._parts.items()}
-        loss = part["loss"]
-        sums_LUC = part["coverage"].reshape(self._coverage_shape)
-        extra_LC = sums_LUC[..., -EXTRA_COLUMNS:].sum(axis=1)
-        counts_LU = part["counts"].reshape(self._coverage_shape[:2])
+    def _measurement(self, summed: dict[str, torch.Tensor]) -> StepMeasurement:
+        part = {name: values.numpy() for name, values in summed.items()}
+        sums_LUC, counts_LU = part["coverage"], part["counts"]
+        extra_LC = sums_LUC[..., -_EXTRA_COLUMNS:].sum(axis=1)
+        loss, tokens = part["loss"]
         return StepMeasurement(
-            times_2RPVM=part["times"].reshape(self._times_shape),
-            schedule_ms=part["schedule"].reshape(self._times_shape[1:3]),
+            times_2RPVM=part["times"],
+            schedule_ms=part["schedule"],
             coverage=CoverageTotals(
-                sums_LUK=sums_LUC[..., :-EXTRA_COLUMNS],
+                sums_LUK=sums_LUC[..., :-_EXTRA_COLUMNS],
                 counts_LU=counts_LU,
                 executed_L=extra_LC[:, EXECUTED],
                 executed_sum=float(extra_LC[:, EXECUTED].sum()),
@@ -183,8 +251,16 @@ class StepReducer:
                 lost_tokens=float(extra_LC[:, LOST_TOKENS].sum()),
                 unobserved=int(part["unobserved"][0]),
             ),
-            lm_loss=float(loss[0] / loss[1]) if loss[1] else math.nan,
-            tokens=int(loss[1]),
+            lm_loss=float(loss / tokens) if tokens else math.nan,
+            tokens=int(tokens),
             differing_ranks=differing_ranks(part["digests"]),
             recompute=RecomputeTotals(*(int(count) for count in part["recompute"])),
         )
+
+
+def _views(flat: torch.Tensor, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """The parts of a buffer, by name."""
+    parts = flat.split([math.prod(shape) for shape in shapes.values()])
+    return {
+        name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)
+    }

@@ -2,8 +2,6 @@
 """Times of every micro-batch's forward and backward, taken through Megatron's ``config.timers``.
 
 Marks are CUDA events or host times, so that recording never waits for the device.
-
-Shape legend: V virtual stages, M micro-batches.
 """
 
 from __future__ import annotations
@@ -12,8 +10,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
 
 from sparsebalance_megatron.learn.measurement import Span, StepTimes
 from sparsebalance_megatron.megatron.timers import FORWARD_TIMER, SCHEDULE_TIMER
@@ -28,7 +24,6 @@ class MicroBatchRecorder:
 
     Args:
         clock: takes the marks.
-        virtual_stages: of the job.
         backward_order: of a step of so many micro-batches, (chunk, micro-batch) of every backward
             of this pipeline stage, in order.
         unix_clock: seconds since 1970, to set the ranks' steps side by side.
@@ -38,13 +33,11 @@ class MicroBatchRecorder:
         self,
         clock: Clock,
         *,
-        virtual_stages: int,
         backward_order: Callable[[int], Sequence[tuple[int, int]]],
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
         self._unix_clock = unix_clock
-        self._virtual_stages = virtual_stages
         self._order_of = backward_order
         self._micro_batches = 0
         self._backward_order: tuple[tuple[int, int], ...] = ()
@@ -112,17 +105,13 @@ class MicroBatchRecorder:
 
     def times(self) -> StepTimes:
         """The times measured since :meth:`begin_step`; call it after :meth:`wait`."""
-        forward_VM, backward_VM = np.full((2, self._virtual_stages, self._micro_batches), np.nan)
         spans = []
         if self._origin is not None:
             origin, elapsed_ms = self._origin[0], self._clock.elapsed_ms
             for direction, chunk, position, begin, end in self._spans:
                 start_ms, ms = elapsed_ms(origin, begin), elapsed_ms(begin, end)
                 spans.append(Span(direction, chunk, position, start_ms, start_ms + ms))
-                (forward_VM if direction == "forward" else backward_VM)[chunk, position] = ms
         return StepTimes(
-            forward_VM=forward_VM,
-            backward_VM=backward_VM,
             schedule_ms=math.nan
             if self._schedule is None
             else self._clock.elapsed_ms(*self._schedule),

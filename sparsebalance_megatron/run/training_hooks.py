@@ -30,6 +30,7 @@ from sparsebalance_megatron.megatron.timers import install_hooks
 from sparsebalance_megatron.run.forward_step import ForwardStep, packed_forward_step
 from sparsebalance_megatron.run.inputs import Inputs
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator
+from sparsebalance_megatron.run.run import Loop
 from sparsebalance_megatron.run.samples import make_scheduler
 from sparsebalance_megatron.run.session import SchedulerMaker, Session
 from sparsebalance_megatron.run.timing import MicroBatchRecorder
@@ -38,7 +39,7 @@ STATE_ATTRIBUTE = "sparse_balance_state"
 """Attribute of Megatron's ``args`` that carries the scheduler's state into checkpoints."""
 
 
-class MegatronLoop:
+class MegatronLoop(Loop):
     """``megatron.training``'s loop: it calls back when gradients are final, and logs the reports.
 
     Args:

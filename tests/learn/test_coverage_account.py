@@ -9,45 +9,27 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from step_cases import step_measurement
 
 from sparsebalance_megatron.learn.coverage_account import CoverageAccount
-from sparsebalance_megatron.learn.measurement import CoverageTotals
 from sparsebalance_megatron.plan.budgets.price import horizon_steps
 
+NO_TIMES = np.zeros((2, 1, 1, 1, 1))
 SIZES = st.sampled_from([1, 8, 24, 64, 512])
 
 
 def enter(account, *, base_mean, executed_mean):
     """A step of the account's samples, all of one coverage, and one layer."""
-    coverage = CoverageTotals(
-        sums_LUK=np.zeros((1, 1, 1)),
-        counts_LU=np.zeros((1, 1)),
-        executed_L=np.array([executed_mean]),
-        executed_sum=executed_mean,
-        base_sum=base_mean,
-        count=1.0,
-        minimum=executed_mean,
-        grown=0.0,
-    )
     planned = SimpleNamespace(samples=range(account._samples))
-    account.update(planned, SimpleNamespace(coverage=coverage))
+    sums = {"executed_sum": executed_mean, "base_sum": base_mean, "count": 1.0}
+    account.update(planned, step_measurement(NO_TIMES, **sums))
 
 
 def by_tokens(tokens, lost_tokens):
     """A step of two samples and one layer."""
-    coverage = CoverageTotals(
-        sums_LUK=np.zeros((1, 1, 1)),
-        counts_LU=np.zeros((1, 1)),
-        executed_L=np.array([1.0]),
-        executed_sum=1.0,
-        base_sum=1.0,
-        count=2.0,
-        minimum=0.4,
-        grown=0.0,
-        tokens=tokens,
-        lost_tokens=lost_tokens,
-    )
-    return SimpleNamespace(samples=range(2)), SimpleNamespace(coverage=coverage)
+    sums = {"executed_sum": 1.0, "base_sum": 1.0, "count": 2.0}
+    measured = step_measurement(NO_TIMES, **sums, tokens=tokens, lost_tokens=lost_tokens)
+    return SimpleNamespace(samples=range(2)), measured
 
 
 def test_tokens_may_count_instead_of_samples():

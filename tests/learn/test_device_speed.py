@@ -104,5 +104,28 @@ def test_a_single_rank_has_nobody_to_compare_with():
     assert (learner.snapshot() == 1.0).all()
 
 
-def test_nothing_is_saved():
-    assert Drill(ALIKE_RP).learner.state_dict() is None
+def mean_step(slow_every, *, learns=True, steps=240):
+    """Time of a step over that of an oracle: two ranks, one of them x1.5 slow in every second
+    period of so many steps, work shared by what was known two steps before."""
+    learner, scales = DeviceSlowness(2, 1), StageScales.ones(1)
+    known, ratios = [np.ones(2)] * 2, []
+    for step in range(steps):
+        slowness_R = np.array([1.0, 1.5 if slow_every is None or step // slow_every % 2 else 1.0])
+        share_R = (1.0 / known[-2]) / (1.0 / known[-2]).sum()
+        ratios.append((share_R * slowness_R).max() * (1.0 / slowness_R).sum())
+        work = np.tile(share_R.reshape(1, 2, 1, 1, 1), (2, 1, 1, 1, 4))
+        slowness = StageScales.of(scales.scales_2PV, known[-2][:, None])
+        predicted = work * known[-2].reshape(1, 2, 1, 1, 1)
+        measured = work * slowness_R.reshape(1, 2, 1, 1, 1)
+        learner.update(Times(predicted, slowness), Times(measured, slowness))
+        known.append(learner.snapshot()[:, 0] if learns else np.ones(2))
+    return np.mean(ratios[steps // 2 :])
+
+
+@pytest.mark.parametrize("period", [3, 5, 10, 30])
+def test_a_device_whose_speed_flips_is_not_worse_with_learning(period):
+    assert mean_step(period) <= 1.01 * mean_step(period, learns=False)
+
+
+def test_a_device_that_stays_slow_is_followed_at_once():
+    assert mean_step(None) < 1.03 < 1.15 < mean_step(None, learns=False)

@@ -16,27 +16,17 @@ from harness import REPOSITORY
 from hypothesis import given
 from hypothesis import strategies as st
 from plan.plan_cases import cost_model, coverage_curves, job_shape, random_lengths
+from step_cases import SHAPE, step_measurement
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
-from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.learn.host_job import HostJob
 from sparsebalance_megatron.learn.host_planner import HostPlanner
-from sparsebalance_megatron.learn.measurement import CoverageTotals, StepMeasurement
+from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 BLOCK = 64
 LONGEST = 8192
-SHAPE = ModelShape(
-    hidden_size=64,
-    ffn_hidden_size=128,
-    num_attention_heads=4,
-    num_query_groups=2,
-    head_dim=16,
-    vocab_size=256,
-    gated_linear_unit=True,
-    tensor_parallel_size=1,
-)
 
 
 def host_job(ranks: int = 2, stages: int = 1, chunks: int = 1, **changes: Any) -> HostJob:
@@ -69,22 +59,14 @@ def lengths(count: int = 16, seed: int = 0) -> list[int]:
 def measurement(planned: Any, curves: Any, factor: float = 1.5) -> StepMeasurement:
     """A step that took longer than predicted and lost a little coverage."""
     layers, buckets, grid = curves.mean_LUK.shape
-    return StepMeasurement(
-        times_2RPVM=planned.times_2RPVM * factor,
-        schedule_ms=np.ones(planned.times_2RPVM.shape[1:3]),
-        coverage=CoverageTotals(
-            sums_LUK=np.linspace(0.3, 1.0, grid) * np.ones((layers, buckets, 1)),
-            counts_LU=np.ones((layers, buckets)),
-            executed_L=np.full(layers, 0.5),
-            executed_sum=0.5 * layers,
-            base_sum=0.52 * layers,
-            count=float(layers),
-            minimum=0.4,
-            grown=0.0,
-        ),
-        lm_loss=float("nan"),
-        tokens=0,
-        differing_ranks=(),
+    return step_measurement(
+        planned.times_2RPVM * factor,
+        sums_LUK=np.linspace(0.3, 1.0, grid) * np.ones((layers, buckets, 1)),
+        counts_LU=np.ones((layers, buckets)),
+        executed_L=np.full(layers, 0.5),
+        executed_sum=0.5 * layers,
+        base_sum=0.52 * layers,
+        count=float(layers),
     )
 
 

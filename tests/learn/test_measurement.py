@@ -8,34 +8,13 @@ import pytest
 from cost.cost_cases import Times
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from step_cases import step_measurement
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.learn.device_speed import DeviceSlowness
-from sparsebalance_megatron.learn.measurement import CoverageTotals, StepMeasurement
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
 SHAPE_RPVM = (4, 2, 1, 6)
-NOTHING = CoverageTotals(
-    sums_LUK=np.zeros((1, 1, 1)),
-    counts_LU=np.zeros((1, 1)),
-    executed_L=np.zeros(1),
-    executed_sum=0.0,
-    base_sum=0.0,
-    count=0.0,
-    minimum=0.0,
-    grown=0.0,
-)
-
-
-def measurement(times_2RPVM: np.ndarray) -> StepMeasurement:
-    return StepMeasurement(
-        times_2RPVM=times_2RPVM,
-        schedule_ms=np.ones(times_2RPVM.shape[1:3]),
-        coverage=NOTHING,
-        lm_loss=1.0,
-        tokens=1,
-        differing_ranks=(),
-    )
 
 
 def micro_batches(cp_sizes_RM: np.ndarray) -> list[MicroBatchPlan]:
@@ -67,7 +46,7 @@ def test_a_shared_micro_batch_takes_what_its_last_rank_took(seed: int, missing: 
     times_2RPVM = generator.uniform(1.0, 9.0, (2, *SHAPE_RPVM))
     times_2RPVM[generator.random(times_2RPVM.shape) < missing] = np.nan
     before = times_2RPVM.copy()
-    found = measurement(times_2RPVM).without_waiting(micro_batches(cp_sizes_RM)).times_2RPVM
+    found = step_measurement(times_2RPVM).without_waiting(micro_batches(cp_sizes_RM)).times_2RPVM
     np.testing.assert_array_equal(times_2RPVM, before)
     for direction, rank, stage, chunk, position in np.ndindex(before.shape):
         first = rank - rank % cp_sizes_RM[rank, position]
@@ -79,7 +58,7 @@ def test_a_shared_micro_batch_takes_what_its_last_rank_took(seed: int, missing: 
 
 
 def test_a_step_without_shared_micro_batches_stays_as_it_is() -> None:
-    measured = measurement(np.ones((2, *SHAPE_RPVM)))
+    measured = step_measurement(np.ones((2, *SHAPE_RPVM)))
     assert measured.without_waiting(micro_batches(np.ones((4, 6), dtype=np.int64))) is measured
 
 
@@ -99,7 +78,7 @@ def test_members_that_wait_are_not_taken_for_slow_devices(seed: int, factor: flo
         early_2RPVM = np.where(shared_RPVM, generator.exponential(20.0, work_2RPVM.shape), 0.0)
         early_2RPVM[:, 1::2] = 0.0
         noise_2RPVM = np.exp(0.02 * generator.standard_normal(work_2RPVM.shape))
-        measured = measurement(
+        measured = step_measurement(
             1.3 * in_step(work_2RPVM, slowness_RP, shared_RPVM) * noise_2RPVM + early_2RPVM
         ).without_waiting(micro_batches(cp_sizes_RM))
         scales = StageScales.of(np.ones((2, *SHAPE_RPVM[1:3])), learner.snapshot())

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from learn.scheduler_cases import BLOCK_TOKENS, GLOBAL_BATCH, JOB, scheduler
 from learn.scheduler_cases import index as index  # a fixture
+from step_cases import step_measurement
 
 from sparsebalance_megatron.data.samples import SampleIndex
-from sparsebalance_megatron.learn.measurement import CoverageTotals, StepMeasurement
+from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.step_plan import PlanError, StepPlan
@@ -42,24 +43,14 @@ def measurement(schedule: Scheduler, rise: int, step: int | None = None) -> Step
     slow_P11 = np.array([1.0, 2.0])[:, None, None]
     grid = np.asarray(schedule.coverage.grid, dtype=np.float64)
     curve_K = np.minimum(grid / grid[-1], 1.0) ** (0.6 / (rise + 1))
-    counts_LU = np.ones(schedule.coverage.observed_LU.shape)
-    coverage = CoverageTotals(
+    return step_measurement(
+        expectation.times_2RPVM * slow_P11,
         sums_LUK=np.broadcast_to(curve_K, schedule.coverage.mean_LUK.shape),
-        counts_LU=counts_LU,
+        counts_LU=np.ones(schedule.coverage.observed_LU.shape),
         executed_L=np.ones(schedule.job.layers),
         executed_sum=1.0,
         base_sum=1.0,
         count=1.0,
-        minimum=1.0,
-        grown=0.0,
-    )
-    return StepMeasurement(
-        times_2RPVM=expectation.times_2RPVM * slow_P11,
-        schedule_ms=np.ones((2, 2)),
-        coverage=coverage,
-        lm_loss=1.0,
-        tokens=1,
-        differing_ranks=(),
     )
 
 

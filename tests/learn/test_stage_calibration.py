@@ -23,8 +23,8 @@ STAGES, CHUNKS = SHAPE_RPVM[1:3]
 class Drill:
     """A job of known slowness; predictions contain the current scales, as in training."""
 
-    def __init__(self, decay: float = 0.8, noise: float = 0.0) -> None:
-        self.calibration = Calibration(STAGES, CHUNKS, decay=decay)
+    def __init__(self, noise: float = 0.0) -> None:
+        self.calibration = Calibration(STAGES, CHUNKS)
         self.slowness_2PV = np.ones((2, STAGES, CHUNKS))
         self._noise = noise
         self._rng = np.random.default_rng(0)
@@ -111,14 +111,12 @@ def test_a_slow_first_step_is_outvoted() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 0.0, -1.0])
-def test_impossible_measurements_are_counted_and_ignored(value: float) -> None:
+def test_impossible_measurements_are_ignored(value: float) -> None:
     drill, clean = Drill(noise=0.0), Drill(noise=0.0)
     for _ in range(5):
         drill.step(lambda forward, backward: backward.__setitem__((1, 2, 1, 0), value))
         clean.step()
     np.testing.assert_allclose(drill.scales_2PV(), clean.scales_2PV())
-    assert drill.calibration.ignored_measurements == 5
-    assert clean.calibration.ignored_measurements == 0
 
 
 def test_a_step_without_measurements_changes_nothing() -> None:
@@ -127,10 +125,7 @@ def test_a_step_without_measurements_changes_nothing() -> None:
         drill.step()
     before = drill.calibration.state_dict()
     drill.step(lambda forward, backward: (forward.fill(np.nan), backward.fill(np.nan)))
-    after = drill.calibration.state_dict()
-    assert after.pop("ignored_measurements") == 2 * np.prod(SHAPE_RPVM)
-    before.pop("ignored_measurements")
-    assert after == before
+    assert drill.calibration.state_dict() == before
 
 
 def test_a_stage_that_is_never_measured_keeps_its_scale() -> None:
@@ -155,12 +150,9 @@ def test_predictions_may_be_older_than_the_current_scales() -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(
-    ratios=st.lists(st.floats(0.05, 20.0), min_size=1, max_size=25),
-    decay=st.floats(0.0, 0.99),
-)
-def test_scales_stay_within_what_was_observed(ratios: list[float], decay: float) -> None:
-    drill = Drill(decay=decay)
+@given(ratios=st.lists(st.floats(0.05, 20.0), min_size=1, max_size=25))
+def test_scales_stay_within_what_was_observed(ratios: list[float]) -> None:
+    drill = Drill()
     for ratio in ratios:
         drill.slowness_2PV[:] = ratio
         drill.step()
@@ -188,27 +180,11 @@ def test_resumed_calibration_continues_exactly(steps: int) -> None:
 def test_state_of_another_pipeline_is_refused_and_changes_nothing() -> None:
     calibration = Calibration(4, 1)
     before = calibration.state_dict()
-    with pytest.raises(ValueError, match=r"saved for .* \[3, 2\] .* this run has \[4, 1\]"):
+    with pytest.raises(ValueError, match=r"\[3, 2\].* \[4, 1\]"):
         calibration.load_state_dict(Calibration(3, 2).state_dict())
-    with pytest.raises(KeyError, match="cell_histories"):
+    with pytest.raises(KeyError, match="history_W2PV"):
         calibration.load_state_dict({"scales_2PV": before["scales_2PV"]})
     assert calibration.state_dict() == before
-
-
-def test_wrong_shapes_are_refused() -> None:
-    scales = StageScales.ones(3)
-    good = Times(np.ones((2, 2, 3, 1, 4)), scales)
-    for shape in ((2, 2, 4, 1, 4), (2, 2, 3, 1, 5)):
-        with pytest.raises(
-            ValueError, match=r"must both be \[2, R, P, V, M\] with \[P, V\] = \(3, 1\)"
-        ):
-            Calibration(3).update(good, Times(np.ones(shape), scales))
-
-
-@pytest.mark.parametrize("decay", [-0.1, 1.0])
-def test_impossible_decay_is_refused(decay: float) -> None:
-    with pytest.raises(ValueError, match="must lie in"):
-        Calibration(1, decay=decay)
 
 
 @given(

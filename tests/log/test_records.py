@@ -39,8 +39,6 @@ PLACE = RankPlace(
 )
 LAYERS = (2, 3, 6, 7)
 UNTIMED = StepTimes(
-    forward_VM=np.zeros((2, 2)),
-    backward_VM=np.zeros((2, 2)),
     schedule_ms=math.nan,
     start_unix_s=None,
     spans=(),
@@ -220,8 +218,6 @@ def test_a_rank_says_what_it_ran_when_and_with_which_coverage() -> None:
             rows += [(0.1 * layer + 0.01 * i, float(layer == 7 and i == 0)) for i in range(samples)]
     spans = (Span("forward", 0, 0, 1.00004, 2.0), Span("backward", 1, 1, 3.0, 4.5))
     times = StepTimes(
-        forward_VM=np.zeros((2, 2)),
-        backward_VM=np.zeros((2, 2)),
         schedule_ms=5.0,
         start_unix_s=1.75e9,
         spans=spans,

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entry point with a fault, named by the first two arguments; the rest is the command line.
 
-``kill STEP`` ends rank 1 with SIGKILL in the middle of that step (the first is 0), together with
-the processes that Megatron's checkpoint writer has left it, which nobody would end otherwise.
+``kill STEP`` ends rank 1 with SIGKILL in the middle of that step (the first is 0).
 ``leave STEP`` ends it there with exit code 0, so that nobody ends the others; ``stop STEP`` stops
 it there, as a hang does, and lets collectives time out after 20 s. ``reader STEP`` and
 ``plan STEP`` let what reads its rows, or plans its steps, raise; ``digest STEP`` lets it execute
@@ -33,10 +32,7 @@ from sparsebalance_megatron.learn import step_planner  # noqa: E402
 from sparsebalance_megatron.plan.step_plan import StepPlan  # noqa: E402
 from sparsebalance_megatron.pretrain_gpt import main  # noqa: E402
 from sparsebalance_megatron.run import forward_step  # noqa: E402
-from sparsebalance_megatron.run.micro_batches import (  # noqa: E402
-    MicroBatchIterator,
-    RowReader,
-)
+from sparsebalance_megatron.run.micro_batches import MicroBatchIterator  # noqa: E402
 from sparsebalance_megatron.run.timing import MicroBatchRecorder  # noqa: E402
 
 FAULTY = os.environ["RANK"] == "1"
@@ -67,14 +63,14 @@ def time_out_after_s(seconds: float) -> None:
 
 
 def raise_in_reader(step: int) -> None:
-    read = RowReader._read
+    read = MicroBatchIterator._read
 
     def read_or_raise(reader, planned, micro_batch):
         if FAULTY and planned.plan.step == step:
             raise DataError("train.bin: cannot be read (input/output error)")
         return read(reader, planned, micro_batch)
 
-    RowReader._read = read_or_raise
+    MicroBatchIterator._read = read_or_raise
 
 
 def raise_in_plan(step: int) -> None:
@@ -120,7 +116,7 @@ def limit_files(size_bytes: int) -> None:
 
 
 FAULTS = {
-    "kill": lambda step: at(step, lambda: os.killpg(os.getpgrp(), signal.SIGKILL)),
+    "kill": lambda step: at(step, lambda: os.kill(os.getpid(), signal.SIGKILL)),
     "leave": lambda step: at(step, lambda: os._exit(0)),
     "stop": lambda step: at(step, lambda: os.kill(os.getpid(), signal.SIGSTOP)),
     "reader": raise_in_reader,

@@ -13,16 +13,14 @@ import os
 import sys
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.learn.measurement import RankPlace, StepMeasurement, StepTimes
+from sparsebalance_megatron.learn.measurement import RankPlace, Span, StepMeasurement, StepTimes
 from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation
 from sparsebalance_megatron.plan.coverage import budget_grid
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.run.observed_coverage import ObservedCoverage
-from sparsebalance_megatron.run.step_reducer import StepReducer
+from sparsebalance_megatron.run.step_reducer import ObservedCoverage, StepReducer
 
 GRID = budget_grid(4)
 BUCKETS = 3
@@ -65,19 +63,24 @@ def reduce_on_rank(rank: int, digest: bytes) -> StepMeasurement:
         group=None,
         device=torch.device("cpu"),
     )
-    return reducer.reduce(
+    spans = [("forward", 0, 1.0 + rank), ("backward", 0, 10.0 + rank), ("backward", 1, 20.0 + rank)]
+    if rank == 0:
+        spans.append(("forward", 1, 2.0))
+    measured, _ = reducer.reduce(
+        micro_batches=2,
         times=StepTimes(
-            forward_VM=np.array([[1.0 + rank, math.nan if rank else 2.0]]),
-            backward_VM=np.array([[10.0 + rank, 20.0 + rank]]),
             schedule_ms=40.0 + rank,
             start_unix_s=None,
-            spans=(),
+            spans=tuple(
+                Span(direction, 0, position, 5.0, 5.0 + ms) for direction, position, ms in spans
+            ),
         ),
         observed=ObservedCoverage.gather(seen(rank, layer) for layer in (0, 1)),
         loss_and_tokens=torch.tensor([6.0 * (rank + 1), 3.0]),
         recompute=torch.tensor([6.0, rank, 1.0]),
         digest=digest,
     )
+    return measured
 
 
 if __name__ == "__main__":

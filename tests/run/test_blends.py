@@ -87,7 +87,8 @@ def test_a_changed_blend_is_refused_by_name(directory: Path, whole: TrainingRun)
     run = run_training(1, (*changed, *load, "--pipeline-model-parallel-size", "1"), timeout_s=120)
     assert run.exit_code == 2, run.output[-4000:]
     (line,) = {each for each in run.output.splitlines() if "sparse balance: error:" in each}
-    assert "(weight of web is 0.7, was 0.5; weight of books is 0.1, was 0.3)" in line
+    for number, words in enumerate(("web, weight 0.7", "books, weight 0.1"), start=1):
+        assert f"source {number} is {words}" in line
 
 
 def test_splits_may_have_sources_of_their_own(directory: Path, tmp_path: Path) -> None:

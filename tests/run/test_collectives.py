@@ -8,14 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from harness import (
-    BALANCE_FLAGS,
-    MODEL_FLAGS,
-    PROGRAMS,
-    TRAINING_FLAGS,
-    run_training,
-    write_documents,
-)
+from harness import PROGRAMS, train, write_documents
 
 pytestmark = pytest.mark.distributed
 
@@ -46,16 +39,11 @@ def test_collectives_of_a_layer(exchange: str, recompute: bool, tmp_path: Path) 
     ranks, (forward, backward) = EXCHANGES[exchange]
     documents = write_documents(tmp_path / "train", [100, 60, 200, 90] * 4)
     again = ("--recompute-granularity", "full", "--recompute-method", "uniform")
-    run_training(
-        ranks,
-        [
-            *(*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, "--data-path", str(documents)),
-            *("--global-batch-size", str(SAMPLES), "--train-iters", str(STEPS)),
-            *("--context-parallel-size", str(ranks), "--sparse-balance-device", "cpu"),
-            *("--sparse-balance-context-parallel", "static"),
-            *("--sparse-balance-exchange", exchange),
-            *((*again, "--recompute-num-layers", "1") if recompute else ()),
-        ],
+    train(
+        *(ranks, documents, "--global-batch-size", str(SAMPLES), "--train-iters", str(STEPS)),
+        *("--context-parallel-size", str(ranks), "--sparse-balance-device", "cpu"),
+        *("--sparse-balance-context-parallel", "static", "--sparse-balance-exchange", exchange),
+        *((*again, "--recompute-num-layers", "1") if recompute else ()),
         program=(str(PROGRAMS / "counted_collectives.py"), str(tmp_path)),
     ).require_success()
     rows = LAYERS * SAMPLES * STEPS

@@ -9,18 +9,10 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
-from harness import (
-    BALANCE_FLAGS,
-    MODEL_FLAGS,
-    PROGRAMS,
-    TRAINING_FLAGS,
-    TrainingRun,
-    long_tailed_lengths,
-    run_training,
-    write_documents,
-)
+from harness import PROGRAMS, TrainingRun, train
 
 from sparsebalance_megatron.log.reader import read_rank_logs, read_run_log
 from sparsebalance_megatron.view.report.timeline import measured_timeline
@@ -35,20 +27,22 @@ CHECKPOINT_BYTES = 1 << 19
 """Less than a file of the model's checkpoint; more than what a run prints or logs."""
 FAULTS = str(PROGRAMS / "failing_rank.py")
 
-LENGTHS = long_tailed_lengths(30, longest=250)
+FAULT_STEP = 2
+"""Of a run without checkpoints; two steps are whole before it."""
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("drills")
-    write_documents(directory / "train", LENGTHS)
+    for suffix in (".bin", ".idx"):
+        shutil.copy(documents.with_suffix(suffix), directory / f"train{suffix}")
     return directory
 
 
 @pytest.fixture(scope="module")
 def whole(directory: Path) -> TrainingRun:
     """Never stops."""
-    return run_training(2, _flags(directory), log_dir=directory / "whole").require_success()
+    return _train(2, directory, log_dir=directory / "whole").require_success()
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +57,14 @@ def disk_full(directory: Path, killed: TrainingRun) -> TrainingRun:
 
 @pytest.fixture(scope="module")
 def finished(directory: Path, disk_full: TrainingRun) -> TrainingRun:
-    return run_training(
-        2, (*_flags(directory), *_checkpoints(directory)), log_dir=directory / "attempts"
-    ).require_success()
+    run = _train(2, directory, *_checkpoints(directory), log_dir=directory / "attempts")
+    return run.require_success()
 
 
 def test_a_killed_rank_ends_the_others(directory: Path, killed: TrainingRun) -> None:
     assert killed.exit_code != 0
     assert "SIGKILL" in killed.output
+    assert "nothing was heard from rank 1" in killed.output
     assert len(killed.losses) == KILLED_IN_STEP
     assert _saved_step(directory) >= SAVE_INTERVAL
 
@@ -106,9 +100,8 @@ def test_the_finished_run_equals_one_that_never_stopped(
 
 def test_wall_clocks_that_jump_change_nothing(directory: Path, whole: TrainingRun) -> None:
     """Two hours back and forth, on one rank: what is measured and waited for is not by them."""
-    run = run_training(
-        2,
-        (*_flags(directory), "--sparse-balance-device", "cpu"),
+    run = _train(
+        *(2, directory, "--sparse-balance-device", "cpu"),
         log_dir=directory / "clock",
         timeout_s=ENDS_WITHIN_S,
         program=(FAULTS, "clock", "1"),
@@ -143,24 +136,53 @@ def test_another_global_batch_size_must_continue_a_whole_batch(
     assert "consumed 48 samples, no multiple of --global-batch-size 32" in run.output
 
 
-def test_a_damaged_loss_mask_is_named_at_the_start(tmp_path: Path) -> None:
-    write_documents(tmp_path / "train", LENGTHS)
-    write_documents(tmp_path / "train_loss_mask", LENGTHS)
-    path = tmp_path / "train_loss_mask.idx"
-    path.write_bytes(path.read_bytes()[:-9])
-    run = run_training(1, _flags(tmp_path), timeout_s=ENDS_WITHIN_S)
-    assert run.exit_code == 2
-    assert "train_loss_mask.idx: cut short" in run.output
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("reader", "ended in iteration 3 by DataError: train.bin: cannot be read"),
+        ("plan", "ended in iteration 3 by ArithmeticError: no plan for this step"),
+        ("digest", "PlanMismatchError: step 2: ranks [1] executed another plan than rank 0"),
+        (
+            "stop",
+            "nothing was heard from rank 1, which hang, were killed, or cannot",
+        ),
+    ],
+)
+def test_a_fault_in_the_middle_of_a_step(directory: Path, fault: str, message: str) -> None:
+    run = with_fault(directory, fault)
+    assert run.exit_code != 0
+    assert message in run.output, run.output[-4000:]
+    told = [line for line in run.output.splitlines() if line.startswith("sparse balance: ")]
+    assert len([line for line in told if "ended" in line]) == 1, told
+    assert len(run.losses) == FAULT_STEP
+    assert [step["iteration"] for step in run.steps] == [1, 2]
 
 
-def _flags(directory: Path) -> tuple[str, ...]:
-    return (
-        *MODEL_FLAGS,
-        *TRAINING_FLAGS,
-        *BALANCE_FLAGS,
-        *("--data-path", str(directory / "train"), "--ckpt-format", "torch_dist"),
-        *("--train-iters", str(STEPS)),
+def test_a_loss_that_is_no_number_is_run_again_as_megatron_does(
+    directory: Path, tmp_path: Path
+) -> None:
+    """It is NaN again, so Megatron saves, and ends with the code that asks for another start."""
+    save = ("--save", str(tmp_path), "--save-interval", "100")
+    run = with_fault(directory, "nan", *save)
+    assert run.exit_code == 16, run.output[-4000:]
+    assert "Need to rerun step to check reproducibility" in run.output
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(FAULT_STEP)
+    assert len(run.losses) == FAULT_STEP
+
+
+def with_fault(directory: Path, fault: str, *flags: str) -> TrainingRun:
+    """Two ranks, which must end by themselves."""
+    return _train(
+        *(2, directory, *flags),
+        log_dir=directory / fault,
+        timeout_s=ENDS_WITHIN_S,
+        program=(FAULTS, fault, str(FAULT_STEP), "--sparse-balance-device", "cpu"),
     )
+
+
+def _train(ranks: int, directory: Path, *flags: str, **options: Any) -> TrainingRun:
+    common = ("--ckpt-format", "torch_dist", "--train-iters", str(STEPS))
+    return train(ranks, directory / "train", *common, *flags, **options)
 
 
 def _checkpoints(directory: Path) -> tuple[str, ...]:
@@ -170,10 +192,8 @@ def _checkpoints(directory: Path) -> tuple[str, ...]:
 
 def _attempt(directory: Path, *fault: str) -> TrainingRun:
     """Two ranks with a fault. They must end by themselves."""
-    flags = (*_flags(directory), *_checkpoints(directory), "--sparse-balance-device", "cpu")
-    return run_training(
-        2,
-        flags,
+    return _train(
+        *(2, directory, *_checkpoints(directory), "--sparse-balance-device", "cpu"),
         log_dir=directory / "attempts",
         timeout_s=ENDS_WITHIN_S,
         program=(FAULTS, *fault),
@@ -184,9 +204,8 @@ def _attempt(directory: Path, *fault: str) -> TrainingRun:
 def _attempt_on_one_rank(directory: Path, *changed: str) -> TrainingRun:
     """Resumes from the finished run's checkpoints, and is refused in one line."""
     load = ("--load", str(directory / "checkpoints"), "--override-opt-param-scheduler")
-    run = run_training(
-        1, (*_flags(directory), *load, "--train-iters", "8", *changed), timeout_s=ENDS_WITHIN_S
-    )
+    flags = (*load, "--train-iters", "8", *changed)
+    run = _train(1, directory, *flags, timeout_s=ENDS_WITHIN_S)
     assert run.exit_code == 2, run.output[-4000:]
     assert "Traceback" not in run.output
     return run

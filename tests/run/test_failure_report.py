@@ -1,24 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fault on one rank, in the middle of a step, ends all with one message that names it."""
+"""What is said of the ranks of a run that ended by an error; see also test_failure_drills."""
 
 from __future__ import annotations
 
+import signal
 import threading
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 import torch
-from harness import (
-    BALANCE_FLAGS,
-    MODEL_FLAGS,
-    PROGRAMS,
-    TRAINING_FLAGS,
-    TrainingRun,
-    long_tailed_lengths,
-    run_training,
-    write_documents,
-)
 from torch.distributed import DistBackendError, HashStore
 
 from sparsebalance_megatron.run.failure_report import (
@@ -27,11 +17,6 @@ from sparsebalance_megatron.run.failure_report import (
     failure_of,
     failure_report,
 )
-
-FAULT_STEP = 2
-"""Counted from 0; two steps are whole before it."""
-ENDS_WITHIN_S = 120
-PROGRAM = str(PROGRAMS / "failing_rank.py")
 
 
 def failure(rank: int, error: str, *, waited: bool = False, iteration: int = 7) -> Failure:
@@ -128,60 +113,24 @@ def test_a_rank_that_reaches_nobody_reports_itself(capfd: pytest.CaptureFixture[
     assert "rank 1 on" in told
 
 
+def test_a_rank_that_was_terminated_is_named_and_its_echo_is_not() -> None:
+    failures = [failure(1, "Terminated", waited=True), failure(0, "RuntimeError: ", waited=True)]
+    assert describe(failures, 2) == "rank 1 on node1 ended in iteration 7 by Terminated"
+    assert describe(failures[:1], 3).startswith(
+        "SIGTERM came to rank 1 in iteration 7; nothing was heard from ranks 0, 2"
+    )
+
+
+def test_sigterm_is_reported_and_ends_the_process(capfd: pytest.CaptureFixture[str]) -> None:
+    args = Namespace(rank=0, world_size=1, save=None)
+    with pytest.raises(SystemExit) as raised, failure_report(args):
+        signal.raise_signal(signal.SIGTERM)
+    assert raised.value.code == 143
+    assert "rank 0 on" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def test_interruptions_are_not_reported(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit), failure_report(Namespace(rank=0, world_size=1, save=None)):
         raise SystemExit(2)
     assert capfd.readouterr().err == ""
-
-
-@pytest.fixture(scope="module")
-def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("faults")
-    return write_documents(directory / "train", long_tailed_lengths(30, longest=250))
-
-
-def with_fault(documents: Path, fault: str, *flags: str) -> TrainingRun:
-    """Two ranks, which must end by themselves."""
-    return run_training(
-        2,
-        (*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, "--data-path", str(documents), *flags),
-        log_dir=documents.parent / fault,
-        timeout_s=ENDS_WITHIN_S,
-        program=(PROGRAM, fault, str(FAULT_STEP), "--sparse-balance-device", "cpu"),
-    )
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("reader", "ended in iteration 3 by DataError: train.bin: cannot be read"),
-        ("plan", "ended in iteration 3 by ArithmeticError: no plan for this step"),
-        ("digest", "PlanMismatchError: step 2: ranks [1] executed another plan than rank 0"),
-        (
-            "stop",
-            "nothing was heard from rank 1, which hang, were killed, or cannot",
-        ),
-    ],
-)
-def test_a_fault_in_the_middle_of_a_step(documents: Path, fault: str, message: str) -> None:
-    run = with_fault(documents, fault)
-    assert run.exit_code != 0
-    assert message in run.output, run.output[-4000:]
-    told = [line for line in run.output.splitlines() if line.startswith("sparse balance: ")]
-    assert len([line for line in told if "ended" in line]) == 1, told
-    assert len(run.losses) == FAULT_STEP
-    assert [step["iteration"] for step in run.steps] == [1, 2]
-
-
-@pytest.mark.distributed
-def test_a_loss_that_is_no_number_is_run_again_as_megatron_does(
-    documents: Path, tmp_path: Path
-) -> None:
-    """It is NaN again, so Megatron saves, and ends with the code that asks for another start."""
-    save = ("--save", str(tmp_path), "--ckpt-format", "torch_dist", "--save-interval", "100")
-    run = with_fault(documents, "nan", *save)
-    assert run.exit_code == 16, run.output[-4000:]
-    assert "Need to rerun step to check reproducibility" in run.output
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(FAULT_STEP)
-    assert len(run.losses) == FAULT_STEP

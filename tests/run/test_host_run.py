@@ -90,7 +90,7 @@ def test_megatron_training_is_never_loaded(ranks: list[dict[str, Any]]) -> None:
         ("no such micro-batch", "micro-batch 99: the plan has"),
         ("step never ended", "but on_step_end was not called for step"),
         ("other plans", "PlanMismatchError: ranks 1 executed another plan than rank 0"),
-        ("step log", "--sparse-balance-log-dir here: not where a host owns data and loop"),
+        ("step log", "--sparse-balance-log-dir here: not for a trainer with its own loop"),
     ],
 )
 def test_a_mistake_is_told(mistake: str, message: str, ranks: list[dict[str, Any]]) -> None:

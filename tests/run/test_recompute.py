@@ -8,16 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from harness import (
-    BALANCE_FLAGS,
-    MODEL_FLAGS,
-    PROGRAMS,
-    TRAINING_FLAGS,
-    TrainingRun,
-    long_tailed_lengths,
-    run_training,
-    write_documents,
-)
+from harness import PROGRAMS, TrainingRun
+from harness import train as train_small_model
 
 pytestmark = pytest.mark.distributed
 
@@ -62,18 +54,17 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kept_attention_trains_to_the_same_digits(name: str, tmp_path: Path) -> None:
+def test_kept_attention_trains_to_the_same_digits(
+    name: str, documents: Path, tmp_path: Path
+) -> None:
     case = CASES[name]
-    documents = write_documents(tmp_path / "data", long_tailed_lengths(60, longest=250))
 
     def train(how: str) -> TrainingRun:
         # Plans follow costs, which the flag changes.
         plan = ("--sparse-balance-batching", "arrival", "--sparse-balance-tuning", "off")
-        flags = (*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, *plan, *case.flags)
-        flags += ("--data-path", str(documents), "--sparse-balance-recompute-attention", how)
-        return run_training(
-            2, flags, log_dir=tmp_path / how, program=case.program
-        ).require_success()
+        flags = (*plan, *case.flags, "--sparse-balance-recompute-attention", how)
+        run = train_small_model(2, documents, *flags, log_dir=tmp_path / how, program=case.program)
+        return run.require_success()
 
     kept, again = train("keep"), train("again")
     assert [step["lm_loss"] for step in kept.steps] == [step["lm_loss"] for step in again.steps]

@@ -18,7 +18,7 @@ from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler
-from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, RowPacking, RowReader
+from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, RowPacking
 
 WAIT_S = 30
 
@@ -48,20 +48,19 @@ def planner() -> Iterator[Executor]:
 PACKING = RowPacking(block_size=BLOCK_TOKENS, pad_to_multiple_of=16)
 
 
-def reader_of(index: SampleIndex, worker: Executor, rank: int = 1) -> RowReader:
-    return RowReader(index, data_parallel_rank=rank, packing=PACKING, worker=worker)
-
-
-def iterator_of(schedule: Scheduler, reader: RowReader | None, rank: int = 1) -> MicroBatchIterator:
+def iterator_of(
+    schedule: Scheduler, index: SampleIndex | None, worker: Executor, rank: int = 1
+) -> MicroBatchIterator:
     return MicroBatchIterator(
         schedule,
+        index,
+        PACKING,
         data_parallel_rank=rank,
         chunk=0,
-        reader=reader,
         training=True,
         step=0,
         batch_sizes=BatchSizes.constant(8),
-        packing=PACKING,
+        worker=worker,
     )
 
 
@@ -81,7 +80,7 @@ def test_every_row_is_that_of_its_micro_batch(
 ) -> None:
     schedule = scheduler(index, planner if ahead else None)
     with ThreadPoolExecutor(1) as worker:
-        micro_batches = iterator_of(schedule, reader_of(index, worker))
+        micro_batches = iterator_of(schedule, index, worker)
         for step in range(4):
             planned = schedule.planned(step)
             for micro_batch in planned.plan.for_rank(1).micro_batches:
@@ -97,7 +96,7 @@ def test_the_next_steps_rows_are_read_before_they_are_asked_for(
 ) -> None:
     schedule, worker = scheduler(index, planner), CountingExecutor()
     micro_batches = len(schedule.planned(0).plan.for_rank(1).micro_batches)
-    next(iterator_of(schedule, reader_of(index, worker)))
+    next(iterator_of(schedule, index, worker))
     assert worker.submitted == micro_batches
     schedule.plan_following(0)
     planner.submit(lambda: None).result(timeout=WAIT_S)  # what the planner had to do is done
@@ -116,19 +115,20 @@ def test_without_a_planner_ahead_nothing_is_called_or_kept(index: SampleIndex) -
 
 def test_rows_are_read_once_and_kept_for_two_steps(index: SampleIndex) -> None:
     schedule, worker = scheduler(index, None), CountingExecutor()
-    reader = reader_of(index, worker)
+    reader = iterator_of(schedule, index, worker)
     for step in range(5):
-        reader.begin(schedule.planned(step))
-        reader.begin(schedule.planned(step))
+        reader.read_ahead(schedule.planned(step))
+        reader.read_ahead(schedule.planned(step))
     micro_batches = len(schedule.planned(4).plan.for_rank(1).micro_batches)
     assert worker.submitted == 5 * micro_batches
     assert len(reader._rows) == 2 * micro_batches
 
 
 def test_a_row_asked_for_again_is_read_again(index: SampleIndex) -> None:
-    planned = scheduler(index, None).planned(0)
-    reader = reader_of(index, CountingExecutor())
-    reader.begin(planned)
+    schedule = scheduler(index, None)
+    planned = schedule.planned(0)
+    reader = iterator_of(schedule, index, CountingExecutor())
+    reader.read_ahead(planned)
     first, again = reader.row(planned, 0), reader.row(planned, 0)
     assert first is not again
     assert np.array_equal(first.tokens, again.tokens)
@@ -137,31 +137,34 @@ def test_a_row_asked_for_again_is_read_again(index: SampleIndex) -> None:
 def test_what_reading_raises_is_raised_where_the_row_is_needed(
     index: SampleIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planned = scheduler(index, None).planned(0)
+    schedule = scheduler(index, None)
+    planned = schedule.planned(0)
     with ThreadPoolExecutor(1) as worker:
-        reader = reader_of(index, worker)
+        reader = iterator_of(schedule, index, worker)
         monkeypatch.setattr(index, "read", _fail)
-        reader.begin(planned)
+        reader.read_ahead(planned)
         with pytest.raises(OSError, match="stale file handle"):
             reader.row(planned, 0)
 
 
 def test_a_process_that_ends_begins_nothing(index: SampleIndex) -> None:
-    planned = scheduler(index, None).planned(0)
+    schedule = scheduler(index, None)
+    planned = schedule.planned(0)
     worker = ThreadPoolExecutor(1)
     worker.shutdown()
-    reader = reader_of(index, worker)
-    reader.begin(planned)
+    reader = iterator_of(schedule, index, worker)
+    reader.read_ahead(planned)
     micro_batch = planned.plan.for_rank(1).micro_batches[0]
     assert_holds(reader.row(planned, 0), index, planned, micro_batch)
 
 
 def test_two_threads_may_begin_the_same_step(index: SampleIndex) -> None:
-    planned = scheduler(index, None).planned(0)
+    schedule = scheduler(index, None)
+    planned = schedule.planned(0)
     for _ in range(50):
         worker = CountingExecutor()
-        reader = reader_of(index, worker)
-        threads = [threading.Thread(target=reader.begin, args=(planned,)) for _ in range(2)]
+        reader = iterator_of(schedule, index, worker)
+        threads = [threading.Thread(target=reader.read_ahead, args=(planned,)) for _ in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -170,7 +173,7 @@ def test_two_threads_may_begin_the_same_step(index: SampleIndex) -> None:
 
 
 def test_a_chunk_that_reads_no_tokens_gets_none(index: SampleIndex) -> None:
-    assert next(iterator_of(scheduler(index, None), None)).row is None
+    assert next(iterator_of(scheduler(index, None), None, CountingExecutor())).row is None
 
 
 def _fail(_: int) -> Any:

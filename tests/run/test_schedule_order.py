@@ -7,14 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import (
-    BALANCE_FLAGS,
-    MODEL_FLAGS,
-    PROGRAMS,
-    TRAINING_FLAGS,
-    run_training,
-    write_documents,
-)
+from harness import PROGRAMS, train
 
 from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule
 
@@ -28,17 +21,20 @@ PROGRAM = (str(PROGRAMS / "observed_order.py"),)
     ("stages", "virtual", "group"), [(2, 1, None), (2, 2, None), (2, 2, 3), (4, 1, None)]
 )
 def test_observed_order_is_the_simulated_order(
-    stages: int, virtual: int, group: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stages: int,
+    virtual: int,
+    group: int | None,
+    documents: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ORDER_DIRECTORY", str(tmp_path))
-    documents = write_documents(tmp_path / "train", [100, 60, 200, 30] * 8)
     layout = ["--pipeline-model-parallel-size", str(stages)]
     if virtual > 1:
         layout += ["--num-layers-per-virtual-pipeline-stage", str(4 // stages // virtual)]
     if group is not None:
         layout += ["--microbatch-group-size-per-virtual-pipeline-stage", str(group)]
-    flags = (*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, "--data-path", str(documents))
-    run_training(stages, (*flags, *layout), program=PROGRAM).require_success()
+    train(stages, documents, *layout, program=PROGRAM).require_success()
     for stage in range(stages):
         observed = json.loads((tmp_path / f"rank{stage}.json").read_text())
         order = MegatronSchedule(group)(stages, MICRO_BATCHES, virtual).by_stage[stage]

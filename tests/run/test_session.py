@@ -34,10 +34,10 @@ def test_ranks_with_different_flags_stop_at_start_and_name_the_flag(tmp_path: Pa
 def agree(monkeypatch: pytest.MonkeyPatch, *ranks: tuple[dict[str, str], dict[str, str]]) -> None:
     """What every rank would do that gathers these entries."""
 
-    def gather(into: list[object], mine: object, group: object) -> None:
+    def gather(into: list[object], mine: object) -> None:
         into[:] = ranks
 
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: len(ranks))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: len(ranks))
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     check_ranks_agree(*ranks[0])
 

@@ -8,18 +8,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from harness import (
-    BALANCE_FLAGS,
-    MODEL_FLAGS,
-    PROGRAMS,
-    TRAINING_FLAGS,
-    TrainingRun,
-    long_tailed_lengths,
-    run_training,
-    write_documents,
-)
+from harness import PROGRAMS, TrainingRun
+from harness import train as train_small_model
 
 pytestmark = pytest.mark.distributed
 
@@ -30,27 +23,15 @@ WIDE = ("--sparse-balance-max-context-parallel", "2")
 ENDS_WITHIN_S = 180
 
 
-@pytest.fixture(scope="module")
-def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("documents") / "train"
-    return write_documents(prefix, long_tailed_lengths(60, longest=250))
-
-
 def train(
-    ranks: int, documents: Path, *flags: str, program: str | None = None, **options: object
+    ranks: int, documents: Path, *flags: str, program: str | None = None, **options: Any
 ) -> TrainingRun:
-    program_ = ("-m", "sparsebalance_megatron.pretrain_gpt")
     if program is not None:
         path, *arguments = program.split()
-        program_ = (str(PROGRAMS / path), *arguments)
-    common = ("--data-path", str(documents), "--sparse-balance-device", "cpu")
+        options["program"] = (str(PROGRAMS / path), *arguments)
     policy = ("--sparse-balance-tuning", "off", "--sparse-balance-batching", "latency")
-    return run_training(
-        ranks,
-        (*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, *common, *policy, *flags),
-        program=program_,
-        **options,
-    )
+    flags = ("--sparse-balance-device", "cpu", *policy, *flags)
+    return train_small_model(ranks, documents, *flags, **options)
 
 
 def test_evaluation_and_a_checkpoint_do_not_depend_on_cp_sizes(
@@ -58,14 +39,8 @@ def test_evaluation_and_a_checkpoint_do_not_depend_on_cp_sizes(
 ) -> None:
     """One rank; two that share rows by lot until iteration 2; two of a context group after it."""
     evaluate = ("--split", "80,10,10", "--eval-iters", "2", "--eval-interval", "2")
-    save = (
-        "--save",
-        str(tmp_path / "saved"),
-        "--save-interval",
-        "2",
-        "--ckpt-format",
-        "torch_dist",
-    )
+    save = ("--save", str(tmp_path / "saved"), "--save-interval", "2")
+    save = (*save, "--ckpt-format", "torch_dist")
     load = ("--load", str(tmp_path / "saved"), "--ckpt-format", "torch_dist")
     one = train(1, documents, *evaluate, log_dir=tmp_path / "one").require_success()
     wide = train(
@@ -83,6 +58,25 @@ def test_evaluation_and_a_checkpoint_do_not_depend_on_cp_sizes(
     found = evaluated(wide)[:1] + evaluated(context)
     assert found == pytest.approx(evaluated(one), rel=PRINTED_DIGITS)
     assert len(found) >= 2
+
+
+@pytest.mark.parametrize(
+    ("micro_batch_size", "cap"),
+    [
+        (1, (*WIDE, "--sparse-balance-max-tokens-per-micro-batch", "128")),
+        (2, ("--sparse-balance-max-tokens-per-micro-batch", "256")),
+    ],
+)
+def test_evaluation_keeps_the_cap_of_training(
+    micro_batch_size: int, cap: tuple[str, ...], documents: Path
+) -> None:
+    """Samples of up to 250 tokens lie on both ranks, or two of them are balanced under the cap."""
+    evaluate = ("--split", "60,40,0", "--eval-iters", "2", "--eval-interval", "1")
+    still = ("--lr", "1e-30", "--train-iters", "1", "--micro-batch-size", str(micro_batch_size))
+    one = train(1, documents, *evaluate, *still).require_success()
+    planned = ("--sparse-balance-batching", "makespan")
+    capped = train(2, documents, *evaluate, *still, *cap, *planned).require_success()
+    assert evaluated(capped) == pytest.approx(evaluated(one), rel=PRINTED_DIGITS)
 
 
 def evaluated(run: TrainingRun) -> list[float]:

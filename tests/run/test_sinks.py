@@ -11,15 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import (
-    BALANCE_FLAGS,
-    MODEL_FLAGS,
-    REPOSITORY,
-    TRAINING_FLAGS,
-    long_tailed_lengths,
-    run_training,
-    write_documents,
-)
+from harness import REPOSITORY, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from sparsebalance_megatron.log.reader import read_rank_logs, read_run_log
@@ -32,17 +24,15 @@ LAYERS = {0: [[0], [2]], 1: [[1], [3]]}
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Logs of two ranks, one pipeline, two virtual stages each."""
     directory = tmp_path_factory.mktemp("run")
-    documents = write_documents(directory / "train", long_tailed_lengths(60, longest=250))
     flags = (
-        *(*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, "--data-path", str(documents)),
         *("--pipeline-model-parallel-size", str(STAGES)),
         *("--num-layers-per-virtual-pipeline-stage", "1"),
         *("--tensorboard-dir", str(directory / "tensorboard")),
     )
-    run_training(STAGES, flags, log_dir=directory).require_success()
+    train(STAGES, documents, *flags, log_dir=directory).require_success()
     return directory
 
 

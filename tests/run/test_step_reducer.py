@@ -24,8 +24,7 @@ from sparsebalance_megatron.learn.measurement import (
 from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.run.observed_coverage import ObservedCoverage
-from sparsebalance_megatron.run.step_reducer import StepReducer
+from sparsebalance_megatron.run.step_reducer import ObservedCoverage, StepReducer
 
 
 @pytest.fixture(scope="module")
@@ -103,12 +102,7 @@ def test_observations_keep_their_place_without_padding() -> None:
     observed = ObservedCoverage.gather(seen(1, layer) for layer in (0, 1))
     assert observed.pieces == (Piece(0, 0, 2), Piece(1, 1, 2))
     np.testing.assert_array_equal(observed.group_O(BUCKETS), [0, 2, BUCKETS, BUCKETS + 2])
-    np.testing.assert_allclose(
-        observed.executed_and_grown(), [[1.0, 0], [0.6, 1], [1.0, 0], [0.61, 1]], rtol=1e-6
-    )
-    nothing = ObservedCoverage.gather([])
-    assert nothing.executed_and_grown().shape == (0, 2)
-    assert nothing.group_O(BUCKETS).shape == (0,)
+    assert ObservedCoverage.gather([]).group_O(BUCKETS).shape == (0,)
 
 
 def reduced(
@@ -143,18 +137,16 @@ def reduced(
         group=None,
         device=torch.device("cpu"),
     )
-    return reducer.reduce(
-        times=StepTimes(
-            forward_VM=np.ones((1, 1)),
-            backward_VM=np.ones((1, 1)),
-            schedule_ms=2.0,
-            start_unix_s=None,
-            spans=(),
-        ),
+    measured, executed_and_grown_O2 = reducer.reduce(
+        micro_batches=1,
+        times=StepTimes(schedule_ms=2.0, start_unix_s=None, spans=()),
         observed=ObservedCoverage.gather([context]),
         loss_and_tokens=None,
         digest=b"digest",
     )
+    np.testing.assert_array_equal(executed_and_grown_O2[:, 0], observed_SK[:, 1])
+    np.testing.assert_array_equal(executed_and_grown_O2[:, 1], np.arange(samples) == 0)
+    return measured
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

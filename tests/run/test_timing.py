@@ -42,7 +42,6 @@ def recorder_for(stages: int, virtual: int, micro_batches: int, stage: int):
     clock = WoundClock()
     recorder = MicroBatchRecorder(
         clock,
-        virtual_stages=virtual,
         backward_order=lambda _: [(c, m) for kind, c, m in order if kind == "backward"],
         unix_clock=lambda: UNIX_S + clock.now_ms / 1e3,
     )
@@ -80,9 +79,6 @@ def test_times_land_on_their_micro_batch_in_every_schedule() -> None:
             order, clock, recorder = recorder_for(stages, virtual, micro_batches, stage)
             run(order, clock, recorder, duration_ms)
             times = recorder.times()
-            chunk_V1, position_M = np.arange(virtual)[:, None], np.arange(micro_batches)
-            np.testing.assert_allclose(times.forward_VM, 1.0 + 10 * chunk_V1 + position_M)
-            np.testing.assert_allclose(times.backward_VM, 100.0 + 10 * chunk_V1 + position_M)
             assert [span[:3] for span in times.spans] == order
             for span, (_, start_ms, end_ms) in zip(
                 times.spans, laid_out(order, duration_ms), strict=True
@@ -96,9 +92,6 @@ def test_a_stop_without_a_start_leaves_only_its_own_time_unknown() -> None:
     recorder.stop(FORWARD_TIMER)
     run(order[1:], clock, recorder, lambda *_: 5.0)
     times = recorder.times()
-    assert np.isnan(times.forward_VM[0, 0])
-    assert np.isfinite(np.delete(times.forward_VM, 0)).all()
-    assert np.isfinite(times.backward_VM).all()
     assert [span[:3] for span in times.spans] == order[1:]
 
 
@@ -107,8 +100,6 @@ def test_a_new_step_forgets_the_last() -> None:
     run(order, clock, recorder, lambda *_: 5.0)
     recorder.begin_step()
     times = recorder.times()
-    assert np.isnan(times.forward_VM).all()
-    assert np.isnan(times.backward_VM).all()
     assert (times.spans, times.start_unix_s) == ((), None)
 
 

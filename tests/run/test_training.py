@@ -8,17 +8,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from harness import (
-    BALANCE_FLAGS,
-    MODEL_FLAGS,
-    TRAINING_FLAGS,
-    TrainingRun,
-    long_tailed_lengths,
-    run_training,
-    write_documents,
-)
+from harness import TrainingRun, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.distributed
@@ -52,12 +45,6 @@ LAYOUTS = {
 
 THROUGH_TORCHRUN = "dp2-pp2"
 """Seeds of string hashes then differ between ranks of both kinds; plans may not."""
-
-
-@pytest.fixture(scope="module")
-def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("documents") / "train"
-    return write_documents(prefix, long_tailed_lengths(60, longest=250))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -113,14 +100,14 @@ def test_dense_evaluation_is_that_of_budgets_that_cover_everything(
     evaluate = ("--split", "50,25,25", "--eval-iters", "2", "--eval-interval", "1")
     still = ("--lr", "1e-30", "--train-iters", "2")
 
-    def train(name: str, *flags: str) -> TrainingRun:
+    def evaluated(name: str, *flags: str) -> TrainingRun:
         return _train(
             *(1, documents, "arrival", "off", *evaluate, *still, *flags), log_dir=tmp_path / name
         )
 
-    sparse = train("sparse")
-    dense = train("dense", "--sparse-balance-eval-attention", "dense")
-    covering = train("covering", "--sparse-balance-base-budget", "1000")
+    sparse = evaluated("sparse")
+    dense = evaluated("dense", "--sparse-balance-eval-attention", "dense")
+    covering = evaluated("covering", "--sparse-balance-base-budget", "1000")
     assert len(_evaluated(dense)) == 4
     assert _evaluated(dense) == pytest.approx(_evaluated(covering), rel=LAST_PRINTED_LOSS_DIGIT)
     differences = [abs(a - b) for a, b in zip(_evaluated(dense), _evaluated(sparse), strict=True)]
@@ -148,23 +135,10 @@ def test_budgets_that_cover_everything_are_dense_attention(documents: Path) -> N
 
 
 def _train(
-    ranks: int,
-    documents: Path,
-    batching: str,
-    tuning: str,
-    *extra: str,
-    log_dir: Path | None = None,
-    torchrun: bool = False,
+    ranks: int, documents: Path, batching: str, tuning: str, *extra: str, **options: Any
 ) -> TrainingRun:
-    flags = (
-        *MODEL_FLAGS,
-        *TRAINING_FLAGS,
-        *BALANCE_FLAGS,
-        *("--data-path", str(documents)),
-        *("--sparse-balance-batching", batching, "--sparse-balance-tuning", tuning),
-        *extra,
-    )
-    return run_training(ranks, flags, log_dir=log_dir, torchrun=torchrun).require_success()
+    policy = ("--sparse-balance-batching", batching, "--sparse-balance-tuning", tuning)
+    return train(ranks, documents, *policy, *extra, **options).require_success()
 
 
 def _flatten(nested: list) -> list[float]:
