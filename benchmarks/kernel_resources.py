@@ -33,11 +33,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sparsebalance_megatron.attention.kernels.triton import (
-    backward_kernels,
     column_gradient_kernels,
-    forward_kernel,
-    token_backward_kernels,
-    token_forward_kernel,
+    key_block_kernel,
+    query_block_kernel,
+    token_key_kernel,
+    token_query_kernels,
 )
 from sparsebalance_megatron.attention.kernels.triton.tiles import (
     HOPPER,
@@ -47,7 +47,8 @@ from sparsebalance_megatron.attention.kernels.triton.tiles import (
     tiles_for,
     token_tiles_for,
 )
-from sparsebalance_megatron.attention.kernels.triton.token_partials import (
+from sparsebalance_megatron.attention.kernels.triton.token_work import (
+    TILES_PER_ITEM,
     fitted_stages,
     resident_columns,
 )
@@ -58,15 +59,15 @@ SCHEDULERS = 4
 """Of one multiprocessor; each issues one instruction a cycle."""
 
 KERNELS = {
-    "forward": forward_kernel._forward_kernel,
-    "query_gradient": backward_kernels._query_gradient_kernel,
-    "key_gradient": backward_kernels._key_gradient_kernel,
-    "column_forward": forward_kernel._forward_kernel,
-    "column_query_gradient": backward_kernels._query_gradient_kernel,
+    "forward": query_block_kernel._query_block_kernel,
+    "query_gradient": query_block_kernel._query_block_kernel,
+    "key_gradient": key_block_kernel._key_block_kernel,
+    "column_forward": query_block_kernel._query_block_kernel,
+    "column_query_gradient": query_block_kernel._query_block_kernel,
     "column_key_gradient": column_gradient_kernels._column_gradient_kernel,
-    "token_forward": token_forward_kernel._token_forward_kernel,
-    "token_query_gradient": token_backward_kernels._token_query_gradient_kernel,
-    "token_key_gradient": token_backward_kernels._token_key_gradient_kernel,
+    "token_forward": token_query_kernels._stream_kernel,
+    "token_query_gradient": token_query_kernels._stream_kernel,
+    "token_key_gradient": token_key_kernel._token_key_kernel,
 }
 PRODUCTS = {"forward": 2, "query_gradient": 3, "key_gradient": 4}
 STREAMED = {"token_forward": 1, "token_query_gradient": 2}
@@ -75,11 +76,18 @@ BY_TOKEN, WITH_COLUMNS = "token_", "column_"
 """What the names of kernels for selections by token, and for those with columns, begin with; the
 rest is their field's name."""
 
+_OF_GRADIENTS = ("dout", "dout_stride_T", "dout_stride_H")
+_ABSENT = {
+    "forward": (*_OF_GRADIENTS, "dq", "statistics"),
+    "token_forward": (*_OF_GRADIENTS, "lse", "delta"),
+    "token_query_gradient": ("part_lse",),
+}
+"""Arguments that a kernel's other pass has."""
 _POINTERS = {
     "*i64": {"own_blocks", "token_blocks", "query_starts", "query_ends", "kv_starts", "kv_ends"},
     "*i32": {"indices", "counts", "offsets", "queries", "item_list", "item_part", "item_parts"}
     | {"entries", "bounds", "columns", "column_counts"},
-    "*fp32": {"lse", "statistics", "parts", "part_lse", "delta", "sums"},
+    "*fp32": {"lse", "statistics", "parts", "part_lse", "delta"},
     "element": {"q", "k", "v", "out", "dout", "dq", "dk", "dv"},
 }
 _INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?);")
@@ -145,6 +153,8 @@ def compiled(
         "KV_HEADS": 2,
         "GROUP": group,
         "HEADS": group,
+        "LIST_UNITS": 1,
+        "ITEM_ENTRIES": TILES_PER_ITEM * (rows // group),
         "ACCUMULATE": False,
         "HEAD_DIM": head_dim,
         "BLOCK_D": triton.next_power_of_2(head_dim),
@@ -155,9 +165,13 @@ def compiled(
         "PRECISION": "ieee",
     }
     if not name.startswith(WITH_COLUMNS):
-        constants |= {"columns": None, "column_counts": None, "column_width": None}
+        constants |= dict.fromkeys(("columns", "column_counts", "column_width"))
+    constants |= dict.fromkeys(_ABSENT.get(name.removeprefix(WITH_COLUMNS), ()))
     names = kernel.arg_names
     types = _types(names, element)
+    if name.startswith(BY_TOKEN):
+        # Units of a KV head add to these one after the other.
+        types |= {"dk": "*fp32", "dv": "*fp32"}
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     source = ASTSource(
         kernel,
@@ -285,7 +299,7 @@ def _fitted(
     elif name.startswith(BY_TOKEN):
         rows = tile.rows
     else:
-        rows = forward_kernel.packed_rows(tile, group, block_size)
+        rows = query_block_kernel.packed_rows(tile, group, block_size)
     if name in STREAMED:
         columns, column_tiles = resident_columns(tile, block_size, head_dim, element_bytes)
     return rows, columns, column_tiles
@@ -298,7 +312,7 @@ def _types(names: Iterable[str], element: str) -> dict[str, str]:
         if name in kinds:
             types[name] = kinds[name].replace("element", f"*{element}")
         else:
-            types[name] = "fp32" if name.endswith("_scale") else "i32"
+            types[name] = "fp32" if name.endswith("scale") else "i32"
     return types
 
 

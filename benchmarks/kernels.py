@@ -55,11 +55,11 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.coverage import guard_budgets
 from sparsebalance_megatron.attention.kernels.triton import (
-    backward_kernels,
-    forward_kernel,
-    token_backward_kernels,
-    token_forward_kernel,
-    token_lists,
+    key_block_kernel,
+    query_block_kernel,
+    token_key_kernel,
+    token_query_kernels,
+    token_work,
 )
 from sparsebalance_megatron.attention.kernels.triton.index import inverse_lists
 from sparsebalance_megatron.attention.kernels.triton.tiles import (
@@ -385,12 +385,12 @@ def _changes(
     """Names of versions to time, and which attribute of which module has which value in them."""
     if by_token:
         modules, tiles_of, name = (
-            (token_forward_kernel, token_backward_kernels),
+            (token_query_kernels, token_key_kernel),
             token_tiles_for,
             "token_tiles_for",
         )
     else:
-        modules, tiles_of, name = (forward_kernel, backward_kernels), tiles_for, "tiles_for"
+        modules, tiles_of, name = (query_block_kernel, key_block_kernel), tiles_for, "tiles_for"
     table = tiles_of(bench.shape.head_dim, bench.dtype.itemsize, capability_of(bench.device))
     for kernel, tiles in (PROMISING_TOKEN_TILES if by_token else PROMISING_TILES).items():
         for tile in tiles:
@@ -400,14 +400,13 @@ def _changes(
             yield version, [(module, name, lambda *_, it=changed: it) for module in modules]
     if by_token:
         for size in PARTIAL_BYTES:
-            yield f"{size >> 20} MiB of partial results", [(token_lists, "_PARTIAL_BYTES", size)]
+            yield f"{size >> 20} MiB of partial results", [(token_work, "PARTIAL_BYTES", size)]
 
 
 def _index(selection: Selection) -> None:
     """Inverts the lists, as the backward pass does; for selections by token, head by head."""
-    heads = selection.counts_QC.shape[1] if selection.by_token else 1
-    for head in range(heads):
-        inverse_lists(selection.of_head(head, heads), wanted_items=256)
+    groups = selection.counts_QC.shape[1] if selection.by_token else 1
+    inverse_lists(selection, wanted_items=256, groups=groups)
 
 
 def _summary(times_ms: list[float]) -> dict[str, float]:

@@ -46,8 +46,8 @@ def _readers(selection: Selection) -> list[list[int]]:
 
 
 def _items(lists: InverseLists) -> list[tuple[int, int, int]]:
-    fields = (lists.item_list_I, lists.item_part_I, lists.item_parts_I)
-    return list(zip(*(field.tolist() for field in fields), strict=True))
+    fields = lists.item_list_FI, lists.item_part_FI, lists.item_parts_FI
+    return list(zip(*(field[0].tolist() for field in fields), strict=True))
 
 
 @given(_selections(), st.sampled_from([1, 3, 20, 1000]), st.integers(0, 3))
@@ -62,8 +62,8 @@ def test_lists_and_items_are_as_defined(
         selection = sharded(selection, query_blocks, blocks[:: 1 + other_rows // 2])
     lists = inverse_lists(selection, wanted_items=wanted_items)
     expected = _readers(selection)
-    offsets = lists.offsets_U.tolist()
-    found = [lists.queries_E[a:b].tolist() for a, b in itertools.pairwise(offsets)]
+    offsets = lists.entries.offsets_U.tolist()
+    found = [lists.entries.queries_E[a:b].tolist() for a, b in itertools.pairwise(offsets)]
     assert found == expected
 
     most = lists.entries_per_item
@@ -83,8 +83,8 @@ def test_lists_and_items_are_as_defined(
     assert cut <= lists.cut_lists
     assert sum(count for count in parts if count > 1) <= lists.cut_items
     for place in range(cut):
-        number, first = int(lists.order_U[place]), int(lists.first_item_U[place])
-        assert int(lists.parts_U[place]) == parts[number]
+        number, first = int(lists.order_FO[0, place]), int(lists.first_item_FO[0, place])
+        assert int(lists.parts_FO[0, place]) == parts[number]
         taken = items[first : first + parts[number]]
         assert taken == [(number, part, parts[number]) for part in range(parts[number])]
 

@@ -76,12 +76,14 @@ def rank_in_chunks(
     first_Q = kv_layout.first_block_S[kv_layout.document_N[own_Q]]
     indices_QCK = torch.empty(len(own_Q), heads, places, dtype=torch.int32, device=device)
     mass = DocumentMass(rows, by_token=by_token) if observe else None
+    keys_CND = keys_NGD.float().transpose(0, 1)
+    keys_CND = keys_CND.repeat_interleave(heads // len(keys_CND), dim=0)
     for chunk in chunks(
         rows, by_token=by_token, heads=heads, elements=elements, most_rows=most_rows
     ):
         lists_YCK = indices_QCK[chunk.rows]
         seen = ranker.rank_(
-            _scores(askers_QCED[chunk.rows], keys_NGD[chunk.blocks]),
+            _scores(askers_QCED[chunk.rows], keys_CND[:, chunk.blocks]),
             own_Q[chunk.rows],
             first_Q[chunk.rows],
             lists_YCK,
@@ -92,12 +94,12 @@ def rank_in_chunks(
     return indices_QCK, None if mass is None else mass.of_documents()
 
 
-def _scores(askers_YCED: Tensor, keys_WGD: Tensor) -> Tensor:
+def _scores(askers_YCED: Tensor, keys_CWD: Tensor) -> Tensor:
     """float32 [C, Y, W], before the softmax scale."""
-    queries_CYD = askers_YCED.float().mean(2).transpose(0, 1)
-    per_key = queries_CYD.shape[0] // keys_WGD.shape[1]
-    keys_CWD = keys_WGD.float().transpose(0, 1).repeat_interleave(per_key, dim=0)
-    return exact_product(queries_CYD, keys_CWD.transpose(1, 2))
+    queries_YCED = askers_YCED.float()
+    alone = queries_YCED.shape[2] == 1
+    queries_YCD = queries_YCED[:, :, 0] if alone else queries_YCED.mean(2)
+    return exact_product(queries_YCD.transpose(0, 1), keys_CWD.transpose(1, 2))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +174,9 @@ class DocumentMass:
         kv_layout = rows.kv_layout
         self._document_Q = kv_layout.document_N[rows.row_block(by_token=by_token)]
         # A query block speaks for all of its tokens.
-        self._tokens_Q = None if by_token else rows.query_layout.length_N
+        length_N = rows.query_layout.length_N
+        tokens_Q = torch.ones_like(self._document_Q) if by_token else length_N
+        self._tokens_1Q = tokens_Q.double()[None]
         self._mass_SK = torch.zeros(
             *(kv_layout.documents, kv_layout.max_blocks),
             dtype=torch.float64,
@@ -185,12 +189,16 @@ class DocumentMass:
 
         Rows that are broken break their document; their mass must be 0 here.
         """
-        document_S1 = torch.arange(documents.start, documents.stop, device=mass_KY.device)[:, None]
-        inside_SY = document_S1 == self._document_Q[rows]
-        self._broken_S[documents] |= (inside_SY & broken_Y).any(1)
-        weights_SY = inside_SY.to(mass_KY.dtype)
-        if self._tokens_Q is not None:
-            weights_SY *= self._tokens_Q[rows]
+        if documents.stop - documents.start == 1:
+            self._broken_S[documents] |= broken_Y.any()
+            weights_SY = self._tokens_1Q[:, rows]
+        else:
+            document_S1 = torch.arange(documents.start, documents.stop, device=mass_KY.device)[
+                :, None
+            ]
+            inside_SY = document_S1 == self._document_Q[rows]
+            self._broken_S[documents] |= (inside_SY & broken_Y).any(1)
+            weights_SY = inside_SY * self._tokens_1Q[:, rows]
         # A product, since scattered sums are not reproducible on CUDA.
         mass_SK = weights_SY @ mass_KY.t()
         places = min(mass_SK.shape[1], self._mass_SK.shape[1])

@@ -37,9 +37,9 @@ from sparsebalance_megatron.attention.select import rank_row, selector_named
 
 triton = pytest.importorskip("triton")
 from sparsebalance_megatron.attention.kernels.triton import (  # noqa: E402
-    backward_kernels,
     column_gradient_kernels,
-    forward_kernel,
+    key_block_kernel,
+    query_block_kernel,
 )
 from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, Tiles  # noqa: E402
 
@@ -107,7 +107,7 @@ def test_lists_of_any_length_and_order(
     end is no token's number."""
     tile = Tile(rows=rows, columns=columns, warps=4, stages=1)
     tiles = Tiles(forward=tile, query_gradient=tile, key_gradient=tile)
-    for module in (forward_kernel, backward_kernels, column_gradient_kernels):
+    for module in (query_block_kernel, key_block_kernel, column_gradient_kernels):
         monkeypatch.setattr(module, "tiles_for", lambda *_: tiles)
     case = _case([0, 1, 80], [1, 1], block=32, heads=4, kv_heads=2)
     case = with_random_columns(case, 45)

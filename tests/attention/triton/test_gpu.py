@@ -17,11 +17,12 @@ from sparsebalance_megatron.attention.selection import Selection
 
 triton = pytest.importorskip("triton")
 from sparsebalance_megatron.attention.kernels.triton import (  # noqa: E402
-    backward_kernels,
     column_gradient_kernels,
-    forward_kernel,
-    token_backward_kernels,
-    token_forward_kernel,
+    device_functions,
+    key_block_kernel,
+    query_block_kernel,
+    token_key_kernel,
+    token_query_kernels,
 )
 
 pytestmark = [
@@ -31,18 +32,16 @@ pytestmark = [
 
 HEADS, KV_HEADS, HEAD_DIM = 16, 2, 128
 KERNELS = (
-    forward_kernel._forward_kernel,
-    backward_kernels._query_gradient_kernel,
-    backward_kernels._key_gradient_kernel,
-    backward_kernels._add_parts_kernel,
+    query_block_kernel._query_block_kernel,
+    key_block_kernel._key_block_kernel,
+    device_functions._add_parts_kernel,
     column_gradient_kernels._column_gradient_kernel,
     column_gradient_kernels._column_sum_kernel,
-    token_forward_kernel._token_forward_kernel,
-    token_forward_kernel._merge_kernel,
-    token_backward_kernels._delta_kernel,
-    token_backward_kernels._token_query_gradient_kernel,
-    token_backward_kernels._sum_kernel,
-    token_backward_kernels._token_key_gradient_kernel,
+    token_query_kernels._stream_kernel,
+    token_query_kernels._merge_kernel,
+    token_query_kernels._sum_kernel,
+    token_key_kernel._delta_kernel,
+    token_key_kernel._token_key_kernel,
 )
 GRANULARITIES = ["previous-block", "token-kv-head", "token-query-head", "vertical-slash"]
 

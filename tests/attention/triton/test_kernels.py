@@ -34,10 +34,17 @@ from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.select import rank_row, selector_named
 
 triton = pytest.importorskip("triton")
-from sparsebalance_megatron.attention.kernels.triton import backward_kernels as backward_module  # noqa: E402
-from sparsebalance_megatron.attention.kernels.triton import forward_kernel as forward_module  # noqa: E402
-from sparsebalance_megatron.attention.kernels.triton.backward_kernels import backward_attention  # noqa: E402
-from sparsebalance_megatron.attention.kernels.triton.forward_kernel import forward_attention  # noqa: E402
+from sparsebalance_megatron.attention.kernels.triton import (  # noqa: E402
+    device_functions,
+    key_block_kernel,
+    query_block_kernel,
+)
+from sparsebalance_megatron.attention.kernels.triton.key_block_kernel import (  # noqa: E402
+    backward_attention,
+)
+from sparsebalance_megatron.attention.kernels.triton.query_block_kernel import (  # noqa: E402
+    forward_attention,
+)
 from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, Tiles  # noqa: E402
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -102,7 +109,7 @@ def test_tiles_smaller_and_larger_than_a_head_of_a_block(
 ) -> None:
     tile = Tile(rows=rows, columns=columns, warps=4, stages=1)
     tiles = Tiles(forward=tile, query_gradient=tile, key_gradient=tile)
-    for module in (forward_module, backward_module):
+    for module in (query_block_kernel, key_block_kernel):
         monkeypatch.setattr(module, "tiles_for", lambda *_: tiles)
     _assert_right(_case([0, 17, 150], [1, 3], 64, heads=2, kv_heads=1), torch.float32)
 
@@ -110,7 +117,7 @@ def test_tiles_smaller_and_larger_than_a_head_of_a_block(
 @pytest.mark.parametrize("wanted_programs", [1, 6, 10_000])
 def test_cut_lists_of_readers_add_up(wanted_programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every query block reads block 0: one long list beside short ones."""
-    monkeypatch.setattr(backward_module, "WANTED_PROGRAMS", wanted_programs)
+    monkeypatch.setattr(device_functions, "WANTED_PROGRAMS", wanted_programs)
     case = _case([0, 20, 190], [2, 2], 16, heads=2, kv_heads=2)
     indices_NGK = case.selection.indices_QCK.clone()
     indices_NGK[3:, :, 1] = 2
@@ -121,7 +128,7 @@ def test_rows_too_far_apart_for_32_bits_are_copied() -> None:
     """A tile has up to 128 rows. Strides of a meta tensor need no memory."""
     for stride, copied in ((1 << 22, False), (1 << 24, True)):
         rows = torch.empty(200 << 24, device="meta").as_strided((200, 2, 64), (stride, 64, 1))
-        dense = forward_module.with_dense_rows(rows)
+        dense = device_functions.with_dense_rows(rows)
         assert (dense.stride(0) == 128) == copied
         assert 128 * dense.stride(0) < 2**31
 
@@ -208,7 +215,7 @@ def test_parts_add_up_to_the_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Lists cut in two, and queries or keys in rows of their own, a document for every block."""
-    monkeypatch.setattr(backward_module, "WANTED_PROGRAMS", wanted_programs)
+    monkeypatch.setattr(device_functions, "WANTED_PROGRAMS", wanted_programs)
     case = _case([0, 1, 140], [1, 5], 16)
     assert case.selection.query_layout.blocks == 10
     parts = in_shards(case, "triton", torch.float32, query_shards, kv_shards)

@@ -26,10 +26,10 @@ from sparsebalance_megatron.attention.select import rank_row, selector_named
 
 triton = pytest.importorskip("triton")
 from sparsebalance_megatron.attention.kernels.triton import (  # noqa: E402
-    token_backward_kernels,
-    token_forward_kernel,
-    token_lists,
-    token_partials,
+    device_functions,
+    token_key_kernel,
+    token_query_kernels,
+    token_work,
 )
 from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, Tiles  # noqa: E402
 
@@ -59,7 +59,7 @@ def _use_tiles(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None
     """A program keeps one tile of columns."""
     tile = Tile(rows=rows, columns=columns, warps=4, stages=1, resident_bytes=1)
     tiles = Tiles(forward=tile, query_gradient=tile, key_gradient=tile)
-    for module in (token_forward_kernel, token_backward_kernels):
+    for module in (token_query_kernels, token_key_kernel):
         monkeypatch.setattr(module, "token_tiles_for", lambda *_: tiles)
 
 
@@ -106,35 +106,52 @@ def test_every_result_is_as_good_as_plain_torch(
     _assert_right(_case(cu_seqlens, budgets, dtype=dtype, **settings), dtype)
 
 
-@pytest.mark.parametrize("granularity", [BY_KV_HEAD, BY_QUERY_HEAD])
+@pytest.mark.parametrize(
+    ("granularity", "sorted_entries", "batches"),
+    [(BY_KV_HEAD, 1 << 23, 1), (BY_QUERY_HEAD, 1 << 23, 1), (BY_QUERY_HEAD, 400, 2),
+     (BY_QUERY_HEAD, 1, 4)],
+)  # fmt: skip
 def test_chunks_parts_of_blocks_and_cut_lists_add_up(
-    granularity: str, monkeypatch: pytest.MonkeyPatch
+    granularity: str, sorted_entries: int, batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Partial results of 20 tokens, keys of half a block, and a block that all tokens read."""
+    """Partial results of 20 tokens, keys of half a block, a block that all tokens read, and lists
+    of all heads at once, of a KV head, and of a head."""
     _use_tiles(monkeypatch, rows=32, columns=16)
-    monkeypatch.setattr(token_lists, "TILES_PER_ITEM", 1)
+    monkeypatch.setattr(token_work, "TILES_PER_ITEM", 1)
     heads = 2 if granularity == BY_KV_HEAD else 1
-    monkeypatch.setattr(token_lists, "_PARTIAL_BYTES", 20 * 2 * 2 * heads * 17 * 4)
-    case = _popular(_case([0, 100], [2], 32, granularity=granularity), 0)
-    chunked: list[int] = []
+    monkeypatch.setattr(token_work, "PARTIAL_BYTES", 20 * 2 * 2 * heads * 17 * 4)
+    monkeypatch.setattr(token_work, "SORTED_ENTRIES", sorted_entries)
+    case = _case([0, 100], [2], 32, heads=4, kv_heads=2, granularity=granularity)
+    case = _popular(case, 0)
+    work: list[token_work.TokenWork] = []
     cut: list[int] = []
-    lists_of, invert = token_partials.chunked_lists, token_backward_kernels.inverse_lists
+    work_of, invert = token_work.TokenWork.of, token_key_kernel.inverse_lists
 
-    def lists(*args, **kwargs):
-        found = lists_of(*args, **kwargs)
-        chunked.append(found.entries.chunks)
-        return found
+    def chunked(*args, **kwargs):
+        work.append(work_of(*args, **kwargs))
+        return work[-1]
 
     def inverse(*args, **kwargs):
         found = invert(*args, **kwargs)
-        cut.append(int(found.parts_U.max()))
+        cut.append(int(found.parts_FO.max()))
         return found
 
-    monkeypatch.setattr(token_partials, "chunked_lists", lists)
-    monkeypatch.setattr(token_backward_kernels, "inverse_lists", inverse)
+    monkeypatch.setattr(token_work.TokenWork, "of", chunked)
+    monkeypatch.setattr(token_key_kernel, "inverse_lists", inverse)
     _assert_right(case)
-    assert set(chunked) == {5}
+    assert len(work) == 2 * batches
+    assert {(found.entries.chunks, found.chunk_units) for found in work} == {(5, 1)}
     assert min(cut) > 1
+
+
+@pytest.mark.parametrize("units", [1, 3, 4])
+def test_launches_of_some_heads_add_up(units: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each computes the partial results of one, three or all heads, and dk and dv of some."""
+    monkeypatch.setattr(token_work, "PARTIAL_BYTES", units * 50 * 2 * 17 * 4)
+    monkeypatch.setattr(token_key_kernel, "PARTIAL_BYTES", units << 12)
+    monkeypatch.setattr(device_functions, "WANTED_PROGRAMS", 1000)
+    case = _case([0, 50], [2], heads=4, kv_heads=2, granularity=BY_QUERY_HEAD)
+    _assert_right(_popular(case, 0))
 
 
 def test_a_group_larger_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,26 +31,26 @@ def forward(
             'implementation "triton"; negate the queries instead'
         )
     if selection.by_token:
-        from sparsebalance_megatron.attention.kernels.triton import token_forward_kernel
+        from sparsebalance_megatron.attention.kernels.triton import token_query_kernels
 
-        attend = token_forward_kernel.forward_by_token
+        attend = token_query_kernels.forward_by_token
     else:
-        from sparsebalance_megatron.attention.kernels.triton import forward_kernel
+        from sparsebalance_megatron.attention.kernels.triton import query_block_kernel
 
-        attend = forward_kernel.forward_attention
+        attend = query_block_kernel.forward_attention
     return attend(q_THD, k_TGD, v_TGD, selection, softmax_scale=softmax_scale)
 
 
 def backward(dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients; see :class:`...kernel.Kernel`."""
     if saved.selection.by_token:
-        from sparsebalance_megatron.attention.kernels.triton import token_backward_kernels
+        from sparsebalance_megatron.attention.kernels.triton import token_key_kernel
 
-        gradients = token_backward_kernels.backward_by_token
+        gradients = token_key_kernel.backward_by_token
     else:
-        from sparsebalance_megatron.attention.kernels.triton import backward_kernels
+        from sparsebalance_megatron.attention.kernels.triton import key_block_kernel
 
-        gradients = backward_kernels.backward_attention
+        gradients = key_block_kernel.backward_attention
     return gradients(dout_THD, saved)
 
 

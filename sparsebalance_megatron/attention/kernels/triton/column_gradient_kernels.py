@@ -23,20 +23,20 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsebalance_megatron.attention.kernels.contract import Saved
-from sparsebalance_megatron.attention.kernels.triton.forward_kernel import (
+from sparsebalance_megatron.attention.kernels.triton.device_functions import (
     LOG2_E,
     block_extent,
     load_rows,
+    query_block_step,
+    row_strides,
     tile_constants,
 )
-from sparsebalance_megatron.attention.kernels.triton.key_step import key_step
 from sparsebalance_megatron.attention.kernels.triton.tiles import capability_of, tiles_for
 from sparsebalance_megatron.attention.selection import ColumnLists
 
 PARTIAL_BYTES = 256 << 20
 """Most bytes of a chunk's partial sums, unless those of a single query block are more."""
 _SUM_ROWS = 8
-_LOG2_E = tl.constexpr(LOG2_E)
 
 
 def add_column_gradients(
@@ -82,7 +82,7 @@ def add_column_gradients(
             columns.counts_NG,
             query_layout.start_N,
             query_layout.document_end_N,
-            *(stride for x in (q_THD, k_TGD, v_TGD, dout_THD) for stride in x.stride()[:2]),
+            *row_strides(q_THD, k_TGD, v_TGD, dout_THD),
             saved.softmax_scale,
             first_block,
             query_layout.blocks,
@@ -151,7 +151,7 @@ def _column_gradient_kernel(
     if (tl.program_id(0) % column_tiles) * TILE_COLUMNS >= count:
         return
 
-    score_scale = softmax_scale * _LOG2_E
+    score_scale = softmax_scale * LOG2_E
     start, length = block_extent(query_starts, query_ends, block, BLOCK_SIZE)
     valid_C = place_C < count
     token_C = tl.load(columns + row * width + place_C, mask=valid_C, other=0).to(tl.int64)
@@ -164,7 +164,7 @@ def _column_gradient_kernel(
     for step in range(0, GROUP * ROW_TILES):
         head = kv_head * GROUP + step // ROW_TILES
         first_slot = (step % ROW_TILES) * TILE_ROWS
-        dk_CD, dv_CD = key_step(
+        dk_CD, dv_CD = query_block_step(
             q, dout, statistics, k_CD, v_CD, place_C, dk_CD, dv_CD, q_stride_T, q_stride_H,
             dout_stride_T, dout_stride_H, score_scale, start, first_slot, start + length, head,
             block, query_blocks, False, HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_ROWS, PRECISION,

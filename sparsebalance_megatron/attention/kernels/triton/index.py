@@ -5,8 +5,8 @@ Built on the device by a stable sort and binary searches: no atomics, so the ord
 the same each time, and no buffer depends on a value of the device, so the host never waits.
 
 Shape legend: Q rows and C heads that select, K places of a list, U inverse lists (one per selecting
-head and KV block, all KV blocks of a head side by side), E capacity for entries (Q * C * K),
-J bounds of chunks, I capacity for items.
+head and KV block, all KV blocks of a head side by side), E capacity for entries (Q * C * K), J
+bounds of chunks, F groups of lists, O lists of a group, I capacity for a group's items.
 """
 
 from __future__ import annotations
@@ -48,42 +48,41 @@ class SortedEntries:
 class InverseLists:
     """Readers of every KV block, and the items of work that their lists are cut into.
 
-    An item is up to ``entries_per_item`` consecutive entries of one list. Items lie by falling
-    length of their list, so the longest start first and the items of cut lists precede all others.
-    Tensors are int32.
+    Lists lie in groups: all of one, or those of every selecting head apart. An item is up to
+    ``entries_per_item`` consecutive entries of one list. A group's items lie by falling length of
+    their list, so the longest start first and the items of cut lists precede all others. Tensors
+    are int32, and number lists and items inside their group.
 
     Attributes:
-        offsets_U, queries_E: see :class:`SortedEntries`.
-        order_U: lists by falling length.
-        parts_U: items of each list, in that order; at least 1.
-        first_item_U: first item of each list, in that order.
-        item_list_I: an item's list; -1 past the last item.
-        item_part_I: an item's place in its list.
-        item_parts_I: how many items its list was cut into.
+        entries: the readers.
+        order_FO: lists by falling length.
+        parts_FO: items of each list, in that order; at least 1.
+        first_item_FO: first item of each list, in that order.
+        item_list_FI: an item's list; -1 past the last item.
+        item_part_FI: an item's place in its list.
+        item_parts_FI: how many items its list was cut into.
         entries_per_item: see above.
-        cut_lists, cut_items: how many lists and items of cut lists there can be at most.
+        cut_lists, cut_items: how many lists and items of cut lists a group can have at most.
     """
 
-    offsets_U: Tensor
-    queries_E: Tensor
-    order_U: Tensor
-    parts_U: Tensor
-    first_item_U: Tensor
-    item_list_I: Tensor
-    item_part_I: Tensor
-    item_parts_I: Tensor
+    entries: SortedEntries
+    order_FO: Tensor
+    parts_FO: Tensor
+    first_item_FO: Tensor
+    item_list_FI: Tensor
+    item_part_FI: Tensor
+    item_parts_FI: Tensor
     entries_per_item: int
     cut_lists: int
     cut_items: int
 
-    @property
-    def items(self) -> int:
-        """I: how many items there can be at most."""
-        return self.item_list_I.shape[0]
-
 
 def inverse_lists(
-    selection: Selection, *, wanted_items: int, entries: SortedEntries | None = None
+    selection: Selection,
+    *,
+    wanted_items: int,
+    entries: SortedEntries | None = None,
+    groups: int = 1,
 ) -> InverseLists:
     """Invert a selection.
 
@@ -93,14 +92,14 @@ def inverse_lists(
 
     Args:
         selection: by query block or by token.
-        wanted_items: see above.
+        wanted_items: of a group.
         entries: the selection's entries, where they have been sorted before.
+        groups: 1, or the selecting heads.
     """
     entries = entries or sorted_entries(selection)
-    offsets_U = entries.offsets_U
     _, heads, width = selection.indices_QCK.shape
-    blocks = selection.kv_layout.blocks
-    capacity = heads * _entries(selection)
+    lists = heads // groups * selection.kv_layout.blocks
+    capacity = heads // groups * _entries(selection)
     # A short block has no readers but its own, so that its list is never cut.
     own_readers = selection.query_layout.block_size if selection.by_token else 1
     entries_per_item = min(4 * width * own_readers, -(-capacity // wanted_items))
@@ -110,32 +109,65 @@ def inverse_lists(
         cut_lists = 0
     # A cut list of n entries has at most n / entries_per_item + 1 items, less than twice that.
     cut_items = min(capacity // entries_per_item + cut_lists, 2 * capacity // entries_per_item)
-    items = heads * blocks + (capacity // entries_per_item if cut_lists else 0)
+    items = lists + (capacity // entries_per_item if cut_lists else 0)
 
-    lengths_U = offsets_U[1:] - offsets_U[:-1]
-    order_U = lengths_U.argsort(descending=True, stable=True)
-    parts_U = (lengths_U[order_U] + (entries_per_item - 1)).div(
-        entries_per_item, rounding_mode="floor"
-    )
-    parts_U = parts_U.clamp(min=1)
-    end_U = parts_U.cumsum(0)
-    item_I = torch.arange(items, device=end_U.device)
-    place_I = torch.searchsorted(end_U, item_I, right=True)
-    exists_I = place_I < end_U.shape[0]
-    place_I = place_I.clamp(max=end_U.shape[0] - 1)
-    first_item_U = end_U - parts_U
+    lengths_FO = entries.offsets_U.diff().view(groups, lists)
+    order_FO = lengths_FO.argsort(dim=1, descending=True, stable=True)
+    table = item_table(lengths_FO.gather(1, order_FO), items, entries_per_item, least=1)
+    list_FI = order_FO.gather(1, table.list_FI)
     return InverseLists(
-        offsets_U=offsets_U,
-        queries_E=entries.queries_E,
-        order_U=order_U.int(),
-        parts_U=parts_U.int(),
-        first_item_U=first_item_U.int(),
-        item_list_I=order_U[place_I].masked_fill(~exists_I, -1).int(),
-        item_part_I=(item_I - first_item_U[place_I]).int(),
-        item_parts_I=parts_U[place_I].int(),
+        entries=entries,
+        order_FO=order_FO.int(),
+        parts_FO=table.parts_FO.int(),
+        first_item_FO=table.first_item_FO.int(),
+        item_list_FI=list_FI.masked_fill_(table.missing_FI, -1).int(),
+        item_part_FI=table.part_FI.int(),
+        item_parts_FI=table.parts_FO.gather(1, table.list_FI).int(),
         entries_per_item=entries_per_item,
-        cut_lists=cut_lists,
+        cut_lists=min(cut_lists, lists),
         cut_items=cut_items if cut_lists else 0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ItemTable:
+    """Lists cut into items, one group of lists beside the other.
+
+    Attributes:
+        parts_FO: items of each list.
+        first_item_FO: each list's first item.
+        list_FI: an item's list; the last one past the last item.
+        part_FI: an item's place in its list.
+        missing_FI: whether the group has no such item.
+    """
+
+    parts_FO: Tensor
+    first_item_FO: Tensor
+    list_FI: Tensor
+    part_FI: Tensor
+    missing_FI: Tensor
+
+
+def item_table(
+    lengths_FO: Tensor, items: int, entries_per_item: int, *, least: int = 0
+) -> ItemTable:
+    """Cut lists into items of ``entries_per_item`` entries or fewer, at least ``least`` a list."""
+    groups, lists = lengths_FO.shape
+    parts_FO = (lengths_FO + (entries_per_item - 1)).div(entries_per_item, rounding_mode="floor")
+    if least:
+        parts_FO = parts_FO.clamp_(min=least)
+    end_FO = parts_FO.cumsum(1)
+    item_FI = torch.arange(items, device=end_FO.device).expand(groups, items).contiguous()
+    list_FI = torch.searchsorted(end_FO, item_FI, right=True)
+    missing_FI = list_FI == lists
+    list_FI.clamp_(max=lists - 1)
+    first_item_FO = end_FO - parts_FO
+    return ItemTable(
+        parts_FO=parts_FO,
+        first_item_FO=first_item_FO,
+        list_FI=list_FI,
+        part_FI=item_FI - first_item_FO.gather(1, list_FI),
+        missing_FI=missing_FI,
     )
 
 

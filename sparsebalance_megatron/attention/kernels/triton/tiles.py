@@ -105,7 +105,7 @@ _BLACKWELL = replace(
 )
 
 # For selections by token: rows are gathered queries, columns keys that stay on the chip. Stages are
-# those of a tile that leaves them room (``token_partials.fitted_stages``).
+# those of a tile that leaves them room (``token_work.fitted_stages``).
 _TOKEN_UP_TO_128 = Tiles(
     forward=Tile(rows=128, columns=256, warps=8, stages=3),
     query_gradient=Tile(rows=128, columns=128, warps=8, stages=3),

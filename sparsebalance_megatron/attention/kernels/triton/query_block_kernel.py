@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def"
+"""Forward pass and dq over lists of query blocks: one program per tile of query rows.
+
+A query block's rows are ordered by head of the group, then token: a tile holds one head where a
+block is at least a tile long, else several heads, which share the block's lists anyway. Past blocks
+are full, hence need no mask; then come single columns, if the selection has any, whose keys are
+gathered a tile at a time; the own block comes last, under the causal mask. Budgets are list lengths
+read by the kernel, so a changed budget compiles nothing and stops nothing.
+
+Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, Z places of all
+query blocks, full or not; in kernels Y query rows of a tile, C columns (keys) of a tile.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparsebalance_megatron.attention.kernels.contract import Saved
+from sparsebalance_megatron.attention.kernels.triton.device_functions import (
+    LN_2,
+    LOG2_E,
+    block_extent,
+    entry_at,
+    load_rows,
+    query_step,
+    row_strides,
+    tile_constants,
+    with_dense_rows,
+)
+from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, capability_of, tiles_for
+from sparsebalance_megatron.attention.selection import ColumnLists, Selection
+
+
+def forward_attention(
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selection, *, softmax_scale: float
+) -> tuple[Tensor, Tensor]:
+    """out_THD in the inputs' dtype and lse_TH in float32, without a gradient.
+
+    Lists need not hold their own block, so attention over parts of a list can be merged.
+    """
+    q_THD, k_TGD, v_TGD = (with_dense_rows(x) for x in (q_THD, k_TGD, v_TGD))
+    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device)
+    tile = tiles_for(q_THD.shape[2], q_THD.element_size(), capability_of(q_THD.device)).forward
+    inputs = q_THD, k_TGD, v_TGD, None, out_THD, lse_TH, None, None
+    with torch.cuda.device_of(q_THD):
+        _launch(tile, selection, inputs, float(LOG2_E.value) * softmax_scale)
+    return out_THD, lse_TH
+
+
+def query_gradient(dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor]:
+    """dq_THD, and by query block what dk needs of every query row, statistics_2HZ: LSE in units of
+    log2, and delta, the sum over D of dout * out. Places past a short block's end hold 0."""
+    q_THD, layout = saved.q_THD, saved.selection.query_layout
+    dq_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    statistics_2HZ = torch.zeros(
+        2, q_THD.shape[1], layout.blocks * layout.block_size, device=q_THD.device
+    )
+    capability = capability_of(q_THD.device)
+    tile = tiles_for(q_THD.shape[2], q_THD.element_size(), capability).query_gradient
+    results = saved.out_THD.contiguous(), saved.lse_TH.contiguous(), dq_THD, statistics_2HZ
+    inputs = q_THD, saved.k_TGD, saved.v_TGD, dout_THD, *results
+    _launch(tile, saved.selection, inputs, saved.softmax_scale)
+    return dq_THD, statistics_2HZ
+
+
+def listed_columns(selection: Selection) -> ColumnLists | None:
+    """A selection's columns, contiguous; None where its lists have no places.
+
+    Kernels are compiled apart for selections with columns and without.
+    """
+    columns = selection.columns
+    if columns is None or columns.tokens_NGK.shape[2] == 0:
+        return None
+    return ColumnLists(
+        tokens_NGK=columns.tokens_NGK.contiguous(), counts_NG=columns.counts_NG.contiguous()
+    )
+
+
+def packed_rows(tile: Tile, group: int, block_size: int) -> int:
+    """Rows of a tile that cuts the group * block_size rows of a query block evenly."""
+    rows = tile.rows
+    while (group * block_size) % rows:
+        rows //= 2
+    return rows
+
+
+def _launch(
+    tile: Tile, selection: Selection, tensors: tuple[Tensor | None, ...], scale: float
+) -> None:
+    """Launch the kernel with ``tensors``, its first arguments."""
+    q_THD, k_TGD, v_TGD, dout_THD, *_ = tensors
+    assert q_THD is not None and k_TGD is not None and v_TGD is not None
+    layout, kv_heads = selection.query_layout, k_TGD.shape[1]
+    group = q_THD.shape[1] // kv_heads
+    rows = packed_rows(tile, group, layout.block_size)
+    columns = listed_columns(selection)
+    _query_block_kernel[(layout.blocks * kv_heads * (group * layout.block_size // rows),)](
+        *tensors,
+        selection.indices_QCK.contiguous(),
+        selection.counts_QC.contiguous(),
+        selection.own_block_N,
+        layout.start_N,
+        layout.document_end_N,
+        selection.kv_layout.start_N,
+        *(
+            (columns.tokens_NGK, columns.counts_NG, columns.tokens_NGK.shape[2])
+            if columns
+            else (None, None, None)
+        ),
+        *row_strides(q_THD, k_TGD, v_TGD),
+        *((None, None) if dout_THD is None else row_strides(dout_THD)),
+        scale,
+        layout.blocks,
+        selection.indices_QCK.shape[2],
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        **tile_constants(q_THD, layout.block_size, rows, tile),
+    )
+
+
+@triton.jit
+def _column_tokens(entries, place_C, count):
+    """Tokens of the keys' row that a list of columns names; see ``entry_at``."""
+    return entry_at(entries, place_C, count).to(tl.int64)
+
+
+@triton.jit
+def _take_in(q_YD, dout_YD, k_CD, v_CD, visible_YC, peak_Y, total_Y, result_YD, score_scale,
+             MASKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Take one tile of keys in: out and its peak and total so far, scores in units of log2; or,
+    with dout, dq, of which peak is the LSE and total the delta."""
+    if dout_YD is not None:
+        result_YD = query_step(q_YD, dout_YD, peak_Y, total_Y, k_CD, v_CD, visible_YC, result_YD,
+                               score_scale, MASKED, PRECISION)  # fmt: skip
+    else:
+        s_YC = tl.dot(q_YD, tl.trans(k_CD), input_precision=PRECISION)
+        if MASKED:
+            s_YC = tl.where(visible_YC, s_YC, float("-inf"))
+        new_peak_Y = tl.maximum(peak_Y, tl.max(s_YC, 1) * score_scale)
+        p_YC = tl.exp2(s_YC * score_scale - new_peak_Y[:, None])
+        shrink_Y = tl.exp2(peak_Y - new_peak_Y)
+        total_Y = total_Y * shrink_Y + tl.sum(p_YC, 1)
+        result_YD = tl.dot(p_YC.to(v_CD.dtype), v_CD, result_YD * shrink_Y[:, None],
+                           input_precision=PRECISION)  # fmt: skip
+        peak_Y = new_peak_Y
+    return peak_Y, total_Y, result_YD
+
+
+@triton.jit(do_not_specialize=["blocks", "width", "column_width"])
+def _query_block_kernel(
+    q, k, v, dout, out, lse, dq, statistics, indices, counts, own_blocks, query_starts, query_ends,
+    kv_starts, columns, column_counts, column_width,
+    q_stride_T, q_stride_H, k_stride_T, k_stride_G, v_stride_T, v_stride_G,
+    dout_stride_T, dout_stride_H, scale, blocks, width,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Write out and lse; or, with dout, dq and statistics.
+
+    ``scale``: of scores, in units of log2 for the forward pass.
+    """
+    ROW_TILES: tl.constexpr = GROUP * BLOCK_SIZE // TILE_ROWS
+    COLUMN_TILES: tl.constexpr = BLOCK_SIZE // TILE_COLUMNS
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    # Neighbouring programs share a list, hence the cache; late blocks have the longest lists.
+    program = tl.program_id(0)
+    row_tile = program % ROW_TILES
+    block = blocks - 1 - (program // ROW_TILES) % blocks
+    kv_head = program // ROW_TILES // blocks
+    start, length = block_extent(query_starts, query_ends, block, BLOCK_SIZE)
+    first_slot = (row_tile * TILE_ROWS) % BLOCK_SIZE
+    if first_slot >= length:
+        return
+
+    row_Y = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    slot_Y = row_Y % BLOCK_SIZE
+    head_Y = kv_head * GROUP + row_Y // BLOCK_SIZE
+    token_Y = start + slot_Y
+    valid_Y = slot_Y < length
+    place_Y = token_Y * HEADS + head_Y
+    dim_D = tl.arange(0, BLOCK_D)
+    column_C = tl.arange(0, TILE_COLUMNS)
+    q_YD = load_rows(q + head_Y.to(tl.int64)[:, None] * q_stride_H, q_stride_T, token_Y, valid_Y,
+                     True, HEAD_DIM, BLOCK_D)  # fmt: skip
+    k += kv_head.to(tl.int64) * k_stride_G
+    v += kv_head.to(tl.int64) * v_stride_G
+    result_YD = tl.zeros([TILE_ROWS, BLOCK_D], tl.float32)
+    if dout is not None:
+        score_scale = scale * LOG2_E
+        dout_YD = load_rows(dout + head_Y.to(tl.int64)[:, None] * dout_stride_H, dout_stride_T,
+                            token_Y, valid_Y, True, HEAD_DIM, BLOCK_D)  # fmt: skip
+        out_YD = load_rows(out, HEAD_DIM, place_Y, valid_Y, True, HEAD_DIM, BLOCK_D)
+        total_Y = tl.sum(dout_YD.to(tl.float32) * out_YD.to(tl.float32), 1)
+        peak_Y = tl.load(lse + place_Y, mask=valid_Y, other=0.0) * LOG2_E
+        statistic_Y = (head_Y.to(tl.int64) * blocks + block) * BLOCK_SIZE + slot_Y
+        tl.store(statistics + statistic_Y, peak_Y, mask=valid_Y)
+        delta = statistics + HEADS * blocks.to(tl.int64) * BLOCK_SIZE
+        tl.store(delta + statistic_Y, total_Y, mask=valid_Y)
+    else:
+        score_scale = scale
+        dout_YD = None
+        peak_Y = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+        total_Y = tl.zeros([TILE_ROWS], tl.float32)
+
+    # The blocks of a list lie on one grid, so the starts of the past ones need no look-up.
+    row = block.to(tl.int64) * KV_HEADS + kv_head
+    count = tl.load(counts + row)
+    entries = indices + row * width
+    head_entry = tl.load(entries, mask=count > 0, other=0)
+    own = ((count > 0) & (head_entry == tl.load(own_blocks + block))).to(tl.int32)
+    own_start = tl.load(kv_starts + head_entry)
+    grid_start = own_start - head_entry * BLOCK_SIZE
+    next_past = entry_at(entries, own, count)
+    for step in range(own * COLUMN_TILES, count * COLUMN_TILES):
+        past = next_past
+        next_past = entry_at(entries, (step + 1) // COLUMN_TILES, count)
+        first = grid_start + past * BLOCK_SIZE + (step % COLUMN_TILES) * TILE_COLUMNS
+        k_CD = load_rows(k + first * k_stride_T, k_stride_T, column_C, column_C >= 0, False,
+                         HEAD_DIM, BLOCK_D)  # fmt: skip
+        v_CD = load_rows(v + first * v_stride_T, v_stride_T, column_C, column_C >= 0, False,
+                         HEAD_DIM, BLOCK_D)  # fmt: skip
+        peak_Y, total_Y, result_YD = _take_in(q_YD, dout_YD, k_CD, v_CD, True, peak_Y, total_Y,
+                                              result_YD, score_scale, False, PRECISION)  # fmt: skip
+
+    if columns is not None:
+        tokens = columns + row * column_width
+        column_count = tl.load(column_counts + row)
+        next_token_C = _column_tokens(tokens, column_C, column_count)
+        for first_column in range(0, column_count, TILE_COLUMNS):
+            token_C = next_token_C
+            place_C = first_column + column_C
+            next_token_C = _column_tokens(tokens, place_C + TILE_COLUMNS, column_count)
+            valid_C = place_C < column_count
+            k_CD = load_rows(k, k_stride_T, token_C, valid_C, True, HEAD_DIM, BLOCK_D)
+            v_CD = load_rows(v, v_stride_T, token_C, valid_C, True, HEAD_DIM, BLOCK_D)
+            peak_Y, total_Y, result_YD = _take_in(
+                q_YD, dout_YD, k_CD, v_CD, valid_C[None, :], peak_Y, total_Y, result_YD,
+                score_scale, True, PRECISION,
+            )  # fmt: skip
+
+    last_slot = tl.minimum(first_slot + TILE_ROWS, BLOCK_SIZE)
+    for first_column in range(0, own * tl.minimum(last_slot, length), TILE_COLUMNS):
+        slot_C = first_column + column_C
+        token_C = own_start + slot_C
+        k_CD = load_rows(k, k_stride_T, token_C, slot_C < length, True, HEAD_DIM, BLOCK_D)
+        v_CD = load_rows(v, v_stride_T, token_C, slot_C < length, True, HEAD_DIM, BLOCK_D)
+        visible_YC = slot_C[None, :] <= slot_Y[:, None]
+        peak_Y, total_Y, result_YD = _take_in(
+            q_YD, dout_YD, k_CD, v_CD, visible_YC, peak_Y, total_Y, result_YD, score_scale, True,
+            PRECISION,
+        )  # fmt: skip
+
+    place_YD = place_Y[:, None] * HEAD_DIM + dim_D[None, :]
+    stored_YD = valid_Y[:, None] & (dim_D < HEAD_DIM)[None, :]
+    if dout is not None:
+        tl.store(dq + place_YD, (result_YD * scale).to(dq.dtype.element_ty), mask=stored_YD)
+    else:
+        # A row without keys: out 0, lse -inf.
+        result_YD = result_YD / tl.where(total_Y > 0.0, total_Y, 1.0)[:, None]
+        lse_Y = tl.where(total_Y > 0.0, (peak_Y + tl.log2(total_Y)) * LN_2, float("-inf"))
+        tl.store(lse + place_Y, lse_Y, mask=valid_Y)
+        tl.store(out + place_YD, result_YD.to(out.dtype.element_ty), mask=stored_YD)
