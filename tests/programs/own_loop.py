@@ -153,7 +153,7 @@ def train_shared(trainer: Any, data: dict[str, Any], directory: Path) -> dict[st
             tuning="off",
             max_context_parallel=2,
             # Counted operations take no time beside what travels at a bandwidth of this world.
-            gigabytes_per_second=1e6,
+            gigabytes_per_second=1e5,
         )
         trainer.train(transformer_config(), balance, data, STEPS, losses)
     return {"dense": losses.values}
