@@ -10,7 +10,7 @@ everything: :mod:`.simulator` knows no schedule. Sources of the orders here:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -122,6 +122,56 @@ class MegatronSchedule:
 megatron_order = MegatronSchedule()
 
 
+@dataclass(frozen=True)
+class SegmentedSchedule:
+    """1F1B over segments: the :data:`Schedule` in which micro-batches pass a pipeline in pieces.
+
+    Forwards run in order. Backwards run in the same order of micro-batches, with the segments of
+    each reversed, because a segment's keys and values collect gradients from later segments. A
+    stage is w forwards further ahead than in 1F1B, where w is the most segments of a micro-batch
+    less one: these are the orders of the first P stages of 1F1B over P + w stages. So no stage
+    waits for ever where a send and a receive are posted together.
+
+    ``segments_M``: segments of each micro-batch, at least 1.
+
+    >>> first_stage = SegmentedSchedule((1, 2))(1, 2, 1).by_stage[0]
+    >>> [(o.direction.name[0], o.micro_batch, o.segment) for o in first_stage]
+    [('F', 0, 0), ('F', 1, 0), ('B', 0, 0), ('F', 1, 1), ('B', 1, 1), ('B', 1, 0)]
+    """
+
+    segments_M: tuple[int, ...]
+
+    def __call__(self, stages: int, micro_batches: int, chunks: int) -> PipelineOrder:
+        """The order of a pipeline of these sizes.
+
+        Raises:
+            PlanError: stages have several chunks, or the segments are of other micro-batches.
+        """
+        if chunks != 1:
+            raise PlanError(f"schedule segments has 1 chunk per stage, not {chunks}")
+        if len(self.segments_M) != micro_batches or min(self.segments_M, default=0) < 1:
+            raise PlanError(
+                f"schedule segments: segments {self.segments_M} for {micro_batches} micro-batches; "
+                "give each at least 1"
+            )
+        forwards, backwards = (
+            [
+                Operation(direction, 0, m, segment)
+                for m, segments in enumerate(self.segments_M)
+                for segment in range(segments)[::step]
+            ]
+            for direction, step in ((Direction.FORWARD, 1), (Direction.BACKWARD, -1))
+        )
+        further_ahead = max(self.segments_M) - 1
+        return PipelineOrder(
+            by_stage=tuple(
+                _forwards_ahead(forwards, backwards, stages - stage - 1 + further_ahead)
+                for stage in range(stages)
+            ),
+            inputs=_inputs_along_the_model(stages, micro_batches, 1, self.segments_M),
+        )
+
+
 def _forwards_ahead(
     forwards: list[Operation], backwards: list[Operation], ahead: int
 ) -> tuple[Operation, ...]:
@@ -134,7 +184,7 @@ def _forwards_ahead(
 
 
 def _inputs_along_the_model(
-    stages: int, micro_batches: int, chunks: int
+    stages: int, micro_batches: int, chunks: int, segments_M: Sequence[int] | None = None
 ) -> dict[StageOperation, tuple[StageOperation, ...]]:
     """Data flows through chunk 0 of all stages, then through chunk 1 of all stages, and so on.
 
@@ -143,9 +193,12 @@ def _inputs_along_the_model(
     """
     places = [(stage, chunk) for chunk in range(chunks) for stage in range(stages)]
     inputs: dict[StageOperation, tuple[StageOperation, ...]] = {}
-    for m in range(micro_batches):
-        path = [(stage, Operation(Direction.FORWARD, chunk, m)) for stage, chunk in places]
-        path += [(stage, Operation(Direction.BACKWARD, chunk, m)) for stage, chunk in places[::-1]]
-        inputs[path[0]] = ()
-        inputs |= {node: (before,) for before, node in itertools.pairwise(path)}
+    for m, segments in enumerate(segments_M or [1] * micro_batches):
+        for s in range(segments):
+            path = [(stage, Operation(Direction.FORWARD, chunk, m, s)) for stage, chunk in places]
+            path += [
+                (stage, Operation(Direction.BACKWARD, chunk, m, s)) for stage, chunk in places[::-1]
+            ]
+            inputs[path[0]] = ()
+            inputs |= {node: (before,) for before, node in itertools.pairwise(path)}
     return inputs

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.plan.pipeline.orders import (
     MegatronSchedule,
     Operation,
+    SegmentedSchedule,
     megatron_order,
     schedule_name,
 )
@@ -103,3 +107,98 @@ def test_every_operation_has_inputs_that_run(sizes):
     assert {source for waited_for in order.inputs.values() for source in waited_for} < run
     first = [node for node, waited_for in order.inputs.items() if not waited_for]
     assert first == [(0, Operation(FORWARD, 0, m)) for m in range(sizes[1])]
+
+
+@st.composite
+def segmented_pipelines(draw):
+    """Stages, and segments of each micro-batch."""
+    stages = draw(st.integers(1, 6))
+    return stages, tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=7)))
+
+
+@given(segmented_pipelines())
+def test_segments_run_in_order_and_back_in_reverse(pipeline):
+    stages, segments_M = pipeline
+    order = SegmentedSchedule(segments_M)(stages, len(segments_M), 1)
+    for operations in order.by_stage:
+        places = {
+            direction: [(o.micro_batch, o.segment) for o in operations if o.direction is direction]
+            for direction in Direction
+        }
+        assert places[FORWARD] == [(m, s) for m, n in enumerate(segments_M) for s in range(n)]
+        assert places[BACKWARD] == [
+            (m, s) for m, n in enumerate(segments_M) for s in reversed(range(n))
+        ]
+        for m, n in enumerate(segments_M):
+            first_backward = operations.index(Operation(BACKWARD, 0, m, n - 1))
+            assert operations.index(Operation(FORWARD, 0, m, n - 1)) < first_backward
+
+
+@given(segmented_pipelines())
+def test_segments_run_in_the_order_of_the_first_stages_of_a_longer_1f1b(pipeline):
+    """By direction and place in the list of forwards, or of backwards."""
+    stages, segments_M = pipeline
+    order = SegmentedSchedule(segments_M)(stages, len(segments_M), 1)
+    longer = megatron_order(stages + max(segments_M), sum(segments_M), 1)
+    for operations, expected in zip(order.by_stage, longer.by_stage[1:], strict=False):
+        assert [o.direction for o in operations] == [o.direction for o in expected]
+
+
+@given(st.integers(1, 6), st.integers(1, 7))
+def test_one_segment_each_is_1f1b(stages, micro_batches):
+    order = SegmentedSchedule((1,) * micro_batches)(stages, micro_batches, 1)
+    assert order == megatron_order(stages, micro_batches, 1)
+
+
+@given(segmented_pipelines())
+def test_segments_do_not_deadlock_where_send_and_receive_are_posted_together(pipeline):
+    """A stage posts what it sends after an operation with what it receives for the next one, and
+    goes on when both have met their neighbour's; two forwards, or backwards, are posted one by
+    one."""
+    stages, segments_M = pipeline
+    order = SegmentedSchedule(segments_M)(stages, len(segments_M), 1)
+    pending = [_messages(order.by_stage[stage], stage, stages) for stage in range(stages)]
+    while any(pending):
+        posted = [set(messages[0]) if messages else set() for messages in pending]
+        met = {
+            (kind, sender, receiver, what)
+            for kind, sender, receiver, what in set.union(*posted)
+            if (kind, sender, receiver, what) in posted[sender] & posted[receiver]
+        }
+        assert met, f"stages wait for each other: {posted}"
+        for messages in pending:
+            if messages:
+                messages[0] -= met
+                while messages and not messages[0]:
+                    messages.pop(0)
+
+
+def _messages(operations, stage, stages):
+    """Sets of messages (kind, sender, receiver, place) that a stage posts together, in order."""
+
+    def output(o):
+        receiver = stage + (1 if o.direction is FORWARD else -1)
+        return {(o.direction, stage, receiver, o[2:])} if 0 <= receiver < stages else set()
+
+    def input_(o):
+        sender = stage - (1 if o.direction is FORWARD else -1)
+        return {(o.direction, sender, stage, o[2:])} if 0 <= sender < stages else set()
+
+    posted = [input_(operations[0])]
+    for before, after in itertools.pairwise(operations):
+        if before.direction is after.direction:
+            posted += [output(before), input_(after)]
+        else:
+            posted.append(output(before) | input_(after))
+    return [messages for messages in [*posted, output(operations[-1])] if messages]
+
+
+@pytest.mark.parametrize("segments_M", [(1,), (1, 2, 3), (0, 1)])
+def test_segments_of_other_micro_batches_are_refused(segments_M):
+    with pytest.raises(PlanError, match="for 2 micro-batches"):
+        SegmentedSchedule(segments_M)(2, 2, 1)
+
+
+def test_segments_with_several_chunks_are_refused():
+    with pytest.raises(PlanError, match="chunk"):
+        SegmentedSchedule((1, 2))(2, 2, 2)

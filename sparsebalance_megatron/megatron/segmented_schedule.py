@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a training step of a pipeline whose operations are segments of micro-batches.
+
+:func:`with_segments` wraps the function that Megatron's ``get_forward_backward_func`` returns. A
+step in which some micro-batch has several segments runs here, any other step runs in Megatron's own
+schedule. Everything that ``forward_backward_pipelining_without_interleaving`` does for training is
+done here too: timers, ``no_sync``, loss scales, freed outputs, embedding gradients, reduced
+gradients. Shapes follow from the plan, so stages never send them, and the host never waits for a
+shape.
+
+The alternative is a communicator with more stages and a proxy autograd function inside Megatron's
+schedule. It needs equal shapes for all segments and hides which backward runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import (
+    backward_step,
+    deallocate_output_tensor,
+    forward_step,
+)
+from megatron.core.utils import get_model_config
+
+from sparsebalance_megatron.cost.parts import Direction
+from sparsebalance_megatron.plan.pipeline.orders import Operation, SegmentedSchedule
+
+ForwardBackward = Callable[..., list[dict[str, Any]]]
+"""Megatron's function of keywords that runs all forwards and backwards of a step."""
+
+
+class SegmentIterator(Protocol):
+    """A data iterator that knows how the next step's micro-batches are cut."""
+
+    def segment_tokens(self) -> Sequence[Sequence[int]]:
+        """Tokens of each segment of each micro-batch of the next step, padding included."""
+
+    def __next__(self) -> Any:
+        """The next segment, in the order of the sequence."""
+
+
+def with_segments(megatrons: ForwardBackward) -> ForwardBackward:
+    """``megatrons``, but steps with segments run :func:`run_segments`.
+
+    Evaluation runs in Megatron's schedule: no backward holds activations there.
+    """
+
+    @functools.wraps(megatrons)
+    def forward_backward(**keywords: Any) -> list[dict[str, Any]]:
+        if keywords.get("forward_only"):
+            return megatrons(**keywords)
+        segment_tokens = _only(keywords["data_iterator"]).segment_tokens()
+        if max(map(len, segment_tokens)) == 1:
+            return megatrons(**keywords)
+        return run_segments(
+            segment_tokens,
+            forward_step_func=keywords["forward_step_func"],
+            data_iterator=_only(keywords["data_iterator"]),
+            model=_only(keywords["model"]),
+            force_all_reduce=bool(keywords.get("force_all_reduce")),
+        )
+
+    return forward_backward
+
+
+def run_segments(
+    segment_tokens: Sequence[Sequence[int]],
+    *,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Iterator[Any],
+    model: torch.nn.Module,
+    force_all_reduce: bool = False,
+) -> list[dict[str, Any]]:
+    """Run the forwards and backwards of one step on this stage, and reduce gradients.
+
+    Args:
+        segment_tokens: tokens of each segment of each micro-batch, equal on all stages.
+        forward_step_func: Megatron's forward step, called once per segment in the order of the
+            sequence; its loss function returns a sum, a count of tokens and a report.
+        data_iterator: yields the segments in that order.
+        model: this stage's only chunk.
+        force_all_reduce: reduce gradients to all ranks, for Megatron's checks.
+
+    Returns:
+        The report of every segment on the last stage, else an empty list.
+    """
+    config = get_model_config(model)
+    timers = config.timers
+    if timers is not None:
+        timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    stage = _Stage(segment_tokens, forward_step_func, data_iterator, model, config)
+    with _GradientSync(model, config, stage.is_first) as sync:
+        stage.run(before_last_backward=sync.begin_with_backward)
+    if config.finalize_model_grads_func is not None:
+        config.finalize_model_grads_func(
+            [model],
+            stage.loss_tokens if config.calculate_per_token_loss else None,
+            force_all_reduce=force_all_reduce,
+        )
+    if timers is not None:
+        timers("forward-backward").stop()
+    return stage.reports
+
+
+class _Stage:
+    """One stage's operations of one step, with the tensors that wait for their backward."""
+
+    def __init__(
+        self,
+        segment_tokens: Sequence[Sequence[int]],
+        forward_step_func: Callable[..., Any],
+        data_iterator: Iterator[Any],
+        model: torch.nn.Module,
+        config: Any,
+    ) -> None:
+        self._forward_step_func = forward_step_func
+        self._data_iterator, self._model, self._config = data_iterator, model, config
+        self._segment_tokens = segment_tokens
+        self._segments = sum(map(len, segment_tokens))
+        # The receiver knows every shape, so none is sent.
+        known_shapes = copy.copy(config)
+        known_shapes.variable_seq_lengths = False
+        self._ranks = P2PCommunicator(
+            pp_group=parallel_state.get_pipeline_model_parallel_group(), config=known_shapes
+        )
+        self.is_first, self._is_last = self._ranks.is_pp_first_stage, self._ranks.is_pp_last_stage
+        schedule = SegmentedSchedule(tuple(map(len, segment_tokens)))
+        order = schedule(self._ranks.total_stages, len(segment_tokens), 1)
+        self._order = order.by_stage[self._ranks.current_stage]
+        self._awaiting_backward: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self._forwards_run = 0
+        self.loss_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
+        self.reports: list[dict[str, Any]] = []
+
+    def run(self, *, before_last_backward: Callable[[], None]) -> None:
+        """Run all operations; each exchanges tensors with its neighbours for the next one."""
+        received = self._ranks.recv_forward(self._shape(self._order[0]), self.is_first)
+        for operation, following in zip(self._order, (*self._order[1:], None), strict=True):
+            if operation.direction is Direction.FORWARD:
+                received = self._forward(operation, received, following)
+            else:
+                if following is None:
+                    before_last_backward()
+                received = self._backward(operation, received, following)
+
+    def _forward(self, operation: Operation, input_: Any, following: Operation | None) -> Any:
+        """Run a forward; return what the following operation takes."""
+        assert following is not None, "a step ends with a backward"
+        output, loss_tokens = forward_step(
+            self._forward_step_func,
+            self._data_iterator,
+            self._model,
+            self._segments,
+            input_,
+            self.reports,
+            self._config,
+            parallel_state.get_context_parallel_world_size(),
+            is_first_microbatch=self._forwards_run == 0,
+            current_microbatch=self._forwards_run,
+            is_last_stage=self._is_last,
+        )
+        self.loss_tokens += loss_tokens
+        self._forwards_run += 1
+        shape = self._shape(following)
+        if following.direction is Direction.FORWARD:
+            self._ranks.send_forward(output, self._is_last)
+            received = self._ranks.recv_forward(shape, self.is_first)
+        else:
+            received = self._ranks.send_forward_recv_backward(output, shape, self._is_last)
+        self._awaiting_backward[_place(operation)] = input_, output
+        deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
+        return received
+
+    def _backward(self, operation: Operation, gradient: Any, following: Operation | None) -> Any:
+        """Run a backward; return what the following operation takes."""
+        tensors = self._awaiting_backward.pop(_place(operation))
+        input_gradient = backward_step(*tensors, gradient, self._config)
+        if following is not None and following.direction is Direction.FORWARD:
+            return self._ranks.send_backward_recv_forward(
+                input_gradient, self._shape(following), self.is_first
+            )
+        self._ranks.send_backward(input_gradient, self.is_first)
+        if following is None:
+            return None
+        return self._ranks.recv_backward(self._shape(following), self._is_last)
+
+    def _shape(self, operation: Operation) -> tuple[int, int, int]:
+        """Shape of the hidden states between stages: (tokens of this rank, 1, hidden size)."""
+        tokens = self._segment_tokens[operation.micro_batch][operation.segment]
+        if self._config.sequence_parallel:
+            tokens //= self._config.tensor_model_parallel_size
+        return tokens, 1, self._config.hidden_size
+
+
+class _GradientSync:
+    """Gradients are reduced with the last backward of a step, or after it: Megatron's ``no_sync``.
+
+    With a ``grad_sync_func`` only the first stage reduces within its last backward; other stages
+    reduce in the pipeline's idle time.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: Any, is_first_stage: bool) -> None:
+        self._model, self._config, self._is_first_stage = model, config, is_first_stage
+        self._off = contextlib.ExitStack()
+        self._begun = False
+
+    def __enter__(self) -> _GradientSync:
+        self._off.enter_context((self._config.no_sync_func or contextlib.nullcontext)())
+        return self
+
+    def begin_with_backward(self) -> None:
+        """Reduce as gradients of the next backward become ready, where that is asked for."""
+        if self._config.grad_sync_func is None or self._is_first_stage:
+            self._begin()
+
+    def __exit__(self, *exception: Any) -> None:
+        if not self._begun:
+            self._begin()
+            if self._config.grad_sync_func is not None and exception[0] is None:
+                self._config.grad_sync_func(self._model.parameters())
+
+    def _begin(self) -> None:
+        self._off.close()
+        self._begun = True
+
+
+def _place(operation: Operation) -> tuple[int, int]:
+    return operation.micro_batch, operation.segment
+
+
+def _only(one_or_list: Any) -> Any:
+    """The only model chunk, or its data iterator, which Megatron passes bare or in a list."""
+    if not isinstance(one_or_list, list):
+        return one_or_list
+    (only,) = one_or_list
+    return only
