@@ -67,7 +67,10 @@ IMPORT_RULES = {
         outside=("numpy", "torch"), inside=("attention", "cost", "megatron", "plan", "profile")
     ),
     "data": ImportRule(
-        outside=(*("jinja2", "msgspec", "numpy", "pyarrow", "tokenizers", "tqdm", "transformers"),),
+        outside=(
+            *("huggingface_hub", "jinja2", "msgspec", "numpy", "pyarrow", "tokenizers", "tqdm"),
+            "transformers",
+        ),
         inside=("data", "megatron.datasets"),
     ),
     "convert/megatron_": ImportRule(outside=("torch",), inside=("convert", "megatron")),

@@ -13,7 +13,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from sparsebalance_megatron import __version__
 from sparsebalance_megatron.cli.help_formatter import HelpFormatter
@@ -43,6 +43,16 @@ _CLOSED_PIPE = 141
 """128 + SIGPIPE, what shells give programs that write into a closed pipe."""
 
 
+_LONGEST_LINE_CHARACTERS = 1000
+
+
+class _Parser(argparse.ArgumentParser):
+    """Its errors are one line each, whatever words they repeat."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(_one_line(message))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; its exit status, or 2 with one line on stderr for a user's error.
 
@@ -57,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         if type(error).__module__.partition(".")[0] != _PACKAGE:
             raise
-        print(f"sparse-balance: error: {error}", file=sys.stderr)
+        print(f"sparse-balance: error: {_one_line(str(error))}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         # Whoever reads has read enough, as `head` does. What is still buffered goes nowhere.
@@ -72,7 +82,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The chosen subcommand's flags, with ``command`` and ``passed_on``. Exits on wrong usage."""
     own, passed_on = _split_at_dashes(list(argv))
     chosen = next((word for word in own if not word.startswith("-")), None)
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="sparse-balance",
         description="Tools around training with --sparse-balance.",
         epilog="`sparse-balance COMMAND --help` lists a command's flags.",
@@ -84,9 +94,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         if name == chosen:
             _module(name).add_flags(subparser)
     for word in own:
-        # argparse of Python 3.12 ends in a traceback at it.
-        if word.startswith("--") and word.endswith("=--"):
-            parser.error(f"{word}: -- is no value; give one after =")
+        # argparse of Python 3.12 ends in a traceback at a value of dashes.
+        if "\0" in word or word.endswith("=--"):
+            what = "a zero byte" if "\0" in word else "--"
+            parser.error(f"{word!r}: {what} is no value")
     arguments = parser.parse_args(own)
     if passed_on and arguments.command not in TAKES_FLAGS_AFTER_DASHES:
         parser.error(f"{arguments.command} takes no flags after --: drop {' '.join(passed_on)}")
@@ -105,6 +116,14 @@ def parser_of(command: str) -> argparse.ArgumentParser:
 
 def _module(command: str) -> Any:
     return importlib.import_module(f"{__name__}.{command.replace('-', '_')}")
+
+
+def _one_line(text: str) -> str:
+    """A text without line breaks and other control characters, cut where no user reads on."""
+    shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+    if len(shown) > _LONGEST_LINE_CHARACTERS:
+        shown = f"{shown[:_LONGEST_LINE_CHARACTERS]}..."
+    return shown
 
 
 def _split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:

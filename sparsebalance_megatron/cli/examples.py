@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``sparse-balance examples``: the scripts and patches that come with the package."""
+"""``sparse-balance examples``: the scripts, adapters and patches that come with the package."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ FOLDERS = ("examples", "patches")
 def add_flags(parser: ArgumentParser) -> None:
     """Add the flags of ``examples``."""
     parser.description = (
-        "List the example scripts and the patches for Megatron's own pretrain_gpt.py, or copy "
-        "them. A file that is there already is never replaced."
+        "List the example scripts, the adapters for other trainers, a package of selectors and the "
+        "patches for Megatron's own pretrain_gpt.py, or copy them. A file that is there already is "
+        "never replaced."
     )
     parser.add_argument(
         "--copy", type=Path, metavar="DIR", help="copy DIR/examples and DIR/patches; default: list"
@@ -57,8 +58,8 @@ def shipped_files() -> dict[str, Path]:
         files = {
             path.relative_to(root).as_posix(): path
             for folder in FOLDERS
-            for path in sorted((root / folder).glob("*"))
-            if path.suffix in (".sh", ".patch", ".md", ".py")
+            for path in sorted((root / folder).rglob("*"))
+            if path.suffix in (".sh", ".patch", ".md", ".py", ".toml")
         }
         if files:
             return files

@@ -26,7 +26,7 @@ from sparsebalance_megatron.data.tokenizer import (
     transformers_files,
 )
 from sparsebalance_megatron.data.writer import DatasetWriter, check_output
-from sparsebalance_megatron.errors import DataError
+from sparsebalance_megatron.errors import DataError, listed
 
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 4_000_000
@@ -54,7 +54,6 @@ def prepare(
         DataError: if input, tokenizer or output cannot be used; nothing is left behind then.
     """
     check_output(prefix, overwrite=overwrite, inputs=source.paths)
-    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     if train_vocab_size is None:
         assert tokenizer_name is not None
         tokenizer = load_tokenizer(tokenizer_name)
@@ -66,6 +65,7 @@ def prepare(
             f"--tokenizer {tokenizer.name}: it has no end-of-sequence token; pass --no-append-eod"
         )
     bad = BadRecords(skip=skip_bad_records)
+    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     with DatasetWriter(prefix, vocab_size=tokenizer.vocab_size, overwrite=overwrite) as writer:
         loss_tokens = 0
         records = _with_progress(source, bad, "tokenise")
@@ -74,7 +74,10 @@ def prepare(
             writer.add(tokens, mask)
             loss_tokens += int(mask.sum())
         if not writer.lengths_tokens:
-            raise DataError(f"no document to write; records left out: {counts_text(bad.counts)}")
+            raise DataError(
+                f"{listed([str(path) for path in source.paths])}: no document to write; records "
+                f"left out: {counts_text(bad.counts)}"
+            )
         summary = _summary(writer, tokenizer, append_eod, bad, loss_tokens)
         texts = {".json": json.dumps(summary, indent=2) + "\n"}
         if train_vocab_size is not None:

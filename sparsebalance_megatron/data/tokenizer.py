@@ -22,6 +22,7 @@ _SMALLEST_VOCABULARY = 257
 """The 256 bytes and the end-of-text token."""
 _LARGEST_VOCABULARY = 1_000_000
 """Several times that of any model; the trainer allocates by it."""
+_HUB_TIMEOUT_S = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,20 +102,25 @@ def load_tokenizer(name: str) -> DocumentTokenizer:
     Raises:
         DataError: if it cannot be loaded, or is not backed by the ``tokenizers`` library.
     """
-    if name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().is_dir():
+    path = Path(name).expanduser()
+    is_directory = path.is_dir()
+    if not is_directory and name.startswith(("/", "./", "../", "~")):
         raise DataError(f"--tokenizer {name}: no such directory")
 
     from transformers import AutoTokenizer
 
     try:
         loaded = AutoTokenizer.from_pretrained(
-            Path(name).expanduser() if name.startswith("~") else name, trust_remote_code=False
+            path if is_directory else name,
+            trust_remote_code=False,
+            local_files_only=not is_directory and not _hub_answers(),
         )
     # What the files hold decides what the libraries raise: KeyError, or the bare Exception of Rust.
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        problem = "" if is_directory else "not a directory, and not downloaded: "
         raise DataError(
-            f"--tokenizer {name}: {reason}; give a directory with tokenizer.json and "
+            f"--tokenizer {name}: {problem}{reason}; give a directory with tokenizer.json and "
             "tokenizer_config.json, or train one with --tokenizer-train"
         ) from error
     if not loaded.is_fast:
@@ -131,6 +137,18 @@ def load_tokenizer(name: str) -> DocumentTokenizer:
         eod=loaded.eos_token_id,
         render=_template_renderer(loaded) if loaded.chat_template else render_plain,
     )
+
+
+def _hub_answers() -> bool:
+    """Whether the model hub can be reached; without it, every file is asked for six times."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
+    # What the libraries below raise without a network is not theirs to promise.
+    except Exception:
+        return False
+    return True
 
 
 def _template_renderer(loaded: Any) -> Render:

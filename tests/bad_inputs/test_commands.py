@@ -82,6 +82,18 @@ BAD_COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("--layers",),
     ),
     "two sources of costs": (f"{PLAN} --cost-table a --model qwen2.5-3b", ()),
+    "dashes for a value": (f"{PLAN} --dp=--", ("--dp=--",)),
+    "a zero byte in a path": (f"{PREPARE} --tokenizer-train 300\0", ("zero byte",)),
+    "a newline in a file's name": (
+        "prepare-data --input {folder}/a\nb --tokenizer-train 300 --output-prefix {folder}/o",
+        (r"a\nb",),
+    ),
+    "a newline in an unknown flag": (f"{PLAN} --a\nb", (r"--a\nb",)),
+    "rows of many characters": (f"{SIMULATE} --rows " + "x" * 4000, ("x" * 60,)),
+    "a prefix that is empty": (
+        "prepare-data --input {folder}/good.jsonl --tokenizer-train 300 --output-prefix=",
+        ("--output-prefix",),
+    ),
     "no lengths": ("plan --dp 1 --pp 1 --micro-batches 1", ("--lengths",)),
     "no setup": ("simulate", ("--setup",)),
     "no input": ("prepare-data --output-prefix x --tokenizer-train 300", ("--input",)),

@@ -55,7 +55,9 @@ def test_names_of_dtypes_are_those_of_the_converter() -> None:
 
 def test_examples_are_listed_and_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["examples"]) == 0
-    assert "examples/qwen2.5_3b_sft.sh  " in capsys.readouterr().out
+    listed = capsys.readouterr().out
+    for name in ("qwen2.5_3b_sft.sh", "hosts/verl.py", "selectors/pyproject.toml"):
+        assert f"examples/{name}  " in listed
     assert cli.main(["examples", "--copy", str(tmp_path)]) == 0
     copied = tmp_path / "examples" / "slurm.sh"
     assert copied.read_text() == (REPOSITORY / "examples" / "slurm.sh").read_text()

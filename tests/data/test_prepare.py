@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from sparsebalance_megatron.cli import main
+from sparsebalance_megatron.data import tokenizer
 from sparsebalance_megatron.data.documents import Documents
 from sparsebalance_megatron.data.prepare import prepare
 from sparsebalance_megatron.data.records import RecordFiles
@@ -181,7 +182,9 @@ def test_bad_records_stop_or_are_counted(tmp_path: Path) -> None:
 
 def test_no_usable_record_is_an_error(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "in.jsonl", [{"text": ""}])
-    with pytest.raises(DataError, match=r"no document to write; records left out: 1 text"):
+    with pytest.raises(
+        DataError, match=r"in.jsonl\): no document to write; records left out: 1 text"
+    ):
         prepare(source, str(tmp_path / "data"), train_vocab_size=VOCABULARY, skip_bad_records=True)
 
 
@@ -300,6 +303,7 @@ def test_flags_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (("--tokenizer-train", "100"), "--tokenizer-train 100: at least 257 tokens"),
         (("--tokenizer", "/nowhere"), "--tokenizer /nowhere: no such directory"),
         (("--tokenizer", "."), "--tokenizer .: "),
+        (("--tokenizer", "no-model"), "--tokenizer no-model: not a directory, and not downloaded"),
     ],
 )
 def test_bad_tokenizers_are_one_line(
@@ -310,6 +314,7 @@ def test_bad_tokenizers_are_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tokenizer, "_hub_answers", lambda: False)
     texts_source(tmp_path)
     status = main(["prepare-data", "--input", "in.jsonl", "--output-prefix", "out/data", *flags])
     assert status == 2
