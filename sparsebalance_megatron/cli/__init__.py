@@ -97,7 +97,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         # argparse of Python 3.12 ends in a traceback at a value of dashes.
         if "\0" in word or word.endswith("=--"):
             what = "a zero byte" if "\0" in word else "--"
-            parser.error(f"{word!r}: {what} is no value")
+            parser.error(f"{word}: {what} is no value")
     arguments = parser.parse_args(own)
     if passed_on and arguments.command not in TAKES_FLAGS_AFTER_DASHES:
         parser.error(f"{arguments.command} takes no flags after --: drop {' '.join(passed_on)}")

@@ -123,7 +123,12 @@ def _inputs(arguments: Namespace) -> tuple[AdviceInputs, list[int]]:
         job=Job.even(layers=model.layers, ranks=ranks, stages=arguments.pp),
         shape=shape,
         tied_embeddings=model.tied_embeddings,
-        batches=batches_of(lengths, arguments.global_batch, arguments.steps),
+        batches=batches_of(
+            lengths,
+            arguments.global_batch,
+            arguments.steps,
+            arguments.lengths or arguments.data_path,
+        ),
         costs=costs,
         selection=selection,
         seq_length=arguments.seq_length,

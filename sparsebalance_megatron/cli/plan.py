@@ -138,7 +138,7 @@ def _workload(arguments: Namespace) -> Workload:
     cost, layers = _costs(arguments)
     longest = int(lengths.max())
     return workload(
-        batches_of(lengths, batch, arguments.steps),
+        batches_of(lengths, batch, arguments.steps, arguments.lengths or arguments.data_path),
         job=shared_job(
             arguments.context_parallel_size,
             layers=layers,
@@ -168,7 +168,7 @@ def _costs(arguments: Namespace) -> tuple[CostModel, int]:
         WorkloadError: the number of layers is missing.
     """
     if arguments.cost_table is None:
-        model = model_named(arguments.model or DEFAULT_MODEL)
+        model = model_named(DEFAULT_MODEL if arguments.model is None else arguments.model)
         cost = counted_cost(
             model,
             block_size=arguments.block_size or SparseBalanceConfig().block_size,

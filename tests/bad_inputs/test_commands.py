@@ -74,7 +74,10 @@ BAD_COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "flags after dashes where there are none": (f"{PLAN} -- --lr 1", ("--lr 1",)),
     "an unknown flag": (f"{PLAN} --gpus 8", ("--gpus",)),
     "more stages than layers": (f"{PLAN} --pp 99", ("--pp 99", "24 layers")),
-    "a batch beyond the file": (f"{PLAN} --global-batch 4000", ("lengths.txt", "4000")),
+    "a batch beyond the file": (
+        f"{PLAN} --global-batch 4000",
+        ("lengths.txt", "4000", "--dp", "--micro-batches"),
+    ),
     "heads that ranks cannot share": (f"{PLAN} --tp 1000", ("--tp 1000", "14 heads")),
     "a cap below every sample": (f"{PLAN} --max-tokens-per-micro-batch 9", ("sample",)),
     "a table without layers": (

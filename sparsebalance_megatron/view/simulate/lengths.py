@@ -117,15 +117,23 @@ def read_lengths(path: Path) -> np.ndarray:
     return np.array(lengths, dtype=np.int64)
 
 
-def batches_of(lengths: np.ndarray, batch_size: int, steps: int) -> tuple[tuple[int, ...], ...]:
+def batches_of(
+    lengths: np.ndarray, batch_size: int, steps: int, place: object = "the setup"
+) -> tuple[tuple[int, ...], ...]:
     """Consecutive global batches, at most ``steps``; an incomplete last one is left out.
+
+    Args:
+        place: where the lengths come from, for the error.
 
     Raises:
         WorkloadError: there is not one.
     """
     batches = min(steps, len(lengths) // batch_size)
     if not batches:
-        raise WorkloadError(f"{len(lengths)} lengths, and a step needs --global-batch {batch_size}")
+        raise WorkloadError(
+            f"{place}: {len(lengths)} lengths, and a step needs --global-batch {batch_size}; give "
+            "more lengths, or lower --global-batch, --dp or --micro-batches"
+        )
     whole = lengths[: batches * batch_size].reshape(batches, batch_size)
     return tuple(map(tuple, whole.tolist()))
 

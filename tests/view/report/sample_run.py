@@ -224,8 +224,6 @@ class SampleRun:
             place=place,
             job=self.job,
             times=StepTimes(
-                forward_VM=step.measured.times_2RPVM[0, rank, stage],
-                backward_VM=step.measured.times_2RPVM[1, rank, stage],
                 schedule_ms=max(event.end_ms for event in ran),
                 start_unix_s=clock_s + 1e-3 * (0.3 * rank + 0.1 * stage),
                 spans=tuple(
