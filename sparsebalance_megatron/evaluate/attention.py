@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block-sparse attention behind the attention interface of Hugging Face models.
+
+Shape legend: B rows of a batch, S query tokens of a row, T key tokens of a row (those of the cache
+included), H query heads, G KV heads, D head dim, N blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from sparsebalance_megatron.attention.api import block_sparse_attention
+from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.row_pair import RowPair
+from sparsebalance_megatron.attention.select import selector_named
+from sparsebalance_megatron.errors import ConfigError
+from sparsebalance_megatron.evaluate.mask import PADDING
+from sparsebalance_megatron.evaluate.settings import SparseAttention, settings_of
+
+_LOOKS_AHEAD = "vertical-slash-last-queries"
+
+
+def sparse_balance_attention(
+    module: torch.nn.Module,
+    query_BHSD: Tensor,
+    key_BGTD: Tensor,
+    value_BGTD: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **features: Any,
+) -> tuple[Tensor, None]:
+    """Attend as in training, at the model's base budgets; for ``transformers``.
+
+    Every document of a batch selects for itself. Tokens after a cache select as they would in one
+    pass over all tokens. The guard of training, which raises budgets below the base budget, has
+    nothing to do at it.
+
+    Args:
+        module: the attention layer, with ``config`` and ``layer_idx``.
+        attention_mask: int64 [B, S], what :func:`.mask.document_starts` gives.
+        scaling: factor on q . k, None for 1 / sqrt(D).
+        dropout: must be 0.
+        features: what else a model asks its attention for.
+
+    Returns:
+        [B, S, H, D], 0 for padding; and None, since no weights are kept.
+
+    Raises:
+        ConfigError: the model or the settings ask for something else.
+    """
+    starts_BS = _checked_mask(attention_mask, dropout, features)
+    settings = settings_of(module.config)
+    selector = selector_named(settings.sparse_selection)
+    q_BSHD, k_BTGD, v_BTGD = (x.transpose(1, 2) for x in (query_BHSD, key_BGTD, value_BGTD))
+    (batch, asked), tokens = q_BSHD.shape[:2], k_BTGD.shape[1]
+    q_BTHD = q_BSHD
+    if asked < tokens:
+        q_BTHD = _with_earlier_queries(module, settings, q_BSHD, k_BTGD)
+        part = _last_blocks(batch, asked, tokens, settings.sparse_block_size, q_BSHD.device)
+    else:
+        part = _whole_rows(starts_BS, settings.sparse_block_size)
+    if not selector.by_token:
+        _earlier[module] = _Earlier(queries_BTHD=q_BTHD, last_key_BGD=k_BTGD[:, -1].clone())
+    q_THD, k_TGD, v_TGD = (x.flatten(0, 1)[part.kept_T] for x in (q_BTHD, k_BTGD, v_BTGD))
+    kv_layout = part.rows.kv_layout
+    softmax_scale = q_THD.shape[-1] ** -0.5 if scaling is None else scaling
+    lengths_tokens = (end - begin for begin, end in itertools.pairwise(kv_layout.cu_seqlens))
+    layer = cast("int", module.layer_idx)
+    budgets = [settings.budget_blocks(layer, length) for length in lengths_tokens]
+    ranking = selector.rank(
+        q_THD[part.asking_T],
+        selector.summaries(q_THD, k_TGD, kv_layout),
+        part.rows,
+        softmax_scale=softmax_scale,
+        max_budget=max(budgets),
+        observe=False,
+    )
+    selection = selector.select(ranking, torch.tensor(budgets, device=q_THD.device))
+    out_THD, _ = block_sparse_attention(
+        q_THD[part.asking_T], k_TGD, v_TGD, selection, softmax_scale=softmax_scale
+    )
+    place_T = part.kept_T[part.asking_T]
+    out_THD = out_THD.new_zeros(q_BTHD.flatten(0, 1).shape).index_copy(0, place_T, out_THD)
+    return out_THD.unflatten(0, (batch, -1))[:, -asked:], None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """Which tokens of a batch are there, and which of them ask.
+
+    ``kept_T``: int64, the tokens of documents among all of the batch, padding left out.
+    ``asking_T``: int64, those of the query blocks among the kept ones.
+    ``rows``: the blocks of both.
+    """
+
+    kept_T: Tensor
+    asking_T: Tensor
+    rows: RowPair
+
+
+def _whole_rows(starts_BS: Tensor, block_size: int) -> _Part:
+    """All tokens ask."""
+    row_B1 = torch.arange(len(starts_BS), device=starts_BS.device)[:, None]
+    start_T = (starts_BS + row_B1 * starts_BS.shape[1])[starts_BS != PADDING]
+    lengths_tokens = torch.unique_consecutive(start_T, return_counts=True)[1]
+    cu_seqlens = (0, *lengths_tokens.cumsum(0).tolist())
+    layout = packed_layout(cu_seqlens, block_size, starts_BS.device)
+    return _Part(
+        kept_T=(starts_BS.flatten() != PADDING).nonzero()[:, 0],
+        asking_T=torch.arange(layout.tokens, device=starts_BS.device),
+        rows=RowPair.within(layout),
+    )
+
+
+def _last_blocks(
+    batch: int, asked: int, tokens: int, block_size: int, device: torch.device
+) -> _Part:
+    """The blocks of each row that hold its last ``asked`` tokens ask; a row is one document."""
+    first_block = (tokens - asked) // block_size
+    first, blocks = first_block * block_size, -(-tokens // block_size)
+    kept_T = torch.arange(batch * tokens, device=device)
+    rows = RowPair.of_blocks(
+        packed_layout(range(0, batch * (tokens - first) + 1, tokens - first), block_size, device),
+        packed_layout(range(0, batch * tokens + 1, tokens), block_size, device),
+        [row * blocks + block for row in range(batch) for block in range(first_block, blocks)],
+    )
+    return _Part(kept_T=kept_T, asking_T=kept_T.view(batch, tokens)[:, first:].flatten(), rows=rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Earlier:
+    """What a layer saw of the tokens in its cache, and the last of their keys, to know them by."""
+
+    queries_BTHD: Tensor
+    last_key_BGD: Tensor
+
+
+_earlier: WeakKeyDictionary[torch.nn.Module, _Earlier] = WeakKeyDictionary()
+"""By layer, where the queries of earlier tokens take part in the choice; a cache has their keys."""
+
+
+def _with_earlier_queries(
+    module: torch.nn.Module, settings: SparseAttention, q_BSHD: Tensor, k_BTGD: Tensor
+) -> Tensor:
+    """Queries of all tokens, [B, T, H, D]; zeros where nobody asks for them.
+
+    Raises:
+        ConfigError: the selection needs queries that this layer has not seen.
+    """
+    name = settings.sparse_selection
+    if name == _LOOKS_AHEAD:
+        raise ConfigError(
+            f"sparse_balance: selection {name} reads by a document's last queries, which a decoder "
+            "does not have; evaluate whole documents (use_cache=False)"
+        )
+    earlier_tokens = k_BTGD.shape[1] - q_BSHD.shape[1]
+    if selector_named(name).by_token:
+        earlier_BTHD = q_BSHD.new_zeros(len(q_BSHD), earlier_tokens, *q_BSHD.shape[2:])
+        return torch.cat((earlier_BTHD, q_BSHD), 1)
+    earlier = _earlier.get(module)
+    if (
+        earlier is None
+        or earlier.queries_BTHD.shape[:2] != (len(q_BSHD), earlier_tokens)
+        or not torch.equal(earlier.last_key_BGD, k_BTGD[:, earlier_tokens - 1])
+    ):
+        raise ConfigError(
+            f"sparse_balance: selection {name} reads by the queries of the block before, and the "
+            f"tokens in the cache are not the last {earlier_tokens} that this model read; decode "
+            "one batch at a time, without beams, or with use_cache=False"
+        )
+    return torch.cat((earlier.queries_BTHD, q_BSHD), 1)
+
+
+def _checked_mask(mask: Tensor | None, dropout: float, features: dict[str, Any]) -> Tensor:
+    """The mask, once everything that would be ignored is refused."""
+    if dropout:
+        raise ConfigError(f"sparse_balance: attention dropout {dropout} is not supported")
+    for name, meaning in (
+        ("s_aux", "attention sinks"),
+        ("softcap", "softcapped scores"),
+        ("sliding_window", "sliding windows"),
+        ("position_bias", "position biases"),
+    ):
+        if features.get(name) is not None:
+            raise ConfigError(f"sparse_balance: {meaning} are not supported")
+    if mask is None or mask.ndim != 2 or mask.dtype != torch.int64:
+        raise ConfigError(
+            "sparse_balance: the model was given a mask of its own; give attention_mask as "
+            "[rows, tokens], or none"
+        )
+    return mask

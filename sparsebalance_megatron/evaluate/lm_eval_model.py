@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model ``sparse-balance`` of lm-evaluation-harness: its ``hf`` model with sparse attention.
+
+::
+
+    python -m sparsebalance_megatron.evaluate --model sparse-balance \\
+        --model_args pretrained=DIRECTORY --tasks wikitext
+
+Versions after 0.4.13 find it by its entry point: ``lm-eval run --model sparse-balance ...``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+
+from sparsebalance_megatron.errors import ConfigError
+from sparsebalance_megatron.evaluate import NAME, SparseAttention, configure, settings_of
+
+_LENGTHS_TOKENS = (4096, 8192, 16384, 32768, 65536, 131072)
+
+
+@register_model("sparse-balance")
+class SparseBalanceLM(HFLM):
+    """A Hugging Face model that reads with the attention it was trained with.
+
+    Its results name the settings and the share of causal attention by length, since a document of
+    few blocks is read whole. Requests to generate run one by one: rows of unequal length would need
+    padding on the left, which would move blocks. Loglikelihoods run in batches.
+
+    Args:
+        pretrained: a directory or name, as for the ``hf`` model; or a model.
+        sparse: False reads with dense attention, for comparison.
+        arguments: those of the ``hf`` model; and fields of
+            :class:`sparsebalance_megatron.evaluate.SparseAttention`, which replace the settings
+            in the model's config.json.
+
+    Raises:
+        ConfigError: the model has no settings and none are given, or one is wrong.
+    """
+
+    def __init__(self, pretrained: Any, *, sparse: bool = True, **arguments: Any) -> None:
+        fields = SparseAttention.__struct_fields__
+        settings = {name: arguments.pop(name) for name in fields if name in arguments}
+        if settings and not sparse:
+            raise ConfigError(
+                f"sparse-balance: sparse=False reads everything; drop {', '.join(settings)}"
+            )
+        super().__init__(pretrained, **arguments)
+        self._sparse = sparse
+        if sparse:
+            configure(self.model, **settings)
+            self.model.set_attn_implementation(NAME)
+
+    def generate_until(self, *arguments: Any, **keywords: Any) -> list[str]:
+        """See the ``hf`` model; one request at a time."""
+        with self._one_by_one():
+            answers: list[str] = super().generate_until(*arguments, **keywords)
+        return answers
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the results say of the model: also its attention, and how much of it is computed."""
+        info: dict[str, Any] = super().get_model_info()
+        if not self._sparse:
+            return {**info, "attention": "dense"}
+        settings, layers = settings_of(self.config), self.config.get_text_config().num_hidden_layers
+        return {
+            **info,
+            "attention": NAME,
+            **msgspec.to_builtins(settings),
+            "density_by_tokens": {
+                str(tokens): round(settings.density(tokens, layers), 4)
+                for tokens in _LENGTHS_TOKENS
+            },
+        }
+
+    @contextmanager
+    def _one_by_one(self) -> Iterator[None]:
+        batch_size = self.batch_size_per_gpu
+        self.batch_size_per_gpu = 1
+        try:
+            yield
+        finally:
+            self.batch_size_per_gpu = batch_size

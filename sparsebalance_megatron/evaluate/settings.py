@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of sparse attention in a Hugging Face config.json.
+
+They lie under ``sparse_attention_config``, with the names of MiniMax-M3 where they mean the same.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from sparsebalance_megatron.cost.work_model import work_model_named
+from sparsebalance_megatron.errors import ConfigError
+from sparsebalance_megatron.json_file import UnreadableFileError, checked
+from sparsebalance_megatron.selector_registry import check_name
+
+KEY = "sparse_attention_config"
+"""The key of config.json, and the attribute of a ``transformers`` config."""
+
+_Blocks = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+
+
+class SparseAttention(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a model's layers read.
+
+    Attributes:
+        sparse_block_size: tokens of a KV block.
+        sparse_topk_blocks: blocks that a query reads, its own included.
+        sparse_selection: who selects them; a name that ``--sparse-balance-selection`` takes.
+        sparse_layer_topk_blocks: one entry per layer in place of ``sparse_topk_blocks``; null makes
+            a layer dense.
+        sparse_dense_up_to_tokens: documents of up to this length are read whole.
+    """
+
+    sparse_block_size: _Blocks
+    sparse_topk_blocks: _Blocks
+    sparse_selection: str
+    sparse_layer_topk_blocks: tuple[_Blocks | None, ...] | None = None
+    sparse_dense_up_to_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+    def budget_blocks(self, layer: int, tokens: int) -> int:
+        """Blocks that a query of a layer reads in a document of this length."""
+        budget: int | None = self.sparse_topk_blocks
+        if self.sparse_layer_topk_blocks is not None:
+            budget = self.sparse_layer_topk_blocks[layer]
+        all_blocks = max(1, -(-tokens // self.sparse_block_size))
+        if budget is None or tokens <= self.sparse_dense_up_to_tokens:
+            return all_blocks
+        return min(budget, all_blocks)
+
+    def density(self, tokens: int, layers: int) -> float:
+        """The share of causal attention that is computed for a document of this length.
+
+        >>> settings = SparseAttention(
+        ...     sparse_block_size=128, sparse_topk_blocks=8, sparse_selection="token-kv-head"
+        ... )
+        >>> settings.density(1024, layers=2), round(settings.density(131072, layers=2), 4)
+        (1.0, 0.0156)
+        """
+        work = work_model_named(self.sparse_selection)
+        blocks = tokens / self.sparse_block_size
+        attended = sum(
+            float(work.attended_pairs(blocks, self.budget_blocks(layer, tokens)))
+            for layer in range(layers)
+        )
+        return attended / (layers * float(work.visible_pairs(blocks)))
+
+
+def configure(model: Any, **settings: Any) -> SparseAttention:
+    """Set, or change some of, the settings of a ``transformers`` model; give all of them.
+
+    Args:
+        model: a model, whose config keeps them and saves them with ``save_pretrained``.
+        settings: fields of :class:`SparseAttention`.
+
+    Raises:
+        ConfigError: a setting is missing, unknown or wrong.
+    """
+    config = _text_config(model.config)
+    unknown = settings.keys() - set(SparseAttention.__struct_fields__)
+    if unknown:
+        raise ConfigError(
+            f"{KEY}: no setting is called {', '.join(sorted(unknown))}; there are "
+            f"{', '.join(SparseAttention.__struct_fields__)}"
+        )
+    found = _checked({**(getattr(config, KEY, None) or {}), **settings}, config)
+    setattr(config, KEY, msgspec.to_builtins(found))
+    return found
+
+
+def settings_of(config: Any) -> SparseAttention:
+    """The settings in a ``transformers`` config.
+
+    Raises:
+        ConfigError: there are none, or one is missing or wrong.
+    """
+    config = _text_config(config)
+    found = getattr(config, KEY, None)
+    if found is None:
+        raise ConfigError(
+            f"the model's config has no {KEY}: convert with sparse-balance convert to-hf, or call "
+            "sparsebalance_megatron.evaluate.configure(model, sparse_block_size=..., "
+            "sparse_topk_blocks=..., sparse_selection=...)"
+        )
+    return _checked(found, config)
+
+
+def _checked(values: Any, config: Any) -> SparseAttention:
+    try:
+        found: SparseAttention = checked(values, SparseAttention)
+    except UnreadableFileError as error:
+        raise ConfigError(f"{KEY}: {error}") from error
+    check_name(found.sparse_selection)
+    by_layer = found.sparse_layer_topk_blocks
+    if by_layer is not None and len(by_layer) != config.num_hidden_layers:
+        raise ConfigError(
+            f"{KEY}: sparse_layer_topk_blocks has {len(by_layer)} entries for "
+            f"{config.num_hidden_layers} layers: give one per layer"
+        )
+    return found
+
+
+def _text_config(config: Any) -> Any:
+    return config.get_text_config()
