@@ -84,6 +84,10 @@ IMPORT_RULES = {
         outside=("jinja2", "numpy", "rich", "scipy"), inside=("learn", "log", "plan", "view.report")
     ),
     "view": ImportRule(),
+    "evaluate": ImportRule(
+        outside=("lm_eval", "msgspec", "torch", "transformers"),
+        inside=("attention", "cost.work_model", "evaluate"),
+    ),
     "cli": ImportRule(
         outside=("numpy", "rich", "safetensors", "torch", "tqdm"),
         inside=(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block-sparse attention behind the attention interface of Hugging Face models.
 
-Shape legend: B rows of a batch, S query tokens of a row, T key tokens of a row (those of the cache
-included), H query heads, G KV heads, D head dim, N blocks.
+Shape legend: B rows of a batch, Q query tokens of a row, T tokens of a row with those of the
+cache, H query heads, G KV heads, D head dim, N blocks.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ def sparse_balance_attention(
 
     Args:
         module: the attention layer, with ``config`` and ``layer_idx``.
-        attention_mask: int64 [B, S], what :func:`.mask.document_starts` gives.
+        attention_mask: int64 [B, Q], what :func:`.mask.document_starts` gives.
         scaling: factor on q . k, None for 1 / sqrt(D).
         dropout: must be 0.
         features: what else a model asks its attention for.
 
     Returns:
-        [B, S, H, D], 0 for padding; and None, since no weights are kept.
+        [B, Q, H, D], 0 for padding; and None, since no weights are kept.
 
     Raises:
         ConfigError: the model or the settings ask for something else.
     """
-    starts_BS = _checked_mask(attention_mask, dropout, features)
+    starts_BQ = _checked_mask(attention_mask, dropout, features)
     settings = settings_of(module.config)
     selector = selector_named(settings.sparse_selection)
-    q_BSHD, k_BTGD, v_BTGD = (x.transpose(1, 2) for x in (query_BHSD, key_BGTD, value_BGTD))
-    (batch, asked), tokens = q_BSHD.shape[:2], k_BTGD.shape[1]
-    q_BTHD = q_BSHD
+    q_BQHD, k_BTGD, v_BTGD = (x.transpose(1, 2) for x in (query_BHSD, key_BGTD, value_BGTD))
+    (batch, asked), tokens = q_BQHD.shape[:2], k_BTGD.shape[1]
+    q_BTHD = q_BQHD
     if asked < tokens:
-        q_BTHD = _with_earlier_queries(module, settings, q_BSHD, k_BTGD)
-        part = _last_blocks(batch, asked, tokens, settings.sparse_block_size, q_BSHD.device)
+        q_BTHD = _with_earlier_queries(module, settings, q_BQHD, k_BTGD)
+        part = _last_blocks(batch, asked, tokens, settings.sparse_block_size, q_BQHD.device)
     else:
-        part = _whole_rows(starts_BS, settings.sparse_block_size)
+        part = _whole_rows(starts_BQ, settings.sparse_block_size)
     if not selector.by_token:
         _earlier[module] = _Earlier(queries_BTHD=q_BTHD, last_key_BGD=k_BTGD[:, -1].clone())
     q_THD, k_TGD, v_TGD = (x.flatten(0, 1)[part.kept_T] for x in (q_BTHD, k_BTGD, v_BTGD))
@@ -106,16 +106,16 @@ class _Part:
     rows: RowPair
 
 
-def _whole_rows(starts_BS: Tensor, block_size: int) -> _Part:
+def _whole_rows(starts_BQ: Tensor, block_size: int) -> _Part:
     """All tokens ask."""
-    row_B1 = torch.arange(len(starts_BS), device=starts_BS.device)[:, None]
-    start_T = (starts_BS + row_B1 * starts_BS.shape[1])[starts_BS != PADDING]
+    row_B1 = torch.arange(len(starts_BQ), device=starts_BQ.device)[:, None]
+    start_T = (starts_BQ + row_B1 * starts_BQ.shape[1])[starts_BQ != PADDING]
     lengths_tokens = torch.unique_consecutive(start_T, return_counts=True)[1]
     cu_seqlens = (0, *lengths_tokens.cumsum(0).tolist())
-    layout = packed_layout(cu_seqlens, block_size, starts_BS.device)
+    layout = packed_layout(cu_seqlens, block_size, starts_BQ.device)
     return _Part(
-        kept_T=(starts_BS.flatten() != PADDING).nonzero()[:, 0],
-        asking_T=torch.arange(layout.tokens, device=starts_BS.device),
+        kept_T=(starts_BQ.flatten() != PADDING).nonzero()[:, 0],
+        asking_T=torch.arange(layout.tokens, device=starts_BQ.device),
         rows=RowPair.within(layout),
     )
 
@@ -148,7 +148,7 @@ _earlier: WeakKeyDictionary[torch.nn.Module, _Earlier] = WeakKeyDictionary()
 
 
 def _with_earlier_queries(
-    module: torch.nn.Module, settings: SparseAttention, q_BSHD: Tensor, k_BTGD: Tensor
+    module: torch.nn.Module, settings: SparseAttention, q_BQHD: Tensor, k_BTGD: Tensor
 ) -> Tensor:
     """Queries of all tokens, [B, T, H, D]; zeros where nobody asks for them.
 
@@ -161,14 +161,14 @@ def _with_earlier_queries(
             f"sparse_balance: selection {name} reads by a document's last queries, which a decoder "
             "does not have; evaluate whole documents (use_cache=False)"
         )
-    earlier_tokens = k_BTGD.shape[1] - q_BSHD.shape[1]
+    earlier_tokens = k_BTGD.shape[1] - q_BQHD.shape[1]
     if selector_named(name).by_token:
-        earlier_BTHD = q_BSHD.new_zeros(len(q_BSHD), earlier_tokens, *q_BSHD.shape[2:])
-        return torch.cat((earlier_BTHD, q_BSHD), 1)
+        earlier_BTHD = q_BQHD.new_zeros(len(q_BQHD), earlier_tokens, *q_BQHD.shape[2:])
+        return torch.cat((earlier_BTHD, q_BQHD), 1)
     earlier = _earlier.get(module)
     if (
         earlier is None
-        or earlier.queries_BTHD.shape[:2] != (len(q_BSHD), earlier_tokens)
+        or earlier.queries_BTHD.shape[:2] != (len(q_BQHD), earlier_tokens)
         or not torch.equal(earlier.last_key_BGD, k_BTGD[:, earlier_tokens - 1])
     ):
         raise ConfigError(
@@ -176,7 +176,7 @@ def _with_earlier_queries(
             f"tokens in the cache are not the last {earlier_tokens} that this model read; decode "
             "one batch at a time, without beams, or with use_cache=False"
         )
-    return torch.cat((earlier.queries_BTHD, q_BSHD), 1)
+    return torch.cat((earlier.queries_BTHD, q_BQHD), 1)
 
 
 def _checked_mask(mask: Tensor | None, dropout: float, features: dict[str, Any]) -> Tensor:

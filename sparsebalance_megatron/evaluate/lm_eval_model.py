@@ -44,6 +44,8 @@ class SparseBalanceLM(HFLM):
         ConfigError: the model has no settings and none are given, or one is wrong.
     """
 
+    batch_size_per_gpu: int | str
+
     def __init__(self, pretrained: Any, *, sparse: bool = True, **arguments: Any) -> None:
         fields = SparseAttention.__struct_fields__
         settings = {name: arguments.pop(name) for name in fields if name in arguments}
@@ -68,7 +70,8 @@ class SparseBalanceLM(HFLM):
         info: dict[str, Any] = super().get_model_info()
         if not self._sparse:
             return {**info, "attention": "dense"}
-        settings, layers = settings_of(self.config), self.config.get_text_config().num_hidden_layers
+        config = self.model.config.get_text_config()
+        settings, layers = settings_of(config), config.num_hidden_layers
         return {
             **info,
             "attention": NAME,

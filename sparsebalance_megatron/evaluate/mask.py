@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mask that Hugging Face models hand to the sparse attention: where documents begin.
 
-Shape legend: B rows of a batch, S query tokens, T key tokens.
+Shape legend: B rows of a batch, Q query tokens, T tokens of a row with those of the cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def document_starts(
     device: torch.device | str = "cpu",
     **unused: Any,
 ) -> Tensor:
-    """Find the first token of every query's document: int64 [B, S], :data:`PADDING` for padding.
+    """Find the first token of every query's document: int64 [B, Q], :data:`PADDING` for padding.
 
     A mask function of ``transformers`` (``AttentionMaskInterface``), which calls it once per
     forward pass.
@@ -48,29 +48,29 @@ def document_starts(
             f"sparse_balance: the cache holds keys {int(kv_offset)} to {kv_length} for queries "
             f"{first} to {first + q_length}; use a cache that grows (DynamicCache, the default)"
         )
-    query_1S = torch.arange(first, first + q_length, device=device)[None]
+    query_1Q = torch.arange(first, first + q_length, device=device)[None]
     row_B1 = torch.arange(batch_size, device=device)[:, None]
 
-    def may_read(key_BS: Tensor) -> Tensor:
-        """Whether each query may read its key, bool [B, S]."""
+    def may_read(key_BQ: Tensor) -> Tensor:
+        """Whether each query may read its key, bool [B, Q]."""
         shape = (batch_size, q_length)
         if mask_function is None:
-            return (key_BS <= query_1S).expand(shape)
-        allowed = mask_function(row_B1, torch.zeros_like(row_B1), query_1S, key_BS)
+            return (key_BQ <= query_1Q).expand(shape)
+        allowed = mask_function(row_B1, torch.zeros_like(row_B1), query_1Q, key_BQ)
         return torch.as_tensor(allowed, device=device).expand(shape)
 
-    begins_BS = ~may_read((query_1S - 1).clamp(min=0)) | (query_1S == 0)
-    starts_BS = torch.where(begins_BS, query_1S, 0).cummax(1).values
-    last_1S = (query_1S + 1).clamp(max=kv_length - 1)
-    looks_ahead_BS = may_read(last_1S) & (last_1S > query_1S)
-    if not may_read(starts_BS).all() or looks_ahead_BS.any():
+    begins_BQ = ~may_read((query_1Q - 1).clamp(min=0)) | (query_1Q == 0)
+    starts_BQ = torch.where(begins_BQ, query_1Q, 0).cummax(1).values
+    last_1Q = (query_1Q + 1).clamp(max=kv_length - 1)
+    looks_ahead_BQ = may_read(last_1Q) & (last_1Q > query_1Q)
+    if not may_read(starts_BQ).all() or looks_ahead_BQ.any():
         raise ConfigError(
             "sparse_balance: the model asks for a mask that is not causal attention within "
             "documents; sliding windows, chunks and bidirectional attention are not supported"
         )
     if attention_mask is None:
-        return starts_BS
-    return starts_BS.masked_fill(_padding(attention_mask, kv_length)[:, first:], PADDING)
+        return starts_BQ
+    return starts_BQ.masked_fill(_padding(attention_mask, kv_length)[:, first:], PADDING)
 
 
 def _padding(attention_mask: Tensor, kv_length: int) -> Tensor:

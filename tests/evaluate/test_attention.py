@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face models with sparse attention, against dense ones, documents alone, and caches."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sparse_hf_models import BLOCK, CAUSAL, FAMILIES, make_model, make_tokens
+
+from sparsebalance_megatron.attention.api import budgeted_attention
+from sparsebalance_megatron.errors import ConfigError
+from sparsebalance_megatron.evaluate import configure, settings_of
+from sparsebalance_megatron.evaluate.attention import sparse_balance_attention
+from sparsebalance_megatron.evaluate.mask import document_starts
+
+TOKENS = 9 * BLOCK + 5
+ROUNDING = 1e-12
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+def same(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=ROUNDING, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_covering_budget_is_dense_attention_and_a_small_one_is_not(family):
+    model, tokens = make_model(family, budget=50), make_tokens(2, TOKENS)
+    covered = model(tokens).logits
+    configure(model, sparse_topk_blocks=2)
+    sparse = model(tokens).logits
+    model.set_attn_implementation("sdpa")
+    dense = model(tokens).logits
+    same(covered, dense)
+    same(sparse[:, : 2 * BLOCK], dense[:, : 2 * BLOCK])
+    assert (sparse - dense)[:, 4 * BLOCK :].abs().amax() > 1e-3
+
+
+@pytest.mark.parametrize("selection", CAUSAL)
+def test_every_layer_attends_as_training_does(selection):
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn(2, heads, TOKENS, 8, generator=generator, dtype=torch.float64)
+        for heads in (4, 2, 2)
+    )
+    model = make_model(selection=selection)
+    layer = SimpleNamespace(config=model.config, layer_idx=1)
+    starts = torch.zeros(2, TOKENS, dtype=torch.int64)
+    starts[1, 40:] = 40
+    starts[1, 70:] = -1
+    out, _ = sparse_balance_attention(torch_module(layer), q, k, v, starts, scaling=0.3)
+    for row, begin, end in ((0, 0, TOKENS), (1, 0, 40), (1, 40, 70)):
+        expected, _ = budgeted_attention(
+            *(x[row, :, begin:end].transpose(0, 1).contiguous() for x in (q, k, v)),
+            [0, end - begin],
+            3,
+            block_size=BLOCK,
+            softmax_scale=0.3,
+            selection=selection,
+        )
+        same(out[row, begin:end], expected)
+    assert not out[1, 70:].any()
+
+
+def torch_module(layer):
+    module = torch.nn.Module()
+    module.config, module.layer_idx = layer.config, layer.layer_idx
+    return module
+
+
+@pytest.mark.parametrize("selection", CAUSAL)
+def test_tokens_after_a_cache_read_what_they_read_in_one_pass(selection):
+    model, tokens = make_model(selection=selection), make_tokens(2, TOKENS)
+    whole = model(tokens).logits
+    cuts = [0, 37, 38, 39, 64, 65, *range(66, TOKENS + 1)]
+    cache, logits = None, []
+    for begin, end in itertools.pairwise(cuts):
+        answer = model(tokens[:, begin:end], past_key_values=cache, use_cache=True)
+        cache = answer.past_key_values
+        logits.append(answer.logits)
+    same(torch.cat(logits, 1), whole)
+
+
+@pytest.mark.parametrize("selection", CAUSAL)
+def test_generation_with_and_without_a_cache_agrees(selection):
+    model, prompt = make_model(selection=selection), make_tokens(1, 3 * BLOCK + 1)
+    how = {"max_new_tokens": 2 * BLOCK, "do_sample": False}
+    assert torch.equal(
+        model.generate(prompt, **how), model.generate(prompt, use_cache=False, **how)
+    )
+
+
+def test_rows_padded_on_the_right_are_rows_alone():
+    model, tokens = make_model(), make_tokens(3, TOKENS)
+    mask = torch.ones_like(tokens)
+    mask[1, 100:] = 0
+    padded = model(tokens, attention_mask=mask).logits
+    same(padded[1, :100], model(tokens[1:2, :100]).logits[0])
+    same(padded[[0, 2]], model(tokens[[0, 2]]).logits)
+
+
+def test_packed_documents_are_documents_alone():
+    model, tokens = make_model(), make_tokens(1, TOKENS)
+    positions = torch.cat([torch.arange(60), torch.arange(TOKENS - 60)])[None]
+    packed = model(tokens, position_ids=positions, use_cache=False).logits
+    alone = [model(tokens[:, :60]).logits, model(tokens[:, 60:]).logits]
+    same(packed, torch.cat(alone, 1))
+
+
+def test_a_layer_may_be_dense_and_short_documents_too():
+    tokens = make_tokens(1, TOKENS)
+    model = make_model(sparse_layer_topk_blocks=(None, None))
+    by_layer = model(tokens).logits
+    configure(model, sparse_layer_topk_blocks=None, sparse_dense_up_to_tokens=TOKENS)
+    by_length = model(tokens).logits
+    configure(model, sparse_dense_up_to_tokens=TOKENS - 1)
+    assert (model(tokens).logits - by_length).abs().amax() > 1e-3
+    model.set_attn_implementation("sdpa")
+    same(by_layer, model(tokens).logits)
+    same(by_length, model(tokens).logits)
+
+
+def test_settings_survive_saving(tmp_path):
+    model = make_model(sparse_layer_topk_blocks=(2, None))
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation="sparse_balance")
+    assert settings_of(loaded.config) == settings_of(model.config)
+    tokens = make_tokens(1, TOKENS)
+    same(loaded.double()(tokens).logits, model(tokens).logits)
+
+
+def refused(match, call, *arguments, **keywords):
+    with pytest.raises(ConfigError, match=match):
+        call(*arguments, **keywords)
+
+
+def test_padding_that_moves_blocks_is_refused():
+    model, tokens = make_model(), make_tokens(2, TOKENS)
+    left = torch.ones_like(tokens)
+    left[1, :7] = 0
+    refused("padding", model, tokens, attention_mask=left)
+    right = left.flip(1)
+    cache = model(tokens, attention_mask=right, use_cache=True).past_key_values
+    longer = torch.cat([right, torch.ones(2, 1, dtype=torch.int64)], 1)
+    refused("padding", model, tokens[:, :1], attention_mask=longer, past_key_values=cache)
+
+
+def test_another_cache_is_refused_where_earlier_queries_count():
+    model, tokens = make_model(selection="previous-block"), make_tokens(2, TOKENS)
+    cache = model(tokens[:1, :50], use_cache=True).past_key_values
+    model(tokens[1:, :50], use_cache=True)
+    refused("use_cache=False", model, tokens[:1, 50:51], past_key_values=cache)
+
+
+def test_a_decoder_has_no_last_queries():
+    model, tokens = make_model(selection="vertical-slash-last-queries"), make_tokens(1, TOKENS)
+    cache = model(tokens[:, :50], use_cache=True).past_key_values
+    refused("last-queries", model, tokens[:, 50:51], past_key_values=cache)
+
+
+@pytest.mark.parametrize("feature", ["s_aux", "softcap", "sliding_window"])
+def test_what_would_be_ignored_is_refused(feature):
+    model = make_model()
+    layer = model.model.layers[0].self_attn
+    x = torch.zeros(1, 4, 5, 16)
+    mask = torch.zeros(1, 5, dtype=torch.int64)
+    refused(
+        "not supported", sparse_balance_attention, layer, x, x, x, mask, **{feature: torch.ones(4)}
+    )
+    refused("mask", sparse_balance_attention, layer, x, x, x, None)
+    refused("dropout", sparse_balance_attention, layer, x, x, x, mask, dropout=0.1)
+
+
+def test_windows_are_refused():
+    window = lambda row, head, query, key: (key <= query) & (key > query - 3)  # noqa: E731
+    refused("sliding windows", document_starts, 1, 8, 8, mask_function=window)
+    everything = lambda row, head, query, key: torch.ones_like(key, dtype=torch.bool)  # noqa: E731
+    refused("bidirectional", document_starts, 1, 8, 8, mask_function=everything)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"sparse_topk_blocks": 0}, "sparse_topk_blocks"),
+        ({"sparse_block_size": "16"}, "sparse_block_size"),
+        ({"sparse_selection": "best"}, "best"),
+        ({"sparse_layer_topk_blocks": (1,)}, "2 layers"),
+        ({"topk": 3}, "topk"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, match):
+    refused(match, configure, make_model(), **settings)
+
+
+def test_a_model_without_settings_says_how_to_give_them():
+    model = make_model()
+    del model.config.sparse_attention_config
+    refused("configure", model, make_tokens(1, 5))

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model of lm-evaluation-harness, against the Hugging Face model that it wraps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sparse_hf_models import BLOCK, VOCABULARY, make_model
+
+pytest.importorskip("lm_eval", reason="pip install 'sparsebalance-megatron[evaluate]'")
+
+from lm_eval.api.instance import Instance
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from sparsebalance_megatron.errors import ConfigError
+from sparsebalance_megatron.evaluate.lm_eval_model import SparseBalanceLM
+
+PROMPTS = [" ".join(f"w{(7 * i + n) % 89}" for i in range(n)) for n in (5, 4 * BLOCK, 70)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A saved model with its settings, and a tokenizer of one token per word."""
+    path = tmp_path_factory.mktemp("model")
+    make_model().float().save_pretrained(path)
+    words = {"<eos>": 0, "<unk>": 1} | {f"w{i}": i + 2 for i in range(VOCABULARY - 2)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>", pad_token="<eos>"
+    ).save_pretrained(path)
+    return str(path)
+
+
+def requests(kind, arguments):
+    return [
+        Instance(request_type=kind, doc={}, arguments=each, idx=i)
+        for i, each in enumerate(arguments)
+    ]
+
+
+def load(directory, **arguments):
+    return SparseBalanceLM(directory, device="cpu", batch_size=3, **arguments)
+
+
+def test_likelihoods_are_those_of_the_sparse_model(directory):
+    model = load(directory)
+    pairs = [(prompt, " w3 w4 w5") for prompt in PROMPTS]
+    found = [likelihood for likelihood, _ in model.loglikelihood(requests("loglikelihood", pairs))]
+    dense = load(directory, sparse=False)
+    other = [likelihood for likelihood, _ in dense.loglikelihood(requests("loglikelihood", pairs))]
+    for (prompt, ending), likelihood, by_dense in zip(pairs, found, other, strict=True):
+        tokens = torch.tensor([model.tok_encode(prompt + ending)])
+        with torch.no_grad():
+            logits = model.model(tokens).logits[0, -4:-1].log_softmax(-1)
+        expected = float(logits.gather(1, tokens[0, -3:, None]).sum())
+        assert likelihood == pytest.approx(expected, abs=1e-4)
+        assert (abs(likelihood - by_dense) > 1e-4) == (len(prompt.split()) > 3 * BLOCK)
+
+
+def test_prompts_of_unequal_length_are_continued_as_each_alone(directory):
+    model = load(directory)
+    arguments = [
+        (prompt, {"max_gen_toks": 6, "do_sample": False, "until": []}) for prompt in PROMPTS
+    ]
+    answers = model.generate_until(requests("generate_until", arguments))
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        tokens = torch.tensor([model.tok_encode(prompt)])
+        whole = model.model.generate(tokens, max_new_tokens=6, do_sample=False)
+        assert answer.split() == model.tok_decode(whole[0, tokens.shape[1] :]).split()
+    assert model.batch_size == 3
+
+
+def test_results_name_the_settings_and_the_density(directory):
+    info = load(directory, sparse_topk_blocks=4).get_model_info()
+    assert (info["sparse_block_size"], info["sparse_topk_blocks"]) == (BLOCK, 4)
+    density = info["density_by_tokens"]
+    assert 0 < density["131072"] < density["4096"] < 0.1
+    assert load(directory, sparse=False).get_model_info()["attention"] == "dense"
+    with pytest.raises(ConfigError, match="sparse_topk_blocks"):
+        load(directory, sparse=False, sparse_topk_blocks=4)
