@@ -3,14 +3,16 @@
 
 Importing this package registers the attention ``sparse_balance`` with ``transformers``::
 
-    import sparsebalance_megatron.evaluate
+    from sparsebalance_megatron import evaluate
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(DIRECTORY, attn_implementation="sparse_balance")
+    model = AutoModelForCausalLM.from_pretrained(DIRECTORY, attn_implementation=evaluate.NAME)
+    evaluate.configure(
+        model, sparse_block_size=256, sparse_topk_blocks=32, sparse_selection="token-query-head"
+    )
 
-Its settings are those in the model's config.json (:class:`.settings.SparseAttention`), where
-``sparse-balance convert to-hf`` writes them. :func:`configure` gives other settings, or settings
-for a model without any.
+The settings lie in the model's config (:class:`.settings.SparseAttention`): ``save_pretrained``
+writes them, and a model that has them needs no :func:`configure`.
 """
 
 from transformers import AttentionInterface, AttentionMaskInterface

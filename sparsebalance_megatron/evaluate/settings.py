@@ -99,7 +99,7 @@ def settings_of(config: Any) -> SparseAttention:
     found = getattr(config, KEY, None)
     if found is None:
         raise ConfigError(
-            f"the model's config has no {KEY}: convert with sparse-balance convert to-hf, or call "
+            f"the model's config has no {KEY}: call "
             "sparsebalance_megatron.evaluate.configure(model, sparse_block_size=..., "
             "sparse_topk_blocks=..., sparse_selection=...)"
         )
