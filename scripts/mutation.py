@@ -80,10 +80,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         *("tests/attention/select/test_block_topk.py", "tests/attention/test_causality.py"),
         "tests/attention/select/test_memory.py",
     ),
-    "attention/kernels/assembled": (
-        CONTRACT,
-        "tests/attention/test_dense_documents.py",
-    ),
+    "attention/kernels/assembled": (CONTRACT, "tests/attention/test_dense_documents.py"),
     "attention/": (CONTRACT, ATTENTION),
     "data/tokenizer": ("tests/data/test_prepare.py", "tests/bad_inputs/test_models.py"),
     "data/documents": ("tests/data/test_samples.py", "tests/data/test_blend_index.py"),

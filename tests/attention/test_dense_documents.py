@@ -15,7 +15,7 @@ from attention.cases import SCALE, make_case, sharded
 
 from sparsebalance_megatron.attention.api import budgeted_attention
 from sparsebalance_megatron.attention.kernels import assembled as module
-from sparsebalance_megatron.attention.kernels.assembled import dense_documents
+from sparsebalance_megatron.attention.kernels.assembled import split_dense_documents
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import Selection
 
@@ -33,13 +33,13 @@ def short_documents_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_found_are_documents_whose_budget_holds_all_blocks(granularity: str) -> None:
     """A document of one block is its own block, which is never gathered."""
     case = make_case(CU_SEQLENS, BUDGETS, block=8, head_dim=8, granularity=granularity)
-    found = dense_documents(case.selection)
-    assert found.tokens == [slice(0, 30), slice(52, 93)]
+    documents, others = split_dense_documents(case.selection)
+    assert documents == [slice(0, 30), slice(52, 93)]
     layout = case.selection.query_layout
     block_Q = layout.block_T if case.selection.by_token else layout.number_N
     dense_Q = torch.isin(layout.document_N[block_Q], torch.tensor([0, 3]))
-    assert (found.others.counts_QC[dense_Q] == 0).all()
-    kept = found.others.counts_QC[~dense_Q]
+    assert (others.counts_QC[dense_Q] == 0).all()
+    kept = others.counts_QC[~dense_Q]
     assert torch.equal(kept, case.selection.counts_QC[~dense_Q])
 
 
@@ -65,13 +65,13 @@ def test_one_missing_entry_makes_a_document_sparse() -> None:
     counts_QC = case.selection.counts_QC.clone()
     counts_QC[29, 1] -= 1
     selection = dataclasses.replace(case.selection, counts_QC=counts_QC)
-    assert dense_documents(selection).tokens == [slice(52, 93)]
+    assert split_dense_documents(selection)[0] == [slice(52, 93)]
 
 
 def test_keys_in_a_row_of_their_own_are_gathered() -> None:
     case = make_case(CU_SEQLENS, BUDGETS, block=8, head_dim=8)
     blocks = range(case.selection.query_layout.blocks)
-    assert dense_documents(sharded(case.selection, blocks, blocks)).tokens == []
+    assert split_dense_documents(sharded(case.selection, blocks, blocks))[0] == []
 
 
 def test_lists_that_reach_before_the_document_are_gathered() -> None:
@@ -84,7 +84,7 @@ def test_lists_that_reach_before_the_document_are_gathered() -> None:
         counts_QC=(indices_NGK >= 0).sum(-1).int(),
         by_token=False,
     )
-    assert dense_documents(selection).tokens == [slice(0, 16)]
+    assert split_dense_documents(selection)[0] == [slice(0, 16)]
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense attention of tiles, forward and backward: what the gathering implementations are made of.
+"""Dense attention of tiles, forward and backward.
 
 On the CPU torch's own flash kernel computes, the one behind ``scaled_dot_product_attention``: it
 gives the LSE, and its backward pass takes an output and an LSE from outside, so that parts add up.
-It cuts tiles by their shape, hence a row's bits do not follow from the rows beside it. Elsewhere
-torch's products compute.
+It cuts tiles by their shape alone, so that the rows beside a row change none of its bits.
+Elsewhere torch's products compute.
 
 Shape legend: A tiles, I rows of a tile, W keys of a tile, D head dim.
 """
@@ -23,7 +23,7 @@ a core's second-level cache."""
 
 
 def host_may_read(device: torch.device) -> bool:
-    """Whether reading lists and their lengths stops nobody."""
+    """Whether the host can read tensors of ``device`` without waiting for it."""
     return device.type == "cpu"
 
 
@@ -33,17 +33,6 @@ def tiles_at_once(rows: int, keys: int, device: torch.device) -> int:
     return max(1, threads * _SCORES_AT_ONCE // (rows * keys))
 
 
-def later_keys_IW(
-    queries: int, keys: int, heads: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """The causal mask of a block that attends to itself: -inf at keys after the query, else 0.
-
-    Rows are queries, each with its ``heads`` side by side.
-    """
-    future = torch.full((queries, keys), -torch.inf, dtype=dtype, device=device).triu_(1)
-    return future.repeat_interleave(heads, 0, output_size=queries * heads)
-
-
 def attend(
     q_AID: Tensor,
     k_AWD: Tensor,
@@ -51,6 +40,7 @@ def attend(
     *,
     softmax_scale: float,
     mask_AIW: Tensor | None = None,
+    causal: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attend from every row of a tile to all of its keys.
 
@@ -59,23 +49,20 @@ def attend(
         softmax_scale: factor on q . k.
         mask_AIW: added to the scaled scores; sizes of 1 are broadcast. Off the CPU a row may be all
             -inf: its output is 0, its LSE -inf.
+        causal: whether row i reads keys 0 to i only; on the CPU, without a mask.
 
     Returns:
         out_AID and the natural log-sum-exp lse_AI.
     """
     if host_may_read(q_AID.device):
         mask = None if mask_AIW is None else mask_AIW[:, None]
-        out_A1ID, lse_A1I = _flash(
-            q_AID[:, None],
-            k_AWD[:, None],
-            v_AWD[:, None],
-            attn_mask=mask,
-            scale=softmax_scale,
-        )
-        return out_A1ID[:, 0], lse_A1I[:, 0]
+        q, k, v = (x[:, None] for x in (q_AID, k_AWD, v_AWD))
+        out, lse = _flash(q, k, v, 0.0, causal, attn_mask=mask, scale=softmax_scale)
+        return out[:, 0], lse[:, 0]
     s_AIW = _scores(q_AID, k_AWD, softmax_scale, mask_AIW)
     lse_AI = s_AIW.logsumexp(-1)
-    p_AIW = s_AIW.sub_(_finite(lse_AI)).exp_()
+    # An LSE of -inf would make scores of -inf NaN.
+    p_AIW = s_AIW.sub_(lse_AI.clamp(min=torch.finfo(lse_AI.dtype).min)[..., None]).exp_()
     return torch.bmm(p_AIW, v_AWD), lse_AI
 
 
@@ -89,6 +76,7 @@ def attend_backward(
     *,
     softmax_scale: float,
     mask_AIW: Tensor | None = None,
+    causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from an output and an LSE that may be those of several parts.
 
@@ -96,18 +84,8 @@ def attend_backward(
     """
     if host_may_read(q_AID.device):
         mask = None if mask_AIW is None else mask_AIW[:, None]
-        gradients = _flash_backward(
-            dout_AID[:, None],
-            q_AID[:, None],
-            k_AWD[:, None],
-            v_AWD[:, None],
-            out_AID[:, None],
-            lse_AI[:, None],
-            0.0,
-            False,
-            attn_mask=mask,
-            scale=softmax_scale,
-        )
+        tensors = (x[:, None] for x in (dout_AID, q_AID, k_AWD, v_AWD, out_AID, lse_AI))
+        gradients = _flash_backward(*tensors, 0.0, causal, attn_mask=mask, scale=softmax_scale)
         dq_AID, dk_AWD, dv_AWD = (x[:, 0] for x in gradients)
         return dq_AID, dk_AWD, dv_AWD
     p_AIW = _scores(q_AID, k_AWD, softmax_scale, mask_AIW).sub_(lse_AI[..., None]).exp_()
@@ -117,54 +95,6 @@ def attend_backward(
     return torch.bmm(ds_AIW, k_AWD), torch.bmm(ds_AIW.transpose(1, 2), q_AID), dv_AWD
 
 
-def attend_causally(
-    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, *, softmax_scale: float
-) -> tuple[Tensor, Tensor]:
-    """Dense causal attention of one document, on the CPU only: out_THD and lse_TH."""
-    q, k, v = _by_kv_head(q_THD, k_TGD), _repeated(k_TGD, q_THD), _repeated(v_TGD, q_THD)
-    out, lse = _flash(q, k, v, is_causal=True, scale=softmax_scale)
-    return _by_token(out), _by_token(lse)
-
-
-def attend_causally_backward(
-    dout_THD: Tensor,
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
-    out_THD: Tensor,
-    lse_TH: Tensor,
-    *,
-    softmax_scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`attend_causally`: dq_THD, dk_TGD and dv_TGD."""
-    dout, q, out, lse = (_by_kv_head(x, k_TGD) for x in (dout_THD, q_THD, out_THD, lse_TH))
-    k, v = _repeated(k_TGD, q_THD), _repeated(v_TGD, q_THD)
-    dq, dk, dv = _flash_backward(dout, q, k, v, out, lse, 0.0, True, scale=softmax_scale)
-    return _by_token(dq), dk.sum(1).transpose(0, 1), dv.sum(1).transpose(0, 1)
-
-
-def _by_kv_head(x_TH: Tensor, k_TGD: Tensor) -> Tensor:
-    """[T, H, ...] to [G, H / G, T, ...]."""
-    x = x_TH.unflatten(1, (k_TGD.shape[1], -1))
-    return x.movedim(0, 2)
-
-
-def _by_token(x: Tensor) -> Tensor:
-    """[G, H / G, T, ...] to [T, H, ...]."""
-    return x.movedim(2, 0).flatten(1, 2)
-
-
-def _repeated(k_TGD: Tensor, q_THD: Tensor) -> Tensor:
-    """[T, G, D] to a view [G, H / G, T, D]."""
-    group = q_THD.shape[1] // k_TGD.shape[1]
-    return k_TGD.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
-
-
 def _scores(q_AID: Tensor, k_AWD: Tensor, softmax_scale: float, mask_AIW: Tensor | None) -> Tensor:
     s_AIW = torch.bmm(q_AID, k_AWD.transpose(1, 2)).mul_(softmax_scale)
     return s_AIW if mask_AIW is None else s_AIW.add_(mask_AIW)
-
-
-def _finite(lse_AI: Tensor) -> Tensor:
-    """[A, I, 1] without -inf: scores of -inf less that are probabilities of 0."""
-    return lse_AI.clamp(min=torch.finfo(lse_AI.dtype).min)[..., None]

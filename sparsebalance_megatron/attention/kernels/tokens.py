@@ -19,7 +19,7 @@ tile (I * E), Z places in all tiles (A * Y).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag, pad
 
 from sparsebalance_megatron.attention.kernels import assembled
-from sparsebalance_megatron.attention.kernels.assembled import own_listed_QC
 from sparsebalance_megatron.attention.kernels.contract import Saved, obstacle_of_lists
+from sparsebalance_megatron.attention.kernels.gathered import own_listed_QC
 from sparsebalance_megatron.attention.kernels.tile_attention import (
     attend,
     attend_backward,
@@ -47,22 +47,28 @@ _LEAST_TILES = 2
 def forward(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selection, *, softmax_scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend over a selection by token; see :class:`..kernel.Kernel`.
+    """Attend over a selection by token; see :class:`.contract.Kernel`.
 
     Computes in float32, or float64 for float64 inputs. Deterministic on the CPU; on CUDA where
     ``torch.use_deterministic_algorithms`` makes ``index_add_`` so.
     """
-    return assembled.forward(_PastBlocks, q_THD, k_TGD, v_TGD, selection, softmax_scale)
+    return assembled.forward(_past_blocks, q_THD, k_TGD, v_TGD, selection, softmax_scale)
 
 
 def backward(dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients, as deterministic as :func:`forward`; see :class:`..kernel.Kernel`."""
-    return assembled.backward(_PastBlocks, dout_THD, saved)
+    """Gradients, as deterministic as :func:`forward`; see :class:`.contract.Kernel`."""
+    return assembled.backward(_past_blocks, dout_THD, saved)
 
 
 def obstacle(q_THD: Tensor, selection: Selection) -> str | None:
     """Refuse selections by query block."""
     return obstacle_of_lists(selection, by_token=True)
+
+
+def _past_blocks(
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selection, softmax_scale: float
+) -> tuple[_PastBlocks]:
+    return (_PastBlocks(q_THD, k_TGD, v_TGD, selection, softmax_scale),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +108,7 @@ class _PastBlocks:
         self._lists_QCK = lists_QCK.masked_fill(absent_QCK, blocks)
 
     def forward(self, out_THD: Tensor, lse_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`.assembled.Part`."""
         for head in range(self._kv_heads):
             heads = self._query_heads(head)
             out_XED, lse_XE = self._by_row(out_THD[:, heads]), self._by_row(lse_TH[:, heads])
@@ -125,14 +132,10 @@ class _PastBlocks:
         return out_THD, lse_TH
 
     def backward(
-        self,
-        dout_THD: Tensor,
-        out_THD: Tensor,
-        lse_TH: Tensor,
-        dq_THD: Tensor,
-        dk_TGD: Tensor,
-        dv_TGD: Tensor,
+        self, dout_THD: Tensor, out_THD: Tensor, lse_TH: Tensor, gradients: Sequence[Tensor]
     ) -> None:
+        """See :class:`.assembled.Part`."""
+        dq_THD, dk_TGD, dv_TGD = gradients
         for head in range(self._kv_heads):
             heads = self._query_heads(head)
             lse_XE = pad(self._by_row(lse_TH[:, heads]), (0, 0, 0, 1), value=torch.inf)

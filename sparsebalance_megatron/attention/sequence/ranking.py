@@ -48,8 +48,14 @@ def rank_slice[Summarised: SharedSummaries, Ranked: RankingWithMass](
         softmax_scale, max_budget, observe: see :class:`..selectors.Selector`.
 
     Raises:
-        ValueError: as the selector does.
+        ValueError: as the selector does; or the selector needs whole documents, which a slice does
+            not hold.
     """
+    if exchange is not None and getattr(selector, "needs_whole_documents", False):
+        raise ValueError(
+            f"{selector} needs all queries of a document, and this rank holds or has seen a part: "
+            'use one segment and cp_size 1, or another selection, such as "vertical-slash"'
+        )
     own = selector.summaries(q_THD, k_TGD, sequence.local_layout)
     summaries = own.parts(sequence.local_layout)
     if exchange is not None:

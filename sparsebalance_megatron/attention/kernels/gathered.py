@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of query blocks over gathered keys: time and memory follow the length of the lists.
+
+A tile is one query block of one KV head, with the group's query heads stacked as its rows; the
+units of its list, blocks or single tokens, are gathered for it side by side. On the CPU tiles with
+lists of one length are computed together. Elsewhere lists are padded, and padding is a unit of
+zeros of its own: a mask that adds -inf would not hold back the NaN of another document.
+
+Shape legend: T tokens of the packed sequence (of queries or of keys), H query heads, G KV heads, D
+head dim, N blocks of the queries, K places of a list, B tokens of a query block, E of a unit, U
+units of the keys, A tiles (query blocks of all KV heads; of keys units of all heads), I rows of a
+tile (B * H / G), W columns of a tile (list length * E).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sparsebalance_megatron.attention.kernels.tile_attention import (
+    attend,
+    attend_backward,
+    host_may_read,
+    tiles_at_once,
+)
+from sparsebalance_megatron.attention.layout import PackedLayout
+from sparsebalance_megatron.attention.merge import merge_partials
+from sparsebalance_megatron.attention.selection import Selection
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chunk:
+    """Tiles computed together, and their units as positions in [G * U].
+
+    ``mask_AIW`` is None where every row reads every key; sizes of 1 are broadcast.
+    """
+
+    tiles_A: Tensor
+    units_AK: Tensor
+    mask_AIW: Tensor | None
+
+
+class GatheredLists:
+    """One list of units for each query block and KV head.
+
+    Args:
+        q_THD, k_TGD, v_TGD: of the dtype computed in.
+        lists_NGK: numbers of units, undefined past the end of a list.
+        counts_NG: lengths of the lists.
+        query_layout: the blocks of the queries.
+        units: the blocks that the lists name; None where they name single tokens.
+        softmax_scale: factor on q . k.
+        own_block: whether the only unit of a list is the query block itself, which is read up to
+            the query.
+        absent_TH: queries that do not read what their block's list names; None for none.
+    """
+
+    def __init__(
+        self,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        lists_NGK: Tensor,
+        counts_NG: Tensor,
+        query_layout: PackedLayout,
+        units: PackedLayout | None,
+        softmax_scale: float,
+        *,
+        own_block: bool = False,
+        absent_TH: Tensor | None = None,
+    ) -> None:
+        self._query_layout, self._units = query_layout, units
+        self._softmax_scale, self._absent_TH = softmax_scale, absent_TH
+        self._count = units.blocks if units else k_TGD.shape[0]
+        self._unit_tokens = units.block_tokens if units else 1
+        self._kv_heads = k_TGD.shape[1]
+        self._group = q_THD.shape[1] // self._kv_heads
+        self._by_length = host_may_read(q_THD.device)
+        self._q_AID = self._query_tiles(q_THD)
+        self._k_AED, self._v_AED = self._key_units(k_TGD), self._key_units(v_TGD)
+        self._lists_AK = lists_NGK.transpose(0, 1).flatten(0, 1).long()
+        self._counts_A = counts_NG.transpose(0, 1).flatten(0, 1)
+        self._later_keys_1IW: Tensor | None = None
+        if own_block:
+            shape = query_layout.block_tokens, self._unit_tokens
+            later_BE = q_THD.new_full(shape, -torch.inf).triu_(1)
+            self._later_keys_1IW = later_BE.repeat_interleave(self._group, 0)[None]
+
+    def attend(self) -> tuple[Tensor, Tensor]:
+        """out_THD and lse_TH; 0 and -inf where a query reads nothing."""
+        out_AID = torch.zeros_like(self._q_AID)
+        lse_AI = out_AID.new_full(out_AID.shape[:2], -torch.inf)
+        for chunk in self._chunks():
+            o_AID, l_AI = attend(
+                self._q_AID.index_select(0, chunk.tiles_A),
+                _gather(self._k_AED, chunk.units_AK),
+                _gather(self._v_AED, chunk.units_AK),
+                softmax_scale=self._softmax_scale,
+                mask_AIW=chunk.mask_AIW,
+            )
+            out_AID.index_copy_(0, chunk.tiles_A, o_AID)
+            lse_AI.index_copy_(0, chunk.tiles_A, l_AI)
+        out_THD, lse_TH = self._query_rows(out_AID), self._query_rows(lse_AI)
+        if self._absent_TH is not None:
+            out_THD = out_THD.masked_fill(self._absent_TH[..., None], 0.0)
+            lse_TH = lse_TH.masked_fill(self._absent_TH, -torch.inf)
+        return out_THD, lse_TH
+
+    def forward(self, out_THD: Tensor, lse_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`.assembled.Part`."""
+        return merge_partials(out_THD, lse_TH, *self.attend())
+
+    def backward(
+        self, dout_THD: Tensor, out_THD: Tensor, lse_TH: Tensor, gradients: Sequence[Tensor]
+    ) -> None:
+        """See :class:`.assembled.Part`."""
+        for whole, part in zip(gradients, self.gradients(dout_THD, out_THD, lse_TH), strict=True):
+            whole += part
+
+    def gradients(
+        self, dout_THD: Tensor, out_THD: Tensor, lse_TH: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq_THD, dk_TGD and dv_TGD of these lists, from the output and LSE of all lists."""
+        if self._absent_TH is not None:
+            lse_TH = lse_TH.masked_fill(self._absent_TH, torch.inf)
+        dout_AID, out_AID, lse_AI = map(self._query_tiles, (dout_THD, out_THD, lse_TH))
+        dq_AID = torch.zeros_like(self._q_AID)
+        dk_AED, dv_AED = torch.zeros_like(self._k_AED), torch.zeros_like(self._v_AED)
+        for chunk in self._chunks():
+            tiles_A, units_AK = chunk.tiles_A, chunk.units_AK
+            part_AID, dk_AWD, dv_AWD = attend_backward(
+                dout_AID.index_select(0, tiles_A),
+                self._q_AID.index_select(0, tiles_A),
+                _gather(self._k_AED, units_AK),
+                _gather(self._v_AED, units_AK),
+                out_AID.index_select(0, tiles_A),
+                lse_AI.index_select(0, tiles_A),
+                softmax_scale=self._softmax_scale,
+                mask_AIW=chunk.mask_AIW,
+            )
+            dq_AID.index_copy_(0, tiles_A, part_AID)
+            for whole_AED, part_AWD in ((dk_AED, dk_AWD), (dv_AED, dv_AWD)):
+                whole_AED.index_add_(
+                    0, units_AK.flatten(), part_AWD.reshape(-1, *whole_AED.shape[1:])
+                )
+        return self._query_rows(dq_AID), self._key_rows(dk_AED), self._key_rows(dv_AED)
+
+    def _query_tiles(self, x_TH: Tensor) -> Tensor:
+        """[T, H, ...] to [A, I, ...], zeros past short blocks."""
+        x = self._query_layout.to_blocks(x_TH).unflatten(2, (self._kv_heads, self._group))
+        return x.movedim(2, 0).flatten(2, 3).flatten(0, 1).contiguous()
+
+    def _query_rows(self, x_AI: Tensor) -> Tensor:
+        """[A, I, ...] to [T, H, ...]."""
+        x = x_AI.unflatten(0, (self._kv_heads, -1)).unflatten(2, (-1, self._group))
+        return self._query_layout.from_blocks(x.movedim(0, 2).flatten(2, 3))
+
+    def _key_units(self, x_TGD: Tensor) -> Tensor:
+        """[T, G, D] to [A, E, D], zeros past short units; the padding comes last, if there is."""
+        x_UEGD = self._units.to_blocks(x_TGD) if self._units else x_TGD.unsqueeze(1)
+        x = x_UEGD.movedim(2, 0).flatten(0, 1).contiguous()
+        return x if self._by_length else pad(x, (0, 0, 0, 0, 0, 1))
+
+    def _key_rows(self, x_AED: Tensor) -> Tensor:
+        """[A, E, D] to [T, G, D]."""
+        x_AED = x_AED if self._by_length else x_AED[:-1]
+        x_UEGD = x_AED.unflatten(0, (self._kv_heads, -1)).movedim(0, 2)
+        return self._units.from_blocks(x_UEGD) if self._units else x_UEGD.squeeze(1)
+
+    def _chunks(self) -> Iterator[_Chunk]:
+        """Cut all tiles into chunks.
+
+        On the CPU the lists are sorted by length. Elsewhere the lengths stay unread, since reading
+        them would stop the host: all lists are computed at full width, and what lies past their
+        end is masked.
+        """
+        head_A = torch.arange(self._kv_heads, device=self._lists_AK.device).repeat_interleave(
+            len(self._lists_AK) // self._kv_heads
+        )
+        lists_AK = self._lists_AK + head_A[:, None] * self._count
+        return self._by_list_length(lists_AK) if self._by_length else self._at_full_width(lists_AK)
+
+    def _by_list_length(self, lists_AK: Tensor) -> Iterator[_Chunk]:
+        counts_A, by_length_A = self._counts_A.sort(stable=True)
+        lengths, sizes = counts_A.unique_consecutive(return_counts=True)
+        for length, tiles in zip(lengths.tolist(), by_length_A.split(sizes.tolist()), strict=True):
+            if length == 0:
+                continue
+            for tiles_A in tiles.split(self._tiles_at_once(length)):
+                units_AK = lists_AK[tiles_A, :length]
+                yield _Chunk(tiles_A=tiles_A, units_AK=units_AK, mask_AIW=self._later_keys_1IW)
+
+    def _at_full_width(self, lists_AK: Tensor) -> Iterator[_Chunk]:
+        tiles, width = lists_AK.shape
+        device = lists_AK.device
+        past_end_AK = torch.arange(width, device=device) >= self._counts_A[:, None]
+        lists_AK = lists_AK.masked_fill(past_end_AK, self._kv_heads * self._count)
+        mask_AK = torch.zeros_like(lists_AK, dtype=self._q_AID.dtype)
+        mask_AK.masked_fill_(past_end_AK, -torch.inf)
+        for tiles_A in torch.arange(tiles, device=device).split(self._tiles_at_once(width)):
+            mask_AIW = mask_AK[tiles_A].repeat_interleave(self._unit_tokens, 1)[:, None]
+            if self._later_keys_1IW is not None:
+                mask_AIW = mask_AIW + self._later_keys_1IW
+            yield _Chunk(tiles_A=tiles_A, units_AK=lists_AK[tiles_A], mask_AIW=mask_AIW)
+
+    def _tiles_at_once(self, length: int) -> int:
+        keys = length * self._unit_tokens
+        return tiles_at_once(self._q_AID.shape[1], keys, self._q_AID.device)
+
+
+def own_blocks(
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selection, softmax_scale: float
+) -> GatheredLists:
+    """The part of a selection that reads own blocks."""
+    layout, kv_heads = selection.query_layout, k_TGD.shape[1]
+    listed_NG, absent_TH = own_listed_QC(selection), None
+    if selection.by_token:
+        query_heads = q_THD.shape[1]
+        listed_TH = listed_NG.repeat_interleave(query_heads // listed_NG.shape[1], 1)
+        if not host_may_read(q_THD.device) or not bool(listed_TH.all()):
+            absent_TH = ~listed_TH
+        listed_NG = layout.to_blocks(listed_TH).any(1).unflatten(1, (kv_heads, -1)).any(2)
+    lists_NGK = selection.own_block_N[:, None, None].expand(-1, kv_heads, 1)
+    return GatheredLists(
+        *(q_THD, k_TGD, v_TGD, lists_NGK, listed_NG, layout, selection.kv_layout, softmax_scale),
+        own_block=True,
+        absent_TH=absent_TH,
+    )
+
+
+def own_listed_QC(selection: Selection) -> Tensor:
+    """Which lists hold the own block of the row that selects, bool."""
+    own_Q = selection.own_block_N
+    if selection.by_token:
+        own_Q = own_Q[selection.query_layout.block_T]
+    return (selection.indices_QCK[..., 0] == own_Q[:, None]) & (selection.counts_QC > 0)
+
+
+def _gather(x_AED: Tensor, units_AK: Tensor) -> Tensor:
+    """The listed units side by side: [A, W, D]."""
+    return x_AED.index_select(0, units_AK.flatten()).view(len(units_AK), -1, x_AED.shape[2])

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values of earlier segments, kept on the stage until their own backward.
+
+A micro-batch may pass the pipeline in segments: consecutive pieces of its packed sequence, cut at
+whole blocks, so that a segment may hold ends and beginnings of documents. Forward runs in order,
+backward in reverse order. Everything here is about the sequence so far: the tokens up to the end of
+a segment, which are all that its queries may read.
+
+Shape legend: T tokens of a segment or of the sequence so far, G KV heads, D head dim, Y keys and
+values (2), S documents that have begun, K budgets up to the most blocks of a document so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sparsebalance_megatron.attention.layout import block_grid
+from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.sequence.slice import Part, SequenceGroup, SequenceSlice
+
+
+def segment_slice(
+    cu_seqlens: Sequence[int],
+    first_blocks: Sequence[int],
+    segment: int,
+    *,
+    block_size: int,
+    pad_to_multiple_of: int = 1,
+    device: torch.device | str = "cpu",
+) -> SequenceSlice:
+    """A segment as a slice of the sequence so far, whose members are the segments so far.
+
+    Its ``whole_layout`` is that of the sequence so far, and ends with the segment: budgets and
+    coverage are those of the documents that have begun.
+
+    Args:
+        cu_seqlens: document boundaries of the whole sequence in tokens, S + 1 entries from 0.
+        first_blocks: the first block of every segment, from 0, strictly increasing.
+        segment: which segment.
+        block_size, pad_to_multiple_of, device: see :class:`.slice.SequenceSlice`.
+
+    Raises:
+        ValueError: the sequence cannot be cut (:func:`..layout.block_grid`), or a segment would
+            have no block.
+    """
+    grid = block_grid(cu_seqlens, block_size)
+    bounds = np.asarray([*first_blocks, len(grid.start_N)], dtype=np.int64)
+    if bounds[0] != 0 or (np.diff(bounds) < 1).any():
+        raise ValueError(
+            f"segments begin at blocks {list(first_blocks)} of {len(grid.start_N)}: must begin at "
+            "0, and increase to less than the number of blocks"
+        )
+    last_block = bounds[segment + 1] - 1
+    end = grid.start_N[last_block] + grid.length_N[last_block]
+    begun = grid.boundaries[grid.boundaries < end].tolist()
+    return SequenceSlice(
+        cu_seqlens=(*begun, int(end)),
+        block_size=block_size,
+        owner_N=np.repeat(np.arange(segment + 1), np.diff(bounds)[: segment + 1]),
+        group=SequenceGroup(member=segment, members=segment + 1),
+        pad_to_multiple_of=pad_to_multiple_of,
+        device=device,
+    )
+
+
+class EarlierSegments:
+    """What one layer keeps of one micro-batch's segments: a ``SequenceExchange``.
+
+    Its slices are those of :func:`segment_slice`. A segment's keys, values and summaries are kept
+    from its forward to its backward. A backward adds the gradients that later segments have sent,
+    in float32 (float64 for float64 inputs), and sends those of earlier segments on; nothing is left
+    after the backward of the first segment. A forward may be run again before its backward, as
+    recomputation does.
+    """
+
+    gives_whole_heads = True
+
+    def __init__(self) -> None:
+        # By segment; each mass is the sum up to its segment.
+        self._keys_and_values: list[list[Tensor]] = []
+        self._summaries: list[list[Tensor]] = []
+        self._masses: list[list[Tensor]] = []
+        self._sent_TYGD: Tensor | None = None
+
+    def parts(
+        self, k_TGD: Tensor, v_TGD: Tensor, selection: Selection, sequence: SequenceSlice
+    ) -> Iterator[Part]:
+        """Give the keys and values of the sequence so far, in one part.
+
+        Raises:
+            ValueError: an earlier segment has not run.
+        """
+        # Without their graph, which would keep the activations behind them.
+        own = [k_TGD.detach(), v_TGD.detach()]
+        k_all_TGD, v_all_TGD = _with_earlier(self._keys_and_values, own, sequence)
+        yield Part(k_TGD=k_all_TGD, v_TGD=v_all_TGD, selection=selection)
+
+    def gradients(self, k_TGD: Tensor, sequence: SequenceSlice) -> _SegmentGradient:
+        """See :meth:`.slice.SequenceExchange.gradients`.
+
+        Raises:
+            ValueError: a later segment's backward has not run.
+        """
+        if len(self._keys_and_values) > sequence.group.members:
+            raise ValueError(
+                f"backward of segment {sequence.group.member} before that of segment "
+                f"{len(self._keys_and_values) - 1}: must run in reverse order"
+            )
+        return _SegmentGradient(self, sequence)
+
+    @torch.no_grad()
+    def summaries(self, own: Sequence[Tensor], sequence: SequenceSlice) -> list[Tensor]:
+        """See :meth:`.slice.SequenceExchange.summaries`; of the blocks so far.
+
+        Raises:
+            ValueError: an earlier segment has not run.
+        """
+        return _with_earlier(self._summaries, list(own), sequence)
+
+    @torch.no_grad()
+    def total_mass(self, mass_SK: Tensor, sequence: SequenceSlice) -> Tensor:
+        """Add what the queries of earlier segments found, in the order of the segments.
+
+        Raises:
+            ValueError: an earlier segment has not run, or was not observed.
+        """
+        segment = sequence.group.member
+        _check_order(self._masses, segment)
+        if segment:
+            (before_SK,) = self._masses[segment - 1]
+            missing = [have - had for have, had in zip(mass_SK.shape, before_SK.shape, strict=True)]
+            mass_SK = pad(before_SK, (0, missing[1], 0, missing[0])) + mass_SK
+        self._masses[segment:] = [[mass_SK]]
+        return mass_SK
+
+    def hand_over(self, dkv_TYGD: Tensor, sequence: SequenceSlice) -> Tensor:
+        """Take a segment's gradients of the sequence so far, and let go of what is kept of it.
+
+        Args:
+            dkv_TYGD: is written to.
+
+        Returns:
+            The segment's rows, with what later segments have sent.
+        """
+        if self._sent_TYGD is not None:
+            dkv_TYGD += self._sent_TYGD
+        segment = sequence.group.member
+        for kept in (self._keys_and_values, self._summaries, self._masses):
+            del kept[segment:]
+        tokens = len(sequence.tokens_T)
+        self._sent_TYGD = dkv_TYGD[:-tokens] if segment else None
+        return dkv_TYGD[-tokens:]
+
+
+class _SegmentGradient:
+    """A ``GradientSum`` of one part."""
+
+    def __init__(self, segments: EarlierSegments, sequence: SequenceSlice) -> None:
+        self._segments, self._sequence = segments, sequence
+
+    def add(self, dkv_TYGD: Tensor) -> None:
+        self._own_TYGD = self._segments.hand_over(dkv_TYGD, self._sequence)
+
+    def result(self) -> Tensor:
+        return self._own_TYGD
+
+
+def _with_earlier(
+    kept: list[list[Tensor]], own: list[Tensor], sequence: SequenceSlice
+) -> list[Tensor]:
+    """Keep a segment's tensors, and put them behind those of the earlier segments."""
+    segment = sequence.group.member
+    _check_order(kept, segment)
+    kept[segment:] = [own]
+    return own if segment == 0 else [torch.cat(each) for each in zip(*kept, strict=True)]
+
+
+def _check_order(kept: list[list[Tensor]], segment: int) -> None:
+    if len(kept) < segment:
+        raise ValueError(
+            f"forward of segment {segment} before that of segment {len(kept)}: must run in order"
+        )
