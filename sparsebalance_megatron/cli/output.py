@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sparsebalance_megatron.json_file import refuse_output_over_input
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -55,6 +57,17 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def refuse_output_over_logs(output: Path | None, *directories: Path | None) -> None:
+    """Raise if an output would replace a log of the runs that are read.
+
+    Raises:
+        ConfigError: naming both files.
+    """
+    if output is not None:
+        logs = (path for each in directories if each for path in each.rglob("*.jsonl"))
+        refuse_output_over_input(output, logs, "--output")
 
 
 def check_writable_folder(folder: Path) -> None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from sparsebalance_megatron.cli.output import OutputError, write_text
+from sparsebalance_megatron.cli.output import OutputError, refuse_output_over_logs, write_text
 from sparsebalance_megatron.cli.summary import show
 from sparsebalance_megatron.log.reader import RunLogError
 from sparsebalance_megatron.view.report.run_report import Report, make_report, render_page
@@ -64,6 +64,7 @@ def run(arguments: Namespace) -> int:
         OutputError: if the page cannot be written, a value is wrong, or rich is not installed; in
             the last case the page is written.
     """
+    refuse_output_over_logs(arguments.output, arguments.run_directory, arguments.baseline)
     if arguments.follow is not None:
         return _follow(arguments)
     report = _write(arguments)

@@ -9,7 +9,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from sparsebalance_megatron.cli.output import open_console, print_notes, write_text
+from sparsebalance_megatron.cli.output import (
+    open_console,
+    print_notes,
+    refuse_output_over_logs,
+    write_text,
+)
 from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.view.report.comparison import Comparison, RunSummary, compare
 from sparsebalance_megatron.view.report.run_report import step_picture
@@ -42,9 +47,12 @@ def run(arguments: Namespace) -> int:
 
     Raises:
         RunLogError: if a run left no usable log.
+        ConfigError: if a file would replace a log.
         OutputError: if rich is not installed, or a file cannot be written.
         ReportError: if no step can be drawn.
     """
+    for written in (arguments.output, arguments.picture):
+        refuse_output_over_logs(written, arguments.baseline, arguments.run_directory)
     baseline, balanced = read_run_log(arguments.baseline), read_run_log(arguments.run_directory)
     comparison = compare(baseline, balanced)
     text = json.dumps(asdict(comparison), indent=2) + "\n"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from sparsebalance_megatron.cli.output import print_notes, writing
+from sparsebalance_megatron.cli.output import print_notes, refuse_output_over_logs, writing
 from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.log.records import SIDES, StepRecord
 from sparsebalance_megatron.view.report.run_data import Evidence, ReportError, gather
@@ -50,6 +50,7 @@ def run(arguments: Namespace) -> int:
         ReportError: if no step can be traced.
         OutputError: if the file cannot be written.
     """
+    refuse_output_over_logs(arguments.output, arguments.run_directory)
     log = read_run_log(arguments.run_directory)
     wanted = log.steps[-_DEFAULT_STEPS:]
     if arguments.steps is not None:
