@@ -12,7 +12,7 @@ and backward.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
@@ -30,6 +30,8 @@ _SET_BACK_NS = 1_000_000_000
 """A step that seems to begin so long before the last has ended: the clock was set back."""
 
 Event = dict[str, Any]
+Thread = tuple[int, int]
+"""Numbers of a process and of a thread in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,6 @@ class TracedStep:
         return min((start_s for start_s in starts_s if start_s is not None), default=None)
 
 
-@dataclass
 class Tracer:
     """Turns steps, given in order, into events.
 
@@ -58,11 +59,11 @@ class Tracer:
     the same work, from the earlier to the later.
     """
 
-    _ids: dict[tuple[str, int], int] = field(default_factory=dict)
-    _threads: dict[tuple[str, Place], int] = field(default_factory=dict)
-    _end_ns: dict[str, int] = field(default_factory=dict)
-    _flows: int = 0
-    _first_unix_s: float | None = None
+    def __init__(self) -> None:
+        self._threads: dict[tuple[str, Place], Thread] = {}
+        self._end_ns: dict[str, int] = {}
+        self._flows = 0
+        self._first_unix_s: float | None = None
 
     def begin(self) -> Iterator[Event]:
         """Metadata that every trace starts with."""
@@ -75,28 +76,21 @@ class Tracer:
         start_ns = self._start(traced.start_unix_s)
         longest_ns = 0
         origins_ns: dict[str, int] = {}
-        for side in SIDES:
-            timeline = traced.timelines.get(side)
-            if timeline is None:
-                continue
+        for side, timeline in traced.timelines.items():
             origins_ns[side] = max(start_ns, self._end_ns.get(side, 0))
             yield from self._side(side, timeline, origins_ns[side], traced)
             length_ns = _ns(timeline.makespan_ms)
             self._end_ns[side] = origins_ns[side] + length_ns + _PAUSE_NS
             if side == "measured" or not longest_ns:
                 longest_ns = length_ns
-        iteration = traced.record.iteration
+        span_ns = (start_ns, start_ns + longest_ns)
+        name = f"iteration {traced.record.iteration}"
         yield _complete(
-            f"iteration {iteration}",
-            "step",
-            (_RUN_PROCESS, _RUN_PROCESS),
-            (start_ns, start_ns + longest_ns),
-            _step_arguments(traced),
+            name, "step", (_RUN_PROCESS, _RUN_PROCESS), span_ns, _step_arguments(traced)
         )
         if len(origins_ns) == len(SIDES):
             yield from self._arrows(traced, origins_ns)
-        yield from _counters(traced.record, start_ns)
-        yield from self._device_counters(traced.record, start_ns)
+        yield from self._counters(traced.record, start_ns)
         self._end_ns["run"] = start_ns + longest_ns + _PAUSE_NS
 
     def _start(self, start_unix_s: float | None) -> int:
@@ -118,16 +112,14 @@ class Tracer:
         self, side: str, timeline: Timeline, origin_ns: int, traced: TracedStep
     ) -> Iterator[Event]:
         """Computing and waiting, as predicted or as measured."""
-        for place in timeline.spans:
-            yield from self._introduce(side, place)
-        chunks = traced.record.shape[2]
         for place, spans in timeline.spans.items():
+            yield from self._introduce(side, place)
             for span in spans:
-                chunk = f" chunk {span.chunk}" if chunks > 1 else ""
+                chunk = f" chunk {span.chunk}" if traced.record.shape[2] > 1 else ""
                 yield _complete(
                     f"{span.direction} {span.position}{chunk}",
                     side,
-                    self._where(side, place),
+                    self._threads[side, place],
                     (origin_ns + _ns(span.start_ms), origin_ns + _ns(span.end_ms)),
                     _span_arguments(place, span, traced),
                 )
@@ -136,29 +128,26 @@ class Tracer:
                 yield _complete(
                     "waiting",
                     "waiting",
-                    self._where(side, place),
+                    self._threads[side, place],
                     (origin_ns + _ns(from_ms), origin_ns + _ns(to_ms)),
                     {"iteration": traced.record.iteration, "ms": round(to_ms - from_ms, 4)},
                 )
 
     def _introduce(self, side: str, place: Place) -> Iterator[Event]:
         """Name the process and the thread of a stage when they first appear."""
+        if (side, place) in self._threads:
+            return
         rank, stage = place
-        if (side, rank) not in self._ids:
-            process = self._ids[side, rank] = _RUN_PROCESS + 1 + len(self._ids)
+        process = _process(side, rank)
+        if all(known != side or of[0] != rank for known, of in self._threads):
             yield _metadata("process_name", process, 0, name=f"{side}, rank {rank}")
             order = 1 + rank + (1_000_000 if side == "measured" else 0)
             yield _metadata("process_sort_index", process, 0, sort_index=order)
-        if (side, place) not in self._threads:
-            # Perfetto keeps threads apart by their number alone.
-            thread = self._threads[side, place] = 1_000_000 + len(self._threads)
-            process = self._ids[side, rank]
-            yield _metadata("thread_name", process, thread, name=f"stage {stage}")
-            yield _metadata("thread_sort_index", process, thread, sort_index=stage)
-
-    def _where(self, side: str, place: Place) -> tuple[int, int]:
-        """Process and thread."""
-        return self._ids[side, place[0]], self._threads[side, place]
+        # Perfetto keeps threads apart by their number alone.
+        thread = 1_000_000 + len(self._threads)
+        self._threads[side, place] = (process, thread)
+        yield _metadata("thread_name", process, thread, name=f"stage {stage}")
+        yield _metadata("thread_sort_index", process, thread, sort_index=stage)
 
     def _arrows(self, traced: TracedStep, origins_ns: Mapping[str, int]) -> Iterator[Event]:
         """Perfetto drops arrows that point back in time, so the earlier slice is the tail."""
@@ -169,7 +158,7 @@ class Tracer:
             self._flows += 1
             ends = sorted((middles_ns[side][work], side) for side in SIDES)
             for phase, (at_ns, side) in zip(("s", "f"), ends, strict=True):
-                process, thread = self._where(side, work[0])
+                process, thread = self._threads[side, work[0]]
                 yield {
                     "name": "the same work",
                     "cat": "prediction",
@@ -182,15 +171,34 @@ class Tracer:
                     **({"bp": "e"} if phase == "f" else {}),
                 }
 
-    def _device_counters(self, record: StepRecord, start_ns: int) -> Iterator[Event]:
-        """Measured over predicted computing time of every stage, where both are known."""
+    def _counters(self, record: StepRecord, start_ns: int) -> Iterator[Event]:
+        """Coverage and imbalance of the step; measured over predicted time of every stage."""
+        coverage = {"executed": record.coverage.mean, "at base budgets": record.coverage.base_mean}
+        ranks_ms = {"predicted": record.predicted_rank_ms, "measured": record.measured_rank_ms}
+        tracks = [
+            (_RUN_PROCESS, "coverage", coverage),
+            (
+                *(_RUN_PROCESS, "imbalance of ranks"),
+                {side: imbalance(ms) if ms else None for side, ms in ranks_ms.items()},
+            ),
+        ]
         predicted_RP, measured_RP = (stage_busy_ms(record.times_2RPVM(side)) for side in SIDES)
-        for rank, stage in record.places:
-            predicted_ms, measured_ms = predicted_RP[rank, stage], measured_RP[rank, stage]
-            if ("measured", rank) in self._ids and isfinite(measured_ms) and predicted_ms > 0.0:
-                name = f"measured over predicted, stage {stage}"
-                ratio = round(float(measured_ms / predicted_ms), 4)
-                yield _counter(name, self._ids["measured", rank], start_ns, {"ratio": ratio})
+        for place in record.places:
+            if ("measured", place) in self._threads and predicted_RP[place] > 0.0:
+                ratio = round(float(measured_RP[place] / predicted_RP[place]), 4)
+                name = f"measured over predicted, stage {place[1]}"
+                tracks.append((_process("measured", place[0]), name, {"ratio": ratio}))
+        for process, name, values in tracks:
+            known = {
+                key: value for key, value in values.items() if value is not None and isfinite(value)
+            }
+            if known:
+                at_us = _us(start_ns)
+                yield {"name": name, "ph": "C", "pid": process, "ts": at_us, "args": known}
+
+
+def _process(side: str, rank: int) -> int:
+    return _RUN_PROCESS + 1 + len(SIDES) * rank + SIDES.index(side)
 
 
 def _middles(timeline: Timeline, origin_ns: int) -> dict[tuple[Any, ...], int]:
@@ -241,36 +249,14 @@ def _step_arguments(traced: TracedStep) -> Event:
         found[f"{side}_ms"] = round(timeline.makespan_ms, 4)
         found[f"{side}_known_from"] = timeline.source
     values = {
-        "iteration_ms": record.iteration_ms,
-        "lm_loss": record.lm_loss,
-        "tokens": record.tokens,
-        "lower_bound_ms": record.predicted.lower_bound_ms,
-        "work_ratio": record.predicted.work_ratio,
+        **{name: getattr(record, name) for name in ("iteration_ms", "lm_loss", "tokens")},
+        **{name: getattr(record.predicted, name) for name in ("lower_bound_ms", "work_ratio")},
     }
     return found | {name: value for name, value in values.items() if value is not None}
 
 
-def _counters(record: StepRecord, start_ns: int) -> Iterator[Event]:
-    ranks_ms = {"predicted": record.predicted_rank_ms, "measured": record.measured_rank_ms}
-    tracks: dict[str, dict[str, float | None]] = {
-        "coverage": {
-            "executed": record.coverage.mean,
-            "at base budgets": record.coverage.base_mean,
-        },
-        "imbalance of ranks": {side: imbalance(ms) for side, ms in ranks_ms.items() if ms},
-    }
-    for name, values in tracks.items():
-        known = {key: value for key, value in values.items() if value is not None}
-        if known:
-            yield _counter(name, _RUN_PROCESS, start_ns, known)
-
-
-def _counter(name: str, process: int, at_ns: int, values: Event) -> Event:
-    return {"name": name, "ph": "C", "pid": process, "ts": _us(at_ns), "args": values}
-
-
 def _complete(
-    name: str, category: str, where: tuple[int, int], span_ns: tuple[int, int], arguments: Event
+    name: str, category: str, where: Thread, span_ns: tuple[int, int], arguments: Event
 ) -> Event:
     start_ns, end_ns = span_ns
     return {
