@@ -28,6 +28,11 @@ Layer = Annotated[int, Meta(ge=0, le=10_000)]
 Length = Annotated[int, Meta(ge=1, le=2**40)]
 Number = float | None
 """None, null in the log, where nothing was measured."""
+LONGEST_MS = 1e12
+Milliseconds = Annotated[float, Meta(ge=0, le=LONGEST_MS)] | None
+"""A measured or predicted time; a log with others is damaged."""
+Share = Annotated[float, Meta(ge=-1e-3, le=1.001)] | None
+"""A coverage, 0 to 1 but for rounding."""
 
 Place = tuple[int, int]
 """(data-parallel rank, pipeline stage)."""
@@ -100,12 +105,12 @@ class RunHeader(Header, frozen=True, kw_only=True, tag="run"):
 class Predicted(Struct, frozen=True, kw_only=True):
     """What the plan expected of a step; imbalances are max/mean."""
 
-    makespan_ms: Number
-    lower_bound_ms: Number
-    rank_makespan_ms: tuple[Number, ...]
+    makespan_ms: Milliseconds
+    lower_bound_ms: Milliseconds
+    rank_makespan_ms: tuple[Milliseconds, ...]
     forward_ms: np.ndarray
     backward_ms: np.ndarray
-    rank_busy_ms: tuple[Number, ...]
+    rank_busy_ms: tuple[Milliseconds, ...]
     imbalance_micro_batches: Number
     imbalance_rank_sums: Number
     imbalance_makespans: Number
@@ -121,8 +126,8 @@ class Measured(Struct, frozen=True, kw_only=True):
 
     forward_ms: np.ndarray
     backward_ms: np.ndarray
-    rank_busy_ms: tuple[Number, ...]
-    schedule_ms: tuple[tuple[Number, ...], ...]
+    rank_busy_ms: tuple[Milliseconds, ...]
+    schedule_ms: tuple[tuple[Milliseconds, ...], ...]
     imbalance_rank_sums: Number
     imbalance_micro_batches: Number
 
@@ -134,9 +139,9 @@ class Measured(Struct, frozen=True, kw_only=True):
 class StepCoverage(Struct, frozen=True, kw_only=True):
     """Executed coverage over samples and layers; ``base_mean``: what base budgets had given."""
 
-    mean: Number
-    min: Number
-    base_mean: Number
+    mean: Share
+    min: Share
+    base_mean: Share
     unobserved: Count
 
 
@@ -156,11 +161,11 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
     """
 
     iteration: Count
-    iteration_ms: Number
+    iteration_ms: Milliseconds
     lm_loss: Number
-    plan_ms: Number
-    host_ms: dict[str, Number]
-    plan_wait_ms: Number
+    plan_ms: Milliseconds
+    host_ms: dict[str, Milliseconds]
+    plan_wait_ms: Milliseconds
     batching: str
     widths: tuple[tuple[Count, ...], ...] | None
     predicted: Predicted
@@ -179,6 +184,8 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
                     raise ValueError(
                         f"{name}_ms {times.shape} must be {self.shape} as measured forward"
                     )
+                if ((times < 0) | (times > LONGEST_MS)).any():
+                    raise ValueError(f"{name}_ms must be 0 to {LONGEST_MS:g} ms")
             if len(side.rank_busy_ms) != self.shape[0]:
                 raise ValueError(
                     f"rank_busy_ms of {len(side.rank_busy_ms)} ranks, not {self.shape[0]}"
@@ -297,7 +304,7 @@ class RankMicroBatch(Struct, frozen=True, kw_only=True):
     samples: tuple[Count, ...]
     lengths_tokens: Annotated[tuple[Length, ...], Meta(min_length=1)]
     budgets: np.ndarray
-    coverage: tuple[Number, ...] | None
+    coverage: tuple[Share, ...] | None
     guarded: Count
 
     def __post_init__(self) -> None:
@@ -326,7 +333,7 @@ class RankStep(Record, frozen=True, kw_only=True, tag="step"):
 
     iteration: Count
     start_unix_s: Number = field(name="schedule_start_unix_s")
-    schedule_ms: Number
+    schedule_ms: Milliseconds
     micro_batches: tuple[RankMicroBatch, ...]
     spans: tuple[Span, ...]
 

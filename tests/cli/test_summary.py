@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,18 @@ def test_a_picture_without_measured_times_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="share no step with measured times"):
         summary.run(parse(*runs, "--picture", str(tmp_path / "step.svg")))
     assert not (tmp_path / "step.svg").exists()
+
+
+@pytest.mark.parametrize("flag", ["--output", "--picture"])
+def test_a_log_that_is_read_is_not_replaced(flag: str, tmp_path: Path) -> None:
+    for name in ("baseline", "balanced"):
+        write_log(tmp_path / name, iteration_ms=1e4)
+    log_file = tmp_path / "balanced" / "steps.jsonl"
+    content = log_file.read_text(encoding="utf-8")
+    both = ("--baseline", str(tmp_path / "baseline"), "--run", str(log_file.parent))
+    with pytest.raises(ValueError, match=re.escape(str(log_file))):
+        summary.run(parse(*both, flag, str(log_file)))
+    assert log_file.read_text(encoding="utf-8") == content
 
 
 def test_command_without_a_log_writes_nothing(tmp_path: Path) -> None:

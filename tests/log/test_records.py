@@ -123,6 +123,31 @@ def test_a_missing_value_is_named(missing: str) -> None:
         step_from(record)
 
 
+@pytest.mark.parametrize(
+    ("part", "values"),
+    [
+        (None, {"iteration_ms": -5.0}),
+        (None, {"iteration_ms": 1e300}),
+        (None, {"plan_ms": -1.0}),
+        ("coverage", {"mean": 7.0}),
+        ("measured", {"rank_busy_ms": [-1.0, 1.0]}),
+    ],
+)
+def test_an_impossible_value_is_named(part: str | None, values: dict[str, Any]) -> None:
+    record = written()
+    (record if part is None else record[part]).update(values)
+    with pytest.raises(DamagedLineError, match=next(iter(values))):
+        step_from(record)
+
+
+@pytest.mark.parametrize("ms", [-1.0, 1e300])
+def test_an_impossible_time_of_a_micro_batch_is_named(ms: float) -> None:
+    record = written()
+    record["measured"]["forward_ms"][0][0][0][0] = ms
+    with pytest.raises(DamagedLineError, match="forward_ms"):
+        step_from(record)
+
+
 def test_devices_that_are_not_alike_have_the_slowness_they_were_planned_with() -> None:
     unknown = planned_step()
     equal_DP = np.ones((JOB.data_parallel_size, JOB.pipeline_stages))
