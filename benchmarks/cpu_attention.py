@@ -29,7 +29,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.select import rank_row, selector_named
+from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.attention.selection import Selection
 
 
@@ -128,7 +128,7 @@ def _inputs(shape: Shape) -> tuple[Tensor, ...]:
 def _selection(case: SparseCase, q_THD: Tensor, k_TGD: Tensor) -> Selection:
     layout = packed_layout([0, q_THD.shape[0]], case.block_size, "cpu")
     selector = selector_named(case.selection)
-    ranking = rank_row(
+    ranking = rank_sequence(
         selector,
         *(q_THD, k_TGD, layout),
         softmax_scale=1.0,

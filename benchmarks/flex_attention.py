@@ -5,8 +5,8 @@ The row is padded to whole blocks, own blocks become partial blocks under a caus
 full ones. The mask's buffers are quadratic in the number of blocks, and a new number of blocks may
 compile anew.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, N blocks of the
-row, B tokens of a block, K places of a list.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, N blocks of
+the row, B tokens of a block, K places of a list.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who is compared in ``kernels.py``, and on what rows and selections.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.select import rank_row, selector_named
+from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.attention.selection import Selection
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -105,7 +105,7 @@ def selection_of(case: Case, shape: Shape, device: torch.device) -> Selection:
         torch.randn(case.tokens, heads, 16, generator=generator, device=device)
         for heads in (shape.query_heads, shape.kv_heads)
     )
-    ranking = rank_row(
+    ranking = rank_sequence(
         selector,
         *(q_THD, k_TGD, layout),
         softmax_scale=shape.softmax_scale,

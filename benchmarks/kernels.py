@@ -69,7 +69,7 @@ from sparsebalance_megatron.attention.kernels.triton.tiles import (
     token_tiles_for,
 )
 from sparsebalance_megatron.attention.layout import PackedLayout
-from sparsebalance_megatron.attention.select import rank_row, selector_named
+from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.attention.select.block_topk import BlockTopK
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.config import DEFAULT_SELECTION, Router
@@ -346,7 +346,7 @@ def _router(
     selector = selector_named(case.selection, router)
 
     def route() -> None:
-        ranking = rank_row(
+        ranking = rank_sequence(
             selector,
             *(inputs[0], inputs[1], layout),
             softmax_scale=bench.shape.softmax_scale,

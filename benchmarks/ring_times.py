@@ -6,7 +6,7 @@ rank's queries read of that rank's keys, so it follows from the mask and from wh
 block. The functions below say how evenly a mask falls on ranks and steps, and simulate the forward
 pass of MTraining's flat and hierarchical rings (arXiv:2510.18830) and of a gather.
 
-Shape legend: N blocks of the row, W ranks that share it (the first one by queries, the second by
+Shape legend: N blocks, W ranks that share it (the first one by queries, the second by
 keys).
 """
 

@@ -71,6 +71,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "attention/block_grid": ("tests/attention/test_layout.py",),
     "attention/kernels/reference": (CONTRACT, "tests/attention/test_columns.py"),
     "attention/sequence/": (
+        "tests/attention/sequence/test_earlier_segments.py",
         "tests/attention/sequence/test_parts.py",
         "tests/attention/sequence/test_slice.py",
         "tests/attention/sequence/test_exchange.py",

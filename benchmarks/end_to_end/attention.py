@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block-sparse attention with a dense peer: torch's fused attention, document by document.
 
-Imports Megatron. Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim.
+Imports Megatron. Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head
+dim.
 """
 
 from __future__ import annotations

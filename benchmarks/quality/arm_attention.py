@@ -3,7 +3,7 @@
 
 Dense where the arm is; remembers the budgets that the guard let through; can be probed.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, S documents.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, S documents.
 """
 
 from __future__ import annotations

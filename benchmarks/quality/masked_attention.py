@@ -4,8 +4,8 @@
 It computes what the plugin's kernels compute; in documents of a few hundred tokens, where a mask
 costs nothing, it is several times as fast on a CPU.
 
-Shape legend: T tokens of the packed row, t tokens of a document, H query heads, G KV heads, D head
-dim, N block number inside a document (as a size: the most blocks of any), Q rows that select,
+Shape legend: T tokens of the packed sequence, t tokens of a document, H query heads, G KV heads, D
+head dim, N block number inside a document (as a size: the most blocks of any), Q rows that select,
 C heads that select, K places of a list.
 """
 

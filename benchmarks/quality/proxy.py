@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Router coverage against the attention mass that a budget really keeps, and against the loss.
 
-Shape legend: T tokens of the packed row, t tokens of a document, H query heads, G KV heads, D head
-dim, S documents, N blocks of a document, Q rows that select, C heads that select, K, J budgets.
+Shape legend: T tokens of the packed sequence, t tokens of a document, H query heads, G KV heads, D
+head dim, S documents, N blocks of a document, Q rows that select, C heads that select, K, J
+budgets.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from quality.documents import Document
 from quality.masked_attention import listed_blocks
 from quality.scoring import Evaluation
-from sparsebalance_megatron.attention.select import rank_row
+from sparsebalance_megatron.attention.select import rank_sequence
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions
 from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
@@ -47,7 +48,7 @@ class MassProbe:
         softmax_scale: float,
     ) -> None:
         layout, selector = context.layout, options.selector
-        ranking = rank_row(
+        ranking = rank_sequence(
             selector,
             *(q_THD, k_TGD, layout),
             softmax_scale=softmax_scale,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which blocks the blocks of a document read, of a trained model: what rings would share out.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, S documents,
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, S documents,
 N blocks of a document (n of the row), Q rows that select, C heads that select, K places of a list.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quality.masked_attention import listed_blocks
-from sparsebalance_megatron.attention.select import rank_row
+from sparsebalance_megatron.attention.select import rank_sequence
 from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions
 from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
@@ -45,7 +45,7 @@ class WorkProbe:
         softmax_scale: float,
     ) -> None:
         layout, selector = context.layout, options.selector
-        ranking = rank_row(
+        ranking = rank_sequence(
             selector,
             *(q_THD, k_TGD, layout),
             softmax_scale=softmax_scale,

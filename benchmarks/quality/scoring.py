@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores of a trained model on held-out documents. Imports Megatron.
 
-Shape legend: T tokens of the packed row, S documents, L layers, X scored labels, W words of the
-vocabulary.
+Shape legend: T tokens of the packed sequence, S documents, L layers, X scored labels, W words of
+the vocabulary.
 """
 
 from __future__ import annotations

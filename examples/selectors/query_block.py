@@ -4,7 +4,7 @@
 One query speaks for all tokens of its block: their mean, which looks ahead and which no model that
 decodes could use, so that ``check_selector`` refuses it; or the block's first query.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, S documents.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, S documents.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.coverage import curves_of_mass
-from sparsebalance_megatron.attention.layout import PackedLayout
-from sparsebalance_megatron.attention.row_pair import RowPair
+from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
 from sparsebalance_megatron.attention.select.ranking import Ranking
 from sparsebalance_megatron.attention.select.streaming import rank_in_chunks
 from sparsebalance_megatron.attention.select.summaries import BlockSummaries, block_means
@@ -51,7 +50,7 @@ class QueryBlock:
         self,
         q_THD: Tensor,
         summaries: BlockSummaries,
-        rows: RowPair,
+        layouts: LayoutPair,
         *,
         softmax_scale: float,
         max_budget: int,
@@ -60,22 +59,22 @@ class QueryBlock:
         """Rank by scores, query . mean key."""
         assert summaries.queries_NCD is not None
         indices_QCK, mass_SK = rank_in_chunks(
-            summaries.queries_NCD[rows.own_block_N][:, :, None],
+            summaries.queries_NCD[layouts.own_block_N][:, :, None],
             summaries.keys_NGD,
-            rows,
+            layouts,
             by_token=False,
             softmax_scale=softmax_scale,
-            places=min(max_budget, rows.kv_layout.max_blocks),
+            places=min(max_budget, layouts.kv_layout.max_blocks),
             observe=observe,
         )
-        return Ranking(rows=rows, by_token=False, indices_QCK=indices_QCK, mass_SK=mass_SK)
+        return Ranking(layouts=layouts, by_token=False, indices_QCK=indices_QCK, mass_SK=mass_SK)
 
     @torch.no_grad()
     def coverage(self, ranking: Ranking) -> Tensor:
         """Score coverage of every budget, per document."""
         assert ranking.mass_SK is not None, "rank with observe=True"
         heads = ranking.indices_QCK.shape[1]
-        return curves_of_mass(ranking.mass_SK, ranking.rows.kv_layout, selecting_heads=heads)
+        return curves_of_mass(ranking.mass_SK, ranking.layouts.kv_layout, selecting_heads=heads)
 
     @torch.no_grad()
     def select(self, ranking: Ranking, budgets_S: Tensor) -> Selection:

@@ -7,7 +7,7 @@ sign this is a product, ``[max(q, 0), min(q, 0)] . [greatest, least]``, so the p
 serves: summaries of twice the head dim. Quest decodes with it; here every token of training selects
 with it. A bound is not what a block's keys score, so coverage is that of the bounds.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, N blocks of a row,
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, N blocks,
 S documents, C heads that select, E query heads of a selecting head.
 """
 
@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.coverage import curves_of_mass
-from sparsebalance_megatron.attention.layout import PackedLayout
-from sparsebalance_megatron.attention.row_pair import RowPair
+from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
 from sparsebalance_megatron.attention.select.ranking import Ranking
 from sparsebalance_megatron.attention.select.streaming import rank_in_chunks
 from sparsebalance_megatron.attention.select.summaries import BlockSummaries
@@ -49,7 +48,7 @@ class Quest:
         self,
         q_THD: Tensor,
         summaries: BlockSummaries,
-        rows: RowPair,
+        layouts: LayoutPair,
         *,
         softmax_scale: float,
         max_budget: int,
@@ -60,20 +59,20 @@ class Quest:
         indices_QCK, mass_SK = rank_in_chunks(
             torch.cat([q_TGED.clamp(min=0.0), q_TGED.clamp(max=0.0)], -1),
             summaries.keys_NGD,
-            rows,
+            layouts,
             by_token=True,
             softmax_scale=softmax_scale,
-            places=min(max_budget, rows.kv_layout.max_blocks),
+            places=min(max_budget, layouts.kv_layout.max_blocks),
             observe=observe,
         )
-        return Ranking(rows=rows, by_token=True, indices_QCK=indices_QCK, mass_SK=mass_SK)
+        return Ranking(layouts=layouts, by_token=True, indices_QCK=indices_QCK, mass_SK=mass_SK)
 
     @torch.no_grad()
     def coverage(self, ranking: Ranking) -> Tensor:
         """Score coverage of every budget, per document."""
         assert ranking.mass_SK is not None, "rank with observe=True"
         heads = ranking.indices_QCK.shape[1]
-        return curves_of_mass(ranking.mass_SK, ranking.rows.kv_layout, selecting_heads=heads)
+        return curves_of_mass(ranking.mass_SK, ranking.layouts.kv_layout, selecting_heads=heads)
 
     @torch.no_grad()
     def select(self, ranking: Ranking, budgets_S: Tensor) -> Selection:

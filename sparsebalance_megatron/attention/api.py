@@ -1,26 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block-sparse attention: one operation over a selection, and one call that selects as well.
 
-Shape legend: T tokens of the packed row (of queries or of keys, which may differ), H query heads,
-G KV heads, D head dim, S documents, Q rows that select, C heads that select, K places of a list.
+Shape legend: T tokens of the packed sequence (of queries or of keys, which may differ), H query
+heads, G KV heads, D head dim, S documents, Q rows that select, C heads that select, K places of a
+list.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, get_args
+from importlib import import_module
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.attention.kernels.contract import Attention, Kernel, wide_dtype
-from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.select import Selector, rank_row, selector_named
+from sparsebalance_megatron.attention.layout import copied_to, packed_layout
+from sparsebalance_megatron.attention.select import Selector, rank_sequence, selector_named
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.config import DEFAULT_SELECTION, AttentionImplementation
 
+_KERNELS = ("triton", "blocks", "tokens", "reference")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -79,7 +81,7 @@ def budgeted_attention(
             f"budgeted_attention: budgets {budgets}: must be one number of blocks, or one for each "
             f"of the {layout.documents} documents of cu_seqlens, all at least 1 (the own block)"
         )
-    ranking = rank_row(
+    ranking = rank_sequence(
         selector,
         *(q_THD, k_TGD, layout),
         softmax_scale=softmax_scale,
@@ -193,44 +195,29 @@ def kernel_named(implementation: str) -> Kernel:
     Raises:
         ValueError: there is no such implementation.
     """
-    match implementation:
-        case "triton":
-            from sparsebalance_megatron.attention.kernels import triton
-
-            return triton
-        case "blocks":
-            from sparsebalance_megatron.attention.kernels import blocks
-
-            return blocks
-        case "tokens":
-            from sparsebalance_megatron.attention.kernels import tokens
-
-            return tokens
-        case "reference":
-            from sparsebalance_megatron.attention.kernels import reference
-
-            return reference
-    known = ", ".join(f'"{name}"' for name in get_args(AttentionImplementation))
-    raise _error(f"implementation {implementation!r}: must be one of {known}")
+    if implementation not in _KERNELS:
+        known = ", ".join(f'"{name}"' for name in get_args(AttentionImplementation))
+        raise _error(f"implementation {implementation!r}: must be one of {known}")
+    return cast(
+        "Kernel", import_module(f"sparsebalance_megatron.attention.kernels.{implementation}")
+    )
 
 
 def _resolve(implementation: str, q_THD: Tensor, selection: Selection) -> str:
-    if implementation == "auto":
-        other = "tokens" if selection.by_token else "blocks"
-        if q_THD.device.type != "cuda":
-            return other
-        obstacle = kernel_named("triton").obstacle(q_THD, selection)
-        if obstacle is None:
-            return "triton"
-        warnings.warn(
-            f'block_sparse_attention: "auto" takes "{other}" on CUDA: "triton" {obstacle}',
-            stacklevel=4,
-        )
+    other = "tokens" if selection.by_token else "blocks"
+    automatic = implementation == "auto"
+    if automatic and q_THD.device.type != "cuda":
         return other
-    obstacle = kernel_named(implementation).obstacle(q_THD, selection)
-    if obstacle is not None:
+    chosen = "triton" if automatic else implementation
+    obstacle = kernel_named(chosen).obstacle(q_THD, selection)
+    if obstacle is None:
+        return chosen
+    if not automatic:
         raise _error(f'implementation "{implementation}" {obstacle}')
-    return implementation
+    warnings.warn(
+        f'block_sparse_attention: "auto" takes "{other}" on CUDA: "triton" {obstacle}', stacklevel=4
+    )
+    return other
 
 
 def _check_tensors(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selection) -> None:
@@ -260,18 +247,22 @@ def _check_tensors(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selec
 
 
 def _check_selection(q_THD: Tensor, k_TGD: Tensor, selection: Selection) -> None:
-    query_heads, kv_heads = q_THD.shape[1], k_TGD.shape[1]
+    query_heads, kv_heads, columns = q_THD.shape[1], k_TGD.shape[1], selection.columns
     rows, heads = selection.selecting_rows, selection.counts_QC.shape[-1]
     allowed = (kv_heads, query_heads) if selection.by_token else (kv_heads,)
-    lists, counts = selection.indices_QCK.shape, selection.counts_QC.shape
-    if lists[:-1] != (rows, heads) or counts != (rows, heads) or heads not in allowed:
-        raise _error(
-            f"selection by {'token' if selection.by_token else 'query block'} has lists "
-            f"{tuple(lists)} and counts {tuple(counts)}: must be [{rows} rows, "
-            f"{' or '.join(map(str, dict.fromkeys(allowed)))} heads, width] and the same without "
-            "width; select with these queries, keys and layout"
-        )
-    _check_columns(selection, kv_heads)
+    lists = {"lists": (selection.indices_QCK, selection.counts_QC)}
+    if columns is not None:
+        lists["columns"] = columns.tokens_NGK, columns.counts_NG
+    for name, (entries_QCK, counts_QC) in lists.items():
+        shapes = tuple(entries_QCK.shape), tuple(counts_QC.shape)
+        unserved = name == "columns" and selection.by_token
+        if (shapes[0][:-1], shapes[1]) != ((rows, heads),) * 2 or heads not in allowed or unserved:
+            raise _error(
+                f"selection by {'token' if selection.by_token else 'query block'} has {name} "
+                f"{shapes[0]} and counts {shapes[1]}: must be [{rows} rows, "
+                f"{' or '.join(map(str, dict.fromkeys(allowed)))} heads, length] and the same "
+                "without length, and columns only where query blocks select"
+            )
     sizes = selection.query_layout.block_size, selection.kv_layout.block_size
     own = tuple(selection.own_block_N.shape)
     if sizes[0] != sizes[1] or own != (selection.query_layout.blocks,):
@@ -279,21 +270,6 @@ def _check_selection(q_THD: Tensor, k_TGD: Tensor, selection: Selection) -> None
             f"selection has blocks of {sizes[0]} tokens for queries and of {sizes[1]} for keys, "
             f"and own_block_N of shape {own}: must share one block size, and name one own block "
             f"for each of the {selection.query_layout.blocks} query blocks"
-        )
-
-
-def _check_columns(selection: Selection, kv_heads: int) -> None:
-    columns = selection.columns
-    if columns is None:
-        return
-    tokens, counts = columns.tokens_NGK.shape, columns.counts_NG.shape
-    rows = selection.query_layout.blocks
-    if selection.by_token or tokens[:-1] != (rows, kv_heads) or counts != (rows, kv_heads):
-        raise _error(
-            f"selection by {'token' if selection.by_token else 'query block'} has columns "
-            f"{tuple(tokens)} and counts {tuple(counts)} of them: must be [{rows} query blocks, "
-            f"{kv_heads} KV heads, width] and the same without width, where blocks of queries "
-            "select"
         )
 
 

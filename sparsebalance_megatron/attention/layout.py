@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the blocks of a packed row lie. Built once per micro-batch, shared by its layers.
+"""Where the blocks of a packed sequence lie. Built once per micro-batch, shared by its layers.
 
-Shape legend: T tokens of the packed row, S documents, N blocks of the row, B places
-of a block.
+Shape legend: T tokens of the packed sequence, S documents, N blocks, B places of a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,21 +14,43 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.host_copy import arrays_to
+_ALIGNED_ELEMENTS = 16
+"""int64 elements in 128 bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BlockGrid:
+    """Document-aligned blocks: the grid starts anew at every document, whose last may be short.
+
+    All arrays are int64, on the host.
+
+    Attributes:
+        block_size: tokens of a full block.
+        boundaries: document boundaries in tokens, S + 1 entries, the first is 0.
+        document_N, index_N: a block's document, and its number inside that document.
+        start_N, length_N: a block's first token, and its tokens.
+        first_block_S, blocks_S: a document's first block, and its blocks.
+    """
+
+    block_size: int
+    boundaries: np.ndarray
+    document_N: np.ndarray
+    index_N: np.ndarray
+    start_N: np.ndarray
+    length_N: np.ndarray
+    first_block_S: np.ndarray
+    blocks_S: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedLayout:
-    """A packed row cut into document-aligned blocks.
+    """A packed sequence cut into document-aligned blocks.
 
-    The block grid starts anew at every document, and the last block of a document may be short.
-    Host values come first; every tensor is int64 on the device of the row.
+    Every tensor is int64 on the device of the sequence.
 
     Attributes:
-        cu_seqlens: document boundaries in tokens, S + 1 entries, the first is 0.
-        block_size: tokens of a full block.
-        blocks_per_document: S entries.
-        number_N: a block's number in the row, 0 to N - 1.
+        grid: the blocks on the host.
+        number_N: a block's number in the sequence, 0 to N - 1.
         document_N, index_N: a block's document, and its number inside that document.
         start_N, length_N: a block's first token, and its tokens.
         document_end_N: one past the last token of a block's document.
@@ -38,9 +59,7 @@ class PackedLayout:
         place_T: a token's place in a buffer of N blocks with B places each.
     """
 
-    cu_seqlens: tuple[int, ...]
-    block_size: int
-    blocks_per_document: tuple[int, ...]
+    grid: BlockGrid
     number_N: Tensor
     document_N: Tensor
     index_N: Tensor
@@ -53,17 +72,31 @@ class PackedLayout:
     block_T: Tensor
     place_T: Tensor
 
+    @cached_property
+    def cu_seqlens(self) -> tuple[int, ...]:
+        """Document boundaries in tokens, S + 1 entries, the first is 0."""
+        return tuple(self.grid.boundaries.tolist())
+
+    @cached_property
+    def blocks_per_document(self) -> tuple[int, ...]:
+        return tuple(self.grid.blocks_S.tolist())
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a full block."""
+        return self.grid.block_size
+
     @property
     def tokens(self) -> int:
         return self.cu_seqlens[-1]
 
     @property
     def documents(self) -> int:
-        return len(self.blocks_per_document)
+        return len(self.grid.blocks_S)
 
-    @cached_property
+    @property
     def blocks(self) -> int:
-        return sum(self.blocks_per_document)
+        return len(self.grid.start_N)
 
     @cached_property
     def max_blocks(self) -> int:
@@ -73,22 +106,12 @@ class PackedLayout:
     @cached_property
     def block_tokens(self) -> int:
         """B: tokens of the longest block. Below ``block_size`` where every document is shorter."""
-        longest = max(np.diff(self.cu_seqlens))
-        return min(self.block_size, int(longest))
+        return int(self.grid.length_N.max())
 
     @cached_property
     def bounds_on_host(self) -> np.ndarray:
-        """N + 1 tokens: where each block begins, and the end of the row."""
-        boundaries = np.asarray(self.cu_seqlens)
-        blocks_S = np.asarray(self.blocks_per_document)
-        index_N = np.arange(self.blocks) - np.repeat(np.cumsum(blocks_S) - blocks_S, blocks_S)
-        start_N = np.repeat(boundaries[:-1], blocks_S) + index_N * self.block_size
-        return np.append(start_N, boundaries[-1])
-
-    @cached_property
-    def document_on_host(self) -> np.ndarray:
-        """N documents: the one of each block."""
-        return np.repeat(np.arange(self.documents), self.blocks_per_document)
+        """N + 1 tokens: where each block begins, and the end of the sequence."""
+        return np.append(self.grid.start_N, self.tokens)
 
     def to_blocks(self, x_T: Tensor) -> Tensor:
         """[T, ...] to [N, B, ...], zeros in the places past a short block's end.
@@ -111,28 +134,13 @@ class PackedLayout:
 def packed_layout(
     cu_seqlens: Sequence[int], block_size: int, device: torch.device | str
 ) -> PackedLayout:
-    """Cut a packed row into blocks.
-
-    Everything is computed on the host and copied to ``device`` once per tensor; the device is
-    never read.
-
-    Args:
-        cu_seqlens: S + 1 document boundaries in tokens, from 0, strictly increasing.
-        block_size: tokens of a full block.
-        device: where the row lives.
-
-    Raises:
-        ValueError: ``cu_seqlens`` has fewer than two entries, does not start at 0, or does not
-            increase; ``block_size`` is below 1.
-    """
+    """Cut a packed sequence into blocks, with tensors on ``device``; see :func:`block_grid`."""
     grid = block_grid(cu_seqlens, block_size)
-    tokens_S = np.diff(grid.boundaries)
-    blocks = len(grid.document_N)
-    block_T = np.repeat(np.arange(blocks), grid.length_N)
-    block_tokens = min(block_size, int(tokens_S.max()))
-    place_T = block_T * block_tokens + np.arange(grid.boundaries[-1]) - grid.start_N[block_T]
+    number_N = np.arange(len(grid.start_N))
+    block_T = np.repeat(number_N, grid.length_N)
+    place_T = np.arange(grid.boundaries[-1]) - grid.start_N[block_T]
     tensors = {
-        "number_N": np.arange(blocks),
+        "number_N": number_N,
         "document_N": grid.document_N,
         "index_N": grid.index_N,
         "start_N": grid.start_N,
@@ -140,42 +148,15 @@ def packed_layout(
         "document_end_N": grid.boundaries[grid.document_N + 1],
         "first_block_S": grid.first_block_S,
         "blocks_S": grid.blocks_S,
-        "tokens_S": tokens_S,
+        "tokens_S": np.diff(grid.boundaries),
         "block_T": block_T,
-        "place_T": place_T,
+        "place_T": block_T * grid.length_N.max() + place_T,
     }
-    return PackedLayout(
-        cu_seqlens=tuple(int(boundary) for boundary in grid.boundaries),
-        block_size=block_size,
-        blocks_per_document=tuple(int(blocks) for blocks in grid.blocks_S),
-        **arrays_to(tensors, device),
-    )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class BlockGrid:
-    """Document-aligned blocks: the grid starts anew at every document, whose last may be short.
-
-    All arrays are int64.
-
-    Attributes:
-        boundaries: document boundaries in tokens, S + 1 entries, the first is 0.
-        document_N, index_N: a block's document, and its number inside that document.
-        start_N, length_N: a block's first token, and its tokens.
-        first_block_S, blocks_S: a document's first block, and its blocks.
-    """
-
-    boundaries: np.ndarray
-    document_N: np.ndarray
-    index_N: np.ndarray
-    start_N: np.ndarray
-    length_N: np.ndarray
-    first_block_S: np.ndarray
-    blocks_S: np.ndarray
+    return PackedLayout(grid=grid, **_arrays_to(tensors, device))
 
 
 def block_grid(cu_seqlens: Sequence[int] | np.ndarray, block_size: int) -> BlockGrid:
-    """Cut a packed row into blocks.
+    """Cut a packed sequence into blocks.
 
     Args:
         cu_seqlens: S + 1 document boundaries in tokens, from 0, strictly increasing.
@@ -193,6 +174,7 @@ def block_grid(cu_seqlens: Sequence[int] | np.ndarray, block_size: int) -> Block
     index_N = np.arange(len(document_N)) - first_block_S[document_N]
     start_N = boundaries[document_N] + index_N * block_size
     return BlockGrid(
+        block_size=block_size,
         boundaries=boundaries,
         document_N=document_N,
         index_N=index_N,
@@ -205,15 +187,107 @@ def block_grid(cu_seqlens: Sequence[int] | np.ndarray, block_size: int) -> Block
 
 def _check(boundaries: np.ndarray, block_size: int) -> None:
     if block_size < 1:
-        raise ValueError(f"packed row: block_size {block_size}: must be at least 1 token")
+        raise ValueError(f"packed sequence: block_size {block_size}: must be at least 1 token")
     if boundaries.ndim != 1 or len(boundaries) < 2:
-        raise ValueError("packed row: cu_seqlens must hold at least one document: [0, tokens]")
+        raise ValueError("packed sequence: cu_seqlens must hold at least one document: [0, tokens]")
     if boundaries[0] != 0:
-        raise ValueError(f"packed row: cu_seqlens starts at {boundaries[0]}: must start at 0")
+        raise ValueError(f"packed sequence: cu_seqlens starts at {boundaries[0]}: must start at 0")
     lengths = np.diff(boundaries)
     if (lengths < 1).any():
         document = int(np.argmax(lengths < 1))
         raise ValueError(
-            f"packed row: cu_seqlens must increase; document {document} has "
+            f"packed sequence: cu_seqlens must increase; document {document} has "
             f"{lengths[document]} tokens: leave empty documents out"
         )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayoutPair:
+    """Queries and the keys they select from, which may lie in different packed sequences.
+
+    Where a rank holds some blocks of a sequence, its queries form a sequence of their own, while
+    the keys are those of the whole sequence, whose documents are the training documents.
+
+    Attributes:
+        query_layout: the blocks of the queries, in any order.
+        kv_layout: the blocks of the keys, documents whole and their blocks in order.
+        own_blocks: N entries on the host, for every query block the number in ``kv_layout`` of the
+            block that it is itself.
+        own_block_N: the same, int64 on the device.
+    """
+
+    query_layout: PackedLayout
+    kv_layout: PackedLayout
+    own_blocks: Sequence[int]
+    own_block_N: Tensor
+
+    @classmethod
+    def within(cls, layout: PackedLayout) -> LayoutPair:
+        """Queries and keys of one sequence."""
+        return cls(
+            query_layout=layout,
+            kv_layout=layout,
+            own_blocks=range(layout.blocks),
+            own_block_N=layout.number_N,
+        )
+
+    @classmethod
+    def of_blocks(
+        cls, query_layout: PackedLayout, kv_layout: PackedLayout, own_blocks: Sequence[int]
+    ) -> LayoutPair:
+        """Queries of some blocks of the keys' sequence.
+
+        Raises:
+            ValueError: ``own_blocks`` has not one entry per query block, names a block that the
+                keys lack, or one of another length.
+        """
+        own_N = np.asarray(own_blocks, dtype=np.int64)
+        if own_N.shape != (query_layout.blocks,):
+            raise ValueError(
+                f"own_blocks has shape {own_N.shape}: must name one block of the keys' sequence "
+                f"for each of the {query_layout.blocks} query blocks"
+            )
+        lengths_N = query_layout.grid.length_N
+        wrong_N = (own_N < 0) | (own_N >= kv_layout.blocks)
+        wrong_N |= kv_layout.grid.length_N[np.where(wrong_N, 0, own_N)] != lengths_N
+        if wrong_N.any():
+            place = int(np.argmax(wrong_N))
+            raise ValueError(
+                f"own_blocks: query block {place} is said to be block {own_N[place]} of the keys' "
+                f"sequence, which has {kv_layout.blocks} blocks: must be one of them, of the same "
+                "length"
+            )
+        return cls(
+            query_layout=query_layout,
+            kv_layout=kv_layout,
+            own_blocks=tuple(own_N.tolist()),
+            own_block_N=copied_to(torch.from_numpy(own_N), query_layout.number_N.device),
+        )
+
+    def kv_block(self, *, by_token: bool) -> Tensor:
+        """int64 [T] or [N]: the keys' block in which each query token lies, or each query block."""
+        return self.own_block_N[self.query_layout.block_T] if by_token else self.own_block_N
+
+
+def copied_to(host: Tensor, device: torch.device | str) -> Tensor:
+    """A tensor of the host on ``device``, without a wait for what runs there.
+
+    CUDA copies from pageable memory while the host waits, so the tensor is pinned first.
+    """
+    if torch.device(device).type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
+
+
+def _arrays_to(arrays: Mapping[str, np.ndarray], device: torch.device | str) -> dict[str, Tensor]:
+    """Int64 arrays as tensors on ``device``, in one copy; all are views of one tensor.
+
+    Each begins at a multiple of 128 bytes: Triton compiles a kernel anew for pointers that are
+    aligned otherwise than before.
+    """
+    pieces = []
+    for x in arrays.values():
+        pieces += [x, np.zeros(-len(x) % _ALIGNED_ELEMENTS, dtype=np.int64)]
+    copied = copied_to(torch.from_numpy(np.concatenate(pieces)), device)
+    parts = copied.split([len(piece) for piece in pieces])
+    return dict(zip(arrays, parts[::2], strict=True))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over two disjoint lists of keys, put together.
 
-Shape legend: T tokens of the packed row, H query heads, D head dim.
+Shape legend: T tokens of the packed sequence, H query heads, D head dim.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which KV blocks every query reads: what a selector hands to attention.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, N blocks of the row, Q rows
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, N blocks, Q rows
 that select, C heads that select, K places of a list.
 """
 
@@ -20,7 +20,8 @@ class ColumnLists:
     """Single tokens that blocks of queries read besides whole blocks of keys.
 
     Attributes:
-        tokens_NGK: int32 numbers of tokens in the keys' row without repetition, one list for each
+        tokens_NGK: int32 numbers of tokens in the keys' sequence without repetition, one list for
+        each
             query block and KV head. All lie in past blocks of the query block's document, so that
             every query of the block may read them, and in none that its list of blocks holds, so
             that no key is read twice. Undefined past the list's end.
@@ -35,22 +36,22 @@ class ColumnLists:
 class Selection:
     """Lists of KV blocks, one per selecting row and head.
 
-    Queries and keys may lie in different packed rows, where a rank holds some of either. Blocks of
-    one training document keep their order in both rows and lie side by side, so that none but the
-    last of them is short; the rows' documents need not be the training documents. A listed block is
-    read whole, unless it is the query's own block, which is read up to the query itself.
+    Queries and keys may lie in different packed sequences, where a rank holds some of either.
+    Blocks of one training document keep their order in both and lie side by side, so that none
+    but the last of them is short; their documents need not be the training documents. A listed
+    block is read whole, unless it is the query's own block, which is read up to the query itself.
 
     Attributes:
-        indices_QCK: int32 numbers of blocks in the keys' row without repetition, all of the
+        indices_QCK: int32 numbers of blocks in the keys' sequence without repetition, all of the
             query's training document. The own block, where it is listed, comes first, then past
             blocks in any order; undefined past the list's end.
         counts_QC: int32 lengths of the lists.
         by_token: whether tokens select (Q is T) or blocks of queries (Q is N). C is G, or H where
             every query head selects for itself.
-        query_layout: the blocks of the queries' row.
-        kv_layout: the blocks of the keys' row, which the numbers refer to.
+        query_layout: the blocks of the queries' sequence.
+        kv_layout: the blocks of the keys' sequence, which the numbers refer to.
         own_block_N: int64, for every query block the number in ``kv_layout`` of the block that it
-            is itself; -1 where the keys' row does not hold it.
+            is itself; -1 where the keys' sequence does not hold it.
         columns: single tokens that are read besides, where blocks of queries select; or None.
     """
 
@@ -128,5 +129,5 @@ class Selection:
 
     @property
     def selecting_rows(self) -> int:
-        """Q: tokens or blocks of the queries' row."""
+        """Q: tokens or blocks of the queries' sequence."""
         return self.query_layout.tokens if self.by_token else self.query_layout.blocks

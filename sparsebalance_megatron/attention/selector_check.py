@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a selector must hold to, as a check for the tests of whoever writes one.
+"""A check of selectors, for the tests of whoever writes one.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, S documents,
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, S documents,
 K budgets, Q rows that select, C heads that select.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
-from sparsebalance_megatron.attention.select import Selector, rank_row
+from sparsebalance_megatron.attention.select import Selector, rank_sequence
 from sparsebalance_megatron.attention.selection import Selection
 
 _BLOCKS = (1.4, 8.7, 2.3, 4.0)
@@ -29,20 +29,6 @@ class SelectorError(ValueError):
     """A selector breaks a rule that attention and training rely on."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Row:
-    layout: PackedLayout
-    q_THD: Tensor
-    k_TGD: Tensor
-
-    def changed(self, begin: int, end: int) -> _Row:
-        """Other queries and keys at some tokens."""
-        q_THD, k_TGD = self.q_THD.clone(), self.k_TGD.clone()
-        for x in (q_THD, k_TGD):
-            x[begin:end] = 5.0 - 30.0 * x[begin:end]
-        return replace(self, q_THD=q_THD, k_TGD=k_TGD)
-
-
 def check_selector(
     selector: Selector[Any, Any],
     *,
@@ -53,7 +39,7 @@ def check_selector(
     seeds: Sequence[int] = (0, 1),
     device: torch.device | str = "cpu",
 ) -> None:
-    """Check a selector on random rows of four documents.
+    """Check a selector on random sequences of four documents.
 
     - lists: the own block first, then earlier blocks of the same document, none twice, no more than
       the budget; coverage rises to 1.
@@ -66,7 +52,7 @@ def check_selector(
         SelectorError: naming the rule, and the row, head or token that breaks it.
     """
     lengths = [max(1, int(blocks * block_size)) for blocks in _BLOCKS]
-    boundaries = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    boundaries = [0, *itertools.accumulate(lengths)]
     layout = packed_layout(boundaries, block_size, device)
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
@@ -74,96 +60,117 @@ def check_selector(
             (2.0 * torch.randn(boundaries[-1], heads, head_dim, generator=generator)).to(device)
             for heads in (query_heads, kv_heads)
         )
-        row = _Row(layout=layout, q_THD=q_THD, k_TGD=k_TGD)
-        _check_lists(selector, row)
-        _check_determinism(selector, row)
-        _check_documents(selector, row)
-        _check_causality(selector, row)
+        trial = _Trial(selector=selector, layout=layout, q_THD=q_THD, k_TGD=k_TGD)
+        found = trial.run()
+        _check_lists(found, layout, by_token=selector.by_token)
+        _check_coverage(found.curves_SK, layout)
+        _check_determinism(trial, found)
+        _check_documents(trial, found)
+        _check_causality(trial, found)
 
 
-def _selected(
-    selector: Selector[Any, Any], row: _Row, *, observe: bool = True
-) -> tuple[Selection, Tensor | None]:
-    """Lists at the budgets above, and coverage [S, K] where it is observed."""
-    ranking = rank_row(
-        selector,
-        *(row.q_THD, row.k_TGD, row.layout),
-        softmax_scale=row.q_THD.shape[-1] ** -0.5,
-        max_budget=max(_BUDGETS),
-        observe=observe,
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Found:
+    """What a selector gave, lists and curves on the host.
+
+    ``blocks_QCK`` and ``columns_QCK`` are -1 past every list's end; without columns, the latter are
+    empty lists.
+    """
+
+    selection: Selection
+    blocks_QCK: Tensor
+    columns_QCK: Tensor
+    curves_SK: Tensor
+
+    def same_lists(self, other: _Found) -> bool:
+        return self.blocks_QCK.equal(other.blocks_QCK) and self.columns_QCK.equal(other.columns_QCK)
+
+    def first_moved(self, other: _Found, among_T: Tensor) -> int | None:
+        """The first token of a row whose lists differ, of rows whose first token is among some."""
+        differs_Q = (self.blocks_QCK != other.blocks_QCK).flatten(1).any(1)
+        differs_Q |= (self.columns_QCK != other.columns_QCK).flatten(1).any(1)
+        starts = self.selection.query_layout.bounds_on_host
+        for row in differs_Q.nonzero()[:, 0].tolist():
+            token = row if self.selection.by_token else int(starts[row])
+            if among_T[token]:
+                return token
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Trial:
+    selector: Selector[Any, Any]
+    layout: PackedLayout
+    q_THD: Tensor
+    k_TGD: Tensor
+
+    def run(self, *, observe: bool = True) -> _Found:
+        """Lists at the budgets above, and coverage where it is observed."""
+        ranking = rank_sequence(
+            self.selector,
+            *(self.q_THD, self.k_TGD, self.layout),
+            softmax_scale=self.q_THD.shape[-1] ** -0.5,
+            max_budget=max(_BUDGETS),
+            observe=observe,
+        )
+        budgets_S = torch.tensor(_BUDGETS, device=self.q_THD.device)
+        selection = self.selector.select(ranking, budgets_S)
+        blocks_QCK = _cut(selection.indices_QCK, selection.counts_QC)
+        columns = selection.columns
+        return _Found(
+            selection=selection,
+            blocks_QCK=blocks_QCK,
+            columns_QCK=blocks_QCK[..., :0]
+            if columns is None
+            else _cut(columns.tokens_NGK, columns.counts_NG),
+            curves_SK=(self.selector.coverage(ranking) if observe else torch.empty(0)).cpu(),
+        )
+
+    def changed(self, begin: int, end: int) -> _Found:
+        """The run with other queries and keys at some tokens."""
+        q_THD, k_TGD = self.q_THD.clone(), self.k_TGD.clone()
+        for x in (q_THD, k_TGD):
+            x[begin:end] = 5.0 - 30.0 * x[begin:end]
+        return replace(self, q_THD=q_THD, k_TGD=k_TGD).run()
+
+
+def _cut(lists_QCK: Tensor, counts_QC: Tensor) -> Tensor:
+    past_end_QCK = torch.arange(lists_QCK.shape[2]) >= counts_QC.cpu()[..., None]
+    return lists_QCK.cpu().masked_fill(past_end_QCK, -1)
+
+
+def _check_lists(found: _Found, layout: PackedLayout, *, by_token: bool) -> None:
+    selection = found.selection
+    if selection.by_token != by_token:
+        raise SelectorError(f"lists: by_token is {by_token}, the selection says otherwise")
+    own_Q = (layout.block_T if by_token else layout.number_N).tolist()
+    if len(found.blocks_QCK) != len(own_Q):
+        raise SelectorError(f"lists: {len(found.blocks_QCK)} rows, expected {len(own_Q)}")
+    document_N, index_N, block_T = (
+        x.tolist() for x in (layout.document_N, layout.index_N, layout.block_T)
     )
-    budgets_S = torch.tensor(_BUDGETS, device=row.q_THD.device)
-    return selector.select(ranking, budgets_S), selector.coverage(ranking) if observe else None
-
-
-def _lists(selection: Selection) -> Tensor:
-    """[Q, C, K] on the host, -1 past every list's end."""
-    lists_QCK, counts_QC = selection.indices_QCK.cpu(), selection.counts_QC.cpu()
-    past_QCK = torch.arange(lists_QCK.shape[2]) >= counts_QC[..., None]
-    return lists_QCK.masked_fill(past_QCK, -1)
-
-
-def _everything(selection: Selection) -> Tensor:
-    """Lists of blocks, with single tokens that are read besides behind them."""
-    lists_QCK = _lists(selection)
-    if selection.columns is None:
-        return lists_QCK
-    columns_NGK, counts_NG = (
-        x.cpu() for x in (selection.columns.tokens_NGK, selection.columns.counts_NG)
-    )
-    past_NGK = torch.arange(columns_NGK.shape[2]) >= counts_NG[..., None]
-    columns_NGK = columns_NGK.masked_fill(past_NGK, -1).to(lists_QCK.dtype)
-    return torch.cat([lists_QCK, columns_NGK], dim=2)
-
-
-def _check_lists(selector: Selector[Any, Any], row: _Row) -> None:
-    selection, curves_SK = _selected(selector, row)
-    layout, lists_QCK = row.layout, _lists(selection)
-    if selection.by_token != selector.by_token:
-        raise SelectorError(f"lists: by_token is {selector.by_token}, the selection says otherwise")
-    own_Q = (layout.block_T if selection.by_token else layout.number_N).cpu()
-    if lists_QCK.shape[0] != len(own_Q):
-        raise SelectorError(f"lists: {lists_QCK.shape[0]} rows, expected {len(own_Q)}")
-    document_N, index_N = layout.document_N.cpu(), layout.index_N.cpu()
-    for place, own in enumerate(own_Q.tolist()):
-        document = int(document_N[own])
-        allowed = min(_BUDGETS[document], int(index_N[own]) + 1)
-        for head, listed in enumerate(lists_QCK[place].tolist()):
-            blocks = [block for block in listed if block >= 0]
-            fits = (
-                len(blocks) == int(selection.counts_QC[place, head]) <= allowed
-                and blocks[:1] == [own]
-                and len(set(blocks)) == len(blocks)
-                and all(b <= own and int(document_N[b]) == document for b in blocks)
-            )
-            if not fits:
-                raise SelectorError(
-                    f"lists: row {place}, head {head} reads blocks {blocks}: must begin with its "
-                    f"own block {own}, and hold at most {allowed} of it and those before it in "
-                    "its document, none twice"
-                )
-    _check_columns(selection)
-    assert curves_SK is not None
-    _check_coverage(curves_SK.cpu(), layout)
-
-
-def _check_columns(selection: Selection) -> None:
-    if selection.columns is None:
-        return
-    layout, lists_NGK = selection.kv_layout, _lists(selection)
-    block_T, document_N = layout.block_T.cpu(), layout.document_N.cpu()
-    columns_NGK = _everything(selection)[..., lists_NGK.shape[2] :]
-    for place, head in itertools.product(*map(range, lists_NGK.shape[:2])):
-        tokens = [token for token in columns_NGK[place, head].tolist() if token >= 0]
-        read = set(lists_NGK[place, head].tolist())
-        blocks = block_T[tokens].tolist()
-        fits = len(set(tokens)) == len(tokens) and all(
-            block < place and document_N[block] == document_N[place] and block not in read
-            for block in blocks
+    heads = range(found.blocks_QCK.shape[1])
+    for (row, own), head in itertools.product(enumerate(own_Q), heads):
+        blocks = [block for block in found.blocks_QCK[row, head].tolist() if block >= 0]
+        columns = [token for token in found.columns_QCK[row, head].tolist() if token >= 0]
+        document = document_N[own]
+        allowed = min(_BUDGETS[document], index_N[own] + 1)
+        fits = (
+            len(blocks) == int(selection.counts_QC[row, head]) <= allowed
+            and blocks[:1] == [own]
+            and len(set(blocks)) == len(blocks)
+            and all(block <= own and document_N[block] == document for block in blocks)
         )
         if not fits:
             raise SelectorError(
-                f"columns: row {place}, head {head} reads tokens {tokens}: must lie in past blocks "
+                f"lists: row {row}, head {head} reads blocks {blocks}: must begin with its own "
+                f"block {own}, and hold at most {allowed} of it and those before it in its "
+                "document, none twice"
+            )
+        past = {b for b in range(own) if document_N[b] == document}.difference(blocks)
+        if len(set(columns)) < len(columns) or not past.issuperset(block_T[t] for t in columns):
+            raise SelectorError(
+                f"columns: row {row}, head {head} reads tokens {columns}: must lie in past blocks "
                 "of its document that are not read whole, none twice"
             )
 
@@ -183,64 +190,40 @@ def _check_coverage(curves_SK: Tensor, layout: PackedLayout) -> None:
         )
 
 
-def _check_determinism(selector: Selector[Any, Any], row: _Row) -> None:
-    expected, expected_SK = _selected(selector, row)
-    tracked = replace(
-        row, q_THD=row.q_THD.clone().requires_grad_(), k_TGD=row.k_TGD.clone().requires_grad_()
-    )
-    again, again_SK = _selected(selector, tracked)
-    unseen, _ = _selected(selector, row, observe=False)
-    assert expected_SK is not None and again_SK is not None
-    if not torch.equal(_everything(again), _everything(expected)) or not torch.equal(
-        again_SK, expected_SK
-    ):
-        raise SelectorError("determinism: the same row gave other lists or coverage")
-    if not torch.equal(_everything(unseen), _everything(expected)):
+def _check_determinism(trial: _Trial, expected: _Found) -> None:
+    q_THD, k_TGD = (x.clone().requires_grad_() for x in (trial.q_THD, trial.k_TGD))
+    again = replace(trial, q_THD=q_THD, k_TGD=k_TGD).run()
+    if not again.same_lists(expected) or not again.curves_SK.equal(expected.curves_SK):
+        raise SelectorError("determinism: the same sequence gave other lists or coverage")
+    if not trial.run(observe=False).same_lists(expected):
         raise SelectorError("determinism: lists depend on whether coverage is observed")
-    if again_SK.requires_grad or again.indices_QCK.requires_grad:
+    if again.curves_SK.requires_grad or again.selection.indices_QCK.requires_grad:
         raise SelectorError("determinism: results carry a gradient; use torch.no_grad")
 
 
-def _check_documents(selector: Selector[Any, Any], row: _Row) -> None:
-    bounds = row.layout.cu_seqlens
-    expected, expected_SK = _selected(selector, row)
-    assert expected_SK is not None
-    for document in range(row.layout.documents):
-        found, found_SK = _selected(selector, row.changed(bounds[document], bounds[document + 1]))
-        assert found_SK is not None
-        other_S = torch.arange(row.layout.documents, device=found_SK.device) != document
-        other_T = torch.ones(row.layout.tokens, dtype=torch.bool)
-        other_T[bounds[document] : bounds[document + 1]] = False
-        moved = _first_moved(found, expected, other_T)
-        if moved is not None or not torch.equal(found_SK[other_S], expected_SK[other_S]):
+def _check_documents(trial: _Trial, expected: _Found) -> None:
+    for document, (begin, end) in enumerate(itertools.pairwise(trial.layout.cu_seqlens)):
+        found = trial.changed(begin, end)
+        token_T = torch.arange(trial.layout.tokens)
+        moved = found.first_moved(expected, (token_T < begin) | (token_T >= end))
+        others = torch.arange(trial.layout.documents) != document
+        if moved is not None or not found.curves_SK[others].equal(expected.curves_SK[others]):
             raise SelectorError(
                 f"documents: what document {document} holds changes lists or coverage of another"
                 + ("" if moved is None else f", that of token {moved}")
             )
 
 
-def _check_causality(selector: Selector[Any, Any], row: _Row) -> None:
-    expected, _ = _selected(selector, row)
-    size = row.layout.block_size
-    begin, end = row.layout.cu_seqlens[1:3]
+def _check_causality(trial: _Trial, expected: _Found) -> None:
+    size = trial.layout.block_size
+    begin, end = trial.layout.cu_seqlens[1:3]
     # Inside, at the beginning and at the end of blocks of the longest document.
     for place in (1, size // 2, size, size + 1, 3 * size - 1, 5 * size + 3):
         token = begin + place
-        found, _ = _selected(selector, row.changed(token, end))
-        moved = _first_moved(found, expected, torch.arange(row.layout.tokens) < token)
+        found = trial.changed(token, end)
+        moved = found.first_moved(expected, torch.arange(trial.layout.tokens) < token)
         if moved is not None:
             raise SelectorError(
                 f"causality: what token {token} and those after it hold changes the list of token "
                 f"{moved}, which comes before them"
             )
-
-
-def _first_moved(found: Selection, expected: Selection, among_T: Tensor) -> int | None:
-    """The first token of a row whose list differs, of rows whose first token is among some."""
-    differs_Q = (_everything(found) != _everything(expected)).flatten(1).any(1)
-    starts = expected.query_layout.bounds_on_host
-    for place in differs_Q.nonzero()[:, 0].tolist():
-        token = place if expected.by_token else int(starts[place])
-        if among_T[token]:
-            return token
-    return None

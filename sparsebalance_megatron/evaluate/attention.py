@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
-from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.row_pair import RowPair
+from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
 from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.evaluate.mask import PADDING
@@ -103,7 +102,7 @@ class _Part:
 
     kept_T: Tensor
     asking_T: Tensor
-    rows: RowPair
+    rows: LayoutPair
 
 
 def _whole_rows(starts_BQ: Tensor, block_size: int) -> _Part:
@@ -116,7 +115,7 @@ def _whole_rows(starts_BQ: Tensor, block_size: int) -> _Part:
     return _Part(
         kept_T=(starts_BQ.flatten() != PADDING).nonzero()[:, 0],
         asking_T=torch.arange(layout.tokens, device=starts_BQ.device),
-        rows=RowPair.within(layout),
+        rows=LayoutPair.within(layout),
     )
 
 
@@ -127,7 +126,7 @@ def _last_blocks(
     first_block = (tokens - asked) // block_size
     first, blocks = first_block * block_size, -(-tokens // block_size)
     kept_T = torch.arange(batch * tokens, device=device)
-    rows = RowPair.of_blocks(
+    rows = LayoutPair.of_blocks(
         packed_layout(range(0, batch * (tokens - first) + 1, tokens - first), block_size, device),
         packed_layout(range(0, batch * tokens + 1, tokens), block_size, device),
         [row * blocks + block for row in range(batch) for block in range(first_block, blocks)],

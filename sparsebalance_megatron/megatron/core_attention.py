@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's core attention, replaced: route, guard, select, attend; and specs of layers with it.
 
-Shape legend: T tokens of the packed row, H query heads and G KV heads of this tensor-parallel rank,
-D head dim, S samples, K budgets, s sequence, b batch.
+Shape legend: T tokens of the packed sequence, H query heads and G KV heads of this tensor-parallel
+rank, D head dim, S samples, K budgets, s sequence, b batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.coverage import coverage_at, guard_budgets
 from sparsebalance_megatron.attention.precision import undisturbed
-from sparsebalance_megatron.attention.select import Selector, rank_row, selector_named
+from sparsebalance_megatron.attention.select import Selector, rank_sequence, selector_named
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.exchange import sequence_attention
 from sparsebalance_megatron.attention.sequence.ranking import rank_slice
@@ -227,7 +227,7 @@ class BudgetedCoreAttention(MegatronModule):
             "observe": context.observe,
         }
         if sequence is None:
-            ranking = rank_row(options.selector, q_THD, k_TGD, context.layout, **how)
+            ranking = rank_sequence(options.selector, q_THD, k_TGD, context.layout, **how)
         else:
             how["exchange"] = sequence.group.exchange
             ranking = rank_slice(options.selector, q_THD, k_TGD, sequence, **how)

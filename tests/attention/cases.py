@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs of attention with their selection, run forward and backward; the error allowed.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, Q rows and C heads
-that select, K places of a list.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, Q rows and C
+heads that select, K places of a list.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sparsebalance_megatron.attention.kernels import assembled, gathered, tile_a
 from sparsebalance_megatron.attention.kernels.contract import Saved
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.merge import merge_partials
-from sparsebalance_megatron.attention.select import rank_row, selector_named
+from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.selector_registry import BUILT_IN
 
@@ -172,7 +172,7 @@ def make_case(
     )
     layout = packed_layout(cu_seqlens, block, "cpu")
     selector = selector_named(granularity)
-    ranking = rank_row(
+    ranking = rank_sequence(
         selector, q, k, layout, softmax_scale=SCALE, max_budget=max(budgets), observe=False
     )
     selection = selector.select(ranking, torch.tensor(budgets))

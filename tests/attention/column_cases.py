@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs of attention whose selection has single columns, and what they let a query read.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, N blocks, K places
-of a list.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, N blocks, K
+places of a list.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from sparsebalance_megatron.attention.kernels import tile_attention
 from sparsebalance_megatron.attention.kernels import tokens as tokens_module
 from sparsebalance_megatron.attention.kernels import triton as triton_module
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.select import rank_row, selector_named
+from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.selector_registry import BUILT_IN
 
 BLOCK, HEAD_DIM = 8, 8
@@ -371,7 +371,7 @@ def test_router_coverage_is_the_true_mass_where_keys_of_a_block_agree() -> None:
     )
     layout = packed_layout([0, tokens], BLOCK, "cpu")
     selector = selector_named("token-query-head")
-    ranking = rank_row(selector, q, k, layout, softmax_scale=SCALE, max_budget=1, observe=True)
+    ranking = rank_sequence(selector, q, k, layout, softmax_scale=SCALE, max_budget=1, observe=True)
     curves_SK = selector.coverage(ranking)
     lse = [
         budgeted_attention(q, k, k, [0, tokens], budget, block_size=BLOCK, softmax_scale=SCALE)[1]
@@ -426,7 +426,7 @@ def test_wrong_arguments_are_named() -> None:
         attend(q=case.q_THD.double())
     with pytest.raises(ValueError, match="must share one of float16"):
         attend(q=case.q_THD.int(), k=case.k_TGD.int(), v=case.v_TGD.int())
-    with pytest.raises(ValueError, match=r"must be \[3 rows, 1 heads, width\]"):
+    with pytest.raises(ValueError, match=r"must be \[3 rows, 1 heads, length\]"):
         attend(k=case.k_TGD[:, :1], v=case.v_TGD[:, :1])
     with pytest.raises(ValueError, match="must be \\[tokens, heads, head dim\\]"):
         attend(q=case.q_THD[0])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NaN and infinity in one document: its lists stay whole, and no other document notices.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.select import rank_row, selector_named
+from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.attention.select.block_topk import BlockTopK
 from sparsebalance_megatron.attention.selection import Selection
 
@@ -47,7 +47,7 @@ def _spoil(x_THD: Tensor, value: float) -> Tensor:
 def _select(q_THD: Tensor, k_TGD: Tensor, selection: str, budget: int = 3) -> Selection:
     layout = packed_layout(BOUNDARIES, BLOCK, "cpu")
     selector = selector_named(selection)
-    ranking = rank_row(
+    ranking = rank_sequence(
         selector,
         *(q_THD, k_TGD, layout),
         softmax_scale=SCALE,
@@ -120,7 +120,7 @@ def test_infinity_ranks_first_and_nan_last_of_the_others() -> None:
     for selection, selector in SELECTORS.items():
         if not isinstance(selector, BlockTopK):
             continue
-        ranking = rank_row(
+        ranking = rank_sequence(
             selector,
             *(torch.ones_like(k_TGD), k_TGD, layout),
             softmax_scale=1.0,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Invariant 9: changing a token changes no output before it, the choice of blocks included.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations

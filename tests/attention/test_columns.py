@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over blocks and single columns on the CPU; Triton's is beside its kernels.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, N blocks, K places of a list.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, N blocks, K places of a
+list.
 """
 
 from __future__ import annotations

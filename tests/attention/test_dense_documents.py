@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents of which everything is selected go to torch's dense attention, and no others do.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, Q rows and C heads
-that select, N blocks of the row, K places of a list.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, Q rows and C
+heads that select, N blocks, K places of a list.
 """
 
 from __future__ import annotations

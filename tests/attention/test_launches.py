@@ -16,7 +16,7 @@ from attention.cases import SCALE, saved
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.select import rank_row, router_choice, selector_named
+from sparsebalance_megatron.attention.select import rank_sequence, router_choice, selector_named
 from sparsebalance_megatron.config import DEFAULT_SELECTION
 
 triton = pytest.importorskip("triton")
@@ -74,7 +74,7 @@ def test_a_layer_launches_few_kernels(
     selector = selector_named(DEFAULT_SELECTION, "triton")
 
     def forward() -> Any:
-        ranking = rank_row(
+        ranking = rank_sequence(
             selector, q, k, layout, softmax_scale=SCALE, max_budget=budget, observe=True
         )
         selector.coverage(ranking)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The block grid of a packed row."""
+"""The block grid of a packed sequence."""
 
 from __future__ import annotations
 

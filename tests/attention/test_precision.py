@@ -18,7 +18,7 @@ from sparsebalance_megatron.attention import precision
 from sparsebalance_megatron.attention.api import budgeted_attention, kernel_named
 from sparsebalance_megatron.attention.kernels.contract import Attention
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.select import rank_row, selector_named
+from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 
 CU_SEQLENS = [0, 37, 139]
 SERVING = [
@@ -96,7 +96,7 @@ def test_modes_of_the_host_see_none_of_the_kernels_operations(
 
 
 def _ranking(selection: str, q_THD: Tensor, k_TGD: Tensor) -> Any:
-    return rank_row(
+    return rank_sequence(
         selector_named(selection),
         *(q_THD, k_TGD, packed_layout(CU_SEQLENS, 16, "cpu")),
         softmax_scale=SCALE,
@@ -141,7 +141,7 @@ def test_mass_of_a_long_document_is_summed_in_float64(selection: str) -> None:
     that, sums over heads, tokens and chunks are exact to float64's rounding."""
     tokens, block, heads = 6000, 40, 3
     k_THD = torch.randn(tokens, heads, 4, generator=torch.Generator().manual_seed(5))
-    ranking = rank_row(
+    ranking = rank_sequence(
         selector_named(selection),
         *(torch.zeros_like(k_THD), k_THD, packed_layout([0, tokens], block, "cpu")),
         softmax_scale=1.0,

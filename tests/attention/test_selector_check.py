@@ -114,7 +114,7 @@ class _Differentiable(_Broken):
         (_OwnBlockLast(), "^lists: .* must begin with its own block"),
         (_Broken(by_token=False), "^lists: by_token is False"),
         (_FallingCoverage(), "^coverage: curves must rise"),
-        (_ByChance(), "^determinism: the same row"),
+        (_ByChance(), "^determinism: the same sequence"),
         (_Differentiable(), "^determinism: .* gradient"),
         (_MeanOfTheRow(), "^documents: what document 0 holds changes"),
         (_LastQuery(), r"^causality: what token \d+ and those after it hold changes the list"),

@@ -13,7 +13,7 @@ from quality.masked_attention import masked_attention
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.select import rank_row, selector_named
+from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.selector_registry import BUILT_IN
 
 
@@ -26,7 +26,7 @@ def test_masked_attention_is_that_of_the_kernels(selection: Any) -> None:
         torch.randn(48, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)
     )
     selector = selector_named(selection)
-    ranking = rank_row(
+    ranking = rank_sequence(
         selector, q_THD, k_TGD, layout, softmax_scale=0.3, max_budget=3, observe=False
     )
     lists = selector.select(ranking, torch.tensor([1, 2, 3]))

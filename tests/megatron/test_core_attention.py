@@ -12,7 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from sparsebalance_megatron.attention.select import rank_row, selector_named
+from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
 from sparsebalance_megatron.megatron.packed_seq_params import (
@@ -147,7 +147,7 @@ def test_observed_grid_is_the_routers_coverage() -> None:
     module = attention()
     module(q_THD, k_TGD, v_TGD, None, packed_seq_params=params)
     selector = selector_named("previous-block")
-    ranking = rank_row(
+    ranking = rank_sequence(
         selector,
         *(q_THD, k_TGD, context.layout),
         softmax_scale=HEAD_DIM**-0.5,

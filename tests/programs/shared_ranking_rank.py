@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from attention.sequence.slices import local_selection
 
-from sparsebalance_megatron.attention.select import rank_row, selector_named
+from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.attention.select.block_topk import BlockTopK
 from sparsebalance_megatron.attention.sequence.all_gather import AllGatherExchange
 from sparsebalance_megatron.attention.sequence.ranking import rank_slice
@@ -37,7 +37,7 @@ def compare() -> None:
         selector = selector_named(name)
         if not isinstance(selector, BlockTopK):
             continue
-        whole = rank_row(selector, q_THD, k_TGD, held.whole_layout, **OPTIONS)
+        whole = rank_sequence(selector, q_THD, k_TGD, held.whole_layout, **OPTIONS)
         local = q_THD[held.tokens_T], k_TGD[held.tokens_T]
         own = rank_slice(selector, *local, held, exchange=exchange, **OPTIONS)
         expected = local_selection(selector.select(whole, budgets_S), held)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every implementation of attention offers, and autograd over any of them.
 
-Shape legend: T tokens of the packed row (of queries or of keys, which may differ), H query heads,
-G KV heads, D head dim.
+Shape legend: T tokens of the packed sequence (of queries or of keys, which may differ), H query
+heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations

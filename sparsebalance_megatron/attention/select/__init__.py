@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a selector offers, which decides which KV blocks a query reads.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, S documents,
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, S documents,
 K budgets.
 """
 
@@ -11,8 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from sparsebalance_megatron.attention.layout import PackedLayout
-from sparsebalance_megatron.attention.row_pair import RowPair
+from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.config import ConfigError, Router, flag_name
 from sparsebalance_megatron.selector_registry import load_selector
@@ -21,17 +20,18 @@ from sparsebalance_megatron.selector_registry import load_selector
 class Selector[Summarised, Ranked](Protocol):
     """Lists of KV blocks under a budget, from queries and keys; docs/SELECTORS.md is its guide.
 
-    Three steps, so that a rank may hold some of a row's blocks: summaries of what it holds, which
-    are gathered; ranking for its own queries; and, once a document's mass is known, the cut.
+    Three steps, so that a rank may hold some of a sequence's blocks: summaries of what it holds,
+    which are gathered; ranking for its own queries; and, once a document's mass is known, the cut.
     No method reads the device from the host, carries a gradient, or gives another result in a
     recomputed pass.
 
-    For a packed sequence that lies here as a whole, :func:`rank_row` takes the first two steps::
+    For a packed sequence that lies here as a whole, :func:`rank_sequence` takes the first two
+    steps::
 
         selector = selector_named("token-query-head")
         layout = packed_layout([0, 1000, 4000], block_size=128, device=q.device)
         how = {"softmax_scale": 64**-0.5, "max_budget": 8, "observe": True}
-        ranking = rank_row(selector, q, k, layout, **how)
+        ranking = rank_sequence(selector, q, k, layout, **how)
         coverage = selector.coverage(ranking)  # [2, most blocks of a document]
         selection = selector.select(ranking, torch.tensor([4, 8]))
         out, lse = block_sparse_attention(q, k, v, selection, softmax_scale=64**-0.5)
@@ -44,22 +44,22 @@ class Selector[Summarised, Ranked](Protocol):
     def by_token(self) -> bool: ...
 
     def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> Summarised:
-        """Summarise the blocks of a row. Each entry depends on its own block alone, so those of
-        several rows may be put together in any order."""
+        """Summarise the blocks of a sequence. Each entry depends on its own block alone, so those
+        of several sequences may be put together in any order."""
 
     def rank(
         self,
         q_THD: Tensor,
         summaries: Summarised,
-        rows: RowPair,
+        layouts: LayoutPair,
         *,
         softmax_scale: float,
         max_budget: int,
         observe: bool,
     ) -> Ranked:
-        """Rank what each row may read, in lists that serve budgets up to ``max_budget``.
+        """Rank what each query may read, in lists that serve budgets up to ``max_budget``.
 
-        ``summaries`` are those of the keys' row. Coverage can be asked for where ``observe``
+        ``summaries`` are those of the keys' sequence. Coverage can be asked for where ``observe``
         says so; else its mass is not computed.
         """
 
@@ -72,7 +72,7 @@ class Selector[Summarised, Ranked](Protocol):
         ``max_budget`` as ``max_budget``."""
 
 
-def rank_row[Summarised, Ranked](
+def rank_sequence[Summarised, Ranked](
     selector: Selector[Summarised, Ranked],
     q_THD: Tensor,
     k_TGD: Tensor,
@@ -82,7 +82,7 @@ def rank_row[Summarised, Ranked](
     max_budget: int,
     observe: bool,
 ) -> Ranked:
-    """Rank a row whose queries and keys all lie here.
+    """Rank a sequence whose queries and keys all lie here.
 
     Raises:
         ValueError: shapes do not fit, or ``max_budget`` is below 1.
@@ -90,7 +90,7 @@ def rank_row[Summarised, Ranked](
     return selector.rank(
         q_THD,
         selector.summaries(q_THD, k_TGD, layout),
-        RowPair.within(layout),
+        LayoutPair.within(layout),
         softmax_scale=softmax_scale,
         max_budget=max_budget,
         observe=observe,

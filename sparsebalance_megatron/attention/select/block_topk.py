@@ -4,8 +4,8 @@
 Nothing here reads the device from the host, so budgets may differ in every call at no cost.
 Every result is the same in a recomputed pass: no atomics, no unstable sort.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, S documents,
-N blocks of a row, K budgets or places of a list, Q rows that select, C heads that select.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, S documents,
+N blocks, K budgets or places of a list, Q rows that select, C heads that select.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.coverage import curves_of_mass
-from sparsebalance_megatron.attention.layout import PackedLayout
+from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
 from sparsebalance_megatron.attention.precision import undisturbed
-from sparsebalance_megatron.attention.row_pair import RowPair
 from sparsebalance_megatron.attention.select.ranking import Ranking
 from sparsebalance_megatron.attention.select.streaming import rank_in_chunks
 from sparsebalance_megatron.attention.select.summaries import BlockSummaries, block_means
@@ -52,7 +51,7 @@ class BlockTopK:
 
     @torch.no_grad()
     def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> BlockSummaries:
-        """Summarise the blocks of a row; see :class:`..selectors.Selector`.
+        """Summarise the blocks of a sequence; see :class:`..selectors.Selector`.
 
         Raises:
             ValueError: shapes do not fit one another or the layout, or the router does not serve.
@@ -69,7 +68,7 @@ class BlockTopK:
         self,
         q_THD: Tensor,
         summaries: BlockSummaries,
-        rows: RowPair,
+        layouts: LayoutPair,
         *,
         softmax_scale: float,
         max_budget: int,
@@ -84,21 +83,23 @@ class BlockTopK:
             ValueError: ``max_budget`` is below 1, shapes do not fit one another or the layouts, or
                 the router does not serve.
         """
-        _check_summaries(q_THD, summaries, rows)
+        _check_summaries(q_THD, summaries, layouts)
         if max_budget < 1:
             raise ValueError(f"rank: max_budget {max_budget}: must be at least 1 block")
         with undisturbed(q_THD.device):
             indices_QCK, mass_SK = rank_in_chunks(
-                self._askers(q_THD, summaries, rows),
+                self._askers(q_THD, summaries, layouts),
                 summaries.keys_NGD,
-                rows,
+                layouts,
                 by_token=self.by_token,
                 softmax_scale=softmax_scale,
-                places=min(max_budget, rows.kv_layout.max_blocks),
+                places=min(max_budget, layouts.kv_layout.max_blocks),
                 observe=observe,
                 router=self.router,
             )
-        return Ranking(rows=rows, by_token=self.by_token, indices_QCK=indices_QCK, mass_SK=mass_SK)
+        return Ranking(
+            layouts=layouts, by_token=self.by_token, indices_QCK=indices_QCK, mass_SK=mass_SK
+        )
 
     @torch.no_grad()
     def coverage(self, ranking: Ranking) -> Tensor:
@@ -110,7 +111,7 @@ class BlockTopK:
         if ranking.mass_SK is None:
             raise ValueError("coverage: the ranking holds no mass: rank with observe=True")
         heads = ranking.indices_QCK.shape[1]
-        return curves_of_mass(ranking.mass_SK, ranking.rows.kv_layout, selecting_heads=heads)
+        return curves_of_mass(ranking.mass_SK, ranking.layouts.kv_layout, selecting_heads=heads)
 
     @torch.no_grad()
     def select(self, ranking: Ranking, budgets_S: Tensor) -> Selection:
@@ -124,15 +125,15 @@ class BlockTopK:
         heads = q_THD.shape[1] if self.by_query_head else kv_heads
         return block_means(q_THD, layout, self.router).float().unflatten(1, (heads, -1)).mean(2)
 
-    def _askers(self, q_THD: Tensor, summaries: BlockSummaries, rows: RowPair) -> Tensor:
+    def _askers(self, q_THD: Tensor, summaries: BlockSummaries, layouts: LayoutPair) -> Tensor:
         """[Q, C, any, D]: queries whose mean over the third dimension asks."""
         means_NCD = summaries.queries_NCD
         if means_NCD is None:
             heads = q_THD.shape[1] if self.by_query_head else summaries.keys_NGD.shape[1]
             return q_THD.unflatten(1, (heads, -1))
-        own_N = rows.own_block_N
+        own_N = layouts.own_block_N
         # The first block of a document sees itself alone, whatever its query is.
-        first_N = rows.kv_layout.index_N[own_N] == 0
+        first_N = layouts.kv_layout.index_N[own_N] == 0
         asking_NCD = means_NCD[(own_N - 1).clamp_(min=0)]
         return asking_NCD.masked_fill_(first_N[:, None, None], 0.0)[:, :, None]
 
@@ -158,18 +159,18 @@ def _check_heads(q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> None:
         )
 
 
-def _check_summaries(q_THD: Tensor, summaries: BlockSummaries, rows: RowPair) -> None:
+def _check_summaries(q_THD: Tensor, summaries: BlockSummaries, layouts: LayoutPair) -> None:
     blocks, kv_heads, head_dim = summaries.keys_NGD.shape
     fits = (
         q_THD.ndim == 3
-        and q_THD.shape[0] == rows.query_layout.tokens
+        and q_THD.shape[0] == layouts.query_layout.tokens
         and q_THD.shape[1] % kv_heads == 0
         and q_THD.shape[2] == head_dim
-        and blocks == rows.kv_layout.blocks
+        and blocks == layouts.kv_layout.blocks
     )
     if not fits:
         raise ValueError(
-            f"rank: query {tuple(q_THD.shape)} must have {rows.query_layout.tokens} tokens as in "
-            f"its layout, and the summaries of keys {tuple(summaries.keys_NGD.shape)} must be "
-            f"those of the {rows.kv_layout.blocks} blocks of the keys' row"
+            f"rank: query {tuple(q_THD.shape)} must have {layouts.query_layout.tokens} tokens as "
+            f"in its layout, and the summaries of keys {tuple(summaries.keys_NGD.shape)} must be "
+            f"those of the {layouts.kv_layout.blocks} blocks of the keys' sequence"
         )

@@ -2,7 +2,7 @@
 # mypy: disable-error-code="no-untyped-def"
 """Means over the tokens of every block: sums in one launch, however many blocks there are.
 
-Shape legend: T tokens of the packed row, H query heads or KV heads, D head dim, N blocks of a row.
+Shape legend: T tokens of the packed sequence, H query heads or KV heads, D head dim, N blocks.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import warnings
 
 import torch
 
-from sparsebalance_megatron.attention.row_pair import RowPair
+from sparsebalance_megatron.attention.layout import LayoutPair
 from sparsebalance_megatron.config import Router
 
 MOST_BLOCKS = 1024
@@ -25,7 +25,7 @@ def means_in_triton(router: Router, device: torch.device) -> bool:
 
 
 def ranks_in_triton(
-    router: Router, device: torch.device, rows: RowPair, *, softmax_scale: float
+    router: Router, device: torch.device, layouts: LayoutPair, *, softmax_scale: float
 ) -> bool:
     """Whether rows of scores are ranked by the kernel.
 
@@ -36,9 +36,9 @@ def ranks_in_triton(
         ValueError: ``router`` is "triton", and it does not serve.
     """
     obstacle = _obstacle_of_device(device)
-    if obstacle is None and rows.kv_layout.max_blocks > MOST_BLOCKS:
+    if obstacle is None and layouts.kv_layout.max_blocks > MOST_BLOCKS:
         obstacle = (
-            f"ranks documents of up to {MOST_BLOCKS} blocks, not {rows.kv_layout.max_blocks}: "
+            f"ranks documents of up to {MOST_BLOCKS} blocks, not {layouts.kv_layout.max_blocks}: "
             "take larger blocks"
         )
     if obstacle is None and not softmax_scale > 0.0:

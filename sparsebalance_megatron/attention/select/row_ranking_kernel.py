@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebalance_megatron.attention.row_pair import RowPair
+from sparsebalance_megatron.attention.layout import LayoutPair
 
 KEYS_OF_A_WARP = 256
 """Eight of a thread: few enough that none spills, and that the sort fits the instruction cache."""
@@ -48,8 +48,8 @@ def launch_shape(columns: int, places: int, *, observe: bool) -> dict[str, int]:
 class KernelRowRanker:
     """What :class:`..row_ranking.RowRanker` is, in one launch per chunk."""
 
-    def __init__(self, rows: RowPair, *, softmax_scale: float, observe: bool) -> None:
-        self._max_blocks = rows.kv_layout.max_blocks
+    def __init__(self, layouts: LayoutPair, *, softmax_scale: float, observe: bool) -> None:
+        self._max_blocks = layouts.kv_layout.max_blocks
         self._softmax_scale = softmax_scale
         self._observe = observe
 

@@ -3,7 +3,7 @@
 
 What is kept is the lists alone, and a sum per document.
 
-Shape legend: N blocks of a row, S documents of the keys' row, G KV heads, D head dim, K places of a
+Shape legend: N blocks, S documents of the keys' sequence, G KV heads, D head dim, K places of a
 list, Q rows that select, C heads that select, E query heads of a selecting head, Y rows of a chunk,
 W columns of a chunk (blocks that its rows may read).
 """
@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsebalance_megatron.attention.layout import LayoutPair
 from sparsebalance_megatron.attention.precision import exact_product
-from sparsebalance_megatron.attention.row_pair import RowPair
 from sparsebalance_megatron.attention.select.router_choice import ranks_in_triton
 from sparsebalance_megatron.attention.select.row_ranking import RowRanker
 from sparsebalance_megatron.config import Router
@@ -36,7 +36,7 @@ _BEYOND_FRACTION = 4
 def rank_in_chunks(
     askers_QCED: Tensor,
     keys_NGD: Tensor,
-    rows: RowPair,
+    layouts: LayoutPair,
     *,
     by_token: bool,
     softmax_scale: float,
@@ -51,7 +51,7 @@ def rank_in_chunks(
 
     Args:
         askers_QCED: a row asks with the mean over E.
-        keys_NGD: mean keys of the blocks of the keys' row; C is a multiple of G.
+        keys_NGD: mean keys of the blocks of the keys' sequence; C is a multiple of G.
         by_token: whether rows are tokens, or blocks that speak for their tokens.
         router: who ranks; see :func:`..router_choice.ranks_in_triton`.
 
@@ -59,12 +59,12 @@ def rank_in_chunks(
         ValueError: ``router`` is "triton", and it does not serve.
     """
     _, heads, group, head_dim = askers_QCED.shape
-    kv_layout, device = rows.kv_layout, keys_NGD.device
-    if ranks_in_triton(router, device, rows, softmax_scale=softmax_scale):
+    kv_layout, device = layouts.kv_layout, keys_NGD.device
+    if ranks_in_triton(router, device, layouts, softmax_scale=softmax_scale):
         from sparsebalance_megatron.attention.select.row_ranking_kernel import KernelRowRanker
 
         ranker: RowRanker | KernelRowRanker = KernelRowRanker(
-            rows, softmax_scale=softmax_scale, observe=observe
+            layouts, softmax_scale=softmax_scale, observe=observe
         )
         elements = KERNEL_CHUNK_ELEMENTS
         most_rows: int | None = max(1, elements // (heads * group * head_dim))
@@ -72,14 +72,14 @@ def rank_in_chunks(
         ranker = RowRanker(device, softmax_scale=softmax_scale, observe=observe)
         elements = CHUNK_ELEMENTS * (_LARGER_ON_CUDA if device.type == "cuda" else 1)
         most_rows = None
-    own_Q = rows.row_block(by_token=by_token)
+    own_Q = layouts.kv_block(by_token=by_token)
     first_Q = kv_layout.first_block_S[kv_layout.document_N[own_Q]]
     indices_QCK = torch.empty(len(own_Q), heads, places, dtype=torch.int32, device=device)
-    mass = DocumentMass(rows, by_token=by_token) if observe else None
+    mass = DocumentMass(layouts, by_token=by_token) if observe else None
     keys_CND = keys_NGD.float().transpose(0, 1)
     keys_CND = keys_CND.repeat_interleave(heads // len(keys_CND), dim=0)
     for chunk in chunks(
-        rows, by_token=by_token, heads=heads, elements=elements, most_rows=most_rows
+        layouts, by_token=by_token, heads=heads, elements=elements, most_rows=most_rows
     ):
         lists_YCK = indices_QCK[chunk.rows]
         seen = ranker.rank_(
@@ -106,8 +106,9 @@ def _scores(askers_YCED: Tensor, keys_CWD: Tensor) -> Tensor:
 class Chunk:
     """Consecutive selecting rows and all that they may select from.
 
-    ``rows``: tokens or blocks of the queries' row. ``blocks``: of the keys' row, from the first
-    that any row may read to the last. ``documents``: of the keys' row, from the first to the last.
+    ``rows``: tokens or blocks of the queries' sequence. ``blocks``: of the keys' sequence, from the
+    first that any row may read to the last. ``documents``: of the keys' sequence, from the first to
+    the last.
     """
 
     rows: slice
@@ -121,7 +122,7 @@ class Chunk:
 
 
 def chunks(
-    pair: RowPair, *, by_token: bool, heads: int, elements: int, most_rows: int | None = None
+    pair: LayoutPair, *, by_token: bool, heads: int, elements: int, most_rows: int | None = None
 ) -> Iterator[Chunk]:
     """Cut the rows such that rows x heads x columns stay within ``elements``, or a row is alone.
 
@@ -132,8 +133,8 @@ def chunks(
     """
     kv_layout = pair.kv_layout
     own_N = np.asarray(pair.own_blocks)
-    document_N = kv_layout.document_on_host[own_N]
-    first_N = np.searchsorted(kv_layout.document_on_host, document_N)
+    document_N = kv_layout.grid.document_N[own_N]
+    first_N = np.searchsorted(kv_layout.grid.document_N, document_N)
     blocks = pair.query_layout.blocks
     bounds = pair.query_layout.bounds_on_host if by_token else np.arange(blocks + 1)
     needed = np.cumsum((own_N + 1 - first_N) * np.diff(bounds)) * heads
@@ -170,11 +171,11 @@ class DocumentMass:
     Rows are tokens, or blocks: those of blocks count once per token.
     """
 
-    def __init__(self, rows: RowPair, *, by_token: bool) -> None:
-        kv_layout = rows.kv_layout
-        self._document_Q = kv_layout.document_N[rows.row_block(by_token=by_token)]
+    def __init__(self, layouts: LayoutPair, *, by_token: bool) -> None:
+        kv_layout = layouts.kv_layout
+        self._document_Q = kv_layout.document_N[layouts.kv_block(by_token=by_token)]
         # A query block speaks for all of its tokens.
-        length_N = rows.query_layout.length_N
+        length_N = layouts.query_layout.length_N
         tokens_Q = torch.ones_like(self._document_Q) if by_token else length_N
         self._tokens_1Q = tokens_Q.double()[None]
         self._mass_SK = torch.zeros(

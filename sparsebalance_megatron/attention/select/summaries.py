@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a selector has to know of a block that may lie with another rank.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, N blocks of the
-row, B places of a block, C heads that select.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, N blocks of
+the row, B places of a block, C heads that select.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _COPIED_ELEMENTS = 1 << 21
 
 
 class SharedSummaries(Protocol):
-    """What ranks that share a row can gather."""
+    """What ranks that share a sequence can gather."""
 
     def parts(self, layout: PackedLayout) -> list[Tensor]:
-        """Tensors with one entry for each of the row's blocks, of shapes that depend on neither
-        the row's length nor its documents."""
+        """Tensors with one entry for each of the sequence's blocks, of shapes that depend on
+        neither the sequence's length nor its documents."""
 
     def joined(self, parts: Sequence[Tensor], layout: PackedLayout) -> Self:
-        """Summaries of another row, from the parts of all of its blocks in their order."""
+        """Summaries of another sequence, from the parts of all of its blocks in their order."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockSummaries:
-    """One entry per block of a row; ranks that hold parts of a row gather them.
+    """One entry per block; ranks that hold parts of a sequence gather them.
 
     Attributes:
         keys_NGD: the mean key, in the dtype of the keys.

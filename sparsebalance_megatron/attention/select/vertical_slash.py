@@ -6,7 +6,7 @@ vertical lines (keys that many queries read) and slashes (distances at which man
 What differs from theirs, and why, is in research/vertical_slash.md. Nothing here reads the device
 from the host, and every result is the same in a recomputed pass.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, S documents, N
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, S documents, N
 blocks of a row, B tokens of a block, K budgets or places of a list, X places of a list of columns,
 U probes of a block, E query heads of a KV head, J consecutive blocks of a document, Y keys from a
 document's first, W blocks from its first.
@@ -24,10 +24,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sparsebalance_megatron.attention.coverage import curves_of_mass
-from sparsebalance_megatron.attention.host_copy import copied_to
-from sparsebalance_megatron.attention.layout import PackedLayout
+from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout, copied_to
 from sparsebalance_megatron.attention.precision import undisturbed
-from sparsebalance_megatron.attention.row_pair import RowPair
 from sparsebalance_megatron.attention.select.probes import ProbedMass, probed_mass
 from sparsebalance_megatron.attention.select.vertical_slash_ranking import (
     VerticalSlashRanking,
@@ -49,10 +47,10 @@ _ALWAYS_READ = 2
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ProbesAndKeys:
-    """Queries that probe in every block, and what they attend to: the row's keys, as they are.
+    """Queries that probe in every block, and what they attend to: the sequence's keys, as they are.
 
     Attributes:
-        keys_TGD: one entry per token of the row.
+        keys_TGD: one entry per token.
         probes_NUHD: the probes of every block.
     """
 
@@ -62,7 +60,7 @@ class ProbesAndKeys:
     def parts(self, layout: PackedLayout) -> list[Tensor]:
         """See :class:`.summaries.SharedSummaries`."""
         keys_NBGD = layout.to_blocks(self.keys_TGD)
-        # A row of short documents alone has shorter blocks.
+        # A sequence of short documents alone has shorter blocks.
         missing = layout.block_size - layout.block_tokens
         return [pad(keys_NBGD, (0, 0, 0, 0, 0, missing)), self.probes_NUHD]
 
@@ -109,7 +107,7 @@ class VerticalSlash:
 
     @torch.no_grad()
     def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> ProbesAndKeys:
-        """Take the row's keys and probes; see :class:`..selectors.Selector`."""
+        """Take the sequence's keys and probes; see :class:`..selectors.Selector`."""
         return ProbesAndKeys(keys_TGD=k_TGD, probes_NUHD=q_THD[self.probes_of(layout)])
 
     def probes_of(self, layout: PackedLayout) -> Tensor:
@@ -124,7 +122,7 @@ class VerticalSlash:
         self,
         q_THD: Tensor,
         summaries: ProbesAndKeys,
-        rows: RowPair,
+        layouts: LayoutPair,
         *,
         softmax_scale: float,
         max_budget: int,
@@ -137,12 +135,12 @@ class VerticalSlash:
 
         Raises:
             ValueError: ``max_budget`` is below 1, shapes do not fit one another or the layouts, or
-                the selector looks ahead and queries and keys lie in different rows.
+                the selector looks ahead and queries and keys lie in different sequences.
         """
-        _check(q_THD, summaries, rows, max_budget, looks_ahead=self.looks_ahead)
+        _check(q_THD, summaries, layouts, max_budget, looks_ahead=self.looks_ahead)
         with undisturbed(q_THD.device):
-            lists = _RowLists(self, q_THD, summaries, rows, softmax_scale, max_budget, observe)
-            for document in range(rows.kv_layout.documents):
+            lists = _RowLists(self, q_THD, summaries, layouts, softmax_scale, max_budget, observe)
+            for document in range(layouts.kv_layout.documents):
                 lists.rank_document(document)
             return lists.ranking()
 
@@ -156,7 +154,7 @@ class VerticalSlash:
         if ranking.mass_SK is None:
             raise ValueError("coverage: the ranking holds no mass: rank with observe=True")
         heads = ranking.blocks_NGK.shape[1]
-        return curves_of_mass(ranking.mass_SK, ranking.rows.kv_layout, selecting_heads=heads)
+        return curves_of_mass(ranking.mass_SK, ranking.layouts.kv_layout, selecting_heads=heads)
 
     @torch.no_grad()
     def select(self, ranking: VerticalSlashRanking, budgets_S: Tensor) -> Selection:
@@ -169,20 +167,20 @@ LAST_QUERIES = VerticalSlash(looks_ahead=True)
 
 
 class _RowLists:
-    """The lists of a row of queries, written document by document of the keys' row."""
+    """The lists of queries, written document by document of the keys' sequence."""
 
     def __init__(
         self,
         selector: VerticalSlash,
         q_THD: Tensor,
         summaries: ProbesAndKeys,
-        rows: RowPair,
+        layouts: LayoutPair,
         softmax_scale: float,
         max_budget: int,
         observe: bool,
     ) -> None:
-        self._selector, self._rows, self._layout = selector, rows, rows.kv_layout
-        self._k_TGD, layout = summaries.keys_TGD, rows.kv_layout
+        self._selector, self._layouts, self._layout = selector, layouts, layouts.kv_layout
+        self._k_TGD, layout = summaries.keys_TGD, layouts.kv_layout
         heads = self._k_TGD.shape[1]
         self._q_TGED = q_THD.unflatten(1, (heads, -1))
         self._probes_NUGED = summaries.probes_NUHD.unflatten(2, (heads, -1))
@@ -194,11 +192,11 @@ class _RowLists:
         rank_U1 = torch.arange(1, probes + 1, device=q_THD.device)
         self._offset_U = rank_U1 * self._size // probes - 1
         self._first_block = np.cumsum((0, *layout.blocks_per_document))
-        self._runs_of_document = _runs(rows, self._first_block)
+        self._runs_of_document = _runs(layouts, self._first_block)
         places = min(max_budget, layout.max_blocks)
-        self._blocks_NGK = _no_lists(rows, heads, places)
+        self._blocks_NGK = _no_lists(layouts, heads, places)
         columns = self._size * max(0, places - _ALWAYS_READ)
-        self._columns_NGX = _no_lists(rows, heads, columns)
+        self._columns_NGX = _no_lists(layouts, heads, columns)
         self._budgets = observed_budgets(layout.max_blocks)
         self._covered_SK = torch.zeros(
             *(layout.documents, len(self._budgets)), dtype=torch.float64, device=q_THD.device
@@ -206,7 +204,7 @@ class _RowLists:
 
     def ranking(self) -> VerticalSlashRanking:
         return VerticalSlashRanking(
-            rows=self._rows,
+            layouts=self._layouts,
             blocks_NGK=self._blocks_NGK,
             columns_NGX=self._columns_NGX,
             mass_SK=self._mass_of_budgets() if self._observe else None,
@@ -332,7 +330,7 @@ class _RowLists:
         rows = slice(row, row + some.stop - some.start)
         places = min(self._blocks_NGK.shape[2], some.stop)
         number_JGK = block_order_JGW[..., :places] + first
-        past_end = number_JGK > self._rows.own_block_N[rows, None, None]
+        past_end = number_JGK > self._layouts.own_block_N[rows, None, None]
         self._blocks_NGK[rows, :, :places] = number_JGK.masked_fill(past_end, -1).int()
         places = min(self._columns_NGX.shape[2], column_order_JGY.shape[2])
         token_JGX = column_order_JGY[..., :places] + self._layout.cu_seqlens[document]
@@ -379,14 +377,14 @@ class _RowLists:
         return covered_SK.diff(dim=1, prepend=torch.zeros_like(covered_SK[:, :1]))
 
 
-def _runs(rows: RowPair, first_block: np.ndarray) -> list[list[tuple[slice, int]]]:
-    """Runs of blocks that follow one another in both rows, by document and counted from its first
-    block; and the place of a run's first block in the queries' row."""
-    own_N = np.asarray(rows.own_blocks)
-    document_N = rows.kv_layout.document_on_host[own_N]
+def _runs(layouts: LayoutPair, first_block: np.ndarray) -> list[list[tuple[slice, int]]]:
+    """Runs of blocks that follow one another in both sequences, by document and counted from its
+    first block; and the place of a run's first block in the queries' sequence."""
+    own_N = np.asarray(layouts.own_blocks)
+    document_N = layouts.kv_layout.grid.document_N[own_N]
     breaks = np.flatnonzero((np.diff(own_N) != 1) | (np.diff(document_N) != 0)) + 1
     bounds = [0, *breaks.tolist(), len(own_N)]
-    runs: list[list[tuple[slice, int]]] = [[] for _ in range(rows.kv_layout.documents)]
+    runs: list[list[tuple[slice, int]]] = [[] for _ in range(layouts.kv_layout.documents)]
     for row, end in pairwise(bounds):
         document = document_N[row]
         begin = int(own_N[row] - first_block[document])
@@ -402,9 +400,9 @@ def observed_budgets(max_blocks: int) -> tuple[int, ...]:
     return tuple(budgets)
 
 
-def _no_lists(rows: RowPair, heads: int, places: int) -> Tensor:
-    shape = (rows.query_layout.blocks, heads, places)
-    return torch.full(shape, -1, dtype=torch.int32, device=rows.own_block_N.device)
+def _no_lists(layouts: LayoutPair, heads: int, places: int) -> Tensor:
+    shape = (layouts.query_layout.blocks, heads, places)
+    return torch.full(shape, -1, dtype=torch.int32, device=layouts.own_block_N.device)
 
 
 def _falling_blocks(mass_JGW: Tensor, first: int) -> Tensor:
@@ -420,20 +418,25 @@ def _falling_blocks(mass_JGW: Tensor, first: int) -> Tensor:
 
 
 def _check(
-    q_THD: Tensor, summaries: ProbesAndKeys, rows: RowPair, max_budget: int, *, looks_ahead: bool
+    q_THD: Tensor,
+    summaries: ProbesAndKeys,
+    layouts: LayoutPair,
+    max_budget: int,
+    *,
+    looks_ahead: bool,
 ) -> None:
     k_TGD, probes_NUHD = summaries.keys_TGD, summaries.probes_NUHD
-    if looks_ahead and rows.query_layout is not rows.kv_layout:
+    if looks_ahead and layouts.query_layout is not layouts.kv_layout:
         raise ValueError(
             'rank: "vertical-slash-last-queries" needs the last queries of every document: rank '
-            'the whole row, or take "vertical-slash"'
+            'the whole sequence, or take "vertical-slash"'
         )
     fits = (
         q_THD.ndim == 3
         and k_TGD.ndim == 3
-        and q_THD.shape[0] == rows.query_layout.tokens
-        and k_TGD.shape[0] == rows.kv_layout.tokens
-        and probes_NUHD.shape[0] == rows.kv_layout.blocks
+        and q_THD.shape[0] == layouts.query_layout.tokens
+        and k_TGD.shape[0] == layouts.kv_layout.tokens
+        and probes_NUHD.shape[0] == layouts.kv_layout.blocks
         and probes_NUHD.shape[2:] == q_THD.shape[1:]
         and q_THD.shape[2] == k_TGD.shape[2]
         and q_THD.shape[1] % k_TGD.shape[1] == 0
@@ -442,9 +445,9 @@ def _check(
         raise ValueError(
             f"rank: query {tuple(q_THD.shape)}, key {tuple(k_TGD.shape)} and probes "
             f"{tuple(probes_NUHD.shape)} must be [tokens, heads, head dim] with the layouts' "
-            f"{rows.query_layout.tokens} and {rows.kv_layout.tokens} tokens, and [blocks, probes, "
-            f"heads, head dim] with {rows.kv_layout.blocks} blocks, one head dim, and query heads "
-            "a multiple of KV heads"
+            f"{layouts.query_layout.tokens} and {layouts.kv_layout.tokens} tokens, and [blocks, "
+            f"probes, heads, head dim] with {layouts.kv_layout.blocks} blocks, one head dim, and "
+            "query heads a multiple of KV heads"
         )
     if max_budget < 1:
         raise ValueError(f"rank: max_budget {max_budget}: must be at least 1 block")

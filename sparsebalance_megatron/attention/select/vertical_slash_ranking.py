@@ -7,8 +7,8 @@ columns are the best ones outside of the blocks, so a query block reads exactly 
 blocks, whatever it reads; where it sees no more than k blocks, it reads them all. Lists of a larger
 budget hold those of a smaller one.
 
-Shape legend: S documents, N blocks of the queries' row, G KV heads, K places of a list of blocks,
-X places of a list of columns, J rows of lists, W blocks of a document.
+Shape legend: S documents, N blocks of the queries' sequence, G KV heads, K places of a list of
+blocks, X places of a list of columns, J rows of lists, W blocks of a document.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.row_pair import RowPair
+from sparsebalance_megatron.attention.layout import LayoutPair
 from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 
 _CUT_ELEMENTS = 1 << 22
@@ -35,10 +35,11 @@ class VerticalSlashRanking:
     """What every query block may read, per KV head, up to the widest budget.
 
     Attributes:
-        rows: where queries and keys lie.
-        blocks_NGK: int32 numbers of blocks in the keys' row: the own block, the block before it,
+        layouts: where queries and keys lie. blocks_NGK: int32 numbers of blocks in the keys'
+        sequence: the own block, the block before it,
             then the others by falling mass of their diagonals; -1 past the visible ones.
-        columns_NGX: int32 numbers of tokens in the keys' row, those of blocks that every budget
+        columns_NGX: int32 numbers of tokens in the keys' sequence, those of blocks that every
+        budget
             above 1 reads left out: a document's first tokens, then the others by falling mass; -1
             past the visible ones.
         mass_SK: float64; in column k - 1 the softmax mass that budget k reads beyond budget k - 1,
@@ -47,7 +48,7 @@ class VerticalSlashRanking:
             where nobody observes.
     """
 
-    rows: RowPair
+    layouts: LayoutPair
     blocks_NGK: Tensor
     columns_NGX: Tensor
     mass_SK: Tensor | None
@@ -62,7 +63,7 @@ class VerticalSlashRanking:
         Raises:
             ValueError: ``budgets_S`` has not one entry per document.
         """
-        own_N, layout = self.rows.own_block_N, self.rows.kv_layout
+        own_N, layout = self.layouts.own_block_N, self.layouts.kv_layout
         if budgets_S.shape != (layout.documents,):
             raise ValueError(
                 f"select: budgets_S has shape {tuple(budgets_S.shape)}: must hold one budget for "
@@ -77,17 +78,17 @@ class VerticalSlashRanking:
             indices_QCK=self.blocks_NGK,
             counts_QC=self._per_head(blocks_N),
             by_token=False,
-            query_layout=self.rows.query_layout,
+            query_layout=self.layouts.query_layout,
             kv_layout=layout,
             own_block_N=own_N,
             columns=self._columns(blocks_N, columns_N) if column_blocks(width) else None,
         )
 
     def _columns(self, blocks_N: Tensor, columns_N: Tensor) -> ColumnLists:
-        layout, (rows, heads, places) = self.rows.kv_layout, self.columns_NGX.shape
+        layout, (rows, heads, places) = self.layouts.kv_layout, self.columns_NGX.shape
         width = column_blocks(self.blocks_NGK.shape[2]) * layout.block_size
         tokens_NGK = self.columns_NGX.new_empty(rows, heads, width)
-        first_N = layout.first_block_S[layout.document_N[self.rows.own_block_N]]
+        first_N = layout.first_block_S[layout.document_N[self.layouts.own_block_N]]
         at_once = max(1, _CUT_ELEMENTS // (heads * places))
         for row in range(0, rows, at_once):
             part = slice(row, row + at_once)

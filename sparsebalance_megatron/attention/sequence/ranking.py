@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.row_pair import RowPair
+from sparsebalance_megatron.attention.layout import LayoutPair
 from sparsebalance_megatron.attention.select import Selector
 from sparsebalance_megatron.attention.select.summaries import SharedSummaries
 from sparsebalance_megatron.attention.sequence.slice import SequenceExchange, SequenceSlice
@@ -60,7 +60,7 @@ def rank_slice[Summarised: SharedSummaries, Ranked: RankingWithMass](
     summaries = own.parts(sequence.local_layout)
     if exchange is not None:
         summaries = exchange.summaries(summaries, sequence)
-    rows = RowPair(
+    layouts = LayoutPair(
         query_layout=sequence.local_layout,
         kv_layout=sequence.whole_layout,
         own_blocks=sequence.blocks_W[sequence.group.member].tolist(),
@@ -69,7 +69,7 @@ def rank_slice[Summarised: SharedSummaries, Ranked: RankingWithMass](
     ranking = selector.rank(
         q_THD,
         own.joined(summaries, sequence.whole_layout),
-        rows,
+        layouts,
         softmax_scale=softmax_scale,
         max_budget=max_budget,
         observe=observe,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists and coverage against their definitions.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from oracles import attention as oracle
 from oracles import router as at_once
 from torch import Tensor
 
-from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.row_pair import RowPair
+from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
 from sparsebalance_megatron.attention.select import (
-    rank_row,
+    rank_sequence,
     selector_named,
     streaming,
 )
@@ -53,7 +52,7 @@ def _ranking(
     max_budget: int = 99,
     observe: bool = False,
 ) -> Ranking:
-    return rank_row(
+    return rank_sequence(
         selector_named(granularity),
         *(*inputs, packed_layout(cu_seqlens, BLOCK, "cpu")),
         softmax_scale=softmax_scale,
@@ -236,7 +235,7 @@ def test_bad_arguments_are_named() -> None:
         selector.rank(
             q_THD[:9],
             selector.summaries(q_THD, k_TGD, layout),
-            RowPair.within(layout),
+            LayoutPair.within(layout),
             softmax_scale=1.0,
             max_budget=1,
             observe=False,

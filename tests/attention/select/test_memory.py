@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes that selection holds at its peak: counted on small rows, extrapolated to 128K tokens.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, K places of a list.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, K places of a
+list.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.select import rank_row, selector_named, streaming
+from sparsebalance_megatron.attention.select import rank_sequence, selector_named, streaming
 from sparsebalance_megatron.attention.select import summaries as summaries_of_blocks
 
 BLOCK, HEAD_DIM = 256, 16
@@ -69,7 +70,7 @@ def _peak_bytes(selection: str, tokens: int, heads: int, budget: int) -> int:
         for x in (q_THD, k_TGD, *vars(layout).values()):
             if isinstance(x, Tensor):
                 live._known.add(x.untyped_storage()._cdata)
-        ranking = rank_row(
+        ranking = rank_sequence(
             selector, q_THD, k_TGD, layout, softmax_scale=1.0, max_budget=budget, observe=True
         )
         selector.coverage(ranking)

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.row_pair import RowPair
-from sparsebalance_megatron.attention.select import rank_row, selector_named
+from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
+from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.attention.select.block_topk import BlockTopK
 from sparsebalance_megatron.attention.select.router_choice import (
     MOST_BLOCKS,
@@ -31,8 +30,8 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 ON_CUDA = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 
 
-def _rows(blocks: int) -> RowPair:
-    return RowPair.within(packed_layout([0, blocks, blocks + 1], 1, "cpu"))
+def _rows(blocks: int) -> LayoutPair:
+    return LayoutPair.within(packed_layout([0, blocks, blocks + 1], 1, "cpu"))
 
 
 @ON_CUDA
@@ -71,7 +70,7 @@ def test_an_explicit_choice_never_falls_back(selection: str) -> None:
     layout = packed_layout([0, 9], 4, "cpu")
     q_THD = torch.ones(9, 2, 4)
     with pytest.raises(ValueError, match=r'router "triton" needs CUDA, and the keys lie on cpu'):
-        rank_row(
+        rank_sequence(
             selector_named(selection, "triton"),
             *(q_THD, q_THD, layout),
             softmax_scale=1.0,
@@ -95,7 +94,7 @@ def test_selectors_are_told_who_computes(name: str, router: Router) -> None:
 @pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize("most_rows", [1, 3, 7, 100])
 def test_chunks_bound_their_rows(most_rows: int, by_token: bool) -> None:
-    rows = RowPair.within(packed_layout([0, 3, 40, 47], 4, "cpu"))
+    rows = LayoutPair.within(packed_layout([0, 3, 40, 47], 4, "cpu"))
     found = list(chunks(rows, by_token=by_token, heads=2, elements=1000, most_rows=most_rows))
     every = np.concatenate([np.arange(chunk.rows.start, chunk.rows.stop) for chunk in found])
     assert every.tolist() == list(range(47 if by_token else rows.query_layout.blocks))

@@ -14,9 +14,8 @@ import torch
 from attention.cases import SELECTORS, example_selector
 from torch import Tensor
 
-from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
-from sparsebalance_megatron.attention.row_pair import RowPair
-from sparsebalance_megatron.attention.select import rank_row, selector_named
+from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout, packed_layout
+from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.attention.select.ranking import Ranking
 from sparsebalance_megatron.attention.select.vertical_slash_ranking import VerticalSlashRanking
 
@@ -56,7 +55,7 @@ def _row_of(layout: PackedLayout, blocks: list[int], x_T: Tensor) -> tuple[Packe
 def test_members_of_a_group_rank_as_one(granularity: str, deal) -> None:
     selector, layout = EVERY_SELECTOR[granularity], packed_layout(CU_SEQLENS, BLOCK, "cpu")
     q_THD, k_TGD = _inputs()
-    whole = rank_row(selector, q_THD, k_TGD, layout, **OPTIONS)
+    whole = rank_sequence(selector, q_THD, k_TGD, layout, **OPTIONS)
     members = [list(blocks) for blocks in deal(layout.blocks)]
 
     order = torch.tensor(list(itertools.chain(*members))).argsort()
@@ -82,7 +81,7 @@ def test_members_of_a_group_rank_as_one(granularity: str, deal) -> None:
     rankings = []
     for blocks in members:
         local_layout, local_q_THD = _row_of(layout, blocks, q_THD)
-        rows = RowPair.of_blocks(local_layout, layout, blocks)
+        rows = LayoutPair.of_blocks(local_layout, layout, blocks)
         rankings.append(selector.rank(local_q_THD, gathered, rows, **OPTIONS))
         for name in _lists_of(whole):
             expected_QCK = getattr(whole, name)[blocks]
@@ -120,7 +119,7 @@ def test_last_queries_must_lie_here() -> None:
     q_THD, k_TGD = _inputs()
     selector = selector_named("vertical-slash-last-queries")
     local_layout, local_q_THD = _row_of(layout, [3, 4], q_THD)
-    rows = RowPair.of_blocks(local_layout, layout, [3, 4])
+    rows = LayoutPair.of_blocks(local_layout, layout, [3, 4])
     with pytest.raises(ValueError, match="the last queries of every document"):
         selector.rank(local_q_THD, selector.summaries(q_THD, k_TGD, layout), rows, **OPTIONS)
 
@@ -130,4 +129,4 @@ def test_wrong_own_blocks_are_named(own_blocks: list[int]) -> None:
     layout = packed_layout(CU_SEQLENS, BLOCK, "cpu")
     local = packed_layout([0, 8, 16, 24], BLOCK, "cpu")
     with pytest.raises(ValueError, match="own_blocks"):
-        RowPair.of_blocks(local, layout, own_blocks)
+        LayoutPair.of_blocks(local, layout, own_blocks)

@@ -4,7 +4,7 @@
 The public code of MTraining has faults that are named below, each beside the test that it would
 fail (microsoft/MInference, branch wenxuan/mtrain at f74982d).
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from oracles import vertical_slash as oracle
 from torch import Tensor
 
-from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.row_pair import RowPair
-from sparsebalance_megatron.attention.select import rank_row, selector_named, vertical_slash
+from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
+from sparsebalance_megatron.attention.select import rank_sequence, selector_named, vertical_slash
 from sparsebalance_megatron.attention.select.vertical_slash import VerticalSlash
 from sparsebalance_megatron.attention.select.vertical_slash_ranking import (
     VerticalSlashRanking,
@@ -51,7 +50,7 @@ def _ranking(
     max_budget: int = 99,
     observe: bool = False,
 ) -> VerticalSlashRanking:
-    return rank_row(
+    return rank_sequence(
         selector,
         *(*inputs, packed_layout(cu_seqlens, block_size, "cpu")),
         softmax_scale=SCALE,
@@ -228,8 +227,8 @@ def test_no_last_column_is_dropped(name: str) -> None:
 
 @pytest.mark.parametrize("name", BOTH)
 def test_every_document_is_probed_by_itself(name: str) -> None:
-    """Faults 3, 7 and 9: budgets capped by the tokens at hand, no packed rows, and one probe at the
-    end of all. The lists of a document are those that it has alone."""
+    """Faults 3, 7 and 9: budgets capped by the tokens at hand, no packed sequences, and one probe
+    at the end of all. The lists of a document are those that it has alone."""
     q_THD, k_TGD = _inputs(CU_SEQLENS[-1])
     budgets = [2, 6, 3]
     packed = BOTH[name].select(
@@ -281,13 +280,13 @@ def test_nothing_falls_back_silently() -> None:
     """Fault 6: without a process group the ring ops ran dense attention. Queries of another row,
     and wrong arguments, are errors."""
     inputs, layout = _inputs(157), packed_layout(CU_SEQLENS, BLOCK, "cpu")
-    elsewhere = RowPair.of_blocks(packed_layout([0, 8, 16], BLOCK, "cpu"), layout, [0, 1])
+    elsewhere = LayoutPair.of_blocks(packed_layout([0, 8, 16], BLOCK, "cpu"), layout, [0, 1])
     options = {"softmax_scale": SCALE, "max_budget": 3, "observe": False}
     keys = CAUSAL.summaries(*inputs, layout)
     with pytest.raises(ValueError, match="with the layouts' 16 and 157 tokens"):
         CAUSAL.rank(inputs[0], keys, elsewhere, **options)
     with pytest.raises(ValueError, match="with the layouts' 157 and 157 tokens"):
-        CAUSAL.rank(inputs[0][:9], keys, RowPair.within(layout), **options)
+        CAUSAL.rank(inputs[0][:9], keys, LayoutPair.within(layout), **options)
     with pytest.raises(ValueError, match="max_budget 0: must be at least 1 block"):
         _ranking(CAUSAL, inputs, CU_SEQLENS, max_budget=0)
     ranking = _ranking(CAUSAL, inputs, CU_SEQLENS)

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.select import rank_row
+from sparsebalance_megatron.attention.select import rank_sequence
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.earlier_segments import (
     EarlierSegments,
@@ -111,7 +111,7 @@ def _case(kv_heads: int = 2, dtype: torch.dtype = torch.float32) -> Case:
 def _whole(case: Case, selector: Any, dtype: torch.dtype) -> tuple[Case, Tensor]:
     """The case with the selector's lists over the whole sequence, and their coverage."""
     q, k = (x.to(dtype) for x in (case.q_THD, case.k_TGD))
-    ranking = rank_row(
+    ranking = rank_sequence(
         *(selector, q, k, case.selection.kv_layout),
         softmax_scale=SCALE,
         max_budget=max(BUDGETS),
@@ -183,7 +183,7 @@ def test_coverage_of_a_segment_is_that_of_the_tokens_so_far() -> None:
     run.run()
     end = 51 + 4 * BLOCK
     layout = packed_layout([*CU_SEQLENS[:5], end], BLOCK, "cpu")
-    ranking = rank_row(
+    ranking = rank_sequence(
         *(selector, case.q_THD[:end].double(), case.k_TGD[:end].double(), layout),
         softmax_scale=SCALE,
         max_budget=max(BUDGETS),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels over blocks and single columns; where they run, test_kernels.py says.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, N blocks, K places
-of a list.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, N blocks, K
+places of a list.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from attention.sequence.slices import in_parts, slices_of
 from torch import Tensor
 
 from sparsebalance_megatron.attention.kernels import triton as implementation
-from sparsebalance_megatron.attention.select import rank_row, selector_named
+from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 
 triton = pytest.importorskip("triton")
 from sparsebalance_megatron.attention.kernels.triton import (  # noqa: E402
@@ -212,7 +212,7 @@ def test_results_repeat_and_later_tokens_change_no_bit() -> None:
             x[token:] *= factor
         case.dout_THD[token:] = 0.0
         selector = selector_named("vertical-slash")
-        ranking = rank_row(
+        ranking = rank_sequence(
             selector,
             *(case.q_THD, case.k_TGD, case.selection.query_layout),
             softmax_scale=SCALE,

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
-from sparsebalance_megatron.attention.select import rank_row, selector_named
+from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.attention.selection import Selection
 
 triton = pytest.importorskip("triton")
@@ -68,7 +68,7 @@ def _random_selection(layout: PackedLayout, budgets: list[int], granularity: str
         torch.randn(layout.tokens, heads, 16, generator=generator, device="cuda")
         for heads in (HEADS, KV_HEADS)
     )
-    ranking = rank_row(
+    ranking = rank_sequence(
         selector,
         *(q_THD, k_TGD, layout),
         softmax_scale=1.0,

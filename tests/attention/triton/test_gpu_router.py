@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.select import rank_row, selector_named
+from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.attention.select.ranking import Ranking
 from sparsebalance_megatron.config import Router
 
@@ -45,7 +45,7 @@ def _ranked(
     observe: bool = True,
 ) -> Ranking:
     tokens = cu_seqlens[-1]
-    return rank_row(
+    return rank_sequence(
         dataclasses.replace(selector_named(selection), router=router),
         *(_integers(tokens, 8, 0), _integers(tokens, 2, 1)),
         packed_layout(cu_seqlens, BLOCK, "cuda"),
@@ -108,10 +108,10 @@ def test_ranking_does_not_wait_for_the_device(selection: str) -> None:
     layout = packed_layout([0, 3000, 8192], BLOCK, "cuda")
     selector = dataclasses.replace(selector_named(selection), router="triton")
     how = {"softmax_scale": 0.001, "max_budget": 8, "observe": True}
-    rank_row(selector, *inputs, layout, **how)
+    rank_sequence(selector, *inputs, layout, **how)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        selector.coverage(rank_row(selector, *inputs, layout, **how))
+        selector.coverage(rank_sequence(selector, *inputs, layout, **how))
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -31,7 +31,7 @@ from attention.sequence.slices import in_parts, slices_of
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
-from sparsebalance_megatron.attention.select import rank_row, selector_named
+from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 
 triton = pytest.importorskip("triton")
 from sparsebalance_megatron.attention.kernels.triton import (  # noqa: E402
@@ -162,7 +162,7 @@ def test_bad_numbers_of_a_document_stay_in_it(value: float) -> None:
     q_THD, k_TGD = clean.q_THD.clone(), clean.k_TGD.clone()
     q_THD[[20, 60], 0, 3] = k_TGD[[20, 60], 0, 3] = value
     selector = selector_named("previous-block")
-    ranking = rank_row(
+    ranking = rank_sequence(
         selector,
         *(q_THD, k_TGD, clean.selection.query_layout),
         softmax_scale=SCALE,

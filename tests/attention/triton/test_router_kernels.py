@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's kernels against torch, in Triton's interpreter or on a GPU, through ``rank_row``.
+"""The router's kernels against torch, in Triton's interpreter or on a GPU, through
+``rank_sequence``.
 
 Inputs are small integers, so that every score is exact in whatever order it is summed, and many
 are equal.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, S documents.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, S documents.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
-from sparsebalance_megatron.attention.row_pair import RowPair
-from sparsebalance_megatron.attention.select import rank_row, selector_named, streaming
+from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout, packed_layout
+from sparsebalance_megatron.attention.select import rank_sequence, selector_named, streaming
 from sparsebalance_megatron.attention.select.block_topk import BlockTopK
 from sparsebalance_megatron.attention.select.ranking import Ranking
 from sparsebalance_megatron.attention.select.summaries import block_means
@@ -67,7 +67,7 @@ def _ranked(
     observe: bool,
     softmax_scale: float = 0.02,
 ) -> Ranking:
-    return rank_row(
+    return rank_sequence(
         _selector(selection, router),
         *(*inputs, layout),
         softmax_scale=softmax_scale,
@@ -214,7 +214,7 @@ def test_queries_of_some_blocks_rank_as_in_torch(selection: str, observe: bool) 
     tokens = [token for n in own_blocks for token in range(bounds[n], bounds[n + 1])]
     lengths = [bounds[n + 1] - bounds[n] for n in own_blocks]
     members = packed_layout([0, *itertools.accumulate(lengths)], BLOCK, DEVICE)
-    rows = RowPair.of_blocks(members, layout, own_blocks)
+    rows = LayoutPair.of_blocks(members, layout, own_blocks)
     kernel, plain = (
         selector.rank(
             q_THD[tokens],

@@ -22,7 +22,7 @@ from attention.cases import (
 from torch import Tensor
 
 from sparsebalance_megatron.attention.kernels import triton as implementation
-from sparsebalance_megatron.attention.select import rank_row, selector_named
+from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 
 triton = pytest.importorskip("triton")
 from sparsebalance_megatron.attention.kernels.triton import (  # noqa: E402
@@ -187,7 +187,7 @@ def test_bad_numbers_of_a_document_stay_in_it() -> None:
     selector = selector_named(BY_KV_HEAD)
     q_THD, k_TGD = clean.q_THD.clone(), clean.k_TGD.clone()
     q_THD[[20, 40], 0, 3] = k_TGD[[20, 44], 0, 3] = torch.nan
-    ranking = rank_row(
+    ranking = rank_sequence(
         selector,
         *(q_THD, k_TGD, clean.selection.query_layout),
         softmax_scale=SCALE,
@@ -215,7 +215,7 @@ def test_results_repeat_and_later_tokens_change_no_bit() -> None:
             x[token:] *= factor
         case.dout_THD[token:] = 0.0
         selector, layout = selector_named(BY_KV_HEAD), case.selection.query_layout
-        ranking = rank_row(
+        ranking = rank_sequence(
             selector,
             *(case.q_THD, case.k_TGD, layout),
             softmax_scale=SCALE,

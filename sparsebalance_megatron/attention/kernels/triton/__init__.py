@@ -4,7 +4,7 @@
 Products take the inputs' dtype and accumulate in float32. Results repeat bit by bit. Neither pass
 reads the device from the host, and budgets or tokens that change compile nothing.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations

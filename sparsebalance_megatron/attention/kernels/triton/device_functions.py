@@ -2,7 +2,7 @@
 # mypy: disable-error-code="no-untyped-def"
 """What the attention kernels share: loads, a step of each product, stores, constants.
 
-Shape legend: T tokens of the packed row, D head dim; in kernels Y query rows of
+Shape legend: T tokens of the packed sequence, D head dim; in kernels Y query rows of
 a tile, C columns (keys) of a tile.
 """
 

@@ -8,8 +8,8 @@ are full, hence need no mask; then come single columns, if the selection has any
 gathered a tile at a time; the own block comes last, under the causal mask. Budgets are list lengths
 read by the kernel, so a changed budget compiles nothing and stops nothing.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, Z places of all
-query blocks, full or not; in kernels Y query rows of a tile, C columns (keys) of a tile.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, Z places of
+all query blocks, full or not; in kernels Y query rows of a tile, C columns (keys) of a tile.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _launch(
 
 @triton.jit
 def _column_tokens(entries, place_C, count):
-    """Tokens of the keys' row that a list of columns names; see ``entry_at``."""
+    """Tokens of the keys' sequence that a list of columns names; see ``entry_at``."""
     return entry_at(entries, place_C, count).to(tl.int64)
 
 

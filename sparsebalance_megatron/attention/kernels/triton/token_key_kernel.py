@@ -7,7 +7,7 @@ that chose its block; long lists are cut into items, whose float32 parts are add
 of query heads that share a KV head add to the same sums one launch after the other, each launch for
 as many KV heads as the memory for parts allows.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads (of a batch), D head dim, I
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads (of a batch), D head dim, I
 items, B tokens of a block; in kernels Y query rows of a tile (token by token, heads side by side),
 C columns (keys) of a tile, O rows of output.
 """

@@ -8,7 +8,7 @@ Accumulators that a program reads back from memory would save the second kernel,
 in the loop, which stops the compiler from copying ahead and which Triton's interpreter cannot
 check; between two kernels the order is certain.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, C heads that
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, C heads that
 select; in kernels Y query rows of a tile (token by token, heads side by side), C columns (keys) of
 a tile, O rows of output.
 """

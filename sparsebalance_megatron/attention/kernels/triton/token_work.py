@@ -9,7 +9,7 @@ heads, or, where one head has too many, of a chunk of its tokens.
 
 A *unit* is the query heads that are computed together: some or all of those that share a list.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, C heads that
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, C heads that
 select, K places of a list, W chunks of tokens, I capacity for items; in kernels Y query rows of a
 tile (token by token, heads side by side), C columns (keys) of a tile, O rows of output.
 """
