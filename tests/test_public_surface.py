@@ -75,7 +75,8 @@ def test_installed_metadata() -> None:
     except PackageNotFoundError:
         pytest.skip("the package is not installed, only on the path")
     assert installed.version == sparsebalance_megatron.__version__
-    scripts = {script.name: script.value for script in installed.entry_points}
+    commands = installed.entry_points.select(group="console_scripts")
+    scripts = {command.name: command.value for command in commands}
     assert scripts == {"sparse-balance": "sparsebalance_megatron.cli:main"}
     assert set(installed.metadata.get_all("Provides-Extra")) == EXTRAS
     required = [line for line in installed.requires or [] if "extra ==" not in line]
