@@ -48,7 +48,7 @@ COMMANDS = {
     *("simulate", "summary", "trace", "watch"),
 }
 DISTRIBUTION = "sparsebalance-megatron"
-EXTRAS = {"data", "flash", "te", "test", "tools", "wandb"}
+EXTRAS = {"data", "evaluate", "flash", "te", "test", "tools", "wandb"}
 REQUIREMENTS = {"torch", "megatron-core", "msgspec", "numpy", "packaging", "scipy", "psutil"}
 
 
