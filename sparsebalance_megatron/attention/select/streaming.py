@@ -69,7 +69,7 @@ def rank_in_chunks(
         elements = KERNEL_CHUNK_ELEMENTS
         most_rows: int | None = max(1, elements // (heads * group * head_dim))
     else:
-        ranker = RowRanker(device, softmax_scale=softmax_scale, observe=observe)
+        ranker = RowRanker(softmax_scale=softmax_scale, observe=observe)
         elements = CHUNK_ELEMENTS * (_LARGER_ON_CUDA if device.type == "cuda" else 1)
         most_rows = None
     own_Q = layouts.kv_block(by_token=by_token)
