@@ -14,17 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.coverage import curves_of_mass
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
-from sparsebalance_megatron.attention.select.ranking import Ranking
+from sparsebalance_megatron.attention.select.ranking import Ranking, RankingSelector
 from sparsebalance_megatron.attention.select.streaming import rank_in_chunks
 from sparsebalance_megatron.attention.select.summaries import BlockSummaries, block_means
-from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.cost.work_model import QUERY_BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
-class QueryBlock:
+class QueryBlock(RankingSelector):
     """The own block and those of the best scores, for a block of queries and a KV head.
 
     Attributes:
@@ -68,18 +66,6 @@ class QueryBlock:
             observe=observe,
         )
         return Ranking(layouts=layouts, by_token=False, indices_QCK=indices_QCK, mass_SK=mass_SK)
-
-    @torch.no_grad()
-    def coverage(self, ranking: Ranking) -> Tensor:
-        """Score coverage of every budget, per document."""
-        assert ranking.mass_SK is not None, "rank with observe=True"
-        heads = ranking.indices_QCK.shape[1]
-        return curves_of_mass(ranking.mass_SK, ranking.layouts.kv_layout, selecting_heads=heads)
-
-    @torch.no_grad()
-    def select(self, ranking: Ranking, budgets_S: Tensor) -> Selection:
-        """Cut the lists to the documents' budgets."""
-        return ranking.cut(budgets_S)
 
 
 LOOKAHEAD = QueryBlock(looks_ahead=True)

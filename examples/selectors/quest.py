@@ -16,16 +16,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.coverage import curves_of_mass
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
-from sparsebalance_megatron.attention.select.ranking import Ranking
+from sparsebalance_megatron.attention.select.ranking import Ranking, RankingSelector
 from sparsebalance_megatron.attention.select.streaming import rank_in_chunks
 from sparsebalance_megatron.attention.select.summaries import BlockSummaries
-from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.cost.work_model import BlockTopK as BlockTopKWork
 
 
-class Quest:
+class Quest(RankingSelector):
     """The own block, and the blocks before it with the highest bounds, per token and KV head."""
 
     by_token = True
@@ -66,18 +64,6 @@ class Quest:
             observe=observe,
         )
         return Ranking(layouts=layouts, by_token=True, indices_QCK=indices_QCK, mass_SK=mass_SK)
-
-    @torch.no_grad()
-    def coverage(self, ranking: Ranking) -> Tensor:
-        """Score coverage of every budget, per document."""
-        assert ranking.mass_SK is not None, "rank with observe=True"
-        heads = ranking.indices_QCK.shape[1]
-        return curves_of_mass(ranking.mass_SK, ranking.layouts.kv_layout, selecting_heads=heads)
-
-    @torch.no_grad()
-    def select(self, ranking: Ranking, budgets_S: Tensor) -> Selection:
-        """Cut the lists to the documents' budgets."""
-        return ranking.cut(budgets_S)
 
 
 QUEST = Quest()

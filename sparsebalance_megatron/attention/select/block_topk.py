@@ -15,18 +15,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.coverage import curves_of_mass
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
 from sparsebalance_megatron.attention.precision import undisturbed
-from sparsebalance_megatron.attention.select.ranking import Ranking
+from sparsebalance_megatron.attention.select.ranking import Ranking, RankingSelector
 from sparsebalance_megatron.attention.select.streaming import rank_in_chunks
 from sparsebalance_megatron.attention.select.summaries import BlockSummaries, block_means
-from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.config import Router
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockTopK:
+class BlockTopK(RankingSelector):
     """The own block and the best others, as many as the budget says (MoBA, arXiv:2502.13189).
 
     A block's score is query . mean(keys of the block). MoBA, section 2.2: the mean is rounded to
@@ -51,7 +49,7 @@ class BlockTopK:
 
     @torch.no_grad()
     def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> BlockSummaries:
-        """Summarise the blocks of a sequence; see :class:`..selectors.Selector`.
+        """Summarise the blocks of a sequence; see :class:`..select.Selector`.
 
         Raises:
             ValueError: shapes do not fit one another or the layout, or the router does not serve.
@@ -74,7 +72,7 @@ class BlockTopK:
         max_budget: int,
         observe: bool,
     ) -> Ranking:
-        """Rank what each row may read; see :class:`..selectors.Selector`.
+        """Rank what each row may read; see :class:`..select.Selector`.
 
         Equal scores: the lower block number wins. NaN comes last of what is visible. Scores are
         float32 inside ``torch.autocast`` too, and where CUDA takes TF32 for other products.
@@ -100,23 +98,6 @@ class BlockTopK:
         return Ranking(
             layouts=layouts, by_token=self.by_token, indices_QCK=indices_QCK, mass_SK=mass_SK
         )
-
-    @torch.no_grad()
-    def coverage(self, ranking: Ranking) -> Tensor:
-        """Score coverage of every budget, per document; see :class:`..selectors.Selector`.
-
-        Raises:
-            ValueError: the ranking was made without ``observe``.
-        """
-        if ranking.mass_SK is None:
-            raise ValueError("coverage: the ranking holds no mass: rank with observe=True")
-        heads = ranking.indices_QCK.shape[1]
-        return curves_of_mass(ranking.mass_SK, ranking.layouts.kv_layout, selecting_heads=heads)
-
-    @torch.no_grad()
-    def select(self, ranking: Ranking, budgets_S: Tensor) -> Selection:
-        """Cut the lists to the documents' budgets; see :class:`..selectors.Selector`."""
-        return ranking.cut(budgets_S)
 
     def _mean_queries(self, q_THD: Tensor, kv_heads: int, layout: PackedLayout) -> Tensor | None:
         """float32 [N, C, D], where blocks select."""

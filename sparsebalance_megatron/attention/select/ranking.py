@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks in the order in which budgets take them, and the router's mass in each place.
+"""Blocks and columns in the order in which budgets take them, and the mass that each budget adds.
 
-Shape legend: T tokens of the packed sequence, S documents of the keys' sequence, N blocks of the
-queries' row, K places of a list, Q rows that select, C heads that select.
+Shape legend: S documents of the keys' sequence, N blocks of the queries' sequence, K places of a
+list of blocks, X places of a list of columns, Q rows that select, C heads that select.
 """
 
 from __future__ import annotations
@@ -12,32 +12,37 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparsebalance_megatron.attention.coverage import curves_of_mass
 from sparsebalance_megatron.attention.layout import LayoutPair
+from sparsebalance_megatron.attention.select.columns import column_blocks, cut_columns
 from sparsebalance_megatron.attention.selection import Selection
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ranking:
-    """The own block, then the other visible blocks by falling score, up to the widest budget.
+    """The own block, then the other visible blocks, the best first, up to the widest budget.
 
     Attributes:
         layouts: where queries and keys lie.
         by_token: whether tokens select (Q is T) or blocks of queries (Q is N).
         indices_QCK: int32 numbers of blocks in the keys' sequence, -1 past the visible ones.
-        mass_SK: float64; in column k - 1 the router mass that the k-th best block adds, summed over
-            the tokens and the selecting heads of the queries' sequence, each of which has mass 1;
-            for every k up to the most blocks of a document. NaN throughout for a document with mass
-            that is not finite. Parts of ranks that share a sequence add up. None where nobody
+        columns_NGX: where budgets buy columns too (:mod:`.columns`), int32 numbers of tokens in the
+            keys' sequence, the best first, -1 past the visible ones; else None.
+        mass_SK: float64; in column k - 1 the mass that budget k reads beyond budget k - 1, summed
+            over the tokens and the selecting heads of the queries' sequence, each of which has mass
+            1; for every k up to the most blocks of a document. NaN throughout for a document with
+            mass that is not finite. Parts of ranks that share a sequence add up. None where nobody
             observes.
     """
 
     layouts: LayoutPair
     by_token: bool
     indices_QCK: Tensor
+    columns_NGX: Tensor | None = None
     mass_SK: Tensor | None
 
     def cut(self, budgets_S: Tensor) -> Selection:
-        """Take as many blocks as the document's budget says, and there are.
+        """Take what the documents' budgets allow, and there is.
 
         Args:
             budgets_S: integers on the device: KV blocks a query reads, its own included. Below 1
@@ -56,12 +61,41 @@ class Ranking:
         _, heads, width = self.indices_QCK.shape
         block_Q = self.layouts.kv_block(by_token=self.by_token)
         budget_Q = budgets_S.clamp(1, width)[kv_layout.document_N[block_Q]]
-        counts_Q = torch.minimum(kv_layout.index_N[block_Q] + 1, budget_Q).int()
+        visible_Q = kv_layout.index_N[block_Q] + 1
+        counts_Q, columns = torch.minimum(visible_Q, budget_Q), None
+        if self.columns_NGX is not None and column_blocks(width):
+            columns_N = column_blocks(budget_Q).masked_fill(visible_Q <= budget_Q, 0)
+            counts_Q = counts_Q - columns_N
+            columns = cut_columns(
+                self.layouts, self.indices_QCK, self.columns_NGX, counts_Q, columns_N
+            )
         return Selection(
             indices_QCK=self.indices_QCK,
-            counts_QC=counts_Q[:, None].expand(-1, heads).contiguous(),
+            counts_QC=counts_Q.int()[:, None].expand(-1, heads).contiguous(),
             by_token=self.by_token,
             query_layout=self.layouts.query_layout,
             kv_layout=kv_layout,
             own_block_N=self.layouts.own_block_N,
+            columns=columns,
         )
+
+
+class RankingSelector:
+    """The last two steps of a :class:`..select.Selector` that ranks by a :class:`Ranking`."""
+
+    @torch.no_grad()
+    def coverage(self, ranking: Ranking) -> Tensor:
+        """Score coverage of every budget, per document; see :class:`..select.Selector`.
+
+        Raises:
+            ValueError: the ranking was made without ``observe``.
+        """
+        if ranking.mass_SK is None:
+            raise ValueError("coverage: the ranking holds no mass: rank with observe=True")
+        heads = ranking.indices_QCK.shape[1]
+        return curves_of_mass(ranking.mass_SK, ranking.layouts.kv_layout, selecting_heads=heads)
+
+    @torch.no_grad()
+    def select(self, ranking: Ranking, budgets_S: Tensor) -> Selection:
+        """Cut the lists to the documents' budgets; see :class:`..select.Selector`."""
+        return ranking.cut(budgets_S)

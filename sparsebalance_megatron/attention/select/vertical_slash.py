@@ -23,17 +23,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sparsebalance_megatron.attention.coverage import curves_of_mass
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout, copied_to
 from sparsebalance_megatron.attention.precision import undisturbed
-from sparsebalance_megatron.attention.select.probes import ProbedMass, probed_mass
-from sparsebalance_megatron.attention.select.vertical_slash_ranking import (
-    VerticalSlashRanking,
+from sparsebalance_megatron.attention.select.columns import (
     best_outside,
     column_blocks,
     read_blocks,
 )
-from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.select.probes import ProbedMass, probed_mass
+from sparsebalance_megatron.attention.select.ranking import Ranking, RankingSelector
 
 CHUNK_ELEMENTS = 1 << 21
 """Scores of probes computed at once: 8 MiB in float32."""
@@ -72,11 +70,11 @@ class ProbesAndKeys:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerticalSlash:
+class VerticalSlash(RankingSelector):
     """Blocks on the best diagonals, and the best columns outside of them.
 
     The query heads of a KV head share one choice: each has its own softmax, and their mean decides.
-    A budget is spent as :mod:`.vertical_slash_ranking` says. Coverage is measured, not modelled:
+    A budget is spent as :mod:`.columns` says. Coverage is measured, not modelled:
     it is the share of their softmax mass that probes of every query block find in what that block
     reads.
 
@@ -107,7 +105,7 @@ class VerticalSlash:
 
     @torch.no_grad()
     def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> ProbesAndKeys:
-        """Take the sequence's keys and probes; see :class:`..selectors.Selector`."""
+        """Take the sequence's keys and probes; see :class:`..select.Selector`."""
         return ProbesAndKeys(keys_TGD=k_TGD, probes_NUHD=q_THD[self.probes_of(layout)])
 
     def probes_of(self, layout: PackedLayout) -> Tensor:
@@ -127,8 +125,8 @@ class VerticalSlash:
         softmax_scale: float,
         max_budget: int,
         observe: bool,
-    ) -> VerticalSlashRanking:
-        """Rank what each block may read; see :class:`..selectors.Selector`.
+    ) -> Ranking:
+        """Rank what each block may read; see :class:`..select.Selector`.
 
         Equal mass: the lower number wins. Mass that is not a number counts as none. Scores and
         sums are float32 or wider, inside ``torch.autocast`` too.
@@ -143,23 +141,6 @@ class VerticalSlash:
             for document in range(layouts.kv_layout.documents):
                 lists.rank_document(document)
             return lists.ranking()
-
-    @torch.no_grad()
-    def coverage(self, ranking: VerticalSlashRanking) -> Tensor:
-        """Score coverage of every budget, per document; see :class:`..selectors.Selector`.
-
-        Raises:
-            ValueError: the ranking was made without ``observe``.
-        """
-        if ranking.mass_SK is None:
-            raise ValueError("coverage: the ranking holds no mass: rank with observe=True")
-        heads = ranking.blocks_NGK.shape[1]
-        return curves_of_mass(ranking.mass_SK, ranking.layouts.kv_layout, selecting_heads=heads)
-
-    @torch.no_grad()
-    def select(self, ranking: VerticalSlashRanking, budgets_S: Tensor) -> Selection:
-        """Cut the lists to the documents' budgets; see :class:`..selectors.Selector`."""
-        return ranking.cut(budgets_S)
 
 
 VERTICAL_SLASH = VerticalSlash()
@@ -202,10 +183,11 @@ class _RowLists:
             *(layout.documents, len(self._budgets)), dtype=torch.float64, device=q_THD.device
         )
 
-    def ranking(self) -> VerticalSlashRanking:
-        return VerticalSlashRanking(
+    def ranking(self) -> Ranking:
+        return Ranking(
             layouts=self._layouts,
-            blocks_NGK=self._blocks_NGK,
+            by_token=False,
+            indices_QCK=self._blocks_NGK,
             columns_NGX=self._columns_NGX,
             mass_SK=self._mass_of_budgets() if self._observe else None,
         )

@@ -12,14 +12,13 @@ Shape legend: T tokens (of a slice or of the sequence), G KV heads, D head dim, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.sequence.between_ranks import BetweenRanks
+from sparsebalance_megatron.attention.sequence.between_ranks import BetweenRanks, InFlight
 from sparsebalance_megatron.attention.sequence.slice import Part, SequenceSlice
 
 
@@ -55,7 +54,7 @@ class AllGatherExchange(BetweenRanks):
         """See :meth:`.slice.SequenceExchange.gradients`."""
         return _ScatteredHeads(self._group, k_TGD, sequence)
 
-    def _gather(self, k_TD: Tensor, v_TD: Tensor, sequence: SequenceSlice) -> _InFlight:
+    def _gather(self, k_TD: Tensor, v_TD: Tensor, sequence: SequenceSlice) -> InFlight:
         tokens, head_dim = k_TD.shape
         longest = max(sequence.tokens_per_member)
         # What lies past the end of a member with fewer tokens travels, and is not read.
@@ -63,7 +62,8 @@ class AllGatherExchange(BetweenRanks):
         torch.stack((k_TD, v_TD), 1, out=sent[:tokens])
         received_ZYD = k_TD.new_empty(sequence.group.members * longest, 2, head_dim)
         work = dist.all_gather_into_tensor(received_ZYD, sent, self._group, async_op=True)
-        return _InFlight(sent=sent, received=received_ZYD, work=work)
+        assert work is not None, "this rank is outside the process group"
+        return InFlight(sent=sent, received=received_ZYD, works=[work])
 
 
 class _ScatteredHeads:
@@ -77,7 +77,7 @@ class _ScatteredHeads:
         tokens, *heads = k_TGD.shape
         self._dkv_TYGD = k_TGD.new_empty(tokens, 2, *heads)
         self._received_heads = 0
-        self._in_flight: _InFlight | None = None
+        self._in_flight: InFlight | None = None
 
     def add(self, dkv_TYGD: Tensor) -> None:
         self._receive()
@@ -87,7 +87,8 @@ class _ScatteredHeads:
         sent.index_copy_(0, self._sequence.gathered_T, dkv_TYGD)
         received = sent.new_empty(longest, *shape)
         work = dist.reduce_scatter_tensor(received, sent, group=self._group, async_op=True)
-        self._in_flight = _InFlight(sent=sent, received=received, work=work)
+        assert work is not None, "this rank is outside the process group"
+        self._in_flight = InFlight(sent=sent, received=received, works=[work])
 
     def result(self) -> Tensor:
         self._receive()
@@ -99,18 +100,3 @@ class _ScatteredHeads:
             head_T.copy_(self._in_flight.wait()[: len(head_T), :, 0])
             self._received_heads += 1
             self._in_flight = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _InFlight:
-    """A collective under way; it holds what is sent until it has been."""
-
-    sent: Tensor
-    received: Tensor
-    work: dist.Work | None
-
-    def wait(self) -> Tensor:
-        """The result; on CUDA the stream waits, not the host."""
-        assert self.work is not None, "this rank is outside the process group"
-        self.work.wait()
-        return self.received

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every exchange between ranks does alike: block summaries and masses, of all members.
+"""What exchanges between ranks share: summaries and masses of all members, transfers in flight.
 
 Shape legend: N blocks (of a slice or of the sequence), S documents of the sequence, K budgets.
 """
@@ -7,6 +7,7 @@ Shape legend: N blocks (of a slice or of the sequence), S documents of the seque
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -68,3 +69,18 @@ class BetweenRanks:
         total_SK = mass_SK.clone()
         dist.all_reduce(total_SK, group=self._group)
         return total_SK
+
+
+@dataclass(frozen=True, kw_only=True)
+class InFlight:
+    """Transfers under way. What is sent must not change before :meth:`wait`."""
+
+    sent: Tensor
+    received: Tensor
+    works: Sequence[dist.Work]
+
+    def wait(self) -> Tensor:
+        """What was received; on CUDA the stream waits, not the host."""
+        for work in self.works:
+            work.wait()
+        return self.received

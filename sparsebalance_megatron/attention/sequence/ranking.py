@@ -45,7 +45,7 @@ def rank_slice[Summarised: SharedSummaries, Ranked: RankingWithMass](
     Args:
         q_THD, k_TGD: of the slice.
         exchange: how what other ranks know gets here; None where the slice is the whole sequence.
-        softmax_scale, max_budget, observe: see :class:`..selectors.Selector`.
+        softmax_scale, max_budget, observe: see :class:`..select.Selector`.
 
     Raises:
         ValueError: as the selector does; or the selector needs whole documents, which a slice does

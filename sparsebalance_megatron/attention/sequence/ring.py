@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparsebalance_megatron.attention.selection import Selection
-from sparsebalance_megatron.attention.sequence.between_ranks import BetweenRanks
+from sparsebalance_megatron.attention.sequence.between_ranks import BetweenRanks, InFlight
 from sparsebalance_megatron.attention.sequence.exchange import held_by
 from sparsebalance_megatron.attention.sequence.slice import Part, SequenceSlice
 
@@ -78,21 +78,6 @@ class RingExchange(BetweenRanks):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _InFlight:
-    """A transfer under way. What is sent must not change before :meth:`wait`."""
-
-    sent: Tensor
-    received: Tensor
-    works: list[dist.Work]
-
-    def wait(self) -> Tensor:
-        """What the member before has sent; on CUDA the stream waits, not the host."""
-        for work in self.works:
-            work.wait()
-        return self.received
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Ring:
     """The members of a process group in a circle: each sends to the next one."""
 
@@ -107,14 +92,14 @@ class _Ring:
             return cls(group=None, rank=0, size=1)
         return cls(group=group, rank=dist.get_rank(group), size=dist.get_world_size(group))
 
-    def pass_on(self, x: Tensor, receive_tokens: int, tag: int) -> _InFlight:
+    def pass_on(self, x: Tensor, receive_tokens: int, tag: int) -> InFlight:
         """Send ``x`` to the next member, and receive its like, of ``receive_tokens``.
 
         In a ring of one member nothing is sent: it receives ``x`` itself.
         """
         sent = x.contiguous()
         if self.size == 1:
-            return _InFlight(sent=sent, received=sent, works=[])
+            return InFlight(sent=sent, received=sent, works=[])
         assert self.group is not None
         received = sent.new_empty(receive_tokens, *x.shape[1:])
         after, before = (
@@ -125,7 +110,7 @@ class _Ring:
             dist.P2POp(dist.irecv, received, before, self.group, tag),
         ]
         works = dist.batch_isend_irecv(operations)
-        return _InFlight(sent=sent, received=received, works=works)
+        return InFlight(sent=sent, received=received, works=works)
 
     def travelling(self, x_T: Tensor, tokens_W: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """Give every member's ``x_T`` and the member it came from: the own, then backwards.
@@ -151,7 +136,7 @@ class _RingSum:
     def __init__(self, ring: _Ring, tokens_W: Sequence[int]) -> None:
         self._ring, self._tokens_W = ring, tokens_W
         self._member = ring.rank
-        self._in_flight: _InFlight | None = None
+        self._in_flight: InFlight | None = None
 
     def add(self, x_T: Tensor) -> None:
         """Add to the sum of the member that is visiting, and send it on."""

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout, packed_layout
 from sparsebalance_megatron.attention.select import rank_sequence, selector_named
-from sparsebalance_megatron.attention.select.ranking import Ranking
-from sparsebalance_megatron.attention.select.vertical_slash_ranking import VerticalSlashRanking
 
 BLOCK, TOKENS = 8, 157
 CU_SEQLENS = [0, 21, 29, 120, 157]
@@ -83,7 +81,7 @@ def test_members_of_a_group_rank_as_one(granularity: str, deal) -> None:
         local_layout, local_q_THD = _row_of(layout, blocks, q_THD)
         rows = LayoutPair.of_blocks(local_layout, layout, blocks)
         rankings.append(selector.rank(local_q_THD, gathered, rows, **OPTIONS))
-        for name in _lists_of(whole):
+        for name in ("indices_QCK", *(["columns_NGX"] if whole.columns_NGX is not None else [])):
             expected_QCK = getattr(whole, name)[blocks]
             if selector.by_token:
                 _, expected_QCK = _row_of(layout, blocks, getattr(whole, name))
@@ -106,12 +104,6 @@ def test_members_of_a_group_rank_as_one(granularity: str, deal) -> None:
             assert torch.equal(selection.columns.tokens_NGK, columns.tokens_NGK[blocks])
             assert torch.equal(selection.columns.counts_NG, columns.counts_NG[blocks])
         assert selection.own_block_N.tolist() == blocks
-
-
-def _lists_of(ranking: Ranking | VerticalSlashRanking) -> tuple[str, ...]:
-    if isinstance(ranking, VerticalSlashRanking):
-        return "blocks_NGK", "columns_NGX"
-    return ("indices_QCK",)
 
 
 def test_last_queries_must_lie_here() -> None:

@@ -21,11 +21,9 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
 from sparsebalance_megatron.attention.select import rank_sequence, selector_named, vertical_slash
+from sparsebalance_megatron.attention.select.columns import column_blocks
+from sparsebalance_megatron.attention.select.ranking import Ranking
 from sparsebalance_megatron.attention.select.vertical_slash import VerticalSlash
-from sparsebalance_megatron.attention.select.vertical_slash_ranking import (
-    VerticalSlashRanking,
-    column_blocks,
-)
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.cost.work_model import work_model_named
 
@@ -49,7 +47,7 @@ def _ranking(
     block_size: int = BLOCK,
     max_budget: int = 99,
     observe: bool = False,
-) -> VerticalSlashRanking:
+) -> Ranking:
     return rank_sequence(
         selector,
         *(*inputs, packed_layout(cu_seqlens, block_size, "cpu")),
@@ -208,7 +206,7 @@ def test_a_sink_draws_no_diagonal_along() -> None:
     k_TGD = torch.eye(160)[:, None]
     q_THD = 200.0 / SCALE * k_TGD[:1].expand(160, -1, -1)
     ranking = _ranking(CAUSAL, (q_THD, k_TGD), [0, 160])
-    assert ranking.blocks_NGK[19, 0, :5].tolist() == [19, 18, 0, 1, 2]
+    assert ranking.indices_QCK[19, 0, :5].tolist() == [19, 18, 0, 1, 2]
     assert ranking.columns_NGX[19, 0, :2].tolist() == [0, 1]
 
 
@@ -301,7 +299,7 @@ def test_lists_grow_with_budgets_and_not_with_a_document() -> None:
     for tokens in (320, 640):
         ranking = _ranking(CAUSAL, _inputs(tokens), [0, tokens], max_budget=6)
         rows = tokens // BLOCK * 2
-        assert ranking.blocks_NGK.numel() == rows * 6
+        assert ranking.indices_QCK.numel() == rows * 6
         assert ranking.columns_NGX.numel() == rows * 4 * BLOCK
 
 
@@ -320,7 +318,7 @@ def test_observing_changes_no_list_and_nothing_carries_a_gradient() -> None:
         seen, unseen = (
             _ranking(selector, inputs, CU_SEQLENS, observe=observe) for observe in (True, False)
         )
-        assert torch.equal(seen.blocks_NGK, unseen.blocks_NGK)
+        assert torch.equal(seen.indices_QCK, unseen.indices_QCK)
         assert torch.equal(seen.columns_NGX, unseen.columns_NGX)
         assert unseen.mass_SK is None
         assert not selector.coverage(seen).requires_grad
