@@ -12,37 +12,11 @@ head, Y keys from a document's first, W blocks from its first, B tokens of a blo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from sparsebalance_megatron.attention.precision import exact_product
-
-_SHIFTS = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProbedMass:
-    """Softmax mass of blocks of probes, each the mean of its probes and query heads; float32.
-
-    Attributes:
-        columns_JGY: of every key.
-        shifted_JGW3: what the block as a whole would put on a past block, that block shifted by 0,
-            1 or 2: the mass expected, in the block right after the probes', on block w + shift.
-    """
-
-    columns_JGY: Tensor
-    shifted_JGW3: Tensor
-
-    def following(self) -> Tensor:
-        """[J, G, W]: mass that the block right after the probes' is expected to put on blocks."""
-        blocks = self.shifted_JGW3.shape[2]
-        moved = [
-            pad(self.shifted_JGW3[..., shift], (shift, 0))[..., :blocks] for shift in range(_SHIFTS)
-        ]
-        return torch.stack(moved).sum(0)
 
 
 def probed_mass(
@@ -54,7 +28,7 @@ def probed_mass(
     offset_U: Tensor,
     sink_tokens: int,
     softmax_scale: float,
-) -> ProbedMass:
+) -> tuple[Tensor, Tensor]:
     """Attend from probes to all keys up to themselves, without values.
 
     Args:
@@ -65,6 +39,11 @@ def probed_mass(
         offset_U: int64, the places of the probes in a whole block, which diagonals start from.
         sink_tokens: first keys whose mass counts for columns and for no diagonal.
         softmax_scale: factor on q . k.
+
+    Returns:
+        float32, each the mean of a block's probes and query heads: columns_JGY, their mass on every
+        key; and blocks_JGW, the mass that the block right after theirs is expected to put on every
+        block.
     """
     blocks, probes, _, group, _ = q_JUGED.shape
     q_GXD = q_JUGED.float().permute(2, 0, 1, 3, 4).flatten(1, 3)
@@ -79,11 +58,11 @@ def probed_mass(
     padded = pad(mass_GJUY, (0, -keys % block_size)).unflatten(3, (-1, block_size))
     mass_GJWX = padded.transpose(2, 3).flatten(3)
     shares_X3 = _shares(offset_U, block_size).flatten(0, 1)
+    # The mass on a block goes to it, to the next one and to the one after that.
     shifted_GJW3 = exact_product(mass_GJWX, shares_X3) / probes
-    return ProbedMass(
-        columns_JGY=columns_JGY,
-        shifted_JGW3=shifted_GJW3.transpose(0, 1),
-    )
+    width = shifted_GJW3.shape[2]
+    moved = [pad(x_GJW, (n, 0))[..., :width] for n, x_GJW in enumerate(shifted_GJW3.unbind(-1))]
+    return columns_JGY, torch.stack(moved).sum(0).transpose(0, 1)
 
 
 def _shares(offset_U: Tensor, block_size: int) -> Tensor:

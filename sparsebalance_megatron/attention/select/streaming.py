@@ -115,11 +115,6 @@ class Chunk:
     blocks: slice
     documents: slice
 
-    @property
-    def columns(self) -> int:
-        """Blocks that are scored."""
-        return self.blocks.stop - self.blocks.start
-
 
 def chunks(
     pair: LayoutPair, *, by_token: bool, heads: int, elements: int, most_rows: int | None = None

@@ -30,7 +30,7 @@ from sparsebalance_megatron.attention.select.columns import (
     column_blocks,
     read_blocks,
 )
-from sparsebalance_megatron.attention.select.probes import ProbedMass, probed_mass
+from sparsebalance_megatron.attention.select.probes import probed_mass
 from sparsebalance_megatron.attention.select.ranking import Ranking, RankingSelector
 
 CHUNK_ELEMENTS = 1 << 21
@@ -172,12 +172,19 @@ class _RowLists:
         probes = self._probe_NU.shape[1]
         rank_U1 = torch.arange(1, probes + 1, device=q_THD.device)
         self._offset_U = rank_U1 * self._size // probes - 1
-        self._first_block = np.cumsum((0, *layout.blocks_per_document))
-        self._runs_of_document = _runs(layouts, self._first_block)
+        self._first_block_S = layout.grid.first_block_S.tolist()
+        self._runs_of_document = _runs(layouts)
         places = min(max_budget, layout.max_blocks)
-        self._blocks_NGK = _no_lists(layouts, heads, places)
         columns = self._size * max(0, places - _ALWAYS_READ)
-        self._columns_NGX = _no_lists(layouts, heads, columns)
+        self._blocks_NGK, self._columns_NGX = (
+            torch.full(
+                (layouts.query_layout.blocks, heads, width),
+                -1,
+                dtype=torch.int32,
+                device=q_THD.device,
+            )
+            for width in (places, columns)
+        )
         self._budgets = observed_budgets(layout.max_blocks)
         self._covered_SK = torch.zeros(
             *(layout.documents, len(self._budgets)), dtype=torch.float64, device=q_THD.device
@@ -196,12 +203,21 @@ class _RowLists:
         first_token, end_token = self._layout.cu_seqlens[document : document + 2]
         k_YGD = self._k_TGD[first_token:end_token]
         last = self._end_of_document(document, k_YGD) if self._selector.looks_ahead else None
+        first_block = self._first_block_S[document]
         for some, row in self._chunks(document):
             k_some = k_YGD[: some.stop * self._size]
             blocks_JGW, columns_JGY, seen_JGY = self._masses(document, some, k_some, last)
             block_order_JGW = _falling_blocks(blocks_JGW, some.start)
             column_order_JGY, listed_JGY = self._falling_columns(columns_JGY, some.start)
-            self._write(document, some, row, block_order_JGW, column_order_JGY, listed_JGY)
+            rows = slice(row, row + some.stop - some.start)
+            blocks_JGK = self._blocks_NGK[rows, :, : some.stop]
+            number_JGK = block_order_JGW[..., : blocks_JGK.shape[2]] + first_block
+            past_end_JGK = number_JGK > self._layouts.own_block_N[rows, None, None]
+            blocks_JGK.copy_(number_JGK.masked_fill_(past_end_JGK, -1))
+            columns_JGX = self._columns_NGX[rows, :, : len(k_some)]
+            token_JGX = column_order_JGY[..., : columns_JGX.shape[2]] + first_token
+            unlisted_JGX = ~listed_JGY[..., : columns_JGX.shape[2]]
+            columns_JGX.copy_(token_JGX.masked_fill_(unlisted_JGX, -1))
             if seen_JGY is not None:
                 self._observe_blocks(
                     *(document, some, seen_JGY, block_order_JGW, column_order_JGY, listed_JGY)
@@ -231,8 +247,8 @@ class _RowLists:
         probing = slice(some.start - before, some.stop if self._observe else some.stop - 1)
         if last is not None and not self._observe:
             probing = slice(0, 0)
-        seen = self._probed(document, probing, k_YGD)
-        seen_JGY = seen.columns_JGY[before:] if self._observe else None
+        probed_JGY, following_JGW = self._probed(document, probing, k_YGD)
+        seen_JGY = probed_JGY[before:] if self._observe else None
         count, width = some.stop - some.start, some.stop
         if last is not None:
             diagonals_GK, columns_GY = last
@@ -243,10 +259,10 @@ class _RowLists:
         # A document's first block has none before it, and reads itself whatever it asks.
         new = count - 1 + before
         pads = (0, 0, 0, 0, 1 - before, 0)
-        return pad(seen.following()[:new], pads), pad(seen.columns_JGY[:new], pads), seen_JGY
+        return pad(following_JGW[:new], pads), pad(probed_JGY[:new], pads), seen_JGY
 
-    def _probed(self, document: int, some: slice, k_YGD: Tensor) -> ProbedMass:
-        first = int(self._first_block[document])
+    def _probed(self, document: int, some: slice, k_YGD: Tensor) -> tuple[Tensor, Tensor]:
+        first = self._first_block_S[document]
         probe_JU = self._probe_NU[first + some.start : first + some.stop]
         return probed_mass(
             self._probes_NUGED[first + some.start : first + some.stop],
@@ -273,7 +289,7 @@ class _RowLists:
                 device=k_YGD.device,
             )
             k_some = k_YGD[: (block + 1) * size]
-            seen = probed_mass(
+            seen_1GY, following_1GW = probed_mass(
                 self._q_TGED[first_token + place_U][None],
                 place_U[None],
                 k_some,
@@ -284,8 +300,8 @@ class _RowLists:
             )
             share = len(place_U) / probes
             # The block after the probes' looks back by 1, 2, ...
-            diagonals_GK[:, 1 : block + 2] += share * seen.following()[0].flip(-1)
-            columns_GY[:, : len(k_some)] += share * seen.columns_JGY[0]
+            diagonals_GK[:, 1 : block + 2] += share * following_1GW[0].flip(-1)
+            columns_GY[:, : len(k_some)] += share * seen_1GY[0]
         return diagonals_GK, columns_GY
 
     def _falling_columns(self, mass_JGY: Tensor, first: int) -> tuple[Tensor, Tensor]:
@@ -298,26 +314,6 @@ class _RowLists:
         mass_JGY = mass_JGY.masked_fill(~visible_J1Y, -torch.inf)
         order_JGY = mass_JGY.sort(dim=-1, descending=True, stable=True).indices
         return order_JGY, visible_J1Y.expand_as(order_JGY).gather(2, order_JGY)
-
-    def _write(
-        self,
-        document: int,
-        some: slice,
-        row: int,
-        block_order_JGW: Tensor,
-        column_order_JGY: Tensor,
-        listed_JGY: Tensor,
-    ) -> None:
-        first = int(self._first_block[document])
-        rows = slice(row, row + some.stop - some.start)
-        places = min(self._blocks_NGK.shape[2], some.stop)
-        number_JGK = block_order_JGW[..., :places] + first
-        past_end = number_JGK > self._layouts.own_block_N[rows, None, None]
-        self._blocks_NGK[rows, :, :places] = number_JGK.masked_fill(past_end, -1).int()
-        places = min(self._columns_NGX.shape[2], column_order_JGY.shape[2])
-        token_JGX = column_order_JGY[..., :places] + self._layout.cu_seqlens[document]
-        token_JGX = token_JGX.masked_fill(~listed_JGY[..., :places], -1)
-        self._columns_NGX[rows, :, :places] = token_JGX.int()
 
     def _observe_blocks(
         self,
@@ -334,7 +330,7 @@ class _RowLists:
         single_JGY = seen_JGY.gather(2, column_order_JGY)
         block_JGY = column_order_JGY // size
         visible_J = torch.arange(some.start + 1, some.stop + 1, device=device)
-        first = int(self._first_block[document])
+        first = self._first_block_S[document]
         tokens_J = self._layout.length_N[first + some.start : first + some.stop]
         for place, budget in enumerate(self._budgets):
             columns_J = (visible_J > budget) * column_blocks(budget)
@@ -359,7 +355,7 @@ class _RowLists:
         return covered_SK.diff(dim=1, prepend=torch.zeros_like(covered_SK[:, :1]))
 
 
-def _runs(layouts: LayoutPair, first_block: np.ndarray) -> list[list[tuple[slice, int]]]:
+def _runs(layouts: LayoutPair) -> list[list[tuple[slice, int]]]:
     """Runs of blocks that follow one another in both sequences, by document and counted from its
     first block; and the place of a run's first block in the queries' sequence."""
     own_N = np.asarray(layouts.own_blocks)
@@ -369,7 +365,7 @@ def _runs(layouts: LayoutPair, first_block: np.ndarray) -> list[list[tuple[slice
     runs: list[list[tuple[slice, int]]] = [[] for _ in range(layouts.kv_layout.documents)]
     for row, end in pairwise(bounds):
         document = document_N[row]
-        begin = int(own_N[row] - first_block[document])
+        begin = int(layouts.kv_layout.grid.index_N[own_N[row]])
         runs[document].append((slice(begin, begin + end - row), row))
     return runs
 
@@ -380,11 +376,6 @@ def observed_budgets(max_blocks: int) -> tuple[int, ...]:
     while budgets[-1] < max_blocks:
         budgets.append(min(max_blocks, budgets[-1] + budgets[-1] // 4))
     return tuple(budgets)
-
-
-def _no_lists(layouts: LayoutPair, heads: int, places: int) -> Tensor:
-    shape = (layouts.query_layout.blocks, heads, places)
-    return torch.full(shape, -1, dtype=torch.int32, device=layouts.own_block_N.device)
 
 
 def _falling_blocks(mass_JGW: Tensor, first: int) -> Tensor:
