@@ -68,7 +68,6 @@ TESTS: dict[str, tuple[str, ...]] = {
         *("tests/cost/test_model.py", "tests/cost/test_exchange.py"),
         "tests/cost/test_stage_calibration.py",
     ),
-    "attention/block_grid": ("tests/attention/test_layout.py",),
     "attention/kernels/reference": (CONTRACT, "tests/attention/test_columns.py"),
     "attention/sequence/": (
         "tests/attention/sequence/test_earlier_segments.py",
@@ -76,6 +75,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/attention/sequence/test_slice.py",
         "tests/attention/sequence/test_exchange.py",
     ),
+    "attention/select/columns": ("tests/attention/select/test_vertical_slash.py",),
     "attention/select/vertical_slash": ("tests/attention/select/test_vertical_slash.py",),
     "attention/select/": (
         *("tests/attention/select/test_block_topk.py", "tests/attention/test_causality.py"),

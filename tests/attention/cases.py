@@ -171,12 +171,35 @@ def make_case(
         torch.randn(tokens, *shape, head_dim, generator=generator).to(dtype) for shape in shapes
     )
     layout = packed_layout(cu_seqlens, block, "cpu")
-    selector = selector_named(granularity)
-    ranking = rank_sequence(
-        selector, q, k, layout, softmax_scale=SCALE, max_budget=max(budgets), observe=False
-    )
-    selection = selector.select(ranking, torch.tensor(budgets))
+    selection = selected(granularity, q, k, layout, budgets)
     return Case(q, k, v, dout, budgets, granularity, selection, device)
+
+
+def selected(
+    name: str, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout, budgets: Sequence[int]
+) -> Selection:
+    """What a built-in selector selects, without coverage."""
+    selector = selector_named(name)
+    ranking = rank_sequence(
+        *(selector, q_THD, k_TGD, layout),
+        softmax_scale=SCALE,
+        max_budget=max(budgets),
+        observe=False,
+    )
+    return selector.select(ranking, torch.tensor(budgets, device=q_THD.device))
+
+
+def reselected(case: Case) -> Case:
+    """The case with the lists that its queries and keys give."""
+    layout = case.selection.query_layout
+    selection = selected(case.granularity, case.q_THD, case.k_TGD, layout, case.budgets)
+    return dataclasses.replace(case, selection=selection)
+
+
+def assert_identical(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
+    """The same bits in out, lse, dq, dk and dv."""
+    for name, x, y in zip(NAMES, a, b, strict=True):
+        assert torch.equal(x, y), name
 
 
 def with_lists(case: Case, indices_QCK: Tensor, counts_QC: Tensor) -> Case:

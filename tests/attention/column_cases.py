@@ -83,6 +83,14 @@ def make_column_case(
     return ColumnCase(**{f.name: getattr(case, f.name) for f in dataclasses.fields(case)})
 
 
+def any_case(
+    cu_seqlens: list[int], budgets: list[int], *, granularity: str, **options: Any
+) -> Case:
+    """A case of any selection; see :func:`.cases.make_case`."""
+    make = make_column_case if granularity.startswith("vertical-slash") else make_case
+    return make(cu_seqlens, budgets, granularity=granularity, **options)
+
+
 def with_columns(case: ColumnCase, tokens_NGK: Tensor, counts_NG: Tensor) -> ColumnCase:
     columns = ColumnLists(tokens_NGK=tokens_NGK, counts_NG=counts_NG)
     selection = dataclasses.replace(case.selection, columns=columns)

@@ -22,18 +22,15 @@ KERNEL_TESTS = Path(__file__).parent / "triton"
 PER_PUSH = (
     "test_column_kernels.py::test_columns_alone",
     "test_column_kernels.py::test_empty_lists_add_nothing",
-    "test_column_kernels.py::test_bad_numbers_of_a_document_stay_in_it",
-    "test_column_kernels.py::test_rows_of_members_add_up_to_the_whole",
+    "test_every_selection.py::test_bad_numbers_of_a_document_stay_in_it",
+    "test_every_selection.py::test_rows_of_members_add_up_to_the_whole",
+    "test_every_selection.py::test_a_query_without_keys_gives_zero_and_finite_gradients",
     "test_kernels.py::test_cut_lists_of_readers_add_up",
-    "test_kernels.py::test_bad_numbers_of_a_document_stay_in_it",
-    "test_kernels.py::test_rows_of_members_add_up_to_the_whole",
     "test_kernels.py::test_head_dims_and_groups",
     "test_router_kernels.py::test_lists_and_mass_are_those_of_torch",
     "test_router_kernels.py::test_means_are_the_same",
     "test_router_kernels.py::test_ties_go_to_the_lower_block",
     "test_token_kernels.py::test_chunks_parts_of_blocks_and_cut_lists_add_up",
-    "test_token_kernels.py::test_bad_numbers_of_a_document_stay_in_it",
-    "test_token_kernels.py::test_a_query_without_keys_gives_zero_and_finite_gradients",
 )
 """They launch every kernel; the others are nightly."""
 

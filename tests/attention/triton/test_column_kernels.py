@@ -8,19 +8,13 @@ places of a list.
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from attention.cases import (
-    NAMES,
-    SCALE,
     Case,
     assert_as_good_as_plain,
-    on_device,
-    saved,
-    with_heads_far_apart,
+    assert_identical,
     with_lists,
 )
 from attention.column_cases import (
@@ -29,11 +23,7 @@ from attention.column_cases import (
     with_columns,
     with_random_columns,
 )
-from attention.sequence.slices import in_parts, slices_of
 from torch import Tensor
-
-from sparsebalance_megatron.attention.kernels import triton as implementation
-from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 
 triton = pytest.importorskip("triton")
 from sparsebalance_megatron.attention.kernels.triton import (  # noqa: E402
@@ -63,11 +53,6 @@ def _assert_right(case: Case, dtype: torch.dtype = torch.float32) -> None:
     ours = case.ours("triton", dtype)
     assert [x.dtype for x in ours] == [dtype, torch.float32, dtype, dtype, dtype]
     assert_as_good_as_plain(case, ours, dtype, case.plain(torch.float64))
-
-
-def _assert_identical(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> None:
-    for name, x, y in zip(NAMES, a, b, strict=True):
-        assert torch.equal(x, y), name
 
 
 @pytest.mark.parametrize(
@@ -158,81 +143,6 @@ def test_empty_lists_add_nothing() -> None:
     assert columns is not None
     expected = _with_none(case).ours("triton", torch.float32)
     empty = with_columns(case, columns.tokens_NGK, torch.zeros_like(columns.counts_NG))
-    _assert_identical(empty.ours("triton", torch.float32), expected)
+    assert_identical(empty.ours("triton", torch.float32), expected)
     no_places = with_columns(case, columns.tokens_NGK[..., :0], torch.zeros_like(columns.counts_NG))
-    _assert_identical(no_places.ours("triton", torch.float32), expected)
-
-
-def test_rows_of_members_add_up_to_the_whole() -> None:
-    """Keys and values of one member of a context group at a time."""
-    case = _case([0, 1, 92], [1, 3])
-    slices = slices_of((0, 1, 92), np.array([1, 0, 1, 1, 0, 1, 0]), 2, block=16)
-    parts = in_parts(case, "triton", torch.float32, slices, 0)
-    assert_as_good_as_plain(case, parts, torch.float32, case.plain(torch.float64))
-
-
-def test_strided_inputs_are_read_in_place() -> None:
-    """Megatron's q, k and v are views of one projection; lists may be views as well."""
-    case = _case([0, 70], [3], heads=4, kv_heads=2)
-    expected = case.ours("triton", torch.float32)
-    q, k, v = (x.unflatten(1, (2, -1)).to(DEVICE) for x in (case.q_THD, case.k_TGD, case.v_TGD))
-    mixed = torch.cat([q, k, v], dim=2)
-    q, k, v = mixed[:, :, :2].flatten(1, 2), mixed[:, :, 2], mixed[:, :, 3]
-    assert not k.is_contiguous()
-    columns = case.selection.columns
-    assert columns is not None
-    tokens_NGK = columns.tokens_NGK.transpose(0, 1).contiguous().transpose(0, 1)
-    selection = on_device(with_columns(case, tokens_NGK, columns.counts_NG).selection, DEVICE)
-    out, lse = implementation.forward(q, k, v, selection, softmax_scale=SCALE)
-    dout = case.dout_THD.to(DEVICE)
-    gradients = implementation.backward(dout, saved(q, k, v, out, lse, selection))
-    _assert_identical(tuple(x.cpu() for x in (out, lse, *gradients)), expected)
-
-
-def test_bad_numbers_of_a_document_stay_in_it() -> None:
-    case = _case([0, 20, 90, 155], [1, 3, 3])
-    clean = case.ours("triton", torch.float32)
-    own = slice(20, 90)
-    for x in (case.q_THD, case.k_TGD, case.v_TGD, case.dout_THD):
-        x[own] = torch.nan
-    broken = case.ours("triton", torch.float32)
-    assert broken[0][own].isnan().all()
-    for found, expected in zip(broken, clean, strict=True):
-        assert torch.equal(found[: own.start], expected[: own.start])
-        assert torch.equal(found[own.stop :], expected[own.stop :])
-
-
-def test_results_repeat_and_later_tokens_change_no_bit() -> None:
-    """Token 69 lies inside a block; the loss is over what comes before it, so dq, dk and dv too."""
-    token, before = 69, slice(0, 69)
-    results = []
-    for factor in (1.0, 1.0, -30.0):
-        case = _case([0, 80], [3])
-        for x in (case.q_THD, case.k_TGD, case.v_TGD):
-            x[token:] *= factor
-        case.dout_THD[token:] = 0.0
-        selector = selector_named("vertical-slash")
-        ranking = rank_sequence(
-            selector,
-            *(case.q_THD, case.k_TGD, case.selection.query_layout),
-            softmax_scale=SCALE,
-            max_budget=3,
-            observe=False,
-        )
-        selection = selector.select(ranking, torch.tensor([3]))
-        case = dataclasses.replace(case, selection=selection)
-        results.append(tuple(x[before] for x in case.ours("triton", torch.float32)))
-    _assert_identical(results[0], results[1])
-    _assert_identical(results[0], results[2])
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="memory of the host")
-def test_kv_heads_more_than_2_to_the_31_elements_apart(tmp_path: Path) -> None:
-    case = _case([0, 52], [3], heads=3, kv_heads=3, dtype=torch.float16)
-    results = []
-    for k in (case.k_TGD, with_heads_far_apart(case.k_TGD, tmp_path / "k")):
-        inputs = case.q_THD, k, case.v_TGD
-        out, lse = implementation.forward(*inputs, case.selection, softmax_scale=SCALE)
-        gradients = implementation.backward(case.dout_THD, saved(*inputs, out, lse, case.selection))
-        results.append((out, lse, *gradients))
-    _assert_identical(*results)
+    assert_identical(no_places.ours("triton", torch.float32), expected)

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention.cases import Case, assert_as_good_as_plain, make_case
-from attention.column_cases import make_column_case
+from attention.cases import assert_as_good_as_plain, make_case, selected
+from attention.column_cases import any_case
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
-from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.attention.selection import Selection
 
 triton = pytest.importorskip("triton")
@@ -56,26 +55,13 @@ def _inputs(tokens: int, heads: int = HEADS, kv_heads: int = KV_HEADS) -> list[T
     ]
 
 
-def _make_case(cu_seqlens: list[int], budgets: list[int], *, granularity: str, **options) -> Case:
-    make = make_column_case if granularity == "vertical-slash" else make_case
-    return make(cu_seqlens, budgets, granularity=granularity, device="cuda", **options)
-
-
 def _random_selection(layout: PackedLayout, budgets: list[int], granularity: str) -> Selection:
     generator = torch.Generator("cuda").manual_seed(1)
-    selector = selector_named(granularity)
     q_THD, k_TGD = (
         torch.randn(layout.tokens, heads, 16, generator=generator, device="cuda")
         for heads in (HEADS, KV_HEADS)
     )
-    ranking = rank_sequence(
-        selector,
-        *(q_THD, k_TGD, layout),
-        softmax_scale=1.0,
-        max_budget=max(budgets),
-        observe=False,
-    )
-    return selector.select(ranking, torch.tensor(budgets, device="cuda"))
+    return selected(granularity, q_THD, k_TGD, layout, budgets)
 
 
 def _attend(inputs: list[Tensor], selection: Selection) -> tuple[Tensor, ...]:
@@ -93,7 +79,7 @@ def _attend(inputs: list[Tensor], selection: Selection) -> tuple[Tensor, ...]:
 def test_training_dtypes_at_full_tiles(
     block: int, head_dim: int, dtype: torch.dtype, granularity: str
 ) -> None:
-    case = _make_case(
+    case = any_case(
         [0, 700, 701, 1500],
         [3, 1, 2],
         block=block,
@@ -102,14 +88,21 @@ def test_training_dtypes_at_full_tiles(
         kv_heads=2,
         granularity=granularity,
         dtype=dtype,
+        device="cuda",
     )
     assert_as_good_as_plain(case, case.ours("triton", dtype), dtype, case.plain(torch.float64))
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_auto_takes_the_kernels(granularity: str) -> None:
-    case = _make_case(
-        [0, 300], [3], block=64, head_dim=64, granularity=granularity, dtype=torch.bfloat16
+    case = any_case(
+        [0, 300],
+        [3],
+        block=64,
+        head_dim=64,
+        granularity=granularity,
+        dtype=torch.bfloat16,
+        device="cuda",
     )
     pairs = zip(case.ours("auto", torch.bfloat16), case.ours("triton", torch.bfloat16), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)

@@ -10,40 +10,26 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import mmap
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from attention.cases import (
-    NAMES,
-    SCALE,
     Case,
     assert_as_good_as_plain,
+    assert_identical,
     in_shards,
     make_case,
     on_device,
-    saved,
-    with_heads_far_apart,
     with_lists,
 )
-from attention.sequence.slices import in_parts, slices_of
-from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
-from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 
 triton = pytest.importorskip("triton")
 from sparsebalance_megatron.attention.kernels.triton import (  # noqa: E402
     device_functions,
     key_block_kernel,
     query_block_kernel,
-)
-from sparsebalance_megatron.attention.kernels.triton.key_block_kernel import (  # noqa: E402
-    backward_attention,
-)
-from sparsebalance_megatron.attention.kernels.triton.query_block_kernel import (  # noqa: E402
-    forward_attention,
 )
 from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, Tiles  # noqa: E402
 
@@ -69,11 +55,6 @@ def _assert_right(case: Case, dtype: torch.dtype) -> None:
     ours = case.ours("triton", dtype)
     assert [x.dtype for x in ours] == [dtype, torch.float32, dtype, dtype, dtype]
     assert_as_good_as_plain(case, ours, dtype, case.plain(torch.float64))
-
-
-def _assert_identical(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> None:
-    for name, x, y in zip(NAMES, a, b, strict=True):
-        assert torch.equal(x, y), name
 
 
 @pytest.mark.parametrize(("cu_seqlens", "budgets", "block"), CASES)
@@ -133,11 +114,6 @@ def test_rows_too_far_apart_for_32_bits_are_copied() -> None:
         assert 128 * dense.stride(0) < 2**31
 
 
-def test_results_repeat_bit_by_bit() -> None:
-    case = _case([0, 33, 110], [2, 3], 16)
-    _assert_identical(case.ours("triton", torch.float32), case.ours("triton", torch.float32))
-
-
 def test_order_of_past_blocks_does_not_matter() -> None:
     case = _case([0, 85], [5], 16, heads=2, kv_heads=1)
     indices_NGK, counts_NG = case.selection.indices_QCK.clone(), case.selection.counts_QC
@@ -150,54 +126,6 @@ def test_order_of_past_blocks_does_not_matter() -> None:
     assert_as_good_as_plain(case, ours, torch.float32, case.plain(torch.float64))
     # Readers are sorted, so dk and dv do not even round differently but for the statistics.
     torch.testing.assert_close(ours[4], case.ours("triton", torch.float32)[4])
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_bad_numbers_of_a_document_stay_in_it(value: float) -> None:
-    """It lies between two others, and its last block is short, so that its own blocks must be
-    read as such: the list comes from the bad numbers."""
-    settings = {"heads": 2, "kv_heads": 1, "head_dim": 16}
-    cu_seqlens, budgets = [0, 20, 61, 90], [2, 2, 2]
-    clean = _case(cu_seqlens, budgets, 16, **settings)
-    q_THD, k_TGD = clean.q_THD.clone(), clean.k_TGD.clone()
-    q_THD[[20, 60], 0, 3] = k_TGD[[20, 60], 0, 3] = value
-    selector = selector_named("previous-block")
-    ranking = rank_sequence(
-        selector,
-        *(q_THD, k_TGD, clean.selection.query_layout),
-        softmax_scale=SCALE,
-        max_budget=2,
-        observe=False,
-    )
-    selection = selector.select(ranking, torch.tensor(budgets))
-    broken = dataclasses.replace(clean, q_THD=q_THD, k_TGD=k_TGD, selection=selection)
-    elsewhere = torch.cat((torch.arange(20), torch.arange(61, 90)))
-    _assert_identical(
-        tuple(x[elsewhere] for x in broken.ours("triton", torch.float32)),
-        tuple(x[elsewhere] for x in clean.ours("triton", torch.float32)),
-    )
-
-
-def test_what_lies_past_a_list_is_not_read() -> None:
-    case = _case([0, 70], [2], 16)
-    indices_NGK = case.selection.indices_QCK.clone()
-    width = torch.arange(indices_NGK.shape[2])
-    indices_NGK[width.expand_as(indices_NGK) >= case.selection.counts_QC[:, :, None]] = 1 << 30
-    garbage = with_lists(case, indices_NGK, case.selection.counts_QC)
-    _assert_identical(garbage.ours("triton", torch.float32), case.ours("triton", torch.float32))
-
-
-def test_a_query_without_keys_gives_zero_and_finite_gradients() -> None:
-    case = _case([0, 80], [3], 16)
-    indices_NGK, counts_NG = case.selection.indices_QCK.clone(), case.selection.counts_QC.clone()
-    indices_NGK[2], counts_NG[2] = -1, 0
-    out, lse, *gradients = with_lists(case, indices_NGK, counts_NG).ours("triton", torch.float32)
-    assert (out[32:48] == 0).all()
-    assert (lse[32:48] == -torch.inf).all()
-    assert lse[:32].isfinite().all()
-    assert all(gradient.isfinite().all() for gradient in gradients)
-    assert (gradients[0][32:48] == 0).all()
-    assert (gradients[2][:16] != 0).any()
 
 
 EVEN, ODD = range(0, 10, 2), range(1, 10, 2)
@@ -222,45 +150,6 @@ def test_parts_add_up_to_the_whole(
     assert_as_good_as_plain(case, parts, torch.float32, case.plain(torch.float64))
 
 
-def test_rows_of_members_add_up_to_the_whole() -> None:
-    """Keys and values of one member of a context group at a time."""
-    case = _case([0, 1, 76], [1, 3], 16)
-    slices = slices_of((0, 1, 76), np.array([1, 0, 1, 1, 0, 1]), 2, block=16)
-    parts = in_parts(case, "triton", torch.float32, slices, 0)
-    assert_as_good_as_plain(case, parts, torch.float32, case.plain(torch.float64))
-
-
-def test_strided_inputs_are_read_in_place() -> None:
-    """Megatron's q, k and v are views of one projection."""
-    case = _case([0, 75], [2], 16)
-    group = case.q_THD.shape[1] // 2
-    mixed = torch.cat(
-        [case.q_THD.unflatten(1, (2, group)), case.k_TGD[:, :, None], case.v_TGD[:, :, None]], dim=2
-    ).to(DEVICE)
-    q, k, v = mixed.split([group, 1, 1], dim=2)
-    q, k, v = mixed[:, :, :group].flatten(1, 2), k[:, :, 0], v[:, :, 0]
-    assert not k.is_contiguous()
-    selection = on_device(case.selection, DEVICE)
-    expected = case.ours("triton", torch.float32)
-    out, lse = forward_attention(q, k, v, selection, softmax_scale=SCALE)
-    dout = case.dout_THD.to(DEVICE).transpose(0, 1).contiguous().transpose(0, 1)
-    gradients = backward_attention(dout, saved(q, k, v, out, lse, selection))
-    _assert_identical(tuple(x.cpu() for x in (out, lse, *gradients)), expected)
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="memory of the host")
-def test_heads_more_than_2_to_the_31_elements_apart(tmp_path: Path) -> None:
-    case = _case([0, 20], [2], 16, heads=3, kv_heads=1, head_dim=16, dtype=torch.float16)
-    k, v, dout, lists = case.k_TGD, case.v_TGD, case.dout_THD, case.selection
-    far = with_heads_far_apart(case.q_THD, tmp_path / "q")
-    results = []
-    for q in (case.q_THD, far):
-        out, lse = forward_attention(q, k, v, lists, softmax_scale=SCALE)
-        gradients = backward_attention(dout, saved(q, k, v, out, lse, lists))
-        results.append((out, lse, *gradients))
-    _assert_identical(*results)
-
-
 @pytest.mark.skipif(not INTERPRETED, reason="memory of the host")
 def test_nothing_behind_the_last_list_is_touched() -> None:
     """It ends where memory does: the next page may not be read."""
@@ -275,7 +164,7 @@ def test_nothing_behind_the_last_list_is_touched() -> None:
     guarded = torch.frombuffer(memory, dtype=torch.int32, count=lists.numel(), offset=offset)
     guarded = guarded.view(lists.shape).copy_(lists)
     ours = with_lists(case, guarded, case.selection.counts_QC).ours("triton", torch.float32)
-    _assert_identical(ours, case.ours("triton", torch.float32))
+    assert_identical(ours, case.ours("triton", torch.float32))
 
 
 def test_large_scores_stay_finite() -> None:

@@ -4,25 +4,18 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
 from attention.cases import (
-    NAMES,
-    SCALE,
     Case,
     assert_as_good_as_plain,
     in_shards,
     make_case,
-    saved,
-    with_heads_far_apart,
     with_lists,
 )
-from torch import Tensor
 
 from sparsebalance_megatron.attention.kernels import triton as implementation
-from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 
 triton = pytest.importorskip("triton")
 from sparsebalance_megatron.attention.kernels.triton import (  # noqa: E402
@@ -48,11 +41,6 @@ def _assert_right(case: Case, dtype: torch.dtype = torch.float32) -> None:
     ours = case.ours("triton", dtype)
     assert [x.dtype for x in ours] == [dtype, torch.float32, dtype, dtype, dtype]
     assert_as_good_as_plain(case, ours, dtype, case.plain(torch.float64))
-
-
-def _assert_identical(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> None:
-    for name, x, y in zip(NAMES, a, b, strict=True):
-        assert torch.equal(x, y), name
 
 
 def _use_tiles(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None:
@@ -165,80 +153,6 @@ def test_parts_of_lists_and_rows_of_their_own_add_up() -> None:
     case = _case([0, 1, 30, 62], [1, 2, 3])
     parts = in_shards(case, "triton", torch.float32, [[0, 2, 4], [1, 3]], [range(5)])
     assert_as_good_as_plain(case, parts, torch.float32, case.plain(torch.float64))
-
-
-def test_a_query_without_keys_gives_zero_and_finite_gradients() -> None:
-    """And what lies past a list is not read."""
-    case = _case([0, 50], [3])
-    indices_TCK, counts_TC = case.selection.indices_QCK.clone(), case.selection.counts_QC.clone()
-    counts_TC[20:37] = 0
-    past_end_TCK = torch.arange(indices_TCK.shape[2]) >= counts_TC[:, :, None]
-    indices_TCK[past_end_TCK] = 1 << 30
-    out, lse, *gradients = with_lists(case, indices_TCK, counts_TC).ours("triton", torch.float32)
-    assert (out[20:37] == 0).all()
-    assert (lse[20:37] == -torch.inf).all()
-    assert (gradients[0][20:37] == 0).all()
-    assert (gradients[2][:16] != 0).all()
-    assert all(x.isfinite().all() for x in (out, lse[:20], lse[37:], *gradients))
-
-
-def test_bad_numbers_of_a_document_stay_in_it() -> None:
-    clean = _case([0, 20, 45, 62], [2, 2, 2])
-    selector = selector_named(BY_KV_HEAD)
-    q_THD, k_TGD = clean.q_THD.clone(), clean.k_TGD.clone()
-    q_THD[[20, 40], 0, 3] = k_TGD[[20, 44], 0, 3] = torch.nan
-    ranking = rank_sequence(
-        selector,
-        *(q_THD, k_TGD, clean.selection.query_layout),
-        softmax_scale=SCALE,
-        max_budget=2,
-        observe=False,
-    )
-    selection = selector.select(ranking, torch.tensor([2, 2, 2]))
-    broken = dataclasses.replace(clean, q_THD=q_THD, k_TGD=k_TGD, selection=selection)
-    ours = broken.ours("triton", torch.float32)
-    assert ours[0][20:45].isnan().any()
-    elsewhere = torch.cat((torch.arange(20), torch.arange(45, 62)))
-    _assert_identical(
-        tuple(x[elsewhere] for x in ours),
-        tuple(x[elsewhere] for x in clean.ours("triton", torch.float32)),
-    )
-
-
-def test_results_repeat_and_later_tokens_change_no_bit() -> None:
-    """Token 37 lies inside a block; the loss is over what comes before it, so dq, dk and dv too."""
-    token, before = 37, slice(0, 37)
-    results = []
-    for factor in (1.0, -30.0):
-        case = _case([0, 62], [2])
-        for x in (case.q_THD, case.k_TGD, case.v_TGD):
-            x[token:] *= factor
-        case.dout_THD[token:] = 0.0
-        selector, layout = selector_named(BY_KV_HEAD), case.selection.query_layout
-        ranking = rank_sequence(
-            selector,
-            *(case.q_THD, case.k_TGD, layout),
-            softmax_scale=SCALE,
-            max_budget=2,
-            observe=False,
-        )
-        selection = selector.select(ranking, torch.tensor([2]))
-        case = dataclasses.replace(case, selection=selection)
-        results.append(tuple(x[before] for x in case.ours("triton", torch.float32)))
-    _assert_identical(*results)
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="memory of the host")
-def test_heads_more_than_2_to_the_31_elements_apart(tmp_path: Path) -> None:
-    case = _case([0, 20], [2], heads=3, dtype=torch.float16)
-    far = with_heads_far_apart(case.q_THD, tmp_path / "q")
-    lists, results = case.selection, []
-    for q in (case.q_THD, far):
-        inputs = q, case.k_TGD, case.v_TGD
-        out, lse = implementation.forward(*inputs, lists, softmax_scale=SCALE)
-        gradients = implementation.backward(case.dout_THD, saved(*inputs, out, lse, lists))
-        results.append((out, lse, *gradients))
-    _assert_identical(*results)
 
 
 def test_rows_too_many_for_31_bits_are_refused() -> None:

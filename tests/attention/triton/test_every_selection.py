@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Triton kernels promise for every kind of list; where they run, test_kernels.py says."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from attention.cases import (
+    SCALE,
+    Case,
+    assert_as_good_as_plain,
+    assert_identical,
+    on_device,
+    reselected,
+    saved,
+    with_heads_far_apart,
+    with_lists,
+)
+from attention.column_cases import any_case
+from attention.sequence.slices import in_parts, slices_of
+from torch import Tensor
+
+from sparsebalance_megatron.attention.kernels import triton as implementation
+from sparsebalance_megatron.attention.selection import Selection
+
+triton = pytest.importorskip("triton")
+INTERPRETED = triton.knobs.runtime.interpret
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+KINDS = ("previous-block", "token-kv-head", "vertical-slash")
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def _case(kind: str, cu_seqlens: list[int], budgets: list[int], **settings) -> Case:
+    defaults = {"block": 16, "head_dim": 16, "heads": 2, "kv_heads": 1}
+    return any_case(cu_seqlens, budgets, granularity=kind, device=DEVICE, **defaults | settings)
+
+
+def _attend(inputs: tuple[Tensor, ...], selection: Selection) -> tuple[Tensor, ...]:
+    """out, lse, dq, dk, dv from q, k, v and dout, by the kernels themselves."""
+    *qkv, dout = inputs
+    results = implementation.forward(*qkv, selection, softmax_scale=SCALE)
+    gradients = implementation.backward(dout, saved(*qkv, *results, selection))
+    return tuple(x.cpu() for x in (*results, *gradients))
+
+
+@pytest.mark.parametrize("spoilt", ["nan", "inf", "everything"])
+@every_kind
+def test_bad_numbers_of_a_document_stay_in_it(kind: str, spoilt: str) -> None:
+    """It lies between two others, and its last block is short, so that its own blocks must be
+    read as such: the list comes from the bad numbers."""
+    clean = _case(kind, [0, 20, 86, 115], [2, 3, 2])
+    broken = dataclasses.replace(clean, q_THD=clean.q_THD.clone(), k_TGD=clean.k_TGD.clone())
+    if spoilt == "everything":
+        broken = dataclasses.replace(clean, v_TGD=clean.v_TGD.clone(), dout_THD=clean.dout_THD + 0)
+        for x in (broken.v_TGD, broken.dout_THD):
+            x[20:86] = torch.nan
+    else:
+        for x in (broken.q_THD, broken.k_TGD):
+            x[[20, 85], 0, 3] = float(spoilt)
+        broken = reselected(broken)
+    found, expected = (case.ours("triton", torch.float32) for case in (broken, clean))
+    assert not found[0][20:86].isfinite().all()
+    elsewhere = torch.cat((torch.arange(20), torch.arange(86, 115)))
+    assert_identical(*(tuple(x[elsewhere] for x in results) for results in (found, expected)))
+
+
+@every_kind
+def test_results_repeat_and_later_tokens_change_no_bit(kind: str) -> None:
+    """Token 69 lies inside a block; the loss is over what comes before it, so dq, dk and dv too."""
+    token, results = 69, []
+    for factor in (1.0, 1.0, -30.0):
+        case = _case(kind, [0, 80], [3])
+        for x in (case.q_THD, case.k_TGD, case.v_TGD):
+            x[token:] *= factor
+        case.dout_THD[token:] = 0.0
+        ours = reselected(case).ours("triton", torch.float32)
+        results.append(tuple(x[:token] for x in ours))
+    assert_identical(results[0], results[1])
+    assert_identical(results[0], results[2])
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_a_query_without_keys_gives_zero_and_finite_gradients(kind: str) -> None:
+    """And what lies past a list is not read."""
+    case = _case(kind, [0, 80], [3])
+    indices_QCK, counts_QC = case.selection.indices_QCK.clone(), case.selection.counts_QC.clone()
+    counts_QC[slice(32, 48) if case.selection.by_token else 2] = 0
+    indices_QCK[torch.arange(indices_QCK.shape[2]) >= counts_QC[:, :, None]] = 1 << 30
+    out, lse, *gradients = with_lists(case, indices_QCK, counts_QC).ours("triton", torch.float32)
+    assert (out[32:48] == 0).all()
+    assert (lse[32:48] == -torch.inf).all()
+    assert (gradients[0][32:48] == 0).all()
+    assert (gradients[2][:16] != 0).all()
+    assert all(x.isfinite().all() for x in (out, lse[:32], lse[48:], *gradients))
+
+
+@every_kind
+def test_rows_of_members_add_up_to_the_whole(kind: str) -> None:
+    """Keys and values of one member of a context group at a time."""
+    case = _case(kind, [0, 1, 92], [1, 3])
+    slices = slices_of((0, 1, 92), np.array([1, 0, 1, 1, 0, 1, 0]), 2, block=16)
+    parts = in_parts(case, "triton", torch.float32, slices, 0)
+    assert_as_good_as_plain(case, parts, torch.float32, case.plain(torch.float64))
+
+
+@every_kind
+def test_strided_inputs_are_read_in_place(kind: str) -> None:
+    """Megatron's q, k and v are views of one projection; lists may be views as well."""
+    case = _case(kind, [0, 70], [3], heads=4, kv_heads=2)
+    q, k, v = (x.unflatten(1, (2, -1)).to(DEVICE) for x in (case.q_THD, case.k_TGD, case.v_TGD))
+    mixed = torch.cat([q, k, v], dim=2)
+    q, k, v = mixed[:, :, :2].flatten(1, 2), mixed[:, :, 2], mixed[:, :, 3]
+    assert not k.is_contiguous()
+    dout = case.dout_THD.to(DEVICE).transpose(0, 1).contiguous().transpose(0, 1)
+    selection = on_device(case.selection, DEVICE)
+    lists = [
+        x.transpose(0, 1).contiguous().transpose(0, 1) if x.ndim > 1 else x
+        for x in selection.tensors()
+    ]
+    layout = selection.query_layout
+    selection = Selection.of_tensors(
+        lists, by_token=selection.by_token, query_layout=layout, kv_layout=layout
+    )
+    assert_identical(_attend((q, k, v, dout), selection), case.ours("triton", torch.float32))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="memory of the host")
+@pytest.mark.parametrize(
+    ("kind", "kv_heads"), [("previous-block", 1), ("token-kv-head", 1), ("vertical-slash", 3)]
+)
+def test_heads_more_than_2_to_the_31_elements_apart(
+    kind: str, kv_heads: int, tmp_path: Path
+) -> None:
+    """Those of the queries; those of the keys where there are as many."""
+    case = _case(kind, [0, 52], [3], heads=3, kv_heads=kv_heads, dtype=torch.float16)
+    near = [case.q_THD, case.k_TGD, case.v_TGD, case.dout_THD]
+    moved = 1 if kv_heads == 3 else 0
+    far = [*near[:moved], with_heads_far_apart(near[moved], tmp_path / "x"), *near[moved + 1 :]]
+    assert_identical(_attend(tuple(far), case.selection), _attend(tuple(near), case.selection))
