@@ -68,7 +68,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         *("tests/cost/test_model.py", "tests/cost/test_exchange.py"),
         "tests/cost/test_stage_calibration.py",
     ),
-    "attention/kernels/reference": (CONTRACT, "tests/attention/test_columns.py"),
+    "attention/kernels/reference": (CONTRACT, ATTENTION),
     "attention/sequence/": (
         "tests/attention/sequence/test_earlier_segments.py",
         "tests/attention/sequence/test_parts.py",

@@ -196,6 +196,14 @@ def reselected(case: Case) -> Case:
     return dataclasses.replace(case, selection=selection)
 
 
+def assert_exact(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
+    """The same out, lse, dq, dk and dv to float64's rounding."""
+    for name, x, y in zip(NAMES, a, b, strict=True):
+        torch.testing.assert_close(
+            x, y, atol=1e-12, rtol=1e-12, msg=lambda message, n=name: f"{n}: {message}"
+        )
+
+
 def assert_identical(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
     """The same bits in out, lse, dq, dk and dv."""
     for name, x, y in zip(NAMES, a, b, strict=True):

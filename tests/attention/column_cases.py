@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import random
 from typing import Any
 
@@ -51,18 +52,21 @@ class ColumnCase(Case):
 
     @functools.cached_property
     def listed_HTT(self) -> Tensor:
-        columns = self.selection.columns
-        assert columns is not None
+        selection, columns = self.selection, self.selection.columns
+
+        def listed(lists: Tensor, counts: Tensor, row: int, head: int) -> list[int]:
+            return lists[row, head, : int(counts[row, head])].tolist()
+
+        rows, heads = selection.counts_QC.shape
         return self._mask_of(
             {
-                (row, head): oracle.Choice(
-                    blocks=self.selection.indices_QCK[row, head, :count].tolist(),
-                    columns=columns.tokens_NGK[
-                        row, head, : int(columns.counts_NG[row, head])
-                    ].tolist(),
+                place: oracle.Choice(
+                    blocks=listed(selection.indices_QCK, selection.counts_QC, *place),
+                    columns=listed(columns.tokens_NGK, columns.counts_NG, *place)
+                    if columns
+                    else [],
                 )
-                for row, heads in enumerate(self.selection.counts_QC.tolist())
-                for head, count in enumerate(heads)
+                for place in itertools.product(range(rows), range(heads))
             }
         )
 

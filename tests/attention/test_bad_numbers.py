@@ -10,12 +10,12 @@ import math
 
 import pytest
 import torch
-from attention.cases import SCALE, SELECTORS, compute_as_off_the_cpu
+from attention.cases import SCALE, SELECTORS, compute_as_off_the_cpu, selected
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.select import rank_sequence, selector_named
+from sparsebalance_megatron.attention.select import rank_sequence
 from sparsebalance_megatron.attention.select.block_topk import BlockTopK
 from sparsebalance_megatron.attention.selection import Selection
 
@@ -46,15 +46,7 @@ def _spoil(x_THD: Tensor, value: float) -> Tensor:
 
 def _select(q_THD: Tensor, k_TGD: Tensor, selection: str, budget: int = 3) -> Selection:
     layout = packed_layout(BOUNDARIES, BLOCK, "cpu")
-    selector = selector_named(selection)
-    ranking = rank_sequence(
-        selector,
-        *(q_THD, k_TGD, layout),
-        softmax_scale=SCALE,
-        max_budget=budget,
-        observe=False,
-    )
-    return selector.select(ranking, torch.full((3,), budget))
+    return selected(selection, q_THD, k_TGD, layout, [budget] * 3)
 
 
 def _attend(qkv: list[Tensor], selection: str, implementation: str) -> list[Tensor]:
@@ -150,8 +142,15 @@ def test_outputs_and_gradients_of_other_documents_keep_every_bit(
 
 @pytest.mark.parametrize("value", BAD.values(), ids=BAD)
 @pytest.mark.parametrize("document", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("selection", "implementation"), [pair for pair in SERVING if pair[1] != "reference"]
+)
 def test_padding_of_lists_reads_no_other_document(
-    document: int, value: float, monkeypatch: pytest.MonkeyPatch
+    selection: str,
+    implementation: str,
+    document: int,
+    value: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The way of devices whose list lengths the host does not read: lists are padded."""
     compute_as_off_the_cpu(monkeypatch)
@@ -160,7 +159,7 @@ def test_padding_of_lists_reads_no_other_document(
     broken_qkv = [x.clone() for x in qkv]
     for x in broken_qkv:
         x[own] = value
-    broken, clean = (_attend(x, "previous-block", "blocks") for x in (broken_qkv, qkv))
+    broken, clean = (_attend(x, selection, implementation) for x in (broken_qkv, qkv))
     for ours, expected in zip(broken, clean, strict=True):
         ours[own] = expected[own] = 0.0
         assert torch.equal(ours, expected)

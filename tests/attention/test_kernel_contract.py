@@ -10,6 +10,7 @@ import torch
 from attention.cases import (
     SCALE,
     Case,
+    assert_exact,
     compute_as_off_the_cpu,
     in_shards,
     make_case,
@@ -62,8 +63,7 @@ def test_parts_add_up_to_the_whole(
     """Every list is also cut into its even and its odd places."""
     case = _case(granularity)
     parts = in_shards(case, implementation, torch.float64, query_shards, kv_shards)
-    for ours, exact in zip(parts, case.exact(), strict=True):
-        torch.testing.assert_close(ours, exact, atol=1e-12, rtol=1e-12)
+    assert_exact(parts, case.exact())
 
 
 @pytest.mark.parametrize(("implementation", "granularity"), SERVING)
@@ -89,8 +89,7 @@ def test_queries_of_some_blocks_get_their_rows_of_the_whole(
     out.backward(case.dout_THD[rows].double())
     whole = case.exact()
     expected = [*(x[rows] for x in whole[:3]), *whole[3:]]
-    for ours, exact in zip((out, lse, q.grad, k.grad, v.grad), expected, strict=True):
-        torch.testing.assert_close(ours, exact, atol=1e-12, rtol=1e-12)
+    assert_exact((out, lse, q.grad, k.grad, v.grad), expected)
 
 
 @pytest.mark.parametrize(("implementation", "granularity"), SERVING)

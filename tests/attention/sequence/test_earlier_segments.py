@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from attention.cases import (
-    NAMES,
     SCALE,
     SELECTORS,
     Case,
     assert_as_good_as_plain,
+    assert_exact,
     example_selector,
     make_case,
 )
@@ -155,8 +155,7 @@ def test_segments_are_the_whole(name: str, segments: int, seed: int, kv_heads: i
     assert lists == _read(whole.selection)
     torch.testing.assert_close(run.curves[segments - 1], curves_SK)
     exact = whole.ours("reference", torch.float64)
-    for label, a, b in zip(NAMES, found, exact, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12, msg=lambda m, n=label: n + m)
+    assert_exact(found, exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
