@@ -150,17 +150,6 @@ def test_narrow_lists_are_the_wide_ones_cut() -> None:
     assert capped.counts_QC.max() == 3
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_budgets_below_one_read_the_own_block(granularity: str) -> None:
-    ranking = _ranking(granularity, _inputs(99), [0, 50, 90, 99])
-    low, least = (
-        selector_named(granularity).select(ranking, torch.tensor(budgets))
-        for budgets in ([0, 3, -7], [1, 3, 1])
-    )
-    assert torch.equal(low.counts_QC, least.counts_QC)
-    assert low.counts_QC.min() == 1
-
-
 @pytest.mark.parametrize("sign", [1.0, -1.0, 0.0, -0.0])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_equal_scores_go_to_the_lower_block(granularity: str, sign: float) -> None:
@@ -193,34 +182,6 @@ def test_coverage_is_the_router_mass_inside(granularity: str, cu_seqlens: list[i
         assert (curves_SK[document, blocks - 1 :] == 1.0).all()
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_observing_changes_no_list(granularity: str) -> None:
-    seen, unseen = (
-        _ranking(granularity, _inputs(90), [0, 50, 90], observe=observe)
-        for observe in (True, False)
-    )
-    assert torch.equal(seen.indices_QCK, unseen.indices_QCK)
-    assert unseen.mass_SK is None
-    with pytest.raises(ValueError, match="observe=True"):
-        selector_named(granularity).coverage(unseen)
-
-
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_a_second_pass_repeats_every_bit(granularity: str) -> None:
-    first, second = (
-        _ranking(granularity, _inputs(90), [0, 50, 90], observe=True) for _ in range(2)
-    )
-    assert torch.equal(first.indices_QCK, second.indices_QCK)
-    assert torch.equal(first.mass_SK, second.mass_SK)
-
-
-def test_nothing_carries_a_gradient() -> None:
-    inputs = tuple(x.requires_grad_() for x in _inputs(20))
-    for granularity in GRANULARITIES:
-        ranking = _ranking(granularity, inputs, [0, 20], observe=True)
-        assert not selector_named(granularity).coverage(ranking).requires_grad
-
-
 def test_bad_arguments_are_named() -> None:
     layout = packed_layout([0, 20], BLOCK, "cpu")
     q_THD, k_TGD = _inputs(20)
@@ -229,8 +190,6 @@ def test_bad_arguments_are_named() -> None:
         selector_named("token")
     with pytest.raises(ValueError, match="20 tokens as in the layout"):
         selector.summaries(q_THD[:9], k_TGD[:9], layout)
-    with pytest.raises(ValueError, match="max_budget 0"):
-        _ranking("previous-block", (q_THD, k_TGD), [0, 20], max_budget=0)
     with pytest.raises(ValueError, match="20 tokens as in its layout"):
         selector.rank(
             q_THD[:9],
@@ -240,5 +199,3 @@ def test_bad_arguments_are_named() -> None:
             max_budget=1,
             observe=False,
         )
-    with pytest.raises(ValueError, match="each of the 1 documents"):
-        selector.select(_ranking("previous-block", (q_THD, k_TGD), [0, 20]), torch.tensor([1, 2]))

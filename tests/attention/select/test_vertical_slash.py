@@ -285,13 +285,6 @@ def test_nothing_falls_back_silently() -> None:
         CAUSAL.rank(inputs[0], keys, elsewhere, **options)
     with pytest.raises(ValueError, match="with the layouts' 157 and 157 tokens"):
         CAUSAL.rank(inputs[0][:9], keys, LayoutPair.within(layout), **options)
-    with pytest.raises(ValueError, match="max_budget 0: must be at least 1 block"):
-        _ranking(CAUSAL, inputs, CU_SEQLENS, max_budget=0)
-    ranking = _ranking(CAUSAL, inputs, CU_SEQLENS)
-    with pytest.raises(ValueError, match="rank with observe=True"):
-        CAUSAL.coverage(ranking)
-    with pytest.raises(ValueError, match="each of the 3 documents"):
-        CAUSAL.select(ranking, torch.tensor([3]))
 
 
 def test_lists_grow_with_budgets_and_not_with_a_document() -> None:
@@ -301,27 +294,6 @@ def test_lists_grow_with_budgets_and_not_with_a_document() -> None:
         rows = tokens // BLOCK * 2
         assert ranking.indices_QCK.numel() == rows * 6
         assert ranking.columns_NGX.numel() == rows * 4 * BLOCK
-
-
-@pytest.mark.parametrize("name", BOTH)
-def test_budgets_outside_the_ranking_count_as_its_ends(name: str) -> None:
-    ranking = _ranking(BOTH[name], _inputs(157), CU_SEQLENS, max_budget=4)
-    outside, inside = (
-        BOTH[name].select(ranking, torch.tensor(budgets)) for budgets in ([0, 99, -7], [1, 4, 1])
-    )
-    assert _same_lists(outside, inside)
-
-
-def test_observing_changes_no_list_and_nothing_carries_a_gradient() -> None:
-    inputs = tuple(x.requires_grad_() for x in _inputs(157))
-    for selector in BOTH.values():
-        seen, unseen = (
-            _ranking(selector, inputs, CU_SEQLENS, observe=observe) for observe in (True, False)
-        )
-        assert torch.equal(seen.indices_QCK, unseen.indices_QCK)
-        assert torch.equal(seen.columns_NGX, unseen.columns_NGX)
-        assert unseen.mass_SK is None
-        assert not selector.coverage(seen).requires_grad
 
 
 def test_coverage_between_measured_budgets_lies_on_a_line(
