@@ -73,7 +73,7 @@ class Selection:
         by_token: bool,
         columns: ColumnLists | None = None,
     ) -> Selection:
-        """A selection whose queries and keys lie in the same row."""
+        """A selection whose queries and keys lie in the same sequence."""
         return cls(
             indices_QCK=indices_QCK,
             counts_QC=counts_QC,

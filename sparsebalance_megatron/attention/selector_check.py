@@ -19,7 +19,7 @@ from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.select import Selector, rank_sequence
 from sparsebalance_megatron.attention.selection import Selection
 
-_BLOCKS = (1.4, 8.7, 2.3, 4.0)
+_DOCUMENT_BLOCKS = (1.4, 8.7, 2.3, 4.0)
 """Lengths of the documents, in blocks: short last blocks, and one that is full."""
 _BUDGETS = (3, 2, 4, 1)
 _ROUNDINGS = 16 * 2.0**-23
@@ -51,7 +51,7 @@ def check_selector(
     Raises:
         SelectorError: naming the rule, and the row, head or token that breaks it.
     """
-    lengths = [max(1, int(blocks * block_size)) for blocks in _BLOCKS]
+    lengths = [max(1, int(blocks * block_size)) for blocks in _DOCUMENT_BLOCKS]
     boundaries = [0, *itertools.accumulate(lengths)]
     layout = packed_layout(boundaries, block_size, device)
     for seed in seeds:

@@ -266,7 +266,7 @@ def on_device(selection: Selection, device: str) -> Selection:
 def with_heads_far_apart(x_THD: Tensor, file: Path) -> Tensor:
     """The same values, the third head more than 2^31 elements behind the first.
 
-    In a file of which only these values take room.
+    In a file of which only these values take space.
     """
     _, heads, head_dim = x_THD.shape
     stride = (1 << 30) + 16
@@ -299,7 +299,7 @@ def sharded(
 ) -> Selection:
     """The part of a selection that some query blocks read from some KV blocks.
 
-    Either kind lies in a row of its own, every block a document.
+    Either kind lies in a sequence of its own, every block a document.
     """
     layout = selection.query_layout
     query_layout, kv_layout = (
@@ -335,7 +335,7 @@ def in_shards(
     query_shards: Sequence[Sequence[int]],
     kv_shards: Sequence[Sequence[int]],
 ) -> tuple[Tensor, ...]:
-    """out, lse, dq, dk, dv put together from all pairs of shards of the row's blocks."""
+    """out, lse, dq, dk, dv put together from all pairs of shards of the blocks."""
     kernel, layout = kernel_named(implementation), case.selection.query_layout
     q, k, v, dout = (x.to(dtype) for x in (case.q_THD, case.k_TGD, case.v_TGD, case.dout_THD))
     out, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))

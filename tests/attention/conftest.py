@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every test of this room runs with uninitialised memory filled with NaN."""
+"""Every test of this directory runs with uninitialised memory filled with NaN."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ SERVING = [
 ]
 
 
-def _row() -> tuple[Tensor, ...]:
+def _inputs() -> tuple[Tensor, ...]:
     """q, k, v and the output's gradient."""
     generator = torch.Generator().manual_seed(7)
     return tuple(torch.randn(203, heads, 16, generator=generator) for heads in (4, 2, 2, 4))
@@ -58,7 +58,7 @@ def _attend(qkv: list[Tensor], selection: str, implementation: str) -> list[Tens
         softmax_scale=SCALE,
         implementation=implementation,
     )
-    out_THD.backward(_row()[-1])
+    out_THD.backward(_inputs()[-1])
     return [out_THD.detach(), lse_TH, *(leaf.grad for leaf in leaves)]
 
 
@@ -73,7 +73,7 @@ def _elsewhere(x_T: Tensor) -> Tensor:
 def test_own_block_is_first_and_only_visible_blocks_are_listed(
     selection: str, value: float, where: str, budget: int
 ) -> None:
-    q_THD, k_TGD, *_ = _row()
+    q_THD, k_TGD, *_ = _inputs()
     expected = _select(q_THD, k_TGD, selection, budget)
     q_THD = _spoil(q_THD, value) if where != "k" else q_THD
     k_TGD = _spoil(k_TGD, value) if where != "q" else k_TGD
@@ -132,7 +132,7 @@ def test_infinity_ranks_first_and_nan_last_of_the_others() -> None:
 def test_outputs_and_gradients_of_other_documents_keep_every_bit(
     selection: str, implementation: str, value: float
 ) -> None:
-    *qkv, _ = _row()
+    *qkv, _ = _inputs()
     broken = _attend([_spoil(x, value) for x in qkv], selection, implementation)
     clean = _attend(qkv, selection, implementation)
     for ours, expected in zip(broken, clean, strict=True):
@@ -154,7 +154,7 @@ def test_padding_of_lists_reads_no_other_document(
 ) -> None:
     """The way of devices whose list lengths the host does not read: lists are padded."""
     compute_as_off_the_cpu(monkeypatch)
-    *qkv, _ = _row()
+    *qkv, _ = _inputs()
     own = slice(*BOUNDARIES[document : document + 2])
     broken_qkv = [x.clone() for x in qkv]
     for x in broken_qkv:

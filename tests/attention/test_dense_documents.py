@@ -26,7 +26,7 @@ CU_SEQLENS, BUDGETS = [0, 30, 47, 52, 93], [4, 2, 1, 9]
 
 @pytest.fixture(autouse=True)
 def short_documents_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LEAST_TOKENS", 1)
+    monkeypatch.setattr(module, "_LEAST_DENSE_TOKENS", 1)
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
@@ -50,7 +50,7 @@ def test_results_are_those_of_gathered_blocks(
 ) -> None:
     case = make_case(CU_SEQLENS, BUDGETS, block=8, head_dim=8, granularity=granularity)
     dense = case.ours("auto", dtype)
-    monkeypatch.setattr(module, "_LEAST_TOKENS", 1000)
+    monkeypatch.setattr(module, "_LEAST_DENSE_TOKENS", 1000)
     gathered = case.ours("auto", dtype)
     assert [x.dtype for x in dense] == [x.dtype for x in gathered]
     # One rounding of bfloat16 outputs; gradients follow from an output that was rounded.

@@ -55,7 +55,7 @@ def _items(lists: InverseLists) -> list[tuple[int, int, int]]:
 def test_lists_and_items_are_as_defined(
     selection: Selection, wanted_items: int, other_rows: int
 ) -> None:
-    """Where drawn, the row of the queries or of the keys holds every other block only."""
+    """Where drawn, the sequence of the queries or of the keys holds every other block only."""
     blocks = range(selection.kv_layout.blocks)
     if other_rows:
         query_blocks = blocks[:: 1 + other_rows % 2]

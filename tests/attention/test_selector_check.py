@@ -80,8 +80,8 @@ class _ByChance(_Broken):
         return replace(ranking, indices_QCK=lists_QCK)
 
 
-class _MeanOfTheRow(_Broken):
-    """Scores by keys less the mean key of the row: documents mix."""
+class _MeanOfTheSequence(_Broken):
+    """Scores by keys less the mean key of the sequence: documents mix."""
 
     def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> BlockSummaries:
         sound = self.sound.summaries(q_THD, k_TGD, layout)
@@ -89,7 +89,7 @@ class _MeanOfTheRow(_Broken):
 
 
 class _LastQuery(_Broken):
-    """Every token asks with the row's last query of its block: ahead of itself."""
+    """Every token asks with the last query of its block: ahead of itself."""
 
     def rank(self, q_THD: Tensor, summaries: BlockSummaries, rows: Any, **how: Any) -> Ranking:
         layout = rows.query_layout
@@ -116,7 +116,7 @@ class _Differentiable(_Broken):
         (_FallingCoverage(), "^coverage: curves must rise"),
         (_ByChance(), "^determinism: the same sequence"),
         (_Differentiable(), "^determinism: .* gradient"),
-        (_MeanOfTheRow(), "^documents: what document 0 holds changes"),
+        (_MeanOfTheSequence(), "^documents: what document 0 holds changes"),
         (_LastQuery(), r"^causality: what token \d+ and those after it hold changes the list"),
         (example_selector("query_block.py:LOOKAHEAD"), "^causality: "),
     ],

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block-sparse attention written from its definition, one number at a time.
 
-Takes and returns plain Python where it can. A block is (document, begin, end) in tokens of the row;
-lists map (selecting row, selecting head) to numbers of blocks in the row.
+Takes and returns plain Python where it can. A block is (document, begin, end) in tokens of the
+sequence; lists map (selecting row, selecting head) to numbers of blocks in the sequence.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def selectors(
 def visible_scores(
     vector: Tensor, k_TGD: Tensor, kv_head: int, own: int, blocks: list[Block]
 ) -> dict[int, float]:
-    """Scores of the own block and the earlier blocks of its document, by number in the row."""
+    """Scores of the own block and the earlier blocks of its document, by number in the sequence."""
     scores = {}
     for number in range(own + 1):
         document, begin, end = blocks[number]

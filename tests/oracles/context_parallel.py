@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who holds which token of a packed row, one token at a time."""
+"""Who holds which token of a packed sequence, one token at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 def tokens_of_members(
     cu_seqlens: list[int], block_size: int, owners: list[int], members: int
 ) -> list[list[tuple[int, int, int]]]:
-    """Per member the tokens it holds, as (token of the row, document, block of the row)."""
+    """Per member the tokens it holds, as (token, document, block), numbered in the sequence."""
     held: list[list[tuple[int, int, int]]] = [[] for _ in range(members)]
     block = -1
     for document in range(len(cu_seqlens) - 1):

@@ -36,7 +36,7 @@ def samples(document: Sequence[int], max_tokens: int, overlong: str) -> list[lis
 def packed_sequence(
     samples_of_pairs: Sequence[Sequence[Pair]], multiple: int, pad_token: int
 ) -> list[tuple[int, int, int, float]]:
-    """(token, label, position, loss weight) per place of the row."""
+    """(token, label, position, loss weight) per place of the sequence."""
     row: list[tuple[int, int, int, float]] = []
     for pairs in samples_of_pairs:
         for position, (token, label) in enumerate(pairs):

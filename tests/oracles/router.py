@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router with everything at once: all scores of a row, one stable sort, float64 mass.
+"""The router with everything at once: all scores of a sequence, one stable sort, float64 mass.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, S documents,
-N blocks of the row, K places (as many as blocks), Q rows that select, C heads that select.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, S documents,
+N blocks of the sequence, K places (as many as blocks), Q rows that select, C heads that select.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vertical-slash selection from its definition, one probe, one key and one query at a time.
 
-All in float64 and plain Python. Blocks are (document, begin, end) in tokens of the row.
+All in float64 and plain Python. Blocks are (document, begin, end) in tokens of the sequence.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PROBES, LAST, SINKS = 16, 64, 30
 
 @dataclass(frozen=True)
 class Choice:
-    """What one query block reads of one KV head at one budget, in tokens and blocks of the row."""
+    """What one query block reads of one KV head at one budget, as numbers of tokens and blocks."""
 
     blocks: list[int]
     columns: list[int]

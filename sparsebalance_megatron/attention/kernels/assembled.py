@@ -27,7 +27,7 @@ from sparsebalance_megatron.attention.kernels.tile_attention import (
 )
 from sparsebalance_megatron.attention.selection import Selection
 
-_LEAST_TOKENS = 128
+_LEAST_DENSE_TOKENS = 128
 """A shorter document costs more alone than among others."""
 
 
@@ -118,7 +118,7 @@ def split_dense_documents(selection: Selection) -> tuple[list[slice], Selection]
     first_blocks = layout.first_block_S.tolist()
     sizes = zip(pairwise(layout.cu_seqlens), layout.blocks_per_document, strict=True)
     for first, ((begin, end), blocks) in zip(first_blocks, sizes, strict=True):
-        if blocks == 1 or end - begin < _LEAST_TOKENS:
+        if blocks == 1 or end - begin < _LEAST_DENSE_TOKENS:
             continue
         rows = slice(begin, end) if selection.by_token else slice(first, first + blocks)
         own_Q = layout.block_T[rows] if selection.by_token else layout.number_N[rows]

@@ -37,7 +37,7 @@ class Saved:
 
 
 class Kernel(Protocol):
-    """A module ``attention/impl/<name>``.
+    """A module ``attention/kernels/<name>``.
 
     Its functions are called with tensors that fit the selection, and only where ``obstacle`` finds
     nothing. Autograd sees none of them.

@@ -25,7 +25,7 @@ from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 def forward(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selection, *, softmax_scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend; see :class:`..kernel.Kernel`."""
+    """Attend; see :class:`.contract.Kernel`."""
     dtype = wide_dtype(q_THD.dtype)
     out_THD = torch.empty_like(q_THD)
     lse_TH = torch.empty(q_THD.shape[:2], dtype=dtype, device=q_THD.device)
@@ -39,7 +39,7 @@ def forward(
 
 
 def backward(dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients; see :class:`..kernel.Kernel`."""
+    """Gradients; see :class:`.contract.Kernel`."""
     q_THD, k_TGD, v_TGD, softmax_scale = saved.q_THD, saved.k_TGD, saved.v_TGD, saved.softmax_scale
     dtype = wide_dtype(q_THD.dtype)
     dq_THD = torch.empty_like(q_THD)
@@ -85,7 +85,7 @@ def _parts(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selection) ->
     query_heads, kv_heads = q_THD.shape[1], k_TGD.shape[1]
     for document in range(query_layout.documents):
         queries = slice(*query_layout.cu_seqlens[document : document + 2])
-        # In another row, the document's keys may lie anywhere.
+        # In another sequence, the document's keys may lie anywhere.
         keys = queries if query_layout is kv_layout else slice(0, kv_layout.tokens)
         for head in range(query_heads):
             kv_head = head * kv_heads // query_heads

@@ -86,7 +86,7 @@ class BlockTopK(RankingSelector):
             raise ValueError(f"rank: max_budget {max_budget}: must be at least 1 block")
         with undisturbed(q_THD.device):
             indices_QCK, mass_SK = rank_in_chunks(
-                self._askers(q_THD, summaries, layouts),
+                self._queries(q_THD, summaries, layouts),
                 summaries.keys_NGD,
                 layouts,
                 by_token=self.by_token,
@@ -106,7 +106,7 @@ class BlockTopK(RankingSelector):
         heads = q_THD.shape[1] if self.by_query_head else kv_heads
         return block_means(q_THD, layout, self.router).float().unflatten(1, (heads, -1)).mean(2)
 
-    def _askers(self, q_THD: Tensor, summaries: BlockSummaries, layouts: LayoutPair) -> Tensor:
+    def _queries(self, q_THD: Tensor, summaries: BlockSummaries, layouts: LayoutPair) -> Tensor:
         """[Q, C, any, D]: queries whose mean over the third dimension asks."""
         means_NCD = summaries.queries_NCD
         if means_NCD is None:

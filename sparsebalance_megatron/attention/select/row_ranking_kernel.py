@@ -24,7 +24,7 @@ KEYS_OF_A_WARP = 256
 """Eight of a thread: few enough that none spills, and that the sort fits the instruction cache."""
 FEWEST_COLUMNS = 16
 RUN_TIME_NUMBERS = ["first_column", "rows", "columns", "places", "mass_places"]
-ANYWHERE = ["lists_YCK", "own_Y", "first_Y"]
+UNALIGNED = ["lists_YCK", "own_Y", "first_Y"]
 """Tensors that begin where a chunk does."""
 _LARGEST_SCORE = tl.constexpr(torch.finfo(torch.float32).max)
 _NO_KEY = tl.constexpr(-(1 << 63))
@@ -93,7 +93,7 @@ class KernelRowRanker:
         return mass_YK.masked_fill_(broken_Y[:, None], 0.0).t(), broken_Y
 
 
-@triton.jit(do_not_specialize=RUN_TIME_NUMBERS, do_not_specialize_on_alignment=ANYWHERE)
+@triton.jit(do_not_specialize=RUN_TIME_NUMBERS, do_not_specialize_on_alignment=UNALIGNED)
 def _rank_kernel(
     scores_CYW, lists_YCK, own_Y, first_Y, first_column, rows, columns, places, mass_places,
     softmax_scale, HEADS: tl.constexpr, TILE_ROWS: tl.constexpr, COLUMNS: tl.constexpr,

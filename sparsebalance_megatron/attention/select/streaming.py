@@ -23,18 +23,18 @@ from sparsebalance_megatron.attention.select.router_choice import ranks_in_trito
 from sparsebalance_megatron.attention.select.row_ranking import RowRanker
 from sparsebalance_megatron.config import Router
 
-CHUNK_ELEMENTS = 1 << 18
+SCORES_AT_ONCE = 1 << 18
 """Scores computed at once: 1 MiB in float32, about a core's second-level cache."""
-_LARGER_ON_CUDA = 2
-KERNEL_CHUNK_ELEMENTS = 1 << 23
+_CUDA_FACTOR = 2
+KERNEL_SCORES_AT_ONCE = 1 << 23
 """Scores computed at once for the kernel: 32 MiB, within an H100's second-level cache. Queries are
 widened as many elements at once."""
-_BEYOND_FRACTION = 4
+_UNREADABLE_FRACTION = 4
 """Part of a chunk's scores that may belong to blocks which their rows cannot read."""
 
 
 def rank_in_chunks(
-    askers_QCED: Tensor,
+    queries_QCED: Tensor,
     keys_NGD: Tensor,
     layouts: LayoutPair,
     *,
@@ -50,7 +50,7 @@ def rank_in_chunks(
     and mass to float32 rounding.
 
     Args:
-        askers_QCED: a row asks with the mean over E.
+        queries_QCED: a row asks with the mean over E.
         keys_NGD: mean keys of the blocks of the keys' sequence; C is a multiple of G.
         by_token: whether rows are tokens, or blocks that speak for their tokens.
         router: who ranks; see :func:`..router_choice.ranks_in_triton`.
@@ -58,7 +58,7 @@ def rank_in_chunks(
     Raises:
         ValueError: ``router`` is "triton", and it does not serve.
     """
-    _, heads, group, head_dim = askers_QCED.shape
+    _, heads, group, head_dim = queries_QCED.shape
     kv_layout, device = layouts.kv_layout, keys_NGD.device
     if ranks_in_triton(router, device, layouts, softmax_scale=softmax_scale):
         from sparsebalance_megatron.attention.select.row_ranking_kernel import KernelRowRanker
@@ -66,11 +66,11 @@ def rank_in_chunks(
         ranker: RowRanker | KernelRowRanker = KernelRowRanker(
             layouts, softmax_scale=softmax_scale, observe=observe
         )
-        elements = KERNEL_CHUNK_ELEMENTS
+        elements = KERNEL_SCORES_AT_ONCE
         most_rows: int | None = max(1, elements // (heads * group * head_dim))
     else:
         ranker = RowRanker(softmax_scale=softmax_scale, observe=observe)
-        elements = CHUNK_ELEMENTS * (_LARGER_ON_CUDA if device.type == "cuda" else 1)
+        elements = SCORES_AT_ONCE * (_CUDA_FACTOR if device.type == "cuda" else 1)
         most_rows = None
     own_Q = layouts.kv_block(by_token=by_token)
     first_Q = kv_layout.first_block_S[kv_layout.document_N[own_Q]]
@@ -83,7 +83,7 @@ def rank_in_chunks(
     ):
         lists_YCK = indices_QCK[chunk.rows]
         seen = ranker.rank_(
-            _scores(askers_QCED[chunk.rows], keys_CND[:, chunk.blocks]),
+            _scores(queries_QCED[chunk.rows], keys_CND[:, chunk.blocks]),
             own_Q[chunk.rows],
             first_Q[chunk.rows],
             lists_YCK,
@@ -142,7 +142,7 @@ def chunks(
             computed = rows * heads * (wider_high - wider_low)
             beyond = computed - int(needed[block]) + done
             fits = computed <= elements and (most_rows is None or rows <= most_rows)
-            if fits and beyond <= elements // _BEYOND_FRACTION:
+            if fits and beyond <= elements // _UNREADABLE_FRACTION:
                 low, high = wider_low, wider_high
                 continue
         documents = document_N[begin:block]

@@ -2,7 +2,7 @@
 """What a selector has to know of a block that may lie with another rank.
 
 Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, N blocks of
-the row, B places of a block, C heads that select.
+the sequence, B places of a block, C heads that select.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ What differs from theirs, and why, is in research/vertical_slash.md. Nothing her
 from the host, and every result is the same in a recomputed pass.
 
 Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, S documents, N
-blocks of a row, B tokens of a block, K budgets or places of a list, X places of a list of columns,
+blocks, B tokens of a block, K budgets or places of a list, X places of a list of columns,
 U probes of a block, E query heads of a KV head, J consecutive blocks of a document, Y keys from a
 document's first, W blocks from its first.
 """
@@ -33,9 +33,9 @@ from sparsebalance_megatron.attention.select.columns import (
 from sparsebalance_megatron.attention.select.probes import probed_mass
 from sparsebalance_megatron.attention.select.ranking import Ranking, RankingSelector
 
-CHUNK_ELEMENTS = 1 << 21
+SCORES_AT_ONCE = 1 << 21
 """Scores of probes computed at once: 8 MiB in float32."""
-_LARGER_ON_CUDA = 16
+_CUDA_FACTOR = 16
 _EXACT_BUDGETS = 32
 """Coverage is exact up to this budget; from there on at budgets a quarter apart, with straight
 lines in between."""
@@ -228,9 +228,9 @@ class _RowLists:
         lists begin."""
         blocks = self._layout.blocks_per_document[document]
         probes = self._offset_U.shape[0] * self._q_TGED.shape[1] * self._q_TGED.shape[2]
-        elements = CHUNK_ELEMENTS
+        elements = SCORES_AT_ONCE
         if self._k_TGD.device.type == "cuda":
-            elements *= _LARGER_ON_CUDA
+            elements *= _CUDA_FACTOR
         at_once = max(1, elements // (probes * blocks * self._size))
         for run, row in self._runs_of_document[document]:
             for first in range(run.start, run.stop, at_once):

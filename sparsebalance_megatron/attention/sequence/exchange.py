@@ -85,7 +85,7 @@ def sequence_attention(
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangingKernel:
-    """A :class:`..kernel.Kernel` over the parts that an exchange gives to another one.
+    """A :class:`..kernels.contract.Kernel` over the parts that an exchange gives to another one.
 
     Parts are merged, and gradients added, in the order of the parts and in float32 (float64 for
     float64 inputs).

@@ -115,7 +115,7 @@ def test_chunks_give_what_all_at_once_gives(
     )
     scores_QCN, own_Q = at_once.scores_at_once(*inputs, cu_seqlens, BLOCK, granularity)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streaming, "CHUNK_ELEMENTS", chunk_elements)
+        patch.setattr(streaming, "SCORES_AT_ONCE", chunk_elements)
         ranking = _ranking(granularity, inputs, cu_seqlens, max_budget=places, observe=True)
     width = ranking.indices_QCK.shape[2]
     expected_QCK = at_once.lists_at_once(scores_QCN, own_Q, width)

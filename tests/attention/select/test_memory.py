@@ -58,7 +58,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _peak_bytes(selection: str, tokens: int, heads: int, budget: int) -> int:
-    """Of one row, every head its own KV head; what was there before does not count."""
+    """Of one sequence, every head its own KV head; what was there before does not count."""
     generator = torch.Generator().manual_seed(0)
     q_THD, k_TGD = (
         torch.randn(tokens, heads, HEAD_DIM, generator=generator).bfloat16() for _ in range(2)
@@ -86,7 +86,7 @@ def _bound_bytes(selection: str, tokens: int, heads: int, head_dim: int, budget:
     row_tensors = rows * 8 * 6
     summaries = 4 * blocks * heads * head_dim * 4
     mass = 2 * blocks * blocks * 8
-    chunk = 40 * streaming.CHUNK_ELEMENTS
+    chunk = 40 * streaming.SCORES_AT_ONCE
     pooled = 8 * max(summaries_of_blocks._COPIED_ELEMENTS, BLOCK * heads * head_dim)
     return lists + row_tensors + summaries + mass + max(chunk, pooled)
 
@@ -105,7 +105,7 @@ def test_peaks_follow_the_formula_whose_value_for_long_rows_is_bounded(
     large = (LARGE_TOKENS, LARGE_HEADS, LARGE_HEAD_DIM, LARGE_BUDGET)
     assert _bound_bytes(selection, *large) <= limit_bytes
     # Small chunks hide nothing that is kept.
-    monkeypatch.setattr(streaming, "CHUNK_ELEMENTS", 1 << 10)
+    monkeypatch.setattr(streaming, "SCORES_AT_ONCE", 1 << 10)
     monkeypatch.setattr(summaries_of_blocks, "_COPIED_ELEMENTS", 1 << 10)
     for tokens, heads, budget in ((2048, 2, 2), (8192, 2, 4), (4096, 8, 8)):
         bound = _bound_bytes(selection, tokens, heads, HEAD_DIM, budget)

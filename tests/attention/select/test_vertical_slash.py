@@ -130,7 +130,7 @@ def test_a_budget_buys_the_keys_of_so_many_blocks_and_no_key_twice(
     inputs = _inputs(cu_seqlens[-1], kv_heads=4 // group, seed=seed)
     low, high = sorted(budgets)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vertical_slash, "CHUNK_ELEMENTS", chunk_elements)
+        patch.setattr(vertical_slash, "SCORES_AT_ONCE", chunk_elements)
         wide = _ranking(BOTH[name], inputs, cu_seqlens, block_size=block_size, max_budget=high)
         narrow = _ranking(BOTH[name], inputs, cu_seqlens, block_size=block_size, max_budget=low)
     found = [BOTH[name].select(wide, torch.full((len(lengths),), budget)) for budget in (low, high)]
@@ -275,8 +275,8 @@ def test_sums_are_float32_and_repeat_bit_by_bit(name: str) -> None:
 
 
 def test_nothing_falls_back_silently() -> None:
-    """Fault 6: without a process group the ring ops ran dense attention. Queries of another row,
-    and wrong arguments, are errors."""
+    """Fault 6: without a process group the ring ops ran dense attention. Queries of other
+    sequences and wrong arguments, are errors."""
     inputs, layout = _inputs(157), packed_layout(CU_SEQLENS, BLOCK, "cpu")
     elsewhere = LayoutPair.of_blocks(packed_layout([0, 8, 16], BLOCK, "cpu"), layout, [0, 1])
     options = {"softmax_scale": SCALE, "max_budget": 3, "observe": False}

@@ -101,7 +101,7 @@ def test_traffic_is_what_it_says(exchange: str, members: int) -> None:
 
 
 @pytest.mark.parametrize("members", INNER_MEMBERS)
-def test_summaries_are_those_of_the_row(members: int) -> None:
+def test_summaries_are_those_of_the_sequence(members: int) -> None:
     found = [report["summaries"] for report in _reports(members)]
     for one in found:
         assert one["equal"]

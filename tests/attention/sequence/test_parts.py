@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over members' rows one at a time, in one process, against attention over the row."""
+"""Attention over members' slices one at a time, in one process, against that over the whole."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only a GPU can show: bfloat16, long rows, no recompilation, no synchronisation."""
+"""What only a GPU can show: bfloat16, long sequences, no recompilation, no synchronisation."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def _last_blocks(layout: PackedLayout, heads: int, *, by_token: bool) -> Selecti
 
 @pytest.mark.parametrize("by_token", [False, True])
 def test_rows_beyond_two_billion_elements(by_token: bool) -> None:
-    """The end of a row whose addresses need 64 bits, against a row that holds nothing else."""
+    """The end of a sequence whose addresses need 64 bits, against one that holds nothing else."""
     tokens, tail, heads = 150_000, 512, 128
     assert tokens * heads * HEAD_DIM > 2**31
     inputs = _inputs(tokens, heads, heads)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only a GPU can show of the router's kernels: long rows, no recompilation, no waiting."""
+"""What only a GPU can show of the router's kernels: long sequences, no compilation, no waiting."""
 
 from __future__ import annotations
 

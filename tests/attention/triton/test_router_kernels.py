@@ -124,7 +124,7 @@ def test_chunks_change_nothing(
     chunk_elements: int, observe: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks of one row, of parts of blocks and of several documents; lists wider than a chunk."""
-    monkeypatch.setattr(streaming, "KERNEL_CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(streaming, "KERNEL_SCORES_AT_ONCE", chunk_elements)
     layout = packed_layout([0, 3, 14, 17, 25], BLOCK, DEVICE)
     kernel, plain = (
         _ranked("token-kv-head", router, _inputs(25, 2, 1), layout, max_budget=3, observe=observe)

@@ -20,7 +20,7 @@ from sparsebalance_megatron.attention.selection import Selection
 def forward(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, selection: Selection, *, softmax_scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend over a selection; see :class:`...kernel.Kernel`.
+    """Attend over a selection; see :class:`..contract.Kernel`.
 
     Raises:
         ValueError: ``softmax_scale`` is not positive.
@@ -42,7 +42,7 @@ def forward(
 
 
 def backward(dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients; see :class:`...kernel.Kernel`."""
+    """Gradients; see :class:`..contract.Kernel`."""
     if saved.selection.by_token:
         from sparsebalance_megatron.attention.kernels.triton import token_key_kernel
 

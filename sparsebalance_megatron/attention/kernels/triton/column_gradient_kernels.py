@@ -2,8 +2,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """dk and dv of single columns: partial sums by reader, then their sums by token.
 
-The columns of a query block lie scattered over the row, and so do the readers of a token. A program
-gathers a tile of one query block's columns, keeps their keys and values, and streams the block's
+The columns of a query block lie scattered, and so do the readers of a token. A program gathers
+a tile of one query block's columns, keeps their keys and values, and streams the block's
 queries past them; its results are final for this reader and are written in float32, by place of the
 list. A second kernel adds up a token's results in the order of its readers. No two programs write
 to one place, so that results repeat bit by bit. Query blocks are worked off in chunks, which bound

@@ -217,7 +217,7 @@ def _longest(selection: Selection) -> int:
 
 
 def _entries(selection: Selection) -> int:
-    """Most entries that one head's lists can hold; in one row, none reads a later block."""
+    """Most entries that one head's lists can hold; in one sequence, none reads a later block."""
     width, layout = selection.indices_QCK.shape[2], selection.query_layout
     if layout is not selection.kv_layout:
         return selection.selecting_rows * min(width, selection.kv_layout.blocks)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A row's blocks dealt to several members: together they rank as one.
+"""Blocks of a sequence dealt to several members: together they rank as one.
 
-Shape legend: T tokens of a row, H query heads, G KV heads, D head dim, S documents, N blocks.
+Shape legend: T tokens of a sequence, H query heads, G KV heads, D head dim, S documents, N blocks.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ def _inputs() -> tuple[Tensor, Tensor]:
     return q_THD, torch.randint(-8, 9, (TOKENS, 2, 8), generator=generator).float()
 
 
-def _row_of(layout: PackedLayout, blocks: list[int], x_T: Tensor) -> tuple[PackedLayout, Tensor]:
-    """A row of some blocks, each a document of its own, and their tokens."""
+def _sequence_of(
+    layout: PackedLayout, blocks: list[int], x_T: Tensor
+) -> tuple[PackedLayout, Tensor]:
+    """A sequence of some blocks, each a document of its own, and their tokens."""
     bounds = layout.bounds_on_host.tolist()
     tokens = [x for n in blocks for x in range(bounds[n], bounds[n + 1])]
     boundaries = [0, *itertools.accumulate(bounds[n + 1] - bounds[n] for n in blocks)]
@@ -59,15 +61,15 @@ def test_members_of_a_group_rank_as_one(granularity: str, deal) -> None:
     order = torch.tensor(list(itertools.chain(*members))).argsort()
     parts = []
     for blocks in members:
-        local_layout, local_q_THD = _row_of(layout, blocks, q_THD)
-        _, local_k_TGD = _row_of(layout, blocks, k_TGD)
+        local_layout, local_q_THD = _sequence_of(layout, blocks, q_THD)
+        _, local_k_TGD = _sequence_of(layout, blocks, k_TGD)
         parts.append(selector.summaries(local_q_THD, local_k_TGD, local_layout))
     gathered = parts[0].joined(
         [
             torch.cat(tensors)[order]
             for tensors in zip(
                 *(
-                    part.parts(_row_of(layout, blocks, q_THD)[0])
+                    part.parts(_sequence_of(layout, blocks, q_THD)[0])
                     for part, blocks in zip(parts, members, strict=True)
                 ),
                 strict=True,
@@ -78,13 +80,13 @@ def test_members_of_a_group_rank_as_one(granularity: str, deal) -> None:
 
     rankings = []
     for blocks in members:
-        local_layout, local_q_THD = _row_of(layout, blocks, q_THD)
+        local_layout, local_q_THD = _sequence_of(layout, blocks, q_THD)
         rows = LayoutPair.of_blocks(local_layout, layout, blocks)
         rankings.append(selector.rank(local_q_THD, gathered, rows, **OPTIONS))
         for name in ("indices_QCK", *(["columns_NGX"] if whole.columns_NGX is not None else [])):
             expected_QCK = getattr(whole, name)[blocks]
             if selector.by_token:
-                _, expected_QCK = _row_of(layout, blocks, getattr(whole, name))
+                _, expected_QCK = _sequence_of(layout, blocks, getattr(whole, name))
             assert torch.equal(getattr(rankings[-1], name), expected_QCK)
 
     mass_SK = torch.stack([ranking.mass_SK for ranking in rankings]).sum(0)
@@ -97,7 +99,7 @@ def test_members_of_a_group_rank_as_one(granularity: str, deal) -> None:
         selection = selector.select(ranking, budgets_S)
         expected_QC = counts_QC[blocks]
         if selector.by_token:
-            _, expected_QC = _row_of(layout, blocks, counts_QC)
+            _, expected_QC = _sequence_of(layout, blocks, counts_QC)
         assert torch.equal(selection.counts_QC, expected_QC)
         if selection.columns is not None:
             columns = selector.select(whole, budgets_S).columns
@@ -110,7 +112,7 @@ def test_last_queries_must_lie_here() -> None:
     layout = packed_layout(CU_SEQLENS, BLOCK, "cpu")
     q_THD, k_TGD = _inputs()
     selector = selector_named("vertical-slash-last-queries")
-    local_layout, local_q_THD = _row_of(layout, [3, 4], q_THD)
+    local_layout, local_q_THD = _sequence_of(layout, [3, 4], q_THD)
     rows = LayoutPair.of_blocks(local_layout, layout, [3, 4])
     with pytest.raises(ValueError, match="the last queries of every document"):
         selector.rank(local_q_THD, selector.summaries(q_THD, k_TGD, layout), rows, **OPTIONS)
