@@ -19,7 +19,11 @@ from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
 from sparsebalance_megatron.attention.precision import undisturbed
 from sparsebalance_megatron.attention.select.ranking import Ranking, RankingSelector
 from sparsebalance_megatron.attention.select.streaming import rank_in_chunks
-from sparsebalance_megatron.attention.select.summaries import BlockSummaries, block_means
+from sparsebalance_megatron.attention.select.summaries import (
+    BlockSummaries,
+    block_means,
+    check_ranked,
+)
 from sparsebalance_megatron.config import Router
 
 
@@ -81,9 +85,7 @@ class BlockTopK(RankingSelector):
             ValueError: ``max_budget`` is below 1, shapes do not fit one another or the layouts, or
                 the router does not serve.
         """
-        _check_summaries(q_THD, summaries, layouts)
-        if max_budget < 1:
-            raise ValueError(f"rank: max_budget {max_budget}: must be at least 1 block")
+        check_ranked(q_THD, summaries.keys_NGD, layouts.kv_layout.blocks, layouts, max_budget)
         with undisturbed(q_THD.device):
             indices_QCK, mass_SK = rank_in_chunks(
                 self._queries(q_THD, summaries, layouts),
@@ -137,21 +139,4 @@ def _check_heads(q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> None:
             f"summaries: query {tuple(q_THD.shape)} and key {tuple(k_TGD.shape)} must be "
             f"[tokens, heads, head dim] with {layout.tokens} tokens as in the layout, one head "
             "dim, and query heads a multiple of KV heads"
-        )
-
-
-def _check_summaries(q_THD: Tensor, summaries: BlockSummaries, layouts: LayoutPair) -> None:
-    blocks, kv_heads, head_dim = summaries.keys_NGD.shape
-    fits = (
-        q_THD.ndim == 3
-        and q_THD.shape[0] == layouts.query_layout.tokens
-        and q_THD.shape[1] % kv_heads == 0
-        and q_THD.shape[2] == head_dim
-        and blocks == layouts.kv_layout.blocks
-    )
-    if not fits:
-        raise ValueError(
-            f"rank: query {tuple(q_THD.shape)} must have {layouts.query_layout.tokens} tokens as "
-            f"in its layout, and the summaries of keys {tuple(summaries.keys_NGD.shape)} must be "
-            f"those of the {layouts.kv_layout.blocks} blocks of the keys' sequence"
         )

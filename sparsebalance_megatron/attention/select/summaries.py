@@ -14,7 +14,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.layout import PackedLayout
+from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
 from sparsebalance_megatron.attention.select.router_choice import means_in_triton
 from sparsebalance_megatron.config import Router
 
@@ -89,3 +89,28 @@ def _as_blocks(x_THD: Tensor, layout: PackedLayout, first: int, last: int) -> Te
     place_T = layout.place_T[begin : begin + x_THD.shape[0]] - first * size
     padded = x_THD.new_zeros(blocks * size, *x_THD.shape[1:])
     return padded.index_copy_(0, place_T, x_THD).unflatten(0, (blocks, size))
+
+
+def check_ranked(
+    q_THD: Tensor, keys: Tensor, entries: int, layouts: LayoutPair, max_budget: int
+) -> None:
+    """Refuse queries and summaries that do not fit one another or the layouts.
+
+    Args:
+        keys: [any, KV heads, head dim], what the summaries say of the keys.
+        entries: how many the keys' sequence has of them.
+
+    Raises:
+        ValueError: shapes do not fit, or ``max_budget`` is below 1.
+    """
+    tokens, (found, kv_heads, head_dim) = layouts.query_layout.tokens, keys.shape
+    shape = q_THD.shape
+    fits = q_THD.ndim == 3 and shape[0] == tokens and shape[1] % kv_heads == 0
+    if not fits or shape[2] != head_dim or found != entries:
+        raise ValueError(
+            f"rank: query {tuple(shape)} must be [{tokens} tokens as in its layout, a multiple of "
+            f"{kv_heads} KV heads, {head_dim}], and the summaries of keys {tuple(keys.shape)} must "
+            f"have the {entries} entries of the keys' sequence"
+        )
+    if max_budget < 1:
+        raise ValueError(f"rank: max_budget {max_budget}: must be at least 1 block")

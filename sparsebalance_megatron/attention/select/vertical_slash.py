@@ -32,6 +32,7 @@ from sparsebalance_megatron.attention.select.columns import (
 )
 from sparsebalance_megatron.attention.select.probes import probed_mass
 from sparsebalance_megatron.attention.select.ranking import Ranking, RankingSelector
+from sparsebalance_megatron.attention.select.summaries import check_ranked
 
 SCORES_AT_ONCE = 1 << 21
 """Scores of probes computed at once: 8 MiB in float32."""
@@ -135,7 +136,19 @@ class VerticalSlash(RankingSelector):
             ValueError: ``max_budget`` is below 1, shapes do not fit one another or the layouts, or
                 the selector looks ahead and queries and keys lie in different sequences.
         """
-        _check(q_THD, summaries, layouts, max_budget, looks_ahead=self.looks_ahead)
+        keys_TGD, probes_NUHD = summaries.keys_TGD, summaries.probes_NUHD
+        check_ranked(q_THD, keys_TGD, layouts.kv_layout.tokens, layouts, max_budget)
+        expected = layouts.kv_layout.blocks, *q_THD.shape[1:]
+        if (probes_NUHD.shape[0], *probes_NUHD.shape[2:]) != expected:
+            raise ValueError(
+                f"rank: probes {tuple(probes_NUHD.shape)} must be [blocks, probes, heads, head "
+                f"dim] with {expected} blocks, heads and head dim"
+            )
+        if self.looks_ahead and layouts.query_layout is not layouts.kv_layout:
+            raise ValueError(
+                'rank: "vertical-slash-last-queries" needs the last queries of every document: '
+                'rank the whole sequence, or take "vertical-slash"'
+            )
         with undisturbed(q_THD.device):
             lists = _RowLists(self, q_THD, summaries, layouts, softmax_scale, max_budget, observe)
             for document in range(layouts.kv_layout.documents):
@@ -388,39 +401,3 @@ def _falling_blocks(mass_JGW: Tensor, first: int) -> Tensor:
     # Softmax mass does not exceed 1 by more than rounding.
     mass_JGW = torch.where(back_J1W == 0, 4.0, torch.where(back_J1W == 1, 2.0, mass_JGW))
     return mass_JGW.sort(dim=-1, descending=True, stable=True).indices
-
-
-def _check(
-    q_THD: Tensor,
-    summaries: ProbesAndKeys,
-    layouts: LayoutPair,
-    max_budget: int,
-    *,
-    looks_ahead: bool,
-) -> None:
-    k_TGD, probes_NUHD = summaries.keys_TGD, summaries.probes_NUHD
-    if looks_ahead and layouts.query_layout is not layouts.kv_layout:
-        raise ValueError(
-            'rank: "vertical-slash-last-queries" needs the last queries of every document: rank '
-            'the whole sequence, or take "vertical-slash"'
-        )
-    fits = (
-        q_THD.ndim == 3
-        and k_TGD.ndim == 3
-        and q_THD.shape[0] == layouts.query_layout.tokens
-        and k_TGD.shape[0] == layouts.kv_layout.tokens
-        and probes_NUHD.shape[0] == layouts.kv_layout.blocks
-        and probes_NUHD.shape[2:] == q_THD.shape[1:]
-        and q_THD.shape[2] == k_TGD.shape[2]
-        and q_THD.shape[1] % k_TGD.shape[1] == 0
-    )
-    if not fits:
-        raise ValueError(
-            f"rank: query {tuple(q_THD.shape)}, key {tuple(k_TGD.shape)} and probes "
-            f"{tuple(probes_NUHD.shape)} must be [tokens, heads, head dim] with the layouts' "
-            f"{layouts.query_layout.tokens} and {layouts.kv_layout.tokens} tokens, and [blocks, "
-            f"probes, heads, head dim] with {layouts.kv_layout.blocks} blocks, one head dim, and "
-            "query heads a multiple of KV heads"
-        )
-    if max_budget < 1:
-        raise ValueError(f"rank: max_budget {max_budget}: must be at least 1 block")

@@ -281,9 +281,9 @@ def test_nothing_falls_back_silently() -> None:
     elsewhere = LayoutPair.of_blocks(packed_layout([0, 8, 16], BLOCK, "cpu"), layout, [0, 1])
     options = {"softmax_scale": SCALE, "max_budget": 3, "observe": False}
     keys = CAUSAL.summaries(*inputs, layout)
-    with pytest.raises(ValueError, match="with the layouts' 16 and 157 tokens"):
+    with pytest.raises(ValueError, match="16 tokens as in its layout"):
         CAUSAL.rank(inputs[0], keys, elsewhere, **options)
-    with pytest.raises(ValueError, match="with the layouts' 157 and 157 tokens"):
+    with pytest.raises(ValueError, match="157 tokens as in its layout"):
         CAUSAL.rank(inputs[0][:9], keys, LayoutPair.within(layout), **options)
 
 
