@@ -63,6 +63,12 @@ def saved(
 
 
 SELECTORS = {name: selector_named(name) for name in BUILT_IN}
+SERVING = [
+    (name, implementation)
+    for name, selector in SELECTORS.items()
+    for implementation in ("tokens" if selector.by_token else "blocks", "reference")
+]
+"""Selections, and the implementations that serve them on a CPU."""
 
 
 @dataclasses.dataclass(frozen=True)

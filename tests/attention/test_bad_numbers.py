@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from attention.cases import SCALE, SELECTORS, compute_as_off_the_cpu, selected
+from attention.cases import SCALE, SELECTORS, SERVING, compute_as_off_the_cpu, selected
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
@@ -24,11 +24,6 @@ BOUNDARIES = [0, 37, 139, 203]
 BROKEN = slice(37, 139)
 """The tokens of the document with bad numbers: 7 blocks, the last of 6 tokens."""
 BAD = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-SERVING = [
-    (name, implementation)
-    for name, selector in SELECTORS.items()
-    for implementation in ("tokens" if selector.by_token else "blocks", "reference")
-]
 
 
 def _inputs() -> tuple[Tensor, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention.cases import SCALE, SELECTORS, example_selector
+from attention.cases import SCALE, SELECTORS, SERVING, example_selector
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import budgeted_attention
@@ -19,11 +19,7 @@ CU_SEQLENS = [0, 21, 160, 197]
 CHANGED = (1, 37, 52, 100, 101, 159, 190)
 """Tokens inside, at the beginning and at the end of blocks; the long document begins at 21."""
 LOOKING_AHEAD = ("vertical-slash-last-queries",)
-SERVING = [
-    (name, implementation)
-    for name, selector in EVERY_SELECTOR.items()
-    for implementation in ("tokens" if selector.by_token else "blocks", "reference")
-]
+EVERY_PAIR = [*SERVING, ("quest", "tokens"), ("quest", "reference")]
 
 
 def _qkv() -> list[Tensor]:
@@ -59,7 +55,7 @@ def _changes_before(token: int, selection: str, implementation: str) -> bool:
 
 @pytest.mark.parametrize(
     ("selection", "implementation"),
-    [pair for pair in SERVING if pair[0] not in LOOKING_AHEAD],
+    [pair for pair in EVERY_PAIR if pair[0] not in LOOKING_AHEAD],
 )
 def test_later_tokens_change_no_bit(selection: str, implementation: str) -> None:
     assert not any(_changes_before(token, selection, implementation) for token in CHANGED)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention.cases import SCALE, SELECTORS, saved
+from attention.cases import SCALE, SELECTORS, SERVING, saved
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -21,11 +21,6 @@ from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 
 CU_SEQLENS = [0, 37, 139]
-SERVING = [
-    (name, implementation)
-    for name, selector in SELECTORS.items()
-    for implementation in ("tokens" if selector.by_token else "blocks", "reference")
-]
 
 
 def _qkv(dtype: torch.dtype) -> list[Tensor]:
