@@ -385,3 +385,10 @@ def assert_as_good_as_plain(
         error = (a.double() - c).abs().max()
         allowed = 2 * (b.double() - c).abs().max() + rounding * c.abs().max()
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
+
+
+def assert_right(case: Case, dtype: torch.dtype = torch.float32) -> None:
+    """Triton's results have their dtypes, and are as good as plain torch."""
+    ours = case.ours("triton", dtype)
+    assert [x.dtype for x in ours] == [dtype, torch.float32, dtype, dtype, dtype]
+    assert_as_good_as_plain(case, ours, dtype, case.plain(torch.float64))

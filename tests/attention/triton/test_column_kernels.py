@@ -13,8 +13,8 @@ import pytest
 import torch
 from attention.cases import (
     Case,
-    assert_as_good_as_plain,
     assert_identical,
+    assert_right,
     with_lists,
 )
 from attention.column_cases import (
@@ -49,41 +49,6 @@ def _with_none(case: ColumnCase) -> Case:
     return dataclasses.replace(case, selection=selection)
 
 
-def _assert_right(case: Case, dtype: torch.dtype = torch.float32) -> None:
-    ours = case.ours("triton", dtype)
-    assert [x.dtype for x in ours] == [dtype, torch.float32, dtype, dtype, dtype]
-    assert_as_good_as_plain(case, ours, dtype, case.plain(torch.float64))
-
-
-@pytest.mark.parametrize(
-    ("cu_seqlens", "budgets", "settings", "dtype"),
-    [
-        pytest.param([0, 1, 18, 70, 121], [1, 2, 3, 3], {}, torch.float32, id="ragged"),
-        pytest.param([0, 130], [7], {"heads": 1}, torch.float32, id="two-blocks-of-columns"),
-        pytest.param(
-            [0, 130], [3], {"block": 32, "head_dim": 64, "kv_heads": 2}, torch.float16, id="half"
-        ),
-        pytest.param(
-            [0, 20, 90], [1, 3], {"heads": 3, "head_dim": 24}, torch.float32, id="odd-group"
-        ),
-        pytest.param(
-            [0, 70], [3], {"granularity": "vertical-slash-last-queries"}, torch.float32,
-            id="last-queries",
-        ),
-        pytest.param([0, 40, 60], [9, 9], {}, torch.float32, id="everything"),
-    ],
-)  # fmt: skip
-def test_every_result_is_the_definitions(
-    cu_seqlens: list[int], budgets: list[int], settings: dict[str, int], dtype: torch.dtype
-) -> None:
-    """Under the mask that the definition of the selection gives, in float64."""
-    case = _case(cu_seqlens, budgets, dtype=dtype, **settings)
-    assert torch.equal(case.mask_HTT, case.listed_HTT)
-    ours = case.ours("triton", dtype)
-    assert [x.dtype for x in ours] == [dtype, torch.float32, dtype, dtype, dtype]
-    assert_as_good_as_plain(case, ours, dtype, case.exact())
-
-
 @pytest.mark.parametrize(("rows", "columns"), [(16, 16), (64, 16), (32, 64)])
 def test_lists_of_any_length_and_order(
     rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
@@ -100,7 +65,7 @@ def test_lists_of_any_length_and_order(
     counts_NG = case.selection.columns.counts_NG
     assert counts_NG.min() == 0 and counts_NG.max() > 32
     assert not torch.equal(counts_NG[:, 0], counts_NG[:, 1])
-    _assert_right(case)
+    assert_right(case)
 
 
 @pytest.mark.parametrize("chunk_blocks", [1, 3])
@@ -116,7 +81,7 @@ def test_chunks_of_partial_sums_add_up(chunk_blocks: int, monkeypatch: pytest.Mo
         return readers(tokens_JGK, *others)
 
     monkeypatch.setattr(column_gradient_kernels, "_readers_by_row", counted)
-    _assert_right(case)
+    assert_right(case)
     assert max(chunks) == chunk_blocks and sum(chunks) == case.selection.query_layout.blocks
 
 
@@ -128,7 +93,7 @@ def test_columns_alone() -> None:
     counts_NG = lists.counts_QC.clone()
     counts_NG[3:] = 0
     case = with_lists(case, lists.indices_QCK, counts_NG)
-    _assert_right(case)
+    assert_right(case)
     counts_NG = columns.counts_NG.clone()
     counts_NG[3] = 0
     nothing = with_columns(case, columns.tokens_NGK, counts_NG).ours("triton", torch.float32)

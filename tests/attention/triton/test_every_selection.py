@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from attention.cases import (
     Case,
     assert_as_good_as_plain,
     assert_identical,
+    assert_right,
     on_device,
     reselected,
     saved,
@@ -46,6 +48,48 @@ def _attend(inputs: tuple[Tensor, ...], selection: Selection) -> tuple[Tensor, .
     results = implementation.forward(*qkv, selection, softmax_scale=SCALE)
     gradients = implementation.backward(dout, saved(*qkv, *results, selection))
     return tuple(x.cpu() for x in (*results, *gradients))
+
+
+QUERY_BLOCK = {"head_dim": 64, "heads": 4, "kv_heads": 2}
+RESULTS = [
+    *(
+        ("previous-block", cu_seqlens, budgets, {"block": block, "dtype": dtype, **QUERY_BLOCK})
+        for cu_seqlens, budgets, block in (
+            ([0, 98], [1], 32),
+            ([0, 201], [2], 32),
+            ([0, 1, 2, 30, 101], [1, 3, 2, 3], 16),
+            ([0, 69, 140], [99, 99], 32),
+            ([0, 3, 5, 6], [1, 2, 1], 64),
+            ([0, 200], [3], 64),
+        )
+        for dtype in (torch.float32, torch.float16)
+    ),
+    ("token-kv-head", [0, 1, 2, 30, 71], [1, 3, 2, 3], {"heads": 3}),
+    ("token-query-head", [0, 75], [2], {"block": 32, "head_dim": 64, "dtype": torch.float16}),
+    ("token-kv-head", [0, 20, 97], [9, 9], {"block": 64, "head_dim": 128, "kv_heads": 2}),
+    ("token-query-head", [0, 3, 5], [1, 2], {"block": 64, "head_dim": 80}),
+    ("vertical-slash", [0, 1, 18, 70, 121], [1, 2, 3, 3], {}),
+    ("vertical-slash", [0, 130], [7], {"heads": 1}),
+    (
+        *("vertical-slash", [0, 130], [3]),
+        {"block": 32, "head_dim": 64, "kv_heads": 2, "dtype": torch.float16},
+    ),
+    ("vertical-slash", [0, 20, 90], [1, 3], {"heads": 3, "head_dim": 24}),
+    ("vertical-slash-last-queries", [0, 70], [3], {}),
+    ("vertical-slash", [0, 40, 60], [9, 9], {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "cu_seqlens", "budgets", "how"), RESULTS)
+def test_every_result_is_as_good_as_plain_torch(
+    kind: str, cu_seqlens: list[int], budgets: list[int], how: dict[str, Any]
+) -> None:
+    """One-token documents, odd lengths, budgets that hold everything, documents shorter than a
+    block; columns of several blocks, odd groups. Lists are those of the definition."""
+    case = _case(kind, cu_seqlens, budgets, **how)
+    if case.selection.columns is not None:
+        assert torch.equal(case.mask_HTT, case.listed_HTT)
+    assert_right(case, case.q_THD.dtype)
 
 
 @pytest.mark.parametrize("spoilt", ["nan", "inf", "everything"])

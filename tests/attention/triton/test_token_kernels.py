@@ -10,6 +10,7 @@ import torch
 from attention.cases import (
     Case,
     assert_as_good_as_plain,
+    assert_right,
     in_shards,
     make_case,
     with_lists,
@@ -37,12 +38,6 @@ def _case(cu_seqlens: list[int], budgets: list[int], block: int = 16, **settings
     return make_case(cu_seqlens, budgets, block=block, device=DEVICE, **defaults | settings)
 
 
-def _assert_right(case: Case, dtype: torch.dtype = torch.float32) -> None:
-    ours = case.ours("triton", dtype)
-    assert [x.dtype for x in ours] == [dtype, torch.float32, dtype, dtype, dtype]
-    assert_as_good_as_plain(case, ours, dtype, case.plain(torch.float64))
-
-
 def _use_tiles(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None:
     """A program keeps one tile of columns."""
     tile = Tile(rows=rows, columns=columns, warps=4, stages=1, resident_bytes=1)
@@ -59,39 +54,6 @@ def _popular(case: Case, block: int) -> Case:
     assert (layout.document_N[layout.block_T[later_T]] == layout.document_N[block]).all()
     indices_TCK[later_T, :, 1] = block
     return with_lists(case, indices_TCK, case.selection.counts_QC)
-
-
-@pytest.mark.parametrize(
-    ("cu_seqlens", "budgets", "settings", "dtype"),
-    [
-        pytest.param([0, 1, 2, 30, 71], [1, 3, 2, 3], {"heads": 3}, torch.float32, id="ragged"),
-        pytest.param(
-            [0, 75],
-            [2],
-            {"block": 32, "head_dim": 64, "granularity": BY_QUERY_HEAD},
-            torch.float16,
-            id="query-heads",
-        ),
-        pytest.param(
-            [0, 20, 97],
-            [9, 9],
-            {"block": 64, "head_dim": 128, "kv_heads": 2},
-            torch.float32,
-            id="everything",
-        ),
-        pytest.param(
-            [0, 3, 5],
-            [1, 2],
-            {"block": 64, "head_dim": 80, "granularity": BY_QUERY_HEAD},
-            torch.float32,
-            id="shorter-than-a-block",
-        ),
-    ],
-)
-def test_every_result_is_as_good_as_plain_torch(
-    cu_seqlens: list[int], budgets: list[int], settings: dict[str, int], dtype: torch.dtype
-) -> None:
-    _assert_right(_case(cu_seqlens, budgets, dtype=dtype, **settings), dtype)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +88,7 @@ def test_chunks_parts_of_blocks_and_cut_lists_add_up(
 
     monkeypatch.setattr(token_work.TokenWork, "of", chunked)
     monkeypatch.setattr(token_key_kernel, "inverse_lists", inverse)
-    _assert_right(case)
+    assert_right(case)
     assert len(work) == 2 * batches
     assert {(found.entries.chunks, found.chunk_units) for found in work} == {(5, 1)}
     assert min(cut) > 1
@@ -139,13 +101,13 @@ def test_launches_of_some_heads_add_up(units: int, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(token_key_kernel, "PARTIAL_BYTES", units << 12)
     monkeypatch.setattr(device_functions, "WANTED_PROGRAMS", 1000)
     case = _case([0, 50], [2], heads=4, kv_heads=2, granularity=BY_QUERY_HEAD)
-    _assert_right(_popular(case, 0))
+    assert_right(_popular(case, 0))
 
 
 def test_a_group_larger_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its heads are computed in slices, whose gradients of keys add up."""
     _use_tiles(monkeypatch, rows=16, columns=16)
-    _assert_right(_case([0, 20], [2], heads=32))
+    assert_right(_case([0, 20], [2], heads=32))
 
 
 def test_parts_of_lists_and_rows_of_their_own_add_up() -> None:
