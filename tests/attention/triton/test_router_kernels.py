@@ -26,7 +26,7 @@ from sparsebalance_megatron.attention.select.summaries import block_means
 from sparsebalance_megatron.config import Router
 
 triton = pytest.importorskip("triton")
-from sparsebalance_megatron.attention.select import row_ranking_kernel  # noqa: E402, selector_named
+from sparsebalance_megatron.attention.select import row_ranking_kernel  # noqa: E402
 from sparsebalance_megatron.attention.select.pooling_kernel import pooled_means  # noqa: E402
 
 BLOCK = 8
