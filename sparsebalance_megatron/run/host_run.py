@@ -31,6 +31,7 @@ from sparsebalance_megatron.megatron.settings import host_job
 from sparsebalance_megatron.megatron.unsupported import check_model
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.run.agreement import check_executed_plans, shown
+from sparsebalance_megatron.run.kernel_check import check_kernels_of_run
 from sparsebalance_megatron.run.own_loop import TrainerRun, trainer_config
 from sparsebalance_megatron.run.run import IntegrationError, Loop, Run
 
@@ -236,6 +237,7 @@ def begin_host_run(
 
     Raises:
         ConfigError, CostTableError: naming the field or file and the remedy.
+        KernelCheckError: on all ranks alike, if a kernel is wrong on a rank's device.
     """
     device = device or torch.device(torch.cuda.current_device())
     config = trainer_config(config, device, logs=False)
@@ -251,5 +253,7 @@ def begin_host_run(
         pad_samples_to=pad_samples_to,
         frozen_weights=frozen_weights,
     )
+    dtype = str(transformer_config.params_dtype).removeprefix("torch.")
+    check_kernels_of_run(config, job.shape, dtype, device)
     enable_variable_lengths(transformer_config)
     return HostRun(config, job, transformer_config, device)

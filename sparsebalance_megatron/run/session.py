@@ -28,6 +28,7 @@ from sparsebalance_megatron.run.inputs import (
     fingerprint,
     processor,
 )
+from sparsebalance_megatron.run.kernel_check import check_kernels_of_run
 from sparsebalance_megatron.run.resume import compare_runs, run_record
 from sparsebalance_megatron.run.run import Loop, Run
 from sparsebalance_megatron.run.samples import DataSamples, make_scheduler
@@ -90,8 +91,8 @@ class Session:
                 make.
 
         Raises:
-            StateError, CostTableError, RankDisagreementError, LogDirectoryError: on all ranks
-                alike.
+            StateError, CostTableError, RankDisagreementError, KernelCheckError,
+                LogDirectoryError: on all ranks alike.
         """
         settings = self.inputs.settings
         steps = settings.batch_sizes.step_at(consumed_samples)
@@ -120,6 +121,9 @@ class Session:
             table = shared_cost_table(inputs.settings.command_line or (), inputs.config.log_dir)
             inputs = inputs.with_cost(fit_cost_model(table))
         check_ranks_agree(fingerprint(inputs), {"processor": processor()})
+        settings = inputs.settings
+        checked = check_kernels_of_run(inputs.config, settings.shape, settings.dtype, self.device)
+        print_rank_0(f"sparse balance: {checked}")
         if inputs.config.log_dir is not None:
             self._log_directory = LogDirectory(inputs.config.log_dir)
             prepare_log_directory(self._log_directory, keep_in_place=resumed)
