@@ -219,3 +219,16 @@ def _worst_row(
     # A NaN counts as the largest.
     worst = int((error / tolerance).nan_to_num(nan=torch.inf).argmax())
     return float(error[worst]), float(tolerance[worst])
+
+
+def ptxas(device: torch.device) -> str:
+    """Version and path of the assembler that Triton takes for the device."""
+    try:
+        from triton import knobs
+    except ImportError:
+        return "none"
+    tools: Any = knobs.nvidia
+    tool = tools.ptxas
+    if torch.cuda.get_device_capability(device)[0] >= 10:
+        tool = getattr(tools, "ptxas_blackwell", tool)
+    return f"{tool.version} ({tool.path})"

@@ -143,7 +143,7 @@ def _torch_facts() -> Facts:
         str(head_dim): _tried("auto", device, head_dim=head_dim) for head_dim in HEAD_DIMS
     }
     if device == "cuda":
-        from sparsebalance_megatron.run.kernel_check import ptxas
+        from sparsebalance_megatron.attention.self_check import ptxas
 
         attention["ptxas"] = ptxas(torch.device(device))
     return facts

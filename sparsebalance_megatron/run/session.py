@@ -19,6 +19,7 @@ from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.log_directory import LogDirectory, LogDirectoryError
 from sparsebalance_megatron.megatron.kept_attention import bytes_per_token
+from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.sequence_groups import rank_place
 from sparsebalance_megatron.profile.startup import shared_cost_table
 from sparsebalance_megatron.run.agreement import check_ranks_agree, gather_or_raise
@@ -28,7 +29,6 @@ from sparsebalance_megatron.run.inputs import (
     fingerprint,
     processor,
 )
-from sparsebalance_megatron.run.kernel_check import check_kernels_of_run
 from sparsebalance_megatron.run.resume import compare_runs, run_record
 from sparsebalance_megatron.run.run import Loop, Run
 from sparsebalance_megatron.run.samples import DataSamples, make_scheduler
@@ -122,7 +122,8 @@ class Session:
             inputs = inputs.with_cost(fit_cost_model(table))
         check_ranks_agree(fingerprint(inputs), {"processor": processor()})
         settings = inputs.settings
-        checked = check_kernels_of_run(inputs.config, settings.shape, settings.dtype, self.device)
+        what = inputs.config, settings.shape, settings.dtype, self.device
+        (checked, *_) = gather_or_raise(lambda: check_kernels(*what), KernelCheckError)
         print_rank_0(f"sparse balance: {checked}")
         if inputs.config.log_dir is not None:
             self._log_directory = LogDirectory(inputs.config.log_dir)

@@ -21,10 +21,9 @@ import torch
 
 from sparsebalance_megatron import attention
 from sparsebalance_megatron.attention.select import selector_named
-from sparsebalance_megatron.attention.self_check import CheckedCase, check_case
+from sparsebalance_megatron.attention.self_check import CheckedCase, check_case, ptxas
 from sparsebalance_megatron.config import SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.table import ModelShape
-from sparsebalance_megatron.run.agreement import gather_or_raise
 from sparsebalance_megatron.supported import installed_version
 
 
@@ -32,28 +31,23 @@ class KernelCheckError(ValueError):
     """A kernel is wrong on this device, or cannot run."""
 
 
-def check_kernels_of_run(
+def check_kernels(
     config: SparseBalanceConfig, shape: ModelShape, dtype: str, device: torch.device
 ) -> str:
-    """Check the kernels that this run's layers will use; collective over all ranks.
-
-    Returns:
-        One line for the log, that of the first rank.
-
-    Raises:
-        KernelCheckError: on all ranks alike; see :func:`ensure_checked`.
-    """
-    case = CheckedCase(
-        selection=config.selection,
-        implementation=config.attention,
-        router=config.router,
-        query_heads=max(1, shape.num_attention_heads // shape.tensor_parallel_size),
-        kv_heads=max(1, shape.num_query_groups // shape.tensor_parallel_size),
-        head_dim=shape.head_dim,
-        block_size=config.block_size,
-        dtype=dtype,
+    """Check the kernels that this run's layers will use; see :func:`ensure_checked`."""
+    return ensure_checked(
+        CheckedCase(
+            selection=config.selection,
+            implementation=config.attention,
+            router=config.router,
+            query_heads=max(1, shape.num_attention_heads // shape.tensor_parallel_size),
+            kv_heads=max(1, shape.num_query_groups // shape.tensor_parallel_size),
+            head_dim=shape.head_dim,
+            block_size=config.block_size,
+            dtype=dtype,
+        ),
+        device,
     )
-    return gather_or_raise(lambda: ensure_checked(case, device), KernelCheckError)[0]
 
 
 def ensure_checked(case: CheckedCase, device: torch.device) -> str:
@@ -119,19 +113,6 @@ def toolchain(device: torch.device) -> dict[str, str]:
         found["Triton"] = installed_version("triton") or "not installed"
         found["ptxas"] = ptxas(device)
     return found
-
-
-def ptxas(device: torch.device) -> str:
-    """Version and path of the assembler that Triton takes for the device."""
-    try:
-        from triton import knobs
-    except ImportError:
-        return "none"
-    tools: Any = knobs.nvidia
-    tool = tools.ptxas
-    if torch.cuda.get_device_capability(device)[0] >= 10:
-        tool = getattr(tools, "ptxas_blackwell", tool)
-    return f"{tool.version} ({tool.path})"
 
 
 def _driver() -> str:
