@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from attention.cases import SCALE, saved
+from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -31,6 +33,11 @@ from sparsebalance_megatron.attention.select import (
     selector_named,
     vertical_slash,
 )
+from sparsebalance_megatron.megatron.core_attention import (
+    AttentionOptions,
+    BudgetedCoreAttention,
+)
+from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
 from sparsebalance_megatron.selector_registry import BUILT_IN
 
 triton = pytest.importorskip("triton")
@@ -126,6 +133,41 @@ def test_nothing_waits_and_nothing_lies_elsewhere(
                 assert value.device == CUDA, f"{name}: {argument} lies on {value.device}"
                 offset = value.storage_offset() * value.element_size()
                 assert offset % ALIGNMENT_BYTES == 0, f"{name}: {argument}"
+
+
+@pytest.mark.parametrize("selection", ["token-query-head", "vertical-slash"])
+def test_guarded_budgets_in_megatrons_core_attention(
+    selection: str, fake: FakeTensorMode, launches: list[Any]
+) -> None:
+    """The grid of budgets is copied once in a layer's life; after that nothing is."""
+    options = AttentionOptions(
+        block_size=128,
+        base_budget=8,
+        selector=selector_named(selection),
+        coverage_threshold=0.1,
+        implementation="auto",
+        grid=(1, 2, 4),
+    )
+    config = SimpleNamespace(kv_channels=128)
+    attention = BudgetedCoreAttention(
+        config, 1, AttnMaskType.padding_causal, "self", options=options
+    )
+    blocks = packed_layout([0, 2000, 4096], 128, CUDA)
+    context = MicroBatchContext(
+        layout=blocks,
+        budgets_LS=torch.empty(1, 2, dtype=torch.int32, device=CUDA),
+        max_budgets=(8,),
+        observe=True,
+    )
+    inputs = [
+        torch.empty(4096, heads, 128, dtype=torch.bfloat16, device=CUDA) for heads in (16, 4, 4)
+    ]
+    with torch.no_grad():
+        attention.select(*inputs[:2], context)
+        with _NoTraffic():
+            selected = attention.select(*inputs[:2], context)
+    assert {x.device for x in selected.tensors()} == {CUDA}
+    assert context.observations
 
 
 @pytest.mark.parametrize(
