@@ -139,6 +139,14 @@ def _path(item: pytest.Item) -> str:
     return item.nodeid.removeprefix("tests/")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Verdicts on kernels are kept, but not where the user keeps them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """``torch.empty`` and ``empty_like`` return NaN (floats) or the least integer.

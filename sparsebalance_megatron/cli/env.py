@@ -18,8 +18,9 @@ PACKAGES = (
     *("torch", "megatron-core", "numpy", "scipy", "triton", "transformer-engine", "flash-attn"),
     "apex",
 )
-_BLOCK_SIZE = 128
-_PROBE_LENGTHS_TOKENS = (300, 84)
+_BLOCK_SIZE = 64
+_HEAD_DIM = 64
+HEAD_DIMS = (64, 96, 128, 192, 256)
 _WHOSE_REASON = r'^(block_sparse_attention: )?(implementation|router) "\w+" '
 
 Facts = dict[str, Any]
@@ -29,7 +30,8 @@ def add_flags(parser: ArgumentParser) -> None:
     """Add the flags of ``env``."""
     parser.description = (
         "Show versions, devices, whether Megatron is in the supported range, and which "
-        "attention implementations run here: each runs forward and backward once."
+        "attention implementations run here: results and gradients of each are compared with the "
+        "reference, those of the default selection at several head dims."
     )
     parser.add_argument("--json", action="store_true", help="JSON instead of text")
 
@@ -85,10 +87,17 @@ def as_text(found: Facts) -> list[str]:
     lines += [f"  {attention['because']}"] if attention["because"] else []
     tried = {f"{name:<10}": each for name, each in attention["implementations"].items()}
     tried |= {f"router {name:<6}": each for name, each in attention["routers"].items()}
-    return lines + [
+    tried |= {f"head dim {name:<4}": each for name, each in attention["head_dims"].items()}
+    lines += [
         f"  {name} {'runs' if each['usable'] else 'does not run: ' + each['because']}"
+        + (
+            f", {each['kernel']}, errors up to {each['of_tolerance']:.0%} of their tolerance"
+            if each["usable"]
+            else ""
+        )
         for name, each in tried.items()
     ]
+    return lines + ([f"  ptxas {attention['ptxas']}"] if attention["ptxas"] else [])
 
 
 def _judged(name: str, known: str | None) -> Facts:
@@ -101,6 +110,7 @@ def _torch_facts() -> Facts:
     """The CPU, every CUDA device or why there is none, and whose attention runs on the best one."""
     devices: list[Facts] = [{"type": "cpu", "name": platform.machine(), "cores": os.cpu_count()}]
     attention: Facts = {"device": None, "because": None, "implementations": {}, "routers": {}}
+    attention |= {"head_dims": {}, "ptxas": None}
     facts = {"devices": {"found": devices, "no_cuda_because": None}, "attention": attention}
     try:
         import torch
@@ -129,51 +139,48 @@ def _torch_facts() -> Facts:
     )
     attention["implementations"] = {name: _tried(name, device) for name in implementations}
     attention["routers"] = {name: _tried("auto", device, name) for name in routers}
+    attention["head_dims"] = {
+        str(head_dim): _tried("auto", device, head_dim=head_dim) for head_dim in HEAD_DIMS
+    }
+    if device == "cuda":
+        from sparsebalance_megatron.attention.self_check import ptxas
+
+        attention["ptxas"] = ptxas(torch.device(device))
     return facts
 
 
-def _tried(implementation: str, device: str, router: str = "auto") -> Facts:
+def _tried(
+    implementation: str, device: str, router: str = "auto", head_dim: int = _HEAD_DIM
+) -> Facts:
+    """Whether results agree with the reference, and how far the worst of them is off."""
     try:
-        _forward_and_backward(implementation, device, router)
+        verdict = _verdict(implementation, device, router, head_dim)
     # Kernels fail in the compilers' own ways, and every one of them is an answer here.
     except Exception as error:
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         return {"usable": False, "because": re.sub(_WHOSE_REASON, "", reason)}
-    return {"usable": True, "because": None}
+    if problems := verdict.problems():
+        return {"usable": False, "because": "wrong results: " + "; ".join(problems)}
+    worst = max(error / tolerance for error, tolerance in verdict.found.values())
+    return {"usable": True, "because": None, "kernel": verdict.kernel, "of_tolerance": worst}
 
 
-def _forward_and_backward(implementation: Any, device: str, router: Any) -> None:
-    """Run two short documents at a budget that selects.
-
-    Raises:
-        ValueError: the implementation does not serve this device.
-        FloatingPointError: a result or a gradient is not finite.
-    """
+def _verdict(implementation: Any, device: str, router: Any, head_dim: int) -> Any:
     import torch
 
-    from sparsebalance_megatron.attention.api import budgeted_attention
-    from sparsebalance_megatron.attention.select import selector_named
+    from sparsebalance_megatron.attention.self_check import CheckedCase, check_case
 
-    first, second = _PROBE_LENGTHS_TOKENS
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(first + second, heads, 64, generator=generator)
-        .to(device, torch.bfloat16 if device == "cuda" else torch.float32)
-        .requires_grad_()
-        for heads in (4, 2, 2)
-    )
-    selection = "previous-block" if implementation == "blocks" else DEFAULT_SELECTION
-    out, _ = budgeted_attention(
-        *(q, k, v, (0, first, first + second), 2),
-        block_size=_BLOCK_SIZE,
-        softmax_scale=0.125,
-        selection=selector_named(selection, router),
+    case = CheckedCase(
+        selection="previous-block" if implementation == "blocks" else DEFAULT_SELECTION,
         implementation=implementation,
+        router=router,
+        query_heads=4,
+        kv_heads=2,
+        head_dim=head_dim,
+        block_size=_BLOCK_SIZE,
+        dtype="bfloat16" if device == "cuda" else "float32",
     )
-    out.float().square().sum().backward()
-    results = [out, *(tensor.grad for tensor in (q, k, v))]
-    if not all(result is not None and bool(result.isfinite().all()) for result in results):
-        raise FloatingPointError("a result or a gradient is not finite")
+    return check_case(case, torch.device(device))
 
 
 def _range_text(name: str, facts: Facts) -> str:

@@ -24,13 +24,14 @@ from sparsebalance_megatron.learn.host_planner import HostPlanner
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.megatron.compat import enable_variable_lengths
+from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.layout_cache import LayoutCache
 from sparsebalance_megatron.megatron.packed_seq_params import micro_batch_context
 from sparsebalance_megatron.megatron.sequence_groups import data_parallel_group, data_parallel_size
 from sparsebalance_megatron.megatron.settings import host_job
 from sparsebalance_megatron.megatron.unsupported import check_model
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
-from sparsebalance_megatron.run.agreement import check_executed_plans, shown
+from sparsebalance_megatron.run.agreement import check_executed_plans, gather_or_raise, shown
 from sparsebalance_megatron.run.own_loop import TrainerRun, trainer_config
 from sparsebalance_megatron.run.run import IntegrationError, Loop, Run
 
@@ -236,6 +237,7 @@ def begin_host_run(
 
     Raises:
         ConfigError, CostTableError: naming the field or file and the remedy.
+        KernelCheckError: on all ranks alike, if a kernel is wrong on a rank's device.
     """
     device = device or torch.device(torch.cuda.current_device())
     config = trainer_config(config, device, logs=False)
@@ -251,5 +253,7 @@ def begin_host_run(
         pad_samples_to=pad_samples_to,
         frozen_weights=frozen_weights,
     )
+    dtype = str(transformer_config.params_dtype).removeprefix("torch.")
+    gather_or_raise(lambda: check_kernels(config, job.shape, dtype, device), KernelCheckError)
     enable_variable_lengths(transformer_config)
     return HostRun(config, job, transformer_config, device)

@@ -19,6 +19,7 @@ from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.log_directory import LogDirectory, LogDirectoryError
 from sparsebalance_megatron.megatron.kept_attention import bytes_per_token
+from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.sequence_groups import rank_place
 from sparsebalance_megatron.profile.startup import shared_cost_table
 from sparsebalance_megatron.run.agreement import check_ranks_agree, gather_or_raise
@@ -90,8 +91,8 @@ class Session:
                 make.
 
         Raises:
-            StateError, CostTableError, RankDisagreementError, LogDirectoryError: on all ranks
-                alike.
+            StateError, CostTableError, RankDisagreementError, KernelCheckError,
+                LogDirectoryError: on all ranks alike.
         """
         settings = self.inputs.settings
         steps = settings.batch_sizes.step_at(consumed_samples)
@@ -120,6 +121,10 @@ class Session:
             table = shared_cost_table(inputs.settings.command_line or (), inputs.config.log_dir)
             inputs = inputs.with_cost(fit_cost_model(table))
         check_ranks_agree(fingerprint(inputs), {"processor": processor()})
+        settings = inputs.settings
+        what = inputs.config, settings.shape, settings.dtype, self.device
+        (checked, *_) = gather_or_raise(lambda: check_kernels(*what), KernelCheckError)
+        print_rank_0(f"sparse balance: {checked}")
         if inputs.config.log_dir is not None:
             self._log_directory = LogDirectory(inputs.config.log_dir)
             prepare_log_directory(self._log_directory, keep_in_place=resumed)

@@ -59,7 +59,9 @@ def test_attention_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
         remedy = 'needs CUDA, and q lies on cpu: use "tokens" or "auto"'
         assert f"triton     does not run: {remedy}" in text
     assert set(attention["routers"]) == set(get_args(Router)) - {"auto"}
-    assert attention["routers"]["torch"] == {"usable": True, "because": None}
+    assert attention["routers"]["torch"]["usable"]
+    assert attention["head_dims"].keys() == set(map(str, environment.HEAD_DIMS))
+    assert all(each["usable"] for each in attention["head_dims"].values())
     assert "  router torch  runs" in text
     if attention["device"] == "cpu" and "TRITON_INTERPRET" not in os.environ:
         assert "  router triton does not run: needs " in text
@@ -68,10 +70,10 @@ def test_attention_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_implementation_that_breaks_is_told_with_its_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def broken(implementation: str, device: str, router: str) -> None:
+    def broken(implementation: str, *_: object) -> None:
         raise RuntimeError(f"{implementation}: no compiler\nlong trace")
 
-    monkeypatch.setattr(environment, "_forward_and_backward", broken)
+    monkeypatch.setattr(environment, "_verdict", broken)
     found = environment.environment()["attention"]["implementations"]["blocks"]
     assert found == {"usable": False, "because": "blocks: no compiler"}
 

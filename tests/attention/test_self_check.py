@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels' check of themselves: what is right passes, what is slightly wrong does not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsebalance_megatron.attention.kernels import blocks, tokens
+from sparsebalance_megatron.attention.select import block_topk
+from sparsebalance_megatron.attention.self_check import CheckedCase, check_case
+from sparsebalance_megatron.selector_registry import BUILT_IN
+
+CASE = CheckedCase(
+    selection="token-query-head",
+    implementation="auto",
+    router="auto",
+    query_heads=8,
+    kv_heads=2,
+    head_dim=32,
+    block_size=32,
+    dtype="bfloat16",
+)
+
+
+def _problems(**changes: Any) -> list[str]:
+    return check_case(dataclasses.replace(CASE, **changes), torch.device("cpu")).problems()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("selection", sorted(BUILT_IN))
+def test_right_kernels_pass(selection: str, dtype: str) -> None:
+    verdict = check_case(
+        dataclasses.replace(CASE, selection=selection, dtype=dtype), torch.device("cpu")
+    )
+    assert verdict.problems() == []
+    assert verdict.found.keys() == {"out", "lse", "dq", "dk", "dv", "lists", "coverage"}
+    # Far enough from the tolerance that another compiler's rounding passes too.
+    assert max(error / tolerance for error, tolerance in verdict.found.values()) < 0.5
+
+
+def _rows(share: float, change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A change of the last rows alone."""
+
+    def changed(x: Tensor) -> Tensor:
+        some = slice(-max(1, int(share * len(x))), None)
+        return x.index_copy(0, torch.arange(len(x))[some], change(x[some]))
+
+    return changed
+
+
+RESULTS = {
+    "one row of a tensor": _rows(0.0, lambda x: 1.5 * x + 0.1),
+    "a hundredth of the rows": _rows(0.01, lambda x: 1.2 * x + 0.1),
+    "all rows": lambda x: 1.1 * x + 0.05,
+    "other heads": lambda x: x.roll(1, 1),
+    "zeros": _rows(0.05, torch.zeros_like),
+    "one NaN": lambda x: x.index_fill(0, torch.tensor([3]), torch.nan),
+}
+
+
+@pytest.mark.parametrize("change", RESULTS.values(), ids=RESULTS)
+@pytest.mark.parametrize("place", range(5), ids=["out", "lse", "dq", "dk", "dv"])
+def test_a_wrong_result_is_found(
+    place: int, change: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "forward" if place < 2 else "backward"
+    right, at = getattr(tokens, name), place if place < 2 else place - 2
+
+    def wrong(*arguments: Any, **keywords: Any) -> tuple[Tensor, ...]:
+        results = list(right(*arguments, **keywords))
+        results[at] = change(results[at])
+        return tuple(results)
+
+    monkeypatch.setattr(tokens, name, wrong)
+    expected = ("out", "lse", "dq", "dk", "dv")[place]
+    assert any(problem.startswith(f"{expected} ") for problem in _problems())
+
+
+SELECTION_CHANGES = {
+    "a block is left out": lambda s: {"counts_QC": (s.counts_QC - 1).clamp(min=1)},
+    "heads are swapped": lambda s: {"indices_QCK": s.indices_QCK.flip(1)},
+    "a block is read past the list's end": lambda s: {"counts_QC": s.counts_QC.clamp(max=1)},
+}
+
+
+@pytest.mark.parametrize("change", SELECTION_CHANGES.values(), ids=SELECTION_CHANGES)
+@pytest.mark.parametrize("selection", ["token-query-head", "previous-block"])
+def test_a_kernel_that_reads_other_keys_is_found(
+    selection: str, change: Callable[[Any], dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = tokens if selection == "token-query-head" else blocks
+    right = kernel.forward
+    monkeypatch.setattr(
+        kernel,
+        "forward",
+        lambda q, k, v, listed, **how: right(
+            q, k, v, dataclasses.replace(listed, **change(listed)), **how
+        ),
+    )
+    assert _problems(selection=selection)
+
+
+def test_a_wrong_scale_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = tokens.forward
+    monkeypatch.setattr(
+        tokens,
+        "forward",
+        lambda q, k, v, listed, *, softmax_scale: right(
+            q, k, v, listed, softmax_scale=1.02 * softmax_scale
+        ),
+    )
+    assert _problems(dtype="float32")
+    assert _problems()
+
+
+@pytest.mark.parametrize("wrong", ["lists", "coverage"])
+def test_a_wrong_router_is_found(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = block_topk.rank_in_chunks
+
+    def ranked(*arguments: Any, router: str, **keywords: Any) -> tuple[Tensor, Tensor | None]:
+        lists_QCK, mass_SK = right(*arguments, router=router, **keywords)
+        if router == "auto" and wrong == "lists":
+            lists_QCK[-8:, :, 1:] = lists_QCK[-8:, :, 1:].clamp(min=3) - 1
+        if router == "auto" and wrong == "coverage" and mass_SK is not None:
+            mass_SK[:, 0] *= 0.99
+        return lists_QCK, mass_SK
+
+    monkeypatch.setattr(block_topk, "rank_in_chunks", ranked)
+    assert [problem.split()[0] for problem in _problems()] == [wrong]
