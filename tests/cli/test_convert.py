@@ -336,6 +336,14 @@ def test_the_attention_of_config_json_comes_as_flags(work: Work) -> None:
     assert "SPARSE_BALANCE_ARGS" not in succeeded(work.before["convert llama-llama3"])
 
 
+def test_training_says_where_it_selects_otherwise(work: Work) -> None:
+    """These weights came with another block size and selection than the run has."""
+    output = work.runs["qwen2-tied"].output
+    assert output.count("--sparse-balance-block-size is 16; these weights") == 1
+    assert output.count("--sparse-balance-selection is token-query-head; these weights") == 1
+    assert "these weights" not in work.runs["llama-llama3"].output
+
+
 REFUSED = {
     "contradiction": "flags after -- make num_layers 5, config.json makes it 2",
     "parallel": "--pipeline-model-parallel-size 2 after --: one process converts",
