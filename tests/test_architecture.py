@@ -73,7 +73,9 @@ IMPORT_RULES = {
         ),
         inside=("data", "megatron.datasets"),
     ),
-    "convert/megatron_": ImportRule(outside=("torch",), inside=("convert", "megatron")),
+    "convert/megatron_": ImportRule(
+        outside=("msgspec", "torch"), inside=("convert", "evaluate.settings", "megatron")
+    ),
     "convert": ImportRule(
         outside=("huggingface_hub", "msgspec", "safetensors", "torch"), inside=("convert",)
     ),

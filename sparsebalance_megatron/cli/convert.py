@@ -155,7 +155,7 @@ def _print_flags(arguments: argparse.Namespace) -> None:
     dtype = model.weights_dtype or torch.float32
     with redirect_stdout(io.StringIO()):
         args = parse_model_flags(model, arguments.passed_on, dtype=dtype)
-    print(_model_args(model, args), end="")
+    print(_model_args(model, args, arguments.hf_dir), end="")
 
 
 def _from_hf_to_megatron(arguments: argparse.Namespace) -> None:
@@ -174,7 +174,7 @@ def _from_hf_to_megatron(arguments: argparse.Namespace) -> None:
         counts = read_weights(files, targets, model, progress)
     from sparsebalance_megatron.megatron.saved_model import save_release
 
-    flags = _model_args(model, args)
+    flags = _model_args(model, args, arguments.hf_dir)
     with _whole_directory(arguments.output) as unfinished:
         with redirect_stdout(io.StringIO()):
             save_release(args, megatron_model, unfinished)
@@ -192,6 +192,7 @@ def _from_megatron_to_hf(arguments: argparse.Namespace) -> None:
 
     model = read_config(arguments.hf_config)
     _install_cpu_adapter()
+    from sparsebalance_megatron.convert.megatron_attention import write_settings
     from sparsebalance_megatron.megatron.saved_model import SavedModel
 
     saved = SavedModel(arguments.checkpoint_dir, arguments.iteration)
@@ -209,9 +210,12 @@ def _from_megatron_to_hf(arguments: argparse.Namespace) -> None:
     with _whole_directory(arguments.output) as unfinished:
         counts = write_weights(unfinished, values, model, dtype)
         copied = copy_companions(arguments.hf_config, unfinished, dtype)
+        sparse = write_settings(unfinished, saved.arguments)
     print(f"{arguments.output}: {counts.describe(dtype)}")
     print(f"vocabulary: {model.vocab_size} rows, {counts.padding_rows} rows of padding dropped")
     print(f"copied from {arguments.hf_config}: {', '.join(copied)}")
+    if sparse:
+        print("config.json has the attention of training in sparse_attention_config")
 
 
 def _install_cpu_adapter() -> None:
@@ -241,8 +245,19 @@ def _built(
     return args, megatron_model
 
 
-def _model_args(model: DenseModel, args: argparse.Namespace) -> str:
+def _model_args(model: DenseModel, args: argparse.Namespace, hf_dir: Path) -> str:
+    """Flags as bash arrays; where config.json has sparse attention, ``args`` gets it too."""
+    from sparsebalance_megatron.convert.megatron_attention import (
+        read_settings,
+        set_arguments,
+        training_flags,
+    )
     from sparsebalance_megatron.convert.megatron_flags import bash_array, model_flags
 
     divisor, rows = args.make_vocab_size_divisible_by, args.padded_vocab_size
-    return bash_array(model_flags(model, divisor=divisor, padded_vocab_size=rows))
+    text = bash_array("MODEL_ARGS", model_flags(model, divisor=divisor, padded_vocab_size=rows))
+    settings = read_settings(hf_dir, model)
+    if settings is None:
+        return text
+    set_arguments(args, settings)
+    return text + bash_array("SPARSE_BALANCE_ARGS", training_flags(settings))

@@ -88,7 +88,7 @@ def words(flags: Sequence[Flag]) -> tuple[str, ...]:
     return tuple(word for flag in flags for word in flag)
 
 
-def bash_array(flags: Sequence[Flag]) -> str:
-    """``MODEL_ARGS=( .. )``, one flag per line, for a script to source."""
+def bash_array(name: str, flags: Sequence[Flag]) -> str:
+    """``name=( .. )``, one flag per line, for a script to source."""
     lines = (f"    {' '.join(flag)}\n" for flag in flags)
-    return f"MODEL_ARGS=(\n{''.join(lines)})\n"
+    return f"{name}=(\n{''.join(lines)})\n"

@@ -84,7 +84,7 @@ def configure(model: Any, **settings: Any) -> SparseAttention:
             f"{KEY}: no setting is called {', '.join(sorted(unknown))}; there are "
             f"{', '.join(SparseAttention.__struct_fields__)}"
         )
-    found = _checked({**(getattr(config, KEY, None) or {}), **settings}, config)
+    found = checked_settings({**(getattr(config, KEY, None) or {}), **settings}, config)
     setattr(config, KEY, msgspec.to_builtins(found))
     return found
 
@@ -103,10 +103,15 @@ def settings_of(config: Any) -> SparseAttention:
             "sparsebalance_megatron.evaluate.configure(model, sparse_block_size=..., "
             "sparse_topk_blocks=..., sparse_selection=...)"
         )
-    return _checked(found, config)
+    return checked_settings(found, config)
 
 
-def _checked(values: Any, config: Any) -> SparseAttention:
+def checked_settings(values: Any, config: Any) -> SparseAttention:
+    """Read the settings of a model with ``config.num_hidden_layers``.
+
+    Raises:
+        ConfigError: one is missing or wrong.
+    """
     try:
         found: SparseAttention = checked(values, SparseAttention)
     except UnreadableFileError as error:

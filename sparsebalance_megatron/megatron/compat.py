@@ -292,6 +292,28 @@ def saved_arguments(args: Namespace) -> Namespace | None:
     return dist_checkpointing.load_common_state_dict(directory).get("args")
 
 
+def arguments_of_weights(args: Namespace) -> Namespace | None:
+    """The ``args`` stored with the weights that a run at iteration 0 starts from, if any."""
+    from megatron.core import dist_checkpointing
+    from megatron.training.checkpointing import (
+        find_checkpoint_rank_0,
+        get_checkpoint_tracker_filename,
+    )
+
+    for directory in filter(None, (args.load, args.pretrained_checkpoint)):
+        tracker = Path(get_checkpoint_tracker_filename(directory))
+        if not tracker.is_file():
+            continue
+        content = tracker.read_text().strip()
+        release = content == "release"
+        iteration = 0 if release else args.ckpt_step or int(content)
+        found = find_checkpoint_rank_0(directory, iteration, release)
+        if found is None or not dist_checkpointing.check_is_distributed_checkpoint(found):
+            return None
+        return dist_checkpointing.load_common_state_dict(found).get("args")
+    return None
+
+
 def last_saved_iteration(directory: str) -> int | None:
     """Iteration of the last complete checkpoint in a ``--save`` directory; None without one."""
     from megatron.training.checkpointing import get_checkpoint_tracker_filename

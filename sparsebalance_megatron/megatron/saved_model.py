@@ -88,6 +88,9 @@ class _MetadataReader(pickle.Unpickler):
 class SavedModel:
     """The model's tensors of one iteration of a checkpoint directory.
 
+    Attributes:
+        arguments: Megatron's, of the run that wrote it; known after :meth:`load`.
+
     Args:
         directory: what ``--save`` named.
         iteration: None takes the latest.
@@ -115,6 +118,7 @@ class SavedModel:
             for name, tensor in stored.items()
             if isinstance(tensor, TensorStorageMetadata)
         }
+        self.arguments: Namespace | None = None
 
     @property
     def vocabulary_rows(self) -> int:
@@ -137,6 +141,7 @@ class SavedModel:
             self._check_matches(_without_extra_state(self._sharded(model)))
             requested = _without_extra_state(self._sharded(model))
             loaded = dist_checkpointing.load({"model": requested}, str(self.path))
+        self.arguments = loaded.get("args")
         return loaded["model"]
 
     def _embedding(self) -> TensorStorageMetadata:

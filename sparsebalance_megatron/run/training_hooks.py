@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsebalance_megatron.config import flag_name
+from sparsebalance_megatron.megatron.arguments import destination
 from sparsebalance_megatron.megatron.compat import (
+    arguments_of_weights,
     enable_variable_lengths,
     model_provider,
     saved_arguments,
@@ -32,7 +35,7 @@ from sparsebalance_megatron.run.inputs import Inputs
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator
 from sparsebalance_megatron.run.run import Loop
 from sparsebalance_megatron.run.samples import make_scheduler
-from sparsebalance_megatron.run.session import SchedulerMaker, Session
+from sparsebalance_megatron.run.session import SchedulerMaker, Session, print_rank_0
 from sparsebalance_megatron.run.timing import MicroBatchRecorder
 
 STATE_ATTRIBUTE = "sparse_balance_state"
@@ -137,6 +140,9 @@ class TrainingHooks:
     dataset_provider.is_distributed = True  # type: ignore[attr-defined]
 
     def _restore_state(self) -> None:
+        if not getattr(self._args, "iteration", 0):
+            for line in changed_attention(arguments_of_weights(self._args), self._args):
+                print_rank_0(f"sparse balance: {line}")
         saved = saved_arguments(self._args)
         state = getattr(saved, STATE_ATTRIBUTE, None)
         if state is not None and not hasattr(self._args, STATE_ATTRIBUTE):
@@ -146,3 +152,15 @@ class TrainingHooks:
     def _keep_state(self) -> None:
         if self._args.save:
             setattr(self._args, STATE_ATTRIBUTE, self.session.state_dict())
+
+
+def changed_attention(trained: Namespace | None, now: Namespace) -> list[str]:
+    """Where a run that starts from weights selects otherwise than the run that trained them."""
+    if trained is None or not getattr(trained, destination("enabled"), False):
+        return []
+    return [
+        f"{flag_name(name)} is {getattr(now, destination(name))}; these weights were trained with "
+        f"{getattr(trained, destination(name))}"
+        for name in ("block_size", "selection")
+        if getattr(trained, destination(name)) != getattr(now, destination(name))
+    ]

@@ -52,6 +52,18 @@ TRAINED = {
     "qwen2-tied": ((), ("--pipeline-model-parallel-size", "2")),
 }
 """Model -> (flags for from-hf, layout of training)."""
+KEY = "sparse_attention_config"
+EARLIER = {
+    "sparse_block_size": 32,
+    "sparse_topk_blocks": 5,
+    "sparse_selection": "token-kv-head",
+}
+"""What the config.json of qwen2-tied asks for."""
+TRAINED_ATTENTION = {
+    "sparse_block_size": 16,
+    "sparse_topk_blocks": 1000,
+    "sparse_selection": "token-query-head",
+}
 PADDING_ROWS = {"llama-llama3": 6, "qwen2-tied": 0}
 
 
@@ -68,6 +80,8 @@ class Work:
         (root / "tokens.json").write_text(json.dumps([row.tolist() for row in self.tokens]))
         for variant in VARIANTS:
             save(tiny_model(variant), self.hf(variant), max_shard_size="40KB")
+        config = self.hf("qwen2-tied") / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {KEY: EARLIER}))
         self.before = self._run("before", self._commands_before())
         self.runs = {variant: self._train(variant) for variant in TRAINED}
         self.after = self._run("after", self._commands_after())
@@ -181,7 +195,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
 def model_args(checkpoint: Path) -> list[str]:
     """The words of the bash array that from-hf left beside the checkpoint."""
     text = (checkpoint / "model_args.sh").read_text()
-    return text.removeprefix("MODEL_ARGS=(").strip().removesuffix(")").split()
+    return text.removeprefix("MODEL_ARGS=(").partition(")")[0].split()
 
 
 def succeeded(result: dict[str, Any]) -> str:
@@ -284,7 +298,11 @@ def test_what_training_saved_is_what_came_in_to_the_bit(variant: str, work: Work
         assert torch.equal(written[name], weight), name
     for name in ("config.json", "generation_config.json"):
         copied = json.loads((work.exported(variant) / name).read_text())
-        assert copied == json.loads((work.hf(variant) / name).read_text())
+        if name == "config.json":
+            assert copied.pop(KEY) == TRAINED_ATTENTION
+        expected = json.loads((work.hf(variant) / name).read_text())
+        expected.pop(KEY, None)
+        assert copied == expected
     loaded = AutoModelForCausalLM.from_pretrained(work.exported(variant))
     for name, weight in tiny_model(variant).state_dict().items():
         assert torch.equal(loaded.state_dict()[name], weight), name
@@ -306,6 +324,24 @@ def test_only_the_flags_are_printed(work: Work) -> None:
     assert printed == converted.replace(
         f"--padded-vocab-size {VOCABULARY}", "--padded-vocab-size 300"
     )
+
+
+def test_the_attention_of_config_json_comes_as_flags(work: Work) -> None:
+    text = succeeded(work.before["convert qwen2-tied"])
+    array = text.partition("SPARSE_BALANCE_ARGS=(")[2].partition(")")[0]
+    assert array.split() == [
+        *("--sparse-balance", "--sparse-balance-block-size", "32"),
+        *("--sparse-balance-base-budget", "5", "--sparse-balance-selection", "token-kv-head"),
+    ]
+    assert "SPARSE_BALANCE_ARGS" not in succeeded(work.before["convert llama-llama3"])
+
+
+def test_training_says_where_it_selects_otherwise(work: Work) -> None:
+    """These weights came with another block size and selection than the run has."""
+    output = work.runs["qwen2-tied"].output
+    assert output.count("--sparse-balance-block-size is 16; these weights") == 1
+    assert output.count("--sparse-balance-selection is token-query-head; these weights") == 1
+    assert "these weights" not in work.runs["llama-llama3"].output
 
 
 REFUSED = {

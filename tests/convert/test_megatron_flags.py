@@ -102,7 +102,7 @@ def test_the_default_pads_nothing(vocab_size: int) -> None:
 def test_bash_reads_the_array_as_the_same_words(tmp_path: Path) -> None:
     tiny_config("qwen2-yarn").save_pretrained(tmp_path)
     flags = model_flags(read_config(tmp_path), divisor=2, padded_vocab_size=250)
-    (tmp_path / "model_args.sh").write_text(bash_array(flags))
+    (tmp_path / "model_args.sh").write_text(bash_array("MODEL_ARGS", flags))
     script = 'source "$1" && printf "%s\\n" "${MODEL_ARGS[@]}"'
     result = subprocess.run(
         ["bash", "-c", script, "bash", str(tmp_path / "model_args.sh")],
