@@ -59,6 +59,7 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
         lambda ranks: 1 <= ranks <= 2**20 and 2**20 % ranks == 0,
         "must be a power of two",
     ),
+    "max_segments": (lambda segments: 1 <= segments <= 1024, "must be 1 to 1024 segments"),
     "dry_run": (lambda ranks: 0 <= ranks <= 10**6, "must be a number of ranks, at most 1000000"),
 }
 """Field -> a test of its number, and the rule in words. Whether it may be None, its type says."""
@@ -156,6 +157,10 @@ class SparseBalanceConfig:
     """Most ranks that share a micro-batch where context parallelism is dynamic, a power of two.
     Default: 1 without --context-parallel-size, else 8 or a node's ranks; raise it where one sample
     holds up steps."""
+
+    max_segments: int = 1
+    """Most segments in which a micro-batch passes the pipeline, equal in blocks. Raise it where
+    long samples leave pipeline stages idle."""
 
     exchange: ExchangeName = "all-gather"
     """How keys and values travel between ranks that share a micro-batch: gathered, in a ring, or in

@@ -254,7 +254,7 @@ def evaluation_scheduler(
     base_budget = coverage.max_blocks if dense else policy.base_budget
     planner = EvaluationPlanner(
         job=job,
-        policy=replace(policy, tuning="off", base_budget=base_budget),
+        policy=replace(policy, tuning="off", base_budget=base_budget, max_segments=1),
         cost=cost,
         coverage=coverage,
         global_batch_size=global_batch_size,

@@ -206,7 +206,7 @@ class BudgetedCoreAttention(MegatronModule):
         if sequence is None:
             out_THD, lse_TH = block_sparse_attention(*inputs, selection, **how)
         else:
-            how["exchange"] = sequence.group.exchange
+            how["exchange"] = context.exchange(self._layer_index)
             out_THD, lse_TH = sequence_attention(*inputs, selection, sequence, **how)
         if kept is not None and in_first_pass():
             kept.keep(self._layer_index, inputs, selection, (out_THD, lse_TH))
@@ -229,7 +229,7 @@ class BudgetedCoreAttention(MegatronModule):
         if sequence is None:
             ranking = rank_sequence(options.selector, q_THD, k_TGD, context.layout, **how)
         else:
-            how["exchange"] = sequence.group.exchange
+            how["exchange"] = context.exchange(self._layer_index)
             ranking = rank_slice(options.selector, q_THD, k_TGD, sequence, **how)
         if context.observe:
             budgets_S = self.guard_and_observe(ranking, budgets_S, context)

@@ -66,8 +66,8 @@ def count_sequences(packed: BudgetedPackedSeqParams) -> None:
     if sequence is None:
         update_sequence_statistics(cu_seqlens)
         return
-    first = sequence.group.member == 0
-    times = parallel_state.get_context_parallel_world_size() if first else 0
+    counts = micro_batch is not None and micro_batch.counts
+    times = parallel_state.get_context_parallel_world_size() if counts else 0
     update_sequence_statistics(cu_seqlens, times=times)
 
 

@@ -16,7 +16,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import PackedLayout, copied_to, packed_layout
-from sparsebalance_megatron.attention.sequence.slice import SequenceSlice
+from sparsebalance_megatron.attention.sequence.earlier_segments import MicroBatchSegments
+from sparsebalance_megatron.attention.sequence.slice import SequenceExchange, SequenceSlice
 from sparsebalance_megatron.megatron.kept_attention import KeptAttention, RecomputeCounts
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
@@ -37,10 +38,11 @@ class CoverageObservation:
 
 @dataclass(kw_only=True)
 class MicroBatchContext:
-    """Carried by :class:`BudgetedPackedSeqParams`; one per micro-batch and model chunk.
+    """Carried by :class:`BudgetedPackedSeqParams`; one per model chunk and micro-batch or segment.
 
-    ``layout`` is that of the whole packed sequence; ``sequence`` is this rank's slice of it, None
-    in a run where every sequence lies on one rank.
+    ``layout`` is that of the whole packed sequence, or of the sequence so far; ``sequence`` is this
+    operation's slice of it, None where the operation runs all of it. ``segments`` is shared by the
+    segments of a micro-batch, and None where it has one.
     ``budgets_LS`` lives on the device, ``max_budgets`` holds each layer's largest on the host.
     ``observations`` is keyed by layer, so that a recomputed pass overwrites what it repeats.
     ``step`` is the training step, -1 outside of one; ``position`` and ``chunk`` are its place in
@@ -57,10 +59,26 @@ class MicroBatchContext:
     position: int = 0
     chunk: int = 0
     sequence: SequenceSlice | None = None
+    segments: MicroBatchSegments | None = None
     pinned_S: Tensor | None = None
     padding_documents: int = 0
     observations: dict[int, CoverageObservation] = field(default_factory=dict)
     recompute: RecomputeCounts = field(default_factory=RecomputeCounts)
+
+    @property
+    def counts(self) -> bool:
+        """Whether what is known of the documents is counted here: by the first of the ranks that
+        share the sequence, or in its last segment, which has seen all of it."""
+        if self.sequence is None:
+            return True
+        member = self.sequence.group.member
+        return member == (0 if self.segments is None else self.segments.count - 1)
+
+    def exchange(self, layer: int) -> SequenceExchange | None:
+        """How other keys and values get to a layer of a slice."""
+        if self.segments is not None:
+            return self.segments.by_layer[layer]
+        return None if self.sequence is None else self.sequence.group.exchange
 
 
 @dataclass
@@ -86,6 +104,7 @@ def micro_batch_context(
     position: int = 0,
     chunk: int = 0,
     sequence: SequenceSlice | None = None,
+    segments: MicroBatchSegments | None = None,
 ) -> MicroBatchContext:
     """Build the context of one micro-batch.
 
@@ -94,13 +113,19 @@ def micro_batch_context(
     nothing it computes reaches the loss.
 
     Args:
-        sequence: this rank's slice, on the host; None in a run where no sequence is shared.
+        sequence: this operation's slice, on the host; None where it runs the whole sequence.
+        segments: of the micro-batch; None where it has one.
     """
     budgets_LS = torch.as_tensor(plan.budgets_LS, dtype=torch.int32)
     padding = len(cu_seqlens) - 1 - len(plan.samples)
     if padding:
         budgets_LS = torch.nn.functional.pad(budgets_LS, (0, padding), value=1)
     pinned_S = torch.tensor((*plan.pinned, *[False] * padding)) if plan.pinned else None
+    if segments is not None and sequence is not None:
+        # Only documents that have begun.
+        samples = len(sequence.cu_seqlens) - 1
+        budgets_LS = budgets_LS[:, :samples].contiguous()
+        pinned_S = None if pinned_S is None else pinned_S[:samples]
     if sequence is not None:
         sequence = replace(sequence, device=device)
     return MicroBatchContext(
@@ -114,6 +139,7 @@ def micro_batch_context(
         position=position,
         chunk=chunk,
         sequence=sequence,
+        segments=segments,
         pinned_S=None if pinned_S is None else copied_to(pinned_S, device),
         padding_documents=padding,
     )

@@ -57,18 +57,37 @@ def with_segments(megatrons: ForwardBackward) -> ForwardBackward:
     def forward_backward(**keywords: Any) -> list[dict[str, Any]]:
         if keywords.get("forward_only"):
             return megatrons(**keywords)
-        segment_tokens = _only(keywords["data_iterator"]).segment_tokens()
+        iterator = _only(keywords["data_iterator"])
+        if getattr(iterator, "replaying", False):
+            raise RuntimeError(
+                "Megatron runs a step with segments again, which cannot be; use "
+                "--sparse-balance-max-segments 1 to find the fault"
+            )
+        # Megatron wraps iterators to run steps again.
+        segment_tokens = getattr(iterator, "iterable", iterator).segment_tokens()
         if max(map(len, segment_tokens)) == 1:
             return megatrons(**keywords)
         return run_segments(
             segment_tokens,
             forward_step_func=keywords["forward_step_func"],
-            data_iterator=_only(keywords["data_iterator"]),
+            data_iterator=iterator,
             model=_only(keywords["model"]),
             force_all_reduce=bool(keywords.get("force_all_reduce")),
         )
 
     return forward_backward
+
+
+def use_segments() -> None:
+    """Have ``megatron.training``'s loop run steps with segments; once, before it trains."""
+    from megatron.training import training
+
+    inner = training.get_forward_backward_func
+
+    def forward_backward_func(*arguments: Any, **keywords: Any) -> ForwardBackward:
+        return with_segments(inner(*arguments, **keywords))
+
+    training.get_forward_backward_func = forward_backward_func
 
 
 def run_segments(

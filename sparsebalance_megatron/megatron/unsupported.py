@@ -220,6 +220,45 @@ def check_supported(args: Namespace, config: SparseBalanceConfig) -> None:
     cp_size = get("context_parallel_size", 1)
     check_cap(get("seq_length", 0), config, context_parallel_size=cp_size)
     check_selection(config, context_parallel_size=cp_size)
+    check_segments(get)
+
+
+def check_segments(get: Settings) -> None:
+    """Refuse what does not train with micro-batches in segments.
+
+    Raises:
+        ConfigError: naming both flags and the remedy.
+    """
+    config = get.config
+    if config.max_segments == 1:
+        return
+    refused = {
+        **{
+            "--" + name.replace("_", "-"): get(name)
+            for name in (
+                "num_layers_per_virtual_pipeline_stage",
+                "num_virtual_stages_per_pipeline_rank",
+                "virtual_pipeline_model_parallel_size",
+                "num_experts",
+                "recompute_granularity",
+                "defer_embedding_wgrad_compute",
+                "delay_wgrad_compute",
+                "fp8",
+                "fp4",
+            )
+        },
+        "--context-parallel-size": get("context_parallel_size", 1) > 1,
+        flag_name("max_context_parallel"): (config.max_context_parallel or 1) > 1,
+        f"{flag_name('selection')} {config.selection}": getattr(
+            selector_named(config.selection), "needs_whole_documents", False
+        ),
+    }
+    for flag, is_refused in refused.items():
+        if is_refused:
+            raise ConfigError(
+                f"{flag_name('max_segments')} {config.max_segments} with {flag}: segments are not "
+                f"supported with it; drop it, or use {flag_name('max_segments')} 1"
+            )
 
 
 def check_model(transformer_config: object, config: SparseBalanceConfig) -> None:

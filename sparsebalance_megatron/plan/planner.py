@@ -207,7 +207,7 @@ def _micro_batches(
     samples = [
         sample for rank in arrangement.samples for micro_batch in rank for sample in micro_batch
     ]
-    pinned_S = problem.budgets.pinned_S
+    pinned_S, policy = problem.budgets.pinned_S, problem.policy
     placed_LS = np.ascontiguousarray(budgets_LS[:, samples])
     placed_LS.flags.writeable = False
     micro_batches = []
@@ -216,15 +216,18 @@ def _micro_batches(
         for position, micro_batch in enumerate(in_rank):
             if not micro_batch:
                 continue
+            lengths_tokens = tuple(problem.lengths_tokens[sample] for sample in micro_batch)
+            blocks = sum(-(-length // policy.block_size) for length in lengths_tokens)
             micro_batches.append(
                 MicroBatchPlan(
                     samples=micro_batch,
-                    lengths_tokens=tuple(problem.lengths_tokens[sample] for sample in micro_batch),
+                    lengths_tokens=lengths_tokens,
                     budgets_LS=placed_LS[:, first : first + len(micro_batch)],
                     rank=rank,
                     position=position,
                     cp_size=arrangement.cp_size(rank, position),
                     pinned=tuple(pinned_S[list(micro_batch)].tolist()) if pinned_S.any() else (),
+                    segments=min(policy.max_segments, blocks),
                 )
             )
             first += len(micro_batch)

@@ -55,6 +55,7 @@ class PlanPolicy:
     coverage_slack: float = 0.0
     context_parallel: ContextParallel = "static"
     max_context_parallel: int = 1
+    max_segments: int = 1
 
     @classmethod
     def from_config(
@@ -73,6 +74,7 @@ class PlanPolicy:
             block_size=config.block_size,
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
             plan_ms=config.plan_ms,
+            max_segments=config.max_segments,
         )
 
 
@@ -84,7 +86,8 @@ class MicroBatchPlan:
     sample. ``budgets_LS``: KV blocks a query may read, int32, read-only, at least 1. ``position``:
     of the rank's micro-batches. ``cp_size``: so many neighbouring data-parallel ranks share
     it, beginning at ``rank``, a multiple of ``cp_size``. ``pinned``: whether each sample's budgets
-    were given, and are executed as they are; empty where none were.
+    were given, and are executed as they are; empty where none were. ``segments``: pieces, along
+    the sequence, in which it passes the pipeline.
     """
 
     samples: tuple[int, ...]
@@ -94,6 +97,7 @@ class MicroBatchPlan:
     position: int
     cp_size: int = 1
     pinned: tuple[bool, ...] = ()
+    segments: int = 1
 
     @property
     def tokens(self) -> int:
@@ -197,6 +201,8 @@ class StepPlan:
                 digest.update(
                     f"{micro_batch.rank}:{micro_batch.position}:{micro_batch.cp_size}".encode()
                 )
+            if micro_batch.segments > 1:
+                digest.update(f"segments {micro_batch.segments}".encode())
             if micro_batch.pinned:
                 digest.update(f"pinned {micro_batch.pinned}".encode())
             digest.update(repr(micro_batch.budgets_LS.shape).encode())
@@ -247,6 +253,9 @@ def _defect(
         return f"job has {job.micro_batches} micro-batches"
     if not samples:
         return "empty"
+    blocks = sum(-(-length // policy.block_size) for length in micro_batch.lengths_tokens)
+    if not 1 <= micro_batch.segments <= min(policy.max_segments, blocks):
+        return f"{micro_batch.segments} segments of {blocks} blocks, at most {policy.max_segments}"
     if micro_batch.tokens > cap_tokens:
         return f"{micro_batch.tokens} tokens exceed the cap of {cap_tokens}"
     if any(not 0 <= sample < len(lengths_tokens) for sample in samples):

@@ -74,6 +74,7 @@ class ForwardStep:
             position=micro_batch.position,
             chunk=micro_batch.chunk,
             sequence=micro_batch.sequence,
+            segments=micro_batch.segments,
         )
         if context.sequence is not None:
             use_true_positions(model)

@@ -7,12 +7,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, Protocol
 
+from sparsebalance_megatron.attention.sequence.earlier_segments import (
+    MicroBatchSegments,
+    segment_slice,
+)
 from sparsebalance_megatron.attention.sequence.slice import SequenceGroup, SequenceSlice
 from sparsebalance_megatron.data.packing import (
     PackedSequence,
@@ -51,7 +56,7 @@ class RowPacking:
         return packed_cu_seqlens(micro_batch.lengths_tokens, *self._padding(micro_batch))
 
     def slice(self, micro_batch: MicroBatchPlan) -> SequenceSlice | None:
-        """What this rank holds of one of its micro-batches; None where no sequence is shared.
+        """What this rank holds of one of its micro-batches; None where it holds all of it.
 
         Raises:
             PlanError: no group was made for the ranks of the micro-batch.
@@ -59,6 +64,22 @@ class RowPacking:
         return (
             None if self.groups is None else self._slice(micro_batch, self.groups.of(micro_batch))
         )
+
+    def segments(self, micro_batch: MicroBatchPlan) -> list[SequenceSlice]:
+        """The slices of a micro-batch's segments, equal in blocks but for one."""
+        cu_seqlens = self.cu_seqlens(micro_batch)
+        blocks = sum(-(-length // self.block_size) for length in micro_batch.lengths_tokens)
+        first_blocks = [i * blocks // micro_batch.segments for i in range(micro_batch.segments)]
+        return [
+            segment_slice(
+                cu_seqlens,
+                first_blocks,
+                segment,
+                block_size=self.block_size,
+                pad_to_multiple_of=self.pad_to_multiple_of,
+            )
+            for segment in range(micro_batch.segments)
+        ]
 
     def _slice(self, micro_batch: MicroBatchPlan, group: SequenceGroup) -> SequenceSlice:
         return SequenceSlice.dealt(
@@ -69,7 +90,10 @@ class RowPacking:
         )
 
     def row(self, micro_batch: MicroBatchPlan, samples: list[Sample]) -> PackedSequence:
-        """What this rank computes of one of its micro-batches, from the samples of all of it."""
+        """What this rank computes of one of its micro-batches, from the samples of all of it.
+
+        A micro-batch of several segments is not cut, and not padded.
+        """
         pad_to_multiple_of, padding_documents = self._padding(micro_batch)
         row = pack(
             samples, pad_to_multiple_of=pad_to_multiple_of, padding_documents=padding_documents
@@ -81,6 +105,8 @@ class RowPacking:
 
     def padded_tokens(self, micro_batch: MicroBatchPlan) -> int:
         """Tokens that the micro-batch's ranks compute beside those of its samples."""
+        if micro_batch.segments > 1:
+            return sum(held.padding_tokens for held in self.segments(micro_batch))
         if micro_batch.cp_size == 1:
             return padding_tokens(micro_batch.tokens, self.pad_to_multiple_of)
         held = self._slice(micro_batch, SequenceGroup(members=micro_batch.cp_size))
@@ -91,6 +117,8 @@ class RowPacking:
 
     def _padding(self, micro_batch: MicroBatchPlan) -> tuple[int, int]:
         """What the whole row divides by, and its padding documents."""
+        if micro_batch.segments > 1:
+            return 1, 0
         if self.groups is None:
             return self.pad_to_multiple_of, 0
         blocks = sum(-(-length // self.block_size) for length in micro_batch.lengths_tokens)
@@ -108,11 +136,12 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalMicroBatch:
-    """One micro-batch as this rank runs it, from the iterator to the step's end.
+    """One micro-batch, or a segment of one, as this rank runs it, until the step's end.
 
     ``step``, ``position`` and ``chunk`` say where it runs: training step, place in the rank's order
     and virtual stage. ``cu_seqlens`` bounds its samples in the packed sequence, and padding;
-    ``sequence`` is this rank's slice of it, None where every sequence lies on one rank. ``row``
+    ``sequence`` is the slice of it that runs, None where that is all of it; ``segments`` is shared
+    by the segments of a micro-batch, None where it has one. ``row``
     holds tokens and labels of that on stages that read them (embedding or loss) and is None on all
     others: boundaries, slices and budgets follow from the plan alone.
     """
@@ -125,6 +154,7 @@ class LocalMicroBatch:
     cu_seqlens: tuple[int, ...]
     sequence: SequenceSlice | None
     row: PackedSequence | None
+    segments: MicroBatchSegments | None = None
 
 
 class MicroBatchIterator:
@@ -170,11 +200,40 @@ class MicroBatchIterator:
         self._lock = Lock()
         self._latest: StepPlan | None = None
         self._rows: dict[tuple[int, int], Future[PackedSequence]] = {}
+        self._segments: deque[LocalMicroBatch] = deque()
 
     def __iter__(self) -> MicroBatchIterator:
         return self
 
+    def segment_tokens(self) -> list[list[int]]:
+        """Tokens of each segment of each micro-batch of the next step, padding included."""
+        return [
+            [len(held.tokens_T) + held.padding_tokens for held in self._packing.segments(plan)]
+            if plan.segments > 1
+            else [self._packing.cu_seqlens(plan)[-1]]
+            for plan in self._micro_batches(self._schedule.planned(self._step))
+        ]
+
     def __next__(self) -> LocalMicroBatch:
+        if not self._segments:
+            self._segments.extend(self._cut(self._next_micro_batch()))
+        return self._segments.popleft()
+
+    def _cut(self, micro_batch: LocalMicroBatch) -> list[LocalMicroBatch]:
+        if micro_batch.plan.segments == 1:
+            return [micro_batch]
+        segments, row = MicroBatchSegments(count=micro_batch.plan.segments), micro_batch.row
+        return [
+            replace(
+                micro_batch,
+                sequence=held,
+                segments=segments,
+                row=row and row.part(held.tokens_T, padding_tokens=held.padding_tokens),
+            )
+            for held in self._packing.segments(micro_batch.plan)
+        ]
+
+    def _next_micro_batch(self) -> LocalMicroBatch:
         planned, position = self._schedule.planned(self._step), self._position
         micro_batches = self._micro_batches(planned)
         if self._index is not None and position == 0:

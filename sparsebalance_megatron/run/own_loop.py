@@ -180,6 +180,7 @@ def trainer_config(
         ("cost_table", config.cost_table == AUTO, "give a table of `sparse-balance profile`"),
         ("dry_run", config.dry_run is not None, "dry-run sparsebalance_megatron.pretrain_gpt"),
         ("eval_attention", config.eval_attention != "sparse", "evaluate with a dense model"),
+        ("max_segments", config.max_segments > 1, "give 1"),
         ("device", config.device not in ("auto", device.type), "the model's device counts"),
         ("log_dir", not logs and config.log_dir is not None, "log what on_step_end returns"),
     ):

@@ -28,6 +28,7 @@ from sparsebalance_megatron.megatron.timers import install_hooks
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms
+from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
 from sparsebalance_megatron.plan.step_plan import Expectation, StepPlan
 from sparsebalance_megatron.profile.clocks import CudaEventClock, HostClock
 from sparsebalance_megatron.run.agreement import PlanMismatchError, check_shared_plan
@@ -193,7 +194,8 @@ class Run:
         first = self.running is None
         if first:
             self.running = planned
-            self._recorder.expect(planned.micro_batches)
+            own = planned.plan.for_rank(self.place.data_parallel_rank).micro_batches
+            self._recorder.expect(tuple(micro_batch.segments for micro_batch in own))
         self._recorder.bind_forward(context.chunk, context.position)
         self.seen.append(context)
         # The step's first micro-batch waited for the plan.
@@ -335,9 +337,10 @@ def step_figures(
     return {f"{PREFIX}/{name}": float(value) for name, value in values.items()}
 
 
-def backward_order(job: Job, stage: int, micro_batches: int) -> list[tuple[int, int]]:
+def backward_order(job: Job, stage: int, segments_M: tuple[int, ...]) -> list[tuple[int, int]]:
     """(chunk, micro-batch) of every backward of a pipeline stage, in the schedule's order."""
-    order = job.schedule(job.pipeline_stages, micro_batches, job.virtual_stages)
+    schedule = job.schedule if max(segments_M) == 1 else SegmentedSchedule(segments_M)
+    order = schedule(job.pipeline_stages, len(segments_M), job.virtual_stages)
     return [
         (operation.chunk, operation.micro_batch)
         for operation in order.by_stage[stage]

@@ -53,11 +53,11 @@ class ObservedCoverage:
         """Gather what the layers of this rank's micro-batches observed.
 
         Padding sequences come after the planned samples and are left out. Ranks that share a row
-        see the same of it, and only the first of them reports it.
+        see the same of it, and only the first of them reports it; of segments, the last does.
         """
         pieces, buckets, columns = [], [], []
         for context in seen:
-            if context.sequence is not None and context.sequence.group.member > 0:
+            if not context.counts:
                 continue
             blocks = context.layout.blocks_per_document
             samples = len(blocks) - context.padding_documents
@@ -162,7 +162,9 @@ class StepReducer:
             times_2VM = part["times"][(slice(None), *here)]
             times_2VM.fill_(math.nan)
             for span in times.spans:
-                times_2VM[DIRECTIONS.index(span.direction), span.chunk, span.position] = span.ms
+                # A micro-batch in segments has several spans.
+                place = DIRECTIONS.index(span.direction), span.chunk, span.position
+                times_2VM[place] = span.ms + times_2VM[place].nan_to_num(0.0)
             part["schedule"][here] = times.schedule_ms
             flat = self._on_device(host)
             self._put(_views(flat, shapes), here, observed, loss_and_tokens, recompute)

@@ -24,8 +24,8 @@ class MicroBatchRecorder:
 
     Args:
         clock: takes the marks.
-        backward_order: of a step of so many micro-batches, (chunk, micro-batch) of every backward
-            of this pipeline stage, in order.
+        backward_order: of a step whose micro-batches have so many segments, (chunk, micro-batch) of
+            every backward of this pipeline stage, in order.
         unix_clock: seconds since 1970, to set the ranks' steps side by side.
     """
 
@@ -33,13 +33,13 @@ class MicroBatchRecorder:
         self,
         clock: Clock,
         *,
-        backward_order: Callable[[int], Sequence[tuple[int, int]]],
+        backward_order: Callable[[tuple[int, ...]], Sequence[tuple[int, int]]],
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
         self._unix_clock = unix_clock
         self._order_of = backward_order
-        self._micro_batches = 0
+        self._segments_M: tuple[int, ...] = ()
         self._backward_order: tuple[tuple[int, int], ...] = ()
         self.begin_step()
 
@@ -52,11 +52,11 @@ class MicroBatchRecorder:
         self._spans: list[tuple[str, int, int, Any, Any]] = []
         self._schedule: tuple[Any, Any] | None = None
 
-    def expect(self, micro_batches: int) -> None:
-        """Say how many micro-batches the step has, before its first forward is bound."""
-        if micro_batches != self._micro_batches:
-            self._micro_batches = micro_batches
-            self._backward_order = tuple(self._order_of(micro_batches))
+    def expect(self, segments_M: tuple[int, ...]) -> None:
+        """Say what segments the step's micro-batches have, before its first forward is bound."""
+        if segments_M != self._segments_M:
+            self._segments_M = segments_M
+            self._backward_order = tuple(self._order_of(segments_M))
 
     def bind_forward(self, chunk: int, micro_batch: int) -> None:
         """Name the forward that is running."""

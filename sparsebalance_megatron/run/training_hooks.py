@@ -29,6 +29,7 @@ from sparsebalance_megatron.megatron.core_attention import (
     AttentionOptions,
     sparse_balance_layer_spec,
 )
+from sparsebalance_megatron.megatron.segmented_schedule import use_segments
 from sparsebalance_megatron.megatron.timers import install_hooks
 from sparsebalance_megatron.run.forward_step import ForwardStep, packed_forward_step
 from sparsebalance_megatron.run.inputs import Inputs
@@ -91,6 +92,8 @@ class TrainingHooks:
         device: torch.device,
         make_scheduler: SchedulerMaker = make_scheduler,
     ) -> None:
+        if inputs.policy.max_segments > 1:
+            use_segments()
         self._args = args
         self.session = session = Session(
             inputs, device, MegatronLoop(device), self._keep_state, make_scheduler

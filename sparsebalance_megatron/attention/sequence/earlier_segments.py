@@ -12,7 +12,9 @@ values (2), S documents that have begun, K budgets up to the most blocks of a do
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -155,6 +157,16 @@ class EarlierSegments:
         tokens = len(sequence.tokens_T)
         self._sent_TYGD = dkv_TYGD[:-tokens] if segment else None
         return dkv_TYGD[-tokens:]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchSegments:
+    """What a stage keeps of one micro-batch of ``count`` segments: an exchange for each layer."""
+
+    count: int
+    by_layer: defaultdict[int, EarlierSegments] = field(
+        default_factory=lambda: defaultdict(EarlierSegments)
+    )
 
 
 class _SegmentGradient:
