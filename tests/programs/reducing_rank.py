@@ -43,7 +43,7 @@ def seen(rank: int, layer: int) -> SimpleNamespace:
         layout=packed_layout((0, 5, 69, 72), 16, "cpu"),
         position=layer,
         padding_documents=1,
-        sequence=None,
+        counts=True,
     )
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from harness import train
 
+from sparsebalance_megatron.log.log_directory import rank_log_path
+
 pytestmark = pytest.mark.distributed
 
 FEW_ROUNDINGS = 1e-5
@@ -20,7 +22,6 @@ PIPELINE = ("--pipeline-model-parallel-size", "2")
 def test_segments_train_like_one_piece(
     ranks: int, layout: tuple[str, ...], documents: Path, tmp_path: Path
 ) -> None:
-    # The guard sees the tokens so far, so budgets of the whole would differ: it has nothing to do.
     plan = ("--sparse-balance-batching", "arrival", "--sparse-balance-tuning", "off")
     one, four = (
         train(
@@ -39,3 +40,10 @@ def test_segments_train_like_one_piece(
     for cut, whole in zip(four.steps, one.steps, strict=True):
         assert cut["tokens"] == whole["tokens"]
         assert cut["coverage"]["mean"] == pytest.approx(whole["coverage"]["mean"], rel=1e-4)
+    spans = [_forwards(tmp_path / segments) for segments in ("1", "4")]
+    assert spans[1] > 2 * spans[0]
+
+
+def _forwards(log_dir: Path) -> int:
+    """Forwards that rank 0 measured."""
+    return rank_log_path(log_dir, 0).read_text().count('"forward"')

@@ -21,7 +21,7 @@ from sparsebalance_megatron.learn.measurement import (
     StepMeasurement,
     StepTimes,
 )
-from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation
+from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, MicroBatchContext
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.run.step_reducer import ObservedCoverage, StepReducer
@@ -83,11 +83,12 @@ def test_only_the_first_of_the_ranks_that_share_a_row_speaks_of_it() -> None:
     found = [
         ObservedCoverage.gather(
             [
-                SimpleNamespace(
+                MicroBatchContext(
                     observations={0: observation},
                     layout=packed_layout((0, 40), 16, "cpu"),
-                    position=0,
-                    padding_documents=0,
+                    budgets_LS=torch.ones(1, 1, dtype=torch.int32),
+                    max_budgets=(1,),
+                    observe=True,
                     sequence=SimpleNamespace(group=SimpleNamespace(member=member)),
                 )
             ]
@@ -121,7 +122,7 @@ def reduced(
     )
     layout = packed_layout(range(0, 64 * samples + 1, 64), 16, "cpu")
     context = SimpleNamespace(
-        observations={0: observation}, layout=layout, position=0, padding_documents=0, sequence=None
+        observations={0: observation}, layout=layout, position=0, padding_documents=0, counts=True
     )
     reducer = StepReducer(
         Job(data_parallel_size=1, micro_batches=1, stage_layers=(((0,),),)),

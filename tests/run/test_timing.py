@@ -45,7 +45,7 @@ def recorder_for(stages: int, virtual: int, micro_batches: int, stage: int):
         backward_order=lambda _: [(c, m) for kind, c, m in order if kind == "backward"],
         unix_clock=lambda: UNIX_S + clock.now_ms / 1e3,
     )
-    recorder.expect(micro_batches)
+    recorder.expect((1,) * micro_batches)
     return order, clock, recorder
 
 
