@@ -19,7 +19,7 @@ from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.placement.cp_size_moves import Rules
 from sparsebalance_megatron.plan.placement.cp_size_search import improve_cp_sizes
 from sparsebalance_megatron.plan.placement.cp_size_start import cp_size_start
-from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP_FOR_WIDTHS
+from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP_FOR_CP_SIZES
 from sparsebalance_megatron.plan.step_plan import PlanError
 from sparsebalance_megatron.plan.step_problem import StepProblem
 
@@ -65,7 +65,7 @@ def best_cp_sizes(
         if equal is None:
             raise
         return equal, problem.tuned_where(equal)
-    plan_ms = problem.search_ms(start, SHARE_OF_STEP_FOR_WIDTHS)
+    plan_ms = problem.search_ms(start, SHARE_OF_STEP_FOR_CP_SIZES)
 
     def searched(where: Arrangement, sample_2SC: np.ndarray, share: float) -> Arrangement:
         return improve_cp_sizes(

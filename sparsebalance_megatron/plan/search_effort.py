@@ -14,9 +14,12 @@ SHARE_OF_STEP_FOR_PACKED = 0.05
 """The same for what follows where micro-batches of a pipeline hold several samples: the search of
 the best moves ends early there, with 5 to 7 % left to gain."""
 
-SHARE_OF_STEP_FOR_WIDTHS = 0.10
+SHARE_OF_STEP_FOR_CP_SIZES = 0.10
 """Share of a step's time that search may take where cp_sizes are searched as well: ranks that wait
 for one another are simulated together, few candidates at a time."""
+
+SHARE_OF_STEP_FOR_FILLING = 0.05
+"""Share of a step's time that filling ranks with attention may take, over all step times tried."""
 
 _CALL_OPERATIONS = 4_000
 """What a call of the simulator costs beside its operations."""

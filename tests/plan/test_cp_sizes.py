@@ -33,12 +33,12 @@ from sparsebalance_megatron.plan.pipeline.simulator import longest_through_ms, m
 from sparsebalance_megatron.plan.pipeline.step_bounds import step_bounds
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.placement.cp_size_moves import Kind, Numbers, Rules, draw_moves
-from sparsebalance_megatron.plan.placement.cp_size_search import _WideSearch, improve_cp_sizes
+from sparsebalance_megatron.plan.placement.cp_size_search import _CpSizeSearch, improve_cp_sizes
 from sparsebalance_megatron.plan.placement.cp_size_start import cp_size_start
 from sparsebalance_megatron.plan.placement.shared_micro_batches import (
     Contents,
-    SlotTable,
-    WideSlots,
+    MicroBatchTable,
+    SharedMicroBatches,
 )
 from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_costs import step_costs
@@ -317,10 +317,10 @@ def moves_of(shape, seed, *, cp_size, rounds):
         ]
         groups = tuple(tuple(dealt[m : m + shape[1]]) for m in range(0, micro_batches, shape[1]))
         start = Arrangement.of_groups(groups, cp_size)
-    state = WideSlots(start)
+    state = SharedMicroBatches(start)
     numbers, kinds = Numbers(), set()
     for _ in range(rounds):
-        table = SlotTable(state, [range(shape[0])], contents)
+        table = MicroBatchTable(state, [range(shape[0])], contents)
         moves = draw_moves(table, contents, weights_S, rules, numbers, 8)
         for move, kind in enumerate(moves.kind_X.tolist()):
             made = moves.made(move, table, weights_S)
@@ -377,7 +377,7 @@ def test_the_search_knows_how_long_its_placement_takes():
     rules = Rules(cap_tokens=1 << 40, max_cp_size=4)
     start = cp_size_start(sample_2SC.sum(axis=(0, 2)), costs, rules)
     for plan_ms in (1.0, 5.0, 20.0):
-        search = _WideSearch(start, costs, sample_2SC, rules, SearchEffort(plan_ms))
+        search = _CpSizeSearch(start, costs, sample_2SC, rules, SearchEffort(plan_ms))
         found = search.best(enough_ms=0.0)
         assert problem.makespans_ms(found, sample_2SC).max() == pytest.approx(search.best_ms)
 

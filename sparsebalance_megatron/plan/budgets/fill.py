@@ -11,7 +11,8 @@ rank is one. The rule, for every island by itself, in rounds:
 3. *Give way.* Where the units could not rise together though each of them could alone, the more
    expensive half stops of those that all of them together might delay.
 
-So every round lifts or stops a unit. Without a pipeline this is greedy by slope.
+So every round lifts or stops a unit. Without a pipeline this is greedy by slope. A filling ends
+early, at levels that fit, where its effort is spent.
 
 Shape legend: Q price levels, S samples, L layers, Z sizes (samples of as many blocks),
 R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, C = P x V chunks,
@@ -30,11 +31,14 @@ from sparsebalance_megatron.plan.budgets.price import LEVELS, Ladder
 from sparsebalance_megatron.plan.context_groups import Members, first_places
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import longest_through_ms, makespans_ms
+from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
 _STRIDES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32])
 _MAX_ROUNDS = 24
 """Rounds after which units stay at the level they have reached."""
+_CALLS_OF_LONGEST_THROUGH = 3
+"""Calls of the simulator that take as long as one of :func:`.longest_through_ms`."""
 _MAX_EVALUATED_TIMES = 1 << 21
 _MOST_TIMES_AT_ONCE = 1 << 16
 """Above this size, simulating costs more than an additional call of the simulator."""
@@ -65,12 +69,13 @@ class Filling:
     """Pipelines to fill.
 
     ``floor_times``: of all micro-batches at their floors. ``growth_JCQ``: of
-    :func:`unit_growth_JCQ`.
+    :func:`unit_growth_JCQ`. ``effort``: what all fillings together may simulate.
     """
 
     costs: StepCosts
     floor_times: OperationTimes
     growth_JCQ: np.ndarray
+    effort: SearchEffort
 
     def levels_JC(self, limit_ms: float) -> np.ndarray:
         """The price level of every unit once all islands are filled up to ``limit_ms``.
@@ -82,7 +87,7 @@ class Filling:
         rising_EU = self._growth_EUQ[..., -1] > 0
         for _ in range(_MAX_ROUNDS):
             islands_I = np.flatnonzero(rising_EU.any(axis=1))
-            if not len(islands_I):
+            if not len(islands_I) or not self.effort.left:
                 break
             rising_IU = rising_EU[islands_I]
             level_IU, rose_I = self._rise(islands_I, level_EU[islands_I], rising_IU, limit_ms)
@@ -146,6 +151,7 @@ class Filling:
         limit_ms: float,
     ) -> np.ndarray:
         """Which of the rising units rise in the next round as well, [I, U]."""
+        self.effort.spend(2 * level_IU.size * _CALLS_OF_LONGEST_THROUGH)
         through_XPVM = longest_through_ms(self._pipelines(islands_I, level_IU[:, None]))
         through_IU = through_XPVM.transpose(0, 3, 1, 2).reshape(level_IU.shape)
         added_IU = self._next_level_ms(islands_I, level_IU)
@@ -187,6 +193,7 @@ class Filling:
         batch = max(1, _MAX_EVALUATED_TIMES // (candidates * units))
         for first in range(0, len(islands_I), batch):
             part = slice(first, first + batch)
+            self.effort.spend(2 * level_IXU[part].size)
             makespans_X = makespans_ms(self._pipelines(islands_I[part], level_IXU[part]))
             fits_X = makespans_X <= limit_ms
             fits_IX[part] = fits_X.reshape(-1, candidates, self._island_ranks).all(axis=2)

@@ -26,9 +26,11 @@ from sparsebalance_megatron.plan.budgets.problem import (
     feasible_range,
 )
 from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.metrics import rounded_ms
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.plan_error import PlanError
+from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP_FOR_FILLING, SearchEffort
 from sparsebalance_megatron.plan.step_costs import StepCosts
 from sparsebalance_megatron.plan.step_plan import PlanPolicy
 
@@ -204,10 +206,13 @@ class MakespanPolicy(BudgetPolicy):
         costs, allowed, ladder = problem.costs, problem.allowed, pricing.ladder
         micro_batch_of_S = where.micro_batch_of_S
         floor_times = problem.micro_batch_ms(allowed.floor_LS, where)
+        floor_ms_R = makespans_ms(floor_times)
+        least_ms = floor_ms_R.max() * ROUNDING
         filling = Filling(
             costs=costs,
             floor_times=floor_times,
             growth_JCQ=unit_growth_JCQ(costs, ladder, micro_batch_of_S),
+            effort=SearchEffort(SHARE_OF_STEP_FOR_FILLING * rounded_ms(least_ms)),
         )
         unit_LS = micro_batch_of_S * costs.chunks + costs.chunk_of_layer_L[:, None]
 
@@ -217,8 +222,6 @@ class MakespanPolicy(BudgetPolicy):
         def step_ms(budgets_LS: np.ndarray) -> float:
             return float(makespans_ms(problem.micro_batch_ms(budgets_LS, where)).max())
 
-        floor_ms_R = makespans_ms(floor_times)
-        least_ms = floor_ms_R.max() * ROUNDING
         tuned_LS, wanted = filled_LS(least_ms), pricing.wanted_coverage
         if not problem.covers(tuned_LS, wanted):
             enough_ms, base_ms = step_ms(pricing.expected_LS), step_ms(allowed.base_LS)
@@ -233,6 +236,8 @@ class MakespanPolicy(BudgetPolicy):
                 if not problem.covers(tuned_LS, wanted):
                     least_ms = enough_ms
             for _ in range(_TARGET_HALVINGS if least_ms < enough_ms else 0):
+                if not filling.effort.left:
+                    break
                 middle_ms = (least_ms + enough_ms) / 2
                 middle_LS = filled_LS(middle_ms)
                 if problem.covers(middle_LS, wanted):

@@ -4,8 +4,8 @@
 A move makes up to three micro-batches anew, in the place of others and from their samples, or
 exchanges two positions of an island.
 
-Shape legend: X moves drawn, J micro-batches of a :class:`.SlotTable`, F contents, S samples, Y = 3
-micro-batches that a move makes.
+Shape legend: X moves drawn, J micro-batches of a :class:`.MicroBatchTable`, F contents, S samples,
+Y = 3 micro-batches that a move makes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sparsebalance_megatron.plan.placement.shared_micro_batches import (
     SEQUENCES,
     TOKENS,
     Contents,
-    SlotTable,
+    MicroBatchTable,
 )
 
 _OVERDRAWN = 3
@@ -118,7 +118,9 @@ class Moves:
     cp_size_XY: np.ndarray
     contents_XYF: np.ndarray
 
-    def made(self, move: int, table: SlotTable, weights_S: np.ndarray) -> list[tuple[int, ...]]:
+    def made(
+        self, move: int, table: MicroBatchTable, weights_S: np.ndarray
+    ) -> list[tuple[int, ...]]:
         """Samples of the micro-batches that a move makes."""
         a, b, c = (
             table.members[micro_batch] for micro_batch in self.micro_batch_3X[:, move].tolist()
@@ -155,7 +157,7 @@ def _two_parts(
 
 
 def draw_moves(
-    table: SlotTable,
+    table: MicroBatchTable,
     contents: Contents,
     weights_S: np.ndarray,
     rules: Rules,
@@ -246,7 +248,7 @@ def draw_moves(
 
 
 def _possible(
-    table: SlotTable, kind_X: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarray
+    table: MicroBatchTable, kind_X: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarray
 ) -> np.ndarray:
     """Which kinds of moves these micro-batches can make."""
     several_J, wide_J = table.size_J > 1, table.cp_size_J > 1

@@ -26,8 +26,8 @@ from sparsebalance_megatron.plan.placement.cp_size_moves import (
 )
 from sparsebalance_megatron.plan.placement.shared_micro_batches import (
     Contents,
-    SlotTable,
-    WideSlots,
+    MicroBatchTable,
+    SharedMicroBatches,
 )
 from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_costs import StepCosts
@@ -62,11 +62,11 @@ def improve_cp_sizes(
 
     A placement whose step takes ``enough_ms`` or less ends the search.
     """
-    search = _WideSearch(start, costs, sample_2SC, rules, SearchEffort(plan_ms))
+    search = _CpSizeSearch(start, costs, sample_2SC, rules, SearchEffort(plan_ms))
     return search.best(enough_ms)
 
 
-class _WideSearch:
+class _CpSizeSearch:
     def __init__(
         self,
         start: Arrangement,
@@ -75,23 +75,23 @@ class _WideSearch:
         rules: Rules,
         effort: SearchEffort,
     ) -> None:
-        self.state, self.rules, self.effort = WideSlots(start), rules, effort
+        self.state, self.rules, self.effort = SharedMicroBatches(start), rules, effort
         self.job, self.contents = costs.job, Contents(costs, sample_2SC)
         self.weights_S = sample_2SC.sum(axis=(0, 2))
         self.numbers = Numbers()
         cp_size, ranks = rules.max_cp_size, costs.job.data_parallel_size
         self.islands = [range(first, first + cp_size) for first in range(0, ranks, cp_size)]
-        table = SlotTable(self.state, self.islands, self.contents)
+        table = MicroBatchTable(self.state, self.islands, self.contents)
         self.times_RMF = self._times(table)
         shape = (len(self.islands), cp_size)
         self.ms_EW = self._simulate(self.times_RMF[None], self.state.cp_sizes_RM[None]).reshape(
             shape
         )
         self.best_score, self.best_ms = self._score(self.ms_EW.reshape(1, -1))[0], self.ms_EW.max()
-        self.left_behind: WideSlots | None = None
+        self.left_behind: SharedMicroBatches | None = None
         """The best state, once a worse one was gone to: copies of large jobs take long."""
 
-    def _times(self, table: SlotTable) -> np.ndarray:
+    def _times(self, table: MicroBatchTable) -> np.ndarray:
         """Ms of every rank and position of the whole job, [R, M, 2 C]."""
         ms_JF = self.contents.ms(table.contents_JF, table.cp_size_J, table.rank_J)
         times_RMF = np.empty((*self.state.cp_sizes_RM.shape, ms_JF.shape[1]))
@@ -137,7 +137,9 @@ class _WideSearch:
         count = min(_DRAWN, self.effort.affordable(each))
         if count < 1:
             return False
-        table = SlotTable(self.state, [self.islands[island] for island in field], self.contents)
+        table = MicroBatchTable(
+            self.state, [self.islands[island] for island in field], self.contents
+        )
         moves = draw_moves(table, self.contents, self.weights_S, self.rules, self.numbers, count)
         if not len(moves.kind_X):
             return True
@@ -162,7 +164,7 @@ class _WideSearch:
         return float(_LAST_TOLERANCE * (_FIRST_TOLERANCE / _LAST_TOLERANCE) ** self.effort.left)
 
     def _after(
-        self, moves: Moves, table: SlotTable, ranks: np.ndarray
+        self, moves: Moves, table: MicroBatchTable, ranks: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Times [X, W, M, 2 C] and cp_sizes [X, W, M] of the ranks after every move."""
         candidates = len(moves.kind_X)
@@ -185,7 +187,7 @@ class _WideSearch:
             cp_sizes_XWM[move, part, pair] = cp_sizes_XWM[move, part, pair[::-1]]
         return times_XWMF, cp_sizes_XWM
 
-    def _apply(self, moves: Moves, move: int, table: SlotTable) -> None:
+    def _apply(self, moves: Moves, move: int, table: MicroBatchTable) -> None:
         micro_batches = moves.micro_batch_3X[:, move]
         if moves.kind_X[move] == Kind.POSITIONS:
             one, other = table.position_J[micro_batches[:2]].tolist()

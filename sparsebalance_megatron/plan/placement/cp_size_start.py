@@ -38,7 +38,7 @@ def cp_size_start(
     Raises:
         PlanError: the samples are too few for so many ranks, or have too many tokens.
     """
-    micro_batches = _Slots(weights_S, costs, rules)
+    micro_batches = _OpenMicroBatches(weights_S, costs, rules)
     places = costs.job.places
     least_S = micro_batches.least_cp_sizes()
     wanted_S = micro_batches.light_cp_sizes(
@@ -57,7 +57,7 @@ def cp_size_start(
     return micro_batches.arranged(costs.job)
 
 
-class _Slots:
+class _OpenMicroBatches:
     """Micro-batches that are opened, shared and widened one by one."""
 
     def __init__(self, weights_S: np.ndarray, costs: StepCosts, rules: Rules) -> None:

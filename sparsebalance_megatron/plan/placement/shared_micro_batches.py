@@ -81,7 +81,7 @@ def _slowness_of_micro_batches(costs: StepCosts) -> np.ndarray | None:
     return np.stack(levels)
 
 
-class WideSlots:
+class SharedMicroBatches:
     """A placement that is changed micro-batch by micro-batch.
 
     Attributes:
@@ -98,7 +98,7 @@ class WideSlots:
             if start.samples[rank][position]
         }
 
-    def copy(self) -> WideSlots:
+    def copy(self) -> SharedMicroBatches:
         """Another that does not follow changes of this one."""
         twin = copy.copy(self)
         twin.cp_sizes_RM, twin.members = self.cp_sizes_RM.copy(), dict(self.members)
@@ -131,7 +131,7 @@ class WideSlots:
         )
 
 
-class SlotTable:
+class MicroBatchTable:
     """The micro-batches of some islands as arrays.
 
     Attributes:
@@ -141,7 +141,7 @@ class SlotTable:
         contents_JF: what it holds.
     """
 
-    def __init__(self, state: WideSlots, islands: list[range], contents: Contents) -> None:
+    def __init__(self, state: SharedMicroBatches, islands: list[range], contents: Contents) -> None:
         positions = range(state.cp_sizes_RM.shape[1])
         places = [
             (rank, position)

@@ -14,6 +14,7 @@ from oracles import plan as oracle
 from plan.plan_cases import cost_model, coverage_curves, job_shape, placed, policy, random_lengths
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan.budgets import policy as budget_policies
 from sparsebalance_megatron.plan.budgets.policy import budget_problem, tune
 from sparsebalance_megatron.plan.budgets.price import price
 from sparsebalance_megatron.plan.coverage import CoverageCurves
@@ -286,3 +287,18 @@ def test_unknown_names():
         Case(0, "fast")
     with pytest.raises(PlanError, match="anchor 'median'"):
         Case(0, "anchor", anchor="median")
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("target", ["threshold", "base"])
+def test_filling_ends_early_at_budgets_that_fit(seed, target, monkeypatch):
+    """Where effort is spent, the step is no slower than base budgets or filling without limit."""
+    filled = Case(seed, "makespan", coverage_target=target)
+    monkeypatch.setattr(budget_policies, "SHARE_OF_STEP_FOR_FILLING", 0.0)
+    case = Case(seed, "makespan", coverage_target=target)
+    budgets_LS, allowed = case.tuned.budgets_LS, case.allowed
+    assert (np.minimum(budgets_LS, allowed.top_LS) >= allowed.floor_LS).all()
+    assert case.makespan(budgets_LS) <= 1.000001 * case.makespan(allowed.base_LS)
+    if target == "threshold":
+        assert (budgets_LS <= filled.tuned.budgets_LS).all()
+        assert (budgets_LS < filled.tuned.budgets_LS).any()
