@@ -192,7 +192,11 @@ def _from_megatron_to_hf(arguments: argparse.Namespace) -> None:
 
     model = read_config(arguments.hf_config)
     _install_cpu_adapter()
-    from sparsebalance_megatron.convert.megatron_attention import write_settings
+    from sparsebalance_megatron.convert.megatron_attention import (
+        read_settings,
+        trained_settings,
+        write_settings,
+    )
     from sparsebalance_megatron.megatron.saved_model import SavedModel
 
     saved = SavedModel(arguments.checkpoint_dir, arguments.iteration)
@@ -207,14 +211,19 @@ def _from_megatron_to_hf(arguments: argparse.Namespace) -> None:
     _, megatron_model = _built(model, flags, saved.dtype)
     with redirect_stdout(io.StringIO()):
         values = saved.load(megatron_model)
+    settings = trained_settings(saved.arguments)
+    if settings is not None:
+        # What would be replaced must be what training can follow, as in from-hf.
+        read_settings(arguments.hf_config, model)
     with _whole_directory(arguments.output) as unfinished:
         counts = write_weights(unfinished, values, model, dtype)
         copied = copy_companions(arguments.hf_config, unfinished, dtype)
-        sparse = write_settings(unfinished, saved.arguments)
+        if settings is not None:
+            write_settings(unfinished, settings)
     print(f"{arguments.output}: {counts.describe(dtype)}")
     print(f"vocabulary: {model.vocab_size} rows, {counts.padding_rows} rows of padding dropped")
     print(f"copied from {arguments.hf_config}: {', '.join(copied)}")
-    if sparse:
+    if settings is not None:
         print("config.json has the attention of training in sparse_attention_config")
 
 

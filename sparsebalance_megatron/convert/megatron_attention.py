@@ -38,31 +38,39 @@ def read_settings(directory: Path, model: DenseModel) -> SparseAttention | None:
         SparseBalanceConfig(**_fields(settings))
     except ConfigError as error:
         raise ConvertError(f"{path}: {error}") from error
+    budget = settings.sparse_topk_blocks
+    always_whole_tokens = settings.sparse_block_size * budget
+    for name, followed in (
+        ("sparse_layer_topk_blocks", set(settings.sparse_layer_topk_blocks or ()) <= {budget}),
+        ("sparse_dense_up_to_tokens", settings.sparse_dense_up_to_tokens <= always_whole_tokens),
+    ):
+        if not followed:
+            raise ConvertError(
+                f"{path}: {KEY}: {name}: training has one base budget for all layers and lengths, "
+                f"sparse_topk_blocks, here {budget}; remove {name}, and set it again in the model "
+                "that is evaluated"
+            )
     return settings
 
 
-def write_settings(directory: Path, args: Namespace | None) -> bool:
-    """Put the attention that a run trained with into ``directory/config.json``.
-
-    Args:
-        args: Megatron's, of the run.
-
-    Returns:
-        Whether the run trained with the plugin; if not, the file stays as it is.
-    """
+def trained_settings(args: Namespace | None) -> SparseAttention | None:
+    """The attention that a run with Megatron's ``args`` trained with; None without the plugin."""
     if args is None or not getattr(args, destination("enabled"), False):
-        return False
+        return None
     trained = config_from_args(args)
-    settings = SparseAttention(
+    return SparseAttention(
         sparse_block_size=trained.block_size,
         sparse_topk_blocks=trained.base_budget,
         sparse_selection=trained.selection,
     )
+
+
+def write_settings(directory: Path, settings: SparseAttention) -> None:
+    """Put the settings into ``directory/config.json``."""
     path = directory / CONFIG
     config = json.loads(path.read_text(encoding="utf-8"))
     config[KEY] = msgspec.to_builtins(settings)
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return True
 
 
 def set_arguments(args: Namespace, settings: SparseAttention) -> None:

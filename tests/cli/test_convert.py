@@ -26,10 +26,13 @@ from harness import (
     write_documents,
 )
 from safetensors.torch import load_file
+from sparse_hf_models import CAUSAL
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM
+
+from sparsebalance_megatron import evaluate
 
 pytestmark = pytest.mark.distributed
 
@@ -59,11 +62,17 @@ EARLIER = {
     "sparse_selection": "token-kv-head",
 }
 """What the config.json of qwen2-tied asks for."""
+UNTRAINABLE = {
+    "layer budgets": {"sparse_layer_topk_blocks": [5, None]},
+    "dense lengths": {"sparse_dense_up_to_tokens": 161},
+}
+"""More settings, which training cannot follow."""
 TRAINED_ATTENTION = {
     "sparse_block_size": 16,
     "sparse_topk_blocks": 1000,
     "sparse_selection": "token-query-head",
 }
+SPARSE_MODEL, SPARSE_BUDGET = "llama-llama3", 3
 PADDING_ROWS = {"llama-llama3": 6, "qwen2-tied": 0}
 
 
@@ -101,19 +110,28 @@ class Work:
     def _commands_before(self) -> dict[str, Sequence[str]]:
         from_hf = ("convert", "from-hf")
         tiny_config("mistral-wide-heads", sliding_window=64).save_pretrained(self.hf("window"))
+        for name, more in UNTRAINABLE.items():
+            tiny_config("qwen2-tied", **{KEY: EARLIER | more}).save_pretrained(self.hf(name))
         tied = str(self.hf("qwen2-tied"))
         commands: dict[str, Sequence[str]] = {
             f"logits of {variant}": (
                 *("logits", str(self.root / f"{variant}.pt"), str(self.hf(variant))),
-                *(str(self.root / "tokens.json"), "float32"),
+                *(str(self.root / "tokens.json"), "1000", "token-query-head"),
             )
             for variant in VARIANTS
         }
+        for selection in CAUSAL:
+            commands[f"logits by {selection}"] = (
+                *("logits", str(self.root / f"{selection}.pt"), str(self.hf(SPARSE_MODEL))),
+                *(str(self.root / "tokens.json"), str(SPARSE_BUDGET), selection),
+            )
         for variant, (flags, _) in TRAINED.items():
             commands[f"convert {variant}"] = (
                 *(*from_hf, str(self.hf(variant)), "--output", str(self.checkpoint(variant))),
                 *("--", *flags),
             )
+        for name in UNTRAINABLE:
+            commands[name] = (*from_hf, str(self.hf(name)), "--print-flags")
         return commands | {
             "print flags": (*from_hf, tied, "--print-flags", "--", "--padded-vocab-size", "300"),
             "contradiction": (*from_hf, tied, "--print-flags", "--", "--num-layers", "5"),
@@ -157,6 +175,10 @@ class Work:
                 *("convert", "to-hf", trained, "--output", str(self.root / "no")),
                 *("--hf-config", str(self.hf(name))),
             )
+        commands["layer budgets, exported"] = (
+            *("convert", "to-hf", str(self.trained("qwen2-tied"))),
+            *("--output", str(self.root / "no"), "--hf-config", str(self.hf("layer budgets"))),
+        )
         commands["in bfloat16"] = (
             *("convert", "to-hf", trained, "--output", str(self.exported("bfloat16"))),
             *("--hf-config", str(self.hf("llama-llama3")), "--dtype", "bfloat16"),
@@ -223,6 +245,28 @@ def test_logits_are_those_of_transformers(variant: str, work: Work) -> None:
     error = (ours - exact).abs().max()
     assert error <= 2 * (plain - exact).abs().max()
     assert error <= TOLERANCE
+
+
+@pytest.mark.parametrize("selection", CAUSAL)
+def test_sparse_logits_are_those_of_the_model_in_transformers(selection: str, work: Work) -> None:
+    """What training computes at base budgets is what the converted model computes."""
+    succeeded(work.before[f"logits by {selection}"])
+    ours = torch.load(work.root / f"{selection}.pt")
+    model = tiny_model(SPARSE_MODEL)
+    dense = reference_logits(model.double(), work.tokens)
+    evaluate.configure(
+        model,
+        sparse_block_size=16,
+        sparse_topk_blocks=SPARSE_BUDGET,
+        sparse_selection=selection,
+    )
+    model.set_attn_implementation(evaluate.NAME)
+    exact = reference_logits(model, work.tokens)
+    plain = reference_logits(model.float(), work.tokens)
+    error = (ours - exact).abs().max()
+    assert error <= 2 * (plain - exact).abs().max()
+    assert error <= TOLERANCE
+    assert (exact - dense).abs().max() > 1000 * TOLERANCE
 
 
 @pytest.mark.parametrize("variant", SCALED_ROPE)
@@ -351,6 +395,9 @@ REFUSED = {
     "experts": "flags after -- make num_experts 2, config.json makes it None",
     "output in use": "hf: not an empty directory",
     "sliding window": "config.json: sliding_window is 64: not supported",
+    "layer budgets": "config.json: sparse_attention_config: sparse_layer_topk_blocks",
+    "layer budgets, exported": "config.json: sparse_attention_config: sparse_layer_topk_blocks",
+    "dense lengths": "config.json: sparse_attention_config: sparse_dense_up_to_tokens",
     "flags of to-hf": "convert to-hf takes no flags after --",
     "no checkpoint": "the latest iteration is not a torch_dist checkpoint",
     "no iteration": "iteration 7 is not a torch_dist checkpoint",

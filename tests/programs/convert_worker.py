@@ -23,16 +23,17 @@ from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.megatron import cpu
 
 BLOCK_SIZE = 16
-ALL_BLOCKS = 1000
 
 
-def save_logits(output: Path, hf_dir: Path, tokens: list[list[int]], dtype: str) -> None:
-    """Our logits [T, V] of documents packed into one row, from the weights in ``hf_dir``.
+def save_logits(
+    output: Path, hf_dir: Path, tokens: list[list[int]], budget: int, selection: str
+) -> None:
+    """Our float32 logits [T, V] of documents packed into one row, from weights in ``hf_dir``.
 
     Every parameter is filled with NaN before the weights are read.
     """
     from sparsebalance_megatron.convert import megatron_model
-    from sparsebalance_megatron.convert.hf_config import DTYPES, read_config
+    from sparsebalance_megatron.convert.hf_config import read_config
     from sparsebalance_megatron.convert.mapping import parameters
     from sparsebalance_megatron.convert.transfer import read_weights
     from sparsebalance_megatron.convert.weight_files import WeightFiles
@@ -43,10 +44,10 @@ def save_logits(output: Path, hf_dir: Path, tokens: list[list[int]], dtype: str)
     from sparsebalance_megatron.megatron.single_process import start_single_process
 
     model = read_config(hf_dir)
-    args = megatron_model.parse_model_flags(model, (), dtype=DTYPES[dtype])
+    args = megatron_model.parse_model_flags(model, (), dtype=torch.float32)
     start_single_process(args.seed, torch.device("cpu"))
-    config = SparseBalanceConfig(block_size=BLOCK_SIZE, base_budget=ALL_BLOCKS)
-    options = AttentionOptions.from_config(config, grid=(1, ALL_BLOCKS))
+    config = SparseBalanceConfig(block_size=BLOCK_SIZE, base_budget=budget, selection=selection)
+    options = AttentionOptions.from_config(config, grid=(1, budget))
     built = megatron_model.build_model(args, sparse_balance_layer_spec(options))
     megatron_model.check_names(built, parameters(model))
     targets = dict(built.named_parameters())
@@ -77,8 +78,9 @@ def _packed_logits(model, tokens: list[list[int]]) -> torch.Tensor:
 
 def run_command(words: list[str]) -> int:
     match words:
-        case ["logits", output, hf_dir, tokens, dtype]:
-            save_logits(Path(output), Path(hf_dir), json.loads(Path(tokens).read_text()), dtype)
+        case ["logits", output, hf_dir, tokens, budget, selection]:
+            documents = json.loads(Path(tokens).read_text())
+            save_logits(Path(output), Path(hf_dir), documents, int(budget), selection)
             return 0
         case _:
             return cli.main(words)
