@@ -45,23 +45,23 @@ NEEDED = (PACKAGE, "tests", "benchmarks", "docs", "scripts", "examples", "pyproj
 LEAST_LIMIT_S = 10.0
 """CPU time that a change may take, beside three times what the tests take without it."""
 _MEMORY_BYTES = 14 << 30
-WIDE = "tests/plan/test_cp_sizes.py"
+CP_SIZES = "tests/plan/test_cp_sizes.py"
 CONTRACT = "tests/attention/test_kernel_contract.py"
 ATTENTION = "tests/attention/test_api.py"
 TESTS: dict[str, tuple[str, ...]] = {
     "plan/budgets/": ("tests/plan/budgets/test_tune.py", "tests/plan/budgets/test_price.py"),
-    "plan/placement/wide_": (WIDE,),
-    "plan/planned_cp_sizes": (WIDE,),
-    "plan/step_costs": (WIDE,),
-    "plan/placement/arrangement": (WIDE,),
-    "plan/pipeline/step_bounds": (WIDE, "tests/plan/pipeline/test_bounds.py"),
-    "plan/planner": ("tests/plan/test_scheduler.py", "tests/plan/test_golden_plans.py", WIDE),
-    "plan/context_groups": (WIDE,),
+    "plan/placement/cp_size_": (CP_SIZES,),
+    "plan/placement/shared_micro_batches": (CP_SIZES,),
+    "plan/planned_cp_sizes": (CP_SIZES,),
+    "plan/step_costs": (CP_SIZES,),
+    "plan/placement/arrangement": (CP_SIZES,),
+    "plan/pipeline/step_bounds": (CP_SIZES, "tests/plan/pipeline/test_bounds.py"),
+    "plan/planner": ("tests/learn/test_scheduler.py", "tests/plan/test_golden_plans.py", CP_SIZES),
+    "plan/context_groups": (CP_SIZES,),
     "plan/placement/": ("tests/plan/placement/test_balance.py", "tests/plan/test_golden_plans.py"),
     "plan/pipeline/": ("tests/plan/pipeline/test_simulator.py",),
-    "plan/host_": ("tests/plan/test_host_planner.py",),
     "plan/": (
-        *("tests/plan/test_planner.py", "tests/plan/test_scheduler.py"),
+        *("tests/plan/test_planner.py", "tests/learn/test_scheduler.py"),
         "tests/plan/test_golden_plans.py",
     ),
     "cost/": (
