@@ -158,11 +158,7 @@ def _all_failures(
         place = store.add(_COUNT, 1)
         store.set(f"failure/{place}", json.dumps(asdict(failure)))
         if place > 1:
-            began = time.monotonic()
-            while not store.check([_REPORTED]) and time.monotonic() - began < (
-                LONGEST_WAIT_S + quiet_s
-            ):
-                time.sleep(_POLL_S)
+            _wait_for_report(store, LONGEST_WAIT_S + quiet_s)
             return []
         failures = _collect(store, world_size, quiet_s)
         store.set(_REPORTED, "")
@@ -171,6 +167,16 @@ def _all_failures(
         print(f"sparse balance: other ranks cannot be asked: {reason}", file=sys.stderr)
         return [failure]
     return failures
+
+
+def _wait_for_report(store: Store, longest_s: float) -> None:
+    """Returns when the rank that failed first has reported, or can no longer be asked."""
+    began = time.monotonic()
+    try:
+        while not store.check([_REPORTED]) and time.monotonic() - began < longest_s:
+            time.sleep(_POLL_S)
+    except RuntimeError:  # The rank that served the store has ended, so it has reported.
+        return
 
 
 def _collect(store: Store, world_size: int, quiet_s: float) -> list[Failure]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's FLOP count sees every row once, however many ranks share it."""
+"""Megatron's FLOP count sees every sequence once, however many ranks share it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,26 @@ import pytest
 import torch
 
 from sparsebalance_megatron.megatron import forward
+from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
 
 CU_SEQLENS = torch.tensor([0, 3, 10], dtype=torch.int32)
 
 
-def packed(member: int | None, padding_documents: int = 0) -> SimpleNamespace:
-    """Of a run that shares no rows, or of a member of those that share this one."""
+def packed(
+    member: int | None, segment_count: int = 1, padding_documents: int = 0
+) -> SimpleNamespace:
+    """A micro-batch of a run that shares no sequences, or one member's part of a shared one.
+
+    With several segments, ``member`` is the segment.
+    """
     sequence = None if member is None else SimpleNamespace(group=SimpleNamespace(member=member))
-    micro_batch = SimpleNamespace(sequence=sequence, padding_documents=padding_documents)
+    segments = SimpleNamespace(count=segment_count) if segment_count > 1 else None
+    micro_batch = MicroBatchContext(
+        **{"layout": None, "budgets_LS": None, "max_budgets": (), "observe": False},  # not read
+        sequence=sequence,
+        segments=segments,
+        padding_documents=padding_documents,
+    )
     return SimpleNamespace(cu_seqlens_q=CU_SEQLENS, micro_batch=micro_batch)
 
 
@@ -38,7 +50,7 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 @pytest.mark.parametrize(
     ("member", "context_ranks", "times"), [(None, 1, 1), (0, 1, 1), (1, 1, 0), (0, 4, 4), (3, 4, 0)]
 )
-def test_a_row_is_counted_as_often_as_megatron_divides(
+def test_a_sequence_is_counted_as_often_as_megatron_divides(
     monkeypatch: pytest.MonkeyPatch,
     fed: list[float],
     member: int | None,
@@ -57,3 +69,12 @@ def test_padding_is_no_useful_work(fed: list[float]) -> None:
     """Of sequences of 3 and 7 tokens the second is padding."""
     forward.count_sequences(packed(None, padding_documents=1))
     assert fed == [3.0]
+
+
+@pytest.mark.parametrize(("segment", "counted"), [(0, 0.0), (1, 0.0), (2, 10.0)])
+def test_the_last_segment_counts_the_sequence(
+    monkeypatch: pytest.MonkeyPatch, fed: list[float], segment: int, counted: float
+) -> None:
+    monkeypatch.setattr(forward.parallel_state, "get_context_parallel_world_size", lambda: 1)
+    forward.count_sequences(packed(segment, segment_count=3))
+    assert fed == [counted]
