@@ -5,7 +5,7 @@ A query reads the blocks before it, up to its budget, so a piece of a sample cos
 of two prefixes: tokens, attended pairs and visible pairs of blocks a..b are those of b blocks less
 those of a blocks.
 
-Shape legend: S samples of a global batch, L layers, P pipeline stages, N segments of a
+Shape legend: S samples of a global batch, L layers, P pipeline stages, U segments of a
 micro-batch, X boundaries of a sample or of a micro-batch; a leading 2: forward and backward.
 """
 
@@ -29,9 +29,9 @@ class Cut(NamedTuple):
     """The segments of a micro-batch: where each begins, its ms on every stage, its tokens."""
 
     first_blocks: tuple[int, ...]
-    forward_NP: np.ndarray
-    backward_NP: np.ndarray
-    tokens_N: np.ndarray
+    forward_UP: np.ndarray
+    backward_UP: np.ndarray
+    tokens_U: np.ndarray
 
 
 def prefix_ms(costs: StepCosts, budgets_LS: np.ndarray, blocks_SX: np.ndarray) -> np.ndarray:
@@ -120,7 +120,7 @@ class CutCosts:
 
     def _joined(self, samples: Sequence[int]) -> _Joined:
         lengths = self.costs.lengths_tokens_S
-        parts, blocks, tokens = [], [], []
+        parts, blocks, tokens, end_blocks = [], [], [], []
         before: np.ndarray | float = 0.0
         first_block = first_token = 0
         for number, sample in enumerate(samples):
@@ -133,32 +133,38 @@ class CutCosts:
             tokens.append(first_token + np.minimum(in_sample_X, lengths[sample]))
             before = prefix_2XP[:, -1:]
             first_block += int(self.costs.blocks_S[sample])
+            end_blocks.append(first_block)
             first_token += int(lengths[sample])
         return _Joined(
-            np.concatenate(parts, axis=1), np.concatenate(blocks), np.concatenate(tokens)
+            np.concatenate(parts, axis=1),
+            np.concatenate(blocks),
+            np.concatenate(tokens),
+            end_blocks,
         )
 
     def _cut(self, joined: _Joined, first_blocks: tuple[int, ...]) -> Cut:
-        costs, places = self.costs, self.blocks_SX.shape[1] - 1
-        bounds = [*first_blocks, joined.blocks_X[-1]]
-        ends = np.searchsorted(joined.blocks_X, bounds, side="right") - 1
-        work_2NP = np.diff(joined.prefix_2XP[:, ends], axis=1)
+        costs, bounds = self.costs, [*first_blocks, joined.blocks_X[-1]]
+        ends = np.searchsorted(joined.blocks_X, bounds)
+        work_2UP = np.diff(joined.prefix_2XP[:, ends], axis=1)
         if len(first_blocks) > 1:
-            work_2NP = work_2NP * costs.segments.slowness
-        sequences_N = (ends[1:] - 1) // places - ends[:-1] // places + 1
+            work_2UP = work_2UP * costs.segments.slowness
+        before_U = np.searchsorted(joined.end_blocks, bounds[:-1], side="right")
+        sequences_U = np.searchsorted(joined.end_blocks, bounds[1:]) - before_U + 1
         each_2 = np.array(costs.segments.operation_ms)
-        forward_NP, backward_NP = (
-            work_2NP
-            + sequences_N[:, None] * costs.sequence_2C[:, None]
+        forward_UP, backward_UP = (
+            work_2UP
+            + sequences_U[:, None] * costs.sequence_2C[:, None]
             + costs.constant_2C[:, None]
             + each_2[:, None, None]
         )
-        return Cut(first_blocks, forward_NP, backward_NP, np.diff(joined.tokens_X[ends]))
+        return Cut(first_blocks, forward_UP, backward_UP, np.diff(joined.tokens_X[ends]))
 
 
 class _Joined(NamedTuple):
-    """A packed sequence at all its places: work so far, blocks and tokens before."""
+    """A packed sequence at all its places: work so far, blocks and tokens before. ``end_blocks``:
+    where its samples end."""
 
     prefix_2XP: np.ndarray
     blocks_X: np.ndarray
     tokens_X: np.ndarray
+    end_blocks: list[int]

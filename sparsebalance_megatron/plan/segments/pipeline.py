@@ -5,7 +5,7 @@ The order is that of :class:`..pipeline.orders.SegmentedSchedule`, which is the 
 pipelines of as many stages and segments whose longest micro-batches have as many segments: only the
 times differ. So no graph is built for a candidate, as the general simulator would need.
 
-Shape legend: P pipeline stages, N segments of a rank, X candidates.
+Shape legend: P pipeline stages, U segments of a rank, X candidates.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class RankTimes(NamedTuple):
     ``further_ahead``: most segments of a micro-batch, less one.
     """
 
-    forward_NP: np.ndarray
-    backward_NP: np.ndarray
+    forward_UP: np.ndarray
+    backward_UP: np.ndarray
     further_ahead: int
 
     @classmethod
     def of(cls, cuts: Sequence[Cut]) -> RankTimes:
         """The operations of micro-batches in the order in which they run."""
         return cls(
-            forward_NP=np.concatenate([cut.forward_NP for cut in cuts]),
-            backward_NP=np.concatenate([cut.backward_NP[::-1] for cut in cuts]),
+            forward_UP=np.concatenate([cut.forward_UP for cut in cuts]),
+            backward_UP=np.concatenate([cut.backward_UP[::-1] for cut in cuts]),
             further_ahead=max(len(cut.first_blocks) for cut in cuts) - 1,
         )
 
@@ -48,7 +48,7 @@ def makespans_ms(candidates: Sequence[RankTimes], slowness_XP: np.ndarray) -> np
     """
     alike: dict[tuple[int, int], list[int]] = defaultdict(list)
     for index, times in enumerate(candidates):
-        alike[len(times.forward_NP), times.further_ahead].append(index)
+        alike[len(times.forward_UP), times.further_ahead].append(index)
     ms_X = np.empty(len(candidates))
     for (segments, further_ahead), members in alike.items():
         slowness = slowness_XP[members].T[:, None]
@@ -62,22 +62,22 @@ def makespans_ms(candidates: Sequence[RankTimes], slowness_XP: np.ndarray) -> np
 
 
 def _simulated(
-    forward_PNX: np.ndarray, backward_PNX: np.ndarray, segments: int, further_ahead: int
+    forward_PUX: np.ndarray, backward_PUX: np.ndarray, segments: int, further_ahead: int
 ) -> np.ndarray:
-    stages, last = len(forward_PNX), len(forward_PNX) - 1
-    free_PX = np.zeros((stages, forward_PNX.shape[2]))
-    forward_end, backward_end = np.empty_like(forward_PNX), np.empty_like(backward_PNX)
+    stages, last = len(forward_PUX), len(forward_PUX) - 1
+    free_PX = np.zeros((stages, forward_PUX.shape[2]))
+    forward_end, backward_end = np.empty_like(forward_PUX), np.empty_like(backward_PUX)
     for stage, number, is_forward in _running_order(stages, segments, further_ahead):
         free_X = free_PX[stage]
         if is_forward:
             if stage > 0:
                 np.maximum(free_X, forward_end[stage - 1, number], out=free_X)
-            free_X += forward_PNX[stage, number]
+            free_X += forward_PUX[stage, number]
             forward_end[stage, number] = free_X
         else:
             if stage < last:
                 np.maximum(free_X, backward_end[stage + 1, number], out=free_X)
-            free_X += backward_PNX[stage, number]
+            free_X += backward_PUX[stage, number]
             backward_end[stage, number] = free_X
     return np.asarray(free_PX.max(axis=0))
 
@@ -117,8 +117,8 @@ def _running_order(
 
 def most_tokens_in_flight(cuts: Sequence[Cut], stages: int) -> int:
     """Tokens of segments on the first stage whose backward has not ended, at most."""
-    forward_N = np.concatenate([cut.tokens_N for cut in cuts])
-    backward_N = np.concatenate([cut.tokens_N[::-1] for cut in cuts])
+    forward_U = np.concatenate([cut.tokens_U for cut in cuts])
+    backward_U = np.concatenate([cut.tokens_U[::-1] for cut in cuts])
     ahead = stages - 1 + max(len(cut.first_blocks) for cut in cuts) - 1
-    gone_N = np.concatenate([np.zeros(ahead, dtype=np.int64), np.cumsum([0, *backward_N])])
-    return int((np.cumsum(forward_N) - gone_N[: len(forward_N)]).max())
+    gone_U = np.concatenate([np.zeros(ahead, dtype=np.int64), np.cumsum([0, *backward_U])])
+    return int((np.cumsum(forward_U) - gone_U[: len(forward_U)]).max())

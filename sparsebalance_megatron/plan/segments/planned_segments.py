@@ -2,7 +2,7 @@
 """Micro-batches in segments: where they run, how they are cut, and their budgets.
 
 Shape legend: S samples of a global batch, L layers, R data-parallel ranks, P pipeline stages,
-Q price levels, N segments.
+Q price levels, U segments.
 """
 
 from __future__ import annotations
@@ -79,9 +79,10 @@ def best_segments(problem: StepProblem) -> SegmentedStep | None:
 
 
 def one_piece_bound_ms(problem: StepProblem) -> float:
-    """What a step takes at least where no micro-batch is cut, at the expected budgets."""
+    """What a step takes at least where no micro-batch is cut, at any budgets that are allowed."""
     costs = problem.costs
-    return step_bounds(problem.expected_2SC, costs).bound_ms * float(costs.slowness_RP.min())
+    floor_2SC = costs.sample_ms(problem.budgets.allowed.floor_LS)
+    return step_bounds(floor_2SC, costs).bound_ms * float(costs.slowness_RP.min())
 
 
 def _tokens_of_one_piece(problem: StepProblem, placement: Placement) -> int:
@@ -198,13 +199,17 @@ class _StageLevels:
         )
 
     def budgets_LS(self, beside_R: np.ndarray, wanted_coverage: float) -> np.ndarray:
-        """The budgets of the shortest step that covers what is wanted.
+        """The budgets of the shortest step that covers what is wanted, and not much more: stages
+        that are less busy let a pipeline end earlier. Where nothing is wanted, the most coverage in
+        the time that the floors take.
 
         Args:
             beside_R: ms that a rank takes beside its busiest stage.
         """
         end_RPQ = self.busy_RPQ + beside_R[:, None, None]
-        low_ms, high_ms = float(end_RPQ[..., 0].max()), float(end_RPQ.max())
+        least_RP = end_RPQ[..., 0]
+        low_ms = float(least_RP.min() if np.isfinite(wanted_coverage) else least_RP.max())
+        high_ms = float(end_RPQ.max())
 
         def levels_RP(end_ms: float) -> np.ndarray:
             return np.maximum((end_RPQ <= end_ms).sum(axis=2) - 1, 0)

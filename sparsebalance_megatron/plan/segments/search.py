@@ -97,8 +97,8 @@ class SegmentSearch:
         segments = max(1, min(wanted, policy.max_segments, enough_tokens))
         if (samples, segments) not in self._cuts:
             cut = self._cut_costs.cut(samples, segments)
-            while len(cut.tokens_N) > 1 and cut.tokens_N.min() < policy.segment_tokens:
-                cut = self._cut_costs.cut(samples, len(cut.tokens_N) - 1)
+            while len(cut.tokens_U) > 1 and cut.tokens_U.min() < policy.segment_tokens:
+                cut = self._cut_costs.cut(samples, len(cut.tokens_U) - 1)
             self._cuts[samples, segments] = cut
         return self._cuts[samples, segments]
 
