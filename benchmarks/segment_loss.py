@@ -87,9 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     result = {
         "machine": {
-            "processor": cpu_name()
-            if device.type == "cpu"
-            else torch.cuda.get_device_name(device),
+            "processor": cpu_name() if device.type == "cpu" else torch.cuda.get_device_name(device),
             "torch": torch.__version__,
             "threads": 1,
             "load_at_start": os.getloadavg()[0],
@@ -147,9 +145,7 @@ def _compare(
     return compared
 
 
-def _over_one(
-    name: str, seconds: dict[int, list[Times]], tokens: int
-) -> dict[str, dict[str, Any]]:
+def _over_one(name: str, seconds: dict[int, list[Times]], tokens: int) -> dict[str, dict[str, Any]]:
     compared: dict[str, dict[str, Any]] = {}
     for direction in seconds[1][0]:
         one = np.array([times[direction] for times in seconds[1]])
