@@ -101,7 +101,7 @@ def _running_order(
         order += [(number, False) for number in range(segments - ahead, segments)]
         orders.append(order)
     position, done = [0] * stages, [[-1, -1] for _ in range(stages)]
-    running = []
+    running: list[tuple[int, int, bool]] = []
     while len(running) < 2 * segments * stages:
         for stage, order in enumerate(orders):
             while position[stage] < len(order):

@@ -32,8 +32,6 @@ LEAST_GAIN = 0.99
 _BALANCING_ROUNDS = 3
 """Rounds in which budgets follow from what pipelines take beside their busiest stage."""
 _TIME_HALVINGS = 20
-_FORWARD, _BACKWARD = 1, 2
-"""Places of both directions in a :class:`.Cut`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +117,8 @@ def segmented_times(
     cuts = _cuts_RM(costs, where, budgets_LS)
     times_2RMP = np.array(
         [
-            [[cut[side].sum(axis=0) for cut in of_rank] for of_rank in cuts]
-            for side in (_FORWARD, _BACKWARD)
+            [[cut.forward_UP.sum(axis=0) for cut in of_rank] for of_rank in cuts],
+            [[cut.backward_UP.sum(axis=0) for cut in of_rank] for of_rank in cuts],
         ]
     )
     times_2RPM = times_2RMP.transpose(0, 1, 3, 2) * costs.slowness_RP[..., None]
