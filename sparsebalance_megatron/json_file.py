@@ -29,6 +29,10 @@ class UnreadableFileError(ValueError):
     """The reason why a file cannot be read or parsed, without its name."""
 
 
+class NoSuchFileError(UnreadableFileError):
+    """There is no file of that name."""
+
+
 def read_json(path: Path, kind: Any = Any, max_bytes: int = MAX_BYTES) -> Any:
     """The value that a JSON file holds, as a ``kind``; see :func:`parse_json`."""
     return parse_json(read_text(path, max_bytes), kind)
@@ -56,11 +60,14 @@ def open_regular(path: Path) -> BinaryIO:
     """Open a file for reading; pipes, devices and folders are refused at once.
 
     Raises:
-        UnreadableFileError: with the reason.
+        NoSuchFileError: there is no such file.
+        UnreadableFileError: with another reason.
     """
     try:
         # Opening a pipe that nobody writes to would wait for ever without this flag.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise NoSuchFileError(f"cannot be read ({error.strerror})") from error
     except OSError as error:
         raise UnreadableFileError(f"cannot be read ({error.strerror})") from error
     except ValueError as error:
@@ -93,8 +100,10 @@ def refuse_output_over_input(output: Path, inputs: Iterable[Path], flag: str) ->
         ConfigError: with both names.
     """
     for path in inputs:
-        same = output.resolve() == path.resolve()
-        if same or (output.exists() and path.exists() and output.samefile(path)):
+        same = os.path.realpath(output) == os.path.realpath(path)
+        if same or (
+            os.path.exists(output) and os.path.exists(path) and os.path.samefile(output, path)
+        ):
             raise ConfigError(f"{flag} {output}: would replace the input {path}; choose another")
 
 
