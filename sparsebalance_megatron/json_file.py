@@ -20,6 +20,7 @@ from sparsebalance_megatron.errors import ConfigError
 MAX_BYTES = 64 * 2**20
 """Largest file that is read whole, unless a caller says otherwise."""
 
+_SKIPPED_AT_ONCE_BYTES = 2**20
 _SHOWN_CHARACTERS = 60
 _PLACE = re.compile(r"(?P<rule>.*) - at `(?P<of>key in |key` in `)?\$(?P<path>.*)`", re.DOTALL)
 _STEP = re.compile(r"\.(?P<key>[^.\[]+)|\[(?P<index>\d+)\]")
@@ -85,8 +86,10 @@ def bounded_lines(stream: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
     """Every line; what a line has beyond ``max_line_bytes`` is read and left out."""
     while line := stream.readline(max_line_bytes):
         rest = line
-        while len(rest) == max_line_bytes and not rest.endswith(b"\n"):
-            rest = stream.readline(max_line_bytes)
+        most = max_line_bytes
+        while len(rest) == most and not rest.endswith(b"\n"):
+            most = min(max_line_bytes, _SKIPPED_AT_ONCE_BYTES)
+            rest = stream.readline(most)
         yield line
 
 

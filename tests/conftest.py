@@ -35,6 +35,7 @@ PROCESS_PATHS = (
 )
 """They start processes, compile kernels, fill memory or plan many ranks."""
 NIGHTLY_PATHS = (
+    "bad_inputs/test_survey.py",
     "hosts/",
     "test_distribution.py",
     "test_patches.py",

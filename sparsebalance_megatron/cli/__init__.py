@@ -21,6 +21,7 @@ try:
 
     from sparsebalance_megatron import __version__
     from sparsebalance_megatron.cli.help_formatter import HelpFormatter
+    from sparsebalance_megatron.text_table import printable
 except KeyboardInterrupt:
     # Before main can say so.
     raise SystemExit(130) from None
@@ -83,6 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if type(error).__module__.partition(".")[0] != _PACKAGE:
             raise
         return _refused(str(error))
+    except ModuleNotFoundError as error:
+        from sparsebalance_megatron.supported import what_is_missing
+
+        return _refused(what_is_missing(error))
     except BrokenPipeError:
         # Whoever reads has read enough, as `head` does.
         _drop_output()
@@ -152,7 +157,7 @@ def _module(command: str) -> Any:
 
 def _one_line(text: str) -> str:
     """A text without line breaks and other control characters, cut where no user reads on."""
-    shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+    shown = printable(text)
     if len(shown) > _LONGEST_LINE_CHARACTERS:
         shown = f"{shown[:_LONGEST_LINE_CHARACTERS]}..."
     return shown

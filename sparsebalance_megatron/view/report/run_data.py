@@ -80,12 +80,12 @@ def choose_iteration(log: RunLog, baseline: RunLog | None, asked: int | None) ->
     steps = [(step,) for step in settled(log.steps)]
     for candidates in (paired(log, baseline) if baseline else [], steps):
         traits = {each[-1].iteration: _traits(each) for each in candidates}
-        known = {iteration: values for iteration, values in traits.items() if values}
-        if known:
-            found = np.array(list(known.values()))
+        typical = {iteration: values for iteration, values in traits.items() if values}
+        if typical:
+            found = np.array(list(typical.values()))
             means = np.maximum(found.mean(axis=0), 1e-9)
             distance = np.abs(found / means - 1.0).sum(axis=1)
-            return list(known)[int(distance.argmin())]
+            return list(typical)[int(distance.argmin())]
     return next((step for (step,) in reversed(steps) if step.complete), log.steps[-1]).iteration
 
 
