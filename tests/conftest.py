@@ -23,6 +23,8 @@ PROCESS_PATHS = (
     "attention/select/test_memory.py",
     "benchmarks/test_kernel_resources.py",
     "cli/test_report.py",
+    "cli/test_streams.py",
+    "test_supported.py",
     "megatron/test_dense_models.py",
     "profile/test_command.py",
     "view/report/test_browser.py",

@@ -60,6 +60,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         super().error(_one_line(message))
 
+    def print_help(self, file: Any = None) -> None:
+        """argparse would leave out what cannot be written, without a word."""
+        print(self.format_help(), end="", file=file)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; its exit status, or 2 with one line on stderr for a user's error.
