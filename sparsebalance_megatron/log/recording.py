@@ -132,6 +132,7 @@ def step_record(step: FinishedStep) -> StepRecord:
         tokens=measured.tokens,
         padded_tokens=step.padded_tokens,
         recompute=Recompute(**measured.recompute._asdict()),
+        segments=_segments(planned.plan) if planned.in_segments else UNSET,
     )
 
 
@@ -144,6 +145,13 @@ def _widths_if_shared(plan: StepPlan) -> tuple[tuple[int, ...], ...] | None:
         return None
     return tuple(
         tuple(micro_batch.cp_size for micro_batch in plan.for_rank(rank).micro_batches)
+        for rank in range(plan.data_parallel_size)
+    )
+
+
+def _segments(plan: StepPlan) -> tuple[tuple[int, ...], ...]:
+    return tuple(
+        tuple(micro_batch.segments for micro_batch in plan.for_rank(rank).micro_batches)
         for rank in range(plan.data_parallel_size)
     )
 
