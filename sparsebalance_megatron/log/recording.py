@@ -126,6 +126,7 @@ def step_record(step: FinishedStep) -> StepRecord:
             min=coverage.minimum,
             base_mean=coverage.base_mean,
             unobserved=coverage.unobserved,
+            lost_by_token=coverage.lost_by_token,
         ),
         guarded_samples=int(coverage.grown),
         tokens=measured.tokens,

@@ -137,12 +137,16 @@ class Measured(Struct, frozen=True, kw_only=True):
 
 
 class StepCoverage(Struct, frozen=True, kw_only=True):
-    """Executed coverage over samples and layers; ``base_mean``: what base budgets had given."""
+    """Executed coverage over samples and layers; ``base_mean``: what base budgets had given.
+
+    ``lost_by_token``: what base budgets had given more, where every token counts alike.
+    """
 
     mean: Share
     min: Share
     base_mean: Share
     unobserved: Count
+    lost_by_token: Annotated[float, Meta(ge=-1.001, le=1.001)] | None = None
 
 
 class Recompute(Struct, frozen=True, kw_only=True):

@@ -330,8 +330,15 @@ SEGMENTS = {
         flags=(*CUT, "--use-distributed-optimizer"),
         program=DRAWN_SEGMENTS,
     ),
-    "segments-tied": Layout(model="gpt2", ranks=2, flags=CUT, program=DRAWN_SEGMENTS),
-    "segments-tied-tensor": Layout(model="gpt2", ranks=4, flags=(*CUT, *TENSOR)),
+    "segments-tied": Layout(
+        model="gpt2",
+        ranks=2,
+        flags=(*CUT, "--account-for-embedding-in-pipeline-split"),
+        program=DRAWN_SEGMENTS,
+    ),
+    "segments-tied-tensor": Layout(
+        model="gpt2", ranks=4, flags=(*CUT, *TENSOR, "--account-for-loss-in-pipeline-split")
+    ),
     "segments-vertical-slash": Layout(
         model="vertical-slash", ranks=2, flags=CUT, program=DRAWN_SEGMENTS
     ),

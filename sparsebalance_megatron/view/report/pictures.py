@@ -89,7 +89,7 @@ def rank_bars(runs: Mapping[str, Sequence[StepRecord]]) -> Chart | None:
     if not known:
         return None
     end_ms = max(row.end_ms for rows in known.values() for row in rows)
-    waits = [row.pieces[1].ms / row.end_ms for row in next(iter(known.values()))]
+    waits = [row.pieces[1].ms / row.end_ms for row in list(known.values())[-1]]
     ranks = max(step.shape[0] for steps in runs.values() for step in steps)
     shown = max(len(rows) for rows in known.values())
     return Chart(
