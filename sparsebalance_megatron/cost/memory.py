@@ -122,6 +122,14 @@ class MemoryModel:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SegmentTokens:
+    """Tokens of the rank that holds most: in flight on every stage, and in one segment."""
+
+    in_flight_P: tuple[float, ...]
+    largest: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageMemory:
     """Bytes of the fullest rank of one pipeline stage."""
 
@@ -135,11 +143,14 @@ class StageMemory:
         return self.weights_bytes + self.activations_bytes
 
 
-def stage_memory(model: MemoryModel, tokens_RM: np.ndarray) -> tuple[StageMemory, ...]:
+def stage_memory(
+    model: MemoryModel, tokens_RM: np.ndarray, segments: SegmentTokens | None = None
+) -> tuple[StageMemory, ...]:
     """Memory of every stage while a step runs.
 
     Args:
         tokens_RM: tokens of a rank's share of every micro-batch, in the order they run.
+        segments: of a step whose micro-batches pass the pipeline in segments.
 
     Returns:
         One per pipeline stage: of the rank whose micro-batches in flight hold most tokens.
@@ -156,8 +167,10 @@ def stage_memory(model: MemoryModel, tokens_RM: np.ndarray) -> tuple[StageMemory
         window = min(micro_batches, -(-chunks // model.virtual_stages))
         sums = np.lib.stride_tricks.sliding_window_view(tokens_RM, window, axis=1).sum(axis=2)
         tokens_in_flight = float(sums.max()) * chunks / (window * model.virtual_stages)
-        activations = tokens_in_flight * layers * per_layer
         most_tokens = float(tokens_RM.max())
+        if segments is not None:
+            tokens_in_flight, most_tokens = segments.in_flight_P[stage], segments.largest
+        activations = tokens_in_flight * layers * per_layer
         if model.recompute_all:
             # One layer at a time is computed again, and then held whole.
             activations += most_tokens * _whole_layer_bytes(model)
