@@ -25,7 +25,6 @@ PROCESS_PATHS = (
     "cli/test_report.py",
     "megatron/test_dense_models.py",
     "profile/test_command.py",
-    "view/report/test_browser.py",
     "test_documents.py",
     "run/test_dry_run.py",
 )
