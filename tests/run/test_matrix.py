@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from harness import (
     BALANCE_FLAGS,
@@ -41,6 +42,7 @@ STEPS = 4
 PROGRAM = ("-m", "sparsebalance_megatron.pretrain_gpt")
 WITH_NORMS = (str(PROGRAMS / "sequence_parallel.py"),)
 DRAWN_WIDTHS = (str(PROGRAMS / "shared_micro_batches.py"),)
+DRAWN_SEGMENTS = (str(PROGRAMS / "drawn_segments.py"),)
 
 PIPELINE = "--pipeline-model-parallel-size 2"
 TENSOR = "--tensor-model-parallel-size 2"
@@ -59,6 +61,8 @@ YARN = (
     "--position-embedding-type yarn --rotary-scaling-factor 4 "
     "--yarn-original-max-position-embeddings 64"
 )
+CUT = f"{PIPELINE} --sparse-balance-max-segments 4 {ON_CPU}"
+KEEP = "--sparse-balance-recompute-attention keep"
 
 
 def without(flags: tuple[str, ...], *names: str) -> tuple[str, ...]:
@@ -107,6 +111,10 @@ MODELS = {
     ),
     # The balancing loss of experts is taken per micro-batch, padding included.
     "experts": Model((*LLAMA_YARN, *EXPERTS.split()), "arrival", padded=False),
+    # Several micro-batches of a rank, or segments of one, balance experts otherwise than one.
+    "experts unbalanced": Model(
+        (*LLAMA_YARN, *EXPERTS.split(), "--moe-aux-loss-coeff", "0"), "arrival", False, "experts"
+    ),
 }
 
 
@@ -176,8 +184,41 @@ SHARED_ROWS = {
 }
 """Rows lie on several ranks, as wide as the plan says or as a lot says."""
 
+SEGMENTS = {
+    "segments-pipeline4": Layout(
+        "llama", 4, f"{CUT} --pipeline-model-parallel-size 4", DRAWN_SEGMENTS
+    ),
+    "segments-data-overlapped": Layout("llama", 4, f"{CUT} {OVERLAP}", DRAWN_SEGMENTS),
+    "segments-packed": Layout("llama", 2, f"{CUT} --micro-batch-size 4", DRAWN_SEGMENTS),
+    "segments-recompute": Layout("llama", 2, f"{CUT} {RECOMPUTE} uniform", DRAWN_SEGMENTS),
+    "segments-recompute-keep": Layout(
+        "llama", 4, f"{CUT} {RECOMPUTE} block {KEEP}", DRAWN_SEGMENTS
+    ),
+    "segments-recompute-selective": Layout("llama", 2, f"{CUT} {SELECTIVE}"),
+    "segments-tensor": Layout("llama", 4, f"{CUT} {TENSOR}"),
+    "segments-tensor-sequence": Layout(
+        "llama", 4, f"{CUT} {TENSOR} --sequence-parallel {SELECTIVE} {KEEP}", WITH_NORMS
+    ),
+    "segments-bf16": Layout("llama bf16", 4, f"{CUT} --use-distributed-optimizer", DRAWN_SEGMENTS),
+    "segments-tied": Layout(
+        "gpt2", 2, f"{CUT} --account-for-embedding-in-pipeline-split", DRAWN_SEGMENTS
+    ),
+    "segments-tied-tensor": Layout(
+        "gpt2", 4, f"{CUT} {TENSOR} --account-for-loss-in-pipeline-split"
+    ),
+    "segments-vertical-slash": Layout("vertical-slash", 2, CUT, DRAWN_SEGMENTS),
+    "segments-experts": Layout("experts unbalanced", 4, CUT, DRAWN_SEGMENTS),
+    "segments-experts-tensor-sequence": Layout(
+        "experts unbalanced", 4, f"{CUT} {TENSOR} --sequence-parallel", WITH_NORMS
+    ),
+}
+"""Micro-batches pass the pipeline in segments, equal in blocks or drawn by lot."""
+
 PER_PUSH = frozenset(
     {
+        "segments-data-overlapped",
+        "segments-recompute-keep",
+        "segments-tensor-sequence",
         "tensor-pipeline",
         "experts-tensor-sequence",
         "wide",
@@ -212,7 +253,7 @@ def models(request: pytest.FixtureRequest) -> list[str]:
     """Those that the selected layouts need."""
     own = [item for item in request.session.items if item.module is request.module]
     names = {item.callspec.params["name"] for item in own}
-    return sorted({(LAYOUTS | SHARED_ROWS)[name].model for name in names})
+    return sorted({(LAYOUTS | SHARED_ROWS | SEGMENTS)[name].model for name in names})
 
 
 @pytest.fixture(scope="module")
@@ -277,10 +318,33 @@ def test_ranks_that_share_rows_train_to_the_losses_of_one_rank(
     expected = one_rank[layout.model]
     run = _train_layout(layout, documents, weights, tmp_path)
     _assert_trains_alike(run, expected, MODELS[layout.model])
-    for step, other in zip(run.steps, expected.steps, strict=True):
-        tolerance = MODELS[layout.model].tolerance
-        assert step["coverage"]["mean"] == pytest.approx(other["coverage"]["mean"], rel=tolerance)
+    _assert_covers_alike(run, expected, MODELS[layout.model])
     assert max(_cp_sizes(tmp_path)) > 1
+
+
+@pytest.mark.parametrize("name", tiered(SEGMENTS))
+def test_segments_train_to_the_losses_of_one_rank(
+    name: str,
+    documents: Path,
+    weights: dict[str, Path],
+    one_rank: dict[str, TrainingRun],
+    tmp_path: Path,
+) -> None:
+    """They see the coverage of whole micro-batches, count it once, and log what stages ran."""
+    layout = SEGMENTS[name]
+    expected = one_rank[layout.model]
+    run = _train_layout(layout, documents, weights, tmp_path)
+    _assert_trains_alike(run, expected, MODELS[layout.model])
+    _assert_covers_alike(run, expected, MODELS[layout.model])
+    for step in run.steps:
+        forward_RPVM = np.array(step["measured"]["forward_ms"])
+        for of_rank, forward_PVM in zip(step["segments"], forward_RPVM, strict=True):
+            assert (forward_PVM[..., : len(of_rank)] > 0.0).all()
+            assert not forward_PVM[..., len(of_rank) :].any()
+    counts = {tuple(map(len, step["segments"])) for step in run.steps}
+    assert max(map(max, run.steps[0]["segments"])) > 1
+    drawn_ranks = layout.program == DRAWN_SEGMENTS and len(run.steps[0]["segments"]) > 1
+    assert any(len(set(of_ranks)) > 1 for of_ranks in counts) == drawn_ranks
 
 
 def _train_layout(
@@ -290,6 +354,12 @@ def _train_layout(
         *(layout.ranks, layout.model, tuple(layout.flags.split()), documents, weights),
         *(MODELS[layout.model].batching, log_dir, layout.program),
     )
+
+
+def _assert_covers_alike(run: TrainingRun, expected: TrainingRun, model: Model) -> None:
+    for step, other in zip(run.steps, expected.steps, strict=True):
+        mean = other["coverage"]["mean"]
+        assert step["coverage"]["mean"] == pytest.approx(mean, rel=model.tolerance)
 
 
 def _cp_sizes(log_dir: Path) -> set[int]:
