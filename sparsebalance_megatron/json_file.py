@@ -35,11 +35,7 @@ def read_json(path: Path, kind: Any = Any, max_bytes: int = MAX_BYTES) -> Any:
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """The text of a UTF-8 file.
-
-    Raises:
-        UnreadableFileError: with the reason.
-    """
+    """The text of a UTF-8 file."""
     with open_regular(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         if size > max_bytes:
@@ -53,11 +49,7 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; pipes, devices and folders are refused at once.
-
-    Raises:
-        UnreadableFileError: with the reason.
-    """
+    """Open a file for reading; pipes, devices and folders are refused at once."""
     try:
         # Opening a pipe that nobody writes to would wait for ever without this flag.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -88,9 +80,6 @@ def refuse_output_over_input(output: Path, inputs: Iterable[Path], flag: str) ->
 
     Args:
         flag: that names the output.
-
-    Raises:
-        ConfigError: with both names.
     """
     for path in inputs:
         same = output.resolve() == path.resolve()
@@ -104,9 +93,6 @@ def parse_json(text: str, kind: Any = Any) -> Any:
 
     Args:
         kind: a type that msgspec knows; ``Any`` for whatever the text holds.
-
-    Raises:
-        UnreadableFileError: with the reason, or with the key, its value and what it must be.
     """
     try:
         value = msgspec.json.decode(text)
@@ -118,11 +104,7 @@ def parse_json(text: str, kind: Any = Any) -> Any:
 
 
 def checked(value: Any, kind: Any) -> Any:
-    """A value of plain types as a ``kind``.
-
-    Raises:
-        UnreadableFileError: with the key, its value and what it must be.
-    """
+    """A value of plain types as a ``kind``."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:

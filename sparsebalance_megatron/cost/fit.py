@@ -48,9 +48,6 @@ def measured_cost_model(path: str | os.PathLike[str], run: Mapping[str, Any]) ->
 
     Args:
         run: what the table must have been measured for; see :meth:`.CostTable.check_matches`.
-
-    Raises:
-        CostTableError: the table cannot be read or fitted, or was measured for something else.
     """
     table = CostTable.load(path)
     table.check_matches(run)
@@ -67,9 +64,6 @@ def configured_cost_model(
 
     Args:
         run: what the table must have been measured for, besides the configuration and the shape.
-
-    Raises:
-        ConfigError, CostTableError: naming the flag or file and the remedy.
     """
     if config.cost_table is not None:
         configured = {"block_size": config.block_size, "selection": config.selection}
@@ -91,11 +85,7 @@ def counted_cost_model(config: SparseBalanceConfig, shape: ModelShape) -> CostMo
 
 
 def fit_cost_model(table: CostTable) -> CostModel:
-    """Non-negative least squares on relative errors, so that small and large both fit.
-
-    Raises:
-        CostTableError: it cannot be fitted.
-    """
+    """Non-negative least squares on relative errors, so that small and large both fit."""
     identity, work = table.identity, _work_of(table)
     fitted = {
         direction: {

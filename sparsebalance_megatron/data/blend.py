@@ -47,9 +47,6 @@ def read_blends(flags: Any) -> Mapping[Split, Blend | None]:
         flags: with Megatron's ``data_path``, ``data_args_path``, ``train_data_path``,
             ``valid_data_path``, ``test_data_path`` and ``per_split_data_args_path``; an empty tuple
             or None where not given.
-
-    Raises:
-        DataError: if a list or a file cannot be read as blends, or flags contradict one another.
     """
     by_split = {
         "--train-data-path": flags.train_data_path,
@@ -90,9 +87,6 @@ def parse_blend(words: Sequence[str], place: str, *, whole: bool = False) -> Ble
         words: as typed.
         place: the flag or file they come from, for errors.
         whole: see :class:`Blend`.
-
-    Raises:
-        DataError: if there is none, weights are missing or no numbers, or one is not positive.
     """
     words = [word.strip() for word in words]
     if not words:

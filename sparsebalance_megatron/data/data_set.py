@@ -87,9 +87,6 @@ class DataSet:
         seed: of the order; together with the epoch it determines the permutation.
         vocab_size: rows of the model's embedding, which no stored token may exceed; None leaves
             tokens unchecked.
-
-    Raises:
-        DataError: if no sample is left, or what is stored is not for this model.
     """
 
     def __init__(
@@ -209,9 +206,6 @@ def split_range(documents: int, weights: str, split: Split) -> tuple[int, int]:
 
     Same rule as ``parse_and_normalize_split`` and ``_build_megatron_dataset_splits`` in
     ``megatron.core.datasets``: cumulated normalised weights times documents, rounded.
-
-    Raises:
-        DataError: if ``weights`` is not one to three non-negative numbers, one of them positive.
     """
     number = r"\s*(\d+\.?\d*|\.\d+)\s*"
     if not re.fullmatch(rf"{number}(,{number}){{0,2}}", weights):

@@ -56,12 +56,7 @@ class Documents:
 
     @classmethod
     def open(cls, prefix: str | Path) -> Documents:
-        """Open and check; reads the index, no token.
-
-        Raises:
-            DataError: if a file is missing, empty, damaged or cut short, or if the files do
-                not belong together.
-        """
+        """Open and check; reads the index, no token."""
         prefix = str(prefix)
         starts, tokens = _open_checked(prefix)
         return cls(
@@ -73,11 +68,7 @@ class Documents:
 
     @classmethod
     def lengths_only(cls, prefix: str | Path) -> Documents:
-        """Open the ``.idx`` file alone: documents have lengths, and no token can be read.
-
-        Raises:
-            DataError: if the file is missing, empty, damaged or cut short.
-        """
+        """Open the ``.idx`` file alone: documents have lengths, and no token can be read."""
         starts, _ = _read_index(str(prefix))
         return cls(prefix=str(prefix), starts=starts, tokens=None)
 
@@ -94,9 +85,6 @@ class Documents:
 
         Args:
             vocab_size: rows of the model's embedding.
-
-        Raises:
-            DataError: if a token is not in the vocabulary, or the mask is not one.
         """
         assert self.tokens is not None, "opened for lengths only"
         check_token_ids(self.prefix, self.tokens, vocab_size)

@@ -94,9 +94,6 @@ def packed_cu_seqlens(
         pad_to_multiple_of: the last boundary divides by this (sequence parallelism needs it).
         padding_documents: of one token each, behind the samples (a sequence that several ranks
             share needs something for each of them).
-
-    Raises:
-        ValueError: if there is no sample, or a length or the multiple is below 1.
     """
     if not lengths_tokens or min(lengths_tokens) < 1:
         raise ValueError(
@@ -125,9 +122,6 @@ def pack(
         samples: at least one.
         pad_to_multiple_of, padding_documents: see :func:`packed_cu_seqlens`.
         pad_token: input and label of padding; its loss weight is 0.
-
-    Raises:
-        ValueError: if there is no sample or the multiple is below 1.
     """
     lengths_tokens = [sample.length_tokens for sample in samples]
     cu_seqlens = packed_cu_seqlens(lengths_tokens, pad_to_multiple_of, padding_documents)

@@ -68,9 +68,6 @@ class BadRecords:
         Args:
             reason: what is counted.
             explanation: the reason and what this record has in particular.
-
-        Raises:
-            DataError: if bad records are not to be skipped.
         """
         if not self._skip:
             raise DataError(
@@ -197,11 +194,7 @@ class _Content(msgspec.Struct):
 
 
 def _json_lines(path: Path, bad: BadRecords) -> Iterator[tuple[str, Any, int]]:
-    """(place, value, bytes) of every line that is JSON and not blank.
-
-    Raises:
-        DataError: compressed data is damaged, or pyarrow, which decompresses, is not installed.
-    """
+    """(place, value, bytes) of every line that is JSON and not blank."""
     file_bytes = path.stat().st_size
     blank_lines = read_bytes = 0
     with _opened(path) as stream:
@@ -235,11 +228,7 @@ def _json_lines(path: Path, bad: BadRecords) -> Iterator[tuple[str, Any, int]]:
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """(place, row, bytes that the row takes of the file) of the columns ``text`` and ``messages``.
-
-    Raises:
-        DataError: the file is damaged, has neither column, or pyarrow is not installed.
-    """
+    """(place, row, bytes that the row takes of the file) of the columns ``text`` and ``messages``."""
     parquet, arrow = _library("pyarrow.parquet", path), _library("pyarrow", path)
     try:
         file = parquet.ParquetFile(path)

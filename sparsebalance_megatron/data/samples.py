@@ -144,11 +144,7 @@ class SampleIndex:
         return samples_S
 
     def read(self, sample: int) -> Sample:
-        """Tokens of a sample, and its loss mask where its data set has one.
-
-        Raises:
-            DataError: if a token is not in the vocabulary, or the mask is not one.
-        """
+        """Tokens of a sample, and its loss mask where its data set has one."""
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} is not one of 0 to {len(self) - 1}")
         source = int(self.source_of(np.asarray([sample]))[0])
@@ -231,10 +227,6 @@ def open_samples(
             valid and test over documents.
         missing_loss_mask: what happens to data sets without one beside others that have one.
         max_tokens, overlong, seed, vocab_size: see :class:`.data_set.DataSet`.
-
-    Raises:
-        DataError: if files are missing, damaged or yield no sample, a split has documents of some
-            data sets and none of others, or some have a loss mask and others must have one too.
     """
     if len(blend.prefixes) > _MOST_SOURCES:
         raise DataError(f"{blend.place}: {len(blend.prefixes)} data sets; at most {_MOST_SOURCES}")
@@ -279,9 +271,6 @@ def index_lengths(blend: Blend, *, max_tokens: int | None, seed: int) -> SampleI
 
     Args:
         max_tokens: longer documents are split; None takes the longest as it is.
-
-    Raises:
-        DataError: if an ``.idx`` file is missing or damaged, or yields no sample.
     """
     documents = [Documents.lengths_only(prefix) for prefix in blend.prefixes]
     max_tokens = max_tokens or max(int(each.lengths_tokens.max()) for each in documents)

@@ -43,9 +43,6 @@ def check_token_ids(prefix: str, tokens: np.ndarray, vocab_size: int) -> None:
     Args:
         tokens: of ``PREFIX.bin``.
         vocab_size: rows of the model's embedding.
-
-    Raises:
-        DataError: if the tokenizer has more tokens, or a token is no row of the embedding.
     """
     try:
         tokenizer_size = read_json(Path(f"{prefix}.json"), _Summary).tokenizer.vocab_size
@@ -72,11 +69,7 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, place: str) -> None:
 
 
 def check_loss_mask(mask: np.ndarray, path: str) -> None:
-    """Check the values of a stored loss mask, uint8.
-
-    Raises:
-        DataError: if one is neither 0 nor 1, or all of them are 0.
-    """
+    """Check the values of a stored loss mask, uint8."""
     any_trained = False
     for place in _places(mask):
         check_mask(place, path)

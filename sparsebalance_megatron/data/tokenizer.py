@@ -50,12 +50,7 @@ class DocumentTokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, name: str) -> DocumentTokenizer:
-    """Train a byte-level BPE; it encodes any text without an unknown token.
-
-    Raises:
-        DataError: if the vocabulary is too small for 256 bytes and ``<|endoftext|>``, or larger
-            than any.
-    """
+    """Train a byte-level BPE; it encodes any text without an unknown token."""
     if vocab_size > _LARGEST_VOCABULARY:
         raise DataError(
             f"--tokenizer-train {vocab_size}: at most {_LARGEST_VOCABULARY} tokens; models have "
@@ -97,11 +92,7 @@ def transformers_files(tokenizer: DocumentTokenizer) -> dict[str, str]:
 
 
 def load_tokenizer(name: str) -> DocumentTokenizer:
-    """Load a HuggingFace tokenizer from a directory, or by its name on the model hub.
-
-    Raises:
-        DataError: if it cannot be loaded, or is not backed by the ``tokenizers`` library.
-    """
+    """Load a HuggingFace tokenizer from a directory, or by its name on the model hub."""
     path = Path(name).expanduser()
     is_directory = path.is_dir()
     if not is_directory and name.startswith(("/", "./", "../", "~")):

@@ -38,9 +38,6 @@ class DatasetWriter:
     Attributes:
         any_masked: whether some token does not count for the loss.
         lengths_tokens: tokens of every document so far.
-
-    Raises:
-        DataError: if there is a data set of that name and ``overwrite`` is off.
     """
 
     def __init__(self, prefix: str, *, vocab_size: int, overwrite: bool) -> None:
@@ -77,10 +74,6 @@ class DatasetWriter:
 
         Args:
             texts: contents of further files by suffix, such as ``.json``.
-
-        Raises:
-            DataError: if another process has written a data set of that name in the meantime, and
-                ``overwrite`` is off.
         """
         self._close()
         self._texts = dict(texts)
@@ -119,12 +112,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def check_output(prefix: str, *, overwrite: bool, inputs: Sequence[Path] = ()) -> None:
-    """Whether a data set of that name may be written.
-
-    Raises:
-        ConfigError: if it would replace an input.
-        DataError: if the prefix names no file, or an existing one that may not be replaced.
-    """
+    """Whether a data set of that name may be written."""
     if prefix.rpartition("/")[2] in ("", ".", ".."):
         raise DataError(f"--output-prefix '{prefix}': names no file; give a path such as out/train")
     outputs = [Path(prefix + suffix) for suffix in (*_TOKEN_SUFFIXES, *_MASK_SUFFIXES, ".json")]

@@ -29,9 +29,6 @@ class BatchSizes:
 
     Attributes:
         schedule: (samples consumed, global batch size) pairs: from so many samples on, that size.
-
-    Raises:
-        PlanError: if it does not begin with 0, thresholds do not rise, or a size is below 1.
     """
 
     schedule: tuple[tuple[int, int], ...]

@@ -62,9 +62,6 @@ class HostJob(Job):
         """The costs of this job: those of the configured table, else counted operations.
 
         A table's device and dtype are not looked at: a process that only plans has neither.
-
-        Raises:
-            ConfigError, CostTableError: naming the flag or file and the remedy.
         """
         if config.cost_table == "auto":
             raise ConfigError(

@@ -42,9 +42,6 @@ def early_flags(argv: Sequence[str]) -> tuple[bool, str]:
 
     Returns:
         Whether ``--sparse-balance`` is given, and "cpu" or "cuda".
-
-    Raises:
-        ConfigError: if CUDA is asked for and not there.
     """
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(flag_name("enabled"), dest="enabled", action="store_true")
@@ -141,9 +138,6 @@ def check_typed_flags(parser: ArgumentParser, argv: Sequence[str]) -> None:
 
     Args:
         parser: with Megatron's flags and this plugin's.
-
-    Raises:
-        ConfigError: naming the flags and the remedy.
     """
     args, _ = parser.parse_known_args(argv)
     # Where Megatron's parser takes it from, too.
@@ -192,11 +186,7 @@ def arguments_without_ranks(
 
 
 def config_from_args(args: Namespace) -> SparseBalanceConfig:
-    """Read the plugin's config back from Megatron's ``args``.
-
-    Raises:
-        ConfigError: if a value is wrong, or if ``--yaml-cfg`` replaced the command line.
-    """
+    """Read the plugin's config back from Megatron's ``args``."""
     missing = [
         f.name for f in fields(SparseBalanceConfig) if not hasattr(args, destination(f.name))
     ]

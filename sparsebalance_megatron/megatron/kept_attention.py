@@ -132,11 +132,7 @@ class KeptAttention:
         )
 
     def take(self, layer: int, inputs: tuple[Tensor, ...]) -> KeptResult | None:
-        """Give a layer's result to its recomputed pass and let go of it; None to attend again.
-
-        Raises:
-            RecomputeError: the inputs have other shapes, or somebody wrote to the output since.
-        """
+        """Give a layer's result to its recomputed pass and let go of it; None to attend again."""
         kept = self._by_layer.get(layer)
         if kept is None:
             self._counts.again += 1

@@ -61,11 +61,7 @@ class SequenceGroups:
     agreement: ProcessGroup
 
     def of(self, micro_batch: MicroBatchPlan) -> SequenceGroup:
-        """The group that runs a micro-batch of this rank.
-
-        Raises:
-            PlanError: no such group was made.
-        """
+        """The group that runs a micro-batch of this rank."""
         size = micro_batch.cp_size
         if size not in self.by_size or micro_batch.rank % size:
             raise PlanError(

@@ -92,11 +92,7 @@ class RunSettings:
         return self.job.groups.data_parallel_size
 
     def check_batch_sizes(self, step: int) -> None:
-        """Check every global batch size that is still to come.
-
-        Raises:
-            ConfigError: if one does not fill its micro-batches evenly.
-        """
+        """Check every global batch size that is still to come."""
         for size in self.batch_sizes.sizes_from(step):
             _micro_batches(
                 size,
@@ -138,9 +134,6 @@ class RunSettings:
             transformer_config: a ``megatron.core`` ``TransformerConfig``.
             vocab_size: rows of the embedding, its padding included.
             data_parallel_size: Megatron's, which counts no context-parallel ranks.
-
-        Raises:
-            ConfigError: if the global batch does not fill its micro-batches evenly.
         """
         cp_size = transformer_config.context_parallel_size
         return cls(

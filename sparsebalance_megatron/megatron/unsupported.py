@@ -210,11 +210,7 @@ is refused for any value that is true."""
 
 
 def check_supported(args: Namespace, config: SparseBalanceConfig) -> None:
-    """Refuse combinations of Megatron flags with ``--sparse-balance`` that would go wrong.
-
-    Raises:
-        ConfigError: naming both flags and the remedy.
-    """
+    """Refuse combinations of Megatron flags with ``--sparse-balance`` that would go wrong."""
     get = Settings(args, config)
     _refuse(MODEL | TRAINING, get)
     cp_size = get("context_parallel_size", 1)
@@ -224,11 +220,7 @@ def check_supported(args: Namespace, config: SparseBalanceConfig) -> None:
 
 
 def check_segments(get: Settings) -> None:
-    """Refuse what does not train with micro-batches in segments.
-
-    Raises:
-        ConfigError: naming both flags and the remedy.
-    """
+    """Refuse what does not train with micro-batches in segments."""
     config = get.config
     if config.max_segments == 1:
         return
@@ -262,11 +254,7 @@ def check_segments(get: Settings) -> None:
 
 
 def check_model(transformer_config: object, config: SparseBalanceConfig) -> None:
-    """Refuse a model that budgets would go wrong in.
-
-    Raises:
-        ConfigError: naming both flags and the remedy.
-    """
+    """Refuse a model that budgets would go wrong in."""
     _refuse(MODEL, Settings(transformer_config, config))
 
 
@@ -289,11 +277,7 @@ def _as_given(flag: str, value: Any) -> str:
 def check_cap(
     seq_length: int, config: SparseBalanceConfig, *, context_parallel_size: int = 1
 ) -> None:
-    """Refuse a cap on a rank's tokens that the shares of a sample of ``seq_length`` exceed.
-
-    Raises:
-        ConfigError: naming the cap that would do.
-    """
+    """Refuse a cap on a rank's tokens that the shares of a sample of ``seq_length`` exceed."""
     cap = config.max_tokens_per_micro_batch
     ranks = max(context_parallel_size, config.max_context_parallel or 1)
     if cap is not None and cap * ranks < seq_length:
@@ -305,11 +289,7 @@ def check_cap(
 
 
 def check_selection(config: SparseBalanceConfig, *, context_parallel_size: int = 1) -> None:
-    """Refuse a selection that needs a sequence's last queries, where ranks may share it.
-
-    Raises:
-        ConfigError: naming the selection, the flag that lets ranks share it, and the remedy.
-    """
+    """Refuse a selection that needs a sequence's last queries, where ranks may share it."""
     if not getattr(selector_named(config.selection), "needs_whole_documents", False):
         return
     sharing = {
@@ -330,9 +310,6 @@ def check_batches(args: Namespace) -> None:
 
     Checks the flags as typed; what cannot be told yet, because flags are missing or will come from
     a checkpoint, is left to Megatron.
-
-    Raises:
-        ConfigError: naming the flags and the remedy.
     """
     get = Settings(args, SparseBalanceConfig())
     ranks_per_model = 1

@@ -79,9 +79,6 @@ def profile(
 
     Returns:
         The table; None on all ranks but the first.
-
-    Raises:
-        ConfigError: the flags cannot be profiled, or not on so many ranks.
     """
     _, device_type = early_flags(flags)
     if device_type == "cpu":

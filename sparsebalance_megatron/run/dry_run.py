@@ -38,9 +38,6 @@ def run(argv: Sequence[str]) -> None:
 
     Args:
         argv: the command line; the same words as in ``sys.argv``, which Megatron's parser reads.
-
-    Raises:
-        ConfigError, DataError, CostTableError, PlanError: what training would stop at, in one line.
     """
     early = _early_flags(argv)
     if not early.enabled:

@@ -93,9 +93,6 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
     Returns:
         :class:`CostedInputs`, unless costs are measured when training starts
         (``--sparse-balance-cost-table auto``).
-
-    Raises:
-        ConfigError, DataError, CostTableError: naming the flag or file and the remedy.
     """
     blends = read_blends(settings)
     if blends["train"] is None:
@@ -143,11 +140,7 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
 
 
 def max_cp_size(settings: RunSettings, config: SparseBalanceConfig) -> int:
-    """How many ranks may share a micro-batch at most.
-
-    Raises:
-        ConfigError: if it does not fit the job.
-    """
+    """How many ranks may share a micro-batch at most."""
     ranks, size = settings.job.data_parallel_size, settings.context_parallel_size
     largest = config.max_context_parallel
     if largest is None:

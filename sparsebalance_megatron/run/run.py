@@ -166,11 +166,7 @@ class Run:
         self._loop.follow(model_config, self._recorder, self.end_step)
 
     def check_ended(self, planned: PlannedStep) -> None:
-        """Check that no step runs, or the one that ``planned`` is for.
-
-        Raises:
-            IntegrationError: if the step before was not ended.
-        """
+        """Check that no step runs, or the one that ``planned`` is for."""
         running = self.running
         if running is None or planned is running:
             return
@@ -182,12 +178,7 @@ class Run:
             )
 
     def begin_micro_batch(self, context: MicroBatchContext) -> None:
-        """Name the forward that is running, and keep its context for the step's end.
-
-        Raises:
-            IntegrationError: if the step before was not ended.
-            PlanMismatchError: if ranks that may share micro-batches planned different steps.
-        """
+        """Name the forward that is running, and keep its context for the step's end."""
         step = context.step
         planned = self.samples.planned(step)
         self.check_ended(planned)

@@ -172,11 +172,7 @@ class Session:
         return self._loaded_state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the state of an earlier run, on every rank the same, before iterators exist.
-
-        Raises:
-            StateError: here or at the start, if it does not fit this model and layout.
-        """
+        """Take over the state of an earlier run, on every rank the same, before iterators exist."""
         self._loaded_state = state
         if self._run is not None:
             _take_over(state, self.samples.scheduler, self._record)
@@ -245,11 +241,7 @@ def recompute_line(inputs: CostedInputs) -> str | None:
 
 
 def _take_over(state: dict[str, Any], scheduler: Scheduler, record: Mapping[str, str]) -> None:
-    """Go on from loaded state, and say what differs from the run that wrote it.
-
-    Raises:
-        StateError: if it cannot be continued, or is damaged.
-    """
+    """Go on from loaded state, and say what differs from the run that wrote it."""
     try:
         differences = compare_runs(state.get("run", record), record)
         notes = (*differences, *scheduler.load_state_dict(state))
