@@ -29,8 +29,7 @@ from sparsebalance_megatron.config import ConfigError, flag_name
 
 if TYPE_CHECKING:
     from sparsebalance_megatron.config import SparseBalanceConfig
-    from sparsebalance_megatron.learn.host_job import HostJob
-    from sparsebalance_megatron.learn.host_planner import HostPlanner
+    from sparsebalance_megatron.learn.host_planner import HostJob, HostPlanner
     from sparsebalance_megatron.learn.planned_step import PlannedStep
     from sparsebalance_megatron.run.host_run import HostRun, begin_host_run
     from sparsebalance_megatron.run.own_loop import OwnLoopRun, begin_run
@@ -53,7 +52,7 @@ __all__ = [
 
 
 _ELSEWHERE = {
-    "HostJob": "learn.host_job",
+    "HostJob": "learn.host_planner",
     "begin_host_run": "run.host_run",
     "begin_run": "run.own_loop",
 }
@@ -68,11 +67,7 @@ def __getattr__(name: str) -> Any:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """At a ValueError of this package, end the process with one line and status 2.
-
-    Flags, data and cost tables raise those, and argparse ends like this; anything else keeps its
-    traceback.
-    """
+    """End at a ValueError of this package (flags, data, cost tables) with one line and status 2."""
     try:
         yield
     except ValueError as error:
@@ -121,13 +116,11 @@ def is_enabled(args: Namespace) -> bool:
 
 @one_line_errors()
 def training_hooks(args: Namespace) -> TrainingHooks:
-    """What replaces a script's dataset provider, forward step and layer spec.
+    """What replaces a script's dataset provider, forward step and layer spec; ``args`` are
+    validated.
 
-    Flags, data and cost table are checked here. A mistake in them ends the process with one line
-    and status 2.
-
-    Args:
-        args: Megatron's, validated.
+    Flags, data and cost table are checked here; a mistake ends the process with one line and status
+    2.
 
     Returns:
         ``dataset_provider`` and ``forward_step`` for ``pretrain``; ``configure_model`` for the

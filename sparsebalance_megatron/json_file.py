@@ -76,11 +76,7 @@ def bounded_lines(stream: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
 
 
 def refuse_output_over_input(output: Path, inputs: Iterable[Path], flag: str) -> None:
-    """Raise if a file that will be written is one that is read, under whatever name.
-
-    Args:
-        flag: that names the output.
-    """
+    """Raise if a file that will be written is one that is read, under whatever name."""
     for path in inputs:
         same = output.resolve() == path.resolve()
         if same or (output.exists() and path.exists() and output.samefile(path)):
@@ -88,12 +84,7 @@ def refuse_output_over_input(output: Path, inputs: Iterable[Path], flag: str) ->
 
 
 def parse_json(text: str, kind: Any = Any) -> Any:
-    """The value of a JSON text, as a ``kind``; NaN and infinity, which JSON does not have, are
-    refused.
-
-    Args:
-        kind: a type that msgspec knows; ``Any`` for whatever the text holds.
-    """
+    """The value of a JSON text, as a ``kind`` that msgspec knows; NaN and infinity are refused."""
     try:
         value = msgspec.json.decode(text)
     except RecursionError as error:

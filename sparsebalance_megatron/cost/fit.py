@@ -46,8 +46,7 @@ class FitError:
 def measured_cost_model(path: str | os.PathLike[str], run: Mapping[str, Any]) -> CostModel:
     """The costs that a table of measurements gives; warns where they are hard to believe.
 
-    Args:
-        run: what the table must have been measured for; see :meth:`.CostTable.check_matches`.
+    ``run`` is what the table must have been measured for; see :meth:`.CostTable.check_matches`.
     """
     table = CostTable.load(path)
     table.check_matches(run)
@@ -62,8 +61,7 @@ def configured_cost_model(
 ) -> CostModel:
     """The costs of a configured run: those of its table, else counted operations, with a warning.
 
-    Args:
-        run: what the table must have been measured for, besides the configuration and the shape.
+    ``run`` is what the table must have been measured for, besides the configuration and the shape.
     """
     if config.cost_table is not None:
         configured = {"block_size": config.block_size, "selection": config.selection}
@@ -141,8 +139,8 @@ def fit_errors(model: CostModel, table: CostTable) -> dict[tuple[Part, Direction
 def held_out_errors(table: CostTable) -> dict[tuple[Part, Direction], FitError]:
     """Like :func:`fit_errors`, but every row is predicted from a fit that has not seen it.
 
-    Rows are left out a fifth at a time, every fifth row in the table's order; the order follows
-    length, so that each fit has to interpolate and the outer ones to extrapolate.
+    Every fifth row in the table's order is left out at a time; the order follows length, so that
+    each fit has to interpolate and the outer ones to extrapolate.
     """
     block_size, work = table.identity.block_size, _work_of(table)
     errors = {}

@@ -136,13 +136,9 @@ class StageMemory:
 
 
 def stage_memory(model: MemoryModel, tokens_RM: np.ndarray) -> tuple[StageMemory, ...]:
-    """Memory of every stage while a step runs.
+    """Memory of every stage while a step runs: of the rank whose micro-batches in flight hold most.
 
-    Args:
-        tokens_RM: tokens of a rank's share of every micro-batch, in the order they run.
-
-    Returns:
-        One per pipeline stage: of the rank whose micro-batches in flight hold most tokens.
+    ``tokens_RM`` are the tokens of a rank's share of every micro-batch, in the order they run.
     """
     micro_batches = tokens_RM.shape[1]
     per_layer = model.layer_bytes_per_token()
@@ -178,11 +174,7 @@ def _whole_layer_bytes(model: MemoryModel) -> float:
 
 
 def memory_lines(stages: Sequence[StageMemory], source: str) -> list[str]:
-    """What a dry run and ``sparse-balance advise`` print: GiB per stage, and what is not counted.
-
-    Args:
-        source: who counted weights and optimizer.
-    """
+    """What a dry run and ``sparse-balance advise`` print; ``source`` counted the weights."""
     lines = [
         f"memory per stage, counted, GiB of the fullest rank ({source}; not counted: "
         f"{NOT_COUNTED}):"

@@ -135,7 +135,7 @@ class CostTable:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CostTable:
-        """Read and check a table."""
+        """Read and check a table; :class:`CostTableError` says what is wrong with it."""
         place = os.fspath(path)
         try:
             document = read_json(Path(path), dict[str, Any])
@@ -184,11 +184,7 @@ class CostTable:
                 raise CostTableError(f"{self.place}: no row for {pair[0]} {pair[1]}; {_REMEDY}")
 
     def check_matches(self, run: Mapping[str, Any]) -> None:
-        """Check that the table was measured for a run.
-
-        Args:
-            run: fields of :meth:`RunIdentity.flat`; those left out are not compared.
-        """
+        """Check that the table was measured for a run; what it lacks is not compared."""
         own = self.identity.flat()
         differences = [
             f"{name} is {own[name]} in the table, {value} in this run"

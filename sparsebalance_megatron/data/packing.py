@@ -17,9 +17,8 @@ import numpy as np
 class Sample:
     """One sample as stored: ``tokens[:n]`` are inputs, ``tokens[1:]`` are labels.
 
-    Attributes:
-        tokens: [n + 1], any integer dtype.
-        loss_mask: [n], one weight per label, or None where every label counts.
+    ``tokens``: [n + 1], any integer dtype. ``loss_mask``: [n], one weight per label, or None where
+    every label counts.
     """
 
     tokens: np.ndarray
@@ -47,11 +46,9 @@ class Sample:
 class PackedSequence:
     """Samples in one sequence, whose boundaries :func:`packed_cu_seqlens` gives.
 
-    Attributes:
-        tokens: [T] int64 inputs.
-        labels: [T] int64, the token that follows each input.
-        position_ids: [T] int64, from 0 in every sample and in the padding.
-        loss_mask: [T] float32, 0 on padding and on labels that a sample masks.
+    ``tokens``, ``labels`` (the token that follows each input) and ``position_ids`` (from 0 in every
+    sample and in the padding) are [T] int64; ``loss_mask`` is [T] float32, 0 on padding and on
+    labels that a sample masks.
     """
 
     tokens: np.ndarray
@@ -90,7 +87,6 @@ def packed_cu_seqlens(
     it; Megatron's ``PackedSeqParams.cu_seqlens_q`` takes these numbers.
 
     Args:
-        lengths_tokens: input tokens per sample.
         pad_to_multiple_of: the last boundary divides by this (sequence parallelism needs it).
         padding_documents: of one token each, behind the samples (a sequence that several ranks
             share needs something for each of them).
@@ -116,12 +112,9 @@ def pack(
     padding_documents: int = 0,
     pad_token: int = 0,
 ) -> PackedSequence:
-    """Pack samples in the order given.
+    """Pack samples, at least one, in the order given; arguments as of :func:`packed_cu_seqlens`.
 
-    Args:
-        samples: at least one.
-        pad_to_multiple_of, padding_documents: see :func:`packed_cu_seqlens`.
-        pad_token: input and label of padding; its loss weight is 0.
+    ``pad_token`` is input and label of padding, whose loss weight is 0.
     """
     lengths_tokens = [sample.length_tokens for sample in samples]
     cu_seqlens = packed_cu_seqlens(lengths_tokens, pad_to_multiple_of, padding_documents)

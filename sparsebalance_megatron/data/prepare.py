@@ -10,19 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.data.conversation import (
-    Render,
-    RenderedDocument,
-    RenderError,
-    render_conversation,
-    render_plain,
-    trained_tokens,
-)
 from sparsebalance_megatron.data.records import BadRecords, Record, Source
 from sparsebalance_megatron.data.tokenizer import (
     DocumentTokenizer,
+    Render,
+    RenderedDocument,
+    RenderError,
     load_tokenizer,
+    render_conversation,
+    render_plain,
     train_bpe,
+    trained_tokens,
     transformers_files,
 )
 from sparsebalance_megatron.data.writer import DatasetWriter, check_output
@@ -48,10 +46,8 @@ def prepare(
 ) -> dict[str, Any]:
     """Tokenise all documents of a source and write the data set; its summary.
 
-    Exactly one of ``tokenizer_name`` and ``train_vocab_size`` is given.
-
-    Raises:
-        DataError: if input, tokenizer or output cannot be used; nothing is left behind then.
+    Exactly one of ``tokenizer_name`` and ``train_vocab_size`` is given. At a :class:`DataError`
+    nothing is left behind.
     """
     check_output(prefix, overwrite=overwrite, inputs=source.paths)
     if train_vocab_size is None:

@@ -28,16 +28,8 @@ class DatasetWriter:
 
     Nothing that looks like a data set exists before :meth:`commit`; leaving without it removes what
     was written. The loss mask is kept only if some token is masked. Several processes may write to
-    one prefix: each has files of its own, and they get their names together.
-
-    Args:
-        prefix: the data set becomes ``prefix.bin`` and ``prefix.idx``.
-        vocab_size: decides the stored dtype, uint16 or int32, as Megatron's preprocessing does.
-        overwrite: replace a data set of that name.
-
-    Attributes:
-        any_masked: whether some token does not count for the loss.
-        lengths_tokens: tokens of every document so far.
+    one prefix: each has files of its own, and they get their names together. ``vocab_size`` decides
+    the stored dtype, uint16 or int32, as Megatron's preprocessing does.
     """
 
     def __init__(self, prefix: str, *, vocab_size: int, overwrite: bool) -> None:
@@ -69,11 +61,8 @@ class DatasetWriter:
     def commit(self, texts: Mapping[str, str]) -> None:
         """Finish the files and give them their names, replacing an older data set.
 
-        The index, without which nothing reads a data set, gets its name after the data; the last
-        of ``texts`` comes last of all.
-
-        Args:
-            texts: contents of further files by suffix, such as ``.json``.
+        The index, without which nothing reads a data set, gets its name after the data; the last of
+        ``texts`` (suffix such as ``.json`` -> content) comes last of all.
         """
         self._close()
         self._texts = dict(texts)
@@ -112,7 +101,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def check_output(prefix: str, *, overwrite: bool, inputs: Sequence[Path] = ()) -> None:
-    """Whether a data set of that name may be written."""
+    """Refuse a prefix that names no file, an input, or an existing data set that must stay."""
     if prefix.rpartition("/")[2] in ("", ".", ".."):
         raise DataError(f"--output-prefix '{prefix}': names no file; give a path such as out/train")
     outputs = [Path(prefix + suffix) for suffix in (*_TOKEN_SUFFIXES, *_MASK_SUFFIXES, ".json")]

@@ -21,16 +21,14 @@ everything, more coverage costs the most and errors are as small."""
 class CoverageAccount:
     """Sums, over samples, the coverage that steps lost against base budgets; a learner.
 
-    A sample's coverage is the mean over its layers.
+    A sample's coverage is the mean over its layers. ``deficit`` is the coverage lost over all
+    steps, by what samples count; negative is a surplus.
 
     Args:
         global_batch_size: samples of a step; of the largest where they differ.
         mean_over: what a sample counts in the sum: 1, or its tokens.
         slack: by how much mean coverage may be below that of base budgets.
         steps: of a horizon; None is as many as plans look ahead.
-
-    Attributes:
-        deficit: coverage lost over all steps, by what samples count; negative is a surplus.
     """
 
     def __init__(

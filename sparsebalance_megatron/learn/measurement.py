@@ -153,9 +153,6 @@ class StepMeasurement:
         of the micro-batch takes, on all of its ranks, what it took on the rank that took least.
         Waiting would otherwise look like computation, and a rank with little to do before like a
         slow device.
-
-        Args:
-            micro_batches: of the step's plan.
         """
         shared = [micro_batch for micro_batch in micro_batches if micro_batch.cp_size > 1]
         if not shared:

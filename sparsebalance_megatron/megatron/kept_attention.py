@@ -112,12 +112,7 @@ class KeptAttention:
         selection: Selection,
         result: tuple[Tensor, Tensor],
     ) -> None:
-        """Keep the result of a layer's first forward.
-
-        Args:
-            inputs: q_THD, k_TGD and v_TGD.
-            result: out_THD and lse_TH.
-        """
+        """Keep the result (out_THD, lse_TH) of a layer's first forward on (q_THD, k_TGD, v_TGD)."""
         if layer in self._by_layer:
             self._by_layer[layer] = None
             return
@@ -176,10 +171,8 @@ def bytes_per_token(
 ) -> dict[str, float]:
     """What one layer keeps of a token, in bytes, by what it is.
 
-    Args:
-        heads, head_dim, itemsize: of attention's output on this rank.
-        listing_heads: lists per token: heads that select, over the block size where blocks do.
-        budget: places of a list; a document with fewer blocks takes fewer.
+    ``listing_heads``: lists per token: heads that select, over the block size where blocks do.
+    ``budget``: places of a list; a document with fewer blocks takes fewer.
     """
     return {
         "output": float(heads * head_dim * itemsize),

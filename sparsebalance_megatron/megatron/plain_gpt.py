@@ -21,7 +21,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
 
 from sparsebalance_megatron.config import ConfigError
-from sparsebalance_megatron.megatron.forward import validate_loss
+from sparsebalance_megatron.megatron.hooks import validate_loss
 
 _ROW_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 

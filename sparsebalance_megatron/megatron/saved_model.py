@@ -86,14 +86,9 @@ class _MetadataReader(pickle.Unpickler):
 
 
 class SavedModel:
-    """The model's tensors of one iteration of a checkpoint directory.
+    """The model's tensors of one iteration of a checkpoint directory; None takes the latest.
 
-    Attributes:
-        arguments: Megatron's, of the run that wrote it; known after :meth:`load`.
-
-    Args:
-        directory: what ``--save`` named.
-        iteration: None takes the latest.
+    ``arguments`` are Megatron's, of the run that wrote it; known after :meth:`load`.
     """
 
     def __init__(self, directory: Path, iteration: int | None) -> None:
@@ -128,7 +123,8 @@ class SavedModel:
         return self._embedding().properties.dtype
 
     def load(self, model: Any) -> dict[str, Tensor]:
-        """The values of all parameters, by their names in ``model``; the model is overwritten."""
+        """The values of all parameters, by their names in ``model``, which is overwritten and must
+        match."""
         with _undamaged(self.path):
             self._check_matches(_without_extra_state(self._sharded(model)))
             requested = _without_extra_state(self._sharded(model))

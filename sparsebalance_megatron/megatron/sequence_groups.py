@@ -80,7 +80,6 @@ def make_sequence_groups(
     Args:
         largest: ranks of the largest group, a power of two that divides the data-parallel times
             context-parallel size.
-        exchange: how keys and values travel.
         ranks_per_node: of those that may share a sequence; the inner rings of a hierarchical one.
         timeout_minutes: after which a rank that waits in vain for another member fails.
     """
@@ -124,11 +123,8 @@ class _Maker:
         self.rank = own.index(torch.distributed.get_rank())
 
     def neighbours(self, size: int, *, every: int = 1, backend: str | None = None) -> ProcessGroup:
-        """The group that this rank is in, of all that ``size`` neighbours make.
-
-        Args:
-            every: one group of each of so many neighbours, not one of all.
-        """
+        """This rank's group, of all that ``size`` neighbours make; ``every`` skips so many within
+        one."""
         wanted: ProcessGroup | None = None
         for replica in self._replicas:
             for first in range(0, len(replica), size):

@@ -13,7 +13,7 @@ import torch
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.table import ModelShape, RunIdentity
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
-from sparsebalance_megatron.learn.host_job import HostJob
+from sparsebalance_megatron.learn.host_planner import HostJob
 from sparsebalance_megatron.megatron import cpu
 from sparsebalance_megatron.megatron.compat import (
     batch_size_schedule,
@@ -92,7 +92,7 @@ class RunSettings:
         return self.job.groups.data_parallel_size
 
     def check_batch_sizes(self, step: int) -> None:
-        """Check every global batch size that is still to come."""
+        """Refuse a global batch size still to come that does not fill its micro-batches evenly."""
         for size in self.batch_sizes.sizes_from(step):
             _micro_batches(
                 size,
@@ -130,10 +130,8 @@ class RunSettings:
     ) -> RunSettings:
         """Settings of a model; ``others`` are the fields that Megatron's config does not hold.
 
-        Args:
-            transformer_config: a ``megatron.core`` ``TransformerConfig``.
-            vocab_size: rows of the embedding, its padding included.
-            data_parallel_size: Megatron's, which counts no context-parallel ranks.
+        ``vocab_size``: rows of the embedding, its padding included. ``data_parallel_size``:
+        Megatron's, which counts no context-parallel ranks.
         """
         cp_size = transformer_config.context_parallel_size
         return cls(
@@ -235,8 +233,7 @@ def micro_batch_group_size(transformer_config: Any) -> int | None:
 
 
 def host_job(transformer_config: Any, *, vocab_size: int, **others: Any) -> HostJob:
-    """The job of a host with this model; ``others`` are the fields that its config does not
-    hold.
+    """The job of a host with this model; ``others`` are fields that its config does not hold.
 
     With virtual stages Megatron's interleaved schedule takes micro-batches in groups, by default as
     large as the pipeline.

@@ -308,8 +308,8 @@ def check_selection(config: SparseBalanceConfig, *, context_parallel_size: int =
 def check_batches(args: Namespace) -> None:
     """Refuse a global batch that does not fill its micro-batches, before Megatron asserts as much.
 
-    Checks the flags as typed; what cannot be told yet, because flags are missing or will come from
-    a checkpoint, is left to Megatron.
+    What cannot be told yet, because flags are missing or will come from a checkpoint, is left to
+    Megatron.
     """
     get = Settings(args, SparseBalanceConfig())
     ranks_per_model = 1

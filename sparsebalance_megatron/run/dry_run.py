@@ -36,8 +36,7 @@ def is_requested(argv: Sequence[str]) -> bool:
 def run(argv: Sequence[str]) -> None:
     """Check, plan the first step, print. Under torchrun only rank 0 does; the others return.
 
-    Args:
-        argv: the command line; the same words as in ``sys.argv``, which Megatron's parser reads.
+    ``argv`` are the words of ``sys.argv``, which Megatron's parser reads.
     """
     early = _early_flags(argv)
     if not early.enabled:
@@ -152,10 +151,7 @@ def _without_argument_dump() -> Iterator[None]:
 
 @contextmanager
 def _one_line_refusals() -> Iterator[None]:
-    """Turn what Megatron, or a tokenizer, raises at wrong flags into one :class:`ConfigError`.
-
-    This package's own errors pass.
-    """
+    """Turn what Megatron, or a tokenizer, raises at wrong flags into one :class:`ConfigError`."""
     try:
         yield
     except Exception as error:

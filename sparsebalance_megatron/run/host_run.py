@@ -19,14 +19,12 @@ import numpy as np
 import torch
 
 from sparsebalance_megatron.config import SparseBalanceConfig
-from sparsebalance_megatron.learn.host_job import HostJob
-from sparsebalance_megatron.learn.host_planner import HostPlanner
+from sparsebalance_megatron.learn.host_planner import HostJob, HostPlanner
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.megatron.compat import enable_variable_lengths
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
-from sparsebalance_megatron.megatron.layout_cache import LayoutCache
-from sparsebalance_megatron.megatron.packed_seq_params import micro_batch_context
+from sparsebalance_megatron.megatron.packed_seq_params import LayoutCache, micro_batch_context
 from sparsebalance_megatron.megatron.sequence_groups import data_parallel_group, data_parallel_size
 from sparsebalance_megatron.megatron.settings import host_job
 from sparsebalance_megatron.megatron.unsupported import check_model
@@ -39,11 +37,8 @@ from sparsebalance_megatron.run.run import IntegrationError, Loop, Run
 class HostRun(TrainerRun):
     """One run on one rank; see :mod:`sparsebalance_megatron.integration` for its life.
 
-    It is the :class:`.run.Samples` of its own :class:`.run.Run`.
-
-    Attributes:
-        job: of the host, as a planner in another process needs it.
-        planner: knows what the steps of this run have taught.
+    It is the :class:`.run.Samples` of its own :class:`.run.Run`. ``job`` is what a planner in
+    another process needs; ``planner`` knows what the steps of this run have taught.
     """
 
     def __init__(
@@ -92,9 +87,6 @@ class HostRun(TrainerRun):
                 micro-batches on all ranks.
             pinned_LS: budgets that this rank's samples keep, in the same order; see
                 :meth:`.HostPlanner.plan`.
-
-        Raises:
-            PlanError: on all ranks alike.
         """
         group = data_parallel_group()
         own = [[int(length) for length in row] for row in lengths_tokens]
@@ -197,12 +189,7 @@ class HostRun(TrainerRun):
         return self.planner.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[str, ...]:
-        """Take over :meth:`state_dict` of an earlier run; see :meth:`.HostPlanner.load_state_dict`.
-
-        Raises:
-            IntegrationError: within a step.
-            StateError: if it was written by another version.
-        """
+        """Take over a state between steps; see :meth:`.HostPlanner.load_state_dict`."""
         if self._run.seen:
             raise IntegrationError("load_state_dict: call it before a step's first micro-batch")
         return self.planner.load_state_dict(state)

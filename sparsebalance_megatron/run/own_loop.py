@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run whose trainer calls Megatron's schedules itself. Loads no ``megatron.training``.
+"""Runs of trainers that call Megatron's schedules themselves. Loads no ``megatron.training``.
 
 Times come from hooks in the model's config, put there at the first forward. What belongs to the end
 of a step happens in :meth:`OwnLoopRun.end_step`, which the trainer calls, and nowhere else.
@@ -23,7 +23,7 @@ from sparsebalance_megatron.megatron.unsupported import (
     check_model,
     check_selection,
 )
-from sparsebalance_megatron.profile.startup import AUTO
+from sparsebalance_megatron.profile.profile import AUTO
 from sparsebalance_megatron.run.forward_step import ForwardStep
 from sparsebalance_megatron.run.inputs import Inputs, read_inputs
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator
@@ -32,11 +32,7 @@ from sparsebalance_megatron.run.session import Session
 
 
 class TrainerRun:
-    """A run on one rank of a trainer that calls Megatron's schedules itself.
-
-    Args:
-        grid: budgets, in blocks, at which coverage is observed.
-    """
+    """What such runs share; ``grid`` has the budgets, in blocks, at which coverage is observed."""
 
     def __init__(
         self, config: SparseBalanceConfig, grid: Sequence[int], transformer_config: Any
@@ -97,12 +93,8 @@ class OwnLoopRun(TrainerRun):
         return self._session.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over :meth:`state_dict` of an earlier run, before the iterator is asked for.
-
-        Raises:
-            IntegrationError: if the iterator exists: its first plan was made without this state.
-            StateError: with the iterator, if it cannot be continued from here.
-        """
+        """Take over :meth:`state_dict` of an earlier run, before the iterator, which makes the
+        first plan."""
         if self._iterates:
             raise IntegrationError("load_state_dict: call it before train_data_iterator")
         self._saved_samples = int(state["consumed_samples"])
@@ -168,14 +160,7 @@ def begin_run(
 def trainer_config(
     config: SparseBalanceConfig, device: torch.device, *, logs: bool = True
 ) -> SparseBalanceConfig:
-    """The choices, turned on; refuses what only Megatron's own loop or command line can follow.
-
-    Args:
-        logs: whether the run writes logs.
-
-    Raises:
-        ConfigError: naming the flag and the remedy.
-    """
+    """The choices, turned on; refuses what only Megatron's own loop or command line can follow."""
     for name, unusable, remedy in (
         ("cost_table", config.cost_table == AUTO, "give a table of `sparse-balance profile`"),
         ("dry_run", config.dry_run is not None, "dry-run sparsebalance_megatron.pretrain_gpt"),

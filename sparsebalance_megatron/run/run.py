@@ -22,20 +22,19 @@ from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.recording import FinishedStep
 from sparsebalance_megatron.log.scalars import PREFIX
+from sparsebalance_megatron.megatron.hooks import install_hooks
 from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
 from sparsebalance_megatron.megatron.sequence_groups import rank_place
-from sparsebalance_megatron.megatron.timers import install_hooks
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
 from sparsebalance_megatron.plan.step_plan import Expectation, StepPlan
-from sparsebalance_megatron.profile.clocks import CudaEventClock, HostClock
+from sparsebalance_megatron.profile.cells import CudaEventClock, HostClock
 from sparsebalance_megatron.run.agreement import PlanMismatchError, check_shared_plan
-from sparsebalance_megatron.run.host_time import HostTime
 from sparsebalance_megatron.run.sinks import StepSinks
 from sparsebalance_megatron.run.step_reducer import ObservedCoverage, StepReducer
-from sparsebalance_megatron.run.timing import MicroBatchRecorder
+from sparsebalance_megatron.run.timing import HostTime, MicroBatchRecorder
 
 
 class IntegrationError(ValueError):
@@ -65,9 +64,8 @@ class Loop:
     ) -> None:
         """Let the recorder hear the timers of a forward that begins.
 
-        Args:
-            end_step: for a loop that does not end steps itself; to be called when gradients are
-                final.
+        ``end_step`` is for a loop that does not end steps itself, to be called when gradients are
+        final.
         """
         if model_config.timers is None:
             model_config.timers = NoTimers()
@@ -99,7 +97,6 @@ class Run:
 
     Args:
         job: its layout; steps may have other numbers of micro-batches.
-        device: where the model runs.
         extra_steps: what the trainer's iterations count beyond steps of this batch size.
         sinks: get every finished step; None writes no log.
         agreement: ranks that may share micro-batches with this one, over a backend of the host.
@@ -107,9 +104,8 @@ class Run:
         token_counts: name -> tokens that were padded or lost in a plan, over all ranks.
         clock: seconds.
 
-    Attributes:
-        seen: the running step's micro-batches on this rank, which hold what their layers observed.
-        running: the plan of the running step; None before its first forward.
+    ``seen`` are the running step's micro-batches on this rank, which hold what their layers
+    observed; ``running`` is its plan, None before its first forward.
     """
 
     def __init__(
@@ -208,9 +204,8 @@ class Run:
     def problem(self, remedy: str, model_remedy: str) -> str | None:
         """What is missing of a whole step on this rank, for a loop that ends steps itself.
 
-        Args:
-            remedy: what to do where forwards are missing.
-            model_remedy: what to give the model where its attention is not the plugin's.
+        ``remedy`` is for missing forwards, ``model_remedy`` says what to give the model where its
+        attention is not the plugin's.
         """
         running, stage = self.running, self.job.stage_layers[self.place.pipeline_rank]
         expected = (self.job if running is None else running).micro_batches * len(stage)
@@ -233,10 +228,8 @@ class Run:
         return self._recorder.timed
 
     def end_step(self) -> dict[str, float]:
-        """Learn from the step; called after the gradient reduction, on every rank.
-
-        Returns:
-            The step's figures.
+        """Learn from the step and return its figures; called after the gradient reduction, on every
+        rank.
 
         Raises:
             PlanMismatchError: on all ranks alike, if they executed different plans.
@@ -306,11 +299,7 @@ class Run:
 def step_figures(
     expectation: Expectation, measured: StepMeasurement, token_counts: Mapping[str, int]
 ) -> dict[str, float]:
-    """Name -> value, alike on all ranks; counts of rare events where they are not zero.
-
-    Args:
-        token_counts: name -> tokens that were padded or lost.
-    """
+    """Name -> value, alike on all ranks; counts of rare events where they are not zero."""
     busy_R = rank_busy_ms(measured.times_2RPVM)
     predicted_R = rank_busy_ms(expectation.times_2RPVM)
     counts = dict(token_counts) | {

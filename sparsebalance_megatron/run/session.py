@@ -21,7 +21,7 @@ from sparsebalance_megatron.log.log_directory import LogDirectory, LogDirectoryE
 from sparsebalance_megatron.megatron.kept_attention import bytes_per_token
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.sequence_groups import rank_place
-from sparsebalance_megatron.profile.startup import shared_cost_table
+from sparsebalance_megatron.profile.profile import shared_cost_table
 from sparsebalance_megatron.run.agreement import check_ranks_agree, gather_or_raise
 from sparsebalance_megatron.run.inputs import (
     CostedInputs,
@@ -43,8 +43,6 @@ class Session:
     """A run on one rank that :meth:`start` starts, and state that it may go on from.
 
     Args:
-        device: where the model runs.
-        loop: whoever owns the training loop.
         after_step: called when a step has been learnt from, where :meth:`state_dict` may be kept.
         make_scheduler: gives what plans the run; the place to put another scheduler.
     """
@@ -82,17 +80,14 @@ class Session:
         return self._samples
 
     def start(self, *, consumed_samples: int, iteration: int | None = None) -> DataSamples:
-        """Start the run, unless it has started; collective over all ranks.
+        """Start the run, unless it has started; collective over all ranks, on which errors are
+        alike.
 
         Args:
             consumed_samples: trained on before; a step must begin there.
             iteration: steps trained before, as the trainer counts them; None for a trainer that
                 does not say. With another global batch size than now, it is not what the samples
                 make.
-
-        Raises:
-            StateError, CostTableError, RankDisagreementError, KernelCheckError,
-                LogDirectoryError: on all ranks alike.
         """
         settings = self.inputs.settings
         steps = settings.batch_sizes.step_at(consumed_samples)
@@ -185,14 +180,9 @@ def print_rank_0(message: str) -> None:
 
 
 def prepare_log_directory(directory: LogDirectory, *, keep_in_place: bool) -> None:
-    """Claim the directory and move an earlier run's logs out of the way; collective.
+    """Claim the directory and move an earlier run's logs out of the way; collective, errors alike.
 
-    Args:
-        keep_in_place: the run goes on with the logs that are there.
-
-    Raises:
-        LogDirectoryError: on every rank alike, if one of them cannot write there, or another run
-            does.
+    ``keep_in_place``: the run goes on with the logs that are there.
     """
     claims = torch.distributed.get_rank() == 0
 

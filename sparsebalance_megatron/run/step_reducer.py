@@ -50,10 +50,10 @@ class ObservedCoverage:
 
     @classmethod
     def gather(cls, seen: Iterable[MicroBatchContext]) -> ObservedCoverage:
-        """Gather what the layers of this rank's micro-batches observed.
+        """Gather what the layers of this rank's micro-batches observed, without padding documents.
 
-        Padding sequences come after the planned samples and are left out. Ranks that share a row
-        see the same of it, and only the first of them reports it; of segments, the last does.
+        Ranks that share a micro-batch see the same, and only the first reports it; of segments, the
+        last.
         """
         pieces, buckets, columns = [], [], []
         for context in seen:
@@ -104,10 +104,7 @@ class StepReducer:
     Args:
         group: process group of all ranks; None is the default group.
         device: where the buffer lives; the group's backend must reach it.
-        clock: seconds, for the time that the reduction waits.
-
-    Attributes:
-        waited_ms: of the last reduction, spent in the collective: until the slowest rank came.
+        clock: seconds, for ``waited_ms``: what the last reduction waited for the slowest rank.
     """
 
     def __init__(
@@ -140,18 +137,14 @@ class StepReducer:
         digest: bytes,
         recompute: torch.Tensor | None = None,
     ) -> tuple[StepMeasurement, np.ndarray]:
-        """Collective over the group: every rank must call it once per step.
+        """What all ranks measured, and [O, 2] executed coverage and guard of this rank; collective.
 
         Args:
             micro_batches: of every data-parallel rank in this step.
-            times, observed: of this rank.
             loss_and_tokens: [2] sum of losses and tokens, on last stages; None elsewhere.
             recompute: [3] of :meth:`.kept_attention.RecomputeCounts.totals`, summed over
                 micro-batches; None where there are none.
             digest: of the plan this rank executed.
-
-        Returns:
-            What all ranks measured, and [O, 2] executed coverage and guard of this rank.
         """
         shapes = self._shapes(micro_batches)
         host = torch.zeros(sum(map(math.prod, shapes.values())), dtype=torch.float64)

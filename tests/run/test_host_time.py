@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparsebalance_megatron.run.host_time import HostTime
+from sparsebalance_megatron.run.timing import HostTime
 
 
 class HandClock:

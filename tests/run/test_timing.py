@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from sparsebalance_megatron.megatron.timers import BACKWARD_TIMER, FORWARD_TIMER, RecordingTimers
+from sparsebalance_megatron.megatron.hooks import BACKWARD_TIMER, FORWARD_TIMER, RecordingTimers
 from sparsebalance_megatron.plan.pipeline.orders import megatron_order
 from sparsebalance_megatron.run.timing import MicroBatchRecorder
 
