@@ -188,15 +188,15 @@ def attach(
     Args:
         planned: the step, alike on all ranks.
         position: of the micro-batch among those of this data-parallel rank.
-        packed_seq_params: of the host's row, in the thd layout; its samples are those of the plan's
-            micro-batch, in that order. What follows them is padding. Their boundaries are read on
+        packed_seq_params: of the host's sequence, in the thd layout; its samples are those of the
+            plan's micro-batch, in order. What follows them is padding. Their boundaries are read on
             the host, which waits for the device where they are there.
         vp_stage: model chunk, with virtual pipeline stages.
         learn: whether the pass is part of a training step, measured and observed. A pass that is
             not executes the planned budgets as they are.
 
     Raises:
-        IntegrationError: if the row is not that of the plan, or a step was not ended.
+        IntegrationError: if the packed sequence is not that of the plan, or a step was not ended.
     """
     return run.attach(planned, position, packed_seq_params, vp_stage=vp_stage, learn=learn)
 

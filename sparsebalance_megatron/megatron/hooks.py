@@ -36,19 +36,19 @@ def use_true_positions(model: Any) -> None:
     """
     decoder = unwrap_model(model).decoder
     if not getattr(decoder, _MARK, False):
-        decoder.register_forward_pre_hook(_hand_over_rows, with_kwargs=True)
+        decoder.register_forward_pre_hook(_hand_over_positions, with_kwargs=True)
         setattr(decoder, _MARK, True)
 
 
-def _hand_over_rows(
+def _hand_over_positions(
     decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     context = getattr(kwargs.get("packed_seq_params"), "micro_batch", None)
     table = kwargs.get("rotary_pos_emb")
     if context is None or context.sequence is None or table is None:
         return args, kwargs
-    rows = table.index_select(0, context.sequence.positions_T)
-    return args, {**kwargs, "rotary_pos_emb": rows}
+    of_tokens = table.index_select(0, context.sequence.positions_T)
+    return args, {**kwargs, "rotary_pos_emb": of_tokens}
 
 
 def model_config_of(model: Any) -> Any:

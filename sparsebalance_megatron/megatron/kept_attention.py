@@ -6,7 +6,7 @@ output, log-sum-exp and lists stay with the micro-batch, and the second takes th
 routing and attending again, as in DISTFLASHATTN (arXiv:2310.03294, section 3.3: a checkpoint at
 attention's output). Queries, keys and values are computed again; backward needs them.
 
-Shape legend: T tokens of this rank's share of the row, H query heads, G KV heads, D head dim.
+Shape legend: T tokens of this rank's slice of the sequence, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class KeptAttention:
 
 
 def _some_tokens(x_THD: Tensor) -> Tensor:
-    """A few tokens from all over the row: enough to tell two micro-batches or weights apart."""
+    """A few tokens from all over the sequence: enough to tell micro-batches or weights apart."""
     return x_THD.detach()[:: -(-x_THD.shape[0] // _COMPARED_TOKENS)]
 
 

@@ -3,8 +3,8 @@
 
 Import only after the CPU adapter has been installed where it is needed.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, h hidden size, S
-samples.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, h hidden
+size, S samples.
 """
 
 from __future__ import annotations

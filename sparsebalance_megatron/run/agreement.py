@@ -51,8 +51,8 @@ def check_shared_plan(step: int, digest: bytes, group: ProcessGroup) -> None:
         members = torch.distributed.get_process_group_ranks(group)
         raise PlanMismatchError(
             f"step {step}: ranks {[members[place] for place in differing]} planned another step "
-            f"than rank {members[0]}, with which they may share rows; check that all ranks run the "
-            "same software on the same data"
+            f"than rank {members[0]}, with which they may share micro-batches; check that "
+            "all ranks run the same software on the same data"
         )
 
 

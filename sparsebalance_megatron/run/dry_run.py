@@ -12,7 +12,6 @@ import argparse
 import io
 import os
 import traceback
-import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -22,6 +21,7 @@ from pathlib import Path
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.megatron.datasets import quiet_imports
 
 FLAG = flag_name("dry_run")
 _PREDICTED_STEPS = 2
@@ -48,14 +48,14 @@ def run(argv: Sequence[str]) -> None:
     if early.device == "cpu" or not torch.cuda.is_available():
         from sparsebalance_megatron.megatron import cpu
 
-        with _without_import_notices():
+        with quiet_imports():
             cpu.install()
     with _world(early.dry_run):
         _plan_and_print("cpu" if early.device == "cpu" else "cuda", argv)
 
 
 def _plan_and_print(device_type: str, argv: Sequence[str]) -> None:
-    with _without_import_notices():
+    with quiet_imports():
         from sparsebalance_megatron.cost.fit import counted_cost_model
         from sparsebalance_megatron.log.log_directory import LogDirectory
         from sparsebalance_megatron.megatron.arguments import config_from_args
@@ -124,14 +124,6 @@ def _world(size: int) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def _without_import_notices() -> Iterator[None]:
-    """Megatron warns of libraries that this machine lacks; training may run on another."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 @contextmanager

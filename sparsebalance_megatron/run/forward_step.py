@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's forward step for packed micro-batches that carry their budgets.
 
-Shape legend: T tokens of the packed row.
+Shape legend: T tokens of the packed sequence.
 """
 
 from __future__ import annotations

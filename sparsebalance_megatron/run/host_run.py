@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run on one rank of a host that owns its data and its loop. Loads no ``megatron.training``.
 
-The host plans (:attr:`HostRun.planner`), packs its rows as planned, and lets :meth:`HostRun.attach`
-put budgets on them; :meth:`HostRun.end_step` learns from what was measured.
+The host plans (:attr:`HostRun.planner`), packs its sequences as planned, and lets
+:meth:`HostRun.attach` put budgets on them; :meth:`HostRun.end_step` learns from what was measured.
 
 Shape legend: S samples, L layers.
 """
@@ -148,7 +148,7 @@ class HostRun(TrainerRun):
     def _checked_boundaries(
         self, packed_seq_params: Any, micro_batch: MicroBatchPlan, place: str
     ) -> tuple[int, ...]:
-        """Boundaries of the host's row, padding behind its samples included."""
+        """Boundaries of the host's packed sequence, padding behind its samples included."""
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
             raise IntegrationError(f"{place}: needs PackedSeqParams in the thd layout")
         # Where samples are padded, these are the places of their tokens.
@@ -159,9 +159,9 @@ class HostRun(TrainerRun):
         if boundaries[: len(expected)] != expected:
             given = np.diff(boundaries)[: len(micro_batch.samples)].tolist()
             raise IntegrationError(
-                f"{place}: the row's samples have {shown(given)} tokens, those of the plan "
+                f"{place}: the sequence's samples have {shown(given)} tokens, those of the plan "
                 f"{shown(micro_batch.lengths_tokens)}; pack the micro-batch's samples in its "
-                "order, and give pad_samples_to if rows pad every sample"
+                "order, and give pad_samples_to if sequences pad every sample"
             )
         return boundaries
 
@@ -212,11 +212,11 @@ def begin_host_run(
     Args:
         config: the plugin's choices; ``enabled`` is taken for granted.
         transformer_config: the object that the model will hold, before the model is built. Its
-            pipeline stages will exchange rows of any length: ``variable_seq_lengths`` is set.
+            pipeline stages will exchange sequences of any length: ``variable_seq_lengths`` is set.
         vocab_size: rows of the embedding, padding included.
         max_sample_tokens: the longest sample.
         global_batch_size: samples of a training step, on average.
-        pad_samples_to: tokens that the host's rows pad every sample to a multiple of.
+        pad_samples_to: tokens that the host's sequences pad every sample to a multiple of.
         frozen_weights: whether only adapters are trained, so that backward is shorter.
         scales_own_loss: whether the host's loss does not depend on which samples share a
             micro-batch, although the model's config does not set ``calculate_per_token_loss``.

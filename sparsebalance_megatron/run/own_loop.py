@@ -119,7 +119,7 @@ def begin_run(
     Args:
         config: the plugin's choices; ``enabled`` is taken for granted.
         transformer_config: the model's, before the model is built. Its pipeline stages will
-            exchange rows of any length: ``variable_seq_lengths`` is set.
+            exchange sequences of any length: ``variable_seq_lengths`` is set.
         vocab_size: rows of the embedding, padding included.
         data_prefix: names a pair of .bin and .idx files, whose documents are the samples.
         seq_length: tokens of the longest sample.

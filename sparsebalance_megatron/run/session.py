@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,12 +30,16 @@ from sparsebalance_megatron.run.inputs import (
     fingerprint,
     processor,
 )
-from sparsebalance_megatron.run.resume import compare_runs, run_record
 from sparsebalance_megatron.run.run import Loop, Run
 from sparsebalance_megatron.run.samples import DataSamples, make_scheduler
 from sparsebalance_megatron.run.sinks import open_sinks
 
+_SAMPLES = "training samples"
+_WHAT_SAMPLES_FOLLOW = (
+    "the files, --split, --seq-length, --seed or --sparse-balance-overlong changed"
+)
 _SHOWN_CHARACTERS = 80
+"""Of errors, and of values in checkpoints, where a longer one is kept as its digest."""
 
 SchedulerMaker = Callable[[CostedInputs], Scheduler]
 
@@ -212,7 +217,7 @@ def recompute_line(inputs: CostedInputs) -> str | None:
         heads=heads,
         head_dim=shape.head_dim,
         itemsize=getattr(torch, settings.dtype).itemsize,
-        # A row of scores is a list: so many for the tokens of a block.
+        # Lists are as many as lines of scores: so many for the tokens of a block.
         listing_heads=scores / config.block_size,
         budget=min(config.base_budget, -(-max_row_tokens // config.block_size)),
     )
@@ -228,6 +233,40 @@ def recompute_line(inputs: CostedInputs) -> str | None:
     if keeps:
         return f"recomputed layers keep their attention until backward has used it: {text}"
     return f"recomputed layers attend again in backward; {flag} keep would take {text}"
+
+
+def run_record(inputs: CostedInputs) -> dict[str, str]:
+    """What plans depend on, as text: flag, file or software -> value or digest."""
+    return {
+        name: value if len(value) <= _SHOWN_CHARACTERS else _digest(value)
+        for name, value in fingerprint(inputs).items()
+    }
+
+
+def compare_runs(saved: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
+    """What differs from the run that wrote the checkpoint, one sentence each; all of it allowed.
+
+    Raises:
+        StateError: if the training samples differ: the number of samples consumed, by which a run
+            finds its place, means nothing in other data.
+    """
+    changes = tuple(
+        f"{name} is {now.get(name, 'absent')}, in the checkpoint {saved.get(name, 'absent')}"
+        for name in sorted(saved.keys() | now.keys())
+        if saved.get(name) != now.get(name)
+    )
+    if saved[_SAMPLES] != now[_SAMPLES]:
+        sources = "; ".join(change for change in changes if change.startswith("source "))
+        raise StateError(
+            "--data-path: the training samples are not those of the checkpoint ("
+            f"{sources or _WHAT_SAMPLES_FOLLOW}); resume with the same ones, or begin anew on "
+            "these from the checkpoint's weights with --finetune"
+        )
+    return changes
+
+
+def _digest(value: str) -> str:
+    return f"digest {hashlib.sha256(value.encode()).hexdigest()[:12]}"
 
 
 def _take_over(state: dict[str, Any], scheduler: Scheduler, record: Mapping[str, str]) -> None:
