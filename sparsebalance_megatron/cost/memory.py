@@ -27,14 +27,12 @@ _HALF, _FLOAT = 2, 4
 class MemoryModel:
     """What decides the memory of a dense GPT in bfloat16 with RMSNorm, flags as in Megatron.
 
-    ``layers_per_stage``: of every pipeline stage. ``virtual_stages``: chunks per stage.
     ``optimizer_ranks``: over which ``--use-distributed-optimizer`` divides Adam's state, 1 without
     it. ``selected_blocks_per_token``: entries of the lists that attention saves, per token and
     layer of a whole model: KV heads (or query heads) times budget where tokens select, and that
-    over the block size where blocks of queries do. ``recompute_all`` and ``recompute_attention``:
-    what backward computes again. ``attention_kept``: the forward's output, log-sum-exp and lists
-    of recomputed layers stay (``--sparse-balance-recompute-attention keep``).
-    ``micro_batch_group_size``: of virtual stages; None stands for the number of stages.
+    over the block size where blocks of queries do. ``attention_kept``: the forward's output,
+    log-sum-exp and lists of recomputed layers stay. ``micro_batch_group_size``: of virtual stages;
+    None stands for the number of stages.
     """
 
     shape: ModelShape
@@ -71,22 +69,19 @@ class MemoryModel:
         )
 
     def weights_bytes(self, stage: int) -> float:
-        """Weights, gradients and Adam's state of a stage: 18 bytes per parameter.
-
-        With the distributed optimizer 6 bytes, and 12 divided by its ranks; both as Megatron counts
-        them for training in bfloat16 with float32 gradients.
-        """
+        """Weights, gradients and Adam's state of a stage, as Megatron counts them in bfloat16
+        training."""
         if self.optimizer_ranks == 1:
             return 18 * self.parameters(stage)
         return (6 + 12 / self.optimizer_ranks) * self.parameters(stage)
 
     def layer_bytes_per_token(self) -> float:
-        """What backward needs of one layer, per token of one rank's share of a row.
+        """What backward needs of one layer, per token of one rank's share of a sequence.
 
         The inputs of both norms and their outputs; query, key, value and attention output with its
-        log-sum-exp; the lists of blocks; the MLP's input of the activation and its output. Terms
-        as in section 4 of arXiv:2205.05198, with attention that stores no scores and without
-        dropout masks.
+        log-sum-exp; the lists of blocks; the MLP's input of the activation and its output. Terms as
+        in section 4 of arXiv:2205.05198, with attention that stores no scores and without dropout
+        masks.
         """
         shape, share = self.shape, 1.0 / self.shape.tensor_parallel_size
         hidden_share = share if self.sequence_parallel else 1.0

@@ -166,7 +166,7 @@ class CostTable:
             partial.unlink(missing_ok=True)
 
     def validate(self) -> None:
-        """Check every value."""
+        """Check every value; the error names the field or row that no measurement can have."""
         shape = self.identity.shape
         try:
             checked(msgspec.to_builtins(self), CostTable)

@@ -185,8 +185,8 @@ class DataSet:
 def epoch_permutation(samples: int, seed: int, epoch: int) -> np.ndarray:
     """Permutation of ``range(samples)``, int64, a function of the arguments alone.
 
-    Sorts raw Philox output: numpy promises that stream for all versions, which it does not promise
-    for ``Generator.permutation``. So a run resumed under another numpy keeps its order.
+    Sorts raw Philox output, a stream that numpy promises for all versions: a run resumed under
+    another numpy keeps its order.
     """
     stream = np.random.Philox(np.random.SeedSequence([seed, epoch]))
     return np.argsort(stream.random_raw(samples), kind="stable")

@@ -137,10 +137,9 @@ class DeviceSlowness:
 
     A step yields one ratio of measured to predicted time per device, relative to the median of its
     stage. How far its median over the last steps is from 1 counts beyond three standard errors, so
-    that equal devices keep a factor of exactly 1 and noise moves nothing. It counts only where
-    three of four steps show it: a plan that follows a device whose speed changes every few steps
-    comes too late each time. Equal inputs give equal factors on every rank: nothing here is rounded
-    differently by different processors.
+    that equal devices keep a factor of exactly 1. It counts only where three of four steps show it:
+    a plan that follows a device whose speed changes every few steps comes too late each time. Equal
+    inputs give equal factors on every rank.
     """
 
     def __init__(self, data_parallel_size: int, stages: int) -> None:

@@ -64,9 +64,9 @@ class CoverageAccount:
     def snapshot(self) -> float:
         """Coverage by which that of the next plan's horizon should exceed that of base budgets.
 
-        It is the deficit and the reserve; half of that where a horizon is one step, because two
-        plans are made ahead before the first of them is executed and enters the account. There is
-        no reserve before the first measurement.
+        It is the deficit and, once measured, the reserve; half of that where a horizon is one step,
+        because two plans are made ahead before the first of them is executed and enters the
+        account.
         """
         headroom = 0.0 if self._base_mean is None else 1.0 - self._base_mean
         reserve = min(_RESERVE, _RESERVE_OF_HEADROOM * headroom)

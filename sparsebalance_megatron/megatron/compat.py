@@ -253,7 +253,7 @@ def batch_size_schedule(args: Namespace) -> tuple[tuple[int, int], ...]:
     """(samples consumed, global batch size) pairs of ``--step-batch-size-schedule``.
 
     Megatron's own calculator reads it, which takes thresholds for tokens of full samples. Empty
-    where the size is fixed, as it also is with ``--rampup-batch-size``: these versions ignore that.
+    where the size is fixed.
     """
     if getattr(args, "step_batch_size_schedule", None) is None:
         return ()

@@ -40,9 +40,8 @@ def in_recomputed_pass() -> bool:
 class RecomputeCounts:
     """How recomputation went for one micro-batch and model chunk.
 
-    ``again`` counts layers that attended again although results were to be kept. ``changed`` holds
-    one boolean on the device for every layer that took what was kept: whether its inputs had other
-    numbers than before.
+    ``again`` counts layers that attended again although results were to be kept. ``changed`` holds,
+    on the device, for every layer that took what was kept whether its inputs were other ones.
     """
 
     again: int = 0
@@ -62,8 +61,8 @@ class RecomputeCounts:
 class KeptResult:
     """What a first forward of one layer found: lists, out_THD and lse_TH.
 
-    ``version`` is that of out_THD, which nobody may write to. ``samples`` are the inputs at some
-    tokens, copied.
+    ``version`` is that of out_THD, which nobody may write to; ``samples`` copy the inputs at some
+    tokens.
     """
 
     selection: Selection

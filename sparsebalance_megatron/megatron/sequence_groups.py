@@ -50,10 +50,10 @@ def data_parallel_size() -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SequenceGroups:
-    """Every group that this rank is in.
+    """Every group that this rank is in; ``rank`` counts data- and context-parallel ranks together.
 
-    ``rank`` counts data-parallel and context-parallel ranks together, as plans do. ``agreement``
-    holds all ranks that may share a sequence with this one, over a backend of the host.
+    ``agreement`` holds all ranks that may share a sequence with this one, over a backend of the
+    host.
     """
 
     rank: int

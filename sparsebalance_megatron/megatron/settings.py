@@ -28,23 +28,16 @@ RANKS_PER_NODE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Model, layout, batches and data of one run; alike on all ranks.
-
-    Names are those of Megatron's arguments.
+    """Model, layout, batches and data of one run, by Megatron's names; alike on all ranks.
 
     Attributes:
-        shape: the sizes that a layer's cost depends on.
         dtype: torch's name without the prefix.
-        job: how the largest training step is cut up.
+        job: how the largest training step is cut up; ``global_batch_size`` is of that step.
         recompute_all, recompute_attention: what backward computes again.
-        global_batch_size: of the largest step, where it changes.
         batch_size_schedule: (samples consumed, global batch size) pairs where the size changes.
         data_path: and its like: words as typed, empty or None where not given.
-        ranks_per_node: all ranks, whatever they are.
-        quantized_multiple: what a rank's tokens of a packed sequence divide by in fp8 or fp4
-            products.
-        command_line: Megatron's flags, to profile with at start-up; None for a trainer without
-            them.
+        quantized_multiple: what a rank's tokens of a packed sequence divide by in fp8 or fp4.
+        command_line: to profile with at start-up; None for a trainer without flags.
     """
 
     shape: ModelShape
@@ -108,11 +101,8 @@ class RunSettings:
 
     @property
     def pad_to_multiple_of(self) -> int:
-        """Tokens that the length of a packed sequence must divide by.
-
-        With sequence parallelism every rank of a tensor-parallel group holds a part of the sequence
-        and quantises it by itself.
-        """
+        """Tokens that a packed sequence's length must divide by, since sequence parallelism cuts
+        it."""
         parts = self.shape.tensor_parallel_size if self.sequence_parallel else 1
         return parts * self.quantized_multiple
 

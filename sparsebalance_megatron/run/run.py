@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training run on one rank: follows its steps and has its planner learn from each of them.
 
-The run is the same for every :class:`Loop` and for all :class:`Samples`.
-
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches.
 """
 
@@ -98,7 +96,6 @@ class Run:
     Args:
         job: its layout; steps may have other numbers of micro-batches.
         extra_steps: what the trainer's iterations count beyond steps of this batch size.
-        sinks: get every finished step; None writes no log.
         agreement: ranks that may share micro-batches with this one, over a backend of the host.
         after_step: called when a step has been learnt from, where state may be kept.
         token_counts: name -> tokens that were padded or lost in a plan, over all ranks.

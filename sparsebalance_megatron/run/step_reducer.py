@@ -99,12 +99,8 @@ class StepReducer:
 
     The buffer has places for the times and the least coverage of every rank and stage and for the
     plan digest of every world rank, so that a plain sum also gathers. Its size follows the number
-    of micro-batches, which may differ between steps and not between ranks.
-
-    Args:
-        group: process group of all ranks; None is the default group.
-        device: where the buffer lives; the group's backend must reach it.
-        clock: seconds, for ``waited_ms``: what the last reduction waited for the slowest rank.
+    of micro-batches, which may differ between steps and not between ranks. ``waited_ms`` is what
+    the last reduction waited for the slowest rank.
     """
 
     def __init__(
