@@ -87,7 +87,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "data/tokenizer": ("tests/data/test_prepare.py", "tests/bad_inputs/test_models.py"),
     "data/documents": ("tests/data/test_samples.py", "tests/data/test_blended_samples.py"),
     "data/records": ("tests/bad_inputs/test_records.py", "tests/data/test_prepare.py"),
-    "data/writer": ("tests/data/test_prepare.py",),
+    "data/prepare": ("tests/data/test_prepare.py",),
     "data/blend": ("tests/data/test_blended_samples.py",),
     "data/": (
         *("tests/data/test_samples.py", "tests/data/test_prepare.py"),

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from sparsebalance_megatron.config import SparseBalanceConfig
     from sparsebalance_megatron.learn.host_planner import HostJob, HostPlanner
     from sparsebalance_megatron.learn.planned_step import PlannedStep
-    from sparsebalance_megatron.run.host_run import HostRun, begin_host_run
-    from sparsebalance_megatron.run.own_loop import OwnLoopRun, begin_run
+    from sparsebalance_megatron.run.own_loop import HostRun, OwnLoopRun, begin_host_run, begin_run
     from sparsebalance_megatron.run.training_hooks import TrainingHooks
 
 __all__ = [
@@ -53,7 +52,7 @@ __all__ = [
 
 _ELSEWHERE = {
     "HostJob": "learn.host_planner",
-    "begin_host_run": "run.host_run",
+    "begin_host_run": "run.own_loop",
     "begin_run": "run.own_loop",
 }
 """Names whose modules load numpy, or torch and Megatron: loaded when asked for."""

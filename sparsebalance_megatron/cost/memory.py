@@ -98,10 +98,6 @@ class MemoryModel:
             return kept
         return kept + statistics_and_lists
 
-    def output_bytes_per_token(self) -> float:
-        """The logits in bfloat16 and their softmax in float32, of the last stage, per token."""
-        return (_HALF + _FLOAT) * self.shape.vocab_size / self.shape.tensor_parallel_size
-
     def chunks_in_flight(self, stage: int, micro_batches: int) -> int:
         """Chunk forwards whose backward is still to come, at most.
 
@@ -151,9 +147,11 @@ def stage_memory(model: MemoryModel, tokens_RM: np.ndarray) -> tuple[StageMemory
         most_tokens = float(tokens_RM.max())
         if model.recompute_all:
             # One layer at a time is computed again, and then held whole.
-            activations += most_tokens * _whole_layer_bytes(model)
+            activations += most_tokens * replace(model, recompute_all=False).layer_bytes_per_token()
         if stage == model.stages - 1:
-            activations += most_tokens * model.output_bytes_per_token()
+            # The logits in bfloat16 and their softmax in float32.
+            vocabulary_rows = model.shape.vocab_size / model.shape.tensor_parallel_size
+            activations += most_tokens * (_HALF + _FLOAT) * vocabulary_rows
         found.append(
             StageMemory(
                 weights_bytes=model.weights_bytes(stage),
@@ -162,10 +160,6 @@ def stage_memory(model: MemoryModel, tokens_RM: np.ndarray) -> tuple[StageMemory
             )
         )
     return tuple(found)
-
-
-def _whole_layer_bytes(model: MemoryModel) -> float:
-    return replace(model, recompute_all=False).layer_bytes_per_token()
 
 
 def memory_lines(stages: Sequence[StageMemory], source: str) -> list[str]:

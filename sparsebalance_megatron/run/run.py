@@ -140,7 +140,6 @@ class Run:
             place,
             buckets=samples.coverage.buckets,
             grid_size=len(samples.coverage.grid),
-            group=None,
             device=device,
         )
         self.begin_step()

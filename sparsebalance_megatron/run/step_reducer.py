@@ -110,13 +110,11 @@ class StepReducer:
         *,
         buckets: int,
         grid_size: int,
-        group: torch.distributed.ProcessGroup | None,
         device: torch.device,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._job = job
         self._place = place
-        self._group = group
         self._device = device
         self._clock = clock
         self._buckets = buckets
@@ -215,7 +213,7 @@ class StepReducer:
     def _sum(self, flat: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The buffer summed over ranks, and what is this rank's own, on the host."""
         began = self._clock()
-        torch.distributed.all_reduce(flat, group=self._group)
+        torch.distributed.all_reduce(flat)
         # The only copy of a step that the host waits for.
         summed, own = torch.cat([flat, own]).cpu().split([len(flat), len(own)])
         self.waited_ms = (self._clock() - began) * 1e3

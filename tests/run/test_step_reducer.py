@@ -135,7 +135,6 @@ def reduced(
         ),
         buckets=BUCKETS,
         grid_size=len(GRID),
-        group=None,
         device=torch.device("cpu"),
     )
     measured, executed_and_grown_O2 = reducer.reduce(
