@@ -69,8 +69,11 @@ class MemoryModel:
         )
 
     def weights_bytes(self, stage: int) -> float:
-        """Weights, gradients and Adam's state of a stage, as Megatron counts them in bfloat16
-        training."""
+        """Weights, gradients and Adam's state of a stage: 18 bytes per parameter.
+
+        The distributed optimizer divides 12 of them by its ranks. Both as Megatron counts for
+        training in bfloat16 with float32 gradients.
+        """
         if self.optimizer_ranks == 1:
             return 18 * self.parameters(stage)
         return (6 + 12 / self.optimizer_ranks) * self.parameters(stage)

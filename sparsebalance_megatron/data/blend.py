@@ -38,8 +38,7 @@ class Blend:
 
 
 def read_blends(flags: Any) -> Mapping[Split, Blend | None]:
-    """The blend of every split, from ``flags`` as Megatron names them; empty or None where not
-    given."""
+    """The blend of every split, from ``flags`` as Megatron names them; None where there is none."""
     by_split = {
         "--train-data-path": flags.train_data_path,
         "--valid-data-path": flags.valid_data_path,

@@ -88,8 +88,7 @@ class Documents:
         return np.diff(self.starts)
 
     def check_values(self, vocab_size: int) -> None:
-        """Look at a bounded part of the stored tokens and masks; ``vocab_size`` as of the
-        embedding."""
+        """Look at a bounded part of the stored tokens and masks."""
         assert self.tokens is not None, "opened for lengths only"
         check_token_ids(self.prefix, self.tokens, vocab_size)
         if self.loss_mask is not None:

@@ -38,8 +38,7 @@ _WITHOUT_SIDE_EFFECTS: dict[str, Any] = {
 
 
 def early_flags(argv: Sequence[str]) -> tuple[bool, str]:
-    """Whether ``--sparse-balance`` is given, and "cpu" or "cuda": both decide how Megatron is
-    imported."""
+    """Whether ``--sparse-balance`` is given, and "cpu" or "cuda": how Megatron must be imported."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(flag_name("enabled"), dest="enabled", action="store_true")
     parser.add_argument(flag_name("device"), dest="device", default=SparseBalanceConfig().device)

@@ -123,8 +123,7 @@ class SavedModel:
         return self._embedding().properties.dtype
 
     def load(self, model: Any) -> dict[str, Tensor]:
-        """The values of all parameters, by their names in ``model``, which is overwritten and must
-        match."""
+        """The values of all parameters, by their names in ``model``, which is overwritten."""
         with _undamaged(self.path):
             self._check_matches(_without_extra_state(self._sharded(model)))
             requested = _without_extra_state(self._sharded(model))

@@ -123,8 +123,8 @@ class _Maker:
         self.rank = own.index(torch.distributed.get_rank())
 
     def neighbours(self, size: int, *, every: int = 1, backend: str | None = None) -> ProcessGroup:
-        """This rank's group, of all that ``size`` neighbours make; ``every`` skips so many within
-        one."""
+        """This rank's group of ``size`` neighbours, or of each of them that is ``every`` places
+        further."""
         wanted: ProcessGroup | None = None
         for replica in self._replicas:
             for first in range(0, len(replica), size):

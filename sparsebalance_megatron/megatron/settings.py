@@ -101,8 +101,7 @@ class RunSettings:
 
     @property
     def pad_to_multiple_of(self) -> int:
-        """Tokens that a packed sequence's length must divide by, since sequence parallelism cuts
-        it."""
+        """Tokens that a packed sequence's length must divide by; sequence parallelism cuts it."""
         parts = self.shape.tensor_parallel_size if self.sequence_parallel else 1
         return parts * self.quantized_multiple
 

@@ -39,8 +39,7 @@ def parse_flags(program: str, flags: Sequence[str], *, enabled: bool, on_cpu: bo
 
 
 def complete_flags(args: Namespace, *, set_globals: bool) -> None:
-    """Check and complete arguments as Megatron does, and set its globals if its modules ask for
-    them."""
+    """Check and complete arguments as Megatron does; set its globals if modules ask for them."""
     validate_args(args)
     if set_globals:
         set_global_variables(args)

@@ -214,8 +214,7 @@ def check_supported(args: Namespace, config: SparseBalanceConfig) -> None:
     get = Settings(args, config)
     _refuse(MODEL | TRAINING, get)
     cp_size = get("context_parallel_size", 1)
-    check_cap(get("seq_length", 0), config, context_parallel_size=cp_size)
-    check_selection(config, context_parallel_size=cp_size)
+    check_sharing(get("seq_length", 0), config, context_parallel_size=cp_size)
     check_segments(get)
 
 
@@ -241,9 +240,7 @@ def check_segments(get: Settings) -> None:
         },
         "--context-parallel-size": get("context_parallel_size", 1) > 1,
         flag_name("max_context_parallel"): (config.max_context_parallel or 1) > 1,
-        f"{flag_name('selection')} {config.selection}": getattr(
-            selector_named(config.selection), "needs_whole_documents", False
-        ),
+        f"{flag_name('selection')} {config.selection}": _needs_whole_documents(config.selection),
     }
     for flag, is_refused in refused.items():
         if is_refused:
@@ -274,35 +271,37 @@ def _as_given(flag: str, value: Any) -> str:
     return " ".join([flag, *(str(getattr(item, "name", item)) for item in values)])
 
 
-def check_cap(
-    seq_length: int, config: SparseBalanceConfig, *, context_parallel_size: int = 1
+def check_sharing(
+    seq_length: int, config: SparseBalanceConfig, *, context_parallel_size: int
 ) -> None:
-    """Refuse a cap on a rank's tokens that the shares of a sample of ``seq_length`` exceed."""
-    cap = config.max_tokens_per_micro_batch
-    ranks = max(context_parallel_size, config.max_context_parallel or 1)
+    """Refuse what does not fit the number of ranks that may share a sequence.
+
+    That is a cap on a rank's tokens that the shares of a sample of ``seq_length`` exceed, and a
+    selection that needs a sequence's last queries on one rank.
+    """
+    cap, selection = config.max_tokens_per_micro_batch, config.selection
+    sharing = {
+        "--context-parallel-size": context_parallel_size,
+        flag_name("max_context_parallel"): config.max_context_parallel or 1,
+    }
+    ranks = max(sharing.values())
     if cap is not None and cap * ranks < seq_length:
         raise ConfigError(
             f"--sparse-balance with --seq-length {seq_length}: "
             f"{flag_name('max_tokens_per_micro_batch')} {cap} cannot hold one longest sample; use "
             f"at least {-(-seq_length // ranks)}"
         )
-
-
-def check_selection(config: SparseBalanceConfig, *, context_parallel_size: int = 1) -> None:
-    """Refuse a selection that needs a sequence's last queries, where ranks may share it."""
-    if not getattr(selector_named(config.selection), "needs_whole_documents", False):
-        return
-    sharing = {
-        "--context-parallel-size": context_parallel_size,
-        flag_name("max_context_parallel"): config.max_context_parallel or 1,
-    }
     for flag, ranks in sharing.items():
-        if ranks > 1:
+        if ranks > 1 and _needs_whole_documents(selection):
             raise ConfigError(
-                f"{flag_name('selection')} {config.selection} with {flag} {ranks}: its probes are "
+                f"{flag_name('selection')} {selection} with {flag} {ranks}: its probes are "
                 "the last queries of a sequence, which one rank must hold; use vertical-slash, or "
                 "1 rank"
             )
+
+
+def _needs_whole_documents(selection: str) -> bool:
+    return bool(getattr(selector_named(selection), "needs_whole_documents", False))
 
 
 def check_batches(args: Namespace) -> None:

@@ -124,7 +124,7 @@ class ForwardStep:
 def packed_forward_step(
     check_for_nan: bool, data_iterator: Iterator[Batch], model: Any
 ) -> tuple[Tensor, LossFunction]:
-    """The forward step of ``megatron.training`` runs; may validate losses by Megatron's re-run
+    """The forward step of ``megatron.training``; ``check_for_nan`` asks Megatron's re-run
     machinery."""
     batch = next(data_iterator)
     count_sequences(batch["packed_seq_params"])

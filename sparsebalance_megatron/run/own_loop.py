@@ -30,11 +30,7 @@ from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check
 from sparsebalance_megatron.megatron.packed_seq_params import LayoutCache, micro_batch_context
 from sparsebalance_megatron.megatron.sequence_groups import data_parallel_group, data_parallel_size
 from sparsebalance_megatron.megatron.settings import RunSettings, host_job
-from sparsebalance_megatron.megatron.unsupported import (
-    check_cap,
-    check_model,
-    check_selection,
-)
+from sparsebalance_megatron.megatron.unsupported import check_model, check_sharing
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.profile.profile import AUTO
 from sparsebalance_megatron.run.agreement import check_executed_plans, gather_or_raise, shown
@@ -107,8 +103,8 @@ class OwnLoopRun(TrainerRun):
         return self._session.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over :meth:`state_dict` of an earlier run, before the iterator, which makes the
-        first plan."""
+        """Take over a :meth:`state_dict` before the iterator, which makes the first plan, is asked
+        for."""
         if self._iterates:
             raise IntegrationError("load_state_dict: call it before train_data_iterator")
         self._saved_samples = int(state["consumed_samples"])
@@ -153,8 +149,8 @@ def begin_run(
     device = device or torch.device(torch.cuda.current_device())
     config = trainer_config(config, device)
     check_model(transformer_config, config)
-    check_cap(seq_length, config, context_parallel_size=transformer_config.context_parallel_size)
-    check_selection(config, context_parallel_size=transformer_config.context_parallel_size)
+    cp_size = transformer_config.context_parallel_size
+    check_sharing(seq_length, config, context_parallel_size=cp_size)
     settings = RunSettings.from_transformer_config(
         transformer_config,
         vocab_size=vocab_size,

@@ -64,8 +64,7 @@ class DataSamples:
     def train_iterator(
         self, vp_stage: int | None = None, *, consumed_samples: int
     ) -> MicroBatchIterator:
-        """This rank's training micro-batches for one model chunk; a step must begin where it
-        starts."""
+        """This rank's training micro-batches for one model chunk, from the beginning of a step."""
         sizes = self._inputs.settings.batch_sizes
         step = sizes.step_at(consumed_samples)
         assert step is not None, "the session has checked it"

@@ -110,8 +110,7 @@ def open_sinks(
     *,
     resumed: bool,
 ) -> StepSinks:
-    """The sinks of this rank, by the flags of the run; ``resumed`` continues logs of an earlier
-    run."""
+    """The sinks of this rank, by the flags; ``resumed`` continues logs of an earlier run."""
     step_log = rank_log = None
     directory = inputs.config.log_dir
     if directory is not None:

@@ -112,8 +112,8 @@ class TrainingHooks:
     def dataset_provider(
         self, sample_counts: Any, vp_stage: int | None = None
     ) -> tuple[MicroBatchIterator, MicroBatchIterator | None, MicroBatchIterator | None]:
-        """``train_valid_test_dataset_provider``: iterators for ``external`` loading, after any
-        checkpoint."""
+        """Megatron's dataset provider: iterators for ``external`` loading, once checkpoints are
+        read."""
         args, inputs = self._args, self.session.inputs
         self._restore_state()
         samples = self.session.start(
