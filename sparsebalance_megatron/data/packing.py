@@ -56,9 +56,7 @@ class PackedSequence:
     position_ids: np.ndarray
     loss_mask: np.ndarray
 
-    def part(
-        self, tokens: np.ndarray, *, padding_tokens: int = 0, pad_token: int = 0
-    ) -> PackedSequence:
+    def part(self, tokens: np.ndarray, *, padding_tokens: int = 0) -> PackedSequence:
         """The tokens at the given places, and padding behind them.
 
         Labels go with their tokens: the label of a part's last token is the one that followed it in
@@ -66,8 +64,8 @@ class PackedSequence:
         """
         padding = (0, padding_tokens)
         return PackedSequence(
-            tokens=np.pad(self.tokens[tokens], padding, constant_values=pad_token),
-            labels=np.pad(self.labels[tokens], padding, constant_values=pad_token),
+            tokens=np.pad(self.tokens[tokens], padding),
+            labels=np.pad(self.labels[tokens], padding),
             position_ids=np.pad(self.position_ids[tokens], padding),
             loss_mask=np.pad(self.loss_mask[tokens], padding),
         )
@@ -110,17 +108,16 @@ def pack(
     *,
     pad_to_multiple_of: int = 1,
     padding_documents: int = 0,
-    pad_token: int = 0,
 ) -> PackedSequence:
     """Pack samples, at least one, in the order given; arguments as of :func:`packed_cu_seqlens`.
 
-    ``pad_token`` is input and label of padding, whose loss weight is 0.
+    Inputs, labels and loss weights of padding are 0.
     """
     lengths_tokens = [sample.length_tokens for sample in samples]
     cu_seqlens = packed_cu_seqlens(lengths_tokens, pad_to_multiple_of, padding_documents)
     packed_tokens = cu_seqlens[-1]
-    tokens = np.full(packed_tokens, pad_token, dtype=np.int64)
-    labels = np.full(packed_tokens, pad_token, dtype=np.int64)
+    tokens = np.zeros(packed_tokens, dtype=np.int64)
+    labels = np.zeros(packed_tokens, dtype=np.int64)
     loss_mask = np.zeros(packed_tokens, dtype=np.float32)
     for sample, start in zip(samples, cu_seqlens, strict=False):
         place = slice(start, start + sample.length_tokens)
