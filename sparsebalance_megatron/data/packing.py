@@ -63,12 +63,8 @@ class PackedSequence:
         the whole sequence, not the part's next token.
         """
         padding = (0, padding_tokens)
-        return PackedSequence(
-            tokens=np.pad(self.tokens[tokens], padding),
-            labels=np.pad(self.labels[tokens], padding),
-            position_ids=np.pad(self.position_ids[tokens], padding),
-            loss_mask=np.pad(self.loss_mask[tokens], padding),
-        )
+        parts = {name: np.pad(values[tokens], padding) for name, values in vars(self).items()}
+        return PackedSequence(**parts)
 
 
 def padding_tokens(tokens: int, pad_to_multiple_of: int) -> int:
