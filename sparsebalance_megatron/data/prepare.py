@@ -95,7 +95,8 @@ def prepare(
 def _with_progress(source: Source, bad: BadRecords, action: str) -> Iterator[Record]:
     from tqdm import tqdm
 
-    with tqdm(total=source.total_bytes, desc=action, unit="B", unit_scale=True) as bar:
+    bar_of = {"desc": action, "unit": "B", "unit_scale": True, "disable": None}
+    with tqdm(total=source.total_bytes, **bar_of) as bar:
         for record in source.records(bad):
             yield record
             bar.update(record.size_bytes)
@@ -277,7 +278,7 @@ def check_output(prefix: str, *, overwrite: bool, inputs: Sequence[Path] = ()) -
     outputs = [Path(prefix + suffix) for suffix in (*_TOKEN_SUFFIXES, *_MASK_SUFFIXES, ".json")]
     for path in outputs:
         refuse_output_over_input(path, inputs, f"--output-prefix {prefix}:")
-    existing = [str(path) for path in outputs if path.exists()]
+    existing = [str(path) for path in outputs if os.path.exists(path)]
     if existing and not overwrite:
         raise DataError(
             f"--output-prefix {prefix}: {', '.join(existing)} exists; choose another prefix or "

@@ -125,6 +125,7 @@ class StepReducer:
         self,
         *,
         micro_batches: int,
+        own_micro_batches: int,
         times: StepTimes,
         observed: ObservedCoverage,
         loss_and_tokens: torch.Tensor | None,
@@ -134,7 +135,8 @@ class StepReducer:
         """What all ranks measured, and [O, 2] executed coverage and guard of this rank; collective.
 
         Args:
-            micro_batches: of every data-parallel rank in this step.
+            micro_batches: of the data-parallel rank that has most in this step.
+            own_micro_batches: of this rank; it takes 0 ms at the other positions.
             loss_and_tokens: [2] sum of losses and tokens, on last stages; None elsewhere.
             recompute: [3] of :meth:`.kept_attention.RecomputeCounts.totals`, summed over
                 micro-batches; None where there are none.
@@ -147,7 +149,7 @@ class StepReducer:
         if self._place.reports:
             here = self._place.data_parallel_rank, self._place.pipeline_rank
             times_2VM = part["times"][(slice(None), *here)]
-            times_2VM.fill_(math.nan)
+            times_2VM[:, :, :own_micro_batches] = math.nan
             for span in times.spans:
                 # A micro-batch in segments has several spans.
                 place = DIRECTIONS.index(span.direction), span.chunk, span.position

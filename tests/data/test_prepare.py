@@ -223,7 +223,7 @@ from pathlib import Path
 import numpy as np
 from sparsebalance_megatron.data import prepare
 prefix, number, overwrite = sys.argv[1], int(sys.argv[2]), bool(int(sys.argv[3]))
-with writer.DatasetWriter(prefix, vocab_size=300, overwrite=overwrite) as written:
+with prepare.DatasetWriter(prefix, vocab_size=300, overwrite=overwrite) as written:
     for _ in range(100 + number):
         written.add(np.full(50 + number, number), np.arange(50 + number) % 2)
     print("ready", flush=True)

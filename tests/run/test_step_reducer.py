@@ -111,7 +111,7 @@ def reduced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> StepMeasurement:
     """What a job of one rank and one layer learns from one row of documents of 4 blocks."""
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda flat, group: None)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda flat: None)
     observed_SK = torch.tensor(coverage_SK)
     samples = len(coverage_SK)
     observation = CoverageObservation(
@@ -139,6 +139,7 @@ def reduced(
     )
     measured, executed_and_grown_O2 = reducer.reduce(
         micro_batches=1,
+        own_micro_batches=1,
         times=StepTimes(schedule_ms=2.0, start_unix_s=None, spans=()),
         observed=ObservedCoverage.gather([context]),
         loss_and_tokens=None,
