@@ -36,7 +36,10 @@ NIGHTLY: dict[str, tuple[str, ...]] = {
     "router_resources": ("--blocks", "16", "--places", "16"),
     "kernel_resources": ("--head-dims", "64", "--kernels", "forward"),
     "pipeline_reality": ("--quick",),
-    "quality": ("--quick", "--steps", "6", "--arms", "random"),
+    "quality": (
+        *("--quick", "--steps", "6", "--arms", "random"),
+        *("--converted", "converted.json"),
+    ),
     "soak": ("--quick",),
 }
 
