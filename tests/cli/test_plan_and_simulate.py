@@ -49,12 +49,6 @@ def test_plan_json(lengths, capsys):
     assert found["variants"]["ours"]["speedup"] > 1.0
 
 
-def test_plan_of_one_choice(lengths, capsys):
-    chosen = ("--batching", "latency", "--tuning", "anchor", "--anchor", "min", "--seed", "3")
-    assert plan(lengths, "--json", *chosen) == 0
-    assert set(json.loads(capsys.readouterr().out)["variants"]) == {"baseline", "latency+anchor"}
-
-
 def test_plan_table_fits_eighty_columns(lengths, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert plan(lengths, "--global-batch", "16") == 0
@@ -73,14 +67,6 @@ def test_simulate_prints_the_papers_numbers(capsys, monkeypatch):
     row = next(line for line in lines if line.strip().startswith("SAB+DST"))
     assert "1.35" in row.split()
     assert "1.34" in row.split()
-
-
-def test_simulate_json(capsys):
-    assert cli.main(["simulate", "--setup", "paper-main", "--steps", "1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert set(found["data"]) == {"longalign", "chatqa2", "chatqa2-tail"}
-    for part in found["data"].values():
-        assert set(part["variants"]["ours"]) > KEYS
 
 
 def test_rows_of_shared_micro_batches(lengths, capsys):

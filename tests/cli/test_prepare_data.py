@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from sparsebalance_megatron import cli
-from sparsebalance_megatron.config import ConfigError
 
 HELP_IMPORTS = """
 import sys
@@ -53,17 +52,6 @@ def test_flags_after_dashes_are_passed_on_unread(monkeypatch: pytest.MonkeyPatch
     assert seen[0].passed_on == ["--num-layers", "4", "--", "--quick"]
     assert cli.main(["profile"]) == 0
     assert seen[1].passed_on == []
-
-
-def test_users_errors_are_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(arguments: argparse.Namespace) -> int:
-        raise ConfigError("--flag 0: must be 1")
-
-    fake_command(monkeypatch, run)
-    assert cli.main(["profile"]) == 2
-    assert capsys.readouterr().err == "sparse-balance: error: --flag 0: must be 1\n"
 
 
 def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

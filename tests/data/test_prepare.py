@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparsebalance_megatron.cli import main
 from sparsebalance_megatron.data.documents import Documents
 from sparsebalance_megatron.data.prepare import prepare
 from sparsebalance_megatron.data.records import RecordFiles
@@ -102,16 +101,6 @@ def test_megatron_reads_what_was_prepared(tmp_path: Path) -> None:
         assert read.index.dtype == DType.optimal_dtype(vocab_size)
         masks = IndexedDataset(f"{prefix}_loss_mask")
         assert not any(each.any() for each in masks)
-
-
-def test_sample_index_reads_what_was_prepared(tmp_path: Path) -> None:
-    prefix = str(tmp_path / "data")
-    prepare(texts_source(tmp_path), prefix, train_vocab_size=VOCABULARY)
-    index = SampleIndex.open(prefix, max_tokens=16, overlong="split", seed=1)
-    assert index is not None
-    stored_tokens = sum(map(len, stored_documents(prefix)))
-    assert index.counts.tokens == stored_tokens - len(TEXTS)
-    assert index.read(0).loss_mask is None
 
 
 def test_transformers_loads_the_trained_tokenizer(tmp_path: Path) -> None:
@@ -278,13 +267,3 @@ def test_processes_that_write_to_one_prefix_leave_one_whole_data_set(
         *("data.bin", "data.idx", "data.json"),
         *("data_loss_mask.bin", "data_loss_mask.idx"),
     ]
-
-
-def test_flags_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    texts_source(tmp_path)
-    flags = ["prepare-data", "--input", str(tmp_path / "in.jsonl")]
-    flags += ["--output-prefix", str(tmp_path / "data"), "--tokenizer-train"]
-    assert main([*flags, str(VOCABULARY)]) == 0
-    output = capsys.readouterr().out
-    assert f"wrote {tmp_path}/data.bin and .idx: 4 documents" in output
-    assert "records left out: none" in output
