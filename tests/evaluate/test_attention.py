@@ -193,15 +193,17 @@ def test_what_would_be_ignored_is_refused(feature):
     refused("dropout", sparse_balance_attention, layer, x, x, x, mask, dropout=0.1)
 
 
+MIXED_LAYERS = {
+    "layer_types": ["full_attention", "sliding_attention"],
+    **{"use_sliding_window": True, "sliding_window": 8},
+}
+
+
 @pytest.mark.parametrize(
     ("family", "settings", "match"),
     [
-        ("Mistral", {"sliding_window": 8}, "sliding windows are not supported"),
-        (
-            "Qwen2",
-            {"layer_types": ["full_attention", "sliding_attention"]},
-            "sliding windows",
-        ),
+        ("Mistral", {"sliding_window": 8}, "sliding windows"),
+        ("Qwen2", MIXED_LAYERS, "sliding windows"),
         ("Gemma2", {"attn_logit_softcapping": 50.0}, "softcapped scores are not supported"),
         ("GptOss", {"layer_types": ["full_attention"] * 2}, "attention sinks are not supported"),
         ("Llama", {"attention_dropout": 0.5}, "attention dropout 0.5 is not supported"),
