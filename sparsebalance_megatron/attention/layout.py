@@ -53,7 +53,8 @@ class PackedLayout:
         number_N: a block's number in the sequence, 0 to N - 1.
         document_N, index_N: a block's document, and its number inside that document.
         start_N, length_N: a block's first token, and its tokens.
-        document_end_N: one past the last token of a block's document.
+        document_first_N, document_end_N: the first block of a block's document, and one past the
+            document's last token.
         first_block_S, blocks_S, tokens_S: a document's first block, its blocks and its tokens.
         block_T: a token's block.
         place_T: a token's place in a buffer of N blocks with B places each.
@@ -65,6 +66,7 @@ class PackedLayout:
     index_N: Tensor
     start_N: Tensor
     length_N: Tensor
+    document_first_N: Tensor
     document_end_N: Tensor
     first_block_S: Tensor
     blocks_S: Tensor
@@ -145,6 +147,7 @@ def packed_layout(
         "index_N": grid.index_N,
         "start_N": grid.start_N,
         "length_N": grid.length_N,
+        "document_first_N": grid.first_block_S[grid.document_N],
         "document_end_N": grid.boundaries[grid.document_N + 1],
         "first_block_S": grid.first_block_S,
         "blocks_S": grid.blocks_S,
