@@ -64,9 +64,10 @@ TESTS: dict[str, tuple[str, ...]] = {
         *("tests/plan/test_planner.py", "tests/learn/test_scheduler.py"),
         "tests/plan/test_golden_plans.py",
     ),
+    "cost/table": ("tests/bad_inputs/test_cost_tables.py", "tests/cost/test_model.py"),
     "cost/": (
         *("tests/cost/test_model.py", "tests/cost/test_exchange.py"),
-        "tests/cost/test_stage_calibration.py",
+        "tests/learn/test_stage_calibration.py",
     ),
     "attention/kernels/reference": (CONTRACT, ATTENTION),
     "attention/sequence/": (
@@ -84,10 +85,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "attention/kernels/assembled": (CONTRACT, "tests/attention/test_dense_documents.py"),
     "attention/": (CONTRACT, ATTENTION),
     "data/tokenizer": ("tests/data/test_prepare.py", "tests/bad_inputs/test_models.py"),
-    "data/documents": ("tests/data/test_samples.py", "tests/data/test_blend_index.py"),
-    "data/input_formats": ("tests/data/test_shard.py",),
-    "data/writer": ("tests/data/test_merge.py", "tests/data/test_prepare.py"),
-    "data/blend": ("tests/data/test_blend_index.py", "tests/data/test_blend.py"),
+    "data/documents": ("tests/data/test_samples.py", "tests/data/test_blended_samples.py"),
+    "data/records": ("tests/bad_inputs/test_records.py", "tests/data/test_prepare.py"),
+    "data/writer": ("tests/data/test_prepare.py",),
+    "data/blend": ("tests/data/test_blended_samples.py",),
     "data/": (
         *("tests/data/test_samples.py", "tests/data/test_prepare.py"),
         "tests/bad_inputs/test_data_files.py",

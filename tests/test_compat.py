@@ -11,8 +11,6 @@ import ast
 import dataclasses
 import importlib
 import inspect
-import subprocess
-import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
@@ -224,20 +222,6 @@ def test_schedules_start_the_timers_that_are_watched() -> None:
 def test_the_version_has_no_commit_of_the_surrounding_repository() -> None:
     assert compat.megatron_version().count(".") == 2
     assert "+" not in compat.megatron_version()
-
-
-def test_processes_that_tests_start_use_the_same_megatron() -> None:
-    from harness import python_environment
-
-    program = "from sparsebalance_megatron.megatron.compat import megatron_version as v; print(v())"
-    found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        env=python_environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert found.stdout.splitlines()[-1] == compat.megatron_version()
 
 
 def attributes_of(variable: str) -> set[str]:

@@ -203,11 +203,6 @@ def test_a_mistake_is_told(mistake: str, message: str, one_rank: dict[str, Any])
     assert message in one_rank["bare"]["mistakes"][mistake]
 
 
-def test_every_mistake_is_expected(one_rank: dict[str, Any]) -> None:
-    parameters = test_a_mistake_is_told.pytestmark[0].args[1]
-    assert {mistake for mistake, _ in parameters} == set(one_rank["bare"]["mistakes"])
-
-
 def _flatten(nested: Any) -> list[float]:
     if not isinstance(nested, list):
         return [nested]

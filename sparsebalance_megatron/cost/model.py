@@ -20,6 +20,7 @@ from sparsebalance_megatron.config import (
 )
 from sparsebalance_megatron.cost.exchange import Exchange, ms_per_byte
 from sparsebalance_megatron.cost.parts import Direction, Part
+from sparsebalance_megatron.cost.segments import SegmentCost
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.cost.work_model import FEATURES, WorkModel, work_model_named
 
@@ -46,8 +47,8 @@ class CostModel:
     """ms per unit of every feature, in the order of :data:`.features.FEATURES`, never negative.
 
     ``source`` says where the numbers come from, ``work`` how many block pairs the selection
-    computes, ``exchange`` what it costs that ranks share a micro-batch. Parts of a layer are per
-    layer.
+    computes, ``exchange`` what it costs that ranks share a micro-batch, ``segments`` that it passes
+    the pipeline in segments. Parts of a layer are per layer.
     """
 
     block_size: int
@@ -56,6 +57,7 @@ class CostModel:
     source: str
     work: WorkModel = field(default_factory=lambda: work_model_named(DEFAULT_SELECTION), repr=False)
     exchange: Exchange = field(default=Exchange())
+    segments: SegmentCost = field(default=SegmentCost())
 
     def __post_init__(self) -> None:
         for direction in Direction:

@@ -218,6 +218,7 @@ def _micro_batches(
                 continue
             lengths_tokens = tuple(problem.lengths_tokens[sample] for sample in micro_batch)
             blocks = sum(-(-length // policy.block_size) for length in lengths_tokens)
+            segments = min(policy.max_segments, blocks)
             micro_batches.append(
                 MicroBatchPlan(
                     samples=micro_batch,
@@ -227,7 +228,7 @@ def _micro_batches(
                     position=position,
                     cp_size=arrangement.cp_size(rank, position),
                     pinned=tuple(pinned_S[list(micro_batch)].tolist()) if pinned_S.any() else (),
-                    segments=min(policy.max_segments, blocks),
+                    first_blocks=tuple(i * blocks // segments for i in range(segments)),
                 )
             )
             first += len(micro_batch)

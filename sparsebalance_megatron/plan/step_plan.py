@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from operator import attrgetter
 
 import numpy as np
@@ -86,8 +87,8 @@ class MicroBatchPlan:
     sample. ``budgets_LS``: KV blocks a query may read, int32, read-only, at least 1. ``position``:
     of the rank's micro-batches. ``cp_size``: so many neighbouring data-parallel ranks share
     it, beginning at ``rank``, a multiple of ``cp_size``. ``pinned``: whether each sample's budgets
-    were given, and are executed as they are; empty where none were. ``segments``: pieces, along
-    the sequence, in which it passes the pipeline.
+    were given, and are executed as they are; empty where none were. ``first_blocks``: where each
+    of its segments begins, counted in blocks of the packed sequence; the first is 0.
     """
 
     samples: tuple[int, ...]
@@ -97,11 +98,16 @@ class MicroBatchPlan:
     position: int
     cp_size: int = 1
     pinned: tuple[bool, ...] = ()
-    segments: int = 1
+    first_blocks: tuple[int, ...] = (0,)
 
     @property
     def tokens(self) -> int:
         return sum(self.lengths_tokens)
+
+    @property
+    def segments(self) -> int:
+        """Pieces, along the sequence, in which it passes the pipeline."""
+        return len(self.first_blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +208,7 @@ class StepPlan:
                     f"{micro_batch.rank}:{micro_batch.position}:{micro_batch.cp_size}".encode()
                 )
             if micro_batch.segments > 1:
-                digest.update(f"segments {micro_batch.segments}".encode())
+                digest.update(f"segments from {micro_batch.first_blocks}".encode())
             if micro_batch.pinned:
                 digest.update(f"pinned {micro_batch.pinned}".encode())
             digest.update(repr(micro_batch.budgets_LS.shape).encode())
@@ -254,8 +260,11 @@ def _defect(
     if not samples:
         return "empty"
     blocks = sum(-(-length // policy.block_size) for length in micro_batch.lengths_tokens)
-    if not 1 <= micro_batch.segments <= min(policy.max_segments, blocks):
-        return f"{micro_batch.segments} segments of {blocks} blocks, at most {policy.max_segments}"
+    bounds = (*micro_batch.first_blocks, blocks)
+    if bounds[0] != 0 or any(end <= first for first, end in pairwise(bounds)):
+        return f"segments begin at blocks {micro_batch.first_blocks} of {blocks}"
+    if micro_batch.segments > policy.max_segments:
+        return f"{micro_batch.segments} segments, at most {policy.max_segments}"
     if micro_batch.tokens > cap_tokens:
         return f"{micro_batch.tokens} tokens exceed the cap of {cap_tokens}"
     if any(not 0 <= sample < len(lengths_tokens) for sample in samples):

@@ -66,14 +66,12 @@ class RowPacking:
         )
 
     def segments(self, micro_batch: MicroBatchPlan) -> list[SequenceSlice]:
-        """The slices of a micro-batch's segments, equal in blocks but for one."""
+        """The slices of a micro-batch's segments."""
         cu_seqlens = self.cu_seqlens(micro_batch)
-        blocks = sum(-(-length // self.block_size) for length in micro_batch.lengths_tokens)
-        first_blocks = [i * blocks // micro_batch.segments for i in range(micro_batch.segments)]
         return [
             segment_slice(
                 cu_seqlens,
-                first_blocks,
+                micro_batch.first_blocks,
                 segment,
                 block_size=self.block_size,
                 pad_to_multiple_of=self.pad_to_multiple_of,

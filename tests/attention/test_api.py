@@ -31,7 +31,6 @@ from attention.column_cases import any_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from sparsebalance_megatron.attention.api import (
@@ -43,7 +42,6 @@ from sparsebalance_megatron.attention.kernels import tile_attention
 from sparsebalance_megatron.attention.kernels import tokens as tokens_module
 from sparsebalance_megatron.attention.kernels import triton as triton_module
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.attention.selection import ColumnLists
 from sparsebalance_megatron.selector_registry import BUILT_IN
 
@@ -81,16 +79,6 @@ def test_float64_is_exact(
 ) -> None:
     case = _case(*packing, granularity, kv_heads=kv_heads)
     assert_exact(case.ours(implementation, torch.float64), case.exact())
-
-
-@pytest.mark.parametrize("budget", [1, 2, 3, 16])
-@pytest.mark.parametrize("kv_heads", [1, 4])
-def test_moba_at_its_budgets(budget: int, kv_heads: int) -> None:
-    """The own block counts; at 1 a query reads nothing but its own block."""
-    case = _case([0, 90, 103], [budget, budget], "token-query-head", kv_heads=kv_heads)
-    read_H = case.mask_HTT[:, 89].sum(-1)
-    assert read_H.tolist() == [8 * (min(budget, 12) - 1) + 2] * 4
-    assert_exact(case.ours("auto", torch.float64), case.exact())
 
 
 @pytest.mark.parametrize("off_the_cpu", [False, True])
@@ -266,53 +254,6 @@ def test_what_lies_past_a_list_is_not_read(granularity: str, implementation: str
     selection = dataclasses.replace(selection, indices_QCK=lists_QCK, columns=columns)
     changed = dataclasses.replace(case, selection=selection)
     assert_identical(*(one.ours(implementation, torch.float32) for one in (case, changed)))
-
-
-def test_32_blocks_of_256_are_dense_up_to_8192_tokens() -> None:
-    tokens, head_dim = 8192, 4
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(tokens, 1, head_dim, generator=generator) for _ in range(3))
-    out_THD, sparse_THD = (
-        budgeted_attention(q, k, v, [0, tokens], budget, block_size=256, softmax_scale=SCALE)[0]
-        for budget in (32, 31)
-    )
-    dense_HTD = scaled_dot_product_attention(
-        *(x.transpose(0, 1) for x in (q, k, v)), is_causal=True, scale=SCALE
-    )
-    torch.testing.assert_close(out_THD, dense_HTD.transpose(0, 1))
-    assert (sparse_THD[:-256] - out_THD[:-256]).abs().max() < 1e-5
-    assert (sparse_THD[-256:] - out_THD[-256:]).abs().max() > 1e-3
-
-
-def test_router_coverage_is_the_true_mass_where_keys_of_a_block_agree() -> None:
-    """One key and one query per block: the router's scores are attention's, block by block."""
-    tokens, head_dim = 48, 8
-    generator = torch.Generator().manual_seed(0)
-    q, k = (
-        torch.randn(tokens // BLOCK, 1, head_dim, generator=generator).repeat_interleave(BLOCK, 0)
-        for _ in range(2)
-    )
-    layout = packed_layout([0, tokens], BLOCK, "cpu")
-    selector = selector_named("token-query-head")
-    ranking = rank_sequence(selector, q, k, layout, softmax_scale=SCALE, max_budget=1, observe=True)
-    curves_SK = selector.coverage(ranking)
-    lse = [
-        budgeted_attention(q, k, k, [0, tokens], budget, block_size=BLOCK, softmax_scale=SCALE)[1]
-        for budget in (2, 99)
-    ]
-    # Only a block's last token sees all of its block, as the router does.
-    mass = (lse[0] - lse[1]).exp()[BLOCK - 1 :: BLOCK].mean()
-    torch.testing.assert_close(curves_SK[0, 1], mass)
-
-
-def test_a_gpu_without_tile_shapes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_module, "_interpreted", lambda: True)
-    monkeypatch.setattr(triton_module, "capability_of", lambda _: (8, 9))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA L40S")
-    case = _case([0, 20], [2])
-    expected = r'capability 8.0, 9.0, .*; this one, NVIDIA L40S, has 8.9: use "blocks"'
-    with pytest.raises(ValueError, match=expected):
-        _attend(case, implementation="triton")
 
 
 def test_wrong_arguments_are_named() -> None:

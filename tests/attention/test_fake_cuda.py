@@ -19,8 +19,6 @@ from attention.cases import SCALE, saved
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -168,22 +166,3 @@ def test_guarded_budgets_in_megatrons_core_attention(
             selected = attention.select(*inputs[:2], context)
     assert {x.device for x in selected.tensors()} == {CUDA}
     assert context.observations
-
-
-@pytest.mark.parametrize(
-    ("wrong", "error"),
-    [
-        (lambda x: x.sum().item(), DataDependentOutputException),
-        (lambda x: x.nonzero(), DynamicOutputShapeException),
-        (lambda x: x[x > 0], DynamicOutputShapeException),
-        (lambda x: x.repeat_interleave(x.long()), DynamicOutputShapeException),
-        (lambda x: x.cpu(), AssertionError),
-        (lambda x: torch.ones(8).to(x.device), AssertionError),
-        (lambda x: x + torch.ones(8), RuntimeError),
-    ],
-    ids=["item", "nonzero", "boolean index", "repeat", "to host", "to device", "mix-up"],
-)
-def test_what_must_not_happen_is_found(wrong: Any, error: Any, fake: FakeTensorMode) -> None:
-    x = torch.empty(8, device=CUDA)
-    with _NoTraffic(), pytest.raises(error):
-        wrong(x)

@@ -11,6 +11,10 @@ from bad_inputs.judge import check_command
 from view.report.sample_run import SampleRun
 
 PLAN = "plan --lengths {folder}/lengths.txt --dp 2 --pp 2 --micro-batches 2 --model qwen2.5-0.5b"
+ADVISE = (
+    "advise --lengths {folder}/lengths.txt --model qwen2.5-0.5b --gpus 4 --pp 2 --global-batch 8 "
+    "--block-sizes 128 --base-budgets 8 --steps 1"
+)
 SIMULATE = "simulate --setup paper-ablation"
 PREPARE = "prepare-data --input {folder}/good.jsonl --output-prefix {folder}/out"
 REPORT = "report {folder}/run -o {folder}/page.html"
@@ -32,11 +36,25 @@ BAD_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
         "--plan-ms": ("-1", "nan", "inf", "1e9", "x"),
         "--max-tokens-per-micro-batch": ("0", "-1", "x", "1.5"),
         "--seed": ("-1", "x", "1.5"),
+        "--context-parallel-size": ("3",),
+        "--max-context-parallel": ("4",),
+        "--gigabytes-per-second": ("0", "1e-300", "1e300"),
+        "--seq-length": ("128",),
         "--batching": ("best", ""),
         "--tuning": ("on", "anchors"),
         "--anchor": ("median",),
         "--model": ("gpt-5", ""),
         "--lengths": ("{folder}", "{folder}/nowhere.txt", "/dev/null", "/dev/zero"),
+    },
+    f"{PLAN} --context-parallel-size 2": {"--max-context-parallel": ("1",)},
+    ADVISE: {
+        "--model": ("gpt-9",),
+        "--gpus": ("3",),
+        "--tp": ("4",),
+        "--global-batch": ("41",),
+        "--block-sizes": ("1", "100"),
+        "--gpu-memory": ("nan",),
+        "--seq-length": ("0",),
     },
     PLAN.partition(" --model")[0] + " --layers 4": {
         "--cost-table": ("{folder}", "{folder}/nowhere.json", "/dev/zero", "{folder}/lengths.txt"),
@@ -69,7 +87,25 @@ BAD_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
 """Command -> flag -> values; a refusal names the flag or the value."""
 
 BAD_COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "no command": ("", ()),
+    "no command": ("", ("COMMAND",)),
+    "micro-batches that make no job": (f"{ADVISE} --micro-batches 3", ("no choice makes a job",)),
+    "context groups of three": (f"{ADVISE} --context-parallel-sizes 3", ("power of two",)),
+    "more stages than layers to advise on": (f"{ADVISE} --gpus 25 --pp 25", ("24 layers",)),
+    "a log in place of a summary": (
+        f"{SUMMARY} -o {{folder}}/run/steps.jsonl",
+        ("{folder}/run/steps.jsonl",),
+    ),
+    "a log in place of a picture": (
+        f"{SUMMARY} --picture {{folder}}/run/steps.jsonl",
+        ("{folder}/run/steps.jsonl",),
+    ),
+    "a run to watch that is not there": ("watch {folder}/nowhere --once", ("not there yet",)),
+    "no time between looks": ("watch {folder}/run --interval 0", ("--interval 0.0",)),
+    "no time between pages": (f"{REPORT} --follow 0", ("--follow",)),
+    "a prefix that names a folder": (
+        "prepare-data --input {folder}/good.jsonl --tokenizer-train 300 --output-prefix {folder}/",
+        ("--output-prefix",),
+    ),
     "an unknown command": ("trian", ("trian",)),
     "flags after dashes where there are none": (f"{PLAN} -- --lr 1", ("--lr 1",)),
     "an unknown flag": (f"{PLAN} --gpus 8", ("--gpus",)),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ BAD_TIMES: tuple[Any, ...] = (
 BAD_TEXTS: tuple[Any, ...] = (None, 5, True, [], {}, DELETED)
 
 DAMAGE: dict[tuple[Any, ...], tuple[Any, ...]] = {
-    ("block_size",): BAD_NUMBERS,
+    ("block_size",): (*BAD_NUMBERS, 3),
+    ("shape", "num_query_groups"): (3, DELETED),
     ("shape", "hidden_size"): BAD_NUMBERS,
     ("shape", "gated_linear_unit"): ("yes", 1, None, DELETED),
     ("shape",): ([], None, 5, {}, DELETED),
@@ -45,6 +47,10 @@ DAMAGE: dict[tuple[Any, ...], tuple[Any, ...]] = {
     ("rows", 0, "ms_median"): BAD_TIMES,
     ("rows", 0, "ms_spread"): (-1.0, "0", None, float("nan"), DELETED),
     ("rows", 0, "repeats"): (0, -1, 2.5, "5", None, DELETED),
+    ("rows", 0): ([], 7, None),
+    ("exchanges", 0, "width"): (1, "2", DELETED),
+    ("exchanges", 0, "received_bytes"): (0, -1, DELETED),
+    ("exchanges", 0, "ms_median"): BAD_TIMES,
 }
 TEXTS: dict[str, bytes] = {
     "nothing": b"",
@@ -76,6 +82,7 @@ def document() -> dict[str, Any]:
         if (part, direction) not in NEVER_TIMED
         for length in (64, 256, 1024)
     ]
+    exchange = {"width": 2, "received_bytes": 10**6, "ms_median": 0.1, "ms_spread": 0, "repeats": 5}
     shape = {
         **{"hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4},
         **{"num_query_groups": 2, "head_dim": 16, "vocab_size": 256},
@@ -84,7 +91,7 @@ def document() -> dict[str, Any]:
     return {
         **{"format_version": 1, "device": "cpu", "dtype": "float32", "block_size": 16},
         **{"selection": "token-kv-head", "shape": shape, "versions": {}, "date": "2026-01-31"},
-        **{"threads": 1, "rows": rows},
+        **{"threads": 1, "rows": rows, "exchanges": [exchange]},
     }
 
 
@@ -121,9 +128,12 @@ def test_damage(keys: tuple[Any, ...], value: Any, tmp_path: Path) -> None:
         holder[keys[-1]] = value
     path = tmp_path / "table.json"
     path.write_text(json.dumps(table))
+    unreadable = isinstance(value, float) and not math.isfinite(value)
+    named = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).lstrip(".")
+    named = keys[-1] if value is DELETED else "not valid JSON" if unreadable else named
     # A selection that no release knows is found when the fit needs it.
-    place = "cost table" if value == "best" else f"cost table {path}"
-    check_refused(lambda: load_and_fit(path), CostTableError, place)
+    names = ("best",) if value == "best" else (f"cost table {path}", named, "measure again")
+    check_refused(lambda: load_and_fit(path), CostTableError, *names)
 
 
 @pytest.mark.parametrize("name", TEXTS)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 import tempfile
@@ -273,17 +272,3 @@ def test_links_are_followed(prefix: Path, tmp_path: Path) -> None:
     for suffix in (".bin", ".idx"):
         (tmp_path / f"link{suffix}").symlink_to(f"{prefix}{suffix}")
     assert read(tmp_path / "link") == read(prefix)
-
-
-def test_a_summary_of_prepare_data_names_its_tokenizer(tmp_path: Path) -> None:
-    from sparsebalance_megatron.data.prepare import prepare
-    from sparsebalance_megatron.data.records import RecordFiles
-
-    source = tmp_path / "documents.jsonl"
-    source.write_text("\n".join(json.dumps({"text": f"word {n} again"}) for n in range(20)))
-    prepare(RecordFiles([source]), str(tmp_path / "made"), train_vocab_size=300)
-    size = json.loads((tmp_path / "made.json").read_text())["tokenizer"]["vocab_size"]
-    read(tmp_path / "made", vocab_size=size)
-    check_refused(
-        lambda: read(tmp_path / "made", vocab_size=size - 1), DataError, "made.json", str(size)
-    )

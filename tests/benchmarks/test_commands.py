@@ -8,7 +8,7 @@ import math
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +26,19 @@ RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
 SHORT: dict[str, tuple[str, ...]] = {
     "cpu_attention": ("--quick",),
     "planning": ("--quick",),
-    "recompute": ("--quick",),
     "ring_balance": ("--quick",),
+    # Its instruments name functions of the package.
+    "overhead": ("--quick",),
+}
+"""Benchmark -> arguments of its short form; beside them, --json FILE."""
+NIGHTLY: dict[str, tuple[str, ...]] = {
+    "recompute": ("--quick",),
     "router_resources": ("--blocks", "16", "--places", "16"),
     "kernel_resources": ("--head-dims", "64", "--kernels", "forward"),
-}
-"""Benchmark -> arguments of its short form in one process; beside them, --json FILE."""
-TRAINING: dict[str, tuple[str, ...]] = {
-    "overhead": ("--quick",),
     "pipeline_reality": ("--quick",),
     "quality": ("--quick", "--steps", "6", "--arms", "random"),
     "soak": ("--quick",),
 }
-"""Those that start training runs."""
-PER_PUSH = frozenset({"cpu_attention", "planning", "ring_balance", "overhead"})
-"""What nothing else runs: the instruments of ``overhead`` name functions of the package."""
-
-
-def tiered(names: Iterable[str]) -> list[Any]:
-    return [
-        name if name in PER_PUSH else pytest.param(name, marks=pytest.mark.nightly)
-        for name in names
-    ]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -62,28 +53,21 @@ def test_help(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", tiered(SHORT))
+@pytest.mark.parametrize(
+    "name", [*SHORT, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)]
+)
 def test_short_form(name: str, tmp_path: Path) -> None:
-    found = _run(name, *SHORT[name], json_path=tmp_path / "result.json")
-    assert found.keys() == _committed(name).keys()
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("name", tiered(TRAINING))
-def test_short_training(name: str, tmp_path: Path) -> None:
-    found = _run(name, *TRAINING[name], json_path=tmp_path / "result.json")
-    assert found.keys() == _committed(name).keys()
+    found = _run(name, *(SHORT | NIGHTLY)[name], json_path=tmp_path / "result.json")
+    committed = json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
+    assert found.keys() == committed.keys()
 
 
 @pytest.mark.nightly
 @needs_grouped_flash
 def test_end_to_end(tmp_path: Path) -> None:
-    found = _run(
-        "end_to_end",
-        *("--quick", "--batches", "1", "--warm-up", "0", "--layout", "dp2"),
-        json_path=tmp_path / "result.json",
-    )
-    assert set(found["layouts"]["dp2"]["variants"]) == set(found["layouts"]["dp2"]["step_ms"])
+    few = ("--quick", "--batches", "1", "--warm-up", "0", "--layout", "dp2")
+    (layout,) = _run("end_to_end", *few, json_path=tmp_path / "result.json")["layouts"].values()
+    assert set(layout["variants"]) == set(layout["step_ms"])
 
 
 @pytest.mark.nightly
@@ -117,13 +101,7 @@ def _run(name: str, *arguments: str, json_path: Path) -> dict[str, Any]:
         timeout=540,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(json_path.read_text())
-    return found
-
-
-def _committed(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((BENCHMARKS / "results" / f"{name}.json").read_text())
-    return found
+    return json.loads(json_path.read_text())
 
 
 def _numbers(value: Any) -> Iterator[float]:

@@ -53,99 +53,67 @@ def no_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+ON_HOPPER = [
+    # Kernel, element, block size, head dim, least copies in flight, most spills.
+    *((name, "bf16", 256, 128, 2, 0.06) for name in QUERY_BLOCK),
+    *((name, "bf16", 256, 128, 2, 0.01) for name in WITH_COLUMNS),
+    *((name, "bf16", 256, 128, 0, 0.09 if "query_grad" in name else 0.03) for name in BY_TOKEN),
+]
+NIGHTLY = [
+    *((name, "fp16", 64, 96, 2, 0.06) for name in QUERY_BLOCK),
+    *((name, "bf16", 128, 256, 2, 0.06) for name in QUERY_BLOCK),
+    # Where a block's keys and values leave room for three stages.
+    *(
+        ("token_forward", "bf16", 128, 128, 1, 1.0),
+        ("token_query_gradient", "bf16", 256, 64, 4, 1.0),
+    ),
+    ("token_key_gradient", "bf16", 256, 128, 4, 1.0),
+]
+
+
 @pytest.mark.parametrize(
-    ("element", "block_size", "head_dim"),
-    [
-        ("bf16", 256, 128),
-        pytest.param("fp16", 64, 96, marks=pytest.mark.nightly),
-        pytest.param("bf16", 128, 256, marks=pytest.mark.nightly),
-    ],
+    ("name", "element", "block_size", "head_dim", "copies", "spills"),
+    [*ON_HOPPER, *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY)],
 )
-@pytest.mark.parametrize("name", QUERY_BLOCK)
-def test_kernels_fit_hopper_and_copy_ahead(
-    name: str, element: str, block_size: int, head_dim: int
+def test_kernels_fit_hopper_copy_ahead_and_hardly_spill(
+    name: str, element: str, block_size: int, head_dim: int, copies: int, spills: float
 ) -> None:
-    tile = resources.tile_of(name, head_dim)
     found = resources.resources(
-        name, tile, element=element, block_size=block_size, head_dim=head_dim
+        name,
+        resources.tile_of(name, head_dim),
+        element=element,
+        block_size=block_size,
+        head_dim=head_dim,
     )
     assert found.shared_bytes <= SHARED_BYTES[HOPPER]
     assert found.loop_kinds["products"] > 0
     # Of the next tile, copies of both matrices are under way while this one is worked on.
-    assert found.loop_groups_in_flight >= 2
-    # Twice the most that research/kernels.md accepts, which is 3 % at head dim 256.
-    assert found.loop_kinds.get("spills", 0) <= 0.06 * found.loop_instructions
-
-
-@pytest.mark.parametrize("name", WITH_COLUMNS)
-def test_kernels_with_columns_fit_hopper_and_copy_ahead(name: str) -> None:
-    """Also where the copies are gathered."""
-    found = resources.resources(name, resources.tile_of(name, 128))
-    assert found.shared_bytes <= SHARED_BYTES[HOPPER]
-    assert found.loop_kinds["products"] > 0
-    assert found.loop_groups_in_flight >= 2
-    # research/kernels.md: none spills in the loop over columns.
-    assert found.loop_kinds.get("spills", 0) <= 0.01 * found.loop_instructions
-
-
-@pytest.mark.parametrize("name", BY_TOKEN)
-def test_kernels_by_token_fit_hopper(name: str) -> None:
-    found = resources.resources(name, resources.tile_of(name, 128))
-    assert found.shared_bytes <= SHARED_BYTES[HOPPER]
-    assert found.loop_kinds["products"] > 0
-    # research/kernels.md: dq spills in a fourteenth of its loop, the others in 1 %.
-    most = 0.09 if name == "token_query_gradient" else 0.03
-    assert found.loop_kinds.get("spills", 0) <= most * found.loop_instructions
+    assert found.loop_groups_in_flight >= copies
+    assert found.loop_kinds.get("spills", 0) <= spills * found.loop_instructions
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("no_machine_code")
 @pytest.mark.parametrize(
-    ("name", "block_size", "head_dim", "groups"),
+    ("name", "element", "block_size", "head_dim", "capability"),
     [
-        pytest.param("token_forward", 128, 128, 1, id="queries"),
-        pytest.param("token_query_gradient", 256, 64, 4, id="queries, gradients, LSE and delta"),
-        pytest.param("token_key_gradient", 256, 128, 4, id="the same, past keys of one tile"),
+        *((name, "bf16", 256, 256, HOPPER) for name in BY_TOKEN),
+        *((name, "bf16", 256, 128, AMPERE) for name in (*QUERY_BLOCK, *BY_TOKEN)),
+        *((name, "bf16", 256, 128, BLACKWELL) for name in (*QUERY_BLOCK, *BY_TOKEN)),
+        *((name, "fp32", 128, 128, HOPPER) for name in resources.KERNELS),
     ],
 )
-def test_kernels_by_token_fit_and_copy_ahead(
-    name: str, block_size: int, head_dim: int, groups: int
+def test_kernels_fit_other_sizes_and_gpus(
+    name: str, element: str, block_size: int, head_dim: int, capability: Capability
 ) -> None:
-    """Where a block's keys and values leave room for three stages."""
-    tile = resources.tile_of(name, head_dim)
-    assert resources.stages_of(name, tile, block_size, head_dim) == 3
-    found = resources.resources(name, tile, block_size=block_size, head_dim=head_dim)
-    assert found.shared_bytes <= SHARED_BYTES[HOPPER]
-    assert found.loop_groups_in_flight >= groups
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("no_machine_code")
-@pytest.mark.parametrize("name", BY_TOKEN)
-def test_kernels_by_token_fit_at_head_dim_256(name: str) -> None:
+    element_bytes = 4 if element == "fp32" else 2
     kernel = resources.compiled(
-        name, resources.tile_of(name, 256), element="bf16", block_size=256, head_dim=256
-    )
-    assert 0 < kernel.metadata.shared <= SHARED_BYTES[HOPPER]
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("no_machine_code")
-@pytest.mark.parametrize("capability", [AMPERE, BLACKWELL], ids=["Ampere", "Blackwell"])
-@pytest.mark.parametrize("name", [*QUERY_BLOCK, *BY_TOKEN])
-def test_kernels_fit_other_gpus(name: str, capability: Capability) -> None:
-    """At the head dim of most models, where most shapes are Hopper's."""
-    tile = resources.tile_of(name, 128, capability=capability)
-    kernel = resources.compiled(
-        name, tile, element="bf16", block_size=256, head_dim=128, capability=capability
+        name,
+        resources.tile_of(name, head_dim, element_bytes, capability=capability),
+        element=element,
+        block_size=block_size,
+        head_dim=head_dim,
+        capability=capability,
     )
     assert 0 < kernel.metadata.shared <= SHARED_BYTES[capability]
     assert (getattr(kernel.metadata, "tmem_size", None) or 0) <= TENSOR_MEMORY_COLUMNS
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("no_machine_code")
-@pytest.mark.parametrize("name", resources.KERNELS)
-def test_float32_kernels_fit(name: str) -> None:
-    tile = resources.tile_of(name, 128, 4)
-    kernel = resources.compiled(name, tile, element="fp32", block_size=128, head_dim=128)
-    assert 0 < kernel.metadata.shared <= SHARED_BYTES[HOPPER]

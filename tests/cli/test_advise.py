@@ -119,26 +119,3 @@ def test_a_cost_table_brings_its_times_and_its_block_size(
         command = ("advise", "--lengths", str(lengths), *JOB, *one, "--cost-table", str(table))
         assert cli.main([*command, *other]) == 2
         assert found in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (("--model", "gpt-9"), "--model gpt-9: is no directory"),
-        (("--gpus", "3"), "--gpus 3 must be a multiple"),
-        (("--gpus", "25", "--pp", "25"), "has 24 layers only"),
-        (("--tp", "4"), "--tp 4: must divide the 14 heads"),
-        (("--global-batch", "41"), "40 lengths, and a step needs --global-batch 41"),
-        (("--micro-batches", "3"), "no choice makes a job"),
-        (("--block-sizes", "1"), "--block-sizes 1: must be at least 16"),
-        (("--gpu-memory", "nan"), "--gpu-memory nan"),
-        (("--block-sizes", "100"), "--block-sizes 100: must be a power of two"),
-        (("--seq-length", "0"), "--seq-length 0: must be 1 to"),
-        (("--context-parallel-sizes", "3"), "power of two"),
-    ],
-)
-def test_errors_name_the_flag(
-    lengths: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], expected: str
-) -> None:
-    assert cli.main(["advise", "--lengths", str(lengths), *JOB, *ONE, *flags]) == 2
-    assert expected in capsys.readouterr().err

@@ -49,12 +49,6 @@ def test_plan_json(lengths, capsys):
     assert found["variants"]["ours"]["speedup"] > 1.0
 
 
-def test_plan_of_one_choice(lengths, capsys):
-    chosen = ("--batching", "latency", "--tuning", "anchor", "--anchor", "min", "--seed", "3")
-    assert plan(lengths, "--json", *chosen) == 0
-    assert set(json.loads(capsys.readouterr().out)["variants"]) == {"baseline", "latency+anchor"}
-
-
 def test_plan_table_fits_eighty_columns(lengths, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert plan(lengths, "--global-batch", "16") == 0
@@ -73,22 +67,6 @@ def test_simulate_prints_the_papers_numbers(capsys, monkeypatch):
     row = next(line for line in lines if line.strip().startswith("SAB+DST"))
     assert "1.35" in row.split()
     assert "1.34" in row.split()
-
-
-def test_simulate_json(capsys):
-    assert cli.main(["simulate", "--setup", "paper-main", "--steps", "1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert set(found["data"]) == {"longalign", "chatqa2", "chatqa2-tail"}
-    for part in found["data"].values():
-        assert set(part["variants"]["ours"]) > KEYS
-
-
-def test_simulate_rows(capsys):
-    given = ("simulate", "--setup", "paper-main", "--steps", "1", "--json")
-    assert cli.main([*given, "--rows", "ours, base coverage", "+SAB"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    for part in found["data"].values():
-        assert list(part["variants"]) == ["baseline", "+SAB", "ours, base coverage"]
 
 
 def test_rows_of_shared_micro_batches(lengths, capsys):
@@ -156,40 +134,6 @@ def test_simulate_on_stored_documents_and_a_directory(tmp_path, capsys):
     assert "--pp 4: the model has 3 layers" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (("--seq-length", "128"), "--seq-length splits stored documents; add --data-path"),
-        (("--model", "gpt"), "--model gpt: is no directory"),
-        (("--context-parallel-size", "3"), "--context-parallel-size 3: must be a power of two"),
-        (
-            ("--max-context-parallel", "4"),
-            "--max-context-parallel 4: must be a power of two that divides the 2",
-        ),
-        (
-            ("--context-parallel-size", "2", "--max-context-parallel", "1"),
-            "--max-context-parallel 1: must be at least --context-parallel-size 2",
-        ),
-        (("--gigabytes-per-second", "0"), "--gigabytes-per-second 0.0: must"),
-        (("--global-batch", "12"), "--global-batch 12 must be a multiple"),
-        (("--steps", "0"), "--steps 0"),
-        (("--global-batch", "800"), "a step needs --global-batch 800"),
-        (("--max-tokens-per-micro-batch", "100"), "raise --sparse-balance-max-tokens"),
-        (("--pp", "99"), "24 layers only"),
-        (("--steps", "99999999999"), "--steps 99999999999: must be 1 to 10000"),
-        (("--layers", "1000000"), "--layers 1000000: must be 1 to 10000"),
-        (("--gigabytes-per-second", "1e-300"), "must be 0.001 to 100000 GB/s"),
-        (("--gigabytes-per-second", "1e300"), "must be 0.001 to 100000 GB/s"),
-        (("--block-size", "1"), "--block-size 1: must be at least 16"),
-    ],
-)
-def test_wrong_input_is_one_line(lengths, capsys, more, words):
-    assert plan(lengths, *more) == 2
-    error = capsys.readouterr().err
-    assert words in error
-    assert len(error.splitlines()) == 1
-
-
 def test_flags_that_contradict_the_cost_table_are_refused(lengths, tmp_path, capsys):
     model = MODELS["qwen2.5-0.5b"]
     identity = RunIdentity(
@@ -215,10 +159,3 @@ def test_narrow_tables_cut_no_number(lengths, capsys, monkeypatch, columns):
     assert max(map(len, printed.splitlines())) <= int(columns)
     assert "…" not in printed
     assert {"speedup", "coverage"} <= set(printed.split())
-
-
-def test_two_dashes_are_no_value(lengths, capsys):
-    with pytest.raises(SystemExit) as caught:
-        plan(lengths, "--dp=--")
-    assert caught.value.code == 2
-    assert "--dp=--: -- is no value" in capsys.readouterr().err

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from sparsebalance_megatron import cli
-from sparsebalance_megatron.config import ConfigError
 
 HELP_IMPORTS = """
 import sys
@@ -55,22 +54,6 @@ def test_flags_after_dashes_are_passed_on_unread(monkeypatch: pytest.MonkeyPatch
     assert seen[1].passed_on == []
 
 
-def test_status_of_the_command_is_the_tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_command(monkeypatch, lambda arguments: 3)
-    assert cli.main(["profile"]) == 3
-
-
-def test_users_errors_are_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(arguments: argparse.Namespace) -> int:
-        raise ConfigError("--flag 0: must be 1")
-
-    fake_command(monkeypatch, run)
-    assert cli.main(["profile"]) == 2
-    assert capsys.readouterr().err == "sparse-balance: error: --flag 0: must be 1\n"
-
-
 def test_bugs_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(arguments: argparse.Namespace) -> int:
         raise ValueError("a bug")
@@ -102,38 +85,3 @@ def test_interruption_has_the_shells_status(monkeypatch: pytest.MonkeyPatch) -> 
 
     fake_command(monkeypatch, run)
     assert cli.main(["profile"]) == 130
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ([], "required: COMMAND"),
-        (["nonsense"], "invalid choice: 'nonsense'"),
-        (["profile", "--unknown"], "unrecognized arguments: --unknown"),
-        (
-            [
-                "prepare-data",
-                "--input",
-                "f",
-                "--tokenizer",
-                "t",
-                "--output-prefix",
-                "p",
-                "--",
-                "--x",
-            ],
-            "prepare-data takes no flags after --: drop --x",
-        ),
-    ],
-)
-def test_wrong_usage_exits_with_2(
-    argv: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    fake_command(monkeypatch, lambda arguments: 0)
-    with pytest.raises(SystemExit) as caught:
-        cli.main(argv)
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err

@@ -16,7 +16,6 @@ import pytest
 from view.report.sample_run import SampleRun
 
 from sparsebalance_megatron import cli
-from sparsebalance_megatron.cli.output import OutputError, write_text
 from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.view.report.comparison import paired
 from sparsebalance_megatron.view.report.run_data import ReportError, choose_iteration
@@ -24,8 +23,6 @@ from sparsebalance_megatron.view.report.run_report import make_report, render_pa
 from sparsebalance_megatron.view.report.timeline import SIMULATED
 
 RUN = SampleRun(ranks=2, stages=2, micro_batches=3, layers=4, steps=6)
-BARS = 3
-"""Pictures of bars: waterfall, ranks, one step."""
 VOID = {"br", "meta"}
 
 
@@ -100,20 +97,6 @@ def test_the_page_needs_nothing_beside_itself(page: str) -> None:
     assert not {tag for tag, _, _ in reader.elements} & {"script", "link", "iframe", "img"}
     assert set(re.findall(r"https?://[^\s\"']+", page)) == {"http://www.w3.org/2000/svg"}
     assert "@import" not in page
-
-
-def test_what_is_wide_scrolls_and_pictures_are_described(page: str) -> None:
-    reader = _Reader(page)
-    assert 'content="width=device-width, initial-scale=1"' in page
-    assert "prefers-color-scheme: dark" in page
-    tables = [path for tag, _, path in reader.elements if tag == "table"]
-    pictures = [attributes for tag, attributes, _ in reader.elements if tag == "svg"]
-    assert len(tables) == 3
-    assert len(re.findall(r'<div class="scroll[^>]*>\s*<(?:table|svg)', page)) == len(tables) + BARS
-    assert len(pictures) == BARS + len(re.findall("Coverage against budget of samples", page))
-    assert all(each["role"] == "img" and len(each["aria-label"] or "") > 20 for each in pictures)
-    ids = re.findall(r'\sid="([^"]+)"', page)
-    assert len(ids) == len(set(ids))
 
 
 def test_numbers_say_how_they_are_known(page: str) -> None:
@@ -194,30 +177,6 @@ def test_a_damaged_log_is_shown_with_its_damage(
     assert "times as fast" in printed and "cut off or not JSON" in printed.replace("\n", "")
     assert f"written to {output}" in printed
     _Reader(page)
-
-
-@pytest.mark.parametrize("arguments", [[], ["--baseline", "{empty}"]])
-def test_a_directory_without_any_log_is_one_line(
-    runs: tuple[Path, Path],
-    tmp_path: Path,
-    arguments: list[str],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    first = str(runs[0]) if arguments else str(empty)
-    flags = [each.format(empty=empty) for each in arguments]
-    output = tmp_path / "report.html"
-    assert cli.main(["report", first, *flags, "-o", str(output)]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and not output.exists()
-    (line,) = captured.err.splitlines()
-    assert line.startswith(f"sparse-balance: error: {empty / 'steps.jsonl'}: not there")
-
-
-def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match=f"{tmp_path}: cannot be written: Is a directory"):
-        write_text(tmp_path, "")
 
 
 def test_the_picture_of_a_summary_stands_alone(runs: tuple[Path, Path], tmp_path: Path) -> None:

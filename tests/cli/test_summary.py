@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from record_cases import HEADER, MEASURED, PREDICTED, step_line, step_record
 
 from sparsebalance_megatron.cli import summary
 from sparsebalance_megatron.cli.output import OutputError
-from sparsebalance_megatron.log.reader import RunLog, RunLogError
+from sparsebalance_megatron.log.reader import RunLog
 from sparsebalance_megatron.log.records import StepRecord
 from sparsebalance_megatron.view.report import comparison
 from sparsebalance_megatron.view.report.comparison import compare, summarize
@@ -193,14 +192,6 @@ def test_command_writes_json_and_an_80_column_table(
         assert text in printed
 
 
-def test_json_is_all_that_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_log(tmp_path / "baseline", 100.0)
-    write_log(tmp_path / "balanced", 80.0)
-    flags = ("--baseline", str(tmp_path / "baseline"), "--run", str(tmp_path / "balanced"))
-    assert summary.run(parse(*flags, "--json")) == 0
-    assert json.loads(capsys.readouterr().out)["speedup"] == pytest.approx(1.25)
-
-
 def test_command_shows_the_rest_of_a_damaged_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,29 +223,6 @@ def test_a_picture_without_measured_times_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="share no step with measured times"):
         summary.run(parse(*runs, "--picture", str(tmp_path / "step.svg")))
     assert not (tmp_path / "step.svg").exists()
-
-
-@pytest.mark.parametrize("flag", ["--output", "--picture"])
-def test_a_log_that_is_read_is_not_replaced(flag: str, tmp_path: Path) -> None:
-    for name in ("baseline", "balanced"):
-        write_log(tmp_path / name, iteration_ms=1e4)
-    log_file = tmp_path / "balanced" / "steps.jsonl"
-    content = log_file.read_text(encoding="utf-8")
-    both = ("--baseline", str(tmp_path / "baseline"), "--run", str(log_file.parent))
-    with pytest.raises(ValueError, match=re.escape(str(log_file))):
-        summary.run(parse(*both, flag, str(log_file)))
-    assert log_file.read_text(encoding="utf-8") == content
-
-
-def test_command_without_a_log_writes_nothing(tmp_path: Path) -> None:
-    write_log(tmp_path / "baseline", 100.0)
-    output = tmp_path / "summary.json"
-    arguments = parse(
-        *("--baseline", str(tmp_path / "baseline"), "--run", str(tmp_path), "-o", str(output))
-    )
-    with pytest.raises(RunLogError, match=r"steps\.jsonl: not there"):
-        summary.run(arguments)
-    assert not output.exists()
 
 
 def test_without_rich_the_json_is_still_written(

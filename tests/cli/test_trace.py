@@ -148,10 +148,6 @@ def test_a_counter_per_device(events: list[Event]) -> None:
     assert all(0.5 < event["args"]["ratio"] < 2.0 for event in found)
 
 
-def test_the_rules_of_the_format(events: list[Event]) -> None:
-    check_format(events)
-
-
 def test_a_process_per_rank_and_side_a_thread_per_stage(events: list[Event]) -> None:
     processes = {pid: name for (pid, _), name in names(events, "process_name").items()}
     assert sorted(processes.values()) == [
@@ -235,16 +231,6 @@ def test_arguments_of_a_slice(run_directory: Path, events: list[Event]) -> None:
     assert 0 < first["coverage_mean"] <= 1
     assert first["ms"] == pytest.approx(first["measured_ms"], abs=2e-4)
     assert first["predicted_ms"] > 0
-
-
-def test_counters(events: list[Event]) -> None:
-    (run,) = (pid for (pid, _), name in names(events, "process_name").items() if name == "run")
-    counters = [event for event in events if event["ph"] == "C" and event["pid"] == run]
-    assert {event["name"] for event in counters} == {"coverage", "imbalance of ranks"}
-    assert len(counters) == 2 * 3
-    imbalance = [event for event in counters if event["name"] == "imbalance of ranks"]
-    assert all(set(event["args"]) == {"predicted", "measured"} for event in imbalance)
-    assert all(event["args"]["measured"] >= 1 for event in imbalance)
 
 
 def test_steps_keep_their_distance_by_the_wall_clock(
@@ -337,31 +323,6 @@ def test_without_measured_times_the_predicted_ones_are_traced(
     assert len(slices(written, "predicted", 2)) == RUN.ranks * RUN.stages * SLICES
     assert slices(written, "measured", 2) == []
     assert "2 of 2 steps have no measured times" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--steps", "8:9"], "--steps 8:9: not in"),
-        (["--steps", "9:8"], "expected A:B"),
-        (["--steps", "3"], "expected A:B"),
-        (["-o", "."], "cannot be written"),
-    ],
-)
-def test_a_users_mistake_is_one_line_and_status_2(
-    run_directory: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        status = cli.main(["trace", str(run_directory), *flags])
-    except SystemExit as stop:
-        status = stop.code
-    assert status == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_no_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["trace", str(tmp_path)]) == 2
-    assert f"{tmp_path / 'steps.jsonl'}: not there" in capsys.readouterr().err
 
 
 def shell_path() -> str:

@@ -25,13 +25,6 @@ def test_once_shows_how_a_run_ended(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-def test_once_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["watch", str(tmp_path / "nowhere"), "--once"]) == 2
-    assert "not there yet" in capsys.readouterr().err
-    assert cli.main(["watch", str(tmp_path), "--interval", "0"]) == 2
-    assert "--interval 0.0: must be" in capsys.readouterr().err
-
-
 def test_a_run_is_followed_from_before_its_first_step(tmp_path: Path) -> None:
     """Every sleep is a chance for the run to write; they are seen as they come."""
     written = RUN.write(tmp_path / "finished") / "steps.jsonl"

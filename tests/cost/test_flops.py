@@ -40,19 +40,6 @@ def test_pairs_are_those_of_a_loop_over_queries(tokens: int, budget: int, block_
     )
 
 
-@given(st.integers(0, 500), st.sampled_from([1, 4, 32]))
-def test_a_budget_of_all_blocks_is_dense(tokens: int, block_size: int) -> None:
-    blocks = max(1, -(-tokens // block_size))
-    for budget in (blocks, np.inf):
-        assert attended_token_pairs(tokens, budget, block_size) == sum(range(1, tokens + 1))
-
-
-@given(st.integers(1, 3000), st.integers(1, 40))
-def test_pairs_never_fall_when_the_budget_grows(tokens: int, budget: int) -> None:
-    pairs = attended_token_pairs(tokens, [budget, budget + 1], 64)
-    assert pairs[0] <= pairs[1] <= tokens * (tokens + 1) / 2
-
-
 @pytest.mark.parametrize("gated", [True, False])
 def test_flops_of_a_small_model_counted_matrix_by_matrix(gated: bool) -> None:
     shape = ModelShape(**(vars(SHAPE) | {"gated_linear_unit": gated}))

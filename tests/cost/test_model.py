@@ -110,15 +110,3 @@ def test_counted_operations_shrink_with_tensor_parallelism(identity: RunIdentity
             assert predict_ms(half, part, direction, row) == pytest.approx(
                 predict_ms(whole, part, direction, row) / 2
             )
-
-
-def test_token_selection_costs_more_routing(identity: RunIdentity) -> None:
-    row = features([4096], 4, 128, work_model_named("previous-block"))
-    per_block, per_token, per_head = (
-        predict_ms(
-            CostModel.analytic(identity.shape, 128, selection=selection),
-            *(Part.ROUTER, Direction.FORWARD, row),
-        )
-        for selection in ("previous-block", "token-kv-head", "token-query-head")
-    )
-    assert per_block < per_token < per_head

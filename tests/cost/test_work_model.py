@@ -42,29 +42,6 @@ def test_visible_pairs_are_pairs_without_a_budget(tokens: int, block_size: int) 
     assert visible_block_pairs(tokens, block_size) == pytest.approx(counted, rel=1e-12)
 
 
-def test_whole_blocks_sum_min_of_position_and_budget() -> None:
-    blocks, budget = 1000, 32
-    expected = sum(min(j, budget) for j in range(1, blocks + 1))
-    assert attended_block_pairs(blocks * 256, budget, 256) == expected
-
-
-@settings(max_examples=100, deadline=None)
-@given(tokens=st.integers(1, 1 << 17), budget=st.integers(1, 1024))
-def test_pairs_grow_with_tokens_and_budget(tokens: int, budget: int) -> None:
-    pairs = attended_block_pairs(tokens, budget, 256)
-    assert attended_block_pairs(tokens + 1, budget, 256) > pairs > 0.0
-    assert attended_block_pairs(tokens, budget + 1, 256) >= pairs
-    assert visible_block_pairs(tokens, 256) >= pairs
-
-
-def test_arguments_broadcast() -> None:
-    tokens, budgets = np.array([[100], [5000]]), np.array([1, 4, 64])
-    table = attended_block_pairs(tokens, budgets, 64)
-    assert table.shape == (2, 3)
-    assert table.dtype == np.float64
-    assert table[1, 1] == attended_block_pairs(5000, 4, 64)
-
-
 @settings(max_examples=150, deadline=None)
 @given(tokens=st.integers(1, 90), block_size=BLOCK_SIZES, data=st.data())
 def test_growth_is_that_of_the_counted_pairs(tokens: int, block_size: int, data) -> None:

@@ -234,8 +234,3 @@ def test_digests_follow_weights_and_sources(folder: Path) -> None:
     assert set(digests.values()) == {1}
     percent = open_blend(blend_of(folder, "web", "code", weights=(25.0, 75.0)))
     assert percent.digest() == open_blend(blends[3]).digest()
-
-
-def test_a_missing_source_is_named(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"absent\.idx: no such file"):
-        open_blend(blend_of(folder, "web", "absent"))

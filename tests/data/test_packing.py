@@ -77,7 +77,3 @@ def test_empty_sequences_and_bad_multiples_are_refused() -> None:
         pack([])
     with pytest.raises(ValueError, match="pad_to_multiple_of is 0"):
         packed_cu_seqlens([3], 0)
-
-
-def test_sequences_are_not_padded_unless_asked_to() -> None:
-    assert packed_cu_seqlens([3, 2]) == (0, 3, 5)

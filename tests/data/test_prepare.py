@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparsebalance_megatron.cli import main
-from sparsebalance_megatron.data import tokenizer
 from sparsebalance_megatron.data.documents import Documents
 from sparsebalance_megatron.data.prepare import prepare
 from sparsebalance_megatron.data.records import RecordFiles
@@ -103,16 +101,6 @@ def test_megatron_reads_what_was_prepared(tmp_path: Path) -> None:
         assert read.index.dtype == DType.optimal_dtype(vocab_size)
         masks = IndexedDataset(f"{prefix}_loss_mask")
         assert not any(each.any() for each in masks)
-
-
-def test_sample_index_reads_what_was_prepared(tmp_path: Path) -> None:
-    prefix = str(tmp_path / "data")
-    prepare(texts_source(tmp_path), prefix, train_vocab_size=VOCABULARY)
-    index = SampleIndex.open(prefix, max_tokens=16, overlong="split", seed=1)
-    assert index is not None
-    stored_tokens = sum(map(len, stored_documents(prefix)))
-    assert index.counts.tokens == stored_tokens - len(TEXTS)
-    assert index.read(0).loss_mask is None
 
 
 def test_transformers_loads_the_trained_tokenizer(tmp_path: Path) -> None:
@@ -279,45 +267,3 @@ def test_processes_that_write_to_one_prefix_leave_one_whole_data_set(
         *("data.bin", "data.idx", "data.json"),
         *("data_loss_mask.bin", "data_loss_mask.idx"),
     ]
-
-
-@pytest.mark.parametrize("prefix", ["", "folder/", "/", ".", ".."])
-def test_a_prefix_that_names_no_file_is_refused(prefix: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"--output-prefix .*: names no file"):
-        prepare(texts_source(tmp_path), prefix, train_vocab_size=VOCABULARY)
-
-
-def test_flags_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    texts_source(tmp_path)
-    flags = ["prepare-data", "--input", str(tmp_path / "in.jsonl")]
-    flags += ["--output-prefix", str(tmp_path / "data"), "--tokenizer-train"]
-    assert main([*flags, str(VOCABULARY)]) == 0
-    output = capsys.readouterr().out
-    assert f"wrote {tmp_path}/data.bin and .idx: 4 documents" in output
-    assert "records left out: none" in output
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--tokenizer-train", "100"), "--tokenizer-train 100: at least 257 tokens"),
-        (("--tokenizer", "/nowhere"), "--tokenizer /nowhere: no such directory"),
-        (("--tokenizer", "."), "--tokenizer .: "),
-        (("--tokenizer", "no-model"), "--tokenizer no-model: not a directory, and not downloaded"),
-    ],
-)
-def test_bad_tokenizers_are_one_line(
-    flags: tuple[str, ...],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tokenizer, "_hub_answers", lambda: False)
-    texts_source(tmp_path)
-    status = main(["prepare-data", "--input", "in.jsonl", "--output-prefix", "out/data", *flags])
-    assert status == 2
-    last_line = capsys.readouterr().err.splitlines()[-1]
-    assert last_line.startswith(f"sparse-balance: error: {message}")
-    assert not list(tmp_path.glob("out/*"))

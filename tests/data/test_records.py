@@ -22,20 +22,6 @@ ROWS: list[dict[str, Any]] = [
 ]
 PLAIN = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 NAMES = ["in.jsonl", "in.jsonl.gz", "in.jsonl.zst", "in.parquet"]
-BAD_LINES = {
-    b'{"text": "\xff"}': ("not UTF-8", "byte 11"),
-    b'{"text": "cut': ("not JSON", "line 1 column"),
-    b'["text"]': ("Expected object, got array", ""),
-    b'{"txt": "a", "id": 1}': ("needs one of 'text' and 'messages'", "(keys: txt, id)"),
-    b'{"text": ""}': ("text: Expected str of length >= 1", ""),
-    b'{"text": "\\ud800"}': ("half a surrogate pair", ""),
-    b'{"messages": [{"role": "a", "content": "b"}, 5]}': (
-        "messages[]: Expected object, got int",
-        "messages[1] 5",
-    ),
-    b'{"messages": [{"role": "user", "content": "a"}]}': ("no assistant turn", ""),
-}
-"""Line -> what it is counted as, and what is said of this one."""
 
 
 def read(*paths: Path) -> list[records.Record]:
@@ -112,21 +98,6 @@ def test_frames_of_zstandard_follow_each_other(tmp_path: Path) -> None:
     assert len(read(path)) == len(ROWS)
 
 
-@pytest.mark.parametrize("line", BAD_LINES)
-def test_a_bad_record_is_named_or_counted_by_reason(line: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "in.jsonl"
-    path.write_bytes(b'{"text": "good"}\n\n' + 2 * (line + b"\n") + b'{"text": "good"}')
-    reason, detail = BAD_LINES[line]
-    with pytest.raises(DataError) as caught:
-        read(path)
-    assert str(caught.value).startswith(f"{path}:3: ")
-    assert detail in str(caught.value) and "--on-bad-record skip" in str(caught.value)
-    bad = BadRecords(skip=True)
-    assert [record.text for record in RecordFiles([path]).records(bad)] == ["good", "good"]
-    ((counted, times),) = bad.counts.items()
-    assert counted.startswith(reason) and times == 2
-
-
 def test_records_come_in_order_with_their_places(tmp_path: Path) -> None:
     first, second = tmp_path / "b.jsonl", tmp_path / "a.jsonl"
     first.write_bytes(b'{"text": "1"}\n  \n{"text": "2", "id": 7}\n')
@@ -137,11 +108,6 @@ def test_records_come_in_order_with_their_places(tmp_path: Path) -> None:
         assert [record.place for record in found] == [f"{first}:1", f"{first}:3", f"{second}:1"]
         assert [record.text for record in found] == ["1", "2", None]
     assert source.total_bytes == first.stat().st_size + second.stat().st_size
-
-
-def test_missing_input_is_named() -> None:
-    with pytest.raises(DataError, match=r"--input nowhere.jsonl: cannot be read \(No such file"):
-        RecordFiles([Path("nowhere.jsonl")])
 
 
 def test_standard_library_takes_sources_only(tmp_path: Path) -> None:

@@ -271,22 +271,6 @@ def test_prefix_with_suffix_says_so(tmp_path: Path, write_dataset: WriteDataset)
         Documents.open(f"{prefix}.bin")
 
 
-def test_loss_mask_of_other_documents_is_refused(
-    tmp_path: Path, write_dataset: WriteDataset
-) -> None:
-    prefix = write_dataset(tmp_path / "data", [[1, 2, 3], [4, 5]])
-    write_dataset(tmp_path / "data_loss_mask", [[1, 1], [1, 1, 1]], dtype=np.uint8)
-    with pytest.raises(DataError, match=r"data_loss_mask.idx: its documents differ"):
-        Documents.open(prefix)
-
-
-def test_loss_mask_without_index_is_refused(tmp_path: Path, write_dataset: WriteDataset) -> None:
-    prefix = write_dataset(tmp_path / "data", [[1, 2, 3]])
-    Path(f"{prefix}_loss_mask.bin").write_bytes(b"\x01\x01\x01")
-    with pytest.raises(DataError, match=r"data_loss_mask.idx: no such file"):
-        Documents.open(prefix)
-
-
 def test_no_sample_left_says_why(tmp_path: Path, write_dataset: WriteDataset) -> None:
     prefix = write_dataset(tmp_path / "data", [[1], [2] * 9])
     with pytest.raises(DataError, match=r"no sample left of 2 documents \(2 shorter"):

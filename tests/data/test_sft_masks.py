@@ -9,14 +9,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.conversations import Layout, Turn, characters
 
 from sparsebalance_megatron.cli import main
-from sparsebalance_megatron.data.documents import LOSS_MASK_SUFFIX
 from sparsebalance_megatron.data.packing import PackedSequence, pack
 from sparsebalance_megatron.data.prepare import prepare
 from sparsebalance_megatron.data.records import RecordFiles
@@ -167,35 +165,6 @@ def test_every_weight_of_the_packed_row(
     expected += [(0, 0, position, 0.0) for position in range(padding)]
     found = zip(row.tokens, row.labels, row.position_ids, row.loss_mask, strict=True)
     assert [tuple(place) for place in found] == expected
-
-
-def test_a_conversation_by_hand(tokenizers: dict[str, Path], tmp_path: Path) -> None:
-    """The text that is trained on, read off the packed sequence; two conversations in one row."""
-    from tokenizers import Tokenizer
-
-    tokenizer_path = tokenizers["chatml"]
-    first = [("system", "Be kind."), ("user", "1 + 1?"), ("assistant", "2."), ("user", "Sure?")]
-    turns_of = [[*first, ("assistant", "Yes")], [("user", "Bye"), ("assistant", "Bye bye")]]
-    prefix = prepared(tmp_path, tokenizer_path, turns_of, append_eod=False)
-    assert Path(f"{prefix}{LOSS_MASK_SUFFIX}.idx").is_file()
-    row = packed(prefix, max_tokens=1000, overlong="split", multiple=1)
-    tokenizer = Tokenizer.from_file(str(tokenizer_path / "tokenizer.json"))
-
-    def decoded(tokens: Any) -> str:
-        return tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
-
-    trained = decoded(row.labels[row.loss_mask == 1])
-    assert trained == "2.<|im_end|>\nYes<|im_end|>\nBye bye<|im_end|>\n"
-    starts = np.flatnonzero(row.position_ids == 0).tolist()
-    ends = [*starts[1:], len(row.tokens)]
-    assert decoded(row.tokens[starts]) == "<|im_start|><|im_start|>"
-    # The last label of a conversation is its own last token, never the next one's first.
-    assert decoded(row.labels[[end - 1 for end in ends]]) == "\n\n"
-    assert row.loss_mask[starts].tolist() == [0.0, 0.0]
-    # What opens an answer is the model's first prediction.
-    opening = tokenizer.encode("assistant\n").ids[-1]
-    first_trained = int(row.loss_mask.argmax())
-    assert row.tokens[first_trained] == opening
 
 
 def test_a_conversation_that_the_assistant_begins_is_named(

@@ -103,12 +103,6 @@ def test_slack_is_not_owed():
     assert account.deficit == pytest.approx(0.0, abs=1e-12)
 
 
-def test_a_balance_of_nothing_stays_so():
-    resumed = CoverageAccount(64)
-    resumed.load_state_dict(CoverageAccount(64).state_dict())
-    assert resumed.deficit == 0.0
-
-
 def test_a_saved_balance_is_taken_over():
     account, resumed = CoverageAccount(64), CoverageAccount(64)
     enter(account, base_mean=0.8, executed_mean=0.79)

@@ -120,11 +120,3 @@ def test_a_missing_rank_is_named(whole: Path, tmp_path: Path) -> None:
     assert measured is not None
     assert list(measured.spans) == [(0, 0)]
     assert measured.remarks == ("rank 0 stage 1: nothing logged of this step",)
-
-
-@pytest.mark.parametrize("content", [None, "", '{"type": "ru'])
-def test_no_log_at_all(tmp_path: Path, content: str | None) -> None:
-    if content is not None:
-        (tmp_path / "steps.jsonl").write_text(content)
-    with pytest.raises(RunLogError, match=str(tmp_path)):
-        read_run_log(tmp_path)

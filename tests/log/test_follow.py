@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from view.report.sample_run import SampleRun
 
-from sparsebalance_megatron.log import follow
 from sparsebalance_megatron.log.follow import StepLogFollower, hosts_of
-from sparsebalance_megatron.log.reader import RunLogError, read_run_log
+from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.log.records import encode
 
 RUN = SampleRun(ranks=2, stages=2, micro_batches=2, layers=4, steps=6)
@@ -28,16 +27,6 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
 
 def iterations(follower: StepLogFollower) -> list[int]:
     return [record.iteration for record in follower.steps]
-
-
-def test_a_log_that_does_not_exist_yet_is_found_later(tmp_path: Path, lines: list[bytes]) -> None:
-    follower = StepLogFollower(tmp_path)
-    with pytest.raises(RunLogError, match="not there yet"):
-        follower.poll()
-    (tmp_path / "steps.jsonl").write_bytes(lines[0])
-    assert not follower.poll()
-    assert follower.header is not None and follower.header.layers == RUN.layers
-    assert follower.steps == ()
 
 
 def test_every_cut_of_every_line_waits_for_its_end(tmp_path: Path, lines: list[bytes]) -> None:
@@ -116,16 +105,6 @@ def test_damaged_lines_are_counted(tmp_path: Path, lines: list[bytes]) -> None:
     assert follower.unreadable == 2
 
 
-def test_no_more_steps_are_kept_than_said(
-    tmp_path: Path, lines: list[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(follow, "STEPS_KEPT", 2)
-    (tmp_path / "steps.jsonl").write_bytes(b"".join(lines))
-    follower = StepLogFollower(tmp_path)
-    follower.poll()
-    assert iterations(follower) == [5, 6]
-
-
 def test_hosts_come_from_the_first_lines_of_the_ranks(tmp_path: Path) -> None:
     ranks = tmp_path / "ranks"
     ranks.mkdir()
@@ -162,12 +141,5 @@ def test_quiet_time_does_not_follow_a_clock_that_is_set(tmp_path: Path, lines: l
     assert follower.quiet_s == 15.0
     with path.open("ab") as stream:
         stream.write(b"{")
-    follower.poll()
-    assert follower.quiet_s == 0.0
-
-
-def test_a_log_from_the_future_has_been_quiet_for_no_time(tmp_path: Path) -> None:
-    follower = StepLogFollower(tmp_path, clock=lambda: 7.0, unix_clock=lambda: 0.0)
-    (tmp_path / "steps.jsonl").touch()
     follower.poll()
     assert follower.quiet_s == 0.0

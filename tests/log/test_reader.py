@@ -16,7 +16,6 @@ from record_cases import step_line as record
 from step_cases import JOB, measured_as_planned, planned_step
 from view.report.sample_run import SampleRun, write_lines
 
-from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.log.log_directory import rank_files, step_log_path
 from sparsebalance_megatron.log.log_file import JsonLinesFile
 from sparsebalance_megatron.log.reader import RunLogError, read_rank_logs, read_run_log
@@ -69,15 +68,6 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read.coverage is not None and read.coverage.iteration == 2
 
 
-def test_last_line_cut_off(tmp_path: Path) -> None:
-    cut = json.dumps(record(3))[:40]
-    log = read_run_log(write(tmp_path, HEADER, record(1), record(2), cut))
-    assert [step.iteration for step in log.steps] == [1, 2]
-    (problem,) = log.problems
-    assert "steps.jsonl line 4" in problem
-    assert "cut off" in problem
-
-
 BAD_LINES: dict[str, tuple[Any, str]] = {
     "array": ([1, 2], "got array"),
     "number": ("7", "got int"),
@@ -100,6 +90,16 @@ BAD_LINES: dict[str, tuple[Any, str]] = {
     "times-flat": (record(2, measured=MEASURED | {"forward_ms": [1.0]}), "forward_ms"),
     "times-shape": (record(2, measured=MEASURED | {"backward_ms": [[[[1.0]]]]}), "backward_ms"),
     "predicted-shape": (record(2, predicted=PREDICTED | {"forward_ms": [[[[1.0]]]]}), "forward_ms"),
+    "time-negative": (record(2, iteration_ms=-5.0), "iteration_ms -5.0"),
+    "time-huge": (record(2, iteration_ms=1e300), "iteration_ms 1e+300"),
+    "plan-negative": (record(2, plan_ms=-1.0), "plan_ms -1.0"),
+    "no-tokens": ({key: value for key, value in record(2).items() if key != "tokens"}, "tokens"),
+    "coverage-huge": (record(2, coverage=record(2)["coverage"] | {"mean": 7.0}), "mean 7.0"),
+    "busy-negative": (record(2, measured=MEASURED | {"rank_busy_ms": [-1.0, 1.0]}), "[0] -1.0"),
+    "forward-negative": (
+        record(2, measured=MEASURED | {"forward_ms": [[[[-1.0, 1.0]]], [[[1.0, 1.0]]]]}),
+        "forward_ms",
+    ),
     "rank-count": (record(2, measured=MEASURED | {"rank_busy_ms": [5.0]}), "rank_busy_ms of 1"),
 }
 
@@ -112,28 +112,6 @@ def test_damaged_line_is_named_and_the_rest_kept(tmp_path: Path, case: str) -> N
     (problem,) = log.problems
     assert "line 3" in problem
     assert message in problem
-
-
-def test_bytes_that_are_not_text(tmp_path: Path) -> None:
-    write(tmp_path, HEADER, record(1))
-    with (tmp_path / "steps.jsonl").open("ab") as stream:
-        stream.write(b"\xff\xfe\x00\n")
-    log = read_run_log(tmp_path)
-    assert len(log.steps) == 1
-    assert "line 3" in log.problems[0]
-
-
-def test_a_step_is_complete_with_every_micro_batch_measured(tmp_path: Path) -> None:
-    unmeasured = MEASURED | {"forward_ms": [[[[None, 1.0]]], [[[1.0, 1.0]]]]}
-    log = read_run_log(write(tmp_path, HEADER, record(1), record(2, measured=unmeasured)))
-    assert [step.complete for step in log.steps] == [True, False]
-
-
-def test_null_is_unmeasured(tmp_path: Path) -> None:
-    step = record(1, lm_loss=None, measured=MEASURED | {"rank_busy_ms": [1.0, None]})
-    (read,) = read_run_log(write(tmp_path, HEADER, step)).steps
-    assert read.lm_loss is None
-    assert read.measured_rank_ms is None
 
 
 def test_resume_replaces_steps_and_says_so(tmp_path: Path) -> None:
@@ -153,11 +131,6 @@ def test_header_missing(tmp_path: Path) -> None:
     assert "no header" in log.problems[0]
 
 
-def test_no_file(tmp_path: Path) -> None:
-    with pytest.raises(RunLogError, match=r"steps\.jsonl: not there; .*--sparse-balance-log-dir"):
-        read_run_log(tmp_path / "absent")
-
-
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -169,12 +142,6 @@ def test_no_file(tmp_path: Path) -> None:
 def test_no_step(tmp_path: Path, lines: tuple[Any, ...], message: str) -> None:
     with pytest.raises(RunLogError, match=message):
         read_run_log(write(tmp_path, *lines))
-
-
-def test_directory_in_place_of_the_file(tmp_path: Path) -> None:
-    (tmp_path / "steps.jsonl").mkdir()
-    with pytest.raises(RunLogError, match="directory"):
-        read_run_log(tmp_path)
 
 
 COVERAGE = {
@@ -232,12 +199,6 @@ def test_the_older_file_comes_first(tmp_path: Path) -> None:
     assert "1 steps ran again" in repeated
 
 
-def test_the_older_file_alone_is_enough(tmp_path: Path) -> None:
-    write(tmp_path, HEADER, record(1))
-    (tmp_path / "steps.jsonl").rename(tmp_path / "steps.1.jsonl")
-    assert len(read_run_log(tmp_path).steps) == 1
-
-
 @pytest.mark.parametrize("group_size", [None, 4])
 def test_a_reader_simulates_the_schedule_of_the_run(tmp_path: Path, group_size: int | None) -> None:
     job = replace(JOB, micro_batch_group_size=group_size)
@@ -286,19 +247,6 @@ def write_rank(directory: Path, *lines: Any, name: str = "rank-00000.jsonl") -> 
     return directory
 
 
-def test_one_rank(tmp_path: Path) -> None:
-    logs = read_rank_logs(write_rank(tmp_path, RANK_HEADER, rank_record(1), rank_record(2)), {2})
-    assert logs.problems == ()
-    assert logs.headers[0, 0].layers == (0, 1, 4)
-    assert list(logs.steps) == [2]
-    step = logs.steps[2][0, 0]
-    assert step.spans == (Span("forward", 0, 0, 0.0, 1.0), Span("backward", 1, 0, 1.5, 2.5))
-    (micro_batch,) = step.micro_batches
-    assert (micro_batch.lengths_tokens, micro_batch.tokens) == ((100, 20), 120)
-    np.testing.assert_array_equal(micro_batch.budgets_LS, [[4, 1], [3, 1], [2, 1]])
-    assert micro_batch.coverage_S == (0.5, None)
-
-
 def test_the_first_tensor_parallel_rank_speaks_for_all(tmp_path: Path) -> None:
     run = SampleRun(ranks=2, stages=1, tensor_parallel=2, micro_batches=2, layers=2, steps=2)
     logs = read_rank_logs(run.write(tmp_path), {1, 2})
@@ -316,19 +264,6 @@ def test_the_older_file_of_a_rank_comes_first_and_a_later_line_counts(tmp_path: 
     assert logs.steps[2][0, 0].start_unix_s == 2e9
     (problem,) = logs.problems
     assert "3 oldest lines were discarded" in problem
-
-
-def test_a_rank_without_layers(tmp_path: Path) -> None:
-    """A stage that only embeds, say: nobody observes coverage there."""
-    micro_batch = rank_record(1)["micro_batches"][0] | {"budgets": [], "coverage": None}
-    write_rank(
-        tmp_path, RANK_HEADER | {"layers": [[]]}, rank_record(1, micro_batches=[micro_batch])
-    )
-    logs = read_rank_logs(tmp_path, {1})
-    assert logs.problems == ()
-    (read,) = logs.steps[1][0, 0].micro_batches
-    assert read.budgets_LS.shape == (0, 2)
-    assert read.coverage_S == ()
 
 
 MICRO_BATCH = rank_record(1)["micro_batches"][0]
@@ -390,8 +325,3 @@ def test_steps_before_the_header_are_counted(tmp_path: Path) -> None:
     logs = read_rank_logs(write_rank(tmp_path, rank_record(1), RANK_HEADER, rank_record(2)), {1, 2})
     assert sorted(logs.steps) == [2]
     assert "1 steps before the first header" in logs.problems[0]
-
-
-def test_no_rank_at_all(tmp_path: Path) -> None:
-    assert rank_files(tmp_path) == ()
-    assert read_rank_logs(tmp_path, {1}).headers == {}

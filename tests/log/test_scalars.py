@@ -151,8 +151,3 @@ def test_ranks_that_ran_different_plans_show_whatever_the_interval() -> None:
     sinks = StepSinks(**others, scalars=ScalarWriter(None, run, interval=5))
     sinks.write_mismatches(7, 2)
     assert run.logged == [({"sparse-balance/digest-mismatches": 2}, 7)]
-
-
-def test_scalars_follow_the_log_interval() -> None:
-    writer = ScalarWriter(None, FakeRun(), interval=5)
-    assert [iteration for iteration in range(1, 12) if writer.due(iteration)] == [5, 10]

@@ -38,17 +38,6 @@ def test_every_field_has_its_flag_and_default() -> None:
     assert config_from_args(args) == SparseBalanceConfig()
 
 
-def test_values_arrive_in_the_config() -> None:
-    config = config_from_args(
-        parse(
-            *("--sparse-balance", "--sparse-balance-block-size", "64"),
-            *("--sparse-balance-anchor", "min", "--sparse-balance-coverage-threshold", "0.2"),
-        )
-    )
-    assert config.enabled and config.block_size == 64
-    assert (config.anchor, config.coverage_threshold) == ("min", 0.2)
-
-
 def test_flags_that_a_yaml_file_replaced_are_missed_by_name() -> None:
     with pytest.raises(ConfigError, match="--yaml-cfg"):
         config_from_args(Namespace())

@@ -37,15 +37,13 @@ CASES = {
     ),
 }
 """One of each stage at which flags and files are read; tests/bad_inputs has all others."""
-THROUGH_TORCHRUN = "missing data"
-"""Found the latest, while data is opened."""
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_bad_input_ends_in_one_clear_line(case: str, documents: Path, damaged: Path) -> None:
     extra, expected = CASES[case]
     extra = tuple(flag.format(damaged=damaged) for flag in extra)
-    run = train(2, documents, *extra, timeout_s=90, torchrun=case == THROUGH_TORCHRUN)
+    run = train(2, documents, *extra, timeout_s=90)
     assert run.exit_code != 0
     (line,) = {line for line in run.output.splitlines() if "sparse balance: error:" in line}
     assert expected in line

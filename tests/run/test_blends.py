@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training on three sources, one with a loss mask, over two pipelines of two stages."""
+"""Training on three sources, one with a loss mask, over two pipeline stages."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def flags(directory: Path, weights: dict[str, float] = WEIGHTS) -> tuple[str, ..
 def whole(directory: Path) -> TrainingRun:
     """Never stops."""
     save = ("--save", str(directory / "checkpoints"), "--save-interval", str(SAVED))
-    return run_training(4, (*flags(directory), *save), log_dir=directory / "log").require_success()
+    return run_training(2, (*flags(directory), *save), log_dir=directory / "log").require_success()
 
 
 def test_three_sources_train_and_a_resumed_run_equals_one_that_never_stopped(
@@ -65,7 +65,7 @@ def test_three_sources_train_and_a_resumed_run_equals_one_that_never_stopped(
 ) -> None:
     load = ("--load", str(directory / "checkpoints"), "--ckpt-step", str(SAVED))
     resumed = run_training(
-        4, (*flags(directory), *load), log_dir=directory / "resumed"
+        2, (*flags(directory), *load), log_dir=directory / "resumed"
     ).require_success()
     assert resumed.grad_norms == whole.grad_norms[SAVED:]
     expected = [step for step in whole.steps if step["iteration"] > SAVED]

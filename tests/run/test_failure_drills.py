@@ -191,7 +191,10 @@ def _checkpoints(directory: Path) -> tuple[str, ...]:
 
 
 def _attempt(directory: Path, *fault: str) -> TrainingRun:
-    """Two ranks with a fault. They must end by themselves."""
+    """Two ranks with a fault. They must end by themselves.
+
+    Through torchrun seeds of string hashes differ between ranks; plans may not.
+    """
     return _train(
         *(2, directory, *_checkpoints(directory), "--sparse-balance-device", "cpu"),
         log_dir=directory / "attempts",

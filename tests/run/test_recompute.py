@@ -53,7 +53,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", ["interleaved", pytest.param("shared rows", marks=pytest.mark.nightly)]
+)
 def test_kept_attention_trains_to_the_same_digits(
     name: str, documents: Path, tmp_path: Path
 ) -> None:

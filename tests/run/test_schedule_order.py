@@ -18,7 +18,12 @@ PROGRAM = (str(PROGRAMS / "observed_order.py"),)
 
 
 @pytest.mark.parametrize(
-    ("stages", "virtual", "group"), [(2, 1, None), (2, 2, None), (2, 2, 3), (4, 1, None)]
+    ("stages", "virtual", "group"),
+    [
+        (2, 2, 3),
+        (4, 1, None),
+        *(pytest.param(2, n, None, marks=pytest.mark.nightly) for n in (1, 2)),
+    ],
 )
 def test_observed_order_is_the_simulated_order(
     stages: int,

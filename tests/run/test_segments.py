@@ -18,7 +18,10 @@ FEW_ROUNDINGS = 1e-5
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(1, ()), (2, PIPELINE)], ids=["pp1", "pp2"])
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [pytest.param(1, (), id="pp1", marks=pytest.mark.nightly), pytest.param(2, PIPELINE, id="pp2")],
+)
 def test_segments_train_like_one_piece(
     ranks: int, layout: tuple[str, ...], documents: Path, tmp_path: Path
 ) -> None:

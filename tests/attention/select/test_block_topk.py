@@ -17,7 +17,7 @@ from oracles import attention as oracle
 from oracles import router as at_once
 from torch import Tensor
 
-from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
+from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.select import (
     rank_sequence,
     selector_named,
@@ -180,22 +180,3 @@ def test_coverage_is_the_router_mass_inside(granularity: str, cu_seqlens: list[i
         )
     for document, blocks in enumerate(layout.blocks_per_document):
         assert (curves_SK[document, blocks - 1 :] == 1.0).all()
-
-
-def test_bad_arguments_are_named() -> None:
-    layout = packed_layout([0, 20], BLOCK, "cpu")
-    q_THD, k_TGD = _inputs(20)
-    selector = selector_named("previous-block")
-    with pytest.raises(ValueError, match="token: must be one of token-query-head, "):
-        selector_named("token")
-    with pytest.raises(ValueError, match="20 tokens as in the layout"):
-        selector.summaries(q_THD[:9], k_TGD[:9], layout)
-    with pytest.raises(ValueError, match="20 tokens as in its layout"):
-        selector.rank(
-            q_THD[:9],
-            selector.summaries(q_THD, k_TGD, layout),
-            LayoutPair.within(layout),
-            softmax_scale=1.0,
-            max_budget=1,
-            observe=False,
-        )

@@ -110,14 +110,3 @@ def test_peaks_follow_the_formula_whose_value_for_long_rows_is_bounded(
     for tokens, heads, budget in ((2048, 2, 2), (8192, 2, 4), (4096, 8, 8)):
         bound = _bound_bytes(selection, tokens, heads, HEAD_DIM, budget)
         assert _peak_bytes(selection, tokens, heads, budget) <= bound
-
-
-def test_a_tensor_that_is_held_is_counted() -> None:
-    with LiveBytes() as live:
-        kept = torch.zeros(1000)
-        del kept
-        kept = torch.zeros(500)
-        view = kept[:10]
-    assert live.peak == 4000
-    assert live.now == 2000
-    del view
