@@ -106,6 +106,8 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
     def copied_to(host: Tensor, device: torch.device | str) -> Tensor:
         return torch.empty(host.shape, dtype=host.dtype, device=device)
 
+    # Deterministic mode fills what is empty, which is a launch.
+    torch.use_deterministic_algorithms(False)
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True) as mode:
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: HOPPER)
         # What a launcher enters so that its kernel runs where its tensors lie.

@@ -83,7 +83,7 @@ def guard_budgets(
     base_S = curves_SK[:, min(base_budget, curves_SK.shape[1]) - 1]
     # Subtracting a threshold >= 0 rounds to at most base_S, so the base budget is feasible.
     floor_S = base_S - threshold
-    # A curve never falls, so that all budgets below the least one lie below the floor.
-    least_S = (curves_SK < floor_S[:, None]).sum(1, dtype=budgets_S.dtype) + 1
+    least_S = (curves_SK >= floor_S[:, None]).int().argmax(1).to(budgets_S.dtype) + 1
     short_S = coverage_at(curves_SK, budgets_S) < floor_S
-    return torch.where(short_S, least_S, budgets_S), short_S
+    guarded_S = torch.where(short_S, torch.maximum(least_S, budgets_S), budgets_S)
+    return guarded_S, guarded_S > budgets_S

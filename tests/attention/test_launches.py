@@ -36,7 +36,6 @@ MOST_PARTIAL_BYTES = 528 << 20
 @pytest.mark.parametrize("query_heads", [8, 32])
 @pytest.mark.parametrize("tokens", [2048, 8192, 32768, 65536, 131072])
 def test_a_layer_launches_few_kernels(tokens: int, query_heads: int) -> None:
-    torch.use_deterministic_algorithms(False)
     options = AttentionOptions(
         block_size=256,
         base_budget=32,
@@ -67,7 +66,6 @@ def test_a_layer_launches_few_kernels(tokens: int, query_heads: int) -> None:
             out, lse = kernels.forward(q, k, v, selection, softmax_scale=SCALE)
         with backward, backward.of_triton():
             kernels.backward(dout, saved(q, k, v, out, lse, selection))
-    print(tokens, query_heads, forward.counted, forward.counted.total(), backward.counted, backward.counted.total())
     assert forward.counted.total() <= MOST_LAUNCHES, forward.counted
     assert backward.counted.total() <= MOST_LAUNCHES, backward.counted
     assert selection.indices_QCK.dtype == torch.int16

@@ -112,9 +112,7 @@ class Chunk:
     documents: slice
 
 
-def chunks(
-    pair: LayoutPair, *, by_token: bool, heads: int, elements: int
-) -> Iterator[Chunk]:
+def chunks(pair: LayoutPair, *, by_token: bool, heads: int, elements: int) -> Iterator[Chunk]:
     """Cut the rows such that rows x heads x columns stay within ``elements``, or a row is alone.
 
     A row may read the blocks of its own document up to its own block. What a chunk's product

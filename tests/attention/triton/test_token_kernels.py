@@ -63,7 +63,6 @@ def test_chunks_launches_and_cut_lists_add_up(
     _use_tiles(monkeypatch, rows=16, columns=16)
     monkeypatch.setattr(index, "FEWEST_TILE_READERS", 8)
     monkeypatch.setattr(token_query_kernels, "WANTED_PROGRAMS", 1000)
-    heads = 2 if granularity == BY_KV_HEAD else 1
     monkeypatch.setattr(token_query_kernels, "PARTIAL_BYTES", 3 * 32 * 18 * 4)
     monkeypatch.setattr(device_functions, "PART_BYTES", 8 << 13)
     case = _popular(_case([0, 100], [2], 32, heads=4, kv_heads=2, granularity=granularity), 0)

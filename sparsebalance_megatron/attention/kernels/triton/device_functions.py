@@ -166,7 +166,9 @@ def store_key_gradients(
         tl.store(dv + place_CD, dv_CD.to(dv.dtype.element_ty), mask=stored_CD)
 
 
-def lists_for(selection: Selection, kv_heads: int, head_dim: int, column_tiles: int) -> InverseLists:
+def lists_for(
+    selection: Selection, kv_heads: int, head_dim: int, column_tiles: int
+) -> InverseLists:
     """Inverse lists whose items fill a device, each shared by ``column_tiles`` programs."""
     part_bytes = 8 * selection.kv_layout.block_size * head_dim
     return inverse_lists(

@@ -41,13 +41,14 @@ _DELTA_ROWS = 32
 
 def backward_by_token(dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     """dq_THD, dk_TGD and dv_TGD in the inputs' dtype."""
-    q_THD, k_TGD, v_TGD, dout_THD = inputs = tuple(
-        with_dense_rows(x) for x in (saved.q_THD, saved.k_TGD, saved.v_TGD, dout_THD)
-    )
+    tensors = saved.q_THD, saved.k_TGD, saved.v_TGD, dout_THD
+    inputs = q_THD, k_TGD, _, dout_THD = tuple(with_dense_rows(x) for x in tensors)
     selection, (_, query_heads, head_dim) = saved.selection, q_THD.shape
     (_, kv_heads, _), layout = k_TGD.shape, selection.kv_layout
     tiles = tiles_for(head_dim, q_THD.element_size(), capability_of(q_THD.device))
-    constants = tile_constants(q_THD, layout.block_size, tiles.key_gradient.rows, tiles.key_gradient)
+    constants = tile_constants(
+        q_THD, layout.block_size, tiles.key_gradient.rows, tiles.key_gradient
+    )
     column_tiles = layout.block_size // constants["TILE_COLUMNS"]
     dq_THD, dk_TGD, dv_TGD = (
         torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_TGD, k_TGD)
