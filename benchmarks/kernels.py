@@ -100,17 +100,13 @@ PROMISING_TILES = {
 }
 PROMISING_TOKEN_TILES = {
     "forward": [
-        Tile(rows=128, columns=256, warps=8, stages=2),
-        Tile(rows=128, columns=64, warps=8, stages=1),
-        Tile(rows=64, columns=256, warps=8, stages=3),
-        Tile(rows=64, columns=256, warps=4, stages=3),
+        Tile(rows=128, columns=64, warps=8, stages=3),
         Tile(rows=64, columns=128, warps=4, stages=3),
+        Tile(rows=64, columns=64, warps=4, stages=3),
     ],
     "query_gradient": [
-        Tile(rows=128, columns=64, warps=8, stages=1),
-        Tile(rows=64, columns=128, warps=4, stages=2),
-        Tile(rows=64, columns=128, warps=4, stages=1),
-        Tile(rows=64, columns=64, warps=4, stages=2),
+        Tile(rows=128, columns=32, warps=8, stages=3),
+        Tile(rows=64, columns=64, warps=4, stages=3),
     ],
     "key_gradient": [
         Tile(rows=64, columns=128, warps=8, stages=2),

@@ -35,7 +35,7 @@ _WITHOUT_LAUNCH = {
 
 
 class NoTraffic(TorchDispatchMode):
-    """Refuses copies between the host and the device, but for :func:`.layout.copied_to`."""
+    """Refuses copies between the host and the device, but for :func:`.host_copy.copied_to`."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsebalance_megatron.attention.host_copy import copied_to
+
 _ALIGNED_ELEMENTS = 16
 """int64 elements in 128 bytes."""
 
@@ -270,16 +272,6 @@ class LayoutPair:
     def kv_block(self, *, by_token: bool) -> Tensor:
         """int64 [T] or [N]: the keys' block in which each query token lies, or each query block."""
         return self.own_block_N[self.query_layout.block_T] if by_token else self.own_block_N
-
-
-def copied_to(host: Tensor, device: torch.device | str) -> Tensor:
-    """A tensor of the host on ``device``, without a wait for what runs there.
-
-    CUDA copies from pageable memory while the host waits, so the tensor is pinned first.
-    """
-    if torch.device(device).type == "cuda":
-        host = host.pin_memory()
-    return host.to(device, non_blocking=True)
 
 
 def _arrays_to(arrays: Mapping[str, np.ndarray], device: torch.device | str) -> dict[str, Tensor]:
