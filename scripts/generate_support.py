@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from sparsebalance_megatron.megatron.unsupported import MODEL, TRAINING  # noqa: E402
+from sparsebalance_megatron.megatron.unsupported import MODEL, SEGMENTS, TRAINING  # noqa: E402
 
 PACKAGE = ROOT / "sparsebalance_megatron"
 DOCS = ROOT / "docs"
@@ -31,10 +31,12 @@ def pages() -> dict[Path, str]:
 
 
 def refusals() -> str:
-    """Two tables: of models, then of training."""
+    """Three tables: of models, of training, of segments."""
     return (
         "Of the model, also where a trainer has its own loop:\n\n"
         f"{_refusal_table(MODEL)}\nOf training:\n\n{_refusal_table(TRAINING)}"
+        "\nWith `--sparse-balance-max-segments` above 1:\n\n"
+        f"{_refusal_table(SEGMENTS)}"
     )
 
 

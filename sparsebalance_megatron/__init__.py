@@ -23,8 +23,22 @@ Packages, and which way imports go (a test enforces it):
 :mod:`.integration` is for scripts and trainers that keep their own entry point.
 """
 
-from sparsebalance_megatron.config import SparseBalanceConfig
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparsebalance_megatron.config import SparseBalanceConfig
 
 __all__ = ["SparseBalanceConfig", "__version__"]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """``SparseBalanceConfig``, imported when it is asked for: commands start without it."""
+    if name != "SparseBalanceConfig":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from sparsebalance_megatron.config import SparseBalanceConfig
+
+    return SparseBalanceConfig

@@ -80,6 +80,11 @@ def one_line_errors() -> Iterator[None]:
             raise
         print(f"sparse balance: error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    except ModuleNotFoundError as error:
+        from sparsebalance_megatron.supported import what_is_missing
+
+        print(f"sparse balance: error: {what_is_missing(error)}", file=sys.stderr, flush=True)
+        sys.exit(2)
 
 
 def arguments_provider(

@@ -20,6 +20,7 @@ from sparsebalance_megatron.errors import ConfigError
 MAX_BYTES = 64 * 2**20
 """Largest file that is read whole, unless a caller says otherwise."""
 
+_SKIPPED_AT_ONCE_BYTES = 2**20
 _SHOWN_CHARACTERS = 60
 _PLACE = re.compile(r"(?P<rule>.*) - at `(?P<of>key in |key` in `)?\$(?P<path>.*)`", re.DOTALL)
 _STEP = re.compile(r"\.(?P<key>[^.\[]+)|\[(?P<index>\d+)\]")
@@ -27,6 +28,10 @@ _STEP = re.compile(r"\.(?P<key>[^.\[]+)|\[(?P<index>\d+)\]")
 
 class UnreadableFileError(ValueError):
     """The reason why a file cannot be read or parsed, without its name."""
+
+
+class NoSuchFileError(UnreadableFileError):
+    """There is no file of that name."""
 
 
 def read_json(path: Path, kind: Any = Any, max_bytes: int = MAX_BYTES) -> Any:
@@ -56,11 +61,14 @@ def open_regular(path: Path) -> BinaryIO:
     """Open a file for reading; pipes, devices and folders are refused at once.
 
     Raises:
-        UnreadableFileError: with the reason.
+        NoSuchFileError: there is no such file.
+        UnreadableFileError: with another reason.
     """
     try:
         # Opening a pipe that nobody writes to would wait for ever without this flag.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise NoSuchFileError(f"cannot be read ({error.strerror})") from error
     except OSError as error:
         raise UnreadableFileError(f"cannot be read ({error.strerror})") from error
     except ValueError as error:
@@ -78,8 +86,10 @@ def bounded_lines(stream: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
     """Every line; what a line has beyond ``max_line_bytes`` is read and left out."""
     while line := stream.readline(max_line_bytes):
         rest = line
-        while len(rest) == max_line_bytes and not rest.endswith(b"\n"):
-            rest = stream.readline(max_line_bytes)
+        most = max_line_bytes
+        while len(rest) == most and not rest.endswith(b"\n"):
+            most = min(max_line_bytes, _SKIPPED_AT_ONCE_BYTES)
+            rest = stream.readline(most)
         yield line
 
 
@@ -93,8 +103,10 @@ def refuse_output_over_input(output: Path, inputs: Iterable[Path], flag: str) ->
         ConfigError: with both names.
     """
     for path in inputs:
-        same = output.resolve() == path.resolve()
-        if same or (output.exists() and path.exists() and output.samefile(path)):
+        same = os.path.realpath(output) == os.path.realpath(path)
+        if same or (
+            os.path.exists(output) and os.path.exists(path) and os.path.samefile(output, path)
+        ):
             raise ConfigError(f"{flag} {output}: would replace the input {path}; choose another")
 
 

@@ -13,8 +13,6 @@ import time
 from collections.abc import Sequence
 
 from sparsebalance_megatron import integration
-from sparsebalance_megatron.megatron.arguments import early_flags
-from sparsebalance_megatron.run import dry_run
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -25,6 +23,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     argv = sys.argv[1:] if argv is None else argv
     with integration.one_line_errors():
+        from sparsebalance_megatron.megatron.arguments import early_flags
+        from sparsebalance_megatron.run import dry_run
+
         if dry_run.is_requested(argv):
             dry_run.run(argv)
             return

@@ -5,14 +5,21 @@ from __future__ import annotations
 
 import importlib.util
 import runpy
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from sparsebalance_megatron.errors import ConfigError
 
 RANGES = {"torch": ">=2.8.0a0", "megatron-core": ">=0.18,<0.21"}
 """As in pyproject.toml. With "a0" the builds of NVIDIA's containers, such as 2.8.0a0+5228986c39,
 satisfy it."""
+
+_REQUIRED = ("torch", "megatron", "numpy", "scipy", "msgspec", "psutil")
+"""Modules of pyproject.toml's dependencies."""
 
 
 def installed_version(distribution: str) -> str | None:
@@ -54,3 +61,32 @@ def find_megatron() -> tuple[Path | None, str | None, str | None]:
     elif not any((each / "training" / "__init__.py").is_file() for each in folders):
         problem = "megatron.core is found but megatron.training is not; both are needed"
     return folder, known, problem
+
+
+def check_megatron() -> None:
+    """Raise unless there is a Megatron to import that is not older than the range.
+
+    A newer one is tried: whether it can be used is for what is imported from it to say.
+
+    Raises:
+        ConfigError: with the remedy.
+    """
+    if "megatron.core" in sys.modules:
+        return
+    folder, known, problem = find_megatron()
+    least = next(each.version for each in SpecifierSet(RANGES["megatron-core"]) if ">" in str(each))
+    if problem and (known is None or folder is None or Version(known) < Version(least)):
+        where = "" if folder is None else f" in {folder}"
+        raise ConfigError(f"megatron{where}: {problem} (sparse-balance env shows what is found)")
+
+
+def what_is_missing(error: ModuleNotFoundError) -> str:
+    """The remedy for a dependency of this package that is not installed.
+
+    Raises:
+        ModuleNotFoundError: the given one, of any other module.
+    """
+    name = (error.name or "").partition(".")[0]
+    if name not in _REQUIRED:
+        raise error
+    return f"the package {name} is not installed here; pip install sparsebalance-megatron brings it"

@@ -55,6 +55,11 @@ def terminal_columns() -> int:
     return max(20, shutil.get_terminal_size().columns)
 
 
+def printable(text: str) -> str:
+    """A text whose line breaks and other control characters are spelt out."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
 def wrapped(text: str, columns: int) -> list[str]:
     """Lines of a sentence, at most so wide where words allow."""
     return textwrap.wrap(text, columns, break_long_words=False, break_on_hyphens=False)

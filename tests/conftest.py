@@ -23,6 +23,8 @@ PROCESS_PATHS = (
     "attention/select/test_memory.py",
     "benchmarks/test_kernel_resources.py",
     "cli/test_report.py",
+    "cli/test_streams.py",
+    "test_supported.py",
     "megatron/test_dense_models.py",
     "profile/test_command.py",
     "view/report/test_browser.py",
@@ -31,6 +33,7 @@ PROCESS_PATHS = (
 )
 """They start processes, compile kernels, fill memory or plan many ranks."""
 NIGHTLY_PATHS = (
+    "bad_inputs/test_survey.py",
     "hosts/",
     "test_distribution.py",
     "test_patches.py",

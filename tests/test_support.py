@@ -16,7 +16,7 @@ import pytest
 from harness import python_environment
 
 from sparsebalance_megatron.megatron.compat import megatron_version
-from sparsebalance_megatron.megatron.unsupported import MODEL, TRAINING
+from sparsebalance_megatron.megatron.unsupported import MODEL, SEGMENTS, TRAINING
 
 REPOSITORY = Path(__file__).parents[1]
 DOCS = REPOSITORY / "docs"
@@ -76,7 +76,7 @@ def test_named_flags_exist() -> None:
     parser = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
     known = set(add_sparse_balance_args(parser)._option_string_actions) | SINCE_0_19
     known |= newer_flags("main") | newer_flags("dev")
-    refused = {flag.partition(" ")[0] for flag in MODEL | TRAINING}
+    refused = {flag.partition(" ")[0] for flag in MODEL | SEGMENTS | TRAINING}
     assert set(re.findall(r"`(--[\w-]+)", PAGE)) - known - refused == set()
 
 

@@ -8,7 +8,8 @@ disturbs all, and times can be compared in pairs. A variant plans from its own p
 ``dp2`` and ``pp2`` run two processes over gloo, one thread each: they need two idle cores. In
 ``dp2-slow`` another job runs on the core of the second one; that takes some warm-up to find out. In
 ``dp2-giant`` ranks may share rows, and every global batch holds a giant document, made of others,
-that weighs more than four times the mean. In ``gpu-dp4`` one device plays four data-parallel ranks
+that weighs more than four times the mean. In ``pp2-deep-2`` and ``pp2-deep-4`` pipelines of eight
+layers have that many micro-batches, which one variant may run in segments. In ``gpu-dp4`` one device plays four data-parallel ranks
 in turn: every micro-batch is timed for real, a step is the slowest rank's computation plus what all
 ranks share, and nothing is communicated. Flags after -- go to Megatron, last, so that they win over
 the benchmark's.
@@ -38,10 +39,12 @@ from end_to_end.results import read_steps
 from end_to_end.variants import (
     ALL_VARIANTS,
     FIXED,
+    OURS_SEGMENTS,
     OURS_WIDE,
     VARIANTS,
     WARM_UP_BATCHES,
     WITH_GIANTS,
+    WITH_SEGMENTS,
     StepOrder,
 )
 
@@ -105,11 +108,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv[:split])
     options.megatron_flags = argv[split + 1 :]
     options.device = options.device or ("cuda" if options.layout == "gpu-dp4" else "cpu")
-    with_giants = options.layout != "both" and LAYOUTS[options.layout].giants > 0
+    layout = LAYOUTS.get(options.layout, LAYOUTS["dp2"])
+    with_giants = layout.giants > 0
     if options.variants is None:
-        usual_variants = [variant.name for variant in VARIANTS]
-        options.variants = list(WITH_GIANTS) if with_giants else usual_variants
-    usual = {"batches": 30, "warm_up": WARM_UP_BATCHES, "seq_length": SEQ_LENGTH[options.device]}
+        usual_variants = WITH_SEGMENTS if layout.segments else [each.name for each in VARIANTS]
+        options.variants = list(WITH_GIANTS if with_giants else usual_variants)
+    seq_length = layout.seq_length or SEQ_LENGTH[options.device]
+    usual = {"batches": 30, "warm_up": WARM_UP_BATCHES, "seq_length": seq_length}
     for name, value in (QUICK if options.quick else usual).items():
         if getattr(options, name) is None:
             setattr(options, name, value)
@@ -117,6 +122,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--device cuda: only --layout gpu-dp4 runs on a GPU, not {options.layout}")
     if OURS_WIDE in options.variants and not with_giants:
         parser.error(f"--variants {OURS_WIDE}: only --layout dp2-giant has ranks that share rows")
+    if OURS_SEGMENTS in options.variants and not layout.segments:
+        parser.error(
+            f"--variants {OURS_SEGMENTS}: only --layout pp2-deep-2 and -4 cut micro-batches"
+        )
     if options.plot is not None and FIXED not in options.variants:
         parser.error(f"--plot draws times relative to the variant {FIXED}; add it")
     if options.plot is not None and find_spec("matplotlib") is None:
@@ -135,6 +144,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     names = ("dp2", "pp2") if options.layout == "both" else (options.layout,)
     prefix = launch.prepared_data(options.data or options.directory / "data" / "python-stdlib")
     flags = model_flags(device=options.device, seq_length=options.seq_length)
+    if LAYOUTS[names[0]].layers:
+        flags += ["--num-layers", str(LAYOUTS[names[0]].layers)]
     tokenizer = launch.tokenizer_flags(prefix, options.megatron_flags)
     if (batch_size := LAYOUTS[names[0]].giants) > 0:
         prefix = data_with_giants(prefix, options, batch_size)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from end_to_end.results import StepResult
-from end_to_end.variants import DENSE, FIXED, OURS_BASE, OURS_WIDE
+from end_to_end.variants import DENSE, FIXED, OURS_BASE, OURS_SEGMENTS, OURS_WIDE
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
@@ -38,7 +38,7 @@ Batches = Sequence[Mapping[str, StepResult]]
 
 def summarise(batches: Batches, *, seed: int = 0) -> dict[str, dict[str, Any]]:
     """Every variant in numbers, over the batches given (warm-up left out by the caller)."""
-    known = [FIXED, DENSE, *([OURS_BASE] if OURS_WIDE in batches[0] else [])]
+    known = [FIXED, DENSE, *([OURS_BASE] if {OURS_WIDE, OURS_SEGMENTS} & batches[0].keys() else [])]
     references = {name: _step_ms(batches, name) for name in known if name in batches[0]}
     bound_ms = bounds_ms(batches) if FIXED in references else None
     return {
@@ -81,6 +81,10 @@ def _summary(results: Sequence[StepResult]) -> dict[str, Any]:
         "coverage": _mean_of_known([result.coverage for result in results]),
         "base_coverage": _mean_of_known([result.base_coverage for result in results]),
         "work_ratio": _mean_of_known([result.work_ratio for result in results]),
+        "peak_megabytes": [
+            max(known) if (known := [peak for peak in peaks if peak is not None]) else None
+            for peaks in zip(*(result.peak_megabytes for result in results), strict=True)
+        ],
         "guarded_samples": sum(result.guarded_samples for result in results),
         "plan_ms": fmean(result.plan_ms for result in results),
         "plan_wait_ms": fmean(result.plan_wait_ms for result in results),
@@ -141,6 +145,16 @@ GOALS: Mapping[str, Sequence[Goal]] = {
             at_least=1.4,
         ),
     ),
+    **{
+        layout: (
+            Goal(
+                text="speedup over ours in one segment",
+                path=(f"versus_{OURS_BASE}", "speedup"),
+                at_least=at_least,
+            ),
+        )
+        for layout, at_least in (("pp2-deep-2", 1.15), ("pp2-deep-4", 1.08))
+    },
 }
 """Of the variant that keeps the coverage of the base budgets, with rows on several ranks where
 there are any."""
@@ -152,7 +166,9 @@ def judge(layout: str, summaries: Mapping[str, dict[str, Any]]) -> list[dict[str
     Those against a reference that did not run are left out.
     """
     goals = GOALS.get(layout, ())
-    judged = OURS_WIDE if layout == "dp2-giant" else OURS_BASE
+    judged = {"dp2-giant": OURS_WIDE, "pp2-deep-2": OURS_SEGMENTS, "pp2-deep-4": OURS_SEGMENTS}.get(
+        layout, OURS_BASE
+    )
     if not goals or judged not in summaries:
         return []
     ours = summaries[judged]

@@ -15,7 +15,8 @@ class Layout:
 
     ``disturbed``: every process has a core of its own, and the last one shares it with another job.
     ``giants``: every global batch, of so many documents, holds one giant, and ranks may share rows;
-    0 leaves the data set as it is.
+    0 leaves the data set as it is. ``layers`` and ``seq_length`` where they are not the usual ones.
+    ``segments``: one variant runs micro-batches in segments.
     """
 
     name: str
@@ -25,6 +26,9 @@ class Layout:
     ranks_in_turn: int = 1
     disturbed: bool = False
     giants: int = 0
+    layers: int | None = None
+    seq_length: int | None = None
+    segments: bool = False
 
 
 LAYOUTS = {
@@ -61,6 +65,21 @@ LAYOUTS = {
                 *("--micro-batch-size", "1", "--global-batch-size", "8"),
                 *("--pipeline-model-parallel-size", "2"),
             ),
+        ),
+        *(
+            Layout(
+                name=f"pp2-deep-{samples}",
+                title=f"two pipeline stages of four layers, {samples} micro-batches",
+                processes=2,
+                flags=(
+                    *("--micro-batch-size", "1", "--global-batch-size", str(samples)),
+                    *("--pipeline-model-parallel-size", "2", "--sparse-balance-max-segments", "8"),
+                ),
+                layers=8,
+                seq_length=16384,
+                segments=True,
+            )
+            for samples in (2, 4)
         ),
         Layout(
             name="gpu-dp4",

@@ -100,6 +100,7 @@ def paired_scheduler(pairing: Pairing, shared: CostedInputs) -> Any:
             tuning=variant.tuning,
             coverage_target=variant.coverage_target,
             max_context_parallel=shared.policy.max_context_parallel if variant.wide else 1,
+            max_segments=shared.policy.max_segments if variant.segments else 1,
         )
         config = replace(
             shared.config, calibration=variant.calibration or shared.config.calibration

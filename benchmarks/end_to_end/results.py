@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class StepResult:
     a rank's micro-batch over all stages. ``shared_micro_batches``: on several ranks; each counts
     once in every pipeline stage. ``coverage`` is executed, ``base_coverage``
     what base budgets had given with the same scores, ``work_ratio`` the planner's; None for dense
-    attention, which scores nothing.
+    attention, which scores nothing. ``peak_megabytes``: most resident memory of every process.
     """
 
     step_ms: float
@@ -49,6 +49,7 @@ class StepResult:
     plan_wait_ms: float
     tokens: int
     lm_loss: float
+    peak_megabytes: tuple[float | None, ...] = ()
 
 
 def read_steps(
@@ -76,7 +77,10 @@ def read_steps(
     found: dict[tuple[int, int], StepResult] = {}
     for step in range(warm_up * order.variants, order.steps):
         slowest_ms = max(found[step]["ms"] for found in times)
-        result = _result(records[step], slowest_ms, shared[step + 1], ranks_in_turn)
+        result = replace(
+            _result(records[step], slowest_ms, shared[step + 1], ranks_in_turn),
+            peak_megabytes=tuple(each[step]["peak_megabytes"] for each in times),
+        )
         if not np.isfinite([result.balanced_ms, result.lm_loss]).all():
             raise BenchmarkError(f"{directory}: step {step} lacks a time or has no finite loss")
         found[order.batch(step), order.variant(step)] = result

@@ -26,9 +26,12 @@ class Variant:
     """Dense attention instead of block-sparse; its plan then says only which sample runs where."""
     wide: bool = False
     """Rows may lie on several ranks; for layouts whose ranks may share rows."""
+    segments: bool = False
+    """Micro-batches may pass the pipeline in segments; for layouts that may cut them."""
 
 
 DENSE, FIXED, OURS, OURS_BASE, OURS_WIDE = "dense", "fixed", "ours", "ours-base", "ours-wide"
+OURS_SEGMENTS = "ours-segments"
 
 VARIANTS = (
     Variant(
@@ -75,9 +78,19 @@ WIDE = Variant(
     coverage_target="base",
     wide=True,
 )
-ALL_VARIANTS = (*VARIANTS, EQUAL_DEVICES, WIDE)
+SEGMENTS = Variant(
+    name=OURS_SEGMENTS,
+    label="ours, micro-batches in segments",
+    batching="makespan",
+    tuning="makespan",
+    coverage_target="base",
+    segments=True,
+)
+ALL_VARIANTS = (*VARIANTS, EQUAL_DEVICES, WIDE, SEGMENTS)
 WITH_GIANTS = (FIXED, OURS_BASE, OURS_WIDE)
 """What a run compares whose global batches hold giants."""
+WITH_SEGMENTS = (FIXED, OURS_BASE, OURS_SEGMENTS)
+"""What a run compares whose micro-batches may be cut."""
 
 
 @dataclass(frozen=True)

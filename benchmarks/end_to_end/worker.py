@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of the benchmark, under torchrun: the plugin's entry point with paired steps.
 
-Megatron's flags follow this program's own. Every rank appends ``{"step": ..., "ms": ...}`` to
-DIRECTORY/rank<R>.jsonl: the whole of ``megatron.training``'s ``train_step``, which holds planning,
+Megatron's flags follow this program's own. Every rank appends ``{"step": ..., "ms": ...,
+"peak_megabytes": ...}`` to DIRECTORY/rank<R>.jsonl: most resident memory, null where the kernel does
+not say, and the time of the whole of ``megatron.training``'s ``train_step``, which holds planning,
 packing, forward and backward, gradient reduction and the optimizer. All ranks begin it together.
 """
 
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -91,16 +92,31 @@ def time_steps(order: StepOrder, directory: Path) -> None:
     def timed() -> Iterator[None]:
         torch.distributed.barrier()
         torch.cuda.synchronize()
+        forget_peak()
         begin_s = time.perf_counter()
         yield
         torch.cuda.synchronize()
         ms = (time.perf_counter() - begin_s) * 1e3
         step = next(steps)
-        file.write(json.dumps({"step": step, "ms": ms}) + "\n")
+        file.write(json.dumps({"step": step, "ms": ms, "peak_megabytes": peak_megabytes()}) + "\n")
         if rank == 0 and (step + 1) % order.variants == 0:
             print(f"{PROGRESS} batch {order.batch(step) + 1} of {order.batches}", flush=True)
 
     around_every_step(timed)
+
+
+def forget_peak() -> None:
+    """Have Linux measure the process's most resident memory from now on."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_megabytes() -> float | None:
+    """Most resident memory since :func:`forget_peak`."""
+    status = Path("/proc/self/status")
+    lines = status.read_text("utf-8").splitlines() if status.exists() else []
+    peaks = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
+    return int(peaks[0]) / 1e3 if peaks else None
 
 
 if __name__ == "__main__":

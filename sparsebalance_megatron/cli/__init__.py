@@ -8,15 +8,23 @@ What follows ``--`` on the command line arrives, unread, as the list ``arguments
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import os
-import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+try:
+    import argparse
+    import errno
+    import importlib
+    import io
+    import os
+    import sys
+    from collections.abc import Sequence
+    from contextlib import suppress
+    from typing import Any, NoReturn
 
-from sparsebalance_megatron import __version__
-from sparsebalance_megatron.cli.help_formatter import HelpFormatter
+    from sparsebalance_megatron import __version__
+    from sparsebalance_megatron.cli.help_formatter import HelpFormatter
+    from sparsebalance_megatron.text_table import printable
+except KeyboardInterrupt:
+    # Before main can say so.
+    raise SystemExit(130) from None
 
 COMMANDS = {
     "prepare-data": "tokenise documents into Megatron's .bin and .idx files",
@@ -42,7 +50,7 @@ _INTERRUPTED = 130
 _CLOSED_PIPE = 141
 """128 + SIGPIPE, what shells give programs that write into a closed pipe."""
 
-
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 _LONGEST_LINE_CHARACTERS = 1000
 
 
@@ -52,6 +60,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         super().error(_one_line(message))
 
+    def print_help(self, file: Any = None) -> None:
+        """argparse would leave out what cannot be written, without a word."""
+        print(self.format_help(), end="", file=file)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; its exit status, or 2 with one line on stderr for a user's error.
@@ -60,22 +72,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        arguments = parse(argv)
-        status = int(_module(arguments.command).run(arguments))
-        sys.stdout.flush()
-        return status
+        if sys.stdout is None:
+            return _refused("standard output is closed; send it to a file, or to /dev/null")
+        if sys.stderr is None:
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115  For progress bars.
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # A character that the terminal's encoding lacks becomes "?".
+            sys.stdout.reconfigure(errors="replace")
+        try:
+            arguments = parse(argv)
+            return int(_module(arguments.command).run(arguments))
+        finally:
+            sys.stdout.flush()
     except ValueError as error:
         if type(error).__module__.partition(".")[0] != _PACKAGE:
             raise
-        print(f"sparse-balance: error: {_one_line(str(error))}", file=sys.stderr)
-        return 2
+        return _refused(str(error))
+    except ModuleNotFoundError as error:
+        from sparsebalance_megatron.supported import what_is_missing
+
+        return _refused(what_is_missing(error))
     except BrokenPipeError:
-        # Whoever reads has read enough, as `head` does. What is still buffered goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever reads has read enough, as `head` does.
+        _drop_output()
         return _CLOSED_PIPE
+    except OSError as error:
+        # Errors of files have their names; what is left is standard output.
+        if error.filename is not None or error.errno not in _OUTPUT_ERRORS:
+            raise
+        _drop_output()
+        return _refused(f"standard output cannot be written: {error.strerror}")
     except KeyboardInterrupt:
-        print("sparse-balance: interrupted", file=sys.stderr)
-        return _INTERRUPTED
+        return _refused("interrupted", _INTERRUPTED)
+
+
+def _refused(reason: str, status: int = 2) -> int:
+    """The status, after one line on standard error, where that can be written."""
+    prefix = "error: " if status == 2 else ""
+    with suppress(OSError):
+        print(f"sparse-balance: {prefix}{_one_line(reason)}", file=sys.stderr)
+    return status
+
+
+def _drop_output() -> None:
+    """What is still buffered goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -120,7 +161,7 @@ def _module(command: str) -> Any:
 
 def _one_line(text: str) -> str:
     """A text without line breaks and other control characters, cut where no user reads on."""
-    shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+    shown = printable(text)
     if len(shown) > _LONGEST_LINE_CHARACTERS:
         shown = f"{shown[:_LONGEST_LINE_CHARACTERS]}..."
     return shown

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -37,7 +38,7 @@ def run(arguments: Namespace) -> int:
         return 0
     targets = {arguments.copy / name: path for name, path in shipped.items()}
     for target in targets:
-        if target.exists():
+        if os.path.exists(target):
             raise OutputError(f"{target}: exists; remove it or copy into another folder")
     for target, path in targets.items():
         with writing(target):

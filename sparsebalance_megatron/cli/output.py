@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from sparsebalance_megatron.json_file import refuse_output_over_input
 
@@ -36,7 +37,13 @@ def open_console(otherwise: str = "") -> Console:
         raise OutputError(
             f"the table needs rich: pip install 'sparsebalance-megatron[tools]'{otherwise}"
         ) from None
-    return Console()
+
+    class PipedConsole(Console):
+        def on_broken_pipe(self) -> None:
+            """As printing without rich: the command ends as one whose reader has gone."""
+            raise BrokenPipeError
+
+    return PipedConsole()
 
 
 def print_notes(notes: Sequence[str]) -> None:
@@ -76,14 +83,28 @@ def check_writable_folder(folder: Path) -> None:
         pass
 
 
+@contextmanager
+def output_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write into; a pipe that nobody reads is refused, not waited for.
+
+    Raises:
+        OutputError: with the reason, if it cannot be written.
+    """
+    with writing(path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o666)
+        os.set_blocking(descriptor, True)
+        with os.fdopen(descriptor, "wb") as stream:
+            yield stream
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a whole file.
 
     Raises:
         OutputError: with the reason, if it cannot be written.
     """
-    with writing(path):
-        path.write_text(text, encoding="utf-8")
+    with output_file(path) as stream:
+        stream.write(text.encode())
 
 
 def progress_bar[T](items: Sequence[T], *, command: str, unit: str, extra: str) -> Iterator[T]:

@@ -32,7 +32,7 @@ def add_flags(parser: ArgumentParser) -> None:
         "--step",
         type=int,
         metavar="ITERATION",
-        help="draw this step; default: one of median speedup, or of median time",
+        help="draw this step; default: the nearest to the mean step of both runs",
     )
     parser.add_argument(
         "-o",

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO
 
-from sparsebalance_megatron.cli.output import print_notes, refuse_output_over_logs, writing
+from sparsebalance_megatron.cli.output import output_file, print_notes, refuse_output_over_logs
 from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.log.records import SIDES, StepRecord
 from sparsebalance_megatron.view.report.run_data import Evidence, ReportError, gather
@@ -120,11 +121,15 @@ def _events(steps: list[TracedStep]) -> Iterator[Event]:
 def _write(path: Path, events: Iterator[Event]) -> int:
     """One event per line; the number of events."""
     count = 0
-    opener: Callable[..., IO[str]] = gzip.open if path.suffix == ".gz" else open
-    with writing(path), opener(path, "wt", encoding="utf-8") as stream:
+    with output_file(path) as raw, _text(raw, packed=path.suffix == ".gz") as stream:
         stream.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         for event in events:
             stream.write(",\n" * bool(count) + json.dumps(event))
             count += 1
         stream.write("\n]}\n")
     return count
+
+
+def _text(raw: BinaryIO, *, packed: bool) -> io.TextIOWrapper:
+    """Text into a binary stream, which closing it closes, too."""
+    return io.TextIOWrapper(gzip.open(raw, "wb") if packed else raw, encoding="utf-8")

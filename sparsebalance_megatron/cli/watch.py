@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +12,7 @@ from sparsebalance_megatron.cli.output import OutputError, open_console
 from sparsebalance_megatron.log.follow import StepLogFollower, hosts_of
 from sparsebalance_megatron.log.reader import RunLogError
 from sparsebalance_megatron.log.records import Place
+from sparsebalance_megatron.text_table import terminal_columns
 from sparsebalance_megatron.view.report.live import LiveView, live_view, status_line, view_lines
 
 _SLOWEST_INTERVAL_S = 3600.0
@@ -67,7 +67,7 @@ def _once(follower: StepLogFollower, *, plain: bool) -> int:
     if plain:
         print(status_line(view))
     else:
-        print(*view_lines(view, shutil.get_terminal_size().columns), sep="\n")
+        print(*view_lines(view, terminal_columns()), sep="\n")
     return 0
 
 

@@ -34,7 +34,8 @@ _LEAST_BLOCK_TOKENS = 16
 _MOST = {
     **dict.fromkeys(("dp", "gpus", "micro_batches", "global_batch"), 10**6),
     **dict.fromkeys(("pp", "tp", "layers", "steps"), 10**4),
-    "seq_length": 2**30,
+    **dict.fromkeys(("context_parallel_size", "context_parallel_sizes"), 10**6),
+    **dict.fromkeys(("seq_length", "max_tokens_per_micro_batch"), 2**30),
     "gpu_memory": 10**6,
 }
 """Flag, as an attribute -> its largest value; the least is 1, or above 0 for a fraction."""
@@ -141,8 +142,8 @@ def check_flags(arguments: Namespace) -> None:
             most = _MOST.get(name)
             if most is not None and not (0 if isinstance(number, float) else 1) <= number <= most:
                 raise WorkloadError(f"{flag} {number}: must be 1 to {most}")
-    if arguments.seed is not None and arguments.seed < 0:
-        raise WorkloadError(f"--seed {arguments.seed}: must be at least 0")
+    if arguments.seed is not None and not 0 <= arguments.seed < 2**63:
+        raise WorkloadError(f"--seed {arguments.seed}: must be at least 0 and below 2**63")
 
 
 def max_cp_size(arguments: Namespace, ranks: int) -> int:

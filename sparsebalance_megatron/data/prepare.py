@@ -90,7 +90,8 @@ def prepare(
 def _with_progress(source: Source, bad: BadRecords, action: str) -> Iterator[Record]:
     from tqdm import tqdm
 
-    with tqdm(total=source.total_bytes, desc=action, unit="B", unit_scale=True) as bar:
+    bar_of = {"desc": action, "unit": "B", "unit_scale": True, "disable": None}
+    with tqdm(total=source.total_bytes, **bar_of) as bar:
         for record in source.records(bad):
             yield record
             bar.update(record.size_bytes)

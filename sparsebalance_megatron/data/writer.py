@@ -130,7 +130,7 @@ def check_output(prefix: str, *, overwrite: bool, inputs: Sequence[Path] = ()) -
     outputs = [Path(prefix + suffix) for suffix in (*_TOKEN_SUFFIXES, *_MASK_SUFFIXES, ".json")]
     for path in outputs:
         refuse_output_over_input(path, inputs, f"--output-prefix {prefix}:")
-    existing = [str(path) for path in outputs if path.exists()]
+    existing = [str(path) for path in outputs if os.path.exists(path)]
     if existing and not overwrite:
         raise DataError(
             f"--output-prefix {prefix}: {', '.join(existing)} exists; choose another prefix or "

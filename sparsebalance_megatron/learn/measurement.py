@@ -21,13 +21,15 @@ DIRECTIONS = ("forward", "backward")
 
 
 class Span(NamedTuple):
-    """A forward or a backward of one micro-batch on this rank, in ms since its step's start."""
+    """A forward or a backward of a micro-batch, or of one of its segments, on this rank; in ms
+    since its step's start."""
 
     direction: str
     chunk: int
     position: int
     start_ms: float
     end_ms: float
+    segment: int = 0
 
     @property
     def ms(self) -> float:

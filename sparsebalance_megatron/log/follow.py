@@ -9,6 +9,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from sparsebalance_megatron.json_file import (
+    MAX_BYTES,
+    NoSuchFileError,
+    UnreadableFileError,
+    open_regular,
+)
 from sparsebalance_megatron.log.log_directory import log_files, rank_files, step_log_path
 from sparsebalance_megatron.log.reader import RunLogError
 from sparsebalance_megatron.log.records import (
@@ -73,14 +79,14 @@ class StepLogFollower:
         try:
             # All, not any: every file has to be read.
             return bool(sum([self._read(path) for path in paths]))
-        except FileNotFoundError:
+        except NoSuchFileError:
             if self._read_bytes:
                 return False  # between two renames
             raise RunLogError(
                 f"{self._path}: not there yet; train with --sparse-balance-log-dir {self.directory}"
             ) from None
-        except OSError as error:
-            raise RunLogError(f"{self._path}: {error.strerror}") from error
+        except (UnreadableFileError, OSError) as error:
+            raise RunLogError(f"{self._path}: {error}") from error
 
     @property
     def quiet_s(self) -> float | None:
@@ -92,19 +98,24 @@ class StepLogFollower:
         return None if self._grown_s is None else self._clock() - self._grown_s
 
     def _read(self, path: Path) -> bool:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             status = os.fstat(stream.fileno())
             identity = (status.st_dev, status.st_ino)
             known_bytes = self._read_bytes.get(identity, 0)
             if path != self._path and not known_bytes:
                 return False
-            stream.seek(known_bytes if known_bytes <= status.st_size else 0)
-            start, text = stream.tell(), stream.read()
-        whole_bytes = text.rfind(b"\n") + 1
-        self._read_bytes[identity] = start + whole_bytes
-        if path == self._path:
-            self._note_growth(len(text) + start, status.st_mtime)
-        return bool(sum([self._take(line) for line in text[:whole_bytes].split(b"\n")]))
+            read_bytes = known_bytes if known_bytes <= status.st_size else 0
+            stream.seek(read_bytes)
+            steps = 0
+            while text := stream.readline(MAX_BYTES):
+                if not text.endswith(b"\n") and len(text) < MAX_BYTES:
+                    break
+                read_bytes += len(text)
+                steps += self._take(text)
+            self._read_bytes[identity] = read_bytes
+            if path == self._path:
+                self._note_growth(stream.tell(), status.st_mtime)
+        return bool(steps)
 
     def _note_growth(self, size_bytes: int, written_unix_s: float) -> None:
         if self._grown_s is None:
@@ -138,7 +149,10 @@ def hosts_of(directory: Path) -> dict[Place, str]:
     """
     hosts: dict[Place, str] = {}
     for path in rank_files(directory):
-        with suppress(OSError, DamagedLineError), path.open("rb") as stream:
+        with (
+            suppress(OSError, UnreadableFileError, DamagedLineError),
+            open_regular(path) as stream,
+        ):
             header = decode(stream.readline(_MAX_HEADER_BYTES), RANK_LOG)
             if isinstance(header, RankHeader) and header.host:
                 hosts.setdefault(header.place, header.host)

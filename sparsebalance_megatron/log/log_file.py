@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 from msgspec import UNSET, structs
 
+from sparsebalance_megatron.json_file import NoSuchFileError, UnreadableFileError, open_regular
 from sparsebalance_megatron.log.log_directory import older_file
 from sparsebalance_megatron.log.records import (
     Count,
@@ -77,7 +78,7 @@ class JsonLinesFile:
                 for path in (self.path, older_file(self.path)):
                     path.unlink(missing_ok=True)
             self._write(b"")
-        except OSError as error:
+        except (OSError, UnreadableFileError) as error:
             self._fail(error)
 
     def append(self, record: Record) -> None:
@@ -126,7 +127,8 @@ class JsonLinesFile:
 
     def _opened(self) -> int:
         if self._descriptor is None:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            # A pipe that nobody reads is an error, and not waited for.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
             self._descriptor = os.open(self.path, flags, 0o644)
         return self._descriptor
 
@@ -139,10 +141,11 @@ class JsonLinesFile:
         self._discarded += discarded
         self._due = self._header_line()
 
-    def _fail(self, error: OSError) -> None:
+    def _fail(self, error: OSError | UnreadableFileError) -> None:
         with suppress(OSError):
             self.close()
-        self._warn(f"{error.strerror or error}; lines are left out and counted until it works")
+        reason = getattr(error, "strerror", None) or error
+        self._warn(f"{reason}; lines are left out and counted until it works")
 
     def _warn(self, reason: str) -> None:
         if not self._warned:
@@ -153,11 +156,11 @@ class JsonLinesFile:
 def _left_behind(path: Path) -> tuple[int, bool]:
     """(lines discarded before this file, by its header; whether its last line is cut off)."""
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             first = stream.readline(_READ_BYTES)
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - 1))
             is_cut = stream.read() not in (b"", b"\n")
-    except FileNotFoundError:
+    except NoSuchFileError:
         return 0, False
     with suppress(DamagedLineError):
         return decode(first, _DISCARDED).lines_discarded, is_cut

@@ -14,10 +14,18 @@ from pathlib import Path
 import msgspec
 from msgspec import UNSET
 
+from sparsebalance_megatron.json_file import (
+    MAX_BYTES,
+    NoSuchFileError,
+    UnreadableFileError,
+    bounded_lines,
+    open_regular,
+)
 from sparsebalance_megatron.log.log_directory import log_files, rank_files, step_log_path
 from sparsebalance_megatron.log.records import (
     RANK_LOG,
     STEP_LOG,
+    Count,
     CoverageRecord,
     DamagedLineError,
     Header,
@@ -66,7 +74,7 @@ class RankLogs:
 
 
 class _Iteration(msgspec.Struct):
-    iteration: int | None = None
+    iteration: Count | None = None
 
 
 _ITERATION = msgspec.json.Decoder(_Iteration)
@@ -96,12 +104,12 @@ class _LogReader[R: Record]:
         """The records as they are read; damaged lines are noted and left out.
 
         Raises:
-            OSError: a file cannot be read.
+            UnreadableFileError, OSError: a file cannot be read.
         """
         discarded = dropped = 0
         for path in log_files(self._path) or (self._path,):
-            with path.open("rb") as stream:
-                for number, text in enumerate(stream, start=1):
+            with open_regular(path) as stream:
+                for number, text in enumerate(bounded_lines(stream, MAX_BYTES), start=1):
                     if self._is_unwanted(text):
                         continue
                     try:
@@ -153,13 +161,13 @@ def read_run_log(directory: str | Path) -> RunLog:
                 case StepRecord():
                     repeated += record.iteration in steps
                     steps[record.iteration] = record
-    except FileNotFoundError:
+    except NoSuchFileError:
         raise RunLogError(
             f"{path}: not there; train with --sparse-balance-log-dir {path.parent}"
         ) from None
-    except OSError as error:
+    except (UnreadableFileError, OSError) as error:
         raise RunLogError(
-            f"{path}: {error.strerror}; give a directory that --sparse-balance-log-dir named"
+            f"{path}: {error}; give a directory that --sparse-balance-log-dir named"
         ) from error
     problems = reader.problems
     if not steps:
@@ -221,8 +229,8 @@ def _read_rank(
                 reader.problems.append(f"{path}: step {record.iteration}: {problem}; left out")
             else:
                 steps[record.iteration] = record
-    except OSError as error:
-        reader.problems.append(f"{path}: {error.strerror}; this rank is left out")
+    except (UnreadableFileError, OSError) as error:
+        reader.problems.append(f"{path}: {error}; this rank is left out")
     if header is None:
         reader.problems.append(f"{path}: no header line; this rank is left out")
     elif headless:

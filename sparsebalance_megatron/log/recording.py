@@ -126,11 +126,13 @@ def step_record(step: FinishedStep) -> StepRecord:
             min=coverage.minimum,
             base_mean=coverage.base_mean,
             unobserved=coverage.unobserved,
+            lost_by_token=coverage.lost_by_token,
         ),
         guarded_samples=int(coverage.grown),
         tokens=measured.tokens,
         padded_tokens=step.padded_tokens,
         recompute=Recompute(**measured.recompute._asdict()),
+        segments=_segments(planned.plan) if planned.in_segments else UNSET,
     )
 
 
@@ -143,6 +145,13 @@ def _widths_if_shared(plan: StepPlan) -> tuple[tuple[int, ...], ...] | None:
         return None
     return tuple(
         tuple(micro_batch.cp_size for micro_batch in plan.for_rank(rank).micro_batches)
+        for rank in range(plan.data_parallel_size)
+    )
+
+
+def _segments(plan: StepPlan) -> tuple[tuple[int, ...], ...]:
+    return tuple(
+        tuple(micro_batch.segments for micro_batch in plan.for_rank(rank).micro_batches)
         for rank in range(plan.data_parallel_size)
     )
 

@@ -137,12 +137,16 @@ class Measured(Struct, frozen=True, kw_only=True):
 
 
 class StepCoverage(Struct, frozen=True, kw_only=True):
-    """Executed coverage over samples and layers; ``base_mean``: what base budgets had given."""
+    """Executed coverage over samples and layers; ``base_mean``: what base budgets had given.
+
+    ``lost_by_token``: what base budgets had given more, where every token counts alike.
+    """
 
     mean: Share
     min: Share
     base_mean: Share
     unobserved: Count
+    lost_by_token: Annotated[float, Meta(ge=-1.001, le=1.001)] | None = None
 
 
 class Recompute(Struct, frozen=True, kw_only=True):
@@ -157,7 +161,8 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
     """One step of all ranks: planned, expected, measured. Times in ms.
 
     ``widths``: by rank and position, how many neighbouring ranks shared the micro-batch; None where
-    none was shared.
+    none was shared. ``segments``: by rank, segments of each of its micro-batches; only where stages
+    ran segments. Positions that a rank did not run took 0 ms.
     """
 
     iteration: Count
@@ -175,6 +180,7 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
     tokens: Count
     padded_tokens: Count
     recompute: Recompute
+    segments: tuple[tuple[Count, ...], ...] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         for side in (self.predicted, self.measured):
@@ -192,6 +198,16 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
                 )
         if self.widths is not None and not _are_groups(self.widths, self.shape[0], self.shape[3]):
             raise ValueError(f"widths {str(self.widths)[:60]} are no groups of neighbouring ranks")
+        if self.segments and (
+            len(self.segments) != self.shape[0]
+            or self.shape[2] != 1
+            or not all(
+                0 < len(of_rank) <= self.shape[3] and all(of_rank) for of_rank in self.segments
+            )
+        ):
+            raise ValueError(
+                f"segments {str(self.segments)[:60]} must be at least 1 of every micro-batch"
+            )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -339,7 +355,7 @@ class RankStep(Record, frozen=True, kw_only=True, tag="step"):
 
     def __post_init__(self) -> None:
         for span in self.spans:
-            if span.direction not in DIRECTIONS or min(span.chunk, span.position) < 0:
+            if span.direction not in DIRECTIONS or min(span[1:3] + span[5:]) < 0:
                 raise ValueError(f"spans holds {tuple(span)}, no forward or backward")
             if not 0 <= span.start_ms <= span.end_ms:
                 raise ValueError(f"spans holds one from {span.start_ms} to {span.end_ms} ms")

@@ -122,6 +122,8 @@ def _coverage(totals: CoverageTotals) -> dict[str, float]:
     return {
         "coverage-mean": totals.executed_mean,
         "coverage-min": totals.minimum,
+        "coverage-lost": totals.lost,
+        "coverage-lost-by-token": totals.lost_by_token,
         **_numbered("coverage-depth-quarter", quarters, first=1),
     }
 

@@ -67,13 +67,19 @@ class MicroBatchContext:
     recompute: RecomputeCounts = field(default_factory=RecomputeCounts)
 
     @property
+    def segment(self) -> int:
+        """Which of the micro-batch's segments runs; 0 where it has one."""
+        return 0 if self.segments is None or self.sequence is None else self.sequence.group.member
+
+    @property
     def counts(self) -> bool:
         """Whether what is known of the documents is counted here: by the first of the ranks that
         share the sequence, or in its last segment, which has seen all of it."""
         if self.sequence is None:
             return True
-        member = self.sequence.group.member
-        return member == (0 if self.segments is None else self.segments.count - 1)
+        if self.segments is not None:
+            return self.segment == self.segments.count - 1
+        return self.sequence.group.member == 0
 
     def exchange(self, layer: int) -> SequenceExchange | None:
         """How other keys and values get to a layer of a slice."""

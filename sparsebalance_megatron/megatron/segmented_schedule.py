@@ -2,7 +2,8 @@
 """Run a training step of a pipeline whose operations are segments of micro-batches.
 
 :func:`with_segments` wraps the function that Megatron's ``get_forward_backward_func`` returns. A
-step in which some micro-batch has several segments runs here, any other step runs in Megatron's own
+step in which some micro-batch of some data-parallel rank has several segments runs here on all
+ranks, and each runs as many micro-batches as it has. Any other step runs in Megatron's own
 schedule. Everything that ``forward_backward_pipelining_without_interleaving`` does for training is
 done here too: timers, ``no_sync``, loss scales, freed outputs, embedding gradients, reduced
 gradients. Shapes follow from the plan, so stages never send them, and the host never waits for a
@@ -40,8 +41,9 @@ ForwardBackward = Callable[..., list[dict[str, Any]]]
 class SegmentIterator(Protocol):
     """A data iterator that knows how the next step's micro-batches are cut."""
 
-    def segment_tokens(self) -> Sequence[Sequence[int]]:
-        """Tokens of each segment of each micro-batch of the next step, padding included."""
+    def segment_tokens(self) -> Sequence[Sequence[int]] | None:
+        """Tokens of each segment of each micro-batch of this rank's next step, padding included;
+        None where no rank has segments and all have equally many micro-batches."""
 
     def __next__(self) -> Any:
         """The next segment, in the order of the sequence."""
@@ -65,7 +67,7 @@ def with_segments(megatrons: ForwardBackward) -> ForwardBackward:
             )
         # Megatron wraps iterators to run steps again.
         segment_tokens = getattr(iterator, "iterable", iterator).segment_tokens()
-        if max(map(len, segment_tokens)) == 1:
+        if segment_tokens is None:
             return megatrons(**keywords)
         return run_segments(
             segment_tokens,

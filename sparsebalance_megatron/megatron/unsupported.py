@@ -209,6 +209,54 @@ _SOME_VALUES: dict[str, Callable[[Settings], object]] = {
 is refused for any value that is true."""
 
 
+_ONE_CHUNK = "segments run in a schedule of one model chunk per stage; drop it"
+_OWN_COUNTS = "ranks that run different numbers of segments would wait for one another for ever"
+_UNTESTED = "segments are not tested with it; drop it"
+
+SEGMENTS = {
+    "--pipeline-model-parallel-size": (
+        "without a pipeline nothing overlaps, and activations of all segments are kept anyway; "
+        "use at least 2"
+    ),
+    "--num-layers-per-virtual-pipeline-stage": _ONE_CHUNK,
+    "--num-virtual-stages-per-pipeline-rank": _ONE_CHUNK,
+    "virtual_pipeline_model_parallel_size": _ONE_CHUNK,
+    "--context-parallel-size": "a micro-batch is shared or cut; use 1",
+    "--sparse-balance-max-context-parallel": "a micro-batch is shared or cut; use 1",
+    "--expert-model-parallel-size": f"{_OWN_COUNTS}; use 1",
+    "--moe-router-load-balancing-type": f"{_OWN_COUNTS}; use aux_loss or seq_aux_loss",
+    "--sparse-balance-selection": (
+        "its probes are the last queries of a sequence, which earlier segments have not seen; use "
+        "vertical-slash"
+    ),
+    "--fp8-format": _UNTESTED,
+    "--fp4-format": _UNTESTED,
+    "--defer-embedding-wgrad-compute": _UNTESTED,
+    "--delay-wgrad-compute": _UNTESTED,
+}
+"""Flag or field that is refused where micro-batches may have several segments -> the reason and the
+remedy."""
+
+_SOME_SEGMENTS: dict[str, Callable[[Settings], object]] = {
+    "--pipeline-model-parallel-size": lambda get: (
+        get("pipeline_model_parallel_size", 1) == 1 and not get("use_mp_args_from_checkpoint_args")
+    ),
+    "--context-parallel-size": lambda get: get("context_parallel_size", 1) > 1,
+    "--sparse-balance-max-context-parallel": lambda get: (get.config.max_context_parallel or 1) > 1,
+    "--expert-model-parallel-size": lambda get: get("expert_model_parallel_size", 1) > 1,
+    "--moe-router-load-balancing-type": lambda get: (
+        (get("num_experts") or get("num_moe_experts"))
+        and "global_aux_loss" in get("moe_router_load_balancing_type", ())
+    ),
+    "--sparse-balance-selection": lambda get: getattr(
+        selector_named(get.config.selection), "needs_whole_documents", False
+    ),
+    "--fp8-format": lambda get: get("fp8"),
+    "--fp4-format": lambda get: get("fp4"),
+}
+"""Those of :data:`SEGMENTS` that are refused for some values: flag -> whether it is."""
+
+
 def check_supported(args: Namespace, config: SparseBalanceConfig) -> None:
     """Refuse combinations of Megatron flags with ``--sparse-balance`` that would go wrong.
 
@@ -232,32 +280,12 @@ def check_segments(get: Settings) -> None:
     config = get.config
     if config.max_segments == 1:
         return
-    refused = {
-        **{
-            "--" + name.replace("_", "-"): get(name)
-            for name in (
-                "num_layers_per_virtual_pipeline_stage",
-                "num_virtual_stages_per_pipeline_rank",
-                "virtual_pipeline_model_parallel_size",
-                "num_experts",
-                "recompute_granularity",
-                "defer_embedding_wgrad_compute",
-                "delay_wgrad_compute",
-                "fp8",
-                "fp4",
-            )
-        },
-        "--context-parallel-size": get("context_parallel_size", 1) > 1,
-        flag_name("max_context_parallel"): (config.max_context_parallel or 1) > 1,
-        f"{flag_name('selection')} {config.selection}": getattr(
-            selector_named(config.selection), "needs_whole_documents", False
-        ),
-    }
-    for flag, is_refused in refused.items():
-        if is_refused:
+    for flag, remedy in SEGMENTS.items():
+        value = get(flag.removeprefix("--").replace("-", "_"))
+        if _SOME_SEGMENTS[flag](get) if flag in _SOME_SEGMENTS else value:
             raise ConfigError(
-                f"{flag_name('max_segments')} {config.max_segments} with {flag}: segments are not "
-                f"supported with it; drop it, or use {flag_name('max_segments')} 1"
+                f"{flag_name('max_segments')} {config.max_segments} with "
+                f"{_as_given(flag, value)}: {remedy}, or use {flag_name('max_segments')} 1"
             )
 
 

@@ -203,13 +203,16 @@ class MicroBatchIterator:
     def __iter__(self) -> MicroBatchIterator:
         return self
 
-    def segment_tokens(self) -> list[list[int]]:
-        """Tokens of each segment of each micro-batch of the next step, padding included."""
+    def segment_tokens(self) -> list[list[int]] | None:
+        """See :meth:`.segmented_schedule.SegmentIterator.segment_tokens`."""
+        planned = self._schedule.planned(self._step)
+        if not planned.in_segments:
+            return None
         return [
             [len(held.tokens_T) + held.padding_tokens for held in self._packing.segments(plan)]
             if plan.segments > 1
             else [self._packing.cu_seqlens(plan)[-1]]
-            for plan in self._micro_batches(self._schedule.planned(self._step))
+            for plan in self._micro_batches(planned)
         ]
 
     def __next__(self) -> LocalMicroBatch:

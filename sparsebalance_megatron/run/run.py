@@ -30,13 +30,13 @@ from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
-from sparsebalance_megatron.plan.step_plan import Expectation, StepPlan
+from sparsebalance_megatron.plan.step_plan import Expectation, MicroBatchPlan, StepPlan
 from sparsebalance_megatron.profile.clocks import CudaEventClock, HostClock
 from sparsebalance_megatron.run.agreement import PlanMismatchError, check_shared_plan
 from sparsebalance_megatron.run.host_time import HostTime
 from sparsebalance_megatron.run.sinks import StepSinks
 from sparsebalance_megatron.run.step_reducer import ObservedCoverage, StepReducer
-from sparsebalance_megatron.run.timing import MicroBatchRecorder
+from sparsebalance_megatron.run.timing import MicroBatchRecorder, Place
 
 
 class IntegrationError(ValueError):
@@ -195,9 +195,9 @@ class Run:
         first = self.running is None
         if first:
             self.running = planned
-            own = planned.plan.for_rank(self.place.data_parallel_rank).micro_batches
+            own = self._own_micro_batches(planned)
             self._recorder.expect(tuple(micro_batch.segments for micro_batch in own))
-        self._recorder.bind_forward(context.chunk, context.position)
+        self._recorder.bind_forward(context.chunk, context.position, context.segment)
         self.seen.append(context)
         # The step's first micro-batch waited for the plan.
         self._host_time.end_forward_step(plan_wait_ms=planned.wait_ms if first else 0.0)
@@ -223,7 +223,10 @@ class Run:
             model_remedy: what to give the model where its attention is not the plugin's.
         """
         running, stage = self.running, self.job.stage_layers[self.place.pipeline_rank]
-        expected = (self.job if running is None else running).micro_batches * len(stage)
+        own = None if running is None else self._own_micro_batches(running)
+        expected = len(stage) * (
+            self.job.micro_batches if own is None else sum(each.segments for each in own)
+        )
         if running is None or len(self.seen) != expected:
             return (
                 f"on_step_end after {len(self.seen)} forward steps, expected {expected}: {remedy}"
@@ -259,6 +262,7 @@ class Run:
             observed = ObservedCoverage.gather(self.seen)
             measured, executed_and_grown_O2 = self._reducer.reduce(
                 micro_batches=planned.micro_batches,
+                own_micro_batches=len(self._own_micro_batches(planned)),
                 times=times,
                 observed=observed,
                 loss_and_tokens=torch.stack(self._losses).sum(dim=0) if self._losses else None,
@@ -292,6 +296,9 @@ class Run:
                 self._sinks.write(finished, times, observed.pieces, executed_and_grown_O2)
         self.begin_step()
         return figures
+
+    def _own_micro_batches(self, planned: PlannedStep) -> tuple[MicroBatchPlan, ...]:
+        return planned.plan.for_rank(self.place.data_parallel_rank).micro_batches
 
     def _recompute_totals(self) -> Tensor | None:
         """Summed over this rank's micro-batches, without waiting for the device."""
@@ -340,12 +347,12 @@ def step_figures(
     return {f"{PREFIX}/{name}": float(value) for name, value in values.items()}
 
 
-def backward_order(job: Job, stage: int, segments_M: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(chunk, micro-batch) of every backward of a pipeline stage, in the schedule's order."""
+def backward_order(job: Job, stage: int, segments_M: tuple[int, ...]) -> list[Place]:
+    """Every backward of a pipeline stage, in the schedule's order."""
     schedule = job.schedule if max(segments_M) == 1 else SegmentedSchedule(segments_M)
     order = schedule(job.pipeline_stages, len(segments_M), job.virtual_stages)
     return [
-        (operation.chunk, operation.micro_batch)
+        (operation.chunk, operation.micro_batch, operation.segment)
         for operation in order.by_stage[stage]
         if operation.direction is Direction.BACKWARD
     ]

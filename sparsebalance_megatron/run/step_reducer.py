@@ -135,6 +135,7 @@ class StepReducer:
         self,
         *,
         micro_batches: int,
+        own_micro_batches: int,
         times: StepTimes,
         observed: ObservedCoverage,
         loss_and_tokens: torch.Tensor | None,
@@ -144,7 +145,8 @@ class StepReducer:
         """Collective over the group: every rank must call it once per step.
 
         Args:
-            micro_batches: of every data-parallel rank in this step.
+            micro_batches: of the data-parallel rank that has most in this step.
+            own_micro_batches: of this rank; it takes 0 ms at the other positions.
             times, observed: of this rank.
             loss_and_tokens: [2] sum of losses and tokens, on last stages; None elsewhere.
             recompute: [3] of :meth:`.kept_attention.RecomputeCounts.totals`, summed over
@@ -161,7 +163,7 @@ class StepReducer:
         if self._place.reports:
             here = self._place.data_parallel_rank, self._place.pipeline_rank
             times_2VM = part["times"][(slice(None), *here)]
-            times_2VM.fill_(math.nan)
+            times_2VM[:, :, :own_micro_batches] = math.nan
             for span in times.spans:
                 # A micro-batch in segments has several spans.
                 place = DIRECTIONS.index(span.direction), span.chunk, span.position

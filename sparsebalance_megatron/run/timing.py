@@ -15,17 +15,20 @@ from sparsebalance_megatron.learn.measurement import Span, StepTimes
 from sparsebalance_megatron.megatron.timers import FORWARD_TIMER, SCHEDULE_TIMER
 from sparsebalance_megatron.profile.clocks import Clock
 
+Place = tuple[int, int, int]
+"""Chunk, micro-batch and segment."""
+
 
 class MicroBatchRecorder:
-    """Forward and backward marks of one rank's micro-batches within one step.
+    """Marks of the forwards and backwards of one rank's micro-batches or segments within one step.
 
     Forwards name themselves (:meth:`bind_forward`). Backwards do not, so the k-th backward is the
     k-th backward of the schedule's order.
 
     Args:
         clock: takes the marks.
-        backward_order: of a step whose micro-batches have so many segments, (chunk, micro-batch) of
-            every backward of this pipeline stage, in order.
+        backward_order: of a step whose micro-batches have so many segments, (chunk, micro-batch,
+            segment) of every backward of this pipeline stage, in order.
         unix_clock: seconds since 1970, to set the ranks' steps side by side.
     """
 
@@ -33,23 +36,23 @@ class MicroBatchRecorder:
         self,
         clock: Clock,
         *,
-        backward_order: Callable[[tuple[int, ...]], Sequence[tuple[int, int]]],
+        backward_order: Callable[[tuple[int, ...]], Sequence[Place]],
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
         self._unix_clock = unix_clock
         self._order_of = backward_order
         self._segments_M: tuple[int, ...] = ()
-        self._backward_order: tuple[tuple[int, int], ...] = ()
+        self._backward_order: tuple[Place, ...] = ()
         self.begin_step()
 
     def begin_step(self) -> None:
         """Forget the last step."""
         self._origin: tuple[Any, float] | None = None
         self._open: dict[str, Any] = {}
-        self._bound: tuple[int, int] | None = None
+        self._bound: Place | None = None
         self._backwards = 0
-        self._spans: list[tuple[str, int, int, Any, Any]] = []
+        self._spans: list[tuple[str, Place, Any, Any]] = []
         self._schedule: tuple[Any, Any] | None = None
 
     def expect(self, segments_M: tuple[int, ...]) -> None:
@@ -58,9 +61,9 @@ class MicroBatchRecorder:
             self._segments_M = segments_M
             self._backward_order = tuple(self._order_of(segments_M))
 
-    def bind_forward(self, chunk: int, micro_batch: int) -> None:
+    def bind_forward(self, chunk: int, micro_batch: int, segment: int = 0) -> None:
         """Name the forward that is running."""
-        self._bound = (chunk, micro_batch)
+        self._bound = (chunk, micro_batch, segment)
 
     def start(self, timer_name: str) -> None:
         mark = self._open[timer_name] = self._clock.mark()
@@ -76,15 +79,15 @@ class MicroBatchRecorder:
                 self.end_schedule()
             return
         begin = self._open.pop(timer_name, None)
-        identity = self._identity(timer_name)
-        if begin is not None and identity is not None:
+        place = self._place(timer_name)
+        if begin is not None and place is not None:
             direction = "forward" if timer_name == FORWARD_TIMER else "backward"
-            self._spans.append((direction, *identity, begin, self._clock.mark()))
+            self._spans.append((direction, place, begin, self._clock.mark()))
 
-    def _identity(self, timer_name: str) -> tuple[int, int] | None:
+    def _place(self, timer_name: str) -> Place | None:
         if timer_name == FORWARD_TIMER:
-            identity, self._bound = self._bound, None
-            return identity
+            place, self._bound = self._bound, None
+            return place
         index, self._backwards = self._backwards, self._backwards + 1
         return self._backward_order[index] if index < len(self._backward_order) else None
 
@@ -108,9 +111,9 @@ class MicroBatchRecorder:
         spans = []
         if self._origin is not None:
             origin, elapsed_ms = self._origin[0], self._clock.elapsed_ms
-            for direction, chunk, position, begin, end in self._spans:
+            for direction, (chunk, position, segment), begin, end in self._spans:
                 start_ms, ms = elapsed_ms(origin, begin), elapsed_ms(begin, end)
-                spans.append(Span(direction, chunk, position, start_ms, start_ms + ms))
+                spans.append(Span(direction, chunk, position, start_ms, start_ms + ms, segment))
         return StepTimes(
             schedule_ms=math.nan
             if self._schedule is None

@@ -36,6 +36,7 @@ NIGHTLY: dict[str, tuple[str, ...]] = {
     "router_resources": ("--blocks", "16", "--places", "16"),
     "kernel_resources": ("--head-dims", "64", "--kernels", "forward"),
     "pipeline_reality": ("--quick",),
+    "segment_loss": ("--quick",),
     "quality": ("--quick", "--steps", "6", "--arms", "random"),
     "soak": ("--quick",),
 }

@@ -17,7 +17,6 @@ from view.report.sample_run import SampleRun
 
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.log.reader import read_run_log
-from sparsebalance_megatron.view.report.comparison import paired
 from sparsebalance_megatron.view.report.run_data import ReportError, choose_iteration
 from sparsebalance_megatron.view.report.run_report import make_report, render_page
 from sparsebalance_megatron.view.report.timeline import SIMULATED
@@ -139,15 +138,24 @@ def test_log_texts_are_no_markup(runs: tuple[Path, Path], tmp_path: Path) -> Non
     _Reader(page)
 
 
-def test_the_default_step_is_the_one_of_median_speedup(runs: tuple[Path, Path]) -> None:
+def test_the_default_step_is_the_nearest_to_the_means_of_both_runs(
+    runs: tuple[Path, Path],
+) -> None:
     run, baseline = (read_run_log(each) for each in runs)
     chosen = choose_iteration(run, baseline, None)
-    speedups = {
-        new.iteration: old.iteration_ms / new.iteration_ms
-        for old, new in paired(run, baseline)
-        if new.iteration > 1 and old.iteration_ms and new.iteration_ms
-    }
-    assert sorted(speedups, key=speedups.__getitem__).index(chosen) == len(speedups) // 2
+    distances = dict.fromkeys(range(2, 7), 0.0)
+    for steps in (run.steps[1:], baseline.steps[1:]):
+        times_ms = [step.iteration_ms or 0.0 for step in steps]
+        shares = [
+            ((step.schedule_ms or 0.0) - (step.compute_ms or 0.0)) / (step.iteration_ms or 1.0)
+            for step in steps
+        ]
+        for values in (times_ms, shares):
+            mean = sum(values) / len(values)
+            for step, value in zip(steps, values, strict=True):
+                distances[step.iteration] += abs(value / mean - 1.0)
+    assert chosen == min(distances, key=distances.__getitem__)
+    assert choose_iteration(run, None, None) in distances
     assert choose_iteration(run, baseline, 4) == 4
     with pytest.raises(ReportError, match=r"--step 9: not in .*, whose iterations are 1 to 6"):
         choose_iteration(run, baseline, 9)

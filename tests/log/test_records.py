@@ -225,7 +225,7 @@ def test_a_rank_says_what_it_ran_when_and_with_which_coverage() -> None:
     line = as_json(record)
     assert (line["type"], line["iteration"], line["schedule_ms"]) == ("step", 9, 5.0)
     assert line["schedule_start_unix_s"] == 1.75e9
-    assert line["spans"] == [["forward", 0, 0, 1.0, 2.0], ["backward", 1, 1, 3.0, 4.5]]
+    assert line["spans"] == [["forward", 0, 0, 1.0, 2.0, 0], ["backward", 1, 1, 3.0, 4.5, 0]]
     for position, (entry, plan) in enumerate(
         zip(line["micro_batches"], micro_batches, strict=True)
     ):

@@ -136,6 +136,7 @@ def test_wandb_gets_all_finite_scalars_of_a_step_at_once() -> None:
     assert missing == {
         "imbalance-makespans-measured",
         "makespan-ms-measured",
+        "coverage-lost-by-token",
         "bubble-fraction-stage-0",
         "bubble-fraction-stage-1",
         "wait-time-ratio",

@@ -6,6 +6,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from dataclasses import fields
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,8 +21,11 @@ from sparsebalance_megatron.megatron.arguments import (
 from sparsebalance_megatron.megatron.compat import has_yarn_flags, megatron_version
 from sparsebalance_megatron.megatron.unsupported import (
     MODEL,
+    SEGMENTS,
     TRAINING,
+    Settings,
     check_model,
+    check_segments,
     check_supported,
 )
 
@@ -141,6 +145,43 @@ def test_what_is_refused_in_the_end(flag: str) -> None:
     check_supported(Namespace(**supported), config)
     with pytest.raises(ConfigError, match=rf"^--sparse-balance with {flag}: "):
         check_supported(Namespace(**supported | NOT_TYPED[flag]), config)
+
+
+SEGMENTS_REFUSED: dict[str, dict[str, Any]] = {
+    "--pipeline-model-parallel-size": {"pipeline_model_parallel_size": 1},
+    "--num-layers-per-virtual-pipeline-stage": {"num_layers_per_virtual_pipeline_stage": 2},
+    "--num-virtual-stages-per-pipeline-rank": {"num_virtual_stages_per_pipeline_rank": 2},
+    "virtual_pipeline_model_parallel_size": {"virtual_pipeline_model_parallel_size": 2},
+    "--context-parallel-size": {"context_parallel_size": 2},
+    "--expert-model-parallel-size": {"expert_model_parallel_size": 2},
+    "--moe-router-load-balancing-type": {
+        "num_experts": 4,
+        "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"],
+    },
+    "--fp8-format": {"fp8": "hybrid"},
+    "--fp4-format": {"fp4": "e2m1"},
+    "--defer-embedding-wgrad-compute": {"defer_embedding_wgrad_compute": True},
+    "--delay-wgrad-compute": {"delay_wgrad_compute": True},
+}
+SEGMENTS_REFUSED_HERE: dict[str, dict[str, Any]] = {
+    "--sparse-balance-max-context-parallel": {"max_context_parallel": 2},
+    "--sparse-balance-selection": {"selection": "vertical-slash-last-queries"},
+}
+
+
+@pytest.mark.parametrize("flag", SEGMENTS)
+def test_what_is_refused_with_segments(flag: str) -> None:
+    def check(max_segments: int, refused: bool) -> None:
+        given = SEGMENTS_REFUSED.get(flag, {}) if refused else {}
+        here = SEGMENTS_REFUSED_HERE.get(flag, {}) if refused else {}
+        config = SparseBalanceConfig(max_segments=max_segments, **here)
+        megatron = {"pipeline_model_parallel_size": 2, "recompute_granularity": "full"}
+        check_segments(Settings(Namespace(**megatron | given), config))
+
+    check(4, refused=False)
+    check(1, refused=True)
+    with pytest.raises(ConfigError, match=rf"^--sparse-balance-max-segments 4 with {flag}\b.*: "):
+        check(4, refused=True)
 
 
 def test_a_trainer_with_its_own_loop_is_asked_for_its_model_only() -> None:

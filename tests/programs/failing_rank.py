@@ -2,10 +2,12 @@
 """The entry point with a fault, named by the first two arguments; the rest is the command line.
 
 ``kill STEP`` ends rank 1 with SIGKILL in the middle of that step (the first is 0).
-``leave STEP`` ends it there with exit code 0, so that nobody ends the others; ``stop STEP`` stops
-it there, as a hang does, and lets collectives time out after 20 s. ``reader STEP`` and
+``stop STEP`` stops it there, as a hang does, and lets collectives time out after 20 s.
+``reader STEP`` and
 ``plan STEP`` let what reads its rows, or plans its steps, raise; ``digest STEP`` lets it execute
 another plan; ``nan STEP`` makes its loss NaN from there on.
+``exchange-kill STEP``, ``-term``, ``-leave`` and ``-exit`` end it inside the first exchange of that
+step: by SIGKILL, SIGTERM, os._exit and sys.exit.
 ``clock STEP`` sets its wall clock two hours back there, and at each later call four hours forward
 or back in turn. ``file-size BYTES`` lets no file grow beyond that, as a full disk would. Start with
 ``--sparse-balance-device cpu``.
@@ -115,9 +117,34 @@ def limit_files(size_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard_limit))
 
 
+def at_exchange(step: int, do: Callable[[], object]) -> None:
+    """Do something where rank 1 first exchanges in the second micro-batch of a step, or later."""
+    armed = []
+    at(step, lambda: armed.append(True))
+    for name in ("all_gather_into_tensor", "batch_isend_irecv", "all_to_all_single", "all_reduce"):
+        exchange = getattr(torch.distributed, name)
+
+        def exchange_or_end(*arguments, exchange=exchange, **keywords):
+            if armed:
+                do()
+            return exchange(*arguments, **keywords)
+
+        setattr(torch.distributed, name, exchange_or_end)
+
+
+ENDS = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "leave": lambda: os._exit(0),
+    "exit": lambda: sys.exit(3),
+}
+
 FAULTS = {
     "kill": lambda step: at(step, lambda: os.kill(os.getpid(), signal.SIGKILL)),
-    "leave": lambda step: at(step, lambda: os._exit(0)),
+    **{
+        f"exchange-{name}": lambda step, end=end: at_exchange(step, end)
+        for name, end in ENDS.items()
+    },
     "stop": lambda step: at(step, lambda: os.kill(os.getpid(), signal.SIGSTOP)),
     "reader": raise_in_reader,
     "plan": raise_in_plan,

@@ -68,6 +68,7 @@ def reduce_on_rank(rank: int, digest: bytes) -> StepMeasurement:
         spans.append(("forward", 1, 2.0))
     measured, _ = reducer.reduce(
         micro_batches=2,
+        own_micro_batches=2,
         times=StepTimes(
             schedule_ms=40.0 + rank,
             start_unix_s=None,

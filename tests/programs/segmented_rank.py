@@ -33,8 +33,9 @@ STEPS: tuple[tuple[tuple[int, ...], ...], ...] = (
     ((4, 4, 2), (5,), (3, 1)),
     ((2, 2, 2, 2, 1),),
     ((1,), (1, 6), (2,), (2, 2, 3, 1), (7,)),
+    ((3,), (1,)),
 )
-"""For each step and micro-batch, the tokens of its segments."""
+"""For each step and micro-batch, the tokens of its segments; other ranks may have several."""
 
 
 class Earlier:
@@ -87,10 +88,11 @@ class Segments:
 
     def __init__(self, step: Sequence[Sequence[int]], *, whole: bool) -> None:
         self._cuts = [[pieces] if whole else [[tokens] for tokens in pieces] for pieces in step]
+        self._whole = whole
         self._rest = self._all()
 
-    def segment_tokens(self) -> list[list[int]]:
-        return [list(map(sum, pieces)) for pieces in self._cuts]
+    def segment_tokens(self) -> list[list[int]] | None:
+        return None if self._whole else [list(map(sum, pieces)) for pieces in self._cuts]
 
     def _all(self) -> Iterator[tuple[Tensor, Sequence[int], Earlier]]:
         generator = torch.Generator().manual_seed(7)

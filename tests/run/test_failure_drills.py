@@ -8,6 +8,8 @@ cannot write its checkpoint, the third finishes, with the losses and plans of ne
 from __future__ import annotations
 
 import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,9 @@ ENDS_WITHIN_S = 120
 CHECKPOINT_BYTES = 1 << 19
 """Less than a file of the model's checkpoint; more than what a run prints or logs."""
 FAULTS = str(PROGRAMS / "failing_rank.py")
+MARK = "SPARSE_BALANCE_DRILL"
+"""Of the environment, to find what a run leaves behind."""
+LEFT_WITHIN_S = 10
 
 FAULT_STEP = 2
 """Of a run without checkpoints; two steps are whole before it."""
@@ -156,6 +161,41 @@ def test_a_fault_in_the_middle_of_a_step(directory: Path, fault: str, message: s
     assert len([line for line in told if "ended" in line]) == 1, told
     assert len(run.losses) == FAULT_STEP
     assert [step["iteration"] for step in run.steps] == [1, 2]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("end", ["kill", "term", "leave", "exit"])
+def test_a_rank_that_ends_inside_an_exchange_is_named_and_leaves_no_process(
+    directory: Path, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints are written by processes of their own, which must end with their ranks."""
+    monkeypatch.setenv(MARK, str(tmp_path))
+    run = _train(
+        *(2, directory, "--sparse-balance-device", "cpu", "--save", str(tmp_path)),
+        *("--save-interval", "2", "--sparse-balance-max-context-parallel", "2"),
+        *("--sparse-balance-max-tokens-per-micro-batch", "160"),
+        timeout_s=ENDS_WITHIN_S,
+        program=(FAULTS, f"exchange-{end}", str(KILLED_IN_STEP)),
+        torchrun=True,
+    )
+    assert run.exit_code != 0
+    (told,) = (each for each in run.output.splitlines() if "othing was heard from" in each)
+    assert ("SIGTERM came to rank 1" if end == "term" else "nothing was heard from rank 1") in told
+    assert "resume with --load" in run.output
+    limit_s = time.monotonic() + LEFT_WITHIN_S
+    while (left := _marked(str(tmp_path))) and time.monotonic() < limit_s:
+        time.sleep(0.5)
+    assert left == {}
+
+
+def _marked(value: str) -> dict[str, bytes]:
+    """Process id -> command line of the processes whose environment has the mark."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"{MARK}={value}\0".encode() in (process / "environ").read_bytes():
+                found[process.name] = (process / "cmdline").read_bytes()
+    return found
 
 
 def test_a_loss_that_is_no_number_is_run_again_as_megatron_does(

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from harness import (
     BALANCE_FLAGS,
@@ -42,6 +43,7 @@ STEPS = 4
 PROGRAM = ("-m", "sparsebalance_megatron.pretrain_gpt")
 WITH_NORMS = (str(PROGRAMS / "sequence_parallel.py"),)
 DRAWN_WIDTHS = (str(PROGRAMS / "shared_micro_batches.py"),)
+DRAWN_SEGMENTS = (str(PROGRAMS / "drawn_segments.py"),)
 
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 TENSOR = ("--tensor-model-parallel-size", "2")
@@ -52,6 +54,8 @@ CONTEXT = ("--context-parallel-size", "2")
 WIDE = ("--sparse-balance-max-context-parallel", "2")
 PLANNED_WIDTHS = ("--sparse-balance-batching", "makespan")
 ON_CPU = ("--sparse-balance-device", "cpu")
+CUT = (*PIPELINE, "--sparse-balance-max-segments", "4", *ON_CPU)
+KEEP = ("--sparse-balance-recompute-attention", "keep")
 FULL_RECOMPUTE = ("--recompute-granularity", "full", "--recompute-num-layers", "1")
 
 
@@ -127,6 +131,13 @@ MODELS = {
         padded=False,
     ),
 }
+
+MODELS["experts unbalanced"] = replace(
+    MODELS["experts"],
+    # Several micro-batches of a rank, or segments of one, balance experts otherwise than one.
+    flags=(*MODELS["experts"].flags, "--moe-aux-loss-coeff", "0"),
+    weights="experts",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,8 +286,79 @@ SHARED_ROWS = {
 }
 """Rows lie on several ranks, as wide as the plan says or as a lot says."""
 
+SEGMENTS = {
+    "segments-pipeline4": Layout(
+        model="llama",
+        ranks=4,
+        flags=(*CUT, "--pipeline-model-parallel-size", "4"),
+        program=DRAWN_SEGMENTS,
+    ),
+    "segments-data-overlapped": Layout(
+        model="llama", ranks=4, flags=(*CUT, *OVERLAP), program=DRAWN_SEGMENTS
+    ),
+    "segments-packed": Layout(
+        model="llama",
+        ranks=2,
+        flags=(*CUT, "--micro-batch-size", "4"),
+        program=DRAWN_SEGMENTS,
+    ),
+    "segments-recompute": Layout(
+        model="llama",
+        ranks=2,
+        flags=(*CUT, *FULL_RECOMPUTE, "--recompute-method", "uniform"),
+        program=DRAWN_SEGMENTS,
+    ),
+    "segments-recompute-keep": Layout(
+        model="llama",
+        ranks=4,
+        flags=(*CUT, *FULL_RECOMPUTE, "--recompute-method", "block", *KEEP),
+        program=DRAWN_SEGMENTS,
+    ),
+    "segments-recompute-selective": Layout(
+        model="llama", ranks=2, flags=(*CUT, "--recompute-granularity", "selective")
+    ),
+    "segments-tensor": Layout(model="llama", ranks=4, flags=(*CUT, *TENSOR)),
+    "segments-tensor-sequence": Layout(
+        model="llama",
+        ranks=4,
+        flags=(*CUT, *TENSOR, "--sequence-parallel", "--recompute-granularity", "selective", *KEEP),
+        program=WITH_NORMS,
+    ),
+    "segments-bf16": Layout(
+        model="llama bf16",
+        ranks=4,
+        flags=(*CUT, "--use-distributed-optimizer"),
+        program=DRAWN_SEGMENTS,
+    ),
+    "segments-tied": Layout(
+        model="gpt2",
+        ranks=2,
+        flags=(*CUT, "--account-for-embedding-in-pipeline-split"),
+        program=DRAWN_SEGMENTS,
+    ),
+    "segments-tied-tensor": Layout(
+        model="gpt2", ranks=4, flags=(*CUT, *TENSOR, "--account-for-loss-in-pipeline-split")
+    ),
+    "segments-vertical-slash": Layout(
+        model="vertical-slash", ranks=2, flags=CUT, program=DRAWN_SEGMENTS
+    ),
+    "segments-experts": Layout(
+        model="experts unbalanced", ranks=4, flags=CUT, program=DRAWN_SEGMENTS
+    ),
+    "segments-experts-tensor-sequence": Layout(
+        model="experts unbalanced",
+        ranks=4,
+        flags=(*CUT, *TENSOR, "--sequence-parallel"),
+        program=WITH_NORMS,
+    ),
+}
+"""Micro-batches pass the pipeline in segments, equal in blocks or drawn by lot."""
+
 PER_PUSH = frozenset(
     {
+        "segments-data-overlapped",
+        "segments-recompute-keep",
+        "segments-tensor-sequence",
         "tensor-pipeline",
         "experts-tensor-sequence",
         "wide",
@@ -311,7 +393,7 @@ def models(request: pytest.FixtureRequest) -> list[str]:
     """Those that the selected layouts need."""
     own = [item for item in request.session.items if item.module is request.module]
     names = {item.callspec.params["name"] for item in own}
-    return sorted({(LAYOUTS | SHARED_ROWS)[name].model for name in names})
+    return sorted({(LAYOUTS | SHARED_ROWS | SEGMENTS)[name].model for name in names})
 
 
 @pytest.fixture(scope="module")
@@ -376,10 +458,33 @@ def test_ranks_that_share_rows_train_to_the_losses_of_one_rank(
     expected = one_rank[layout.model]
     run = _train_layout(layout, documents, weights, tmp_path)
     _assert_trains_alike(run, expected, MODELS[layout.model])
-    for step, other in zip(run.steps, expected.steps, strict=True):
-        tolerance = MODELS[layout.model].tolerance
-        assert step["coverage"]["mean"] == pytest.approx(other["coverage"]["mean"], rel=tolerance)
+    _assert_covers_alike(run, expected, MODELS[layout.model])
     assert max(_cp_sizes(tmp_path)) > 1
+
+
+@pytest.mark.parametrize("name", tiered(SEGMENTS))
+def test_segments_train_to_the_losses_of_one_rank(
+    name: str,
+    documents: Path,
+    weights: dict[str, Path],
+    one_rank: dict[str, TrainingRun],
+    tmp_path: Path,
+) -> None:
+    """They see the coverage of whole micro-batches, count it once, and log what stages ran."""
+    layout = SEGMENTS[name]
+    expected = one_rank[layout.model]
+    run = _train_layout(layout, documents, weights, tmp_path)
+    _assert_trains_alike(run, expected, MODELS[layout.model])
+    _assert_covers_alike(run, expected, MODELS[layout.model])
+    for step in run.steps:
+        forward_RPVM = np.array(step["measured"]["forward_ms"])
+        for of_rank, forward_PVM in zip(step["segments"], forward_RPVM, strict=True):
+            assert (forward_PVM[..., : len(of_rank)] > 0.0).all()
+            assert not forward_PVM[..., len(of_rank) :].any()
+    counts = {tuple(map(len, step["segments"])) for step in run.steps}
+    assert max(map(max, run.steps[0]["segments"])) > 1
+    drawn_ranks = layout.program == DRAWN_SEGMENTS and len(run.steps[0]["segments"]) > 1
+    assert any(len(set(of_ranks)) > 1 for of_ranks in counts) == drawn_ranks
 
 
 def _train_layout(
@@ -395,6 +500,12 @@ def _train_layout(
         log_dir,
         layout.program,
     )
+
+
+def _assert_covers_alike(run: TrainingRun, expected: TrainingRun, model: Model) -> None:
+    for step, other in zip(run.steps, expected.steps, strict=True):
+        mean = other["coverage"]["mean"]
+        assert step["coverage"]["mean"] == pytest.approx(mean, rel=model.tolerance)
 
 
 def _cp_sizes(log_dir: Path) -> set[int]:

@@ -18,17 +18,11 @@ FEW_ROUNDINGS = 1e-5
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [pytest.param(1, (), id="pp1", marks=pytest.mark.nightly), pytest.param(2, PIPELINE, id="pp2")],
-)
-def test_segments_train_like_one_piece(
-    ranks: int, layout: tuple[str, ...], documents: Path, tmp_path: Path
-) -> None:
+def test_segments_train_like_one_piece(documents: Path, tmp_path: Path) -> None:
     plan = ("--sparse-balance-batching", "arrival", "--sparse-balance-tuning", "off")
     one, four = (
         train(
-            *(ranks, documents, *layout, *plan, "--sparse-balance-max-segments", segments),
+            *(2, documents, *PIPELINE, *plan, "--sparse-balance-max-segments", segments),
             log_dir=tmp_path / segments,
         ).require_success()
         for segments in ("1", "4")

@@ -99,7 +99,7 @@ def test_rank_log_says_what_the_step_log_sums_up(directory: Path, rank: int) -> 
             known = np.array(step["measured"][name][0][rank], dtype=float)
             spans = [span for span in mine["spans"] if span[0] == direction]
             assert len(spans) == known.size - np.isnan(known).sum()
-            for _, chunk, position, start_ms, end_ms in spans:
+            for _, chunk, position, start_ms, end_ms, *_ in spans:
                 # Rounded to 1e-4 ms at both ends.
                 assert end_ms - start_ms == pytest.approx(known[chunk][position], abs=1.01e-4)
 

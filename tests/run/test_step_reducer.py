@@ -140,6 +140,7 @@ def reduced(
     )
     measured, executed_and_grown_O2 = reducer.reduce(
         micro_batches=1,
+        own_micro_batches=1,
         times=StepTimes(schedule_ms=2.0, start_unix_s=None, spans=()),
         observed=ObservedCoverage.gather([context]),
         loss_and_tokens=None,

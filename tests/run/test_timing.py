@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 
 from sparsebalance_megatron.megatron.timers import BACKWARD_TIMER, FORWARD_TIMER, RecordingTimers
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.orders import megatron_order
+from sparsebalance_megatron.run.run import backward_order
 from sparsebalance_megatron.run.timing import MicroBatchRecorder
 
 UNIX_S = 1.75e9
@@ -42,7 +45,7 @@ def recorder_for(stages: int, virtual: int, micro_batches: int, stage: int):
     clock = WoundClock()
     recorder = MicroBatchRecorder(
         clock,
-        backward_order=lambda _: [(c, m) for kind, c, m in order if kind == "backward"],
+        backward_order=lambda _: [(c, m, 0) for kind, c, m in order if kind == "backward"],
         unix_clock=lambda: UNIX_S + clock.now_ms / 1e3,
     )
     recorder.expect((1,) * micro_batches)
@@ -116,7 +119,7 @@ def test_the_schedule_lasts_until_its_last_backward() -> None:
     timers("forward-backward").stop()
     times = recorder.times()
     assert times.schedule_ms == 30.0 + 4 * (5.0 + 1000.0)
-    assert times.spans[0][3:] == (30.0, 35.0)
+    assert times.spans[0][3:5] == (30.0, 35.0)
     assert times.start_unix_s == UNIX_S + 0.25
 
 
@@ -129,7 +132,7 @@ def test_a_schedule_that_began_unseen_counts_from_its_first_span() -> None:
     times = recorder.times()
     assert np.isnan(times.schedule_ms)
     assert times.start_unix_s == UNIX_S + 0.5
-    assert times.spans[0][3:] == (0.0, 5.0)
+    assert times.spans[0][3:5] == (0.0, 5.0)
 
 
 def test_other_timers_and_attributes_pass_through() -> None:
@@ -138,3 +141,27 @@ def test_other_timers_and_attributes_pass_through() -> None:
     timers("optimizer", log_level=1).start(barrier=True)
     assert timers.log_level == 0
     assert recorder.times().spans == ()
+
+
+def test_times_land_on_their_segment() -> None:
+    """Backwards of a micro-batch run in reverse order; each step has segments of its own."""
+    clock = WoundClock()
+    job = Job.even(layers=2, ranks=1, stages=2, micro_batches=2)
+    recorder = MicroBatchRecorder(clock, backward_order=partial(backward_order, job, 0))
+    for segments_M in ((2, 1), (3,)):
+        recorder.begin_step()
+        recorder.expect(segments_M)
+        places = [(0, m, s) for m, segments in enumerate(segments_M) for s in range(segments)]
+        for place in places:
+            recorder.start(FORWARD_TIMER)
+            recorder.bind_forward(*place)
+            clock.now_ms += 1.0
+            recorder.stop(FORWARD_TIMER)
+        for _ in places:
+            recorder.start(BACKWARD_TIMER)
+            clock.now_ms += 1.0
+            recorder.stop(BACKWARD_TIMER)
+        spans = recorder.times().spans
+        found = [(span.chunk, span.position, span.segment) for span in spans]
+        backward = sorted(places, key=lambda place: (place[1], -place[2]))
+        assert found == [*places, *backward]

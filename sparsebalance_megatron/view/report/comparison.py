@@ -38,6 +38,8 @@ class RunSummary:
       1 attention was cut, so a speedup is not balance alone.
     - ``split``: where the mean step's time goes.
     - ``coverage_mean``: mean over steps of the mean score coverage of samples and layers.
+    - ``coverage_gain``, ``coverage_gain_by_token``: mean coverage less that of base budgets, where
+      every sample counts alike, and where every token does.
     """
 
     steps: int
@@ -48,6 +50,8 @@ class RunSummary:
     loss_last: float | None
     rank_imbalance: float | None
     coverage_mean: float | None
+    coverage_gain: float | None
+    coverage_gain_by_token: float | None
     predicted_error: float | None
     predicted_ms: float | None
     measured_ms: float | None
@@ -120,6 +124,15 @@ def summarize(steps: Sequence[StepRecord]) -> RunSummary:
             imbalance(step.measured_rank_ms) for step in after if step.measured_rank_ms
         ),
         coverage_mean=_average((step.coverage.mean for step in after), fmean),
+        coverage_gain=_average(
+            (
+                step.coverage.mean - step.coverage.base_mean
+                for step in after
+                if step.coverage.mean is not None and step.coverage.base_mean is not None
+            ),
+            fmean,
+        ),
+        coverage_gain_by_token=_gain_by_token(after),
         predicted_error=_average(error for step in after for error in _errors(step)),
         predicted_ms=_average(_largest(step.predicted_rank_ms) for step in after),
         measured_ms=_average(_largest(step.measured_rank_ms) for step in after),
@@ -140,10 +153,9 @@ def settled(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
 
 
 def paired(run: RunLog, baseline: RunLog) -> list[tuple[StepRecord, StepRecord]]:
-    """(baseline's step, the run's step) of iterations in which both saw as many tokens."""
-    return [
-        (old, new) for old, new in _common(run.steps, baseline.steps) if old.tokens == new.tokens
-    ]
+    """(baseline's step, the run's step) after the warm-up in which both saw as many tokens."""
+    common = _common(settled(run.steps), settled(baseline.steps))
+    return [(old, new) for old, new in common if old.tokens == new.tokens]
 
 
 def _common(
@@ -161,6 +173,15 @@ def _total_speedup(pairs: Iterable[tuple[StepRecord, StepRecord]]) -> float | No
         if old.iteration_ms is not None and new.iteration_ms is not None
     ]
     return _ratio(sum(old for old, _ in timed), sum(new for _, new in timed))
+
+
+def _gain_by_token(steps: Sequence[StepRecord]) -> float | None:
+    known = [
+        (step.coverage.lost_by_token, step.tokens)
+        for step in steps
+        if step.coverage.lost_by_token is not None and step.tokens
+    ]
+    return -fmean(*zip(*known, strict=True)) if known else None
 
 
 def _ratio(numerator: float | None, denominator: float | None) -> float | None:

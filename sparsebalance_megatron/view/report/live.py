@@ -17,6 +17,7 @@ from sparsebalance_megatron.log.follow import StepLogFollower
 from sparsebalance_megatron.log.records import SIDES, Place, StepRecord
 from sparsebalance_megatron.plan.metrics import stage_busy_ms
 from sparsebalance_megatron.plan.pipeline.orders import megatron_order
+from sparsebalance_megatron.text_table import printable, wrapped
 from sparsebalance_megatron.view.report.timeline import Timeline, simulated_timeline
 
 RECENT_STEPS = 10
@@ -45,7 +46,7 @@ class SlowDevice:
 
     def __str__(self) -> str:
         rank, stage = self.place
-        return f"rank {rank} stage {stage}" + (f" on {self.host}" if self.host else "")
+        return f"rank {rank} stage {stage}" + (f" on {printable(self.host)}" if self.host else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,7 @@ def _silence(recent_ms: float | None, quiet_s: float | None) -> float | None:
 
 
 def view_lines(view: LiveView, width: int) -> list[str]:
-    """Everything about the last step, in lines of at most ``width`` characters where that can be.
+    """Everything about the last step, in lines of at most ``width`` characters where words allow.
 
     Args:
         width: of the terminal, in characters.
@@ -123,7 +124,7 @@ def view_lines(view: LiveView, width: int) -> list[str]:
     lines += ["", *_figures(view, width)]
     if view.unreadable:
         lines.append(f"note: {view.unreadable} lines of the log are damaged and left out")
-    return lines
+    return [part for line in lines for part in wrapped(line, width) or [""]]
 
 
 def status_line(view: LiveView) -> str:

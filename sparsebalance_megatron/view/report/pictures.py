@@ -89,7 +89,7 @@ def rank_bars(runs: Mapping[str, Sequence[StepRecord]]) -> Chart | None:
     if not known:
         return None
     end_ms = max(row.end_ms for rows in known.values() for row in rows)
-    waits = [row.pieces[1].ms / row.end_ms for row in next(iter(known.values()))]
+    waits = [row.pieces[1].ms / row.end_ms for row in list(known.values())[-1]]
     ranks = max(step.shape[0] for steps in runs.values() for step in steps)
     shown = max(len(rows) for rows in known.values())
     return Chart(
@@ -199,7 +199,7 @@ def _rows(
                     start_ms=span.start_ms,
                     ms=span.ms,
                     text=text if fits(text, span.ms, end_ms, plot_width) else "",
-                    title=_title(view.name, place, span, micro_batch) if titled else "",
+                    title=_title(view, place, span, micro_batch) if titled else "",
                     marked=micro_batch is not None and micro_batch.width > 1,
                 )
             )
@@ -207,10 +207,11 @@ def _rows(
     return tuple(rows)
 
 
-def _title(name: str, place: Place, span: Span, held: RankMicroBatch | None) -> str:
+def _title(view: StepView, place: Place, span: Span, held: RankMicroBatch | None) -> str:
     rank, stage = place
     words = [
-        f"{name}: rank {rank}, stage {stage}, {span.direction} of micro-batch {span.position}",
+        f"{view.name}: rank {rank}, stage {stage}, {span.direction} of micro-batch {span.position}"
+        + view.timeline.segment_words(place, span),
         f"{span.ms:,.4g} ms",
     ]
     if held is not None:

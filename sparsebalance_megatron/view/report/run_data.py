@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+
+import numpy as np
 
 from sparsebalance_megatron.log.log_directory import rank_folder
 from sparsebalance_megatron.log.reader import RankLogs, RunLog, read_rank_logs
 from sparsebalance_megatron.log.records import StepRecord
 from sparsebalance_megatron.view.report.comparison import paired, settled
+from sparsebalance_megatron.view.report.explanation import split_time
 from sparsebalance_megatron.view.report.timeline import (
     Timeline,
     measured_timeline,
@@ -61,7 +63,8 @@ def gather(log: RunLog, iterations: Collection[int]) -> Evidence:
 def choose_iteration(log: RunLog, baseline: RunLog | None, asked: int | None) -> int:
     """The iteration asked for, or else a typical one that was measured.
 
-    Typical: after the warm-up, of the median speedup, or without a baseline of the median time.
+    Typical: after the warm-up, nearest to the means of step time and of the share of waiting, of
+    both runs.
 
     Raises:
         ReportError: if the log does not hold the iteration asked for.
@@ -74,22 +77,22 @@ def choose_iteration(log: RunLog, baseline: RunLog | None, asked: int | None) ->
                 f"{known[0]} to {known[-1]}; choose one of them"
             )
         return asked
-    measured = [step for step in settled(log.steps) if step.complete]
-    values = _speedups(measured, log, baseline) or {
-        step.iteration: step.iteration_ms for step in measured if step.iteration_ms
-    }
-    if not values:
-        return (measured or log.steps)[-1].iteration
-    middle = median(values.values())
-    return min(values, key=lambda iteration: abs(values[iteration] - middle))
+    steps = [(step,) for step in settled(log.steps)]
+    for candidates in (paired(log, baseline) if baseline else [], steps):
+        traits = {each[-1].iteration: _traits(each) for each in candidates}
+        typical = {iteration: values for iteration, values in traits.items() if values}
+        if typical:
+            found = np.array(list(typical.values()))
+            means = np.maximum(found.mean(axis=0), 1e-9)
+            distance = np.abs(found / means - 1.0).sum(axis=1)
+            return list(typical)[int(distance.argmin())]
+    return next((step for (step,) in reversed(steps) if step.complete), log.steps[-1]).iteration
 
 
-def _speedups(measured: list[StepRecord], log: RunLog, baseline: RunLog | None) -> dict[int, float]:
-    if baseline is None:
-        return {}
-    drawable = {step.iteration for step in measured}
-    return {
-        new.iteration: old.iteration_ms / new.iteration_ms
-        for old, new in paired(log, baseline)
-        if new.iteration in drawable and old.iteration_ms and new.iteration_ms
-    }
+def _traits(sides: Sequence[StepRecord]) -> list[float]:
+    """Time and share of waiting of the step, of every run; empty where one is not known."""
+    splits = [split_time([step]) if step.complete else None for step in sides]
+    known = [split for split in splits if split is not None and split.step_ms > 0.0]
+    if len(known) < len(sides):
+        return []
+    return [value for split in known for value in (split.step_ms, split.waiting_ms / split.step_ms)]

@@ -14,6 +14,7 @@ from sparsebalance_megatron.view.report.comparison import (
     Comparison,
     RunSummary,
     compare,
+    paired,
     settled,
     summarize,
 )
@@ -22,6 +23,12 @@ from sparsebalance_megatron.view.report.coverage_frames import (
     FRAME_WIDTH,
     Frame,
     coverage_frames,
+)
+from sparsebalance_megatron.view.report.loss_lines import (
+    LINES_HEIGHT,
+    LINES_WIDTH,
+    LinePanel,
+    loss_panels,
 )
 from sparsebalance_megatron.view.report.pictures import (
     StepView,
@@ -64,6 +71,7 @@ class Report:
     waterfall: Chart | None
     ranks: Chart | None
     sampled: str
+    loss: Sequence[LinePanel]
     worst_steps: Table
     iteration: int
     step: Chart | None
@@ -100,10 +108,13 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
     numbers = summarize(log.steps) if baseline_log is None else compare(baseline_log, log)
     why = numbers.explanation if isinstance(numbers, Comparison) else None
     views, missing = _views(iteration, evidence, baseline)
-    logs = {"this run": log} | ({} if baseline_log is None else {"baseline": baseline_log})
+    logs = [log] if baseline_log is None else [log, baseline_log]
+    pairs = [] if baseline_log is None else paired(log, baseline_log)
+    both = {"baseline": [old for old, _ in pairs], "this run": [new for _, new in pairs]}
+    averaged = both if pairs else {"this run": settled(log.steps)}
     columns = columns_of(numbers)
     return Report(
-        title=" against ".join(run_name(each.directory) for each in logs.values()),
+        title=" against ".join(run_name(each.directory) for each in logs),
         facts=run_facts(log.header),
         headline=headline(numbers),
         findings=noise(numbers),
@@ -113,8 +124,9 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
             [(row.name, *(row.value(run) for run in columns.values()), row.kind) for row in ROWS],
         ),
         waterfall=None if why is None else waterfall(why),
-        ranks=rank_bars({name: settled(each.steps) for name, each in logs.items()}),
-        sampled=f"{len(settled(log.steps))} of {len(log.steps):,} steps, after the warm-up",
+        ranks=rank_bars(averaged),
+        sampled=f"{len(averaged['this run'])} of {len(log.steps):,} steps, after the warm-up",
+        loss=loss_panels(log.steps, () if baseline_log is None else baseline_log.steps),
         worst_steps=worst_table(worst, evidence.ranks),
         iteration=iteration,
         step=step_chart(views) if views else None,
@@ -209,4 +221,5 @@ def _render(template: str, **values: Any) -> str:
         lstrip_blocks=True,
     )
     sizes = {"frame_width": FRAME_WIDTH, "frame_height": FRAME_HEIGHT}
+    sizes |= {"lines_width": LINES_WIDTH, "lines_height": LINES_HEIGHT}
     return environment.get_template(template).render(colours=COLOURS, **sizes, **values).lstrip()

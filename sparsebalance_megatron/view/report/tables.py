@@ -66,7 +66,7 @@ def micro_batch_table(
             ),
         )
         for rank, position in np.ndindex(times_RM[0].shape)
-        if rank in shown
+        if rank in shown and not (record.segments and position >= len(record.segments[rank]))
     ]
     return Table(MICRO_BATCH_HEADINGS, rows)
 

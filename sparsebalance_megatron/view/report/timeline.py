@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every stage of every rank did in one step, and when: as predicted, and as measured.
 
-Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, 2 forward
-and backward.
+Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, O
+operations, 2 forward and backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.log.records import Place, RankStep, StepRecord
-from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
-from sparsebalance_megatron.plan.pipeline.orders import Schedule, megatron_order
-from sparsebalance_megatron.plan.pipeline.simulator import simulate
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes, graph_of
+from sparsebalance_megatron.plan.pipeline.orders import (
+    Schedule,
+    SegmentedSchedule,
+    megatron_order,
+)
+from sparsebalance_megatron.plan.pipeline.simulator import Event, simulate
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 PREDICTED = "the schedule simulated with the predicted times"
@@ -49,6 +56,21 @@ class Timeline:
         busy_ms = sum(span.ms for spans in self.spans.values() for span in spans)
         return busy_ms / available_ms if available_ms else 1.0
 
+    def segment_words(self, place: Place, span: Span) -> str:
+        """``" segment 2 of 4"``; empty where the micro-batch has one segment."""
+        segments = self._segments[place, span.position]
+        return f" segment {span.segment + 1} of {segments}" if segments > 1 else ""
+
+    @cached_property
+    def _segments(self) -> dict[tuple[Place, int], int]:
+        """Segments of every place's micro-batches."""
+        found: dict[tuple[Place, int], int] = {}
+        for place, spans in self.spans.items():
+            for span in spans:
+                key = place, span.position
+                found[key] = max(found.get(key, 1), span.segment + 1)
+        return found
+
     def waiting_ms(self) -> Iterator[tuple[Place, float, float]]:
         """Place, start and end of all time until the step's end in which a stage computes
         nothing."""
@@ -68,22 +90,40 @@ def simulated_timeline(
 ) -> Timeline | None:
     """The schedule of the run simulated with the predicted or the measured times.
 
+    Segments of a micro-batch are drawn alike: their times are logged by micro-batch.
+
     Returns:
         None where a time is missing or negative.
     """
     try:
-        events_R = simulate(
-            OperationTimes.of_micro_batches(record.times_2RPVM(side), record.cp_sizes_RM, schedule)
-        )
+        events_R = _simulated(record, side, schedule)
     except PlanError:
         return None
     spans: dict[Place, list[Span]] = {place: [] for place in record.places}
     for rank, events in enumerate(events_R):
         for event in events:
+            what = event.direction, event.chunk, event.micro_batch
             spans[rank, event.stage].append(
-                Span(event.direction, event.chunk, event.micro_batch, event.start_ms, event.end_ms)
+                Span(*what, event.start_ms, event.end_ms, event.segment)
             )
     return Timeline(spans=spans, source=PREDICTED if side == "predicted" else SIMULATED)
+
+
+def _simulated(record: StepRecord, side: str, schedule: Schedule) -> Sequence[Sequence[Event]]:
+    """Events of every rank; raises PlanError where a time is missing or negative."""
+    times_2RPVM = record.times_2RPVM(side)
+    if not record.segments:
+        return simulate(OperationTimes.of_micro_batches(times_2RPVM, record.cp_sizes_RM, schedule))
+    events_R: list[Sequence[Event]] = []
+    for rank, segments in enumerate(record.segments):
+        count = len(segments)
+        graph = graph_of(SegmentedSchedule(segments), record.shape[1], 1, count)
+        ms_2PM = times_2RPVM[:, rank, :, 0, :count] / np.array(segments)
+        # Operations are numbered by direction, stage, chunk, micro-batch and segment.
+        ms_O = ms_2PM.repeat(segments, axis=2).reshape(-1, 1)
+        times = OperationTimes(graph=graph, ms_OR=ms_O, cp_sizes_RM=np.ones((1, count), dtype=int))
+        events_R += simulate(times)
+    return events_R
 
 
 def measured_timeline(

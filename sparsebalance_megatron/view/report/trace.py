@@ -117,7 +117,7 @@ class Tracer:
             for span in spans:
                 chunk = f" chunk {span.chunk}" if traced.record.shape[2] > 1 else ""
                 yield _complete(
-                    f"{span.direction} {span.position}{chunk}",
+                    f"{span.direction} {span.position}{chunk}{timeline.segment_words(place, span)}",
                     side,
                     self._threads[side, place],
                     (origin_ns + _ns(span.start_ms), origin_ns + _ns(span.end_ms)),
@@ -202,9 +202,9 @@ def _process(side: str, rank: int) -> int:
 
 
 def _middles(timeline: Timeline, origin_ns: int) -> dict[tuple[Any, ...], int]:
-    """The middle of every forward and backward, by place, direction, chunk and position."""
+    """The middle of every forward and backward, by place and what it is of."""
     return {
-        (place, *span[:3]): origin_ns + _ns((span.start_ms + span.end_ms) / 2)
+        (place, *span[:3], span.segment): origin_ns + _ns((span.start_ms + span.end_ms) / 2)
         for place, spans in timeline.spans.items()
         for span in spans
     }
@@ -217,8 +217,11 @@ def _span_arguments(place: Place, span: Span, traced: TracedStep) -> Event:
         "chunk": span.chunk,
         "ms": round(span.ms, 4),
     }
+    if traced.record.segments:
+        found["segment"] = span.segment
     index = (*place, span.chunk, span.position)
     if all(each < size for each, size in zip(index, traced.record.shape, strict=True)):
+        # Of the whole micro-batch.
         for side in SIDES:
             ms = float(getattr(getattr(traced.record, side), f"{span.direction}_ms")[index])
             if isfinite(ms):

@@ -111,6 +111,16 @@ ROWS = (
         lambda run: _text(run.work_ratio, ".1%"),
     ),
     Row("score coverage (mean)", "measured", lambda run: _text(run.coverage_mean, ".4f")),
+    Row(
+        "  above fixed budgets, by samples",
+        "measured",
+        lambda run: _text(run.coverage_gain, "+.4f"),
+    ),
+    Row(
+        "  above fixed budgets, by tokens",
+        "measured",
+        lambda run: _text(run.coverage_gain_by_token, "+.4f"),
+    ),
     Row("loss, first step", "measured", lambda run: _text(run.loss_first, ".4f")),
     Row("loss, last step", "measured", lambda run: _text(run.loss_last, ".4f")),
     Row("steps, of them warm-up", "logged", lambda run: f"{run.steps}, {run.warm_up_steps}"),

@@ -77,9 +77,29 @@ def test_a_simulated_timeline_is_the_simulators() -> None:
     (events,) = simulate(flat(np.stack([forward_PM, 2 * forward_PM])[:, None, :, None]))
     assert found is not None and found.source == SIMULATED
     assert found.makespan_ms == max(event.end_ms for event in events)
-    assert [(stage, *span[3:]) for (_, stage), spans in found.spans.items() for span in spans] == [
+    assert [(stage, *span[3:5]) for (_, stage), spans in found.spans.items() for span in spans] == [
         (event.stage, event.start_ms, event.end_ms) for event in events
     ]
+
+
+def test_segments_of_every_rank_are_drawn_alike() -> None:
+    """Ranks may have different numbers of micro-batches."""
+    measured_RPVM = np.array([[[[4.0, 3.0]], [[2.0, 6.0]]], [[[5.0, 0.0]], [[5.0, 0.0]]]])
+    record = replace(times(measured_RPVM), segments=((2, 3), (1,)))
+    found = simulated_timeline(record, "measured")
+    assert found is not None
+    for (rank, stage), spans in found.spans.items():
+        held = {(span.position, span.segment): span.ms for span in spans if span[0] == "forward"}
+        assert held == pytest.approx(
+            {
+                (position, segment): measured_RPVM[rank, stage, 0, position] / segments
+                for position, segments in enumerate(record.segments[rank])
+                for segment in range(segments)
+            }
+        )
+        assert found.segment_words((rank, stage), spans[0]) == (
+            " segment 1 of 2" if rank == 0 else ""
+        )
 
 
 def test_nothing_is_simulated_from_a_time_that_is_missing() -> None:
@@ -119,7 +139,7 @@ def test_a_clock_that_was_set_in_the_middle_of_a_step_moves_no_bar(jump_s: float
     }
     found = measured_timeline(times(np.ones((2, 1, 1, 1))), steps)
     assert found is not None
-    assert [spans[0][3:] for spans in found.spans.values()] == [(1.0, 2.0), (0.5, 3.0)]
+    assert [spans[0][3:5] for spans in found.spans.values()] == [(1.0, 2.0), (0.5, 3.0)]
     assert found.remarks == (
         "the wall clocks of ranks disagree: all are drawn from the step's start",
     )
@@ -158,5 +178,7 @@ def test_ranks_that_shared_a_row_begin_it_together() -> None:
     }
     for found in (simulated_timeline(shared, "predicted"), measured_timeline(shared, {})):
         assert found is not None
-        ran = {rank: sorted(span[3:] for span in spans) for (rank, _), spans in found.spans.items()}
+        ran = {
+            rank: sorted(span[3:5] for span in spans) for (rank, _), spans in found.spans.items()
+        }
         assert ran == expected
