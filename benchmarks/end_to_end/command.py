@@ -9,10 +9,10 @@ disturbs all, and times can be compared in pairs. A variant plans from its own p
 ``dp2-slow`` another job runs on the core of the second one; that takes some warm-up to find out. In
 ``dp2-giant`` ranks may share rows, and every global batch holds a giant document, made of others,
 that weighs more than four times the mean. In ``pp2-deep-2`` and ``pp2-deep-4`` pipelines of eight
-layers have that many micro-batches, which one variant may run in segments. In ``gpu-dp4`` one device plays four data-parallel ranks
-in turn: every micro-batch is timed for real, a step is the slowest rank's computation plus what all
-ranks share, and nothing is communicated. Flags after -- go to Megatron, last, so that they win over
-the benchmark's.
+layers have that many micro-batches, which one variant may run in segments. In ``gpu-dp4`` one
+device plays four data-parallel ranks in turn: every micro-batch is timed for real, a step is the
+slowest rank's computation plus what all ranks share, and nothing is communicated. Flags after -- go
+to Megatron, last, so that they win over the benchmark's.
 
 Documents are the sources of Python's standard library, up to --seq-length tokens; --directory
 keeps them, the cost table and all logs.
@@ -123,9 +123,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if OURS_WIDE in options.variants and not with_giants:
         parser.error(f"--variants {OURS_WIDE}: only --layout dp2-giant has ranks that share rows")
     if OURS_SEGMENTS in options.variants and not layout.segments:
-        parser.error(
-            f"--variants {OURS_SEGMENTS}: only --layout pp2-deep-2 and -4 cut micro-batches"
-        )
+        parser.error(f"--variants {OURS_SEGMENTS}: only --layout pp2-deep-2 and -4 have it")
     if options.plot is not None and FIXED not in options.variants:
         parser.error(f"--plot draws times relative to the variant {FIXED}; add it")
     if options.plot is not None and find_spec("matplotlib") is None:

@@ -2,9 +2,10 @@
 """One rank of the benchmark, under torchrun: the plugin's entry point with paired steps.
 
 Megatron's flags follow this program's own. Every rank appends ``{"step": ..., "ms": ...,
-"peak_megabytes": ...}`` to DIRECTORY/rank<R>.jsonl: most resident memory, null where the kernel does
-not say, and the time of the whole of ``megatron.training``'s ``train_step``, which holds planning,
-packing, forward and backward, gradient reduction and the optimizer. All ranks begin it together.
+"peak_megabytes": ...}`` to DIRECTORY/rank<R>.jsonl. The time is that of the whole of
+``megatron.training``'s ``train_step``, which holds planning, packing, forward and backward,
+gradient reduction and the optimizer; all ranks begin it together. The peak is the most resident
+memory within it, null where the kernel does not say.
 """
 
 from __future__ import annotations
