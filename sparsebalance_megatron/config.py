@@ -59,7 +59,8 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
         lambda ranks: 1 <= ranks <= 2**20 and 2**20 % ranks == 0,
         "must be a power of two",
     ),
-    "max_segments": (lambda segments: 1 <= segments <= 1024, "must be 1 to 1024 segments"),
+    "max_segments": (lambda segments: 1 <= segments <= 64, "must be 1 to 64 segments"),
+    "segment_tokens": (lambda tokens: 1 <= tokens <= 2**24, "must be 1 to 16777216 tokens"),
     "dry_run": (lambda ranks: 0 <= ranks <= 10**6, "must be a number of ranks, at most 1000000"),
 }
 """Field -> a test of its number, and the rule in words. Whether it may be None, its type says."""
@@ -159,8 +160,12 @@ class SparseBalanceConfig:
     holds up steps."""
 
     max_segments: int = 1
-    """Most segments in which a micro-batch passes the pipeline, equal in blocks. Raise it where
-    long samples leave pipeline stages idle."""
+    """Most segments in which a micro-batch passes the pipeline; the plan chooses how many. Raise it
+    to 8 where long samples leave pipeline stages idle."""
+
+    segment_tokens: int = 4096
+    """Least tokens of a segment. Lower it where samples are short and short segments lose little;
+    `sparse-balance profile` measures what they lose."""
 
     exchange: ExchangeName = "all-gather"
     """How keys and values travel between ranks that share a micro-batch: gathered, in a ring, or in

@@ -27,7 +27,6 @@ PROCESS_PATHS = (
     "test_supported.py",
     "megatron/test_dense_models.py",
     "profile/test_command.py",
-    "view/report/test_browser.py",
     "test_documents.py",
     "run/test_dry_run.py",
 )

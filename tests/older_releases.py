@@ -25,7 +25,3 @@ needs_grouped_flash = pytest.mark.skipif(
     _release("torch") < (2, 11),
     reason="PyTorch 2.8 has no fused attention on a CPU for groups of query heads; 2.11 has",
 )
-needs_sorts_in_a_warp = pytest.mark.skipif(
-    _release("triton") < (3, 6),
-    reason="Triton 3.4 sorts keys of one warp through shared memory; 3.6 does not",
-)

@@ -14,8 +14,6 @@ from sparsebalance_megatron.attention.api import budgeted_attention
 from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.work_model import BlockTopK, work_model_named
-from sparsebalance_megatron.integration import one_line_errors
-from sparsebalance_megatron.megatron.core_attention import AttentionOptions
 from sparsebalance_megatron.selector_registry import (
     BUILT_IN,
     load_selector,
@@ -50,11 +48,6 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for folder in (EXAMPLE, tmp_path):
         monkeypatch.syspath_prepend(str(folder))
     return tmp_path
-
-
-def test_the_example_declares_the_entry_point() -> None:
-    text = (EXAMPLE / "pyproject.toml").read_text("utf-8")
-    assert '"sparsebalance_megatron.selectors"]\nquest = "quest:QUEST"\n' in text
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -112,20 +105,3 @@ def test_two_packages_with_one_name_are_both_named(
     monkeypatch.syspath_prepend(str(packages / "more"))
     with pytest.raises(ConfigError, match=r"2 entry points .*of others 1\.0; .*of selectors 1\.0"):
         load_selector("quest")
-
-
-@pytest.mark.parametrize(
-    ("selection", "line"),
-    [("nobody", "must be one of token-query-head"), ("absent", "cannot be loaded")],
-)
-def test_training_ends_with_one_line(
-    selection: str, line: str, packages: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Where a script reads flags and builds the model's layers."""
-    with pytest.raises(SystemExit) as end, one_line_errors():
-        config = SparseBalanceConfig(enabled=True, selection=selection)
-        AttentionOptions.from_config(config, grid=(1, 2))
-    assert end.value.code == 2
-    (printed,) = capsys.readouterr().err.splitlines()
-    assert printed.startswith(f"sparse balance: error: --sparse-balance-selection {selection}: ")
-    assert line in printed

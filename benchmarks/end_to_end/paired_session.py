@@ -20,8 +20,6 @@ from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions
-from sparsebalance_megatron.plan.context_groups import unshared
-from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.run.inputs import CostedInputs, Inputs
 from sparsebalance_megatron.run.samples import make_scheduler
@@ -146,8 +144,7 @@ def one_rank_after_another(plan: StepPlan) -> StepPlan:
         for position, micro_batch in enumerate(plan.micro_batches)
     )
     joined = np.stack([_joined(times_RPVM) for times_RPVM in plan.expectation.times_2RPVM])
-    times = OperationTimes.of_micro_batches(joined, unshared(1, joined.shape[-1]))
-    expectation = replace(plan.expectation, times=times)
+    expectation = replace(plan.expectation, times_2RPVM=joined)
     return replace(plan, data_parallel_size=1, micro_batches=micro_batches, expectation=expectation)
 
 

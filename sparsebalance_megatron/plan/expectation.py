@@ -14,6 +14,8 @@ from sparsebalance_megatron.plan.metrics import imbalance
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.pipeline.step_bounds import step_bounds
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement
+from sparsebalance_megatron.plan.segments.bound import segmented_bound_ms
+from sparsebalance_megatron.plan.segments.planned_segments import segmented_times
 from sparsebalance_megatron.plan.step_plan import Expectation
 from sparsebalance_megatron.plan.step_problem import StepProblem
 
@@ -22,22 +24,24 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
     """Times, balance and coverage of a placement with tuned budgets."""
     costs = problem.costs
     tuned_2SC = costs.sample_ms(tuned.budgets_LS)
-    times = costs.micro_batch_ms(tuned_2SC, arrangement)
-    times.ms_OR.flags.writeable = False
-    forward_RPVM, backward_RPVM = times.by_micro_batch_2RPVM
-    work_RPVM = forward_RPVM + backward_RPVM
+    if arrangement.first_blocks:
+        times_2RPVM, makespans_R = segmented_times(costs, arrangement, tuned.budgets_LS)
+    else:
+        times = costs.micro_batch_ms(tuned_2SC, arrangement)
+        times_2RPVM, makespans_R = times.by_micro_batch_2RPVM, makespans_ms(times)
+    times_2RPVM.flags.writeable = False
+    work_RPVM = times_2RPVM[0] + times_2RPVM[1]
     constant_ms = costs.job.places * (costs.constant_2C[0] + costs.constant_2C[1]).sum()
     tuned_work, base_work = (
         constant_ms + sum(sample_SC.sum() for sample_SC in sample_2SC)
         for sample_2SC in (tuned_2SC, costs.sample_ms(problem.budgets.allowed.base_LS))
     )
-    makespans_R = makespans_ms(times)
     coverage_mean, coverage_min = _coverage(problem, tuned.budgets_LS)
     return Expectation(
         makespan_ms=float(makespans_R.max()),
         lower_bound_ms=_lower_bound_ms(problem),
         rank_makespan_ms=tuple(makespans_R.tolist()),
-        times=times,
+        times_2RPVM=times_2RPVM,
         imbalance_micro_batches=imbalance(work_RPVM.sum(axis=(1, 2))),
         imbalance_rank_sums=imbalance(work_RPVM.sum(axis=(1, 2, 3))),
         imbalance_makespans=imbalance(makespans_R),
@@ -51,7 +55,10 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
 
 
 def _lower_bound_ms(problem: StepProblem) -> float:
-    """A bound for all placements of these samples at all budgets and cp_sizes that are allowed."""
+    """A bound for all placements of these samples at all budgets, cp_sizes and segments that are
+    allowed."""
+    if problem.plans_segments:
+        return segmented_bound_ms(problem)
     bounded = problem if problem.plans_cp_sizes else problem.of_groups
     costs = bounded.costs
     floor_2SC = costs.sample_ms(bounded.budgets.allowed.floor_LS)

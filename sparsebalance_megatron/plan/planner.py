@@ -21,6 +21,11 @@ from sparsebalance_megatron.plan.placement.cp_size_search import improve_cp_size
 from sparsebalance_megatron.plan.placement.search import improve
 from sparsebalance_megatron.plan.planned_cp_sizes import best_cp_sizes
 from sparsebalance_megatron.plan.search_effort import SHARE_OF_STEP, SHARE_OF_STEP_FOR_PACKED
+from sparsebalance_megatron.plan.segments.planned_segments import (
+    LEAST_GAIN,
+    best_segments,
+    one_piece_bound_ms,
+)
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError, StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
@@ -69,6 +74,8 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
 def _best_candidate(problem: StepProblem) -> tuple[Batching, Arrangement, TunedBudgets]:
     if problem.placement is not None:
         return "arrival", *_as_placed(problem, problem.placement)
+    if problem.plans_segments:
+        return _best_with_segments(problem)
     if not problem.plans_cp_sizes:
         batching, placement, tuned = _best_of_groups(problem.of_groups)
         cp_size = problem.job.context_parallel_size
@@ -80,6 +87,20 @@ def _best_candidate(problem: StepProblem) -> tuple[Batching, Arrangement, TunedB
     equal = Arrangement.of_groups(placement, problem.job.context_parallel_size)
     arrangement, tuned = best_cp_sizes(problem, equal)
     return batching if arrangement is equal else "makespan", arrangement, tuned
+
+
+def _best_with_segments(problem: StepProblem) -> tuple[Batching, Arrangement, TunedBudgets]:
+    """Segments where they give the shorter step. Micro-batches in one piece are searched only where
+    they may win."""
+    cut = best_segments(problem)
+    if cut is not None and cut.makespan_ms < LEAST_GAIN * one_piece_bound_ms(problem):
+        return "makespan", cut.arrangement, cut.tuned
+    batching, placement, tuned = _best_of_groups(problem)
+    whole = Arrangement.of_groups(placement)
+    whole_ms = problem.makespans_ms(whole, problem.costs.sample_ms(tuned.budgets_LS)).max()
+    if cut is not None and rounded_ms(cut.makespan_ms) < rounded_ms(LEAST_GAIN * whole_ms):
+        return "makespan", cut.arrangement, cut.tuned
+    return batching, whole, tuned
 
 
 def _as_placed(problem: StepProblem, placement: Placement) -> tuple[Arrangement, TunedBudgets]:
@@ -207,7 +228,7 @@ def _micro_batches(
     samples = [
         sample for rank in arrangement.samples for micro_batch in rank for sample in micro_batch
     ]
-    pinned_S, policy = problem.budgets.pinned_S, problem.policy
+    pinned_S = problem.budgets.pinned_S
     placed_LS = np.ascontiguousarray(budgets_LS[:, samples])
     placed_LS.flags.writeable = False
     micro_batches = []
@@ -217,8 +238,6 @@ def _micro_batches(
             if not micro_batch:
                 continue
             lengths_tokens = tuple(problem.lengths_tokens[sample] for sample in micro_batch)
-            blocks = sum(-(-length // policy.block_size) for length in lengths_tokens)
-            segments = min(policy.max_segments, blocks)
             micro_batches.append(
                 MicroBatchPlan(
                     samples=micro_batch,
@@ -228,7 +247,11 @@ def _micro_batches(
                     position=position,
                     cp_size=arrangement.cp_size(rank, position),
                     pinned=tuple(pinned_S[list(micro_batch)].tolist()) if pinned_S.any() else (),
-                    first_blocks=tuple(i * blocks // segments for i in range(segments)),
+                    first_blocks=(
+                        arrangement.first_blocks[rank][position]
+                        if arrangement.first_blocks
+                        else (0,)
+                    ),
                 )
             )
             first += len(micro_batch)

@@ -22,6 +22,7 @@ import numpy as np
 
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.model import CostModel, Direction, Part
+from sparsebalance_megatron.cost.segments import SegmentCost
 from sparsebalance_megatron.cost.stage_scales import StageScales
 from sparsebalance_megatron.cost.work_model import FEATURES, WorkModel
 from sparsebalance_megatron.plan.context_groups import Members, first_places
@@ -40,8 +41,10 @@ class StepCosts:
 
     ``constant_2C``: ms of a micro-batch whatever it holds. ``sequence_2C``: of every sample in it,
     on every rank that shares it. ``fixed_2SC``: ms of a sample whatever its budgets, on a rank by
-    itself. ``pair_2C``: ms of a block pair in one layer of the chunk. ``exchange_2SC``: ms of
-    receiving all of a sample's keys and values. ``exchange``: how ranks share. ``slowness_RP``:
+    itself; ``token_2C`` of it per token and ``visible_2C`` per visible block pair. ``pair_2C``: ms
+    of a block pair in one layer of the chunk. ``exchange_2SC``: ms of
+    receiving all of a sample's keys and values. ``exchange``: how ranks share. ``segments``: what
+    passing the pipeline in segments costs. ``slowness_RP``:
     factors on all times of a rank in a stage. ``work``: how block pairs follow from budgets.
     """
 
@@ -53,9 +56,12 @@ class StepCosts:
     constant_2C: np.ndarray
     sequence_2C: np.ndarray
     fixed_2SC: np.ndarray
+    token_2C: np.ndarray
+    visible_2C: np.ndarray
     pair_2C: np.ndarray
     exchange_2SC: np.ndarray
     exchange: Exchange
+    segments: SegmentCost
     chunk_of_layer_L: np.ndarray
     slowness_RP: np.ndarray
 
@@ -252,9 +258,12 @@ def step_costs(
         constant_2C=scale_2C * coefficients_2CF[..., _MICRO_BATCHES],
         sequence_2C=scale_2C * coefficients_2CF[..., _SEQUENCES],
         fixed_2SC=scale_2C[:, None] * fixed_2SC,
+        token_2C=scale_2C * coefficients_2CF[..., _TOKENS],
+        visible_2C=scale_2C * coefficients_2CF[..., _VISIBLE],
         pair_2C=scale_2C * layer_2F[:, _PAIRS, None],
         exchange_2SC=exchange_2SC,
         exchange=cost.exchange,
+        segments=cost.segments,
         chunk_of_layer_L=chunk_of_layer_L,
         slowness_RP=np.broadcast_to(scales.device_slowness_RP, devices),
     )

@@ -28,7 +28,6 @@ from sparsebalance_megatron.config import (
 )
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.plan_error import PlanError
 
 
@@ -40,7 +39,7 @@ class PlanPolicy:
     step.
     ``context_parallel``: whether every micro-batch has the job's context-parallel size
     (``static``), or a cp_size from the plan (``dynamic``): 1, 2, 4, ... up to
-    ``max_context_parallel``.
+    ``max_context_parallel``. ``segment_tokens``: least of a segment.
     """
 
     batching: Batching
@@ -57,6 +56,7 @@ class PlanPolicy:
     context_parallel: ContextParallel = "static"
     max_context_parallel: int = 1
     max_segments: int = 1
+    segment_tokens: int = 1
 
     @classmethod
     def from_config(
@@ -76,6 +76,7 @@ class PlanPolicy:
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
             plan_ms=config.plan_ms,
             max_segments=config.max_segments,
+            segment_tokens=config.segment_tokens,
         )
 
 
@@ -121,7 +122,8 @@ class RankPlan:
 class Expectation:
     """What the planner predicts of a plan. All times in ms, imbalances are max/mean.
 
-    ``times``: of every operation. ``rank_makespan_ms``: until each rank's last backward.
+    ``times_2RPVM``: forward and backward of every micro-batch on every chunk, all segments
+    together. ``rank_makespan_ms``: until each rank's last backward.
     ``work_ratio``: predicted work over the predicted work of the same samples at base budgets, so
     that balance and less attention are never confounded. ``lower_bound_ms``: of every placement of
     these samples at every budget that the policy allows. Coverages are None until curves have been
@@ -131,7 +133,7 @@ class Expectation:
     makespan_ms: float
     lower_bound_ms: float
     rank_makespan_ms: tuple[float, ...]
-    times: OperationTimes
+    times_2RPVM: np.ndarray
     imbalance_micro_batches: float
     imbalance_rank_sums: float
     imbalance_makespans: float
@@ -141,11 +143,6 @@ class Expectation:
     samples_cut: int
     samples_raised: int
     samples_clamped: int
-
-    @property
-    def times_2RPVM(self) -> np.ndarray:
-        """Forward and backward of every micro-batch on every chunk."""
-        return self.times.by_micro_batch_2RPVM
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -146,6 +146,20 @@ class StepProblem:
         )
 
     @property
+    def plans_segments(self) -> bool:
+        """Whether micro-batches may pass the pipeline in segments."""
+        job, policy = self.job, self.policy
+        return (
+            policy.max_segments > 1
+            and policy.batching == "makespan"
+            and not self.budget_policy.compares_tuned
+            and job.pipeline_stages > 1
+            and job.virtual_stages == 1
+            and job.context_parallel_size == 1
+            and not self.plans_cp_sizes
+        )
+
+    @property
     def costs(self) -> StepCosts:
         return self.budgets.costs
 

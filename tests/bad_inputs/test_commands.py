@@ -86,123 +86,115 @@ BAD_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """Command -> flag -> values; a refusal names the flag or the value."""
 
-BAD_COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "no command": ("", ("COMMAND",)),
-    "micro-batches that make no job": (f"{ADVISE} --micro-batches 3", ("no choice makes a job",)),
-    "context groups of three": (f"{ADVISE} --context-parallel-sizes 3", ("power of two",)),
-    "more stages than layers to advise on": (f"{ADVISE} --gpus 25 --pp 25", ("24 layers",)),
+READY = "--tokenizer-train 300 --output-prefix {folder}/o"
+BAD_COMMANDS: dict[str, tuple[str, ...]] = {
+    "no command": ("", "COMMAND"),
+    "micro-batches that make no job": (f"{ADVISE} --micro-batches 3", "no choice makes a job"),
+    "context groups of three": (f"{ADVISE} --context-parallel-sizes 3", "power of two"),
+    "more stages than layers to advise on": (f"{ADVISE} --gpus 25 --pp 25", "24 layers"),
     "a log in place of a summary": (
         f"{SUMMARY} -o {{folder}}/run/steps.jsonl",
-        ("{folder}/run/steps.jsonl",),
+        "{folder}/run/steps.jsonl",
     ),
     "a log in place of a picture": (
         f"{SUMMARY} --picture {{folder}}/run/steps.jsonl",
-        ("{folder}/run/steps.jsonl",),
+        "{folder}/run/steps.jsonl",
     ),
-    "a run to watch that is not there": ("watch {folder}/nowhere --once", ("not there yet",)),
-    "no time between looks": ("watch {folder}/run --interval 0", ("--interval 0.0",)),
-    "no time between pages": (f"{REPORT} --follow 0", ("--follow",)),
+    "a run to watch that is not there": ("watch {folder}/nowhere --once", "not there yet"),
+    "no time between looks": ("watch {folder}/run --interval 0", "--interval 0.0"),
+    "no time between pages": (f"{REPORT} --follow 0", "--follow"),
     "a prefix that names a folder": (
         "prepare-data --input {folder}/good.jsonl --tokenizer-train 300 --output-prefix {folder}/",
-        ("--output-prefix",),
+        "--output-prefix",
     ),
-    "an unknown command": ("trian", ("trian",)),
-    "flags after dashes where there are none": (f"{PLAN} -- --lr 1", ("--lr 1",)),
-    "an unknown flag": (f"{PLAN} --gpus 8", ("--gpus",)),
-    "more stages than layers": (f"{PLAN} --pp 99", ("--pp 99", "24 layers")),
+    "an unknown command": ("trian", "trian"),
+    "flags after dashes where there are none": (f"{PLAN} -- --lr 1", "--lr 1"),
+    "an unknown flag": (f"{PLAN} --gpus 8", "--gpus"),
+    "more stages than layers": (f"{PLAN} --pp 99", "--pp 99", "24 layers"),
     "a batch beyond the file": (
         f"{PLAN} --global-batch 4000",
-        ("lengths.txt", "4000", "--dp", "--micro-batches"),
+        "lengths.txt",
+        "4000",
+        "--dp",
+        "--micro-batches",
     ),
-    "heads that ranks cannot share": (f"{PLAN} --tp 1000", ("--tp 1000", "14 heads")),
-    "a cap below every sample": (f"{PLAN} --max-tokens-per-micro-batch 9", ("sample",)),
+    "heads that ranks cannot share": (f"{PLAN} --tp 1000", "--tp 1000", "14 heads"),
+    "a cap below every sample": (f"{PLAN} --max-tokens-per-micro-batch 9", "sample"),
     "a table without layers": (
         PLAN.partition(" --model")[0] + " --cost-table {folder}/t.json",
-        ("--layers",),
+        "--layers",
     ),
-    "two sources of costs": (f"{PLAN} --cost-table a --model qwen2.5-3b", ()),
-    "dashes for a value": (f"{PLAN} --dp=--", ("--dp=--",)),
-    "a zero byte in a path": (f"{PREPARE} --tokenizer-train 300\0", ("zero byte",)),
-    "a newline in a file's name": (
-        "prepare-data --input {folder}/a\nb --tokenizer-train 300 --output-prefix {folder}/o",
-        (r"a\nb",),
-    ),
-    "a newline in an unknown flag": (f"{PLAN} --a\nb", (r"--a\nb",)),
-    "rows of many characters": (f"{SIMULATE} --rows " + "x" * 4000, ("x" * 60,)),
+    "two sources of costs": (f"{PLAN} --cost-table a --model qwen2.5-3b",),
+    "dashes for a value": (f"{PLAN} --dp=--", "--dp=--"),
+    "a zero byte in a path": (f"{PREPARE} --tokenizer-train 300\0", "zero byte"),
+    "a newline in a file's name": ("prepare-data --input {folder}/a\nb " + READY, r"a\nb"),
+    "a newline in an unknown flag": (f"{PLAN} --a\nb", r"--a\nb"),
+    "rows of many characters": (f"{SIMULATE} --rows " + "x" * 4000, "x" * 60),
     "a prefix that is empty": (
         "prepare-data --input {folder}/good.jsonl --tokenizer-train 300 --output-prefix=",
-        ("--output-prefix",),
+        "--output-prefix",
     ),
-    "no lengths": ("plan --dp 1 --pp 1 --micro-batches 1", ("--lengths",)),
-    "no setup": ("simulate", ("--setup",)),
-    "no input": ("prepare-data --output-prefix x --tokenizer-train 300", ("--input",)),
-    "no tokenizer": (PREPARE, ("--tokenizer",)),
-    "input that is not there": (
-        "prepare-data --input {folder}/no.jsonl --tokenizer-train 300 --output-prefix {folder}/o",
-        ("no.jsonl",),
-    ),
-    "input that is a folder": (
-        "prepare-data --input {folder} --tokenizer-train 300 --output-prefix {folder}/o",
-        ("--input {folder}",),
-    ),
+    "no lengths": ("plan --dp 1 --pp 1 --micro-batches 1", "--lengths"),
+    "no setup": ("simulate", "--setup"),
+    "no input": ("prepare-data --output-prefix x --tokenizer-train 300", "--input"),
+    "no tokenizer": (PREPARE, "--tokenizer"),
+    "input that is not there": ("prepare-data --input {folder}/no.jsonl " + READY, "no.jsonl"),
+    "input that is a folder": ("prepare-data --input {folder} " + READY, "--input {folder}"),
     "output below a file": (
-        "prepare-data --input {folder}/good.jsonl --tokenizer-train 300 "
-        "--output-prefix {folder}/good.jsonl/out",
-        ("good.jsonl",),
+        (
+            "prepare-data --input {folder}/good.jsonl --tokenizer-train 300 "
+            "--output-prefix {folder}/good.jsonl/out"
+        ),
+        "good.jsonl",
     ),
     "output that is the input": (
         "prepare-data --input {folder}/in.bin --tokenizer-train 300 --output-prefix {folder}/in",
-        ("{folder}/in",),
+        "{folder}/in",
     ),
     "output that is there": (
-        "prepare-data --input {folder}/good.jsonl --tokenizer-train 300 "
-        "--output-prefix {folder}/there",
-        ("there.bin", "--overwrite"),
+        (
+            "prepare-data --input {folder}/good.jsonl --tokenizer-train 300 "
+            "--output-prefix {folder}/there"
+        ),
+        "there.bin",
+        "--overwrite",
     ),
-    "a page below a file": (
-        "report {folder}/run -o {folder}/good.jsonl/x",
-        ("good.jsonl",),
-    ),
-    "a page that is a folder": ("report {folder}/run -o {folder}", ("{folder}",)),
-    "a trace that is a folder": ("trace {folder}/run -o {folder}", ("{folder}",)),
-    "a trace below a file": (
-        "trace {folder}/run -o {folder}/good.jsonl/t.json",
-        ("good.jsonl",),
-    ),
-    "a summary that is a folder": (f"{SUMMARY} -o {{folder}}", ("{folder}",)),
-    "a run that is not there": ("report {folder}/nowhere", ("nowhere",)),
-    "a run that is a file": ("trace {folder}/good.jsonl", ("good.jsonl",)),
-    "an empty run": ("trace {folder}/empty", ("empty",)),
-    "no direction": ("convert", ("from-hf",)),
-    "no config": (FROM_HF, ("nowhere/config.json",)),
-    "no output": ("convert from-hf {folder}/nowhere", ("--output",)),
-    "both outputs": (FROM_HF + " --print-flags", ()),
-    "output that is not empty": (
-        "convert from-hf {folder}/nowhere --output {folder}",
-        ("{folder}",),
-    ),
+    "a page below a file": ("report {folder}/run -o {folder}/good.jsonl/x", "good.jsonl"),
+    "a page that is a folder": ("report {folder}/run -o {folder}", "{folder}"),
+    "a trace that is a folder": ("trace {folder}/run -o {folder}", "{folder}"),
+    "a trace below a file": ("trace {folder}/run -o {folder}/good.jsonl/t.json", "good.jsonl"),
+    "a summary that is a folder": (f"{SUMMARY} -o {{folder}}", "{folder}"),
+    "a run that is not there": ("report {folder}/nowhere", "nowhere"),
+    "a run that is a file": ("trace {folder}/good.jsonl", "good.jsonl"),
+    "an empty run": ("trace {folder}/empty", "empty"),
+    "no direction": ("convert", "from-hf"),
+    "no config": (FROM_HF, "nowhere/config.json"),
+    "no output": ("convert from-hf {folder}/nowhere", "--output"),
+    "both outputs": (FROM_HF + " --print-flags",),
+    "output that is not empty": ("convert from-hf {folder}/nowhere --output {folder}", "{folder}"),
     "output that is a file": (
         "convert from-hf {folder}/nowhere --output {folder}/good.jsonl",
-        ("good.jsonl",),
+        "good.jsonl",
     ),
     "output that is a dangling link": (
         "convert from-hf {folder}/nowhere --output {folder}/dangling",
-        ("dangling",),
+        "dangling",
     ),
-    "no config to go back": (TO_HF, ("nowhere/config.json",)),
-    "flags going back": (TO_HF + " -- --bf16", ("to-hf",)),
-    "profile without flags": ("profile -o {folder}/t.json", ("--",)),
-    "profile without output": ("profile -- --num-layers 2", ("--output",)),
+    "no config to go back": (TO_HF, "nowhere/config.json"),
+    "flags going back": (TO_HF + " -- --bf16", "to-hf"),
+    "profile without flags": ("profile -o {folder}/t.json", "--"),
+    "profile without output": ("profile -- --num-layers 2", "--output"),
     "profile with no thread": (
         "profile -o {folder}/t.json --threads 0 -- --num-layers 2",
-        ("--threads 0",),
+        "--threads 0",
     ),
-    "profile into a folder": ("profile -o {folder} -- --num-layers 2", ("{folder}",)),
+    "profile into a folder": ("profile -o {folder} -- --num-layers 2", "{folder}"),
     "profile below a file": (
         "profile -o {folder}/good.jsonl/t.json -- --num-layers 2",
-        ("good.jsonl",),
+        "good.jsonl",
     ),
 }
+"""What is wrong -> the command, and what a refusal names."""
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +238,6 @@ def test_values(
 
 @pytest.mark.parametrize("name", BAD_COMMANDS)
 def test_commands(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command, names = BAD_COMMANDS[name]
+    command, *names = BAD_COMMANDS[name]
     words = [word.format(folder=folder) for word in command.split(" ") if word]
     check_command(words, capsys, folder, *(part.format(folder=folder) for part in names))

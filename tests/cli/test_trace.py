@@ -23,6 +23,8 @@ from view.report.sample_run import SampleRun, write_lines
 
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.learn.measurement import Span
+from sparsebalance_megatron.plan.context_groups import unshared
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import simulate
 from sparsebalance_megatron.view.report.timeline import MEASURED, Timeline
 from sparsebalance_megatron.view.report.trace import TracedStep, Tracer
@@ -167,8 +169,10 @@ def test_predicted_slices_are_the_simulators(run_directory: Path, events: list[E
     expectation = RUN.plan(2).expectation
     threads = names(events, "thread_name")
     processes = names(events, "process_name")
+    times_2RPVM = expectation.times_2RPVM
+    times = OperationTimes.of_micro_batches(times_2RPVM, unshared(RUN.ranks, times_2RPVM.shape[-1]))
     for rank in range(RUN.ranks):
-        events_of_rank = simulate(expectation.times)[rank]
+        events_of_rank = simulate(times)[rank]
         expected = sorted(
             (
                 e.stage,

@@ -29,31 +29,6 @@ def flags_of(variant: str, directory: Path, **changes) -> dict[str, tuple[str, .
     return {name: tuple(values) for name, values in named.items()}
 
 
-def test_all_flags_of_a_qwen2_model(tmp_path: Path) -> None:
-    assert flags_of("qwen2-tied", tmp_path) == {
-        "--num-layers": ("2",),
-        "--hidden-size": ("64",),
-        "--ffn-hidden-size": ("96",),
-        "--num-attention-heads": ("4",),
-        "--group-query-attention": (),
-        "--num-query-groups": ("2",),
-        "--kv-channels": ("16",),
-        "--max-position-embeddings": ("512",),
-        "--position-embedding-type": ("rope",),
-        "--rotary-base": ("10000",),
-        "--normalization": ("RMSNorm",),
-        "--norm-epsilon": ("1e-06",),
-        "--swiglu": (),
-        "--disable-bias-linear": (),
-        "--attention-dropout": ("0.0",),
-        "--hidden-dropout": ("0.0",),
-        "--vocab-size": ("250",),
-        "--make-vocab-size-divisible-by": ("128",),
-        "--padded-vocab-size": ("256",),
-        "--add-qkv-bias": (),
-    }
-
-
 @pytest.mark.parametrize(
     ("variant", "expected"),
     [

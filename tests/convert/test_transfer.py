@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,35 +45,6 @@ def transfer(
     with WeightFiles(directory) as files:
         counts = read_weights(files, targets, model, iter)
     return model, targets, counts
-
-
-@pytest.mark.parametrize("variant", ["qwen2-tied", "llama-plain"])
-def test_files_into_parameters_into_files(variant: str, tmp_path: Path) -> None:
-    source = tiny_model(variant).to(torch.bfloat16)
-    directory = save(source, tmp_path / "in", max_shard_size="40KB")
-    model, targets, counts = transfer(directory, torch.bfloat16)
-    assert not any(target.isnan().any() for target in targets.values())
-    assert not targets[EMBEDDING][VOCABULARY:].any()
-    numbers = sum(parameter.numel() for parameter in source.parameters())
-    padding = (PADDED - VOCABULARY) * 64 * (1 if model.tie_word_embeddings else 2)
-    assert sum(target.numel() for target in targets.values()) == numbers + padding
-    assert counts == TransferCounts(
-        tensors=len(list(source.parameters())),
-        parameters=len(targets),
-        numbers=numbers,
-        padding_rows=PADDED - VOCABULARY,
-        cast=0,
-        left_out=0,
-    )
-    out = tmp_path / "out"
-    out.mkdir()
-    written = write_weights(out, targets, model, torch.bfloat16)
-    assert written == replace(counts, files=1)
-    tensors = load_file(out / WHOLE)
-    expected = dict(source.named_parameters())
-    assert tensors.keys() == expected.keys()
-    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(("max_file_bytes", "files"), [(10**9, 1), (50_000, 7), (1, 21)])

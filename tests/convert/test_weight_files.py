@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from sparsebalance_megatron.convert.hf_config import read_config
 from sparsebalance_megatron.convert.mapping import parameters
 from sparsebalance_megatron.convert.weight_files import (
-    INDEX,
     WHOLE,
     WeightFiles,
     copy_companions,
@@ -30,19 +29,6 @@ def change(directory: Path, name: str, tensor: torch.Tensor) -> None:
     """Replace or add a tensor of the whole file."""
     tensors = load_file(directory / WHOLE) | {name: tensor}
     save_file(tensors, directory / WHOLE, metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize("max_shard_size", ["1GB", "40KB"])
-def test_tensors_are_those_that_transformers_saved(max_shard_size: str, tmp_path: Path) -> None:
-    model = tiny_model("qwen2-tied").to(torch.bfloat16)
-    directory = save(model, tmp_path, max_shard_size=max_shard_size)
-    assert (directory / INDEX).exists() == (max_shard_size == "40KB")
-    with WeightFiles(directory) as files:
-        files.check_matches(parameters(read_config(directory)))
-        assert files.common_dtype() == torch.bfloat16
-        for name, parameter in model.named_parameters():
-            assert torch.equal(files.read(name), parameter)
-            assert files.shape(name) == tuple(parameter.shape)
 
 
 def test_mixed_dtypes_need_the_one_that_holds_both(whole: Path) -> None:

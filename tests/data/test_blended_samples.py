@@ -187,17 +187,6 @@ def test_a_blend_of_one_is_the_data_set_itself(folder: Path) -> None:
     assert alone.sources == ()
 
 
-def test_counts_are_of_all_sources(folder: Path) -> None:
-    index = open_blend(blend_of(folder, *NAMES))
-    assert index.counts.documents == sum(DOCUMENTS)
-    assert index.counts.tokens == sum(source.counts.tokens for source in index.sources)
-    whole, *lines = index.describe()
-    assert whole.startswith("3 sources: 33 documents gave")
-    assert lines[0].startswith(f"source {folder / 'web'}: 51.52% of the samples, ")
-    assert lines[-1].startswith(f"no loss mask beside {folder / 'web'}, {folder / 'code'}, as")
-    assert "no loss mask" not in " ".join(open_blend(blend_of(folder, "web", "code")).describe())
-
-
 def test_a_source_without_a_mask_beside_masked_ones_is_refused(folder: Path) -> None:
     arguments: dict[str, Any] = {"max_tokens": 64, "overlong": "split", "seed": 5}
     message = f"--data-path: no loss mask beside {folder / 'web'}, {folder / 'code'}, as other"

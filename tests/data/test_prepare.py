@@ -19,7 +19,7 @@ from sparsebalance_megatron.data.records import RecordFiles
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.data.tokenizer import DocumentTokenizer, load_tokenizer
 from sparsebalance_megatron.data.writer import DatasetWriter
-from sparsebalance_megatron.errors import ConfigError, DataError
+from sparsebalance_megatron.errors import DataError
 
 TEXTS = ["def f(x):\n    return x\n", "é ü 你好 🎉\n", "a", "def g(y):\n    return y + 1\n" * 20]
 CONVERSATION = [
@@ -208,14 +208,6 @@ def test_data_set_is_replaced_only_when_asked_for(tmp_path: Path) -> None:
         prepare(texts_source(tmp_path), prefix, train_vocab_size=VOCABULARY)
     prepare(texts_source(tmp_path), prefix, train_vocab_size=VOCABULARY, overwrite=True)
     assert Documents.open(prefix).loss_mask is None, "the old data set's mask is gone"
-
-
-@pytest.mark.parametrize("suffix", [".json", ".bin", "_loss_mask.idx"])
-def test_input_is_never_replaced(suffix: str, tmp_path: Path) -> None:
-    source = jsonl(tmp_path / f"data{suffix}", [{"text": "precious"}])
-    with pytest.raises(ConfigError, match="would replace the input"):
-        prepare(source, str(tmp_path / "data"), train_vocab_size=VOCABULARY, overwrite=True)
-    assert "precious" in (tmp_path / f"data{suffix}").read_text()
 
 
 WRITES = """

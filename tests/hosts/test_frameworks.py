@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -18,21 +17,12 @@ import torch
 from harness import REPOSITORY
 from hosts.host_cases import FakeRun, load_beside
 
-BOUNDARIES = {"a": [0, 5, 11], "b": [0, 7]}
-
 
 class Model(torch.nn.Module):
     """Gives back the packed parameters that it was called with."""
 
     def forward(self, packed_seq_params: Any = None) -> Any:
         return packed_seq_params
-
-
-def rows() -> list[dict[str, Any]]:
-    return [
-        {"name": name, "cu_seqlens_q": torch.tensor([ends], dtype=torch.int32)}
-        for name, ends in BOUNDARIES.items()
-    ]
 
 
 def begin(run: FakeRun, seen: list[Any]) -> Any:
@@ -44,91 +34,6 @@ def begin(run: FakeRun, seen: list[Any]) -> Any:
 
 
 PLAN = "plan of [[5, 6], [7]]"
-TRAINED = [("plan", [[5, 6], [7]]), ("attach", PLAN, 0, True), ("attach", PLAN, 1, True)]
-
-
-def test_megatron_bridge_reads_a_step_ahead_and_learns_at_its_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def forward_step(state: Any, iterator: Any, model: Any, return_plan: bool = False) -> Any:
-        row = next(iterator)
-        return row["name"], model(packed_seq_params="own")
-
-    bridge = load_beside(
-        monkeypatch,
-        "megatron_bridge",
-        {
-            "megatron.bridge.training.callbacks": {"Callback": object},
-            "megatron.bridge.training.gpt_step": {"forward_step": forward_step},
-            "megatron.core.num_microbatches_calculator": {"get_num_microbatches": lambda: 2},
-        },
-    )
-    run, begun, model = FakeRun(), [], Model()
-    monkeypatch.setitem(vars(bridge.integration), "begin_host_run", begin(run, begun))
-    config = bridge.SparseBalanceConfig(block_size=64)
-    balance = bridge.SparseBalance(config, max_sample_tokens=9, global_batch_size=4)
-    provider = SimpleNamespace(pipeline_model_parallel_size=1, vocab_size=8)
-    spec = balance.layer_spec(lambda provider: "own spec")
-    assert spec(provider) == "budgeted own spec"
-    assert begun == [(64, {"vocab_size": 8, "max_sample_tokens": 9, "global_batch_size": 4})]
-    data = iter(rows() * 2)
-    for _ in range(2):
-        outputs = [balance(None, data, model) for _ in range(2)]
-        assert outputs == [("a", "carried own"), ("b", "carried own")]
-        context = SimpleNamespace(
-            user_state={}, state=SimpleNamespace(tensorboard_logger=None, train_state=None)
-        )
-        balance.on_train_step_end(context)
-        assert context.user_state["sparse_balance"] == {"sparse-balance/coverage": 0.5}
-    assert run.calls == [*TRAINED, "end"] * 2
-    model.eval()
-    assert balance(None, iter(rows()), model) == ("a", "own")
-    with pytest.raises(ValueError, match="a row without cu_seqlens_q_padded"):
-        balance._lengths({})
-
-
-def test_ms_swift_trains_on_rows_that_it_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Trainer:
-        args = SimpleNamespace(num_microbatches=2)
-
-        def __init__(self) -> None:
-            self.wrapped_models = [Model()]
-
-        def get_batch(self, iterator: Any, vp_stage: Any = None) -> Any:
-            row = next(iterator)
-            return row | {"packed_seq_params": SimpleNamespace(cu_seqlens_q=row["cu_seqlens_q"])}
-
-        def train_step(self, iterator: Any) -> Any:
-            (model,) = self.wrapped_models
-            read = [self.get_batch(iterator) for _ in range(2)]
-            return [(row["name"], model(packed_seq_params="own")) for row in read], 1.0, True
-
-    class Loader:
-        config = SimpleNamespace(padded_vocab_size=8)
-
-        def get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
-            return "own spec"
-
-    choices = {"config": {"block_size": 64}, "max_sample_tokens": 9, "frozen_weights": True}
-    monkeypatch.setenv("SPARSE_BALANCE", json.dumps(choices))
-    swift = load_beside(
-        monkeypatch,
-        "ms_swift",
-        {
-            "mcore_bridge.model.register": {"ModelLoader": Loader},
-            "swift.megatron.trainers.trainer": {"MegatronTrainer": Trainer},
-        },
-    )
-    run, begun = FakeRun(), []
-    monkeypatch.setitem(vars(swift.integration), "begin_host_run", begin(run, begun))
-    assert Loader().get_transformer_layer_spec() == "budgeted own spec"
-    sizes = {"vocab_size": 8, "max_sample_tokens": 9, "frozen_weights": True}
-    assert begun == [(64, sizes)]
-    trainer = Trainer()
-    metrics, *rest = trainer.train_step(iter(rows()))
-    assert metrics == [("a", "carried own"), ("b", "carried own")] and rest == [1.0, True]
-    assert run.calls == [*TRAINED, "end"]
-    assert trainer.get_batch.__func__ is Trainer.get_batch
 
 
 class Rows(dict):

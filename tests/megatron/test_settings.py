@@ -7,20 +7,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from step_cases import SHAPE
 
-from sparsebalance_megatron.data.packing import Sample
 from sparsebalance_megatron.megatron.compat import quantized_row_multiple
-from sparsebalance_megatron.megatron.packed_seq_params import micro_batch_context
 from sparsebalance_megatron.megatron.settings import RunSettings, micro_batch_group_size
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
-from sparsebalance_megatron.run.micro_batches import RowPacking
 
 SETTINGS = RunSettings(
     shape=replace(SHAPE, tensor_parallel_size=2),
@@ -80,33 +72,3 @@ def test_every_sequence_parallel_part_divides() -> None:
     sequence = replace(SETTINGS, sequence_parallel=True)
     assert sequence.pad_to_multiple_of == 2
     assert replace(sequence, quantized_multiple=32).pad_to_multiple_of == 64
-
-
-@given(
-    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
-    multiple=st.sampled_from([16, 32, 64, 128]),
-)
-def test_padding_is_no_sample_and_carries_no_loss(lengths: list[int], multiple: int) -> None:
-    plan = MicroBatchPlan(
-        samples=tuple(range(len(lengths))),
-        lengths_tokens=tuple(lengths),
-        budgets_LS=np.full((2, len(lengths)), 3, dtype=np.int32),
-        rank=0,
-        position=0,
-    )
-    packing = RowPacking(block_size=16, pad_to_multiple_of=multiple)
-    tokens = sum(lengths)
-    samples = [Sample(tokens=np.arange(1, length + 2), loss_mask=None) for length in lengths]
-    row = packing.row(plan, samples)
-    assert len(row.tokens) % multiple == 0 and 0 <= len(row.tokens) - tokens < multiple
-    assert (row.loss_mask[:tokens] == 1.0).all() and (row.loss_mask[tokens:] == 0.0).all()
-    assert packing.padded_tokens(plan) == len(row.tokens) - tokens
-    assert plan.tokens == tokens, "what is counted as trained"
-    cu_seqlens = packing.cu_seqlens(plan)
-    assert cu_seqlens[: len(lengths) + 1] == (0, *np.cumsum(lengths).tolist())
-    context = micro_batch_context(
-        plan, cu_seqlens, block_size=16, observe=True, device=torch.device("cpu")
-    )
-    padded = len(row.tokens) > tokens
-    assert context.padding_documents == padded
-    assert context.budgets_LS.tolist() == [[3] * len(lengths) + [1] * padded] * 2

@@ -31,20 +31,19 @@ def plan_with_drawn_segments(step: int, inputs: PlanInputs) -> StepPlan:
     if most_segments == 1:
         return plan
     generator = np.random.default_rng(step)
-    times = plan.expectation.times
-    ms_OR = times.ms_OR.copy()
+    times_2RPVM = plan.expectation.times_2RPVM.copy()
     micro_batches: list[MicroBatchPlan] = []
     for rank in range(plan.data_parallel_size):
         own = list(plan.for_rank(rank).micro_batches)
         if rank and len(own) > 1 and generator.random() < 0.7:
             last = own.pop()
             own[-1] = packed_with(own[-1], last)
-            ms_OR[times.graph.micro_batch_O == last.position, rank] = 0.0
+            times_2RPVM[:, rank, :, :, last.position] = 0.0
         micro_batches += [
             cut(each, most_segments, inputs.policy.block_size, generator) for each in own
         ]
     micro_batches[0] = cut(micro_batches[0], most_segments, inputs.policy.block_size, None)
-    expectation = replace(plan.expectation, times=replace(times, ms_OR=ms_OR))
+    expectation = replace(plan.expectation, times_2RPVM=times_2RPVM)
     return replace(plan, micro_batches=tuple(micro_batches), expectation=expectation)
 
 

@@ -63,11 +63,7 @@ def plan_with_drawn_cp_sizes(step: int, inputs: PlanInputs) -> StepPlan:
         micro_batches=tuple(micro_batches),
         expectation=replace(
             expected,
-            times=replace(
-                expected.times,
-                ms_OR=expected.times.ms_OR.repeat(group, axis=1),
-                cp_sizes_RM=np.full((job.data_parallel_size, job.micro_batches), 1),
-            ),
+            times_2RPVM=expected.times_2RPVM.repeat(group, axis=1),
             rank_makespan_ms=tuple(np.repeat(expected.rank_makespan_ms, group)),
         ),
     )

@@ -36,12 +36,6 @@ def planned(ranks: int, micro_batches: int, lengths: list[int], **policy: Any) -
     )
 
 
-def test_a_small_job_shows_every_micro_batch() -> None:
-    lines = report._micro_batches(planned(2, 3, [100, 200, 300, 400, 500, 600]))
-    assert len(lines) == 1 + 6
-    assert lines[0].split()[:2] == ["rank", "micro-batch"]
-
-
 def test_equal_ranks_of_a_large_job_are_one_row() -> None:
     step = planned(16, 4, [512] * 64, batching="arrival", tuning="off")
     header, row = report._micro_batches(step)

@@ -35,14 +35,6 @@ def ranks(host: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
     return [json.loads((output / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_the_plugins_lines_are_marked(host: Path) -> None:
-    lines = host.read_text("utf-8").splitlines()
-    marked = [line for line in lines if line.endswith("  #")]
-    named = [line for line in lines if "sparse_balance." in line or "sparsebalance" in line]
-    assert set(named) <= set(marked)
-    assert len(marked) == 14
-
-
 def test_losses_depend_neither_on_placement_nor_on_the_layout(ranks: list[dict[str, Any]]) -> None:
     """Budgets of more blocks than any sample has: dense attention within documents."""
     dense = ranks[0]["pp1"]["dense"]

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -45,18 +44,25 @@ WITH_NORMS = (str(PROGRAMS / "sequence_parallel.py"),)
 DRAWN_WIDTHS = (str(PROGRAMS / "shared_micro_batches.py"),)
 DRAWN_SEGMENTS = (str(PROGRAMS / "drawn_segments.py"),)
 
-PIPELINE = ("--pipeline-model-parallel-size", "2")
-TENSOR = ("--tensor-model-parallel-size", "2")
-SEQUENCE = ("--sequence-parallel", "--sparse-balance-device", "cpu")
-OVERLAP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
-INTERLEAVED = (*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2")
-CONTEXT = ("--context-parallel-size", "2")
-WIDE = ("--sparse-balance-max-context-parallel", "2")
-PLANNED_WIDTHS = ("--sparse-balance-batching", "makespan")
-ON_CPU = ("--sparse-balance-device", "cpu")
-CUT = (*PIPELINE, "--sparse-balance-max-segments", "4", *ON_CPU)
-KEEP = ("--sparse-balance-recompute-attention", "keep")
-FULL_RECOMPUTE = ("--recompute-granularity", "full", "--recompute-num-layers", "1")
+PIPELINE = "--pipeline-model-parallel-size 2"
+TENSOR = "--tensor-model-parallel-size 2"
+ON_CPU = "--sparse-balance-device cpu"
+SEQUENCE = f"--sequence-parallel {ON_CPU}"
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+INTERLEAVED = f"{PIPELINE} --num-virtual-stages-per-pipeline-rank 2"
+CONTEXT = "--context-parallel-size 2"
+WIDE = "--sparse-balance-max-context-parallel 2"
+WIDER = "--sparse-balance-max-context-parallel 4"
+PLANNED_WIDTHS = "--sparse-balance-batching makespan"
+CAPPED = "--sparse-balance-max-tokens-per-micro-batch 128"
+RECOMPUTE = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
+SELECTIVE = "--recompute-granularity selective"
+YARN = (
+    "--position-embedding-type yarn --rotary-scaling-factor 4 "
+    "--yarn-original-max-position-embeddings 64"
+)
+CUT = f"{PIPELINE} --sparse-balance-max-segments 4 {ON_CPU}"
+KEEP = "--sparse-balance-recompute-attention keep"
 
 
 def without(flags: tuple[str, ...], *names: str) -> tuple[str, ...]:
@@ -68,8 +74,7 @@ def without(flags: tuple[str, ...], *names: str) -> tuple[str, ...]:
     return tuple(kept)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Model:
+class Model(NamedTuple):
     """Flags of a model; ``batching`` is how layouts place samples (one rank: order of arrival).
 
     ``padded`` is whether rows may need padding for sequence parallelism. ``weights`` names the
@@ -83,273 +88,128 @@ class Model:
     tolerance: float = FEW_ROUNDINGS
 
 
+LLAMA = (*MODEL_FLAGS, "--use-rope-scaling")
+LLAMA_YARN = (*without(MODEL_FLAGS, "--position-embedding-type"), *YARN.split())
+# Tensor-parallel ranks share the only KV head.
+GPT2 = f"""
+    --num-layers 3 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --qk-layernorm
+    --group-query-attention --num-query-groups 1 --seq-length 256 --max-position-embeddings 256
+    --attention-dropout 0 --hidden-dropout 0 --cross-entropy-loss-fusion
+    --tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1}
+    --sparse-balance-selection token-query-head"""
+EXPERTS = """
+    --num-experts 4 --moe-layer-freq ([0,1]*2) --moe-ffn-hidden-size 64
+    --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01
+    --moe-shared-expert-intermediate-size 64"""
 MODELS = {
-    "llama": Model(flags=(*MODEL_FLAGS, "--use-rope-scaling")),
-    "llama bf16": Model(
-        flags=(*MODEL_FLAGS, "--use-rope-scaling", "--bf16"),
-        batching="arrival",
-        weights="llama",
-        tolerance=BFLOAT16_ROUNDING,
-    ),
-    "yarn": Model(
-        flags=(
-            *without(MODEL_FLAGS, "--position-embedding-type"),
-            *("--position-embedding-type", "yarn", "--rotary-scaling-factor", "4"),
-            *("--yarn-original-max-position-embeddings", "64"),
-        ),
-        weights="llama",
-    ),
-    "gpt2": Model(
-        flags=(
-            *("--num-layers", "3", "--hidden-size", "64", "--ffn-hidden-size", "128"),
-            *("--num-attention-heads", "4", "--group-query-attention", "--num-query-groups", "1"),
-            *("--seq-length", "256", "--max-position-embeddings", "256", "--qk-layernorm"),
-            *("--attention-dropout", "0", "--hidden-dropout", "0", "--cross-entropy-loss-fusion"),
-            *("--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY - 1)),
-            # Tensor-parallel ranks share the only KV head.
-            *("--sparse-balance-selection", "token-query-head"),
-        )
-    ),
+    "llama": Model(LLAMA),
+    "llama bf16": Model((*LLAMA, "--bf16"), "arrival", True, "llama", BFLOAT16_ROUNDING),
+    "yarn": Model(LLAMA_YARN, weights="llama"),
+    "gpt2": Model(tuple(GPT2.split())),
     "vertical-slash": Model(
-        flags=(
-            *(*MODEL_FLAGS, "--use-rope-scaling"),
-            *("--sparse-balance-selection", "vertical-slash"),
-        ),
-        weights="llama",
+        (*LLAMA, "--sparse-balance-selection", "vertical-slash"), weights="llama"
     ),
-    "experts": Model(
-        flags=(
-            *without(MODEL_FLAGS, "--position-embedding-type"),
-            *("--position-embedding-type", "yarn", "--rotary-scaling-factor", "4"),
-            *("--yarn-original-max-position-embeddings", "64"),
-            *("--num-experts", "4", "--moe-layer-freq", "([0,1]*2)", "--moe-ffn-hidden-size", "64"),
-            *("--moe-token-dispatcher-type", "alltoall", "--moe-aux-loss-coeff", "0.01"),
-            *("--moe-shared-expert-intermediate-size", "64"),
-        ),
-        # The balancing loss of experts is taken per micro-batch, padding included.
-        batching="arrival",
-        padded=False,
+    # The balancing loss of experts is taken per micro-batch, padding included.
+    "experts": Model((*LLAMA_YARN, *EXPERTS.split()), "arrival", padded=False),
+    # Several micro-batches of a rank, or segments of one, balance experts otherwise than one.
+    "experts unbalanced": Model(
+        (*LLAMA_YARN, *EXPERTS.split(), "--moe-aux-loss-coeff", "0"), "arrival", False, "experts"
     ),
 }
 
-MODELS["experts unbalanced"] = replace(
-    MODELS["experts"],
-    # Several micro-batches of a rank, or segments of one, balance experts otherwise than one.
-    flags=(*MODELS["experts"].flags, "--moe-aux-loss-coeff", "0"),
-    weights="experts",
-)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
+class Layout(NamedTuple):
     model: str
     ranks: int
-    flags: tuple[str, ...]
+    flags: str
     program: tuple[str, ...] = PROGRAM
 
 
 LAYOUTS = {
-    "pipeline": Layout(model="llama", ranks=2, flags=PIPELINE),
+    "pipeline": Layout("llama", 2, PIPELINE),
     "interleaved": Layout(
-        model="llama",
-        ranks=2,
-        flags=(
-            *INTERLEAVED,
-            *("--overlap-p2p-communication-warmup-flush", "--recompute-granularity", "selective"),
-        ),
+        "llama", 2, f"{INTERLEAVED} --overlap-p2p-communication-warmup-flush {SELECTIVE}"
     ),
-    "data-overlapped": Layout(
-        model="llama",
-        ranks=2,
-        flags=(*OVERLAP, *FULL_RECOMPUTE, "--recompute-method", "uniform"),
-    ),
-    "tensor": Layout(
-        model="llama",
-        ranks=2,
-        flags=(
-            *(*TENSOR, *FULL_RECOMPUTE, "--recompute-method", "block"),
-            "--distribute-saved-activations",
-        ),
-    ),
-    "tensor-sequence": Layout(
-        model="llama",
-        ranks=2,
-        flags=(*TENSOR, *SEQUENCE, "--recompute-granularity", "selective"),
-        program=WITH_NORMS,
-    ),
-    "custom-layout": Layout(
-        model="llama", ranks=2, flags=(*PIPELINE, "--pipeline-model-parallel-layout", "E|tt|t|tL")
-    ),
+    "data-overlapped": Layout("llama", 2, f"{OVERLAP} {RECOMPUTE} uniform"),
+    "tensor": Layout("llama", 2, f"{TENSOR} {RECOMPUTE} block --distribute-saved-activations"),
+    "tensor-sequence": Layout("llama", 2, f"{TENSOR} {SEQUENCE} {SELECTIVE}", WITH_NORMS),
+    "custom-layout": Layout("llama", 2, f"{PIPELINE} --pipeline-model-parallel-layout E|tt|t|tL"),
     "data-pipeline-uneven": Layout(
-        model="llama",
-        ranks=4,
-        flags=(
-            *(*PIPELINE, "--decoder-first-pipeline-num-layers", "1"),
-            *("--decoder-last-pipeline-num-layers", "3"),
-            *("--use-distributed-optimizer", "--use-tp-pp-dp-mapping"),
-        ),
+        *("llama", 4),
+        f"{PIPELINE} --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3 "
+        "--use-distributed-optimizer --use-tp-pp-dp-mapping",
     ),
-    "bf16-pipeline": Layout(
-        model="llama bf16", ranks=2, flags=(*PIPELINE, "--use-distributed-optimizer")
-    ),
-    "tied-pipeline": Layout(
-        model="gpt2", ranks=2, flags=(*PIPELINE, "--account-for-embedding-in-pipeline-split")
-    ),
+    "bf16-pipeline": Layout("llama bf16", 2, f"{PIPELINE} --use-distributed-optimizer"),
+    "tied-pipeline": Layout("gpt2", 2, f"{PIPELINE} --account-for-embedding-in-pipeline-split"),
     "tensor-pipeline": Layout(
-        model="gpt2",
-        ranks=4,
-        flags=(*TENSOR, *PIPELINE, "--account-for-loss-in-pipeline-split"),
+        "gpt2", 4, f"{TENSOR} {PIPELINE} --account-for-loss-in-pipeline-split"
     ),
-    "experts-pipeline": Layout(
-        model="experts", ranks=4, flags=("--expert-model-parallel-size", "2", *PIPELINE)
-    ),
-    "experts-tensor-sequence": Layout(
-        model="experts", ranks=2, flags=(*TENSOR, *SEQUENCE), program=WITH_NORMS
-    ),
+    "experts-pipeline": Layout("experts", 4, f"--expert-model-parallel-size 2 {PIPELINE}"),
+    "experts-tensor-sequence": Layout("experts", 2, f"{TENSOR} {SEQUENCE}", WITH_NORMS),
 }
 
 
 SHARED_ROWS = {
-    "wide": Layout(
-        model="llama",
-        ranks=2,
-        flags=(
-            *(*WIDE, *PLANNED_WIDTHS, "--sparse-balance-max-tokens-per-micro-batch", "128"),
-            *(*OVERLAP, *FULL_RECOMPUTE, "--recompute-method", "uniform"),
-        ),
-    ),
-    "context": Layout(model="llama", ranks=2, flags=(*CONTEXT, *PLANNED_WIDTHS)),
-    "context-static-yarn": Layout(
-        model="yarn", ranks=2, flags=(*CONTEXT, "--sparse-balance-context-parallel", "static")
-    ),
-    "context-learned-positions": Layout(model="gpt2", ranks=2, flags=(*CONTEXT, *PLANNED_WIDTHS)),
+    "wide": Layout("llama", 2, f"{WIDE} {PLANNED_WIDTHS} {CAPPED} {OVERLAP} {RECOMPUTE} uniform"),
+    "context": Layout("llama", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
+    "context-static-yarn": Layout("yarn", 2, f"{CONTEXT} --sparse-balance-context-parallel static"),
+    "context-learned-positions": Layout("gpt2", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
     "wide-data4-ring": Layout(
-        model="llama",
-        ranks=4,
-        flags=(
-            *("--sparse-balance-max-context-parallel", "4", "--sparse-balance-exchange", "ring"),
-            *ON_CPU,
-        ),
-        program=DRAWN_WIDTHS,
+        "llama", 4, f"{WIDER} --sparse-balance-exchange ring {ON_CPU}", DRAWN_WIDTHS
     ),
     "wide-hierarchical": Layout(
-        model="llama",
-        ranks=4,
-        flags=(
-            *("--sparse-balance-max-context-parallel", "4", *ON_CPU),
-            *("--sparse-balance-exchange", "hierarchical-ring", "--use-distributed-optimizer"),
-        ),
-        program=DRAWN_WIDTHS,
+        *("llama", 4),
+        f"{WIDER} {ON_CPU} --sparse-balance-exchange hierarchical-ring --use-distributed-optimizer",
+        DRAWN_WIDTHS,
     ),
-    "wide-pipeline": Layout(
-        model="llama", ranks=4, flags=(*PIPELINE, *WIDE, *ON_CPU), program=DRAWN_WIDTHS
-    ),
+    "wide-pipeline": Layout("llama", 4, f"{PIPELINE} {WIDE} {ON_CPU}", DRAWN_WIDTHS),
     "wide-interleaved": Layout(
-        model="llama",
-        ranks=4,
-        flags=(*INTERLEAVED, *WIDE, *ON_CPU, "--recompute-granularity", "selective"),
-        program=DRAWN_WIDTHS,
+        "llama", 4, f"{INTERLEAVED} {WIDE} {ON_CPU} {SELECTIVE}", DRAWN_WIDTHS
     ),
-    "wide-tensor": Layout(
-        model="llama", ranks=4, flags=(*TENSOR, *WIDE, *ON_CPU), program=DRAWN_WIDTHS
-    ),
+    "wide-tensor": Layout("llama", 4, f"{TENSOR} {WIDE} {ON_CPU}", DRAWN_WIDTHS),
     "context-data-overlapped": Layout(
-        model="llama",
-        ranks=4,
-        flags=(*CONTEXT, "--sparse-balance-max-context-parallel", "4", *OVERLAP, *ON_CPU),
-        program=DRAWN_WIDTHS,
+        "llama", 4, f"{CONTEXT} {WIDER} {OVERLAP} {ON_CPU}", DRAWN_WIDTHS
     ),
-    "context-pipeline": Layout(model="llama", ranks=4, flags=(*CONTEXT, *PIPELINE)),
-    "context-interleaved": Layout(
-        model="llama",
-        ranks=4,
-        flags=(*CONTEXT, *INTERLEAVED, *FULL_RECOMPUTE, "--recompute-method", "uniform"),
-    ),
+    "context-pipeline": Layout("llama", 4, f"{CONTEXT} {PIPELINE}"),
+    "context-interleaved": Layout("llama", 4, f"{CONTEXT} {INTERLEAVED} {RECOMPUTE} uniform"),
     "context-tensor-sequence": Layout(
-        model="llama",
-        ranks=4,
-        flags=(*CONTEXT, *TENSOR, *SEQUENCE, *PLANNED_WIDTHS),
-        program=WITH_NORMS,
+        "llama", 4, f"{CONTEXT} {TENSOR} {SEQUENCE} {PLANNED_WIDTHS}", WITH_NORMS
     ),
-    "context-bf16": Layout(model="llama bf16", ranks=2, flags=CONTEXT),
-    "context-vertical-slash": Layout(
-        model="vertical-slash", ranks=2, flags=(*CONTEXT, *PLANNED_WIDTHS)
-    ),
+    "context-bf16": Layout("llama bf16", 2, CONTEXT),
+    "context-vertical-slash": Layout("vertical-slash", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
     "wide-vertical-slash-ring": Layout(
-        model="vertical-slash",
-        ranks=2,
-        flags=(
-            *(*WIDE, *PLANNED_WIDTHS, "--sparse-balance-exchange", "ring"),
-            *("--sparse-balance-max-tokens-per-micro-batch", "128"),
-        ),
+        *("vertical-slash", 2),
+        f"{WIDE} {PLANNED_WIDTHS} --sparse-balance-exchange ring {CAPPED}",
     ),
 }
 """Rows lie on several ranks, as wide as the plan says or as a lot says."""
 
 SEGMENTS = {
     "segments-pipeline4": Layout(
-        model="llama",
-        ranks=4,
-        flags=(*CUT, "--pipeline-model-parallel-size", "4"),
-        program=DRAWN_SEGMENTS,
+        "llama", 4, f"{CUT} --pipeline-model-parallel-size 4", DRAWN_SEGMENTS
     ),
-    "segments-data-overlapped": Layout(
-        model="llama", ranks=4, flags=(*CUT, *OVERLAP), program=DRAWN_SEGMENTS
-    ),
-    "segments-packed": Layout(
-        model="llama",
-        ranks=2,
-        flags=(*CUT, "--micro-batch-size", "4"),
-        program=DRAWN_SEGMENTS,
-    ),
-    "segments-recompute": Layout(
-        model="llama",
-        ranks=2,
-        flags=(*CUT, *FULL_RECOMPUTE, "--recompute-method", "uniform"),
-        program=DRAWN_SEGMENTS,
-    ),
+    "segments-data-overlapped": Layout("llama", 4, f"{CUT} {OVERLAP}", DRAWN_SEGMENTS),
+    "segments-packed": Layout("llama", 2, f"{CUT} --micro-batch-size 4", DRAWN_SEGMENTS),
+    "segments-recompute": Layout("llama", 2, f"{CUT} {RECOMPUTE} uniform", DRAWN_SEGMENTS),
     "segments-recompute-keep": Layout(
-        model="llama",
-        ranks=4,
-        flags=(*CUT, *FULL_RECOMPUTE, "--recompute-method", "block", *KEEP),
-        program=DRAWN_SEGMENTS,
+        "llama", 4, f"{CUT} {RECOMPUTE} block {KEEP}", DRAWN_SEGMENTS
     ),
-    "segments-recompute-selective": Layout(
-        model="llama", ranks=2, flags=(*CUT, "--recompute-granularity", "selective")
-    ),
-    "segments-tensor": Layout(model="llama", ranks=4, flags=(*CUT, *TENSOR)),
+    "segments-recompute-selective": Layout("llama", 2, f"{CUT} {SELECTIVE}"),
+    "segments-tensor": Layout("llama", 4, f"{CUT} {TENSOR}"),
     "segments-tensor-sequence": Layout(
-        model="llama",
-        ranks=4,
-        flags=(*CUT, *TENSOR, "--sequence-parallel", "--recompute-granularity", "selective", *KEEP),
-        program=WITH_NORMS,
+        "llama", 4, f"{CUT} {TENSOR} --sequence-parallel {SELECTIVE} {KEEP}", WITH_NORMS
     ),
-    "segments-bf16": Layout(
-        model="llama bf16",
-        ranks=4,
-        flags=(*CUT, "--use-distributed-optimizer"),
-        program=DRAWN_SEGMENTS,
-    ),
+    "segments-bf16": Layout("llama bf16", 4, f"{CUT} --use-distributed-optimizer", DRAWN_SEGMENTS),
     "segments-tied": Layout(
-        model="gpt2",
-        ranks=2,
-        flags=(*CUT, "--account-for-embedding-in-pipeline-split"),
-        program=DRAWN_SEGMENTS,
+        "gpt2", 2, f"{CUT} --account-for-embedding-in-pipeline-split", DRAWN_SEGMENTS
     ),
     "segments-tied-tensor": Layout(
-        model="gpt2", ranks=4, flags=(*CUT, *TENSOR, "--account-for-loss-in-pipeline-split")
+        "gpt2", 4, f"{CUT} {TENSOR} --account-for-loss-in-pipeline-split"
     ),
-    "segments-vertical-slash": Layout(
-        model="vertical-slash", ranks=2, flags=CUT, program=DRAWN_SEGMENTS
-    ),
-    "segments-experts": Layout(
-        model="experts unbalanced", ranks=4, flags=CUT, program=DRAWN_SEGMENTS
-    ),
+    "segments-vertical-slash": Layout("vertical-slash", 2, CUT, DRAWN_SEGMENTS),
+    "segments-experts": Layout("experts unbalanced", 4, CUT, DRAWN_SEGMENTS),
     "segments-experts-tensor-sequence": Layout(
-        model="experts unbalanced",
-        ranks=4,
-        flags=(*CUT, *TENSOR, "--sequence-parallel"),
-        program=WITH_NORMS,
+        "experts unbalanced", 4, f"{CUT} {TENSOR} --sequence-parallel", WITH_NORMS
     ),
 }
 """Micro-batches pass the pipeline in segments, equal in blocks or drawn by lot."""
@@ -491,14 +351,8 @@ def _train_layout(
     layout: Layout, documents: Path, weights: dict[str, Path], log_dir: Path
 ) -> TrainingRun:
     return _train(
-        layout.ranks,
-        layout.model,
-        layout.flags,
-        documents,
-        weights,
-        MODELS[layout.model].batching,
-        log_dir,
-        layout.program,
+        *(layout.ranks, layout.model, tuple(layout.flags.split()), documents, weights),
+        *(MODELS[layout.model].batching, log_dir, layout.program),
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One real run on an interleaved pipeline, and everything that it says about itself."""
+"""One real run on an interleaved pipeline, everything that it logs, and what is drawn of it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,23 @@ import pytest
 from harness import REPOSITORY, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from sparsebalance_megatron import cli
 from sparsebalance_megatron.log.reader import read_rank_logs, read_run_log
+from sparsebalance_megatron.log.records import SIDES
+from sparsebalance_megatron.view.report.run_data import gather
+from sparsebalance_megatron.view.report.run_report import make_report
+from sparsebalance_megatron.view.report.timeline import (
+    MEASURED,
+    SIMULATED,
+    Timeline,
+    simulated_timeline,
+)
 
 pytestmark = pytest.mark.distributed
 
 STAGES = 2
 STEPS = 4
+MICRO_BATCHES = 8
 LAYERS = {0: [[0], [2]], 1: [[1], [3]]}
 
 
@@ -165,3 +176,42 @@ def documented_scalars(page: str) -> set[str]:
             else:
                 names.add(name)
     return names
+
+
+def test_everything_is_drawn(directory: Path) -> None:
+    report = make_report(directory, None, None)
+    assert report.notes == report.not_drawn == []
+    assert report.step and report.ranks and report.coverage
+    assert len(report.micro_batches.rows) == MICRO_BATCHES
+    assert all(cell for row in report.micro_batches.rows for cell in row)
+    assert any(MEASURED in remark for remark in report.step.remarks)
+
+
+def test_the_trace_holds_every_forward_and_backward(directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    assert cli.main(["trace", str(directory), "-o", str(path)]) == 0
+    events = json.loads(path.read_text())["traceEvents"]
+    for side in SIDES:
+        for iteration in range(2, STEPS + 1):
+            slices = [
+                event["name"]
+                for event in events
+                if event.get("cat") == side and event["args"]["iteration"] == iteration
+            ]
+            assert len(slices) == 2 * 2 * MICRO_BATCHES * STAGES
+            assert len(set(slices)) == 2 * 2 * MICRO_BATCHES
+
+
+def test_the_schedule_that_ran_is_the_one_that_is_simulated(directory: Path) -> None:
+    evidence = gather(read_run_log(directory), (STEPS,))
+    measured = evidence.timeline("measured", STEPS)
+    simulated = simulated_timeline(evidence.log.steps[-1], "measured")
+    assert measured is not None and simulated is not None
+    assert (measured.source, simulated.source) == (MEASURED, SIMULATED)
+    for stage in range(STAGES):
+        assert operations(measured, stage) == operations(simulated, stage)
+
+
+def operations(timeline: Timeline, stage: int) -> list[tuple[Any, ...]]:
+    """Directions, chunks and micro-batches in the order they ran."""
+    return [span[:3] for span in sorted(timeline.spans[0, stage], key=lambda span: span.start_ms)]

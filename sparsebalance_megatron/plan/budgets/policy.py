@@ -303,8 +303,15 @@ def tune(
     Raises:
         PlanError: the policy names an unknown tuning or anchor.
     """
-    allowed = problem.allowed
     tuned_LS, clamped_S = budget_policy(problem.policy).tuned_LS(problem, where, pricing)
+    return tuned_budgets(problem, tuned_LS, clamped_S)
+
+
+def tuned_budgets(
+    problem: BudgetProblem, tuned_LS: np.ndarray, clamped_S: np.ndarray
+) -> TunedBudgets:
+    """Budgets as plans hold them, with what tuning did to every sample."""
+    allowed = problem.allowed
     same_LS = (tuned_LS == allowed.base_LS) & ~problem.pinned_S
     return TunedBudgets(
         budgets_LS=np.where(same_LS, problem.policy.base_budget, tuned_LS).astype(np.int32),

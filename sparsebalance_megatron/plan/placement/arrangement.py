@@ -21,11 +21,13 @@ class Arrangement:
 
     ``samples[rank][position]``: those of the micro-batch that begins on the rank, none where the
     rank takes part in a micro-batch that begins on another. ``cp_sizes_RM``: ranks of the
-    micro-batch that each takes part in.
+    micro-batch that each takes part in. ``first_blocks[rank][position]``: where the segments of the
+    micro-batch begin; empty where every micro-batch of the step runs in one piece.
     """
 
     samples: Placement
     cp_sizes_RM: np.ndarray
+    first_blocks: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
     @classmethod
     def of_groups(cls, placement: Placement, cp_size: int = 1) -> Arrangement:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import tempfile
@@ -20,6 +21,8 @@ pytestmark = pytest.mark.distributed
 EXCHANGES = ("all-gather", "ring", "hierarchical-ring")
 INNER_MEMBERS = {2: 1, 3: 3, 4: 2, 6: 3}
 """By the number of members: inner groups of the hierarchical ring."""
+NIGHTLY_MEMBERS = pytest.param(6, marks=pytest.mark.nightly)
+every_size = pytest.mark.parametrize("members", [2, 3, 4, NIGHTLY_MEMBERS])
 KV_HEADS, HEAD_DIM = 2, 8
 TIMEOUT_S = 240.0
 
@@ -77,7 +80,7 @@ def _calls(exchange: str, members: int) -> list[dict[str, int]]:
     return [{"batch_isend_irecv": n} for n in (members - 1, members - 1 + sums)]
 
 
-@pytest.mark.parametrize("members", INNER_MEMBERS)
+@every_size
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_results_are_those_of_one_rank(exchange: str, members: int) -> None:
     """GQA, ragged documents, dealt and random owners, all kinds of lists; memory that is not
@@ -89,7 +92,7 @@ def test_results_are_those_of_one_rank(exchange: str, members: int) -> None:
             assert found["repeats"], f"{case}: other bits the second time"
 
 
-@pytest.mark.parametrize("members", INNER_MEMBERS)
+@every_size
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_traffic_is_what_it_says(exchange: str, members: int) -> None:
     """Collectives per pass, and the bytes that the cost model counts with."""
@@ -100,7 +103,7 @@ def test_traffic_is_what_it_says(exchange: str, members: int) -> None:
             assert found["bytes"] == [expected.forward_bytes, expected.backward_bytes], case
 
 
-@pytest.mark.parametrize("members", INNER_MEMBERS)
+@every_size
 def test_summaries_are_those_of_the_sequence(members: int) -> None:
     found = [report["summaries"] for report in _reports(members)]
     for one in found:
@@ -110,8 +113,17 @@ def test_summaries_are_those_of_the_sequence(members: int) -> None:
     assert len({one["digest"] for one in found}) == 1, "sums differ between members"
 
 
-@pytest.mark.parametrize("how", ["dies", "stalls"])
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize(
+    ("exchange", "how"),
+    [
+        *(("all-gather", "stalls"), ("ring", "dies")),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in itertools.product(EXCHANGES, ("dies", "stalls"))
+            if case not in (("all-gather", "stalls"), ("ring", "dies"))
+        ),
+    ],
+)
 def test_a_member_that_stops_ends_the_others(exchange: str, how: str, tmp_path: Path) -> None:
     """By an error of their own: at once, or when the process group's time is up."""
     _run(4, tmp_path, exchange, how, timeout_s=120.0)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from sparsebalance_megatron.config import SparseBalanceConfig
-from sparsebalance_megatron.view.simulate.lengths import batches_of
 from sparsebalance_megatron.view.simulate.setups import SETUPS, workload_of
 from sparsebalance_megatron.view.simulate.variants import (
     ALL_ROWS,
@@ -64,13 +63,6 @@ def test_base_coverage_is_not_undercut(outcomes):
     untuned = outcomes[BASELINE].coverage_mean
     assert outcomes["ours, base coverage"].coverage_mean >= untuned
     assert outcomes[OURS].coverage_mean < outcomes["ours, base coverage"].coverage_mean
-
-
-def test_setups():
-    found = {name: setup.micro_batches for name, setup in SETUPS.items()}
-    assert found["paper-main"] == found["paper-ablation"] == 4
-    assert (found["scale-1024"], found["scale-10240"]) == (8, 32)
-    assert batches_of(np.arange(1, 8), 3, 9) == ((1, 2, 3), (4, 5, 6))
 
 
 def test_unhideable_steps_are_counted():

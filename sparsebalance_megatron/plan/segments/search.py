@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where samples run and how their micro-batches are cut, so that pipelines of segments end early.
+
+Samples are balanced over ranks by predicted ms first. How many segments a rank has in all decides
+all cuts: micro-batches are cut into pieces of nearly equal ms. A few such numbers are tried with a
+few orders of every rank; then micro-batches of the slowest rank change places, and samples are
+traded with other ranks. Every search is limited by a count, so that all ranks find the same.
+
+Shape legend: S samples of a global batch, L layers, R data-parallel ranks, P pipeline stages, X
+candidates, O orders.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from sparsebalance_megatron.plan.metrics import rounded_ms
+from sparsebalance_megatron.plan.placement.arrangement import Arrangement, Placement
+from sparsebalance_megatron.plan.segments.cuts import Cut, CutCosts
+from sparsebalance_megatron.plan.segments.pipeline import (
+    RankTimes,
+    makespans_ms,
+    most_tokens_in_flight,
+)
+from sparsebalance_megatron.plan.step_problem import StepProblem
+
+_SEGMENTS_PER_RANK = (12, 20, 32, 48)
+"""Numbers of segments of a rank that are tried."""
+_MAX_ROUNDS = 8
+"""Rounds of swaps and trades after the best of these is known."""
+_MAX_SWAPS = 64
+"""Orders of the slowest rank that are tried in a round."""
+_PARTNERS = 3
+"""Other ranks, the fastest first, with which the slowest one trades samples."""
+_TRADES = 6
+"""Trades with each of them, those first that come nearest to equal work."""
+_GAIN = 1.0 - 1e-9
+"""A round counts where the step becomes shorter than this share of it."""
+
+_ORDERS = 4
+"""Orders of a rank's micro-batches that are tried together."""
+
+MicroBatch = tuple[int, ...]
+_Rank = tuple[float, list[MicroBatch]]
+"""Ms of a rank, and its micro-batches in order."""
+
+
+class SegmentSearch:
+    """Searches placements, orders and cuts at given budgets.
+
+    Args:
+        problem: of a pipeline of several stages with one chunk each, whose ranks share nothing.
+        budgets_LS: to place and cut by.
+        most_tokens: that may be in flight on the first stage of any rank.
+    """
+
+    def __init__(self, problem: StepProblem, budgets_LS: np.ndarray, most_tokens: int) -> None:
+        self._problem, self._most_tokens = problem, most_tokens
+        self._cut_costs = CutCosts.at(problem.costs, budgets_LS, problem.policy.max_segments)
+        self._work_of: list[float] = self._cut_costs.work_S.tolist()
+        self._total_ms = sum(self._work_of)
+        self._cuts: dict[tuple[MicroBatch, int], Cut] = {}
+        self._segment_ms = 0.0
+
+    def best(self, start: Placement) -> tuple[Arrangement, float]:
+        """The shortest step that is found, and its ms, from a placement that balances work."""
+        numbers = range(len(start))
+        found = []
+        for segments in _SEGMENTS_PER_RANK:
+            self._segment_ms = self._total_ms / (len(start) * segments)
+            ranks = self._best_orders(numbers, start)
+            found.append((rounded_ms(max(ms for ms, _ in ranks)), self._segment_ms, ranks))
+        _, self._segment_ms, ranks = min(found, key=lambda each: each[0])
+        for _ in range(_MAX_ROUNDS):
+            before_ms = max(ms for ms, _ in ranks)
+            slowest = max(numbers, key=lambda number: (ranks[number][0], -number))
+            ranks[slowest] = self._swapped(slowest, *ranks[slowest])
+            self._trade(ranks)
+            if not max(ms for ms, _ in ranks) < before_ms * _GAIN:
+                break
+        return self._arranged([order for _, order in ranks]), max(ms for ms, _ in ranks)
+
+    def _work_ms(self, samples: MicroBatch) -> float:
+        return sum(self._work_of[sample] for sample in samples)
+
+    def _tokens(self, samples: MicroBatch) -> int:
+        return sum(self._problem.lengths_tokens[sample] for sample in samples)
+
+    def _cut(self, samples: MicroBatch) -> Cut:
+        """A micro-batch in the number of segments that its share of the work asks for."""
+        policy = self._problem.policy
+        wanted = round(self._work_ms(samples) / self._segment_ms)
+        enough_tokens = self._tokens(samples) // policy.segment_tokens
+        segments = max(1, min(wanted, policy.max_segments, enough_tokens))
+        if (samples, segments) not in self._cuts:
+            cut = self._cut_costs.cut(samples, segments)
+            while len(cut.tokens_U) > 1 and cut.tokens_U.min() < policy.segment_tokens:
+                cut = self._cut_costs.cut(samples, len(cut.tokens_U) - 1)
+            self._cuts[samples, segments] = cut
+        return self._cuts[samples, segments]
+
+    def _best_orders(
+        self, numbers: Sequence[int], ranks: Sequence[Sequence[MicroBatch]]
+    ) -> list[_Rank]:
+        """The best of four orders of each rank: by work rising, falling, least at both ends, most
+        at both."""
+        orders = []
+        for micro_batches in ranks:
+            up = sorted(micro_batches, key=lambda samples: (self._work_ms(samples), samples))
+            down = up[::-1]
+            orders += [up, down, up[::2] + up[1::2][::-1], down[::2] + down[1::2][::-1]]
+        ms_XO = self._ms(np.repeat(numbers, _ORDERS), orders).reshape(-1, _ORDERS)
+        best_X = ms_XO.argmin(axis=1).tolist()
+        return [
+            (float(ms_O[best]), orders[_ORDERS * rank + best])
+            for rank, (ms_O, best) in enumerate(zip(ms_XO, best_X, strict=True))
+        ]
+
+    def _ms(self, numbers: np.ndarray, orders: Sequence[Sequence[MicroBatch]]) -> np.ndarray:
+        """[X] makespans of ranks with these micro-batches; infinite above the limit of tokens."""
+        cuts = [[self._cut(samples) for samples in order] for order in orders]
+        ms_X = makespans_ms(
+            [RankTimes.of(each) for each in cuts], self._problem.costs.slowness_RP[numbers]
+        )
+        too_many_X = [
+            most_tokens_in_flight(each, self._problem.job.pipeline_stages) > self._most_tokens
+            for each in cuts
+        ]
+        return np.where(too_many_X, np.inf, ms_X)
+
+    def _swapped(self, number: int, ms: float, order: list[MicroBatch]) -> _Rank:
+        """The best order with two micro-batches in each other's place, or the order itself."""
+        pairs = itertools.islice(itertools.combinations(range(len(order)), 2), _MAX_SWAPS)
+        orders = [order]
+        for one, other in pairs:
+            swapped = list(order)
+            swapped[one], swapped[other] = swapped[other], swapped[one]
+            orders.append(swapped)
+        ms_X = self._ms(np.full(len(orders), number), orders)
+        best = int(ms_X.argmin())
+        return float(ms_X[best]), orders[best]
+
+    def _trade(self, ranks: list[_Rank]) -> None:
+        """Exchange one sample of the slowest rank for one of another, in place, if it helps."""
+        by_ms = sorted(range(len(ranks)), key=lambda number: (ranks[number][0], number))
+        slowest = by_ms[-1]
+        for partner in by_ms[:-1][:_PARTNERS]:
+            trades = self._trades(ranks[slowest][1], ranks[partner][1])
+            if not trades:
+                continue
+            after = self._best_orders(
+                [slowest, partner] * len(trades), [rank for trade in trades for rank in trade]
+            )
+            one, other = min(
+                itertools.batched(after, 2), key=lambda pair: max(ms for ms, _ in pair)
+            )
+            if max(one[0], other[0]) < ranks[slowest][0] * _GAIN:
+                ranks[slowest], ranks[partner] = one, other
+                return
+
+    def _trades(
+        self, own: list[MicroBatch], others: list[MicroBatch]
+    ) -> list[tuple[list[MicroBatch], list[MicroBatch]]]:
+        """Both ranks after the trades that bring their work nearest, under the cap of tokens."""
+        work_of = self._work_of
+        wanted_ms = (sum(map(self._work_ms, own)) - sum(map(self._work_ms, others))) / 2
+        pairs = [
+            (abs(work_of[give] - work_of[take] - wanted_ms), i, give, j, take)
+            for i, mine in enumerate(own)
+            for give in mine
+            for j, theirs in enumerate(others)
+            for take in theirs
+            if work_of[give] > work_of[take]
+        ]
+        found = []
+        for _, i, give, j, take in sorted(pairs)[:_TRADES]:
+            mine, theirs = _replaced(own[i], give, take), _replaced(others[j], take, give)
+            if max(self._tokens(mine), self._tokens(theirs)) <= self._problem.cap_tokens:
+                found.append(
+                    ([*own[:i], mine, *own[i + 1 :]], [*others[:j], theirs, *others[j + 1 :]])
+                )
+        return found
+
+    def _arranged(self, orders: Sequence[Sequence[MicroBatch]]) -> Arrangement:
+        placement = tuple(tuple(order) for order in orders)
+        return Arrangement(
+            samples=placement,
+            cp_sizes_RM=Arrangement.of_groups(placement).cp_sizes_RM,
+            first_blocks=tuple(
+                tuple(self._cut(samples).first_blocks for samples in order) for order in orders
+            ),
+        )
+
+
+def _replaced(samples: MicroBatch, old: int, new: int) -> MicroBatch:
+    return tuple(sorted(new if sample == old else sample for sample in samples))

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Segments: cuts, their times and plans that hold them."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan.plan_cases import cost_model, coverage_curves, job_shape, planned, policy, random_lengths
+
+from sparsebalance_megatron.cost.parts import Direction
+from sparsebalance_megatron.cost.segments import SegmentCost
+from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.plan.context_groups import unshared
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes, graph_of
+from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
+from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms as simulated_ms
+from sparsebalance_megatron.plan.segments.bound import segmented_bound_ms
+from sparsebalance_megatron.plan.segments.cuts import Cut, CutCosts
+from sparsebalance_megatron.plan.segments.pipeline import (
+    RankTimes,
+    makespans_ms,
+    most_tokens_in_flight,
+)
+from sparsebalance_megatron.plan.step_costs import step_costs
+from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
+
+STAGES = 3
+FREE = SegmentCost(slowness=1.0, operation_ms=(0.0, 0.0))
+
+
+def random_cuts(segments_M, stages, seed):
+    generator = np.random.default_rng(seed)
+    return [
+        Cut(
+            first_blocks=tuple(range(segments)),
+            forward_UP=generator.uniform(0.1, 3.0, (segments, stages)),
+            backward_UP=generator.uniform(0.1, 3.0, (segments, stages)),
+            tokens_U=generator.integers(1, 50, segments),
+        )
+        for segments in segments_M
+    ]
+
+
+SEGMENTS_M = st.lists(st.integers(1, 6), min_size=1, max_size=7)
+
+
+@given(SEGMENTS_M, st.integers(1, 5), st.integers(0, 99))
+def test_makespans_are_those_of_the_general_simulator(segments_M, stages, seed):
+    cuts = random_cuts(segments_M, stages, seed)
+    slowness_P = np.random.default_rng(seed + 1).uniform(1.0, 2.0, stages)
+    graph = graph_of(SegmentedSchedule(tuple(segments_M)), stages, 1, len(segments_M))
+    ms_OR = np.empty((len(graph.operations), 1))
+    for number, (stage, operation) in enumerate(graph.operations):
+        cut = cuts[operation.micro_batch]
+        ms_UP = cut.forward_UP if operation.direction is Direction.FORWARD else cut.backward_UP
+        ms_OR[number] = ms_UP[operation.segment, stage] * slowness_P[stage]
+    times = OperationTimes(graph=graph, ms_OR=ms_OR, cp_sizes_RM=unshared(1, len(segments_M)))
+    other = random_cuts([1, 2], stages, seed)
+    found = makespans_ms(
+        [RankTimes.of(other), RankTimes.of(cuts)], np.stack([np.ones(stages), slowness_P])
+    )
+    assert found[1] == pytest.approx(simulated_ms(times)[0], rel=1e-12)
+
+
+@given(SEGMENTS_M, st.integers(1, 5), st.integers(0, 99))
+def test_tokens_in_flight_are_counted(segments_M, stages, seed):
+    cuts = random_cuts(segments_M, stages, seed)
+    order = SegmentedSchedule(tuple(segments_M))(stages, len(segments_M), 1).by_stage[0]
+    held = most = 0
+    for operation in order:
+        tokens = int(cuts[operation.micro_batch].tokens_U[operation.segment])
+        held += tokens if operation.direction is Direction.FORWARD else -tokens
+        most = max(most, held)
+    assert most_tokens_in_flight(cuts, stages) == most
+
+
+@settings(max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, 4000), min_size=1, max_size=4),
+    segments=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_segments_add_up_to_the_micro_batch(lengths, segments, seed):
+    """Without costs of cutting, what segments take is what the samples take in one piece."""
+    job = job_shape(1, 1, stages=STAGES)
+    cost = replace(cost_model(), segments=FREE)
+    costs = step_costs(lengths, job, cost, StageScales.ones(STAGES, 1))
+    budgets_LS = np.random.default_rng(seed).integers(1, 40, (job.layers, len(lengths)))
+    samples = tuple(range(len(lengths)))
+    cut = CutCosts.at(costs, budgets_LS, max_segments=9).cut(samples, segments)
+    blocks = int(costs.blocks_S.sum())
+    assert len(cut.first_blocks) <= min(segments, blocks)
+    bounds = [*cut.first_blocks, blocks]
+    assert bounds[0] == 0 and all(first < end for first, end in itertools.pairwise(bounds))
+    assert cut.tokens_U.sum() == sum(lengths)
+    pieces = len(cut.first_blocks)
+    whole_2P = costs.sample_ms(budgets_LS).sum(axis=1) + costs.constant_2C
+    ends_S = np.cumsum(costs.blocks_S)
+    crossed = sum(int(block not in {0, *ends_S.tolist()}) for block in cut.first_blocks)
+    expected_2P = whole_2P + (pieces - 1) * costs.constant_2C + crossed * costs.sequence_2C
+    found_2P = [cut.forward_UP.sum(axis=0), cut.backward_UP.sum(axis=0)]
+    np.testing.assert_allclose(found_2P, expected_2P, rtol=1e-9)
+    again = CutCosts.of_segments(costs, budgets_LS, [(samples, cut.first_blocks)])
+    at = again.cut_at(samples, cut.first_blocks)
+    np.testing.assert_allclose(at.forward_UP, cut.forward_UP, rtol=1e-9)
+    np.testing.assert_array_equal(at.tokens_U, cut.tokens_U)
+
+
+def inputs(lengths, *, ranks=2, micro_batches=4, max_segments=8, segment_tokens=256, **changes):
+    job = job_shape(ranks, micro_batches, stages=STAGES)
+    cost = replace(cost_model(), segments=SegmentCost(operation_ms=(0.01, 0.02)))
+    return {
+        "lengths_tokens": tuple(lengths),
+        "job": job,
+        "cost": cost,
+        "scales": StageScales.ones(STAGES, 1),
+        "coverage": coverage_curves(job.layers),
+        "policy": policy(
+            max_segments=max_segments,
+            segment_tokens=segment_tokens,
+            **{"coverage_target": "base", **changes},
+        ),
+    }
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    kind=st.sampled_from(["spread", "giant", "equal", "tiny"]),
+    packed=st.booleans(),
+    tuning=st.sampled_from(["makespan", "off"]),
+)
+def test_plans_with_segments_hold_what_plans_hold(seed, kind, packed, tuning):
+    """A permutation, above the bound, no slower than in one piece, repeatable, within limits."""
+    lengths = random_lengths(16 if packed else 8, seed, kind=kind)
+    given_ = inputs(lengths, tuning=tuning)
+    plan, again = planned(**given_), planned(**given_)
+    whole = planned(**given_ | {"policy": replace(given_["policy"], max_segments=1)})
+    assert plan.digest() == again.digest()
+    expected = plan.expectation
+    assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-9)
+    assert expected.makespan_ms <= whole.expectation.makespan_ms * (1 + 1e-9)
+    for micro_batch in plan.micro_batches:
+        bounds = [*micro_batch.first_blocks, sum(-(-n // 64) for n in micro_batch.lengths_tokens)]
+        if micro_batch.segments > 1:
+            assert min(end - first for first, end in itertools.pairwise(bounds)) * 64 >= 256
+    base = planned(**given_ | {"policy": replace(given_["policy"], tuning="off", max_segments=1)})
+    mean, base_mean = (each.expectation.coverage_mean for each in (plan, base))
+    assert mean >= base_mean - 1e-9
+    if kind in ("equal", "tiny"):
+        assert expected.times_2RPVM.shape == (2, 2, STAGES, 1, 4)
+
+
+def test_one_long_sample_is_cut_and_the_step_gets_shorter():
+    lengths = [2**17, *[3000] * 7]
+    given_ = inputs(lengths)
+    plan = planned(**given_)
+    whole = planned(**given_ | {"policy": replace(given_["policy"], max_segments=1)})
+    (long,) = (each for each in plan.micro_batches if max(each.lengths_tokens) == 2**17)
+    assert long.segments == 8
+    assert plan.expectation.makespan_ms < 0.7 * whole.expectation.makespan_ms
+    assert plan.digest() != whole.digest()
+
+
+def test_no_step_holds_more_tokens_than_1f1b():
+    for seed in range(5):
+        lengths = random_lengths(8, seed)
+        given_ = inputs(lengths)
+        plan = planned(**given_)
+        problem = StepProblem.of(PlanInputs(**given_))
+        start = problem.balanced_by((problem.expected_LS + problem.budgets.allowed.floor_LS) // 2)
+        one_piece = max(
+            sum(sum(lengths[s] for s in micro_batch) for micro_batch in rank[m : m + STAGES])
+            for rank in start
+            for m in range(len(rank))
+        )
+        for rank in range(2):
+            micro_batches = plan.for_rank(rank).micro_batches
+            cuts = [
+                Cut(each.first_blocks, np.empty(0), np.empty(0), _tokens(each))
+                for each in micro_batches
+            ]
+            assert most_tokens_in_flight(cuts, STAGES) <= one_piece
+
+
+def _tokens(micro_batch):
+    ends = np.cumsum(micro_batch.lengths_tokens)
+    blocks = np.cumsum([-(-n // 64) for n in micro_batch.lengths_tokens])
+    places = [
+        int(np.interp(block, [0, *blocks], [0, *ends]))
+        for block in (*micro_batch.first_blocks, blocks[-1])
+    ]
+    return np.diff(places)
+
+
+def test_the_bound_holds_for_every_placement_and_cut():
+    """All placements of four samples, every micro-batch in 1 to 3 segments."""
+    given_ = inputs([5000, 900, 300, 64], micro_batches=2, tuning="off", segment_tokens=64)
+    problem = StepProblem.of(PlanInputs(**given_))
+    base_LS = problem.budgets.allowed.base_LS
+    cuts = CutCosts.at(problem.costs, base_LS, 3)
+    least = np.inf
+    for order in itertools.permutations(range(4)):
+        for segments in itertools.product((1, 2, 3), repeat=4):
+            chosen = [cuts.cut((sample,), segments[sample]) for sample in order]
+            ranks = [RankTimes.of(chosen[:2]), RankTimes.of(chosen[2:])]
+            least = min(least, makespans_ms(ranks, np.ones((2, STAGES))).max())
+    bound_ms = segmented_bound_ms(problem)
+    assert 0.6 * least < bound_ms <= least
+    assert planned(**given_).expectation.makespan_ms <= 1.1 * least
