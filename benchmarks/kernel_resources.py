@@ -45,12 +45,6 @@ from sparsebalance_megatron.attention.kernels.triton.tiles import (
     Capability,
     Tile,
     tiles_for,
-    token_tiles_for,
-)
-from sparsebalance_megatron.attention.kernels.triton.token_work import (
-    TILES_PER_ITEM,
-    fitted_stages,
-    resident_columns,
 )
 
 MATRIX_OPERATIONS_PER_CYCLE = 4096
@@ -65,13 +59,11 @@ KERNELS = {
     "column_forward": query_block_kernel._query_block_kernel,
     "column_query_gradient": query_block_kernel._query_block_kernel,
     "column_key_gradient": column_gradient_kernels._column_gradient_kernel,
-    "token_forward": token_query_kernels._stream_kernel,
-    "token_query_gradient": token_query_kernels._stream_kernel,
+    "token_forward": token_query_kernels._reader_kernel,
+    "token_query_gradient": token_query_kernels._reader_kernel,
     "token_key_gradient": token_key_kernel._token_key_kernel,
 }
 PRODUCTS = {"forward": 2, "query_gradient": 3, "key_gradient": 4}
-STREAMED = {"token_forward": 1, "token_query_gradient": 2}
-"""Matrices that kernels which keep a block's keys and values gather for a tile of queries."""
 BY_TOKEN, WITH_COLUMNS = "token_", "column_"
 """What the names of kernels for selections by token, and for those with columns, begin with; the
 rest is their field's name."""
@@ -79,15 +71,16 @@ rest is their field's name."""
 _OF_GRADIENTS = ("dout", "dout_stride_T", "dout_stride_H")
 _ABSENT = {
     "forward": (*_OF_GRADIENTS, "dq", "statistics"),
-    "token_forward": (*_OF_GRADIENTS, "lse", "delta"),
-    "token_query_gradient": ("part_lse",),
+    "token_forward": (*_OF_GRADIENTS, "delta"),
 }
 """Arguments that a kernel's other pass has."""
 _POINTERS = {
-    "*i64": {"own_blocks", "token_blocks", "query_starts", "query_ends", "kv_starts", "kv_ends"},
-    "*i32": {"indices", "counts", "offsets", "queries", "item_list", "item_part", "item_parts"}
-    | {"entries", "bounds", "columns", "column_counts"},
-    "*fp32": {"lse", "statistics", "parts", "part_lse", "delta"},
+    "*i64": {"own_blocks", "token_blocks", "query_starts", "query_ends", "kv_starts", "kv_ends"}
+    | {"kv_firsts"},
+    "*i16": {"indices"},
+    "*i32": {"counts", "queries", "item_list", "item_part", "item_slot", "entries", "bounds"}
+    | {"columns", "column_counts"},
+    "*fp32": {"lse", "statistics", "parts", "delta", "rows", "peaks", "totals"},
     "element": {"q", "k", "v", "out", "dout", "dq", "dk", "dv"},
 }
 _INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?);")
@@ -130,8 +123,7 @@ def tile_of(
     name: str, head_dim: int, element_bytes: int = 2, capability: Capability = HOPPER
 ) -> Tile:
     """The table's tile shape for a kernel of ``KERNELS``."""
-    table = token_tiles_for if name.startswith(BY_TOKEN) else tiles_for
-    tile: Tile = getattr(table(head_dim, element_bytes, capability), _pass(name))
+    tile: Tile = getattr(tiles_for(head_dim, element_bytes, capability), _pass(name))
     return tile
 
 
@@ -147,21 +139,18 @@ def compiled(
 ) -> Any:
     """A kernel of ``KERNELS`` compiled for a GPU, with the specialisations of training rows."""
     kernel = KERNELS[name]
-    element_bytes = 4 if element == "fp32" else 2
-    rows, columns, column_tiles = _fitted(name, tile, block_size, group, head_dim, element_bytes)
+    rows, columns = _fitted(name, tile, block_size, group)
     constants: dict[str, Any] = {
         "KV_HEADS": 2,
         "GROUP": group,
-        "HEADS": group,
-        "LIST_UNITS": 1,
-        "ITEM_ENTRIES": TILES_PER_ITEM * (rows // group),
-        "ACCUMULATE": False,
+        # Every query head has lists of its own.
+        "HEADS": 1,
+        "WITHIN": True,
         "HEAD_DIM": head_dim,
         "BLOCK_D": triton.next_power_of_2(head_dim),
         "BLOCK_SIZE": block_size,
         "TILE_ROWS": rows,
         "TILE_COLUMNS": columns,
-        "COLUMN_TILES": column_tiles,
         "PRECISION": "ieee",
     }
     if not name.startswith(WITH_COLUMNS):
@@ -169,9 +158,6 @@ def compiled(
     constants |= dict.fromkeys(_ABSENT.get(name.removeprefix(WITH_COLUMNS), ()))
     names = kernel.arg_names
     types = _types(names, element)
-    if name.startswith(BY_TOKEN):
-        # Units of a KV head add to these one after the other.
-        types |= {"dk": "*fp32", "dv": "*fp32"}
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     source = ASTSource(
         kernel,
@@ -185,33 +171,11 @@ def compiled(
     )
     options = {
         "num_warps": tile.warps,
-        "num_stages": stages_of(name, tile, block_size, head_dim, element_bytes, capability),
+        "num_stages": tile.stages,
         "enable_fp_fusion": True,
     }
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
     return triton.compile(source, target=target, options=options)
-
-
-def stages_of(
-    name: str,
-    tile: Tile,
-    block_size: int,
-    head_dim: int,
-    element_bytes: int = 2,
-    capability: Capability = HOPPER,
-) -> int:
-    """A tile's stages, as the launchers of the kernels choose them."""
-    if name not in STREAMED:
-        return tile.stages
-    columns, column_tiles = resident_columns(tile, block_size, head_dim, element_bytes)
-    return fitted_stages(
-        tile,
-        columns * column_tiles,
-        head_dim,
-        element_bytes,
-        streamed=STREAMED[name],
-        shared_bytes=SHARED_BYTES[capability],
-    )
 
 
 def resources(
@@ -235,9 +199,9 @@ def resources(
     loop = _hot_loop(code, name)
     if loop is None:
         raise RuntimeError(f"{name} kernel: no loop with products in {tile}")
-    rows, columns, column_tiles = _fitted(name, tile, block_size, group, head_dim, 2)
+    rows, columns = _fitted(name, tile, block_size, group)
     products = PRODUCTS[_pass(name)]
-    operations = products * 2 * rows * columns * column_tiles * triton.next_power_of_2(head_dim)
+    operations = products * 2 * rows * columns * triton.next_power_of_2(head_dim)
     waits = [int(m[1], 16) for m in re.finditer(r"DEPBAR\.LE SB0, (0x\w+)", "\n".join(loop))]
     return Resources(
         registers=registers,
@@ -286,23 +250,15 @@ def _pass(name: str) -> str:
     return name.removeprefix(BY_TOKEN).removeprefix(WITH_COLUMNS)
 
 
-def _fitted(
-    name: str, tile: Tile, block_size: int, group: int, head_dim: int, element_bytes: int
-) -> tuple[int, int, int]:
-    """Rows and columns of a tile that fit a block, and tiles of columns that a program keeps.
-
-    As the launchers of the kernels choose them.
-    """
-    columns, column_tiles = min(tile.columns, block_size), 1
+def _fitted(name: str, tile: Tile, block_size: int, group: int) -> tuple[int, int]:
+    """Rows and columns of a tile that fit a block, as the launchers of the kernels choose them."""
     if name in ("key_gradient", "column_key_gradient"):
         rows = min(tile.rows, block_size)
     elif name.startswith(BY_TOKEN):
         rows = tile.rows
     else:
         rows = query_block_kernel.packed_rows(tile, group, block_size)
-    if name in STREAMED:
-        columns, column_tiles = resident_columns(tile, block_size, head_dim, element_bytes)
-    return rows, columns, column_tiles
+    return rows, min(tile.columns, block_size)
 
 
 def _types(names: Iterable[str], element: str) -> dict[str, str]:
@@ -365,10 +321,9 @@ def main(arguments: list[str] | None = None) -> int:
             except RuntimeError as error:
                 print(error, file=sys.stderr)
                 continue
-            stages = stages_of(name, tile, block_size, head_dim)
             rows.append(
                 {"kernel": name, "head_dim": head_dim, "block_size": block_size}
-                | {"tile": asdict(replace(tile, stages=stages))}
+                | {"tile": asdict(tile)}
                 | {"fits": found.shared_bytes <= SHARED_BYTES[HOPPER]}
                 | asdict(found)
                 | {"matrix_share": round(found.matrix_share, 3)}

@@ -59,14 +59,12 @@ from sparsebalance_megatron.attention.kernels.triton import (
     query_block_kernel,
     token_key_kernel,
     token_query_kernels,
-    token_work,
 )
 from sparsebalance_megatron.attention.kernels.triton.index import inverse_lists
 from sparsebalance_megatron.attention.kernels.triton.tiles import (
     Tile,
     capability_of,
     tiles_for,
-    token_tiles_for,
 )
 from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.select import rank_sequence, selector_named
@@ -102,17 +100,13 @@ PROMISING_TILES = {
 }
 PROMISING_TOKEN_TILES = {
     "forward": [
-        Tile(rows=128, columns=256, warps=8, stages=2),
-        Tile(rows=128, columns=64, warps=8, stages=1),
-        Tile(rows=64, columns=256, warps=8, stages=3),
-        Tile(rows=64, columns=256, warps=4, stages=3),
+        Tile(rows=128, columns=64, warps=8, stages=3),
         Tile(rows=64, columns=128, warps=4, stages=3),
+        Tile(rows=64, columns=64, warps=4, stages=3),
     ],
     "query_gradient": [
-        Tile(rows=128, columns=64, warps=8, stages=1),
-        Tile(rows=64, columns=128, warps=4, stages=2),
-        Tile(rows=64, columns=128, warps=4, stages=1),
-        Tile(rows=64, columns=64, warps=4, stages=2),
+        Tile(rows=128, columns=32, warps=8, stages=3),
+        Tile(rows=64, columns=64, warps=4, stages=3),
     ],
     "key_gradient": [
         Tile(rows=64, columns=128, warps=8, stages=2),
@@ -269,7 +263,9 @@ def _measured(
     results: dict[str, Any] = {
         "density": pairs / all_pairs,
         "router": _router(case, inputs, selection.query_layout, bench, "auto"),
-        "index": _summary(bench.times_ms({"index": lambda: _index(selection)})["index"]),
+        "index": _summary(
+            bench.times_ms({"index": lambda: _index(selection, bench.shape.kv_heads)})["index"]
+        ),
     }
     outputs: dict[str, Tensor] = {}
     if bench.device.type == "cuda":
@@ -383,30 +379,27 @@ def _changes(
     by_token: bool, bench: Bench
 ) -> Iterator[tuple[str, list[tuple[ModuleType, str, object]]]]:
     """Names of versions to time, and which attribute of which module has which value in them."""
+    modules = (query_block_kernel, key_block_kernel)
     if by_token:
-        modules, tiles_of, name = (
-            (token_query_kernels, token_key_kernel),
-            token_tiles_for,
-            "token_tiles_for",
-        )
-    else:
-        modules, tiles_of, name = (query_block_kernel, key_block_kernel), tiles_for, "tiles_for"
-    table = tiles_of(bench.shape.head_dim, bench.dtype.itemsize, capability_of(bench.device))
+        modules = (token_query_kernels, token_key_kernel)
+    table = tiles_for(bench.shape.head_dim, bench.dtype.itemsize, capability_of(bench.device))
     for kernel, tiles in (PROMISING_TOKEN_TILES if by_token else PROMISING_TILES).items():
         for tile in tiles:
             version = f"{kernel} {tile.rows} x {tile.columns}, {tile.warps} warps, "
             version += f"{tile.stages} stages"
             changed = replace(table, **{kernel: tile})
-            yield version, [(module, name, lambda *_, it=changed: it) for module in modules]
+            yield version, [(module, "tiles_for", lambda *_, it=changed: it) for module in modules]
     if by_token:
         for size in PARTIAL_BYTES:
-            yield f"{size >> 20} MiB of partial results", [(token_work, "PARTIAL_BYTES", size)]
+            yield (
+                f"{size >> 20} MiB of partial results",
+                [(token_query_kernels, "PARTIAL_BYTES", size)],
+            )
 
 
-def _index(selection: Selection) -> None:
-    """Inverts the lists, as the backward pass does; for selections by token, head by head."""
-    groups = selection.counts_QC.shape[1] if selection.by_token else 1
-    inverse_lists(selection, wanted_items=256, groups=groups)
+def _index(selection: Selection, kv_heads: int) -> None:
+    """Inverts the lists, as the backward pass does."""
+    inverse_lists(selection, kv_heads, wanted_items=256, most_cut_items=1 << 20)
 
 
 def _summary(times_ms: list[float]) -> dict[str, float]:

@@ -27,10 +27,15 @@ from triton.compiler import ASTSource
 from sparsebalance_megatron.attention.select import row_ranking_kernel
 
 _TYPES = {
-    "scores_CYW": "*fp32",
-    "lists_YCK": "*i32",
-    "own_Y": "*i64",
-    "first_Y": "*i64",
+    "queries": "*bf16",
+    "keys": "*bf16",
+    "lists": "*i16",
+    "scores": "*fp32",
+    "mass": "*fp64",
+    "starts": "*i64",
+    "lengths": "*i64",
+    "own_blocks": "*i64",
+    "document_firsts": "*i64",
     "softmax_scale": "fp32",
 }
 
@@ -56,7 +61,20 @@ def resources(blocks: int, places: int, *, observe: bool) -> RankingResources:
     kernel = row_ranking_kernel._rank_kernel
     shape = row_ranking_kernel.launch_shape(blocks, places, observe=observe)
     warps = shape.pop("num_warps")
-    constants = shape | {"HEADS": 16, "OBSERVE": observe}
+    constants = shape | {
+        "BY_TOKEN": True,
+        "HEADS": 32,
+        "KV_HEADS": 8,
+        "GROUP": 1,
+        "HEAD_DIM": 128,
+        "BLOCK_D": 128,
+        "OBSERVE": observe,
+        "HALF_PRODUCTS": True,
+        "SCORE_ROWS": 64,
+        "SCORE_COLUMNS": min(64, shape["COLUMNS"]),
+    }
+    if not observe:
+        constants["mass"] = None
     names = kernel.arg_names
     signature = {
         name: "constexpr" if name in constants else _TYPES.get(name, "i32") for name in names
@@ -65,7 +83,11 @@ def resources(blocks: int, places: int, *, observe: bool) -> RankingResources:
         kernel,
         signature,
         {(names.index(name),): value for name, value in constants.items()},
-        {(names.index("scores_CYW"),): [["tt.divisibility", 16]]},
+        {
+            (place,): [["tt.divisibility", 16]]
+            for place, name in enumerate(names)
+            if signature[name].startswith("*") or "_stride_" in name
+        },
     )
     options = {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)

@@ -56,7 +56,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         item.add_marker(_tier(item))
     items.sort(key=lambda item: not _path(item).startswith(LONGEST_FILES))
-    marked = [item for item in items if "gpu" in item.keywords]
+    # Not by keyword: names of directories are keywords too.
+    marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
     import torch

@@ -58,8 +58,8 @@ IMPORT_RULES = {
     "run": ImportRule(
         outside=("numpy", "torch"),
         inside=(
-            *("attention.sequence", "cost", "data", "learn", "log", "megatron", "plan"),
-            *("profile", "run"),
+            *("attention.host_copy", "attention.sequence", "cost", "data", "learn", "log"),
+            *("megatron", "plan", "profile", "run"),
         ),
     ),
     "log": ImportRule(outside=("msgspec", "numpy"), inside=("cost", "learn", "log", "plan")),

@@ -16,8 +16,9 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor
 
+from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.attention.kernels.contract import Attention, Kernel, wide_dtype
-from sparsebalance_megatron.attention.layout import copied_to, packed_layout
+from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.select import Selector, rank_sequence, selector_named
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.config import DEFAULT_SELECTION, AttentionImplementation

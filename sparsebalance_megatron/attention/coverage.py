@@ -80,7 +80,7 @@ def guard_budgets(
         raise ValueError(f"guard_budgets: base_budget {base_budget}: must be at least 1 block")
     if not 0.0 <= threshold < 1.0:
         raise ValueError(f"guard_budgets: threshold {threshold}: must lie in [0, 1)")
-    base_S = coverage_at(curves_SK, torch.full_like(budgets_S, base_budget))
+    base_S = curves_SK[:, min(base_budget, curves_SK.shape[1]) - 1]
     # Subtracting a threshold >= 0 rounds to at most base_S, so the base budget is feasible.
     floor_S = base_S - threshold
     least_S = (curves_SK >= floor_S[:, None]).int().argmax(1).to(budgets_S.dtype) + 1

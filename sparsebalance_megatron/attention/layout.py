@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsebalance_megatron.attention.host_copy import copied_to
+
 _ALIGNED_ELEMENTS = 16
 """int64 elements in 128 bytes."""
 
@@ -53,7 +55,8 @@ class PackedLayout:
         number_N: a block's number in the sequence, 0 to N - 1.
         document_N, index_N: a block's document, and its number inside that document.
         start_N, length_N: a block's first token, and its tokens.
-        document_end_N: one past the last token of a block's document.
+        document_first_N, document_end_N: the first block of a block's document, and one past the
+            document's last token.
         first_block_S, blocks_S, tokens_S: a document's first block, its blocks and its tokens.
         block_T: a token's block.
         place_T: a token's place in a buffer of N blocks with B places each.
@@ -65,6 +68,7 @@ class PackedLayout:
     index_N: Tensor
     start_N: Tensor
     length_N: Tensor
+    document_first_N: Tensor
     document_end_N: Tensor
     first_block_S: Tensor
     blocks_S: Tensor
@@ -145,6 +149,7 @@ def packed_layout(
         "index_N": grid.index_N,
         "start_N": grid.start_N,
         "length_N": grid.length_N,
+        "document_first_N": grid.first_block_S[grid.document_N],
         "document_end_N": grid.boundaries[grid.document_N + 1],
         "first_block_S": grid.first_block_S,
         "blocks_S": grid.blocks_S,
@@ -267,16 +272,6 @@ class LayoutPair:
     def kv_block(self, *, by_token: bool) -> Tensor:
         """int64 [T] or [N]: the keys' block in which each query token lies, or each query block."""
         return self.own_block_N[self.query_layout.block_T] if by_token else self.own_block_N
-
-
-def copied_to(host: Tensor, device: torch.device | str) -> Tensor:
-    """A tensor of the host on ``device``, without a wait for what runs there.
-
-    CUDA copies from pageable memory while the host waits, so the tensor is pinned first.
-    """
-    if torch.device(device).type == "cuda":
-        host = host.pin_memory()
-    return host.to(device, non_blocking=True)
 
 
 def _arrays_to(arrays: Mapping[str, np.ndarray], device: torch.device | str) -> dict[str, Tensor]:

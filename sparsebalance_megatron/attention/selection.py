@@ -42,9 +42,9 @@ class Selection:
     block is read whole, unless it is the query's own block, which is read up to the query itself.
 
     Attributes:
-        indices_QCK: int32 numbers of blocks in the keys' sequence without repetition, all of the
-            query's training document. The own block, where it is listed, comes first, then past
-            blocks in any order; undefined past the list's end.
+        indices_QCK: int16 or int32 numbers of blocks in the keys' sequence without repetition, all
+            of the query's training document. The own block, where it is listed, comes first, then
+            past blocks in any order; undefined past the list's end.
         counts_QC: int32 lengths of the lists.
         by_token: whether tokens select (Q is T) or blocks of queries (Q is N). C is G, or H where
             every query head selects for itself.

@@ -171,10 +171,10 @@ def bytes_per_token(
     """What one layer keeps of a token, in bytes, by what it is.
 
     ``listing_heads``: lists per token: heads that select, over the block size where blocks do.
-    ``budget``: places of a list; a document with fewer blocks takes fewer.
+    ``budget``: places of a list, in 16 bits each; a document with fewer blocks takes fewer.
     """
     return {
         "output": float(heads * head_dim * itemsize),
         "log-sum-exp": 4.0 * heads,
-        "lists": 4.0 * listing_heads * (budget + 1),
+        "lists": listing_heads * (2.0 * budget + 4.0),
     }

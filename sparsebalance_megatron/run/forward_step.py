@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.megatron.hooks import (
     count_sequences,
@@ -91,10 +92,7 @@ class ForwardStep:
         if micro_batch.row is not None:
             for name in _ROW_KEYS:
                 row_T = torch.as_tensor(getattr(micro_batch.row, name))
-                if self._device.type == "cuda":
-                    # From pageable memory the copy would make the host wait.
-                    row_T = row_T.pin_memory()
-                batch[name] = row_T.to(self._device, non_blocking=True)[None]
+                batch[name] = copied_to(row_T, self._device)[None]
         batch["packed_seq_params"] = packed_params(
             context,
             max_seqlen_tokens=self._inputs.settings.seq_length,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
@@ -282,7 +283,9 @@ class Run:
     def _recompute_totals(self) -> Tensor | None:
         """Summed over this rank's micro-batches, without waiting for the device."""
         counts = [context.recompute for context in self.seen]
-        totals = [each.totals().to(self._device) for each in counts if each.again or each.changed]
+        found = [each.totals() for each in counts if each.again or each.changed]
+        # A micro-batch that kept nothing counts on the host.
+        totals = [copied_to(x, self._device) if x.device.type == "cpu" else x for x in found]
         return torch.stack(totals).sum(dim=0) if totals else None
 
     def _iteration(self, step: int) -> int:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.learn.measurement import (
     DIRECTIONS,
     CoverageTotals,
@@ -155,13 +156,13 @@ class StepReducer:
                 place = DIRECTIONS.index(span.direction), span.chunk, span.position
                 times_2VM[place] = span.ms + times_2VM[place].nan_to_num(0.0)
             part["schedule"][here] = times.schedule_ms
-            flat = self._on_device(host)
+            flat = copied_to(host, self._device)
             self._put(_views(flat, shapes), here, observed, loss_and_tokens, recompute)
         else:
-            flat = self._on_device(host)
+            flat = copied_to(host, self._device)
         own_O2 = torch.empty(0, 2, dtype=torch.float64, device=self._device)
         if observed.values_OC is not None:
-            own_O2 = observed.values_OC[:, [EXECUTED, GROWN]].to(self._device)
+            own_O2 = observed.values_OC[:, [EXECUTED, GROWN]]
         summed, own = self._sum(flat, own_O2.reshape(-1))
         return self._measurement(_views(summed, shapes)), own.reshape(-1, 2).numpy()
 
@@ -180,12 +181,6 @@ class StepReducer:
             "loss": (2,),
         }
 
-    def _on_device(self, host: torch.Tensor) -> torch.Tensor:
-        """A copy that the host does not wait for."""
-        if self._device.type == "cuda":
-            host = host.pin_memory()
-        return host.to(self._device, non_blocking=True)
-
     def _put(
         self,
         part: dict[str, torch.Tensor],
@@ -198,19 +193,19 @@ class StepReducer:
         if observed.values_OC is None:
             part["minima"][here].fill_(math.inf)
         else:
-            values_OC = observed.values_OC.to(self._device)
+            values_OC = observed.values_OC
             # One bad number of a document must not become the whole step's.
             broken_O = ~values_OC.isfinite().all(1)
             values_OC = values_OC.masked_fill(broken_O[:, None], 0.0)
-            group_O = self._on_device(torch.from_numpy(observed.group_O(self._buckets)))
+            group_O = copied_to(torch.from_numpy(observed.group_O(self._buckets)), self._device)
             part["coverage"].view(-1, self._columns).index_add_(0, group_O, values_OC)
             part["counts"].view(-1).index_add_(0, group_O, (~broken_O).double())
             part["unobserved"][:] = broken_O.sum()
             part["minima"][here] = values_OC[:, EXECUTED].masked_fill(broken_O, math.inf).min()
         if loss_and_tokens is not None:
-            part["loss"][:] = loss_and_tokens.to(self._device)
+            part["loss"][:] = loss_and_tokens
         if recompute is not None:
-            part["recompute"][:] = recompute.to(self._device)
+            part["recompute"][:] = recompute
 
     def _sum(self, flat: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The buffer summed over ranks, and what is this rank's own, on the host."""

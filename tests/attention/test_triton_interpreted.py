@@ -30,7 +30,8 @@ PER_PUSH = (
     "test_router_kernels.py::test_lists_and_mass_are_those_of_torch",
     "test_router_kernels.py::test_means_are_the_same",
     "test_router_kernels.py::test_ties_go_to_the_lower_block",
-    "test_token_kernels.py::test_chunks_parts_of_blocks_and_cut_lists_add_up",
+    "test_inverse_lists.py::test_readers_lie_by_block_and_tile",
+    "test_token_kernels.py::test_chunks_launches_and_cut_lists_add_up",
 )
 """They launch every kernel; the others are nightly."""
 

@@ -57,17 +57,11 @@ ON_HOPPER = [
     # Kernel, element, block size, head dim, least copies in flight, most spills.
     *((name, "bf16", 256, 128, 2, 0.06) for name in QUERY_BLOCK),
     *((name, "bf16", 256, 128, 2, 0.01) for name in WITH_COLUMNS),
-    *((name, "bf16", 256, 128, 0, 0.09 if "query_grad" in name else 0.03) for name in BY_TOKEN),
+    *((name, "bf16", 256, 128, 2, 0.06) for name in BY_TOKEN),
 ]
 NIGHTLY = [
     *((name, "fp16", 64, 96, 2, 0.06) for name in QUERY_BLOCK),
     *((name, "bf16", 128, 256, 2, 0.06) for name in QUERY_BLOCK),
-    # Where a block's keys and values leave room for three stages.
-    *(
-        ("token_forward", "bf16", 128, 128, 1, 1.0),
-        ("token_query_gradient", "bf16", 256, 64, 4, 1.0),
-    ),
-    ("token_key_gradient", "bf16", 256, 128, 4, 1.0),
 ]
 
 

@@ -45,8 +45,8 @@ def _past_blocks(
     """Past blocks, and columns where there are any."""
     own_NG, columns = own_listed_QC(selection), selection.columns
     # The own block comes first, and is left out.
-    shifted_NGK = pad(selection.indices_QCK[..., 1:], (0, 1), value=-1)
-    lists_NGK = torch.where(own_NG[..., None], shifted_NGK, selection.indices_QCK)
+    lists_NGK = selection.indices_QCK.int()
+    lists_NGK = torch.where(own_NG[..., None], pad(lists_NGK[..., 1:], (0, 1), value=-1), lists_NGK)
     counts_NG = selection.counts_QC - own_NG.to(selection.counts_QC.dtype)
 
     def part(lists_NGK: Tensor, counts_NG: Tensor, units: PackedLayout | None) -> GatheredLists:

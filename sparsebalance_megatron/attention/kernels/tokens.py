@@ -101,7 +101,7 @@ class _PastBlocks:
         self._heads = q_THD.shape[1] // selection.counts_QC.shape[1]
         self._q_THD, self._k_TGD, self._v_TGD = q_THD, k_TGD, v_TGD
         self._softmax_scale = softmax_scale
-        lists_QCK, blocks = selection.indices_QCK, self._layout.blocks
+        lists_QCK, blocks = selection.indices_QCK.int(), self._layout.blocks
         place_K = torch.arange(lists_QCK.shape[2], device=lists_QCK.device)
         absent_QCK = place_K >= selection.counts_QC[..., None]
         absent_QCK[..., 0] |= own_listed_QC(selection)

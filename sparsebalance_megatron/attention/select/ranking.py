@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsebalance_megatron.attention.coverage import curves_of_mass
 from sparsebalance_megatron.attention.layout import LayoutPair
 from sparsebalance_megatron.attention.select.columns import column_blocks, cut_columns
-from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,7 +25,8 @@ class Ranking:
     Attributes:
         layouts: where queries and keys lie.
         by_token: whether tokens select (Q is T) or blocks of queries (Q is N).
-        indices_QCK: int32 numbers of blocks in the keys' sequence, -1 past the visible ones.
+        indices_QCK: int16 or int32 numbers of blocks in the keys' sequence, -1 past the visible
+            ones.
         columns_NGX: where budgets buy columns too (:mod:`.columns`), int32 numbers of tokens in the
             keys' sequence, the best first, -1 past the visible ones; else None.
         mass_SK: float64; in column k - 1 the mass that budget k reads beyond budget k - 1, summed
@@ -33,6 +34,7 @@ class Ranking:
             1; for every k up to the most blocks of a document. NaN throughout for a document with
             mass that is not finite. Parts of ranks that share a sequence add up. None where nobody
             observes.
+        in_triton: whether coverage and the cut are computed by Triton kernels too.
     """
 
     layouts: LayoutPair
@@ -40,6 +42,7 @@ class Ranking:
     indices_QCK: Tensor
     columns_NGX: Tensor | None = None
     mass_SK: Tensor | None
+    in_triton: bool = False
 
     def cut(self, budgets_S: Tensor) -> Selection:
         """Take what the documents' budgets allow, and there is.
@@ -59,6 +62,28 @@ class Ranking:
                 f"each of the {kv_layout.documents} documents"
             )
         _, heads, width = self.indices_QCK.shape
+        columns = None
+        if self.in_triton:
+            from sparsebalance_megatron.attention.select.ranking_kernels import counts_of_budgets
+
+            counts_QC = counts_of_budgets(
+                self.layouts, budgets_S, by_token=self.by_token, heads=heads, width=width
+            )
+        else:
+            counts_QC, columns = self._cut(budgets_S)
+        return Selection(
+            indices_QCK=self.indices_QCK,
+            counts_QC=counts_QC,
+            by_token=self.by_token,
+            query_layout=self.layouts.query_layout,
+            kv_layout=kv_layout,
+            own_block_N=self.layouts.own_block_N,
+            columns=columns,
+        )
+
+    def _cut(self, budgets_S: Tensor) -> tuple[Tensor, ColumnLists | None]:
+        """Lengths of the lists of blocks, and lists of columns where budgets buy them."""
+        kv_layout, (_, heads, width) = self.layouts.kv_layout, self.indices_QCK.shape
         block_Q = self.layouts.kv_block(by_token=self.by_token)
         budget_Q = budgets_S.clamp(1, width)[kv_layout.document_N[block_Q]]
         visible_Q = kv_layout.index_N[block_Q] + 1
@@ -69,15 +94,7 @@ class Ranking:
             columns = cut_columns(
                 self.layouts, self.indices_QCK, self.columns_NGX, counts_Q, columns_N
             )
-        return Selection(
-            indices_QCK=self.indices_QCK,
-            counts_QC=counts_Q.int()[:, None].expand(-1, heads).contiguous(),
-            by_token=self.by_token,
-            query_layout=self.layouts.query_layout,
-            kv_layout=kv_layout,
-            own_block_N=self.layouts.own_block_N,
-            columns=columns,
-        )
+        return counts_Q.int()[:, None].expand(-1, heads).contiguous(), columns
 
 
 class RankingSelector:
@@ -93,6 +110,12 @@ class RankingSelector:
         if ranking.mass_SK is None:
             raise ValueError("coverage: the ranking holds no mass: rank with observe=True")
         heads = ranking.indices_QCK.shape[1]
+        if ranking.in_triton:
+            from sparsebalance_megatron.attention.select import ranking_kernels
+
+            return ranking_kernels.curves_of_mass(
+                ranking.mass_SK, ranking.layouts.kv_layout, selecting_heads=heads
+            )
         return curves_of_mass(ranking.mass_SK, ranking.layouts.kv_layout, selecting_heads=heads)
 
     @torch.no_grad()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of a few rows at a time, ranked in torch or by a Triton kernel.
+"""Scores of a few rows at a time, ranked in torch; or all rows, by Triton kernels.
 
 What is kept is the lists alone, and a sum per document.
 
@@ -26,9 +26,7 @@ from sparsebalance_megatron.config import Router
 SCORES_AT_ONCE = 1 << 18
 """Scores computed at once: 1 MiB in float32, about a core's second-level cache."""
 _CUDA_FACTOR = 2
-KERNEL_SCORES_AT_ONCE = 1 << 23
-"""Scores computed at once for the kernel: 32 MiB, within an H100's second-level cache. Queries are
-widened as many elements at once."""
+_MOST_BLOCKS_IN_16_BITS = torch.iinfo(torch.int16).max
 _UNREADABLE_FRACTION = 4
 """Part of a chunk's scores that may belong to blocks which their rows cannot read."""
 
@@ -46,8 +44,8 @@ def rank_in_chunks(
 ) -> tuple[Tensor, Tensor | None]:
     """indices_QCK of ``places`` places and mass_SK of :class:`..ranking.Ranking`.
 
-    Both routers rank the scores of one product: where its bits are the same, lists are the same,
-    and mass to float32 rounding.
+    Where the bits of scores are the same, both routers give the same lists, and mass to float32
+    rounding. Lists are int16 where that numbers all blocks, else int32.
 
     Args:
         queries_QCED: a row asks with the mean over E.
@@ -58,29 +56,27 @@ def rank_in_chunks(
     Raises:
         ValueError: ``router`` is "triton", and it does not serve.
     """
-    _, heads, group, head_dim = queries_QCED.shape
-    kv_layout, device = layouts.kv_layout, keys_NGD.device
-    if ranks_in_triton(router, device, layouts, softmax_scale=softmax_scale):
-        from sparsebalance_megatron.attention.select.row_ranking_kernel import KernelRowRanker
-
-        ranker: RowRanker | KernelRowRanker = KernelRowRanker(
-            layouts, softmax_scale=softmax_scale, observe=observe
-        )
-        elements = KERNEL_SCORES_AT_ONCE
-        most_rows: int | None = max(1, elements // (heads * group * head_dim))
-    else:
-        ranker = RowRanker(softmax_scale=softmax_scale, observe=observe)
-        elements = SCORES_AT_ONCE * (_CUDA_FACTOR if device.type == "cuda" else 1)
-        most_rows = None
+    heads, kv_layout, device = queries_QCED.shape[1], layouts.kv_layout, keys_NGD.device
     own_Q = layouts.kv_block(by_token=by_token)
-    first_Q = kv_layout.first_block_S[kv_layout.document_N[own_Q]]
-    indices_QCK = torch.empty(len(own_Q), heads, places, dtype=torch.int32, device=device)
+    # Lists are kept until the backward pass.
+    dtype = torch.int16 if kv_layout.blocks <= _MOST_BLOCKS_IN_16_BITS else torch.int32
+    indices_QCK = torch.empty(len(own_Q), heads, places, dtype=dtype, device=device)
+    if ranks_in_triton(router, device, layouts, softmax_scale=softmax_scale):
+        from sparsebalance_megatron.attention.select.row_ranking_kernel import rank_rows
+
+        return indices_QCK, rank_rows(
+            *(queries_QCED, keys_NGD, layouts, indices_QCK),
+            by_token=by_token,
+            softmax_scale=softmax_scale,
+            observe=observe,
+        )
+    ranker = RowRanker(softmax_scale=softmax_scale, observe=observe)
+    elements = SCORES_AT_ONCE * (_CUDA_FACTOR if device.type == "cuda" else 1)
+    first_Q = kv_layout.document_first_N[own_Q]
     mass = DocumentMass(layouts, by_token=by_token) if observe else None
     keys_CND = keys_NGD.float().transpose(0, 1)
     keys_CND = keys_CND.repeat_interleave(heads // len(keys_CND), dim=0)
-    for chunk in chunks(
-        layouts, by_token=by_token, heads=heads, elements=elements, most_rows=most_rows
-    ):
+    for chunk in chunks(layouts, by_token=by_token, heads=heads, elements=elements):
         lists_YCK = indices_QCK[chunk.rows]
         seen = ranker.rank_(
             _scores(queries_QCED[chunk.rows], keys_CND[:, chunk.blocks]),
@@ -116,12 +112,8 @@ class Chunk:
     documents: slice
 
 
-def chunks(
-    pair: LayoutPair, *, by_token: bool, heads: int, elements: int, most_rows: int | None = None
-) -> Iterator[Chunk]:
+def chunks(pair: LayoutPair, *, by_token: bool, heads: int, elements: int) -> Iterator[Chunk]:
     """Cut the rows such that rows x heads x columns stay within ``elements``, or a row is alone.
-
-    ``most_rows`` bounds the rows of a chunk besides.
 
     A row may read the blocks of its own document up to its own block. What a chunk's product
     computes beyond that is at most a quarter of ``elements``, besides what one block needs.
@@ -141,14 +133,12 @@ def chunks(
             rows = int(bounds[block + 1] - bounds[begin])
             computed = rows * heads * (wider_high - wider_low)
             beyond = computed - int(needed[block]) + done
-            fits = computed <= elements and (most_rows is None or rows <= most_rows)
-            if fits and beyond <= elements // _UNREADABLE_FRACTION:
+            if computed <= elements and beyond <= elements // _UNREADABLE_FRACTION:
                 low, high = wider_low, wider_high
                 continue
         documents = document_N[begin:block]
         last_row = int(bounds[block])
         at_once = max(1, elements // (heads * (high - low)))
-        at_once = at_once if most_rows is None else min(at_once, most_rows)
         for row in range(int(bounds[begin]), last_row, at_once):
             yield Chunk(
                 rows=slice(row, min(row + at_once, last_row)),

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout, copied_to
+from sparsebalance_megatron.attention.host_copy import copied_to
+from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
 from sparsebalance_megatron.attention.precision import undisturbed
 from sparsebalance_megatron.attention.select.columns import (
     best_outside,

@@ -161,7 +161,7 @@ def held_by(member: int, selection: Selection, sequence: SequenceSlice) -> Selec
     """
     layout = sequence.member_layouts[member]
     indices_QCK, counts_QC = _held(
-        *(selection.indices_QCK, selection.counts_QC, sequence.local_block_WX[member]),
+        *(selection.indices_QCK.int(), selection.counts_QC, sequence.local_block_WX[member]),
         most=layout.max_blocks,
     )
     columns = selection.columns

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.attention.layout import (
     BlockGrid,
     PackedLayout,
     block_grid,
-    copied_to,
     packed_layout,
 )
 from sparsebalance_megatron.attention.selection import Selection

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import warnings
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,7 +20,6 @@ from sparsebalance_megatron.attention.select.router_choice import (
     means_in_triton,
     ranks_in_triton,
 )
-from sparsebalance_megatron.attention.select.streaming import chunks
 from sparsebalance_megatron.config import ConfigError, Router
 from sparsebalance_megatron.selector_registry import BUILT_IN
 
@@ -89,13 +87,3 @@ def test_selectors_are_told_who_computes(name: str, router: Router) -> None:
         return
     with pytest.raises(ConfigError, match=f"--sparse-balance-router {router}: selection {name}"):
         selector_named(name, router)
-
-
-@pytest.mark.parametrize("by_token", [False, True])
-@pytest.mark.parametrize("most_rows", [1, 3, 7, 100])
-def test_chunks_bound_their_rows(most_rows: int, by_token: bool) -> None:
-    rows = LayoutPair.within(packed_layout([0, 3, 40, 47], 4, "cpu"))
-    found = list(chunks(rows, by_token=by_token, heads=2, elements=1000, most_rows=most_rows))
-    every = np.concatenate([np.arange(chunk.rows.start, chunk.rows.stop) for chunk in found])
-    assert every.tolist() == list(range(47 if by_token else rows.query_layout.blocks))
-    assert max(chunk.rows.stop - chunk.rows.start for chunk in found) <= most_rows

@@ -133,7 +133,7 @@ def test_parts_of_lists_hold_what_members_hold(
     )
     # Past a list's end anything may lie.
     past = torch.arange(case.selection.indices_QCK.shape[2]) >= case.selection.counts_QC[..., None]
-    case.selection.indices_QCK[past] = torch.iinfo(torch.int32).min
+    case.selection.indices_QCK[past] = torch.iinfo(case.selection.indices_QCK.dtype).min
     for member, held in enumerate(slices):
         local = local_selection(case.selection, held)
         rows = held.tokens_T if local.by_token else held.own_block_N

@@ -36,9 +36,7 @@ KERNELS = (
     device_functions._add_parts_kernel,
     column_gradient_kernels._column_gradient_kernel,
     column_gradient_kernels._column_sum_kernel,
-    token_query_kernels._stream_kernel,
-    token_query_kernels._merge_kernel,
-    token_query_kernels._sum_kernel,
+    token_query_kernels._reader_kernel,
     token_key_kernel._delta_kernel,
     token_key_kernel._token_key_kernel,
 )

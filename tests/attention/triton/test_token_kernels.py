@@ -21,9 +21,9 @@ from sparsebalance_megatron.attention.kernels import triton as implementation
 triton = pytest.importorskip("triton")
 from sparsebalance_megatron.attention.kernels.triton import (  # noqa: E402
     device_functions,
+    index,
     token_key_kernel,
     token_query_kernels,
-    token_work,
 )
 from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, Tiles  # noqa: E402
 
@@ -39,11 +39,10 @@ def _case(cu_seqlens: list[int], budgets: list[int], block: int = 16, **settings
 
 
 def _use_tiles(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None:
-    """A program keeps one tile of columns."""
-    tile = Tile(rows=rows, columns=columns, warps=4, stages=1, resident_bytes=1)
+    tile = Tile(rows=rows, columns=columns, warps=4, stages=1)
     tiles = Tiles(forward=tile, query_gradient=tile, key_gradient=tile)
     for module in (token_query_kernels, token_key_kernel):
-        monkeypatch.setattr(module, "token_tiles_for", lambda *_: tiles)
+        monkeypatch.setattr(module, "tiles_for", lambda *_: tiles)
 
 
 def _popular(case: Case, block: int) -> Case:
@@ -56,56 +55,39 @@ def _popular(case: Case, block: int) -> Case:
     return with_lists(case, indices_TCK, case.selection.counts_QC)
 
 
-@pytest.mark.parametrize(
-    ("granularity", "sorted_entries", "batches"),
-    [(BY_KV_HEAD, 1 << 23, 1), (BY_QUERY_HEAD, 1 << 23, 1), (BY_QUERY_HEAD, 400, 2),
-     (BY_QUERY_HEAD, 1, 4)],
-)  # fmt: skip
-def test_chunks_parts_of_blocks_and_cut_lists_add_up(
-    granularity: str, sorted_entries: int, batches: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("granularity", [BY_KV_HEAD, BY_QUERY_HEAD])
+def test_chunks_launches_and_cut_lists_add_up(
+    granularity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Partial results of 20 tokens, keys of half a block, a block that all tokens read, and lists
-    of all heads at once, of a KV head, and of a head."""
-    _use_tiles(monkeypatch, rows=32, columns=16)
-    monkeypatch.setattr(token_work, "TILES_PER_ITEM", 1)
-    heads = 2 if granularity == BY_KV_HEAD else 1
-    monkeypatch.setattr(token_work, "PARTIAL_BYTES", 20 * 2 * 2 * heads * 17 * 4)
-    monkeypatch.setattr(token_work, "SORTED_ENTRIES", sorted_entries)
-    case = _case([0, 100], [2], 32, heads=4, kv_heads=2, granularity=granularity)
-    case = _popular(case, 0)
-    work: list[token_work.TokenWork] = []
-    cut: list[int] = []
-    work_of, invert = token_work.TokenWork.of, token_key_kernel.inverse_lists
+    """Programs of 32 rows in launches of three, keys of half a block, a block that all read."""
+    _use_tiles(monkeypatch, rows=16, columns=16)
+    monkeypatch.setattr(index, "FEWEST_TILE_READERS", 8)
+    monkeypatch.setattr(token_query_kernels, "WANTED_PROGRAMS", 1000)
+    monkeypatch.setattr(token_query_kernels, "PARTIAL_BYTES", 3 * 32 * 18 * 4)
+    monkeypatch.setattr(device_functions, "PART_BYTES", 8 << 13)
+    case = _popular(_case([0, 100], [2], 32, heads=4, kv_heads=2, granularity=granularity), 0)
+    chunks: list[token_query_kernels.Chunks] = []
+    parts: list[int] = []
+    chunks_of, invert = token_query_kernels.Chunks.of, device_functions.inverse_lists
 
     def chunked(*args, **kwargs):
-        work.append(work_of(*args, **kwargs))
-        return work[-1]
+        chunks.append(chunks_of(*args, **kwargs))
+        return chunks[-1]
 
     def inverse(*args, **kwargs):
         found = invert(*args, **kwargs)
-        cut.append(int(found.parts_FO.max()))
+        parts.append(int(found.parts_U[: 2 * 4].max()))
         return found
 
-    monkeypatch.setattr(token_work.TokenWork, "of", chunked)
-    monkeypatch.setattr(token_key_kernel, "inverse_lists", inverse)
+    monkeypatch.setattr(token_query_kernels.Chunks, "of", chunked)
+    monkeypatch.setattr(device_functions, "inverse_lists", inverse)
     assert_right(case)
-    assert len(work) == 2 * batches
-    assert {(found.entries.chunks, found.chunk_units) for found in work} == {(5, 1)}
-    assert min(cut) > 1
-
-
-@pytest.mark.parametrize("units", [1, 3, 4])
-def test_launches_of_some_heads_add_up(units: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each computes the partial results of one, three or all heads, and dk and dv of some."""
-    monkeypatch.setattr(token_work, "PARTIAL_BYTES", units * 50 * 2 * 17 * 4)
-    monkeypatch.setattr(token_key_kernel, "PARTIAL_BYTES", units << 12)
-    monkeypatch.setattr(device_functions, "WANTED_PROGRAMS", 1000)
-    case = _case([0, 50], [2], heads=4, kv_heads=2, granularity=BY_QUERY_HEAD)
-    assert_right(_popular(case, 0))
+    assert {(x.rows, x.at_once, x.programs) for x in chunks} == {(32, 3, 14)}
+    assert len(chunks) == 2 and min(parts) > 1
 
 
 def test_a_group_larger_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its heads are computed in slices, whose gradients of keys add up."""
+    """Its heads lie in two tiles."""
     _use_tiles(monkeypatch, rows=16, columns=16)
     assert_right(_case([0, 20], [2], heads=32))
 
@@ -123,5 +105,5 @@ def test_rows_too_many_for_31_bits_are_refused() -> None:
     lists_TCK = torch.empty(20, 1, 1 << 27, dtype=torch.int32, device="meta")
     selection = dataclasses.replace(case.selection, indices_QCK=lists_TCK)
     q_THD = case.q_THD.to(DEVICE)
-    assert "too few for 20 tokens" in str(implementation.obstacle(q_THD, selection))
+    assert "too few for 20 rows" in str(implementation.obstacle(q_THD, selection))
     assert implementation.obstacle(q_THD, case.selection) is None

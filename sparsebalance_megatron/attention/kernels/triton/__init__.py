@@ -74,11 +74,11 @@ def obstacle(q_THD: Tensor, selection: Selection) -> str | None:
         return f'needs blocks of 16 tokens or more, a power of two, not {block_size}: use "{other}"'
     if head_dim > 256:
         return f'serves head dims up to 256, not {head_dim}: use "{other}"'
-    tokens, width = selection.selecting_rows, selection.indices_QCK.shape[2]
-    if selection.by_token and tokens << (width - 1).bit_length() >= 1 << 31:
+    rows, heads, width = selection.indices_QCK.shape
+    if rows * heads * width >= 1 << 31:
         return (
-            f"numbers the entries of one head's lists with 31 bits, too few for {tokens} tokens "
-            f'with lists of {width} places: lower the largest budget, or use "tokens"'
+            f"numbers the entries of all lists with 31 bits, too few for {rows} rows and {heads} "
+            f'heads with lists of {width} places: lower the largest budget, or use "{other}"'
         )
     return None
 

@@ -11,24 +11,23 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebalance_megatron.attention.kernels.triton.index import InverseLists
+from sparsebalance_megatron.attention.kernels.triton.index import InverseLists, inverse_lists
 from sparsebalance_megatron.attention.kernels.triton.tiles import Tile
 from sparsebalance_megatron.attention.layout import PackedLayout
+from sparsebalance_megatron.attention.selection import Selection
 
 WANTED_PROGRAMS = 512
 """Programs that fill a device of 132 multiprocessors a few times over."""
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
+PART_BYTES = 512 << 20
+"""Most bytes of the results of items of cut lists."""
 _LARGEST_ROW_STRIDE = 1 << 23
-
-
-def wanted_items(column_tiles: int) -> int:
-    """Items of inverse lists that fill a device, each of which ``column_tiles`` programs share."""
-    return -(-WANTED_PROGRAMS // column_tiles)
 
 
 def with_dense_rows(x: Tensor) -> Tensor:
@@ -150,64 +149,52 @@ def query_block_step(q, dout, statistics, k_CD, v_CD, slot_C, dk_CD, dv_CD,
 
 @triton.jit
 def store_key_gradients(
-    dk, dv, parts, dk_CD, dv_CD, token_C, slot_C, valid_C, kv_head, kv_heads, part, cut,
-    ACCUMULATE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    dk, dv, parts, dk_CD, dv_CD, token_C, slot_C, valid_C, kv_head, kv_heads, part,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Store or add dk and dv of [T, KV heads, D]; those of an item of a cut list go to its part."""
+    """Store dk and dv of [T, KV heads, D]; those of an item of a cut list go to its part."""
     dim_D = tl.arange(0, BLOCK_D)
     stored_CD = valid_C[:, None] & (dim_D < HEAD_DIM)[None, :]
-    if cut:
+    if part >= 0:
         row_C = part.to(tl.int64) * (2 * BLOCK_SIZE) + slot_C
         place_CD = row_C[:, None] * HEAD_DIM + dim_D[None, :]
         tl.store(parts + place_CD, dk_CD, mask=stored_CD)
         tl.store(parts + place_CD + BLOCK_SIZE * HEAD_DIM, dv_CD, mask=stored_CD)
     else:
         place_CD = (token_C * kv_heads + kv_head)[:, None] * HEAD_DIM + dim_D[None, :]
-        if ACCUMULATE:
-            dk_CD += tl.load(dk + place_CD, mask=stored_CD, other=0.0)
-            dv_CD += tl.load(dv + place_CD, mask=stored_CD, other=0.0)
         tl.store(dk + place_CD, dk_CD.to(dk.dtype.element_ty), mask=stored_CD)
         tl.store(dv + place_CD, dv_CD.to(dv.dtype.element_ty), mask=stored_CD)
 
 
-def add_parts(
-    lists: InverseLists,
-    parts_I2BD: Tensor,
-    dk_TGD: Tensor,
-    dv_TGD: Tensor,
-    layout: PackedLayout,
-    *,
-    first_group: int = 0,
-    group_step: int = 1,
-    first_kv_head: int = 0,
-    groups: int = 1,
-    accumulate: bool = False,
-) -> None:
-    """Second pass over lists that were cut: store the sums of their parts, or add them.
+def lists_for(
+    selection: Selection, kv_heads: int, head_dim: int, column_tiles: int
+) -> InverseLists:
+    """Inverse lists whose items fill a device, each shared by ``column_tiles`` programs."""
+    part_bytes = 8 * selection.kv_layout.block_size * head_dim
+    return inverse_lists(
+        selection,
+        kv_heads,
+        wanted_items=-(-WANTED_PROGRAMS // column_tiles),
+        most_cut_items=PART_BYTES // part_bytes,
+    )
 
-    The lists are those of every ``group_step``-th group from the first on; each group's belong to
-    the next KV head, and so do its parts. Those of a single group may go on with other KV heads.
-    """
-    if not lists.cut_lists:
+
+def parts_of(lists: InverseLists, dk_TGD: Tensor, layout: PackedLayout) -> Tensor:
+    """Uninitialised results of the items of cut lists, parts_I2BD."""
+    shape = lists.cut_items, 2, layout.block_size, dk_TGD.shape[2]
+    return torch.empty(shape, dtype=torch.float32, device=dk_TGD.device)
+
+
+def add_parts(
+    lists: InverseLists, parts_I2BD: Tensor, dk_TGD: Tensor, dv_TGD: Tensor, layout: PackedLayout
+) -> None:
+    """Second pass over lists that were cut: store the sums of their parts."""
+    if not lists.cut_items:
         return
-    head_dim, rows = dk_TGD.shape[2], min(32, layout.block_size)
-    _add_parts_kernel[lists.cut_lists, layout.block_size // rows, groups](
-        parts_I2BD,
-        dk_TGD,
-        dv_TGD,
-        lists.order_FO,
-        lists.parts_FO,
-        lists.first_item_FO,
-        layout.start_N,
-        first_group,
-        group_step,
-        first_kv_head,
-        lists.order_FO.shape[1],
-        lists.cut_items,
-        layout.blocks,
-        dk_TGD.shape[1],
-        ACCUMULATE=accumulate,
+    (_, kv_heads, head_dim), rows = dk_TGD.shape, min(32, layout.block_size)
+    _add_parts_kernel[kv_heads * layout.blocks, layout.block_size // rows](
+        *(parts_I2BD, dk_TGD, dv_TGD, lists.parts_U, lists.first_slot_U, layout.start_N),
+        *(layout.blocks, kv_heads),
         HEAD_DIM=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=layout.block_size,
@@ -216,26 +203,17 @@ def add_parts(
     )
 
 
-@triton.jit(
-    do_not_specialize=[
-        "first_group", "group_step", "first_kv_head", "lists", "cut_items", "blocks", "kv_heads"
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["blocks", "kv_heads"])
 def _add_parts_kernel(
-    parts, dk, dv, order, part_counts, first_items, starts, first_group, group_step,
-    first_kv_head, lists, cut_items, blocks, kv_heads,
-    ACCUMULATE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
+    parts, dk, dv, part_counts, first_slots, starts, blocks, kv_heads,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Blocks of cut lists have later readers, hence are full."""
-    group = tl.program_id(2)
-    position = (first_group + group * group_step).to(tl.int64) * lists + tl.program_id(0)
-    count = tl.load(part_counts + position)
+    inverse_list = tl.program_id(0)
+    count = tl.load(part_counts + inverse_list)
     if count <= 1:
         return
-    inverse_list = tl.load(order + position)
-    first_part = group.to(tl.int64) * cut_items + tl.load(first_items + position)
-    kv_head = first_kv_head + group + inverse_list // blocks
+    first_part = tl.load(first_slots + inverse_list).to(tl.int64)
     slot_C = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     dim_D = tl.arange(0, BLOCK_D)
     inside_CD = (slot_C >= 0)[:, None] & (dim_D < HEAD_DIM)[None, :]
@@ -247,9 +225,6 @@ def _add_parts_kernel(
         dk_CD += tl.load(parts + place_CD, mask=inside_CD, other=0.0)
         dv_CD += tl.load(parts + place_CD + BLOCK_SIZE * HEAD_DIM, mask=inside_CD, other=0.0)
     token_C = tl.load(starts + inverse_list % blocks) + slot_C
-    place_CD = (token_C * kv_heads + kv_head)[:, None] * HEAD_DIM + dim_D[None, :]
-    if ACCUMULATE:
-        dk_CD += tl.load(dk + place_CD, mask=inside_CD, other=0.0)
-        dv_CD += tl.load(dv + place_CD, mask=inside_CD, other=0.0)
+    place_CD = (token_C * kv_heads + inverse_list // blocks)[:, None] * HEAD_DIM + dim_D[None, :]
     tl.store(dk + place_CD, dk_CD.to(dk.dtype.element_ty), mask=inside_CD)
     tl.store(dv + place_CD, dv_CD.to(dv.dtype.element_ty), mask=inside_CD)

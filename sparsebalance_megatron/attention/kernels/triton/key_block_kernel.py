@@ -29,15 +29,15 @@ from sparsebalance_megatron.attention.kernels.triton.device_functions import (
     add_parts,
     block_extent,
     entry_at,
+    lists_for,
     load_rows,
+    parts_of,
     query_block_step,
     row_strides,
     store_key_gradients,
     tile_constants,
-    wanted_items,
     with_dense_rows,
 )
-from sparsebalance_megatron.attention.kernels.triton.index import inverse_lists
 from sparsebalance_megatron.attention.kernels.triton.query_block_kernel import (
     listed_columns,
     query_gradient,
@@ -75,13 +75,11 @@ def _key_gradient(
     tile = tiles_for(head_dim, q_THD.element_size(), capability_of(q_THD.device)).key_gradient
     constants = tile_constants(q_THD, layout.block_size, min(tile.rows, layout.block_size), tile)
     column_tiles = layout.block_size // constants["TILE_COLUMNS"]
-    lists = inverse_lists(selection, wanted_items=wanted_items(column_tiles))
+    lists = lists_for(selection, kv_heads, head_dim, column_tiles)
     dk_TGD = torch.empty(k_TGD.shape, dtype=dtype, device=k_TGD.device)
     dv_TGD = torch.empty_like(dk_TGD)
-    parts_I2BD = torch.empty(
-        lists.cut_items, 2, layout.block_size, head_dim, dtype=torch.float32, device=k_TGD.device
-    )
-    _key_block_kernel[(lists.item_list_FI.shape[1] * column_tiles,)](
+    parts_I2BD = parts_of(lists, k_TGD, layout)
+    _key_block_kernel[(len(lists.item_list_I) * column_tiles,)](
         q_THD,
         k_TGD,
         v_TGD,
@@ -90,11 +88,11 @@ def _key_gradient(
         dk_TGD,
         dv_TGD,
         parts_I2BD,
-        lists.entries.offsets_U,
-        lists.entries.queries_E,
-        lists.item_list_FI,
-        lists.item_part_FI,
-        lists.item_parts_FI,
+        lists.entries.bounds_J,
+        lists.entries.readers_E,
+        lists.item_list_I,
+        lists.item_part_I,
+        lists.item_slot_I,
         selection.own_block_N,
         query_layout.start_N,
         query_layout.document_end_N,
@@ -105,6 +103,7 @@ def _key_gradient(
         query_layout.blocks,
         layout.blocks,
         lists.entries_per_item,
+        lists.entries.tiles,
         KV_HEADS=kv_heads,
         GROUP=q_THD.shape[1] // kv_heads,
         **constants,
@@ -113,12 +112,13 @@ def _key_gradient(
     return dk_TGD, dv_TGD
 
 
-@triton.jit(do_not_specialize=["query_blocks", "kv_blocks", "entries_per_item"])
+@triton.jit(do_not_specialize=["query_blocks", "kv_blocks", "entries_per_item", "tiles"])
 def _key_block_kernel(
-    q, k, v, dout, statistics, dk, dv, parts, offsets, queries, item_list, item_part, item_parts,
+    q, k, v, dout, statistics, dk, dv, parts, bounds, queries, item_list, item_part, item_slot,
     own_blocks, query_starts, query_ends, kv_starts, kv_ends,
     q_stride_T, q_stride_H, k_stride_T, k_stride_G, v_stride_T, v_stride_G,
     dout_stride_T, dout_stride_H, softmax_scale, query_blocks, kv_blocks, entries_per_item,
+    tiles,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -140,8 +140,9 @@ def _key_block_kernel(
         return
 
     score_scale = softmax_scale * LOG2_E
-    begin = tl.load(offsets + inverse_list) + tl.load(item_part + item) * entries_per_item
-    stop = tl.minimum(begin + entries_per_item, tl.load(offsets + inverse_list + 1))
+    bounds += inverse_list.to(tl.int64) * tiles
+    begin = tl.load(bounds) + tl.load(item_part + item) * entries_per_item
+    stop = tl.minimum(begin + entries_per_item, tl.load(bounds + tiles))
     # Readers rise, and none comes before the block: its own queries are the first, if they read it.
     # They lie on one grid, so the starts of the others need no look-up; all but the last are full.
     readers = queries + begin
@@ -188,5 +189,5 @@ def _key_block_kernel(
         )  # fmt: skip
 
     store_key_gradients(dk, dv, parts, dk_CD * softmax_scale, dv_CD, token_C, slot_C, valid_C,
-                        kv_head, KV_HEADS, item, tl.load(item_parts + item) > 1, False, HEAD_DIM,
-                        BLOCK_D, BLOCK_SIZE)  # fmt: skip
+                        kv_head, KV_HEADS, tl.load(item_slot + item), HEAD_DIM, BLOCK_D,
+                        BLOCK_SIZE)  # fmt: skip

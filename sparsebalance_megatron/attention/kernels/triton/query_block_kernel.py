@@ -130,7 +130,7 @@ def _column_tokens(entries, place_C, count):
 
 
 @triton.jit
-def _take_in(q_YD, dout_YD, k_CD, v_CD, visible_YC, peak_Y, total_Y, result_YD, score_scale,
+def take_in(q_YD, dout_YD, k_CD, v_CD, visible_YC, peak_Y, total_Y, result_YD, score_scale,
              MASKED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Take one tile of keys in: out and its peak and total so far, scores in units of log2; or,
     with dout, dq, of which peak is the LSE and total the delta."""
@@ -225,7 +225,7 @@ def _query_block_kernel(
                          HEAD_DIM, BLOCK_D)  # fmt: skip
         v_CD = load_rows(v + first * v_stride_T, v_stride_T, column_C, column_C >= 0, False,
                          HEAD_DIM, BLOCK_D)  # fmt: skip
-        peak_Y, total_Y, result_YD = _take_in(q_YD, dout_YD, k_CD, v_CD, True, peak_Y, total_Y,
+        peak_Y, total_Y, result_YD = take_in(q_YD, dout_YD, k_CD, v_CD, True, peak_Y, total_Y,
                                               result_YD, score_scale, False, PRECISION)  # fmt: skip
 
     if columns is not None:
@@ -239,7 +239,7 @@ def _query_block_kernel(
             valid_C = place_C < column_count
             k_CD = load_rows(k, k_stride_T, token_C, valid_C, True, HEAD_DIM, BLOCK_D)
             v_CD = load_rows(v, v_stride_T, token_C, valid_C, True, HEAD_DIM, BLOCK_D)
-            peak_Y, total_Y, result_YD = _take_in(
+            peak_Y, total_Y, result_YD = take_in(
                 q_YD, dout_YD, k_CD, v_CD, valid_C[None, :], peak_Y, total_Y, result_YD,
                 score_scale, True, PRECISION,
             )  # fmt: skip
@@ -251,7 +251,7 @@ def _query_block_kernel(
         k_CD = load_rows(k, k_stride_T, token_C, slot_C < length, True, HEAD_DIM, BLOCK_D)
         v_CD = load_rows(v, v_stride_T, token_C, slot_C < length, True, HEAD_DIM, BLOCK_D)
         visible_YC = slot_C[None, :] <= slot_Y[:, None]
-        peak_Y, total_Y, result_YD = _take_in(
+        peak_Y, total_Y, result_YD = take_in(
             q_YD, dout_YD, k_CD, v_CD, visible_YC, peak_Y, total_Y, result_YD, score_scale, True,
             PRECISION,
         )  # fmt: skip

@@ -34,16 +34,12 @@ class Tile:
     """Shape of a kernel's inner product and how it is compiled.
 
     ``rows``: queries of one tile; ``columns``: keys of one tile. Both shrink to fit a block.
-    ``resident_bytes``: of kernels for selections by token, what the keys and values that a program
-    keeps may take, beyond the first tile of columns. The more it keeps, the fewer results an entry
-    has; at head dim 128 they are most of what these kernels move.
     """
 
     rows: int
     columns: int
     warps: int
     stages: int
-    resident_bytes: int = 128 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,45 +100,6 @@ _BLACKWELL = replace(
     ),
 )
 
-# For selections by token: rows are gathered queries, columns keys that stay on the chip. Stages are
-# those of a tile that leaves them room (``token_work.fitted_stages``).
-_TOKEN_UP_TO_128 = Tiles(
-    forward=Tile(rows=128, columns=256, warps=8, stages=3),
-    query_gradient=Tile(rows=128, columns=128, warps=8, stages=3),
-    key_gradient=Tile(rows=64, columns=128, warps=8, stages=3),
-)
-_TOKEN_HOPPER = _Shapes(
-    up_to_64=_TOKEN_UP_TO_128,
-    up_to_128=_TOKEN_UP_TO_128,
-    up_to_256=Tiles(
-        forward=Tile(rows=128, columns=128, warps=8, stages=3),
-        query_gradient=Tile(rows=64, columns=128, warps=4, stages=3),
-        key_gradient=Tile(rows=32, columns=64, warps=8, stages=3),
-    ),
-)
-_HALF_KEPT = 64 << 10
-_KEEPS_HALF = Tile(rows=64, columns=64, warps=4, stages=1, resident_bytes=_HALF_KEPT)
-_TOKEN_AMPERE = _Shapes(
-    up_to_64=_TOKEN_UP_TO_128,
-    up_to_128=replace(
-        _TOKEN_UP_TO_128,
-        query_gradient=Tile(rows=128, columns=128, warps=8, stages=1, resident_bytes=_HALF_KEPT),
-    ),
-    up_to_256=replace(_TOKEN_HOPPER.up_to_256, forward=_KEEPS_HALF, query_gradient=_KEEPS_HALF),
-)
-# Products of a whole turn must fit tensor memory, 512 columns of it.
-_TOKEN_BLACKWELL = _Shapes(
-    up_to_64=replace(
-        _TOKEN_UP_TO_128, query_gradient=Tile(rows=64, columns=128, warps=4, stages=3)
-    ),
-    up_to_128=replace(
-        _TOKEN_UP_TO_128,
-        forward=Tile(rows=128, columns=128, warps=8, stages=1, resident_bytes=_HALF_KEPT),
-        query_gradient=Tile(rows=64, columns=128, warps=4, stages=1, resident_bytes=_HALF_KEPT),
-    ),
-    up_to_256=_TOKEN_AMPERE.up_to_256,
-)
-
 _SMALL = Tile(rows=32, columns=32, warps=4, stages=1)
 _FLOAT32 = Tiles(forward=_SMALL, query_gradient=_SMALL, key_gradient=_SMALL)
 _BY_QUERY_BLOCK = {
@@ -150,12 +107,6 @@ _BY_QUERY_BLOCK = {
     HOPPER: _HOPPER,
     BLACKWELL: _BLACKWELL,
     BLACKWELL_ULTRA: _BLACKWELL,
-}
-_BY_TOKEN = {
-    AMPERE: _TOKEN_AMPERE,
-    HOPPER: _TOKEN_HOPPER,
-    BLACKWELL: _TOKEN_BLACKWELL,
-    BLACKWELL_ULTRA: _TOKEN_BLACKWELL,
 }
 
 
@@ -168,8 +119,3 @@ def capability_of(device: torch.device) -> Capability:
 def tiles_for(head_dim: int, element_bytes: int, capability: Capability) -> Tiles:
     """The table's row for a head dim, a dtype's size and a GPU of ``SHARED_BYTES``."""
     return _FLOAT32 if element_bytes > 2 else _BY_QUERY_BLOCK[capability].of(head_dim)
-
-
-def token_tiles_for(head_dim: int, element_bytes: int, capability: Capability) -> Tiles:
-    """The row of the table for selections by token."""
-    return _FLOAT32 if element_bytes > 2 else _BY_TOKEN[capability].of(head_dim)

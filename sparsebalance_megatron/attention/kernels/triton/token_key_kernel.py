@@ -2,14 +2,13 @@
 # mypy: disable-error-code="no-untyped-def"
 """The backward pass of lists by token, and its kernel for dk and dv.
 
-dq goes as the forward pass does. dk and dv stay in registers while a program streams the tokens
-that chose its block; long lists are cut into items, whose float32 parts are added in order. Units
-of query heads that share a KV head add to the same sums one launch after the other, each launch for
-as many KV heads as the memory for parts allows.
+dq goes as the forward pass does. dk and dv stay in registers while a program streams the readers
+that chose its block, of all heads that read its KV head; long lists are cut into items, whose
+float32 parts are added in order.
 
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads (of a batch), D head dim, I
-items, B tokens of a block; in kernels Y query rows of a tile (token by token, heads side by side),
-C columns (keys) of a tile, O rows of output.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, I items, B
+tokens of a block; in kernels Y rows of a tile (reader by reader, the query heads of its list side
+by side), C columns (keys) of a tile, O rows of output.
 """
 
 from __future__ import annotations
@@ -26,145 +25,60 @@ from sparsebalance_megatron.attention.kernels.triton.device_functions import (
     block_extent,
     entry_at,
     key_step,
+    lists_for,
     load_rows,
+    parts_of,
     row_strides,
     store_key_gradients,
     tile_constants,
-    wanted_items,
     with_dense_rows,
 )
-from sparsebalance_megatron.attention.kernels.triton.index import inverse_lists
-from sparsebalance_megatron.attention.kernels.triton.tiles import (
-    Tile,
-    capability_of,
-    token_tiles_for,
-)
-from sparsebalance_megatron.attention.kernels.triton.token_query_kernels import add_query_gradient
-from sparsebalance_megatron.attention.kernels.triton.token_work import (
-    PARTIAL_BYTES,
-    TokenWork,
-    head_batches,
-    own_prefix,
-    row_places,
-    unit_heads,
-)
+from sparsebalance_megatron.attention.kernels.triton.tiles import capability_of, tiles_for
+from sparsebalance_megatron.attention.kernels.triton.token_query_kernels import launch
 
 _DELTA_ROWS = 32
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
-"""q_THD, k_TGD, v_TGD and dout_THD."""
 
 
 def backward_by_token(dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     """dq_THD, dk_TGD and dv_TGD in the inputs' dtype."""
-    q_THD, k_TGD, v_TGD, dout_THD = (
-        with_dense_rows(x) for x in (saved.q_THD, saved.k_TGD, saved.v_TGD, dout_THD)
-    )
-    inputs = q_THD, k_TGD, v_TGD, dout_THD
+    tensors = saved.q_THD, saved.k_TGD, saved.v_TGD, dout_THD
+    inputs = q_THD, k_TGD, _, dout_THD = tuple(with_dense_rows(x) for x in tensors)
     selection, (_, query_heads, head_dim) = saved.selection, q_THD.shape
-    tokens, kv_heads, _ = k_TGD.shape
-    tiles = token_tiles_for(head_dim, q_THD.element_size(), capability_of(q_THD.device))
-    heads = unit_heads(
-        selection, query_heads, min(tiles.query_gradient.rows, tiles.key_gradient.rows)
+    (_, kv_heads, _), layout = k_TGD.shape, selection.kv_layout
+    tiles = tiles_for(head_dim, q_THD.element_size(), capability_of(q_THD.device))
+    constants = tile_constants(
+        q_THD, layout.block_size, tiles.key_gradient.rows, tiles.key_gradient
     )
+    column_tiles = layout.block_size // constants["TILE_COLUMNS"]
     dq_THD, dk_TGD, dv_TGD = (
         torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_TGD, k_TGD)
     )
+    lists = lists_for(selection, kv_heads, head_dim, column_tiles)
+    parts_I2BD = parts_of(lists, dk_TGD, layout)
     with torch.cuda.device_of(dout_THD):
-        statistics = saved.lse_TH.contiguous(), _delta(dout_THD, saved.out_THD.contiguous())
-        for batch in head_batches(selection, query_heads, kv_heads):
-            work = TokenWork.of(q_THD, kv_heads, batch, tiles.query_gradient, heads, streamed=2)
-            add_query_gradient(dq_THD, inputs, *statistics, work, saved.softmax_scale)
-            if batch.begins:
-                summed = batch.kv_heads.stop - batch.kv_heads.start
-                sums_2TGD = torch.empty(
-                    2, tokens, summed, head_dim, dtype=torch.float32, device=k_TGD.device
-                )
-            _add_key_gradients(
-                sums_2TGD, inputs, statistics, work, tiles.key_gradient, saved.softmax_scale
-            )
-            if batch.ends:
-                dk_TGD[:, batch.kv_heads], dv_TGD[:, batch.kv_heads] = sums_2TGD
+        lse_TH = saved.lse_TH.contiguous()
+        delta_TH = _delta(dout_THD, saved.out_THD.contiguous())
+        launch(
+            *(tiles.query_gradient, selection, lists.entries),
+            (*inputs, dq_THD, lse_TH, delta_TH),
+            saved.softmax_scale,
+        )
+        _token_key_kernel[(len(lists.item_list_I) * column_tiles,)](
+            *(*inputs, lse_TH, delta_TH, dk_TGD, dv_TGD, parts_I2BD),
+            *(lists.entries.bounds_J, lists.entries.readers_E),
+            *(lists.item_list_I, lists.item_part_I, lists.item_slot_I),
+            *(selection.own_block_N, selection.query_layout.block_T),
+            *(selection.query_layout.start_N, layout.start_N, layout.document_end_N),
+            *row_strides(*inputs),
+            *(saved.softmax_scale, layout.blocks, lists.entries_per_item, lists.entries.tiles),
+            selection.counts_QC.shape[1] // kv_heads,
+            KV_HEADS=kv_heads,
+            GROUP=query_heads // kv_heads,
+            HEADS=query_heads // selection.counts_QC.shape[1],
+            **constants,
+        )
+        add_parts(lists, parts_I2BD, dk_TGD, dv_TGD, layout)
     return dq_THD, dk_TGD, dv_TGD
-
-
-def _add_key_gradients(
-    sums_2TGD: Tensor,
-    inputs: Inputs,
-    statistics: tuple[Tensor, Tensor],
-    work: TokenWork,
-    tile: Tile,
-    softmax_scale: float,
-) -> None:
-    """Add what a batch gives to dk and dv of its KV heads, or begin with it."""
-    batch, selection = work.batch, work.batch.selection
-    layout, (kv_heads, head_dim) = selection.kv_layout, sums_2TGD.shape[2:]
-    constants = tile_constants(inputs[0], layout.block_size, tile.rows, tile)
-    column_tiles = layout.block_size // constants["TILE_COLUMNS"]
-    lists = inverse_lists(
-        selection,
-        wanted_items=wanted_items(column_tiles),
-        entries=work.entries,
-        groups=selection.counts_QC.shape[1],
-    )
-    part_bytes = 8 * lists.cut_items * layout.block_size * head_dim
-    at_once = min(kv_heads, max(1, PARTIAL_BYTES // max(1, part_bytes)))
-    parts_I2BD = torch.empty(
-        *(at_once * lists.cut_items, 2, layout.block_size, head_dim),
-        dtype=torch.float32,
-        device=sums_2TGD.device,
-    )
-    # Units that add to the same KV head.
-    adding = work.units // kv_heads
-    for first in range(0, kv_heads, at_once):
-        summed = min(at_once, kv_heads - first)
-        for unit in range(adding):
-            accumulate = unit > 0 or not batch.begins
-            _token_key_kernel[lists.item_list_FI.shape[1] * column_tiles, summed](
-                *inputs,
-                *statistics,
-                *sums_2TGD,
-                parts_I2BD,
-                work.entries.offsets_U,
-                work.entries.queries_E,
-                lists.item_list_FI,
-                lists.item_part_FI,
-                lists.item_parts_FI,
-                selection.own_block_N,
-                selection.query_layout.block_T,
-                selection.query_layout.start_N,
-                layout.start_N,
-                layout.document_end_N,
-                *row_strides(*inputs),
-                softmax_scale,
-                first * adding + unit,
-                adding,
-                first,
-                batch.query_heads.start,
-                work.group,
-                inputs[0].shape[1],
-                kv_heads,
-                lists.item_list_FI.shape[1],
-                lists.cut_items,
-                layout.blocks,
-                lists.entries_per_item,
-                work.entries.place_bits,
-                ACCUMULATE=accumulate,
-                HEADS=work.heads,
-                LIST_UNITS=work.list_units,
-                **constants,
-            )
-            add_parts(
-                lists,
-                parts_I2BD,
-                sums_2TGD[0],
-                sums_2TGD[1],
-                layout,
-                first_group=(first * adding + unit) // work.list_units,
-                group_step=adding // work.list_units,
-                first_kv_head=first,
-                groups=summed,
-                accumulate=accumulate,
-            )
 
 
 def _delta(dout_THD: Tensor, out_THD: Tensor) -> Tensor:
@@ -200,80 +114,71 @@ def _delta_kernel(
     tl.store(delta + row_O, delta_O, mask=valid_O)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "first_unit", "adding", "first_kv_head", "first_head", "group", "query_heads", "kv_heads",
-        "items", "cut_items", "blocks", "entries_per_item", "place_bits",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["blocks", "entries_per_item", "tiles", "shared"])
 def _token_key_kernel(
-    q, k, v, dout, lse, delta, dk, dv, parts, offsets, entries, item_list, item_part, item_parts,
+    q, k, v, dout, lse, delta, dk, dv, parts, bounds, entries, item_list, item_part, item_slot,
     own_blocks, token_blocks, query_starts, kv_starts, kv_ends,
     q_stride_T, q_stride_H, k_stride_T, k_stride_G, v_stride_T, v_stride_G,
-    dout_stride_T, dout_stride_H, softmax_scale, first_unit, adding, first_kv_head, first_head,
-    group, query_heads, kv_heads, items, cut_items, blocks, entries_per_item, place_bits,
-    ACCUMULATE: tl.constexpr, HEADS: tl.constexpr, LIST_UNITS: tl.constexpr,
+    dout_stride_T, dout_stride_H, softmax_scale, blocks, entries_per_item, tiles, shared,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take one unit of every KV head of the launch in: the first one's number, and how far on the
-    next KV head's is."""
     COLUMN_TILES: tl.constexpr = BLOCK_SIZE // TILE_COLUMNS
-    TOKENS: tl.constexpr = TILE_ROWS // HEADS
-    unit = first_unit + tl.program_id(1) * adding
-    list_head = (unit // LIST_UNITS).to(tl.int64)
+    QUERY_HEADS: tl.constexpr = KV_HEADS * GROUP
     item = tl.program_id(0) // COLUMN_TILES
     first_column = (tl.program_id(0) % COLUMN_TILES) * TILE_COLUMNS
-    place = list_head * items + item
-    block = tl.load(item_list + place)
-    if block < 0:
+    inverse_list = tl.load(item_list + item)
+    if inverse_list < 0:
         return
+    kv_head, block = inverse_list // blocks, inverse_list % blocks
     start, length = block_extent(kv_starts, kv_ends, block, BLOCK_SIZE)
     if first_column >= length:
         return
 
     score_scale = softmax_scale * LOG2_E
-    offsets += list_head * blocks + block
-    begin = tl.load(offsets) + tl.load(item_part + place) * entries_per_item
-    count = tl.minimum(tl.load(offsets + 1) - begin, entries_per_item)
+    bounds += inverse_list.to(tl.int64) * tiles
+    begin = tl.load(bounds) + tl.load(item_part + item) * entries_per_item
+    count = tl.minimum(tl.load(bounds + tiles) - begin, entries_per_item)
     entries += begin
-    masked, own_start = own_prefix(entries, count, own_blocks, token_blocks, query_starts, block,
-                                   length, place_bits, TOKENS)  # fmt: skip
+    # As in the forward pass, tiles that may hold rows of the block itself come first.
+    query_block = tl.load(token_blocks + tl.load(entries, mask=count > 0, other=0) // shared)
+    own = ((count > 0) & (tl.load(own_blocks + query_block) == block)).to(tl.int32)
+    own_start = tl.load(query_starts + query_block)
+    all_tiles = tl.cdiv(count * HEADS, TILE_ROWS)
+    own_tiles = own * tl.minimum(tl.cdiv(length * shared * HEADS, TILE_ROWS), all_tiles)
     slot_C = first_column + tl.arange(0, TILE_COLUMNS)
     token_C = start + slot_C
     valid_C = slot_C < length
-    first_head += unit * HEADS
-    kv_head = (first_head // group).to(tl.int64)
-    k_CD = load_rows(k + kv_head * k_stride_G, k_stride_T, token_C, valid_C, True, HEAD_DIM,
-                     BLOCK_D)  # fmt: skip
-    v_CD = load_rows(v + kv_head * v_stride_G, v_stride_T, token_C, valid_C, True, HEAD_DIM,
-                     BLOCK_D)  # fmt: skip
+    k_CD = load_rows(k + kv_head.to(tl.int64) * k_stride_G, k_stride_T, token_C, valid_C, True,
+                     HEAD_DIM, BLOCK_D)  # fmt: skip
+    v_CD = load_rows(v + kv_head.to(tl.int64) * v_stride_G, v_stride_T, token_C, valid_C, True,
+                     HEAD_DIM, BLOCK_D)  # fmt: skip
     dk_CD = tl.zeros([TILE_COLUMNS, BLOCK_D], tl.float32)
     dv_CD = tl.zeros([TILE_COLUMNS, BLOCK_D], tl.float32)
 
-    head_Y, place_Y = row_places(HEADS, TILE_ROWS)
-    head_Y += first_head
-    q += head_Y.to(tl.int64)[:, None] * q_stride_H
-    dout += head_Y.to(tl.int64)[:, None] * dout_stride_H
-    next_Y = entry_at(entries, place_Y, count)
+    place_Y = tl.arange(0, TILE_ROWS)
+    next_Y = entry_at(entries, place_Y // HEADS, count)
     for past in tl.static_range(2):
-        # Tiles that may hold tokens of the block itself, then the others.
-        for tile in range(masked if past else 0, tl.cdiv(count, TOKENS) if past else masked):
-            token_Y, valid_Y = (next_Y >> place_bits).to(tl.int64), place_Y + tile * TOKENS < count
-            next_Y = entry_at(entries, place_Y + (tile + 1) * TOKENS, count)
-            q_YD = load_rows(q, q_stride_T, token_Y, valid_Y, True, HEAD_DIM, BLOCK_D)
-            dout_YD = load_rows(dout, dout_stride_T, token_Y, valid_Y, True, HEAD_DIM, BLOCK_D)
+        for tile in range(own_tiles if past else 0, all_tiles if past else own_tiles):
+            reader_Y, row_Y = next_Y, place_Y + tile * TILE_ROWS
+            valid_Y = row_Y < count * HEADS
+            next_Y = entry_at(entries, (row_Y + TILE_ROWS) // HEADS, count)
+            token_Y = (reader_Y // shared).to(tl.int64)
+            head_Y = kv_head * GROUP + (reader_Y % shared) * HEADS + row_Y % HEADS
+            q_YD = load_rows(q + head_Y.to(tl.int64)[:, None] * q_stride_H, q_stride_T, token_Y,
+                             valid_Y, True, HEAD_DIM, BLOCK_D)  # fmt: skip
+            dout_YD = load_rows(dout + head_Y.to(tl.int64)[:, None] * dout_stride_H, dout_stride_T,
+                                token_Y, valid_Y, True, HEAD_DIM, BLOCK_D)  # fmt: skip
             # Past the last reader q, dout and delta are 0.
-            row_Y = token_Y * query_heads + head_Y
-            lse_Y = tl.load(lse + row_Y, mask=valid_Y, other=0.0) * LOG2_E
-            delta_Y = tl.load(delta + row_Y, mask=valid_Y, other=0.0)
+            statistic_Y = token_Y * QUERY_HEADS + head_Y
+            lse_Y = tl.load(lse + statistic_Y, mask=valid_Y, other=0.0) * LOG2_E
+            delta_Y = tl.load(delta + statistic_Y, mask=valid_Y, other=0.0)
             dk_CD, dv_CD = key_step(
                 q_YD, dout_YD, lse_Y, delta_Y, k_CD, v_CD, slot_C, token_Y - own_start, dk_CD,
                 dv_CD, score_scale, past == 0, PRECISION,
             )  # fmt: skip
 
-    store_key_gradients(
-        dk, dv, parts, dk_CD * softmax_scale, dv_CD, token_C, slot_C, valid_C,
-        first_kv_head + tl.program_id(1), kv_heads, tl.program_id(1) * cut_items + item,
-        tl.load(item_parts + place) > 1, ACCUMULATE, HEAD_DIM, BLOCK_D, BLOCK_SIZE,
-    )  # fmt: skip
+    store_key_gradients(dk, dv, parts, dk_CD * softmax_scale, dv_CD, token_C, slot_C, valid_C,
+                        kv_head, KV_HEADS, tl.load(item_slot + item), HEAD_DIM, BLOCK_D,
+                        BLOCK_SIZE)  # fmt: skip

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def"
-"""Forward pass and dq over lists by token: tiles of the tokens that chose a KV block, then a sum.
+"""Forward pass and dq over lists by token: tiles of the readers that chose a KV block.
 
-A program keeps the keys and values of its block and streams the queries that chose it; each entry
-of a list gets its partial result, and a second kernel adds up a token's in the order of its list.
-Accumulators that a program reads back from memory would save the second kernel, but need a barrier
-in the loop, which stops the compiler from copying ahead and which Triton's interpreter cannot
-check; between two kernels the order is certain.
+Lists of neighbouring tokens differ, so the readers of a block are gathered into dense tiles. A
+program takes a chunk of the readers of one KV head past all blocks that they read, block by block,
+and keeps what it knows of every row, in float32, in memory of its own: a row meets its blocks in
+several tiles. What a tile stores, a later one of the same program loads, behind a barrier; no other
+program reads or writes it, so there are no atomics and results repeat bit by bit. That memory is
+bounded, and a launch takes as many programs as it allows.
 
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, C heads that
-select; in kernels Y query rows of a tile (token by token, heads side by side), C columns (keys) of
-a tile, O rows of output.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim; in kernels Y
+rows of a tile (reader by reader, the query heads of its list side by side), C columns (keys) of a
+tile, O rows of a program.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -24,26 +27,24 @@ from sparsebalance_megatron.attention.kernels.triton.device_functions import (
     LN_2,
     LOG2_E,
     block_extent,
-    entry_at,
     load_rows,
-    query_step,
     row_strides,
+    tile_constants,
     with_dense_rows,
 )
-from sparsebalance_megatron.attention.kernels.triton.tiles import capability_of, token_tiles_for
-from sparsebalance_megatron.attention.kernels.triton.token_work import (
-    OUTPUT_NUMBERS,
-    STREAM_NUMBERS,
-    TokenWork,
-    head_batches,
-    output_rows,
-    own_prefix,
-    resident_tiles,
-    row_places,
-    store_partial,
-    unit_heads,
-)
+from sparsebalance_megatron.attention.kernels.triton.index import Readers, readers_of
+from sparsebalance_megatron.attention.kernels.triton.query_block_kernel import take_in
+from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, capability_of, tiles_for
 from sparsebalance_megatron.attention.selection import Selection
+
+PARTIAL_BYTES = 512 << 20
+"""Most bytes of a launch's rows, unless those of a single program are more."""
+WANTED_PROGRAMS = 1024
+"""Programs that fill a device of 132 multiprocessors a few times over, where rows are that many."""
+_RUN_TIME_NUMBERS = [
+    "blocks", "readers", "shared", "tiles", "chunk_tiles", "tile_readers", "first_program",
+    "programs",
+]  # fmt: skip
 
 
 def forward_by_token(
@@ -53,248 +54,235 @@ def forward_by_token(
 
     Lists need not hold their own block, so attention over parts of a list can be merged.
     """
-    (_, query_heads, head_dim), kv_heads = q_THD.shape, k_TGD.shape[1]
     q_THD, k_TGD, v_TGD = (with_dense_rows(x) for x in (q_THD, k_TGD, v_TGD))
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device)
-    tile = token_tiles_for(head_dim, q_THD.element_size(), capability_of(q_THD.device)).forward
-    heads = unit_heads(selection, query_heads, tile.rows)
+    tile = tiles_for(q_THD.shape[2], q_THD.element_size(), capability_of(q_THD.device)).forward
+    inputs = q_THD, k_TGD, v_TGD, None, out_THD, lse_TH, None
+    entries = readers_of(selection, k_TGD.shape[1])
     with torch.cuda.device_of(q_THD):
-        for batch in head_batches(selection, query_heads, kv_heads):
-            work = TokenWork.of(q_THD, kv_heads, batch, tile, heads, streamed=1)
-            parts, part_lse = (work.buffer(size, q_THD.device) for size in (head_dim, 1))
-            counts_TC = batch.selection.counts_QC.contiguous()
-            for units, chunk in work.launches():
-                _stream_kernel[work.stream_grid(units)](
-                    *(q_THD, k_TGD, v_TGD, None, None, None, parts, part_lse),
-                    *work.stream_arguments(units, chunk),
-                    *row_strides(q_THD, k_TGD, v_TGD),
-                    *(None, None),
-                    softmax_scale * LOG2_E.value,
-                    query_heads,
-                    **work.stream_constants(q_THD),
-                )
-                _merge_kernel[work.output_grid(units)](
-                    *(parts, part_lse, out_THD, lse_TH, counts_TC),
-                    *work.output_arguments(units, chunk, query_heads),
-                    **work.output_constants(),
-                )
+        launch(tile, selection, entries, inputs, softmax_scale * float(LOG2_E.value))
     return out_THD, lse_TH
 
 
-def add_query_gradient(
-    dq_THD: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
-    lse_TH: Tensor,
-    delta_TH: Tensor,
-    work: TokenWork,
-    softmax_scale: float,
-) -> None:
-    """Write dq of a batch's heads.
+@dataclass(frozen=True, kw_only=True)
+class Chunks:
+    """Readers that a program takes, and programs that a launch takes.
 
-    Args:
-        dq_THD: of all heads.
-        inputs: q, k, v and dout, with dense rows.
-        lse_TH, delta_TH: of the backward pass.
-        work: of the batch.
-        softmax_scale: factor on q . k.
+    Attributes:
+        tiles: of readers, of every program but a KV head's last, which may have fewer.
+        rows: of a program: its readers with the query heads of their lists.
+        programs: of all launches; those of a chunk are its KV heads'.
+        at_once: of a launch.
     """
-    _, query_heads, head_dim = dq_THD.shape
-    parts = work.buffer(head_dim, dq_THD.device)
-    counts_TC = work.batch.selection.counts_QC.contiguous()
-    for units, chunk in work.launches():
-        _stream_kernel[work.stream_grid(units)](
-            *(*inputs, lse_TH, delta_TH, parts, None),
-            *work.stream_arguments(units, chunk),
-            *row_strides(*inputs),
-            softmax_scale,
-            query_heads,
-            **work.stream_constants(dq_THD),
-        )
-        _sum_kernel[work.output_grid(units)](
-            *(parts, dq_THD, counts_TC),
-            *work.output_arguments(units, chunk, query_heads),
-            softmax_scale,
-            **work.output_constants(),
+
+    tiles: int
+    rows: int
+    programs: int
+    at_once: int
+
+    @classmethod
+    def of(
+        cls, selection: Selection, entries: Readers, *, kv_heads: int, group: int, head_dim: int,
+        tile_rows: int,
+    ) -> Chunks:  # fmt: skip
+        """Chunks that fill a tile with what they read of a block, and the device with programs."""
+        _, heads, width = selection.indices_QCK.shape
+        query_heads = group * kv_heads // heads
+        filling = -(-tile_rows * -(-selection.kv_layout.max_blocks // width) // query_heads)
+        wanted = max(filling, entries.readers * kv_heads // WANTED_PROGRAMS)
+        tiles = min(entries.tiles, -(-wanted // entries.tile_readers))
+        rows = tiles * entries.tile_readers * query_heads
+        programs = kv_heads * -(-entries.tiles // tiles)
+        at_once = min(programs, max(1, PARTIAL_BYTES // (4 * rows * (head_dim + 2))))
+        return cls(tiles=tiles, rows=rows, programs=programs, at_once=at_once)
+
+
+def launch(
+    tile: Tile,
+    selection: Selection,
+    entries: Readers,
+    tensors: tuple[Tensor | None, ...],
+    scale: float,
+) -> None:
+    """Launch the kernel with ``tensors``, its first arguments, for all readers."""
+    q_THD, k_TGD, v_TGD, dout_THD, *_ = tensors
+    assert q_THD is not None and k_TGD is not None and v_TGD is not None
+    (_, query_heads, head_dim), kv_heads = q_THD.shape, k_TGD.shape[1]
+    query_layout, kv_layout = selection.query_layout, selection.kv_layout
+    group, shared = query_heads // kv_heads, selection.counts_QC.shape[1] // kv_heads
+    chunks = Chunks.of(
+        *(selection, entries),
+        kv_heads=kv_heads,
+        group=group,
+        head_dim=head_dim,
+        tile_rows=tile.rows,
+    )
+    rows_OD = torch.empty(
+        chunks.at_once * chunks.rows, head_dim, dtype=torch.float32, device=q_THD.device
+    )
+    state_2O = torch.empty(2, len(rows_OD), dtype=torch.float32, device=q_THD.device)
+    for first in range(0, chunks.programs, chunks.at_once):
+        _reader_kernel[(min(chunks.at_once, chunks.programs - first),)](
+            *tensors,
+            *(rows_OD, *state_2O, entries.readers_E, entries.bounds_J),
+            *(selection.own_block_N, query_layout.block_T, query_layout.start_N),
+            *(kv_layout.start_N, kv_layout.document_end_N, kv_layout.document_first_N),
+            *row_strides(q_THD, k_TGD, v_TGD),
+            *((None, None) if dout_THD is None else row_strides(dout_THD)),
+            *(scale, kv_layout.blocks, entries.readers, shared, entries.tiles, chunks.tiles),
+            *(entries.tile_readers, first, chunks.programs),
+            WITHIN=query_layout is kv_layout,
+            KV_HEADS=kv_heads,
+            GROUP=group,
+            HEADS=group // shared,
+            **tile_constants(q_THD, kv_layout.block_size, tile.rows, tile),
         )
 
 
 @triton.jit
-def _attend(q_YD, keys, values, slot_Y, first_column, score_scale, MASKED: tl.constexpr,
-            BLOCK_D: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-            COLUMN_TILES: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Attention over the tiles a program keeps, and its LSE in units of log2."""
-    peak_Y = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-    total_Y = tl.zeros([TILE_ROWS], tl.float32)
-    out_YD = tl.zeros([TILE_ROWS, BLOCK_D], tl.float32)
-    for tile in tl.static_range(COLUMN_TILES):
-        s_YC = tl.dot(q_YD, tl.trans(keys[tile]), input_precision=PRECISION)
-        if MASKED:
-            slot_C = first_column + tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-            s_YC = tl.where(slot_C[None, :] <= slot_Y[:, None], s_YC, float("-inf"))
-        new_peak_Y = tl.maximum(peak_Y, tl.max(s_YC, 1) * score_scale)
-        # Of the own block's later columns an early token may see none.
-        base_Y = tl.where(new_peak_Y == float("-inf"), 0.0, new_peak_Y)
-        p_YC = tl.exp2(s_YC * score_scale - base_Y[:, None])
-        shrink_Y = tl.exp2(peak_Y - base_Y)
-        total_Y = total_Y * shrink_Y + tl.sum(p_YC, 1)
-        out_YD = tl.dot(p_YC.to(q_YD.dtype), values[tile], out_YD * shrink_Y[:, None],
-                        input_precision=PRECISION)  # fmt: skip
-        peak_Y = new_peak_Y
-    total_Y = tl.where(total_Y == 0.0, 1.0, total_Y)
-    return out_YD / total_Y[:, None], peak_Y + tl.log2(total_Y)
-
-
-@triton.jit
-def _query_gradient(q_YD, dout_YD, lse_Y, delta_Y, keys, values, slot_Y, first_column, score_scale,
-                    MASKED: tl.constexpr, BLOCK_D: tl.constexpr, TILE_ROWS: tl.constexpr,
-                    TILE_COLUMNS: tl.constexpr, COLUMN_TILES: tl.constexpr,
-                    PRECISION: tl.constexpr):  # fmt: skip
-    """dq / softmax_scale from the tiles a program keeps."""
-    dq_YD = tl.zeros([TILE_ROWS, BLOCK_D], tl.float32)
-    for tile in tl.static_range(COLUMN_TILES):
-        slot_C = first_column + tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-        visible_YC = slot_C[None, :] <= slot_Y[:, None]
-        dq_YD = query_step(q_YD, dout_YD, lse_Y, delta_Y, keys[tile], values[tile], visible_YC,
-                           dq_YD, score_scale, MASKED, PRECISION)  # fmt: skip
-    return dq_YD
-
-
-@triton.jit(do_not_specialize=[*STREAM_NUMBERS, "query_heads"])
-def _stream_kernel(
-    q, k, v, dout, lse, delta, parts, part_lse, entries, bounds, item_list, item_part, own_blocks,
-    token_blocks, query_starts, kv_starts, kv_ends, first_unit, first_head, group, chunk, chunks,
-    chunk_tokens, lists, items, blocks, width, place_bits, q_stride_T, q_stride_H, k_stride_T,
-    k_stride_G, v_stride_T, v_stride_G, dout_stride_T, dout_stride_H, scale, query_heads,
-    HEADS: tl.constexpr, LIST_UNITS: tl.constexpr, ITEM_ENTRIES: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, COLUMN_TILES: tl.constexpr,
+def _take_block_in(
+    q, k, v, dout, lse, delta, rows, peaks, totals, entries, count, reader_rows, start, length,
+    own_start, first_tile, past_tile, q_stride_T, q_stride_H, k_stride_T, v_stride_T,
+    dout_stride_T, dout_stride_H, score_scale, first_head, shared, OWN: tl.constexpr,
+    HEADS: tl.constexpr, QUERY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the partial results and LSEs of out; or, with dout, those of dq.
+    """Take one block in, for some tiles of the rows that read it.
 
-    ``scale``: of scores, in units of log2 for the forward pass.
+    ``OWN``: the rows may be the block's own; else they lie behind it, and it is full.
     """
-    PARTS: tl.constexpr = BLOCK_SIZE // (TILE_COLUMNS * COLUMN_TILES)
-    TOKENS: tl.constexpr = TILE_ROWS // HEADS
-    item = tl.program_id(0) // PARTS
-    part = tl.program_id(0) % PARTS
-    unit = first_unit + tl.program_id(1)
-    list_head = unit // LIST_UNITS
-    place = (chunk.to(tl.int64) * lists + list_head) * items + item
-    block = tl.load(item_list + place)
-    if block < 0:
-        return
-    bounds += (list_head.to(tl.int64) * blocks + block) * chunks + chunk
-    begin = tl.load(bounds) + tl.load(item_part + place) * ITEM_ENTRIES
-    count = tl.minimum(tl.load(bounds + 1) - begin, ITEM_ENTRIES)
-    entries += begin
-    start, length = block_extent(kv_starts, kv_ends, block, BLOCK_SIZE)
-    masked, own_start = own_prefix(entries, count, own_blocks, token_blocks, query_starts, block,
-                                   length, place_bits, TOKENS)  # fmt: skip
-    first_column = part * (TILE_COLUMNS * COLUMN_TILES)
-    first_head += unit * HEADS
-    kv_head = (first_head // group).to(tl.int64)
-    keys = resident_tiles((), k + kv_head * k_stride_G, k_stride_T, start, length, first_column,
-                          HEAD_DIM, BLOCK_D, TILE_COLUMNS, COLUMN_TILES)  # fmt: skip
-    values = resident_tiles((), v + kv_head * v_stride_G, v_stride_T, start, length, first_column,
-                            HEAD_DIM, BLOCK_D, TILE_COLUMNS, COLUMN_TILES)  # fmt: skip
-
-    head_Y, place_Y = row_places(HEADS, TILE_ROWS)
-    q += (first_head + head_Y).to(tl.int64)[:, None] * q_stride_H
-    if dout is not None:
-        score_scale = scale * LOG2_E
-        dout += (first_head + head_Y).to(tl.int64)[:, None] * dout_stride_H
-    else:
-        score_scale = scale
-    # A launch's results lie unit by unit; tokens of a chunk count from its first.
-    moved = (tl.program_id(1) - chunk) * chunk_tokens
-    next_Y = entry_at(entries, place_Y, count)
-    for past in tl.static_range(2):
-        # Tiles that may hold tokens of the block itself, then the others.
-        for tile in range(masked if past else 0, tl.cdiv(count, TOKENS) if past else masked):
-            entry_Y, valid_Y = next_Y, place_Y + tile * TOKENS < count
-            next_Y = entry_at(entries, place_Y + (tile + 1) * TOKENS, count)
-            token_Y = (entry_Y >> place_bits).to(tl.int64)
-            q_YD = load_rows(q, q_stride_T, token_Y, valid_Y, True, HEAD_DIM, BLOCK_D)
-            if dout is not None:
-                dout_YD = load_rows(dout, dout_stride_T, token_Y, valid_Y, True, HEAD_DIM, BLOCK_D)
-                row_Y = token_Y * query_heads + first_head + head_Y
-                lse_Y = tl.load(lse + row_Y, mask=valid_Y, other=0.0) * LOG2_E
-                delta_Y = tl.load(delta + row_Y, mask=valid_Y, other=0.0)
-                result_YD = _query_gradient(
-                    q_YD, dout_YD, lse_Y, delta_Y, keys, values, token_Y - own_start, first_column,
-                    score_scale, past == 0, BLOCK_D, TILE_ROWS, TILE_COLUMNS, COLUMN_TILES,
-                    PRECISION,
-                )  # fmt: skip
-            else:
-                result_YD, lse_Y = _attend(
-                    q_YD, keys, values, token_Y - own_start, first_column, score_scale, past == 0,
-                    BLOCK_D, TILE_ROWS, TILE_COLUMNS, COLUMN_TILES, PRECISION,
-                )  # fmt: skip
-            result_Y = store_partial(
-                parts, result_YD, entry_Y, (entry_Y >> place_bits) + moved, valid_Y, head_Y, part,
-                width, place_bits, PARTS, HEADS, HEAD_DIM, BLOCK_D,
+    dim_D, column_C = tl.arange(0, BLOCK_D), tl.arange(0, TILE_COLUMNS)
+    for tile in range(first_tile, past_tile):
+        row_Y = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+        valid_Y = row_Y < count * HEADS
+        reader_Y = tl.load(entries + row_Y // HEADS, mask=valid_Y, other=0)
+        token_Y = (reader_Y // shared).to(tl.int64)
+        head_Y = first_head + (reader_Y % shared) * HEADS + row_Y % HEADS
+        place_Y = tl.where(valid_Y, reader_Y * HEADS + row_Y % HEADS - reader_rows, 0)
+        place_YD = place_Y[:, None] * HEAD_DIM + dim_D[None, :]
+        q_YD = load_rows(q + head_Y.to(tl.int64)[:, None] * q_stride_H, q_stride_T, token_Y,
+                         valid_Y, True, HEAD_DIM, BLOCK_D)  # fmt: skip
+        # A row that has read nothing yet has a total of 0, and undefined sums.
+        total_Y = tl.load(totals + place_Y, mask=valid_Y, other=0.0)
+        inside_YD = valid_Y[:, None] & (dim_D < HEAD_DIM)[None, :]
+        result_YD = tl.load(rows + place_YD, mask=inside_YD & (total_Y != 0.0)[:, None], other=0.0)
+        if dout is not None:
+            dout_YD = load_rows(dout + head_Y.to(tl.int64)[:, None] * dout_stride_H, dout_stride_T,
+                                token_Y, valid_Y, True, HEAD_DIM, BLOCK_D)  # fmt: skip
+            statistic_Y = token_Y * QUERY_HEADS + head_Y
+            peak_Y = tl.load(lse + statistic_Y, mask=valid_Y, other=0.0) * LOG2_E
+            total_Y = tl.load(delta + statistic_Y, mask=valid_Y, other=0.0)
+        else:
+            dout_YD = None
+            peak_Y = tl.load(peaks + place_Y, mask=valid_Y & (total_Y != 0.0), other=float("-inf"))
+        for first_column in range(0, length if OWN else BLOCK_SIZE, TILE_COLUMNS):
+            slot_C = first_column + column_C
+            k_CD = load_rows(k + (start + first_column) * k_stride_T, k_stride_T, column_C,
+                             slot_C < length, OWN, HEAD_DIM, BLOCK_D)  # fmt: skip
+            v_CD = load_rows(v + (start + first_column) * v_stride_T, v_stride_T, column_C,
+                             slot_C < length, OWN, HEAD_DIM, BLOCK_D)  # fmt: skip
+            visible_YC = slot_C[None, :] <= (token_Y - own_start)[:, None]
+            peak_Y, total_Y, result_YD = take_in(
+                q_YD, dout_YD, k_CD, v_CD, visible_YC, peak_Y, total_Y, result_YD, score_scale,
+                OWN, PRECISION,
             )  # fmt: skip
-            if dout is None:
-                tl.store(part_lse + result_Y, lse_Y, mask=valid_Y)
+        tl.store(rows + place_YD, result_YD, mask=inside_YD)
+        if dout is not None:
+            tl.store(totals + place_Y, tl.full([TILE_ROWS], 1.0, tl.float32), mask=valid_Y)
+        else:
+            tl.store(peaks + place_Y, peak_Y, mask=valid_Y)
+            tl.store(totals + place_Y, total_Y, mask=valid_Y)
+        # A later tile of this program may hold these rows, in other threads.
+        tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=OUTPUT_NUMBERS)
-def _merge_kernel(
-    parts, part_lse, out, lse, counts, chunk, chunk_tokens, tokens, query_heads, lists, first_head,
-    first_unit, width,
-    HEADS: tl.constexpr, LIST_UNITS: tl.constexpr, PARTS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+@triton.jit(do_not_specialize=_RUN_TIME_NUMBERS)
+def _reader_kernel(
+    q, k, v, dout, out, lse, delta, rows, peaks, totals, entries, bounds, own_blocks, token_blocks,
+    query_starts, kv_starts, kv_ends, kv_firsts,
+    q_stride_T, q_stride_H, k_stride_T, k_stride_G, v_stride_T, v_stride_G,
+    dout_stride_T, dout_stride_H, scale, blocks, readers, shared, tiles, chunk_tiles, tile_readers,
+    first_program, programs,
+    WITHIN: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    place_O, valid_O, count_O, result_O = output_rows(
-        counts, chunk, chunk_tokens, tokens, query_heads, lists, first_head, first_unit, width,
-        HEADS, LIST_UNITS, PARTS, ROWS,
-    )  # fmt: skip
-    dim_D = tl.arange(0, BLOCK_D)
-    peak_O = tl.full([ROWS], float("-inf"), tl.float32)
-    total_O = tl.zeros([ROWS], tl.float32)
-    out_OD = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for number in range(0, tl.max(count_O, 0)):
-        there_O = number < count_O
-        there_OD = there_O[:, None] & (dim_D < HEAD_DIM)[None, :]
-        place_OD = result_O[:, None] * HEAD_DIM + dim_D[None, :]
-        part_OD = tl.load(parts + place_OD, mask=there_OD, other=0.0)
-        lse_O = tl.load(part_lse + result_O, mask=there_O, other=float("-inf"))
-        new_peak_O = tl.maximum(peak_O, lse_O)
-        base_O = tl.where(new_peak_O == float("-inf"), 0.0, new_peak_O)
-        shrink_O, weight_O = tl.exp2(peak_O - base_O), tl.exp2(lse_O - base_O)
-        total_O = total_O * shrink_O + weight_O
-        out_OD = out_OD * shrink_O[:, None] + part_OD * weight_O[:, None]
-        peak_O = new_peak_O
-        result_O += HEADS
-    # A row without keys: out 0, lse -inf.
-    total_O = tl.where(total_O == 0.0, 1.0, total_O)
-    tl.store(lse + place_O, (peak_O + tl.log2(total_O)) * LN_2, mask=valid_O)
-    tl.store(out + place_O[:, None] * HEAD_DIM + dim_D[None, :],
-             (out_OD / total_O[:, None]).to(out.dtype.element_ty),
-             mask=valid_O[:, None] & (dim_D < HEAD_DIM)[None, :])  # fmt: skip
+    """Write out and lse; or, with dout, dq in place of out.
 
+    ``scale``: of scores, in units of log2 for the forward pass. ``WITHIN``: queries and keys lie in
+    one sequence, where a chunk reads no block before its first document's nor after its last own.
+    """
+    QUERY_HEADS: tl.constexpr = KV_HEADS * GROUP
+    # Late tokens read most blocks, and start first.
+    program = programs - 1 - first_program - tl.program_id(0)
+    kv_head, first_tile = program % KV_HEADS, (program // KV_HEADS) * chunk_tiles
+    past_tile = tl.minimum(first_tile + chunk_tiles, tiles)
+    first_reader = first_tile * tile_readers
+    past_reader = tl.minimum(past_tile * tile_readers, readers)
+    chunk_rows = (past_reader - first_reader) * HEADS
+    first_row = tl.program_id(0).to(tl.int64) * (chunk_tiles * tile_readers * HEADS)
+    rows += first_row * HEAD_DIM
+    peaks += first_row
+    totals += first_row
+    row_O = tl.arange(0, TILE_ROWS)
+    for row in range(0, chunk_rows, TILE_ROWS):
+        tl.store(totals + row + row_O, tl.zeros([TILE_ROWS], tl.float32),
+                 mask=row + row_O < chunk_rows)  # fmt: skip
+    tl.debug_barrier()
 
-@triton.jit(do_not_specialize=OUTPUT_NUMBERS)
-def _sum_kernel(
-    parts, dq, counts, chunk, chunk_tokens, tokens, query_heads, lists, first_head, first_unit,
-    width, softmax_scale,
-    HEADS: tl.constexpr, LIST_UNITS: tl.constexpr, PARTS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    place_O, valid_O, count_O, result_O = output_rows(
-        counts, chunk, chunk_tokens, tokens, query_heads, lists, first_head, first_unit, width,
-        HEADS, LIST_UNITS, PARTS, ROWS,
-    )  # fmt: skip
+    score_scale = scale if dout is None else scale * LOG2_E
+    first_head = kv_head * GROUP
+    k += kv_head.to(tl.int64) * k_stride_G
+    v += kv_head.to(tl.int64) * v_stride_G
+    if WITHIN:
+        first_block = tl.load(kv_firsts + tl.load(token_blocks + first_reader // shared))
+        past_block = tl.load(token_blocks + (past_reader - 1) // shared) + 1
+    else:
+        first_block, past_block = tl.zeros([], tl.int64), blocks.to(tl.int64)
+    for block in range(first_block, past_block):
+        bound = bounds + (kv_head * blocks + block) * tiles
+        begin = tl.load(bound + first_tile)
+        count = tl.load(bound + past_tile) - begin
+        if count > 0:
+            start, length = block_extent(kv_starts, kv_ends, block, BLOCK_SIZE)
+            # Readers rise and none comes before the block, so that its own tokens come first. Later
+            # ones lie a whole block behind the first, hence see all of it even where a tile mixes
+            # both.
+            query_block = tl.load(token_blocks + tl.load(entries + begin) // shared)
+            own = (tl.load(own_blocks + query_block) == block).to(tl.int32)
+            own_start = tl.load(query_starts + query_block)
+            all_tiles = tl.cdiv(count * HEADS, TILE_ROWS)
+            own_tiles = own * tl.minimum(tl.cdiv(length * shared * HEADS, TILE_ROWS), all_tiles)
+            for past in tl.static_range(2):
+                _take_block_in(
+                    q, k, v, dout, lse, delta, rows, peaks, totals, entries + begin, count,
+                    first_reader * HEADS, start, length, own_start, own_tiles if past else 0,
+                    all_tiles if past else own_tiles, q_stride_T, q_stride_H, k_stride_T,
+                    v_stride_T, dout_stride_T, dout_stride_H, score_scale, first_head, shared,
+                    past == 0, HEADS, QUERY_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_ROWS,
+                    TILE_COLUMNS, PRECISION,
+                )  # fmt: skip
+
     dim_D = tl.arange(0, BLOCK_D)
-    inside_D = dim_D < HEAD_DIM
-    dq_OD = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for number in range(0, tl.max(count_O, 0)):
-        there_OD = (number < count_O)[:, None] & inside_D[None, :]
-        place_OD = result_O[:, None] * HEAD_DIM + dim_D[None, :]
-        dq_OD += tl.load(parts + place_OD, mask=there_OD, other=0.0)
-        result_O += HEADS
-    tl.store(dq + place_O[:, None] * HEAD_DIM + dim_D[None, :],
-             (dq_OD * softmax_scale).to(dq.dtype.element_ty),
-             mask=valid_O[:, None] & inside_D[None, :])  # fmt: skip
+    for row in range(0, chunk_rows, TILE_ROWS):
+        place_O = row + row_O
+        inside_O = place_O < chunk_rows
+        reader_O = first_reader + place_O // HEADS
+        head_O = first_head + (reader_O % shared) * HEADS + place_O % HEADS
+        output_O = (reader_O // shared).to(tl.int64) * QUERY_HEADS + head_O
+        inside_OD = inside_O[:, None] & (dim_D < HEAD_DIM)[None, :]
+        total_O = tl.load(totals + place_O, mask=inside_O, other=0.0)
+        result_OD = tl.load(rows + place_O[:, None] * HEAD_DIM + dim_D[None, :],
+                            mask=inside_OD & (total_O != 0.0)[:, None], other=0.0)  # fmt: skip
+        if dout is not None:
+            result_OD *= scale
+        else:
+            # A row without keys: out 0, lse -inf.
+            peak_O = tl.load(peaks + place_O, mask=inside_O, other=0.0)
+            lse_O = tl.where(total_O != 0.0, (peak_O + tl.log2(total_O)) * LN_2, float("-inf"))
+            tl.store(lse + output_O, lse_O, mask=inside_O)
+            result_OD /= tl.where(total_O != 0.0, total_O, 1.0)[:, None]
+        tl.store(out + output_O[:, None] * HEAD_DIM + dim_D[None, :],
+                 result_OD.to(out.dtype.element_ty), mask=inside_OD)  # fmt: skip

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every address that our kernels touch, in Triton's interpreter, on ragged cases.
+
+Found are accesses outside of a launch's tensors; two programs of a launch of which one writes what
+the other reads or writes, other than by atomics; and values that a program loads or overwrites
+after it stored them with no barrier between. Not judged are races through shared memory, which the
+compiler alone lays out, a barrier that some threads do not reach, and the order of a load before a
+store to the same place, which the data decide.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attention.cases import SCALE, SELECTORS, saved
+from torch import Tensor
+
+from sparsebalance_megatron.attention.kernels import triton as implementation
+from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.select import rank_sequence, selector_named
+
+triton = pytest.importorskip("triton")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("the interpreter tells addresses, a GPU does not", allow_module_level=True)
+
+from triton.runtime import interpreter  # noqa: E402
+
+from sparsebalance_megatron.attention.kernels.triton import (  # noqa: E402
+    device_functions,
+    index,
+    token_query_kernels,
+)
+from sparsebalance_megatron.attention.select import row_ranking_kernel  # noqa: E402
+
+NOBODY, MANY = -1, -2
+
+
+class _Argument:
+    """A tensor of a launch: which programs wrote and read each element, and since which barrier."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.begin, self.size = x.data_ptr(), x.element_size()
+        elements = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+        self.end = self.begin + (elements if x.numel() else 0) * self.size
+        self.writer, self.reader = (np.full(elements, NOBODY) for _ in range(2))
+        self.written_at = np.full(elements, -1)
+
+
+class _Accesses:
+    """What the programs of one launch touch."""
+
+    def __init__(self) -> None:
+        self.arguments: list[_Argument] = []
+        self.program, self.barriers = 0, 0
+        self.launches = 0
+
+    def begin(self, arguments: list[Any]) -> None:
+        found = {x.data_ptr(): _Argument(x) for x in arguments if isinstance(x, Tensor)}
+        self.arguments, self.program = list(found.values()), 0
+        self.launches += 1
+
+    def touch(self, pointers: Any, mask: Any, *, kind: str) -> None:
+        addresses = np.broadcast_to(pointers, np.broadcast_shapes(pointers.shape, mask.shape))
+        left = addresses[np.broadcast_to(mask, addresses.shape).astype(bool)].astype(np.int64)
+        for argument in self.arguments:
+            inside = (left >= argument.begin) & (left < argument.end)
+            self._note(argument, (left[inside] - argument.begin) // argument.size, kind)
+            left = left[~inside]
+        assert not left.size, f"{kind} outside of all tensors"
+
+    def _note(self, argument: _Argument, places: Any, kind: str) -> None:
+        if kind == "atomic":
+            return
+        others = argument.writer[places]
+        assert np.isin(others, (NOBODY, self.program)).all(), f"{kind} of another program's value"
+        mine = (others == self.program) & (argument.written_at[places] == self.barriers)
+        assert not mine.any(), f"{kind} of a value stored since the last barrier"
+        readers = argument.reader[places]
+        if kind == "store":
+            assert np.isin(readers, (NOBODY, self.program)).all(), "store to what others read"
+            assert len(np.unique(places)) == len(places), "two lanes store to one place"
+            argument.writer[places] = self.program
+            argument.written_at[places] = self.barriers
+        else:
+            alone = np.isin(readers, (NOBODY, self.program))
+            argument.reader[places] = np.where(alone, self.program, MANY)
+
+
+@pytest.fixture
+def accesses(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Accesses]:
+    """Watches every launch."""
+    found, builder = _Accesses(), interpreter.InterpreterBuilder
+    load, store, atomic = (
+        getattr(builder, f"create_{name}") for name in ("masked_load", "masked_store", "atomic_rmw")
+    )
+    set_grid, copied = builder.set_grid_idx, interpreter.GridExecutor._init_args_hst
+
+    def watched_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        found.touch(pointers.data, mask.data, kind="load")
+        return load(self, pointers, mask, *rest)
+
+    def watched_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        found.touch(pointers.data, mask.data, kind="store")
+        return store(self, pointers, value, mask, *rest)
+
+    def watched_atomic(self: Any, kind: Any, pointers: Any, value: Any, mask: Any, *rest: Any):
+        found.touch(pointers.data, mask.data, kind="atomic")
+        return atomic(self, kind, pointers, value, mask, *rest)
+
+    def next_program(self: Any, *place: int) -> None:
+        found.program += 1
+        found.barriers = 0
+        set_grid(self, *place)
+
+    def arguments(self: Any, given: Any, keywords: Any) -> Any:
+        copies = copied(self, given, keywords)
+        found.begin([*copies[0], *copies[1].values()])
+        return copies
+
+    def barrier(self: Any) -> None:
+        found.barriers += 1
+
+    for name, watched in {
+        "create_masked_load": watched_load,
+        "create_masked_store": watched_store,
+        "create_atomic_rmw": watched_atomic,
+        "set_grid_idx": next_program,
+        "create_barrier": barrier,
+    }.items():
+        monkeypatch.setattr(builder, name, watched)
+    monkeypatch.setattr(interpreter.GridExecutor, "_init_args_hst", arguments)
+    # Several programs, launches and tiles of everything, at sizes that the interpreter can take.
+    monkeypatch.setattr(index, "FEWEST_TILE_READERS", 16)
+    monkeypatch.setattr(token_query_kernels, "WANTED_PROGRAMS", 1000)
+    monkeypatch.setattr(token_query_kernels, "PARTIAL_BYTES", 3 << 12)
+    monkeypatch.setattr(device_functions, "WANTED_PROGRAMS", 1000)
+    monkeypatch.setattr(row_ranking_kernel, "PROGRAMS", 3)
+    yield found
+    assert found.launches
+
+
+def _layer(selection: str, lengths: list[int], head_dim: int) -> None:
+    layout = packed_layout(lengths, 16, "cpu")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(lengths[-1], heads, head_dim, generator=generator) for heads in (4, 2, 2, 4)
+    )
+    router = "triton" if hasattr(SELECTORS[selection], "with_router") else "auto"
+    selector = selector_named(selection, router)
+    ranking = rank_sequence(selector, q, k, layout, softmax_scale=SCALE, max_budget=3, observe=True)
+    selector.coverage(ranking)
+    selected = selector.select(ranking, torch.full((layout.documents,), 3))
+    out, lse = implementation.forward(q, k, v, selected, softmax_scale=SCALE)
+    implementation.backward(dout, saved(q, k, v, out, lse, selected))
+
+
+@pytest.mark.parametrize("lengths", [[0, 83], [0, 1, 20, 36, 90]], ids=["one", "several"])
+@pytest.mark.parametrize("head_dim", [16, 20])
+@pytest.mark.parametrize("selection", sorted(SELECTORS))
+def test_programs_stay_in_their_tensors_and_meet_nowhere(
+    selection: str, head_dim: int, lengths: list[int], accesses: _Accesses
+) -> None:
+    _layer(selection, lengths, head_dim)
+
+
+@pytest.mark.parametrize(
+    "module", [token_query_kernels, index, row_ranking_kernel], ids=["rows", "index", "router"]
+)
+def test_a_missing_barrier_is_found(
+    module: Any, accesses: _Accesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one module; the others keep theirs."""
+    files = {module.__file__}
+
+    def missing(self: Any) -> None:
+        frame: Any = sys._getframe()
+        while frame is not None and frame.f_code.co_filename not in files:
+            frame = frame.f_back
+        accesses.barriers += frame is None
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_barrier", missing)
+    with pytest.raises(Exception, match="since the last barrier"):
+        _layer("token-query-head", [0, 83], 16)
+
+
+@pytest.mark.parametrize("wrong", ["bounds", "reader"])
+def test_wrong_addresses_are_found(
+    wrong: str, accesses: _Accesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers and lists that do not exist."""
+    right = token_query_kernels.readers_of
+
+    def changed(*arguments: Any) -> Any:
+        entries = right(*arguments)
+        if wrong == "reader":
+            entries.readers_E.add_(10_000)
+        else:
+            entries.bounds_J.add_(10_000_000)
+        return entries
+
+    monkeypatch.setattr(token_query_kernels, "readers_of", changed)
+    with pytest.raises(Exception, match="outside of all tensors"):
+        _layer("token-query-head", [0, 83], 16)

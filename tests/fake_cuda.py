@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA tensors without a GPU: they have a device, a shape and a dtype, and no numbers.
+
+An operation on tensors of two devices is refused, and so is one whose result the host must wait
+for: ``item``, ``nonzero``, a boolean index, ``repeat_interleave``. Kernels of Triton are not run;
+what they are given is looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sparsebalance_megatron.attention import api, layout
+from sparsebalance_megatron.attention.select import vertical_slash
+
+CUDA = torch.device("cuda:0")
+HOPPER = (9, 0)
+ALIGNMENT_BYTES = 16
+"""What kernels are compiled for; a pointer that lies otherwise compiles one anew."""
+_COPIES = {"aten::_to_copy", "aten::copy_"}
+_WITHOUT_LAUNCH = {
+    *("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided"),
+    *("prim::device", "aten::lift_fresh", "aten::promote_types"),
+}
+
+
+class NoTraffic(TorchDispatchMode):
+    """Refuses copies between the host and the device, but for :func:`.host_copy.copied_to`."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        result = function(*arguments, **(keywords or {}))
+        if function._schema.name in _COPIES:
+            source = arguments[1] if function._schema.name == "aten::copy_" else arguments[0]
+            # A number of the host that fills a tensor travels as an argument of the kernel.
+            if source.device != result.device and source.ndim:
+                raise AssertionError(f"{source.shape} goes from {source.device} to {result.device}")
+        return result
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations of torch that are no views and no allocations, and Triton's launches.
+
+    Attributes:
+        counted: launches by name.
+        by_triton: the name and the arguments of every launch of Triton.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: Counter[str] = Counter()
+        self.by_triton: list[tuple[str, dict[str, Any]]] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        aliases = [value.alias_info for value in function._schema.returns]
+        view = any(alias is not None and not alias.is_write for alias in aliases)
+        if not view and function._schema.name not in _WITHOUT_LAUNCH:
+            self.counted[function._schema.name] += 1
+        return function(*arguments, **(keywords or {}))
+
+    @contextlib.contextmanager
+    def of_triton(self) -> Iterator[None]:
+        """Kernels of Triton are counted, checked and not run."""
+
+        def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+            name = kernel.fn.__name__
+            named = dict(zip(kernel.arg_names, arguments, strict=False)) | keywords
+            self.counted[name] += 1
+            self.by_triton.append((name, named | {"grid": grid}))
+            check_launch(name, named)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(triton.runtime.JITFunction, "run", run)
+            yield
+
+
+def check_launch(name: str, arguments: dict[str, Any]) -> None:
+    """Tensors lie on the device, begin where kernels expect it, and have dense last dimensions."""
+    for argument, value in arguments.items():
+        if isinstance(value, Tensor):
+            assert value.device == CUDA, f"{name}: {argument} lies on {value.device}"
+            offset = value.storage_offset() * value.element_size()
+            assert offset % ALIGNMENT_BYTES == 0, f"{name}: {argument} begins at byte {offset}"
+            assert value.ndim == 0 or value.stride(-1) == 1 or value.shape[-1] == 1, (
+                f"{name}: {argument} has strides {value.stride()}"
+            )
+
+
+@contextlib.contextmanager
+def fake_cuda() -> Iterator[FakeTensorMode]:
+    """A context in which tensors on ``CUDA`` are fake, and copies to it go unseen."""
+
+    def copied_to(host: Tensor, device: torch.device | str) -> Tensor:
+        return torch.empty(host.shape, dtype=host.dtype, device=device)
+
+    # Deterministic mode fills what is empty, which is a launch.
+    torch.use_deterministic_algorithms(False)
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: HOPPER)
+        # What a launcher enters so that its kernel runs where its tensors lie.
+        patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        patch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
+        for module in (api, layout, vertical_slash):
+            patch.setattr(module, "copied_to", copied_to)
+        yield mode
