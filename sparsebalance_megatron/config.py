@@ -164,8 +164,8 @@ class SparseBalanceConfig:
     to 8 where long samples leave pipeline stages idle."""
 
     segment_tokens: int = 4096
-    """Least tokens of a segment. Lower it where samples are short and short segments lose little;
-    `sparse-balance profile` measures what they lose."""
+    """Least tokens of a segment. Lower it where samples are short and short segments lose
+    little."""
 
     exchange: ExchangeName = "all-gather"
     """How keys and values travel between ranks that share a micro-batch: gathered, in a ring, or in

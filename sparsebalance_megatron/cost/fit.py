@@ -15,6 +15,7 @@ from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.model import CostModel, exchange_of
 from sparsebalance_megatron.cost.parts import Direction, Part
+from sparsebalance_megatron.cost.segments import SegmentCost
 from sparsebalance_megatron.cost.table import (
     CostRow,
     CostTable,
@@ -97,6 +98,7 @@ def fit_cost_model(table: CostTable) -> CostModel:
         block_size=identity.block_size,
         work=work,
         exchange=_measured_exchange(table),
+        segments=table.segments or SegmentCost(),
         forward_ms=fitted[Direction.FORWARD],
         backward_ms=fitted[Direction.BACKWARD],
         source=f"{len(table.rows)} measurements of {table.date} on {identity.device}, "

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 class SegmentCost:
     """Costs beside those of the same micro-batches in one piece.
 
-    The defaults are assumptions; `sparse-balance profile` measures both.
+    The defaults are assumptions. A cost table may hold other values under ``segments``.
 
     Attributes:
         slowness: time of the segments of a sample over its time in one piece, at least 1.

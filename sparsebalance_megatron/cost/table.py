@@ -14,6 +14,7 @@ import numpy as np
 
 from sparsebalance_megatron.config import check_range
 from sparsebalance_megatron.cost.parts import NEVER_TIMED, Direction, Part
+from sparsebalance_megatron.cost.segments import SegmentCost
 from sparsebalance_megatron.cost.work_model import WorkModel, features
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.json_file import UnreadableFileError, checked, read_json
@@ -119,7 +120,8 @@ class ExchangeRow(msgspec.Struct, frozen=True, kw_only=True):
 class CostTable:
     """Measurements and what they were measured on.
 
-    ``exchanges``: none in a table that was measured on one rank. ``versions``: package -> version,
+    ``exchanges``: none in a table that was measured on one rank. ``segments``: what they cost
+    beside micro-batches in one piece; None leaves the defaults. ``versions``: package -> version,
     ``date``: ISO 8601, ``threads``: host threads of the process. ``path`` is where the table was
     read from; it is not part of the table.
     """
@@ -130,6 +132,7 @@ class CostTable:
     threads: int
     rows: tuple[CostRow, ...]
     exchanges: tuple[ExchangeRow, ...] = ()
+    segments: SegmentCost | None = None
     format_version: Literal[1] = 1
     path: str | None = field(default=None, compare=False)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import PROGRAMS, train
+from harness import PROGRAMS, train, write_documents
 
 from sparsebalance_megatron.log.log_directory import rank_log_path
 
@@ -45,3 +45,22 @@ def test_segments_train_like_one_piece(documents: Path, tmp_path: Path) -> None:
 def _forwards(log_dir: Path) -> int:
     """Forwards that rank 0 measured."""
     return rank_log_path(log_dir, 0).read_text().count('"forward"')
+
+
+def test_planned_segments_train(tmp_path: Path) -> None:
+    """The planner itself cuts micro-batches, and the run learns what one piece learns."""
+    documents = write_documents(tmp_path / "train", [250, 20, 230, 16, 240, 30, 245, 18] * 4)
+    one, four = (
+        train(
+            *(2, documents, *PIPELINE, "--sparse-balance-tuning", "off"),
+            *("--sparse-balance-segment-tokens", "32"),
+            *("--sparse-balance-max-segments", segments),
+            log_dir=tmp_path / segments,
+            program=(str(PROGRAMS / "free_segments.py"), "--sparse-balance-device", "cpu"),
+        ).require_success()
+        for segments in ("1", "4")
+    )
+    assert [step["lm_loss"] for step in four.steps] == pytest.approx(
+        [step["lm_loss"] for step in one.steps], rel=FEW_ROUNDINGS
+    )
+    assert all(max(map(max, step["segments"])) > 1 for step in four.steps)
