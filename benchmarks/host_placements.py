@@ -28,8 +28,7 @@ from typing import Any
 import numpy as np
 
 from sparsebalance_megatron.config import SparseBalanceConfig
-from sparsebalance_megatron.learn.host_job import HostJob
-from sparsebalance_megatron.learn.host_planner import HostPlanner
+from sparsebalance_megatron.learn.host_planner import HostJob, HostPlanner
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.view.simulate.lengths import GENERATORS
 from sparsebalance_megatron.view.simulate.models import MODELS, counted_cost

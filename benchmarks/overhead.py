@@ -143,7 +143,7 @@ class Instruments:
     def install(self) -> None:
         from sparsebalance_megatron.log.log_writer import BackgroundWriter
         from sparsebalance_megatron.megatron.core_attention import BudgetedCoreAttention
-        from sparsebalance_megatron.megatron.timers import RecordingTimers, _RecordingTimer
+        from sparsebalance_megatron.megatron.hooks import RecordingTimers, _RecordingTimer
         from sparsebalance_megatron.run.forward_step import ForwardStep
         from sparsebalance_megatron.run.run import Run
         from sparsebalance_megatron.run.step_reducer import StepReducer

@@ -261,7 +261,7 @@ class Layer:
             AttentionOptions,
             replace_core_attention,
         )
-        from sparsebalance_megatron.megatron.forward import use_true_positions
+        from sparsebalance_megatron.megatron.hooks import use_true_positions
 
         self._workload = workload
         hidden = workload.query_heads * workload.head_dim

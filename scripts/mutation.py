@@ -67,7 +67,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "cost/table": ("tests/bad_inputs/test_cost_tables.py", "tests/cost/test_model.py"),
     "cost/": (
         *("tests/cost/test_model.py", "tests/cost/test_exchange.py"),
-        "tests/learn/test_stage_calibration.py",
+        "tests/learn/test_calibration.py",
     ),
     "attention/kernels/reference": (CONTRACT, ATTENTION),
     "attention/sequence/": (
@@ -87,7 +87,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "data/tokenizer": ("tests/data/test_prepare.py", "tests/bad_inputs/test_models.py"),
     "data/documents": ("tests/data/test_samples.py", "tests/data/test_blended_samples.py"),
     "data/records": ("tests/bad_inputs/test_records.py", "tests/data/test_prepare.py"),
-    "data/writer": ("tests/data/test_prepare.py",),
+    "data/prepare": ("tests/data/test_prepare.py",),
     "data/blend": ("tests/data/test_blended_samples.py",),
     "data/": (
         *("tests/data/test_samples.py", "tests/data/test_prepare.py"),

@@ -237,11 +237,7 @@ class SparseBalanceConfig:
 
 
 def check_range(field_name: str, value: float, flag: str) -> None:
-    """Check a value of a field of :class:`SparseBalanceConfig`, by whichever flag it was given.
-
-    Raises:
-        ConfigError: naming the flag, the value and the rule.
-    """
+    """Check a value of a field of :class:`SparseBalanceConfig`, by whichever flag it was given."""
     allowed, rule = RANGES[field_name]
     if not isinstance(value, int | float) or not allowed(value):
         raise ConfigError(f"{flag} {value}: {rule}")

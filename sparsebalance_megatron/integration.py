@@ -29,11 +29,9 @@ from sparsebalance_megatron.config import ConfigError, flag_name
 
 if TYPE_CHECKING:
     from sparsebalance_megatron.config import SparseBalanceConfig
-    from sparsebalance_megatron.learn.host_job import HostJob
-    from sparsebalance_megatron.learn.host_planner import HostPlanner
+    from sparsebalance_megatron.learn.host_planner import HostJob, HostPlanner
     from sparsebalance_megatron.learn.planned_step import PlannedStep
-    from sparsebalance_megatron.run.host_run import HostRun, begin_host_run
-    from sparsebalance_megatron.run.own_loop import OwnLoopRun, begin_run
+    from sparsebalance_megatron.run.own_loop import HostRun, OwnLoopRun, begin_host_run, begin_run
     from sparsebalance_megatron.run.training_hooks import TrainingHooks
 
 __all__ = [
@@ -53,8 +51,8 @@ __all__ = [
 
 
 _ELSEWHERE = {
-    "HostJob": "learn.host_job",
-    "begin_host_run": "run.host_run",
+    "HostJob": "learn.host_planner",
+    "begin_host_run": "run.own_loop",
     "begin_run": "run.own_loop",
 }
 """Names whose modules load numpy, or torch and Megatron: loaded when asked for."""
@@ -68,11 +66,7 @@ def __getattr__(name: str) -> Any:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """At a ValueError of this package, end the process with one line and status 2.
-
-    Flags, data and cost tables raise those, and argparse ends like this; anything else keeps its
-    traceback.
-    """
+    """End at a ValueError of this package (flags, data, cost tables) with one line and status 2."""
     try:
         yield
     except ValueError as error:
@@ -126,13 +120,11 @@ def is_enabled(args: Namespace) -> bool:
 
 @one_line_errors()
 def training_hooks(args: Namespace) -> TrainingHooks:
-    """What replaces a script's dataset provider, forward step and layer spec.
+    """What replaces a script's dataset provider, forward step and layer spec; ``args`` are
+    validated.
 
-    Flags, data and cost table are checked here. A mistake in them ends the process with one line
-    and status 2.
-
-    Args:
-        args: Megatron's, validated.
+    Flags, data and cost table are checked here; a mistake ends the process with one line and status
+    2.
 
     Returns:
         ``dataset_provider`` and ``forward_step`` for ``pretrain``; ``configure_model`` for the
@@ -200,15 +192,15 @@ def attach(
     Args:
         planned: the step, alike on all ranks.
         position: of the micro-batch among those of this data-parallel rank.
-        packed_seq_params: of the host's row, in the thd layout; its samples are those of the plan's
-            micro-batch, in that order. What follows them is padding. Their boundaries are read on
+        packed_seq_params: of the host's sequence, in the thd layout; its samples are those of the
+            plan's micro-batch, in order. What follows them is padding. Their boundaries are read on
             the host, which waits for the device where they are there.
         vp_stage: model chunk, with virtual pipeline stages.
         learn: whether the pass is part of a training step, measured and observed. A pass that is
             not executes the planned budgets as they are.
 
     Raises:
-        IntegrationError: if the row is not that of the plan, or a step was not ended.
+        IntegrationError: if the packed sequence is not that of the plan, or a step was not ended.
     """
     return run.attach(planned, position, packed_seq_params, vp_stage=vp_stage, learn=learn)
 

@@ -40,11 +40,7 @@ def read_json(path: Path, kind: Any = Any, max_bytes: int = MAX_BYTES) -> Any:
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """The text of a UTF-8 file.
-
-    Raises:
-        UnreadableFileError: with the reason.
-    """
+    """The text of a UTF-8 file."""
     with open_regular(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         if size > max_bytes:
@@ -94,14 +90,7 @@ def bounded_lines(stream: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
 
 
 def refuse_output_over_input(output: Path, inputs: Iterable[Path], flag: str) -> None:
-    """Raise if a file that will be written is one that is read, under whatever name.
-
-    Args:
-        flag: that names the output.
-
-    Raises:
-        ConfigError: with both names.
-    """
+    """Raise if a file that will be written is one that is read, under whatever name."""
     for path in inputs:
         same = os.path.realpath(output) == os.path.realpath(path)
         if same or (
@@ -111,15 +100,7 @@ def refuse_output_over_input(output: Path, inputs: Iterable[Path], flag: str) ->
 
 
 def parse_json(text: str, kind: Any = Any) -> Any:
-    """The value of a JSON text, as a ``kind``; NaN and infinity, which JSON does not have, are
-    refused.
-
-    Args:
-        kind: a type that msgspec knows; ``Any`` for whatever the text holds.
-
-    Raises:
-        UnreadableFileError: with the reason, or with the key, its value and what it must be.
-    """
+    """The value of a JSON text, as a ``kind`` that msgspec knows; NaN and infinity are refused."""
     try:
         value = msgspec.json.decode(text)
     except RecursionError as error:
@@ -130,11 +111,7 @@ def parse_json(text: str, kind: Any = Any) -> Any:
 
 
 def checked(value: Any, kind: Any) -> Any:
-    """A value of plain types as a ``kind``.
-
-    Raises:
-        UnreadableFileError: with the key, its value and what it must be.
-    """
+    """A value of plain types as a ``kind``."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:

@@ -84,11 +84,7 @@ def names() -> tuple[str, ...]:
 
 
 def check_name(name: str) -> None:
-    """Refuse an unknown name, without loading anything.
-
-    Raises:
-        ConfigError: naming what there is.
-    """
+    """Refuse an unknown name, without loading anything."""
     if name not in names():
         raise ConfigError(
             f"{FLAG} {name}: must be one of {', '.join(names())} "
@@ -105,12 +101,7 @@ def source_of(name: str) -> str:
 
 
 def load_selector(name: str) -> Any:
-    """The object of a selection; see :class:`.attention.select.Selector`.
-
-    Raises:
-        ConfigError: there is no such name, or several packages bring it, or it cannot be loaded, or
-            its object is no selector.
-    """
+    """The object of a selection; see :class:`.attention.select.Selector`."""
     if name in BUILT_IN:
         return _of_this_package(BUILT_IN[name].selector).load()
     check_name(name)
@@ -136,11 +127,7 @@ def load_selector(name: str) -> Any:
 
 
 def load_work_model(name: str) -> Any:
-    """The work model of a selection; see :class:`.cost.work_model.WorkModel`.
-
-    Raises:
-        ConfigError: as :func:`load_selector` does.
-    """
+    """The work model of a selection; see :class:`.cost.work_model.WorkModel`."""
     if name in BUILT_IN:
         return _of_this_package(BUILT_IN[name].work_model).load()
     return load_selector(name).work_model

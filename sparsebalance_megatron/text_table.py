@@ -13,12 +13,9 @@ def text_table(
 ) -> list[str]:
     """Lines of text: cells under their headings, of which each row has the same.
 
-    Cells are right-aligned, those without a heading left-aligned.
-
-    Args:
-        columns: a line's most characters. A table that is wider becomes several, one below the
-            other, so that nothing is cut. None is without limit.
-        keys: first columns that tell rows apart; every such part repeats them.
+    Cells are right-aligned, those without a heading left-aligned. A table wider than ``columns``
+    becomes several, one below the other; each repeats the first ``keys`` columns, which tell rows
+    apart.
     """
     headings = list(rows[0])
     widths = {

@@ -9,6 +9,8 @@ import torch
 import transformers
 
 from sparsebalance_megatron import evaluate
+from sparsebalance_megatron.attention.select import selector_named
+from sparsebalance_megatron.selector_registry import BUILT_IN
 
 VOCABULARY, BLOCK = 97, 16
 SIZES = {
@@ -21,22 +23,16 @@ SIZES = {
     "max_position_embeddings": 512,
 }
 FAMILIES = ("Llama", "Qwen2", "Qwen3", "Qwen3Moe")
-CAUSAL = ("token-query-head", "token-kv-head", "previous-block", "vertical-slash")
+CAUSAL = tuple(
+    name for name in BUILT_IN if not getattr(selector_named(name), "needs_whole_documents", False)
+)
+"""Selections whose models can decode."""
 
 
 def make_model(
     family: str = "Llama", selection: str = "token-query-head", budget: int = 3, **settings: Any
 ) -> Any:
-    more: dict[str, Any] = {"head_dim": 16}
-    if family == "Qwen3Moe":
-        more |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    torch.manual_seed(3)
-    config = getattr(transformers, f"{family}Config")(**SIZES, **more)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).double().eval()
-    if family == "Qwen3Moe":
-        # Its grouped product takes no float64.
-        model.set_experts_implementation("eager")
-    model.set_attn_implementation(evaluate.NAME)
+    model = make_bare_model(family)
     evaluate.configure(
         model,
         sparse_block_size=BLOCK,
@@ -44,6 +40,21 @@ def make_model(
         sparse_selection=selection,
         **settings,
     )
+    return model
+
+
+def make_bare_model(family: str, **config: Any) -> Any:
+    """Without settings of sparse attention."""
+    config |= {"head_dim": 16}
+    if family == "Qwen3Moe":
+        config |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    torch.manual_seed(3)
+    settings = getattr(transformers, f"{family}Config")(**SIZES, **config)
+    model = getattr(transformers, f"{family}ForCausalLM")(settings).double().eval()
+    if family == "Qwen3Moe":
+        # Its grouped product takes no float64.
+        model.set_experts_implementation("eager")
+    model.set_attn_implementation(evaluate.NAME)
     return model
 
 

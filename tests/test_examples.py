@@ -26,6 +26,7 @@ from recorded_programs import record, recorded
 from torch.distributed.run import get_args_parser
 
 from sparsebalance_megatron import cli
+from sparsebalance_megatron.convert.hf_config import read_config
 from sparsebalance_megatron.megatron.arguments import args_provider, check_typed_flags
 from sparsebalance_megatron.view.simulate.models import MODELS as PRESETS
 
@@ -310,6 +311,29 @@ def test_every_step_hands_its_result_to_training(tmp_path: Path) -> None:
     assert trained["--exit-interval"] == (1.0,)
     measured = flag_values(profile.passed_on)
     assert {flag: trained[flag] for flag in measured} == measured
+
+
+def test_what_is_evaluated_is_what_was_trained(work: Path, megatron_parser: ArgumentParser) -> None:
+    calls = calls_of(
+        "evaluate.sh", ["train"], ["convert"], directory=work, variables={"DATA": "small"}
+    )
+    (_, *launched), (_, *converting) = calls
+    words = get_args_parser().parse_args(launched).training_script_args
+    assert not megatron_parser.parse_known_args(words)[1]
+    check_typed_flags(megatron_parser, words)
+    trained, convert = flag_values(words), cli.parse(converting)
+    assert trained["--save"] == (str(convert.checkpoint_dir),)
+    assert trained["--sparse-balance-selection"] == ("token-kv-head",)
+    model = read_config(work / convert.hf_config)
+    assert {
+        "--num-layers": (model.num_hidden_layers,),
+        "--hidden-size": (model.hidden_size,),
+        "--ffn-hidden-size": (model.intermediate_size,),
+        "--num-attention-heads": (model.num_attention_heads,),
+        "--num-query-groups": (model.num_key_value_heads,),
+        "--kv-channels": (model.head_dim,),
+        "--max-position-embeddings": (model.max_position_embeddings,),
+    }.items() <= trained.items()
 
 
 def test_slurm_starts_every_node_once(tmp_path: Path) -> None:

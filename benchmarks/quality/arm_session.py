@@ -97,6 +97,10 @@ class ArmScheduler:
     def plan_following(self, step: int) -> None:
         """Nothing is planned ahead."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return self._scheduler.state_dict()
+
     def finish_step(self, step: int, measured: StepMeasurement) -> None:
         budgets_LS = executed_budgets(self._experiment)
         if budgets_LS is not None:

@@ -13,6 +13,6 @@ for name in (
     "quality.proxy",
     "quality.scoring",
     "sparsebalance_megatron.pretrain_gpt",
-    "sparsebalance_megatron.run.resume",
+    "sparsebalance_megatron.run.session",
 ):
     import_module(name)

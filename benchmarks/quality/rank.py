@@ -3,7 +3,8 @@
 
     python -m quality.rank SPEC
 
-Leaves ``rank<R>.json``, ``rank<R>.npz`` and ``work_<task>_<R>.npz`` in the run's directory.
+Leaves ``rank<R>.json``, ``rank<R>.npz``, ``work_<task>_<R>.npz`` and, where the model is kept,
+``labels_<task>_<R>.npz`` in the run's directory.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from quality.converted import labels_file
 from quality.run_spec import RANKS, RunSpec
 from quality.tasks import held_out_documents
 
@@ -68,9 +69,9 @@ def score(spec: RunSpec, hooks: Any, rank: int) -> dict[str, Any]:
     """This rank's share of every task: sums for ranks to be added, and points of the probe."""
     from quality.proxy import MassProbe, probe_points
     from quality.ring_work import WorkProbe
-    from quality.scoring import Evaluation
+    from quality.scoring import Evaluation, by_label, tally
 
-    study, arm = spec.study, spec.arm
+    study = spec.study
     hooks.model.eval()
     evaluation = Evaluation(
         model=hooks.model,
@@ -78,16 +79,17 @@ def score(spec: RunSpec, hooks: Any, rank: int) -> dict[str, Any]:
         layers=study.layers,
         longest_tokens=study.longest_tokens,
     )
-    own = None if arm.is_dense(spec.steps, spec.steps) else arm.base_budget(study.base_budget)
-    readings = {"own": own, "dense": None, "sparse": arm.base_budget(study.base_budget)}
+    own = spec.readings["own"]
     began_s = time.perf_counter()
     tasks: dict[str, Any] = {}
     for task in study.tasks:
         documents = held_out_documents(study, task, spec.seed, spec.share)[rank::RANKS]
-        tasks[task.name] = {
-            name: evaluation.tally(documents, task.edges, budget).sums()
-            for name, budget in distinct(readings).items()
+        rows = {
+            name: list(evaluation.rows(documents, budget)) for name, budget in spec.readings.items()
         }
+        tasks[task.name] = {name: tally(found, task.edges).sums() for name, found in rows.items()}
+        if spec.keep:
+            np.savez_compressed(labels_file(spec, task, rank), **by_label(rows))
         if spec.probe:
             hooks.experiment.probe = probe = MassProbe()
             points = probe_points(evaluation, documents[:PROBED_DOCUMENTS], probe)
@@ -99,16 +101,6 @@ def score(spec: RunSpec, hooks: Any, rank: int) -> dict[str, Any]:
             work.save(spec.folder / f"work_{task.name}_{rank}.npz")
         hooks.experiment.probe = None
     return {"tasks": tasks, "scoring_seconds": time.perf_counter() - began_s}
-
-
-def distinct(readings: Mapping[str, int | None]) -> dict[str, int | None]:
-    """Readings without those that repeat an earlier one's budget."""
-    budgets = list(readings.values())
-    return {
-        name: budget
-        for place, (name, budget) in enumerate(readings.items())
-        if budget not in budgets[:place]
-    }
 
 
 if __name__ == "__main__":

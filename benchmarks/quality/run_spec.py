@@ -26,6 +26,7 @@ class RunSpec:
         directory: where the run leaves its results.
         replay: file of executed budgets that a replaying arm takes, else None.
         probe: whether router coverage is compared with attention mass.
+        keep: whether the trained model is saved, for :mod:`.converted`.
     """
 
     study_name: str
@@ -37,6 +38,7 @@ class RunSpec:
     directory: str
     replay: str | None = None
     probe: bool = False
+    keep: bool = False
 
     @property
     def study(self) -> Study:
@@ -49,6 +51,21 @@ class RunSpec:
     @property
     def folder(self) -> Path:
         return Path(self.directory)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def readings(self) -> dict[str, int | None]:
+        """What the trained model is read with: a base budget, or None for dense attention.
+
+        "own" is that of the arm; a reading that would repeat it is left out.
+        """
+        arm, base = self.arm, self.arm.base_budget(self.study.base_budget)
+        if arm.is_dense(self.steps, self.steps):
+            return {"own": None, "sparse": base}
+        return {"own": base, "dense": None}
 
     def write(self) -> Path:
         """For :meth:`read`, which a rank calls."""
@@ -88,4 +105,11 @@ class RunSpec:
             *("--sparse-balance-calibration", "off", "--sparse-balance-planning", "on-demand"),
             *("--sparse-balance-log-dir", str(self.folder)),
             *self.arm.flags(budget),
+            *self._saving(),
         ]
+
+    def _saving(self) -> list[str]:
+        if not self.keep:
+            return []
+        interval = ("--save-interval", str(self.steps), "--ckpt-format", "torch_dist")
+        return ["--save", str(self.checkpoints), *interval]

@@ -7,7 +7,7 @@ the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,15 +82,6 @@ class Evaluation:
                 document_X=np.repeat(np.arange(len(some)), [each.scored.sum() for each in some]),
             )
 
-    def tally(
-        self, documents: Sequence[Document], edges: Sequence[int], budget: int | None
-    ) -> Tally:
-        """Scores of documents; arguments as for :meth:`rows`."""
-        tally = Tally(edges=edges)
-        for row in self.rows(documents, budget):
-            tally.add(row.places_X, row.right_X, row.loss_X)
-        return tally
-
     def _context(self, lengths_tokens: Sequence[int], budget: int | None) -> MicroBatchContext:
         width = budget or 1
         return MicroBatchContext(
@@ -102,6 +93,23 @@ class Evaluation:
             observe=False,
             step=READS_ALL if budget is None else -1,
         )
+
+
+def tally(rows: Iterable[Row], edges: Sequence[int]) -> Tally:
+    """Scores of all rows."""
+    found = Tally(edges=edges)
+    for row in rows:
+        found.add(row.places_X, row.right_X, row.loss_X)
+    return found
+
+
+def by_label(readings: Mapping[str, Sequence[Row]]) -> dict[str, np.ndarray]:
+    """``<reading>_right`` and ``<reading>_loss``: [X] over all rows."""
+    return {
+        f"{name}_{figure}": np.concatenate([getattr(row, f"{figure}_X") for row in rows])
+        for name, rows in readings.items()
+        for figure in ("right", "loss")
+    }
 
 
 def in_rows(documents: Sequence[Document], row_tokens: int) -> Iterator[list[Document]]:

@@ -52,6 +52,20 @@ def add_flags(parser: ArgumentParser) -> None:
     add_model_flag(parser)
     add_planning_flags(parser)
     parser.add_argument(
+        "--max-segments",
+        type=int,
+        default=1,
+        metavar="N",
+        help="segments in which a micro-batch may pass the pipeline; above 1 adds a row",
+    )
+    parser.add_argument(
+        "--segment-tokens",
+        type=int,
+        default=SparseBalanceConfig.segment_tokens,
+        metavar="T",
+        help="least tokens of a segment",
+    )
+    parser.add_argument(
         "--rows",
         nargs="+",
         metavar="ROW",
@@ -81,6 +95,8 @@ def run(arguments: Namespace) -> int:
                 coverage_threshold=arguments.coverage_threshold,
                 gigabytes_per_second=arguments.gigabytes_per_second,
                 counted_device=arguments.counted_device,
+                max_segments=arguments.max_segments,
+                segment_tokens=arguments.segment_tokens,
             ),
             model=model,
             context_parallel_size=arguments.context_parallel_size,

@@ -11,8 +11,6 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.convert.hf_config import DenseModel
 from sparsebalance_megatron.convert.megatron_flags import Flag
@@ -69,7 +67,7 @@ def write_settings(directory: Path, settings: SparseAttention) -> None:
     """Put the settings into ``directory/config.json``."""
     path = directory / CONFIG
     config = json.loads(path.read_text(encoding="utf-8"))
-    config[KEY] = msgspec.to_builtins(settings)
+    config[KEY] = settings.as_config()
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

@@ -38,8 +38,8 @@ class Exchange:
     A forward gathers keys and values. A backward gathers them again and scatters their gradients.
 
     Attributes:
-        bytes_per_token: keys and values of a token in a layer, on one tensor-parallel rank.
-        gradient_bytes_per_token: likewise, of their gradients.
+        bytes_per_token: keys and values of a token in a layer, on one tensor-parallel rank;
+            ``gradient_bytes_per_token`` likewise, of their gradients.
         ms_per_byte: of what a rank receives.
         cp_size_slowness: (cp_size, factor) in rising order: at this cp_size a byte takes ``factor``
             times as long, as where ranks of several nodes share. A cp_size between two takes the
@@ -55,11 +55,9 @@ class Exchange:
 
     @classmethod
     def of(cls, kv_heads: int, head_dim: int, dtype: str = "bfloat16") -> Exchange:
-        """The exchange of a model, at the nominal bandwidth.
+        """The exchange of a model at the nominal bandwidth, by KV heads of a tensor-parallel rank.
 
-        Args:
-            kv_heads: of a tensor-parallel rank.
-            dtype: torch's name without the prefix; gradients travel in float32 at least.
+        ``dtype`` is torch's name without the prefix; gradients travel in float32 at least.
         """
         elements, element_bytes = 2.0 * kv_heads * head_dim, _ELEMENT_BYTES.get(dtype, 2.0)
         return cls(

@@ -46,11 +46,7 @@ class FitError:
 def measured_cost_model(path: str | os.PathLike[str], run: Mapping[str, Any]) -> CostModel:
     """The costs that a table of measurements gives; warns where they are hard to believe.
 
-    Args:
-        run: what the table must have been measured for; see :meth:`.CostTable.check_matches`.
-
-    Raises:
-        CostTableError: the table cannot be read or fitted, or was measured for something else.
+    ``run`` is what the table must have been measured for; see :meth:`.CostTable.check_matches`.
     """
     table = CostTable.load(path)
     table.check_matches(run)
@@ -65,11 +61,7 @@ def configured_cost_model(
 ) -> CostModel:
     """The costs of a configured run: those of its table, else counted operations, with a warning.
 
-    Args:
-        run: what the table must have been measured for, besides the configuration and the shape.
-
-    Raises:
-        ConfigError, CostTableError: naming the flag or file and the remedy.
+    ``run`` is what the table must have been measured for, besides the configuration and the shape.
     """
     if config.cost_table is not None:
         configured = {"block_size": config.block_size, "selection": config.selection}
@@ -91,11 +83,7 @@ def counted_cost_model(config: SparseBalanceConfig, shape: ModelShape) -> CostMo
 
 
 def fit_cost_model(table: CostTable) -> CostModel:
-    """Non-negative least squares on relative errors, so that small and large both fit.
-
-    Raises:
-        CostTableError: it cannot be fitted.
-    """
+    """Non-negative least squares on relative errors, so that small and large both fit."""
     identity, work = table.identity, _work_of(table)
     fitted = {
         direction: {
@@ -151,8 +139,8 @@ def fit_errors(model: CostModel, table: CostTable) -> dict[tuple[Part, Direction
 def held_out_errors(table: CostTable) -> dict[tuple[Part, Direction], FitError]:
     """Like :func:`fit_errors`, but every row is predicted from a fit that has not seen it.
 
-    Rows are left out a fifth at a time, every fifth row in the table's order; the order follows
-    length, so that each fit has to interpolate and the outer ones to extrapolate.
+    Every fifth row in the table's order is left out at a time; the order follows length, so that
+    each fit has to interpolate and the outer ones to extrapolate.
     """
     block_size, work = table.identity.block_size, _work_of(table)
     errors = {}

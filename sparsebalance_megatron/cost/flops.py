@@ -23,13 +23,9 @@ def attended_token_pairs(
 ) -> np.ndarray:
     """(query, key) pairs of a document whose queries may read ``budget_blocks`` KV blocks.
 
-    A query reads the tokens of its own block up to itself, and all of k - 1 blocks before it, or
-    of as many as there are: the block pairs of selection, without what causality masks.
-
-    Args:
-        tokens: length of the document, at least 0; any shape.
-        budget_blocks: k, at least 1; infinity is dense; broadcast against ``tokens``.
-        block_size: tokens per block, a power of two, so that the result is exact.
+    A query reads the tokens of its own block up to itself, and all of k - 1 blocks before it, or of
+    as many as there are: the block pairs of selection, without what causality masks. A budget of
+    infinity is dense. Blocks are a power of two of tokens, so that the result is exact.
     """
     tokens = np.asarray(tokens, dtype=np.int64)
     whole_blocks, tail = np.divmod(tokens, block_size)
@@ -48,10 +44,7 @@ def training_flops(
 ) -> float:
     """Operations of forward and backward of the whole model over some documents.
 
-    Args:
-        layers: of the whole model.
-        budgets_LS: KV blocks that the queries of each document may read in each layer; None is
-            dense causal attention.
+    ``layers`` of the whole model; ``budgets_LS`` None is dense causal attention.
     """
     lengths_S = np.asarray(lengths_tokens_S, dtype=np.int64)
     budgets = np.full((layers, 1), np.inf) if budgets_LS is None else budgets_LS

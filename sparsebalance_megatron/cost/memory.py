@@ -27,14 +27,12 @@ _HALF, _FLOAT = 2, 4
 class MemoryModel:
     """What decides the memory of a dense GPT in bfloat16 with RMSNorm, flags as in Megatron.
 
-    ``layers_per_stage``: of every pipeline stage. ``virtual_stages``: chunks per stage.
     ``optimizer_ranks``: over which ``--use-distributed-optimizer`` divides Adam's state, 1 without
     it. ``selected_blocks_per_token``: entries of the lists that attention saves, per token and
     layer of a whole model: KV heads (or query heads) times budget where tokens select, and that
-    over the block size where blocks of queries do. ``recompute_all`` and ``recompute_attention``:
-    what backward computes again. ``attention_kept``: the forward's output, log-sum-exp and lists
-    of recomputed layers stay (``--sparse-balance-recompute-attention keep``).
-    ``micro_batch_group_size``: of virtual stages; None stands for the number of stages.
+    over the block size where blocks of queries do. ``attention_kept``: the forward's output,
+    log-sum-exp and lists of recomputed layers stay. ``micro_batch_group_size``: of virtual stages;
+    None stands for the number of stages.
     """
 
     shape: ModelShape
@@ -73,20 +71,20 @@ class MemoryModel:
     def weights_bytes(self, stage: int) -> float:
         """Weights, gradients and Adam's state of a stage: 18 bytes per parameter.
 
-        With the distributed optimizer 6 bytes, and 12 divided by its ranks; both as Megatron counts
-        them for training in bfloat16 with float32 gradients.
+        The distributed optimizer divides 12 of them by its ranks. Both as Megatron counts for
+        training in bfloat16 with float32 gradients.
         """
         if self.optimizer_ranks == 1:
             return 18 * self.parameters(stage)
         return (6 + 12 / self.optimizer_ranks) * self.parameters(stage)
 
     def layer_bytes_per_token(self) -> float:
-        """What backward needs of one layer, per token of one rank's share of a row.
+        """What backward needs of one layer, per token of one rank's share of a sequence.
 
         The inputs of both norms and their outputs; query, key, value and attention output with its
-        log-sum-exp; the lists of blocks; the MLP's input of the activation and its output. Terms
-        as in section 4 of arXiv:2205.05198, with attention that stores no scores and without
-        dropout masks.
+        log-sum-exp; the lists of blocks; the MLP's input of the activation and its output. Terms as
+        in section 4 of arXiv:2205.05198, with attention that stores no scores and without dropout
+        masks.
         """
         shape, share = self.shape, 1.0 / self.shape.tensor_parallel_size
         hidden_share = share if self.sequence_parallel else 1.0
@@ -103,10 +101,6 @@ class MemoryModel:
             return kept
         return kept + statistics_and_lists
 
-    def output_bytes_per_token(self) -> float:
-        """The logits in bfloat16 and their softmax in float32, of the last stage, per token."""
-        return (_HALF + _FLOAT) * self.shape.vocab_size / self.shape.tensor_parallel_size
-
     def chunks_in_flight(self, stage: int, micro_batches: int) -> int:
         """Chunk forwards whose backward is still to come, at most.
 
@@ -119,6 +113,14 @@ class MemoryModel:
         group_size = self.micro_batch_group_size or self.stages
         warm_up = 2 * after + (self.virtual_stages - 1) * group_size
         return min(micro_batches * self.virtual_stages, warm_up + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentTokens:
+    """Tokens of the rank that holds most: in flight on every stage, and in one segment."""
+
+    in_flight_P: tuple[float, ...]
+    largest: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,14 +137,13 @@ class StageMemory:
         return self.weights_bytes + self.activations_bytes
 
 
-def stage_memory(model: MemoryModel, tokens_RM: np.ndarray) -> tuple[StageMemory, ...]:
-    """Memory of every stage while a step runs.
+def stage_memory(
+    model: MemoryModel, tokens_RM: np.ndarray, segments: SegmentTokens | None = None
+) -> tuple[StageMemory, ...]:
+    """Memory of every stage while a step runs: of the rank whose micro-batches in flight hold most.
 
-    Args:
-        tokens_RM: tokens of a rank's share of every micro-batch, in the order they run.
-
-    Returns:
-        One per pipeline stage: of the rank whose micro-batches in flight hold most tokens.
+    ``tokens_RM`` are the tokens of a rank's share of every micro-batch, in the order they run;
+    ``segments`` is given where a step runs in segments.
     """
     micro_batches = tokens_RM.shape[1]
     per_layer = model.layer_bytes_per_token()
@@ -156,13 +157,17 @@ def stage_memory(model: MemoryModel, tokens_RM: np.ndarray) -> tuple[StageMemory
         window = min(micro_batches, -(-chunks // model.virtual_stages))
         sums = np.lib.stride_tricks.sliding_window_view(tokens_RM, window, axis=1).sum(axis=2)
         tokens_in_flight = float(sums.max()) * chunks / (window * model.virtual_stages)
-        activations = tokens_in_flight * layers * per_layer
         most_tokens = float(tokens_RM.max())
+        if segments is not None:
+            tokens_in_flight, most_tokens = segments.in_flight_P[stage], segments.largest
+        activations = tokens_in_flight * layers * per_layer
         if model.recompute_all:
             # One layer at a time is computed again, and then held whole.
-            activations += most_tokens * _whole_layer_bytes(model)
+            activations += most_tokens * replace(model, recompute_all=False).layer_bytes_per_token()
         if stage == model.stages - 1:
-            activations += most_tokens * model.output_bytes_per_token()
+            # The logits in bfloat16 and their softmax in float32.
+            vocabulary_rows = model.shape.vocab_size / model.shape.tensor_parallel_size
+            activations += most_tokens * (_HALF + _FLOAT) * vocabulary_rows
         found.append(
             StageMemory(
                 weights_bytes=model.weights_bytes(stage),
@@ -173,16 +178,8 @@ def stage_memory(model: MemoryModel, tokens_RM: np.ndarray) -> tuple[StageMemory
     return tuple(found)
 
 
-def _whole_layer_bytes(model: MemoryModel) -> float:
-    return replace(model, recompute_all=False).layer_bytes_per_token()
-
-
 def memory_lines(stages: Sequence[StageMemory], source: str) -> list[str]:
-    """What a dry run and ``sparse-balance advise`` print: GiB per stage, and what is not counted.
-
-    Args:
-        source: who counted weights and optimizer.
-    """
+    """What a dry run and ``sparse-balance advise`` print; ``source`` counted the weights."""
     lines = [
         f"memory per stage, counted, GiB of the fullest rank ({source}; not counted: "
         f"{NOT_COUNTED}):"

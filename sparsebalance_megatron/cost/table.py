@@ -135,12 +135,7 @@ class CostTable:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CostTable:
-        """Read and check a table.
-
-        Raises:
-            CostTableError: if the file is missing, not JSON, of another format, incomplete, or
-                holds a value that no measurement can have.
-        """
+        """Read and check a table; :class:`CostTableError` says what is wrong with it."""
         place = os.fspath(path)
         try:
             document = read_json(Path(path), dict[str, Any])
@@ -153,12 +148,7 @@ class CostTable:
         return table
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Check, then write atomically: readers see the old file or the whole new one.
-
-        Raises:
-            CostTableError: if the table is invalid.
-            OSError: if the file cannot be written.
-        """
+        """Check, then write atomically: readers see the old file or the whole new one."""
         self.validate()
         document = msgspec.to_builtins(self)
         del document["path"]
@@ -176,11 +166,7 @@ class CostTable:
             partial.unlink(missing_ok=True)
 
     def validate(self) -> None:
-        """Check every value.
-
-        Raises:
-            CostTableError: naming the field or row that no measurement can have.
-        """
+        """Check every value; the error names the field or row that no measurement can have."""
         shape = self.identity.shape
         try:
             checked(msgspec.to_builtins(self), CostTable)
@@ -198,14 +184,7 @@ class CostTable:
                 raise CostTableError(f"{self.place}: no row for {pair[0]} {pair[1]}; {_REMEDY}")
 
     def check_matches(self, run: Mapping[str, Any]) -> None:
-        """Check that the table was measured for a run.
-
-        Args:
-            run: fields of :meth:`RunIdentity.flat`; those left out are not compared.
-
-        Raises:
-            CostTableError: naming every field that differs and both values.
-        """
+        """Check that the table was measured for a run; what it lacks is not compared."""
         own = self.identity.flat()
         differences = [
             f"{name} is {own[name]} in the table, {value} in this run"

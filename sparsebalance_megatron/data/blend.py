@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which data sets a run mixes, read from Megatron's flags for data.
 
-The rules are those of ``get_blend_from_list`` (``megatron.core.datasets.utils``) and
-``get_blend_and_blend_per_split`` (``megatron.training.utils``); what these would misread or assert
-on is refused here in one line.
+The rules are those of Megatron's ``get_blend_from_list`` and ``get_blend_and_blend_per_split``;
+what these would misread or assert on is refused here in one line.
 """
 
 from __future__ import annotations
@@ -27,11 +26,9 @@ _ALTERNATE = "give prefixes only, or a weight before every prefix, such as 0.7 w
 class Blend:
     """Data sets that are mixed, in the order given.
 
-    Attributes:
-        place: the flag or file that names them.
-        prefixes: of their ``.bin`` and ``.idx`` files.
-        weights: positive, in any unit; None mixes by size.
-        whole: every document counts, whatever ``--split`` says.
+    ``place`` is the flag or file that names them, ``prefixes`` those of their ``.bin`` and ``.idx``
+    files. ``weights`` are positive, in any unit; None mixes by size. ``whole``: every document
+    counts, whatever ``--split`` says.
     """
 
     place: str
@@ -41,16 +38,7 @@ class Blend:
 
 
 def read_blends(flags: Any) -> Mapping[Split, Blend | None]:
-    """The blend of every split.
-
-    Args:
-        flags: with Megatron's ``data_path``, ``data_args_path``, ``train_data_path``,
-            ``valid_data_path``, ``test_data_path`` and ``per_split_data_args_path``; an empty tuple
-            or None where not given.
-
-    Raises:
-        DataError: if a list or a file cannot be read as blends, or flags contradict one another.
-    """
+    """The blend of every split, from ``flags`` as Megatron names them; None where there is none."""
     by_split = {
         "--train-data-path": flags.train_data_path,
         "--valid-data-path": flags.valid_data_path,
@@ -84,16 +72,7 @@ def read_blends(flags: Any) -> Mapping[Split, Blend | None]:
 
 
 def parse_blend(words: Sequence[str], place: str, *, whole: bool = False) -> Blend:
-    """Read prefixes, or weights and prefixes in turn.
-
-    Args:
-        words: as typed.
-        place: the flag or file they come from, for errors.
-        whole: see :class:`Blend`.
-
-    Raises:
-        DataError: if there is none, weights are missing or no numbers, or one is not positive.
-    """
+    """Read prefixes, or weights and prefixes in turn, that were typed at ``place``."""
     words = [word.strip() for word in words]
     if not words:
         raise DataError(f"{place}: names no data set; {_ALTERNATE}")

@@ -15,9 +15,8 @@ from typing import Literal, get_args
 import numpy as np
 
 from sparsebalance_megatron.config import Overlong
-from sparsebalance_megatron.data.documents import Documents
+from sparsebalance_megatron.data.documents import Documents, check_mask, check_tokens
 from sparsebalance_megatron.data.packing import Sample
-from sparsebalance_megatron.data.stored_values import check_mask, check_tokens
 from sparsebalance_megatron.errors import DataError
 
 Split = Literal["train", "valid", "test"]
@@ -34,16 +33,9 @@ class SampleCounts:
     """What became of a split's documents. Tokens are stored tokens unless said otherwise.
 
     Nothing is lost uncounted: all stored tokens = ``tokens`` + one per document kept (its first
-    token is never a label) + ``truncated_tokens`` + ``dropped_tokens``.
-
-    Attributes:
-        documents: documents of the split.
-        samples: samples of one epoch.
-        tokens: input tokens of one epoch, as many as predictions.
-        dropped_documents: documents without a sample: below 2 tokens, or overlong and dropped.
-        dropped_tokens: tokens of those documents.
-        truncated_tokens: tokens cut off the ends of overlong documents.
-        split_documents: overlong documents that became several samples.
+    token is never a label) + ``truncated_tokens`` + ``dropped_tokens``. ``samples`` and ``tokens``,
+    input tokens, are of one epoch. Dropped documents have no sample: they are below 2 tokens, or
+    overlong and dropped.
     """
 
     documents: int
@@ -80,16 +72,12 @@ class DataSet:
     pieces of ``max_tokens`` inputs that share their boundary token: every prediction is kept once.
 
     Args:
-        documents: the stored documents.
         document_range: (first, end) documents of the split.
         max_tokens: input tokens of the longest sample (Megatron's ``--seq-length``).
         overlong: what happens to documents of more than ``max_tokens`` + 1 tokens.
         seed: of the order; together with the epoch it determines the permutation.
         vocab_size: rows of the model's embedding, which no stored token may exceed; None leaves
             tokens unchecked.
-
-    Raises:
-        DataError: if no sample is left, or what is stored is not for this model.
     """
 
     def __init__(
@@ -197,8 +185,8 @@ class DataSet:
 def epoch_permutation(samples: int, seed: int, epoch: int) -> np.ndarray:
     """Permutation of ``range(samples)``, int64, a function of the arguments alone.
 
-    Sorts raw Philox output: numpy promises that stream for all versions, which it does not promise
-    for ``Generator.permutation``. So a run resumed under another numpy keeps its order.
+    Sorts raw Philox output, a stream that numpy promises for all versions: a run resumed under
+    another numpy keeps its order.
     """
     stream = np.random.Philox(np.random.SeedSequence([seed, epoch]))
     return np.argsort(stream.random_raw(samples), kind="stable")
@@ -207,11 +195,8 @@ def epoch_permutation(samples: int, seed: int, epoch: int) -> np.ndarray:
 def split_range(documents: int, weights: str, split: Split) -> tuple[int, int]:
     """(first, end) documents of a split; contiguous ranges cut where Megatron cuts them.
 
-    Same rule as ``parse_and_normalize_split`` and ``_build_megatron_dataset_splits`` in
-    ``megatron.core.datasets``: cumulated normalised weights times documents, rounded.
-
-    Raises:
-        DataError: if ``weights`` is not one to three non-negative numbers, one of them positive.
+    Same rule as ``_build_megatron_dataset_splits`` in ``megatron.core.datasets``: cumulated
+    normalised weights times documents, rounded.
     """
     number = r"\s*(\d+\.?\d*|\.\d+)\s*"
     if not re.fullmatch(rf"{number}(,{number}){{0,2}}", weights):

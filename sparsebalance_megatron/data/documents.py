@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stored documents: one data set in Megatron's format (``.bin`` and ``.idx``), checked and mapped.
 
+Of a large file's values a bounded part is checked, at places spread evenly over it; what lies
+between them is found when it is read.
+
 Layout of ``.idx`` (``megatron.core.datasets.indexed_dataset._IndexWriter``), little-endian: magic
 [9 bytes], version u64, dtype code u8, sequences u64, document boundaries u64, then sequence lengths
 i32, byte offsets i64, document boundaries i64 (sequence numbers, from 0), and for multimodal data
@@ -16,10 +19,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
-from sparsebalance_megatron.data.stored_values import check_loss_mask, check_token_ids
 from sparsebalance_megatron.errors import DataError
+from sparsebalance_megatron.json_file import UnreadableFileError, read_json
 
 LOSS_MASK_SUFFIX = "_loss_mask"
 """``PREFIX_loss_mask.bin/.idx`` holds one uint8 per stored token: 1 where predicting it counts."""
@@ -32,9 +36,14 @@ _BOUNDARY_BYTES = 8
 _TOKEN_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 """By code of Megatron's ``indexed_dataset.DType``; integer types only."""
 _REWRITE = "write the data set again (`sparse-balance prepare-data` or Megatron's preprocess_data)"
-_REWRITE_MASK = (
-    "write both again with `sparse-balance prepare-data`, or remove the loss mask to train on all "
-    "tokens"
+_PLACES = 64
+_PLACE_BYTES = 2**18
+_VOCABULARY_REMEDY = (
+    "give the model the tokenizer that made the data, or the data set of its own tokenizer"
+)
+_MASK_REMEDY = (
+    "write the data set again with `sparse-balance prepare-data`, or remove the loss mask to train "
+    "on all tokens"
 )
 
 
@@ -42,11 +51,9 @@ _REWRITE_MASK = (
 class Documents:
     """The documents of one data set, in stored order.
 
-    Attributes:
-        prefix: path without ``.bin`` or ``.idx``.
-        starts: where each document starts in ``tokens``, and where the last one ends, int64.
-        tokens: all stored tokens, mapped; None where only lengths were asked for.
-        loss_mask: uint8 per stored token, mapped, or None.
+    ``prefix`` is the path without ``.bin`` or ``.idx``; ``starts`` says where each document starts
+    in ``tokens`` and where the last one ends, int64; ``tokens`` is mapped, or None where only
+    lengths were asked for; ``loss_mask`` is uint8 per stored token, mapped, or None.
     """
 
     prefix: str
@@ -56,12 +63,7 @@ class Documents:
 
     @classmethod
     def open(cls, prefix: str | Path) -> Documents:
-        """Open and check; reads the index, no token.
-
-        Raises:
-            DataError: if a file is missing, empty, damaged or cut short, or if the files do
-                not belong together.
-        """
+        """Open and check; reads the index, no token."""
         prefix = str(prefix)
         starts, tokens = _open_checked(prefix)
         return cls(
@@ -73,11 +75,7 @@ class Documents:
 
     @classmethod
     def lengths_only(cls, prefix: str | Path) -> Documents:
-        """Open the ``.idx`` file alone: documents have lengths, and no token can be read.
-
-        Raises:
-            DataError: if the file is missing, empty, damaged or cut short.
-        """
+        """Open the ``.idx`` file alone: documents have lengths, and no token can be read."""
         starts, _ = _read_index(str(prefix))
         return cls(prefix=str(prefix), starts=starts, tokens=None)
 
@@ -90,14 +88,7 @@ class Documents:
         return np.diff(self.starts)
 
     def check_values(self, vocab_size: int) -> None:
-        """Look at a bounded part of the stored tokens and masks.
-
-        Args:
-            vocab_size: rows of the model's embedding.
-
-        Raises:
-            DataError: if a token is not in the vocabulary, or the mask is not one.
-        """
+        """Look at a bounded part of the stored tokens and masks."""
         assert self.tokens is not None, "opened for lengths only"
         check_token_ids(self.prefix, self.tokens, vocab_size)
         if self.loss_mask is not None:
@@ -118,12 +109,7 @@ class Documents:
 
 
 def write_index(path: Path, lengths_tokens: Sequence[int], dtype: type[np.integer]) -> None:
-    """Write the ``.idx`` file of documents that are one sequence each.
-
-    Args:
-        lengths_tokens: of every document, in stored order.
-        dtype: of a token.
-    """
+    """Write the ``.idx`` file of documents of one sequence each, from their lengths."""
     lengths = np.asarray(lengths_tokens, dtype="<i4")
     ends_bytes = np.cumsum(lengths, dtype="<i8") * np.dtype(dtype).itemsize
     code = next(code for code, known in _TOKEN_DTYPES.items() if known == dtype)
@@ -238,5 +224,64 @@ def _open_loss_mask(prefix: str, starts: np.ndarray) -> np.ndarray | None:
     elif mask.dtype != np.uint8:
         problem = f"it holds {mask.dtype}, a loss mask uint8"
     if problem:
-        raise DataError(f"{mask_prefix}.idx: {problem}; {_REWRITE_MASK}")
+        raise DataError(f"{mask_prefix}.idx: {problem}; {_MASK_REMEDY}")
     return mask
+
+
+class _Tokenizer(msgspec.Struct):
+    vocab_size: int
+
+
+class _Summary(msgspec.Struct):
+    """What is read of the summary that ``sparse-balance prepare-data`` writes."""
+
+    tokenizer: _Tokenizer
+
+
+def check_token_ids(prefix: str, tokens: np.ndarray, vocab_size: int) -> None:
+    """Check stored tokens, and the size of the tokenizer that ``PREFIX.json`` names, if it does."""
+    try:
+        tokenizer_size = read_json(Path(f"{prefix}.json"), _Summary).tokenizer.vocab_size
+    except UnreadableFileError:
+        # Another program's file, or none.
+        tokenizer_size = 0
+    if tokenizer_size > vocab_size:
+        raise DataError(
+            f"{prefix}.json: the data was made with a tokenizer of {tokenizer_size} tokens, the "
+            f"model's vocabulary has {vocab_size}; {_VOCABULARY_REMEDY}"
+        )
+    for place in _places(tokens):
+        check_tokens(place, vocab_size, f"{prefix}.bin")
+
+
+def check_tokens(tokens: np.ndarray, vocab_size: int, place: str) -> None:
+    """Raise :class:`DataError` if a token is no row of an embedding of ``vocab_size`` rows."""
+    least, largest = int(tokens.min()), int(tokens.max())
+    if least < 0 or largest >= vocab_size:
+        raise DataError(
+            f"{place}: token {least if least < 0 else largest} is not in the model's vocabulary of "
+            f"{vocab_size}; {_VOCABULARY_REMEDY}"
+        )
+
+
+def check_loss_mask(mask: np.ndarray, path: str) -> None:
+    """Check the values of a stored loss mask, uint8."""
+    any_trained = False
+    for place in _places(mask):
+        check_mask(place, path)
+        any_trained |= bool(place.any())
+    if mask.nbytes <= _PLACES * _PLACE_BYTES and not any_trained:
+        raise DataError(f"{path}: all zero: no token is trained on; {_MASK_REMEDY}")
+
+
+def check_mask(mask: np.ndarray, place: str) -> None:
+    """Raise :class:`DataError` if a value of a loss mask is neither 0 nor 1."""
+    if mask.size and (largest := int(mask.max())) > 1:
+        raise DataError(f"{place}: holds {largest}, not a loss mask of 0 and 1; {_MASK_REMEDY}")
+
+
+def _places(values: np.ndarray) -> Iterator[np.ndarray]:
+    """All of at most 16 MiB of values; of more, 64 runs of values."""
+    run = max(1, _PLACE_BYTES // values.itemsize)
+    for first in np.unique(np.linspace(0, max(len(values) - run, 0), _PLACES).astype(np.int64)):
+        yield values[first : first + run]

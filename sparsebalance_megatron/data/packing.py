@@ -17,9 +17,8 @@ import numpy as np
 class Sample:
     """One sample as stored: ``tokens[:n]`` are inputs, ``tokens[1:]`` are labels.
 
-    Attributes:
-        tokens: [n + 1], any integer dtype.
-        loss_mask: [n], one weight per label, or None where every label counts.
+    ``tokens``: [n + 1], any integer dtype. ``loss_mask``: [n], one weight per label, or None where
+    every label counts.
     """
 
     tokens: np.ndarray
@@ -47,11 +46,9 @@ class Sample:
 class PackedSequence:
     """Samples in one sequence, whose boundaries :func:`packed_cu_seqlens` gives.
 
-    Attributes:
-        tokens: [T] int64 inputs.
-        labels: [T] int64, the token that follows each input.
-        position_ids: [T] int64, from 0 in every sample and in the padding.
-        loss_mask: [T] float32, 0 on padding and on labels that a sample masks.
+    ``tokens``, ``labels`` (the token that follows each input) and ``position_ids`` (from 0 in every
+    sample and in the padding) are [T] int64; ``loss_mask`` is [T] float32, 0 on padding and on
+    labels that a sample masks.
     """
 
     tokens: np.ndarray
@@ -59,21 +56,15 @@ class PackedSequence:
     position_ids: np.ndarray
     loss_mask: np.ndarray
 
-    def part(
-        self, tokens: np.ndarray, *, padding_tokens: int = 0, pad_token: int = 0
-    ) -> PackedSequence:
+    def part(self, tokens: np.ndarray, *, padding_tokens: int = 0) -> PackedSequence:
         """The tokens at the given places, and padding behind them.
 
         Labels go with their tokens: the label of a part's last token is the one that followed it in
         the whole sequence, not the part's next token.
         """
         padding = (0, padding_tokens)
-        return PackedSequence(
-            tokens=np.pad(self.tokens[tokens], padding, constant_values=pad_token),
-            labels=np.pad(self.labels[tokens], padding, constant_values=pad_token),
-            position_ids=np.pad(self.position_ids[tokens], padding),
-            loss_mask=np.pad(self.loss_mask[tokens], padding),
-        )
+        parts = {name: np.pad(values[tokens], padding) for name, values in vars(self).items()}
+        return PackedSequence(**parts)
 
 
 def padding_tokens(tokens: int, pad_to_multiple_of: int) -> int:
@@ -90,13 +81,9 @@ def packed_cu_seqlens(
     it; Megatron's ``PackedSeqParams.cu_seqlens_q`` takes these numbers.
 
     Args:
-        lengths_tokens: input tokens per sample.
         pad_to_multiple_of: the last boundary divides by this (sequence parallelism needs it).
         padding_documents: of one token each, behind the samples (a sequence that several ranks
             share needs something for each of them).
-
-    Raises:
-        ValueError: if there is no sample, or a length or the multiple is below 1.
     """
     if not lengths_tokens or min(lengths_tokens) < 1:
         raise ValueError(
@@ -117,23 +104,16 @@ def pack(
     *,
     pad_to_multiple_of: int = 1,
     padding_documents: int = 0,
-    pad_token: int = 0,
 ) -> PackedSequence:
-    """Pack samples in the order given.
+    """Pack samples, at least one, in the order given; arguments as of :func:`packed_cu_seqlens`.
 
-    Args:
-        samples: at least one.
-        pad_to_multiple_of, padding_documents: see :func:`packed_cu_seqlens`.
-        pad_token: input and label of padding; its loss weight is 0.
-
-    Raises:
-        ValueError: if there is no sample or the multiple is below 1.
+    Inputs, labels and loss weights of padding are 0.
     """
     lengths_tokens = [sample.length_tokens for sample in samples]
     cu_seqlens = packed_cu_seqlens(lengths_tokens, pad_to_multiple_of, padding_documents)
     packed_tokens = cu_seqlens[-1]
-    tokens = np.full(packed_tokens, pad_token, dtype=np.int64)
-    labels = np.full(packed_tokens, pad_token, dtype=np.int64)
+    tokens = np.zeros(packed_tokens, dtype=np.int64)
+    labels = np.zeros(packed_tokens, dtype=np.int64)
     loss_mask = np.zeros(packed_tokens, dtype=np.float32)
     for sample, start in zip(samples, cu_seqlens, strict=False):
         place = slice(start, start + sample.length_tokens)

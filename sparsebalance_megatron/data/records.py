@@ -46,7 +46,7 @@ Message = dict[str, Any]
 class Record:
     """One document before tokenisation: either ``text`` or ``messages`` is set.
 
-    ``place`` says where it comes from, for error messages; ``size_bytes`` what it takes there.
+    ``place`` is for error messages; ``size_bytes`` says what it takes there.
     """
 
     place: str
@@ -63,15 +63,7 @@ class BadRecords:
         self._skip = skip
 
     def found(self, place: str, reason: str, explanation: str) -> None:
-        """Count the record.
-
-        Args:
-            reason: what is counted.
-            explanation: the reason and what this record has in particular.
-
-        Raises:
-            DataError: if bad records are not to be skipped.
-        """
+        """Count a record by its reason, or raise :class:`DataError` with the explanation."""
         if not self._skip:
             raise DataError(
                 f"{place}: {explanation}; correct it, or pass --on-bad-record skip to leave such "
@@ -83,10 +75,7 @@ class BadRecords:
 @dataclass(frozen=True)
 class RecordFiles:
     """Files of ``{"text": ...}`` or ``{"messages": [...]}``: one JSON object per line, plain or
-    compressed (``.gz``, ``.zst``), or rows of ``.parquet`` with such columns.
-
-    Blank lines are no records.
-    """
+    compressed (``.gz``, ``.zst``), or rows of ``.parquet``. Blank lines are no records."""
 
     paths: Sequence[Path]
 
@@ -197,11 +186,7 @@ class _Content(msgspec.Struct):
 
 
 def _json_lines(path: Path, bad: BadRecords) -> Iterator[tuple[str, Any, int]]:
-    """(place, value, bytes) of every line that is JSON and not blank.
-
-    Raises:
-        DataError: compressed data is damaged, or pyarrow, which decompresses, is not installed.
-    """
+    """(place, value, bytes) of every line that is JSON and not blank."""
     file_bytes = path.stat().st_size
     blank_lines = read_bytes = 0
     with _opened(path) as stream:
@@ -235,11 +220,7 @@ def _json_lines(path: Path, bad: BadRecords) -> Iterator[tuple[str, Any, int]]:
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """(place, row, bytes that the row takes of the file) of the columns ``text`` and ``messages``.
-
-    Raises:
-        DataError: the file is damaged, has neither column, or pyarrow is not installed.
-    """
+    """(place, row, bytes of the row in the file) of the columns ``text`` and ``messages``."""
     parquet, arrow = _library("pyarrow.parquet", path), _library("pyarrow", path)
     try:
         file = parquet.ParquetFile(path)

@@ -34,11 +34,8 @@ _MOST_SOURCES = 2**15 - 2
 class SourceFacts:
     """One of several data sets that a run mixes.
 
-    Attributes:
-        prefix: of its files.
-        weight: its share of the samples; all shares add up to 1.
-        counts: what became of its documents.
-        digest: of what its order and lengths depend on.
+    ``weight`` is its share of the samples; all shares add up to 1. ``digest`` is of what its order
+    and lengths depend on.
     """
 
     prefix: str
@@ -48,14 +45,11 @@ class SourceFacts:
 
 
 class BlendingOrder:
-    """Which source every place of the order takes its next sample from.
+    """Which source every place of the order takes its next sample from, by ``weights`` in any unit.
 
-    Megatron's ``build_blending_indices`` decides: every place goes to the source that lacks most
-    of its share so far. A longer index begins with a shorter one, so the order has no end and does
-    not depend on how long training is.
-
-    Args:
-        weights: shares, in any unit.
+    Megatron's ``build_blending_indices`` decides: every place goes to the source that lacks most of
+    its share so far. A longer index begins with a shorter one, so the order has no end and does not
+    depend on how long training is.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -87,14 +81,8 @@ class SampleIndex:
     """An endless order of the samples of one split, of one data set or of several.
 
     Every data set goes through its own epochs, each in an order of its own. Samples are numbered
-    data set by data set.
-
-    Args:
-        data_sets: at least one.
-        weights: shares of the samples, in any unit; None mixes by size.
-
-    Attributes:
-        counts: of one epoch of every data set.
+    data set by data set. ``weights`` are shares of the samples, in any unit; None mixes by size.
+    ``counts`` are of one epoch of every data set.
     """
 
     def __init__(
@@ -130,8 +118,8 @@ class SampleIndex:
     def global_batch(self, first: int, size: int) -> np.ndarray:
         """Samples number ``first`` to ``first + size`` of training, in order of arrival, int64.
 
-        Training runs through epoch after epoch without a gap, so a batch may span epochs. The
-        result depends on the arguments alone: resuming needs only the number of consumed samples.
+        A batch may span epochs. The result depends on the arguments alone: resuming needs only the
+        number of consumed samples.
         """
         if first < 0 or size < 1:
             raise ValueError(f"batch of {size} samples from {first}: need size >= 1 and first >= 0")
@@ -144,11 +132,7 @@ class SampleIndex:
         return samples_S
 
     def read(self, sample: int) -> Sample:
-        """Tokens of a sample, and its loss mask where its data set has one.
-
-        Raises:
-            DataError: if a token is not in the vocabulary, or the mask is not one.
-        """
+        """Tokens of a sample, and its loss mask where its data set has one."""
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} is not one of 0 to {len(self) - 1}")
         source = int(self.source_of(np.asarray([sample]))[0])
@@ -226,15 +210,9 @@ def open_samples(
 ) -> SampleIndex | None:
     """Open one split of a blend; None if not a single document falls into it.
 
-    Args:
-        split_weights: Megatron's ``--split``, for blends that all splits share: weights of train,
-            valid and test over documents.
-        missing_loss_mask: what happens to data sets without one beside others that have one.
-        max_tokens, overlong, seed, vocab_size: see :class:`.data_set.DataSet`.
-
-    Raises:
-        DataError: if files are missing, damaged or yield no sample, a split has documents of some
-            data sets and none of others, or some have a loss mask and others must have one too.
+    ``split_weights`` is Megatron's ``--split``, for blends that all splits share;
+    ``missing_loss_mask`` says what happens to data sets without one beside others that have one.
+    Other arguments as of :class:`.data_set.DataSet`.
     """
     if len(blend.prefixes) > _MOST_SOURCES:
         raise DataError(f"{blend.place}: {len(blend.prefixes)} data sets; at most {_MOST_SOURCES}")
@@ -277,11 +255,7 @@ def open_samples(
 def index_lengths(blend: Blend, *, max_tokens: int | None, seed: int) -> SampleIndex:
     """All documents of a blend for planning: their lengths and order, without their tokens.
 
-    Args:
-        max_tokens: longer documents are split; None takes the longest as it is.
-
-    Raises:
-        DataError: if an ``.idx`` file is missing or damaged, or yields no sample.
+    Longer documents than ``max_tokens`` are split; None takes the longest as it is.
     """
     documents = [Documents.lengths_only(prefix) for prefix in blend.prefixes]
     max_tokens = max_tokens or max(int(each.lengths_tokens.max()) for each in documents)

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers of data preparation: a byte-level BPE trained on the documents, or an existing one."""
+"""Tokenizers of data preparation, and what becomes text and what is trained of conversations."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparsebalance_megatron.data.conversation import Render, RenderError, render_plain
+import numpy as np
+
 from sparsebalance_megatron.data.records import Message
 from sparsebalance_megatron.errors import DataError
 
@@ -25,16 +26,78 @@ _LARGEST_VOCABULARY = 1_000_000
 _HUB_TIMEOUT_S = 10
 
 
+Render = Callable[[Sequence[Message], bool], str]
+"""Text of a conversation; the flag asks for the opening of an assistant's turn at its end."""
+
+
+class RenderError(ValueError):
+    """A chat template cannot render a conversation, or not turn by turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderedDocument:
+    """Text of a document, as the model sees it, without an end-of-document token.
+
+    ``trained_spans`` are (start, end) characters that are trained on; None for all. Of a
+    conversation these are the assistant's turns: their opening (the role) is given and not trained,
+    what closes them is trained. ``ends_trained``: an end-of-document token is trained too.
+    """
+
+    text: str
+    trained_spans: tuple[tuple[int, int], ...] | None = None
+    ends_trained: bool = True
+
+
+def render_plain(messages: Sequence[Message], open_assistant_turn: bool) -> str:
+    """The template of tokenizers without one: a line ``role: content`` per turn."""
+    turns = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+    return turns + "assistant: " if open_assistant_turn else turns
+
+
+def render_conversation(messages: Sequence[Message], render: Render) -> RenderedDocument:
+    """Render, and find the assistant's turns by rendering the conversation up to each of them.
+
+    Raises:
+        RenderError: if a shorter conversation is not the beginning of a longer one (templates that
+            rewrite earlier turns), or the template refuses the messages.
+    """
+    text = render(messages, False)
+    spans = []
+    for position, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = render(messages[:position], True)
+        through = render(messages[: position + 1], False)
+        if not (text.startswith(through) and through.startswith(before)):
+            raise RenderError(f"the chat template does not render turn {position + 1} as a suffix")
+        spans.append((len(before), len(through)))
+    return RenderedDocument(
+        text=text,
+        trained_spans=tuple(spans),
+        ends_trained=messages[-1]["role"] == "assistant",
+    )
+
+
+def trained_tokens(token_ends: Sequence[int], spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Which tokens are trained, uint8: those whose last character, by ``token_ends``, lies in a
+    span.
+
+    A token that begins before the assistant's turn and ends in it is the model's to predict.
+    """
+    ends = np.asarray(token_ends, dtype=np.int64)
+    mask = np.zeros(len(ends), dtype=np.uint8)
+    for start, end in spans:
+        mask[(start < ends) & (ends <= end)] = 1
+    return mask
+
+
 @dataclass(frozen=True, kw_only=True)
 class DocumentTokenizer:
     """A fast tokenizer and what preparation must know of it.
 
-    Attributes:
-        name: directory or model name, for the summary.
-        backend: ``tokenizers.Tokenizer``.
-        vocab_size: one more than the largest token id.
-        eod: id that ends a document, None if the tokenizer has no end-of-sequence token.
-        render: how conversations become text.
+    ``name`` is a directory or model name, for the summary; ``backend`` a ``tokenizers.Tokenizer``;
+    ``vocab_size`` one more than the largest token id; ``eod`` the id that ends a document, or None;
+    ``render`` says how conversations become text.
     """
 
     name: str
@@ -50,12 +113,7 @@ class DocumentTokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, name: str) -> DocumentTokenizer:
-    """Train a byte-level BPE; it encodes any text without an unknown token.
-
-    Raises:
-        DataError: if the vocabulary is too small for 256 bytes and ``<|endoftext|>``, or larger
-            than any.
-    """
+    """Train a byte-level BPE; it encodes any text without an unknown token."""
     if vocab_size > _LARGEST_VOCABULARY:
         raise DataError(
             f"--tokenizer-train {vocab_size}: at most {_LARGEST_VOCABULARY} tokens; models have "
@@ -97,11 +155,7 @@ def transformers_files(tokenizer: DocumentTokenizer) -> dict[str, str]:
 
 
 def load_tokenizer(name: str) -> DocumentTokenizer:
-    """Load a HuggingFace tokenizer from a directory, or by its name on the model hub.
-
-    Raises:
-        DataError: if it cannot be loaded, or is not backed by the ``tokenizers`` library.
-    """
+    """Load a HuggingFace tokenizer from a directory, or by its name on the model hub."""
     path = Path(name).expanduser()
     is_directory = path.is_dir()
     if not is_directory and name.startswith(("/", "./", "../", "~")):

@@ -17,12 +17,11 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
-from sparsebalance_megatron.attention.select import selector_named
+from sparsebalance_megatron.attention.select import Selector, selector_named
+from sparsebalance_megatron.attention.select.summaries import BlockSummaries
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.evaluate.mask import PADDING
 from sparsebalance_megatron.evaluate.settings import SparseAttention, settings_of
-
-_LOOKS_AHEAD = "vertical-slash-last-queries"
 
 
 def sparse_balance_attention(
@@ -66,7 +65,7 @@ def sparse_balance_attention(
         part = _last_blocks(batch, asked, tokens, settings.sparse_block_size, q_BQHD.device)
     else:
         part = _whole_rows(starts_BQ, settings.sparse_block_size)
-    if not selector.by_token:
+    if _asks_earlier_queries(selector, q_BTHD, k_BTGD):
         _earlier[module] = _Earlier(queries_BTHD=q_BTHD, last_key_BGD=k_BTGD[:, -1].clone())
     q_THD, k_TGD, v_TGD = (x.flatten(0, 1)[part.kept_T] for x in (q_BTHD, k_BTGD, v_BTGD))
     kv_layout = part.rows.kv_layout
@@ -146,6 +145,18 @@ _earlier: WeakKeyDictionary[torch.nn.Module, _Earlier] = WeakKeyDictionary()
 """By layer, where the queries of earlier tokens take part in the choice; a cache has their keys."""
 
 
+def needs_whole_documents(selector: Selector[Any, Any]) -> bool:
+    """Whether what a token reads depends on the end of its document."""
+    return getattr(selector, "needs_whole_documents", False)
+
+
+def _asks_earlier_queries(selector: Selector[Any, Any], q_BQHD: Tensor, k_BTGD: Tensor) -> bool:
+    """Whether more than its own query decides what a token reads: what a block's summary holds."""
+    one_token = packed_layout((0, 1), 1, q_BQHD.device)
+    summary = selector.summaries(q_BQHD[0, :1], k_BTGD[0, :1], one_token)
+    return not isinstance(summary, BlockSummaries) or summary.queries_NCD is not None
+
+
 def _with_earlier_queries(
     module: torch.nn.Module, settings: SparseAttention, q_BQHD: Tensor, k_BTGD: Tensor
 ) -> Tensor:
@@ -155,13 +166,14 @@ def _with_earlier_queries(
         ConfigError: the selection needs queries that this layer has not seen.
     """
     name = settings.sparse_selection
-    if name == _LOOKS_AHEAD:
+    selector = selector_named(name)
+    if needs_whole_documents(selector):
         raise ConfigError(
             f"sparse_balance: selection {name} reads by a document's last queries, which a decoder "
             "does not have; evaluate whole documents (use_cache=False)"
         )
     earlier_tokens = k_BTGD.shape[1] - q_BQHD.shape[1]
-    if selector_named(name).by_token:
+    if not _asks_earlier_queries(selector, q_BQHD, k_BTGD):
         earlier_BTHD = q_BQHD.new_zeros(len(q_BQHD), earlier_tokens, *q_BQHD.shape[2:])
         return torch.cat((earlier_BTHD, q_BQHD), 1)
     earlier = _earlier.get(module)

@@ -11,27 +11,32 @@ Versions after 0.4.13 find it by its entry point: ``lm-eval run --model sparse-b
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
+from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.evaluate import NAME, SparseAttention, configure, settings_of
+from sparsebalance_megatron.evaluate.attention import needs_whole_documents
 
-_LENGTHS_TOKENS = (4096, 8192, 16384, 32768, 65536, 131072)
+_LENGTHS_TOKENS = tuple(2**power for power in range(10, 18))
+_logger = logging.getLogger(f"lm_eval.{__name__}")
+"""One of the harness's: it prints no others."""
 
 
 @register_model("sparse-balance")
 class SparseBalanceLM(HFLM):
     """A Hugging Face model that reads with the attention it was trained with.
 
-    Its results name the settings and the share of causal attention by length, since a document of
-    few blocks is read whole. Requests to generate run one by one: rows of unequal length would need
-    padding on the left, which would move blocks. Loglikelihoods run in batches.
+    Its log and its results name the settings, up to which length documents are read whole, and the
+    share of causal attention that is computed by length. Requests to generate run one by one: rows
+    of unequal length would need padding on the left, which would move blocks. Loglikelihoods run in
+    batches, unless the selection looks at a document's end, where padding would be.
 
     Args:
         pretrained: a directory or name, as for the ``hf`` model; or a model.
@@ -58,6 +63,7 @@ class SparseBalanceLM(HFLM):
         if sparse:
             configure(self.model, **settings)
             self.model.set_attn_implementation(NAME)
+            _logger.info("sparse-balance: %s", self._attention())
 
     def generate_until(self, *arguments: Any, **keywords: Any) -> list[str]:
         """See the ``hf`` model; one request at a time."""
@@ -68,14 +74,22 @@ class SparseBalanceLM(HFLM):
     def get_model_info(self) -> dict[str, Any]:
         """What the results say of the model: also its attention, and how much of it is computed."""
         info: dict[str, Any] = super().get_model_info()
-        if not self._sparse:
-            return {**info, "attention": "dense"}
+        return info | (self._attention() if self._sparse else {"attention": "dense"})
+
+    def _loglikelihood_tokens(self, requests: Any, **options: Any) -> Any:
+        if self._sparse:
+            selector = selector_named(settings_of(self.model.config).sparse_selection)
+            if needs_whole_documents(selector):
+                options["override_bs"] = 1
+        return super()._loglikelihood_tokens(requests, **options)
+
+    def _attention(self) -> dict[str, Any]:
         config = self.model.config.get_text_config()
         settings, layers = settings_of(config), config.num_hidden_layers
         return {
-            **info,
             "attention": NAME,
-            **msgspec.to_builtins(settings),
+            **settings.as_config(),
+            "whole_up_to_tokens": settings.whole_up_to_tokens(layers),
             "density_by_tokens": {
                 str(tokens): round(settings.density(tokens, layers), 4)
                 for tokens in _LENGTHS_TOKENS

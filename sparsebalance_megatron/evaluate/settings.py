@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of sparse attention in a Hugging Face config.json.
 
-They lie under ``sparse_attention_config``, with the names of MiniMax-M3 where they mean the same.
+They lie under ``sparse_attention_config``, with the names of MiniMax-M3 where they mean the same. A
+key that is not known is an error: another project's settings are not read as these.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -21,7 +22,9 @@ KEY = "sparse_attention_config"
 _Blocks = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 
 
-class SparseAttention(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SparseAttention(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
     """What a model's layers read.
 
     Attributes:
@@ -31,6 +34,8 @@ class SparseAttention(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         sparse_layer_topk_blocks: one entry per layer in place of ``sparse_topk_blocks``; null makes
             a layer dense.
         sparse_dense_up_to_tokens: documents of up to this length are read whole.
+        sparse_local_block: blocks that are read wherever they score: the own one.
+        sparse_init_block: blocks at a document's beginning of which this holds: none.
     """
 
     sparse_block_size: _Blocks
@@ -38,6 +43,21 @@ class SparseAttention(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     sparse_selection: str
     sparse_layer_topk_blocks: tuple[_Blocks | None, ...] | None = None
     sparse_dense_up_to_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    sparse_local_block: Literal[1] = 1
+    sparse_init_block: Literal[0] = 0
+
+    def as_config(self) -> dict[str, Any]:
+        """What config.json says."""
+        fixed = {"sparse_local_block": 1, "sparse_init_block": 0}
+        return msgspec.to_builtins(self) | fixed
+
+    def whole_up_to_tokens(self, layers: int) -> int | None:
+        """The longest document that all layers read whole; None where they read every one so."""
+        by_layer = self.sparse_layer_topk_blocks or (self.sparse_topk_blocks,) * layers
+        budgets = [budget for budget in by_layer if budget is not None]
+        if not budgets:
+            return None
+        return max(self.sparse_dense_up_to_tokens, self.sparse_block_size * min(budgets))
 
     def budget_blocks(self, layer: int, tokens: int) -> int:
         """Blocks that a query of a layer reads in a document of this length."""
@@ -85,7 +105,7 @@ def configure(model: Any, **settings: Any) -> SparseAttention:
             f"{', '.join(SparseAttention.__struct_fields__)}"
         )
     found = checked_settings({**(getattr(config, KEY, None) or {}), **settings}, config)
-    setattr(config, KEY, msgspec.to_builtins(found))
+    setattr(config, KEY, found.as_config())
     return found
 
 

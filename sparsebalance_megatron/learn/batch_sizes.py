@@ -24,14 +24,10 @@ class _Phase(NamedTuple):
 class BatchSizes:
     """Global batch sizes by samples consumed, as ``--step-batch-size-schedule`` gives them.
 
-    Steps are counted from 0, as if training had followed the schedule from its first sample. Within
-    a phase all steps are of one size; a phase ends with the first step that reaches its threshold.
-
-    Attributes:
-        schedule: (samples consumed, global batch size) pairs: from so many samples on, that size.
-
-    Raises:
-        PlanError: if it does not begin with 0, thresholds do not rise, or a size is below 1.
+    ``schedule`` has (samples consumed, global batch size) pairs: from so many samples on, that
+    size. Steps are counted from 0, as if training had followed the schedule from its first sample.
+    Within a phase all steps are of one size; a phase ends with the first step that reaches its
+    threshold.
     """
 
     schedule: tuple[tuple[int, int], ...]

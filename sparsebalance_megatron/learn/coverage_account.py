@@ -21,16 +21,14 @@ everything, more coverage costs the most and errors are as small."""
 class CoverageAccount:
     """Sums, over samples, the coverage that steps lost against base budgets; a learner.
 
-    A sample's coverage is the mean over its layers.
+    A sample's coverage is the mean over its layers. ``deficit`` is the coverage lost over all
+    steps, by what samples count; negative is a surplus.
 
     Args:
         global_batch_size: samples of a step; of the largest where they differ.
         mean_over: what a sample counts in the sum: 1, or its tokens.
         slack: by how much mean coverage may be below that of base budgets.
         steps: of a horizon; None is as many as plans look ahead.
-
-    Attributes:
-        deficit: coverage lost over all steps, by what samples count; negative is a surplus.
     """
 
     def __init__(
@@ -66,9 +64,9 @@ class CoverageAccount:
     def snapshot(self) -> float:
         """Coverage by which that of the next plan's horizon should exceed that of base budgets.
 
-        It is the deficit and the reserve; half of that where a horizon is one step, because two
-        plans are made ahead before the first of them is executed and enters the account. There is
-        no reserve before the first measurement.
+        It is the deficit and, once measured, the reserve; half of that where a horizon is one step,
+        because two plans are made ahead before the first of them is executed and enters the
+        account.
         """
         headroom = 0.0 if self._base_mean is None else 1.0 - self._base_mean
         reserve = min(_RESERVE, _RESERVE_OF_HEADROOM * headroom)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans steps whose samples a host gives, and learns from what it measured of them.
+"""Plans the steps of a host, which gives their samples, and learns from what it measured.
 
 Shape legend: L layers, S samples of a step.
 """
@@ -8,20 +8,84 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.cost.fit import configured_cost_model
 from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.learn.host_job import HostJob
+from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.placement.arrangement import Placement
 from sparsebalance_megatron.plan.step_plan import PlanError, PlanPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostJob(Job):
+    """One job of a host that owns its data and its loop; plain data, alike in all its processes.
+
+    A plan chooses the number of micro-batches, and a packed sequence lies on one rank, so
+    ``micro_batches`` and ``context_parallel_size`` are left out.
+
+    Attributes:
+        shape: the sizes that a layer's cost depends on.
+        max_sample_tokens: the longest sample.
+        global_batch_size: samples of a training step, on average.
+        micro_batches_multiple_of: what the number of micro-batches divides by; the number of
+            pipeline stages with virtual stages.
+        pad_samples_to: tokens that the host pads every sample to a multiple of.
+        recompute_all, recompute_attention: what backward computes again (Megatron's
+            ``--recompute-granularity`` full, or selective with ``core_attn``).
+        frozen_weights: whether the model's own weights take no gradients, as beside low-rank
+            adapters (LoRA).
+    """
+
+    shape: ModelShape
+    max_sample_tokens: int
+    global_batch_size: int
+    micro_batches_multiple_of: int = 1
+    pad_samples_to: int = 1
+    recompute_all: bool = False
+    recompute_attention: bool = False
+    frozen_weights: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (
+            *("data_parallel_size", "max_sample_tokens", "global_batch_size"),
+            *("micro_batches_multiple_of", "pad_samples_to"),
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"host job: {name} {getattr(self, name)}: must be at least 1")
+        if self.context_parallel_size > 1:
+            raise ConfigError(
+                f"--context-parallel-size {self.context_parallel_size}: a host's packed sequence "
+                "lies on one rank; use 1"
+            )
+
+    def padded(self, tokens: int) -> int:
+        """Tokens of a sample where this host packs it."""
+        return -(-tokens // self.pad_samples_to) * self.pad_samples_to
+
+    def cost_model(self, config: SparseBalanceConfig) -> CostModel:
+        """The costs of this job: those of the configured table, else counted operations.
+
+        A table's device and dtype are not looked at: a process that only plans has neither.
+        """
+        if config.cost_table == "auto":
+            raise ConfigError(
+                f"{flag_name('cost_table')} auto: a host's planner has nothing to measure; give a "
+                "table of `sparse-balance profile`"
+            )
+        cost = configured_cost_model(config, self.shape, {})
+        if self.frozen_weights:
+            cost = cost.with_frozen_weights()
+        return cost.with_recompute(full=self.recompute_all, attention_only=self.recompute_attention)
 
 
 class HostPlanner:
@@ -29,16 +93,12 @@ class HostPlanner:
 
     A plan is a pure function of the arguments of :meth:`plan` and of what has been learnt, so every
     process that made the same calls makes the same plan. Knowledge changes in :meth:`learn` and
-    :meth:`load_state_dict` only.
+    :meth:`load_state_dict` only. ``steps`` counts what has been learnt from.
 
     Args:
-        config: what the user chose.
         job: of the host; without context parallelism.
         cost: of the job, recomputation included; None is :meth:`.HostJob.cost_model`.
         clock: seconds, for the time that planning takes.
-
-    Attributes:
-        steps: learnt from; a plan that is told no other number is of this step.
 
     Raises:
         ConfigError, CostTableError: naming the field or file and the remedy.
@@ -167,13 +227,9 @@ class HostPlanner:
         return self._planner.state_dict() | {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[str, ...]:
-        """Take over the state of another planner of this model.
+        """Take over the state of another planner of this model, written by the same version.
 
-        Returns:
-            What does not fit this job and starts afresh, one sentence each.
-
-        Raises:
-            StateError: if it was written by another version.
+        Returns what does not fit this job and starts afresh, one sentence each.
         """
         afresh = self._planner.load_state_dict(state)
         self.steps = int(state["steps"])

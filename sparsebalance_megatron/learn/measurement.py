@@ -38,12 +38,11 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """What one rank took for one step.
+    """What one rank took for one step, in ms.
 
     ``schedule_ms``: from the schedule's start to this rank's last backward; NaN where unmeasured.
-    ``spans``: what was measured, by start, in ms since ``start_unix_s``, the schedule's start; of a
-    step whose schedule began unseen, that is the start of the first span. None where nothing was
-    seen.
+    ``spans``: by start, since ``start_unix_s``, the schedule's start, or that of the first span
+    where the schedule began unseen; None where nothing was seen.
     """
 
     schedule_ms: float
@@ -82,9 +81,9 @@ class CoverageTotals:
     ``sums_LUK`` and ``counts_LU`` feed the coverage curves. ``executed_sum``, of which
     ``executed_L`` is each layer's part, ``base_sum`` and ``count`` cover every (sample, layer)
     pair, ``minimum`` is the least executed coverage and ``grown`` counts pairs whose budget the
-    guard raised. ``tokens`` is the sum over pairs of the sample's tokens, ``lost_tokens`` that of
-    tokens times what base budgets had covered more. ``unobserved`` counts pairs whose coverage was
-    not finite: no other figure holds anything of them.
+    guard raised. ``lost_tokens`` sums tokens times what base budgets had covered more.
+    ``unobserved`` counts pairs whose coverage was not finite: no other figure holds anything of
+    them.
     """
 
     sums_LUK: np.ndarray
@@ -123,8 +122,8 @@ class CoverageTotals:
 class RecomputeTotals(NamedTuple):
     """Passes of single layers that backward recomputed where attention is to be kept.
 
-    ``kept`` took the first forward's attention; ``again`` found none and attended again;
-    ``otherwise`` are those of the former whose inputs had other numbers than in the first forward.
+    ``kept`` took the first forward's attention, ``otherwise`` of them with other inputs than in the
+    first forward; ``again`` found none and attended again.
     """
 
     kept: int = 0
@@ -155,9 +154,6 @@ class StepMeasurement:
         of the micro-batch takes, on all of its ranks, what it took on the rank that took least.
         Waiting would otherwise look like computation, and a rank with little to do before like a
         slow device.
-
-        Args:
-            micro_batches: of the step's plan.
         """
         shared = [micro_batch for micro_batch in micro_batches if micro_batch.cp_size > 1]
         if not shared:

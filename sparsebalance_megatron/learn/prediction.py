@@ -15,7 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.cost.memory import MemoryModel, StageMemory, stage_memory
+from sparsebalance_megatron.cost.memory import (
+    MemoryModel,
+    SegmentTokens,
+    StageMemory,
+    stage_memory,
+)
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.cost.work_model import work_model_named
@@ -26,6 +31,7 @@ from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
+from sparsebalance_megatron.plan.segments.pipeline import most_tokens_in_flight
 from sparsebalance_megatron.plan.step_plan import PlanPolicy, StepPlan
 
 COVERAGE_EXPONENT = 0.35
@@ -175,7 +181,28 @@ def planned_memory(
             ),
             **model,
         )
-        steps.append(stage_memory(memory, plan.rank_tokens_RM()))
+        steps.append(stage_memory(memory, *_tokens_held(plan, job, block_size)))
     return tuple(
         max(of_stage, key=lambda each: each.total_bytes) for of_stage in zip(*steps, strict=True)
+    )
+
+
+def _tokens_held(
+    plan: StepPlan, job: Job, block_size: int
+) -> tuple[np.ndarray, SegmentTokens | None]:
+    """Tokens of micro-batches by rank and position, and of segments where a step has them."""
+    tokens_RM = plan.rank_tokens_RM()
+    if all(micro_batch.segments == 1 for micro_batch in plan.micro_batches):
+        return tokens_RM, None
+    of_ranks = [
+        [each.segment_tokens(block_size) for each in plan.for_rank(rank).micro_batches]
+        for rank in range(plan.data_parallel_size)
+    ]
+    stages = job.pipeline_stages
+    return tokens_RM, SegmentTokens(
+        in_flight_P=tuple(
+            float(max(most_tokens_in_flight(tokens_MU, stages - stage) for tokens_MU in of_ranks))
+            for stage in range(stages)
+        ),
+        largest=float(max(tokens_U.max() for tokens_MU in of_ranks for tokens_U in tokens_MU)),
     )

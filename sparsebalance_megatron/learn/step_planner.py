@@ -20,11 +20,10 @@ import numpy as np
 from sparsebalance_megatron.config import Calibration as CalibrationChoice
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.stage_scales import StageScales
+from sparsebalance_megatron.learn.calibration import Calibration, DeviceSlowness
 from sparsebalance_megatron.learn.coverage_account import CoverageAccount
-from sparsebalance_megatron.learn.device_speed import DeviceSlowness
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.learn.stage_calibration import Calibration
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.placement.arrangement import Placement

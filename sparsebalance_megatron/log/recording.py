@@ -48,7 +48,7 @@ class FinishedStep:
     """What is known of a step at its end, of all ranks; nothing in it changes afterwards.
 
     ``iteration_ms`` is None in the first step of a process. ``host_ms`` is that of the rank which
-    writes (:class:`.host_time.HostTime`).
+    writes (:class:`.timing.HostTime`).
     """
 
     iteration: int

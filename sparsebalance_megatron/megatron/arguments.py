@@ -38,14 +38,7 @@ _WITHOUT_SIDE_EFFECTS: dict[str, Any] = {
 
 
 def early_flags(argv: Sequence[str]) -> tuple[bool, str]:
-    """The two flags that decide how Megatron is imported.
-
-    Returns:
-        Whether ``--sparse-balance`` is given, and "cpu" or "cuda".
-
-    Raises:
-        ConfigError: if CUDA is asked for and not there.
-    """
+    """Whether ``--sparse-balance`` is given, and "cpu" or "cuda": how Megatron must be imported."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(flag_name("enabled"), dest="enabled", action="store_true")
     parser.add_argument(flag_name("device"), dest="device", default=SparseBalanceConfig().device)
@@ -63,11 +56,7 @@ def destination(field_name: str) -> str:
 
 
 def add_sparse_balance_args(parser: ArgumentParser) -> ArgumentParser:
-    """Add the group "sparse balance"; an ``extra_args_provider`` for Megatron's parser.
-
-    The flags come from Megatron's generator, with this plugin's prefix: no upstream field can
-    collide.
-    """
+    """Add the group "sparse balance" by Megatron's generator, with this plugin's prefix."""
     # Trainers that own their loop have no flags and need not load it.
     from megatron.training.argument_utils import ArgumentGroupFactory
 
@@ -90,8 +79,7 @@ def args_provider(
 ) -> Callable[[ArgumentParser], ArgumentParser]:
     """An ``extra_args_provider`` that also sets the defaults this run needs; explicit flags win.
 
-    Args:
-        report: is told, in one line, which of Megatron's defaults the command line gets otherwise.
+    ``report`` is told, in one line, which of Megatron's defaults the command line gets otherwise.
     """
 
     def provide(parser: ArgumentParser) -> ArgumentParser:
@@ -108,10 +96,7 @@ def args_provider(
 
 
 def _make_help_printable(parser: ArgumentParser) -> None:
-    """Double the percent signs of help texts that argparse cannot format otherwise.
-
-    One help text of megatron-core 0.19 has a bare percent sign, so ``--help`` would fail.
-    """
+    """Double percent signs that argparse cannot format: megatron-core 0.19 has a bare one."""
     formatter = parser._get_formatter()
     for action in parser._actions:
         try:
@@ -138,12 +123,6 @@ def check_typed_flags(parser: ArgumentParser, argv: Sequence[str]) -> None:
     """Refuse what is not supported with ``--sparse-balance`` before Megatron looks at its flags.
 
     Megatron's own assertions would speak of something else, in a traceback.
-
-    Args:
-        parser: with Megatron's flags and this plugin's.
-
-    Raises:
-        ConfigError: naming the flags and the remedy.
     """
     args, _ = parser.parse_known_args(argv)
     # Where Megatron's parser takes it from, too.
@@ -158,11 +137,8 @@ def arguments_without_ranks(
 ) -> Namespace:
     """Megatron's arguments as training gets them, in a process that stands for all ranks.
 
-    Nothing is written and no service is called.
-
-    Args:
-        argv: the command line; the same words as in ``sys.argv``, which Megatron's parser reads.
-        report: as of :func:`args_provider`.
+    Nothing is written and no service is called. ``argv`` are the words of ``sys.argv``, which
+    Megatron's parser reads.
     """
     with warnings.catch_warnings():
         # Megatron warns of libraries that this machine lacks; training may run on another.
@@ -192,11 +168,7 @@ def arguments_without_ranks(
 
 
 def config_from_args(args: Namespace) -> SparseBalanceConfig:
-    """Read the plugin's config back from Megatron's ``args``.
-
-    Raises:
-        ConfigError: if a value is wrong, or if ``--yaml-cfg`` replaced the command line.
-    """
+    """Read the plugin's config back from Megatron's ``args``."""
     missing = [
         f.name for f in fields(SparseBalanceConfig) if not hasattr(args, destination(f.name))
     ]

@@ -16,8 +16,7 @@ from typing import Any
 def megatron_version() -> str:
     """Version of the installed megatron-core, such as 0.19.2.
 
-    Megatron appends the commit of whatever git repository surrounds the installation; that says
-    nothing about Megatron and is cut off.
+    The commit that Megatron appends is that of whatever git repository surrounds the installation.
     """
     from megatron.core.package_info import __version__
 
@@ -39,13 +38,10 @@ def has_yarn_flags() -> bool:
 
 
 def quantized_row_multiple(config: Any) -> int:
-    """Tokens that fp8 and fp4 matrix products need rows to divide by; 1 without either.
+    """Tokens that fp8 and fp4 matrix products need to divide by; 1 without either.
 
-    As ``megatron.core`` pads the tokens of every expert: 16, with the recipe mxfp8 32, with fp4
-    128 (``get_align_size_for_quantization``).
-
-    Args:
-        config: a ``TransformerConfig``.
+    As ``megatron.core`` pads the tokens of every expert: 16, with the recipe mxfp8 32, with fp4 128
+    (``get_align_size_for_quantization``).
     """
     if not (config.fp8 or getattr(config, "fp4", None)):
         return 1
@@ -73,7 +69,7 @@ def run_pretrain(
     """Call Megatron's ``pretrain`` by keyword, with this plugin's layer spec where one is given.
 
     ``layer_spec(transformer_config, vp_stage)`` returns the decoder's layer or block spec; None
-    leaves Megatron's own choice. ``variable_lengths`` lets pipeline stages exchange rows of any
+    leaves Megatron's own. ``variable_lengths`` lets pipeline stages exchange sequences of any
     length (``TransformerConfig.variable_seq_lengths``, which has no flag of its own).
     """
     from megatron.core.enums import ModelType
@@ -150,13 +146,11 @@ def gpt_model(
     as_megatron_builds_it: bool = False,
     **place: Any,
 ) -> Any:
-    """The ``GPTModel`` that flags describe.
+    """The ``GPTModel`` that flags describe; ``place`` says which part of it, in ``GPTModel``'s
+    keywords.
 
-    Args:
-        layer_spec: the decoder's layer or block spec.
-        as_megatron_builds_it: without the flags of rotary embeddings that Megatron 0.18 parses and
-            does not pass on.
-        place: which part of a model that is spread over ranks, in ``GPTModel``'s keywords.
+    ``as_megatron_builds_it``: without the flags of rotary embeddings that Megatron 0.18 parses and
+    does not pass on.
     """
     from megatron.core.models.gpt import GPTModel
 
@@ -181,7 +175,7 @@ def gpt_model(
 
 
 def enable_variable_lengths(transformer_config: Any) -> None:
-    """Let pipeline stages exchange rows of any length.
+    """Let pipeline stages exchange sequences of any length.
 
     Megatron refuses the combination with the allgather dispatcher, which is the default even of
     models without experts; those never dispatch, so the dispatcher's name is free to change.
@@ -259,7 +253,7 @@ def batch_size_schedule(args: Namespace) -> tuple[tuple[int, int], ...]:
     """(samples consumed, global batch size) pairs of ``--step-batch-size-schedule``.
 
     Megatron's own calculator reads it, which takes thresholds for tokens of full samples. Empty
-    where the size is fixed, as it also is with ``--rampup-batch-size``: these versions ignore that.
+    where the size is fixed.
     """
     if getattr(args, "step_batch_size_schedule", None) is None:
         return ()
@@ -277,10 +271,7 @@ def batch_size_schedule(args: Namespace) -> tuple[tuple[int, int], ...]:
 
 
 def saved_arguments(args: Namespace) -> Namespace | None:
-    """The ``args`` stored in the checkpoint this run resumed from; None where it started afresh.
-
-    None also for a checkpoint of another format than ``torch_dist``.
-    """
+    """The ``args`` stored in the ``torch_dist`` checkpoint that this run resumed from, if any."""
     if not args.load or not getattr(args, "iteration", 0):
         return None
     from megatron.core import dist_checkpointing
@@ -349,10 +340,8 @@ def update_sequence_statistics(cu_seqlens: Any, *, times: int = 1) -> None:
     """Feed the true sequence lengths to Megatron's FLOP count, where this version has the hook.
 
     Megatron sums over all ranks, if this one has fed anything, and divides by the context-parallel
-    size among others. So every rank feeds something, and a row counts as often as that says.
-
-    Args:
-        times: how often the sequences count; with 0 they only say that this rank takes part.
+    size among others. So every rank feeds something, and a sequence counts ``times``; 0 only says
+    that this rank takes part.
     """
     import megatron.training.training as training
 

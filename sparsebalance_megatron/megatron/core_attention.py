@@ -37,8 +37,11 @@ from sparsebalance_megatron.megatron.kept_attention import (
     in_first_pass,
     in_recomputed_pass,
 )
-from sparsebalance_megatron.megatron.layout_cache import LayoutCache
-from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, MicroBatchContext
+from sparsebalance_megatron.megatron.packed_seq_params import (
+    CoverageObservation,
+    LayoutCache,
+    MicroBatchContext,
+)
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 

@@ -172,11 +172,7 @@ def installed() -> bool:
 
 
 def install() -> None:
-    """Replace the symbols listed above; idempotent.
-
-    Raises:
-        CpuAdapterError: where a CUDA device is visible; nothing is replaced then.
-    """
+    """Replace the symbols listed above; idempotent. Refuses where a CUDA device is visible."""
     if installed():
         return
     if torch.cuda.is_available():

@@ -34,11 +34,7 @@ def quiet_imports() -> Iterator[None]:
 
 
 def blending_order(weights: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """For ``size`` places, the source of each and its place in that source's own order.
-
-    Raises:
-        ImportError: Megatron's compiled helpers are missing.
-    """
+    """For ``size`` places, the source of each and its place in that source's own order."""
     with quiet_imports():
         from megatron.core.datasets import helpers
 

@@ -6,7 +6,7 @@ output, log-sum-exp and lists stay with the micro-batch, and the second takes th
 routing and attending again, as in DISTFLASHATTN (arXiv:2310.03294, section 3.3: a checkpoint at
 attention's output). Queries, keys and values are computed again; backward needs them.
 
-Shape legend: T tokens of this rank's share of the row, H query heads, G KV heads, D head dim.
+Shape legend: T tokens of this rank's slice of the sequence, H query heads, G KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ def in_recomputed_pass() -> bool:
 class RecomputeCounts:
     """How recomputation went for one micro-batch and model chunk.
 
-    ``again`` counts layers that attended again although results were to be kept. ``changed`` holds
-    one boolean on the device for every layer that took what was kept: whether its inputs had other
-    numbers than before.
+    ``again`` counts layers that attended again although results were to be kept. ``changed`` holds,
+    on the device, for every layer that took what was kept whether its inputs were other ones.
     """
 
     again: int = 0
@@ -62,8 +61,8 @@ class RecomputeCounts:
 class KeptResult:
     """What a first forward of one layer found: lists, out_THD and lse_TH.
 
-    ``version`` is that of out_THD, which nobody may write to. ``samples`` are the inputs at some
-    tokens, copied.
+    ``version`` is that of out_THD, which nobody may write to; ``samples`` copy the inputs at some
+    tokens.
     """
 
     selection: Selection
@@ -112,12 +111,7 @@ class KeptAttention:
         selection: Selection,
         result: tuple[Tensor, Tensor],
     ) -> None:
-        """Keep the result of a layer's first forward.
-
-        Args:
-            inputs: q_THD, k_TGD and v_TGD.
-            result: out_THD and lse_TH.
-        """
+        """Keep the result (out_THD, lse_TH) of a layer's first forward on (q_THD, k_TGD, v_TGD)."""
         if layer in self._by_layer:
             self._by_layer[layer] = None
             return
@@ -132,11 +126,7 @@ class KeptAttention:
         )
 
     def take(self, layer: int, inputs: tuple[Tensor, ...]) -> KeptResult | None:
-        """Give a layer's result to its recomputed pass and let go of it; None to attend again.
-
-        Raises:
-            RecomputeError: the inputs have other shapes, or somebody wrote to the output since.
-        """
+        """Give a layer's result to its recomputed pass and let go of it; None to attend again."""
         kept = self._by_layer.get(layer)
         if kept is None:
             self._counts.again += 1
@@ -162,7 +152,7 @@ class KeptAttention:
 
 
 def _some_tokens(x_THD: Tensor) -> Tensor:
-    """A few tokens from all over the row: enough to tell two micro-batches or weights apart."""
+    """A few tokens from all over the sequence: enough to tell micro-batches or weights apart."""
     return x_THD.detach()[:: -(-x_THD.shape[0] // _COMPARED_TOKENS)]
 
 
@@ -180,10 +170,8 @@ def bytes_per_token(
 ) -> dict[str, float]:
     """What one layer keeps of a token, in bytes, by what it is.
 
-    Args:
-        heads, head_dim, itemsize: of attention's output on this rank.
-        listing_heads: lists per token: heads that select, over the block size where blocks do.
-        budget: places of a list, in 16 bits each; a document with fewer blocks takes fewer.
+    ``listing_heads``: lists per token: heads that select, over the block size where blocks do.
+    ``budget``: places of a list, in 16 bits each; a document with fewer blocks takes fewer.
     """
     return {
         "output": float(heads * head_dim * itemsize),

@@ -53,9 +53,8 @@ def check_kernels(
 def ensure_checked(case: CheckedCase, device: torch.device) -> str:
     """Check the kernels unless they passed before; gives one line for the log.
 
-    Raises:
-        KernelCheckError: naming the kernel, the error, the tolerance and the way on. Every failure
-            of a compiler or of the device becomes one, so that other ranks can be told.
+    Every failure of a compiler or of the device becomes a :class:`KernelCheckError`, so that other
+    ranks can be told.
     """
     tools = toolchain(device)
     key = json.dumps({"toolchain": tools, "case": asdict(case)}, sort_keys=True)

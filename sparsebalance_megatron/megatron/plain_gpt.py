@@ -2,7 +2,7 @@
 """GPT training as Megatron does it by itself: what runs when ``--sparse-balance`` is off.
 
 The wheel of megatron-core ships the training loop but not ``pretrain_gpt.py``; this is the dataset
-provider and the forward step that the loop needs. Every rank reads its own rows, so that nothing
+provider and the forward step that the loop needs. Every rank reads its own batches, so that nothing
 is broadcast between tensor-parallel ranks.
 """
 
@@ -21,9 +21,9 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
 
 from sparsebalance_megatron.config import ConfigError
-from sparsebalance_megatron.megatron.forward import validate_loss
+from sparsebalance_megatron.megatron.hooks import validate_loss
 
-_ROW_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+_BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
 def dataset_provider(sample_counts: Sequence[int], vp_stage: int | None = None) -> tuple[Any, ...]:
@@ -66,16 +66,16 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Callable[..., 
     args = get_args()
     if args.sft:
         raise ConfigError("--sft without --sparse-balance: use Megatron's own pretrain_gpt.py")
-    row = next(data_iterator)
-    row = {key: row[key].cuda(non_blocking=True) for key in _ROW_KEYS if key in row}
+    batch = next(data_iterator)
+    batch = {key: batch[key].cuda(non_blocking=True) for key in _BATCH_KEYS if key in batch}
     output = model(
-        row["tokens"],
-        row["position_ids"],
-        row.get("attention_mask"),
-        labels=row["labels"],
-        loss_mask=row["loss_mask"],
+        batch["tokens"],
+        batch["position_ids"],
+        batch.get("attention_mask"),
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
     )
-    return output, partial(_loss, row["loss_mask"], args.check_for_nan_in_loss_and_grad)
+    return output, partial(_loss, batch["loss_mask"], args.check_for_nan_in_loss_and_grad)
 
 
 def _loss(

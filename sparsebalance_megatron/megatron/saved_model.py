@@ -86,17 +86,9 @@ class _MetadataReader(pickle.Unpickler):
 
 
 class SavedModel:
-    """The model's tensors of one iteration of a checkpoint directory.
+    """The model's tensors of one iteration of a checkpoint directory; None takes the latest.
 
-    Attributes:
-        arguments: Megatron's, of the run that wrote it; known after :meth:`load`.
-
-    Args:
-        directory: what ``--save`` named.
-        iteration: None takes the latest.
-
-    Raises:
-        ConvertError: if there is no such ``torch_dist`` checkpoint, or it is damaged.
+    ``arguments`` are Megatron's, of the run that wrote it; known after :meth:`load`.
     """
 
     def __init__(self, directory: Path, iteration: int | None) -> None:
@@ -131,12 +123,7 @@ class SavedModel:
         return self._embedding().properties.dtype
 
     def load(self, model: Any) -> dict[str, Tensor]:
-        """The values of all parameters, by their names in ``model``; the model is overwritten.
-
-        Raises:
-            ConvertError: if the checkpoint's tensors are not those of the model, by name or shape,
-                or a file is damaged.
-        """
+        """The values of all parameters, by their names in ``model``, which is overwritten."""
         with _undamaged(self.path):
             self._check_matches(_without_extra_state(self._sharded(model)))
             requested = _without_extra_state(self._sharded(model))
@@ -179,12 +166,7 @@ class SavedModel:
 
 
 def _latest(directory: Path) -> str:
-    """The folder of the latest iteration; Megatron's own reader ends the process in silence.
-
-    Raises:
-        UnreadableFileError: if there is no file that names it.
-        ConvertError: if it names none.
-    """
+    """The folder of the latest iteration; Megatron's own reader ends the process in silence."""
     tracker = directory / "latest_checkpointed_iteration.txt"
     content = read_text(tracker).strip()
     if content == "release":

@@ -50,10 +50,10 @@ def data_parallel_size() -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SequenceGroups:
-    """Every group that this rank is in.
+    """Every group that this rank is in; ``rank`` counts data- and context-parallel ranks together.
 
-    ``rank`` counts data-parallel and context-parallel ranks together, as plans do. ``agreement``
-    holds all ranks that may share a sequence with this one, over a backend of the host.
+    ``agreement`` holds all ranks that may share a sequence with this one, over a backend of the
+    host.
     """
 
     rank: int
@@ -61,11 +61,7 @@ class SequenceGroups:
     agreement: ProcessGroup
 
     def of(self, micro_batch: MicroBatchPlan) -> SequenceGroup:
-        """The group that runs a micro-batch of this rank.
-
-        Raises:
-            PlanError: no such group was made.
-        """
+        """The group that runs a micro-batch of this rank."""
         size = micro_batch.cp_size
         if size not in self.by_size or micro_batch.rank % size:
             raise PlanError(
@@ -84,7 +80,6 @@ def make_sequence_groups(
     Args:
         largest: ranks of the largest group, a power of two that divides the data-parallel times
             context-parallel size.
-        exchange: how keys and values travel.
         ranks_per_node: of those that may share a sequence; the inner rings of a hierarchical one.
         timeout_minutes: after which a rank that waits in vain for another member fails.
     """
@@ -128,11 +123,8 @@ class _Maker:
         self.rank = own.index(torch.distributed.get_rank())
 
     def neighbours(self, size: int, *, every: int = 1, backend: str | None = None) -> ProcessGroup:
-        """The group that this rank is in, of all that ``size`` neighbours make.
-
-        Args:
-            every: one group of each of so many neighbours, not one of all.
-        """
+        """This rank's group of ``size`` neighbours, or of each of them that is ``every`` places
+        further."""
         wanted: ProcessGroup | None = None
         for replica in self._replicas:
             for first in range(0, len(replica), size):

@@ -13,7 +13,7 @@ import torch
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.table import ModelShape, RunIdentity
 from sparsebalance_megatron.learn.batch_sizes import BatchSizes
-from sparsebalance_megatron.learn.host_job import HostJob
+from sparsebalance_megatron.learn.host_planner import HostJob
 from sparsebalance_megatron.megatron import cpu
 from sparsebalance_megatron.megatron.compat import (
     batch_size_schedule,
@@ -28,23 +28,16 @@ RANKS_PER_NODE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Model, layout, batches and data of one run; alike on all ranks.
-
-    Names are those of Megatron's arguments.
+    """Model, layout, batches and data of one run, by Megatron's names; alike on all ranks.
 
     Attributes:
-        shape: the sizes that a layer's cost depends on.
         dtype: torch's name without the prefix.
-        job: how the largest training step is cut up.
+        job: how the largest training step is cut up; ``global_batch_size`` is of that step.
         recompute_all, recompute_attention: what backward computes again.
-        global_batch_size: of the largest step, where it changes.
         batch_size_schedule: (samples consumed, global batch size) pairs where the size changes.
         data_path: and its like: words as typed, empty or None where not given.
-        ranks_per_node: all ranks, whatever they are.
-        quantized_multiple: what a rank's tokens of a packed sequence divide by in fp8 or fp4
-            products.
-        command_line: Megatron's flags, to profile with at start-up; None for a trainer without
-            them.
+        quantized_multiple: what a rank's tokens of a packed sequence divide by in fp8 or fp4.
+        command_line: to profile with at start-up; None for a trainer without flags.
     """
 
     shape: ModelShape
@@ -92,11 +85,7 @@ class RunSettings:
         return self.job.groups.data_parallel_size
 
     def check_batch_sizes(self, step: int) -> None:
-        """Check every global batch size that is still to come.
-
-        Raises:
-            ConfigError: if one does not fill its micro-batches evenly.
-        """
+        """Refuse a global batch size still to come that does not fill its micro-batches evenly."""
         for size in self.batch_sizes.sizes_from(step):
             _micro_batches(
                 size,
@@ -112,11 +101,7 @@ class RunSettings:
 
     @property
     def pad_to_multiple_of(self) -> int:
-        """Tokens that the length of a packed sequence must divide by.
-
-        With sequence parallelism every rank of a tensor-parallel group holds a part of the sequence
-        and quantises it by itself.
-        """
+        """Tokens that a packed sequence's length must divide by; sequence parallelism cuts it."""
         parts = self.shape.tensor_parallel_size if self.sequence_parallel else 1
         return parts * self.quantized_multiple
 
@@ -134,13 +119,8 @@ class RunSettings:
     ) -> RunSettings:
         """Settings of a model; ``others`` are the fields that Megatron's config does not hold.
 
-        Args:
-            transformer_config: a ``megatron.core`` ``TransformerConfig``.
-            vocab_size: rows of the embedding, its padding included.
-            data_parallel_size: Megatron's, which counts no context-parallel ranks.
-
-        Raises:
-            ConfigError: if the global batch does not fill its micro-batches evenly.
+        ``vocab_size``: rows of the embedding, its padding included. ``data_parallel_size``:
+        Megatron's, which counts no context-parallel ranks.
         """
         cp_size = transformer_config.context_parallel_size
         return cls(
@@ -242,8 +222,7 @@ def micro_batch_group_size(transformer_config: Any) -> int | None:
 
 
 def host_job(transformer_config: Any, *, vocab_size: int, **others: Any) -> HostJob:
-    """The job of a host with this model; ``others`` are the fields that its config does not
-    hold.
+    """The job of a host with this model; ``others`` are fields that its config does not hold.
 
     With virtual stages Megatron's interleaved schedule takes micro-batches in groups, by default as
     large as the pipeline.

@@ -26,12 +26,9 @@ from sparsebalance_megatron.megatron.arguments import args_provider
 
 
 def parse_flags(program: str, flags: Sequence[str], *, enabled: bool, on_cpu: bool) -> Namespace:
-    """Megatron's arguments and the plugin's, not validated yet.
+    """Megatron's arguments and the plugin's, not validated yet; ``program`` is for usage messages.
 
-    Args:
-        program: what usage messages call the command.
-        enabled: whether Megatron's defaults become those that the plugin needs.
-        on_cpu: whether they become those of a CPU.
+    Megatron's defaults become those that the plugin needs if ``enabled``, and those of a CPU.
     """
     # Megatron's parser reads ``sys.argv`` and nothing else.
     saved, sys.argv = sys.argv, [f"{program} --", *flags]
@@ -42,11 +39,7 @@ def parse_flags(program: str, flags: Sequence[str], *, enabled: bool, on_cpu: bo
 
 
 def complete_flags(args: Namespace, *, set_globals: bool) -> None:
-    """Check and complete parsed arguments as Megatron does.
-
-    Args:
-        set_globals: whether Megatron's own modules will ask for them.
-    """
+    """Check and complete arguments as Megatron does; set its globals if modules ask for them."""
     validate_args(args)
     if set_globals:
         set_global_variables(args)

@@ -248,9 +248,7 @@ _SOME_SEGMENTS: dict[str, Callable[[Settings], object]] = {
         (get("num_experts") or get("num_moe_experts"))
         and "global_aux_loss" in get("moe_router_load_balancing_type", ())
     ),
-    "--sparse-balance-selection": lambda get: getattr(
-        selector_named(get.config.selection), "needs_whole_documents", False
-    ),
+    "--sparse-balance-selection": lambda get: _needs_whole_documents(get.config.selection),
     "--fp8-format": lambda get: get("fp8"),
     "--fp4-format": lambda get: get("fp4"),
 }
@@ -258,25 +256,16 @@ _SOME_SEGMENTS: dict[str, Callable[[Settings], object]] = {
 
 
 def check_supported(args: Namespace, config: SparseBalanceConfig) -> None:
-    """Refuse combinations of Megatron flags with ``--sparse-balance`` that would go wrong.
-
-    Raises:
-        ConfigError: naming both flags and the remedy.
-    """
+    """Refuse combinations of Megatron flags with ``--sparse-balance`` that would go wrong."""
     get = Settings(args, config)
     _refuse(MODEL | TRAINING, get)
     cp_size = get("context_parallel_size", 1)
-    check_cap(get("seq_length", 0), config, context_parallel_size=cp_size)
-    check_selection(config, context_parallel_size=cp_size)
+    check_sharing(get("seq_length", 0), config, context_parallel_size=cp_size)
     check_segments(get)
 
 
 def check_segments(get: Settings) -> None:
-    """Refuse what does not train with micro-batches in segments.
-
-    Raises:
-        ConfigError: naming both flags and the remedy.
-    """
+    """Refuse what does not train with micro-batches in segments."""
     config = get.config
     if config.max_segments == 1:
         return
@@ -290,11 +279,7 @@ def check_segments(get: Settings) -> None:
 
 
 def check_model(transformer_config: object, config: SparseBalanceConfig) -> None:
-    """Refuse a model that budgets would go wrong in.
-
-    Raises:
-        ConfigError: naming both flags and the remedy.
-    """
+    """Refuse a model that budgets would go wrong in."""
     _refuse(MODEL, Settings(transformer_config, config))
 
 
@@ -314,53 +299,44 @@ def _as_given(flag: str, value: Any) -> str:
     return " ".join([flag, *(str(getattr(item, "name", item)) for item in values)])
 
 
-def check_cap(
-    seq_length: int, config: SparseBalanceConfig, *, context_parallel_size: int = 1
+def check_sharing(
+    seq_length: int, config: SparseBalanceConfig, *, context_parallel_size: int
 ) -> None:
-    """Refuse a cap on a rank's tokens that the shares of a sample of ``seq_length`` exceed.
+    """Refuse what does not fit the number of ranks that may share a sequence.
 
-    Raises:
-        ConfigError: naming the cap that would do.
+    That is a cap on a rank's tokens that the shares of a sample of ``seq_length`` exceed, and a
+    selection that needs a sequence's last queries on one rank.
     """
-    cap = config.max_tokens_per_micro_batch
-    ranks = max(context_parallel_size, config.max_context_parallel or 1)
+    cap, selection = config.max_tokens_per_micro_batch, config.selection
+    sharing = {
+        "--context-parallel-size": context_parallel_size,
+        flag_name("max_context_parallel"): config.max_context_parallel or 1,
+    }
+    ranks = max(sharing.values())
     if cap is not None and cap * ranks < seq_length:
         raise ConfigError(
             f"--sparse-balance with --seq-length {seq_length}: "
             f"{flag_name('max_tokens_per_micro_batch')} {cap} cannot hold one longest sample; use "
             f"at least {-(-seq_length // ranks)}"
         )
-
-
-def check_selection(config: SparseBalanceConfig, *, context_parallel_size: int = 1) -> None:
-    """Refuse a selection that needs a sequence's last queries, where ranks may share it.
-
-    Raises:
-        ConfigError: naming the selection, the flag that lets ranks share it, and the remedy.
-    """
-    if not getattr(selector_named(config.selection), "needs_whole_documents", False):
-        return
-    sharing = {
-        "--context-parallel-size": context_parallel_size,
-        flag_name("max_context_parallel"): config.max_context_parallel or 1,
-    }
     for flag, ranks in sharing.items():
-        if ranks > 1:
+        if ranks > 1 and _needs_whole_documents(selection):
             raise ConfigError(
-                f"{flag_name('selection')} {config.selection} with {flag} {ranks}: its probes are "
+                f"{flag_name('selection')} {selection} with {flag} {ranks}: its probes are "
                 "the last queries of a sequence, which one rank must hold; use vertical-slash, or "
                 "1 rank"
             )
 
 
+def _needs_whole_documents(selection: str) -> bool:
+    return bool(getattr(selector_named(selection), "needs_whole_documents", False))
+
+
 def check_batches(args: Namespace) -> None:
     """Refuse a global batch that does not fill its micro-batches, before Megatron asserts as much.
 
-    Checks the flags as typed; what cannot be told yet, because flags are missing or will come from
-    a checkpoint, is left to Megatron.
-
-    Raises:
-        ConfigError: naming the flags and the remedy.
+    What cannot be told yet, because flags are missing or will come from a checkpoint, is left to
+    Megatron.
     """
     get = Settings(args, SparseBalanceConfig())
     ranks_per_model = 1

@@ -110,6 +110,14 @@ class MicroBatchPlan:
         """Pieces, along the sequence, in which it passes the pipeline."""
         return len(self.first_blocks)
 
+    def segment_tokens(self, block_size: int) -> np.ndarray:
+        """Tokens of every segment; blocks begin anew with every sample."""
+        blocks = np.cumsum([0, *(-(-tokens // block_size) for tokens in self.lengths_tokens)])
+        tokens = np.cumsum([0, *self.lengths_tokens])
+        sample = np.searchsorted(blocks, self.first_blocks, side="right") - 1
+        starts = tokens[sample] + (np.array(self.first_blocks) - blocks[sample]) * block_size
+        return np.diff(starts, append=tokens[-1])
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:

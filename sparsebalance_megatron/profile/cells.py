@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to measure for a cost table, and how: a plan of cells, and medians of repeated runs."""
+"""What to measure for a cost table, and how: a plan of cells, medians of repeated runs, clocks."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.table import CostRow
-from sparsebalance_megatron.profile.clocks import Clock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +79,8 @@ def plan_cells(
 ) -> list[Cell]:
     """What to measure, short sequences first, so that they pay for what the first runs do once.
 
-    Attention runs at powers of four, at the base budget, and densely where that is affordable; the
-    other parts do not depend on the budget and run at the base budget only.
+    Attention runs at powers of four, at the base budget, and densely where that is affordable;
+    other parts run at the base budget only.
     """
     cuts = [_cut(longest_tokens // divisor, 1) for divisor in thoroughness.divisors]
     cuts += [_cut(max(cuts)[0] // 2, documents) for documents in thoroughness.documents]
@@ -162,3 +163,35 @@ def backward_from(
         output.backward(gradient)
 
     return backward
+
+
+class Clock(Protocol):
+    """Takes marks without waiting; resolves differences when the step is over."""
+
+    def mark(self) -> Any: ...
+
+    def elapsed_ms(self, start: Any, end: Any) -> float:
+        """Waits until the device has come to ``end``."""
+
+
+class HostClock:
+    """Host time; for a model on the CPU."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def elapsed_ms(self, start: float, end: float) -> float:
+        return (end - start) * 1e3
+
+
+class CudaEventClock:
+    """CUDA events on the current stream."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed_ms(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return start.elapsed_time(end)

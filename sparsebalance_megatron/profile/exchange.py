@@ -27,13 +27,13 @@ from sparsebalance_megatron.megatron.sequence_groups import make_sequence_groups
 from sparsebalance_megatron.megatron.settings import RANKS_PER_NODE
 from sparsebalance_megatron.megatron.single_process import data_parallel_world, transformer_config
 from sparsebalance_megatron.profile.cells import (
+    Clock,
     Thoroughness,
     Timed,
     backward_from,
     median_and_spread,
     time_once,
 )
-from sparsebalance_megatron.profile.clocks import Clock
 
 _DIVISORS = (4, 1)
 """Sequences are the sequence length over each of these."""
@@ -53,14 +53,8 @@ def measured_exchanges(
     """Time the exchange of a layer between 2, 4, ... ranks; collective over all of them.
 
     The world of these ranks, found as torchrun says, is started and ended here. A sequence is as
-    slow as its slowest member. Attention itself is left out: what is timed is what sharing adds.
-
-    Args:
-        args: Megatron's, cut down to one rank's share of heads.
-        ranks: that profiling was started on, an even number.
-
-    Returns:
-        A row for the forward and one for the backward pass of every number of ranks and length.
+    slow as its slowest member. Attention itself is left out. ``args`` are cut down to one rank's
+    share of heads; the rows are of both directions of every number of ranks and length.
     """
     rows = []
     with data_parallel_world(device):

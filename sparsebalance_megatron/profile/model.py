@@ -3,8 +3,8 @@
 
 Import only after the CPU adapter has been installed where it is needed.
 
-Shape legend: T tokens of the packed row, H query heads, G KV heads, D head dim, h hidden size, S
-samples.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, h hidden
+size, S samples.
 """
 
 from __future__ import annotations
@@ -38,13 +38,7 @@ from sparsebalance_megatron.profile.cells import Timed, backward_from
 
 
 class ProfiledModel:
-    """A GPT with one layer, built from training's flags with this plugin's core attention.
-
-    Args:
-        args: Megatron's parsed flags, already cut down to one rank's share.
-        options: what the layer's core attention is built with.
-        device: where to build it.
-    """
+    """A GPT with one layer and this plugin's core attention, from flags cut to one rank's share."""
 
     def __init__(self, args: Namespace, options: AttentionOptions, device: torch.device) -> None:
         self._options = options

@@ -9,22 +9,41 @@ Other communication is not in the table; calibration adds it while training runs
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
+import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from sparsebalance_megatron import __version__
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
-from sparsebalance_megatron.cost.table import CostRow, CostTable, ExchangeRow, RunIdentity
+from sparsebalance_megatron.cost.table import (
+    CostRow,
+    CostTable,
+    CostTableError,
+    ExchangeRow,
+    RunIdentity,
+)
 from sparsebalance_megatron.megatron.arguments import early_flags
 from sparsebalance_megatron.plan.coverage import budget_grid
-from sparsebalance_megatron.profile.cells import Cell, Thoroughness, measure, plan_cells
-from sparsebalance_megatron.profile.clocks import Clock, CudaEventClock, HostClock
+from sparsebalance_megatron.profile.cells import (
+    Cell,
+    Clock,
+    CudaEventClock,
+    HostClock,
+    Thoroughness,
+    measure,
+    plan_cells,
+)
 
 _ONE_RANK: dict[str, Any] = {
     **dict.fromkeys(
@@ -60,6 +79,12 @@ _ONE_RANK: dict[str, Any] = {
 }
 """Megatron arguments that spread the work, or write files, and their values for one process."""
 
+AUTO = "auto"
+"""Value of ``--sparse-balance-cost-table``: measure at start-up on one rank, share with all."""
+
+_LAUNCHER_PREFIXES = ("RANK", "WORLD_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+"""Prefixes of the variables by which torchrun tells a process that it is one of many."""
+
 
 def profile(
     flags: Sequence[str],
@@ -71,17 +96,8 @@ def profile(
     """Measure the model that training's flags describe. Once per process.
 
     Under torchrun with several ranks all of them measure the exchange, then the first one the rest.
-
-    Args:
-        flags: Megatron's and this plugin's flags.
-        threads: host threads in use; recorded in the table.
-        progress: wraps the list of cells in an iterator, and may draw a bar.
-
-    Returns:
-        The table; None on all ranks but the first.
-
-    Raises:
-        ConfigError: the flags cannot be profiled, or not on so many ranks.
+    ``threads`` of the host are recorded in the table; ``progress`` wraps the cells in an iterator,
+    and may draw a bar. The table is None on all ranks but the first.
     """
     _, device_type = early_flags(flags)
     if device_type == "cpu":
@@ -136,12 +152,8 @@ def profile(
 def _read_flags(
     flags: Sequence[str], device_type: str
 ) -> tuple[Namespace, SparseBalanceConfig, RunIdentity, Namespace]:
-    """Read the flags of one rank's share, and what the table will be valid for.
-
-    Returns:
-        Megatron's arguments of one process and one rank's share, the plugin's config, the table's
-        identity, and Megatron's arguments as given.
-    """
+    """Megatron's arguments of one process and one rank's share, the plugin's config, the table's
+    identity, and Megatron's arguments as given."""
     from sparsebalance_megatron.megatron.arguments import config_from_args
     from sparsebalance_megatron.megatron.settings import model_shape, run_identity
     from sparsebalance_megatron.megatron.single_process import (
@@ -198,3 +210,48 @@ def _cut_to_share(args: Namespace, ranks: int) -> None:
                 f"{flag} {value} is no multiple of --tensor-model-parallel-size {ranks}"
             )
         setattr(args, name, value // ranks)
+
+
+def shared_cost_table(
+    flags: Sequence[str], directory: str | None, group: dist.ProcessGroup | None = None
+) -> CostTable:
+    """Measure on rank 0 with ``sparse-balance profile --quick``; collective over the group.
+
+    ``flags`` are training's own command line; rank 0 keeps ``cost_table.json`` in ``directory``, if
+    any.
+
+    Raises:
+        CostTableError: on every rank alike, if the measurement failed.
+    """
+    outcome: list[CostTable | str | None] = [None]
+    if dist.get_rank(group) == 0:
+        outcome[0] = _measured(flags, directory)
+    dist.broadcast_object_list(outcome, group_src=0, group=group)
+    (table,) = outcome
+    if not isinstance(table, CostTable):
+        raise CostTableError(
+            f"--sparse-balance-cost-table auto: profiling failed on rank 0: {table}; run "
+            "`sparse-balance profile` by hand with these flags and give its table"
+        )
+    return table
+
+
+def _measured(flags: Sequence[str], directory: str | None) -> CostTable | str:
+    """The table, or what went wrong. A process of its own: Megatron's state here is training's."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(directory or scratch) / "cost_table.json"
+        command = [sys.executable, "-m", "sparsebalance_megatron.cli", "profile", "--quick"]
+        done = subprocess.run(
+            [*command, "-o", str(path), "--", *flags],
+            env={
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(_LAUNCHER_PREFIXES)
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            return done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+        return CostTable.load(path)

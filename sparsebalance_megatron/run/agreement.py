@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that all ranks run the same thing: software and data at the start, the plan of each step.
 
-The reduction at a step's end compares the plans of all ranks. Two checks come earlier: ranks that
-may share a micro-batch compare plans before the step, since one that planned otherwise would wait
-inside attention for a member that never comes; and a host's ranks compare before the reduction,
-since each of them may have executed less than a step.
+The reduction at a step's end compares the plans of all ranks. Ranks that may share a micro-batch
+compare plans before the step, since one that planned otherwise would wait inside attention for a
+member that never comes; a host's ranks compare before the reduction, since each of them may have
+executed less than a step.
 """
 
 from __future__ import annotations
@@ -41,10 +41,7 @@ def differing_ranks(numbers: np.ndarray) -> tuple[int, ...]:
 
 
 def check_shared_plan(step: int, digest: bytes, group: ProcessGroup) -> None:
-    """Compare the digests of a step's plan; collective over the group, on the host.
-
-    Args:
-        group: the ranks that may share micro-batches with this one, over a backend of the host.
+    """Compare a step's plan among the ranks that may share micro-batches; collective, on the host.
 
     Raises:
         PlanMismatchError: on all ranks of the group alike, if two plans differ.
@@ -54,19 +51,15 @@ def check_shared_plan(step: int, digest: bytes, group: ProcessGroup) -> None:
         members = torch.distributed.get_process_group_ranks(group)
         raise PlanMismatchError(
             f"step {step}: ranks {[members[place] for place in differing]} planned another step "
-            f"than rank {members[0]}, with which they may share rows; check that all ranks run the "
-            "same software on the same data"
+            f"than rank {members[0]}, with which they may share micro-batches; check that "
+            "all ranks run the same software on the same data"
         )
 
 
 def check_executed_plans(problem: bool, digest: bytes, device: torch.device) -> tuple[int, ...]:
     """Compare what all ranks executed; collective over all ranks.
 
-    Args:
-        problem: whether this rank did not execute a whole step.
-
-    Returns:
-        Ranks with a problem; empty where no rank has one.
+    Returns the ranks that have a ``problem``: they did not execute a whole step.
 
     Raises:
         PlanMismatchError: on all ranks alike, if none has a problem and two plans differ.
@@ -122,8 +115,7 @@ def _gathered_objects(own: Any) -> list[Any]:
 def check_ranks_agree(fingerprint: Mapping[str, str], circumstances: Mapping[str, str]) -> None:
     """Compare every rank's fingerprint with rank 0's; collective.
 
-    Args:
-        circumstances: what may differ, and may be why the fingerprint does.
+    ``circumstances`` may differ, and may be why the fingerprint does.
 
     Raises:
         RankDisagreementError: on every rank alike, naming the entries, the ranks and the values.
@@ -138,8 +130,7 @@ def check_ranks_agree(fingerprint: Mapping[str, str], circumstances: Mapping[str
 
 
 def _differences(gathered: Sequence[Mapping[str, str]]) -> list[str]:
-    """Entries that are not alike on all ranks, one phrase each; of long texts the parts around
-    their first difference."""
+    """Entries that differ between ranks, one phrase each; of long texts a part."""
     found = []
     for name in sorted(set().union(*gathered)):
         values = [other.get(name, "absent") for other in gathered]

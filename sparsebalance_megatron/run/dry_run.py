@@ -12,7 +12,6 @@ import argparse
 import io
 import os
 import traceback
-import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -22,6 +21,7 @@ from pathlib import Path
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.megatron.datasets import quiet_imports
 
 FLAG = flag_name("dry_run")
 _PREDICTED_STEPS = 2
@@ -36,11 +36,7 @@ def is_requested(argv: Sequence[str]) -> bool:
 def run(argv: Sequence[str]) -> None:
     """Check, plan the first step, print. Under torchrun only rank 0 does; the others return.
 
-    Args:
-        argv: the command line; the same words as in ``sys.argv``, which Megatron's parser reads.
-
-    Raises:
-        ConfigError, DataError, CostTableError, PlanError: what training would stop at, in one line.
+    ``argv`` are the words of ``sys.argv``, which Megatron's parser reads.
     """
     early = _early_flags(argv)
     if not early.enabled:
@@ -52,14 +48,14 @@ def run(argv: Sequence[str]) -> None:
     if early.device == "cpu" or not torch.cuda.is_available():
         from sparsebalance_megatron.megatron import cpu
 
-        with _without_import_notices():
+        with quiet_imports():
             cpu.install()
     with _world(early.dry_run):
         _plan_and_print("cpu" if early.device == "cpu" else "cuda", argv)
 
 
 def _plan_and_print(device_type: str, argv: Sequence[str]) -> None:
-    with _without_import_notices():
+    with quiet_imports():
         from sparsebalance_megatron.cost.fit import counted_cost_model
         from sparsebalance_megatron.log.log_directory import LogDirectory
         from sparsebalance_megatron.megatron.arguments import config_from_args
@@ -131,14 +127,6 @@ def _world(size: int) -> Iterator[None]:
 
 
 @contextmanager
-def _without_import_notices() -> Iterator[None]:
-    """Megatron warns of libraries that this machine lacks; training may run on another."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-@contextmanager
 def _without_argument_dump() -> Iterator[None]:
     """Print only warnings of Megatron's output, or all of it if Megatron ends the process."""
     output = io.StringIO()
@@ -155,10 +143,7 @@ def _without_argument_dump() -> Iterator[None]:
 
 @contextmanager
 def _one_line_refusals() -> Iterator[None]:
-    """Turn what Megatron, or a tokenizer, raises at wrong flags into one :class:`ConfigError`.
-
-    This package's own errors pass.
-    """
+    """Turn what Megatron, or a tokenizer, raises at wrong flags into one :class:`ConfigError`."""
     try:
         yield
     except Exception as error:

@@ -43,9 +43,8 @@ def describe(
 ) -> list[str]:
     """Lines of text: what was checked, what was not, and the plan micro-batch by micro-batch.
 
-    Args:
-        later: plans with coverage known, as :meth:`.CostedInputs.workload` predicts them.
-        unchecked: what a dry run cannot know, one line each.
+    ``later`` are plans with coverage known, as :meth:`.CostedInputs.workload` predicts them;
+    ``unchecked`` has a line for each thing that a dry run cannot know.
     """
     job, expected = inputs.job, planned.plan.expectation
     settings = inputs.settings
@@ -89,7 +88,7 @@ def describe(
 
 
 def _predicted(inputs: CostedInputs) -> str:
-    """How the times were predicted: counted operations are no measurement of any device."""
+    """Counted operations are no measurement of any device."""
     if inputs.cost.source.startswith(COUNTED):
         return "estimated from counted operations, not measured on any device"
     return "predicted"
@@ -127,8 +126,7 @@ def _rows(planned: PlannedStep) -> list[dict[str, str]]:
 
 
 def _rank_rows(planned: PlannedStep) -> list[dict[str, str]]:
-    """One per rank, slowest first: what its micro-batches hold together. A shared micro-batch
-    counts as the rank's share of its tokens."""
+    """One per rank, slowest first: what its micro-batches hold, of a shared one its share."""
     plan = planned.plan
     rank_ms_R = planned.times_2RPVM.sum(axis=(0, 2, 3, 4))
     tokens_R = plan.rank_tokens_RM().sum(axis=1)
@@ -153,7 +151,7 @@ def _cells(micro_batches: Sequence[MicroBatchPlan], tokens: int, ms: float) -> d
 
 
 def _folded(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    """Ranks whose rows say the same, in one row that names how many they are and the first."""
+    """Ranks with equal rows in one row, which names their number and the first."""
     alike: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in rows:
         alike.setdefault(tuple(row.values())[1:], []).append(row)
@@ -192,7 +190,7 @@ def _coverage(mean: float | None, least: float | None) -> str:
 
 
 def _memory(args: Namespace, inputs: Inputs, plans: Sequence[StepPlan]) -> list[str]:
-    """Lines of text: GiB per pipeline stage in the planned step that needs most."""
+    """GiB per pipeline stage in the planned step that needs most."""
     settings = inputs.settings
     counted = planned_memory(
         plans,

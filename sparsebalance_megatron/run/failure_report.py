@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -28,8 +29,8 @@ from types import FrameType
 import torch
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
+from sparsebalance_megatron.megatron.compat import last_saved_iteration
 from sparsebalance_megatron.run.agreement import shown
-from sparsebalance_megatron.run.resume import resume_advice
 
 QUIET_S = 6.0
 """Time without another error after which the ranks that are silent count as hung or killed."""
@@ -219,3 +220,15 @@ def _waited_for_others(error: BaseException) -> bool:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown(ranks)}"
+
+
+def resume_advice(save: Path) -> str:
+    """What a run that saves to ``save``, and was ended by an error, can go on from."""
+    iteration = last_saved_iteration(str(save))
+    if iteration is None:
+        return f"there is no complete checkpoint in {save}"
+    free_gigabytes = shutil.disk_usage(save).free / 1e9
+    return (
+        f"the last complete checkpoint in {save} is of iteration {iteration}, with "
+        f"{free_gigabytes:.1f} GB free there; mend the cause and resume with --load {save}"
+    )

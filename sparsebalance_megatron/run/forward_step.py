@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's forward step for packed micro-batches that carry their budgets.
 
-Shape legend: T tokens of the packed row.
+Shape legend: T tokens of the packed sequence.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.config import ConfigError
-from sparsebalance_megatron.megatron.forward import (
+from sparsebalance_megatron.megatron.hooks import (
     count_sequences,
     model_config_of,
     use_true_positions,
@@ -43,10 +43,10 @@ class ForwardStep:
     """Callable ``(data_iterator, model) -> (output, loss_func)``, as Megatron's schedules want it.
 
     Args:
-        inner: a trainer's own forward step of that form. Its iterator yields one :data:`Batch`;
-            its loss function returns (sum of token losses, token count, report).
+        inner: a trainer's own forward step of that form. Its iterator yields one :data:`Batch`; its
+            loss function returns (sum of token losses, token count, report).
         run: gives the run that hears of training micro-batches; asked within a step, because it
-            exists only once Megatron has process groups. Evaluation stays unobserved.
+            exists only once Megatron has process groups.
     """
 
     def __init__(
@@ -122,11 +122,8 @@ class ForwardStep:
 def packed_forward_step(
     check_for_nan: bool, data_iterator: Iterator[Batch], model: Any
 ) -> tuple[Tensor, LossFunction]:
-    """The forward step of ``megatron.training`` runs.
-
-    Args:
-        check_for_nan: validate losses through Megatron's re-run machinery.
-    """
+    """The forward step of ``megatron.training``; ``check_for_nan`` asks Megatron's re-run
+    machinery."""
     batch = next(data_iterator)
     count_sequences(batch["packed_seq_params"])
     output = model(

@@ -24,7 +24,7 @@ from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
 from sparsebalance_megatron.plan.coverage import budget_grid
 from sparsebalance_megatron.plan.job import Job, check_cp_sizes, default_max_cp_size
 from sparsebalance_megatron.plan.step_plan import PlanPolicy
-from sparsebalance_megatron.profile.startup import AUTO
+from sparsebalance_megatron.profile.profile import AUTO
 from sparsebalance_megatron.selector_registry import source_of
 
 
@@ -32,8 +32,8 @@ from sparsebalance_megatron.selector_registry import source_of
 class Inputs:
     """What a run needs besides its costs, which may have to be measured; alike on all ranks.
 
-    ``grid``: budgets, in blocks, at which coverage is observed. ``valid`` and ``test`` are None
-    where the run does not evaluate on them.
+    ``grid``: budgets, in blocks, at which coverage is observed. ``valid``, ``test``: None where the
+    run does not evaluate on them.
     """
 
     config: SparseBalanceConfig
@@ -46,11 +46,7 @@ class Inputs:
     grid: tuple[int, ...]
 
     def with_cost(self, cost: CostModel) -> CostedInputs:
-        """All that a run needs.
-
-        Args:
-            cost: without activation recomputation; the run's recomputation and bandwidth are added.
-        """
+        """All that a run needs, with the run's recomputation and bandwidth added to ``cost``."""
         settings = self.settings
         cost = cost.with_recompute(
             full=settings.recompute_all,
@@ -85,17 +81,10 @@ class CostedInputs(Inputs):
 
 
 def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type: str) -> Inputs:
-    """Read the index and the cost table and lay out the job.
+    """Read the index and the cost table, which must be of ``device_type``, and lay out the job.
 
-    Args:
-        device_type: "cpu" or "cuda"; a cost table must have been measured on it.
-
-    Returns:
-        :class:`CostedInputs`, unless costs are measured when training starts
-        (``--sparse-balance-cost-table auto``).
-
-    Raises:
-        ConfigError, DataError, CostTableError: naming the flag or file and the remedy.
+    Returns :class:`CostedInputs`, unless costs are measured when training starts
+    (``--sparse-balance-cost-table auto``).
     """
     blends = read_blends(settings)
     if blends["train"] is None:
@@ -143,11 +132,7 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
 
 
 def max_cp_size(settings: RunSettings, config: SparseBalanceConfig) -> int:
-    """How many ranks may share a micro-batch at most.
-
-    Raises:
-        ConfigError: if it does not fit the job.
-    """
+    """How many ranks may share a micro-batch at most."""
     ranks, size = settings.job.data_parallel_size, settings.context_parallel_size
     largest = config.max_context_parallel
     if largest is None:

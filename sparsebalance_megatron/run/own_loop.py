@@ -1,42 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run whose trainer calls Megatron's schedules itself. Loads no ``megatron.training``.
+"""Runs of trainers that call Megatron's schedules themselves. Loads no ``megatron.training``.
 
 Times come from hooks in the model's config, put there at the first forward. What belongs to the end
-of a step happens in :meth:`OwnLoopRun.end_step`, which the trainer calls, and nowhere else.
+of a step happens in ``end_step``, which the trainer calls, and nowhere else. A host owns its data
+as well: it plans (:attr:`HostRun.planner`), packs its sequences as planned, and lets
+:meth:`HostRun.attach` put budgets on them.
+
+Shape legend: S samples, L layers.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.learn.host_planner import HostJob, HostPlanner
+from sparsebalance_megatron.learn.measurement import StepMeasurement
+from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, replace_core_attention
-from sparsebalance_megatron.megatron.sequence_groups import data_parallel_size
-from sparsebalance_megatron.megatron.settings import RunSettings
-from sparsebalance_megatron.megatron.unsupported import (
-    check_cap,
-    check_model,
-    check_selection,
-)
-from sparsebalance_megatron.profile.startup import AUTO
+from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
+from sparsebalance_megatron.megatron.packed_seq_params import LayoutCache, micro_batch_context
+from sparsebalance_megatron.megatron.sequence_groups import data_parallel_group, data_parallel_size
+from sparsebalance_megatron.megatron.settings import RunSettings, host_job
+from sparsebalance_megatron.megatron.unsupported import check_model, check_sharing
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
+from sparsebalance_megatron.profile.profile import AUTO
+from sparsebalance_megatron.run.agreement import check_executed_plans, gather_or_raise, shown
 from sparsebalance_megatron.run.forward_step import ForwardStep
 from sparsebalance_megatron.run.inputs import Inputs, read_inputs
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator
-from sparsebalance_megatron.run.run import IntegrationError, Loop
+from sparsebalance_megatron.run.run import IntegrationError, Loop, Run
 from sparsebalance_megatron.run.session import Session
 
 
 class TrainerRun:
-    """A run on one rank of a trainer that calls Megatron's schedules itself.
-
-    Args:
-        grid: budgets, in blocks, at which coverage is observed.
-    """
+    """What such runs share; ``grid`` has the budgets, in blocks, at which coverage is observed."""
 
     def __init__(
         self, config: SparseBalanceConfig, grid: Sequence[int], transformer_config: Any
@@ -97,12 +103,8 @@ class OwnLoopRun(TrainerRun):
         return self._session.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over :meth:`state_dict` of an earlier run, before the iterator is asked for.
-
-        Raises:
-            IntegrationError: if the iterator exists: its first plan was made without this state.
-            StateError: with the iterator, if it cannot be continued from here.
-        """
+        """Take over a :meth:`state_dict` before the iterator, which makes the first plan, is asked
+        for."""
         if self._iterates:
             raise IntegrationError("load_state_dict: call it before train_data_iterator")
         self._saved_samples = int(state["consumed_samples"])
@@ -127,7 +129,7 @@ def begin_run(
     Args:
         config: the plugin's choices; ``enabled`` is taken for granted.
         transformer_config: the model's, before the model is built. Its pipeline stages will
-            exchange rows of any length: ``variable_seq_lengths`` is set.
+            exchange sequences of any length: ``variable_seq_lengths`` is set.
         vocab_size: rows of the embedding, padding included.
         data_prefix: names a pair of .bin and .idx files, whose documents are the samples.
         seq_length: tokens of the longest sample.
@@ -147,8 +149,8 @@ def begin_run(
     device = device or torch.device(torch.cuda.current_device())
     config = trainer_config(config, device)
     check_model(transformer_config, config)
-    check_cap(seq_length, config, context_parallel_size=transformer_config.context_parallel_size)
-    check_selection(config, context_parallel_size=transformer_config.context_parallel_size)
+    cp_size = transformer_config.context_parallel_size
+    check_sharing(seq_length, config, context_parallel_size=cp_size)
     settings = RunSettings.from_transformer_config(
         transformer_config,
         vocab_size=vocab_size,
@@ -168,14 +170,7 @@ def begin_run(
 def trainer_config(
     config: SparseBalanceConfig, device: torch.device, *, logs: bool = True
 ) -> SparseBalanceConfig:
-    """The choices, turned on; refuses what only Megatron's own loop or command line can follow.
-
-    Args:
-        logs: whether the run writes logs.
-
-    Raises:
-        ConfigError: naming the flag and the remedy.
-    """
+    """The choices, turned on; refuses what only Megatron's own loop or command line can follow."""
     for name, unusable, remedy in (
         ("cost_table", config.cost_table == AUTO, "give a table of `sparse-balance profile`"),
         ("dry_run", config.dry_run is not None, "dry-run sparsebalance_megatron.pretrain_gpt"),
@@ -188,3 +183,215 @@ def trainer_config(
             flag = f"{flag_name(name)} {getattr(config, name)}"
             raise ConfigError(f"{flag}: not for a trainer with its own loop; {remedy}")
     return replace(config, enabled=True)
+
+
+class HostRun(TrainerRun):
+    """One run on one rank; see :mod:`sparsebalance_megatron.integration` for its life.
+
+    It is the :class:`.run.Samples` of its own :class:`.run.Run`. ``job`` is what a planner in
+    another process needs; ``planner`` knows what the steps of this run have taught.
+    """
+
+    def __init__(
+        self,
+        config: SparseBalanceConfig,
+        job: HostJob,
+        transformer_config: Any,
+        device: torch.device,
+    ) -> None:
+        self.job = job
+        self.planner = HostPlanner(config, job)
+        self.coverage = self.planner.coverage
+        super().__init__(config, self.coverage.grid, transformer_config)
+        self._config = config
+        self._device = device
+        self._boundaries = LayoutCache()
+        self._attached: PlannedStep | None = None
+        self._run = Run(job, self, Loop(), device)
+
+    def planned(self, step: int) -> PlannedStep:
+        """The step that the host runs."""
+        assert self._attached is not None, "attach has set it"
+        return self._attached
+
+    def plan_following(self, step: int) -> None:
+        """The host asks for its next plan itself."""
+
+    def finish_step(self, step: int, measured: StepMeasurement) -> None:
+        """Learn from a step; losses are the host's, so all of its tokens count."""
+        planned = self.planned(step)
+        tokens = sum(micro_batch.tokens for micro_batch in planned.plan.micro_batches)
+        self.planner.learn(planned, replace(measured, tokens=tokens))
+
+    def plan_as_placed(
+        self,
+        lengths_tokens: Sequence[Sequence[int]],
+        *,
+        pinned_LS: np.ndarray | None = None,
+    ) -> PlannedStep:
+        """Budgets for a step whose samples the host has placed; collective over its data ranks.
+
+        Every pipeline and tensor-parallel rank calls it with what its data-parallel rank runs.
+
+        Args:
+            lengths_tokens: of the samples of each of this rank's micro-batches, in order; as many
+                micro-batches on all ranks.
+            pinned_LS: budgets that this rank's samples keep, in the same order; see
+                :meth:`.HostPlanner.plan`.
+        """
+        group = data_parallel_group()
+        own = [[int(length) for length in row] for row in lengths_tokens]
+        if pinned_LS is None:
+            pinned_LS = np.zeros((self.planner.coverage.layers, sum(map(len, own))), np.int64)
+        everybody: list[Any] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(everybody, (own, pinned_LS), group=group)
+        gathered = [rows for rows, _ in everybody]
+        lengths = [length for rank in gathered for row in rank for length in row]
+        numbers = iter(range(len(lengths)))
+        placement = tuple(
+            tuple(tuple(next(numbers) for _ in row) for row in rank) for rank in gathered
+        )
+        pinned_LS = np.concatenate([pinned for _, pinned in everybody], axis=1)
+        return self.planner.plan(lengths, placement=placement, pinned_LS=pinned_LS)
+
+    def attach(
+        self,
+        planned: PlannedStep,
+        position: int,
+        packed_seq_params: Any,
+        *,
+        vp_stage: int | None,
+        learn: bool,
+    ) -> Any:
+        """See :func:`.integration.attach`."""
+        step, rank = planned.plan.step, self._run.place.data_parallel_rank
+        place = f"step {step}, rank {rank}, micro-batch {position}"
+        ranks = planned.plan.data_parallel_size
+        if ranks != self.job.data_parallel_size:
+            raise IntegrationError(
+                f"{place}: the plan is for {ranks} data-parallel ranks, the run has "
+                f"{self.job.data_parallel_size}; plan with run.job"
+            )
+        own = planned.plan.for_rank(rank).micro_batches
+        if not 0 <= position < len(own):
+            raise IntegrationError(f"{place}: the plan has {len(own)} micro-batches for this rank")
+        micro_batch = own[position]
+        boundaries = self._checked_boundaries(packed_seq_params, micro_batch, place)
+        context = micro_batch_context(
+            micro_batch,
+            boundaries,
+            block_size=self._config.block_size,
+            observe=learn,
+            device=self._device,
+            step=step if learn else -1,
+            position=position,
+            chunk=vp_stage or 0,
+        )
+        if learn:
+            self._run.check_ended(planned)
+            self._attached = planned
+            self._run.install(self._transformer_config)
+            self._run.begin_micro_batch(context)
+        carrier = copy.copy(packed_seq_params)
+        carrier.micro_batch = context
+        return carrier
+
+    def _checked_boundaries(
+        self, packed_seq_params: Any, micro_batch: MicroBatchPlan, place: str
+    ) -> tuple[int, ...]:
+        """Boundaries of the host's packed sequence, padding behind its samples included."""
+        if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
+            raise IntegrationError(f"{place}: needs PackedSeqParams in the thd layout")
+        # Where samples are padded, these are the places of their tokens.
+        padded = getattr(packed_seq_params, "cu_seqlens_q_padded", None)
+        cu_seqlens = packed_seq_params.cu_seqlens_q if padded is None else padded
+        boundaries = self._boundaries.boundaries_of(cu_seqlens)
+        expected = (0, *accumulate(micro_batch.lengths_tokens))
+        if boundaries[: len(expected)] != expected:
+            given = np.diff(boundaries)[: len(micro_batch.samples)].tolist()
+            raise IntegrationError(
+                f"{place}: the sequence's samples have {shown(given)} tokens, those of the plan "
+                f"{shown(micro_batch.lengths_tokens)}; pack the micro-batch's samples in its "
+                "order, and give pad_samples_to if sequences pad every sample"
+            )
+        return boundaries
+
+    def end_step(self) -> dict[str, float]:
+        """See :func:`.integration.on_step_end`."""
+        run = self._run
+        problem = run.problem(
+            "attach each micro-batch of the plan once per model chunk, on every pipeline stage",
+            "what attach returns",
+        )
+        if problem is None and not run.timed:
+            problem = (
+                "on_step_end: no forward was timed; give begin_host_run the config object that the "
+                "model holds"
+            )
+        digest = b"" if run.running is None else run.running.plan.digest()
+        failing = check_executed_plans(problem is not None, digest, self._device)
+        if failing:
+            other = f"on_step_end: ranks {shown(failing)} have a problem of their own to report"
+            raise IntegrationError(problem or other)
+        return run.end_step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold; alike on all ranks, between a step's end and the next."""
+        return self.planner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[str, ...]:
+        """Take over a state between steps; see :meth:`.HostPlanner.load_state_dict`."""
+        if self._run.seen:
+            raise IntegrationError("load_state_dict: call it before a step's first micro-batch")
+        return self.planner.load_state_dict(state)
+
+
+def begin_host_run(
+    config: SparseBalanceConfig,
+    transformer_config: Any,
+    *,
+    vocab_size: int,
+    max_sample_tokens: int,
+    global_batch_size: int,
+    pad_samples_to: int = 1,
+    frozen_weights: bool = False,
+    scales_own_loss: bool = False,
+    device: torch.device | None = None,
+) -> HostRun:
+    """Begin a run on a rank of a host that owns data and loop; once Megatron's groups exist.
+
+    Args:
+        config: the plugin's choices; ``enabled`` is taken for granted.
+        transformer_config: the object that the model will hold, before the model is built. Its
+            pipeline stages will exchange sequences of any length: ``variable_seq_lengths`` is set.
+        vocab_size: rows of the embedding, padding included.
+        max_sample_tokens: the longest sample.
+        global_batch_size: samples of a training step, on average.
+        pad_samples_to: tokens that the host's sequences pad every sample to a multiple of.
+        frozen_weights: whether only adapters are trained, so that backward is shorter.
+        scales_own_loss: whether the host's loss does not depend on which samples share a
+            micro-batch, although the model's config does not set ``calculate_per_token_loss``.
+        device: where the model runs; None is the current CUDA device.
+
+    Raises:
+        ConfigError, CostTableError: naming the field or file and the remedy.
+        KernelCheckError: on all ranks alike, if a kernel is wrong on a rank's device.
+    """
+    device = device or torch.device(torch.cuda.current_device())
+    config = trainer_config(config, device, logs=False)
+    checked = copy.copy(transformer_config)
+    checked.calculate_per_token_loss |= scales_own_loss
+    check_model(checked, config)
+    job = host_job(
+        transformer_config,
+        vocab_size=vocab_size,
+        data_parallel_size=data_parallel_size(),
+        max_sample_tokens=max_sample_tokens,
+        global_batch_size=global_batch_size,
+        pad_samples_to=pad_samples_to,
+        frozen_weights=frozen_weights,
+    )
+    dtype = str(transformer_config.params_dtype).removeprefix("torch.")
+    gather_or_raise(lambda: check_kernels(config, job.shape, dtype, device), KernelCheckError)
+    enable_variable_lengths(transformer_config)
+    return HostRun(config, job, transformer_config, device)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training run on one rank: follows its steps and has its planner learn from each of them.
 
-The run is the same for every :class:`Loop` and for all :class:`Samples`.
-
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches.
 """
 
@@ -23,20 +21,19 @@ from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.recording import FinishedStep
 from sparsebalance_megatron.log.scalars import PREFIX
+from sparsebalance_megatron.megatron.hooks import install_hooks
 from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
 from sparsebalance_megatron.megatron.sequence_groups import rank_place
-from sparsebalance_megatron.megatron.timers import install_hooks
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
 from sparsebalance_megatron.plan.step_plan import Expectation, MicroBatchPlan, StepPlan
-from sparsebalance_megatron.profile.clocks import CudaEventClock, HostClock
+from sparsebalance_megatron.profile.cells import CudaEventClock, HostClock
 from sparsebalance_megatron.run.agreement import PlanMismatchError, check_shared_plan
-from sparsebalance_megatron.run.host_time import HostTime
 from sparsebalance_megatron.run.sinks import StepSinks
 from sparsebalance_megatron.run.step_reducer import ObservedCoverage, StepReducer
-from sparsebalance_megatron.run.timing import MicroBatchRecorder, Place
+from sparsebalance_megatron.run.timing import HostTime, MicroBatchRecorder, Place
 
 
 class IntegrationError(ValueError):
@@ -66,9 +63,8 @@ class Loop:
     ) -> None:
         """Let the recorder hear the timers of a forward that begins.
 
-        Args:
-            end_step: for a loop that does not end steps itself; to be called when gradients are
-                final.
+        ``end_step`` is for a loop that does not end steps itself, to be called when gradients are
+        final.
         """
         if model_config.timers is None:
             model_config.timers = NoTimers()
@@ -100,17 +96,14 @@ class Run:
 
     Args:
         job: its layout; steps may have other numbers of micro-batches.
-        device: where the model runs.
         extra_steps: what the trainer's iterations count beyond steps of this batch size.
-        sinks: get every finished step; None writes no log.
         agreement: ranks that may share micro-batches with this one, over a backend of the host.
         after_step: called when a step has been learnt from, where state may be kept.
         token_counts: name -> tokens that were padded or lost in a plan, over all ranks.
         clock: seconds.
 
-    Attributes:
-        seen: the running step's micro-batches on this rank, which hold what their layers observed.
-        running: the plan of the running step; None before its first forward.
+    ``seen`` are the running step's micro-batches on this rank, which hold what their layers
+    observed; ``running`` is its plan, None before its first forward.
     """
 
     def __init__(
@@ -148,7 +141,6 @@ class Run:
             place,
             buckets=samples.coverage.buckets,
             grid_size=len(samples.coverage.grid),
-            group=None,
             device=device,
         )
         self.begin_step()
@@ -167,11 +159,7 @@ class Run:
         self._loop.follow(model_config, self._recorder, self.end_step)
 
     def check_ended(self, planned: PlannedStep) -> None:
-        """Check that no step runs, or the one that ``planned`` is for.
-
-        Raises:
-            IntegrationError: if the step before was not ended.
-        """
+        """Check that no step runs, or the one that ``planned`` is for."""
         running = self.running
         if running is None or planned is running:
             return
@@ -183,12 +171,7 @@ class Run:
             )
 
     def begin_micro_batch(self, context: MicroBatchContext) -> None:
-        """Name the forward that is running, and keep its context for the step's end.
-
-        Raises:
-            IntegrationError: if the step before was not ended.
-            PlanMismatchError: if ranks that may share micro-batches planned different steps.
-        """
+        """Name the forward that is running, and keep its context for the step's end."""
         step = context.step
         planned = self.samples.planned(step)
         self.check_ended(planned)
@@ -218,9 +201,8 @@ class Run:
     def problem(self, remedy: str, model_remedy: str) -> str | None:
         """What is missing of a whole step on this rank, for a loop that ends steps itself.
 
-        Args:
-            remedy: what to do where forwards are missing.
-            model_remedy: what to give the model where its attention is not the plugin's.
+        ``remedy`` is for missing forwards, ``model_remedy`` says what to give the model where its
+        attention is not the plugin's.
         """
         running, stage = self.running, self.job.stage_layers[self.place.pipeline_rank]
         own = None if running is None else self._own_micro_batches(running)
@@ -246,10 +228,8 @@ class Run:
         return self._recorder.timed
 
     def end_step(self) -> dict[str, float]:
-        """Learn from the step; called after the gradient reduction, on every rank.
-
-        Returns:
-            The step's figures.
+        """Learn from the step and return its figures; called after the gradient reduction, on every
+        rank.
 
         Raises:
             PlanMismatchError: on all ranks alike, if they executed different plans.
@@ -325,11 +305,7 @@ class Run:
 def step_figures(
     expectation: Expectation, measured: StepMeasurement, token_counts: Mapping[str, int]
 ) -> dict[str, float]:
-    """Name -> value, alike on all ranks; counts of rare events where they are not zero.
-
-    Args:
-        token_counts: name -> tokens that were padded or lost.
-    """
+    """Name -> value, alike on all ranks; counts of rare events where they are not zero."""
     busy_R = rank_busy_ms(measured.times_2RPVM)
     predicted_R = rank_busy_ms(expectation.times_2RPVM)
     counts = dict(token_counts) | {

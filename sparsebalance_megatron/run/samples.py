@@ -30,11 +30,8 @@ from sparsebalance_megatron.run.micro_batches import (
 class DataSamples:
     """The micro-batches of one rank of a started run, for training and for evaluation.
 
-    Args:
-        scheduler: plans training steps; it has taken over what state there is.
-        place: of this rank.
-
-    ``packing`` says how micro-batches lie on ranks.
+    ``scheduler`` has taken over what state there is; ``packing`` says how micro-batches lie on
+    ranks.
     """
 
     def __init__(self, inputs: CostedInputs, scheduler: Scheduler, place: RankPlace) -> None:
@@ -67,11 +64,7 @@ class DataSamples:
     def train_iterator(
         self, vp_stage: int | None = None, *, consumed_samples: int
     ) -> MicroBatchIterator:
-        """This rank's training micro-batches for one model chunk.
-
-        Args:
-            consumed_samples: trained on before; a step must begin there.
-        """
+        """This rank's training micro-batches for one model chunk, from the beginning of a step."""
         sizes = self._inputs.settings.batch_sizes
         step = sizes.step_at(consumed_samples)
         assert step is not None, "the session has checked it"
@@ -144,11 +137,7 @@ def evaluation_batch_size(inputs: Inputs) -> int:
 def make_evaluation_scheduler(
     inputs: CostedInputs, index: SampleIndex, coverage: CoverageCurves
 ) -> Scheduler:
-    """What plans evaluation on samples.
-
-    Args:
-        coverage: the curves of the training run.
-    """
+    """What plans evaluation on samples, with the coverage curves of the training run."""
     settings, batch_size = inputs.settings, evaluation_batch_size(inputs)
     micro_batch_size = settings.eval_micro_batch_size or settings.micro_batch_size
     micro_batches = batch_size // (micro_batch_size * settings.data_parallel_size)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ from sparsebalance_megatron.log.log_directory import LogDirectory, LogDirectoryE
 from sparsebalance_megatron.megatron.kept_attention import bytes_per_token
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.sequence_groups import rank_place
-from sparsebalance_megatron.profile.startup import shared_cost_table
+from sparsebalance_megatron.profile.profile import shared_cost_table
 from sparsebalance_megatron.run.agreement import check_ranks_agree, gather_or_raise
 from sparsebalance_megatron.run.inputs import (
     CostedInputs,
@@ -29,12 +30,16 @@ from sparsebalance_megatron.run.inputs import (
     fingerprint,
     processor,
 )
-from sparsebalance_megatron.run.resume import compare_runs, run_record
 from sparsebalance_megatron.run.run import Loop, Run
 from sparsebalance_megatron.run.samples import DataSamples, make_scheduler
 from sparsebalance_megatron.run.sinks import open_sinks
 
+_SAMPLES = "training samples"
+_WHAT_SAMPLES_FOLLOW = (
+    "the files, --split, --seq-length, --seed or --sparse-balance-overlong changed"
+)
 _SHOWN_CHARACTERS = 80
+"""Of errors, and of values in checkpoints, where a longer one is kept as its digest."""
 
 SchedulerMaker = Callable[[CostedInputs], Scheduler]
 
@@ -43,8 +48,6 @@ class Session:
     """A run on one rank that :meth:`start` starts, and state that it may go on from.
 
     Args:
-        device: where the model runs.
-        loop: whoever owns the training loop.
         after_step: called when a step has been learnt from, where :meth:`state_dict` may be kept.
         make_scheduler: gives what plans the run; the place to put another scheduler.
     """
@@ -82,17 +85,14 @@ class Session:
         return self._samples
 
     def start(self, *, consumed_samples: int, iteration: int | None = None) -> DataSamples:
-        """Start the run, unless it has started; collective over all ranks.
+        """Start the run, unless it has started; collective over all ranks, on which errors are
+        alike.
 
         Args:
             consumed_samples: trained on before; a step must begin there.
             iteration: steps trained before, as the trainer counts them; None for a trainer that
                 does not say. With another global batch size than now, it is not what the samples
                 make.
-
-        Raises:
-            StateError, CostTableError, RankDisagreementError, KernelCheckError,
-                LogDirectoryError: on all ranks alike.
         """
         settings = self.inputs.settings
         steps = settings.batch_sizes.step_at(consumed_samples)
@@ -172,11 +172,7 @@ class Session:
         return self._loaded_state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the state of an earlier run, on every rank the same, before iterators exist.
-
-        Raises:
-            StateError: here or at the start, if it does not fit this model and layout.
-        """
+        """Take over the state of an earlier run, on every rank the same, before iterators exist."""
         self._loaded_state = state
         if self._run is not None:
             _take_over(state, self.samples.scheduler, self._record)
@@ -189,14 +185,9 @@ def print_rank_0(message: str) -> None:
 
 
 def prepare_log_directory(directory: LogDirectory, *, keep_in_place: bool) -> None:
-    """Claim the directory and move an earlier run's logs out of the way; collective.
+    """Claim the directory and move an earlier run's logs out of the way; collective, errors alike.
 
-    Args:
-        keep_in_place: the run goes on with the logs that are there.
-
-    Raises:
-        LogDirectoryError: on every rank alike, if one of them cannot write there, or another run
-            does.
+    ``keep_in_place``: the run goes on with the logs that are there.
     """
     claims = torch.distributed.get_rank() == 0
 
@@ -226,7 +217,7 @@ def recompute_line(inputs: CostedInputs) -> str | None:
         heads=heads,
         head_dim=shape.head_dim,
         itemsize=getattr(torch, settings.dtype).itemsize,
-        # A row of scores is a list: so many for the tokens of a block.
+        # Lists are as many as lines of scores: so many for the tokens of a block.
         listing_heads=scores / config.block_size,
         budget=min(config.base_budget, -(-max_row_tokens // config.block_size)),
     )
@@ -244,12 +235,42 @@ def recompute_line(inputs: CostedInputs) -> str | None:
     return f"recomputed layers attend again in backward; {flag} keep would take {text}"
 
 
-def _take_over(state: dict[str, Any], scheduler: Scheduler, record: Mapping[str, str]) -> None:
-    """Go on from loaded state, and say what differs from the run that wrote it.
+def run_record(inputs: CostedInputs) -> dict[str, str]:
+    """What plans depend on, as text: flag, file or software -> value or digest."""
+    return {
+        name: value if len(value) <= _SHOWN_CHARACTERS else _digest(value)
+        for name, value in fingerprint(inputs).items()
+    }
+
+
+def compare_runs(saved: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
+    """What differs from the run that wrote the checkpoint, one sentence each; all of it allowed.
 
     Raises:
-        StateError: if it cannot be continued, or is damaged.
+        StateError: if the training samples differ: the number of samples consumed, by which a run
+            finds its place, means nothing in other data.
     """
+    changes = tuple(
+        f"{name} is {now.get(name, 'absent')}, in the checkpoint {saved.get(name, 'absent')}"
+        for name in sorted(saved.keys() | now.keys())
+        if saved.get(name) != now.get(name)
+    )
+    if saved[_SAMPLES] != now[_SAMPLES]:
+        sources = "; ".join(change for change in changes if change.startswith("source "))
+        raise StateError(
+            "--data-path: the training samples are not those of the checkpoint ("
+            f"{sources or _WHAT_SAMPLES_FOLLOW}); resume with the same ones, or begin anew on "
+            "these from the checkpoint's weights with --finetune"
+        )
+    return changes
+
+
+def _digest(value: str) -> str:
+    return f"digest {hashlib.sha256(value.encode()).hexdigest()[:12]}"
+
+
+def _take_over(state: dict[str, Any], scheduler: Scheduler, record: Mapping[str, str]) -> None:
+    """Go on from loaded state, and say what differs from the run that wrote it."""
     try:
         differences = compare_runs(state.get("run", record), record)
         notes = (*differences, *scheduler.load_state_dict(state))

@@ -59,9 +59,8 @@ class StepSinks:
     ) -> None:
         """Hand the step to everything that wants it.
 
-        Args:
-            times: of this rank.
-            pieces, executed_and_grown_O2: whose coverage this rank observed, and how much it was.
+        ``times`` are this rank's; ``pieces`` say whose coverage it observed,
+        ``executed_and_grown_O2`` how much it was.
         """
         if self.rank_log is not None:
             self.rank_log.append(
@@ -111,11 +110,7 @@ def open_sinks(
     *,
     resumed: bool,
 ) -> StepSinks:
-    """The sinks of this rank, by the flags of the run.
-
-    Args:
-        resumed: whether logs of an earlier run are continued.
-    """
+    """The sinks of this rank, by the flags; ``resumed`` continues logs of an earlier run."""
     step_log = rank_log = None
     directory = inputs.config.log_dir
     if directory is not None:

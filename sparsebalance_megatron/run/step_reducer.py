@@ -51,10 +51,10 @@ class ObservedCoverage:
 
     @classmethod
     def gather(cls, seen: Iterable[MicroBatchContext]) -> ObservedCoverage:
-        """Gather what the layers of this rank's micro-batches observed.
+        """Gather what the layers of this rank's micro-batches observed, without padding documents.
 
-        Padding sequences come after the planned samples and are left out. Ranks that share a row
-        see the same of it, and only the first of them reports it; of segments, the last does.
+        Ranks that share a micro-batch see the same, and only the first reports it; of segments, the
+        last.
         """
         pieces, buckets, columns = [], [], []
         for context in seen:
@@ -100,15 +100,8 @@ class StepReducer:
 
     The buffer has places for the times and the least coverage of every rank and stage and for the
     plan digest of every world rank, so that a plain sum also gathers. Its size follows the number
-    of micro-batches, which may differ between steps and not between ranks.
-
-    Args:
-        group: process group of all ranks; None is the default group.
-        device: where the buffer lives; the group's backend must reach it.
-        clock: seconds, for the time that the reduction waits.
-
-    Attributes:
-        waited_ms: of the last reduction, spent in the collective: until the slowest rank came.
+    of micro-batches, which may differ between steps and not between ranks. ``waited_ms`` is what
+    the last reduction waited for the slowest rank.
     """
 
     def __init__(
@@ -118,13 +111,11 @@ class StepReducer:
         *,
         buckets: int,
         grid_size: int,
-        group: torch.distributed.ProcessGroup | None,
         device: torch.device,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._job = job
         self._place = place
-        self._group = group
         self._device = device
         self._clock = clock
         self._buckets = buckets
@@ -142,19 +133,15 @@ class StepReducer:
         digest: bytes,
         recompute: torch.Tensor | None = None,
     ) -> tuple[StepMeasurement, np.ndarray]:
-        """Collective over the group: every rank must call it once per step.
+        """What all ranks measured, and [O, 2] executed coverage and guard of this rank; collective.
 
         Args:
             micro_batches: of the data-parallel rank that has most in this step.
             own_micro_batches: of this rank; it takes 0 ms at the other positions.
-            times, observed: of this rank.
             loss_and_tokens: [2] sum of losses and tokens, on last stages; None elsewhere.
             recompute: [3] of :meth:`.kept_attention.RecomputeCounts.totals`, summed over
                 micro-batches; None where there are none.
             digest: of the plan this rank executed.
-
-        Returns:
-            What all ranks measured, and [O, 2] executed coverage and guard of this rank.
         """
         shapes = self._shapes(micro_batches)
         host = torch.zeros(sum(map(math.prod, shapes.values())), dtype=torch.float64)
@@ -223,7 +210,7 @@ class StepReducer:
     def _sum(self, flat: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The buffer summed over ranks, and what is this rank's own, on the host."""
         began = self._clock()
-        torch.distributed.all_reduce(flat, group=self._group)
+        torch.distributed.all_reduce(flat)
         # The only copy of a step that the host waits for.
         summed, own = torch.cat([flat, own]).cpu().split([len(flat), len(own)])
         self.waited_ms = (self._clock() - began) * 1e3

@@ -29,8 +29,8 @@ from sparsebalance_megatron.megatron.core_attention import (
     AttentionOptions,
     sparse_balance_layer_spec,
 )
+from sparsebalance_megatron.megatron.hooks import install_hooks
 from sparsebalance_megatron.megatron.segmented_schedule import use_segments
-from sparsebalance_megatron.megatron.timers import install_hooks
 from sparsebalance_megatron.run.forward_step import ForwardStep, packed_forward_step
 from sparsebalance_megatron.run.inputs import Inputs
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator
@@ -44,11 +44,7 @@ STATE_ATTRIBUTE = "sparse_balance_state"
 
 
 class MegatronLoop(Loop):
-    """``megatron.training``'s loop: it calls back when gradients are final, and logs the reports.
-
-    Args:
-        device: where the model runs.
-    """
+    """``megatron.training``'s loop: it calls when gradients are final, and logs the reports."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -63,8 +59,8 @@ class MegatronLoop(Loop):
         """Add the figures to what Megatron logs.
 
         Megatron reads the micro-batches' reports only after the step, so those of the last stage
-        can still take what is known at its end. Of a single value it takes the mean over
-        micro-batches and asks no other rank, where all have the same.
+        can still take what is known at its end. It averages a single value over micro-batches
+        alone.
         """
         if not reports:
             return
@@ -79,10 +75,6 @@ class TrainingHooks:
     ``forward_step`` is the ``forward_step_func``; ``layer_spec(transformer_config, vp_stage)``
     gives the decoder's spec, which :meth:`configure_model` or :attr:`model_provider` puts into the
     model.
-
-    Args:
-        args: Megatron's, validated.
-        make_scheduler: gives what plans the run.
     """
 
     def __init__(
@@ -108,7 +100,7 @@ class TrainingHooks:
         self.layer_spec = sparse_balance_layer_spec(options)
 
     def configure_model(self, model_config: Any) -> None:
-        """Put the layer spec into a ``GPTModelConfig`` (megatron-core 0.19), rows of any length."""
+        """Put the layer spec into a ``GPTModelConfig`` (megatron-core 0.19)."""
         use_layer_spec(self._args, model_config, self.layer_spec)
         enable_variable_lengths(model_config.transformer)
 
@@ -120,10 +112,8 @@ class TrainingHooks:
     def dataset_provider(
         self, sample_counts: Any, vp_stage: int | None = None
     ) -> tuple[MicroBatchIterator, MicroBatchIterator | None, MicroBatchIterator | None]:
-        """Megatron's ``train_valid_test_dataset_provider``: iterators for ``external`` loading.
-
-        Megatron asks after it has loaded any checkpoint.
-        """
+        """Megatron's dataset provider: iterators for ``external`` loading, once checkpoints are
+        read."""
         args, inputs = self._args, self.session.inputs
         self._restore_state()
         samples = self.session.start(

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from bad_inputs.judge import as_nobody, bounded, check_refused
 
+from sparsebalance_megatron.data import documents
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.errors import DataError
 
@@ -134,10 +135,9 @@ def test_signed_tokens(dtype: Any, value: int, tmp_path: Path) -> None:
 def test_tokens_that_the_first_look_passes_over_are_found_when_they_are_read(
     prefix: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sparsebalance_megatron.data import stored_values
 
-    monkeypatch.setattr(stored_values, "_PLACE_BYTES", 2)
-    monkeypatch.setattr(stored_values, "_PLACES", 2)
+    monkeypatch.setattr(documents, "_PLACE_BYTES", 2)
+    monkeypatch.setattr(documents, "_PLACES", 2)
     raw = bytearray(Path(f"{prefix}.bin").read_bytes())
     struct.pack_into("<H", raw, 64, 999)
     Path(f"{prefix}.bin").write_bytes(raw)

@@ -37,7 +37,10 @@ NIGHTLY: dict[str, tuple[str, ...]] = {
     "kernel_resources": ("--head-dims", "64", "--kernels", "forward"),
     "pipeline_reality": ("--quick",),
     "segment_loss": ("--quick",),
-    "quality": ("--quick", "--steps", "6", "--arms", "random"),
+    "quality": (
+        *("--quick", "--steps", "6", "--arms", "random"),
+        *("--converted", "converted.json"),
+    ),
     "soak": ("--quick",),
 }
 

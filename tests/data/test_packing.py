@@ -21,16 +21,15 @@ token_lists = st.lists(
 @given(
     tokens=token_lists,
     multiple=st.integers(1, 8),
-    pad_token=st.integers(0, 9),
     dtype=st.sampled_from([np.uint16, np.int32, np.int64]),
 )
 @settings(max_examples=80)
 def test_packing_equals_naive_packing(
-    tokens: list[list[int]], multiple: int, pad_token: int, dtype: type[np.number]
+    tokens: list[list[int]], multiple: int, dtype: type[np.number]
 ) -> None:
     samples = [Sample(tokens=np.array(sample, dtype=dtype)) for sample in tokens]
-    row = pack(samples, pad_to_multiple_of=multiple, pad_token=pad_token)
-    expected = oracle.packed_sequence([oracle.predictions(s) for s in tokens], multiple, pad_token)
+    row = pack(samples, pad_to_multiple_of=multiple)
+    expected = oracle.packed_sequence([oracle.predictions(s) for s in tokens], multiple, 0)
     columns = (row.tokens, row.labels, row.position_ids, row.loss_mask)
     assert list(zip(*(column.tolist() for column in columns), strict=True)) == expected
     assert [column.dtype for column in columns] == [np.int64, np.int64, np.int64, np.float32]

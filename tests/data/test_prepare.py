@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 from sparsebalance_megatron.data.documents import Documents
-from sparsebalance_megatron.data.prepare import prepare
+from sparsebalance_megatron.data.prepare import DatasetWriter, prepare
 from sparsebalance_megatron.data.records import RecordFiles
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.data.tokenizer import DocumentTokenizer, load_tokenizer
-from sparsebalance_megatron.data.writer import DatasetWriter
 from sparsebalance_megatron.errors import DataError
 
 TEXTS = ["def f(x):\n    return x\n", "é ü 你好 🎉\n", "a", "def g(y):\n    return y + 1\n" * 20]
@@ -214,9 +213,9 @@ WRITES = """
 import sys
 from pathlib import Path
 import numpy as np
-from sparsebalance_megatron.data import writer
+from sparsebalance_megatron.data import prepare
 prefix, number, overwrite = sys.argv[1], int(sys.argv[2]), bool(int(sys.argv[3]))
-with writer.DatasetWriter(prefix, vocab_size=300, overwrite=overwrite) as written:
+with prepare.DatasetWriter(prefix, vocab_size=300, overwrite=overwrite) as written:
     for _ in range(100 + number):
         written.add(np.full(50 + number, number), np.arange(50 + number) % 2)
     print("ready", flush=True)

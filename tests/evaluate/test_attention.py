@@ -8,13 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sparse_hf_models import BLOCK, CAUSAL, FAMILIES, make_model, make_tokens
+from harness import REPOSITORY
+from sparse_hf_models import BLOCK, CAUSAL, FAMILIES, make_bare_model, make_model, make_tokens
 
 from sparsebalance_megatron.attention.api import budgeted_attention
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.evaluate import configure, settings_of
 from sparsebalance_megatron.evaluate.attention import sparse_balance_attention
 from sparsebalance_megatron.evaluate.mask import document_starts
+from sparsebalance_megatron.evaluate.settings import KEY
+from sparsebalance_megatron.selector_registry import GROUP
 
 TOKENS = 9 * BLOCK + 5
 ROUNDING = 1e-12
@@ -75,8 +78,8 @@ def torch_module(layer):
     return module
 
 
-@pytest.mark.parametrize("selection", CAUSAL)
-def test_tokens_after_a_cache_read_what_they_read_in_one_pass(selection):
+@pytest.mark.parametrize("selection", [*CAUSAL, "quest", "first-query"])
+def test_tokens_after_a_cache_read_what_they_read_in_one_pass(selection, other_selectors):
     model, tokens = make_model(selection=selection), make_tokens(2, TOKENS)
     whole = model(tokens).logits
     cuts = [0, 37, 38, 39, 64, 65, *range(66, TOKENS + 1)]
@@ -86,6 +89,18 @@ def test_tokens_after_a_cache_read_what_they_read_in_one_pass(selection):
         cache = answer.past_key_values
         logits.append(answer.logits)
     same(torch.cat(logits, 1), whole)
+
+
+@pytest.fixture
+def other_selectors(tmp_path, monkeypatch):
+    """What an installer leaves of the package in examples/selectors."""
+    information = tmp_path / "selectors-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Name: selectors\nVersion: 1.0\n")
+    names = "quest = quest:QUEST\nfirst-query = query_block:FIRST_QUERY\n"
+    (information / "entry_points.txt").write_text(f"[{GROUP}]\n{names}")
+    for folder in (tmp_path, REPOSITORY / "examples" / "selectors"):
+        monkeypatch.syspath_prepend(str(folder))
 
 
 @pytest.mark.parametrize("selection", CAUSAL)
@@ -178,6 +193,29 @@ def test_what_would_be_ignored_is_refused(feature):
     refused("dropout", sparse_balance_attention, layer, x, x, x, mask, dropout=0.1)
 
 
+MIXED_LAYERS = {
+    "layer_types": ["full_attention", "sliding_attention"],
+    **{"use_sliding_window": True, "sliding_window": 8},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "match"),
+    [
+        ("Mistral", {"sliding_window": 8}, "sliding windows"),
+        ("Qwen2", MIXED_LAYERS, "sliding windows"),
+        ("Gemma2", {"attn_logit_softcapping": 50.0}, "softcapped scores are not supported"),
+        ("GptOss", {"layer_types": ["full_attention"] * 2}, "attention sinks are not supported"),
+        ("Llama", {"attention_dropout": 0.5}, "attention dropout 0.5 is not supported"),
+    ],
+)
+def test_models_that_attend_otherwise_are_refused(family, settings, match):
+    model = make_bare_model(family, **settings).train("attention_dropout" in settings)
+    with pytest.raises(ConfigError, match=match) as error:
+        model(make_tokens(1, 40))
+    assert "\n" not in str(error.value)
+
+
 def test_windows_are_refused():
     window = lambda row, head, query, key: (key <= query) & (key > query - 3)  # noqa: E731
     refused("sliding windows", document_starts, 1, 8, 8, mask_function=window)
@@ -193,10 +231,31 @@ def test_windows_are_refused():
         ({"sparse_selection": "best"}, "best"),
         ({"sparse_layer_topk_blocks": (1,)}, "2 layers"),
         ({"topk": 3}, "topk"),
+        ({"sparse_init_block": 1}, "sparse_init_block 1"),
+        ({"sparse_local_block": 2}, "sparse_local_block 2"),
     ],
 )
 def test_wrong_settings_are_refused(settings, match):
     refused(match, configure, make_model(), **settings)
+
+
+@pytest.mark.parametrize("key", ["sparse_index_dim", "config_groups"])
+def test_settings_of_other_projects_are_refused_by_name(key):
+    """MiniMax-M3's indexer, and the groups of NVIDIA's ModelOpt, under the same key."""
+    model = make_model()
+    setattr(model.config, KEY, getattr(model.config, KEY) | {key: 128})
+    refused(key, model, make_tokens(1, 5))
+
+
+def test_the_config_says_what_its_readers_elsewhere_must_know():
+    config = getattr(make_model(budget=3).config, KEY)
+    assert config == {
+        "sparse_block_size": BLOCK,
+        "sparse_topk_blocks": 3,
+        "sparse_local_block": 1,
+        "sparse_init_block": 0,
+        "sparse_selection": "token-query-head",
+    }
 
 
 def test_a_model_without_settings_says_how_to_give_them():

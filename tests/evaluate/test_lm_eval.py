@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import json
+from importlib.metadata import entry_points
+
 import pytest
 import torch
+from harness import run_program
 from sparse_hf_models import BLOCK, VOCABULARY, make_model
 
 pytest.importorskip("lm_eval", reason="pip install 'sparsebalance-megatron[evaluate]'")
 
 from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -70,6 +75,66 @@ def test_prompts_of_unequal_length_are_continued_as_each_alone(directory):
         whole = model.model.generate(tokens, max_new_tokens=6, do_sample=False)
         assert answer.split() == model.tok_decode(whole[0, tokens.shape[1] :]).split()
     assert model.batch_size == 3
+
+
+def test_a_selection_that_looks_ahead_sees_no_padding(directory):
+    """Requests of unequal length, which the harness would pad in one batch."""
+    model = load(directory, sparse_selection="vertical-slash-last-queries")
+    pairs = [(prompt, " w3 w4 w5") for prompt in PROMPTS]
+    together = model.loglikelihood(requests("loglikelihood", pairs))
+    for pair, found in zip(pairs, together, strict=True):
+        (alone,) = model.loglikelihood(requests("loglikelihood", [pair]))
+        assert found[0] == pytest.approx(alone[0], abs=1e-5)
+
+
+TASK = """
+task: words
+dataset_path: json
+dataset_kwargs: {data_files: {test: FOLDER/words.jsonl}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: bits_per_byte}]
+"""
+
+
+@pytest.mark.process
+def test_the_harness_reports_density_beside_scores(directory, tmp_path):
+    """The command of docs/EVALUATE.md, with a task that lies in a folder."""
+    lines = [json.dumps({"text": prompt}) for prompt in PROMPTS]
+    (tmp_path / "words.jsonl").write_text("\n".join(lines))
+    (tmp_path / "words.yaml").write_text(TASK.replace("FOLDER", str(tmp_path)))
+    found = {}
+    for reading in ("sparse=True", "sparse=False"):
+        done = run_program(
+            (
+                *("-m", "sparsebalance_megatron.evaluate", "run", "--model", "sparse-balance"),
+                *("--model_args", f"pretrained={directory},{reading}", "--tasks", "words"),
+                *("--include_path", str(tmp_path), "--device", "cpu"),
+                *("--output_path", str(tmp_path / reading / "found.json")),
+            ),
+            tmp_path,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        (path,) = (tmp_path / reading).glob("*.json")
+        found[reading] = json.loads(path.read_text())
+        assert ("'whole_up_to_tokens': 48" in done.stdout + done.stderr) == (
+            reading == "sparse=True"
+        )
+    sparse, dense = (each["results"]["words"]["bits_per_byte,none"] for each in found.values())
+    assert abs(sparse - dense) > 1e-5
+    settings, other = (each["config"] for each in found.values())
+    assert settings["whole_up_to_tokens"] == 3 * BLOCK
+    assert settings["density_by_tokens"]["1024"] < 0.15
+    assert other["attention"] == "dense" and "density_by_tokens" not in other
+
+
+def test_the_entry_point_is_the_registered_model():
+    """As versions after 0.4.13 require: declared and decorated, they agree."""
+    (entry,) = entry_points(group="lm_eval.models", name="sparse-balance")
+    assert entry.load() is SparseBalanceLM is get_model("sparse-balance")
+    assert entry.value == f"{SparseBalanceLM.__module__}:{SparseBalanceLM.__qualname__}"
 
 
 def test_results_name_the_settings_and_the_density(directory):

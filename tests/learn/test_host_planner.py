@@ -19,8 +19,7 @@ from plan.plan_cases import cost_model, coverage_curves, job_shape, random_lengt
 from step_cases import SHAPE, step_measurement
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
-from sparsebalance_megatron.learn.host_job import HostJob
-from sparsebalance_megatron.learn.host_planner import HostPlanner
+from sparsebalance_megatron.learn.host_planner import HostJob, HostPlanner
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.plan.step_plan import PlanError

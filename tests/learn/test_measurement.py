@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from step_cases import step_measurement
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.learn.device_speed import DeviceSlowness
+from sparsebalance_megatron.learn.calibration import DeviceSlowness
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
 SHAPE_RPVM = (4, 2, 1, 6)

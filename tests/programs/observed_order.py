@@ -5,7 +5,7 @@ import json
 import os
 from pathlib import Path
 
-from sparsebalance_megatron.megatron.timers import FORWARD_TIMER
+from sparsebalance_megatron.megatron.hooks import FORWARD_TIMER
 from sparsebalance_megatron.pretrain_gpt import main
 from sparsebalance_megatron.run.timing import MicroBatchRecorder
 

@@ -60,7 +60,6 @@ def reduce_on_rank(rank: int, digest: bytes) -> StepMeasurement:
         place,
         buckets=BUCKETS,
         grid_size=len(GRID),
-        group=None,
         device=torch.device("cpu"),
     )
     spans = [("forward", 0, 1.0 + rank), ("backward", 0, 10.0 + rank), ("backward", 1, 20.0 + rank)]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sparsebalance_megatron.megatron import forward
+from sparsebalance_megatron.megatron import hooks
 from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
 
 CU_SEQLENS = torch.tensor([0, 3, 10], dtype=torch.int32)
@@ -59,15 +59,15 @@ def test_a_sequence_is_counted_as_often_as_megatron_divides(
 ) -> None:
     """Every rank feeds something, or it would leave out the collective that adds up."""
     monkeypatch.setattr(
-        forward.parallel_state, "get_context_parallel_world_size", lambda: context_ranks
+        hooks.parallel_state, "get_context_parallel_world_size", lambda: context_ranks
     )
-    forward.count_sequences(packed(member))
+    hooks.count_sequences(packed(member))
     assert fed == ([10.0] * times or [0.0])
 
 
 def test_padding_is_no_useful_work(fed: list[float]) -> None:
     """Of sequences of 3 and 7 tokens the second is padding."""
-    forward.count_sequences(packed(None, padding_documents=1))
+    hooks.count_sequences(packed(None, padding_documents=1))
     assert fed == [3.0]
 
 
@@ -75,6 +75,6 @@ def test_padding_is_no_useful_work(fed: list[float]) -> None:
 def test_the_last_segment_counts_the_sequence(
     monkeypatch: pytest.MonkeyPatch, fed: list[float], segment: int, counted: float
 ) -> None:
-    monkeypatch.setattr(forward.parallel_state, "get_context_parallel_world_size", lambda: 1)
-    forward.count_sequences(packed(segment, segment_count=3))
+    monkeypatch.setattr(hooks.parallel_state, "get_context_parallel_world_size", lambda: 1)
+    hooks.count_sequences(packed(segment, segment_count=3))
     assert fed == [counted]

@@ -77,7 +77,7 @@ def test_megatron_training_is_never_loaded(ranks: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
-        ("wrong row", "the row's samples have 5"),
+        ("wrong row", "the sequence's samples have 5"),
         ("no row", "needs PackedSeqParams in the thd layout"),
         ("no such micro-batch", "micro-batch 99: the plan has"),
         ("step never ended", "but on_step_end was not called for step"),

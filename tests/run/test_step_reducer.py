@@ -111,7 +111,7 @@ def reduced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> StepMeasurement:
     """What a job of one rank and one layer learns from one row of documents of 4 blocks."""
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda flat, group: None)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda flat: None)
     observed_SK = torch.tensor(coverage_SK)
     samples = len(coverage_SK)
     observation = CoverageObservation(
@@ -135,7 +135,6 @@ def reduced(
         ),
         buckets=BUCKETS,
         grid_size=len(GRID),
-        group=None,
         device=torch.device("cpu"),
     )
     measured, executed_and_grown_O2 = reducer.reduce(

@@ -7,12 +7,13 @@ from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
-from sparsebalance_megatron.megatron.timers import BACKWARD_TIMER, FORWARD_TIMER, RecordingTimers
+from sparsebalance_megatron.megatron.hooks import BACKWARD_TIMER, FORWARD_TIMER, RecordingTimers
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.orders import megatron_order
 from sparsebalance_megatron.run.run import backward_order
-from sparsebalance_megatron.run.timing import MicroBatchRecorder
+from sparsebalance_megatron.run.timing import HostTime, MicroBatchRecorder
 
 UNIX_S = 1.75e9
 
@@ -165,3 +166,41 @@ def test_times_land_on_their_segment() -> None:
         found = [(span.chunk, span.position, span.segment) for span in spans]
         backward = sorted(places, key=lambda place: (place[1], -place[2]))
         assert found == [*places, *backward]
+
+
+class HandClock:
+    """Seconds; ``passes`` takes ms."""
+
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def passes(self, ms: float) -> None:
+        self.now_s += ms / 1e3
+
+
+@pytest.mark.parametrize(("wait_ms", "plan_ms"), [(0.0, 0.0), (3.0, 3.0), (9.0, 5.0)])
+def test_a_forward_step_is_waiting_and_the_rest(wait_ms: float, plan_ms: float) -> None:
+    """A plan that took longer than the step was not waited for all that time."""
+    clock = HandClock()
+    time = HostTime(clock)
+    time.begin_forward_step()
+    clock.passes(5.0)
+    time.end_forward_step(plan_wait_ms=wait_ms)
+    clock.passes(50.0)
+    time.end_forward_step(plan_wait_ms=wait_ms)  # its beginning was not seen
+    assert time.take_ms() == pytest.approx(
+        {"plan": plan_ms, "hooks": 5.0 - plan_ms, "reduce": 0.0, "log": 0.0}
+    )
+
+
+def test_parts_add_up_and_are_taken_once() -> None:
+    clock = HandClock()
+    time = HostTime(clock)
+    for _ in range(2):
+        with time.counted("reduce"):
+            clock.passes(4.0)
+            time.add_ms("reduce", -1.0)
+    assert time.take_ms()["reduce"] == pytest.approx(6.0)
+    assert not any(time.take_ms().values())

@@ -115,10 +115,15 @@ def _running_order(
     return tuple(running)
 
 
-def most_tokens_in_flight(cuts: Sequence[Cut], stages: int) -> int:
-    """Tokens of segments on the first stage whose backward has not ended, at most."""
-    forward_U = np.concatenate([cut.tokens_U for cut in cuts])
-    backward_U = np.concatenate([cut.tokens_U[::-1] for cut in cuts])
-    ahead = stages - 1 + max(len(cut.first_blocks) for cut in cuts) - 1
+def most_tokens_in_flight(tokens_MU: Sequence[np.ndarray], stages: int) -> int:
+    """Tokens of segments whose backward has not ended, at most, on a stage.
+
+    Args:
+        tokens_MU: of every segment of every micro-batch, in the order in which they run.
+        stages: from this one to the last.
+    """
+    forward_U = np.concatenate(tokens_MU)
+    backward_U = np.concatenate([tokens_U[::-1] for tokens_U in tokens_MU])
+    ahead = stages - 1 + max(map(len, tokens_MU)) - 1
     gone_U = np.concatenate([np.zeros(ahead, dtype=np.int64), np.cumsum([0, *backward_U])])
     return int((np.cumsum(forward_U) - gone_U[: len(forward_U)]).max())

@@ -122,11 +122,12 @@ class SegmentSearch:
     def _ms(self, numbers: np.ndarray, orders: Sequence[Sequence[MicroBatch]]) -> np.ndarray:
         """[X] makespans of ranks with these micro-batches; infinite above the limit of tokens."""
         cuts = [[self._cut(samples) for samples in order] for order in orders]
+        stages = self._problem.job.pipeline_stages
         ms_X = makespans_ms(
             [RankTimes.of(each) for each in cuts], self._problem.costs.slowness_RP[numbers]
         )
         too_many_X = [
-            most_tokens_in_flight(each, self._problem.job.pipeline_stages) > self._most_tokens
+            most_tokens_in_flight([cut.tokens_U for cut in each], stages) > self._most_tokens
             for each in cuts
         ]
         return np.where(too_many_X, np.inf, ms_X)

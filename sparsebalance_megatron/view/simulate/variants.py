@@ -27,13 +27,14 @@ class Variant(NamedTuple):
     """One way to plan.
 
     ``context_parallel``: None leaves the ranks of the job apart, whatever its context-parallel
-    size.
+    size. ``segments``: whether micro-batches may pass the pipeline in segments.
     """
 
     batching: Batching
     tuning: Tuning
     coverage_target: CoverageTarget = "threshold"
     context_parallel: ContextParallel | None = None
+    segments: bool = False
 
     def of(self, workload: Workload) -> Workload:
         """The workload, planned this way."""
@@ -46,6 +47,7 @@ class Variant(NamedTuple):
             coverage_target=self.coverage_target,
             context_parallel=self.context_parallel or "static",
             max_context_parallel=workload.policy.max_context_parallel if dynamic else 1,
+            max_segments=workload.policy.max_segments if self.segments else 1,
         )
         return replace(workload, job=job, policy=policy)
 
@@ -78,23 +80,30 @@ SHARED_ROWS: Mapping[str, Variant] = {
 """Rows whose micro-batches several ranks share: not planned, planned with the context-parallel size
 for all, and with a planned cp_size for each."""
 
+SEGMENTED_ROWS: Mapping[str, Variant] = {
+    "ours-segments": Variant("makespan", "makespan", "base", segments=True),
+}
+"""Rows whose micro-batches may pass the pipeline in segments."""
+
 
 ROWS_HELP = (
     "baseline keeps the order of arrival and fixed budgets; DST tunes budgets towards an anchor "
     "latency, SAB places samples by latency, LBB by length (the paper's terms); ours searches for "
     "the least makespan with budgets tuned to it, with base coverage held at that of fixed "
-    "budgets; -cp rows let ranks share micro-batches."
+    "budgets; -cp rows let ranks share micro-batches; with -segments they pass the pipeline in "
+    "pieces."
 )
 
 
 def variants_of(workload: Workload) -> dict[str, Variant]:
-    """All rows that the workload's context-parallel sizes allow."""
+    """All rows that the workload's context-parallel sizes and segments allow."""
     shared = dict(SHARED_ROWS)
     if workload.job.context_parallel_size == 1:
         del shared["baseline-cp"], shared["ours-static-cp"]
     if workload.policy.max_context_parallel == 1:
         del shared["ours-dynamic-cp"]
-    return {**ALL_ROWS, **shared}
+    segmented = SEGMENTED_ROWS if workload.policy.max_segments > 1 else {}
+    return {**ALL_ROWS, **shared, **segmented}
 
 
 @dataclass(frozen=True, kw_only=True)

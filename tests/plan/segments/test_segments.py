@@ -76,7 +76,7 @@ def test_tokens_in_flight_are_counted(segments_M, stages, seed):
         tokens = int(cuts[operation.micro_batch].tokens_U[operation.segment])
         held += tokens if operation.direction is Direction.FORWARD else -tokens
         most = max(most, held)
-    assert most_tokens_in_flight(cuts, stages) == most
+    assert most_tokens_in_flight([cut.tokens_U for cut in cuts], stages) == most
 
 
 @settings(max_examples=60)
@@ -181,21 +181,12 @@ def test_no_step_holds_more_tokens_than_1f1b():
         )
         for rank in range(2):
             micro_batches = plan.for_rank(rank).micro_batches
-            cuts = [
-                Cut(each.first_blocks, np.empty(0), np.empty(0), _tokens(each))
-                for each in micro_batches
-            ]
-            assert most_tokens_in_flight(cuts, STAGES) <= one_piece
-
-
-def _tokens(micro_batch):
-    ends = np.cumsum(micro_batch.lengths_tokens)
-    blocks = np.cumsum([-(-n // 64) for n in micro_batch.lengths_tokens])
-    places = [
-        int(np.interp(block, [0, *blocks], [0, *ends]))
-        for block in (*micro_batch.first_blocks, blocks[-1])
-    ]
-    return np.diff(places)
+            tokens_MU = [each.segment_tokens(64) for each in micro_batches]
+            assert all(
+                tokens_U.sum() == each.tokens
+                for tokens_U, each in zip(tokens_MU, micro_batches, strict=True)
+            )
+            assert most_tokens_in_flight(tokens_MU, STAGES) <= one_piece
 
 
 def test_the_bound_holds_for_every_placement_and_cut():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.megatron.layout_cache import LayoutCache
+from sparsebalance_megatron.megatron.packed_seq_params import LayoutCache
 
 CPU = torch.device("cpu")
 

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles import data as oracle
 
-from sparsebalance_megatron.data.conversation import (
+from sparsebalance_megatron.data.records import Message
+from sparsebalance_megatron.data.tokenizer import (
     RenderError,
     render_conversation,
     render_plain,
     trained_tokens,
 )
-from sparsebalance_megatron.data.records import Message
 
 words = st.text(alphabet="ab \n", min_size=1, max_size=5)
 turns = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), words), min_size=1)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins in Megatron's config through which a step is watched: timers, and the finalisation of
-gradients.
+"""What the plugin watches of Megatron's steps, and what a forward step asks of Megatron.
 
 Megatron's schedules call ``config.timers("forward-compute").start()`` and ``.stop()`` around every
 forward and likewise around every backward. A proxy sees all of them without a patch.
+Loads no ``megatron.training``.
 """
 
 from __future__ import annotations
@@ -12,9 +12,79 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+from megatron.core import parallel_state
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import get_model_config, unwrap_model
+from torch import Tensor
+
+from sparsebalance_megatron.megatron.compat import update_sequence_statistics
+from sparsebalance_megatron.megatron.packed_seq_params import BudgetedPackedSeqParams
+
 FORWARD_TIMER = "forward-compute"
 BACKWARD_TIMER = "backward-compute"
 SCHEDULE_TIMER = "forward-backward"
+_MARK = "_sparse_balance_true_positions"
+
+
+def use_true_positions(model: Any) -> None:
+    """Have a GPT model's decoder rotate by the true positions of this rank's tokens; idempotent.
+
+    Megatron makes one table of rotary embeddings per forward pass and hands it to the decoder;
+    attention applies line i of it to token i. A hook in front of the decoder puts the lines of this
+    rank's tokens in its place.
+    """
+    decoder = unwrap_model(model).decoder
+    if not getattr(decoder, _MARK, False):
+        decoder.register_forward_pre_hook(_hand_over_positions, with_kwargs=True)
+        setattr(decoder, _MARK, True)
+
+
+def _hand_over_positions(
+    decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    context = getattr(kwargs.get("packed_seq_params"), "micro_batch", None)
+    table = kwargs.get("rotary_pos_emb")
+    if context is None or context.sequence is None or table is None:
+        return args, kwargs
+    of_tokens = table.index_select(0, context.sequence.positions_T)
+    return args, {**kwargs, "rotary_pos_emb": of_tokens}
+
+
+def model_config_of(model: Any) -> Any:
+    """The ``TransformerConfig`` of a model chunk, wrapped by Megatron or not."""
+    return get_model_config(model)
+
+
+def count_sequences(packed: BudgetedPackedSeqParams) -> None:
+    """Have Megatron's FLOP count see a sequence once, however many ranks share it.
+
+    It divides by the context-parallel size, as if each of those ranks had counted every sequence.
+    Padding is left out: useful work is counted.
+    """
+    micro_batch = packed.micro_batch
+    cu_seqlens, sequence = packed.cu_seqlens_q, None
+    if micro_batch is not None:
+        cu_seqlens = cu_seqlens[: len(cu_seqlens) - micro_batch.padding_documents]
+        sequence = micro_batch.sequence
+    if sequence is None:
+        update_sequence_statistics(cu_seqlens)
+        return
+    counts = micro_batch is not None and micro_batch.counts
+    times = parallel_state.get_context_parallel_world_size() if counts else 0
+    update_sequence_statistics(cu_seqlens, times=times)
+
+
+def validate_loss(loss: Tensor) -> None:
+    """Hand a loss to Megatron's re-run machinery, which decides what NaN and Inf mean."""
+    for test, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+        get_rerun_state_machine().validate_result(
+            result=loss,
+            rejection_func=test,
+            message=f"found {what} in local forward loss calculation",
+            tolerance=0.0,
+            fatal=True,
+        )
 
 
 class Recorder(Protocol):
@@ -83,10 +153,7 @@ def install_hooks(
     """Watch ``timers`` and ``finalize_model_grads_func``, unless they are watched already.
 
     It is called in every forward step, because Megatron's loop resets both attributes.
-
-    Args:
-        recorder: of this rank, told when forwards, backwards and the schedule begin and end.
-        after_finalize: called when gradients are final.
+    ``after_finalize`` is called when gradients are final.
     """
     timers = model_config.timers
     if timers is not None and not isinstance(timers, RecordingTimers):

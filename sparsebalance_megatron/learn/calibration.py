@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Corrects predicted times by measured ones while training runs.
+"""Corrects predicted times by measured ones: of every stage, and of devices slower than others.
 
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches, W steps
 of history (a window), I micro-batches of all ranks.
@@ -21,6 +21,17 @@ _FIRST_ESTIMATE_STEPS = 3
 _DECAY = 0.8
 """Weight of the past in the exponential average."""
 
+_DEVICE_HISTORY_STEPS = 16
+_FIRST_DEVICE_STEPS = 5
+_MAD_TO_DEVIATION = 1.4826
+"""Standard deviation over median absolute deviation of normally distributed values."""
+_MIN_STANDARD_ERRORS = 3.0
+"""Standard errors by which a rank must differ; only the difference beyond them counts."""
+_MIN_DIFFERENCE = 0.02
+"""Relative; smaller differences are ignored, however certain."""
+_MIN_LASTING = 0.5
+"""Share of the median's difference that the nearer quartile must have."""
+
 
 class Calibration:
     """Learns :class:`StageScales` from what every micro-batch took.
@@ -28,12 +39,8 @@ class Calibration:
     Per stage, chunk and direction a step yields one ratio, the median over its micro-batches, each
     weighing as much as its predicted time: many short ones must not speak for the long ones that
     make up the step. The median of the last nine steps outvotes odd steps; an exponential average
-    smooths what is left.
-    Nothing moves before three steps have been seen; the first estimate is taken whole. Without
-    randomness or clocks: equal inputs give equal scales on every rank.
-
-    Args:
-        stages, virtual_stages: P and V of the job.
+    smooths what is left. Nothing moves before three steps have been seen; the first estimate is
+    taken whole. Without randomness or clocks: equal inputs give equal scales on every rank.
     """
 
     def __init__(self, stages: int, virtual_stages: int = 1) -> None:
@@ -86,12 +93,7 @@ class Calibration:
         return {"scales_2PV": self._scales_2PV.tolist(), "history_W2PV": history_W2PV.tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over saved state.
-
-        Raises:
-            KeyError: if an entry is missing.
-            ValueError: if it was saved for another number of stages; nothing is changed then.
-        """
+        """Take over saved state; of another number of stages it is a ValueError."""
         scales_2PV, history_W2PV = (
             np.array(state[name], dtype=np.float64) for name in ("scales_2PV", "history_W2PV")
         )
@@ -128,3 +130,46 @@ def _median_over_known(values: np.ndarray) -> np.ndarray:
     middle = [np.maximum(known - 1, 0) // 2, known // 2]
     middle = np.minimum(np.concatenate(middle), len(values) - 1)
     return np.take_along_axis(rising, middle, axis=0).mean(axis=0)
+
+
+class DeviceSlowness:
+    """Learns how much longer every device takes for the same work than its stage's other ones.
+
+    A step yields one ratio of measured to predicted time per device, relative to the median of its
+    stage. How far its median over the last steps is from 1 counts beyond three standard errors, so
+    that equal devices keep a factor of exactly 1. It counts only where three of four steps show it:
+    a plan that follows a device whose speed changes every few steps comes too late each time. Equal
+    inputs give equal factors on every rank.
+    """
+
+    def __init__(self, data_parallel_size: int, stages: int) -> None:
+        self._history_WRP = np.empty((0, data_parallel_size, stages))
+
+    def snapshot(self) -> np.ndarray:
+        """Factors on predicted times, 1 where a device does not stand out; a copy."""
+        steps = len(self._history_WRP)
+        if steps < _FIRST_DEVICE_STEPS:
+            return np.ones(self._history_WRP.shape[1:])
+        median_RP = np.median(self._history_WRP, axis=0)
+        spread_RP = np.median(np.abs(self._history_WRP - median_RP), axis=0)
+        error_RP = _MAD_TO_DEVIATION * spread_RP / np.sqrt(steps)
+        doubt_RP = np.maximum(_MIN_STANDARD_ERRORS * error_RP, _MIN_DIFFERENCE)
+        deviation_RP = median_RP - 1.0
+        quartiles_2RP = np.quantile(self._history_WRP, [0.25, 0.75], axis=0) - 1.0
+        nearest_RP = np.where(deviation_RP > 0.0, quartiles_2RP[0], quartiles_2RP[1])
+        lasts_RP = nearest_RP * np.sign(deviation_RP) > _MIN_LASTING * np.abs(deviation_RP)
+        return 1.0 + lasts_RP * (deviation_RP - np.clip(deviation_RP, -doubt_RP, doubt_RP))
+
+    def update(self, planned: PlannedStep, measured: StepMeasurement) -> None:
+        """Learn from one step; a step with a time missing is left out."""
+        predicted_RP, measured_RP = (
+            (times_2RPVM[0] + times_2RPVM[1]).sum(axis=(2, 3))
+            for times_2RPVM in (planned.times_2RPVM, measured.times_2RPVM)
+        )
+        times_2RP = np.stack([predicted_RP, measured_RP])
+        if not (np.isfinite(times_2RP) & (times_2RP > 0.0)).all():
+            return
+        ratio_RP = measured_RP / predicted_RP * planned.scales.device_slowness_RP
+        relative_RP = ratio_RP / np.median(ratio_RP, axis=0)
+        kept = self._history_WRP[-(_DEVICE_HISTORY_STEPS - 1) :]
+        self._history_WRP = np.concatenate([kept, relative_RP[None]])

@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sparsebalance_megatron.data import stored_values
-from sparsebalance_megatron.data.stored_values import check_loss_mask, check_token_ids
+from sparsebalance_megatron.data import documents
+from sparsebalance_megatron.data.documents import check_loss_mask, check_token_ids
 from sparsebalance_megatron.errors import DataError
 
 VOCABULARY = 100
@@ -39,8 +39,8 @@ def test_every_value_of_a_small_mask_is_looked_at(place: int) -> None:
 
 def test_places_of_a_large_file_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ends among them. That a large mask holds a 1 somewhere cannot be said."""
-    monkeypatch.setattr(stored_values, "_PLACES", 4)
-    monkeypatch.setattr(stored_values, "_PLACE_BYTES", 1000)
+    monkeypatch.setattr(documents, "_PLACES", 4)
+    monkeypatch.setattr(documents, "_PLACE_BYTES", 1000)
     mask = np.zeros(SMALL, dtype=np.uint8)
     mask[5000:6000] = 3  # between two places
     check_loss_mask(mask, "mask.bin")

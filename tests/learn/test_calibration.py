@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.learn.stage_calibration import Calibration, _median_over_known
+from sparsebalance_megatron.learn.calibration import Calibration, _median_over_known
 
 SHAPE_RPVM = (2, 3, 2, 4)
 STAGES, CHUNKS = SHAPE_RPVM[1:3]
