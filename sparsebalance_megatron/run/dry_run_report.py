@@ -119,7 +119,12 @@ def _rows(planned: PlannedStep) -> list[dict[str, str]]:
             if each.cp_size == 1
             else f"{each.rank}-{each.rank + each.cp_size - 1}",
             "micro-batch": str(each.position),
-            **_cells([each], each.tokens, float(ms_RM[each.rank, each.position])),
+            **_cells(
+                [each],
+                each.tokens,
+                float(ms_RM[each.rank, each.position]),
+                in_segments=planned.in_segments,
+            ),
         }
         for each in planned.plan.micro_batches
     ]
@@ -133,16 +138,27 @@ def _rank_rows(planned: PlannedStep) -> list[dict[str, str]]:
     rows = []
     for rank in map(int, np.argsort(-rank_ms_R, kind="stable")):
         micro_batches = plan.for_rank(rank).micro_batches
-        cells = _cells(micro_batches, round(tokens_R[rank]), float(rank_ms_R[rank]))
+        cells = _cells(
+            micro_batches,
+            round(tokens_R[rank]),
+            float(rank_ms_R[rank]),
+            in_segments=planned.in_segments,
+        )
         rows.append({"ranks": str(rank), "micro-batches": str(len(micro_batches)), **cells})
     return rows
 
 
-def _cells(micro_batches: Sequence[MicroBatchPlan], tokens: int, ms: float) -> dict[str, str]:
+def _cells(
+    micro_batches: Sequence[MicroBatchPlan], tokens: int, ms: float, *, in_segments: bool
+) -> dict[str, str]:
     budgets = np.concatenate([each.budgets_LS.ravel() for each in micro_batches])
+    segments = (
+        {"segments": str(sum(each.segments for each in micro_batches))} if in_segments else {}
+    )
     return {
         "samples": str(sum(len(each.samples) for each in micro_batches)),
         "tokens": f"{tokens:,}",
+        **({"segments": str(segments)} if in_segments else {}),
         "budget min": str(budgets.min()),
         "mean": f"{budgets.mean():.1f}",
         "max": str(budgets.max()),

@@ -17,14 +17,16 @@ from sparsebalance_megatron.plan.step_problem import PlanInputs
 report = pytest.importorskip("sparsebalance_megatron.run.dry_run_report")
 
 
-def planned(ranks: int, micro_batches: int, lengths: list[int], **policy: Any) -> PlannedStep:
-    job = plan_cases.job_shape(ranks, micro_batches)
+def planned(
+    ranks: int, micro_batches: int, lengths: list[int], *, stages: int = 1, **policy: Any
+) -> PlannedStep:
+    job = plan_cases.job_shape(ranks, micro_batches, stages=stages)
     inputs = PlanInputs(
         lengths_tokens=tuple(lengths),
         job=job,
         policy=plan_cases.policy(**policy),
         cost=plan_cases.cost_model(),
-        scales=StageScales.ones(1, 1),
+        scales=StageScales.ones(stages, 1),
         coverage=plan_cases.coverage_curves(job.layers),
     )
     return PlannedStep(
@@ -52,3 +54,12 @@ def test_of_many_ranks_the_slowest_and_fastest_are_shown_and_the_rest_counted() 
     assert ms == sorted(ms, reverse=True)
     assert "16 rows between the 8 slowest and the 8 fastest are left out" in remark
     assert rows[0].split()[0] == "31"
+
+
+def test_segments_are_counted_where_a_step_has_them() -> None:
+    step = planned(1, 2, [2**17, 3000], stages=4, max_segments=8, segment_tokens=4096)
+    header, *rows = report._micro_batches(step)
+    column = header.split().index("segments")
+    segments = [each.segments for each in step.plan.micro_batches]
+    assert max(segments) == 8
+    assert [int(row.split()[column]) for row in rows] == segments
