@@ -152,9 +152,7 @@ def _cells(
     micro_batches: Sequence[MicroBatchPlan], tokens: int, ms: float, *, in_segments: bool
 ) -> dict[str, str]:
     budgets = np.concatenate([each.budgets_LS.ravel() for each in micro_batches])
-    segments = (
-        {"segments": str(sum(each.segments for each in micro_batches))} if in_segments else {}
-    )
+    segments = sum(each.segments for each in micro_batches)
     return {
         "samples": str(sum(len(each.samples) for each in micro_batches)),
         "tokens": f"{tokens:,}",

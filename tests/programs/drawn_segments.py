@@ -2,8 +2,8 @@
 """The entry point with cuts, and micro-batches of every rank, drawn by lot.
 
 A plan is made as ever. Then, by a generator that all ranks seed with the step, the last micro-batch
-of some ranks is packed with the one before it, and micro-batches are cut at any blocks; the first
-of some rank always is. Start with ``--sparse-balance-device cpu``.
+of some ranks is packed with the one before it, and micro-batches are cut at any blocks; the
+longest always is. Start with ``--sparse-balance-device cpu``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ def plan_with_drawn_segments(step: int, inputs: PlanInputs) -> StepPlan:
         micro_batches += [
             cut(each, most_segments, inputs.policy.block_size, generator) for each in own
         ]
-    micro_batches[0] = cut(micro_batches[0], most_segments, inputs.policy.block_size, None)
+    longest = max(range(len(micro_batches)), key=lambda index: micro_batches[index].tokens)
+    micro_batches[longest] = cut(
+        micro_batches[longest], most_segments, inputs.policy.block_size, None
+    )
     expectation = replace(plan.expectation, times_2RPVM=times_2RPVM)
     return replace(plan, micro_batches=tuple(micro_batches), expectation=expectation)
 
