@@ -159,7 +159,7 @@ def test_a_model_without_hooks_is_measured_too(one_rank: dict[str, Any], directo
     lines = (directory / "bare" / "ranks" / "rank-00000.jsonl").read_text().splitlines()
     spans = json.loads(lines[-1])["spans"]
     assert len(spans) == 2 * 8
-    assert all(0 <= start < end <= schedule_ms for *_, start, end in spans)
+    assert all(0 <= start < end <= schedule_ms for *_, start, end, _ in spans)
 
 
 def test_megatron_training_is_never_loaded(

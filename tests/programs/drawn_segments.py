@@ -3,18 +3,23 @@
 
 A plan is made as ever. Then, by a generator that all ranks seed with the step, the last micro-batch
 of some ranks is packed with the one before it, and micro-batches are cut at any blocks; the
-longest always is. Start with ``--sparse-balance-device cpu``.
+longest always is. Layer norms are those of ``sequence_parallel.py``. Start with
+``--sparse-balance-device cpu``.
 """
 
 from __future__ import annotations
 
+import runpy
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
 from sparsebalance_megatron.megatron import cpu
 
 cpu.install()
+
+from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 
 from sparsebalance_megatron.learn import step_planner  # noqa: E402
 from sparsebalance_megatron.plan.planner import plan_step  # noqa: E402
@@ -77,5 +82,7 @@ def cut(
 
 
 if __name__ == "__main__":
+    norms = runpy.run_path(str(Path(__file__).with_name("sequence_parallel.py")))
+    WrappedTorchNorm.__new__ = staticmethod(norms["make_marked_norm"])
     step_planner.plan_step = plan_with_drawn_segments
     main()

@@ -194,25 +194,25 @@ SEGMENTS = {
     "segments-recompute-keep": Layout(
         "llama", 4, f"{CUT} {RECOMPUTE} block {KEEP}", DRAWN_SEGMENTS
     ),
-    "segments-recompute-selective": Layout("llama", 2, f"{CUT} {SELECTIVE}"),
-    "segments-tensor": Layout("llama", 4, f"{CUT} {TENSOR}"),
+    "segments-recompute-selective": Layout("llama", 2, f"{CUT} {SELECTIVE}", DRAWN_SEGMENTS),
+    "segments-tensor": Layout("llama", 4, f"{CUT} {TENSOR}", DRAWN_SEGMENTS),
     "segments-tensor-sequence": Layout(
-        "llama", 4, f"{CUT} {TENSOR} --sequence-parallel {SELECTIVE} {KEEP}", WITH_NORMS
+        "llama", 4, f"{CUT} {TENSOR} --sequence-parallel {SELECTIVE} {KEEP}", DRAWN_SEGMENTS
     ),
     "segments-bf16": Layout("llama bf16", 4, f"{CUT} --use-distributed-optimizer", DRAWN_SEGMENTS),
     "segments-tied": Layout(
         "gpt2", 2, f"{CUT} --account-for-embedding-in-pipeline-split", DRAWN_SEGMENTS
     ),
     "segments-tied-tensor": Layout(
-        "gpt2", 4, f"{CUT} {TENSOR} --account-for-loss-in-pipeline-split"
+        "gpt2", 4, f"{CUT} {TENSOR} --account-for-loss-in-pipeline-split", DRAWN_SEGMENTS
     ),
     "segments-vertical-slash": Layout("vertical-slash", 2, CUT, DRAWN_SEGMENTS),
     "segments-experts": Layout("experts unbalanced", 4, CUT, DRAWN_SEGMENTS),
     "segments-experts-tensor-sequence": Layout(
-        "experts unbalanced", 4, f"{CUT} {TENSOR} --sequence-parallel", WITH_NORMS
+        "experts unbalanced", 4, f"{CUT} {TENSOR} --sequence-parallel", DRAWN_SEGMENTS
     ),
 }
-"""Micro-batches pass the pipeline in segments, equal in blocks or drawn by lot."""
+"""Micro-batches pass the pipeline in segments drawn by lot."""
 
 PER_PUSH = frozenset(
     {
