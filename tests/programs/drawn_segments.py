@@ -3,7 +3,8 @@
 
 A plan is made as ever. Then, by a generator that all ranks seed with the step, the last micro-batch
 of some ranks is packed with the one before it, and micro-batches are cut at any blocks; the first
-of some rank always is. Start with ``--sparse-balance-device cpu``.
+of some rank always is. Start with ``--sparse-balance-device cpu``. Layer norms are those of
+sequence_parallel.py.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from sequence_parallel import mark_norms
 
 from sparsebalance_megatron.megatron import cpu
 
@@ -74,5 +76,6 @@ def cut(
 
 
 if __name__ == "__main__":
+    mark_norms()
     step_planner.plan_step = plan_with_drawn_segments
     main()
