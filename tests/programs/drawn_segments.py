@@ -2,24 +2,21 @@
 """The entry point with cuts, and micro-batches of every rank, drawn by lot.
 
 A plan is made as ever. Then, by a generator that all ranks seed with the step, the last micro-batch
-of some ranks is packed with the one before it, and micro-batches are cut at any blocks; the
-longest always is. Layer norms are those of ``sequence_parallel.py``. Start with
-``--sparse-balance-device cpu``.
+of some ranks is packed with the one before it, and micro-batches are cut at any blocks; the first
+of some rank always is. Start with ``--sparse-balance-device cpu``. Layer norms are those of
+sequence_parallel.py.
 """
 
 from __future__ import annotations
 
-import runpy
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
+from sequence_parallel import mark_norms
 
 from sparsebalance_megatron.megatron import cpu
 
 cpu.install()
-
-from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 
 from sparsebalance_megatron.learn import step_planner  # noqa: E402
 from sparsebalance_megatron.plan.planner import plan_step  # noqa: E402
@@ -47,10 +44,7 @@ def plan_with_drawn_segments(step: int, inputs: PlanInputs) -> StepPlan:
         micro_batches += [
             cut(each, most_segments, inputs.policy.block_size, generator) for each in own
         ]
-    longest = max(range(len(micro_batches)), key=lambda index: micro_batches[index].tokens)
-    micro_batches[longest] = cut(
-        micro_batches[longest], most_segments, inputs.policy.block_size, None
-    )
+    micro_batches[0] = cut(micro_batches[0], most_segments, inputs.policy.block_size, None)
     expectation = replace(plan.expectation, times_2RPVM=times_2RPVM)
     return replace(plan, micro_batches=tuple(micro_batches), expectation=expectation)
 
@@ -82,7 +76,6 @@ def cut(
 
 
 if __name__ == "__main__":
-    norms = runpy.run_path(str(Path(__file__).with_name("sequence_parallel.py")))
-    WrappedTorchNorm.__new__ = staticmethod(norms["make_marked_norm"])
+    mark_norms()
     step_planner.plan_step = plan_with_drawn_segments
     main()

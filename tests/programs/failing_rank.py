@@ -2,8 +2,8 @@
 """The entry point with a fault, named by the first two arguments; the rest is the command line.
 
 ``kill STEP`` ends rank 1 with SIGKILL in the middle of that step (the first is 0).
-``stop STEP`` stops it there, as a hang does, and lets collectives time out after 20 s.
-``reader STEP`` and
+``leave STEP`` ends it there with exit code 0, so that nobody ends the others; ``stop STEP`` stops
+it there, as a hang does, and lets collectives time out after 20 s. ``reader STEP`` and
 ``plan STEP`` let what reads its rows, or plans its steps, raise; ``digest STEP`` lets it execute
 another plan; ``nan STEP`` makes its loss NaN from there on.
 ``exchange-kill STEP``, ``-term``, ``-leave`` and ``-exit`` end it inside the first exchange of that
@@ -140,7 +140,8 @@ ENDS = {
 }
 
 FAULTS = {
-    "kill": lambda step: at(step, lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "kill": lambda step: at(step, ENDS["kill"]),
+    "leave": lambda step: at(step, ENDS["leave"]),
     **{
         f"exchange-{name}": lambda step, end=end: at_exchange(step, end)
         for name, end in ENDS.items()

@@ -17,7 +17,7 @@ def observe(recorder: type[MicroBatchRecorder]) -> None:
 
     def observed_stop(self: MicroBatchRecorder, timer_name: str) -> None:
         if timer_name == FORWARD_TIMER:
-            EVENTS.append(("forward", *self._bound))
+            EVENTS.append(("forward", *self._bound[:2]))
         elif timer_name == "backward-compute":
             EVENTS.append(("backward", -1, -1))
         stop(self, timer_name)

@@ -28,6 +28,10 @@ def make_marked_norm(cls, config, *arguments, **keywords):
     return norm
 
 
-if __name__ == "__main__":
+def mark_norms() -> None:
     WrappedTorchNorm.__new__ = staticmethod(make_marked_norm)
+
+
+if __name__ == "__main__":
+    mark_norms()
     main()

@@ -46,6 +46,6 @@ def test_observed_order_is_the_simulated_order(
         simulated = [(each.direction, each.chunk, each.micro_batch) for each in order]
         assert [event[0] for event in observed] == [direction for direction, _, _ in simulated]
         # Megatron names no backward; the recorder takes their identity from this very order.
-        assert [tuple(e[:3]) for e in observed if e[0] == "forward"] == [
+        assert [tuple(e) for e in observed if e[0] == "forward"] == [
             operation for operation in simulated if operation[0] == "forward"
         ]

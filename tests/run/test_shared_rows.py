@@ -103,7 +103,7 @@ def test_a_member_that_is_gone_ends_the_others_with_a_message(
     timeout = ("--distributed-timeout-minutes", "1")
     run = train(
         *(2, documents, "--context-parallel-size", "2", *save, *timeout),
-        program="failing_rank.py exchange-leave 1",
+        program="failing_rank.py leave 1",
         timeout_s=ENDS_WITHIN_S,
     )
     assert run.exit_code not in (None, 0)
