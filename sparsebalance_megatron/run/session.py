@@ -39,7 +39,7 @@ _WHAT_SAMPLES_FOLLOW = (
     "the files, --split, --seq-length, --seed or --sparse-balance-overlong changed"
 )
 _SHOWN_CHARACTERS = 80
-"""Of errors, and of values in checkpoints, where a longer one is kept as its digest."""
+"""Longest text of errors and of values in checkpoints; a longer value is kept as its digest."""
 
 SchedulerMaker = Callable[[CostedInputs], Scheduler]
 

@@ -105,7 +105,7 @@ class Case:
     environment: Mapping[str, str | None] = field(default_factory=dict)
     streams: Mapping[int, str] = field(default_factory=dict)
     output: str = ""
-    """Of :data:`NO_OUTPUTS`, what stands for :data:`TARGET` in the words."""
+    """What stands for :data:`TARGET` in the words of :data:`NO_OUTPUTS`."""
 
 
 def whole_folder(folder: Path) -> None:

@@ -11,7 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from sparsebalance_megatron.cost.fit import fit_cost_model
 from sparsebalance_megatron.cost.parts import Direction, Part
+from sparsebalance_megatron.cost.segments import SegmentCost
 from sparsebalance_megatron.cost.table import CostTable, CostTableError, ExchangeRow, RunIdentity
 
 Measure = Callable[..., CostTable]
@@ -23,6 +25,17 @@ def test_save_and_load_round_trip_exactly(tmp_path: Path, measure: Measure) -> N
     loaded = CostTable.load(tmp_path / "table.json")
     assert loaded == table
     assert loaded.path == str(tmp_path / "table.json")
+
+
+def test_costs_of_segments_are_kept_and_reach_the_model(tmp_path: Path, measure: Measure) -> None:
+    path = tmp_path / "table.json"
+    table = replace(measure(), segments=SegmentCost(slowness=1.2, operation_ms=(0.1, 0.4)))
+    table.save(path)
+    assert fit_cost_model(CostTable.load(path)).segments == table.segments
+    assert fit_cost_model(measure()).segments == SegmentCost()
+    path.write_text(path.read_text().replace('"slowness": 1.2', '"slowness": 0.5'))
+    with pytest.raises(CostTableError, match=r"slowness 0.5"):
+        CostTable.load(path)
 
 
 def test_save_replaces_the_file_and_leaves_nothing_else(tmp_path: Path, measure: Measure) -> None:

@@ -29,7 +29,7 @@ CHECKPOINT_BYTES = 1 << 19
 """Less than a file of the model's checkpoint; more than what a run prints or logs."""
 FAULTS = str(PROGRAMS / "failing_rank.py")
 MARK = "SPARSE_BALANCE_DRILL"
-"""Of the environment, to find what a run leaves behind."""
+"""A variable of the environment, to find what a run leaves behind."""
 LEFT_WITHIN_S = 10
 
 FAULT_STEP = 2

@@ -174,7 +174,7 @@ def test_programs_stay_in_their_tensors_and_meet_nowhere(
 def test_a_missing_barrier_is_found(
     module: Any, accesses: _Accesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one module; the others keep theirs."""
+    """Changes one module; the others keep theirs."""
     files = {module.__file__}
 
     def missing(self: Any) -> None:
