@@ -19,10 +19,7 @@ from sparsebalance_megatron.plan.pipeline.step_bounds import step_bounds
 from sparsebalance_megatron.plan.placement.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.plan_error import PlanError
 from sparsebalance_megatron.plan.segments.cuts import Cut, CutCosts
-from sparsebalance_megatron.plan.segments.pipeline import (
-    RankTimes,
-    makespans_ms,
-)
+from sparsebalance_megatron.plan.segments.pipeline import RankTimes, makespans_ms
 from sparsebalance_megatron.plan.segments.search import SegmentSearch
 from sparsebalance_megatron.plan.step_costs import StepCosts
 from sparsebalance_megatron.plan.step_problem import StepProblem
@@ -51,7 +48,8 @@ def best_segments(problem: StepProblem) -> SegmentedStep | None:
     first stage than 1F1B would hold of the balanced placement.
 
     Returns:
-        None where samples have no placement, or no micro-batch is worth cutting.
+        None where samples have no placement, no micro-batch is worth cutting, or every cut that was
+        tried holds too many tokens.
     """
     floor_LS = problem.budgets.allowed.floor_LS
     search_LS = (problem.expected_LS + floor_LS) // 2
@@ -60,8 +58,9 @@ def best_segments(problem: StepProblem) -> SegmentedStep | None:
     except PlanError:
         return None
     most_tokens = _tokens_of_one_piece(problem, start)
-    arrangement, _ = SegmentSearch(problem, search_LS, most_tokens).best(start)
-    if all(len(blocks) == 1 for rank in arrangement.first_blocks for blocks in rank):
+    arrangement, search_ms = SegmentSearch(problem, search_LS, most_tokens).best(start)
+    is_cut = any(len(blocks) > 1 for rank in arrangement.first_blocks for blocks in rank)
+    if not is_cut or not np.isfinite(search_ms):
         return None
     tuned_LS = _balanced_over_stages(problem, arrangement)
     _, step_ms_R = segmented_times(problem.costs, arrangement, tuned_LS)

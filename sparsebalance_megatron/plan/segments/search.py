@@ -66,7 +66,8 @@ class SegmentSearch:
         self._segment_ms = 0.0
 
     def best(self, start: Placement) -> tuple[Arrangement, float]:
-        """The shortest step that is found, and its ms, from a placement that balances work."""
+        """The shortest step that is found from a placement that balances work, and its ms: infinite
+        where all hold too many tokens."""
         numbers = range(len(start))
         found = []
         for segments in _SEGMENTS_PER_RANK:
@@ -77,7 +78,7 @@ class SegmentSearch:
         for _ in range(_MAX_ROUNDS):
             before_ms = max(ms for ms, _ in ranks)
             slowest = max(numbers, key=lambda number: (ranks[number][0], -number))
-            ranks[slowest] = self._swapped(slowest, *ranks[slowest])
+            ranks[slowest] = self._swapped(slowest, ranks[slowest][1])
             self._trade(ranks)
             if not max(ms for ms, _ in ranks) < before_ms * _GAIN:
                 break
@@ -132,7 +133,7 @@ class SegmentSearch:
         ]
         return np.where(too_many_X, np.inf, ms_X)
 
-    def _swapped(self, number: int, ms: float, order: list[MicroBatch]) -> _Rank:
+    def _swapped(self, number: int, order: list[MicroBatch]) -> _Rank:
         """The best order with two micro-batches in each other's place, or the order itself."""
         pairs = itertools.islice(itertools.combinations(range(len(order)), 2), _MAX_SWAPS)
         orders = [order]

@@ -19,6 +19,7 @@ from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes, graph_of
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms as simulated_ms
+from sparsebalance_megatron.plan.segments import planned_segments
 from sparsebalance_megatron.plan.segments.bound import segmented_bound_ms
 from sparsebalance_megatron.plan.segments.cuts import Cut, CutCosts
 from sparsebalance_megatron.plan.segments.pipeline import (
@@ -187,6 +188,13 @@ def test_no_step_holds_more_tokens_than_1f1b():
                 for tokens_U, each in zip(tokens_MU, micro_batches, strict=True)
             )
             assert most_tokens_in_flight(tokens_MU, STAGES) <= one_piece
+
+
+def test_no_segments_are_planned_where_all_hold_too_many_tokens(monkeypatch):
+    given_ = inputs([2**17, *[3000] * 7])
+    whole = planned(**given_ | {"policy": replace(given_["policy"], max_segments=1)})
+    monkeypatch.setattr(planned_segments, "_tokens_of_one_piece", lambda problem, placement: 1)
+    assert planned(**given_).digest() == whole.digest()
 
 
 def test_the_bound_holds_for_every_placement_and_cut():
