@@ -150,11 +150,7 @@ def _costs(
             tensor_parallel_size=arguments.tp,
             device=arguments.counted_device,
         )
-        return with_bandwidth(cost)
-
-    def with_bandwidth(cost: CostModel) -> CostModel:
-        bandwidth = arguments.gigabytes_per_second
-        return cost if bandwidth is None else cost.with_bandwidth(bandwidth)
+        return cost.with_bandwidth(arguments.gigabytes_per_second)
 
     if arguments.cost_table is None:
         return counted, DEFAULT_SELECTION, arguments.block_sizes or [128, 256, 512]
@@ -164,7 +160,7 @@ def _costs(
     table = CostTable.load(arguments.cost_table)
     for block_size in arguments.block_sizes or [table.identity.block_size]:
         table.check_matches(run | {"block_size": block_size})
-    cost = with_bandwidth(fit_cost_model(table))
+    cost = fit_cost_model(table).with_bandwidth(arguments.gigabytes_per_second)
     return lambda _: cost, table.identity.selection, [cost.block_size]
 
 

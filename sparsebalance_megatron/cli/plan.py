@@ -187,6 +187,5 @@ def _costs(arguments: Namespace) -> tuple[CostModel, int]:
             arguments.cost_table,
             {name: value for name, value in given.items() if value is not None},
         )
-    if arguments.gigabytes_per_second is not None:
-        cost = cost.with_bandwidth(arguments.gigabytes_per_second)
+    cost = cost.with_bandwidth(arguments.gigabytes_per_second)
     return cost, layers

@@ -139,6 +139,15 @@ class SequenceSlice:
         masks or positions."""
         return self.tokens_W[self.group.member]
 
+    def cut(self, values_T: Tensor, padding: float = 0) -> Tensor:
+        """This rank's part of a value per token, [T, ...], with ``padding`` behind it.
+
+        ``values_T`` may end before the sequence, whose last tokens then have ``padding`` too.
+        """
+        held_T = copied_to(torch.from_numpy(self.tokens_T), values_T.device)
+        whole_T = _padded(values_T, self.cu_seqlens[-1] - len(values_T), padding)
+        return _padded(whole_T.index_select(0, held_T), self.padding_tokens, padding)
+
     @property
     def padding_tokens(self) -> int:
         """Tokens of no document that this rank computes behind its own."""
@@ -225,6 +234,12 @@ class SequenceSlice:
 
     def _on_device(self, x: np.ndarray) -> Tensor:
         return copied_to(torch.from_numpy(x), self.device)
+
+
+def _padded(values_T: Tensor, tokens: int, padding: float) -> Tensor:
+    if not tokens:
+        return values_T
+    return torch.cat([values_T, values_T.new_full((tokens, *values_T.shape[1:]), padding)])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -86,13 +86,10 @@ def workload(
         cap_tokens: of a micro-batch on one rank.
         longest_tokens: the longest sample that coverage is known of.
     """
-    policy = PlanPolicy.from_config(config, cap_tokens)
     return Workload(
         batches=batches,
         job=job,
-        policy=replace(
-            policy, context_parallel=config.context_parallel, max_context_parallel=max_cp_size
-        ),
+        policy=PlanPolicy.from_config(config, cap_tokens, max_cp_size),
         cost=cost,
         coverage=prior_coverage(job.layers, max(1, -(-longest_tokens // cost.block_size))),
     )
@@ -125,8 +122,7 @@ def workload_of(
         tensor_parallel_size=setup.tensor_parallel_size,
         device=config.counted_device,
     )
-    if config.gigabytes_per_second is not None:
-        cost = cost.with_bandwidth(config.gigabytes_per_second)
+    cost = cost.with_bandwidth(config.gigabytes_per_second)
     return workload(
         batches_of(lengths, setup.global_batch_size, steps),
         job=shared_job(
