@@ -45,7 +45,6 @@ COMMANDS = {
     "summary": "summary --run run --baseline base",
     "trace": "trace run -o trace.json",
     "watch": "watch run --once",
-    "watch plain": "watch run --once --plain",
     "examples": "examples",
     "help": "report --help",
 }
@@ -59,9 +58,7 @@ INPUTS = {
     "records.jsonl": (COMMANDS["prepare-data"],),
     "records.jsonl.gz": (f"{PREPARE} --input records.jsonl.gz --output-prefix out/data",),
     "records.parquet": (f"{PREPARE} --input records.parquet --output-prefix out/data",),
-    "run/steps.jsonl": tuple(
-        COMMANDS[name] for name in ("report", "summary", "trace", "watch", "watch plain")
-    ),
+    "run/steps.jsonl": tuple(COMMANDS[name] for name in ("report", "summary", "trace", "watch")),
     "base/steps.jsonl": (COMMANDS["report"], COMMANDS["summary"]),
 }
 """A file that is read -> the commands that refuse what replaces it."""
@@ -247,7 +244,7 @@ def flag_cases() -> Iterator[Case]:
     """Every flag that takes a number, a choice or a path, by its parser."""
     for name, words in COMMANDS.items():
         command = words.split()[0]
-        if name in ("help", "watch plain"):
+        if name == "help":
             continue
         for action in cli.parser_of(command)._actions:
             if not action.option_strings or action.nargs == 0:
