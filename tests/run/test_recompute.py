@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +14,6 @@ pytestmark = pytest.mark.distributed
 
 FULL = ("--recompute-granularity", "full", "--recompute-num-layers", "1")
 STEPS, LAYERS, MICRO_BATCHES = 4, 4, 8
-_KEEPS = re.compile(r"recomputed layers keep their attention until .*: ([\d,]+) bytes per token")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +22,6 @@ class Case:
 
     flags: tuple[str, ...]
     kept: int
-    stated: str
     program: tuple[str, ...] = ("-m", "sparsebalance_megatron.pretrain_gpt")
 
 
@@ -38,7 +35,6 @@ CASES = {
             *("--eval-iters", "1", "--eval-interval", "2"),
         ),
         kept=LAYERS * MICRO_BATCHES,
-        stated="320",
     ),
     # Every other row lies on both ranks.
     "shared rows": Case(
@@ -47,7 +43,6 @@ CASES = {
             *("--recompute-granularity", "selective"),
         ),
         kept=0,
-        stated="96",
         program=(str(PROGRAMS / "shared_micro_batches.py"),),
     ),
 }
@@ -77,5 +72,3 @@ def test_kept_attention_trains_to_the_same_digits(
     assert all(count["kept"] >= least for count in found)
     assert not any(count["again"] or count["otherwise"] for count in found)
     assert not any(any(step["recompute"].values()) for step in again.steps)
-    assert _KEEPS.search(kept.output)[1] == case.stated
-    assert "keep would take" in again.output
