@@ -43,15 +43,11 @@ _FIXED_BY_THE_MODEL = (
     *("normalization", "norm_epsilon", "apply_layernorm_1p", "swiglu", "qk_layernorm"),
     *("add_bias_linear", "add_qkv_bias", "untie_embeddings_and_output_weights"),
     *("num_experts", "multi_latent_attention", "mtp_num_layers", "spec"),
+    # One process converts, and the checkpoint loads at any size.
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "yaml_cfg", "use_checkpoint_args"),
 )
-"""Arguments that config.json decides; flags after -- must not contradict it."""
-
-_MUST_BE_ONE = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-)
+"""Arguments that config.json or the conversion decides; flags after -- must not contradict them."""
 
 _NOT_OF_THE_MODEL: tuple[Flag, ...] = (
     # Megatron asks for them although nothing is trained.
@@ -97,7 +93,13 @@ def parse_model_flags(
     flags = words((*own, ("--seq-length", str(model.max_position_embeddings)), *_NOT_OF_THE_MODEL))
     expected = _parse(flags)
     args = _parse((*flags, *passed_on))
-    _check_not_contradicted(args, expected)
+    for name in _FIXED_BY_THE_MODEL:
+        given, fixed = getattr(args, name, None), getattr(expected, name, None)
+        if given != fixed:
+            raise ConfigError(
+                f"flags after -- make {name} {given}, config.json and a conversion in one process "
+                f"make it {fixed}; drop the flag"
+            )
     if args.padded_vocab_size is None:
         args.padded_vocab_size = padded_rows(model.vocab_size, args.make_vocab_size_divisible_by)
     elif args.padded_vocab_size < model.vocab_size:
@@ -112,27 +114,6 @@ def parse_model_flags(
 
 def _parse(flags: Sequence[str]) -> Namespace:
     return parse_flags("sparse-balance convert", flags, enabled=False, on_cpu=True)
-
-
-def _check_not_contradicted(args: Namespace, expected: Namespace) -> None:
-    for name in _FIXED_BY_THE_MODEL:
-        given, fixed = getattr(args, name, None), getattr(expected, name, None)
-        if given != fixed:
-            raise ConfigError(
-                f"flags after -- make {name} {given}, config.json makes it {fixed}; drop the flag"
-            )
-    for name in _MUST_BE_ONE:
-        if getattr(args, name) != 1:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {getattr(args, name)} after --: one process converts, "
-                "and the checkpoint loads at any size; drop the flag"
-            )
-    for name in ("yaml_cfg", "use_checkpoint_args"):
-        if getattr(args, name):
-            raise ConfigError(
-                f"--{name.replace('_', '-')} after --: config.json describes the model; "
-                "drop the flag"
-            )
 
 
 def build_model(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from record_cases import HEADER, MEASURED, PREDICTED, header_of
+from record_cases import HEADER, MEASURED, header_of
 from record_cases import step_line as record
 from step_cases import JOB, measured_as_planned, planned_step
 from view.report.sample_run import SampleRun, write_lines
@@ -70,36 +70,18 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 BAD_LINES: dict[str, tuple[Any, str]] = {
     "array": ([1, 2], "got array"),
-    "number": ("7", "got int"),
     "unknown-type": ({"type": "stp"}, "type 'stp'"),
     "no-coverage": (record(2, coverage={}), "coverage: "),
-    "no-measured": (record(2, measured=None), "measured None"),
-    "iteration-null": (record(2, iteration=None), "iteration None"),
-    "loss-text": (record(2, lm_loss="3.1"), "lm_loss '3.1'"),
     "loss-nan": (record(2, lm_loss=float("nan")), "not JSON"),
-    "time-true": (record(2, iteration_ms=True), "iteration_ms True"),
     "rank-text": (
         record(2, measured=MEASURED | {"rank_busy_ms": [1.0, "x"]}),
         "measured.rank_busy_ms[1] 'x'",
     ),
-    "rank-number": (
-        record(2, measured=MEASURED | {"rank_busy_ms": 5.0}),
-        "measured.rank_busy_ms 5.0",
-    ),
-    "times-text": (record(2, measured=MEASURED | {"forward_ms": "x"}), "measured.forward_ms 'x'"),
     "times-flat": (record(2, measured=MEASURED | {"forward_ms": [1.0]}), "forward_ms"),
     "times-shape": (record(2, measured=MEASURED | {"backward_ms": [[[[1.0]]]]}), "backward_ms"),
-    "predicted-shape": (record(2, predicted=PREDICTED | {"forward_ms": [[[[1.0]]]]}), "forward_ms"),
     "time-negative": (record(2, iteration_ms=-5.0), "iteration_ms -5.0"),
-    "time-huge": (record(2, iteration_ms=1e300), "iteration_ms 1e+300"),
-    "plan-negative": (record(2, plan_ms=-1.0), "plan_ms -1.0"),
     "no-tokens": ({key: value for key, value in record(2).items() if key != "tokens"}, "tokens"),
-    "coverage-huge": (record(2, coverage=record(2)["coverage"] | {"mean": 7.0}), "mean 7.0"),
     "busy-negative": (record(2, measured=MEASURED | {"rank_busy_ms": [-1.0, 1.0]}), "[0] -1.0"),
-    "forward-negative": (
-        record(2, measured=MEASURED | {"forward_ms": [[[[-1.0, 1.0]]], [[[1.0, 1.0]]]]}),
-        "forward_ms",
-    ),
     "rank-count": (record(2, measured=MEASURED | {"rank_busy_ms": [5.0]}), "rank_busy_ms of 1"),
 }
 
@@ -169,12 +151,8 @@ def test_the_last_coverage_curves_count(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"curves": [[[0.5, 1.0]]]}, "curves must have 2 buckets and 2 budgets"),
-        ({"curves": [[[0.5], [1.0]]]}, "curves must have 2 buckets and 2 budgets"),
         ({"curves": [[1.0, 2.0]]}, r"curves\[0\]\[0\] 1.0"),
-        ({"curves": "x"}, "curves 'x'"),
-        ({"curves": []}, "curves"),
         ({"grid": [1, None]}, r"grid\[1\] None"),
-        ({"iteration": None}, "iteration None"),
     ],
 )
 def test_damaged_coverage_is_left_out(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -298,10 +276,7 @@ def test_a_damaged_step_is_named_and_the_rest_kept(tmp_path: Path, case: str) ->
         ["forward", 0, 0, 0.0],
         ["forward", 0, 0, 2.0, 1.0],
         ["forward", 0, 0, -2.0, 1.0],
-        ["forward", 0, True, 0.0, 1.0],
         ["forward", 0, 0, 0.0, None],
-        ["forward", 0, 0, "0", 1.0],
-        7,
     ],
 )
 def test_a_damaged_span(tmp_path: Path, span: Any) -> None:
