@@ -30,13 +30,14 @@ from sparsebalance_megatron.learn.prediction import Workload
 from sparsebalance_megatron.plan.job import whole_parts
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError, batches_of
 from sparsebalance_megatron.view.simulate.models import counted_cost, model_named
-from sparsebalance_megatron.view.simulate.setups import shared_job, workload
 from sparsebalance_megatron.view.simulate.variants import (
     ALL_ROWS,
     BASELINE,
     ROWS_HELP,
     Variant,
+    shared_job,
     variants_of,
+    workload,
 )
 
 DEFAULT_MODEL = "qwen2.5-3b"

@@ -13,8 +13,14 @@ from transformers import AutoModelForCausalLM
 
 from sparsebalance_megatron.convert.hf_config import DenseModel, read_config
 from sparsebalance_megatron.convert.mapping import parameters, to_megatron
-from sparsebalance_megatron.convert.transfer import TransferCounts, read_weights, write_weights
-from sparsebalance_megatron.convert.weight_files import INDEX, WHOLE, WeightFiles
+from sparsebalance_megatron.convert.transfer import (
+    INDEX,
+    WHOLE,
+    TransferCounts,
+    WeightFiles,
+    read_weights,
+    write_weights,
+)
 from sparsebalance_megatron.errors import ConvertError
 
 PADDED = 256

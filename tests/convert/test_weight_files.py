@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from sparsebalance_megatron.convert.hf_config import read_config
 from sparsebalance_megatron.convert.mapping import parameters
-from sparsebalance_megatron.convert.weight_files import (
+from sparsebalance_megatron.convert.transfer import (
     WHOLE,
     WeightFiles,
     copy_companions,
