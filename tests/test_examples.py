@@ -80,10 +80,7 @@ def run_script(
 
 
 def calls_of(
-    name: str,
-    *steps: Sequence[str],
-    directory: Path,
-    variables: Mapping[str, str] | None = None,
+    name: str, *steps: Sequence[str], directory: Path, variables: Mapping[str, str] | None = None
 ) -> list[list[str]]:
     """The programs that steps of an example start, which are recorded and not run."""
     programs = directory / "programs"
@@ -194,10 +191,7 @@ def test_fine_tuning_0_5b_prepare_profile_plan(work: Path) -> None:
 
 @pytest.mark.parametrize("name", [*MODELS, "longcontext_pretrain.sh", "cpu_quickstart.sh"])
 def test_flags_are_accepted_and_make_the_public_model(
-    name: str,
-    megatron_parser: ArgumentParser,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, megatron_parser: ArgumentParser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Megatron's parser knows all of them, and the plugin refuses none."""
     ((_, *words),) = calls_of(name, directory=tmp_path)
@@ -300,7 +294,7 @@ def test_every_step_hands_its_result_to_training(tmp_path: Path) -> None:
     *tools, (_, *launched) = calls_of(name, *steps, directory=tmp_path)
     prepare, convert, profile = (cli.parse(words) for _, *words in tools)
     assert [prepare.command, convert.command, profile.command] == [
-        *("prepare-data", "convert", "profile"),
+        *("prepare-data", "convert", "profile")
     ]
     trained = flag_values(launched)
     assert trained["--data-path"] == (prepare.output_prefix,)

@@ -15,10 +15,7 @@ from torch import Tensor
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.select import rank_sequence, selector_named
-from sparsebalance_megatron.megatron.core_attention import (
-    AttentionOptions,
-    BudgetedCoreAttention,
-)
+from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
 from sparsebalance_megatron.megatron.packed_seq_params import MicroBatchContext
 from sparsebalance_megatron.selector_registry import BUILT_IN
 

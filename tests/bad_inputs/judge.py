@@ -84,9 +84,7 @@ def check_line(line: str, names: Sequence[str]) -> None:
 
 
 def check_refused(
-    work: Callable[[], object],
-    error: type[Exception] | tuple[type[Exception], ...],
-    *names: str,
+    work: Callable[[], object], error: type[Exception] | tuple[type[Exception], ...], *names: str
 ) -> None:
     """Whether ``work`` ends in an error of this package that :func:`check_line` accepts."""
     with bounded(), pytest.raises(error) as caught:

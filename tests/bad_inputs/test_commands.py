@@ -57,7 +57,7 @@ BAD_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
         "--seq-length": ("0",),
     },
     PLAN.partition(" --model")[0] + " --layers 4": {
-        "--cost-table": ("{folder}", "{folder}/nowhere.json", "/dev/zero", "{folder}/lengths.txt"),
+        "--cost-table": ("{folder}", "{folder}/nowhere.json", "/dev/zero", "{folder}/lengths.txt")
     },
     SIMULATE: {
         "--steps": (*COUNTS, "10001", "9" * 12),
@@ -75,9 +75,7 @@ BAD_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
         "--step": ("0", "99", "-1", "x", "1.5"),
         "--baseline": ("{folder}/nowhere", "{folder}/good.jsonl", "/dev/null"),
     },
-    TRACE: {
-        "--steps": ("0:0", "9:8", "1", "1:", ":", "a:b", "1:2:3", "-1:2", "99:100", "²:3"),
-    },
+    TRACE: {"--steps": ("0:0", "9:8", "1", "1:", ":", "a:b", "1:2:3", "-1:2", "99:100", "²:3")},
     SUMMARY: {
         "--baseline": ("{folder}", "{folder}/nowhere"),
         "--run": ("{folder}", "{folder}/good.jsonl"),

@@ -63,13 +63,7 @@ def context_with(budgets_LS: np.ndarray, *, padding: int = 0, device: torch.devi
         rank=0,
         position=0,
     )
-    return micro_batch_context(
-        plan,
-        boundaries,
-        block_size=BLOCK,
-        observe=True,
-        device=device,
-    )
+    return micro_batch_context(plan, boundaries, block_size=BLOCK, observe=True, device=device)
 
 
 def dense(

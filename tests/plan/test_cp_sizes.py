@@ -404,10 +404,7 @@ def test_samples_go_from_island_to_island():
     given_["lengths_tokens"] = (*[8000] * 16, *[500] * 16)
     problem = StepProblem.of(PlanInputs(**given_))
     costs, sample_2SC = problem.costs, problem.expected_2SC
-    groups = (
-        (tuple(range(8)), tuple(range(8, 16))),
-        (tuple(range(16, 24)), tuple(range(24, 32))),
-    )
+    groups = ((tuple(range(8)), tuple(range(8, 16))), (tuple(range(16, 24)), tuple(range(24, 32))))
     start = Arrangement.of_groups(groups, 2)
     rules = Rules(cap_tokens=1 << 40, max_cp_size=2)
     after = improve_cp_sizes(start, costs, sample_2SC, rules=rules, plan_ms=200.0)

@@ -129,11 +129,7 @@ def packed(model):
         position=0,
     )
     context = micro_batch_context(
-        plan,
-        tuple(accumulate(LENGTHS, initial=0)),
-        block_size=BLOCK,
-        observe=True,
-        device=CPU,
+        plan, tuple(accumulate(LENGTHS, initial=0)), block_size=BLOCK, observe=True, device=CPU
     )
     tokens, labels = (torch.cat(rows)[None] for rows in zip(*token_rows(), strict=True))
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]

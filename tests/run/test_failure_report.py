@@ -11,12 +11,7 @@ import pytest
 import torch
 from torch.distributed import DistBackendError, HashStore
 
-from sparsebalance_megatron.run.failure_report import (
-    Failure,
-    describe,
-    failure_of,
-    failure_report,
-)
+from sparsebalance_megatron.run.failure_report import Failure, describe, failure_of, failure_report
 
 
 def failure(rank: int, error: str, *, waited: bool = False, iteration: int = 7) -> Failure:

@@ -268,10 +268,7 @@ def test_coverage_is_within_one_step_of_the_best(seed, share):
         length = int(costs.lengths_tokens_S[sample])
         chains.append(
             [
-                (
-                    per_pair * oracle.pairs(length, k, 64),
-                    float(coverage.coverage(0, n, k)),
-                )
+                (per_pair * oracle.pairs(length, k, 64), float(coverage.coverage(0, n, k)))
                 for k in points
             ]
         )

@@ -10,11 +10,7 @@ from hypothesis import strategies as st
 from oracles import plan as oracle
 
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.placement.balance import (
-    _pack,
-    arrival,
-    balanced,
-)
+from sparsebalance_megatron.plan.placement.balance import _pack, arrival, balanced
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 NO_CAP = 1 << 40
@@ -39,10 +35,7 @@ def check(placement, lengths, shape, cap):
 
 def test_arrival_is_megatrons_order():
     shape = job(2, 3)
-    assert arrival([1] * 12, shape, 2) == (
-        ((0, 1), (4, 5), (8, 9)),
-        ((2, 3), (6, 7), (10, 11)),
-    )
+    assert arrival([1] * 12, shape, 2) == (((0, 1), (4, 5), (8, 9)), ((2, 3), (6, 7), (10, 11)))
     samplers = pytest.importorskip("megatron.training.datasets.data_samplers")
     for rank in range(2):
         sampler = samplers.MegatronPretrainingSampler(12, 0, 2, rank, 2)
