@@ -31,7 +31,7 @@ PROCESS_PATHS = (
     "run/test_dry_run.py",
 )
 """They start processes, compile kernels, fill memory or plan many ranks."""
-NIGHTLY_PATHS = ("bad_inputs/test_survey.py", "hosts/", "test_distribution.py", "test_patches.py")
+NIGHTLY_PATHS = ("hosts/", "test_distribution.py", "test_patches.py")
 """What they guard changes with other projects, or with the build."""
 LONGEST_FILES = ("attention/test_triton_interpreted.py", "benchmarks/", "run/")
 """Where a file takes minutes. They are begun first: processes that run files side by side then end

@@ -109,20 +109,6 @@ def test_makespan_tuning_never_costs_time(shape, seed, kind, uneven):
     assert tuned.expectation.makespan_ms <= untuned.expectation.makespan_ms * (1 + 1e-8)
 
 
-def test_search_improves_a_pipeline():
-    lengths = np.random.default_rng(4).integers(1000, 20000, 16).tolist()
-    found = {
-        batching: planned(
-            **arguments((2, 8, 4, 1), size=1, tuning="off", batching=batching)
-            | {"lengths_tokens": lengths}
-        )
-        for batching in ("arrival", "length", "latency", "makespan")
-    }
-    times = {name: plan.expectation.makespan_ms for name, plan in found.items()}
-    assert found["makespan"].batching == "makespan"
-    assert times["makespan"] < 0.95 * min(times["arrival"], times["length"])
-
-
 @settings(max_examples=15, deadline=None)
 @given(SHAPES, SEEDS)
 def test_expectation_is_what_a_naive_simulation_finds(shape, seed):
@@ -197,16 +183,6 @@ def test_a_slow_device_gets_less_to_do(stages, tuning):
     slowed = unknown.times_2RPVM * slowness_RP[..., None, None]
     assert known.expectation.makespan_ms < 0.8 * makespans_ms(flat(slowed)).max()
     assert known.expectation.imbalance_makespans < 1.02
-
-
-def test_work_ratio_compares_with_the_base_budgets():
-    assert planned(**arguments(tuning="off")).expectation.work_ratio == pytest.approx(1.0)
-    given_ = arguments(tuning="makespan", coverage_threshold=0.3)
-    tuned = planned(**given_).expectation
-    base = planned(**(given_ | {"policy": replace(given_["policy"], tuning="off")})).expectation
-    work = [e.times_2RPVM.sum() for e in (tuned, base)]
-    assert tuned.work_ratio == pytest.approx(work[0] / work[1])
-    assert tuned.work_ratio != pytest.approx(1.0, abs=1e-3)
 
 
 def test_digest_sees_every_change():

@@ -14,10 +14,8 @@ from harness import (
     BALANCE_FLAGS,
     MODEL_FLAGS,
     TRAINING_FLAGS,
-    long_tailed_lengths,
     run_program,
     run_training,
-    write_documents,
 )
 
 from sparsebalance_megatron.config import DEFAULT_SELECTION, ConfigError
@@ -28,12 +26,6 @@ from sparsebalance_megatron.text_table import shown_ms
 
 FLAGS = (*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS)
 _ROW = re.compile(r" +[\d-]+( +[\d.,e+-]+){7}")
-
-
-@pytest.fixture(scope="module")
-def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("documents") / "train"
-    return write_documents(prefix, long_tailed_lengths(40, 250))
 
 
 def start(directory: Path, *flags: str) -> subprocess.CompletedProcess[str]:
