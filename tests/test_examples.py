@@ -163,13 +163,6 @@ def one_process(**others: str) -> dict[str, str]:
     return {"NNODES": "1", "GPUS_PER_NODE": "1", "MODEL": "small_tokenizer"} | others
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_syntax_and_mode(name: str) -> None:
-    path = REPOSITORY / "examples" / name
-    assert subprocess.run(["bash", "-n", str(path)]).returncode == 0
-    assert os.access(path, os.X_OK)
-
-
 def test_a_copied_script_takes_its_common_part_along(tmp_path: Path) -> None:
     for name in ("common.sh", "qwen2.5_3b_sft.sh"):
         shutil.copy(REPOSITORY / "examples" / name, tmp_path)

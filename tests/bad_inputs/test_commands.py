@@ -236,13 +236,14 @@ NO_FILES: dict[str, Callable[[Path], object]] = {
     },
     "a hole of gigabytes": lambda path: (path.touch(), os.truncate(path, 2**31)),
     **{
-        text[:20].hex(): lambda path, text=text: path.write_bytes(text)
-        for text in (
-            *(b"", b"\n", bytes(5000), bytes((37 * n * n + 11) % 256 for n in range(4096))),
-            *('[1, 2]\n{"text": "a"}\n'.encode("utf-16"), b"[" * 100_000, b"null\n"),
-            *(b"no such thing\n", b'{"type": "step"}\n', gzip.compress(b"17\n")),
-            b'{"text": "' + b"a" * (80 << 20),
-        )
+        name: lambda path, text=text: path.write_bytes(text)
+        for name, text in {
+            **{"empty": b"", "a newline": b"\n", "zero bytes": bytes(5000), "null": b"null\n"},
+            "noise": bytes((37 * n * n + 11) % 256 for n in range(4096)),
+            "UTF-16": '[1, 2]\n{"text": "a"}\n'.encode("utf-16"),
+            **{"deep": b"[" * 100_000, "text": b"no such thing\n", "gzip": gzip.compress(b"17\n")},
+            **{"an object": b'{"type": "step"}\n', "a line": b'{"text": "' + b"a" * (80 << 20)},
+        }.items()
     },
 }
 """What stands in the place of a file."""
@@ -271,7 +272,8 @@ def test_inputs(
     kept = path.rename(path.with_suffix(".kept"))
     try:
         NO_FILES[kind](path)
-        check_command(command.format(folder=folder).split(), capsys, folder, path.stem)
+        words = command.format(folder=folder).split()
+        check_command(words, capsys, folder, name.partition("/")[0].partition(".")[0])
     finally:
         if path.is_dir() and not path.is_symlink():
             path.rmdir()

@@ -14,8 +14,8 @@ from sparsebalance_megatron.run.agreement import RankDisagreementError, check_ra
 
 @pytest.mark.distributed
 def test_ranks_with_different_flags_stop_at_start_and_name_the_flag(documents: Path) -> None:
-    program = (str(PROGRAMS / "disagreeing_rank.py"),)
-    run = train(2, documents, program=program, timeout_s=120)
+    program = (str(PROGRAMS / "failing_rank.py"), "flags", "0")
+    run = train(2, documents, "--sparse-balance-device", "cpu", program=program, timeout_s=120)
     assert run.exit_code != 0
     assert "flag base_budget: rank 0 has '4', rank 1 has '2'" in run.output
     assert not run.losses
