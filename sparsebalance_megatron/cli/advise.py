@@ -69,11 +69,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Plan every choice, predict, print.
-
-    Raises:
-        ConfigError, WorkloadError, DataError, CostTableError: a value or a file is wrong.
-    """
+    """Plan every choice, predict, print."""
     check_flags(arguments)
     inputs, block_sizes = _inputs(arguments)
     found = advise(

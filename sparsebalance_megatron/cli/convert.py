@@ -84,14 +84,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert, and print counts.
-
-    Raises:
-        ConvertError: if the model is not supported, or tensors are missing, unknown or of another
-            shape; nothing is written then.
-        ConfigError: if the flags do not fit.
-        OutputError: if the output cannot be written.
-    """
+    """Convert, and print counts."""
     try:
         import safetensors  # noqa: F401
     except ImportError as error:

@@ -7,6 +7,7 @@ Shape legend: L layers, U length buckets, K budgets of the grid, O rows of obser
 from __future__ import annotations
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -15,8 +16,7 @@ import torch
 
 from sparsebalance_megatron.learn.measurement import Piece, RankPlace, StepTimes
 from sparsebalance_megatron.log.log_directory import rank_log_path, step_log_path
-from sparsebalance_megatron.log.log_file import JsonLinesFile
-from sparsebalance_megatron.log.log_writer import BackgroundLog, BackgroundWriter
+from sparsebalance_megatron.log.log_file import BackgroundLog, JsonLinesFile
 from sparsebalance_megatron.log.recording import (
     FinishedStep,
     coverage_record,
@@ -114,7 +114,7 @@ def open_sinks(
     step_log = rank_log = None
     directory = inputs.config.log_dir
     if directory is not None:
-        writer = BackgroundWriter()
+        writer = ThreadPoolExecutor(1, "sparse-balance-log")
         max_bytes = inputs.config.log_megabytes * 10**6
         rank_file = JsonLinesFile(rank_log_path(directory, place.world_rank), max_bytes=max_bytes)
         rank_log = BackgroundLog(rank_file, writer)

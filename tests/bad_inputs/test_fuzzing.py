@@ -38,7 +38,7 @@ from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.log_file import JsonLinesFile
 from sparsebalance_megatron.log.reader import RunLogError, read_run_log
 from sparsebalance_megatron.run import session
-from sparsebalance_megatron.view.report.run_data import ReportError, gather
+from sparsebalance_megatron.view.report.run_report import ReportError, gather
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError, read_lengths
 
 

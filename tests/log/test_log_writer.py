@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The writing thread: it never holds up its owner, and ends with the process it lives in."""
+"""The writing thread: it never holds up its owner, and is done when the process ends."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from sparsebalance_megatron.log.log_file import JsonLinesFile
-from sparsebalance_megatron.log.log_writer import BackgroundLog, BackgroundWriter
+from sparsebalance_megatron.log.log_file import BackgroundLog, JsonLinesFile
 from sparsebalance_megatron.log.records import Header, Record
 
 
@@ -25,15 +25,15 @@ class Line(Record):
 
 PREAMBLE = """
 import os, sys, time
-from sparsebalance_megatron.log.log_file import JsonLinesFile
-from sparsebalance_megatron.log.log_writer import BackgroundLog, BackgroundWriter
+from concurrent.futures import ThreadPoolExecutor
+from sparsebalance_megatron.log.log_file import BackgroundLog, JsonLinesFile
 from sparsebalance_megatron.log.records import Header, Record
 
 class Line(Record):
     number: int
     text: str
 
-log = BackgroundLog(JsonLinesFile(sys.argv[1]), BackgroundWriter())
+log = BackgroundLog(JsonLinesFile(sys.argv[1]), ThreadPoolExecutor(1))
 log.begin(Header(), resumed=False)
 
 def append(number):
@@ -97,40 +97,31 @@ for number in range(20, 40): append(number)
 def test_a_full_queue_drops_lines_and_the_next_one_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    writer = BackgroundWriter(max_queued=2)
-    log = BackgroundLog(JsonLinesFile(tmp_path / "log.jsonl"), writer)
-    busy, disk = threading.Event(), threading.Event()
-
-    def slow_disk() -> None:
-        busy.set()
-        disk.wait()
-
-    log.begin(Header(), resumed=False)
-    assert writer.submit(slow_disk)
-    assert busy.wait(timeout=60)
-    with caplog.at_level(logging.WARNING):
-        for number in range(5):
-            log.append(lambda number=number: Line(number=number))
-    disk.set()
-    assert len(caplog.records) == 1
-    while not writer.submit(lambda: None):
-        time.sleep(0.01)
-    writer.close()
-    assert not writer.submit(lambda: None)
+    with ThreadPoolExecutor(1) as worker:
+        log = BackgroundLog(JsonLinesFile(tmp_path / "log.jsonl"), worker, max_queued=3)
+        disk = threading.Event()
+        worker.submit(disk.wait)
+        log.begin(Header(), resumed=False)
+        with caplog.at_level(logging.WARNING):
+            for number in range(5):
+                log.append(lambda number=number: Line(number=number))
+        disk.set()
+        assert len(caplog.records) == 1
+        worker.submit(lambda: None).result()
+        log.append(lambda: Line(number=5))
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [line.get("number") for line in lines] == [None, 0, 1]
-    assert [line.get("lines_dropped") for line in lines] == [None, 3, None]
+    assert [line.get("number") for line in lines] == [None, 0, 1, 5]
+    # The first two were made after three had been given up.
+    assert [line.get("lines_dropped") for line in lines] == [None, 3, None, None]
 
 
 def test_a_line_that_cannot_be_made_is_said_and_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    writer = BackgroundWriter()
-    log = BackgroundLog(JsonLinesFile(tmp_path / "log.jsonl"), writer)
-    log.begin(Header(), resumed=False)
-    with caplog.at_level(logging.ERROR):
+    with caplog.at_level(logging.ERROR), ThreadPoolExecutor(1) as worker:
+        log = BackgroundLog(JsonLinesFile(tmp_path / "log.jsonl"), worker)
+        log.begin(Header(), resumed=False)
         log.append(lambda: Line(number=1 // 0))
         log.append(lambda: Line(number=1))
-        writer.close()
     assert "ZeroDivisionError" in caplog.text
     assert numbers(tmp_path / "log.jsonl") == [1]

@@ -23,7 +23,7 @@ from sparsebalance_megatron.attention.kernels import tokens as kernel
 from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.megatron import core_attention
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
-from sparsebalance_megatron.megatron.kept_attention import RecomputeError, bytes_per_token
+from sparsebalance_megatron.megatron.kept_attention import RecomputeError
 from sparsebalance_megatron.megatron.packed_seq_params import BudgetedPackedSeqParams
 
 HEADS, GROUPS, HEAD_DIM, LAYERS = 4, 2, 8, 3
@@ -267,15 +267,6 @@ def test_selective_recomputation_shares_the_output_with_the_projection() -> None
         model(x, params)
     outputs = {params.kept._by_layer[n].out_THD.untyped_storage().data_ptr() for n in range(LAYERS)}
     assert outputs <= set(taken)
-
-
-def test_the_stated_size_is_what_is_kept() -> None:
-    model, (x, params) = Model(), micro_batch()
-    model(x, params)
-    stated = bytes_per_token(
-        heads=HEADS, head_dim=HEAD_DIM, itemsize=4, listing_heads=GROUPS, budget=3
-    )
-    assert params.kept.size_bytes == LAYERS * sum(LENGTHS) * sum(stated.values())
 
 
 def test_rows_without_a_carrier_attend_again(monkeypatch: pytest.MonkeyPatch) -> None:

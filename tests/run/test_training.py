@@ -7,7 +7,6 @@ That layouts train alike is for test_matrix.
 from __future__ import annotations
 
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +22,23 @@ LAST_PRINTED_LOSS_DIGIT = 1e-6
 PIPELINE = "--pipeline-model-parallel-size 2"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 VERTICAL_SLASH = "--sparse-balance-selection vertical-slash"
-nightly = partial(pytest.param, marks=pytest.mark.nightly)
+LAYOUTS = {
+    "dp2-pp2": (4, PIPELINE),
+    "pp2-virtual2": (2, f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1"),
+    "dp2-vertical-slash": (2, f"{VERTICAL_SLASH} {RECOMPUTE}"),
+    "dp2-full-recompute": (2, RECOMPUTE),
+}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "extra"),
-    [
-        (4, PIPELINE),
-        nightly(2, f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1"),
-        nightly(2, RECOMPUTE),
-        nightly(2, f"{VERTICAL_SLASH} {RECOMPUTE}"),
-    ],
+    "layout",
+    ["dp2-pp2", *(pytest.param(name, marks=pytest.mark.nightly) for name in [*LAYOUTS][1:])],
 )
 def test_tuned_training_measures_every_micro_batch_and_holds_coverage(
-    ranks: int, extra: str, documents: Path, tmp_path: Path
+    layout: str, documents: Path, tmp_path: Path
 ) -> None:
     """After the first step (hooks go in with its first forward) every time is known."""
+    ranks, extra = LAYOUTS[layout]
     run = _train(ranks, documents, "latency", "makespan", *extra.split(), log_dir=tmp_path)
     for step in run.steps[1:]:
         forward = _flatten(step["measured"]["forward_ms"])

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 COLOURS: Mapping[str, tuple[str, str]] = {
     "paper": ("#ffffff", "#15171a"),
@@ -30,7 +29,7 @@ KINDS = {
 }
 """Kinds of time by their names in a legend."""
 
-MOST_TITLED_BARS = 1000
+_MOST_TITLED_BARS = 1000
 PLOT_WIDTH = 260.0
 """In the units of the picture, of which a letter is about 6 wide."""
 _MOST_TICKS = 6
@@ -40,7 +39,10 @@ _LABEL_ROOM = 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A coloured stretch of a bar. ``text`` stands in it, ``title`` shows when it is pointed at."""
+    """A coloured stretch of a bar.
+
+    ``text`` stands in it where it fits, ``title`` shows when it is pointed at.
+    """
 
     kind: str
     start_ms: float
@@ -110,19 +112,9 @@ class Chart:
     def dense(self) -> bool:
         """Whether there are too many bars for edges and titles."""
         bars = sum(len(row.pieces) for panel in self.panels for row in panel.rows)
-        return bars > MOST_TITLED_BARS
+        return bars > _MOST_TITLED_BARS
 
     @property
     def wide(self) -> bool:
         """Whether it scrolls on a narrow screen, since it could not be read if it shrank."""
         return self.plot_width > PLOT_WIDTH
-
-
-def fits(text: str, ms: float, panel_end_ms: float, plot_width: float) -> bool:
-    """Whether a text fits into a piece of a bar."""
-    return ms * plot_width / panel_end_ms > 2 + _LETTER * len(text)
-
-
-def run_name(directory: Path) -> str:
-    """The last two parts of a log directory's path."""
-    return "/".join(directory.absolute().parts[-2:])
