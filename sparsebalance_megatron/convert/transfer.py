@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves weights between a Hugging Face directory and Megatron's parameters, and counts them.
 
-A directory has one safetensors file, or several with an index. Tensors are read one at a time, files
-written one at a time. Those beside the weights, configuration and tokenizer, are carried over.
+A directory has one safetensors file, or several with an index. Tensors are read one at a time,
+files written one at a time. Those beside the weights, configuration and tokenizer, are carried
+over.
 """
 
 from __future__ import annotations
