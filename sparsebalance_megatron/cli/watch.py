@@ -17,7 +17,8 @@ from sparsebalance_megatron.cli.output import OutputError
 from sparsebalance_megatron.log.reader import LogTail, RunLogError, read_hosts, read_log_tail
 from sparsebalance_megatron.log.records import SIDES, Place, StepRecord
 from sparsebalance_megatron.plan.metrics import stage_busy_ms
-from sparsebalance_megatron.text_table import printable, shown_ms
+from sparsebalance_megatron.text_table import printable
+from sparsebalance_megatron.view.report.words import ms_text, text_of
 
 _SLOWEST_INTERVAL_S = 3600.0
 
@@ -109,11 +110,11 @@ def status_line(tail: LogTail, hosts: Mapping[Place, str], silent_s: float | Non
     )
     parts = [
         f"iteration {step.iteration}",
-        f"{_ms(step.iteration_ms)} ms, recently {_ms(_typical_ms(recent))}",
-        f"loss {_number(step.lm_loss, '.4g')}",
-        f"coverage {_number(step.coverage.mean, '.3f')}, at base budgets "
-        f"{_number(step.coverage.base_mean, '.3f')}",
-        f"busiest rank {_ms(measured_ms)} ms, predicted {_ms(predicted_ms)}",
+        f"{ms_text(step.iteration_ms)} ms, recently {ms_text(_typical_ms(recent))}",
+        f"loss {text_of(step.lm_loss, '.4g')}",
+        f"coverage {text_of(step.coverage.mean, '.3f')}, at base budgets "
+        f"{text_of(step.coverage.base_mean, '.3f')}",
+        f"busiest rank {ms_text(measured_ms)} ms, predicted {ms_text(predicted_ms)}",
     ]
     if (slowest := slowest_device(recent)) is not None:
         (rank, stage), slowness = slowest
@@ -154,11 +155,3 @@ def slowest_device(records: Sequence[StepRecord]) -> SlowDevice | None:
 def _typical_ms(steps: Sequence[StepRecord]) -> float | None:
     known_ms = [step.iteration_ms for step in steps if step.iteration_ms]
     return median(known_ms) if known_ms else None
-
-
-def _ms(value: float | None) -> str:
-    return "-" if value is None else shown_ms(value)
-
-
-def _number(value: float | None, layout: str) -> str:
-    return "-" if value is None else format(value, layout)
