@@ -137,9 +137,8 @@ def workload_of(
         block_size=config.block_size,
         tensor_parallel_size=setup.tensor_parallel_size,
         device=config.counted_device,
+        gigabytes_per_second=config.gigabytes_per_second,
     )
-    if config.gigabytes_per_second is not None:
-        cost = cost.with_bandwidth(config.gigabytes_per_second)
     return workload(
         batches_of(lengths, setup.global_batch_size, steps),
         job=shared_job(
