@@ -165,10 +165,7 @@ def train_chunks(trainer: Any, data: dict[str, Any], directory: Path) -> dict[st
     with pipeline(2, virtual_stages=2):
         # Gloo matches messages between two peers by order, which batched exchanges would break.
         config = transformer_config(
-            2,
-            virtual_pipeline_model_parallel_size=2,
-            overlap_p2p_comm=True,
-            batch_p2p_comm=False,
+            2, virtual_pipeline_model_parallel_size=2, overlap_p2p_comm=True, batch_p2p_comm=False
         )
         balance = balance_config(directory / "chunks", base_budget=DENSE, tuning="off")
         run = integration.begin_run(balance, config, **data)
