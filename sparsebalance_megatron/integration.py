@@ -50,6 +50,7 @@ __all__ = [
     "sparse_balance_layer_spec",
     "train_data_iterator",
     "training_hooks",
+    "whole_of",
     "wrap_forward_step",
 ]
 
@@ -207,6 +208,24 @@ def slice_of(
         IntegrationError: if there are more or fewer values than the samples have tokens.
     """
     return run.slice_of(planned, position, values, padding=padding)
+
+
+def whole_of(
+    run: HostRun, planned: PlannedStep, position: int, values: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The inverse of :func:`slice_of`, for what the model gives per token, log-probabilities say.
+
+    Collective over the ranks that share the micro-batch.
+
+    Args:
+        values: name -> [tokens of this rank, ...], padding included.
+
+    Returns:
+        name -> [tokens of the samples, ...], in the plan's order, on every rank that shares them.
+        A gradient flows through this rank's part alone. A loss from whole samples is computed on
+        all of those ranks; count its value and its tokens on one.
+    """
+    return run.whole_of(planned, position, values)
 
 
 def attach(

@@ -42,6 +42,7 @@ INTEGRATION = {
     "sparse_balance_layer_spec": ["run", "spec", "vp_stage"],
     "train_data_iterator": ["run", "consumed_samples", "vp_stage"],
     "training_hooks": ["args"],
+    "whole_of": ["run", "planned", "position", "values"],
     "wrap_forward_step": ["run", "forward_step"],
 }
 """Function of sparsebalance_megatron.integration -> its parameters."""

@@ -293,6 +293,14 @@ class HostRun(TrainerRun):
         cut = {name: held.cut(values_T, padding) for name, values_T in values.items()}
         return cut | {"position_ids": copied_to(held.positions_T, self._device)}
 
+    def whole_of(
+        self, planned: PlannedStep, position: int, values: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """See :func:`.integration.whole_of`."""
+        micro_batch, _ = self._own(planned, position)
+        held = replace(self._packing.held(micro_batch), device=self._device)
+        return {name: held.whole(part)[: micro_batch.tokens] for name, part in values.items()}
+
     def _own(self, planned: PlannedStep, position: int) -> tuple[MicroBatchPlan, str]:
         """A micro-batch of this rank, and its place for messages."""
         step, rank = planned.plan.step, self._run.place.data_parallel_rank

@@ -129,14 +129,17 @@ def shared_passes(host: Any, ended: Any, model: Any) -> dict[str, Any]:
     host.run_schedule(ended, model, planned, batch, forward_only=True)
     held = []
     for position, micro_batch in enumerate(planned.plan.for_rank(rank).micro_batches):
-        places = {"places": torch.arange(micro_batch.tokens)}
-        cut = integration.slice_of(ended, planned, position, places, padding=-1)
+        values = {
+            "places": torch.arange(micro_batch.tokens, dtype=torch.float, requires_grad=True),
+            "positions": torch.cat([torch.arange(each) for each in micro_batch.lengths_tokens]),
+        }
+        cut = integration.slice_of(ended, planned, position, values)
+        whole = integration.whole_of(ended, planned, position, {"places": cut["places"]})["places"]
+        whole.sum().backward()
+        found = {**cut, "whole": whole, "own": values["places"].grad}
         held.append(
-            {
-                "lengths": micro_batch.lengths_tokens,
-                "first rank": micro_batch.rank,
-                **{name: values.tolist() for name, values in cut.items()},
-            }
+            {name: values.tolist() for name, values in found.items()}
+            | {"first rank": micro_batch.rank}
         )
 
     def other_plans() -> None:

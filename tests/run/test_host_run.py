@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from harness import PROGRAMS, python_block, run_training
 
@@ -111,16 +112,15 @@ def test_shared_micro_batches_train_to_the_losses_of_one_rank(
 
 
 def test_members_hold_every_token_once_at_its_place(four_ranks: list[dict[str, Any]]) -> None:
-    held: dict[tuple[int, int], list[int]] = {}
-    tokens: dict[tuple[int, int], int] = {}
+    """Parts make the whole again, whose gradient is each rank's own."""
+    owners: dict[tuple[int, int], np.ndarray] = {}
     for rank in four_ranks:
         for position, part in enumerate(rank["data"]["held"]):
-            place, own = (part["first rank"], position), [at for at in part["places"] if at >= 0]
-            positions = [at for length in part["lengths"] for at in range(length)]
-            assert part["position_ids"][: len(own)] == [positions[at] for at in own]
-            held[place] = sorted(held.get(place, []) + own)
-            tokens[place] = len(positions)
-    assert held == {place: list(range(count)) for place, count in tokens.items()}
+            assert part["position_ids"] == part["positions"]
+            assert part["whole"] == [*range(len(part["own"]))]
+            place = part["first rank"], position
+            owners[place] = owners.get(place, 0) + np.array(part["own"])
+    assert all((count_T == 1).all() for count_T in owners.values())
 
 
 @pytest.mark.parametrize(
