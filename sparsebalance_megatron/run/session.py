@@ -16,6 +16,7 @@ import torch
 
 from sparsebalance_megatron.config import flag_name
 from sparsebalance_megatron.cost.fit import fit_cost_model
+from sparsebalance_megatron.layer_budgets import DENSE
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.log_directory import LogDirectory, LogDirectoryError
@@ -212,6 +213,8 @@ def recompute_line(inputs: CostedInputs) -> str | None:
     shape = settings.shape
     heads = shape.num_attention_heads // shape.tensor_parallel_size
     groups = max(1, shape.num_query_groups // shape.tensor_parallel_size)
+    base_L = inputs.policy.base_L(inputs.job.layers)
+    sparse = [int(budget) for budget in base_L if budget != DENSE]
     scores = inputs.cost.work.scores_per_visible_pair(heads, groups, config.block_size)
     parts = bytes_per_token(
         heads=heads,
@@ -219,7 +222,7 @@ def recompute_line(inputs: CostedInputs) -> str | None:
         itemsize=getattr(torch, settings.dtype).itemsize,
         # Lists are as many as lines of scores: so many for the tokens of a block.
         listing_heads=scores / config.block_size,
-        budget=min(config.base_budget, -(-max_row_tokens // config.block_size)),
+        budget=min(max(sparse, default=1), -(-max_row_tokens // config.block_size)),
     )
     if not settings.recompute_all:
         # The output projection holds its input, whatever is recomputed before it.

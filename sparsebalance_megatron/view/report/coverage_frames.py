@@ -23,7 +23,8 @@ class Frame:
     """Curves of one length bucket, in units of the frame; ``y`` runs downwards.
 
     ``band``: outline of what lies between the lowest and the highest layer. ``line``: their mean.
-    ``base_x``: the base budget. ``least_y``: the coverage that a sample must keep.
+    ``base_x``: the base budget, where all layers have one. ``least_y``: the coverage that a sample
+    must keep.
     """
 
     title: str
@@ -56,7 +57,8 @@ def _frame(record: CoverageRecord, bucket: int, config: Mapping[str, Any]) -> Fr
     low, high = (_points(x_K, limit(curves_LK, axis=0)) for limit in (np.min, np.max))
     base, threshold = config.get("base_budget"), config.get("coverage_threshold")
     base_x = least_y = None
-    if isinstance(base, int) and 1 <= base <= budgets_K[-1]:
+    alike = config.get("layer_budgets") is None
+    if alike and isinstance(base, int) and 1 <= base <= budgets_K[-1]:
         base_x = float(FRAME_WIDTH * np.log2(base) / largest)
         if isinstance(threshold, float):
             at_base = float(np.interp(base, budgets_K, mean_K))

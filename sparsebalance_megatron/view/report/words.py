@@ -13,7 +13,7 @@ _SIZES = (
     *("data_parallel_size", "pipeline_stages", "virtual_stages", "micro_batches", "layers"),
     *("megatron_core", "torch", "device", "cost_source"),
 )
-_SETTINGS = ("block_size", "base_budget", "batching", "tuning")
+_SETTINGS = ("block_size", "base_budget", "layer_budgets", "batching", "tuning")
 
 
 def headline(numbers: RunSummary | Comparison) -> str:
@@ -82,7 +82,8 @@ def run_facts(header: RunHeader | None) -> str:
     if header is None:
         return "The log has no header: the run's shape is unknown."
     known = {name: getattr(header, name) for name in _SIZES}
-    known |= {name: header.config[name] for name in _SETTINGS if name in header.config}
+    config = header.config
+    known |= {name: config[name] for name in _SETTINGS if config.get(name) is not None}
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in known.items())
 
 
