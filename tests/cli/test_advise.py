@@ -49,8 +49,9 @@ def test_dense_layers_take_time_and_no_router(
     sparse, half_dense = found.values()
     assert half_dense["speedup_over_dense"] < sparse["speedup_over_dense"]
     assert 0 < half_dense["router_share"] < sparse["router_share"]
-    lists = [[stage["lists_bytes"] for stage in each["stages"]] for each in (sparse, half_dense)]
-    assert lists[0][0] == lists[1][0] and lists[0][1] != lists[1][1]
+    # Stage 1 lists blocks for blocks of queries, not for tokens.
+    lists_bytes = [each["stages"][1]["lists_bytes"] for each in (sparse, half_dense)]
+    assert 0 < lists_bytes[1] < lists_bytes[0] / 10
 
 
 def test_table_fits_eighty_columns(

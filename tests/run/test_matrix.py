@@ -308,8 +308,8 @@ def test_layout_trains_to_the_losses_of_one_rank(
     assert any(step["padded_tokens"] for step in run.steps) == pads
     if layout.model == "layers":
         logged = _logged_budgets(tmp_path)
-        assert all(logged[layer, blocks] == {blocks} for layer, blocks in logged if layer in (0, 3))
-        assert [logged[layer, 9] for layer in (1, 2)] == [{2}, {4}]
+        assert all(blocks == budget for layer in (0, 3) for blocks, budget in logged[layer])
+        assert [{budget for _, budget in logged[layer]} for layer in (1, 2)] == [{2}, {4}]
 
 
 @pytest.mark.parametrize("name", tiered(SHARED_ROWS))
@@ -375,16 +375,16 @@ def _cp_sizes(log_dir: Path) -> set[int]:
     return {row["width"] for step in steps for row in step["micro_batches"]}
 
 
-def _logged_budgets(log_dir: Path) -> dict[tuple[int, int], set[int]]:
-    """(layer, blocks of a sample) -> the budgets that ranks logged."""
-    found: dict[tuple[int, int], set[int]] = defaultdict(set)
+def _logged_budgets(log_dir: Path) -> dict[int, set[tuple[int, int]]]:
+    """Layer -> (blocks, budget) of every sample that ranks logged."""
+    found: dict[int, set[tuple[int, int]]] = defaultdict(set)
     for path in rank_files(log_dir):
         header, *steps = map(json.loads, path.read_text().splitlines())
         layers = [layer for chunk in header["layers"] for layer in chunk]
         for row in [row for step in steps for row in step["micro_batches"]]:
             for layer, budgets in zip(layers, row["budgets"], strict=True):
                 for tokens, budget in zip(row["lengths_tokens"], budgets, strict=True):
-                    found[layer, -(-tokens // 16)].add(budget)
+                    found[layer].add((-(-tokens // 16), budget))
     return found
 
 
