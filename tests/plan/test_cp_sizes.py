@@ -159,9 +159,7 @@ def test_a_sample_over_the_cap_gets_the_least_cp_size_that_holds_it():
     given_["lengths_tokens"] = [3900, 1900, *[100] * 14]
     plan = planned(**given_)
     cp_size_of = {
-        length: micro_batch.cp_size
-        for micro_batch in plan.micro_batches
-        for length in micro_batch.lengths_tokens
+        length: each.cp_size for each in plan.micro_batches for length in each.lengths_tokens
     }
     assert cp_size_of[3900] == 4
     assert cp_size_of[1900] >= 2
@@ -295,10 +293,7 @@ def moves_of(shape, seed, *, cp_size, rounds):
     start = cp_size_start(weights_S, costs, rules)
     if cp_size is not None:
         micro_batches = shape[0] // cp_size * shape[1]
-        dealt = [
-            tuple(range(micro_batch, len(weights_S), micro_batches))
-            for micro_batch in range(micro_batches)
-        ]
+        dealt = [tuple(range(each, len(weights_S), micro_batches)) for each in range(micro_batches)]
         groups = tuple(tuple(dealt[m : m + shape[1]]) for m in range(0, micro_batches, shape[1]))
         start = Arrangement.of_groups(groups, cp_size)
     state = SharedMicroBatches(start)

@@ -126,10 +126,7 @@ def as_placed(ended: Any) -> Any:
     """Each rank knows its own micro-batches; the plan is that of both."""
     rank = parallel_state.get_data_parallel_rank()
     plan = ended.plan_as_placed([[10 + rank, 20], [30]]).plan
-    return [
-        [micro_batch.rank, micro_batch.position, micro_batch.lengths_tokens]
-        for micro_batch in plan.micro_batches
-    ]
+    return [[each.rank, each.position, each.lengths_tokens] for each in plan.micro_batches]
 
 
 def _by_layer(planned: Any, rank: int) -> list[list[int]]:

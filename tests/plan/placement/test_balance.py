@@ -28,9 +28,7 @@ def check(placement, lengths, shape, cap):
     assert sorted(sample for micro_batch in micro_batches for sample in micro_batch) == list(
         range(len(lengths))
     )
-    assert all(
-        sum(lengths[sample] for sample in micro_batch) <= cap for micro_batch in micro_batches
-    )
+    assert all(sum(lengths[sample] for sample in each) <= cap for each in micro_batches)
 
 
 def test_arrival_is_megatrons_order():

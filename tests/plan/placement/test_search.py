@@ -56,9 +56,7 @@ def test_legal_and_never_slower(shape, seed, size):
         range(len(lengths))
     )
     assert all(micro_batches)
-    assert all(
-        sum(lengths[sample] for sample in micro_batch) <= cap for micro_batch in micro_batches
-    )
+    assert all(sum(lengths[sample] for sample in each) <= cap for each in micro_batches)
     assert makespans_ms(new).max() <= makespans_ms(old).max() * (1 + 1e-9)
 
 
@@ -81,9 +79,7 @@ def test_the_only_move_there_is():
 
 
 def loads(lengths, placement):
-    return [
-        sum(lengths[sample] for sample in micro_batch) for rank in placement for micro_batch in rank
-    ]
+    return [sum(lengths[sample] for sample in each) for rank in placement for each in rank]
 
 
 def test_the_sample_that_arrived_first_counts_like_any_other():
