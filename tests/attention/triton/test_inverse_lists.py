@@ -54,7 +54,7 @@ def _expected(selection: Selection, kv_heads: int) -> list[list[int]]:
 
 
 @given(_selections(), st.sampled_from([1, 3, 20, 1000]), st.integers(0, 3))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_lists_and_items_are_as_defined(
     selection: Selection, wanted_items: int, other_rows: int
 ) -> None:
