@@ -186,7 +186,7 @@ def planned_memory(
             budget_blocks=int(most_L[~dense_L].max(initial=1)),
         )
         # A dense layer lists all blocks for each block of queries and KV head.
-        of_dense = shape.num_query_groups * int(most_L.max()) / block_size
+        of_dense = shape.num_query_groups * int(most_L[dense_L].max(initial=0)) / block_size
         entries_L = np.where(dense_L, of_dense, of_sparse)
         held = _tokens_held(plan, job, block_size)
         lists_P = [float(entries_L[own].mean()) if own else 0.0 for own in layers_P]
