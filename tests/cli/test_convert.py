@@ -56,11 +56,7 @@ TRAINED = {
 }
 """Model -> (flags for from-hf, layout of training)."""
 KEY = "sparse_attention_config"
-EARLIER = {
-    "sparse_block_size": 32,
-    "sparse_topk_blocks": 5,
-    "sparse_selection": "token-kv-head",
-}
+EARLIER = {"sparse_block_size": 32, "sparse_topk_blocks": 5, "sparse_selection": "token-kv-head"}
 """What the config.json of qwen2-tied asks for."""
 UNTRAINABLE = {
     "layer budgets": {"sparse_layer_topk_blocks": [5, None]},
@@ -262,10 +258,7 @@ def test_sparse_logits_are_those_of_the_model_in_transformers(selection: str, wo
     model = tiny_model(SPARSE_MODEL)
     dense = reference_logits(model.double(), work.tokens)
     evaluate.configure(
-        model,
-        sparse_block_size=16,
-        sparse_topk_blocks=SPARSE_BUDGET,
-        sparse_selection=selection,
+        model, sparse_block_size=16, sparse_topk_blocks=SPARSE_BUDGET, sparse_selection=selection
     )
     model.set_attn_implementation(evaluate.NAME)
     exact = reference_logits(model, work.tokens)
