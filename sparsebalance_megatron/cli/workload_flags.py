@@ -13,12 +13,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from sparsebalance_megatron.config import (
-    DEFAULT_COUNTED_DEVICE,
-    RANGES,
-    CountedDevice,
-    check_range,
-)
+from sparsebalance_megatron.config import DEFAULT_COUNTED_DEVICE, RANGES, CountedDevice, check_range
 from sparsebalance_megatron.layer_budgets import base_budgets
 from sparsebalance_megatron.learn.prediction import Workload
 from sparsebalance_megatron.plan.job import check_cp_sizes, default_max_cp_size

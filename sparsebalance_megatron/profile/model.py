@@ -31,10 +31,7 @@ from sparsebalance_megatron.megatron.packed_seq_params import (
     MicroBatchContext,
     packed_params,
 )
-from sparsebalance_megatron.megatron.single_process import (
-    start_single_process,
-    transformer_config,
-)
+from sparsebalance_megatron.megatron.single_process import start_single_process, transformer_config
 from sparsebalance_megatron.profile.cells import Timed, backward_from
 
 

@@ -217,9 +217,7 @@ def _workload(inputs: AdviceInputs, choice: Choice) -> Workload:
 def _without_router(cost: CostModel) -> CostModel:
     nothing = {Part.ROUTER: (0.0,) * len(cost.forward_ms[Part.ROUTER])}
     return replace(
-        cost,
-        forward_ms={**cost.forward_ms, **nothing},
-        backward_ms={**cost.backward_ms, **nothing},
+        cost, forward_ms={**cost.forward_ms, **nothing}, backward_ms={**cost.backward_ms, **nothing}
     )
 
 

@@ -214,7 +214,7 @@ SHARED_ROWS: Mapping[str, Variant] = {
 for all, and with a planned cp_size for each."""
 
 SEGMENTED_ROWS: Mapping[str, Variant] = {
-    "ours-segments": Variant("makespan", "makespan", "base", segments=True),
+    "ours-segments": Variant("makespan", "makespan", "base", segments=True)
 }
 """Rows whose micro-batches may pass the pipeline in segments."""
 
