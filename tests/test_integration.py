@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from harness import (
     PROGRAMS,
@@ -99,6 +100,7 @@ def test_every_micro_batch_is_measured_and_budgets_are_tuned(
     for step in steps:
         assert measured_ms(step).size == 2 * 8 * (2 if layout == "pp2" else 1)
         assert (measured_ms(step) > 0).all()
+    assert np.all([step["measured"]["schedule_ms"] for step in steps[1:]])
     last = steps[-1]
     assert last["predicted"]["samples_cut"] + last["predicted"]["samples_raised"] > 0
     assert last["coverage"]["mean"] != last["coverage"]["base_mean"]
