@@ -227,7 +227,8 @@ def gpu_check_commands(folder: Path) -> list[Command]:
     (_, *asked), *commands = script_calls(folder, "gpu_check.sh", "results")
     assert asked[0] == "-c"
     assert [command[0] for command in commands] == [
-        *("python", "scripts/quickstart.sh", "sparse-balance", "python", "python"),
+        *("sparse-balance", "python", "python", "scripts/quickstart.sh", "sparse-balance"),
+        *("python", "python", "python"),
     ]
     return commands
 
