@@ -34,6 +34,12 @@ _WITHOUT_LAUNCH = {
 }
 
 
+class FakeCuda(FakeTensorMode):
+    """Fake tensors whose CUDA never looks for a driver, whatever ``torch.cuda`` answers."""
+
+    avoid_device_init = True
+
+
 def _by_copied_to() -> bool:
     """Whether the caller was called by :func:`.host_copy.copied_to`."""
     frame: Any = sys._getframe(1)
@@ -112,7 +118,7 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
     """A context in which tensors on ``CUDA`` are fake, and nothing is pinned."""
     # Deterministic mode fills what is empty, which is a launch.
     torch.use_deterministic_algorithms(False)
-    with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with pytest.MonkeyPatch.context() as patch, FakeCuda(allow_non_fake_inputs=True) as mode:
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: HOPPER)
         # What a launcher enters so that its kernel runs where its tensors lie.
         patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
