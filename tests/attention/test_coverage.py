@@ -72,15 +72,6 @@ def test_guard_keeps_the_floor_and_no_more(
         assert all(at(k) < floor for k in range(1, guarded))
 
 
-def test_guard_leaves_the_base_budget_alone() -> None:
-    curves_SK = torch.rand(500, 7).sort(1).values
-    base_S = torch.full((500,), 4)
-    for threshold in (0.0, 0.1, 1 / 3):
-        guarded_S, grown_S = guard_budgets(curves_SK, base_S, base_budget=4, threshold=threshold)
-        assert torch.equal(guarded_S, base_S)
-        assert not grown_S.any()
-
-
 def test_guard_never_shrinks_where_a_curve_dips() -> None:
     curves_SK = torch.tensor([[0.5, 0.9, 0.9 - 6e-8, 1.0]])
     guarded_S, grown_S = guard_budgets(curves_SK, torch.tensor([3]), base_budget=2, threshold=0.0)

@@ -27,7 +27,7 @@ from view.report.sample_run import SampleRun
 
 from sparsebalance_megatron.convert.hf_config import read_config
 from sparsebalance_megatron.convert.mapping import parameters
-from sparsebalance_megatron.convert.weight_files import INDEX, WHOLE, WeightFiles
+from sparsebalance_megatron.convert.transfer import INDEX, WHOLE, WeightFiles
 from sparsebalance_megatron.cost.fit import fit_cost_model
 from sparsebalance_megatron.cost.table import CostTable, CostTableError
 from sparsebalance_megatron.data.records import BadRecords, RecordFiles
@@ -38,7 +38,7 @@ from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.log_file import JsonLinesFile
 from sparsebalance_megatron.log.reader import RunLogError, read_run_log
 from sparsebalance_megatron.run import session
-from sparsebalance_megatron.view.report.run_data import ReportError, gather
+from sparsebalance_megatron.view.report.run_report import ReportError, gather
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError, read_lengths
 
 

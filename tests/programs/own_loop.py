@@ -100,8 +100,7 @@ def balance_config(log_dir: Path | None = None, **changes: Any) -> SparseBalance
 @contextmanager
 def pipeline(stages: int, virtual_stages: int | None = None) -> Any:
     parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=stages,
-        virtual_pipeline_model_parallel_size=virtual_stages,
+        pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=virtual_stages
     )
     model_parallel_cuda_manual_seed(1234)
     yield
@@ -164,10 +163,7 @@ def train_chunks(trainer: Any, data: dict[str, Any], directory: Path) -> dict[st
     with pipeline(2, virtual_stages=2):
         # Gloo matches messages between two peers by order, which batched exchanges would break.
         config = transformer_config(
-            2,
-            virtual_pipeline_model_parallel_size=2,
-            overlap_p2p_comm=True,
-            batch_p2p_comm=False,
+            2, virtual_pipeline_model_parallel_size=2, overlap_p2p_comm=True, batch_p2p_comm=False
         )
         balance = balance_config(directory / "chunks", base_budget=DENSE, tuning="off")
         run = integration.begin_run(balance, config, **data)

@@ -6,14 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import train, write_documents
+from harness import train
 
 pytestmark = pytest.mark.distributed
-
-
-@pytest.fixture(scope="module")
-def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_documents(tmp_path_factory.mktemp("documents") / "train", [100, 60, 200, 30] * 4)
 
 
 @pytest.fixture(scope="module")

@@ -178,8 +178,7 @@ SHARED_ROWS = {
     "context-bf16": Layout("llama bf16", 2, CONTEXT),
     "context-vertical-slash": Layout("vertical-slash", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
     "wide-vertical-slash-ring": Layout(
-        *("vertical-slash", 2),
-        f"{WIDE} {PLANNED_WIDTHS} --sparse-balance-exchange ring {CAPPED}",
+        *("vertical-slash", 2), f"{WIDE} {PLANNED_WIDTHS} --sparse-balance-exchange ring {CAPPED}"
     ),
 }
 """Rows lie on several ranks, as wide as the plan says or as a lot says."""

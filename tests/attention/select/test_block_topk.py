@@ -18,11 +18,7 @@ from oracles import router as at_once
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.select import (
-    rank_sequence,
-    selector_named,
-    streaming,
-)
+from sparsebalance_megatron.attention.select import rank_sequence, selector_named, streaming
 from sparsebalance_megatron.attention.select.block_topk import BlockTopK
 from sparsebalance_megatron.attention.select.ranking import Ranking
 from sparsebalance_megatron.attention.selection import Selection

@@ -197,9 +197,7 @@ def test_nothing_falls_back_silently() -> None:
         CAUSAL.rank(inputs[0][:9], keys, LayoutPair.within(layout), **options)
 
 
-def test_coverage_between_measured_budgets_lies_on_a_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_coverage_between_measured_budgets_lies_on_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = _inputs(20 * BLOCK)
     exact = CAUSAL.coverage(_ranking(CAUSAL, inputs, [0, 20 * BLOCK], observe=True))[0]
     monkeypatch.setattr(vertical_slash, "_EXACT_BUDGETS", 8)

@@ -126,10 +126,7 @@ def test_readers_lie_by_block_and_tile(
             chosen = block - torch.randperm(visible, generator=generator)[:count]
             indices_TCK[token, head, :count], counts_TC[token, head] = chosen.short(), count
     selection = Selection.within(
-        layout,
-        indices_QCK=indices_TCK.to(DEVICE),
-        counts_QC=counts_TC.to(DEVICE),
-        by_token=True,
+        layout, indices_QCK=indices_TCK.to(DEVICE), counts_QC=counts_TC.to(DEVICE), by_token=True
     )
     entries = readers_of(selection, kv_heads)
     bounds = entries.bounds_J.tolist()
