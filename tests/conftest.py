@@ -22,7 +22,6 @@ settings.load_profile("sparse-balance")
 
 PROCESS_PATHS = (
     "attention/select/test_memory.py",
-    "benchmarks/test_kernel_resources.py",
     "cli/test_report.py",
     "cli/test_streams.py",
     "test_supported.py",

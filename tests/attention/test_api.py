@@ -130,7 +130,7 @@ def _random_cases(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize("granularity", ["previous-block", "token-query-head", "vertical-slash"])
 @given(_random_cases())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_all_equal_reference(granularity: str, case_inputs: tuple[list[int], list[int]]) -> None:
     case = _case(*case_inputs, granularity)
     assert_exact(*(case.ours(name, torch.float64) for name in ("auto", "reference")))

@@ -48,7 +48,7 @@ curves = st.lists(st.floats(0.0, 1.0, width=32), min_size=1, max_size=9).map(
     base_budget=st.integers(1, 15),
     threshold=st.sampled_from([0.0, 1e-9, 0.05, 0.3, 0.99]),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_guard_keeps_the_floor_and_no_more(
     curve: list[float], budget: int, base_budget: int, threshold: float
 ) -> None:

@@ -71,7 +71,7 @@ def arguments(shape, seed, *, size=2, kind="spread", cost=None, **changes):
     }
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.sampled_from([2, 4, 8]), SEEDS)
 def test_members_are_the_ranks_of_a_micro_batch(widest, seed):
     cp_sizes_RM = random_cp_sizes(8, 3, widest, seed)
@@ -90,7 +90,7 @@ def test_members_are_the_ranks_of_a_micro_batch(widest, seed):
             assert place_J[r, m] == first * 3 + m
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(SHAPES, SEEDS)
 def test_shared_micro_batches_begin_together(shape, seed):
     ranks, positions, stages, chunks = shape
@@ -101,7 +101,7 @@ def test_shared_micro_batches_begin_together(shape, seed):
     assert makespans_ms(flat(times, cp_sizes_RM=cp_sizes_RM)) == pytest.approx(naive, rel=1e-12)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(SHAPES, SEEDS)
 def test_the_longest_chain_through_a_shared_micro_batch(shape, seed):
     """A slot that grows by less than the chain lacks delays no rank; by more it delays one."""
@@ -125,7 +125,7 @@ def test_the_longest_chain_through_a_shared_micro_batch(shape, seed):
         assert (max(grown_ms) <= step_ms * (1 + 1e-9)) == same
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(SHAPES, SEEDS, st.sampled_from(["spread", "equal", "giant"]), st.sampled_from([1, 2]))
 def test_plans_of_planned_cp_sizes_are_valid(shape, seed, kind, c):
     given_ = arguments(
@@ -159,9 +159,7 @@ def test_a_sample_over_the_cap_gets_the_least_cp_size_that_holds_it():
     given_["lengths_tokens"] = [3900, 1900, *[100] * 14]
     plan = planned(**given_)
     cp_size_of = {
-        length: micro_batch.cp_size
-        for micro_batch in plan.micro_batches
-        for length in micro_batch.lengths_tokens
+        length: each.cp_size for each in plan.micro_batches for length in each.lengths_tokens
     }
     assert cp_size_of[3900] == 4
     assert cp_size_of[1900] >= 2
@@ -260,7 +258,7 @@ def test_planned_cp_sizes_are_never_slower_than_equal_ones():
         assert free.lower_bound_ms <= equal.makespan_ms * (1 + 1e-8)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(SHAPES, SEEDS, st.sampled_from(["spread", "equal", "giant"]))
 def test_no_placement_beats_the_bound_of_wide_micro_batches(shape, seed, kind):
     """Random placements of every width, at the least budgets."""
@@ -295,10 +293,7 @@ def moves_of(shape, seed, *, cp_size, rounds):
     start = cp_size_start(weights_S, costs, rules)
     if cp_size is not None:
         micro_batches = shape[0] // cp_size * shape[1]
-        dealt = [
-            tuple(range(micro_batch, len(weights_S), micro_batches))
-            for micro_batch in range(micro_batches)
-        ]
+        dealt = [tuple(range(each, len(weights_S), micro_batches)) for each in range(micro_batches)]
         groups = tuple(tuple(dealt[m : m + shape[1]]) for m in range(0, micro_batches, shape[1]))
         start = Arrangement.of_groups(groups, cp_size)
     state = SharedMicroBatches(start)
@@ -324,7 +319,7 @@ def moves_of(shape, seed, *, cp_size, rounds):
     return kinds, problem, state.arranged(), rules
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(SHAPES, SEEDS)
 def test_times_of_micro_batches_are_those_of_the_placement(shape, seed):
     """Also on devices of different speed: every rank of a slot takes as long as the slowest."""
@@ -414,7 +409,7 @@ def test_equal_cp_sizes_are_compared_with_planned_ones(close, monkeypatch):
     assert found is (even if close else lopsided)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(SHAPES, SEEDS)
 def test_moves_say_what_the_micro_batches_they_make_hold(shape, seed):
     """Contents and times of a move are those of the placement after it."""

@@ -51,7 +51,6 @@ def arguments(
     }
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     SHAPES,
     SEEDS,
@@ -86,7 +85,7 @@ def test_plan_invariants(shape, seed, kind, size, batching, tuning, observed, un
         assert 0 <= expected.coverage_min <= expected.coverage_mean <= 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(SHAPES, SEEDS, KINDS, st.sampled_from(["off", "anchor", "makespan"]), st.booleans())
 def test_makespan_never_loses_to_simpler_batching(shape, seed, kind, tuning, uneven):
     times = {
@@ -98,7 +97,7 @@ def test_makespan_never_loses_to_simpler_batching(shape, seed, kind, tuning, une
     assert times["makespan"] <= min(times.values()) * (1 + 1e-8)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(SHAPES, SEEDS)
 def test_expectation_is_what_a_naive_simulation_finds(shape, seed):
     given_ = arguments(shape, seed, size=1, tuning="makespan")
@@ -136,7 +135,7 @@ def test_groups_of_micro_batches_are_planned_as_they_run(tuning):
     assert plan.expectation.lower_bound_ms <= plan.expectation.makespan_ms * (1 + 1e-9)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(SHAPES, SEEDS, st.sampled_from(["off", "makespan"]))
 def test_times_contain_how_slow_a_device_is_and_work_does_not(shape, seed, tuning):
     given_ = arguments(shape, seed, uneven=True, tuning=tuning)
@@ -209,7 +208,6 @@ def test_contradicting_inputs():
         planned(**arguments((1, 3, 2, 2)))
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     SHAPES,
     st.integers(1, 3),

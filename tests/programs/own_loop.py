@@ -327,7 +327,7 @@ def bare(trainer: Any, data: dict[str, Any], directory: Path) -> dict[str, Any]:
         }
         return {
             "figures": figures,
-            "mistakes": {name: _message(mistake) for name, mistake in mistakes.items()},
+            "mistakes": {name: error_of(mistake) for name, mistake in mistakes.items()},
         }
 
 
@@ -374,10 +374,10 @@ def _resume(state: dict[str, Any], data: dict[str, Any], consumed_samples: int) 
     integration.train_data_iterator(run, consumed_samples=consumed_samples)
 
 
-def _message(mistake: Callable[[], Any]) -> str:
+def error_of(mistake: Callable[[], Any]) -> str:
     try:
         mistake()
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
 

@@ -11,7 +11,7 @@ import itertools
 import pytest
 import torch
 from attention.cases import SELECTORS
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import attention as oracle
 from oracles import router as at_once
@@ -92,7 +92,6 @@ lengths = st.lists(st.integers(1, 90), min_size=1, max_size=5)
     chunk_elements=st.sampled_from([1, 100, 1 << 18]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=60, deadline=None)
 def test_chunks_give_what_all_at_once_gives(
     lengths: list[int],
     granularity: str,

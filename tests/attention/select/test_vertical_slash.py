@@ -13,7 +13,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import vertical_slash as oracle
 from torch import Tensor
@@ -116,7 +116,6 @@ def test_lists_and_coverage_are_the_definitions(
     chunk_elements=st.sampled_from([1, 1 << 12, 1 << 21]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=40, deadline=None)
 def test_a_budget_buys_the_keys_of_so_many_blocks_and_no_key_twice(
     lengths: list[int],
     name: str,

@@ -19,8 +19,9 @@ pytestmark = pytest.mark.distributed
 EXCHANGES = ("all-gather", "ring", "hierarchical-ring")
 INNER_MEMBERS = {2: 1, 3: 3, 4: 2, 6: 3}
 """By the number of members: inner groups of the hierarchical ring."""
-NIGHTLY_MEMBERS = pytest.param(6, marks=pytest.mark.nightly)
-every_size = pytest.mark.parametrize("members", [2, 3, 4, NIGHTLY_MEMBERS])
+every_size = pytest.mark.parametrize(
+    "members", [2, 4, *(pytest.param(each, marks=pytest.mark.nightly) for each in (3, 6))]
+)
 KV_HEADS, HEAD_DIM = 2, 8
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plan.plan_cases import cost_model, coverage_curves, job_shape, planned, policy, random_lengths
 
@@ -68,7 +68,6 @@ def spread_evenly(max_blocks=256):
     return curves
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.integers(0, 2**32 - 1),
     st.lists(st.integers(1, 6), min_size=1, max_size=6),

@@ -38,7 +38,6 @@ def bounds_and_costs(lengths, job):
     return step_bounds(sample_2SC, costs), costs, sample_2SC
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from([(2, 4, 2, 1), (3, 2, 1, 1), (1, 4, 2, 2), (2, 3, 4, 1), (1, 1, 2, 1)]),
     st.integers(0, 2**32 - 1),
@@ -138,7 +137,7 @@ def profile(stages: int, virtual_stages: int, heavy: float) -> np.ndarray:
     return work_2PV
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.sampled_from(SHAPES), st.integers(0, 2**32 - 1))
 def test_no_pipeline_is_shorter_than_the_mixture(shape: tuple[int, int, int], seed: int) -> None:
     """Whatever the times, those of another profile included."""

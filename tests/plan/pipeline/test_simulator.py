@@ -46,7 +46,7 @@ def pipelines(draw):
     return np.round(times) if draw(st.booleans()) else times
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(pipelines())
 def test_events_match_naive_simulation(times):
     name = schedule_name(*times.shape[1:3])
@@ -83,7 +83,6 @@ def test_bounds_are_attained():
     assert bounds_of(giant).bound_ms == pytest.approx(80.0, rel=1e-3)
 
 
-@settings(max_examples=40, deadline=None)
 @given(pipelines())
 def test_every_operation_of_the_longest_chain_delays_the_next(times):
     operations = flat(times[:, None])

@@ -28,9 +28,7 @@ def check(placement, lengths, shape, cap):
     assert sorted(sample for micro_batch in micro_batches for sample in micro_batch) == list(
         range(len(lengths))
     )
-    assert all(
-        sum(lengths[sample] for sample in micro_batch) <= cap for micro_batch in micro_batches
-    )
+    assert all(sum(lengths[sample] for sample in each) <= cap for each in micro_batches)
 
 
 def test_arrival_is_megatrons_order():
@@ -53,7 +51,7 @@ def test_arrival_errors():
         arrival([1, 1, 9, 5], job(2, 1), 8)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     st.integers(1, 4),
     st.integers(1, 4),
@@ -79,7 +77,6 @@ def test_balanced_invariants(ranks, micro_batches, size, kind, seed):
         assert placement == balanced(weights, lengths, shape, cap)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 6), st.integers(1, 3))
 def test_barely_fitting_caps_fit_or_name_a_cap_that_does(seed, micro_batches, size):
     generator = np.random.default_rng(seed)
@@ -104,7 +101,6 @@ def test_cap_beats_balance():
         balanced(weights, lengths, job(1, 2), 99)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=3, max_size=8), st.integers(2, 3))
 def test_lpt_is_within_its_proven_factor(weights, ranks):
     placement = balanced(np.array(weights), weights, job(ranks, 1), NO_CAP)
@@ -115,7 +111,7 @@ def test_lpt_is_within_its_proven_factor(weights, ranks):
     assert heaviest <= (4 / 3 - 1 / (3 * ranks)) * best + 1e-9
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 6), st.integers(1, 3), st.floats(1.0, 2.0))
 def test_micro_batches_are_packed_as_by_hand(seed, bins, minimum, room):
     """Whatever is heaviest goes where least is, counted by slowness, among bins with room for it.

@@ -7,7 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plan.plan_cases import cost_model, flat, job_shape, random_lengths
 
@@ -38,7 +38,6 @@ def in_every_order(times, orders):
     return makespans_ms(flat(np.stack([times_2PVM[..., order] for order in orders], axis=1)))
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from([(2, 4, 2, 1), (3, 2, 1, 1), (1, 4, 2, 2), (4, 1, 4, 1)]),
     st.integers(0, 2**32 - 1),
@@ -56,9 +55,7 @@ def test_legal_and_never_slower(shape, seed, size):
         range(len(lengths))
     )
     assert all(micro_batches)
-    assert all(
-        sum(lengths[sample] for sample in micro_batch) <= cap for micro_batch in micro_batches
-    )
+    assert all(sum(lengths[sample] for sample in each) <= cap for each in micro_batches)
     assert makespans_ms(new).max() <= makespans_ms(old).max() * (1 + 1e-9)
 
 
@@ -81,9 +78,7 @@ def test_the_only_move_there_is():
 
 
 def loads(lengths, placement):
-    return [
-        sum(lengths[sample] for sample in micro_batch) for rank in placement for micro_batch in rank
-    ]
+    return [sum(lengths[sample] for sample in each) for rank in placement for each in rank]
 
 
 def test_the_sample_that_arrived_first_counts_like_any_other():
