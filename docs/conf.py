@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(Path(__file__).parent))
 
 project = "SparseBalance for Megatron"
 author = "The sparsebalance_megatron contributors"
@@ -24,13 +26,30 @@ include_patterns = [
     "CONTRIBUTING.md",
     "patches/README.md",
 ]
-exclude_patterns = ["docs/README.md"]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
-autodoc2_packages = [{"path": "../sparsebalance_megatron", "auto_mode": True}]
+# The modules that docs/PYTHON.md lists.
+autodoc2_packages = [
+    {
+        "path": f"sparsebalance_megatron/{path}",
+        "module": f"sparsebalance_megatron.{path.removesuffix('.py').removesuffix('/__init__')}".replace(
+            "/", "."
+        ),
+    }
+    for path in (
+        "integration.py",
+        "config.py",
+        "evaluate/__init__.py",
+        "attention/api.py",
+        "attention/select/__init__.py",
+        "plan/planner.py",
+        "plan/step_plan.py",
+    )
+]
 autodoc2_output_dir = "docs/apidocs"
+autodoc2_docstring_parser_regexes = [(r".*", "google_docstrings")]
 autodoc2_render_plugin = "myst"
 autodoc2_hidden_objects = ["private", "undoc", "inherited"]
 

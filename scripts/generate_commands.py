@@ -19,8 +19,8 @@ PAGE = ROOT / "docs" / "COMMANDS.md"
 _HEAD = """\
 # Commands
 
-`sparse-balance COMMAND`; made from the commands' own help by `python scripts/generate_commands.py`. What follows
-`--` goes to Megatron's parser, unread.
+The commands of `sparse-balance`, from their own help (`python scripts/generate_commands.py`). What follows `--` goes to
+Megatron's parser.
 """
 
 
@@ -34,7 +34,9 @@ def _section(name: str, line: str) -> str:
     module = f"sparsebalance_megatron.cli.{name.replace('-', '_')}"
     importlib.import_module(module).add_flags(parser)
     rows = "".join(f"| {left} | {right} |\n" for left, right in _rows(parser))
-    return f"\n## {name}\n\n{line[0].upper()}{line[1:]}.\n\n| Argument | Meaning |\n|---|---|\n{rows}"
+    return (
+        f"\n## {name}\n\n{line[0].upper()}{line[1:]}.\n\n| Argument | Meaning |\n|---|---|\n{rows}"
+    )
 
 
 def _rows(parser: argparse.ArgumentParser, before: str = "") -> Iterator[tuple[str, str]]:
@@ -50,7 +52,10 @@ def _rows(parser: argparse.ArgumentParser, before: str = "") -> Iterator[tuple[s
         value = "" if action.nargs == 0 else formatter._format_args(action, _metavar(action))
         shown = " ".join(filter(None, (", ".join(action.option_strings), value)))
         meaning = formatter._expand_help(action) if action.help else ""
-        yield f"`{before}{shown}`".replace("|", "\\|"), " ".join(meaning.split()).replace("|", "\\|")
+        yield (
+            f"`{before}{shown}`".replace("|", "\\|"),
+            " ".join(meaning.split()).replace("|", "\\|"),
+        )
 
 
 def _metavar(action: argparse.Action) -> str:
