@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documentation site. Nothing of the package is imported: it builds without torch or Megatron."""
+"""The documentation site. It imports nothing of the package: it builds without torch, Megatron."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 project = "SparseBalance for Megatron"
 author = "The sparsebalance_megatron contributors"
-copyright = author  # noqa: A001  Sphinx reads this name.
+copyright = author
 release = re.search(
     r'__version__ = "(.+?)"', (ROOT / "sparsebalance_megatron/__init__.py").read_text("utf-8")
 )[1]
@@ -30,23 +30,20 @@ include_patterns = [
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
-# The modules that docs/PYTHON.md lists.
+PUBLIC_MODULES = {
+    "integration": "integration.py",
+    "config": "config.py",
+    "evaluate": "evaluate/__init__.py",
+    "attention.api": "attention/api.py",
+    "attention.select": "attention/select/__init__.py",
+    "plan.planner": "plan/planner.py",
+    "plan.step_plan": "plan/step_plan.py",
+}
+"""Those that docs/PYTHON.md lists, and their files."""
+
 autodoc2_packages = [
-    {
-        "path": f"sparsebalance_megatron/{path}",
-        "module": f"sparsebalance_megatron.{path.removesuffix('.py').removesuffix('/__init__')}".replace(
-            "/", "."
-        ),
-    }
-    for path in (
-        "integration.py",
-        "config.py",
-        "evaluate/__init__.py",
-        "attention/api.py",
-        "attention/select/__init__.py",
-        "plan/planner.py",
-        "plan/step_plan.py",
-    )
+    {"module": f"sparsebalance_megatron.{name}", "path": f"sparsebalance_megatron/{path}"}
+    for name, path in PUBLIC_MODULES.items()
 ]
 autodoc2_output_dir = "docs/apidocs"
 autodoc2_docstring_parser_regexes = [(r".*", "google_docstrings")]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads docstrings for the site: reStructuredText with Google's sections, such as Args and Returns."""
+"""Reads docstrings for the site: reStructuredText with Google's sections, such as Args."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ PAGE = ROOT / "docs" / "COMMANDS.md"
 _HEAD = """\
 # Commands
 
-The commands of `sparse-balance`, from their own help (`python scripts/generate_commands.py`). What follows `--` goes to
-Megatron's parser.
+The commands of `sparse-balance`, from their own help (`python scripts/generate_commands.py`).
+What follows `--` goes to Megatron's parser.
 """
 
 
@@ -52,10 +52,8 @@ def _rows(parser: argparse.ArgumentParser, before: str = "") -> Iterator[tuple[s
         value = "" if action.nargs == 0 else formatter._format_args(action, _metavar(action))
         shown = " ".join(filter(None, (", ".join(action.option_strings), value)))
         meaning = formatter._expand_help(action) if action.help else ""
-        yield (
-            f"`{before}{shown}`".replace("|", "\\|"),
-            " ".join(meaning.split()).replace("|", "\\|"),
-        )
+        left = f"`{before}{shown}`"
+        yield left.replace("|", "\\|"), " ".join(meaning.split()).replace("|", "\\|")
 
 
 def _metavar(action: argparse.Action) -> str:
