@@ -214,7 +214,7 @@ def quickstart_commands(folder: Path, argument: str) -> list[Command]:
     count = "$(python -c 'import torch; print(torch.cuda.device_count())')"
     commands = script_calls(folder, "quickstart.sh", argument, count, "1")
     assert [command[1] for command in commands if command[0] == "sparse-balance"] == [
-        *("prepare-data", "profile", "summary"),
+        *("prepare-data", "profile", "summary")
     ]
     assert [command[0] for command in commands].count("torchrun") == 2
     return commands

@@ -54,10 +54,3 @@ def test_the_host_waits_and_copies_in_the_named_places_alone(file: str) -> None:
     found = list(waiting_calls((PACKAGE / file).read_text("utf-8")))
     assert [call for call in found if call[1] not in allowed] == []
     assert allowed <= {name for _, name in found}, "an exception that nothing needs"
-
-
-def test_what_waits_is_found() -> None:
-    source = "x.cpu()\ny = x.to(device, non_blocking=True)\nx.sum().item()\nx.to(device)\n"
-    source += "torch.tensor(1, device=device)"
-    found = [(1, "cpu"), (2, "non_blocking"), (3, "item"), (5, "tensor")]
-    assert list(waiting_calls(source)) == found
