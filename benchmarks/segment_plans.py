@@ -27,8 +27,13 @@ from sparsebalance_megatron.plan.segments.cuts import cut_at
 from sparsebalance_megatron.plan.segments.pipeline import makespans_ms, most_tokens_in_flight
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import StepPlan
-from sparsebalance_megatron.view.simulate.setups import SETUPS, workload_of
-from sparsebalance_megatron.view.simulate.variants import ALL_ROWS, BASELINE, SEGMENTED_ROWS
+from sparsebalance_megatron.view.simulate.variants import (
+    ALL_ROWS,
+    BASELINE,
+    SEGMENTED_ROWS,
+    SETUPS,
+    workload_of,
+)
 
 CASES = (("paper-main", "longalign"), ("paper-main", "chatqa2"), ("paper-ablation", "chatqa2"))
 IN_ONE_PIECE = "ours, base coverage"

@@ -4,23 +4,14 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import (
-    PROGRAMS,
-    REPOSITORY,
-    long_tailed_lengths,
-    read_steps,
-    run_training,
-    write_documents,
-)
+from harness import PROGRAMS, python_block, read_steps, run_training
 
 pytestmark = pytest.mark.distributed
 
-DOCUMENT = REPOSITORY / "docs" / "INTEGRATION.md"
 PROGRAM = PROGRAMS / "own_loop.py"
 STEPS = 4
 FEW_ROUNDINGS = 8 * 2.0**-23
@@ -31,18 +22,8 @@ LOGS = {"dp2": "pp1", "pp2": "pp2"}
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The document's first Python block, as it stands; tests/run/test_host_run.py runs the
-    other."""
-    block, _ = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text("utf-8"), re.M | re.S)
-    path = tmp_path_factory.mktemp("trainer") / "trainer.py"
-    path.write_text(block, "utf-8")
-    return path
-
-
-@pytest.fixture(scope="module")
-def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("documents") / "train"
-    return write_documents(prefix, long_tailed_lengths(60, longest=250))
+    """tests/run/test_host_run.py runs the document's other block."""
+    return python_block("INTEGRATION.md", 0, tmp_path_factory.mktemp("trainer") / "trainer.py")
 
 
 @pytest.fixture(scope="module")

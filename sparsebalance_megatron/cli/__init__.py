@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``sparse-balance`` console tool.
 
-A subcommand is a module with ``add_flags(parser)`` and ``run(arguments) -> int``. Only the chosen
-one is imported, so ``sparse-balance --help`` needs neither torch nor Megatron.
+A subcommand is a module with ``add_flags(parser)`` and ``run(arguments) -> int``, whose errors of
+this package become a line for the user. Only the chosen one is imported, so
+``sparse-balance --help`` needs neither torch nor Megatron.
 What follows ``--`` on the command line arrives, unread, as the list ``arguments.passed_on``.
 """
 

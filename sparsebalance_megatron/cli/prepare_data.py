@@ -69,11 +69,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prepare the data set that the flags describe; the exit status.
-
-    Raises:
-        DataError: naming file, line and remedy.
-    """
+    """Prepare the data set that the flags describe; the exit status."""
     try:
         source = (
             PythonStandardLibrary() if arguments.python_stdlib else RecordFiles(arguments.input)

@@ -56,12 +56,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, write the table, print how well the cost model fits it.
-
-    Raises:
-        ConfigError: if flags are missing or cannot be profiled; nothing is written then.
-        OutputError: if the file cannot be written; found before anything is measured.
-    """
+    """Measure, write the table, print how well the cost model fits it."""
     if not arguments.passed_on:
         raise ConfigError("profile: give training's flags after --, at least the model's")
     cores = os.cpu_count() or 1

@@ -17,8 +17,12 @@ from view.report.sample_run import SampleRun
 
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.log.reader import read_run_log
-from sparsebalance_megatron.view.report.run_data import ReportError, choose_iteration
-from sparsebalance_megatron.view.report.run_report import make_report, render_page
+from sparsebalance_megatron.view.report.run_report import (
+    ReportError,
+    choose_iteration,
+    make_report,
+    render_page,
+)
 from sparsebalance_megatron.view.report.timeline import SIMULATED
 
 RUN = SampleRun(ranks=2, stages=2, micro_batches=3, layers=4, steps=6)

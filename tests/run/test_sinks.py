@@ -17,8 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.log.reader import read_rank_logs, read_run_log
 from sparsebalance_megatron.log.records import SIDES
-from sparsebalance_megatron.view.report.run_data import gather
-from sparsebalance_megatron.view.report.run_report import make_report
+from sparsebalance_megatron.view.report.run_report import gather, make_report
 from sparsebalance_megatron.view.report.timeline import (
     MEASURED,
     SIMULATED,

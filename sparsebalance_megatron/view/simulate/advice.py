@@ -22,7 +22,7 @@ from sparsebalance_megatron.learn.prediction import Workload, planned_memory
 from sparsebalance_megatron.plan.job import Job, check_cp_sizes, default_max_cp_size, whole_parts
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError, StepPlan
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError
-from sparsebalance_megatron.view.simulate.setups import RANKS_PER_NODE, workload
+from sparsebalance_megatron.view.simulate.variants import RANKS_PER_NODE, workload
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,18 +11,8 @@ import dataclasses
 
 import pytest
 import torch
-from attention.cases import (
-    Case,
-    assert_identical,
-    assert_right,
-    with_lists,
-)
-from attention.column_cases import (
-    ColumnCase,
-    make_column_case,
-    with_columns,
-    with_random_columns,
-)
+from attention.cases import Case, assert_identical, assert_right, with_lists
+from attention.column_cases import ColumnCase, make_column_case, with_columns, with_random_columns
 from torch import Tensor
 
 triton = pytest.importorskip("triton")

@@ -54,7 +54,7 @@ def _expected(selection: Selection, kv_heads: int) -> list[list[int]]:
 
 
 @given(_selections(), st.sampled_from([1, 3, 20, 1000]), st.integers(0, 3))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_lists_and_items_are_as_defined(
     selection: Selection, wanted_items: int, other_rows: int
 ) -> None:
@@ -126,10 +126,7 @@ def test_readers_lie_by_block_and_tile(
             chosen = block - torch.randperm(visible, generator=generator)[:count]
             indices_TCK[token, head, :count], counts_TC[token, head] = chosen.short(), count
     selection = Selection.within(
-        layout,
-        indices_QCK=indices_TCK.to(DEVICE),
-        counts_QC=counts_TC.to(DEVICE),
-        by_token=True,
+        layout, indices_QCK=indices_TCK.to(DEVICE), counts_QC=counts_TC.to(DEVICE), by_token=True
     )
     entries = readers_of(selection, kv_heads)
     bounds = entries.bounds_J.tolist()

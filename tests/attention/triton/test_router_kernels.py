@@ -34,11 +34,7 @@ INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = "cpu" if INTERPRETED else "cuda"
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
-SELECTIONS = [
-    "token-query-head",
-    "token-kv-head",
-    "previous-block",
-]
+SELECTIONS = ["token-query-head", "token-kv-head", "previous-block"]
 ROUTERS: tuple[Router, Router] = ("triton", "torch")
 
 
