@@ -67,8 +67,9 @@ def run_profile(output: Path, flags: Sequence[str]) -> subprocess.CompletedProce
 @pytest.mark.parametrize("selection", [DEFAULT_SELECTION, "vertical-slash"])
 def test_a_tiny_model_gives_a_table_that_fits_and_predicts(selection: str, tmp_path: Path) -> None:
     output = tmp_path / "new" / "table.json"
-    selects = "--sparse-balance-selection", selection
-    process = run_profile(output, [*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, *selects])
+    chosen = ("--sparse-balance-selection", selection, "--sparse-balance-max-segments", "3")
+    chosen += ("--sparse-balance-segment-tokens", "32")
+    process = run_profile(output, [*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, *chosen])
     assert process.returncode == 0, process.stderr[-4000:]
     assert f"{output}: " in process.stdout
     assert "attention  backward  median" in process.stdout
@@ -82,6 +83,7 @@ def test_a_tiny_model_gives_a_table_that_fits_and_predicts(selection: str, tmp_p
     assert (table.threads, table.exchanges) == (1, ())
     assert set(table.versions) == {"sparsebalance-megatron", "megatron-core", "torch"}
     model = fit_cost_model(table)
+    assert table.segments is not None and model.segments.slowness >= 1.0
     short, long = (features([tokens], 4, BLOCK_SIZE, model.work) for tokens in (64, 4096))
     for direction in Direction:
         for part in Part:
