@@ -31,7 +31,6 @@ from sparsebalance_megatron.megatron.arguments import args_provider, check_typed
 from sparsebalance_megatron.view.simulate.models import MODELS as PRESETS
 
 REPOSITORY = Path(__file__).parents[1]
-EXAMPLES = sorted(path.name for path in (REPOSITORY / "examples").glob("*.sh"))
 MODELS = {
     "cluster_7b_sft.sh": "qwen2.5-7b",
     "cluster_8b_128k.sh": "llama-3.1-8b",

@@ -109,20 +109,14 @@ def test_every_micro_batch_is_measured_and_budgets_are_tuned(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_log_has_the_trainers_own_losses(
-    layout: str, two_ranks: dict[str, Any], directory: Path
-) -> None:
-    logged = [step["lm_loss"] for step in read_steps(directory / LOGS[layout])]
-    assert logged == pytest.approx(two_ranks[layout]["tuned"], rel=FEW_ROUNDINGS)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_checkpoint_resumes_as_if_training_had_never_stopped(
     layout: str, two_ranks: dict[str, Any], directory: Path
 ) -> None:
-    assert two_ranks[layout]["resumed"] == two_ranks[layout]["tuned"]
-    whole = read_steps(directory / LOGS[layout])
-    resumed = read_steps(directory / f"{LOGS[layout]}-resumed")
+    """And the log has the trainer's own losses."""
+    tuned = two_ranks[layout]["tuned"]
+    whole, resumed = (read_steps(directory / f"{LOGS[layout]}{name}") for name in ("", "-resumed"))
+    assert [step["lm_loss"] for step in whole] == pytest.approx(tuned, rel=FEW_ROUNDINGS)
+    assert two_ranks[layout]["resumed"] == tuned
     for quantity in ("predicted", "coverage", "tokens"):
         assert [step[quantity] for step in resumed] == [step[quantity] for step in whole], quantity
 

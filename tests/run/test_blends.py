@@ -25,8 +25,6 @@ STEPS, SAVED = 4, 2
 DOCUMENTS = {"web": 6, "books": 5, "chat": 20}
 """Of the first, two steps take 8 samples: the checkpoint lies in the middle of its second epoch."""
 WEIGHTS = {"web": 0.5, "books": 0.3, "chat": 0.2}
-SUMS_OF_FLOAT32 = 64 * 2.0**-23
-"""Token losses are added by source, and once more all together."""
 
 
 @pytest.fixture(scope="module")

@@ -8,22 +8,18 @@ import itertools
 import pytest
 import torch
 from attention.cases import on_device, selection_by_scores, sharded
+from attention.triton.where import DEVICE, pytestmark  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.selection import Selection
-
-triton = pytest.importorskip("triton")
-from sparsebalance_megatron.attention.kernels.triton import index  # noqa: E402
-from sparsebalance_megatron.attention.kernels.triton.index import (  # noqa: E402
+from sparsebalance_megatron.attention.kernels.triton import index
+from sparsebalance_megatron.attention.kernels.triton.index import (
     inverse_lists,
     readers_of,
 )
+from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.selection import Selection
 
-INTERPRETED = triton.knobs.runtime.interpret
-DEVICE = "cpu" if INTERPRETED else "cuda"
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 PLENTY = 1 << 20
 
 
