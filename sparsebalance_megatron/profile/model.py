@@ -127,15 +127,19 @@ class ProfiledModel:
         )
         slices = [
             segment_slice(cu_seqlens, plan.first_blocks, segment, block_size=block_size)
-            for segment in range(segments if segments > 1 else 0)
+            if segments > 1
+            else None
+            for segment in range(segments)
         ]
-        pieces = [len(held.tokens_T) for held in slices] or [tokens]
-        inputs = [self._queries_keys_values(piece) for piece in pieces]
+        inputs = [
+            self._queries_keys_values(tokens if held is None else len(held.tokens_T))
+            for held in slices
+        ]
 
         def forward() -> list[Tensor]:
-            kept = MicroBatchSegments(count=segments) if slices else None
+            kept = MicroBatchSegments(count=segments) if segments > 1 else None
             outputs = []
-            for held, qkv in zip(slices or [None], inputs, strict=True):
+            for held, qkv in zip(slices, inputs, strict=True):
                 context = micro_batch_context(
                     *(plan, cu_seqlens if held is None else held.cu_seqlens),
                     block_size=block_size,
