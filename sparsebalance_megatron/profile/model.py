@@ -10,7 +10,7 @@ size, S samples.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
-from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
+from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.earlier_segments import (
     MicroBatchSegments,
     segment_slice,
@@ -36,10 +37,7 @@ from sparsebalance_megatron.megatron.packed_seq_params import (
     micro_batch_context,
     packed_params,
 )
-from sparsebalance_megatron.megatron.single_process import (
-    start_single_process,
-    transformer_config,
-)
+from sparsebalance_megatron.megatron.single_process import start_single_process, transformer_config
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.profile.cells import Timed, backward_from
 
@@ -69,7 +67,17 @@ class ProfiledModel:
         tokens = context.layout.tokens
         match part:
             case Part.ATTENTION:
-                return self._attention(tokens, context)
+                # The guard would raise budgets that random scores make lose coverage.
+                context.pinned_S = torch.ones_like(context.budgets_LS[0], dtype=torch.bool)
+                q_THD, k_TGD, v_TGD = self._queries_keys_values(tokens)
+                selection = self._select(q_THD, k_TGD, context)
+                return self._attention((q_THD, k_TGD, v_TGD), lambda: selection)
+            case Part.DENSE_ATTENTION:
+                layouts, groups = LayoutPair.within(context.layout), self._config.num_query_groups
+                return self._attention(
+                    self._queries_keys_values(tokens),
+                    lambda: Selection.of_everything(layouts, groups),
+                )
             case Part.ROUTER:
                 return self._router(tokens, context)
             case Part.LINEAR:
@@ -91,24 +99,21 @@ class ProfiledModel:
             observe=True,
         )
 
-    def _attention(self, tokens: int, context: MicroBatchContext) -> Timed:
-        q_THD, k_TGD, v_TGD = self._queries_keys_values(tokens)
-        # The guard would raise budgets that random scores make lose coverage.
-        context.pinned_S = torch.ones_like(context.budgets_LS[0], dtype=torch.bool)
-        selection = self._select(q_THD, k_TGD, context)
+    def _attention(
+        self, inputs: tuple[Tensor, Tensor, Tensor], selection: Callable[[], Selection]
+    ) -> Timed:
+        q_THD, *_ = inputs
 
         def attend() -> Tensor:
             out_THD, _ = block_sparse_attention(
-                q_THD,
-                k_TGD,
-                v_TGD,
-                selection,
+                *inputs,
+                selection(),
                 softmax_scale=q_THD.shape[-1] ** -0.5,
                 implementation=self._options.implementation,
             )
             return out_THD
 
-        backward = backward_from(torch.ones_like(q_THD), inputs=(q_THD, k_TGD, v_TGD))
+        backward = backward_from(torch.ones_like(q_THD), inputs=inputs)
         return Timed(forward=attend, backward=backward)
 
     def attention_in_segments(self, tokens: int, budget_blocks: int, segments: int) -> Timed:

@@ -69,7 +69,9 @@ def test_guarded_budgets_in_megatrons_core_attention() -> None:
         grid=(1, 2, 4),
     )
     attention = BudgetedCoreAttention(
-        SimpleNamespace(kv_channels=128), 1, AttnMaskType.padding_causal, "self", options=options
+        SimpleNamespace(kv_channels=128, num_layers=1),
+        *(1, AttnMaskType.padding_causal, "self"),
+        options=options,
     )
     with fake_cuda(), torch.no_grad():
         context = MicroBatchContext(

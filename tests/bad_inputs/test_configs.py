@@ -14,6 +14,7 @@ NAN, INFINITY = float("nan"), float("inf")
 REFUSED: dict[str, tuple[Any, ...]] = {
     "block_size": (0, -1, 3, 96, 2**21, 2**63, 1.5, NAN, "256", []),
     "base_budget": (0, -1, 2**31, 2**40, NAN, "32"),
+    "layer_budgets": ("", "dense", "dense:", "0:1", "dense:1-0", "8:1,1", "8", 5),
     "coverage_threshold": (1.0, 2, 5, -0.1, NAN, INFINITY, "0.1"),
     "coverage_decay": (1.0, -0.5, NAN, INFINITY, "0.9"),
     "plan_ms": (-1, NAN, INFINITY, 1e9, "4"),

@@ -89,7 +89,8 @@ def _prefix(
     pairs_PXN = np.stack(
         [
             costs.work.attended_pairs(length_XN, budgets_LS[of_stage_L][:, None, sample_N]).sum(0)
-            for of_stage_L in costs.chunk_of_layer_L == np.arange(costs.chunks)[:, None]
+            for of_stage_L in (costs.chunk_of_layer_L == np.arange(costs.chunks)[:, None])
+            & ~costs.dense_L
         ]
     )
     visible_XN = costs.work.visible_pairs(length_XN)
