@@ -93,7 +93,7 @@ class SparseBalanceConfig:
         default=None, metadata={"argparse_meta": {"nargs": "+", "metavar": "BUDGET:LAYERS"}}
     )
     """Layers, from 0, with base budgets of their own, or dense: for instance dense:0-1,33-35
-    16:2-32. Make the last layers dense where look-ups matter most, as MoBA does."""
+    16:2-32. Raise budgets where a layer's coverage is low, or keep the last dense as MoBA does."""
 
     selection: str = field(
         default=DEFAULT_SELECTION,

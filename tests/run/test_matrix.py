@@ -24,6 +24,7 @@ from harness import (
     VOCABULARY,
     TrainingRun,
     long_tailed_lengths,
+    read_steps,
     run_training,
     write_documents,
 )
@@ -320,7 +321,10 @@ def test_layout_trains_to_the_losses_of_one_rank(
         mean = other["coverage"]["mean"]
         assert step["coverage"]["mean"] == pytest.approx(mean, rel=model.tolerance)
     if name in SHARED_ROWS:
-        assert max(_cp_sizes(tmp_path)) > 1
+        logs = [read_steps(tmp_path, rank) for rank in range(layout.ranks)]
+        assert (
+            max(row["width"] for log in logs for step in log for row in step["micro_batches"]) > 1
+        )
     else:
         _assert_runs_in_segments(run)
 
@@ -337,13 +341,6 @@ def _assert_runs_in_segments(run: TrainingRun) -> None:
     assert any(len(set(of_ranks)) > 1 for of_ranks in counts) == (len(run.steps[0]["segments"]) > 1)
 
 
-def _cp_sizes(log_dir: Path) -> set[int]:
-    """Of all rows that any rank ran."""
-    lines = [line for path in rank_files(log_dir) for line in path.read_text().splitlines()]
-    steps = [record for record in map(json.loads, lines) if record["type"] == "step"]
-    return {row["width"] for step in steps for row in step["micro_batches"]}
-
-
 def _logged_budgets(log_dir: Path) -> dict[int, set[tuple[int, int]]]:
     """Layer -> (blocks, budget) of every sample that ranks logged."""
     found: dict[int, set[tuple[int, int]]] = defaultdict(set)
@@ -358,9 +355,7 @@ def _logged_budgets(log_dir: Path) -> dict[int, set[tuple[int, int]]]:
 
 
 def _assert_trains_alike(run: TrainingRun, expected: TrainingRun, model: Model) -> None:
-    losses, expected_losses = (
-        [step["lm_loss"] for step in steps] for steps in (run.steps, expected.steps)
-    )
+    losses, expected_losses = run.logged("lm_loss"), expected.logged("lm_loss")
     assert len(losses) == len(expected_losses) == STEPS
     assert losses[0] == pytest.approx(expected_losses[0], rel=FEW_ROUNDINGS)
     assert losses == pytest.approx(expected_losses, rel=model.tolerance)
@@ -371,7 +366,7 @@ def _assert_trains_alike(run: TrainingRun, expected: TrainingRun, model: Model) 
         abs(norm - other) <= limit
         for norm, other, limit in zip(norms, expected_norms, allowed, strict=True)
     ), (norms, expected_norms)
-    assert [step["tokens"] for step in run.steps] == [step["tokens"] for step in expected.steps]
+    assert run.logged("tokens") == expected.logged("tokens")
 
 
 def _train(
