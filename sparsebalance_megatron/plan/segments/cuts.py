@@ -7,7 +7,7 @@ those of a blocks. Micro-batches are cut many at a time: each alone would take l
 in numpy.
 
 Shape legend: S samples of a global batch, L layers, P pipeline stages, M micro-batches, U segments
-of a micro-batch or of all, I samples of all micro-batches, N pieces (parts of samples), X places;
+of a micro-batch or of all, I samples of all micro-batches, E pieces (parts of samples), X places;
 a leading 2: forward and backward.
 """
 
@@ -55,20 +55,20 @@ def cut_at(
     segments_M = np.fromiter(map(len, first_blocks), dtype=np.int64)
     start_U = np.fromiter(chain.from_iterable(first_blocks), dtype=np.int64)
     start_U += np.repeat(start_I[first_I], segments_M)
-    start_N = np.union1d(start_I, start_U)
-    place_N = np.searchsorted(start_I, start_N, side="right") - 1
-    bounds_2N = np.stack([start_N, np.append(start_N[1:], start_I[-1] + blocks_I[-1])])
-    tokens_2N, ms_22NP = _prefix(costs, budgets_LS, sample_I[place_N], bounds_2N - start_I[place_N])
-    piece_U = np.searchsorted(start_N, start_U)
-    work_2UP = np.add.reduceat(ms_22NP[:, 1] - ms_22NP[:, 0], piece_U, axis=1)
+    start_E = np.union1d(start_I, start_U)
+    place_E = np.searchsorted(start_I, start_E, side="right") - 1
+    bounds_2E = np.stack([start_E, np.append(start_E[1:], start_I[-1] + blocks_I[-1])])
+    tokens_2E, ms_22EP = _prefix(costs, budgets_LS, sample_I[place_E], bounds_2E - start_I[place_E])
+    piece_U = np.searchsorted(start_E, start_U)
+    work_2UP = np.add.reduceat(ms_22EP[:, 1] - ms_22EP[:, 0], piece_U, axis=1)
     slowness_M = np.where(segments_M > 1, costs.segments.slowness, 1.0)
     ms_2UP = (
         work_2UP * np.repeat(slowness_M, segments_M)[:, None]
-        + np.diff(piece_U, append=len(start_N))[:, None] * costs.sequence_2C[:, None]
+        + np.diff(piece_U, append=len(start_E))[:, None] * costs.sequence_2C[:, None]
         + costs.constant_2C[:, None]
         + np.array(costs.segments.operation_ms)[:, None, None]
     )
-    tokens_U = np.add.reduceat(tokens_2N[1] - tokens_2N[0], piece_U)
+    tokens_U = np.add.reduceat(tokens_2E[1] - tokens_2E[0], piece_U)
     return [
         Cut(blocks, ms_2UP[0, first:end], ms_2UP[1, first:end], tokens_U[first:end])
         for blocks, (first, end) in zip(
@@ -78,26 +78,26 @@ def cut_at(
 
 
 def _prefix(
-    costs: StepCosts, budgets_LS: np.ndarray, sample_N: np.ndarray, blocks_XN: np.ndarray
+    costs: StepCosts, budgets_LS: np.ndarray, sample_E: np.ndarray, blocks_XE: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [X, N] and ms [2, X, N, P] of the first blocks of samples, in one piece.
+    """Tokens [X, E] and ms [2, X, E, P] of the first blocks of samples, in one piece.
 
     What a micro-batch and a sequence cost whatever their length is not in it.
     """
-    tokens_XN = np.minimum(blocks_XN * costs.block_size, costs.lengths_tokens_S[sample_N])
-    length_XN = tokens_XN / costs.block_size
-    pairs_PXN = np.stack(
+    tokens_XE = np.minimum(blocks_XE * costs.block_size, costs.lengths_tokens_S[sample_E])
+    length_XE = tokens_XE / costs.block_size
+    pairs_PXE = np.stack(
         [
-            costs.work.attended_pairs(length_XN, budgets_LS[of_stage_L][:, None, sample_N]).sum(0)
+            costs.work.attended_pairs(length_XE, budgets_LS[of_stage_L][:, None, sample_E]).sum(0)
             for of_stage_L in (costs.chunk_of_layer_L == np.arange(costs.chunks)[:, None])
             & ~costs.dense_L
         ]
     )
-    visible_XN = costs.work.visible_pairs(length_XN)
-    return tokens_XN, (
-        tokens_XN[..., None] * costs.token_2C[:, None, None]
-        + visible_XN[..., None] * costs.visible_2C[:, None, None]
-        + pairs_PXN.transpose(1, 2, 0) * costs.pair_2C[:, None, None]
+    visible_XE = costs.work.visible_pairs(length_XE)
+    return tokens_XE, (
+        tokens_XE[..., None] * costs.token_2C[:, None, None]
+        + visible_XE[..., None] * costs.visible_2C[:, None, None]
+        + pairs_PXE.transpose(1, 2, 0) * costs.pair_2C[:, None, None]
     )
 
 
