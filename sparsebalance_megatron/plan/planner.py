@@ -109,19 +109,20 @@ def _as_placed(problem: StepProblem, placement: Placement) -> tuple[Arrangement,
     Raises:
         PlanError: it is not one of this job, or does not hold every sample once.
     """
-    job = problem.job
+    job, groups = problem.job, problem.job.groups
     shape = [len(rank) for rank in placement]
-    if job.context_parallel_size > 1 or shape != [job.micro_batches] * job.data_parallel_size:
+    if shape != [job.micro_batches] * groups.data_parallel_size:
         raise PlanError(
-            f"placement: ranks have {shape} micro-batches, the job {job.data_parallel_size} ranks "
-            f"of {job.micro_batches}, without context parallelism"
+            f"placement: ranks have {shape} micro-batches, the job {groups.data_parallel_size} "
+            f"ranks of {job.micro_batches}; context-parallel ranks are not counted"
         )
     placed = sorted(sample for rank in placement for micro_batch in rank for sample in micro_batch)
     if placed != list(range(len(problem.lengths_tokens))):
         raise PlanError(
             f"placement: must hold each of the {len(problem.lengths_tokens)} samples exactly once"
         )
-    return Arrangement.of_groups(placement), problem.tuned(placement)
+    arrangement = Arrangement.of_groups(placement, job.context_parallel_size)
+    return arrangement, problem.of_groups.tuned(placement)
 
 
 def _best_of_groups(problem: StepProblem) -> tuple[Batching, Placement, TunedBudgets]:
