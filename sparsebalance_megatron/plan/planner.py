@@ -90,13 +90,13 @@ def _best_candidate(problem: StepProblem) -> tuple[Batching, Arrangement, TunedB
 
 
 def _best_with_segments(problem: StepProblem) -> tuple[Batching, Arrangement, TunedBudgets]:
-    """Segments where they give the shorter step. Micro-batches in one piece are searched only where
-    they may win."""
-    cut = best_segments(problem)
+    """Segments where they give the shorter step. Budgets of micro-batches in one piece are tuned
+    only where those may win."""
+    batching, placement = _best_placement(problem)
+    cut = best_segments(problem, placement)
     if cut is not None and cut.makespan_ms < LEAST_GAIN * one_piece_bound_ms(problem):
         return "makespan", cut.arrangement, cut.tuned
-    batching, placement, tuned = _best_of_groups(problem)
-    whole = Arrangement.of_groups(placement)
+    tuned, whole = problem.tuned(placement), Arrangement.of_groups(placement)
     whole_ms = problem.makespans_ms(whole, problem.costs.sample_ms(tuned.budgets_LS)).max()
     if cut is not None and rounded_ms(cut.makespan_ms) < rounded_ms(LEAST_GAIN * whole_ms):
         return "makespan", cut.arrangement, cut.tuned
