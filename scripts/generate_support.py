@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes what the source knows into documents: ``python scripts/generate_support.py``.
 
-The refusals in docs/SUPPORT.md, and the errors in docs/TROUBLESHOOTING.md, each between two marks;
-and docs/support.json, the tables of docs/SUPPORT.md for programs.
+The refusals in docs/SUPPORT.md, the errors in docs/TROUBLESHOOTING.md and the files of a step in
+docs/HOW_IT_WORKS.md, each between two marks; and docs/support.json, the tables of docs/SUPPORT.md
+for programs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,15 @@ from sparsebalance_megatron.megatron.unsupported import MODEL, SEGMENTS, TRAININ
 
 PACKAGE = ROOT / "sparsebalance_megatron"
 DOCS = ROOT / "docs"
+FILES_OF_A_STEP = (
+    *("run/forward_step", "run/micro_batches", "learn/scheduler", "learn/step_planner"),
+    *("plan/planner", "plan/step_problem", "plan/step_costs", "plan/placement/balance"),
+    *("plan/placement/search", "plan/pipeline/simulator", "plan/segments/planned_segments"),
+    *("plan/budgets/policy", "plan/step_plan", "data/packing", "megatron/core_attention"),
+    *("attention/select/block_topk", "attention/coverage", "attention/api", "run/timing"),
+    *("run/run", "run/step_reducer", "run/sinks"),
+)
+"""In the order in which a step passes them."""
 _MARKED = re.compile(
     r"(<!-- made by scripts/generate_support.py -->\n).*?(<!-- end -->)", re.DOTALL
 )
@@ -28,7 +38,11 @@ _MARKED = re.compile(
 
 def pages() -> dict[Path, str]:
     """The documents as they should be."""
-    parts = {"SUPPORT.md": refusals(), "TROUBLESHOOTING.md": errors()}
+    parts = {
+        "SUPPORT.md": refusals(),
+        "TROUBLESHOOTING.md": errors(),
+        "HOW_IT_WORKS.md": files_of_a_step(),
+    }
     filled = {DOCS / name: _filled(DOCS / name, part) for name, part in parts.items()}
     support = tables(filled[DOCS / "SUPPORT.md"])
     return filled | {DOCS / "support.json": json.dumps(support, indent=1) + "\n"}
@@ -55,6 +69,18 @@ def refusals() -> str:
         "\nWith `--sparse-balance-max-segments` above 1:\n\n"
         f"{_refusal_table(SEGMENTS)}"
     )
+
+
+def files_of_a_step() -> str:
+    """A table of the files that a step passes, with what their docstrings say of them."""
+    return _table(
+        ("File", "What it has"), ((f"`{each}.py`", _what(each)) for each in FILES_OF_A_STEP)
+    )
+
+
+def _what(module: str) -> str:
+    tree = ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
+    return " ".join((ast.get_docstring(tree) or "").partition("\n\n")[0].split())
 
 
 def errors() -> str:
