@@ -3,7 +3,8 @@
 
     python benchmarks/host_placements.py --hosts DIR
 
-DIR holds checkouts DIR/slime and DIR/verl; their own functions place the samples. Steps are those
+DIR holds checkouts DIR/slime, DIR/verl and DIR/Megatron-LM (main); their own functions place the
+samples. Steps are those
 of Qwen2.5-7B with counted operations of an H200, budgets are fixed, so only the placement differs.
 The times are predicted by the model that ours minimises: they say what a placement leaves on the
 table, not how long a step takes anywhere.
@@ -16,6 +17,7 @@ import __future__
 
 import argparse
 import ast
+import heapq
 import sys
 import time
 import warnings
@@ -61,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     places = {
         "verl": verl_placement(arguments.hosts / "verl"),
         **slime_placements(arguments.hosts / "slime"),
+        "Megatron, dp_balanced": megatron_placement(arguments.hosts / "Megatron-LM"),
     }
     print("| lengths | stages | budget | placed by | step / ours | above the cap | CPU ms |")
     print("|---|---|---|---|---|---|---|")
@@ -131,15 +134,10 @@ def verl_placement(checkout: Path) -> Callable[[list[int]], Placement]:
 
     Its functions are taken out of their file, which imports torch and Ray's protocol.
     """
-    path = checkout / "verl" / "utils" / "seqlen_balancing.py"
-    wanted = ("calculate_workload", "karmarkar_karp", "get_seqlen_balanced_partitions")
-    tree = ast.parse(path.read_text("utf-8"))
-    tree.body = [
-        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in wanted
-    ]
-    own: dict[str, Any] = {"heapq": __import__("heapq")}
-    flags = __future__.annotations.compiler_flag
-    exec(compile(tree, str(path), "exec", flags=flags), own)
+    own = taken_out(
+        checkout / "verl" / "utils" / "seqlen_balancing.py",
+        *("calculate_workload", "karmarkar_karp", "get_seqlen_balanced_partitions"),
+    )
 
     def place(lengths: list[int]) -> Placement:
         work = [own["calculate_workload"](tokens) for tokens in lengths]
@@ -157,6 +155,31 @@ def verl_placement(checkout: Path) -> Callable[[list[int]], Placement]:
         return placement
 
     return place
+
+
+def megatron_placement(checkout: Path) -> Callable[[list[int]], Placement]:
+    """Megatron's ``DpBalancedScheduler``: samples in order of arrival, packed up to the cap."""
+    own = taken_out(
+        checkout / "megatron" / "core" / "datasets" / "data_schedule.py",
+        *("BasePackingScheduler", "DpBalancedScheduler"),
+    )
+    scheduler = own["DpBalancedScheduler"](CAP_TOKENS, 1, RANKS, None)
+
+    def place(lengths: list[int]) -> Placement:
+        groups = scheduler.get_groups_and_subsamples(list(enumerate(lengths)))
+        return [[group[rank] for group in groups] for rank in range(RANKS)]
+
+    return place
+
+
+def taken_out(path: Path, *wanted: str) -> dict[str, Any]:
+    """Functions and classes of a file whose imports are not installed here."""
+    tree = ast.parse(path.read_text("utf-8"))
+    tree.body = [node for node in tree.body if getattr(node, "name", None) in wanted]
+    names: dict[str, Any] = {"heapq": heapq}
+    flags = __future__.annotations.compiler_flag
+    exec(compile(tree, str(path), "exec", flags=flags), names)
+    return names
 
 
 def slime_placements(checkout: Path) -> dict[str, Callable[[list[int]], Placement]]:
