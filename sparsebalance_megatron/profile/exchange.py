@@ -3,7 +3,8 @@
 
 Import only after the CPU adapter has been installed where it is needed.
 
-Shape legend: T tokens of a member's slice, H query heads, G KV heads, D head dim.
+Shape legend: T tokens of a member's slice, H query heads, G KV heads, D head dim of keys, F of
+values.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _exchange(
     assert group.exchange is not None, "a group of several members has an exchange"
     held = SequenceSlice.dealt((0, tokens), group, block_size=block_size, device=device)
     groups = config.num_query_groups
-    q_THD, k_TGD, v_TGD = qkv = tuple(
+    q_THD, k_TGD, v_TGF = qkv = tuple(
         torch.ones(
             (held.local_layout.tokens, heads, config.kv_channels),
             dtype=config.params_dtype,
@@ -100,8 +101,8 @@ def _exchange(
     kernel = ExchangingKernel(exchange=group.exchange, sequence=held, kernel=_NoAttention())
 
     def forward() -> Tensor:
-        out_THD, _ = Attention.apply(q_THD, k_TGD, v_TGD, selection, 1.0, kernel, None)
-        return out_THD
+        out_THF, _ = Attention.apply(q_THD, k_TGD, v_TGF, None, selection, 1.0, kernel, None)
+        return out_THF
 
     return Timed(forward=forward, backward=backward_from(torch.ones_like(q_THD), inputs=qkv))
 
@@ -142,8 +143,8 @@ class _NoAttention:
     def forward(self, q_THD: Tensor, *inputs: Any, **scale: Any) -> tuple[Tensor, Tensor]:
         return q_THD, q_THD.new_zeros(q_THD.shape[:2], dtype=wide_dtype(q_THD.dtype))
 
-    def backward(self, dout_THD: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-        return dout_THD, saved.k_TGD, saved.v_TGD
+    def backward(self, dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+        return dout_THF, saved.k_TGD, saved.v_TGF
 
-    def obstacle(self, q_THD: Tensor, selection: Selection) -> str | None:
+    def obstacle(self, q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
         return None

@@ -3,8 +3,8 @@
 
 Import only after the CPU adapter has been installed where it is needed.
 
-Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, h hidden
-size, S samples.
+Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim of keys, F of
+values, h hidden size, S samples.
 """
 
 from __future__ import annotations
@@ -84,23 +84,23 @@ class ProfiledModel:
         )
 
     def _attention(self, tokens: int, context: MicroBatchContext) -> Timed:
-        q_THD, k_TGD, v_TGD = self._queries_keys_values(tokens)
+        q_THD, k_TGD, v_TGF = self._queries_keys_values(tokens)
         # The guard would raise budgets that random scores make lose coverage.
         context.pinned_S = torch.ones_like(context.budgets_LS[0], dtype=torch.bool)
         selection = self._select(q_THD, k_TGD, context)
 
         def attend() -> Tensor:
-            out_THD, _ = block_sparse_attention(
+            out_THF, _ = block_sparse_attention(
                 q_THD,
                 k_TGD,
-                v_TGD,
+                v_TGF,
                 selection,
                 softmax_scale=q_THD.shape[-1] ** -0.5,
                 implementation=self._options.implementation,
             )
-            return out_THD
+            return out_THF
 
-        backward = backward_from(torch.ones_like(q_THD), inputs=(q_THD, k_TGD, v_TGD))
+        backward = backward_from(torch.ones_like(q_THD), inputs=(q_THD, k_TGD, v_TGF))
         return Timed(forward=attend, backward=backward)
 
     def _router(self, tokens: int, context: MicroBatchContext) -> Timed:
@@ -110,11 +110,11 @@ class ProfiledModel:
     def _queries_keys_values(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         config = self._config
         heads, groups = config.num_attention_heads, config.num_query_groups
-        q_THD, k_TGD, v_TGD = (
+        q_THD, k_TGD, v_TGF = (
             self._random(tokens, count, config.kv_channels).requires_grad_()
             for count in (heads, groups, groups)
         )
-        return q_THD, k_TGD, v_TGD
+        return q_THD, k_TGD, v_TGF
 
     def _linear(self, tokens: int, context: MicroBatchContext) -> Timed:
         params = packed_params(
@@ -192,8 +192,8 @@ class _ReturnQueries(torch.autograd.Function):
     runs its backward."""
 
     @staticmethod
-    def forward(ctx: Any, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
-        ctx.shapes = (q_THD.shape, k_TGD.shape, v_TGD.shape)
+    def forward(ctx: Any, q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor) -> Tensor:
+        ctx.shapes = (q_THD.shape, k_TGD.shape, v_TGF.shape)
         return q_THD.flatten(1)
 
     @staticmethod

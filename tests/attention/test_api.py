@@ -45,7 +45,7 @@ from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import ColumnLists
 from sparsebalance_megatron.selector_registry import BUILT_IN
 
-BLOCK, HEAD_DIM = 8, 8
+BLOCK, HEAD_DIM, VALUE_DIM = 8, 8, 5
 PACKINGS = {
     "own-block-only": ([0, 40], [1]),
     "odd-length": ([0, 37], [2]),
@@ -60,12 +60,12 @@ serving = pytest.mark.parametrize(("granularity", "implementation"), SERVING)
 def _case(
     cu_seqlens: list[int], budgets: list[int], granularity: str = "previous-block", **settings: Any
 ) -> Case:
-    how = {"block": BLOCK, "head_dim": HEAD_DIM} | settings
+    how = {"block": BLOCK, "head_dim": HEAD_DIM, "value_dim": VALUE_DIM} | settings
     return any_case(cu_seqlens, budgets, granularity=granularity, **how)
 
 
 def _attend(case: Case, *qkv: Tensor, implementation: str = "auto") -> tuple[Tensor, Tensor]:
-    qkv = qkv or (case.q_THD, case.k_TGD, case.v_TGD)
+    qkv = qkv or (case.q_THD, case.k_TGD, case.v_TGF)
     how = {"softmax_scale": SCALE, "implementation": implementation}
     return block_sparse_attention(*qkv, case.selection, **how)
 
@@ -208,7 +208,7 @@ def test_recomputed_passes_repeat_every_bit_and_leave_inputs_alone(
     granularity: str, implementation: str, reentrant: bool
 ) -> None:
     case = _case([0, 30, 51], [3, 2], granularity)
-    copies = [x.clone() for x in (case.q_THD, case.k_TGD, case.v_TGD)]
+    copies = [x.clone() for x in (case.q_THD, case.k_TGD, case.v_TGF)]
 
     def attend(*qkv: Tensor) -> tuple[Tensor, Tensor]:
         return _attend(case, *qkv, implementation=implementation)
@@ -217,7 +217,7 @@ def test_recomputed_passes_repeat_every_bit_and_leave_inputs_alone(
         return checkpoint(attend, *qkv, use_reentrant=reentrant)
 
     assert_identical(*(case.run(function, torch.float32) for function in (attend, recompute)))
-    for x, copy in zip((case.q_THD, case.k_TGD, case.v_TGD), copies, strict=True):
+    for x, copy in zip((case.q_THD, case.k_TGD, case.v_TGF), copies, strict=True):
         assert torch.equal(x, copy)
 
 
@@ -269,7 +269,7 @@ def test_what_lies_past_a_list_is_not_read(granularity: str, implementation: str
 def test_wrong_arguments_are_named() -> None:
     case = _case([0, 20], [2])
 
-    def attend(q=case.q_THD, k=case.k_TGD, v=case.v_TGD, selection=case.selection, name="auto"):
+    def attend(q=case.q_THD, k=case.k_TGD, v=case.v_TGF, selection=case.selection, name="auto"):
         block_sparse_attention(q, k, v, selection, softmax_scale=1.0, implementation=name)
 
     by_token = _case([0, 20], [2], granularity="token-kv-head").selection
@@ -289,7 +289,7 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="implementation 'fast'"):
         attend(name="fast")
     with pytest.raises(ValueError, match="k and v must agree"):
-        attend(v=case.v_TGD[:, :1])
+        attend(v=case.v_TGF[:, :1])
     with pytest.raises(ValueError, match="20 tokens of the selection's query layout"):
         attend(q=case.q_THD[:9])
     with pytest.raises(ValueError, match="no multiple"):
@@ -297,9 +297,9 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="must share one of float16"):
         attend(q=case.q_THD.double())
     with pytest.raises(ValueError, match="must share one of float16"):
-        attend(q=case.q_THD.int(), k=case.k_TGD.int(), v=case.v_TGD.int())
+        attend(q=case.q_THD.int(), k=case.k_TGD.int(), v=case.v_TGF.int())
     with pytest.raises(ValueError, match=r"must be \[3 rows, 1 heads, length\]"):
-        attend(k=case.k_TGD[:, :1], v=case.v_TGD[:, :1])
+        attend(k=case.k_TGD[:, :1], v=case.v_TGF[:, :1])
     with pytest.raises(ValueError, match="must be \\[tokens, heads, head dim\\]"):
         attend(q=case.q_THD[0])
     with pytest.raises(ValueError, match="must share one"):
@@ -363,14 +363,14 @@ def test_auto_says_when_it_cannot_take_the_fast_kernels_on_a_gpu(
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert _resolve("auto", half, selection) == "triton"
+        assert _resolve("auto", half, half, selection) == "triton"
     said = f'"{other}" on CUDA: "triton" does not compute in float64: use "{other}"'
     with pytest.warns(UserWarning, match=said):
-        assert _resolve("auto", double, selection) == other
+        assert _resolve("auto", double, double, selection) == other
     monkeypatch.setattr(triton_module, "capability_of", lambda _: (8, 9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA L40S")
     with pytest.warns(UserWarning, match=f'NVIDIA L40S, has 8.9: use "{other}"'):
-        assert _resolve("auto", half, selection) == other
+        assert _resolve("auto", half, half, selection) == other
 
 
 def test_the_example_of_the_document_runs() -> None:

@@ -45,11 +45,11 @@ def _pass(selection: str, tokens: list[int], head_dim: int = 128) -> list[Tensor
         )
         curves_SK = selector.coverage(ranking)
         selected = selector.select(ranking, budgets_S)
-        out_THD, lse_TH = block_sparse_attention(*inputs, selected, softmax_scale=SCALE)
+        out_THF, lse_TH = block_sparse_attention(*inputs, selected, softmax_scale=SCALE)
         # Autograd asks the driver for the device's stream, which needs a driver.
-        known = saved(*inputs, out_THD, lse_TH, selected)
-        gradients = kernels.backward(torch.empty_like(out_THD), known)
-    return [curves_SK, out_THD, lse_TH, *gradients]
+        known = saved(*inputs, out_THF, lse_TH, selected)
+        gradients = kernels.backward(torch.empty_like(out_THF), known)
+    return [curves_SK, out_THF, lse_TH, *gradients]
 
 
 @pytest.mark.parametrize("tokens", [[0, 2000, 4096], [0, 100, 20000]], ids=["short", "long"])

@@ -39,7 +39,8 @@ def exchange_bytes(
 
     Pooled keys and coverage, some thousandths of it, are not counted.
 
-    ``inner_members``: ranks of an inner group, for a hierarchical ring; None otherwise.
+    ``head_dim``: mean of keys' and values'. ``inner_members``: ranks of an inner
+    group, for a hierarchical ring; None otherwise.
     """
     members = len(tokens_per_member)
     if members == 1:

@@ -23,7 +23,7 @@ INNER_MEMBERS = {2: 1, 3: 3, 4: 2, 6: 3}
 """By the number of members: inner groups of the hierarchical ring."""
 NIGHTLY_MEMBERS = pytest.param(6, marks=pytest.mark.nightly)
 every_size = pytest.mark.parametrize("members", [2, 3, 4, NIGHTLY_MEMBERS])
-KV_HEADS, HEAD_DIM = 2, 8
+KV_HEADS, HEAD_DIM = 2, (8 + 12) // 2
 TIMEOUT_S = 240.0
 
 
