@@ -85,10 +85,11 @@ class BudgetedCoreAttention(MegatronModule):
 
     Takes the keyword constructor and the forward of Megatron's ``DotProductAttention``, and has its
     parameter, the attention sink ``softmax_offset`` [H] of ``--softmax-type learnable``; coverage
-    and selection do not know of the sink. Without a carrier (plain ``PackedSeqParams``, or the sbhd layout) every sample gets
-    the base budget and nothing is observed. With a carrier the host never waits for the device;
-    plain ``PackedSeqParams`` hold their boundaries on the device, and reading them makes it wait,
-    in the first layer of a micro-batch. Without a carrier nothing is kept for a recomputed pass.
+    and selection do not count the sink. Without a carrier (plain ``PackedSeqParams``, or the sbhd
+    layout) every sample gets the base budget and nothing is observed. With a carrier the host never
+    waits for the device; plain ``PackedSeqParams`` hold their boundaries on the device, and reading
+    them makes it wait, in the first layer of a micro-batch. Without a carrier nothing is kept for a
+    recomputed pass.
     """
 
     def __init__(

@@ -157,7 +157,7 @@ def test_rows_of_members_add_up_to_the_whole(kind: str) -> None:
 @every_kind
 def test_strided_inputs_are_read_in_place(kind: str) -> None:
     """Megatron's q, k and v are views of one projection; lists may be views as well."""
-    case = _case(kind, [0, 70], [3], heads=4, kv_heads=2)
+    case = _case(kind, [0, 70], [3], heads=4, kv_heads=2, value_dim=16)
     q, k, v = (x.unflatten(1, (2, -1)).to(DEVICE) for x in (case.q_THD, case.k_TGD, case.v_TGF))
     mixed = torch.cat([q, k, v], dim=2)
     q, k, v = mixed[:, :, :2].flatten(1, 2), mixed[:, :, 2], mixed[:, :, 3]
