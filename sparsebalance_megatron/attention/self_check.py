@@ -48,6 +48,7 @@ class CheckedCase:
     query_heads: int
     kv_heads: int
     head_dim: int
+    value_dim: int
     block_size: int
     dtype: str
 
@@ -82,11 +83,14 @@ def check_case(case: CheckedCase, device: torch.device) -> Verdict:
     lengths = [max(1, int(blocks * case.block_size)) for blocks in _BLOCKS]
     boundaries = [0, *itertools.accumulate(lengths)]
     group, kv_heads = case.query_heads // case.kv_heads, min(case.kv_heads, _MOST_KV_HEADS)
-    heads = (group * kv_heads, kv_heads, kv_heads, group * kv_heads)
+    query_heads, head_dim, value_dim = group * kv_heads, case.head_dim, case.value_dim
+    shapes = (
+        *((query_heads, head_dim), (kv_heads, head_dim)),
+        *((kv_heads, value_dim), (query_heads, value_dim)),
+    )
     generator = torch.Generator().manual_seed(0)
     q_THD, k_TGD, v_TGF, dout_THF = (
-        torch.randn(boundaries[-1], each, case.head_dim, generator=generator).to(dtype)
-        for each in heads
+        torch.randn(boundaries[-1], *shape, generator=generator).to(dtype) for shape in shapes
     )
     # Queries that tell keys apart: an average over many keys would hide a wrong one.
     inputs = (2.0 * q_THD, k_TGD, v_TGF, dout_THF)

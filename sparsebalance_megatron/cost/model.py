@@ -136,11 +136,12 @@ class CostModel:
         flops_per_ms = PEAK_FLOPS_PER_MS[device] * LINEAR_EFFICIENCY
         work = work_model_named(selection)
         heads, groups, head_dim = shape.num_attention_heads, shape.num_query_groups, shape.head_dim
+        pair_operations = 2.0 * heads * (head_dim + shape.value_dim)
         scores = work.scores_per_visible_pair(heads, groups, block_size)
         share = 1.0 / shape.tensor_parallel_size
         # Operations by the feature that they are counted per, in the order of FEATURES.
         counted = {
-            Part.ATTENTION: (0.0, 0.0, 0.0, 4.0 * heads * head_dim * block_size**2 * share, 0.0),
+            Part.ATTENTION: (0.0, 0.0, 0.0, pair_operations * block_size**2 * share, 0.0),
             Part.ROUTER: (
                 *(0.0, 0.0, head_dim * (heads + groups) * share),
                 *(0.0, 2.0 * scores * head_dim * share),
@@ -175,4 +176,4 @@ class CostModel:
 def exchange_of(shape: ModelShape, dtype: str = "bfloat16") -> Exchange:
     """What it costs that ranks share a micro-batch of a model, at the nominal bandwidth."""
     kv_heads = max(1, shape.num_query_groups // shape.tensor_parallel_size)
-    return Exchange.of(kv_heads, shape.head_dim, dtype)
+    return Exchange.of(kv_heads * (shape.head_dim + shape.value_dim), dtype)

@@ -166,8 +166,12 @@ class BudgetedCoreAttention(MegatronModule):
             context = self._base_context(boundaries, query.device)
         padding = 0 if context.sequence is None else context.sequence.padding_tokens
         tokens = query.shape[0] - padding
-        inputs = ((x if x.ndim == 3 else x[:, 0])[:tokens] for x in (query, key, value))
-        out_T = torch.nn.functional.pad(self._attend(*inputs, context, kept), (0, 0, 0, padding))
+        q_THD, k_TGD, v_TGF = (
+            (x if x.ndim == 3 else x[:, 0])[:tokens] for x in (query, key, value)
+        )
+        out_T = self._attend(q_THD, k_TGD, v_TGF, context, kept)
+        if padding:
+            out_T = torch.nn.functional.pad(out_T, (0, 0, 0, padding))
         return out_T if thd else out_T[:, None]
 
     def _batched(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -324,7 +328,7 @@ def replace_core_attention(spec: Any, options: AttentionOptions) -> Any:
     """
     spec = copy.deepcopy(spec)
     for layer in getattr(spec, "layer_specs", None) or [spec]:
-        self_attention = getattr(layer.submodules, "self_attention", None)
+        self_attention: Any = getattr(layer.submodules, "self_attention", None)
         submodules = getattr(self_attention, "submodules", None)
         if submodules is None or not hasattr(submodules, "core_attention"):
             raise ConfigError(

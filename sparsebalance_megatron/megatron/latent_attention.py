@@ -39,7 +39,7 @@ class TruePositions:
         self.rotary_pos_emb.register_forward_hook(self._lines_of_tokens)
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        packed = keywords.get("packed_seq_params")
+        packed: Any = keywords.get("packed_seq_params")
         context: MicroBatchContext | None = getattr(packed, "micro_batch", None)
         self._position_T = None
         if context is not None:

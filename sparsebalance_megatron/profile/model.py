@@ -30,6 +30,7 @@ from sparsebalance_megatron.megatron.packed_seq_params import (
     MicroBatchContext,
     packed_params,
 )
+from sparsebalance_megatron.megatron.settings import head_dims
 from sparsebalance_megatron.megatron.single_process import (
     start_single_process,
     transformer_config,
@@ -100,7 +101,8 @@ class ProfiledModel:
             )
             return out_THF
 
-        backward = backward_from(torch.ones_like(q_THD), inputs=(q_THD, k_TGD, v_TGF))
+        out_gradient_THF = q_THD.new_ones(*q_THD.shape[:2], v_TGF.shape[2])
+        backward = backward_from(out_gradient_THF, inputs=(q_THD, k_TGD, v_TGF))
         return Timed(forward=attend, backward=backward)
 
     def _router(self, tokens: int, context: MicroBatchContext) -> Timed:
@@ -110,9 +112,10 @@ class ProfiledModel:
     def _queries_keys_values(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         config = self._config
         heads, groups = config.num_attention_heads, config.num_query_groups
+        key_dim, value_dim = head_dims(config)
         q_THD, k_TGD, v_TGF = (
-            self._random(tokens, count, config.kv_channels).requires_grad_()
-            for count in (heads, groups, groups)
+            self._random(tokens, *shape).requires_grad_()
+            for shape in ((heads, key_dim), (groups, key_dim), (groups, value_dim))
         )
         return q_THD, k_TGD, v_TGF
 
@@ -188,25 +191,36 @@ class ProfiledModel:
 
 
 class _ReturnQueries(torch.autograd.Function):
-    """Queries as attention's output; keys and values get zero gradients, so that what made them
-    runs its backward."""
+    """Queries, cut to the values' head dim, as attention's output; keys and values get zero
+    gradients, so that what made them runs its backward."""
 
     @staticmethod
     def forward(ctx: Any, q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor) -> Tensor:
         ctx.shapes = (q_THD.shape, k_TGD.shape, v_TGF.shape)
-        return q_THD.flatten(1)
+        return _of_head_dim(q_THD, v_TGF.shape[2]).flatten(1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q_shape, k_shape, v_shape = ctx.shapes
-        return gradient.view(q_shape), gradient.new_zeros(k_shape), gradient.new_zeros(v_shape)
+        gradient_THF = gradient.view(*q_shape[:2], v_shape[2])
+        zeros = gradient.new_zeros(k_shape), gradient.new_zeros(v_shape)
+        return _of_head_dim(gradient_THF, q_shape[2]), *zeros
+
+
+def _of_head_dim(x_THD: Tensor, head_dim: int) -> Tensor:
+    missing = head_dim - x_THD.shape[2]
+    return torch.nn.functional.pad(x_THD, (0, missing)) if missing else x_THD
 
 
 class _PassQueries(torch.nn.Module):
     """Core attention that costs nothing."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any) -> Tensor:
-        return _ReturnQueries.apply(query, key, value)
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Any, **__: Any
+    ) -> Tensor:
+        out = _ReturnQueries.apply(query, key, value)
+        # Multi-latent attention takes a batch of one.
+        return out if packed_seq_params.qkv_format == "thd" else out[:, None]
 
 
 def _build(args: Namespace, config: Any, options: AttentionOptions, device: torch.device) -> Any:

@@ -215,7 +215,7 @@ def recompute_line(inputs: CostedInputs) -> str | None:
     scores = inputs.cost.work.scores_per_visible_pair(heads, groups, config.block_size)
     parts = bytes_per_token(
         heads=heads,
-        head_dim=shape.head_dim,
+        head_dim=shape.value_dim,
         itemsize=getattr(torch, settings.dtype).itemsize,
         # Lists are as many as lines of scores: so many for the tokens of a block.
         listing_heads=scores / config.block_size,

@@ -34,6 +34,7 @@ CASE = CheckedCase(
     query_heads=4,
     kv_heads=2,
     head_dim=16,
+    value_dim=16,
     block_size=16,
     dtype="float32",
 )

@@ -101,6 +101,10 @@ EXPERTS = """
     --num-experts 4 --moe-layer-freq ([0,1]*2) --moe-ffn-hidden-size 64
     --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01
     --moe-shared-expert-intermediate-size 64"""
+LATENT = """
+    --multi-latent-attention --kv-lora-rank 24 --q-lora-rank 32 --qk-head-dim 16
+    --qk-pos-emb-head-dim 8 --v-head-dim 16 --rope-type yarn --rotary-scaling-factor 4
+    --mscale-all-dim 1 --softmax-type learnable"""
 MODELS = {
     "llama": Model(LLAMA),
     "llama bf16": Model((*LLAMA, "--bf16"), "arrival", True, "llama", BFLOAT16_ROUNDING),
@@ -108,6 +112,9 @@ MODELS = {
     "gpt2": Model(tuple(GPT2.split())),
     "vertical-slash": Model(
         (*LLAMA, "--sparse-balance-selection", "vertical-slash"), weights="llama"
+    ),
+    "latent": Model(
+        (*without(LLAMA, "--group-query-attention", "--num-query-groups"), *LATENT.split())
     ),
     # The balancing loss of experts is taken per micro-batch, padding included.
     "experts": Model((*LLAMA_YARN, *EXPERTS.split()), "arrival", padded=False),
@@ -144,6 +151,10 @@ LAYOUTS = {
     "tensor-pipeline": Layout(
         "gpt2", 4, f"{TENSOR} {PIPELINE} --account-for-loss-in-pipeline-split"
     ),
+    "latent-data-pipeline": Layout("latent", 4, f"{PIPELINE} {RECOMPUTE} uniform {KEEP}"),
+    "latent-tensor-sequence": Layout(
+        "latent", 2, f"{TENSOR} {SEQUENCE} {SELECTIVE} {KEEP}", WITH_NORMS
+    ),
     "experts-pipeline": Layout("experts", 4, f"--expert-model-parallel-size 2 {PIPELINE}"),
     "experts-tensor-sequence": Layout("experts", 2, f"{TENSOR} {SEQUENCE}", WITH_NORMS),
 }
@@ -176,6 +187,10 @@ SHARED_ROWS = {
         "llama", 4, f"{CONTEXT} {TENSOR} {SEQUENCE} {PLANNED_WIDTHS}", WITH_NORMS
     ),
     "context-bf16": Layout("llama bf16", 2, CONTEXT),
+    "context-latent": Layout("latent", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
+    "wide-latent-ring": Layout(
+        "latent", 4, f"{WIDER} --sparse-balance-exchange ring {ON_CPU}", DRAWN_WIDTHS
+    ),
     "context-vertical-slash": Layout("vertical-slash", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
     "wide-vertical-slash-ring": Layout(
         *("vertical-slash", 2),
@@ -197,6 +212,7 @@ CUTS = {
     "segments-tied": ("gpt2", 2, "--account-for-embedding-in-pipeline-split"),
     "segments-tied-tensor": ("gpt2", 4, f"{TENSOR} --account-for-loss-in-pipeline-split"),
     "segments-vertical-slash": ("vertical-slash", 2, ""),
+    "segments-latent": ("latent", 4, f"{RECOMPUTE} uniform {KEEP}"),
     "segments-experts": ("experts unbalanced", 4, ""),
     "segments-experts-tensor-sequence": ("experts unbalanced", 4, f"{TENSOR} --sequence-parallel"),
 }
@@ -211,6 +227,7 @@ PER_PUSH = frozenset(
         "segments-data-overlapped",
         "segments-recompute-keep",
         "segments-tensor-sequence",
+        "latent-tensor-sequence",
         "tensor-pipeline",
         "experts-tensor-sequence",
         "wide",
