@@ -102,6 +102,10 @@ MODEL = {
         "its fused rotary embeddings and projections, and its cache of latents, are not tested; "
         "use --no-rope-fusion, and drop --mla-down-proj-fusion and --cache-mla-latents"
     ),
+    "--tensor-model-parallel-size": (
+        "in Megatron's local layers of multi-latent attention, ranks do not add up the gradients "
+        "that their heads give to rotary keys; use --transformer-impl transformer_engine, or 1"
+    ),
     "--experimental-attention-variant": _REPLACES_ATTENTION,
     "--linear-attention-type": _REPLACES_ATTENTION,
     "--is-hybrid-model": _GPT_ONLY,
@@ -186,6 +190,11 @@ _SOME_VALUES: dict[str, Callable[[Settings], object]] = {
     "--multi-latent-attention": lambda get: (
         get("multi_latent_attention")
         and (get("apply_rope_fusion") or get("mla_down_proj_fusion") or get("cache_mla_latents"))
+    ),
+    "--tensor-model-parallel-size": lambda get: (
+        get("multi_latent_attention")
+        and get("tensor_model_parallel_size", 1) > 1
+        and get("transformer_impl") == "local"
     ),
     "--cuda-graph-impl": lambda get: get("cuda_graph_impl", "none") != "none",
     "--transformer-impl": lambda get: get("transformer_impl") == "inference_optimized",

@@ -30,6 +30,7 @@ from attention.cases import (
 from attention.column_cases import any_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import attention as oracle
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -110,6 +111,31 @@ def test_training_precision_is_as_good_as_plain_torch(
     ours = case.ours(implementation, dtype)
     assert [x.dtype for x in ours] == [dtype, torch.float32, dtype, dtype, dtype]
     assert_as_good_as_plain(case, ours, dtype, case.plain(torch.float64))
+
+
+@serving
+def test_a_sink_is_a_key_whose_value_is_zero(granularity: str, implementation: str) -> None:
+    case = _case([0, 21, 48], [2, 3], granularity)
+    sink_H = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    sinks = [sink_H.clone().requires_grad_() for _ in range(2)]
+
+    def ours(*qkv: Tensor) -> tuple[Tensor, Tensor]:
+        how = {"softmax_scale": SCALE, "implementation": implementation}
+        return block_sparse_attention(*qkv, case.selection, sink_H=sinks[0], **how)
+
+    def plain(*qkv: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = oracle.plain_attention(*qkv, case.listed_HTT, SCALE)
+        return out * torch.sigmoid(lse - sinks[1])[..., None], torch.logaddexp(lse, sinks[1])
+
+    assert_exact(*(case.run(function, torch.float64) for function in (ours, plain)))
+    torch.testing.assert_close(sinks[0].grad, sinks[1].grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_sink_of_other_heads_is_refused() -> None:
+    case = _case([0, 21], [2])
+    qkv = case.q_THD, case.k_TGD, case.v_TGF
+    with pytest.raises(ValueError, match=r"sink has shape \(3,\).*each of the 4 query heads"):
+        block_sparse_attention(*qkv, case.selection, softmax_scale=SCALE, sink_H=torch.zeros(3))
 
 
 @serving

@@ -113,6 +113,7 @@ MODELS = {
     "vertical-slash": Model(
         (*LLAMA, "--sparse-balance-selection", "vertical-slash"), weights="llama"
     ),
+    "sinks": Model((*LLAMA, "--softmax-type", "learnable")),
     "latent": Model(
         (*without(LLAMA, "--group-query-attention", "--num-query-groups"), *LATENT.split())
     ),
@@ -152,8 +153,8 @@ LAYOUTS = {
         "gpt2", 4, f"{TENSOR} {PIPELINE} --account-for-loss-in-pipeline-split"
     ),
     "latent-data-pipeline": Layout("latent", 4, f"{PIPELINE} {RECOMPUTE} uniform {KEEP}"),
-    "latent-tensor-sequence": Layout(
-        "latent", 2, f"{TENSOR} {SEQUENCE} {SELECTIVE} {KEEP}", WITH_NORMS
+    "sinks-tensor-sequence": Layout(
+        "sinks", 2, f"{TENSOR} {SEQUENCE} {SELECTIVE} {KEEP}", WITH_NORMS
     ),
     "experts-pipeline": Layout("experts", 4, f"--expert-model-parallel-size 2 {PIPELINE}"),
     "experts-tensor-sequence": Layout("experts", 2, f"{TENSOR} {SEQUENCE}", WITH_NORMS),
@@ -227,7 +228,7 @@ PER_PUSH = frozenset(
         "segments-data-overlapped",
         "segments-recompute-keep",
         "segments-tensor-sequence",
-        "latent-tensor-sequence",
+        "context-latent",
         "tensor-pipeline",
         "experts-tensor-sequence",
         "wide",
