@@ -141,7 +141,7 @@ class Instruments:
         self._ms[part] += (time.perf_counter() - began_s) * 1e3
 
     def install(self) -> None:
-        from sparsebalance_megatron.log.log_writer import BackgroundWriter
+        from sparsebalance_megatron.log.log_file import BackgroundLog
         from sparsebalance_megatron.megatron.core_attention import BudgetedCoreAttention
         from sparsebalance_megatron.megatron.hooks import RecordingTimers, _RecordingTimer
         from sparsebalance_megatron.run.forward_step import ForwardStep
@@ -151,7 +151,7 @@ class Instruments:
         self._wrap(ForwardStep, "__call__", self._forward_step)
         self._wrap(Run, "end_step", self._end_step)
         self._wrap(StepReducer, "_sum", self._meet_first)
-        self._wrap(BackgroundWriter, "_work", self._work)
+        self._wrap(BackgroundLog, "_work", self._work)
         for owner, name, part in (
             (Run, "add_loss", "forward_step"),
             (BudgetedCoreAttention, "guard_and_observe", "observe_and_guard"),
@@ -204,8 +204,8 @@ class Instruments:
         self._ms.clear()
         return figures
 
-    def _work(self, original: Any, writer: Any) -> None:
-        original(writer)
+    def _work(self, original: Any, log: Any, job: Any) -> None:
+        original(log, job)
         self.writer_thread_ms = time.thread_time() * 1e3
 
 

@@ -20,7 +20,8 @@ SPDX = "# SPDX-License-Identifier: Apache-2.0"
 
 
 OPEN_TO_ALL = (
-    *("config", "errors", "json_file", "selector_registry", "supported", "text_table"),
+    *("config", "errors", "json_file", "layer_budgets", "selector_registry", "supported"),
+    "text_table",
     "__version__",
 )
 
@@ -101,6 +102,7 @@ IMPORT_RULES = {
     "integration.py": ImportRule(outside=("torch",), inside=("learn", "megatron", "plan", "run")),
     "config.py": ImportRule(),
     "errors.py": ImportRule(),
+    "layer_budgets.py": ImportRule(),
     "selector_registry.py": ImportRule(),
     "json_file.py": ImportRule(outside=("msgspec",)),
     "text_table.py": ImportRule(),

@@ -4,23 +4,22 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from harness import (
     PROGRAMS,
-    REPOSITORY,
-    long_tailed_lengths,
+    assert_same_steps,
+    measured_ms,
+    python_block,
     read_steps,
     run_training,
-    write_documents,
 )
 
 pytestmark = pytest.mark.distributed
 
-DOCUMENT = REPOSITORY / "docs" / "INTEGRATION.md"
 PROGRAM = PROGRAMS / "own_loop.py"
 STEPS = 4
 FEW_ROUNDINGS = 8 * 2.0**-23
@@ -31,18 +30,8 @@ LOGS = {"dp2": "pp1", "pp2": "pp2"}
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The document's first Python block, as it stands; tests/run/test_host_run.py runs the
-    other."""
-    block, _ = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text("utf-8"), re.M | re.S)
-    path = tmp_path_factory.mktemp("trainer") / "trainer.py"
-    path.write_text(block, "utf-8")
-    return path
-
-
-@pytest.fixture(scope="module")
-def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("documents") / "train"
-    return write_documents(prefix, long_tailed_lengths(60, longest=250))
+    """tests/run/test_host_run.py runs the document's other block."""
+    return python_block("INTEGRATION.md", 0, tmp_path_factory.mktemp("trainer") / "trainer.py")
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +73,8 @@ def test_model_chunks_train_and_are_measured(
     (loss,) = two_ranks["chunks"]["dense"]
     assert loss == pytest.approx(one_rank["plain"][0], rel=FEW_ROUNDINGS)
     (step,) = read_steps(directory / "chunks")
-    measured = step["measured"]
-    times = _flatten(measured["forward_ms"]) + _flatten(measured["backward_ms"])
-    assert len(times) == 2 * 8 * 4
-    assert all(time > 0 for time in times)
+    assert measured_ms(step).size == 2 * 8 * 4
+    assert (measured_ms(step) > 0).all()
 
 
 def test_rows_on_both_ranks_train_alike(
@@ -95,8 +82,7 @@ def test_rows_on_both_ranks_train_alike(
 ) -> None:
     assert two_ranks["shared"]["dense"] == pytest.approx(one_rank["plain"], rel=FEW_ROUNDINGS)
     for rank in range(2):
-        log = (directory / "shared" / "ranks" / f"rank-0000{rank}.jsonl").read_text()
-        steps = [json.loads(line) for line in log.splitlines()[1:]]
+        steps = read_steps(directory / "shared", rank)
         held = [each for step in steps for each in step["micro_batches"]]
         assert {each["member"] for each in held if each["width"] == 2} == {rank}
     steps = read_steps(directory / "shared")
@@ -112,11 +98,9 @@ def test_every_micro_batch_is_measured_and_budgets_are_tuned(
     steps = read_steps(directory / LOGS[layout])
     assert [step["iteration"] for step in steps] == [1, 2, 3, 4]
     for step in steps:
-        measured = step["measured"]
-        times = _flatten(measured["forward_ms"]) + _flatten(measured["backward_ms"])
-        assert len(times) == 2 * 8 * (2 if layout == "pp2" else 1)
-        assert all(time > 0 for time in times)
-    assert all(_flatten(step["measured"]["schedule_ms"]) for step in steps[1:])
+        assert measured_ms(step).size == 2 * 8 * (2 if layout == "pp2" else 1)
+        assert (measured_ms(step) > 0).all()
+    assert np.all([step["measured"]["schedule_ms"] for step in steps[1:]])
     last = steps[-1]
     assert last["predicted"]["samples_cut"] + last["predicted"]["samples_raised"] > 0
     assert last["coverage"]["mean"] != last["coverage"]["base_mean"]
@@ -128,22 +112,16 @@ def test_every_micro_batch_is_measured_and_budgets_are_tuned(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_log_has_the_trainers_own_losses(
-    layout: str, two_ranks: dict[str, Any], directory: Path
-) -> None:
-    logged = [step["lm_loss"] for step in read_steps(directory / LOGS[layout])]
-    assert logged == pytest.approx(two_ranks[layout]["tuned"], rel=FEW_ROUNDINGS)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_checkpoint_resumes_as_if_training_had_never_stopped(
     layout: str, two_ranks: dict[str, Any], directory: Path
 ) -> None:
-    assert two_ranks[layout]["resumed"] == two_ranks[layout]["tuned"]
-    whole = read_steps(directory / LOGS[layout])
-    resumed = read_steps(directory / f"{LOGS[layout]}-resumed")
-    for quantity in ("predicted", "coverage", "tokens"):
-        assert [step[quantity] for step in resumed] == [step[quantity] for step in whole], quantity
+    """And the log has the trainer's own losses."""
+    tuned = two_ranks[layout]["tuned"]
+    whole, resumed = (read_steps(directory / f"{LOGS[layout]}{name}") for name in ("", "-resumed"))
+    assert [step["lm_loss"] for step in whole] == pytest.approx(tuned, rel=FEW_ROUNDINGS)
+    assert two_ranks[layout]["resumed"] == tuned
+    assert len(resumed) == len(whole)
+    assert_same_steps(resumed, whole, loss=False)
 
 
 def test_a_model_without_hooks_is_measured_too(one_rank: dict[str, Any], directory: Path) -> None:
@@ -151,13 +129,11 @@ def test_a_model_without_hooks_is_measured_too(one_rank: dict[str, Any], directo
     before and after the schedule is not measured."""
     first, second = read_steps(directory / "bare")
     for step in (first, second):
-        assert all(time > 0 for time in _flatten(step["measured"]["forward_ms"]))
-        assert all(time > 0 for time in _flatten(step["measured"]["backward_ms"]))
+        assert (measured_ms(step) > 0).all()
     (schedule_ms,) = second["measured"]["schedule_ms"][0]
     assert schedule_ms >= second["measured"]["rank_busy_ms"][0]
     assert len(one_rank["bare"]["figures"]) == 2
-    lines = (directory / "bare" / "ranks" / "rank-00000.jsonl").read_text().splitlines()
-    spans = json.loads(lines[-1])["spans"]
+    spans = read_steps(directory / "bare", 0)[-1]["spans"]
     assert len(spans) == 2 * 8
     assert all(0 <= start < end <= schedule_ms for *_, start, end, _ in spans)
 
@@ -193,9 +169,3 @@ def test_megatron_training_is_never_loaded(
 )
 def test_a_mistake_is_told(mistake: str, message: str, one_rank: dict[str, Any]) -> None:
     assert message in one_rank["bare"]["mistakes"][mistake]
-
-
-def _flatten(nested: Any) -> list[float]:
-    if not isinstance(nested, list):
-        return [nested]
-    return [leaf for item in nested for leaf in _flatten(item)]

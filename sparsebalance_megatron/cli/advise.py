@@ -12,10 +12,12 @@ from pathlib import Path
 
 from sparsebalance_megatron.cli.output import progress_bar
 from sparsebalance_megatron.cli.workload_flags import (
+    add_layer_budgets_flag,
     add_lengths_flags,
     add_model_flag,
     add_output_flags,
     check_flags,
+    checked_layer_budgets,
     lengths_in_order,
     print_json,
     print_wrapped,
@@ -60,6 +62,7 @@ def add_flags(parser: ArgumentParser) -> None:
         ("--context-parallel-sizes", [1], "ranks that share a sample, as --context-parallel-size"),
     ):
         parser.add_argument(flag, type=int, nargs="+", default=default, metavar="N", help=text)
+    add_layer_budgets_flag(parser)
     parser.add_argument(
         "--recompute", choices=("none", "attention", "full"), default="none", help="in backward"
     )
@@ -69,11 +72,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Plan every choice, predict, print.
-
-    Raises:
-        ConfigError, WorkloadError, DataError, CostTableError: a value or a file is wrong.
-    """
+    """Plan every choice, predict, print."""
     check_flags(arguments)
     inputs, block_sizes = _inputs(arguments)
     found = advise(
@@ -131,6 +130,7 @@ def _inputs(arguments: Namespace) -> tuple[AdviceInputs, list[int]]:
         ),
         costs=costs,
         selection=selection,
+        layer_budgets=checked_layer_budgets(arguments, model.layers),
         seq_length=arguments.seq_length,
         recompute_all=arguments.recompute == "full",
         recompute_attention=arguments.recompute == "attention",
@@ -143,28 +143,25 @@ def _costs(
 ) -> tuple[Callable[[int], CostModel], str, list[int]]:
     """Block size -> costs, whose queries select, and the block sizes; a table knows one of each."""
 
-    def counted(block_size: int) -> CostModel:
-        cost = counted_cost(
+    if arguments.cost_table is None:
+        counted = partial(
+            counted_cost,
             model,
-            block_size=block_size,
             tensor_parallel_size=arguments.tp,
             device=arguments.counted_device,
+            gigabytes_per_second=arguments.gigabytes_per_second,
         )
-        return with_bandwidth(cost)
-
-    def with_bandwidth(cost: CostModel) -> CostModel:
-        bandwidth = arguments.gigabytes_per_second
-        return cost if bandwidth is None else cost.with_bandwidth(bandwidth)
-
-    if arguments.cost_table is None:
-        return counted, DEFAULT_SELECTION, arguments.block_sizes or [128, 256, 512]
+        block_sizes = arguments.block_sizes or [128, 256, 512]
+        return lambda size: counted(block_size=size), DEFAULT_SELECTION, block_sizes
     run = model.on_ranks(arguments.tp).flat()
     # Megatron pads the vocabulary, and by how much is not known here.
     del run["shape.vocab_size"]
     table = CostTable.load(arguments.cost_table)
     for block_size in arguments.block_sizes or [table.identity.block_size]:
         table.check_matches(run | {"block_size": block_size})
-    cost = with_bandwidth(fit_cost_model(table))
+    cost = fit_cost_model(table)
+    if arguments.gigabytes_per_second is not None:
+        cost = cost.with_bandwidth(arguments.gigabytes_per_second)
     return lambda _: cost, table.identity.selection, [cost.block_size]
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparsebalance_megatron.cli.help_formatter import HelpFormatter
+from sparsebalance_megatron.cli import HelpFormatter
 from sparsebalance_megatron.cli.output import OutputError, progress_bar
 from sparsebalance_megatron.errors import ConfigError, ConvertError
 
@@ -84,14 +84,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert, and print counts.
-
-    Raises:
-        ConvertError: if the model is not supported, or tensors are missing, unknown or of another
-            shape; nothing is written then.
-        ConfigError: if the flags do not fit.
-        OutputError: if the output cannot be written.
-    """
+    """Convert, and print counts."""
     try:
         import safetensors  # noqa: F401
     except ImportError as error:
@@ -162,8 +155,7 @@ def _from_hf_to_megatron(arguments: argparse.Namespace) -> None:
     """Write a Megatron checkpoint from a Hugging Face directory; print counts and flags."""
     from sparsebalance_megatron.convert.hf_config import read_config
     from sparsebalance_megatron.convert.mapping import OUTPUT, parameters
-    from sparsebalance_megatron.convert.transfer import read_weights
-    from sparsebalance_megatron.convert.weight_files import WeightFiles
+    from sparsebalance_megatron.convert.transfer import WeightFiles, read_weights
 
     model = read_config(arguments.hf_dir)
     with WeightFiles(arguments.hf_dir) as files:
@@ -187,8 +179,7 @@ def _from_hf_to_megatron(arguments: argparse.Namespace) -> None:
 def _from_megatron_to_hf(arguments: argparse.Namespace) -> None:
     """Write a Hugging Face directory from a Megatron checkpoint; print counts."""
     from sparsebalance_megatron.convert.hf_config import DTYPES, read_config
-    from sparsebalance_megatron.convert.transfer import write_weights
-    from sparsebalance_megatron.convert.weight_files import copy_companions
+    from sparsebalance_megatron.convert.transfer import copy_companions, write_weights
 
     model = read_config(arguments.hf_config)
     _install_cpu_adapter()
@@ -261,7 +252,7 @@ def _model_args(model: DenseModel, args: argparse.Namespace, hf_dir: Path) -> st
         set_arguments,
         training_flags,
     )
-    from sparsebalance_megatron.convert.megatron_flags import bash_array, model_flags
+    from sparsebalance_megatron.convert.megatron_model import bash_array, model_flags
 
     divisor, rows = args.make_vocab_size_divisible_by, args.padded_vocab_size
     text = bash_array("MODEL_ARGS", model_flags(model, divisor=divisor, padded_vocab_size=rows))

@@ -69,35 +69,32 @@ def environment() -> Facts:
 
 def as_text(found: Facts) -> list[str]:
     """The lines that ``env`` prints."""
-    megatron, attention = found["megatron"], found["attention"]
-    lines = [
-        f"sparsebalance-megatron  {found['sparsebalance_megatron'] or 'not installed'}",
-        f"python                  {found['python']} on {found['platform']}",
-    ]
-    lines += [
-        f"{name:<22}  {known or 'not installed'}" for name, known in found["packages"].items()
-    ]
+    attention, devices = found["attention"], found["devices"]
+    known = {"sparsebalance-megatron": found["sparsebalance_megatron"]} | found["packages"]
+    known |= {"python": f"{found['python']} on {found['platform']}"}
+    lines = [f"{name:<22}  {version or 'not installed'}" for name, version in known.items()]
     lines += [f"note: {note}" for note in found["notes"]]
-    lines += ["", _range_text("torch", found["torch"]), _range_text("megatron", megatron)]
-    lines += [f"megatron is found in {megatron['path']}"] if megatron["path"] else []
-    lines += [f"megatron: {megatron['problem']}"] if megatron["problem"] else []
-    lines += ["", "devices", *(f"  {_device_text(each)}" for each in found["devices"]["found"])]
-    if found["devices"]["no_cuda_because"]:
-        lines.append(f"  no CUDA device: {found['devices']['no_cuda_because']}")
-    lines += ["", f"attention on {attention['device'] or 'no device'}"]
-    lines += [f"  {attention['because']}"] if attention["because"] else []
-    tried = {f"{name:<10}": each for name, each in attention["implementations"].items()}
-    tried |= {f"router {name:<6}": each for name, each in attention["routers"].items()}
-    tried |= {f"head dim {name:<7}": each for name, each in attention["head_dims"].items()}
-    lines += [
-        f"  {name} {'runs' if each['usable'] else 'does not run: ' + each['because']}"
-        + (
-            f", {each['kernel']}, errors up to {each['of_tolerance']:.0%} of their tolerance"
-            if each["usable"]
-            else ""
+    for name in ("torch", "megatron"):
+        facts = found[name]
+        verdict = {True: "supported", False: "NOT supported", None: "cannot be judged"}
+        lines.append(
+            f"{name} {facts['version'] or 'not found'}: {verdict[facts['in_range']]} "
+            f"(range {facts['supported']})"
         )
-        for name, each in tried.items()
-    ]
+        lines += [f"{name} {key}: {facts[key]}" for key in ("path", "problem") if facts.get(key)]
+    for device in devices["found"]:
+        lines.append("device: " + ", ".join(f"{key} {value}" for key, value in device.items()))
+    if devices["no_cuda_because"]:
+        lines.append(f"no CUDA device: {devices['no_cuda_because']}")
+    lines.append(f"attention on {attention['device'] or 'no device'}")
+    lines += [f"  {attention['because']}"] if attention["because"] else []
+    for what in ("implementations", "routers", "head_dims"):
+        for name, tried in attention[what].items():
+            says = f"does not run: {tried['because']}"
+            if tried["usable"]:
+                share = f"{tried['of_tolerance']:.0%} of their tolerance"
+                says = f"runs, {tried['kernel']}, errors up to {share}"
+            lines.append(f"  {what.removesuffix('s').replace('_', ' ')} {name} {says}")
     return lines + ([f"  ptxas {attention['ptxas']}"] if attention["ptxas"] else [])
 
 
@@ -186,15 +183,3 @@ def _verdict(implementation: Any, device: str, router: Any, head_dims: tuple[int
         dtype="bfloat16" if device == "cuda" else "float32",
     )
     return check_case(case, torch.device(device))
-
-
-def _range_text(name: str, facts: Facts) -> str:
-    words = {True: "supported", False: "NOT supported", None: "cannot be judged"}
-    known = facts["version"] or "not found"
-    return f"{name} {known}: {words[facts['in_range']]} (range {facts['supported']})"
-
-
-def _device_text(device: Facts) -> str:
-    if device["type"] == "cpu":
-        return f"cpu   {device['name']}, {device['cores']} cores"
-    return f"cuda  {device['name']}, {device['memory_gib']} GiB, capability {device['capability']}"

@@ -26,12 +26,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """List or copy.
-
-    Raises:
-        OutputError: if the package came without them, or a file exists or cannot be written;
-            nothing is written where one exists.
-    """
+    """List or copy."""
     shipped = shipped_files()
     if arguments.copy is None:
         print(*(f"{name}  {path}" for name, path in shipped.items()), sep="\n")

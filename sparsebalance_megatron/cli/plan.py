@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
@@ -17,30 +17,28 @@ from sparsebalance_megatron.cli.workload_flags import (
     add_planning_flags,
     check_flags,
     check_seq_length_splits,
+    checked_layer_budgets,
     lengths_in_order,
     max_cp_size,
-    outcomes_as_json,
+    planned_outcomes,
     print_json,
     print_wrapped,
 )
-from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.config import Batching, SparseBalanceConfig, Tuning
 from sparsebalance_megatron.cost.fit import measured_cost_model
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.learn.prediction import Workload
 from sparsebalance_megatron.plan.job import whole_parts
-from sparsebalance_megatron.text_table import terminal_columns
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError, batches_of
 from sparsebalance_megatron.view.simulate.models import counted_cost, model_named
-from sparsebalance_megatron.view.simulate.setups import shared_job, workload
-from sparsebalance_megatron.view.simulate.tables import variant_lines
 from sparsebalance_megatron.view.simulate.variants import (
     ALL_ROWS,
     BASELINE,
     ROWS_HELP,
     Variant,
-    evaluate,
-    unhideable_steps,
+    shared_job,
     variants_of,
+    workload,
 )
 
 DEFAULT_MODEL = "qwen2.5-3b"
@@ -54,33 +52,32 @@ def add_flags(parser: ArgumentParser) -> None:
         f"Rows: {ROWS_HELP}"
     )
     add_lengths_flags(parser)
-    parser.add_argument("--dp", type=int, required=True, help="data-parallel ranks")
-    parser.add_argument("--pp", type=int, required=True, help="pipeline stages")
-    parser.add_argument("--tp", type=int, help="tensor-parallel ranks; default: 1, or the table's")
-    parser.add_argument("--micro-batches", type=int, required=True, help="per rank and step")
-    parser.add_argument("--global-batch", type=int, help="samples; default: dp x micro-batches")
+    for flag, is_required, text in (
+        ("--dp", True, "data-parallel ranks"),
+        ("--pp", True, "pipeline stages"),
+        ("--tp", False, "tensor-parallel ranks; default: 1, or the table's"),
+        ("--micro-batches", True, "per rank and step"),
+        ("--global-batch", False, "samples; default: dp x micro-batches"),
+        ("--layers", False, "of the model; needed with --cost-table"),
+        ("--block-size", False, "tokens; default: 256, or the table's"),
+        ("--max-tokens-per-micro-batch", False, "default: no cap"),
+    ):
+        parser.add_argument(flag, type=int, required=is_required, help=text)
     costs = parser.add_mutually_exclusive_group()
     costs.add_argument("--cost-table", type=Path, help="written by `sparse-balance profile`")
     add_model_flag(costs)
-    parser.add_argument("--layers", type=int, help="of the model; needed with --cost-table")
-    parser.add_argument(
-        "--batching",
-        choices=("arrival", "length", "latency", "makespan"),
-        help="plan this way only, beside the baseline; default: every way",
-    )
-    parser.add_argument(
-        "--tuning",
-        choices=("off", "anchor", "makespan"),
-        help="plan this way only, beside the baseline; default: every way",
-    )
+    for flag, choices in (("--batching", Batching), ("--tuning", Tuning)):
+        parser.add_argument(
+            flag,
+            choices=get_args(choices),
+            help="plan this way only, beside the baseline; default: every way",
+        )
     parser.add_argument(
         "--anchor", choices=("mean", "min", "max"), default="mean", help="of anchor tuning"
     )
     parser.add_argument(
         "--base-budget", type=int, default=32, metavar="BLOCKS", help="budget before tuning"
     )
-    parser.add_argument("--block-size", type=int, help="tokens; default: 256, or the table's")
-    parser.add_argument("--max-tokens-per-micro-batch", type=int, help="default: no cap")
     parser.add_argument("--plan-ms", type=float, help="search effort; default: 2 %% of the step")
     add_planning_flags(parser)
     parser.add_argument(
@@ -90,30 +87,15 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Plan, predict, print.
-
-    Raises:
-        ConfigError: if a value is out of its range.
-        WorkloadError: if the lengths, sizes or costs do not make a workload.
-        PlanError: if a batch has no placement under the cap.
-    """
+    """Plan, predict, print."""
     check_flags(arguments)
     check_seq_length_splits(arguments)
     planned = _workload(arguments)
-    outcomes = evaluate(planned, _variants(arguments, planned), time.perf_counter)
-    unhideable = unhideable_steps(planned)
+    found = planned_outcomes("predicted", planned, _variants(arguments, planned), arguments.json)
     if arguments.json:
-        found = outcomes_as_json(outcomes, unhideable, len(planned.batches))
         print_json(found | {"costs": planned.cost.source})
-        return 0
-    print(f"{len(planned.batches)} steps; predicted")
-    print("\n".join(variant_lines(outcomes, terminal_columns())))
-    print_wrapped(
-        [
-            f"costs: {planned.cost.source}",
-            f"steps with a sample that no placement hides: {unhideable}",
-        ]
-    )
+    else:
+        print_wrapped([f"costs: {planned.cost.source}"])
     return 0
 
 
@@ -149,6 +131,7 @@ def _workload(arguments: Namespace) -> Workload:
         config=SparseBalanceConfig(
             block_size=cost.block_size,
             base_budget=arguments.base_budget,
+            layer_budgets=checked_layer_budgets(arguments, layers),
             coverage_threshold=arguments.coverage_threshold,
             anchor=arguments.anchor,
             plan_ms=arguments.plan_ms,
@@ -174,19 +157,16 @@ def _costs(arguments: Namespace) -> tuple[CostModel, int]:
             block_size=arguments.block_size or SparseBalanceConfig().block_size,
             tensor_parallel_size=arguments.tp or 1,
             device=arguments.counted_device,
+            gigabytes_per_second=arguments.gigabytes_per_second,
         )
-        layers = arguments.layers or model.layers
-    else:
-        layers = arguments.layers
-        if layers is None:
-            raise WorkloadError(
-                f"--cost-table {arguments.cost_table}: costs are per layer; add --layers"
-            )
-        given = {"block_size": arguments.block_size, "shape.tensor_parallel_size": arguments.tp}
-        cost = measured_cost_model(
-            arguments.cost_table,
-            {name: value for name, value in given.items() if value is not None},
+        return cost, arguments.layers or model.layers
+    if arguments.layers is None:
+        raise WorkloadError(
+            f"--cost-table {arguments.cost_table}: costs are per layer; add --layers"
         )
+    given = {"block_size": arguments.block_size, "shape.tensor_parallel_size": arguments.tp}
+    run = {name: value for name, value in given.items() if value is not None}
+    cost = measured_cost_model(arguments.cost_table, run)
     if arguments.gigabytes_per_second is not None:
         cost = cost.with_bandwidth(arguments.gigabytes_per_second)
-    return cost, layers
+    return cost, arguments.layers

@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from sparsebalance_megatron.cli.help_formatter import ParagraphsHelpFormatter
+from sparsebalance_megatron.cli import ParagraphsHelpFormatter
 from sparsebalance_megatron.data.documents import LOSS_MASK_SUFFIX
 from sparsebalance_megatron.data.prepare import counts_text, prepare
 from sparsebalance_megatron.data.records import PythonStandardLibrary, RecordFiles
@@ -69,11 +69,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prepare the data set that the flags describe; the exit status.
-
-    Raises:
-        DataError: naming file, line and remedy.
-    """
+    """Prepare the data set that the flags describe; the exit status."""
     try:
         source = (
             PythonStandardLibrary() if arguments.python_stdlib else RecordFiles(arguments.input)

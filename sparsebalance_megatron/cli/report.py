@@ -56,14 +56,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Read, draw, write, print.
-
-    Raises:
-        RunLogError: if a directory holds no readable log.
-        ReportError: if jinja2 is not installed, or the step is not logged.
-        OutputError: if the page cannot be written, a value is wrong, or rich is not installed; in
-            the last case the page is written.
-    """
+    """Read, draw, write, print; where rich is not installed the page is written."""
     refuse_output_over_logs(arguments.output, arguments.run_directory, arguments.baseline)
     if arguments.follow is not None:
         return _follow(arguments)

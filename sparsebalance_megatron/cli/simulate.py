@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 
@@ -16,25 +15,25 @@ from sparsebalance_megatron.cli.workload_flags import (
     add_planning_flags,
     check_flags,
     check_seq_length_splits,
+    checked_layer_budgets,
     lengths_in_order,
     max_cp_size,
-    outcomes_as_json,
+    planned_outcomes,
     print_json,
 )
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.learn.prediction import Workload
-from sparsebalance_megatron.text_table import terminal_columns
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError
-from sparsebalance_megatron.view.simulate.models import model_named
-from sparsebalance_megatron.view.simulate.setups import PAPER_ABLATION, SETUPS, Setup, workload_of
-from sparsebalance_megatron.view.simulate.tables import variant_lines
+from sparsebalance_megatron.view.simulate.models import MODELS, model_named
 from sparsebalance_megatron.view.simulate.variants import (
     BASELINE,
+    PAPER_ABLATION,
     ROWS_HELP,
+    SETUPS,
+    Setup,
     Variant,
-    evaluate,
-    unhideable_steps,
     variants_of,
+    workload_of,
 )
 
 
@@ -75,15 +74,13 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Plan, predict, print.
-
-    Raises:
-        ConfigError, WorkloadError: if a value is out of its range.
-    """
+    """Plan, predict, print."""
     check_flags(arguments)
     check_seq_length_splits(arguments)
     setup = SETUPS[arguments.setup]
     model = None if arguments.model is None else model_named(arguments.model)
+    layers = (model or MODELS[setup.model]).layers
+    layer_budgets = checked_layer_budgets(arguments, layers)
     found = {}
     for data, lengths in _lengths(arguments, setup).items():
         workload = workload_of(
@@ -95,6 +92,7 @@ def run(arguments: Namespace) -> int:
                 coverage_threshold=arguments.coverage_threshold,
                 gigabytes_per_second=arguments.gigabytes_per_second,
                 counted_device=arguments.counted_device,
+                layer_budgets=layer_budgets,
                 max_segments=arguments.max_segments,
                 segment_tokens=arguments.segment_tokens,
             ),
@@ -102,16 +100,16 @@ def run(arguments: Namespace) -> int:
             context_parallel_size=arguments.context_parallel_size,
             max_cp_size=max_cp_size(arguments, setup.data_parallel_size),
         )
-        outcomes = evaluate(workload, _rows(arguments, workload), time.perf_counter)
-        unhideable = unhideable_steps(workload)
-        found[data] = outcomes_as_json(outcomes, unhideable, arguments.steps)
-        if not arguments.json:
-            generated = arguments.data_path is None
-            as_published = arguments.setup == "paper-ablation" and generated and model is None
-            print(f"{arguments.setup}, {data}{'-like lengths' if generated else ''}")
-            published = PAPER_ABLATION if as_published else None
-            print("\n".join(variant_lines(outcomes, terminal_columns(), published)))
-            print(f"{arguments.steps} steps; {unhideable} hold a sample that no placement hides")
+        generated = arguments.data_path is None
+        found[data] = planned_outcomes(
+            f"{arguments.setup}, {data}{'-like lengths' if generated else ''}",
+            workload,
+            _rows(arguments, workload),
+            arguments.json,
+            PAPER_ABLATION
+            if arguments.setup == "paper-ablation" and generated and model is None
+            else None,
+        )
     if arguments.json:
         print_json({"setup": arguments.setup, "data": found})
     return 0

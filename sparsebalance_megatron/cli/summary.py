@@ -16,9 +16,9 @@ from sparsebalance_megatron.cli.output import (
     write_text,
 )
 from sparsebalance_megatron.log.reader import read_run_log
-from sparsebalance_megatron.view.report.comparison import Comparison, RunSummary, compare
+from sparsebalance_megatron.view.report.numbers import Comparison, RunSummary, compare
 from sparsebalance_megatron.view.report.run_report import step_picture
-from sparsebalance_megatron.view.report.words import ROWS, changes, columns_of, headline, noise
+from sparsebalance_megatron.view.report.words import changes, headline, noise, numbers_table
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -43,22 +43,16 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Read both logs, write the JSON, print the table, draw.
-
-    Raises:
-        RunLogError: if a run left no usable log.
-        ConfigError: if a file would replace a log.
-        OutputError: if rich is not installed, or a file cannot be written.
-        ReportError: if no step can be drawn.
-    """
+    """Read both logs, write the JSON, print the table, draw."""
     for written in (arguments.output, arguments.picture):
         refuse_output_over_logs(written, arguments.baseline, arguments.run_directory)
     baseline, balanced = read_run_log(arguments.baseline), read_run_log(arguments.run_directory)
     comparison = compare(baseline, balanced)
     text = json.dumps(asdict(comparison), indent=2) + "\n"
+    written = []
     if arguments.output is not None:
         write_text(arguments.output, text)
-    written = [] if arguments.output is None else [f"written to {arguments.output}"]
+        written.append(f"written to {arguments.output}")
     if arguments.picture is not None:
         iteration, svg = step_picture(balanced, baseline)
         write_text(arguments.picture, svg)
@@ -78,12 +72,12 @@ def show(numbers: RunSummary | Comparison, notes: Sequence[str]) -> None:
         console.print(line, markup=False, highlight=False)
     from rich.table import Table
 
-    columns = columns_of(numbers)
+    names, rows = numbers_table(numbers)
     table = Table()
-    table.add_column("")
-    for name in columns:
-        table.add_column(name, justify="right")
-    for row in ROWS:
-        table.add_row(row.name, *(row.value(run) for run in columns.values()))
+    # The page says besides how each number is known.
+    for name in names[:-1]:
+        table.add_column(name, justify="right" if name else "left")
+    for cells in rows:
+        table.add_row(*cells[:-1])
     console.print(table)
     print_notes(notes)

@@ -14,7 +14,7 @@ from typing import BinaryIO
 from sparsebalance_megatron.cli.output import output_file, print_notes, refuse_output_over_logs
 from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.log.records import SIDES, StepRecord
-from sparsebalance_megatron.view.report.run_data import Evidence, ReportError, gather
+from sparsebalance_megatron.view.report.run_report import Evidence, ReportError, gather
 from sparsebalance_megatron.view.report.trace import Event, TracedStep, Tracer
 
 _DEFAULT_STEPS = 10
@@ -44,13 +44,7 @@ def add_flags(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Read, write, say what was left out.
-
-    Raises:
-        RunLogError: if the directory holds no readable log.
-        ReportError: if no step can be traced.
-        OutputError: if the file cannot be written.
-    """
+    """Read, write, say what was left out."""
     refuse_output_over_logs(arguments.output, arguments.run_directory)
     log = read_run_log(arguments.run_directory)
     wanted = log.steps[-_DEFAULT_STEPS:]

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``sparse-balance watch``: a run in progress, in the terminal."""
+"""``sparse-balance watch``: a run in progress, a line per step."""
 
 from __future__ import annotations
 
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
-from sparsebalance_megatron.cli.output import OutputError, open_console
-from sparsebalance_megatron.log.follow import StepLogFollower, hosts_of
-from sparsebalance_megatron.log.reader import RunLogError
-from sparsebalance_megatron.log.records import Place
-from sparsebalance_megatron.text_table import terminal_columns
-from sparsebalance_megatron.view.report.live import LiveView, live_view, status_line, view_lines
+import numpy as np
+
+from sparsebalance_megatron.cli.output import OutputError
+from sparsebalance_megatron.log.reader import LogTail, RunLogError, read_hosts, read_log_tail
+from sparsebalance_megatron.log.records import SIDES, Place, StepRecord
+from sparsebalance_megatron.plan.metrics import stage_busy_ms
+from sparsebalance_megatron.text_table import printable
+from sparsebalance_megatron.view.report.words import ms_text, text_of
 
 _SLOWEST_INTERVAL_S = 3600.0
 
@@ -21,99 +26,132 @@ _SLOWEST_INTERVAL_S = 3600.0
 def add_flags(parser: ArgumentParser) -> None:
     """Add the flags of ``watch``."""
     parser.description = (
-        "Show the last step of a run that writes into --sparse-balance-log-dir: its timeline, the "
-        "slowest device by host, predicted against measured time, coverage and loss. Ctrl-C ends "
-        "it. A run that has ended is shown as it ended."
+        "Print a line for every step of a run that writes into --sparse-balance-log-dir: time, "
+        "loss, coverage, measured and predicted time of the busiest rank, the slowest device by "
+        "host. Ctrl-C ends it. `sparse-balance report --follow` draws the steps."
     )
     parser.add_argument("run_directory", type=Path, metavar="RUN_DIR", help="the log directory")
     parser.add_argument(
         "--interval", type=float, default=2.0, metavar="SECONDS", help="between two looks"
     )
-    parser.add_argument(
-        "--plain", action="store_true", help="one line of text per step; needs no rich"
-    )
     parser.add_argument("--once", action="store_true", help="show the last step, and end")
 
 
 def run(arguments: Namespace) -> int:
-    """Follow the log and show it until interrupted.
-
-    Raises:
-        RunLogError: with --once, if there is no readable step.
-        OutputError: if a value is wrong, or rich is not installed and --plain not given.
-    """
+    """Follow the log until interrupted."""
     if not 0.05 <= arguments.interval <= _SLOWEST_INTERVAL_S:
         raise OutputError(f"--interval {arguments.interval}: must be 0.05 to 3600 seconds")
-    follower = StepLogFollower(arguments.run_directory)
-    try:
-        if arguments.once:
-            return _once(follower, plain=arguments.plain)
-        views = _views(follower, arguments.interval, time.sleep)
-        if arguments.plain:
-            for view in views:
-                print(_waiting(follower) if view is None else status_line(view), flush=True)
-            return 0
-        _live(follower, views)
-        return 0
-    except KeyboardInterrupt:  # the way to end it
-        return 0
-
-
-def _once(follower: StepLogFollower, *, plain: bool) -> int:
-    follower.poll()
-    view = live_view(follower, hosts_of(follower.directory))
-    if view is None:
-        raise OutputError(_waiting(follower))
-    if plain:
-        print(status_line(view))
-    else:
-        print(*view_lines(view, terminal_columns()), sep="\n")
+    if arguments.once and not read_log_tail(arguments.run_directory).steps:
+        raise OutputError(_no_step(arguments.run_directory))
+    with suppress(KeyboardInterrupt):  # the way to end it
+        for line in lines(arguments.run_directory, arguments.interval):
+            print(line, flush=True)
+            if arguments.once:
+                break
     return 0
 
 
-def _views(
-    follower: StepLogFollower, interval_s: float, sleep: Callable[[float], None]
-) -> Iterator[LiveView | None]:
-    """A view whenever there is something new, and once when the run falls silent.
-
-    None, once, while there is no step yet.
-    """
+def lines(directory: Path, interval_s: float) -> Iterator[str]:
+    """A line at the first look, whenever the log has a new step, and once when it is silent."""
     hosts: Mapping[Place, str] = {}
-    waited = said_silent = False
+    size_bytes, grown_s = -1, 0.0
+    shown: object = None
     while True:
-        is_new = _poll(follower)
-        if is_new and len(hosts) < len(follower.steps[-1].places):
-            # Ranks write their first lines one after the other, over a slow disk perhaps late.
-            hosts = hosts_of(follower.directory)
-        view = live_view(follower, hosts)
-        if view is None:
-            if not waited:
-                waited = True
-                yield None
-        elif is_new or (view.silent_s is not None and not said_silent):
-            said_silent = view.silent_s is not None
-            yield view
-        sleep(interval_s)
+        tail = None
+        with suppress(RunLogError):  # not there yet, or between two renames
+            tail = read_log_tail(directory)
+        if tail is not None and tail.steps:
+            now_s = time.monotonic()
+            if tail.size_bytes != size_bytes:
+                # At the first look the file says how old it is, by a clock that may be set.
+                age_s = time.time() - tail.written_unix_s if size_bytes < 0 else 0.0
+                size_bytes, grown_s = tail.size_bytes, now_s - max(0.0, age_s)
+            silent_s = now_s - grown_s
+            is_silent = silent_s > patience_s(tail.steps)
+            if shown != (state := (tail.steps[-1].iteration, is_silent)):
+                shown = state
+                if len(hosts) < len(tail.steps[-1].places):
+                    # Ranks write their first lines one after the other, perhaps late.
+                    hosts = read_hosts(directory)
+                yield status_line(tail, hosts, silent_s if is_silent else None)
+        elif shown is None:
+            yield (shown := _no_step(directory))
+        time.sleep(interval_s)
 
 
-def _poll(follower: StepLogFollower) -> bool:
-    """As :meth:`StepLogFollower.poll`; a log that is not there yet has nothing new."""
-    try:
-        return follower.poll()
-    except RunLogError:
-        return False
+def _no_step(directory: Path) -> str:
+    return f"{directory}: no step is logged yet"
 
 
-def _live(follower: StepLogFollower, views: Iterator[LiveView | None]) -> None:
-    console = open_console(", or use --plain")
-    from rich.live import Live
-    from rich.text import Text
-
-    with Live(console=console, auto_refresh=False) as screen:
-        for view in views:
-            lines = [_waiting(follower)] if view is None else view_lines(view, console.width)
-            screen.update(Text("\n".join(lines), no_wrap=True, overflow="crop"), refresh=True)
+_RECENT_STEPS = 10
+"""What is said of devices and times looks at so many: single steps are noisy."""
+_SILENT_STEPS = 5
+"""Typical steps without a line, after which a run is called silent."""
+_MIN_SILENCE_S = 60.0
 
 
-def _waiting(follower: StepLogFollower) -> str:
-    return f"{follower.directory}: no step is logged yet"
+class SlowDevice(NamedTuple):
+    """The stage that exceeds its prediction most; ``slowness`` is relative to the median stage."""
+
+    place: Place
+    slowness: float
+
+
+def status_line(tail: LogTail, hosts: Mapping[Place, str], silent_s: float | None) -> str:
+    """The last step, and what the steps before it say.
+
+    Args:
+        hosts: of every stage of every rank, as far as the ranks' logs name them.
+        silent_s: seconds since the log grew, where that says something.
+    """
+    step, recent = tail.steps[-1], tail.steps[-_RECENT_STEPS:]
+    measured_ms, predicted_ms = (
+        max(each) if each else None for each in (step.measured_rank_ms, step.predicted_rank_ms)
+    )
+    parts = [
+        f"iteration {step.iteration}",
+        f"{ms_text(step.iteration_ms)} ms, recently {ms_text(_typical_ms(recent))}",
+        f"loss {text_of(step.lm_loss, '.4g')}",
+        f"coverage {text_of(step.coverage.mean, '.3f')}, at base budgets "
+        f"{text_of(step.coverage.base_mean, '.3f')}",
+        f"busiest rank {ms_text(measured_ms)} ms, predicted {ms_text(predicted_ms)}",
+    ]
+    if (slowest := slowest_device(recent)) is not None:
+        (rank, stage), slowness = slowest
+        host = hosts.get(slowest.place)
+        where = f" on {printable(host)}" if host else ""
+        parts.append(f"slowest rank {rank} stage {stage}{where} {slowness:.2f}x")
+    if silent_s is not None:
+        parts.append(f"silent for {silent_s / 60:.0f} min: the run has ended, or hangs")
+    if tail.damaged:
+        parts.append(f"{tail.damaged} damaged lines left out")
+    return " | ".join(parts)
+
+
+def patience_s(steps: Sequence[StepRecord]) -> float:
+    """For how long a run that works may log nothing."""
+    typical_ms = _typical_ms(steps[-_RECENT_STEPS:]) or 0.0
+    return max(_MIN_SILENCE_S, _SILENT_STEPS * typical_ms / 1e3)
+
+
+def slowest_device(records: Sequence[StepRecord]) -> SlowDevice | None:
+    """The device that is slowest over the last steps of one shape; long steps count for more."""
+    alike = [each for each in records if each.shape[:2] == records[-1].shape[:2] and each.complete]
+    if not alike or len(alike[-1].places) < 2:
+        return None
+    predicted_RP, measured_RP = (
+        np.sum([stage_busy_ms(each.times_2RPVM(side)) for each in alike], axis=0) for side in SIDES
+    )
+    if not (predicted_RP > 0.0).all():
+        return None
+    ratio_RP = measured_RP / predicted_RP
+    typical = float(np.median(ratio_RP))
+    if not typical > 0.0:
+        return None
+    place = alike[-1].places[int(ratio_RP.argmax())]
+    return SlowDevice(place, float(ratio_RP[place]) / typical)
+
+
+def _typical_ms(steps: Sequence[StepRecord]) -> float | None:
+    known_ms = [step.iteration_ms for step in steps if step.iteration_ms]
+    return median(known_ms) if known_ms else None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 from argparse import ArgumentParser, Namespace, _ActionsContainer
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -12,18 +13,20 @@ from typing import Any, get_args
 
 import numpy as np
 
-from sparsebalance_megatron.config import (
-    DEFAULT_COUNTED_DEVICE,
-    RANGES,
-    CountedDevice,
-    check_range,
-)
+from sparsebalance_megatron.config import DEFAULT_COUNTED_DEVICE, RANGES, CountedDevice, check_range
+from sparsebalance_megatron.layer_budgets import base_budgets
+from sparsebalance_megatron.learn.prediction import Workload
 from sparsebalance_megatron.plan.job import check_cp_sizes, default_max_cp_size
 from sparsebalance_megatron.text_table import terminal_columns, wrapped
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError, read_lengths
 from sparsebalance_megatron.view.simulate.models import MODELS
-from sparsebalance_megatron.view.simulate.setups import RANKS_PER_NODE
-from sparsebalance_megatron.view.simulate.variants import Outcome
+from sparsebalance_megatron.view.simulate.tables import variant_lines
+from sparsebalance_megatron.view.simulate.variants import (
+    RANKS_PER_NODE,
+    Variant,
+    evaluate,
+    unhideable_steps,
+)
 
 _DEFAULT_SEED = 1234
 """Megatron's ``--seed``."""
@@ -97,8 +100,32 @@ def add_output_flags(parser: ArgumentParser, *, steps: int) -> None:
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
 
 
+def add_layer_budgets_flag(parser: ArgumentParser) -> None:
+    """Add ``--layer-budgets``, which :func:`checked_layer_budgets` reads."""
+    parser.add_argument(
+        "--layer-budgets",
+        nargs="+",
+        metavar="BUDGET:LAYERS",
+        help="layers with base budgets of their own, or dense: such as dense:0-1,33-35 16:2-32",
+    )
+
+
+def checked_layer_budgets(arguments: Namespace, layers: int) -> str | None:
+    """The text of ``--layer-budgets``; None where it is not given.
+
+    Raises:
+        ConfigError: it cannot be read, or names a layer that a model of ``layers`` does not have.
+    """
+    if arguments.layer_budgets is None:
+        return None
+    text = " ".join(arguments.layer_budgets)
+    base_budgets(1, text, layers, "--layer-budgets")
+    return text
+
+
 def add_planning_flags(parser: ArgumentParser) -> None:
-    """Add the flags of how variants are planned: coverage and context parallelism."""
+    """Add the flags of how variants are planned: budgets, coverage and context parallelism."""
+    add_layer_budgets_flag(parser)
     parser.add_argument(
         "--coverage-threshold",
         type=float,
@@ -184,10 +211,26 @@ def check_seq_length_splits(arguments: Namespace) -> None:
         raise WorkloadError("--seq-length splits stored documents; add --data-path, or drop it")
 
 
-def outcomes_as_json(
-    outcomes: Mapping[str, Outcome], unhideable: int, steps: int
+def planned_outcomes(
+    heading: str,
+    workload: Workload,
+    variants: Mapping[str, Variant],
+    as_json: bool,
+    published: Mapping[str, tuple[float | None, float]] | None = None,
 ) -> dict[str, Any]:
-    """The part of the JSON that ``plan`` and ``simulate`` have in common."""
+    """Plan and predict every variant, and print a table unless JSON is asked for.
+
+    Args:
+        published: the paper's numbers; see :func:`.variant_lines`.
+
+    Returns:
+        The part of the JSON that ``plan`` and ``simulate`` have in common.
+    """
+    outcomes = evaluate(workload, variants, time.perf_counter)
+    steps, unhideable = len(workload.batches), unhideable_steps(workload)
+    if not as_json:
+        print(heading, *variant_lines(outcomes, terminal_columns(), published), sep="\n")
+        print_wrapped([f"{steps} steps; {unhideable} hold a sample that no placement hides"])
     return {
         "steps": steps,
         "steps_with_unhideable_sample": unhideable,

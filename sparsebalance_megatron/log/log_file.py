@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file of JSON lines that never grows beyond a size and never stops a run."""
+"""Files of JSON lines that never grow beyond a size, and never stop a run or hold it up."""
 
 from __future__ import annotations
 
 import errno
 import logging
 import os
+from collections.abc import Callable
+from concurrent.futures import Executor
 from contextlib import suppress
 from pathlib import Path
+from threading import BoundedSemaphore
 
 import msgspec
 from msgspec import UNSET, structs
@@ -25,6 +28,7 @@ from sparsebalance_megatron.log.records import (
 
 DEFAULT_MAX_BYTES = 64 * 10**6
 _READ_BYTES = 1 << 20
+_MAX_QUEUED = 64
 
 _logger = logging.getLogger(__name__)
 
@@ -173,3 +177,46 @@ def _lines_in(path: Path) -> int:
             return sum(part.count(b"\n") for part in iter(lambda: stream.read(_READ_BYTES), b""))
     except FileNotFoundError:
         return 0
+
+
+class BackgroundLog:
+    """A log file whose lines are made and written on a thread.
+
+    A process that was forked from this one has no such thread, and writes nothing.
+
+    Args:
+        worker: one thread, which several logs may share; the process ends when it is done.
+        max_queued: lines that may wait.
+    """
+
+    def __init__(
+        self, file: JsonLinesFile, worker: Executor, *, max_queued: int = _MAX_QUEUED
+    ) -> None:
+        self._file = file
+        self._worker = worker
+        self._room = BoundedSemaphore(max_queued)
+
+    def begin(self, header: Header, *, resumed: bool) -> None:
+        """See :meth:`JsonLinesFile.begin`."""
+        self._submit(lambda: self._file.begin(header, resumed=resumed))
+
+    def append(self, make_record: Callable[[], Record]) -> None:
+        """Queue a line, made there from what no longer changes; drop and count it if too many
+        wait."""
+        self._submit(lambda: self._file.append(make_record()))
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        if not self._room.acquire(blocking=False):
+            self._file.count_dropped()
+            return
+        # The process ends: executors take nothing more.
+        with suppress(RuntimeError):
+            self._worker.submit(self._work, job)
+
+    def _work(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Exception:
+            _logger.exception("sparse balance: logs: a line could not be made and is left out")
+        finally:
+            self._room.release()

@@ -6,10 +6,12 @@ What a damaged file still says is kept, and every line that had to be left out i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from msgspec import UNSET
@@ -38,6 +40,9 @@ from sparsebalance_megatron.log.records import (
     decode,
 )
 from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule, megatron_order
+
+_TAIL_BYTES = 4 << 20
+_MAX_HEADER_BYTES = 1 << 20
 
 
 class RunLogError(ValueError):
@@ -90,10 +95,7 @@ class _LogReader[R: Record]:
     """
 
     def __init__(
-        self,
-        path: Path,
-        decoder: msgspec.json.Decoder[R],
-        wanted: Collection[int] | None = None,
+        self, path: Path, decoder: msgspec.json.Decoder[R], wanted: Collection[int] | None = None
     ) -> None:
         self.problems: list[str] = []
         self._path = path
@@ -187,6 +189,69 @@ def read_run_log(directory: str | Path) -> RunLog:
         problems=tuple(problems),
         coverage=coverage,
     )
+
+
+class LogTail(NamedTuple):
+    """The last steps of a log that may still be written, by rising iteration.
+
+    ``size_bytes`` and ``written_unix_s`` are those of its file; ``damaged`` counts its lines that
+    are no records.
+    """
+
+    steps: tuple[StepRecord, ...]
+    damaged: int
+    size_bytes: int
+    written_unix_s: float
+
+
+def read_log_tail(directory: Path) -> LogTail:
+    """Read the end of ``DIRECTORY/steps.jsonl``; a line counts once its end is written.
+
+    Of an iteration that ran again after a resume the later line counts, and those that came after
+    it are dropped.
+
+    Raises:
+        RunLogError: there is no log, or it cannot be read.
+    """
+    path = step_log_path(directory)
+    try:
+        with open_regular(path) as stream:
+            status = os.fstat(stream.fileno())
+            first_byte = max(0, status.st_size - _TAIL_BYTES)
+            stream.seek(first_byte)
+            lines = stream.read(_TAIL_BYTES).split(b"\n")[:-1]
+    except NoSuchFileError:
+        raise RunLogError(
+            f"{path}: not there yet; train with --sparse-balance-log-dir {directory}"
+        ) from None
+    except (UnreadableFileError, OSError) as error:
+        raise RunLogError(f"{path}: {error}") from error
+    steps: list[StepRecord] = []
+    damaged = 0
+    # A line that begins before the tail is cut off.
+    for line in lines[1:] if first_byte else lines:
+        try:
+            record = decode(line, STEP_LOG) if line.strip() else None
+        except DamagedLineError:
+            damaged += 1
+            continue
+        if isinstance(record, StepRecord):
+            steps = [step for step in steps if step.iteration < record.iteration] + [record]
+    return LogTail(tuple(steps), damaged, status.st_size, status.st_mtime)
+
+
+def read_hosts(directory: Path) -> dict[Place, str]:
+    """Host of every stage of every rank, from the first lines of the ranks' logs.
+
+    Ranks whose log is missing, damaged or names no host are not in it.
+    """
+    hosts: dict[Place, str] = {}
+    for path in rank_files(directory):
+        with suppress(OSError, UnreadableFileError, DamagedLineError), open_regular(path) as stream:
+            header = decode(stream.readline(_MAX_HEADER_BYTES), RANK_LOG)
+            if isinstance(header, RankHeader) and header.host:
+                hosts.setdefault(header.place, header.host)
+    return hosts
 
 
 def read_rank_logs(directory: Path, iterations: Collection[int]) -> RankLogs:

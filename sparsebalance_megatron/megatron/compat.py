@@ -331,13 +331,6 @@ def metric_writers() -> tuple[Any, Any, int] | None:
     return tensorboard, wandb, get_args().log_interval
 
 
-def weights_and_optimizer_bytes(args: Namespace) -> float:
-    """Megatron's count of weights, gradients and optimizer state on the fullest rank."""
-    from megatron.training.theoretical_memory_usage import compute_weight_and_optimizer_memory
-
-    return float(compute_weight_and_optimizer_memory(args))
-
-
 def update_sequence_statistics(cu_seqlens: Any, *, times: int = 1) -> None:
     """Feed the true sequence lengths to Megatron's FLOP count, where this version has the hook.
 

@@ -91,20 +91,6 @@ class KeptAttention:
         """Whose results are here."""
         return tuple(layer for layer, kept in self._by_layer.items() if kept is not None)
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all kept results: outputs, log-sum-exps and lists."""
-        return sum(
-            x.numel() * x.element_size()
-            for kept in self._by_layer.values()
-            if kept is not None
-            for x in (
-                *(kept.out_THF, kept.lse_TH),
-                # Own blocks belong to the layout.
-                *(x for x in kept.selection.tensors() if x is not kept.selection.own_block_N),
-            )
-        )
-
     def keep(
         self,
         layer: int,
@@ -164,18 +150,3 @@ def _differs(x: Tensor, other: Tensor) -> Tensor:
 
 def _text(shapes: tuple[torch.Size, ...]) -> str:
     return " ".join(str(tuple(shape)) for shape in shapes)
-
-
-def bytes_per_token(
-    *, heads: int, head_dim: int, itemsize: int, listing_heads: float, budget: int
-) -> dict[str, float]:
-    """What one layer keeps of a token, in bytes, by what it is.
-
-    ``listing_heads``: lists per token: heads that select, over the block size where blocks do.
-    ``budget``: places of a list, in 16 bits each; a document with fewer blocks takes fewer.
-    """
-    return {
-        "output": float(heads * head_dim * itemsize),
-        "log-sum-exp": 4.0 * heads,
-        "lists": listing_heads * (2.0 * budget + 4.0),
-    }

@@ -10,7 +10,7 @@ values, h hidden size, S samples.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
-from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
+from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.megatron.compat import enable_variable_lengths, gpt_model
 from sparsebalance_megatron.megatron.core_attention import (
@@ -31,10 +32,7 @@ from sparsebalance_megatron.megatron.packed_seq_params import (
     packed_params,
 )
 from sparsebalance_megatron.megatron.settings import head_dims
-from sparsebalance_megatron.megatron.single_process import (
-    start_single_process,
-    transformer_config,
-)
+from sparsebalance_megatron.megatron.single_process import start_single_process, transformer_config
 from sparsebalance_megatron.profile.cells import Timed, backward_from
 
 
@@ -62,7 +60,17 @@ class ProfiledModel:
         tokens = context.layout.tokens
         match part:
             case Part.ATTENTION:
-                return self._attention(tokens, context)
+                # The guard would raise budgets that random scores make lose coverage.
+                context.pinned_S = torch.ones_like(context.budgets_LS[0], dtype=torch.bool)
+                q_THD, k_TGD, v_TGF = self._queries_keys_values(tokens)
+                selection = self._select(q_THD, k_TGD, context)
+                return self._attention((q_THD, k_TGD, v_TGF), lambda: selection)
+            case Part.DENSE_ATTENTION:
+                layouts, groups = LayoutPair.within(context.layout), self._config.num_query_groups
+                return self._attention(
+                    self._queries_keys_values(tokens),
+                    lambda: Selection.of_everything(layouts, groups),
+                )
             case Part.ROUTER:
                 return self._router(tokens, context)
             case Part.LINEAR:
@@ -84,25 +92,22 @@ class ProfiledModel:
             observe=True,
         )
 
-    def _attention(self, tokens: int, context: MicroBatchContext) -> Timed:
-        q_THD, k_TGD, v_TGF = self._queries_keys_values(tokens)
-        # The guard would raise budgets that random scores make lose coverage.
-        context.pinned_S = torch.ones_like(context.budgets_LS[0], dtype=torch.bool)
-        selection = self._select(q_THD, k_TGD, context)
+    def _attention(
+        self, inputs: tuple[Tensor, Tensor, Tensor], selection: Callable[[], Selection]
+    ) -> Timed:
+        q_THD, _, v_TGF = inputs
 
         def attend() -> Tensor:
             out_THF, _ = block_sparse_attention(
-                q_THD,
-                k_TGD,
-                v_TGF,
-                selection,
+                *inputs,
+                selection(),
                 softmax_scale=q_THD.shape[-1] ** -0.5,
                 implementation=self._options.implementation,
             )
             return out_THF
 
-        out_gradient_THF = q_THD.new_ones(*q_THD.shape[:2], v_TGF.shape[2])
-        backward = backward_from(out_gradient_THF, inputs=(q_THD, k_TGD, v_TGF))
+        gradient_THF = q_THD.new_ones(*q_THD.shape[:2], v_TGF.shape[2])
+        backward = backward_from(gradient_THF, inputs=inputs)
         return Timed(forward=attend, backward=backward)
 
     def _router(self, tokens: int, context: MicroBatchContext) -> Timed:

@@ -129,7 +129,9 @@ def profile(
         if launched.rank > 0:
             return None
         grid = budget_grid(-(-args.seq_length // config.block_size))
-        model = ProfiledModel(args, AttentionOptions.from_config(config, grid), device)
+        # Its one layer selects; attention of dense layers is timed beside it.
+        options = AttentionOptions.from_config(replace(config, layer_budgets=None), grid)
+        model = ProfiledModel(args, options, device)
     rows: list[CostRow] = []
     for cell in progress(plan_cells(args.seq_length, config, thoroughness)):
         for part in cell.parts:

@@ -9,14 +9,10 @@ passes here is what training starts from. Imports Megatron only once the device 
 from __future__ import annotations
 
 import argparse
-import io
 import os
-import traceback
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -24,8 +20,6 @@ from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag
 from sparsebalance_megatron.megatron.datasets import quiet_imports
 
 FLAG = flag_name("dry_run")
-_PREDICTED_STEPS = 2
-"""As many as ``sparse-balance advise`` plans by default, of the same samples."""
 
 
 def is_requested(argv: Sequence[str]) -> bool:
@@ -51,49 +45,9 @@ def run(argv: Sequence[str]) -> None:
         with quiet_imports():
             cpu.install()
     with _world(early.dry_run):
-        _plan_and_print("cpu" if early.device == "cpu" else "cuda", argv)
-
-
-def _plan_and_print(device_type: str, argv: Sequence[str]) -> None:
-    with quiet_imports():
-        from sparsebalance_megatron.cost.fit import counted_cost_model
-        from sparsebalance_megatron.log.log_directory import LogDirectory
-        from sparsebalance_megatron.megatron.arguments import config_from_args
-        from sparsebalance_megatron.megatron.settings import RunSettings
-        from sparsebalance_megatron.megatron.unsupported import check_supported
-        from sparsebalance_megatron.run.dry_run_report import describe
-        from sparsebalance_megatron.run.inputs import (
-            CostedInputs,
-            read_inputs,
-        )
-        from sparsebalance_megatron.run.samples import largest_evaluation_step, make_scheduler
-
-    changed_defaults: list[str] = []
-    with _without_argument_dump():
-        args, unchecked = _validated_args(device_type, argv, changed_defaults.append)
-    for line in changed_defaults:
-        print(line)
-    config = config_from_args(args)
-    check_supported(args, config)
-    if config.log_dir is not None and (remark := LogDirectory(config.log_dir).check()):
-        unchecked.append(remark)
-    settings = RunSettings.from_args(args)
-    inputs = read_inputs(settings, config, device_type)
-    if not isinstance(inputs, CostedInputs):
-        inputs = inputs.with_cost(counted_cost_model(config, settings.shape))
-        unchecked.append("costs: --sparse-balance-cost-table auto measures when training starts")
-    scheduler = make_scheduler(inputs)
-    first = scheduler.planned(0)
-    later = [step.plan for step in inputs.workload(_PREDICTED_STEPS).planned_steps()]
-    print("\n".join(describe(args, inputs, first, later, unchecked)), flush=True)
-    if inputs.valid is not None:
-        largest = largest_evaluation_step(inputs, inputs.valid, scheduler.coverage).plan
-        tokens_RM = largest.rank_tokens_RM()
-        print(
-            f"largest validation batch: {tokens_RM.sum():,.0f} tokens, at most "
-            f"{tokens_RM.max():,.0f} of a micro-batch on one rank",
-            flush=True,
-        )
+        with quiet_imports():
+            from sparsebalance_megatron.run.dry_run_report import plan_and_print
+        plan_and_print("cpu" if early.device == "cpu" else "cuda", argv)
 
 
 def _early_flags(argv: Sequence[str]) -> Namespace:
@@ -124,55 +78,3 @@ def _world(size: int) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def _without_argument_dump() -> Iterator[None]:
-    """Print only warnings of Megatron's output, or all of it if Megatron ends the process."""
-    output = io.StringIO()
-    try:
-        with redirect_stdout(output):
-            yield
-    except SystemExit:
-        print(output.getvalue(), end="")
-        raise
-    for line in output.getvalue().splitlines():
-        if line.startswith("WARNING"):
-            print(line)
-
-
-@contextmanager
-def _one_line_refusals() -> Iterator[None]:
-    """Turn what Megatron, or a tokenizer, raises at wrong flags into one :class:`ConfigError`."""
-    try:
-        yield
-    except Exception as error:
-        if type(error).__module__.startswith("sparsebalance_megatron"):
-            raise
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        reason = str(error).strip().partition("\n")[0] or frame.line
-        raise ConfigError(
-            f"Megatron refuses the flags ({Path(frame.filename).name}:{frame.lineno}): {reason}"
-        ) from error
-
-
-def _validated_args(
-    device_type: str, argv: Sequence[str], report: Callable[[str], None]
-) -> tuple[Namespace, list[str]]:
-    """Megatron's arguments as training gets them, and what had to be left unchecked."""
-    from sparsebalance_megatron.megatron.arguments import arguments_without_ranks
-
-    with _one_line_refusals():
-        args = arguments_without_ranks(argv, on_cpu=device_type == "cpu", report=report)
-    unchecked = [
-        "whether memory suffices: it is counted below, not tried",
-        "processes, the network and its libraries (NCCL)",
-        "attention kernels",
-    ]
-    if args.load or args.pretrained_checkpoint:
-        unchecked.append("checkpoints; the plan is that of a run from the start")
-    if args.transformer_impl == "transformer_engine" and find_spec("transformer_engine") is None:
-        # Megatron's model config refuses fused RoPE where the library that has it is missing.
-        args.apply_rope_fusion = False
-        unchecked.append("flags that need Transformer Engine, which is not installed here")
-    return args, unchecked

@@ -1,37 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a dry run prints.
+"""What a dry run checks, plans and prints. Loads Megatron.
 
 Shape legend: R data-parallel ranks, M micro-batches, L layers, S samples of a micro-batch.
 """
 
 from __future__ import annotations
 
+import io
+import traceback
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 
+from sparsebalance_megatron.config import ConfigError
+from sparsebalance_megatron.cost.fit import counted_cost_model
 from sparsebalance_megatron.cost.memory import memory_lines
 from sparsebalance_megatron.cost.model import COUNTED
 from sparsebalance_megatron.data.blend import read_blends
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.prediction import planned_memory
-from sparsebalance_megatron.megatron.compat import (
-    megatron_version,
-    weights_and_optimizer_bytes,
-)
+from sparsebalance_megatron.log.log_directory import LogDirectory
+from sparsebalance_megatron.megatron.arguments import arguments_without_ranks, config_from_args
+from sparsebalance_megatron.megatron.compat import megatron_version
+from sparsebalance_megatron.megatron.settings import RunSettings
+from sparsebalance_megatron.megatron.unsupported import check_supported
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
-from sparsebalance_megatron.run.inputs import CostedInputs, Inputs
+from sparsebalance_megatron.run.inputs import CostedInputs, Inputs, read_inputs
+from sparsebalance_megatron.run.samples import largest_evaluation_step, make_scheduler
 from sparsebalance_megatron.text_table import shown_ms, text_table
 
+_PREDICTED_STEPS = 2
+"""As many as ``sparse-balance advise`` plans by default, of the same samples."""
 _WEIGHTS_SOURCE = (
-    "weights, gradients and optimizer as Megatron's theoretical_memory_usage counts them"
+    "weights, gradients and optimizer with the formula of Megatron's theoretical_memory_usage"
 )
 _MOST_MICRO_BATCHES = 32
 """With more, the table has a row per rank, not per micro-batch."""
 _MOST_RANKS = 16
 """Rows of that table: as many of the slowest and of the fastest ranks."""
+
+
+def plan_and_print(device_type: str, argv: Sequence[str]) -> None:
+    """Check flags and inputs, plan the first steps and the largest validation batch, print."""
+    changed_defaults: list[str] = []
+    with _without_argument_dump():
+        args, unchecked = _validated_args(device_type, argv, changed_defaults.append)
+    for line in changed_defaults:
+        print(line)
+    config = config_from_args(args)
+    check_supported(args, config)
+    if config.log_dir is not None and (remark := LogDirectory(config.log_dir).check()):
+        unchecked.append(remark)
+    settings = RunSettings.from_args(args)
+    inputs = read_inputs(settings, config, device_type)
+    if not isinstance(inputs, CostedInputs):
+        inputs = inputs.with_cost(counted_cost_model(config, settings.shape))
+        unchecked.append("costs: --sparse-balance-cost-table auto measures when training starts")
+    scheduler = make_scheduler(inputs)
+    first = scheduler.planned(0)
+    later = [step.plan for step in inputs.workload(_PREDICTED_STEPS).planned_steps()]
+    print("\n".join(describe(args, inputs, first, later, unchecked)), flush=True)
+    if inputs.valid is not None:
+        largest = largest_evaluation_step(inputs, inputs.valid, scheduler.coverage).plan
+        tokens_RM = largest.rank_tokens_RM()
+        print(
+            f"largest validation batch: {tokens_RM.sum():,.0f} tokens, at most "
+            f"{tokens_RM.max():,.0f} of a micro-batch on one rank",
+            flush=True,
+        )
 
 
 def describe(
@@ -52,6 +92,18 @@ def describe(
         f"context {settings.context_parallel_size} x " if settings.context_parallel_size > 1 else ""
     )
     layers = [sum(len(chunk) for chunk in stage) for stage in job.stage_layers]
+    batching, asked = planned.plan.batching, inputs.config.batching
+    chosen = "" if batching == asked else f" (of those that {asked} compares, the fastest here)"
+    predicted = "predicted"
+    if inputs.cost.source.startswith(COUNTED):
+        predicted = "estimated from counted operations, not measured on any device"
+    coverage = "unknown before the first step, which therefore runs at base budgets"
+    if expected.coverage_mean is not None:
+        coverage = f"mean {expected.coverage_mean:.3f}, least {expected.coverage_min:.3f}"
+    least_ms, later_ms = (
+        expected.lower_bound_ms,
+        float(np.mean([plan.expectation.makespan_ms for plan in later])),
+    )
     return [
         f"sparse balance: dry run of {args.world_size} ranks: tensor "
         f"{args.tensor_model_parallel_size} x pipeline {job.pipeline_stages} x {context}data "
@@ -73,25 +125,17 @@ def describe(
         "",
         *_memory(args, inputs, later),
         "",
-        f"batching: {planned.plan.batching}{_why(inputs, planned.plan)}, planned in "
-        f"{planned.plan_ms:.1f} ms",
-        f"makespan: {shown_ms(expected.makespan_ms)} ms {_predicted(inputs)}, at least "
-        f"{shown_ms(expected.lower_bound_ms)}"
-        f" ms for any plan of this step ({_ratio(expected.makespan_ms, expected.lower_bound_ms)})",
+        f"batching: {batching}{chosen}, planned in {planned.plan_ms:.1f} ms",
+        f"makespan: {shown_ms(expected.makespan_ms)} ms {predicted}, at least "
+        f"{shown_ms(least_ms)} ms for any plan of this step (ratio "
+        f"{expected.makespan_ms / max(least_ms, 1e-9):.3f})",
         f"imbalance, max/mean: micro-batches {expected.imbalance_micro_batches:.3f}, rank sums "
         f"{expected.imbalance_rank_sums:.3f}, makespans {expected.imbalance_makespans:.3f}",
         f"computing, relative to fixed budgets: {expected.work_ratio:.1%}",
-        f"coverage: {_coverage(expected.coverage_mean, expected.coverage_min)}",
-        f"later steps: {shown_ms(_mean_ms(later))} ms, mean of the first {len(later)} global "
+        f"coverage: {coverage}",
+        f"later steps: {shown_ms(later_ms)} ms, mean of the first {len(later)} global "
         "batches planned with coverage (k/n)^0.35, as `sparse-balance advise` predicts",
     ]
-
-
-def _predicted(inputs: CostedInputs) -> str:
-    """Counted operations are no measurement of any device."""
-    if inputs.cost.source.startswith(COUNTED):
-        return "estimated from counted operations, not measured on any device"
-    return "predicted"
 
 
 def _micro_batches(planned: PlannedStep) -> list[str]:
@@ -113,21 +157,12 @@ def _micro_batches(planned: PlannedStep) -> list[str]:
 def _rows(planned: PlannedStep) -> list[dict[str, str]]:
     """One per micro-batch; its time is forward and backward summed over all stages."""
     ms_RM = planned.times_2RPVM.sum(axis=(0, 2, 3))
-    return [
-        {
-            "rank": str(each.rank)
-            if each.cp_size == 1
-            else f"{each.rank}-{each.rank + each.cp_size - 1}",
-            "micro-batch": str(each.position),
-            **_cells(
-                [each],
-                each.tokens,
-                float(ms_RM[each.rank, each.position]),
-                in_segments=planned.in_segments,
-            ),
-        }
-        for each in planned.plan.micro_batches
-    ]
+    rows = []
+    for each in planned.plan.micro_batches:
+        last = f"-{each.rank + each.cp_size - 1}" if each.cp_size > 1 else ""
+        cells = _cells([each], each.tokens, ms_RM[each.rank, each.position], planned.in_segments)
+        rows.append({"rank": f"{each.rank}{last}", "micro-batch": str(each.position), **cells})
+    return rows
 
 
 def _rank_rows(planned: PlannedStep) -> list[dict[str, str]]:
@@ -136,20 +171,15 @@ def _rank_rows(planned: PlannedStep) -> list[dict[str, str]]:
     rank_ms_R = planned.times_2RPVM.sum(axis=(0, 2, 3, 4))
     tokens_R = plan.rank_tokens_RM().sum(axis=1)
     rows = []
-    for rank in map(int, np.argsort(-rank_ms_R, kind="stable")):
-        micro_batches = plan.for_rank(rank).micro_batches
-        cells = _cells(
-            micro_batches,
-            round(tokens_R[rank]),
-            float(rank_ms_R[rank]),
-            in_segments=planned.in_segments,
-        )
-        rows.append({"ranks": str(rank), "micro-batches": str(len(micro_batches)), **cells})
+    for rank in np.argsort(-rank_ms_R, kind="stable").tolist():
+        own = plan.for_rank(rank).micro_batches
+        cells = _cells(own, round(tokens_R[rank]), rank_ms_R[rank], planned.in_segments)
+        rows.append({"ranks": str(rank), "micro-batches": str(len(own)), **cells})
     return rows
 
 
 def _cells(
-    micro_batches: Sequence[MicroBatchPlan], tokens: int, ms: float, *, in_segments: bool
+    micro_batches: Sequence[MicroBatchPlan], tokens: int, ms: float, in_segments: bool
 ) -> dict[str, str]:
     budgets = np.concatenate([each.budgets_LS.ravel() for each in micro_batches])
     segments = sum(each.segments for each in micro_batches)
@@ -183,79 +213,73 @@ def _data(inputs: CostedInputs) -> tuple[str, ...]:
     return lines if blend is None else (f"{blend.prefixes[0]}: {lines[0]}",)
 
 
-def _why(inputs: CostedInputs, plan: StepPlan) -> str:
-    """Why a simpler placement than the configured one is planned."""
-    asked = inputs.config.batching
-    return "" if plan.batching == asked else f" (of those that {asked} compares, the fastest here)"
-
-
-def _mean_ms(plans: Sequence[StepPlan]) -> float:
-    return float(np.mean([plan.expectation.makespan_ms for plan in plans]))
-
-
-def _ratio(value: float, bound: float) -> str:
-    return f"ratio {value / bound:.3f}" if bound else "no work"
-
-
-def _coverage(mean: float | None, least: float | None) -> str:
-    if mean is None or least is None:
-        return "unknown before the first step, which therefore runs at base budgets"
-    return f"mean {mean:.3f}, least {least:.3f}"
-
-
 def _memory(args: Namespace, inputs: Inputs, plans: Sequence[StepPlan]) -> list[str]:
     """GiB per pipeline stage in the planned step that needs most."""
-    settings = inputs.settings
-    counted = planned_memory(
+    settings, config = inputs.settings, inputs.config
+    stages = planned_memory(
         plans,
         inputs.job,
         settings.shape,
-        selection=inputs.config.selection,
-        block_size=inputs.config.block_size,
+        selection=config.selection,
+        block_size=config.block_size,
+        dense_L=inputs.policy.dense_L(inputs.job.layers),
         tied_embeddings=not args.untie_embeddings_and_output_weights,
         sequence_parallel=settings.sequence_parallel,
         optimizer_ranks=args.data_parallel_size if args.use_distributed_optimizer else 1,
         recompute_all=settings.recompute_all,
         recompute_attention=settings.recompute_attention,
-        attention_kept=inputs.config.recompute_attention == "keep",
+        attention_kept=config.recompute_attention == "keep",
     )
-    stages = [
-        replace(memory, weights_bytes=of_stage)
-        for memory, of_stage in zip(counted, _weights_bytes(args, inputs), strict=True)
-    ]
     return memory_lines(stages, _WEIGHTS_SOURCE)
 
 
-def _weights_bytes(args: Namespace, inputs: Inputs) -> list[float]:
-    """Weights, gradients and optimizer state of every stage's fullest rank, as Megatron counts.
-
-    Megatron counts a whole model cut evenly; asked for a model of one stage's layers, and of as
-    many embeddings as the stage holds, it counts the stage.
-    """
-    stages = inputs.job.stage_layers
-    found = []
-    for stage, chunks in enumerate(stages):
-        layers = sorted(layer for chunk in chunks for layer in chunk)
-        first, last = stage == 0, stage == len(stages) - 1
-        tied = not args.untie_embeddings_and_output_weights
-        embeddings = int(first) + int(last and not (first and tied))
-        one_stage = Namespace(
-            **vars(args)
-            | {
-                "num_layers": len(layers),
-                "pipeline_model_parallel_size": 1,
-                "padded_vocab_size": args.padded_vocab_size * embeddings,
-                "untie_embeddings_and_output_weights": False,
-                "moe_layer_freq": _frequency(args, layers),
-            }
-        )
-        found.append(weights_and_optimizer_bytes(one_stage))
-    return found
+@contextmanager
+def _without_argument_dump() -> Iterator[None]:
+    """Print only warnings of Megatron's output, or all of it if Megatron ends the process."""
+    output = io.StringIO()
+    try:
+        with redirect_stdout(output):
+            yield
+    except SystemExit:
+        print(output.getvalue(), end="")
+        raise
+    for line in output.getvalue().splitlines():
+        if line.startswith("WARNING"):
+            print(line)
 
 
-def _frequency(args: Namespace, layers: list[int]) -> int | list[int]:
-    """``--moe-layer-freq`` of some of the layers, numbered from 0 in the whole model."""
-    frequency = getattr(args, "moe_layer_freq", 1)
-    if isinstance(frequency, int):
-        return [int(layer % frequency == 0) for layer in layers]
-    return [frequency[layer] for layer in layers]
+@contextmanager
+def _one_line_refusals() -> Iterator[None]:
+    """Turn what Megatron, or a tokenizer, raises at wrong flags into one :class:`ConfigError`."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__module__.startswith("sparsebalance_megatron"):
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        reason = str(error).strip().partition("\n")[0] or frame.line
+        raise ConfigError(
+            f"Megatron refuses the flags ({Path(frame.filename).name}:{frame.lineno}): {reason}"
+        ) from error
+
+
+def _validated_args(
+    device_type: str, argv: Sequence[str], report: Callable[[str], None]
+) -> tuple[Namespace, list[str]]:
+    """Megatron's arguments as training gets them, and what had to be left unchecked."""
+    with _one_line_refusals():
+        args = arguments_without_ranks(argv, on_cpu=device_type == "cpu", report=report)
+    unchecked = [
+        "whether memory suffices: it is counted below, not tried",
+        "processes, the network and its libraries (NCCL)",
+        "attention kernels",
+    ]
+    if args.load or args.pretrained_checkpoint:
+        unchecked.append("checkpoints; the plan is that of a run from the start")
+    if args.transformer_impl == "transformer_engine" and find_spec("transformer_engine") is None:
+        # Megatron's model config refuses fused RoPE where the library that has it is missing.
+        args.apply_rope_fusion = False
+        unchecked.append("flags that need Transformer Engine, which is not installed here")
+    if args.num_experts:
+        unchecked.append("memory of experts: layers are counted as dense ones")
+    return args, unchecked

@@ -20,11 +20,7 @@ from sparsebalance_megatron.megatron.sequence_groups import make_sequence_groups
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.run.inputs import CostedInputs, Inputs
-from sparsebalance_megatron.run.micro_batches import (
-    MicroBatchIterator,
-    RowPacking,
-    Schedule,
-)
+from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, RowPacking, Schedule
 
 
 class DataSamples:

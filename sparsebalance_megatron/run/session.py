@@ -14,22 +14,15 @@ from typing import Any
 
 import torch
 
-from sparsebalance_megatron.config import flag_name
 from sparsebalance_megatron.cost.fit import fit_cost_model
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.log_directory import LogDirectory, LogDirectoryError
-from sparsebalance_megatron.megatron.kept_attention import bytes_per_token
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.sequence_groups import rank_place
 from sparsebalance_megatron.profile.profile import shared_cost_table
 from sparsebalance_megatron.run.agreement import check_ranks_agree, gather_or_raise
-from sparsebalance_megatron.run.inputs import (
-    CostedInputs,
-    Inputs,
-    fingerprint,
-    processor,
-)
+from sparsebalance_megatron.run.inputs import CostedInputs, Inputs, fingerprint, processor
 from sparsebalance_megatron.run.run import Loop, Run
 from sparsebalance_megatron.run.samples import DataSamples, make_scheduler
 from sparsebalance_megatron.run.sinks import open_sinks
@@ -139,9 +132,6 @@ class Session:
             )
         for line in inputs.train.describe():
             print_rank_0(f"sparse balance: {line}")
-        recompute = recompute_line(inputs)
-        if recompute is not None:
-            print_rank_0(f"sparse balance: {recompute}")
         place = rank_place()
         self._samples = samples = DataSamples(inputs, scheduler, place)
         groups = samples.packing.groups
@@ -163,10 +153,7 @@ class Session:
             state = self.samples.scheduler.state_dict()
             steps = self.inputs.settings.batch_sizes.step_at(state["consumed_samples"])
             assert steps is not None, "the scheduler counts by the same sizes"
-            return state | {
-                "run": self._record,
-                "iteration": steps + self._run.extra_steps,
-            }
+            return state | {"run": self._record, "iteration": steps + self._run.extra_steps}
         if self._loaded_state is None:
             raise StateError("nothing to save: the training iterator has not been asked for yet")
         return self._loaded_state
@@ -200,39 +187,6 @@ def prepare_log_directory(directory: LogDirectory, *, keep_in_place: bool) -> No
     if number:
         (kept, *_) = gather_or_raise(lambda: directory.set_aside(number), LogDirectoryError)
         print_rank_0(f"sparse balance: logs of an earlier run are kept in {kept}")
-
-
-def recompute_line(inputs: CostedInputs) -> str | None:
-    """One line for the log; None where there is nothing to say."""
-    settings, config = inputs.settings, inputs.config
-    max_row_tokens = inputs.policy.max_tokens_per_micro_batch
-    keeps, flag = config.recompute_attention == "keep", flag_name("recompute_attention")
-    if not (settings.recompute_all or settings.recompute_attention):
-        return f"{flag} keep: no layer is recomputed, nothing is kept" if keeps else None
-    shape = settings.shape
-    heads = shape.num_attention_heads // shape.tensor_parallel_size
-    groups = max(1, shape.num_query_groups // shape.tensor_parallel_size)
-    scores = inputs.cost.work.scores_per_visible_pair(heads, groups, config.block_size)
-    parts = bytes_per_token(
-        heads=heads,
-        head_dim=shape.value_dim,
-        itemsize=getattr(torch, settings.dtype).itemsize,
-        # Lists are as many as lines of scores: so many for the tokens of a block.
-        listing_heads=scores / config.block_size,
-        budget=min(config.base_budget, -(-max_row_tokens // config.block_size)),
-    )
-    if not settings.recompute_all:
-        # The output projection holds its input, whatever is recomputed before it.
-        del parts["output"]
-    total = sum(parts.values())
-    each = ", ".join(f"{name} {size:,.0f}" for name, size in parts.items())
-    text = (
-        f"{total:,.0f} bytes per token and layer ({each}; lists at the base budget), up to "
-        f"{total * max_row_tokens / 2**20:,.1f} MiB per layer and micro-batch in flight"
-    )
-    if keeps:
-        return f"recomputed layers keep their attention until backward has used it: {text}"
-    return f"recomputed layers attend again in backward; {flag} keep would take {text}"
 
 
 def run_record(inputs: CostedInputs) -> dict[str, str]:

@@ -17,8 +17,12 @@ from view.report.sample_run import SampleRun
 
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.log.reader import read_run_log
-from sparsebalance_megatron.view.report.run_data import ReportError, choose_iteration
-from sparsebalance_megatron.view.report.run_report import make_report, render_page
+from sparsebalance_megatron.view.report.run_report import (
+    ReportError,
+    choose_iteration,
+    make_report,
+    render_page,
+)
 from sparsebalance_megatron.view.report.timeline import SIMULATED
 
 RUN = SampleRun(ranks=2, stages=2, micro_batches=3, layers=4, steps=6)
@@ -138,9 +142,7 @@ def test_log_texts_are_no_markup(runs: tuple[Path, Path], tmp_path: Path) -> Non
     _Reader(page)
 
 
-def test_the_default_step_is_the_nearest_to_the_means_of_both_runs(
-    runs: tuple[Path, Path],
-) -> None:
+def test_the_default_step_is_the_nearest_to_the_means_of_both_runs(runs: tuple[Path, Path]) -> None:
     run, baseline = (read_run_log(each) for each in runs)
     chosen = choose_iteration(run, baseline, None)
     distances = dict.fromkeys(range(2, 7), 0.0)

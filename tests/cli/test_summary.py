@@ -16,9 +16,8 @@ from sparsebalance_megatron.cli import summary
 from sparsebalance_megatron.cli.output import OutputError
 from sparsebalance_megatron.log.reader import RunLog
 from sparsebalance_megatron.log.records import StepRecord
-from sparsebalance_megatron.view.report import comparison
-from sparsebalance_megatron.view.report.comparison import compare, summarize
-from sparsebalance_megatron.view.report.run_data import ReportError
+from sparsebalance_megatron.view.report.numbers import compare, summarize, warm_up_steps
+from sparsebalance_megatron.view.report.run_report import ReportError
 
 
 def step(iteration: int, **changes: Any) -> StepRecord:
@@ -35,7 +34,7 @@ def log(name: str, *steps: StepRecord, problems: tuple[str, ...] = ()) -> RunLog
 
 @pytest.mark.parametrize(("steps", "skipped"), [(1, 0), (4, 0), (5, 1), (24, 4), (25, 5), (90, 5)])
 def test_warm_up(steps: int, skipped: int) -> None:
-    assert comparison.warm_up_steps(steps) == skipped
+    assert warm_up_steps(steps) == skipped
     times_ms = [1000.0] * skipped + [10.0] * (steps - skipped)
     run = summarize([step(i + 1, iteration_ms=ms) for i, ms in enumerate(times_ms)])
     assert run.iteration_ms_median == 10.0

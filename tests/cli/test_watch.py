@@ -3,44 +3,78 @@
 
 from __future__ import annotations
 
-import sys
+import json
+import os
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
-from view.report.sample_run import SampleRun
+from view.report.sample_run import SampleRun, write_lines
 
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.cli import watch
-from sparsebalance_megatron.log.follow import StepLogFollower
 
-RUN = SampleRun(ranks=2, stages=1, micro_batches=2, layers=2, steps=4)
-
-
-def test_once_shows_how_a_run_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    RUN.write(tmp_path)
-    assert cli.main(["watch", str(tmp_path), "--once"]) == 0
-    assert "iteration 4 | " in capsys.readouterr().out
-    assert cli.main(["watch", str(tmp_path), "--once", "--plain"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 1
+RUN = SampleRun(ranks=2, stages=2, micro_batches=2, layers=4, steps=4, noise=0.0)
 
 
-def test_a_run_is_followed_from_before_its_first_step(tmp_path: Path) -> None:
-    """Every sleep is a chance for the run to write; they are seen as they come."""
+def last_line(directory: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    assert cli.main(["watch", str(directory), "--once"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    return line
+
+
+def test_the_device_that_takes_longer_is_named_with_its_host(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = RUN.write(tmp_path) / "steps.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for record in records:
+        if record["type"] == "step":
+            for name in ("forward_ms", "backward_ms"):
+                predicted = np.array(record["predicted"][name])
+                predicted[1, 0] *= 1.5
+                record["measured"][name] = predicted.tolist()
+    write_lines(path, [*records, "{broken"])
+    line = last_line(tmp_path, capsys)
+    assert line.startswith("iteration 4 | ")
+    assert "slowest rank 1 stage 0 on node0 1.50x" in line
+    assert "1 damaged" in line
+
+
+@pytest.mark.parametrize(("age_s", "silent"), [(30.0, False), (600.0, True), (-9000.0, False)])
+def test_a_run_that_works_is_not_called_silent_and_one_that_stopped_is(
+    age_s: float,
+    silent: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = RUN.write(tmp_path) / "steps.jsonl"
+    os.utime(path, (1e9, 1e9))
+    monkeypatch.setattr(watch.time, "time", lambda: 1e9 + age_s)
+    assert ("silent for 10 min" in last_line(tmp_path, capsys)) == silent
+
+
+def test_a_run_is_followed_from_before_its_first_step_until_it_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every sleep is a chance for the run to write; the wall clock is set in between."""
     written = RUN.write(tmp_path / "finished") / "steps.jsonl"
-    lines = written.read_bytes().splitlines(keepends=True)
-    path = tmp_path / "steps.jsonl"
-    pieces = iter([b"", *lines, b""])
+    pieces = iter([b"", *written.read_bytes().splitlines(keepends=True)])
+    now_s = iter(range(0, 10**6, 40))
 
     def write_more(_: float) -> None:
-        with path.open("ab") as stream:
-            stream.write(next(pieces))
+        with (tmp_path / "steps.jsonl").open("ab") as stream:
+            stream.write(next(pieces, b""))
 
-    follower = StepLogFollower(tmp_path)
-    views = watch._views(follower, 1.0, write_more)
-    first, *others = islice(views, 1 + RUN.steps)
-    assert first is None
-    assert [view.step.iteration for view in others if view is not None] == [1, 2, 3, 4]
+    monkeypatch.setattr(watch.time, "sleep", write_more)
+    monkeypatch.setattr(watch.time, "monotonic", lambda: float(next(now_s)))
+    monkeypatch.setattr(watch.time, "time", lambda: float(-next(now_s)))
+    first, *others = islice(watch.lines(tmp_path, 1.0), 2 + RUN.steps)
+    assert "no step" in first
+    assert [line.split()[1] for line in others] == ["1", "2", "3", "4", "4"]
+    assert ["silent" in line for line in others] == [False] * 4 + [True]
 
 
 def test_ctrl_c_is_how_it_ends(
@@ -52,14 +86,14 @@ def test_ctrl_c_is_how_it_ends(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(watch.time, "sleep", interrupted)
-    assert cli.main(["watch", str(tmp_path), "--plain"]) == 0
+    assert cli.main(["watch", str(tmp_path)]) == 0
     assert "iteration 4 | " in capsys.readouterr().out
 
 
-def test_without_rich_the_plain_mode_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_log_without_steps_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    RUN.write(tmp_path)
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert cli.main(["watch", str(tmp_path)]) == 2
-    assert "or use --plain" in capsys.readouterr().err
+    assert cli.main(["watch", str(tmp_path), "--once"]) == 2
+    (tmp_path / "steps.jsonl").touch()
+    assert cli.main(["watch", str(tmp_path), "--once"]) == 2
+    assert "no step is logged yet" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import step_cases
 
 from sparsebalance_megatron.cost.memory import (
     GIBIBYTE,
@@ -20,19 +21,10 @@ from sparsebalance_megatron.cost.memory import (
     memory_lines,
     stage_memory,
 )
-from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.cost.work_model import work_model_named
 
-SHAPE = ModelShape(
-    hidden_size=64,
-    ffn_hidden_size=160,
-    num_attention_heads=8,
-    num_query_groups=2,
-    head_dim=16,
-    vocab_size=1000,
-    gated_linear_unit=True,
-    tensor_parallel_size=2,
-)
+SIZES = {"ffn_hidden_size": 160, "num_attention_heads": 8, "vocab_size": 1000}
+SHAPE = replace(step_cases.SHAPE, **SIZES, tensor_parallel_size=2)
 
 
 def model(**changes: Any) -> MemoryModel:
@@ -92,7 +84,7 @@ def test_stages_hold_the_layers_and_embeddings_that_are_theirs() -> None:
     embedding = 64 * 1000 / 2
     shape = model(layers_per_stage=(2, 4, 3))
     assert [shape.parameters(stage) for stage in range(3)] == [
-        *(2 * layer + embedding, 4 * layer, 3 * layer + embedding + 64),
+        *(2 * layer + embedding, 4 * layer, 3 * layer + embedding + 64)
     ]
     tied = model(layers_per_stage=(2, 4, 3), tied_embeddings=True)
     assert tied.parameters(2) == shape.parameters(2)  # two stages hold a copy each

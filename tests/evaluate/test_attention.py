@@ -14,8 +14,7 @@ from sparse_hf_models import BLOCK, CAUSAL, FAMILIES, make_bare_model, make_mode
 from sparsebalance_megatron.attention.api import budgeted_attention
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.evaluate import configure, settings_of
-from sparsebalance_megatron.evaluate.attention import sparse_balance_attention
-from sparsebalance_megatron.evaluate.mask import document_starts
+from sparsebalance_megatron.evaluate.attention import document_starts, sparse_balance_attention
 from sparsebalance_megatron.evaluate.settings import KEY
 from sparsebalance_megatron.selector_registry import GROUP
 
@@ -127,6 +126,16 @@ def test_packed_documents_are_documents_alone():
     packed = model(tokens, position_ids=positions, use_cache=False).logits
     alone = [model(tokens[:, :60]).logits, model(tokens[:, 60:]).logits]
     same(packed, torch.cat(alone, 1))
+
+
+@pytest.mark.parametrize("selection", CAUSAL)
+def test_dense_layers_read_after_a_cache_what_they_read_in_one_pass(selection):
+    model = make_model(selection=selection, sparse_layer_topk_blocks=(2, None))
+    tokens = make_tokens(2, TOKENS)
+    whole = model(tokens).logits
+    first = model(tokens[:, :40], use_cache=True)
+    rest = model(tokens[:, 40:], past_key_values=first.past_key_values)
+    same(torch.cat([first.logits, rest.logits], 1), whole)
 
 
 def test_a_layer_may_be_dense_and_short_documents_too():

@@ -16,14 +16,7 @@ from view.report.sample_run import SampleRun
 
 from sparsebalance_megatron.cli.trace import traced_step
 from sparsebalance_megatron.log.reader import RunLogError, read_run_log
-from sparsebalance_megatron.view.report.comparison import summarize
-from sparsebalance_megatron.view.report.run_data import (
-    Evidence,
-    ReportError,
-    choose_iteration,
-    gather,
-)
-from sparsebalance_megatron.view.report.tables import micro_batch_table
+from sparsebalance_megatron.view.report.run_report import Evidence, ReportError, gather, make_report
 from sparsebalance_megatron.view.report.trace import Tracer
 
 FILES = ("steps.jsonl", "ranks/rank-00000.jsonl", "ranks/rank-00001.jsonl")
@@ -49,11 +42,8 @@ def copy(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def read_everything(directory: Path) -> Evidence:
     """All that a report and a trace take from the files."""
     log = read_run_log(directory)
-    summarize(log.steps)
+    make_report(directory, directory, None)
     evidence = gather(log, {step.iteration for step in log.steps})
-    chosen = evidence.step(choose_iteration(log, log, None))
-    assert chosen is not None
-    micro_batch_table(chosen, evidence.ranks.steps.get(chosen.iteration, {}), range(9))
     tracer = Tracer()
     for step in log.steps:
         json.dumps(list(tracer.add(traced_step(evidence, step))), allow_nan=False)

@@ -3,7 +3,8 @@
 
 Run in a process of its own: the CPU adapter stays installed. The argument is a JSON object, variant
 -> Megatron's flags. Prints another: variant -> how far float32 losses and gradients lie from
-Megatron's float64, as root mean square, for Megatron itself and for the plugin on packed documents.
+Megatron's float64, as root mean square, for Megatron itself, and for the plugin on packed
+documents with covering budgets and with dense layers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import io
 import json
 import sys
-from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,11 +21,13 @@ import torch
 from sparsebalance_megatron.megatron import cpu
 
 cpu.install()
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.training.arguments import parse_args, validate_args  # noqa: E402
+from micro_batches import BLOCK, params_with  # noqa: E402
 
 from sparsebalance_megatron.config import SparseBalanceConfig  # noqa: E402
 from sparsebalance_megatron.megatron.arguments import args_provider  # noqa: E402
@@ -33,15 +36,9 @@ from sparsebalance_megatron.megatron.core_attention import (  # noqa: E402
     AttentionOptions,
     sparse_balance_layer_spec,
 )
-from sparsebalance_megatron.megatron.packed_seq_params import (  # noqa: E402
-    micro_batch_context,
-    packed_params,
-)
-from sparsebalance_megatron.plan.step_plan import MicroBatchPlan  # noqa: E402
 
 LENGTHS = (100, 37, 192)
-VOCABULARY, BLOCK = 256, 16
-CPU = torch.device("cpu")
+VOCABULARY = 256
 
 
 def main(variants: dict[str, list[str]]) -> None:
@@ -72,13 +69,16 @@ def compare(flags: list[str]) -> dict[str, dict[str, float]]:
                 parameter.mul_(8)
     models = {
         "megatron": build(args, megatron_layer_spec),
-        "plugin": build(args, plugin_layer_spec(), variable_lengths=True),
+        "plugin": build(args, plugin_layer_spec(base_budget=1000), variable_lengths=True),
+        "dense layers": build(
+            args, plugin_layer_spec(layer_budgets="dense:1-2 1000:0"), variable_lengths=True
+        ),
     }
     truth = losses_and_gradients(exact, on_documents)
     result = {}
     for name, model in models.items():
         model.load_state_dict(exact.state_dict())
-        run = packed if name == "plugin" else on_documents
+        run = on_documents if name == "megatron" else packed
         found = losses_and_gradients(model, run)
         result[name] = {
             "losses": root_mean_square(found[0] - truth[0]),
@@ -105,8 +105,8 @@ def megatron_layer_spec(config, vp_stage):
     return spec
 
 
-def plugin_layer_spec():
-    config = SparseBalanceConfig(block_size=BLOCK, base_budget=1000)
+def plugin_layer_spec(**budgets):
+    config = SparseBalanceConfig(block_size=BLOCK, **budgets)
     return sparse_balance_layer_spec(AttentionOptions.from_config(config, grid=(1, 1000)))
 
 
@@ -138,23 +138,9 @@ def on_documents(model):
 
 def packed(model):
     """The plugin's attention, all documents in one row, budgets that cover everything."""
-    plan = MicroBatchPlan(
-        samples=tuple(range(len(LENGTHS))),
-        lengths_tokens=LENGTHS,
-        budgets_LS=np.full((model.config.num_layers, len(LENGTHS)), 1000),
-        rank=0,
-        position=0,
-    )
-    context = micro_batch_context(
-        plan,
-        tuple(accumulate(LENGTHS, initial=0)),
-        block_size=BLOCK,
-        observe=True,
-        device=CPU,
-    )
     tokens, labels = (torch.cat(rows)[None] for rows in zip(*token_rows(), strict=True))
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    params = packed_params(context, max_seqlen_tokens=max(LENGTHS), device=CPU)
+    params = params_with(LENGTHS, np.full((model.config.num_layers, len(LENGTHS)), 1000))
     return model(tokens, positions, None, labels=labels, packed_seq_params=params).flatten()
 
 

@@ -9,6 +9,7 @@ docs/SUPPORT.md names the run of each.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from harness import (
     VOCABULARY,
     TrainingRun,
     long_tailed_lengths,
+    read_steps,
     run_training,
     write_documents,
 )
@@ -113,6 +115,9 @@ MODELS = {
     "vertical-slash": Model(
         (*LLAMA, "--sparse-balance-selection", "vertical-slash"), weights="llama"
     ),
+    "layers": Model(
+        (*LLAMA, "--sparse-balance-layer-budgets", "dense:0,3", "2:1"), weights="llama"
+    ),
     "sinks": Model((*LLAMA, "--softmax-type", "learnable")),
     "latent": Model(
         (*without(LLAMA, "--group-query-attention", "--num-query-groups"), *LATENT.split())
@@ -156,6 +161,8 @@ LAYOUTS = {
     "sinks-tensor-sequence": Layout(
         "sinks", 2, f"{TENSOR} {SEQUENCE} {SELECTIVE} {KEEP}", WITH_NORMS
     ),
+    "layers-pipeline": Layout("layers", 2, f"{PIPELINE} {RECOMPUTE} uniform {KEEP}"),
+    "layers-interleaved": Layout("layers", 4, INTERLEAVED),
     "experts-pipeline": Layout("experts", 4, f"--expert-model-parallel-size 2 {PIPELINE}"),
     "experts-tensor-sequence": Layout("experts", 2, f"{TENSOR} {SEQUENCE}", WITH_NORMS),
 }
@@ -187,6 +194,9 @@ SHARED_ROWS = {
     "context-tensor-sequence": Layout(
         "llama", 4, f"{CONTEXT} {TENSOR} {SEQUENCE} {PLANNED_WIDTHS}", WITH_NORMS
     ),
+    "context-layers-ring": Layout(
+        "layers", 2, f"{CONTEXT} {PLANNED_WIDTHS} --sparse-balance-exchange ring"
+    ),
     "context-bf16": Layout("llama bf16", 2, CONTEXT),
     "context-latent": Layout("latent", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
     "wide-latent-ring": Layout(
@@ -194,8 +204,7 @@ SHARED_ROWS = {
     ),
     "context-vertical-slash": Layout("vertical-slash", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
     "wide-vertical-slash-ring": Layout(
-        *("vertical-slash", 2),
-        f"{WIDE} {PLANNED_WIDTHS} --sparse-balance-exchange ring {CAPPED}",
+        *("vertical-slash", 2), f"{WIDE} {PLANNED_WIDTHS} --sparse-balance-exchange ring {CAPPED}"
     ),
 }
 """Rows lie on several ranks, as wide as the plan says or as a lot says."""
@@ -214,6 +223,7 @@ CUTS = {
     "segments-tied-tensor": ("gpt2", 4, f"{TENSOR} --account-for-loss-in-pipeline-split"),
     "segments-vertical-slash": ("vertical-slash", 2, ""),
     "segments-latent": ("latent", 4, f"{RECOMPUTE} uniform {KEEP}"),
+    "segments-layers": ("layers", 2, ""),
     "segments-experts": ("experts unbalanced", 4, ""),
     "segments-experts-tensor-sequence": ("experts unbalanced", 4, f"{TENSOR} --sequence-parallel"),
 }
@@ -230,6 +240,7 @@ PER_PUSH = frozenset(
         "segments-tensor-sequence",
         "context-latent",
         "tensor-pipeline",
+        "layers-pipeline",
         "experts-tensor-sequence",
         "wide",
         "wide-pipeline",
@@ -300,7 +311,7 @@ def one_rank(
     return dict(zip(models, runs, strict=True))
 
 
-@pytest.mark.parametrize("name", tiered(LAYOUTS))
+@pytest.mark.parametrize("name", tiered(LAYOUTS | SHARED_ROWS | SEGMENTS))
 def test_layout_trains_to_the_losses_of_one_rank(
     name: str,
     documents: Path,
@@ -308,44 +319,36 @@ def test_layout_trains_to_the_losses_of_one_rank(
     one_rank: dict[str, TrainingRun],
     tmp_path: Path,
 ) -> None:
-    layout = LAYOUTS[name]
-    run = _train_layout(layout, documents, weights, tmp_path)
-    _assert_trains_alike(run, one_rank[layout.model], MODELS[layout.model])
-    pads = MODELS[layout.model].padded and "--sequence-parallel" in layout.flags
-    assert any(step["padded_tokens"] for step in run.steps) == pads
+    """Ranks that share rows, and segments, see the same coverage, too, and count it once."""
+    layout = (LAYOUTS | SHARED_ROWS | SEGMENTS)[name]
+    model, expected = MODELS[layout.model], one_rank[layout.model]
+    run = _train(
+        *(layout.ranks, layout.model, tuple(layout.flags.split()), documents, weights),
+        *(model.batching, tmp_path, layout.program),
+    )
+    _assert_trains_alike(run, expected, model)
+    if name in LAYOUTS:
+        pads = model.padded and "--sequence-parallel" in layout.flags
+        assert any(step["padded_tokens"] for step in run.steps) == pads
+        if layout.model == "layers":
+            logged = _logged_budgets(tmp_path)
+            assert all(blocks == budget for layer in (0, 3) for blocks, budget in logged[layer])
+            assert [{budget for _, budget in logged[layer]} for layer in (1, 2)] == [{2}, {4}]
+        return
+    for step, other in zip(run.steps, expected.steps, strict=True):
+        mean = other["coverage"]["mean"]
+        assert step["coverage"]["mean"] == pytest.approx(mean, rel=model.tolerance)
+    if name in SHARED_ROWS:
+        logs = [read_steps(tmp_path, rank) for rank in range(layout.ranks)]
+        assert (
+            max(row["width"] for log in logs for step in log for row in step["micro_batches"]) > 1
+        )
+    else:
+        _assert_runs_in_segments(run)
 
 
-@pytest.mark.parametrize("name", tiered(SHARED_ROWS))
-def test_ranks_that_share_rows_train_to_the_losses_of_one_rank(
-    name: str,
-    documents: Path,
-    weights: dict[str, Path],
-    one_rank: dict[str, TrainingRun],
-    tmp_path: Path,
-) -> None:
-    """They see the same coverage, too, and count it once; and rows were shared."""
-    layout = SHARED_ROWS[name]
-    expected = one_rank[layout.model]
-    run = _train_layout(layout, documents, weights, tmp_path)
-    _assert_trains_alike(run, expected, MODELS[layout.model])
-    _assert_covers_alike(run, expected, MODELS[layout.model])
-    assert max(_cp_sizes(tmp_path)) > 1
-
-
-@pytest.mark.parametrize("name", tiered(SEGMENTS))
-def test_segments_train_to_the_losses_of_one_rank(
-    name: str,
-    documents: Path,
-    weights: dict[str, Path],
-    one_rank: dict[str, TrainingRun],
-    tmp_path: Path,
-) -> None:
-    """They see the coverage of whole micro-batches, count it once, and log what stages ran."""
-    layout = SEGMENTS[name]
-    expected = one_rank[layout.model]
-    run = _train_layout(layout, documents, weights, tmp_path)
-    _assert_trains_alike(run, expected, MODELS[layout.model])
-    _assert_covers_alike(run, expected, MODELS[layout.model])
+def _assert_runs_in_segments(run: TrainingRun) -> None:
+    """Segments differ between micro-batches and ranks, and the log has times of what ran."""
     for step in run.steps:
         forward_RPVM = np.array(step["measured"]["forward_ms"])
         for of_rank, forward_PVM in zip(step["segments"], forward_RPVM, strict=True):
@@ -356,32 +359,21 @@ def test_segments_train_to_the_losses_of_one_rank(
     assert any(len(set(of_ranks)) > 1 for of_ranks in counts) == (len(run.steps[0]["segments"]) > 1)
 
 
-def _train_layout(
-    layout: Layout, documents: Path, weights: dict[str, Path], log_dir: Path
-) -> TrainingRun:
-    return _train(
-        *(layout.ranks, layout.model, tuple(layout.flags.split()), documents, weights),
-        *(MODELS[layout.model].batching, log_dir, layout.program),
-    )
-
-
-def _assert_covers_alike(run: TrainingRun, expected: TrainingRun, model: Model) -> None:
-    for step, other in zip(run.steps, expected.steps, strict=True):
-        mean = other["coverage"]["mean"]
-        assert step["coverage"]["mean"] == pytest.approx(mean, rel=model.tolerance)
-
-
-def _cp_sizes(log_dir: Path) -> set[int]:
-    """Of all rows that any rank ran."""
-    lines = [line for path in rank_files(log_dir) for line in path.read_text().splitlines()]
-    steps = [record for record in map(json.loads, lines) if record["type"] == "step"]
-    return {row["width"] for step in steps for row in step["micro_batches"]}
+def _logged_budgets(log_dir: Path) -> dict[int, set[tuple[int, int]]]:
+    """Layer -> (blocks, budget) of every sample that ranks logged."""
+    found: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    for path in rank_files(log_dir):
+        header, *steps = map(json.loads, path.read_text().splitlines())
+        layers = [layer for chunk in header["layers"] for layer in chunk]
+        for row in [row for step in steps for row in step["micro_batches"]]:
+            for layer, budgets in zip(layers, row["budgets"], strict=True):
+                for tokens, budget in zip(row["lengths_tokens"], budgets, strict=True):
+                    found[layer].add((-(-tokens // 16), budget))
+    return found
 
 
 def _assert_trains_alike(run: TrainingRun, expected: TrainingRun, model: Model) -> None:
-    losses, expected_losses = (
-        [step["lm_loss"] for step in steps] for steps in (run.steps, expected.steps)
-    )
+    losses, expected_losses = run.logged("lm_loss"), expected.logged("lm_loss")
     assert len(losses) == len(expected_losses) == STEPS
     assert losses[0] == pytest.approx(expected_losses[0], rel=FEW_ROUNDINGS)
     assert losses == pytest.approx(expected_losses, rel=model.tolerance)
@@ -392,7 +384,7 @@ def _assert_trains_alike(run: TrainingRun, expected: TrainingRun, model: Model) 
         abs(norm - other) <= limit
         for norm, other, limit in zip(norms, expected_norms, allowed, strict=True)
     ), (norms, expected_norms)
-    assert [step["tokens"] for step in run.steps] == [step["tokens"] for step in expected.steps]
+    assert run.logged("tokens") == expected.logged("tokens")
 
 
 def _train(

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.attention.layout import (
     BlockGrid,
+    LayoutPair,
     PackedLayout,
     block_grid,
     packed_layout,
@@ -167,6 +168,16 @@ class SequenceSlice:
     def local_layout(self) -> PackedLayout:
         """The blocks of this rank, as a packed sequence of their own."""
         return self._layout_of(self.group.member)
+
+    @cached_property
+    def layouts(self) -> LayoutPair:
+        """The blocks of this rank's queries, and those of the sequence, which they read."""
+        return LayoutPair(
+            query_layout=self.local_layout,
+            kv_layout=self.whole_layout,
+            own_blocks=self.blocks_W[self.group.member].tolist(),
+            own_block_N=self.own_block_N,
+        )
 
     @cached_property
     def member_layouts(self) -> tuple[PackedLayout, ...]:

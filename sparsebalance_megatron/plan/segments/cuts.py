@@ -42,8 +42,10 @@ def prefix_ms(costs: StepCosts, budgets_LS: np.ndarray, blocks_SX: np.ndarray) -
     tokens_SX = np.minimum(blocks_SX * costs.block_size, costs.lengths_tokens_S[:, None])
     length_SX = tokens_SX / costs.block_size
     pairs_PSX = np.zeros((costs.chunks, *blocks_SX.shape))
-    for chunk, budgets_S in zip(costs.chunk_of_layer_L, budgets_LS, strict=True):
-        pairs_PSX[chunk] += costs.work.attended_pairs(length_SX, budgets_S[:, None])
+    for layer in costs.sparse_layers:
+        pairs_PSX[costs.chunk_of_layer_L[layer]] += costs.work.attended_pairs(
+            length_SX, budgets_LS[layer][:, None]
+        )
     visible_SX = costs.work.visible_pairs(length_SX)
     return (
         tokens_SX[..., None] * costs.token_2C[:, None, None]

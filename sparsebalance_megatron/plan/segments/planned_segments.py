@@ -64,12 +64,13 @@ def best_segments(problem: StepProblem) -> SegmentedStep | None:
         return None
     tuned_LS = _balanced_over_stages(problem, arrangement)
     _, step_ms_R = segmented_times(problem.costs, arrangement, tuned_LS)
-    stuck_S = ((tuned_LS == floor_LS) & (tuned_LS < problem.budgets.allowed.top_LS)).all(axis=0)
     slowest = np.repeat(step_ms_R == step_ms_R.max(), problem.job.micro_batches)
     return SegmentedStep(
         arrangement=arrangement,
         tuned=tuned_budgets(
-            problem.budgets, tuned_LS, stuck_S & slowest[arrangement.micro_batch_of_S]
+            problem.budgets,
+            tuned_LS,
+            problem.budgets.stuck_S(tuned_LS) & slowest[arrangement.micro_batch_of_S],
         ),
         makespan_ms=float(step_ms_R.max()),
     )

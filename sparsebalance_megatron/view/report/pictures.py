@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a step's time goes: against the baseline, rank by rank, and one step in full.
+"""Bars on a time axis, which ``templates/`` draw as SVG: where a step's time goes.
+
+Against the baseline, rank by rank, and one step in full.
 
 Shape legend: R data-parallel ranks, L layers, S samples of a micro-batch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,17 +18,121 @@ import numpy as np
 from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.log.records import Place, RankMicroBatch, RankStep, StepRecord
 from sparsebalance_megatron.plan.metrics import stage_busy_ms
-from sparsebalance_megatron.view.report.chart import (
-    MOST_TITLED_BARS,
-    PLOT_WIDTH,
-    Chart,
-    Panel,
-    Piece,
-    Row,
-    fits,
-)
-from sparsebalance_megatron.view.report.explanation import Explanation, TimeSplit
+from sparsebalance_megatron.view.report.numbers import Explanation, TimeSplit
 from sparsebalance_megatron.view.report.timeline import Timeline
+
+COLOURS: Mapping[str, tuple[str, str]] = {
+    "paper": ("#ffffff", "#15171a"),
+    "ink": ("#1b1d20", "#e8eaed"),
+    "muted": ("#626770", "#9aa0a8"),
+    "faint": ("#e3e6ea", "#2e3238"),
+    "computing": ("#1f6fb2", "#3f8fd0"),
+    "forward": ("#8fbde2", "#9ccbf0"),
+    "waiting": ("#f0a13c", "#d98a2b"),
+    "rest": ("#b3b8bf", "#6d737b"),
+    "noise": ("#9a6bb5", "#b48bd0"),
+}
+"""Name to (light, dark). A kind of time has one colour in all pictures."""
+
+KINDS = {
+    "forward": "forward",
+    "computing": "computing",
+    "waiting": "waiting",
+    "rest": "optimizer, gradients",
+    "noise": "noise",
+}
+"""Kinds of time by their names in a legend."""
+
+_MOST_TITLED_BARS = 1000
+PLOT_WIDTH = 260.0
+"""In the units of the picture, of which a letter is about 6 wide."""
+_MOST_TICKS = 6
+_LETTER = 6.1
+_LABEL_ROOM = 4.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A coloured stretch of a bar.
+
+    ``text`` stands in it where it fits, ``title`` shows when it is pointed at.
+    """
+
+    kind: str
+    start_ms: float
+    ms: float
+    text: str = ""
+    title: str = ""
+    marked: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A bar. ``note`` stands at its right end."""
+
+    label: str
+    pieces: tuple[Piece, ...]
+    note: str = ""
+
+    @property
+    def end_ms(self) -> float:
+        return max((piece.start_ms + piece.ms for piece in self.pieces), default=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """Bars below a heading on one time axis, which ends at ``end_ms``."""
+
+    heading: str
+    rows: tuple[Row, ...]
+    end_ms: float
+
+    @property
+    def ticks_ms(self) -> list[float]:
+        """Round values from 0 to at most ``end_ms``."""
+        least = self.end_ms / _MOST_TICKS
+        power = 10.0 ** math.floor(math.log10(least))
+        step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)
+        return [step * number for number in range(int(self.end_ms / step * (1 + 1e-9)) + 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Panels one above the other.
+
+    ``alt``: what the picture says, in words. ``remarks``: what is known about it and not drawn.
+    ``plot_width``: of the time axis.
+    """
+
+    alt: str
+    panels: tuple[Panel, ...]
+    remarks: tuple[str, ...] = ()
+    plot_width: float = PLOT_WIDTH
+    row_height: float = 20.0
+
+    @property
+    def legend(self) -> dict[str, str]:
+        """The kinds of time that are drawn, by their names."""
+        drawn = {piece.kind for panel in self.panels for row in panel.rows for piece in row.pieces}
+        names = KINDS | ({"computing": "backward"} if "forward" in drawn else {})
+        return {kind: name for kind, name in names.items() if kind in drawn}
+
+    @property
+    def label_width(self) -> float:
+        labels = [row.label for panel in self.panels for row in panel.rows]
+        return _LETTER * max(map(len, labels)) + _LABEL_ROOM
+
+    @property
+    def dense(self) -> bool:
+        """Whether there are too many bars for edges and titles."""
+        bars = sum(len(row.pieces) for panel in self.panels for row in panel.rows)
+        return bars > _MOST_TITLED_BARS
+
+    @property
+    def wide(self) -> bool:
+        """Whether it scrolls on a narrow screen, since it could not be read if it shrank."""
+        return self.plot_width > PLOT_WIDTH
+
 
 _MOST_ROWS = 16
 _MOST_RANKS = 32
@@ -112,7 +219,7 @@ def _rank_rows(steps: Sequence[StepRecord]) -> tuple[Row, ...]:
     step_ms = float(np.mean([step.iteration_ms or 0.0 for step in known]))
     ranks = list(range(len(compute_R)))
     if len(ranks) > _MOST_RANKS:
-        ranks = evenly(np.argsort(-compute_R, kind="stable").tolist(), _MOST_RANKS)
+        ranks = _evenly(np.argsort(-compute_R, kind="stable").tolist(), _MOST_RANKS)
     return tuple(
         Row(
             label=f"rank {rank}",
@@ -126,7 +233,7 @@ def _rank_rows(steps: Sequence[StepRecord]) -> tuple[Row, ...]:
     )
 
 
-def evenly(values: Sequence[int], most: int) -> list[int]:
+def _evenly(values: Sequence[int], most: int) -> list[int]:
     """At most so many of the values, the first and the last included."""
     places = np.linspace(0, len(values) - 1, min(most, len(values))).round().astype(int)
     return [values[place] for place in places.tolist()]
@@ -134,9 +241,8 @@ def evenly(values: Sequence[int], most: int) -> list[int]:
 
 def step_chart(views: Sequence[StepView]) -> Chart:
     """Stages of ranks as rows, time to the right; what no bar covers is waiting."""
-    shown = shown_places(views)
-    bars = [len(spans) for view in views for spans in view.timeline.spans.values()]
-    plot_width = float(np.clip(_WIDTH_PER_BAR * max(bars), PLOT_WIDTH, _WIDEST_PLOT))
+    shown = _shown_places(views)
+    most_bars = max(len(spans) for view in views for spans in view.timeline.spans.values())
     ends_ms = [max(view.timeline.makespan_ms, 1e-9) for view in views]
     remarks = [
         f"{view.name}: {'; '.join((view.timeline.source, *view.timeline.remarks))}"
@@ -146,28 +252,26 @@ def step_chart(views: Sequence[StepView]) -> Chart:
         ends_ms = [max(ends_ms)] * len(ends_ms)
     else:
         remarks.append("times differ so much that every panel has an axis of its own")
-    ranks = {rank for view in views for rank, _ in view.timeline.spans}
-    drawn = {rank for rank, _ in shown}
-    if len(drawn) < len(ranks):
-        remarks.append(f"{len(drawn)} of {len(ranks)} ranks, from the first to finish to the last")
+    ranks, drawn = (
+        len({rank for rank, _ in places})
+        for places in ([place for view in views for place in view.timeline.spans], shown)
+    )
+    if drawn < ranks:
+        remarks.append(f"{drawn} of {ranks} ranks, from the first to finish to the last")
     panels = tuple(
-        Panel(
-            heading=_heading(view),
-            rows=_rows(view, shown, end_ms, plot_width, titled=sum(bars) <= MOST_TITLED_BARS),
-            end_ms=end_ms,
-        )
+        Panel(heading=_heading(view), rows=_rows(view, shown), end_ms=end_ms)
         for view, end_ms in zip(views, ends_ms, strict=True)
     )
     return Chart(
         alt=". ".join(panel.heading for panel in panels),
         panels=panels,
         remarks=tuple(remarks),
-        plot_width=plot_width,
+        plot_width=float(np.clip(_WIDTH_PER_BAR * most_bars, PLOT_WIDTH, _WIDEST_PLOT)),
         row_height=float(np.clip(110 / len(shown), 13.0, 20.0)),
     )
 
 
-def shown_places(views: Sequence[StepView]) -> tuple[Place, ...]:
+def _shown_places(views: Sequence[StepView]) -> tuple[Place, ...]:
     """All places, or those of ranks evenly chosen from the slowest to the fastest."""
     places = sorted({place for view in views for place in view.timeline.spans})
     most = max(1, _MOST_ROWS // len({stage for _, stage in places}))
@@ -176,66 +280,54 @@ def shown_places(views: Sequence[StepView]) -> tuple[Place, ...]:
         end_ms[rank] = max(end_ms.get(rank, 0.0), *(span.end_ms for span in spans))
     if len(end_ms) <= most:
         return tuple(places)
-    chosen = evenly(sorted(end_ms, key=lambda rank: (-end_ms[rank], rank)), most)
+    chosen = _evenly(sorted(end_ms, key=lambda rank: (-end_ms[rank], rank)), most)
     return tuple(place for place in places if place[0] in chosen)
 
 
-def _rows(
-    view: StepView, shown: tuple[Place, ...], end_ms: float, plot_width: float, *, titled: bool
-) -> tuple[Row, ...]:
+def _rows(view: StepView, shown: tuple[Place, ...]) -> tuple[Row, ...]:
+    one_stage = len({stage for _, stage in shown}) == 1
+    first = dict(reversed(shown))
     waiting = Piece(kind="waiting", start_ms=0.0, ms=view.timeline.makespan_ms)
     rows = []
-    for place, label in zip(shown, _labels(shown), strict=True):
+    for place in shown:
+        rank, stage = place
+        label = f"rank {rank}" if one_stage else f"rank {rank}  stage {stage}"
         step = view.contents.get(place)
         held = {each.position: each for each in step.micro_batches} if step else {}
-        pieces = [waiting]
-        for span in view.timeline.spans.get(place, ()):
-            micro_batch = held.get(span.position)
-            budget = None if micro_batch is None else longest_sample_budget(micro_batch)
-            text = "" if budget is None or span.direction == "forward" else f"{budget:.0f}"
-            pieces.append(
-                Piece(
-                    kind="forward" if span.direction == "forward" else "computing",
-                    start_ms=span.start_ms,
-                    ms=span.ms,
-                    text=text if fits(text, span.ms, end_ms, plot_width) else "",
-                    title=_title(view, place, span, micro_batch) if titled else "",
-                    marked=micro_batch is not None and micro_batch.width > 1,
-                )
-            )
-        rows.append(Row(label=label, pieces=tuple(pieces)))
+        pieces = [
+            _piece(view, place, span, held.get(span.position))
+            for span in view.timeline.spans.get(place, ())
+        ]
+        rows.append(
+            Row(label=label if first[rank] == stage else str(stage), pieces=(waiting, *pieces))
+        )
     return tuple(rows)
 
 
-def _title(view: StepView, place: Place, span: Span, held: RankMicroBatch | None) -> str:
+def _piece(view: StepView, place: Place, span: Span, held: RankMicroBatch | None) -> Piece:
+    """A forward or backward; backwards show the budget of the longest sample."""
     rank, stage = place
-    words = [
-        f"{view.name}: rank {rank}, stage {stage}, {span.direction} of micro-batch {span.position}"
-        + view.timeline.segment_words(place, span),
-        f"{span.ms:,.4g} ms",
-    ]
+    segment = view.timeline.segment_words(place, span)
+    title = (
+        f"{view.name}: rank {rank}, stage {stage}, {span.direction} of micro-batch "
+        f"{span.position}{segment}, {span.ms:,.4g} ms"
+    )
+    text, backward = "", span.direction == "backward"
     if held is not None:
-        words.append(f"{held.tokens // held.width:,} tokens")
-        if (budget := longest_sample_budget(held)) is not None:
-            words.append(f"budget {budget:.1f} blocks")
-    return ", ".join(words)
-
-
-def longest_sample_budget(held: RankMicroBatch) -> float | None:
-    """Budget of the longest sample in blocks, the mean over a stage's layers."""
-    if not held.budgets_LS.size:
-        return None
-    return float(held.budgets_LS[:, int(np.argmax(held.lengths_tokens))].mean())
-
-
-def _labels(shown: tuple[Place, ...]) -> list[str]:
-    if len({stage for _, stage in shown}) == 1:
-        return [f"rank {rank}" for rank, _ in shown]
-    first = dict(reversed(shown))
-    return [
-        f"rank {rank}  stage {stage}" if first[rank] == stage else str(stage)
-        for rank, stage in shown
-    ]
+        title += f", {held.tokens // held.width:,} tokens"
+        if held.budgets_LS.size:
+            # The mean over a stage's layers, in blocks.
+            budget = float(held.budgets_LS[:, int(np.argmax(held.lengths_tokens))].mean())
+            title += f", budget {budget:.1f} blocks"
+            text = f"{budget:.0f}" if backward else ""
+    return Piece(
+        kind="computing" if backward else "forward",
+        start_ms=span.start_ms,
+        ms=span.ms,
+        text=text,
+        title=title,
+        marked=held is not None and held.width > 1,
+    )
 
 
 def _heading(view: StepView) -> str:

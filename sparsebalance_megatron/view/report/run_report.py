@@ -3,55 +3,131 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sparsebalance_megatron.log.reader import RunLog, read_run_log
-from sparsebalance_megatron.view.report.chart import COLOURS, Chart, run_name
-from sparsebalance_megatron.view.report.comparison import (
+import numpy as np
+
+from sparsebalance_megatron.log.log_directory import rank_folder
+from sparsebalance_megatron.log.reader import RankLogs, RunLog, read_rank_logs, read_run_log
+from sparsebalance_megatron.log.records import StepRecord
+from sparsebalance_megatron.view.report.numbers import (
     Comparison,
     RunSummary,
     compare,
     paired,
     settled,
+    split_time,
     summarize,
 )
-from sparsebalance_megatron.view.report.coverage_frames import (
-    FRAME_HEIGHT,
-    FRAME_WIDTH,
-    Frame,
-    coverage_frames,
-)
-from sparsebalance_megatron.view.report.loss_lines import (
-    LINES_HEIGHT,
-    LINES_WIDTH,
-    LinePanel,
-    loss_panels,
-)
 from sparsebalance_megatron.view.report.pictures import (
+    COLOURS,
+    Chart,
     StepView,
     rank_bars,
-    shown_places,
     step_chart,
     waterfall,
 )
-from sparsebalance_megatron.view.report.run_data import (
-    Evidence,
-    ReportError,
-    choose_iteration,
-    gather,
+from sparsebalance_megatron.view.report.plots import Plot, coverage_plots, loss_plots
+from sparsebalance_megatron.view.report.timeline import (
+    Timeline,
+    measured_timeline,
+    named_places,
+    simulated_timeline,
 )
-from sparsebalance_megatron.view.report.tables import (
+from sparsebalance_megatron.view.report.words import (
     Table,
-    micro_batch_table,
+    headline,
+    noise,
+    numbers_table,
+    run_facts,
     worst_steps,
     worst_table,
 )
-from sparsebalance_megatron.view.report.words import ROWS, columns_of, headline, noise, run_facts
 
 _MOST_NOTES = 100
+
+
+class ReportError(ValueError):
+    """There is nothing to report, or nothing to report it with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """A run. ``ranks`` holds the iterations that were read."""
+
+    log: RunLog
+    ranks: RankLogs
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return (*self.log.problems, *self.ranks.problems)
+
+    def timeline(self, side: str, iteration: int) -> Timeline | None:
+        """Predicted or measured; None where it is not known."""
+        step = next((step for step in self.log.steps if step.iteration == iteration), None)
+        if step is None:
+            return None
+        if side == "predicted":
+            return simulated_timeline(step, side, self.log.schedule)
+        contents = self.ranks.steps.get(iteration, {})
+        return measured_timeline(step, contents, self.log.schedule)
+
+    def views(self, name: str, side: str, iteration: int) -> list[StepView]:
+        """One view of a step, or none where its times are not known."""
+        timeline = self.timeline(side, iteration)
+        contents = self.ranks.steps.get(iteration, {})
+        return [StepView(name=name, timeline=timeline, contents=contents)] if timeline else []
+
+
+def gather(log: RunLog, iterations: Collection[int]) -> Evidence:
+    """Read what the ranks logged of the given iterations."""
+    ranks = read_rank_logs(log.directory, iterations)
+    missing = [place for place in log.steps[-1].places if place not in ranks.headers]
+    if ranks.headers and missing:
+        problem = f"{rank_folder(log.directory)}: no log of {named_places(missing)}; left out"
+        ranks = replace(ranks, problems=(*ranks.problems, problem))
+    return Evidence(log=log, ranks=ranks)
+
+
+def choose_iteration(log: RunLog, baseline: RunLog | None, asked: int | None) -> int:
+    """The iteration asked for, or else a typical one that was measured.
+
+    Typical: after the warm-up, nearest to the means of step time and of the share of waiting, of
+    both runs.
+
+    Raises:
+        ReportError: if the log does not hold the iteration asked for.
+    """
+    if asked is not None:
+        known = [step.iteration for step in log.steps]
+        if asked not in known:
+            raise ReportError(
+                f"--step {asked}: not in {log.directory}, whose iterations are "
+                f"{known[0]} to {known[-1]}; choose one of them"
+            )
+        return asked
+    steps = [(step,) for step in settled(log.steps)]
+    for candidates in (paired(log, baseline) if baseline else [], steps):
+        traits = {each[-1].iteration: _traits(each) for each in candidates}
+        typical = {iteration: values for iteration, values in traits.items() if values}
+        if typical:
+            found = np.array(list(typical.values()))
+            means = np.maximum(found.mean(axis=0), 1e-9)
+            distance = np.abs(found / means - 1.0).sum(axis=1)
+            return list(typical)[int(distance.argmin())]
+    return next((step for (step,) in reversed(steps) if step.complete), log.steps[-1]).iteration
+
+
+def _traits(sides: Sequence[StepRecord]) -> list[float]:
+    """Time and share of waiting of the step, of every run; empty where one is not known."""
+    splits = [split_time([step]) if step.complete else None for step in sides]
+    known = [split for split in splits if split is not None and split.step_ms > 0.0]
+    if len(known) < len(sides):
+        return []
+    return [value for split in known for value in (split.step_ms, split.waiting_ms / split.step_ms)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +147,12 @@ class Report:
     waterfall: Chart | None
     ranks: Chart | None
     sampled: str
-    loss: Sequence[LinePanel]
+    loss: Sequence[Plot]
     worst_steps: Table
     iteration: int
     step: Chart | None
     missing: Sequence[str]
-    micro_batches: Table
-    coverage: Sequence[Frame]
+    coverage: Sequence[Plot]
     coverage_iteration: int
     notes: Sequence[str]
 
@@ -104,41 +179,47 @@ def make_report(run_directory: Path, baseline_directory: Path | None, step: int 
     iteration = choose_iteration(log, baseline_log, step)
     worst = worst_steps(log.steps)
     evidence = gather(log, {iteration, *(each.iteration for each in worst)})
-    baseline = None if baseline_log is None else gather(baseline_log, {iteration})
-    numbers = summarize(log.steps) if baseline_log is None else compare(baseline_log, log)
-    why = numbers.explanation if isinstance(numbers, Comparison) else None
-    views, missing = _views(iteration, evidence, baseline)
+    wanted = [(evidence, "predicted", "predicted"), (evidence, "measured", "measured")]
+    problems = [*evidence.problems]
+    numbers: RunSummary | Comparison = summarize(log.steps)
+    averaged, why = {"this run": settled(log.steps)}, None
+    if baseline_log is not None:
+        baseline = gather(baseline_log, {iteration})
+        wanted.append((baseline, "baseline, measured", "measured"))
+        numbers = compare(baseline_log, log)
+        problems += [*baseline.problems, *numbers.problems]
+        why = numbers.explanation
+        if pairs := paired(log, baseline_log):
+            averaged = dict(zip(("baseline", "this run"), zip(*pairs, strict=True), strict=True))
+    views = {name: run.views(name, side, iteration) for run, name, side in wanted}
+    notes = list(dict.fromkeys(problems))
+    if len(notes) > _MOST_NOTES:
+        notes[_MOST_NOTES:] = [f"{len(notes) - _MOST_NOTES} more like these"]
     logs = [log] if baseline_log is None else [log, baseline_log]
-    pairs = [] if baseline_log is None else paired(log, baseline_log)
-    both = {"baseline": [old for old, _ in pairs], "this run": [new for _, new in pairs]}
-    averaged = both if pairs else {"this run": settled(log.steps)}
-    columns = columns_of(numbers)
+    drawn = [view for found in views.values() for view in found]
     return Report(
-        title=" against ".join(run_name(each.directory) for each in logs),
+        # The last two parts of a directory name a run.
+        title=" against ".join("/".join(each.directory.absolute().parts[-2:]) for each in logs),
         facts=run_facts(log.header),
         headline=headline(numbers),
         findings=noise(numbers),
         numbers=numbers,
-        numbers_table=Table(
-            ("", *columns, "how it is known"),
-            [(row.name, *(row.value(run) for run in columns.values()), row.kind) for row in ROWS],
-        ),
+        numbers_table=numbers_table(numbers),
         waterfall=None if why is None else waterfall(why),
         ranks=rank_bars(averaged),
         sampled=f"{len(averaged['this run'])} of {len(log.steps):,} steps, after the warm-up",
-        loss=loss_panels(log.steps, () if baseline_log is None else baseline_log.steps),
+        loss=loss_plots(log.steps, () if baseline_log is None else baseline_log.steps),
         worst_steps=worst_table(worst, evidence.ranks),
         iteration=iteration,
-        step=step_chart(views) if views else None,
-        missing=missing,
-        micro_batches=micro_batch_table(
-            next(each for each in log.steps if each.iteration == iteration),
-            evidence.ranks.steps.get(iteration, {}),
-            {rank for rank, _ in shown_places(views)} if views else set(),
-        ),
-        coverage=coverage_frames(log.coverage, log.header.config if log.header else {}),
+        step=step_chart(drawn) if drawn else None,
+        missing=[
+            f"{name.capitalize()}: not drawn, not all of its times are logged."
+            for name, found in views.items()
+            if not found
+        ],
+        coverage=coverage_plots(log.coverage, log.header.config if log.header else {}),
         coverage_iteration=log.coverage.iteration if log.coverage else 0,
-        notes=_notes(evidence, baseline, numbers),
+        notes=notes,
     )
 
 
@@ -149,49 +230,17 @@ def step_picture(run: RunLog, baseline: RunLog) -> tuple[int, str]:
         ReportError: if jinja2 is not installed, or no step was measured in both.
     """
     iteration = choose_iteration(run, baseline, None)
+    named = {"baseline": baseline, "sparse balance": run}
     views = [
-        *_view("baseline", gather(baseline, {iteration}), "measured", iteration),
-        *_view("sparse balance", gather(run, {iteration}), "measured", iteration),
+        view
+        for name, log in named.items()
+        for view in gather(log, {iteration}).views(name, "measured", iteration)
     ]
     if len(views) < 2:
         raise ReportError(
             f"{baseline.directory} and {run.directory} share no step with measured times"
         )
     return iteration, _render("step.svg.j2", chart=step_chart(views))
-
-
-def _views(
-    iteration: int, evidence: Evidence, baseline: Evidence | None
-) -> tuple[list[StepView], list[str]]:
-    """What can be drawn of the step, and what cannot."""
-    wanted = [("predicted", evidence, "predicted"), ("measured", evidence, "measured")]
-    if baseline is not None:
-        wanted.append(("baseline, measured", baseline, "measured"))
-    views, missing = [], []
-    for name, run, side in wanted:
-        found = _view(name, run, side, iteration)
-        views += found
-        if not found:
-            missing.append(f"{name.capitalize()}: not drawn, not all of its times are logged.")
-    return views, missing
-
-
-def _view(name: str, evidence: Evidence, side: str, iteration: int) -> list[StepView]:
-    """One view, or none where the times are not known."""
-    timeline = evidence.timeline(side, iteration)
-    contents = evidence.ranks.steps.get(iteration, {})
-    return [StepView(name=name, timeline=timeline, contents=contents)] if timeline else []
-
-
-def _notes(
-    evidence: Evidence, baseline: Evidence | None, numbers: RunSummary | Comparison
-) -> list[str]:
-    compared = numbers.problems if isinstance(numbers, Comparison) else ()
-    found = (*evidence.problems, *(baseline.problems if baseline else ()), *compared)
-    notes = list(dict.fromkeys(found))
-    if len(notes) > _MOST_NOTES:
-        notes[_MOST_NOTES:] = [f"{len(notes) - _MOST_NOTES} more like these"]
-    return notes
 
 
 def render_page(report: Report, refresh_s: float | None = None) -> str:
@@ -220,6 +269,4 @@ def _render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    sizes = {"frame_width": FRAME_WIDTH, "frame_height": FRAME_HEIGHT}
-    sizes |= {"lines_width": LINES_WIDTH, "lines_height": LINES_HEIGHT}
-    return environment.get_template(template).render(colours=COLOURS, **sizes, **values).lstrip()
+    return environment.get_template(template).render(colours=COLOURS, **values).lstrip()

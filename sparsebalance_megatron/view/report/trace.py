@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from sparsebalance_megatron.learn.measurement import Span
-from sparsebalance_megatron.log.records import SIDES, Place, RankStep, StepRecord
+from sparsebalance_megatron.log.records import SIDES, Place, RankMicroBatch, RankStep, StepRecord
 from sparsebalance_megatron.plan.metrics import imbalance, stage_busy_ms
 from sparsebalance_megatron.view.report.timeline import Timeline
 
@@ -112,6 +112,7 @@ class Tracer:
         self, side: str, timeline: Timeline, origin_ns: int, traced: TracedStep
     ) -> Iterator[Event]:
         """Computing and waiting, as predicted or as measured."""
+        iteration = traced.record.iteration
         for place, spans in timeline.spans.items():
             yield from self._introduce(side, place)
             for span in spans:
@@ -126,11 +127,9 @@ class Tracer:
         for place, from_ms, to_ms in timeline.waiting_ms():
             if _ns(from_ms) < _ns(to_ms):
                 yield _complete(
-                    "waiting",
-                    "waiting",
-                    self._threads[side, place],
+                    *("waiting", "waiting", self._threads[side, place]),
                     (origin_ns + _ns(from_ms), origin_ns + _ns(to_ms)),
-                    {"iteration": traced.record.iteration, "ms": round(to_ms - from_ms, 4)},
+                    {"iteration": iteration, "ms": round(to_ms - from_ms, 4)},
                 )
 
     def _introduce(self, side: str, place: Place) -> Iterator[Event]:
@@ -158,29 +157,21 @@ class Tracer:
             self._flows += 1
             ends = sorted((middles_ns[side][work], side) for side in SIDES)
             for phase, (at_ns, side) in zip(("s", "f"), ends, strict=True):
-                process, thread = self._threads[side, work[0]]
-                yield {
-                    "name": "the same work",
-                    "cat": "prediction",
-                    "ph": phase,
-                    "id": self._flows,
-                    "pid": process,
-                    "tid": thread,
-                    "ts": _us(at_ns),
-                    # Binds the arrow to the slice around it, not to the next one.
-                    **({"bp": "e"} if phase == "f" else {}),
-                }
+                pid, tid = self._threads[side, work[0]]
+                arrow = {"name": "the same work", "cat": "prediction", "ph": phase}
+                # Binds the arrow to the slice around it, not to the next one.
+                binding = {"bp": "e"} if phase == "f" else {}
+                at = {"id": self._flows, "pid": pid, "tid": tid, "ts": _us(at_ns)}
+                yield arrow | at | binding
 
     def _counters(self, record: StepRecord, start_ns: int) -> Iterator[Event]:
         """Coverage and imbalance of the step; measured over predicted time of every stage."""
         coverage = {"executed": record.coverage.mean, "at base budgets": record.coverage.base_mean}
         ranks_ms = {"predicted": record.predicted_rank_ms, "measured": record.measured_rank_ms}
+        imbalances = {side: imbalance(ms) if ms else None for side, ms in ranks_ms.items()}
         tracks = [
             (_RUN_PROCESS, "coverage", coverage),
-            (
-                *(_RUN_PROCESS, "imbalance of ranks"),
-                {side: imbalance(ms) if ms else None for side, ms in ranks_ms.items()},
-            ),
+            (_RUN_PROCESS, "imbalance of ranks", imbalances),
         ]
         predicted_RP, measured_RP = (stage_busy_ms(record.times_2RPVM(side)) for side in SIDES)
         for place in record.places:
@@ -193,8 +184,8 @@ class Tracer:
                 key: value for key, value in values.items() if value is not None and isfinite(value)
             }
             if known:
-                at_us = _us(start_ns)
-                yield {"name": name, "ph": "C", "pid": process, "ts": at_us, "args": known}
+                at = {"pid": process, "ts": _us(start_ns)}
+                yield {"name": name, "ph": "C", **at, "args": known}
 
 
 def _process(side: str, rank: int) -> int:
@@ -227,21 +218,23 @@ def _span_arguments(place: Place, span: Span, traced: TracedStep) -> Event:
             if isfinite(ms):
                 found[f"{side}_ms"] = round(ms, 4)
     step = traced.contents.get(place)
-    for held in step.micro_batches if step else ():
-        if held.position != span.position:
-            continue
-        found["tokens"] = held.tokens
-        if held.width > 1:
-            found["ranks_of_row"], found["member_of_row"] = held.width, held.member
-        found["lengths_tokens"] = list(held.lengths_tokens)
-        if held.budgets_LS.size:
-            found["budgets_blocks_mean"] = held.budgets_LS.mean(axis=0).round(2).tolist()
-            found["budgets_blocks_min"] = held.budgets_LS.min(axis=0).astype(int).tolist()
-            found["budgets_blocks_max"] = held.budgets_LS.max(axis=0).astype(int).tolist()
-        coverage = [value for value in held.coverage or () if value is not None]
-        if coverage:
-            found["coverage_mean"] = round(float(np.mean(coverage)), 5)
-        break
+    held = {each.position: each for each in step.micro_batches} if step else {}
+    if span.position in held:
+        found |= _held_arguments(held[span.position])
+    return found
+
+
+def _held_arguments(held: RankMicroBatch) -> Event:
+    found: Event = {"tokens": held.tokens, "lengths_tokens": list(held.lengths_tokens)}
+    if held.width > 1:
+        found |= {"ranks_of_row": held.width, "member_of_row": held.member}
+    if held.budgets_LS.size:
+        found["budgets_blocks_mean"] = held.budgets_LS.mean(axis=0).round(2).tolist()
+        found["budgets_blocks_min"] = held.budgets_LS.min(axis=0).astype(int).tolist()
+        found["budgets_blocks_max"] = held.budgets_LS.max(axis=0).astype(int).tolist()
+    coverage = [value for value in held.coverage or () if value is not None]
+    if coverage:
+        found["coverage_mean"] = round(float(np.mean(coverage)), 5)
     return found
 
 
@@ -251,27 +244,17 @@ def _step_arguments(traced: TracedStep) -> Event:
     for side, timeline in traced.timelines.items():
         found[f"{side}_ms"] = round(timeline.makespan_ms, 4)
         found[f"{side}_known_from"] = timeline.source
-    values = {
-        **{name: getattr(record, name) for name in ("iteration_ms", "lm_loss", "tokens")},
-        **{name: getattr(record.predicted, name) for name in ("lower_bound_ms", "work_ratio")},
-    }
+    values = {name: getattr(record, name) for name in ("iteration_ms", "lm_loss", "tokens")}
+    values |= {name: getattr(record.predicted, name) for name in ("lower_bound_ms", "work_ratio")}
     return found | {name: value for name, value in values.items() if value is not None}
 
 
 def _complete(
     name: str, category: str, where: Thread, span_ns: tuple[int, int], arguments: Event
 ) -> Event:
-    start_ns, end_ns = span_ns
-    return {
-        "name": name,
-        "cat": category,
-        "ph": "X",
-        "pid": where[0],
-        "tid": where[1],
-        "ts": _us(start_ns),
-        "dur": _us(end_ns - start_ns),
-        "args": arguments,
-    }
+    (pid, tid), (start_ns, end_ns) = where, span_ns
+    slice_ = {"name": name, "cat": category, "ph": "X", "pid": pid, "tid": tid}
+    return slice_ | {"ts": _us(start_ns), "dur": _us(end_ns - start_ns), "args": arguments}
 
 
 def _metadata(kind: str, process: int, thread: int, **arguments: Any) -> Event:

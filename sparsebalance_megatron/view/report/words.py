@@ -1,19 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of one run, or of two side by side, as sentences and as rows of a table."""
+"""The numbers of one run, or of two side by side, as sentences and as tables of text.
+
+Shape legend: R data-parallel ranks, P pipeline stages, M micro-batches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-from sparsebalance_megatron.log.records import RunHeader
-from sparsebalance_megatron.view.report.comparison import Comparison, RunSummary
+import numpy as np
+
+from sparsebalance_megatron.log.reader import RankLogs
+from sparsebalance_megatron.log.records import SIDES, RunHeader, StepRecord
+from sparsebalance_megatron.view.report.numbers import Comparison, RunSummary, settled
 
 _SIZES = (
     *("data_parallel_size", "pipeline_stages", "virtual_stages", "micro_batches", "layers"),
     *("megatron_core", "torch", "device", "cost_source"),
 )
-_SETTINGS = ("block_size", "base_budget", "batching", "tuning")
+_MOST_WORST_STEPS = 5
+_WORST_HEADINGS = (
+    *("iteration", "lost, ms", "rank, stage", "host", "micro-batch", "tokens"),
+    *("predicted, ms", "measured, ms", "ratio"),
+)
+_SETTINGS = ("block_size", "base_budget", "layer_budgets", "batching", "tuning")
 
 
 def headline(numbers: RunSummary | Comparison) -> str:
@@ -82,63 +93,66 @@ def run_facts(header: RunHeader | None) -> str:
     if header is None:
         return "The log has no header: the run's shape is unknown."
     known = {name: getattr(header, name) for name in _SIZES}
-    known |= {name: header.config[name] for name in _SETTINGS if name in header.config}
+    config = header.config
+    known |= {name: config[name] for name in _SETTINGS if config.get(name) is not None}
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in known.items())
 
 
-class Row(NamedTuple):
-    """One line of the table; ``kind``: where the number comes from."""
+class Table(NamedTuple):
+    """Text in rows; a cell is empty where the logs do not say."""
 
-    name: str
-    kind: Literal["measured", "predicted", "both", "logged"]
-    value: Callable[[RunSummary], str]
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
 
-ROWS = (
-    Row("iteration, ms (median)", "measured", lambda run: ms_text(run.iteration_ms_median)),
-    Row("mean step, ms", "measured", lambda run: _part(run, "step_ms")),
-    Row("  of it computing, ms", "measured", lambda run: _part(run, "compute_ms")),
-    Row("  of it waiting, ms", "measured", lambda run: _part(run, "waiting_ms")),
-    Row("  of it the rest, ms", "measured", lambda run: _part(run, "rest_ms")),
-    Row("imbalance of ranks, max/mean", "measured", lambda run: _text(run.rank_imbalance, ".3f")),
-    Row("busiest rank, ms: measured", "measured", lambda run: ms_text(run.measured_ms)),
-    Row("busiest rank, ms: predicted", "predicted", lambda run: ms_text(run.predicted_ms)),
-    Row("step, ms: predicted lower bound", "predicted", lambda run: ms_text(run.lower_bound_ms)),
-    Row("error of predicted rank times", "both", lambda run: _text(run.predicted_error, ".1%")),
-    Row(
+def numbers_table(numbers: RunSummary | Comparison) -> Table:
+    """The runs side by side, and where each number comes from."""
+    runs = (
+        {"this run": numbers}
+        if isinstance(numbers, RunSummary)
+        else {"baseline": numbers.baseline, "sparse balance": numbers.sparse_balance}
+    )
+    rows = [(name, *map(value, runs.values()), kind) for name, kind, value in _ROWS]
+    return Table(("", *runs, "how it is known"), rows)
+
+
+_ROWS: tuple[tuple[str, str, Callable[[RunSummary], str]], ...] = (
+    ("iteration, ms (median)", "measured", lambda run: ms_text(run.iteration_ms_median)),
+    ("mean step, ms", "measured", lambda run: _part(run, "step_ms")),
+    ("  of it computing, ms", "measured", lambda run: _part(run, "compute_ms")),
+    ("  of it waiting, ms", "measured", lambda run: _part(run, "waiting_ms")),
+    ("  of it the rest, ms", "measured", lambda run: _part(run, "rest_ms")),
+    ("imbalance of ranks, max/mean", "measured", lambda run: text_of(run.rank_imbalance, ".3f")),
+    ("busiest rank, ms: measured", "measured", lambda run: ms_text(run.measured_ms)),
+    ("busiest rank, ms: predicted", "predicted", lambda run: ms_text(run.predicted_ms)),
+    ("step, ms: predicted lower bound", "predicted", lambda run: ms_text(run.lower_bound_ms)),
+    ("error of predicted rank times", "both", lambda run: text_of(run.predicted_error, ".1%")),
+    (
         "computing, relative to fixed budgets",
         "predicted",
-        lambda run: _text(run.work_ratio, ".1%"),
+        lambda run: text_of(run.work_ratio, ".1%"),
     ),
-    Row("score coverage (mean)", "measured", lambda run: _text(run.coverage_mean, ".4f")),
-    Row(
-        "  above fixed budgets, by samples",
-        "measured",
-        lambda run: _text(run.coverage_gain, "+.4f"),
+    ("score coverage (mean)", "measured", lambda run: text_of(run.coverage_mean, ".4f")),
+    (
+        *("  above fixed budgets, by samples", "measured"),
+        lambda run: text_of(run.coverage_gain, "+.4f"),
     ),
-    Row(
-        "  above fixed budgets, by tokens",
-        "measured",
-        lambda run: _text(run.coverage_gain_by_token, "+.4f"),
+    (
+        *("  above fixed budgets, by tokens", "measured"),
+        lambda run: text_of(run.coverage_gain_by_token, "+.4f"),
     ),
-    Row("loss, first step", "measured", lambda run: _text(run.loss_first, ".4f")),
-    Row("loss, last step", "measured", lambda run: _text(run.loss_last, ".4f")),
-    Row("steps, of them warm-up", "logged", lambda run: f"{run.steps}, {run.warm_up_steps}"),
+    ("loss, first step", "measured", lambda run: text_of(run.loss_first, ".4f")),
+    ("loss, last step", "measured", lambda run: text_of(run.loss_last, ".4f")),
+    ("steps, of them warm-up", "logged", lambda run: f"{run.steps}, {run.warm_up_steps}"),
 )
-
-
-def columns_of(numbers: RunSummary | Comparison) -> dict[str, RunSummary]:
-    """The runs by what they are called."""
-    if isinstance(numbers, Comparison):
-        return {"baseline": numbers.baseline, "sparse balance": numbers.sparse_balance}
-    return {"this run": numbers}
+"""What a number is, where it comes from, and its text."""
 
 
 def ms_text(value: float | None) -> str:
     """A time without its unit. Relative times can be far below a millisecond."""
     if value is not None and value >= 100.0:
-        return _text(value, ",.0f")
-    return _text(value, ".1f" if value is None or value >= 1.0 else ".3g")
+        return text_of(value, ",.0f")
+    return text_of(value, ".1f" if value is None or value >= 1.0 else ".3g")
 
 
 def _part(run: RunSummary, name: str) -> str:
@@ -146,5 +160,59 @@ def _part(run: RunSummary, name: str) -> str:
     return ms_text(None if run.split is None else getattr(run.split, name))
 
 
-def _text(value: float | None, layout: str) -> str:
+def text_of(value: float | None, layout: str) -> str:
+    """A number in a layout."""
     return "not measured" if value is None else format(value, layout)
+
+
+def worst_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
+    """Steps after the warm-up whose busiest rank exceeded its prediction most, worst first.
+
+    Without a cost table predicted times are relative, so they are scaled to the median step.
+    """
+    known = [
+        (step, max(step.measured_rank_ms), max(step.predicted_rank_ms))
+        for step in settled(steps)
+        if step.measured_rank_ms and step.predicted_rank_ms and max(step.predicted_rank_ms) > 0.0
+    ]
+    if not known:
+        return []
+    scale = float(np.median([measured_ms / predicted_ms for _, measured_ms, predicted_ms in known]))
+    lost = [(measured_ms - scale * predicted_ms, step) for step, measured_ms, predicted_ms in known]
+    lost.sort(key=lambda each: -each[0])
+    return [step for lost_ms, step in lost[:_MOST_WORST_STEPS] if lost_ms > 0.0]
+
+
+def worst_table(steps: Iterable[StepRecord], ranks: RankLogs) -> Table:
+    """The micro-batch of every step that exceeded its prediction most, on one stage.
+
+    The step that lost most comes first.
+    """
+    found = [_worst_row(step, ranks) for step in steps if step.complete]
+    rows = [row for _, row in sorted(found, key=lambda each: -each[0])]
+    return Table(_WORST_HEADINGS, rows)
+
+
+def _worst_row(record: StepRecord, ranks: RankLogs) -> tuple[float, tuple[str, ...]]:
+    """Of the micro-batch: ms above its prediction, and the cells of its row."""
+    predicted_RPM, measured_RPM = (record.times_2RPVM(side).sum(axis=(0, 3)) for side in SIDES)
+    scale = float(measured_RPM.sum() / predicted_RPM.sum()) if predicted_RPM.sum() > 0.0 else 1.0
+    excess_RPM = measured_RPM - scale * predicted_RPM
+    place = np.unravel_index(excess_RPM.argmax(), excess_RPM.shape)
+    rank, stage, position = map(int, place)
+    header = ranks.headers.get((rank, stage))
+    step = ranks.steps.get(record.iteration, {}).get((rank, stage))
+    held = [each for each in step.micro_batches if each.position == position] if step else []
+    expected_ms = scale * predicted_RPM[place]
+    row = (
+        str(record.iteration),
+        f"{excess_RPM[place]:,.0f}",
+        f"{rank}, {stage}",
+        header.host if header else "",
+        str(position),
+        f"{held[0].tokens:,}" if held else "",
+        f"{predicted_RPM[place]:,.4g}",
+        f"{measured_RPM[place]:,.4g}",
+        f"{measured_RPM[place] / expected_ms:.2f}" if expected_ms > 0.0 else "",
+    )
+    return float(excess_RPM[place]), row

@@ -2,8 +2,6 @@
 """What a job would take under several block sizes, budgets, micro-batches and context groups.
 
 Everything is counted or predicted by the code that plans training; nothing is run.
-
-Shape legend: S samples of a micro-batch.
 """
 
 from __future__ import annotations
@@ -18,11 +16,12 @@ from sparsebalance_megatron.cost.memory import StageMemory
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.table import ModelShape
+from sparsebalance_megatron.cost.work_model import features
 from sparsebalance_megatron.learn.prediction import Workload, planned_memory
 from sparsebalance_megatron.plan.job import Job, check_cp_sizes, default_max_cp_size, whole_parts
-from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError, StepPlan
+from sparsebalance_megatron.plan.step_plan import PlanError, StepPlan
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError
-from sparsebalance_megatron.view.simulate.setups import RANKS_PER_NODE, workload
+from sparsebalance_megatron.view.simulate.variants import RANKS_PER_NODE, workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +30,9 @@ class AdviceInputs:
 
     ``job``: of one micro-batch, whose ranks share none. ``shape`` names the tensor-parallel size.
     ``batches``: lengths in tokens of global batches in order, alike in size. ``costs``: block size
-    -> cost model, without recomputation. ``seq_length``: the longest sample that training takes;
-    None stands for the longest of the batches.
+    -> cost model, without recomputation. ``layer_budgets``: of layers that keep theirs in every
+    choice. ``seq_length``: the longest sample that training takes; None stands for the longest of
+    the batches.
     """
 
     job: Job
@@ -41,6 +41,7 @@ class AdviceInputs:
     batches: tuple[tuple[int, ...], ...]
     costs: Callable[[int], CostModel]
     selection: str
+    layer_budgets: str | None = None
     seq_length: int | None = None
     recompute_all: bool = False
     recompute_attention: bool = False
@@ -141,7 +142,7 @@ def _outlook(inputs: AdviceInputs, choice: Choice) -> Outlook:
     blocks = -(-max(map(max, inputs.batches)) // choice.block_size)
     dense = replace(
         sparse,
-        policy=replace(sparse.policy, base_budget=blocks, tuning="off"),
+        policy=replace(sparse.policy, base_budget=blocks, layer_budgets=None, tuning="off"),
         cost=_without_router(sparse.cost),
     )
     plans, dense_plans = ([step.plan for step in each.planned_steps()] for each in (sparse, dense))
@@ -150,7 +151,8 @@ def _outlook(inputs: AdviceInputs, choice: Choice) -> Outlook:
     )
     job = inputs.job
     busy_ms = sum(float(plan.expectation.times_2RPVM.sum()) for plan in plans)
-    router_ms = sum(_router_ms(inputs.costs(choice.block_size), job.layers, plan) for plan in plans)
+    dense_L, cost = sparse.policy.dense_L(job.layers), inputs.costs(choice.block_size)
+    router_ms = sum(_router_ms(cost, int((~dense_L).sum()), plan) for plan in plans)
     lengths = np.concatenate(inputs.batches)
     is_dense = lengths <= choice.block_size * choice.base_budget
     coverages = [plan.expectation.coverage_mean for plan in plans]
@@ -170,6 +172,7 @@ def _outlook(inputs: AdviceInputs, choice: Choice) -> Outlook:
             inputs.shape,
             selection=inputs.selection,
             block_size=choice.block_size,
+            dense_L=dense_L,
             tied_embeddings=inputs.tied_embeddings,
             sequence_parallel=True,
             optimizer_ranks=job.data_parallel_size // choice.context_parallel_size,
@@ -199,7 +202,11 @@ def _workload(inputs: AdviceInputs, choice: Choice) -> Workload:
     return workload(
         inputs.batches,
         job=replace(inputs.job, micro_batches=choice.micro_batches, context_parallel_size=size),
-        config=SparseBalanceConfig(block_size=choice.block_size, base_budget=choice.base_budget),
+        config=SparseBalanceConfig(
+            block_size=choice.block_size,
+            base_budget=choice.base_budget,
+            layer_budgets=inputs.layer_budgets,
+        ),
         cap_tokens=-(-samples * longest // size),
         max_cp_size=max_cp_size,
         cost=cost,
@@ -210,20 +217,17 @@ def _workload(inputs: AdviceInputs, choice: Choice) -> Workload:
 def _without_router(cost: CostModel) -> CostModel:
     nothing = {Part.ROUTER: (0.0,) * len(cost.forward_ms[Part.ROUTER])}
     return replace(
-        cost,
-        forward_ms={**cost.forward_ms, **nothing},
-        backward_ms={**cost.backward_ms, **nothing},
+        cost, forward_ms={**cost.forward_ms, **nothing}, backward_ms={**cost.backward_ms, **nothing}
     )
 
 
 def _router_ms(cost: CostModel, layers: int, plan: StepPlan) -> float:
     """Selecting blocks, forward and backward, on all ranks and layers of a step."""
     forward, backward = (cost.coefficients_ms(Part.ROUTER, each) for each in Direction)
-    per_unit = forward + backward
-    return layers * sum(float(per_unit @ _router_work(cost, each)) for each in plan.micro_batches)
-
-
-def _router_work(cost: CostModel, micro_batch: MicroBatchPlan) -> np.ndarray:
-    blocks_S = np.array(micro_batch.lengths_tokens) / cost.block_size
-    visible = cost.work.visible_pairs(blocks_S).sum()
-    return np.array([1.0, len(blocks_S), micro_batch.tokens, 0.0, visible])
+    return layers * sum(
+        float(
+            (forward + backward)
+            @ features(each.lengths_tokens, 1, block_size=cost.block_size, work=cost.work)
+        )
+        for each in plan.micro_batches
+    )

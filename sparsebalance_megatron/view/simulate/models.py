@@ -10,11 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from sparsebalance_megatron.config import (
-    DEFAULT_COUNTED_DEVICE,
-    DEFAULT_SELECTION,
-    CountedDevice,
-)
+from sparsebalance_megatron.config import DEFAULT_COUNTED_DEVICE, DEFAULT_SELECTION, CountedDevice
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.json_file import UnreadableFileError, read_json
@@ -51,15 +47,17 @@ def counted_cost(
     tensor_parallel_size: int = 1,
     selection: str = DEFAULT_SELECTION,
     device: CountedDevice = DEFAULT_COUNTED_DEVICE,
+    gigabytes_per_second: float | None = None,
 ) -> CostModel:
-    """A model's counted operations at a device's rates.
+    """A model's counted operations at a device's rates, and an exchange at a bandwidth.
 
     Raises:
         WorkloadError: the tensor-parallel ranks do not divide the heads.
     """
     shape = model.on_ranks(tensor_parallel_size)
     cost = CostModel.analytic(shape, block_size, selection=selection, device=device)
-    return replace(cost, source=f"{model.name}: {cost.source}")
+    cost = replace(cost, source=f"{model.name}: {cost.source}")
+    return cost if gigabytes_per_second is None else cost.with_bandwidth(gigabytes_per_second)
 
 
 _SIZES = {
@@ -83,10 +81,7 @@ _SIZES = {
 huggingface.co."""
 
 _TIED = frozenset(
-    {
-        *("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b"),
-        *("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"),
-    }
+    {*("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b"), *("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b")}
 )
 """Embedding and output are one matrix."""
 

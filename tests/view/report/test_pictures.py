@@ -12,15 +12,14 @@ from view.report.sample_run import SampleRun
 
 from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.log.reader import read_run_log
-from sparsebalance_megatron.log.records import CoverageRecord
-from sparsebalance_megatron.view.report.chart import Panel
-from sparsebalance_megatron.view.report.coverage_frames import (
-    FRAME_HEIGHT,
-    FRAME_WIDTH,
-    coverage_frames,
+from sparsebalance_megatron.view.report.numbers import Explanation, TimeSplit
+from sparsebalance_megatron.view.report.pictures import (
+    Panel,
+    StepView,
+    rank_bars,
+    step_chart,
+    waterfall,
 )
-from sparsebalance_megatron.view.report.explanation import Explanation, TimeSplit
-from sparsebalance_megatron.view.report.pictures import StepView, rank_bars, step_chart, waterfall
 from sparsebalance_megatron.view.report.timeline import MEASURED, Timeline
 
 
@@ -117,17 +116,3 @@ def test_relative_times_have_an_axis_of_their_own() -> None:
     timeline = Timeline(spans=spans, source=MEASURED)
     relative = StepView(name="predicted", timeline=timeline, contents={})
     assert [panel.end_ms for panel in step_chart([relative, view(1)]).panels] == [0.01, 4.0]
-
-
-def test_frames_hold_the_layers_and_the_least_coverage() -> None:
-    curves = ((None, None, (0.2, 0.4, 0.8)), (None, None, (0.4, 0.6, 1.0)))
-    record = CoverageRecord(iteration=5, grid=(1, 2, 4), bucket_blocks=(1, 3, 4), curves=curves)
-    (frame,) = coverage_frames(record, {"base_budget": 2, "coverage_threshold": 0.1})
-    assert frame.title == "4 blocks"
-    assert frame.base_x == FRAME_WIDTH / 2
-    assert frame.least_y == pytest.approx(FRAME_HEIGHT * (1 - 0.5 + 0.1))
-    assert frame.line == "0.0,70.0 90.0,50.0 180.0,10.0"
-    assert frame.band.startswith("0.0,60.0") and frame.band.endswith("0.0,80.0")
-    assert coverage_frames(None, {}) == ()
-    (bare,) = coverage_frames(record, {})
-    assert bare.base_x is None and bare.least_y is None

@@ -3,16 +3,31 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from record_cases import header_of
 from step_cases import JOB
+from view.report.sample_run import SampleRun, write_lines
 
-from sparsebalance_megatron.view.report.comparison import Comparison, RunSummary
-from sparsebalance_megatron.view.report.explanation import Explanation, TimeSplit
-from sparsebalance_megatron.view.report.words import changes, headline, noise, run_facts
+from sparsebalance_megatron.log.reader import read_rank_logs, read_run_log
+from sparsebalance_megatron.view.report.numbers import (
+    Comparison,
+    Explanation,
+    RunSummary,
+    TimeSplit,
+)
+from sparsebalance_megatron.view.report.words import (
+    changes,
+    headline,
+    noise,
+    run_facts,
+    worst_steps,
+    worst_table,
+)
 
 
 def summary(**changes: Any) -> RunSummary:
@@ -82,3 +97,36 @@ def test_what_ran() -> None:
     for fact in ("pipeline stages 2", "torch 2.15.0", "device cpu", "batching latency"):
         assert fact in facts
     assert "no header" in run_facts(None)
+
+
+SLOWED = 7
+
+
+def slowed(directory: Path) -> Path:
+    """A run of which one forward took ten times as long: of rank 1, stage 0, micro-batch 2."""
+    SampleRun(steps=10, noise=0.0).write(directory)
+    path = directory / "steps.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for record in records:
+        if record.get("iteration") == SLOWED and record["type"] == "step":
+            measured = record["measured"]
+            extra_ms = 9.0 * measured["forward_ms"][1][0][0][2]
+            measured["forward_ms"][1][0][0][2] += extra_ms
+            measured["rank_busy_ms"][1] += extra_ms
+    write_lines(path, records)
+    return directory
+
+
+def test_the_slowed_micro_batch_is_named(tmp_path: Path) -> None:
+    log = read_run_log(slowed(tmp_path / "run"))
+    worst = worst_steps(log.steps)
+    assert worst[0].iteration == SLOWED and len(worst) <= 5
+    ranks = read_rank_logs(log.directory, {step.iteration for step in worst})
+    rows = worst_table(worst, ranks).rows
+    lost_ms = [float(row[1].replace(",", "")) for row in rows]
+    assert lost_ms == sorted(lost_ms, reverse=True)
+    iteration, _, place, host, micro_batch, tokens, *_, ratio = rows[0]
+    assert (iteration, place, micro_batch) == (str(SLOWED), "1, 0", "2")
+    held = ranks.steps[SLOWED][(1, 0)].micro_batches[2]
+    assert (host, tokens) == ("node0", f"{held.tokens:,}")
+    assert float(ratio) > 2.0

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsebalance_megatron.convert.hf_config import read_config
-from sparsebalance_megatron.convert.megatron_flags import (
+from sparsebalance_megatron.convert.megatron_model import (
     bash_array,
     default_divisor,
     model_flags,
@@ -32,10 +32,7 @@ def flags_of(variant: str, directory: Path, **changes) -> dict[str, tuple[str, .
 @pytest.mark.parametrize(
     ("variant", "expected"),
     [
-        (
-            "llama-llama3",
-            {"--use-rope-scaling": (), "--rope-scaling-factor": ("32.0",)},
-        ),
+        ("llama-llama3", {"--use-rope-scaling": (), "--rope-scaling-factor": ("32.0",)}),
         ("llama-linear", {"--rotary-seq-len-interpolation-factor": ("4",)}),
         (
             "qwen2-yarn",

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from record_cases import step_record
 
 from sparsebalance_megatron.log.records import StepRecord
-from sparsebalance_megatron.view.report.explanation import explain, split_time
+from sparsebalance_megatron.view.report.numbers import explain, split_time, summarize
 
 
 def step(
@@ -98,3 +98,14 @@ def test_changes_add_up(drawn: list[tuple[float, ...]]) -> None:
     if interval is not None:
         ratios = [old.iteration_ms / new.iteration_ms for old, new in pairs]
         assert min(ratios) - 1e-9 <= interval[0] <= interval[1] <= max(ratios) + 1e-9
+
+
+def test_coverage_lost_is_weighed_by_tokens() -> None:
+    def covered(tokens: int, lost: float | None) -> StepRecord:
+        coverage = {"mean": 0.7, "base_mean": 0.6, "lost_by_token": lost}
+        return step_record(1, tokens=tokens, coverage=coverage)
+
+    found = summarize([covered(100, 0.01), covered(300, 0.05), covered(5, None)])
+    assert found.coverage_gain == pytest.approx(0.1)
+    assert found.coverage_gain_by_token == pytest.approx(-(0.01 * 100 + 0.05 * 300) / 400)
+    assert summarize([covered(5, None)]).coverage_gain_by_token is None

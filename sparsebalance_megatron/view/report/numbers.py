@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run in numbers, or two runs of the same samples, and why one is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import NamedTuple
+
+import numpy as np
+
+from sparsebalance_megatron.log.reader import RunLog
+from sparsebalance_megatron.log.records import StepRecord
+from sparsebalance_megatron.plan.metrics import imbalance
+
+WARM_UP_STEPS = 5
+NOISY_MACHINE_SHARE = 0.05
+"""Above this share of the baseline's step, what the machine did to it is said aloud."""
+_LEAST_PAIRS_FOR_INTERVAL = 6
+_RESAMPLES = 2000
+_CONFIDENCE = 0.95
+
+Pair = tuple[StepRecord, StepRecord]
+"""(baseline's step, the run's step) of the same iteration."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeSplit:
+    """Where the mean step's time went, in ms; the three parts add up to it.
+
+    ``compute_ms``: forwards and backwards, the mean over all stages of all ranks. ``waiting_ms``:
+    the rest of the time until the last of them has finished its last backward. ``rest_ms``:
+    everything after that: reducing gradients, the optimizer, reading, logging.
+    """
+
+    steps: int
+    compute_ms: float
+    waiting_ms: float
+    rest_ms: float
+
+    @property
+    def step_ms(self) -> float:
+        return self.compute_ms + self.waiting_ms + self.rest_ms
+
+
+class Change(NamedTuple):
+    """One reason for another step time, in ms; negative is time saved."""
+
+    name: str
+    ms: float
+
+    @property
+    def signed(self) -> str:
+        """Whole ms with their sign; what rounds to nothing has none."""
+        return f"{self.ms:+,.0f}" if round(self.ms) else "0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What stands between two runs' mean steps, over the steps that both took and measured.
+
+    - ``less_attention_ms``: the planner's work relative to base budgets, applied to the baseline's
+      computing time.
+    - ``waiting_ms``, ``rest_ms``: the differences of these parts.
+    - ``machine_ms``: the rest of the difference of computing times. The same work took longer or
+      shorter, or was predicted wrongly.
+    - ``speedup_interval``: 95 % interval of the ratio of total times, by resampling pairs of steps;
+      None for fewer than six pairs.
+    - ``machine_spread``: how much computing time against the work varies from step to step: half
+      the range of the middle half, over the median, for the run of the two in which it is larger.
+    """
+
+    baseline: TimeSplit
+    run: TimeSplit
+    less_attention_ms: float
+    waiting_ms: float
+    rest_ms: float
+    machine_ms: float
+    machine_spread: float
+    speedup_interval: tuple[float, float] | None
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """From the baseline's step to the run's: computing, waiting, the rest, noise."""
+        attention, waiting = (
+            "less" if ms <= 0 else "more" for ms in (self.less_attention_ms, self.waiting_ms)
+        )
+        return (
+            Change(f"{attention} attention", self.less_attention_ms),
+            Change(f"{waiting} waiting", self.waiting_ms),
+            Change("optimizer, gradients", self.rest_ms),
+            Change("noise", self.machine_ms),
+        )
+
+    @property
+    def speedup_on_an_even_machine(self) -> float:
+        """The ratio of mean steps, had the machine taken equally long for equal work."""
+        return self.baseline.step_ms / (self.run.step_ms - self.machine_ms)
+
+    @property
+    def noisy(self) -> bool:
+        """Whether the machine had a say in the result."""
+        limit = NOISY_MACHINE_SHARE
+        return abs(self.machine_ms) > limit * self.baseline.step_ms or self.machine_spread > limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """One run in numbers; None where nothing was measured.
+
+    All but the losses and the list of times leave out the warm-up: the first
+    :data:`WARM_UP_STEPS` steps, or the first fifth of a short run. Medians are over steps.
+
+    - ``iteration_ms``: every step that has a time, warm-up included.
+    - ``rank_imbalance``: median of max/mean over the data-parallel ranks' measured busy times, a
+      rank's busy time being that of its busiest pipeline stage.
+    - ``predicted_ms``, ``measured_ms``: median busy time of the busiest rank.
+    - ``predicted_error``: median of ``|predicted / measured - 1|`` over steps and ranks, busy time
+      against busy time, so that waiting is in neither.
+    - ``lower_bound_ms``: median of the planner's bound on a step: no placement can be faster.
+    - ``work_ratio``: median of predicted work over that of the same samples at base budgets; below
+      1 attention was cut, so a speedup is not balance alone.
+    - ``split``: where the mean step's time goes.
+    - ``coverage_mean``: mean over steps of the mean score coverage of samples and layers.
+    - ``coverage_gain``, ``coverage_gain_by_token``: mean coverage less that of base budgets, where
+      every sample counts alike, and where every token does.
+    """
+
+    steps: int
+    warm_up_steps: int
+    iteration_ms_median: float | None
+    iteration_ms: tuple[float, ...]
+    loss_first: float | None
+    loss_last: float | None
+    rank_imbalance: float | None
+    coverage_mean: float | None
+    coverage_gain: float | None
+    coverage_gain_by_token: float | None
+    predicted_error: float | None
+    predicted_ms: float | None
+    measured_ms: float | None
+    lower_bound_ms: float | None
+    work_ratio: float | None
+    split: TimeSplit | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two runs over the same samples.
+
+    ``speedup``: baseline's median iteration time over the run's. ``speedup_paired``: median of that
+    ratio step by step. ``speedup_total``: of the time all these steps took together. The last two,
+    and the explanation of the difference, are None unless both runs saw the same number of tokens
+    in every step; otherwise the steps hold different samples.
+    """
+
+    baseline: RunSummary
+    sparse_balance: RunSummary
+    speedup: float | None
+    speedup_paired: float | None
+    speedup_total: float | None
+    problems: tuple[str, ...]
+    explanation: Explanation | None = None
+
+
+def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
+    """Both runs in numbers, and how much faster the second is."""
+    problems = [*baseline.problems, *balanced.problems]
+    if len(baseline.steps) != len(balanced.steps):
+        problems.append(
+            f"{len(baseline.steps)} steps in {baseline.directory}, {len(balanced.steps)} in "
+            f"{balanced.directory}: last losses are not of the same step"
+        )
+    common = _common(balanced, baseline)
+    pairs = paired(balanced, baseline)
+    if len(pairs) < len(common):
+        first = next(old for old, new in common if old.tokens != new.tokens)
+        problems.append(
+            f"token counts differ in {len(common) - len(pairs)} of {len(common)} steps, first in "
+            f"iteration {first.iteration}: other samples, so steps are not compared one by one"
+        )
+        pairs = []
+    timed = [
+        (old.iteration_ms, new.iteration_ms)
+        for old, new in pairs
+        if old.iteration_ms is not None and new.iteration_ms is not None
+    ]
+    before, after = summarize(baseline.steps), summarize(balanced.steps)
+    return Comparison(
+        baseline=before,
+        sparse_balance=after,
+        speedup=_ratio(before.iteration_ms_median, after.iteration_ms_median),
+        speedup_paired=_average(_ratio(*each) for each in timed),
+        speedup_total=_ratio(sum(old for old, _ in timed), sum(new for _, new in timed)),
+        problems=tuple(problems),
+        explanation=explain(pairs),
+    )
+
+
+def summarize(steps: Sequence[StepRecord]) -> RunSummary:
+    """One run in numbers; see :class:`RunSummary`."""
+    after = settled(steps)
+    losses = [step.lm_loss for step in steps if step.lm_loss is not None]
+    lost_by_token = [
+        (step.coverage.lost_by_token, step.tokens)
+        for step in after
+        if step.coverage.lost_by_token is not None and step.tokens
+    ]
+    return RunSummary(
+        steps=len(steps),
+        warm_up_steps=warm_up_steps(len(steps)),
+        iteration_ms_median=_average(step.iteration_ms for step in after),
+        iteration_ms=tuple(step.iteration_ms for step in steps if step.iteration_ms is not None),
+        loss_first=losses[0] if losses else None,
+        loss_last=losses[-1] if losses else None,
+        rank_imbalance=_average(
+            imbalance(step.measured_rank_ms) for step in after if step.measured_rank_ms
+        ),
+        coverage_mean=_average((step.coverage.mean for step in after), fmean),
+        coverage_gain=_average(
+            (
+                step.coverage.mean - step.coverage.base_mean
+                for step in after
+                if step.coverage.mean is not None and step.coverage.base_mean is not None
+            ),
+            fmean,
+        ),
+        coverage_gain_by_token=-fmean(*zip(*lost_by_token, strict=True)) if lost_by_token else None,
+        predicted_error=_average(
+            abs(predicted / measured - 1.0)
+            for step in after
+            if step.measured_rank_ms and step.predicted_rank_ms
+            for predicted, measured in zip(
+                step.predicted_rank_ms, step.measured_rank_ms, strict=True
+            )
+            if measured > 0.0
+        ),
+        predicted_ms=_average(max(step.predicted_rank_ms or (), default=None) for step in after),
+        measured_ms=_average(max(step.measured_rank_ms or (), default=None) for step in after),
+        lower_bound_ms=_average(step.predicted.lower_bound_ms for step in after),
+        work_ratio=_average(step.predicted.work_ratio for step in after),
+        split=split_time(after),
+    )
+
+
+def warm_up_steps(steps: int) -> int:
+    """Steps left out at the start: five, or a fifth of a run shorter than 25 steps."""
+    return min(WARM_UP_STEPS, steps // 5)
+
+
+def settled(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
+    """The steps after the warm-up."""
+    return steps[warm_up_steps(len(steps)) :]
+
+
+def paired(run: RunLog, baseline: RunLog) -> list[Pair]:
+    """The steps after the warm-up in which both saw as many tokens."""
+    return [(old, new) for old, new in _common(run, baseline) if old.tokens == new.tokens]
+
+
+def _common(run: RunLog, baseline: RunLog) -> list[Pair]:
+    old = {step.iteration: step for step in settled(baseline.steps)}
+    return [(old[new.iteration], new) for new in settled(run.steps) if new.iteration in old]
+
+
+def split_time(steps: Sequence[StepRecord]) -> TimeSplit | None:
+    """Where the mean step's time went; None where no step was measured whole."""
+    parts = _parts(steps)
+    return _mean(parts[np.isfinite(parts).all(axis=1)])
+
+
+def explain(pairs: Sequence[Pair]) -> Explanation | None:
+    """Compare runs by steps of the same samples; None where no pair was measured whole."""
+    parts = np.stack([_parts([pair[side] for pair in pairs]) for side in (0, 1)])
+    whole = np.isfinite(parts).all(axis=(0, 2))
+    before, after = (_mean(each) for each in parts[:, whole])
+    if before is None or after is None:
+        return None
+    known = [pair for pair, is_whole in zip(pairs, whole, strict=True) if is_whole]
+    work = np.array([_work(new) / _work(old) for old, new in known])
+    old_ms = np.array([old.compute_ms for old, _ in known])
+    less_attention_ms = float((old_ms * (work - 1.0)).mean())
+    return Explanation(
+        baseline=before,
+        run=after,
+        less_attention_ms=less_attention_ms,
+        waiting_ms=after.waiting_ms - before.waiting_ms,
+        rest_ms=after.rest_ms - before.rest_ms,
+        machine_ms=after.compute_ms - before.compute_ms - less_attention_ms,
+        machine_spread=max(_spread(each) for each in zip(*known, strict=True)),
+        speedup_interval=_interval(known),
+    )
+
+
+def _parts(steps: Sequence[StepRecord]) -> np.ndarray:
+    """ms of computing, waiting and the rest of every step; NaN where it was not measured whole."""
+    known = [(step.iteration_ms, step.compute_ms, step.schedule_ms) for step in steps]
+    iteration_ms, compute_ms, schedule_ms = np.array(known, dtype=np.float64).reshape(-1, 3).T
+    # The schedule of a step lies within it, but for the clocks of hosts.
+    schedule_ms = np.minimum(np.maximum(schedule_ms, compute_ms), iteration_ms)
+    compute_ms = np.minimum(compute_ms, schedule_ms)
+    return np.stack([compute_ms, schedule_ms - compute_ms, iteration_ms - schedule_ms], axis=1)
+
+
+def _mean(parts: np.ndarray) -> TimeSplit | None:
+    if not len(parts):
+        return None
+    compute_ms, waiting_ms, rest_ms = parts.mean(axis=0).tolist()
+    return TimeSplit(
+        steps=len(parts), compute_ms=compute_ms, waiting_ms=waiting_ms, rest_ms=rest_ms
+    )
+
+
+def _work(step: StepRecord) -> float:
+    return 1.0 if step.predicted.work_ratio is None else step.predicted.work_ratio
+
+
+def _spread(steps: Sequence[StepRecord]) -> float:
+    """Spread of measured over predicted computing times, where both are known."""
+    ratios = [
+        sum(step.measured_rank_ms) / sum(step.predicted_rank_ms)
+        for step in steps
+        if step.measured_rank_ms and step.predicted_rank_ms and sum(step.predicted_rank_ms) > 0.0
+    ]
+    low, middle, high = np.quantile(ratios or [0.0], (0.25, 0.5, 0.75))
+    return float((high - low) / 2.0 / middle) if middle > 0.0 else 0.0
+
+
+def _interval(pairs: Sequence[Pair]) -> tuple[float, float] | None:
+    if len(pairs) < _LEAST_PAIRS_FOR_INTERVAL:
+        return None
+    from scipy.stats import bootstrap
+
+    found = bootstrap(
+        tuple(np.array([step.iteration_ms for step in side]) for side in zip(*pairs, strict=True)),
+        lambda old, new, axis: old.sum(axis=axis) / new.sum(axis=axis),
+        paired=True,
+        vectorized=True,
+        n_resamples=_RESAMPLES,
+        confidence_level=_CONFIDENCE,
+        method="percentile",
+        random_state=np.random.default_rng(0),
+    ).confidence_interval
+    return float(found.low), float(found.high)
+
+
+def _ratio(numerator: float | None, denominator: float | None) -> float | None:
+    return numerator / denominator if numerator is not None and denominator else None
+
+
+def _average(
+    values: Iterable[float | None], how: Callable[[list[float]], float] = median
+) -> float | None:
+    """``how`` of the values that are known; None where none is."""
+    known = [value for value in values if value is not None]
+    return how(known) if known else None
