@@ -24,6 +24,7 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.coverage import coverage_at, guard_budgets
+from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.attention.layout import LayoutPair
 from sparsebalance_megatron.attention.precision import undisturbed
 from sparsebalance_megatron.attention.select import Selector, rank_sequence, selector_named
@@ -314,7 +315,8 @@ class BudgetedCoreAttention(MegatronModule):
         """[S, K + 1] budgets of the grid, then the base budget; copied to the device once."""
         if self._observed_at_K is None or self._observed_at_K.device != curves_SK.device:
             budgets = (*self._options.grid, self._base_budget)
-            self._observed_at_K = torch.tensor(budgets, dtype=torch.int32, device=curves_SK.device)
+            host_K = torch.tensor(budgets, dtype=torch.int32)
+            self._observed_at_K = copied_to(host_K, curves_SK.device)
         return self._observed_at_K.expand(curves_SK.shape[0], -1)
 
     def _mean_over_tensor_parallel(self, curves_SK: Tensor) -> Tensor:

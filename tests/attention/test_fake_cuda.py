@@ -59,7 +59,7 @@ def test_nothing_waits_and_nothing_lies_elsewhere(selection: str, tokens: list[i
 
 
 def test_guarded_budgets_in_megatrons_core_attention() -> None:
-    """The grid of budgets is copied once in a layer's life; after that nothing is."""
+    """Nothing but layouts and grids of budgets is copied."""
     options = AttentionOptions(
         block_size=128,
         base_budget=8,
@@ -83,7 +83,6 @@ def test_guarded_budgets_in_megatrons_core_attention() -> None:
         inputs = [
             torch.empty(4096, heads, 128, dtype=torch.bfloat16, device=CUDA) for heads in (16, 4)
         ]
-        attention.select(*inputs, context)
         with NoTraffic():
             selected = attention.select(*inputs, context)
     assert {x.device for x in selected.tensors()} == {CUDA}

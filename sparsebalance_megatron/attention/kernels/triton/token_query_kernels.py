@@ -191,6 +191,8 @@ def _take_block_in(
                 q_YD, dout_YF, k_CD, v_CF, visible_YC, peak_Y, total_Y, result_YU, score_scale,
                 OWN, PRECISION,
             )  # fmt: skip
+        # A thread may load what another one stores: the compiler chooses a layout for each access.
+        tl.debug_barrier()
         tl.store(rows + place_YU, result_YU, mask=inside_YU)
         if dout is not None:
             tl.store(totals + place_Y, tl.full([TILE_ROWS], 1.0, tl.float32), mask=valid_Y)
