@@ -69,7 +69,7 @@ def test_guarded_budgets_in_megatrons_core_attention() -> None:
         grid=(1, 2, 4),
     )
     attention = BudgetedCoreAttention(
-        SimpleNamespace(kv_channels=128, num_layers=1),
+        SimpleNamespace(kv_channels=128, num_layers=1, softmax_type="vanilla"),
         *(1, AttnMaskType.padding_causal, "self"),
         options=options,
     )
