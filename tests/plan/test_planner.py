@@ -313,7 +313,7 @@ def test_packed_micro_batches_are_searched_beyond_the_best_moves(monkeypatch):
     given_ = arguments((2, 8, 4, 1), tuning="off", plan_ms=200.0) | {"lengths_tokens": lengths}
     found = planned(**given_)
     found.validate(lengths, given_["job"], given_["policy"])
-    monkeypatch.setattr(planner, "improve_cp_sizes", lambda where, *_, **__: where)
+    monkeypatch.setattr(planner, "improve_packed", lambda where, *_, **__: where)
     first = planned(**given_).expectation.makespan_ms
     assert found.expectation.makespan_ms < 0.997 * first
 
