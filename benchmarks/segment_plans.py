@@ -31,8 +31,13 @@ from sparsebalance_megatron.plan.segments.pipeline import (
 )
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import StepPlan
-from sparsebalance_megatron.view.simulate.setups import SETUPS, workload_of
-from sparsebalance_megatron.view.simulate.variants import ALL_ROWS, BASELINE, SEGMENTED_ROWS
+from sparsebalance_megatron.view.simulate.variants import (
+    ALL_ROWS,
+    BASELINE,
+    SEGMENTED_ROWS,
+    SETUPS,
+    workload_of,
+)
 
 CASES = (("paper-main", "longalign"), ("paper-main", "chatqa2"), ("paper-ablation", "chatqa2"))
 IN_ONE_PIECE = "ours, base coverage"

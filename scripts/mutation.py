@@ -59,7 +59,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "plan/planner": ("tests/learn/test_scheduler.py", "tests/plan/test_golden_plans.py", CP_SIZES),
     "plan/context_groups": (CP_SIZES,),
     "plan/placement/": ("tests/plan/placement/test_balance.py", "tests/plan/test_golden_plans.py"),
-    "plan/pipeline/": ("tests/plan/pipeline/test_simulator.py",),
+    "plan/pipeline/": ("tests/plan/pipeline/test_simulator.py", CP_SIZES),
+    "plan/segments/": ("tests/plan/segments/test_segments.py",),
     "plan/": (
         *("tests/plan/test_planner.py", "tests/learn/test_scheduler.py"),
         "tests/plan/test_golden_plans.py",

@@ -11,5 +11,5 @@ install_beside "triton-${VERSION}" "triton==${VERSION}"
 export OMP_NUM_THREADS=1
 python -c "import sys, triton; sys.exit(triton.__version__ != '${VERSION}')" ||
     fail "tests would run under another Triton than ${VERSION}"
-exec python -m pytest --numprocesses 2 --dist load --durations=5 -k fit \
-    -m "not nightly" tests/benchmarks/test_kernel_resources.py "$@"
+exec python -m pytest --numprocesses 2 --dist load --durations=5 -k bf16-256-128-0.0 \
+    tests/benchmarks/test_kernel_resources.py "$@"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -21,7 +22,6 @@ settings.load_profile("sparse-balance")
 
 PROCESS_PATHS = (
     "attention/select/test_memory.py",
-    "benchmarks/test_kernel_resources.py",
     "cli/test_report.py",
     "cli/test_streams.py",
     "test_supported.py",
@@ -31,12 +31,7 @@ PROCESS_PATHS = (
     "run/test_dry_run.py",
 )
 """They start processes, compile kernels, fill memory or plan many ranks."""
-NIGHTLY_PATHS = (
-    "bad_inputs/test_survey.py",
-    "hosts/",
-    "test_distribution.py",
-    "test_patches.py",
-)
+NIGHTLY_PATHS = ("hosts/", "test_distribution.py", "test_patches.py")
 """What they guard changes with other projects, or with the build."""
 LONGEST_FILES = ("attention/test_triton_interpreted.py", "benchmarks/", "run/")
 """Where a file takes minutes. They are begun first: processes that run files side by side then end
@@ -87,3 +82,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents that most runs train on."""
+    from harness import long_tailed_lengths, write_documents
+
+    prefix = tmp_path_factory.mktemp("documents") / "train"
+    return write_documents(prefix, long_tailed_lengths(60, longest=250))

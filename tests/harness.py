@@ -185,6 +185,13 @@ def _run_torchrun(
             return None
 
 
+def python_block(page: str, number: int, path: Path) -> Path:
+    """A Python block of a page of docs/, written as it stands."""
+    text = (REPOSITORY / "docs" / page).read_text("utf-8")
+    path.write_text(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)[number], "utf-8")
+    return path
+
+
 def read_steps(log_dir: Path) -> list[dict[str, Any]]:
     """The step records of a run's log."""
     path = log_dir / "steps.jsonl"

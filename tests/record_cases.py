@@ -39,9 +39,7 @@ def rank_micro_batch(**changes: Any) -> RankMicroBatch:
 
 
 def rank_step(
-    *micro_batches: RankMicroBatch,
-    spans: tuple[Span, ...] = (),
-    start_unix_s: float | None = None,
+    *micro_batches: RankMicroBatch, spans: tuple[Span, ...] = (), start_unix_s: float | None = None
 ) -> RankStep:
     """The first step."""
     return RankStep(
@@ -70,12 +68,7 @@ PREDICTED = {
     **IMBALANCES,
     **TIMES,
 }
-MEASURED = {
-    "rank_busy_ms": [90.0, 70.0],
-    "schedule_ms": [[95.0], [90.0]],
-    **IMBALANCES,
-    **TIMES,
-}
+MEASURED = {"rank_busy_ms": [90.0, 70.0], "schedule_ms": [[95.0], [90.0]], **IMBALANCES, **TIMES}
 
 
 def step_line(iteration: int, /, **changes: Any) -> dict[str, Any]:

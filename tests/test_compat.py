@@ -198,9 +198,7 @@ def test_core_attention_takes_all_that_megatrons_takes() -> None:
 
 
 def test_custom_layouts_are_lists_of_layer_types() -> None:
-    from megatron.core.transformer.pipeline_parallel_layer_layout import (
-        PipelineParallelLayerLayout,
-    )
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
     class Config:
         pipeline_model_parallel_layout = PipelineParallelLayerLayout("Et|tt|(t|)*2,ttL|L", 3)

@@ -214,7 +214,7 @@ def quickstart_commands(folder: Path, argument: str) -> list[Command]:
     count = "$(python -c 'import torch; print(torch.cuda.device_count())')"
     commands = script_calls(folder, "quickstart.sh", argument, count, "1")
     assert [command[1] for command in commands if command[0] == "sparse-balance"] == [
-        *("prepare-data", "profile", "summary"),
+        *("prepare-data", "profile", "summary")
     ]
     assert [command[0] for command in commands].count("torchrun") == 2
     return commands
@@ -227,7 +227,7 @@ def gpu_check_commands(folder: Path) -> list[Command]:
     (_, *asked), *commands = script_calls(folder, "gpu_check.sh", "results")
     assert asked[0] == "-c"
     assert [command[0] for command in commands] == [
-        *("python", "scripts/quickstart.sh", "sparse-balance", "python", "python"),
+        *("python", "scripts/quickstart.sh", "sparse-balance", "python", "python")
     ]
     return commands
 

@@ -31,7 +31,6 @@ from sparsebalance_megatron.megatron.arguments import args_provider, check_typed
 from sparsebalance_megatron.view.simulate.models import MODELS as PRESETS
 
 REPOSITORY = Path(__file__).parents[1]
-EXAMPLES = sorted(path.name for path in (REPOSITORY / "examples").glob("*.sh"))
 MODELS = {
     "cluster_7b_sft.sh": "qwen2.5-7b",
     "cluster_8b_128k.sh": "llama-3.1-8b",
@@ -80,10 +79,7 @@ def run_script(
 
 
 def calls_of(
-    name: str,
-    *steps: Sequence[str],
-    directory: Path,
-    variables: Mapping[str, str] | None = None,
+    name: str, *steps: Sequence[str], directory: Path, variables: Mapping[str, str] | None = None
 ) -> list[list[str]]:
     """The programs that steps of an example start, which are recorded and not run."""
     programs = directory / "programs"
@@ -166,13 +162,6 @@ def one_process(**others: str) -> dict[str, str]:
     return {"NNODES": "1", "GPUS_PER_NODE": "1", "MODEL": "small_tokenizer"} | others
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_syntax_and_mode(name: str) -> None:
-    path = REPOSITORY / "examples" / name
-    assert subprocess.run(["bash", "-n", str(path)]).returncode == 0
-    assert os.access(path, os.X_OK)
-
-
 def test_a_copied_script_takes_its_common_part_along(tmp_path: Path) -> None:
     for name in ("common.sh", "qwen2.5_3b_sft.sh"):
         shutil.copy(REPOSITORY / "examples" / name, tmp_path)
@@ -194,10 +183,7 @@ def test_fine_tuning_0_5b_prepare_profile_plan(work: Path) -> None:
 
 @pytest.mark.parametrize("name", [*MODELS, "longcontext_pretrain.sh", "cpu_quickstart.sh"])
 def test_flags_are_accepted_and_make_the_public_model(
-    name: str,
-    megatron_parser: ArgumentParser,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, megatron_parser: ArgumentParser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Megatron's parser knows all of them, and the plugin refuses none."""
     ((_, *words),) = calls_of(name, directory=tmp_path)
@@ -209,16 +195,11 @@ def test_flags_are_accepted_and_make_the_public_model(
     if name not in MODELS:
         return
     public, given = PRESETS[MODELS[name]], flag_values(words)
-    expected = {
-        "--num-layers": public.layers,
-        "--hidden-size": public.shape.hidden_size,
-        "--ffn-hidden-size": public.shape.ffn_hidden_size,
-        "--num-attention-heads": public.shape.num_attention_heads,
-        "--num-query-groups": public.shape.num_query_groups,
-        "--kv-channels": public.shape.head_dim,
-        "--padded-vocab-size": public.shape.vocab_size,
-    }
-    assert {flag: given[flag] for flag in expected} == {f: (n,) for f, n in expected.items()}
+    names = ("hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups")
+    expected = {f"--{name}": (getattr(public.shape, name.replace("-", "_")),) for name in names}
+    expected |= {"--num-layers": (public.layers,), "--kv-channels": (public.shape.head_dim,)}
+    assert expected.items() <= given.items()
+    assert given["--padded-vocab-size"] == (public.shape.vocab_size,)
     assert ("--untie-embeddings-and-output-weights" in given) == (name in CLUSTER)
 
 
@@ -300,7 +281,7 @@ def test_every_step_hands_its_result_to_training(tmp_path: Path) -> None:
     *tools, (_, *launched) = calls_of(name, *steps, directory=tmp_path)
     prepare, convert, profile = (cli.parse(words) for _, *words in tools)
     assert [prepare.command, convert.command, profile.command] == [
-        *("prepare-data", "convert", "profile"),
+        *("prepare-data", "convert", "profile")
     ]
     trained = flag_values(launched)
     assert trained["--data-path"] == (prepare.output_prefix,)

@@ -50,8 +50,3 @@ def test_the_host_waits_and_copies_in_the_named_places_alone(file: str) -> None:
     found = list(waiting_calls((PACKAGE / file).read_text("utf-8")))
     assert [call for call in found if call[1] not in allowed] == []
     assert allowed <= {name for _, name in found}, "an exception that nothing needs"
-
-
-def test_what_waits_is_found() -> None:
-    source = "x.cpu()\ny = x.to(device, non_blocking=True)\nx.sum().item()\nx.to(device)"
-    assert list(waiting_calls(source)) == [(1, "cpu"), (2, "non_blocking"), (3, "item")]

@@ -4,23 +4,14 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import (
-    PROGRAMS,
-    REPOSITORY,
-    long_tailed_lengths,
-    read_steps,
-    run_training,
-    write_documents,
-)
+from harness import PROGRAMS, python_block, read_steps, run_training
 
 pytestmark = pytest.mark.distributed
 
-DOCUMENT = REPOSITORY / "docs" / "INTEGRATION.md"
 PROGRAM = PROGRAMS / "own_loop.py"
 STEPS = 4
 FEW_ROUNDINGS = 8 * 2.0**-23
@@ -31,18 +22,8 @@ LOGS = {"dp2": "pp1", "pp2": "pp2"}
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The document's first Python block, as it stands; tests/run/test_host_run.py runs the
-    other."""
-    block, _ = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text("utf-8"), re.M | re.S)
-    path = tmp_path_factory.mktemp("trainer") / "trainer.py"
-    path.write_text(block, "utf-8")
-    return path
-
-
-@pytest.fixture(scope="module")
-def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("documents") / "train"
-    return write_documents(prefix, long_tailed_lengths(60, longest=250))
+    """tests/run/test_host_run.py runs the document's other block."""
+    return python_block("INTEGRATION.md", 0, tmp_path_factory.mktemp("trainer") / "trainer.py")
 
 
 @pytest.fixture(scope="module")
@@ -128,20 +109,14 @@ def test_every_micro_batch_is_measured_and_budgets_are_tuned(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_log_has_the_trainers_own_losses(
-    layout: str, two_ranks: dict[str, Any], directory: Path
-) -> None:
-    logged = [step["lm_loss"] for step in read_steps(directory / LOGS[layout])]
-    assert logged == pytest.approx(two_ranks[layout]["tuned"], rel=FEW_ROUNDINGS)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_checkpoint_resumes_as_if_training_had_never_stopped(
     layout: str, two_ranks: dict[str, Any], directory: Path
 ) -> None:
-    assert two_ranks[layout]["resumed"] == two_ranks[layout]["tuned"]
-    whole = read_steps(directory / LOGS[layout])
-    resumed = read_steps(directory / f"{LOGS[layout]}-resumed")
+    """And the log has the trainer's own losses."""
+    tuned = two_ranks[layout]["tuned"]
+    whole, resumed = (read_steps(directory / f"{LOGS[layout]}{name}") for name in ("", "-resumed"))
+    assert [step["lm_loss"] for step in whole] == pytest.approx(tuned, rel=FEW_ROUNDINGS)
+    assert two_ranks[layout]["resumed"] == tuned
     for quantity in ("predicted", "coverage", "tokens"):
         assert [step[quantity] for step in resumed] == [step[quantity] for step in whole], quantity
 

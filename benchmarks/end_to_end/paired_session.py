@@ -51,9 +51,10 @@ class PairedScheduler:
 
     def planned(self, step: int) -> PlannedStep:
         planned = self._of(step).planned(self._order.batch(step))
-        if self._ranks_in_turn == 1:
-            return planned
-        return replace(planned, plan=one_rank_after_another(planned.plan))
+        plan = replace(planned.plan, step=step)
+        if self._ranks_in_turn > 1:
+            plan = one_rank_after_another(plan)
+        return replace(planned, plan=plan)
 
     def follow(self, then: Callable[[PlannedStep], None]) -> None:
         """A variant's next plan is not the next step's."""

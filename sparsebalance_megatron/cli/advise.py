@@ -139,28 +139,25 @@ def _costs(
 ) -> tuple[Callable[[int], CostModel], str, list[int]]:
     """Block size -> costs, whose queries select, and the block sizes; a table knows one of each."""
 
-    def counted(block_size: int) -> CostModel:
-        cost = counted_cost(
+    if arguments.cost_table is None:
+        counted = partial(
+            counted_cost,
             model,
-            block_size=block_size,
             tensor_parallel_size=arguments.tp,
             device=arguments.counted_device,
+            gigabytes_per_second=arguments.gigabytes_per_second,
         )
-        return with_bandwidth(cost)
-
-    def with_bandwidth(cost: CostModel) -> CostModel:
-        bandwidth = arguments.gigabytes_per_second
-        return cost if bandwidth is None else cost.with_bandwidth(bandwidth)
-
-    if arguments.cost_table is None:
-        return counted, DEFAULT_SELECTION, arguments.block_sizes or [128, 256, 512]
+        block_sizes = arguments.block_sizes or [128, 256, 512]
+        return lambda size: counted(block_size=size), DEFAULT_SELECTION, block_sizes
     run = model.on_ranks(arguments.tp).flat()
     # Megatron pads the vocabulary, and by how much is not known here.
     del run["shape.vocab_size"]
     table = CostTable.load(arguments.cost_table)
     for block_size in arguments.block_sizes or [table.identity.block_size]:
         table.check_matches(run | {"block_size": block_size})
-    cost = with_bandwidth(fit_cost_model(table))
+    cost = fit_cost_model(table)
+    if arguments.gigabytes_per_second is not None:
+        cost = cost.with_bandwidth(arguments.gigabytes_per_second)
     return lambda _: cost, table.identity.selection, [cost.block_size]
 
 

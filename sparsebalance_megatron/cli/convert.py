@@ -155,8 +155,7 @@ def _from_hf_to_megatron(arguments: argparse.Namespace) -> None:
     """Write a Megatron checkpoint from a Hugging Face directory; print counts and flags."""
     from sparsebalance_megatron.convert.hf_config import read_config
     from sparsebalance_megatron.convert.mapping import OUTPUT, parameters
-    from sparsebalance_megatron.convert.transfer import read_weights
-    from sparsebalance_megatron.convert.weight_files import WeightFiles
+    from sparsebalance_megatron.convert.transfer import WeightFiles, read_weights
 
     model = read_config(arguments.hf_dir)
     with WeightFiles(arguments.hf_dir) as files:
@@ -180,8 +179,7 @@ def _from_hf_to_megatron(arguments: argparse.Namespace) -> None:
 def _from_megatron_to_hf(arguments: argparse.Namespace) -> None:
     """Write a Hugging Face directory from a Megatron checkpoint; print counts."""
     from sparsebalance_megatron.convert.hf_config import DTYPES, read_config
-    from sparsebalance_megatron.convert.transfer import write_weights
-    from sparsebalance_megatron.convert.weight_files import copy_companions
+    from sparsebalance_megatron.convert.transfer import copy_companions, write_weights
 
     model = read_config(arguments.hf_config)
     _install_cpu_adapter()
@@ -254,7 +252,7 @@ def _model_args(model: DenseModel, args: argparse.Namespace, hf_dir: Path) -> st
         set_arguments,
         training_flags,
     )
-    from sparsebalance_megatron.convert.megatron_flags import bash_array, model_flags
+    from sparsebalance_megatron.convert.megatron_model import bash_array, model_flags
 
     divisor, rows = args.make_vocab_size_divisible_by, args.padded_vocab_size
     text = bash_array("MODEL_ARGS", model_flags(model, divisor=divisor, padded_vocab_size=rows))

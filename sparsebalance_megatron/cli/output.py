@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,12 +74,6 @@ def refuse_output_over_logs(output: Path | None, *directories: Path | None) -> N
     if output is not None:
         logs = (path for each in directories if each for path in each.rglob("*.jsonl"))
         refuse_output_over_input(output, logs, "--output")
-
-
-def check_writable_folder(folder: Path) -> None:
-    """Raise :class:`OSError` if no file can be made in a folder."""
-    with tempfile.TemporaryFile(dir=folder):
-        pass
 
 
 @contextmanager

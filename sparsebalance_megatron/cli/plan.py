@@ -30,13 +30,14 @@ from sparsebalance_megatron.learn.prediction import Workload
 from sparsebalance_megatron.plan.job import whole_parts
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError, batches_of
 from sparsebalance_megatron.view.simulate.models import counted_cost, model_named
-from sparsebalance_megatron.view.simulate.setups import shared_job, workload
 from sparsebalance_megatron.view.simulate.variants import (
     ALL_ROWS,
     BASELINE,
     ROWS_HELP,
     Variant,
+    shared_job,
     variants_of,
+    workload,
 )
 
 DEFAULT_MODEL = "qwen2.5-3b"
@@ -154,19 +155,16 @@ def _costs(arguments: Namespace) -> tuple[CostModel, int]:
             block_size=arguments.block_size or SparseBalanceConfig().block_size,
             tensor_parallel_size=arguments.tp or 1,
             device=arguments.counted_device,
+            gigabytes_per_second=arguments.gigabytes_per_second,
         )
-        layers = arguments.layers or model.layers
-    else:
-        layers = arguments.layers
-        if layers is None:
-            raise WorkloadError(
-                f"--cost-table {arguments.cost_table}: costs are per layer; add --layers"
-            )
-        given = {"block_size": arguments.block_size, "shape.tensor_parallel_size": arguments.tp}
-        cost = measured_cost_model(
-            arguments.cost_table,
-            {name: value for name, value in given.items() if value is not None},
+        return cost, arguments.layers or model.layers
+    if arguments.layers is None:
+        raise WorkloadError(
+            f"--cost-table {arguments.cost_table}: costs are per layer; add --layers"
         )
+    given = {"block_size": arguments.block_size, "shape.tensor_parallel_size": arguments.tp}
+    run = {name: value for name, value in given.items() if value is not None}
+    cost = measured_cost_model(arguments.cost_table, run)
     if arguments.gigabytes_per_second is not None:
         cost = cost.with_bandwidth(arguments.gigabytes_per_second)
-    return cost, layers
+    return cost, arguments.layers

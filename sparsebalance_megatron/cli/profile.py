@@ -5,16 +5,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparsebalance_megatron.cli.output import (
-    OutputError,
-    check_writable_folder,
-    progress_bar,
-    writing,
-)
+from sparsebalance_megatron.cli.output import OutputError, progress_bar, writing
 from sparsebalance_megatron.config import ConfigError
 
 if TYPE_CHECKING:
@@ -66,7 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     with writing(arguments.output):
         if arguments.output.is_dir():
             raise OutputError(f"--output {arguments.output}: is a directory; name a file")
-        check_writable_folder(arguments.output.parent)
+        with tempfile.TemporaryFile(dir=arguments.output.parent):
+            pass
     # Torch and Megatron take seconds, which neither --help nor a wrong flag should cost.
     import torch
 

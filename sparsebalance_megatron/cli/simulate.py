@@ -24,12 +24,15 @@ from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.learn.prediction import Workload
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError
 from sparsebalance_megatron.view.simulate.models import model_named
-from sparsebalance_megatron.view.simulate.setups import PAPER_ABLATION, SETUPS, Setup, workload_of
 from sparsebalance_megatron.view.simulate.variants import (
     BASELINE,
+    PAPER_ABLATION,
     ROWS_HELP,
+    SETUPS,
+    Setup,
     Variant,
     variants_of,
+    workload_of,
 )
 
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
 
 from sparsebalance_megatron.cli.output import OutputError
-from sparsebalance_megatron.log.reader import RunLogError, read_hosts, read_log_tail
-from sparsebalance_megatron.log.records import Place
-from sparsebalance_megatron.view.report.live import patience_s, status_line
+from sparsebalance_megatron.log.reader import LogTail, RunLogError, read_hosts, read_log_tail
+from sparsebalance_megatron.log.records import SIDES, Place, StepRecord
+from sparsebalance_megatron.plan.metrics import stage_busy_ms
+from sparsebalance_megatron.text_table import printable
+from sparsebalance_megatron.view.report.words import ms_text, text_of
 
 _SLOWEST_INTERVAL_S = 3600.0
 
@@ -75,3 +81,77 @@ def lines(directory: Path, interval_s: float) -> Iterator[str]:
 
 def _no_step(directory: Path) -> str:
     return f"{directory}: no step is logged yet"
+
+
+_RECENT_STEPS = 10
+"""What is said of devices and times looks at so many: single steps are noisy."""
+_SILENT_STEPS = 5
+"""Typical steps without a line, after which a run is called silent."""
+_MIN_SILENCE_S = 60.0
+
+
+class SlowDevice(NamedTuple):
+    """The stage that exceeds its prediction most; ``slowness`` is relative to the median stage."""
+
+    place: Place
+    slowness: float
+
+
+def status_line(tail: LogTail, hosts: Mapping[Place, str], silent_s: float | None) -> str:
+    """The last step, and what the steps before it say.
+
+    Args:
+        hosts: of every stage of every rank, as far as the ranks' logs name them.
+        silent_s: seconds since the log grew, where that says something.
+    """
+    step, recent = tail.steps[-1], tail.steps[-_RECENT_STEPS:]
+    measured_ms, predicted_ms = (
+        max(each) if each else None for each in (step.measured_rank_ms, step.predicted_rank_ms)
+    )
+    parts = [
+        f"iteration {step.iteration}",
+        f"{ms_text(step.iteration_ms)} ms, recently {ms_text(_typical_ms(recent))}",
+        f"loss {text_of(step.lm_loss, '.4g')}",
+        f"coverage {text_of(step.coverage.mean, '.3f')}, at base budgets "
+        f"{text_of(step.coverage.base_mean, '.3f')}",
+        f"busiest rank {ms_text(measured_ms)} ms, predicted {ms_text(predicted_ms)}",
+    ]
+    if (slowest := slowest_device(recent)) is not None:
+        (rank, stage), slowness = slowest
+        host = hosts.get(slowest.place)
+        where = f" on {printable(host)}" if host else ""
+        parts.append(f"slowest rank {rank} stage {stage}{where} {slowness:.2f}x")
+    if silent_s is not None:
+        parts.append(f"silent for {silent_s / 60:.0f} min: the run has ended, or hangs")
+    if tail.damaged:
+        parts.append(f"{tail.damaged} damaged lines left out")
+    return " | ".join(parts)
+
+
+def patience_s(steps: Sequence[StepRecord]) -> float:
+    """For how long a run that works may log nothing."""
+    typical_ms = _typical_ms(steps[-_RECENT_STEPS:]) or 0.0
+    return max(_MIN_SILENCE_S, _SILENT_STEPS * typical_ms / 1e3)
+
+
+def slowest_device(records: Sequence[StepRecord]) -> SlowDevice | None:
+    """The device that is slowest over the last steps of one shape; long steps count for more."""
+    alike = [each for each in records if each.shape[:2] == records[-1].shape[:2] and each.complete]
+    if not alike or len(alike[-1].places) < 2:
+        return None
+    predicted_RP, measured_RP = (
+        np.sum([stage_busy_ms(each.times_2RPVM(side)) for each in alike], axis=0) for side in SIDES
+    )
+    if not (predicted_RP > 0.0).all():
+        return None
+    ratio_RP = measured_RP / predicted_RP
+    typical = float(np.median(ratio_RP))
+    if not typical > 0.0:
+        return None
+    place = alike[-1].places[int(ratio_RP.argmax())]
+    return SlowDevice(place, float(ratio_RP[place]) / typical)
+
+
+def _typical_ms(steps: Sequence[StepRecord]) -> float | None:
+    known_ms = [step.iteration_ms for step in steps if step.iteration_ms]
+    return median(known_ms) if known_ms else None

@@ -24,9 +24,13 @@ from sparsebalance_megatron.plan.job import check_cp_sizes, default_max_cp_size
 from sparsebalance_megatron.text_table import terminal_columns, wrapped
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError, read_lengths
 from sparsebalance_megatron.view.simulate.models import MODELS
-from sparsebalance_megatron.view.simulate.setups import RANKS_PER_NODE
 from sparsebalance_megatron.view.simulate.tables import variant_lines
-from sparsebalance_megatron.view.simulate.variants import Variant, evaluate, unhideable_steps
+from sparsebalance_megatron.view.simulate.variants import (
+    RANKS_PER_NODE,
+    Variant,
+    evaluate,
+    unhideable_steps,
+)
 
 _DEFAULT_SEED = 1234
 """Megatron's ``--seed``."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.convert.hf_config import DenseModel
-from sparsebalance_megatron.convert.megatron_flags import Flag
-from sparsebalance_megatron.convert.weight_files import CONFIG
+from sparsebalance_megatron.convert.megatron_model import Flag
+from sparsebalance_megatron.convert.transfer import CONFIG
 from sparsebalance_megatron.errors import ConvertError
 from sparsebalance_megatron.evaluate.settings import KEY, SparseAttention, checked_settings
 from sparsebalance_megatron.json_file import read_json

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's GPTModel for a converted checkpoint, in one process on the CPU.
+"""Megatron's flags and GPTModel of a converted checkpoint, in one process on the CPU.
 
 Import only after the CPU adapter has been installed.
 """
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,15 +14,8 @@ from typing import Any
 import torch
 
 from sparsebalance_megatron.config import ConfigError
-from sparsebalance_megatron.convert.hf_config import DenseModel
+from sparsebalance_megatron.convert.hf_config import DenseModel, Rope
 from sparsebalance_megatron.convert.mapping import Parameter
-from sparsebalance_megatron.convert.megatron_flags import (
-    Flag,
-    default_divisor,
-    model_flags,
-    padded_rows,
-    words,
-)
 from sparsebalance_megatron.errors import ConvertError, listed
 from sparsebalance_megatron.megatron.compat import (
     default_layer_spec,
@@ -43,15 +37,11 @@ _FIXED_BY_THE_MODEL = (
     *("normalization", "norm_epsilon", "apply_layernorm_1p", "swiglu", "qk_layernorm"),
     *("add_bias_linear", "add_qkv_bias", "untie_embeddings_and_output_weights"),
     *("num_experts", "multi_latent_attention", "mtp_num_layers", "spec"),
+    # One process converts, and the checkpoint loads at any size.
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "yaml_cfg", "use_checkpoint_args"),
 )
-"""Arguments that config.json decides; flags after -- must not contradict it."""
-
-_MUST_BE_ONE = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-)
+"""Arguments that config.json or the conversion decides; flags after -- must not contradict them."""
 
 _NOT_OF_THE_MODEL: tuple[Flag, ...] = (
     # Megatron asks for them although nothing is trained.
@@ -97,7 +87,13 @@ def parse_model_flags(
     flags = words((*own, ("--seq-length", str(model.max_position_embeddings)), *_NOT_OF_THE_MODEL))
     expected = _parse(flags)
     args = _parse((*flags, *passed_on))
-    _check_not_contradicted(args, expected)
+    for name in _FIXED_BY_THE_MODEL:
+        given, fixed = getattr(args, name, None), getattr(expected, name, None)
+        if given != fixed:
+            raise ConfigError(
+                f"flags after -- make {name} {given}, config.json and a conversion in one process "
+                f"make it {fixed}; drop the flag"
+            )
     if args.padded_vocab_size is None:
         args.padded_vocab_size = padded_rows(model.vocab_size, args.make_vocab_size_divisible_by)
     elif args.padded_vocab_size < model.vocab_size:
@@ -112,27 +108,6 @@ def parse_model_flags(
 
 def _parse(flags: Sequence[str]) -> Namespace:
     return parse_flags("sparse-balance convert", flags, enabled=False, on_cpu=True)
-
-
-def _check_not_contradicted(args: Namespace, expected: Namespace) -> None:
-    for name in _FIXED_BY_THE_MODEL:
-        given, fixed = getattr(args, name, None), getattr(expected, name, None)
-        if given != fixed:
-            raise ConfigError(
-                f"flags after -- make {name} {given}, config.json makes it {fixed}; drop the flag"
-            )
-    for name in _MUST_BE_ONE:
-        if getattr(args, name) != 1:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {getattr(args, name)} after --: one process converts, "
-                "and the checkpoint loads at any size; drop the flag"
-            )
-    for name in ("yaml_cfg", "use_checkpoint_args"):
-        if getattr(args, name):
-            raise ConfigError(
-                f"--{name.replace('_', '-')} after --: config.json describes the model; "
-                "drop the flag"
-            )
 
 
 def build_model(
@@ -156,3 +131,89 @@ def check_names(model: Any, mapped: Sequence[Parameter]) -> None:
         raise ConvertError(f"Megatron's model has parameters without a source: {listed(unmapped)}")
     if absent := known - names:
         raise ConvertError(f"Megatron's model lacks parameters: {listed(absent)}")
+
+
+Flag = tuple[str, ...]
+"""A flag and its values, as words of a command line."""
+
+_MEGATRON_DIVISOR = 128
+"""Default of ``--make-vocab-size-divisible-by``."""
+
+
+def default_divisor(vocab_size: int) -> int:
+    """The largest divisor of the vocabulary that pads no row and divides Megatron's default."""
+    return math.gcd(vocab_size, _MEGATRON_DIVISOR)
+
+
+def padded_rows(vocab_size: int, divisor: int) -> int:
+    """The vocabulary's rows, rounded up to a multiple of the divisor."""
+    return -(-vocab_size // divisor) * divisor
+
+
+def model_flags(model: DenseModel, *, divisor: int, padded_vocab_size: int) -> tuple[Flag, ...]:
+    """What ``pretrain_gpt`` must be told to build this model.
+
+    ``--padded-vocab-size`` is what the model has; the other two sizes only tell tokenizers what
+    it is made of. Without it Megatron would pad the size of the tokenizer, which is often smaller
+    than the model's.
+    """
+    flags: list[Flag] = [
+        ("--num-layers", str(model.num_hidden_layers)),
+        ("--hidden-size", str(model.hidden_size)),
+        ("--ffn-hidden-size", str(model.intermediate_size)),
+        ("--num-attention-heads", str(model.num_attention_heads)),
+        ("--group-query-attention",),
+        ("--num-query-groups", str(model.num_key_value_heads)),
+        ("--kv-channels", str(model.head_dim)),
+        ("--max-position-embeddings", str(model.max_position_embeddings)),
+        *_rope_flags(model.rope),
+        ("--normalization", "RMSNorm"),
+        ("--norm-epsilon", repr(model.rms_norm_eps)),
+        ("--swiglu",),
+        ("--disable-bias-linear",),
+        ("--attention-dropout", repr(model.attention_dropout)),
+        ("--hidden-dropout", "0.0"),
+        ("--vocab-size", str(model.vocab_size)),
+        ("--make-vocab-size-divisible-by", str(divisor)),
+        ("--padded-vocab-size", str(padded_vocab_size)),
+    ]
+    if model.has_qkv_bias:
+        flags.append(("--add-qkv-bias",))
+    if not model.tie_word_embeddings:
+        flags.append(("--untie-embeddings-and-output-weights",))
+    return tuple(flags)
+
+
+def _rope_flags(rope: Rope) -> tuple[Flag, ...]:
+    assert rope.rope_theta is not None, "complete"
+    kind = "yarn" if rope.rope_type == "yarn" else "rope"
+    base = (("--position-embedding-type", kind), ("--rotary-base", str(int(rope.rope_theta))))
+    match rope.rope_type:
+        case "linear":
+            assert rope.factor is not None
+            return (*base, ("--rotary-seq-len-interpolation-factor", str(int(rope.factor))))
+        case "llama3":
+            return (*base, ("--use-rope-scaling",), ("--rope-scaling-factor", repr(rope.factor)))
+        case "yarn":
+            positions = str(rope.original_max_position_embeddings)
+            return (
+                *base,
+                ("--rotary-scaling-factor", repr(rope.factor)),
+                ("--yarn-original-max-position-embeddings", positions),
+                ("--yarn-beta-fast", repr(rope.beta_fast)),
+                ("--yarn-beta-slow", repr(rope.beta_slow)),
+                ("--mscale", repr(rope.mscale)),
+                ("--mscale-all-dim", repr(rope.mscale_all_dim)),
+            )
+    return base
+
+
+def words(flags: Sequence[Flag]) -> tuple[str, ...]:
+    """The flags as one command line."""
+    return tuple(word for flag in flags for word in flag)
+
+
+def bash_array(name: str, flags: Sequence[Flag]) -> str:
+    """``name=( .. )``, one flag per line, for a script to source."""
+    lines = (f"    {' '.join(flag)}\n" for flag in flags)
+    return f"{name}=(\n{''.join(lines)})\n"

@@ -17,8 +17,7 @@ writes them, and a model that has them needs no :func:`configure`.
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from sparsebalance_megatron.evaluate.attention import sparse_balance_attention
-from sparsebalance_megatron.evaluate.mask import document_starts
+from sparsebalance_megatron.evaluate.attention import document_starts, sparse_balance_attention
 from sparsebalance_megatron.evaluate.settings import SparseAttention, configure, settings_of
 
 NAME = "sparse_balance"

@@ -12,8 +12,6 @@ Versions after 0.4.13 find it by its entry point: ``lm-eval run --model sparse-b
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from lm_eval.api.registry import register_model
@@ -67,8 +65,11 @@ class SparseBalanceLM(HFLM):
 
     def generate_until(self, *arguments: Any, **keywords: Any) -> list[str]:
         """See the ``hf`` model; one request at a time."""
-        with self._one_by_one():
+        batch_size, self.batch_size_per_gpu = self.batch_size_per_gpu, 1
+        try:
             answers: list[str] = super().generate_until(*arguments, **keywords)
+        finally:
+            self.batch_size_per_gpu = batch_size
         return answers
 
     def get_model_info(self) -> dict[str, Any]:
@@ -95,12 +96,3 @@ class SparseBalanceLM(HFLM):
                 for tokens in _LENGTHS_TOKENS
             },
         }
-
-    @contextmanager
-    def _one_by_one(self) -> Iterator[None]:
-        batch_size = self.batch_size_per_gpu
-        self.batch_size_per_gpu = 1
-        try:
-            yield
-        finally:
-            self.batch_size_per_gpu = batch_size

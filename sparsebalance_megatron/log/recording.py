@@ -41,6 +41,16 @@ from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
 
 _MS_DIGITS = 4
 _COVERAGE_DIGITS = 5
+_EXPECTED = (
+    *("makespan_ms", "lower_bound_ms", "imbalance_micro_batches", "imbalance_rank_sums"),
+    *("imbalance_makespans", "work_ratio", "samples_cut", "samples_raised", "samples_clamped"),
+)
+"""Names that a plan's expectation and its record share."""
+_SHAPE = (
+    *("data_parallel_size", "pipeline_stages", "virtual_stages", "micro_batches", "layers"),
+    "stage_layers",
+)
+"""Names that a job and a run's header share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +80,7 @@ def run_header(
     """
     group_size = job.micro_batch_group_size
     return RunHeader(
-        data_parallel_size=job.data_parallel_size,
-        pipeline_stages=job.pipeline_stages,
-        virtual_stages=job.virtual_stages,
-        micro_batches=job.micro_batches,
-        layers=job.layers,
-        stage_layers=job.stage_layers,
+        **{name: getattr(job, name) for name in _SHAPE},
         schedule=schedule_name(job.pipeline_stages, job.virtual_stages),
         micro_batch_group_size=UNSET if group_size is None else group_size,
         sources=tuple(DataSource(**source) for source in sources) or UNSET,
@@ -87,7 +92,9 @@ def step_record(step: FinishedStep) -> StepRecord:
     """A step of all ranks."""
     planned, measured, coverage = step.planned, step.measured, step.measured.coverage
     expectation = planned.plan.expectation
+    slowness_RP = planned.scales.device_slowness_RP
     work_RPVM = measured.times_2RPVM[0] + measured.times_2RPVM[1]
+    widths = _by_rank(planned.plan, "cp_size")
     return StepRecord(
         iteration=step.iteration,
         iteration_ms=step.iteration_ms,
@@ -96,22 +103,14 @@ def step_record(step: FinishedStep) -> StepRecord:
         host_ms=dict(step.host_ms),
         plan_wait_ms=planned.wait_ms,
         batching=planned.plan.batching,
-        widths=_widths_if_shared(planned.plan),
+        widths=widths if any(size > 1 for of_rank in widths for size in of_rank) else None,
         predicted=Predicted(
-            makespan_ms=expectation.makespan_ms,
-            lower_bound_ms=expectation.lower_bound_ms,
+            **{name: getattr(expectation, name) for name in _EXPECTED},
             rank_makespan_ms=tuple(expectation.rank_makespan_ms),
             forward_ms=expectation.times_2RPVM[0],
             backward_ms=expectation.times_2RPVM[1],
             rank_busy_ms=rank_busy_ms(expectation.times_2RPVM).tolist(),
-            imbalance_micro_batches=expectation.imbalance_micro_batches,
-            imbalance_rank_sums=expectation.imbalance_rank_sums,
-            imbalance_makespans=expectation.imbalance_makespans,
-            work_ratio=expectation.work_ratio,
-            samples_cut=expectation.samples_cut,
-            samples_raised=expectation.samples_raised,
-            samples_clamped=expectation.samples_clamped,
-            device_slowness=_unless_alike(planned.scales.device_slowness_RP),
+            device_slowness=slowness_RP.tolist() if (slowness_RP != 1.0).any() else None,
         ),
         measured=Measured(
             forward_ms=measured.times_2RPVM[0],
@@ -132,28 +131,14 @@ def step_record(step: FinishedStep) -> StepRecord:
         tokens=measured.tokens,
         padded_tokens=step.padded_tokens,
         recompute=Recompute(**measured.recompute._asdict()),
-        segments=_segments(planned.plan) if planned.in_segments else UNSET,
+        segments=_by_rank(planned.plan, "segments") if planned.in_segments else UNSET,
     )
 
 
-def _unless_alike(slowness_RP: np.ndarray) -> Any:
-    return None if (slowness_RP == 1.0).all() else slowness_RP.tolist()
-
-
-def _widths_if_shared(plan: StepPlan) -> tuple[tuple[int, ...], ...] | None:
-    if all(micro_batch.cp_size == 1 for micro_batch in plan.micro_batches):
-        return None
-    return tuple(
-        tuple(micro_batch.cp_size for micro_batch in plan.for_rank(rank).micro_batches)
-        for rank in range(plan.data_parallel_size)
-    )
-
-
-def _segments(plan: StepPlan) -> tuple[tuple[int, ...], ...]:
-    return tuple(
-        tuple(micro_batch.segments for micro_batch in plan.for_rank(rank).micro_batches)
-        for rank in range(plan.data_parallel_size)
-    )
+def _by_rank(plan: StepPlan, name: str) -> tuple[tuple[int, ...], ...]:
+    """An attribute of the micro-batches of every rank."""
+    ranks = map(plan.for_rank, range(plan.data_parallel_size))
+    return tuple(tuple(getattr(each, name) for each in rank.micro_batches) for rank in ranks)
 
 
 def coverage_record(
@@ -176,11 +161,9 @@ def coverage_record(
 
 def rank_header(place: RankPlace, job: Job, host: str) -> RankHeader:
     """The first line of a rank's log."""
+    ranks = ("world_rank", "data_parallel_rank", "pipeline_rank", "tensor_parallel_rank")
     return RankHeader(
-        world_rank=place.world_rank,
-        data_parallel_rank=place.data_parallel_rank,
-        pipeline_rank=place.pipeline_rank,
-        tensor_parallel_rank=place.tensor_parallel_rank,
+        **{name: getattr(place, name) for name in ranks},
         chunk_layers=job.stage_layers[place.pipeline_rank],
         host=host,
     )

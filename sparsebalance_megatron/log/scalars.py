@@ -19,7 +19,6 @@ from sparsebalance_megatron.learn.measurement import CoverageTotals, StepMeasure
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.recording import FinishedStep
 from sparsebalance_megatron.plan.metrics import imbalance, rank_busy_ms, stage_busy_ms
-from sparsebalance_megatron.plan.step_plan import StepPlan
 
 PREFIX = "sparse-balance"
 MISMATCHES = "digest-mismatches"
@@ -61,12 +60,30 @@ def step_scalars(
     """Name -> value, NaN where a time is missing."""
     planned, measured, plan = step.planned, step.measured, step.planned.plan
     iteration_ms = math.nan if step.iteration_ms is None else step.iteration_ms
+    lengths_S = np.array([length for each in plan.micro_batches for length in each.lengths_tokens])
+    budgets_LS = np.concatenate([each.budgets_LS for each in plan.micro_batches], axis=1)
+    executed, dense = (
+        training_flops(
+            shape,
+            layers=len(budgets_LS),
+            lengths_tokens_S=lengths_S,
+            budgets_LS=budgets,
+            block_size=block_size,
+        )
+        for budgets in (budgets_LS, None)
+    )
+    # 1e9 per ms is 1e12 per second.
+    per_rank = iteration_ms * 1e9 * world_size
     return {
         **_balance(planned, measured),
         **_stages(planned, measured),
         **_coverage(measured.coverage),
-        **_budgets(plan),
-        **_speed(plan, measured, iteration_ms, shape, block_size, world_size),
+        "budget-blocks-mean": float(budgets_LS.mean()),
+        "budget-blocks-min": float(budgets_LS.min()),
+        "budget-blocks-max": float(budgets_LS.max()),
+        "tokens-per-second": measured.tokens / iteration_ms * 1e3,
+        "tflops-per-rank-executed": executed / per_rank,
+        "tflops-per-rank-dense-equivalent": dense / per_rank,
         "plan-ms": planned.plan_ms,
         "host-ms": sum(step.host_ms.values()),
         "guarded-samples": measured.coverage.grown,
@@ -126,54 +143,6 @@ def _coverage(totals: CoverageTotals) -> dict[str, float]:
         "coverage-lost-by-token": totals.lost_by_token,
         **_numbered("coverage-depth-quarter", quarters, first=1),
     }
-
-
-def _budgets(plan: StepPlan) -> dict[str, float]:
-    budgets_LS = _whole_batch(plan)[1]
-    return {
-        "budget-blocks-mean": float(budgets_LS.mean()),
-        "budget-blocks-min": float(budgets_LS.min()),
-        "budget-blocks-max": float(budgets_LS.max()),
-    }
-
-
-def _speed(
-    plan: StepPlan,
-    measured: StepMeasurement,
-    iteration_ms: float,
-    shape: ModelShape,
-    block_size: int,
-    world_size: int,
-) -> dict[str, float]:
-    lengths_S, budgets_LS = _whole_batch(plan)
-    executed, dense = (
-        training_flops(
-            shape,
-            layers=len(budgets_LS),
-            lengths_tokens_S=lengths_S,
-            budgets_LS=budgets,
-            block_size=block_size,
-        )
-        for budgets in (budgets_LS, None)
-    )
-    # 1e9 per ms is 1e12 per second.
-    per_rank = iteration_ms * 1e9 * world_size
-    return {
-        "tokens-per-second": measured.tokens / iteration_ms * 1e3,
-        "tflops-per-rank-executed": executed / per_rank,
-        "tflops-per-rank-dense-equivalent": dense / per_rank,
-    }
-
-
-def _whole_batch(plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
-    """Lengths [S] and budgets [L, S] of all samples of the step."""
-    micro_batches = plan.micro_batches
-    lengths_S = np.array(
-        [length for micro_batch in micro_batches for length in micro_batch.lengths_tokens]
-    )
-    return lengths_S, np.concatenate(
-        [micro_batch.budgets_LS for micro_batch in micro_batches], axis=1
-    )
 
 
 def _numbered(name: str, values: Any, *, first: int = 0) -> dict[str, float]:

@@ -92,6 +92,18 @@ def describe(
         f"context {settings.context_parallel_size} x " if settings.context_parallel_size > 1 else ""
     )
     layers = [sum(len(chunk) for chunk in stage) for stage in job.stage_layers]
+    batching, asked = planned.plan.batching, inputs.config.batching
+    chosen = "" if batching == asked else f" (of those that {asked} compares, the fastest here)"
+    predicted = "predicted"
+    if inputs.cost.source.startswith(COUNTED):
+        predicted = "estimated from counted operations, not measured on any device"
+    coverage = "unknown before the first step, which therefore runs at base budgets"
+    if expected.coverage_mean is not None:
+        coverage = f"mean {expected.coverage_mean:.3f}, least {expected.coverage_min:.3f}"
+    least_ms, later_ms = (
+        expected.lower_bound_ms,
+        float(np.mean([plan.expectation.makespan_ms for plan in later])),
+    )
     return [
         f"sparse balance: dry run of {args.world_size} ranks: tensor "
         f"{args.tensor_model_parallel_size} x pipeline {job.pipeline_stages} x {context}data "
@@ -113,25 +125,17 @@ def describe(
         "",
         *_memory(args, inputs, later),
         "",
-        f"batching: {planned.plan.batching}{_why(inputs, planned.plan)}, planned in "
-        f"{planned.plan_ms:.1f} ms",
-        f"makespan: {shown_ms(expected.makespan_ms)} ms {_predicted(inputs)}, at least "
-        f"{shown_ms(expected.lower_bound_ms)}"
-        f" ms for any plan of this step ({_ratio(expected.makespan_ms, expected.lower_bound_ms)})",
+        f"batching: {batching}{chosen}, planned in {planned.plan_ms:.1f} ms",
+        f"makespan: {shown_ms(expected.makespan_ms)} ms {predicted}, at least "
+        f"{shown_ms(least_ms)} ms for any plan of this step (ratio "
+        f"{expected.makespan_ms / max(least_ms, 1e-9):.3f})",
         f"imbalance, max/mean: micro-batches {expected.imbalance_micro_batches:.3f}, rank sums "
         f"{expected.imbalance_rank_sums:.3f}, makespans {expected.imbalance_makespans:.3f}",
         f"computing, relative to fixed budgets: {expected.work_ratio:.1%}",
-        f"coverage: {_coverage(expected.coverage_mean, expected.coverage_min)}",
-        f"later steps: {shown_ms(_mean_ms(later))} ms, mean of the first {len(later)} global "
+        f"coverage: {coverage}",
+        f"later steps: {shown_ms(later_ms)} ms, mean of the first {len(later)} global "
         "batches planned with coverage (k/n)^0.35, as `sparse-balance advise` predicts",
     ]
-
-
-def _predicted(inputs: CostedInputs) -> str:
-    """Counted operations are no measurement of any device."""
-    if inputs.cost.source.startswith(COUNTED):
-        return "estimated from counted operations, not measured on any device"
-    return "predicted"
 
 
 def _micro_batches(planned: PlannedStep) -> list[str]:
@@ -207,26 +211,6 @@ def _data(inputs: CostedInputs) -> tuple[str, ...]:
         return lines
     blend = read_blends(inputs.settings)["train"]
     return lines if blend is None else (f"{blend.prefixes[0]}: {lines[0]}",)
-
-
-def _why(inputs: CostedInputs, plan: StepPlan) -> str:
-    """Why a simpler placement than the configured one is planned."""
-    asked = inputs.config.batching
-    return "" if plan.batching == asked else f" (of those that {asked} compares, the fastest here)"
-
-
-def _mean_ms(plans: Sequence[StepPlan]) -> float:
-    return float(np.mean([plan.expectation.makespan_ms for plan in plans]))
-
-
-def _ratio(value: float, bound: float) -> str:
-    return f"ratio {value / bound:.3f}" if bound else "no work"
-
-
-def _coverage(mean: float | None, least: float | None) -> str:
-    if mean is None or least is None:
-        return "unknown before the first step, which therefore runs at base budgets"
-    return f"mean {mean:.3f}, least {least:.3f}"
 
 
 def _memory(args: Namespace, inputs: Inputs, plans: Sequence[StepPlan]) -> list[str]:

@@ -20,7 +20,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -159,7 +159,9 @@ def _all_failures(
         place = store.add(_COUNT, 1)
         store.set(f"failure/{place}", json.dumps(asdict(failure)))
         if place > 1:
-            _wait_for_report(store, LONGEST_WAIT_S + quiet_s)
+            # No longer than that, nor after the rank that serves the store has ended.
+            with suppress(RuntimeError):
+                store.wait([_REPORTED], timedelta(seconds=LONGEST_WAIT_S + quiet_s))
             return []
         failures = _collect(store, world_size, quiet_s)
         store.set(_REPORTED, "")
@@ -168,16 +170,6 @@ def _all_failures(
         print(f"sparse balance: other ranks cannot be asked: {reason}", file=sys.stderr)
         return [failure]
     return failures
-
-
-def _wait_for_report(store: Store, longest_s: float) -> None:
-    """Returns when the rank that failed first has reported, or can no longer be asked."""
-    began = time.monotonic()
-    try:
-        while not store.check([_REPORTED]) and time.monotonic() - began < longest_s:
-            time.sleep(_POLL_S)
-    except RuntimeError:  # The rank that served the store has ended, so it has reported.
-        return
 
 
 def _collect(store: Store, world_size: int, quiet_s: float) -> list[Failure]:

@@ -15,7 +15,7 @@ import torch
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.fit import configured_cost_model
 from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.data.blend import Blend, read_blends
+from sparsebalance_megatron.data.blend import read_blends
 from sparsebalance_megatron.data.data_set import Split
 from sparsebalance_megatron.data.samples import SampleIndex, SourceFacts, open_samples
 from sparsebalance_megatron.learn.prediction import Workload, prior_coverage
@@ -89,13 +89,29 @@ def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type:
     blends = read_blends(settings)
     if blends["train"] is None:
         raise ConfigError("no --train-data-path: nothing to train on; give its data sets")
-    train = _samples(settings, config, blends["train"], "train")
+
+    def samples(split: Split) -> SampleIndex | None:
+        blend = blends[split]
+        if blend is None:
+            return None
+        return open_samples(
+            blend,
+            split,
+            max_tokens=settings.seq_length,
+            overlong=config.overlong,
+            seed=settings.seed,
+            split_weights=settings.split,
+            vocab_size=settings.shape.vocab_size,
+            missing_loss_mask=config.missing_loss_mask,
+        )
+
+    train = samples("train")
     if train is None:
         raise ConfigError(f"--split {settings.split}: no document is left for training")
     valid = test = None
     if settings.eval_iters:
-        valid = _samples(settings, config, blends["valid"], "valid")
-        test = _samples(settings, config, blends["test"], "test")
+        valid = samples("valid")
+        test = samples("test")
         if valid is None:
             given = (
                 f"with --split {settings.split}: no document is left for validation; give it a "
@@ -184,20 +200,3 @@ def processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.machine()
-
-
-def _samples(
-    settings: RunSettings, config: SparseBalanceConfig, blend: Blend | None, split: Split
-) -> SampleIndex | None:
-    if blend is None:
-        return None
-    return open_samples(
-        blend,
-        split,
-        max_tokens=settings.seq_length,
-        overlong=config.overlong,
-        seed=settings.seed,
-        split_weights=settings.split,
-        vocab_size=settings.shape.vocab_size,
-        missing_loss_mask=config.missing_loss_mask,
-    )

@@ -25,7 +25,6 @@ from sparsebalance_megatron.log.recording import (
     run_header,
     step_record,
 )
-from sparsebalance_megatron.log.records import RunHeader
 from sparsebalance_megatron.log.scalars import MISMATCHES, ScalarWriter, step_scalars
 from sparsebalance_megatron.megatron.compat import megatron_version, metric_writers
 from sparsebalance_megatron.plan.coverage import CoverageCurves
@@ -122,37 +121,30 @@ def open_sinks(
         if place.world_rank == 0:
             step_file = JsonLinesFile(step_log_path(directory), max_bytes=max_bytes)
             step_log = BackgroundLog(step_file, writer)
-            step_log.begin(_run_header(inputs, device), resumed=resumed)
+            header = run_header(
+                config=asdict(inputs.config),
+                cost_source=inputs.cost.source,
+                job=inputs.job,
+                global_batch_size=inputs.settings.global_batch_size,
+                seq_length=inputs.settings.seq_length,
+                grid=inputs.grid,
+                counts=asdict(inputs.train.counts),
+                megatron_core=megatron_version(),
+                torch=str(torch.__version__),
+                device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
+                sources=[
+                    {"prefix": each.prefix, "weight": each.weight, "counts": asdict(each.counts)}
+                    for each in inputs.train.sources
+                ],
+            )
+            step_log.begin(header, resumed=resumed)
+    # Where Megatron has one on this rank: at --log-interval.
+    writers = metric_writers()
     return StepSinks(
         inputs=inputs,
         place=place,
         coverage=coverage,
         step_log=step_log,
         rank_log=rank_log,
-        scalars=_scalars(),
-    )
-
-
-def _scalars() -> ScalarWriter | None:
-    """A writer at ``--log-interval``, where Megatron has one on this rank."""
-    writers = metric_writers()
-    return writers and ScalarWriter(writers[0], writers[1], interval=writers[2])
-
-
-def _run_header(inputs: CostedInputs, device: torch.device) -> RunHeader:
-    return run_header(
-        config=asdict(inputs.config),
-        cost_source=inputs.cost.source,
-        job=inputs.job,
-        global_batch_size=inputs.settings.global_batch_size,
-        seq_length=inputs.settings.seq_length,
-        grid=inputs.grid,
-        counts=asdict(inputs.train.counts),
-        megatron_core=megatron_version(),
-        torch=str(torch.__version__),
-        device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
-        sources=[
-            {"prefix": source.prefix, "weight": source.weight, "counts": asdict(source.counts)}
-            for source in inputs.train.sources
-        ],
+        scalars=writers and ScalarWriter(writers[0], writers[1], interval=writers[2]),
     )

@@ -54,8 +54,7 @@ def _changes_before(token: int, selection: str, implementation: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("selection", "implementation"),
-    [pair for pair in EVERY_PAIR if pair[0] not in LOOKING_AHEAD],
+    ("selection", "implementation"), [pair for pair in EVERY_PAIR if pair[0] not in LOOKING_AHEAD]
 )
 def test_later_tokens_change_no_bit(selection: str, implementation: str) -> None:
     assert not any(_changes_before(token, selection, implementation) for token in CHANGED)

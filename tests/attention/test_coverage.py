@@ -48,7 +48,7 @@ curves = st.lists(st.floats(0.0, 1.0, width=32), min_size=1, max_size=9).map(
     base_budget=st.integers(1, 15),
     threshold=st.sampled_from([0.0, 1e-9, 0.05, 0.3, 0.99]),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_guard_keeps_the_floor_and_no_more(
     curve: list[float], budget: int, base_budget: int, threshold: float
 ) -> None:
@@ -70,15 +70,6 @@ def test_guard_keeps_the_floor_and_no_more(
     if guarded > budget:
         assert guarded <= base_budget
         assert all(at(k) < floor for k in range(1, guarded))
-
-
-def test_guard_leaves_the_base_budget_alone() -> None:
-    curves_SK = torch.rand(500, 7).sort(1).values
-    base_S = torch.full((500,), 4)
-    for threshold in (0.0, 0.1, 1 / 3):
-        guarded_S, grown_S = guard_budgets(curves_SK, base_S, base_budget=4, threshold=threshold)
-        assert torch.equal(guarded_S, base_S)
-        assert not grown_S.any()
 
 
 def test_guard_never_shrinks_where_a_curve_dips() -> None:

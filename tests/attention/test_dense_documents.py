@@ -79,10 +79,7 @@ def test_lists_that_reach_before_the_document_are_gathered() -> None:
     layout = packed_layout([0, 16, 32], 8, "cpu")
     indices_NGK = torch.tensor([[0, -1], [1, 0], [2, -1], [3, 1]], dtype=torch.int32)[:, None]
     selection = Selection.within(
-        layout,
-        indices_QCK=indices_NGK,
-        counts_QC=(indices_NGK >= 0).sum(-1).int(),
-        by_token=False,
+        layout, indices_QCK=indices_NGK, counts_QC=(indices_NGK >= 0).sum(-1).int(), by_token=False
     )
     assert split_dense_documents(selection)[0] == [slice(0, 16)]
 
@@ -100,12 +97,7 @@ def test_later_tokens_change_no_bit_of_long_documents(granularity: str, budget: 
             x[token] = -30.0 * x[token] + 5.0 if changed else x[token]
             x.requires_grad_()
         out_THD, lse_TH = budgeted_attention(
-            *leaves,
-            [0, 40, 460],
-            budget,
-            block_size=32,
-            softmax_scale=SCALE,
-            selection=granularity,
+            *leaves, [0, 40, 460], budget, block_size=32, softmax_scale=SCALE, selection=granularity
         )
         out_THD[:token].square().sum().backward()
         return [x.detach()[:token] for x in (out_THD, lse_TH, *(leaf.grad for leaf in leaves))]

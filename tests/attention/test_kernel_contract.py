@@ -55,10 +55,7 @@ def _random_halves(seed: int) -> list[list[int]]:
     ],
 )
 def test_parts_add_up_to_the_whole(
-    implementation: str,
-    granularity: str,
-    query_shards: list[list[int]],
-    kv_shards: list[list[int]],
+    implementation: str, granularity: str, query_shards: list[list[int]], kv_shards: list[list[int]]
 ) -> None:
     """Every list is also cut into its even and its odd places."""
     case = _case(granularity)
@@ -69,10 +66,7 @@ def test_parts_add_up_to_the_whole(
 @pytest.mark.parametrize(("implementation", "granularity"), SERVING)
 @pytest.mark.parametrize("on_full_width", [False, True])
 def test_queries_of_some_blocks_get_their_rows_of_the_whole(
-    implementation: str,
-    granularity: str,
-    on_full_width: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    implementation: str, granularity: str, on_full_width: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With gradients, through the public call; as computed on the CPU and elsewhere."""
     if on_full_width:

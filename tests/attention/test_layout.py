@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles.attention import blocks_of
 
@@ -22,7 +22,6 @@ rows = st.tuples(
 
 
 @given(rows)
-@settings(max_examples=60, deadline=None)
 def test_blocks_are_cut_as_defined(row: tuple[list[int], int]) -> None:
     cu_seqlens, block_size = row
     layout = packed_layout(cu_seqlens, block_size, "cpu")
@@ -49,7 +48,6 @@ def test_blocks_are_cut_as_defined(row: tuple[list[int], int]) -> None:
 
 
 @given(rows)
-@settings(max_examples=40, deadline=None)
 def test_blocks_hold_the_tokens_and_zeros(row: tuple[list[int], int]) -> None:
     layout = packed_layout(*row, "cpu")
     x_T = torch.arange(1.0, layout.tokens + 1)[:, None].expand(-1, 3)
@@ -82,7 +80,6 @@ def test_bad_rows_are_refused(cu_seqlens: list[int], block_size: int, message: s
 
 
 @given(rows)
-@settings(max_examples=40, deadline=None)
 def test_tensors_are_aligned_alike_whatever_the_row(row: tuple[list[int], int]) -> None:
     """Triton compiles anew for pointers that were multiples of 16 bytes and are not any more."""
     layout = packed_layout(*row, "cpu")

@@ -31,8 +31,7 @@ def test_merge_is_the_union(split: int, magnitude: float) -> None:
     query = q_THD * magnitude
     union = _attend(query, k_THD, v_THD)
     merged = merge_partials(
-        *_attend(query, k_THD[:split], v_THD[:split]),
-        *_attend(query, k_THD[split:], v_THD[split:]),
+        *_attend(query, k_THD[:split], v_THD[:split]), *_attend(query, k_THD[split:], v_THD[split:])
     )
     for a, b in zip(merged, union, strict=True):
         torch.testing.assert_close(a, b)

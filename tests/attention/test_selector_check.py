@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,90 +35,74 @@ def test_other_shapes_pass() -> None:
     )
 
 
-@dataclass
+SOUND = SELECTORS["token-kv-head"]
+
+
 class _Broken:
-    """The default selector; subclasses break one thing."""
+    """The default selector with methods in the place of its own."""
 
-    by_token: bool = True
-    sound: Any = SELECTORS["token-kv-head"]
+    def __init__(self, *, by_token: bool = True, **methods: Callable[..., Any]) -> None:
+        self.by_token = by_token
+        vars(self).update(methods)
 
-    def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> BlockSummaries:
-        return self.sound.summaries(q_THD, k_TGD, layout)
-
-    def rank(self, *arguments: Any, **keywords: Any) -> Ranking:
-        return self.sound.rank(*arguments, **keywords)
-
-    def coverage(self, ranking: Ranking) -> Tensor:
-        return self.sound.coverage(ranking)
-
-    def select(self, ranking: Ranking, budgets_S: Tensor) -> Selection:
-        return self.sound.select(ranking, budgets_S)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(SOUND, name)
 
 
-class _OverBudget(_Broken):
-    def select(self, ranking: Ranking, budgets_S: Tensor) -> Selection:
-        return self.sound.select(ranking, budgets_S + 1)
+def _own_block_last(ranking: Ranking, budgets_S: Tensor) -> Selection:
+    found = SOUND.select(ranking, budgets_S)
+    last_QC1 = found.counts_QC[..., None].long() - 1
+    lists_QCK = found.indices_QCK.clone()
+    lists_QCK[..., :1] = found.indices_QCK.gather(2, last_QC1)
+    lists_QCK.scatter_(2, last_QC1, found.indices_QCK[..., :1])
+    return replace(found, indices_QCK=lists_QCK)
 
 
-class _OwnBlockLast(_Broken):
-    def select(self, ranking: Ranking, budgets_S: Tensor) -> Selection:
-        found = self.sound.select(ranking, budgets_S)
-        last_QC1 = found.counts_QC[..., None].long() - 1
-        lists_QCK = found.indices_QCK.clone()
-        lists_QCK[..., :1] = found.indices_QCK.gather(2, last_QC1)
-        lists_QCK.scatter_(2, last_QC1, found.indices_QCK[..., :1])
-        return replace(found, indices_QCK=lists_QCK)
+def _by_chance(*arguments: Any, **keywords: Any) -> Ranking:
+    """The second and the third place change places now and then."""
+    ranking = SOUND.rank(*arguments, **keywords)
+    lists_QCK = ranking.indices_QCK.clone()
+    both_Q = (lists_QCK[:, :, 2] >= 0).all(1) & (torch.rand(len(lists_QCK)) < 0.5)
+    lists_QCK[both_Q] = lists_QCK[both_Q][:, :, [0, 2, 1, *range(3, lists_QCK.shape[2])]]
+    return replace(ranking, indices_QCK=lists_QCK)
 
 
-class _ByChance(_Broken):
-    def rank(self, *arguments: Any, **keywords: Any) -> Ranking:
-        ranking = self.sound.rank(*arguments, **keywords)
-        lists_QCK = ranking.indices_QCK.clone()
-        # The second and the third place change places now and then.
-        swapped_Q = torch.rand(len(lists_QCK)) < 0.5
-        both_Q = (lists_QCK[:, :, 2] >= 0).all(1) & swapped_Q
-        lists_QCK[both_Q] = lists_QCK[both_Q][:, :, [0, 2, 1, *range(3, lists_QCK.shape[2])]]
-        return replace(ranking, indices_QCK=lists_QCK)
+def _mean_of_the_sequence(q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> BlockSummaries:
+    """Keys less the mean key of the sequence: documents mix."""
+    sound = SOUND.summaries(q_THD, k_TGD, layout)
+    return replace(sound, keys_NGD=sound.keys_NGD * sound.keys_NGD.sum(0).sign())
 
 
-class _MeanOfTheSequence(_Broken):
-    """Scores by keys less the mean key of the sequence: documents mix."""
-
-    def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> BlockSummaries:
-        sound = self.sound.summaries(q_THD, k_TGD, layout)
-        return replace(sound, keys_NGD=sound.keys_NGD * sound.keys_NGD.sum(0).sign())
-
-
-class _LastQuery(_Broken):
+def _last_query(q_THD: Tensor, summaries: BlockSummaries, rows: Any, **how: Any) -> Ranking:
     """Every token asks with the last query of its block: ahead of itself."""
-
-    def rank(self, q_THD: Tensor, summaries: BlockSummaries, rows: Any, **how: Any) -> Ranking:
-        layout = rows.query_layout
-        last_T = (layout.start_N + layout.length_N - 1)[layout.block_T]
-        return self.sound.rank(q_THD[last_T], summaries, rows, **how)
-
-
-class _FallingCoverage(_Broken):
-    def coverage(self, ranking: Ranking) -> Tensor:
-        return self.sound.coverage(ranking).flip(1)
-
-
-class _Differentiable(_Broken):
-    def coverage(self, ranking: Ranking) -> Tensor:
-        return self.sound.coverage(ranking).requires_grad_()
+    layout = rows.query_layout
+    last_T = (layout.start_N + layout.length_N - 1)[layout.block_T]
+    return SOUND.rank(q_THD[last_T], summaries, rows, **how)
 
 
 @pytest.mark.parametrize(
     ("selector", "rule"),
     [
-        (_OverBudget(), r"^lists: row \d+, head 0 reads .* at most"),
-        (_OwnBlockLast(), "^lists: .* must begin with its own block"),
+        (
+            _Broken(select=lambda ranking, budgets_S: SOUND.select(ranking, budgets_S + 1)),
+            r"^lists: row \d+, head 0 reads .* at most",
+        ),
+        (_Broken(select=_own_block_last), "^lists: .* must begin with its own block"),
         (_Broken(by_token=False), "^lists: by_token is False"),
-        (_FallingCoverage(), "^coverage: curves must rise"),
-        (_ByChance(), "^determinism: the same sequence"),
-        (_Differentiable(), "^determinism: .* gradient"),
-        (_MeanOfTheSequence(), "^documents: what document 0 holds changes"),
-        (_LastQuery(), r"^causality: what token \d+ and those after it hold changes the list"),
+        (
+            _Broken(coverage=lambda ranking: SOUND.coverage(ranking).flip(1)),
+            "^coverage: curves must rise",
+        ),
+        (_Broken(rank=_by_chance), "^determinism: the same sequence"),
+        (
+            _Broken(coverage=lambda ranking: SOUND.coverage(ranking).requires_grad_()),
+            "^determinism: .* gradient",
+        ),
+        (_Broken(summaries=_mean_of_the_sequence), "^documents: what document 0 holds changes"),
+        (
+            _Broken(rank=_last_query),
+            r"^causality: what token \d+ and those after it hold changes the list",
+        ),
         (example_selector("query_block.py:LOOKAHEAD"), "^causality: "),
     ],
 )

@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from bad_inputs.judge import check_command
+from bad_inputs.test_cost_tables import document
 from view.report.sample_run import SampleRun
+
+from sparsebalance_megatron import cli
 
 PLAN = "plan --lengths {folder}/lengths.txt --dp 2 --pp 2 --micro-batches 2 --model qwen2.5-0.5b"
 ADVISE = (
@@ -23,56 +30,59 @@ SUMMARY = "summary --baseline {folder}/run --run {folder}/run"
 FROM_HF = "convert from-hf {folder}/nowhere --output {folder}/out"
 TO_HF = "convert to-hf {folder}/nowhere --hf-config {folder}/nowhere --output {folder}/out"
 
-COUNTS = ("0", "-1", "x", "", "1.5", "nan", "1e3")
-SHARES = ("1", "1.0", "2", "5", "-0.1", "nan", "inf", "x", "")
+COMMANDS = {
+    "advise": ADVISE,
+    "plan": PLAN,
+    "prepare-data": f"{PREPARE} --tokenizer-train 300",
+    "report": REPORT,
+    "simulate": f"{SIMULATE} --steps 1 --rows baseline ours",
+    "summary": SUMMARY,
+    "trace": TRACE,
+    "watch": "watch {folder}/run --once",
+}
+NO_NUMBERS = ("", " ", "x", "nan", "inf", "-inf", "1e400", "9" * 40, "0x10", "1,000", "-1e9", "--")
+NO_CHOICES = ("", "nonsense", "--", "NONE")
+
+TOO_SMALL, SHARES = ("0", "-1", "1.5", "1e3"), ("1", "1.0", "2", "5", "-0.1")
+WITHOUT_MODEL = PLAN.partition(" --model")[0]
 BAD_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
     PLAN: {
-        **dict.fromkeys(("--dp", "--pp", "--tp", "--micro-batches", "--steps"), COUNTS),
-        "--base-budget": (*COUNTS, str(2**31), str(2**40), "9" * 30),
-        "--block-size": (*COUNTS, "3", "96", "100", str(2**21), str(2**40)),
-        "--layers": COUNTS,
-        "--global-batch": (*COUNTS, "3", "5"),
+        **dict.fromkeys(("--dp", "--pp", "--tp", "--micro-batches", "--steps"), TOO_SMALL),
+        "--base-budget": (*TOO_SMALL, str(2**31), str(2**40)),
+        "--block-size": (*TOO_SMALL, "3", "96", "100", str(2**21), str(2**40)),
+        "--layers": TOO_SMALL,
+        "--global-batch": (*TOO_SMALL, "3", "5"),
         "--coverage-threshold": SHARES,
-        "--plan-ms": ("-1", "nan", "inf", "1e9", "x"),
-        "--max-tokens-per-micro-batch": ("0", "-1", "x", "1.5"),
-        "--seed": ("-1", "x", "1.5"),
+        "--plan-ms": ("-1", "1e9"),
+        **dict.fromkeys(("--max-tokens-per-micro-batch",), ("0", "-1", "1.5")),
+        "--seed": ("-1", "1.5"),
         "--context-parallel-size": ("3",),
         "--max-context-parallel": ("4",),
         "--gigabytes-per-second": ("0", "1e-300", "1e300"),
         "--seq-length": ("128",),
-        "--batching": ("best", ""),
-        "--tuning": ("on", "anchors"),
-        "--anchor": ("median",),
         "--model": ("gpt-5", ""),
         "--lengths": ("{folder}", "{folder}/nowhere.txt", "/dev/null", "/dev/zero"),
     },
     f"{PLAN} --context-parallel-size 2": {"--max-context-parallel": ("1",)},
     ADVISE: {
-        "--model": ("gpt-9",),
-        "--gpus": ("3",),
-        "--tp": ("4",),
-        "--global-batch": ("41",),
-        "--block-sizes": ("1", "100"),
-        "--gpu-memory": ("nan",),
-        "--seq-length": ("0",),
+        **{"--model": ("gpt-9",), "--gpus": ("3",), "--tp": ("4",), "--global-batch": ("41",)},
+        **{"--block-sizes": ("1", "100"), "--gpu-memory": ("nan",), "--seq-length": ("0",)},
     },
-    PLAN.partition(" --model")[0] + " --layers 4": {
-        "--cost-table": ("{folder}", "{folder}/nowhere.json", "/dev/zero", "{folder}/lengths.txt"),
+    f"{WITHOUT_MODEL} --layers 4": {
+        "--cost-table": ("{folder}", "{folder}/nowhere.json", "/dev/zero", "{folder}/lengths.txt")
     },
     SIMULATE: {
-        "--steps": (*COUNTS, "10001", "9" * 12),
-        "--seed": ("-1", "x", "1.5"),
+        "--steps": (*TOO_SMALL, "10001", "9" * 12),
+        "--seed": ("-1", "1.5"),
         "--coverage-threshold": SHARES,
-        "--setup": ("paper", ""),
         "--rows": ("", "OURS", "ours-dynamic-cp"),
     },
     PREPARE: {
-        "--tokenizer-train": (*COUNTS, "256", "10000000", "9" * 13),
+        "--tokenizer-train": (*TOO_SMALL, "256", "10000000", "9" * 13),
         "--tokenizer": ("{folder}", "{folder}/nowhere", "{folder}/good.jsonl"),
-        "--on-bad-record": ("ignore",),
     },
     REPORT: {
-        "--step": ("0", "99", "-1", "x", "1.5"),
+        "--step": ("0", "99", "-1", "1.5"),
         "--baseline": ("{folder}/nowhere", "{folder}/good.jsonl", "/dev/null"),
     },
     TRACE: {
@@ -84,86 +94,59 @@ BAD_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     TO_HF: {"--dtype": ("float8", ""), "--iteration": ("x", "1.5")},
 }
-"""Command -> flag -> values; a refusal names the flag or the value."""
+"""Command -> flag -> values of the right type; a refusal names the flag or the value."""
+
+
+def mistyped() -> Iterator[tuple[str, str, str]]:
+    """No number for every flag that takes one, no choice for every flag that has some."""
+    for name, command in COMMANDS.items():
+        for action in cli.parser_of(name)._actions:
+            if action.option_strings and action.nargs != 0:
+                numbers = NO_NUMBERS if action.type in (int, float) else ("--",)
+                for value in NO_CHOICES if action.choices is not None else numbers:
+                    yield command, action.option_strings[-1], value
+
 
 READY = "--tokenizer-train 300 --output-prefix {folder}/o"
+PREPARE_INTO = "prepare-data --input {folder}/good.jsonl --tokenizer-train 300 --output-prefix="
+FROM, PROFILE = "convert from-hf {folder}", "profile -o {folder}"
 BAD_COMMANDS: dict[str, tuple[str, ...]] = {
     "no command": ("", "COMMAND"),
     "micro-batches that make no job": (f"{ADVISE} --micro-batches 3", "no choice makes a job"),
     "context groups of three": (f"{ADVISE} --context-parallel-sizes 3", "power of two"),
     "more stages than layers to advise on": (f"{ADVISE} --gpus 25 --pp 25", "24 layers"),
-    "a log in place of a summary": (
-        f"{SUMMARY} -o {{folder}}/run/steps.jsonl",
-        "{folder}/run/steps.jsonl",
-    ),
-    "a log in place of a picture": (
-        f"{SUMMARY} --picture {{folder}}/run/steps.jsonl",
-        "{folder}/run/steps.jsonl",
-    ),
     "a run to watch that is not there": ("watch {folder}/nowhere --once", "not there yet"),
     "no time between looks": ("watch {folder}/run --interval 0", "--interval 0.0"),
     "no time between pages": (f"{REPORT} --follow 0", "--follow"),
-    "a prefix that names a folder": (
-        "prepare-data --input {folder}/good.jsonl --tokenizer-train 300 --output-prefix {folder}/",
-        "--output-prefix",
-    ),
+    "a prefix that names a folder": (f"{PREPARE_INTO}{{folder}}/", "--output-prefix"),
     "an unknown command": ("trian", "trian"),
     "flags after dashes where there are none": (f"{PLAN} -- --lr 1", "--lr 1"),
     "an unknown flag": (f"{PLAN} --gpus 8", "--gpus"),
     "more stages than layers": (f"{PLAN} --pp 99", "--pp 99", "24 layers"),
     "a batch beyond the file": (
-        f"{PLAN} --global-batch 4000",
-        "lengths.txt",
-        "4000",
-        "--dp",
-        "--micro-batches",
+        *(f"{PLAN} --global-batch 4000", "lengths.txt", "4000", "--dp", "--micro-batches"),
     ),
     "heads that ranks cannot share": (f"{PLAN} --tp 1000", "--tp 1000", "14 heads"),
     "a cap below every sample": (f"{PLAN} --max-tokens-per-micro-batch 9", "sample"),
-    "a table without layers": (
-        PLAN.partition(" --model")[0] + " --cost-table {folder}/t.json",
-        "--layers",
-    ),
+    "a table without layers": (f"{WITHOUT_MODEL} --cost-table {{folder}}/t.json", "--layers"),
     "two sources of costs": (f"{PLAN} --cost-table a --model qwen2.5-3b",),
-    "dashes for a value": (f"{PLAN} --dp=--", "--dp=--"),
     "a zero byte in a path": (f"{PREPARE} --tokenizer-train 300\0", "zero byte"),
     "a newline in a file's name": ("prepare-data --input {folder}/a\nb " + READY, r"a\nb"),
     "a newline in an unknown flag": (f"{PLAN} --a\nb", r"--a\nb"),
     "rows of many characters": (f"{SIMULATE} --rows " + "x" * 4000, "x" * 60),
-    "a prefix that is empty": (
-        "prepare-data --input {folder}/good.jsonl --tokenizer-train 300 --output-prefix=",
-        "--output-prefix",
-    ),
+    "a prefix that is empty": (PREPARE_INTO, "--output-prefix"),
     "no lengths": ("plan --dp 1 --pp 1 --micro-batches 1", "--lengths"),
     "no setup": ("simulate", "--setup"),
     "no input": ("prepare-data --output-prefix x --tokenizer-train 300", "--input"),
     "no tokenizer": (PREPARE, "--tokenizer"),
     "input that is not there": ("prepare-data --input {folder}/no.jsonl " + READY, "no.jsonl"),
     "input that is a folder": ("prepare-data --input {folder} " + READY, "--input {folder}"),
-    "output below a file": (
-        (
-            "prepare-data --input {folder}/good.jsonl --tokenizer-train 300 "
-            "--output-prefix {folder}/good.jsonl/out"
-        ),
-        "good.jsonl",
-    ),
+    "output below a file": (f"{PREPARE_INTO}{{folder}}/good.jsonl/out", "good.jsonl"),
     "output that is the input": (
         "prepare-data --input {folder}/in.bin --tokenizer-train 300 --output-prefix {folder}/in",
         "{folder}/in",
     ),
-    "output that is there": (
-        (
-            "prepare-data --input {folder}/good.jsonl --tokenizer-train 300 "
-            "--output-prefix {folder}/there"
-        ),
-        "there.bin",
-        "--overwrite",
-    ),
-    "a page below a file": ("report {folder}/run -o {folder}/good.jsonl/x", "good.jsonl"),
-    "a page that is a folder": ("report {folder}/run -o {folder}", "{folder}"),
-    "a trace that is a folder": ("trace {folder}/run -o {folder}", "{folder}"),
-    "a trace below a file": ("trace {folder}/run -o {folder}/good.jsonl/t.json", "good.jsonl"),
-    "a summary that is a folder": (f"{SUMMARY} -o {{folder}}", "{folder}"),
+    "output that is there": (f"{PREPARE_INTO}{{folder}}/there", "there.bin", "--overwrite"),
     "a run that is not there": ("report {folder}/nowhere", "nowhere"),
     "a run that is a file": ("trace {folder}/good.jsonl", "good.jsonl"),
     "an empty run": ("trace {folder}/empty", "empty"),
@@ -172,27 +155,15 @@ BAD_COMMANDS: dict[str, tuple[str, ...]] = {
     "no output": ("convert from-hf {folder}/nowhere", "--output"),
     "both outputs": (FROM_HF + " --print-flags",),
     "output that is not empty": ("convert from-hf {folder}/nowhere --output {folder}", "{folder}"),
-    "output that is a file": (
-        "convert from-hf {folder}/nowhere --output {folder}/good.jsonl",
-        "good.jsonl",
-    ),
-    "output that is a dangling link": (
-        "convert from-hf {folder}/nowhere --output {folder}/dangling",
-        "dangling",
-    ),
+    "output that is a file": (f"{FROM}/nowhere --output {{folder}}/good.jsonl", "good.jsonl"),
+    "output that is a link": (f"{FROM}/nowhere --output {{folder}}/dangling", "dangling"),
     "no config to go back": (TO_HF, "nowhere/config.json"),
     "flags going back": (TO_HF + " -- --bf16", "to-hf"),
     "profile without flags": ("profile -o {folder}/t.json", "--"),
     "profile without output": ("profile -- --num-layers 2", "--output"),
-    "profile with no thread": (
-        "profile -o {folder}/t.json --threads 0 -- --num-layers 2",
-        "--threads 0",
-    ),
-    "profile into a folder": ("profile -o {folder} -- --num-layers 2", "{folder}"),
-    "profile below a file": (
-        "profile -o {folder}/good.jsonl/t.json -- --num-layers 2",
-        "good.jsonl",
-    ),
+    "profile with no thread": (f"{PROFILE}/t.json --threads 0 -- --num-layers 2", "--threads 0"),
+    "profile into a folder": (f"{PROFILE} -- --num-layers 2", "{folder}"),
+    "profile below a file": (f"{PROFILE}/good.jsonl/t.json -- --num-layers 2", "good.jsonl"),
 }
 """What is wrong -> the command, and what a refusal names."""
 
@@ -206,15 +177,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_bytes((folder / "good.jsonl").read_bytes())
     (folder / "empty").mkdir()
     (folder / "dangling").symlink_to(folder / "nothing")
+    (folder / "loop").symlink_to("loop")
+    (folder / "table.json").write_text(json.dumps(document()))
+    for kind in ("pipe", "socket"):
+        NO_FILES[f"a {kind}"](folder / kind)
     SampleRun(ranks=1, stages=2, micro_batches=2, layers=2, steps=3).write(folder / "run")
     return folder
 
 
 VALUES = [
-    (command, flag, value)
-    for command, flags in BAD_VALUES.items()
-    for flag, values in flags.items()
-    for value in values
+    *(
+        (command, flag, value)
+        for command, flags in BAD_VALUES.items()
+        for flag, values in flags.items()
+        for value in values
+    ),
+    *mistyped(),
 ]
 
 
@@ -227,13 +205,9 @@ def test_values(
     command: str, flag: str, value: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [word.format(folder=folder) for word in (*command.split(), f"{flag}={value}")]
-    if flag == "--tokenizer-train" or command != PREPARE:
-        names = (value.format(folder=folder) if flag.startswith(("--lengths", "--cost")) else flag,)
-    else:
-        names = (flag,)
-    if flag in ("--run", "--baseline"):
-        names = ()
-    check_command(words, capsys, folder, *names)
+    of_a_file = flag in ("--lengths", "--cost-table") and value != "--"
+    names = (value.format(folder=folder) if of_a_file else flag,)
+    check_command(words, capsys, folder, *(() if flag in ("--run", "--baseline") else names))
 
 
 @pytest.mark.parametrize("name", BAD_COMMANDS)
@@ -241,3 +215,77 @@ def test_commands(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -
     command, *names = BAD_COMMANDS[name]
     words = [word.format(folder=folder) for word in command.split(" ") if word]
     check_command(words, capsys, folder, *(part.format(folder=folder) for part in names))
+
+
+INPUTS = {
+    "lengths.txt": (PLAN, ADVISE),
+    "table.json": (f"{WITHOUT_MODEL} --cost-table {{folder}}/table.json --layers 2",),
+    "good.jsonl": (f"{PREPARE} --tokenizer-train 300",),
+    "run/steps.jsonl": (REPORT, SUMMARY, TRACE, COMMANDS["watch"]),
+}
+"""A file that is read -> the commands that refuse what replaces it."""
+NO_FILES: dict[str, Callable[[Path], object]] = {
+    "missing": lambda path: None,
+    "a folder": Path.mkdir,
+    "a pipe": os.mkfifo,
+    "a socket": lambda path: socket.socket(socket.AF_UNIX).bind(os.fspath(path)),
+    "a link to itself": lambda path: path.symlink_to(path),
+    **{
+        target: lambda path, target=target: path.symlink_to(target)
+        for target in ("/dev/zero", "/dev/null", "/dev/full", "/dev/tty", "/proc/self/mem", "gone")
+    },
+    "a hole of gigabytes": lambda path: (path.touch(), os.truncate(path, 2**31)),
+    **{
+        name: lambda path, text=text: path.write_bytes(text)
+        for name, text in {
+            **{"empty": b"", "a newline": b"\n", "zero bytes": bytes(5000), "null": b"null\n"},
+            "noise": bytes((37 * n * n + 11) % 256 for n in range(4096)),
+            "UTF-16": '[1, 2]\n{"text": "a"}\n'.encode("utf-16"),
+            **{"deep": b"[" * 100_000, "text": b"no such thing\n", "gzip": gzip.compress(b"17\n")},
+            **{"an object": b'{"type": "step"}\n', "a line": b'{"text": "' + b"a" * (80 << 20)},
+        }.items()
+    },
+}
+"""What stands in the place of a file."""
+OUTPUTS = (
+    "report {folder}/run -o {output}",
+    "trace {folder}/run -o {output}",
+    f"{SUMMARY} -o {{output}}",
+    f"{SUMMARY} --picture {{output}}",
+)
+NO_OUTPUTS = (
+    *("", "-", "a\0b", "/dev/full", "/proc/nowhere/x", "/sys/x", "x" * 5000, "{folder}"),
+    *("{folder}/lengths.txt/x", "{folder}/pipe", "{folder}/socket", "{folder}/loop"),
+    *("{folder}/run/steps.jsonl", "{folder}/run/ranks/rank-00000.jsonl"),
+)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", NO_FILES)
+@pytest.mark.parametrize(
+    ("name", "command"), [(name, each) for name, commands in INPUTS.items() for each in commands]
+)
+def test_inputs(
+    name: str, command: str, kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder / name
+    kept = path.rename(path.with_suffix(".kept"))
+    try:
+        NO_FILES[kind](path)
+        words = command.format(folder=folder).split()
+        check_command(words, capsys, folder, name.partition("/")[0].partition(".")[0])
+    finally:
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+        path.unlink(missing_ok=True)
+        kept.rename(path)
+
+
+@pytest.mark.parametrize("output", NO_OUTPUTS)
+@pytest.mark.parametrize("command", OUTPUTS)
+def test_outputs(
+    command: str, output: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word.format(folder=folder, output=output) for word in command.split()]
+    words = [word.format(folder=folder) for word in words]
+    check_command(words, capsys, folder, *(("jsonl",) if output.endswith("jsonl") else ()))

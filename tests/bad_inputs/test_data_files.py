@@ -94,15 +94,6 @@ INDEX: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("name", INDEX)
-def test_index(name: str, prefix: Path) -> None:
-    path = Path(f"{prefix}.idx")
-    raw = bytearray(path.read_bytes())
-    INDEX[name](raw)
-    path.write_bytes(raw)
-    check_refused(lambda: read(prefix), DataError, str(prefix))
-
-
 TOKENS: dict[str, Change] = {
     "nothing": lambda raw: raw.clear(),
     "cut by a byte": lambda raw: raw.pop(),
@@ -115,13 +106,15 @@ TOKENS: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("name", TOKENS)
-def test_tokens(name: str, prefix: Path) -> None:
-    path = Path(f"{prefix}.bin")
+@pytest.mark.parametrize(
+    ("suffix", "name"), [(".idx", name) for name in INDEX] + [(".bin", name) for name in TOKENS]
+)
+def test_damage(suffix: str, name: str, prefix: Path) -> None:
+    path = Path(f"{prefix}{suffix}")
     raw = bytearray(path.read_bytes())
-    TOKENS[name](raw)
+    (INDEX if suffix == ".idx" else TOKENS)[name](raw)
     path.write_bytes(raw)
-    check_refused(lambda: read(prefix), DataError, str(path))
+    check_refused(lambda: read(prefix), DataError, str(path if suffix == ".bin" else prefix))
 
 
 @pytest.mark.parametrize(("dtype", "value"), [(np.int32, -1), (np.int8, -5), (np.int64, 2**40)])
@@ -204,44 +197,21 @@ def test_half_a_mask(missing: str, prefix: Path) -> None:
     check_refused(lambda: read(prefix), DataError, f"{mask}{missing}")
 
 
-def replace_by_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def replace_by_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def replace_by_loop(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path)
-
-
-def replace_by_nothing(path: Path) -> None:
-    path.unlink()
-
-
-def replace_by_dangling_link(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path.parent / "nowhere")
+NO_FILES: dict[str, Callable[[Path], object]] = {
+    "folder": Path.mkdir,
+    "pipe": os.mkfifo,
+    "loop": lambda path: path.symlink_to(path),
+    "nothing": lambda path: None,
+    "dangling link": lambda path: path.symlink_to(path.parent / "nowhere"),
+}
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
-@pytest.mark.parametrize(
-    "replace",
-    [
-        replace_by_folder,
-        replace_by_pipe,
-        replace_by_loop,
-        replace_by_nothing,
-        replace_by_dangling_link,
-    ],
-)
-def test_what_is_no_file(suffix: str, replace: Callable[[Path], None], prefix: Path) -> None:
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_what_is_no_file(suffix: str, kind: str, prefix: Path) -> None:
     path = Path(f"{prefix}{suffix}")
-    replace(path)
+    path.unlink()
+    NO_FILES[kind](path)
     check_refused(lambda: read(prefix), DataError, str(path))
 
 

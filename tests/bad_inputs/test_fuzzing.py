@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bad_inputs.judge import bounded
 from bad_inputs.test_cost_tables import document
 from bad_inputs.test_data_files import ONES, VOCABULARY, tokens, write
 from bad_inputs.test_models import CONFIG, write_weights
@@ -23,11 +22,10 @@ from fuzzing import check_reader
 from learn.scheduler_cases import make_scheduler
 from plan.plan_cases import job_shape
 from record_cases import rank_header, rank_step
-from view.report.sample_run import SampleRun
 
 from sparsebalance_megatron.convert.hf_config import read_config
 from sparsebalance_megatron.convert.mapping import parameters
-from sparsebalance_megatron.convert.weight_files import INDEX, WHOLE, WeightFiles
+from sparsebalance_megatron.convert.transfer import INDEX, WHOLE, WeightFiles
 from sparsebalance_megatron.cost.fit import fit_cost_model
 from sparsebalance_megatron.cost.table import CostTable, CostTableError
 from sparsebalance_megatron.data.records import BadRecords, RecordFiles
@@ -36,9 +34,7 @@ from sparsebalance_megatron.errors import ConvertError, DataError
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.log_file import JsonLinesFile
-from sparsebalance_megatron.log.reader import RunLogError, read_run_log
 from sparsebalance_megatron.run import session
-from sparsebalance_megatron.view.report.run_report import ReportError, gather
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError, read_lengths
 
 
@@ -130,21 +126,6 @@ def test_lengths(tmp_path: Path, damage: int) -> None:
         read_lengths(path)
 
     assert check_reader(b"[5, 70, 1234, 99]", damage, read, WorkloadError) > damage // 4
-
-
-@pytest.mark.parametrize("name", ["steps.jsonl", "ranks/rank-00000.jsonl"])
-def test_logs(name: str, tmp_path: Path, damage: int) -> None:
-    run = SampleRun(ranks=1, stages=1, micro_batches=2, layers=2, steps=2)
-    directory = run.write(tmp_path / "run")
-    path = directory / name
-
-    def read(raw: bytes) -> None:
-        path.write_bytes(raw)
-        log = read_run_log(directory)
-        gather(log, {step.iteration for step in log.steps})
-
-    with bounded():
-        check_reader(path.read_bytes(), damage // 2, read, (RunLogError, ReportError))
 
 
 def test_logs_that_a_resumed_run_goes_on_with(tmp_path: Path, damage: int) -> None:

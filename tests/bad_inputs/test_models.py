@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from sparsebalance_megatron.convert.hf_config import read_config
 from sparsebalance_megatron.convert.mapping import parameters
-from sparsebalance_megatron.convert.weight_files import INDEX, WHOLE, WeightFiles
+from sparsebalance_megatron.convert.transfer import INDEX, WHOLE, WeightFiles
 from sparsebalance_megatron.data.tokenizer import load_tokenizer
 from sparsebalance_megatron.errors import ConvertError, DataError
 
@@ -62,16 +62,10 @@ BAD: dict[str, tuple[Any, ...]] = {
     ),
     "partial_rotary_factor": (0.5, "all"),
 }
-TEXTS: dict[str, bytes] = {
-    "nothing": b"",
-    "an open object": b'{"model_type": "llama"',
-    "a list": b"[]",
-    "null": b"null",
-    "nested too deep": b'{"rope_scaling":' * 200_000,
-    "not UTF-8": b"\xff\xfe",
-    "an integer of too many digits": b'{"hidden_size": ' + b"9" * 5000 + b"}",
-    "weights": b"\x08\x00\x00\x00\x00\x00\x00\x00{}      ",
-}
+TEXTS: tuple[bytes, ...] = (
+    *(b"", b'{"model_type": "llama"', b"[]", b"null", b'{"rope_scaling":' * 200_000, b"\xff\xfe"),
+    *(b'{"hidden_size": ' + b"9" * 5000 + b"}", b"\x08\x00\x00\x00\x00\x00\x00\x00{}      "),
+)
 
 
 def with_config(folder: Path, **changes: Any) -> Path:
@@ -100,9 +94,9 @@ def test_config(key: str, value: Any, tmp_path_factory: pytest.TempPathFactory) 
     check_refused(lambda: read_config(folder), ConvertError, "config.json: ", named)
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_texts(name: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes(TEXTS[name])
+@pytest.mark.parametrize("text", TEXTS, ids=lambda text: str(text[:20]))
+def test_texts(text: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(text)
     check_refused(lambda: read_config(tmp_path), ConvertError, "config.json")
 
 
@@ -122,31 +116,25 @@ def read_weights(folder: Path) -> None:
         files.check_matches(parameters(read_config(folder)))
 
 
-WEIGHT_MAPS: dict[str, Any] = {
-    "no weight_map": {},
-    "an empty weight_map": {"weight_map": {}},
-    "a weight_map that is null": {"weight_map": None},
-    "a weight_map that is a list": {"weight_map": ["a"]},
-    "no object": [],
-    "numbers for files": {"weight_map": {"a": 5, "b": "c.safetensors"}},
-    "null for a file": {"weight_map": {"a": None}},
-    "lists for files": {"weight_map": {"a": ["b"]}},
-    "a file of another folder": {"weight_map": {"a": "../other/x.safetensors"}},
-    "an absolute path": {"weight_map": {"a": "/etc/passwd"}},
-    "a path that goes out and in": {"weight_map": {"a": "x/../../y.safetensors"}},
-    "a folder below": {"weight_map": {"a": "sub/x.safetensors"}},
-    "an empty name": {"weight_map": {"a": ""}},
-    "the folder itself": {"weight_map": {"a": "."}},
-    "the folder above": {"weight_map": {"a": ".."}},
-    "a file that is not there": {"weight_map": {"a": "x.safetensors"}},
-    "the config": {"weight_map": {"a": "config.json"}},
-}
+OUTSIDE = ("../other/x.safetensors", "/etc/passwd", "x/../../y.safetensors", "sub/x.safetensors")
+WEIGHT_MAPS: tuple[Any, ...] = (
+    *(
+        {},
+        [],
+        *({"weight_map": each} for each in ({}, None, ["a"], {"a": 5, "b": "c.safetensors"})),
+    ),
+    *(
+        {"weight_map": {"a": each}}
+        for each in (None, ["b"], "", ".", "..", "x.safetensors", *OUTSIDE)
+    ),
+    {"weight_map": {"a": "config.json"}},
+)
 
 
-@pytest.mark.parametrize("name", WEIGHT_MAPS)
-def test_indices(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("index", WEIGHT_MAPS, ids=str)
+def test_indices(index: Any, tmp_path: Path) -> None:
     write_weights(tmp_path)
-    (tmp_path / INDEX).write_text(json.dumps(WEIGHT_MAPS[name]))
+    (tmp_path / INDEX).write_text(json.dumps(index))
     check_refused(lambda: read_weights(tmp_path), ConvertError, str(tmp_path))
 
 
@@ -209,21 +197,15 @@ def test_links_to_weights_are_followed(tmp_path: Path) -> None:
     read_weights(folder)
 
 
-TOKENIZERS: dict[str, bytes] = {
-    "an empty object": b"{}",
-    "a list": b"[]",
-    "null": b"null",
-    "nothing": b"",
-    "an open object": b'{"model": ',
-    "no vocabulary": b'{"version": "1.0", "model": {"type": "BPE"}}',
-    "an unknown model": b'{"version": "1.0", "model": {"type": "X", "vocab": {}}}',
-    "not UTF-8": b"\xff\xfe",
-}
-
-
-@pytest.mark.parametrize("name", TOKENIZERS)
-def test_tokenizers(name: str, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_bytes(TOKENIZERS[name])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b"{}", b"[]", b"null", b"", b'{"model": ', b"\xff\xfe"),
+        *(b'{"version": "1.0", "model": {"type": %s}}' % kind for kind in (b'"BPE"', b'"X"')),
+    ],
+)
+def test_tokenizers(text: bytes, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(text)
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
     )

@@ -13,10 +13,10 @@ import pytest
 from view.report.sample_run import SampleRun
 
 from sparsebalance_megatron import cli
+from sparsebalance_megatron.cli.watch import status_line
 from sparsebalance_megatron.log.log_file import JsonLinesFile
 from sparsebalance_megatron.log.reader import RunLogError, read_log_tail, read_run_log
 from sparsebalance_megatron.log.records import Header
-from sparsebalance_megatron.view.report.live import status_line
 
 
 @pytest.fixture

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces: by the rules of the format, against the logs, and as Perfetto reads them."""
+"""Traces: by the rules of the format, and against the logs."""
 
 from __future__ import annotations
 
 import gzip
 import itertools
 import json
-import shutil
-import subprocess
-import sys
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +29,6 @@ from sparsebalance_megatron.view.report.trace import TracedStep, Tracer
 RUN = SampleRun(ranks=2, stages=2, virtual_stages=2, micro_batches=4, layers=4, steps=5)
 SLICES = 2 * RUN.virtual_stages * RUN.micro_batches
 """Of one stage in one step."""
-FETCH_S = 60
 
 Event = dict[str, Any]
 
@@ -327,73 +323,3 @@ def test_without_measured_times_the_predicted_ones_are_traced(
     assert len(slices(written, "predicted", 2)) == RUN.ranks * RUN.stages * SLICES
     assert slices(written, "measured", 2) == []
     assert "2 of 2 steps have no measured times" in capsys.readouterr().out
-
-
-def shell_path() -> str:
-    """perfetto's trace_processor_shell, fetched by the package where that is possible."""
-    pytest.importorskip("perfetto")
-    known = shutil.which("trace_processor_shell") or shutil.which("trace_processor")
-    if known:
-        return known
-    program = (
-        "from perfetto.prebuilts.manifests.trace_processor_shell import *\n"
-        "from perfetto.prebuilts.perfetto_prebuilts import get_perfetto_prebuilt\n"
-        "print(get_perfetto_prebuilt(TRACE_PROCESSOR_SHELL_MANIFEST))"
-    )
-    try:
-        fetched = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, timeout=FETCH_S
-        )
-    except subprocess.TimeoutExpired:
-        pytest.skip(f"trace_processor_shell could not be fetched in {FETCH_S} s")
-    if fetched.returncode:
-        pytest.skip("the package perfetto brings no trace_processor_shell and could not fetch it")
-    return fetched.stdout.splitlines()[-1]
-
-
-def test_perfetto_reads_it(trace_path: Path) -> None:
-    path = shell_path()
-    from perfetto.trace_processor import TraceProcessor, TraceProcessorConfig
-
-    with TraceProcessor(
-        trace=str(trace_path), config=TraceProcessorConfig(bin_path=path)
-    ) as processor:
-
-        def rows(query: str, *columns: str) -> list[tuple[Any, ...]]:
-            return [
-                tuple(getattr(row, column) for column in columns) for row in processor.query(query)
-            ]
-
-        errors = "select name, value from stats where severity = 'error' and value > 0"
-        assert rows(errors, "name", "value") == []
-        found = rows(
-            "select p.name as process, t.name as thread, count(*) as n, max(s.depth) as depth "
-            "from slice s join thread_track tt on s.track_id = tt.id join thread t using (utid) "
-            "join process p using (upid) where s.name != 'waiting' "
-            "group by 1, 2 order by 1, 2",
-            *("process", "thread", "n", "depth"),
-        )
-        sides = [
-            (f"{side}, rank {rank}", f"stage {stage}", 3 * SLICES, 0)
-            for side in ("measured", "predicted")
-            for rank in range(RUN.ranks)
-            for stage in range(RUN.stages)
-        ]
-        assert found == [*sides, ("run", "steps", 3, 0)]
-        counters = rows(
-            "select ct.name as name, count(*) as n from counter c "
-            "join process_counter_track ct on c.track_id = ct.id group by 1 order by 1",
-            *("name", "n"),
-        )
-        assert counters == [
-            ("coverage at base budgets", 3),
-            ("coverage executed", 3),
-            ("imbalance of ranks measured", 3),
-            ("imbalance of ranks predicted", 3),
-            *(
-                (f"measured over predicted, stage {stage} ratio", 3 * RUN.ranks)
-                for stage in range(RUN.stages)
-            ),
-        ]
-        (arrows,) = rows("select count(*) as n from flow", "n")
-        assert arrows == (3 * RUN.ranks * RUN.stages * SLICES,)

@@ -69,13 +69,6 @@ def test_fit_weighs_small_and_large_alike(measure: Measure, planted: CostModel) 
         assert predicted == pytest.approx(true, rel=0.1)
 
 
-def test_fit_never_returns_negative_costs(measure: Measure) -> None:
-    fitted = fit_cost_model(measure(noise=0.8))
-    for direction in Direction:
-        for part in Part:
-            assert (fitted.coefficients_ms(part, direction) >= 0.0).all()
-
-
 @pytest.mark.parametrize(
     ("part", "without"),
     [

@@ -92,7 +92,7 @@ def test_stages_hold_the_layers_and_embeddings_that_are_theirs() -> None:
     embedding = 64 * 1000 / 2
     shape = model(layers_per_stage=(2, 4, 3))
     assert [shape.parameters(stage) for stage in range(3)] == [
-        *(2 * layer + embedding, 4 * layer, 3 * layer + embedding + 64),
+        *(2 * layer + embedding, 4 * layer, 3 * layer + embedding + 64)
     ]
     tied = model(layers_per_stage=(2, 4, 3), tied_embeddings=True)
     assert tied.parameters(2) == shape.parameters(2)  # two stages hold a copy each

@@ -28,21 +28,20 @@ def visible_block_pairs(tokens, block_size):
     return WORK.visible_pairs(tokens / block_size)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(tokens=TOKENS, budget=BUDGETS, block_size=BLOCK_SIZES)
 def test_pairs_equal_the_count(tokens: int, budget: int, block_size: int) -> None:
     counted = oracle.attended_block_pairs(tokens, budget, block_size)
     assert attended_block_pairs(tokens, budget, block_size) == pytest.approx(counted, rel=1e-12)
 
 
-@settings(max_examples=50, deadline=None)
 @given(tokens=TOKENS, block_size=BLOCK_SIZES)
 def test_visible_pairs_are_pairs_without_a_budget(tokens: int, block_size: int) -> None:
     counted = oracle.attended_block_pairs(tokens, math.inf, block_size)
     assert visible_block_pairs(tokens, block_size) == pytest.approx(counted, rel=1e-12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(tokens=st.integers(1, 90), block_size=BLOCK_SIZES, data=st.data())
 def test_growth_is_that_of_the_counted_pairs(tokens: int, block_size: int, data) -> None:
     """From one budget to another, both up to the document's blocks; the rest does not move."""
@@ -61,7 +60,6 @@ def test_the_router_scores_what_selects() -> None:
     assert sizes == probed | {"previous-block": 2, "token-kv-head": 128, "token-query-head": 512}
 
 
-@settings(max_examples=50, deadline=None)
 @given(documents=st.lists(st.tuples(st.integers(1, 500), BUDGETS), min_size=2, max_size=6))
 def test_features_add_up_over_documents(documents: list[tuple[int, int]]) -> None:
     lengths, budgets = zip(*documents, strict=True)

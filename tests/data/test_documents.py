@@ -15,18 +15,13 @@ SMALL = 200_000
 """Values of files that are looked at whole."""
 
 
-@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
-@pytest.mark.parametrize("place", [0, 777, SMALL // 2 + 1, SMALL - 1])
-def test_every_token_of_a_small_file_is_looked_at(place: int, dtype: type[np.number]) -> None:
-    tokens = np.full(SMALL, VOCABULARY - 1, dtype=dtype)
+@pytest.mark.parametrize("place", [0, 777, SMALL - 1])
+def test_every_value_of_a_small_file_is_looked_at(place: int) -> None:
+    tokens = np.full(SMALL, VOCABULARY - 1, dtype=np.uint16)
     check_token_ids("data", tokens, VOCABULARY)
     tokens[place] = VOCABULARY
     with pytest.raises(DataError, match=rf"data.bin: token {VOCABULARY} .* of {VOCABULARY}"):
         check_token_ids("data", tokens, VOCABULARY)
-
-
-@pytest.mark.parametrize("place", [0, 777, SMALL - 1])
-def test_every_value_of_a_small_mask_is_looked_at(place: int) -> None:
     mask = np.zeros(SMALL, dtype=np.uint8)
     with pytest.raises(DataError, match=r"mask.bin: all zero"):
         check_loss_mask(mask, "mask.bin")

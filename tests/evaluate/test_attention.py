@@ -14,8 +14,7 @@ from sparse_hf_models import BLOCK, CAUSAL, FAMILIES, make_bare_model, make_mode
 from sparsebalance_megatron.attention.api import budgeted_attention
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.evaluate import configure, settings_of
-from sparsebalance_megatron.evaluate.attention import sparse_balance_attention
-from sparsebalance_megatron.evaluate.mask import document_starts
+from sparsebalance_megatron.evaluate.attention import document_starts, sparse_balance_attention
 from sparsebalance_megatron.evaluate.settings import KEY
 from sparsebalance_megatron.selector_registry import GROUP
 

@@ -115,11 +115,7 @@ def test_ranks_attach_the_same_plan_in_every_pass_and_learn_once_per_step(
             model.get_batch(iterator, ["tokens", "advantages"])
     slime.end_step()
     first, second = [[5], [6, 7]], [[8]]
-    passes = [
-        (f"plan of {first}", 0),
-        (f"plan of {first}", 1),
-        (f"plan of {second}", 0),
-    ]
+    passes = [(f"plan of {first}", 0), (f"plan of {first}", 1), (f"plan of {second}", 0)]
     forward = [("attach", *each, False) for each in passes]
     update = [("attach", *each, True) for each in passes]
     assert run.calls == [

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from learn.scheduler_cases import index as index  # a fixture
 from learn.scheduler_cases import make_scheduler
@@ -37,7 +37,6 @@ def megatrons(schedule: tuple[tuple[int, int], ...]) -> Any:
 
 
 @given(schedule=schedules)
-@settings(max_examples=60, deadline=None)
 def test_steps_are_those_that_megatron_walks_through(schedule: tuple[tuple[int, int], ...]) -> None:
     calculator, sizes = megatrons(schedule), BatchSizes(schedule=schedule)
     consumed, begins = 0, {}

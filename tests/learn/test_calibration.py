@@ -125,7 +125,7 @@ def test_predictions_may_be_older_than_the_current_scales() -> None:
     assert calibration.snapshot().scales_2PV.ravel() == pytest.approx([2.0, 4.0])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(ratios=st.lists(st.floats(0.05, 20.0), min_size=1, max_size=25))
 def test_scales_stay_within_what_was_observed(ratios: list[float]) -> None:
     drill = Drill()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cost.cost_cases import Times
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
@@ -42,7 +42,6 @@ def one_slow(factor):
     return slowness_RP
 
 
-@settings(max_examples=40)
 @given(st.integers(0, 2**32 - 1), st.floats(0.0, 0.1))
 def test_equal_devices_keep_a_factor_of_one(seed, noise):
     found_RP = Drill(ALIKE_RP, noise=noise, seed=seed).run(20)

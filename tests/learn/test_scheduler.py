@@ -208,10 +208,7 @@ def test_coverage_saved_in_steps_may_be_spent_in_later_ones_half_at_a_time(
     expected = []
     for savings in (0.0, saved):
         schedule = scheduler(
-            index,
-            worker if planned_ahead else None,
-            global_batch_size=128,
-            coverage_target="base",
+            index, worker if planned_ahead else None, global_batch_size=128, coverage_target="base"
         )
         for step in range(STEPS):
             keep_account(schedule, step, executed=savings if step == 0 else 0.0)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +12,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from record_cases import HEADER, MEASURED, PREDICTED, header_of
+from record_cases import HEADER, MEASURED, header_of
 from record_cases import step_line as record
 from step_cases import JOB, measured_as_planned, planned_step
 from view.report.sample_run import SampleRun, write_lines
 
+from sparsebalance_megatron.log import reader
 from sparsebalance_megatron.log.log_directory import rank_files, step_log_path
 from sparsebalance_megatron.log.log_file import JsonLinesFile
-from sparsebalance_megatron.log.reader import RunLogError, read_rank_logs, read_run_log
+from sparsebalance_megatron.log.reader import (
+    RunLogError,
+    read_hosts,
+    read_log_tail,
+    read_rank_logs,
+    read_run_log,
+)
 from sparsebalance_megatron.log.recording import (
     FinishedStep,
     coverage_record,
@@ -70,36 +78,18 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 BAD_LINES: dict[str, tuple[Any, str]] = {
     "array": ([1, 2], "got array"),
-    "number": ("7", "got int"),
     "unknown-type": ({"type": "stp"}, "type 'stp'"),
     "no-coverage": (record(2, coverage={}), "coverage: "),
-    "no-measured": (record(2, measured=None), "measured None"),
-    "iteration-null": (record(2, iteration=None), "iteration None"),
-    "loss-text": (record(2, lm_loss="3.1"), "lm_loss '3.1'"),
     "loss-nan": (record(2, lm_loss=float("nan")), "not JSON"),
-    "time-true": (record(2, iteration_ms=True), "iteration_ms True"),
     "rank-text": (
         record(2, measured=MEASURED | {"rank_busy_ms": [1.0, "x"]}),
         "measured.rank_busy_ms[1] 'x'",
     ),
-    "rank-number": (
-        record(2, measured=MEASURED | {"rank_busy_ms": 5.0}),
-        "measured.rank_busy_ms 5.0",
-    ),
-    "times-text": (record(2, measured=MEASURED | {"forward_ms": "x"}), "measured.forward_ms 'x'"),
     "times-flat": (record(2, measured=MEASURED | {"forward_ms": [1.0]}), "forward_ms"),
     "times-shape": (record(2, measured=MEASURED | {"backward_ms": [[[[1.0]]]]}), "backward_ms"),
-    "predicted-shape": (record(2, predicted=PREDICTED | {"forward_ms": [[[[1.0]]]]}), "forward_ms"),
     "time-negative": (record(2, iteration_ms=-5.0), "iteration_ms -5.0"),
-    "time-huge": (record(2, iteration_ms=1e300), "iteration_ms 1e+300"),
-    "plan-negative": (record(2, plan_ms=-1.0), "plan_ms -1.0"),
     "no-tokens": ({key: value for key, value in record(2).items() if key != "tokens"}, "tokens"),
-    "coverage-huge": (record(2, coverage=record(2)["coverage"] | {"mean": 7.0}), "mean 7.0"),
     "busy-negative": (record(2, measured=MEASURED | {"rank_busy_ms": [-1.0, 1.0]}), "[0] -1.0"),
-    "forward-negative": (
-        record(2, measured=MEASURED | {"forward_ms": [[[[-1.0, 1.0]]], [[[1.0, 1.0]]]]}),
-        "forward_ms",
-    ),
     "rank-count": (record(2, measured=MEASURED | {"rank_busy_ms": [5.0]}), "rank_busy_ms of 1"),
 }
 
@@ -169,12 +159,8 @@ def test_the_last_coverage_curves_count(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"curves": [[[0.5, 1.0]]]}, "curves must have 2 buckets and 2 budgets"),
-        ({"curves": [[[0.5], [1.0]]]}, "curves must have 2 buckets and 2 budgets"),
         ({"curves": [[1.0, 2.0]]}, r"curves\[0\]\[0\] 1.0"),
-        ({"curves": "x"}, "curves 'x'"),
-        ({"curves": []}, "curves"),
         ({"grid": [1, None]}, r"grid\[1\] None"),
-        ({"iteration": None}, "iteration None"),
     ],
 )
 def test_damaged_coverage_is_left_out(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -298,10 +284,7 @@ def test_a_damaged_step_is_named_and_the_rest_kept(tmp_path: Path, case: str) ->
         ["forward", 0, 0, 0.0],
         ["forward", 0, 0, 2.0, 1.0],
         ["forward", 0, 0, -2.0, 1.0],
-        ["forward", 0, True, 0.0, 1.0],
         ["forward", 0, 0, 0.0, None],
-        ["forward", 0, 0, "0", 1.0],
-        7,
     ],
 )
 def test_a_damaged_span(tmp_path: Path, span: Any) -> None:
@@ -325,3 +308,73 @@ def test_steps_before_the_header_are_counted(tmp_path: Path) -> None:
     logs = read_rank_logs(write_rank(tmp_path, rank_record(1), RANK_HEADER, rank_record(2)), {1, 2})
     assert sorted(logs.steps) == [2]
     assert "1 steps before the first header" in logs.problems[0]
+
+
+RUN = SampleRun(ranks=2, stages=2, micro_batches=2, layers=4, steps=6)
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    """The whole log, line by line; the first is its header."""
+    directory = RUN.write(tmp_path_factory.mktemp("run"))
+    return (directory / "steps.jsonl").read_bytes().splitlines(keepends=True)
+
+
+def iterations(directory: Path) -> list[int]:
+    return [record.iteration for record in read_log_tail(directory).steps]
+
+
+def test_every_cut_of_every_line_waits_for_its_end(tmp_path: Path, lines: list[bytes]) -> None:
+    """A disk may show any part of what was written; no part of a line is ever a line."""
+    whole = b""
+    for line in lines:
+        (tmp_path / "steps.jsonl").write_bytes(whole)
+        before = iterations(tmp_path)
+        for cut in (len(line) // 3, len(line) - 1):
+            (tmp_path / "steps.jsonl").write_bytes(whole + line[:cut])
+            assert iterations(tmp_path) == before
+        whole += line
+    (tmp_path / "steps.jsonl").write_bytes(whole)
+    tail = read_log_tail(tmp_path)
+    assert [*map(encode, tail.steps)] == [*map(encode, read_run_log(tmp_path).steps)]
+    assert (tail.damaged, tail.size_bytes) == (0, len(whole))
+
+
+def test_of_a_long_log_the_last_whole_lines_are_read(
+    tmp_path: Path, lines: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "steps.jsonl").write_bytes(b"".join(lines))
+    monkeypatch.setattr(reader, "_TAIL_BYTES", sum(map(len, lines[-3:])) + 1)
+    tail = read_log_tail(tmp_path)
+    assert [each.iteration for each in tail.steps] == [4, 5, 6] and not tail.damaged
+
+
+def test_a_log_that_outgrew_its_file_is_read_from_the_next(
+    tmp_path: Path, lines: list[bytes]
+) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_bytes(b"".join(lines[:4]))
+    os.replace(path, tmp_path / "steps.1.jsonl")
+    path.write_bytes(lines[0] + b"".join(lines[5:]))
+    assert iterations(tmp_path)[-1] == 6
+
+
+def test_steps_that_run_again_replace_what_came_after(tmp_path: Path, lines: list[bytes]) -> None:
+    steps = [line for line in lines if json.loads(line)["type"] == "step"]
+    (tmp_path / "steps.jsonl").write_bytes(lines[0] + b"".join(steps) + lines[0] + steps[2])
+    assert iterations(tmp_path) == [1, 2, 3]
+
+
+def test_damaged_lines_are_counted(tmp_path: Path, lines: list[bytes]) -> None:
+    (tmp_path / "steps.jsonl").write_bytes(lines[0] + b"{broken\n\n[1]\n" + lines[1])
+    assert read_log_tail(tmp_path).damaged == 2
+    assert iterations(tmp_path) == [1]
+
+
+def test_hosts_come_from_the_first_lines_of_the_ranks(tmp_path: Path) -> None:
+    paths = [RUN.write(tmp_path) / "ranks" / f"rank-0000{number}.jsonl" for number in range(4)]
+    assert set(read_hosts(tmp_path).values()) == {"node0", "node1"}
+    paths[0].write_text('{"type": "ra')
+    paths[1].write_text(paths[1].read_text().replace('"node0"', '""'))
+    paths[2].unlink()
+    assert len(read_hosts(tmp_path)) == 1

@@ -159,33 +159,24 @@ def test_who_shared_a_row_comes_back() -> None:
 
 
 @pytest.mark.parametrize(
-    "widths",
+    ("widths", "possible"),
     [
-        [[2, 1], [1, 1]],
-        [[1, 1], [2, 1]],
-        [[3, 1], [3, 1]],
-        [[4, 1], [4, 1]],
-        [[0, 1], [1, 1]],
-        [[None, 1], [1, 1]],
-        [[1.5, 1], [1, 1]],
-        [[1, 1]],
-        "two",
+        ([[2], [2], [1], [1], [1]], True),
+        ([[1], [1], [2], [2]], True),
+        ([[1], [2], [2], [1]], False),
+        ([[1], [1], [1], [2]], False),
+        ([[3], [3], [3]], False),
+        ([[4], [4]], False),
+        ([[0], [1]], False),
+        ([[None], [1]], False),
+        ([[1.5], [1]], False),
+        ([[1, 1], [1, 1]], False),
+        ("two", False),
     ],
 )
-def test_groups_that_cannot_be_are_named(widths: Any) -> None:
-    with pytest.raises(DamagedLineError, match="widths"):
-        step_from(written() | {"widths": widths})
-
-
-@pytest.mark.parametrize(
-    ("widths_of_ranks", "possible"),
-    [([1, 2, 2, 1], False), ([2, 2, 1, 1, 1], True), ([1, 1, 2, 2], True), ([1, 1, 1, 2], False)],
-)
-def test_groups_begin_at_multiples_of_their_width(
-    widths_of_ranks: list[int], possible: bool
-) -> None:
-    times = np.ones((len(widths_of_ranks), 1, 1, 1)).tolist()
-    record = written() | {"widths": [[width] for width in widths_of_ranks]}
+def test_groups_are_powers_of_two_at_multiples_of_their_width(widths: Any, possible: bool) -> None:
+    record = written() | {"widths": widths}
+    times = np.ones((len(widths), 1, 1, 1)).tolist()
     for side in ("predicted", "measured"):
         busy_ms = [1.0] * len(times)
         record[side] |= {"forward_ms": times, "backward_ms": times, "rank_busy_ms": busy_ms}

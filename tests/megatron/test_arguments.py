@@ -338,7 +338,3 @@ def test_defaults_are_set_only_where_the_plugin_is_on_and_explicit_flags_win() -
         ["--distributed-backend", "nccl"]
     )
     assert explicit.distributed_backend == "nccl"
-
-
-def test_help_is_printed(megatron_parser: ArgumentParser) -> None:
-    assert "--sparse-balance-base-budget" in megatron_parser.format_help()

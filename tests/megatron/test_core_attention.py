@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,20 +12,18 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from micro_batches import BLOCK, params_with
 
 from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
 from sparsebalance_megatron.megatron.packed_seq_params import (
+    BudgetedPackedSeqParams,
     CoverageObservation,
-    micro_batch_context,
-    packed_params,
 )
-from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
-HEADS, KV_HEADS, HEAD_DIM, BLOCK = 4, 2, 8, 16
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 LENGTHS = (100, 16, 230)
-CPU = torch.device("cpu")
 
 
 def attention(*, base_budget: int = 3, threshold: float = 0.1, layer: int = 1):
@@ -52,24 +51,9 @@ def packed_qkv(tokens: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
     return tuple(2.0 * torch.randn(shape, generator=generator) for shape in shapes)
 
 
-def context_with(budgets_LS: np.ndarray, *, padding: int = 0, device: torch.device = CPU):
-    boundaries = (0, *np.cumsum(LENGTHS).tolist())
-    if padding:
-        boundaries += (boundaries[-1] + padding,)
-    plan = MicroBatchPlan(
-        samples=tuple(range(len(LENGTHS))),
-        lengths_tokens=LENGTHS,
-        budgets_LS=budgets_LS,
-        rank=0,
-        position=0,
-    )
-    return micro_batch_context(
-        plan,
-        boundaries,
-        block_size=BLOCK,
-        observe=True,
-        device=device,
-    )
+def params_of(budgets_LS: np.ndarray | int, **how: Any) -> BudgetedPackedSeqParams:
+    """Budgets of two layers, or one for all."""
+    return params_with(LENGTHS, np.broadcast_to(np.int32(budgets_LS), (2, len(LENGTHS))), **how)
 
 
 def dense(
@@ -88,11 +72,10 @@ def dense(
 def test_each_layer_reads_its_own_budgets_and_grows_them_to_the_floor() -> None:
     """Invariant 5: C(executed) >= C(k0) - p from this micro-batch's own scores."""
     qkv = packed_qkv(sum(LENGTHS))
-    context = context_with(np.array([[3, 3, 3], [1, 1, 1]], dtype=np.int32))
-    params = packed_params(context, max_seqlen_tokens=256, device=CPU)
+    params = params_of(np.array([[3, 3, 3], [1, 1, 1]]))
     for layer in (1, 2):
         attention(layer=layer)(*qkv, None, packed_seq_params=params)
-    kept, cut = context.observations[0], context.observations[1]
+    kept, cut = (params.micro_batch.observations[layer] for layer in (0, 1))
     assert not kept.grown_S.any()
     torch.testing.assert_close(kept.executed_S, kept.base_S)
     assert cut.grown_S.tolist() == [True, False, True]
@@ -111,11 +94,11 @@ def test_bad_numbers_of_a_document_reach_no_other(value: float) -> None:
 
     def run(qkv: list[torch.Tensor]) -> tuple[list[torch.Tensor], CoverageObservation]:
         leaves = [x.clone().requires_grad_() for x in qkv]
-        context = context_with(np.full((2, len(LENGTHS)), 1, dtype=np.int32))
-        params = packed_params(context, max_seqlen_tokens=256, device=CPU)
+        params = params_of(1)
         out = attention()(*leaves, None, packed_seq_params=params)
         out.sum().backward()
-        return [out.detach(), *(leaf.grad for leaf in leaves)], context.observations[0]
+        results = [out.detach(), *(leaf.grad for leaf in leaves)]
+        return results, params.micro_batch.observations[0]
 
     (ours, seen), (expected, expected_seen) = run(broken), run(clean)
     others = sum(LENGTHS[:2])
@@ -132,20 +115,16 @@ def test_bad_numbers_of_a_document_reach_no_other(value: float) -> None:
 
 def test_without_tolerance_cut_budgets_give_the_base_budgets_output() -> None:
     qkv = packed_qkv(sum(LENGTHS))
-    outputs = []
-    for budget in (1, 3):
-        context = context_with(np.full((2, len(LENGTHS)), budget, dtype=np.int32))
-        params = packed_params(context, max_seqlen_tokens=256, device=CPU)
-        outputs.append(attention(threshold=0.0)(*qkv, None, packed_seq_params=params))
-    torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=0)
+    module = attention(threshold=0.0)
+    cut, base = (module(*qkv, None, packed_seq_params=params_of(budget)) for budget in (1, 3))
+    assert torch.equal(cut, base)
 
 
 def test_observed_grid_is_the_routers_coverage() -> None:
     q_THD, k_TGD, v_TGD = packed_qkv(sum(LENGTHS))
-    context = context_with(np.full((2, len(LENGTHS)), 3, dtype=np.int32))
-    params = packed_params(context, max_seqlen_tokens=256, device=CPU)
-    module = attention()
-    module(q_THD, k_TGD, v_TGD, None, packed_seq_params=params)
+    params = params_of(3)
+    attention()(q_THD, k_TGD, v_TGD, None, packed_seq_params=params)
+    context = params.micro_batch
     selector = selector_named("previous-block")
     ranking = rank_sequence(
         selector,
@@ -160,19 +139,11 @@ def test_observed_grid_is_the_routers_coverage() -> None:
 
 
 def test_padding_for_sequence_parallelism_is_one_more_sequence() -> None:
-    qkv = packed_qkv(sum(LENGTHS) + 6)
-    padded = context_with(np.full((2, len(LENGTHS)), 3, dtype=np.int32), padding=6)
-    plain = context_with(np.full((2, len(LENGTHS)), 3, dtype=np.int32))
     tokens = sum(LENGTHS)
-    outputs = [
-        attention()(
-            *(x[: context.layout.tokens] for x in qkv),
-            None,
-            packed_seq_params=packed_params(context, max_seqlen_tokens=256, device=CPU),
-        )
-        for context in (padded, plain)
-    ]
-    torch.testing.assert_close(outputs[0][:tokens], outputs[1])
+    qkv = packed_qkv(tokens + 6)
+    padded = attention()(*qkv, None, packed_seq_params=params_of(3, padding=6))
+    plain = attention()(*(x[:tokens] for x in qkv), None, packed_seq_params=params_of(3))
+    torch.testing.assert_close(padded[:tokens], plain)
 
 
 @pytest.mark.parametrize("layout", ["thd", "sbhd"])
@@ -212,12 +183,9 @@ def test_a_micro_batch_never_makes_the_host_wait_for_the_device() -> None:
     cuda = torch.device("cuda")
     module = attention()
     qkv = [x.to(cuda, torch.bfloat16) for x in packed_qkv(sum(LENGTHS))]
-    budgets_LS = np.full((2, len(LENGTHS)), 2, dtype=np.int32)
 
     def micro_batch() -> torch.Tensor:
-        context = context_with(budgets_LS, device=cuda)
-        params = packed_params(context, max_seqlen_tokens=256, device=cuda)
-        return module(*qkv, None, packed_seq_params=params)
+        return module(*qkv, None, packed_seq_params=params_of(2, device=cuda))
 
     expected = micro_batch()  # compiles kernels, copies the grid
     torch.cuda.synchronize()

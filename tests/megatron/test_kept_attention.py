@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from megatron.core.tensor_parallel import checkpoint
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from micro_batches import BLOCK, params_with
 from torch import Tensor
 
 from sparsebalance_megatron.attention.kernels import tokens as kernel
@@ -22,20 +24,15 @@ from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.megatron import core_attention
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, BudgetedCoreAttention
 from sparsebalance_megatron.megatron.kept_attention import RecomputeError
-from sparsebalance_megatron.megatron.packed_seq_params import (
-    BudgetedPackedSeqParams,
-    micro_batch_context,
-    packed_params,
-)
-from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
+from sparsebalance_megatron.megatron.packed_seq_params import BudgetedPackedSeqParams
 
-HEADS, GROUPS, HEAD_DIM, BLOCK, LAYERS = 4, 2, 8, 16, 3
+HEADS, GROUPS, HEAD_DIM, LAYERS = 4, 2, 8, 3
 WIDTH = HEADS * HEAD_DIM
 LENGTHS = (70, 16, 45)
-CPU = torch.device("cpu")
 
+ONE_BY_ONE = "uniform, one layer at a time"
 HOW = {
-    "uniform, one layer at a time": [(0, 1), (1, 2), (2, 3)],
+    ONE_BY_ONE: [(0, 1), (1, 2), (2, 3)],
     "uniform, three layers at a time": [(0, 3)],
     "block, the first layer": [(0, 1)],
     "selective": [],
@@ -69,7 +66,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 class Model(torch.nn.Module):
     """Three layers of attention between projections, checkpointed as Megatron would."""
 
-    def __init__(self, how: str, *, keep: bool) -> None:
+    def __init__(self, how: str = ONE_BY_ONE, *, keep: bool = True) -> None:
         super().__init__()
         self.how = how
         generator = torch.Generator().manual_seed(5)
@@ -128,19 +125,10 @@ class Model(torch.nn.Module):
 
 
 def micro_batch(seed: int = 0) -> tuple[Tensor, BudgetedPackedSeqParams]:
-    lengths = tuple(np.roll(LENGTHS, seed).tolist())
-    plan = MicroBatchPlan(
-        samples=tuple(range(len(lengths))),
-        lengths_tokens=lengths,
-        budgets_LS=np.full((LAYERS, len(lengths)), 2, dtype=np.int32),
-        rank=0,
-        position=0,
-    )
-    boundaries = (0, *np.cumsum(lengths).tolist())
-    context = micro_batch_context(plan, boundaries, block_size=BLOCK, observe=True, device=CPU)
+    lengths = np.roll(LENGTHS, seed).tolist()
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(sum(lengths), WIDTH, generator=generator, requires_grad=True)
-    return x, packed_params(context, max_seqlen_tokens=256, device=CPU)
+    return x, params_with(lengths, np.full((LAYERS, len(lengths)), 2, dtype=np.int32))
 
 
 def trained(model: Model, steps: Callable[[Model], list[Tensor]]) -> list[Tensor]:
@@ -149,52 +137,39 @@ def trained(model: Model, steps: Callable[[Model], list[Tensor]]) -> list[Tensor
     return [*seen, *(weight.grad for weight in model.parameters())]
 
 
-def two_in_flight(model: Model) -> list[Tensor]:
-    """Forward, forward, backward, backward, in order as 1F1B does."""
+def two_in_flight(model: Model, order: int = 1) -> list[Tensor]:
+    """Forward, forward, backward, backward, in order as 1F1B does, or the other way round."""
     batches = [micro_batch(seed) for seed in (0, 1)]
     losses = [model(*batch).square().sum() for batch in batches]
-    for loss in losses:
+    for loss in losses[::order]:
         loss.backward()
     assert [params.kept.layers for _, params in batches] == [(), ()]
     totals = sum(params.micro_batch.recompute.totals() for _, params in batches)
     return [*losses, *(x.grad for x, _ in batches), totals]
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_kept_attention_changes_no_bit(how: str, forwards: list[int]) -> None:
+@pytest.mark.parametrize(("how", "order"), [*((how, 1) for how in HOW), (ONE_BY_ONE, -1)])
+def test_kept_attention_changes_no_bit(how: str, order: int, forwards: list[int]) -> None:
     checkpointed = 3 if how == "selective" else sum(end - begin for begin, end in HOW[how])
-    *ours, totals = _with_totals(Model(how, keep=True))
+    *ours, totals = _with_totals(Model(how), order)
     assert len(forwards) == 2 * LAYERS
     assert totals.tolist() == [2 * checkpointed, 0, 0]
     forwards.clear()
-    *expected, totals = _with_totals(Model(how, keep=False))
+    *expected, totals = _with_totals(Model(how, keep=False), order)
     assert len(forwards) == 2 * (LAYERS + checkpointed)
     assert totals.tolist() == [0, 0, 0]
     assert len(ours) == 4 + 2 * LAYERS
     assert all(map(torch.equal, ours, expected))
 
 
-def _with_totals(model: Model) -> list[Tensor]:
+def _with_totals(model: Model, order: int) -> list[Tensor]:
     """Losses and gradients, then the totals."""
-    found = trained(model, two_in_flight)
+    found = trained(model, partial(two_in_flight, order=order))
     return [*found[:4], *found[5:], found[4]]
 
 
-def test_the_order_of_backwards_does_not_matter() -> None:
-    def last_first(model: Model) -> list[Tensor]:
-        batches = [micro_batch(seed) for seed in (0, 1)]
-        losses = [model(*batch).square().sum() for batch in batches]
-        for loss in reversed(losses):
-            loss.backward()
-        return [x.grad for x, _ in batches]
-
-    how = "uniform, one layer at a time"
-    ours, expected = (trained(Model(how, keep=keep), last_first) for keep in (True, False))
-    assert all(map(torch.equal, ours, expected))
-
-
 def test_evaluation_keeps_nothing() -> None:
-    model = Model("uniform, one layer at a time", keep=True).eval()
+    model = Model().eval()
     x, params = micro_batch()
     with torch.no_grad():
         model(x, params)
@@ -206,8 +181,7 @@ def test_evaluation_keeps_nothing() -> None:
 
 def test_what_no_backward_takes_goes_with_the_micro_batch() -> None:
     """As after an exception, or under Megatron's re-run machinery; the context may live on."""
-    model = Model("uniform, one layer at a time", keep=True)
-    x, params = micro_batch()
+    model, (x, params) = Model(), micro_batch()
     out = model(x, params)
     context, kept = params.micro_batch, weakref.ref(params.kept)
     assert params.kept.layers == (0, 1, 2)
@@ -229,16 +203,14 @@ def test_a_layer_that_ran_twice_attends_again(backward_of: int, forwards: list[i
             assert params.micro_batch.recompute.totals().tolist() == [0, LAYERS, 0]
         return [x.grad]
 
-    how = "uniform, one layer at a time"
-    ours, expected = (trained(Model(how, keep=keep), twice) for keep in (True, False))
+    ours, expected = (trained(Model(keep=keep), twice) for keep in (True, False))
     assert len(forwards) == 2 * 3 * LAYERS
     assert all(map(torch.equal, ours, expected))
 
 
 def test_a_second_backward_attends_again() -> None:
     """The first one let go of what was kept."""
-    model = Model("selective", keep=True)
-    x, params = micro_batch()
+    model, (x, params) = Model("selective"), micro_batch()
     loss = model(x, params).square().sum()
     loss.backward(retain_graph=True)
     first, x.grad = x.grad, None
@@ -248,8 +220,7 @@ def test_a_second_backward_attends_again() -> None:
 
 
 def test_other_inputs_in_the_recomputed_pass_are_counted() -> None:
-    model = Model("uniform, one layer at a time", keep=True)
-    x, params = micro_batch()
+    model, (x, params) = Model(), micro_batch()
     loss = model(x, params).square().sum()
     with torch.no_grad():
         model.into[1].mul_(1.0 + 2.0**-20)
@@ -258,8 +229,7 @@ def test_other_inputs_in_the_recomputed_pass_are_counted() -> None:
 
 
 def test_one_nan_is_as_good_as_another() -> None:
-    model = Model("uniform, one layer at a time", keep=True)
-    x, params = micro_batch()
+    model, (x, params) = Model(), micro_batch()
     with torch.no_grad():
         x[0] = torch.nan
     model(x, params).square().sum().backward()
@@ -267,8 +237,7 @@ def test_one_nan_is_as_good_as_another() -> None:
 
 
 def test_results_that_cannot_be_right_are_refused() -> None:
-    model = Model("uniform, one layer at a time", keep=True)
-    x, params = micro_batch()
+    model, (x, params) = Model(), micro_batch()
     loss = model(x, params).sum()
     params.kept._by_layer[2].out_THD.mul_(2.0)
     with pytest.raises(RecomputeError, match=r"layer 3: .* written to in place"):
@@ -276,19 +245,18 @@ def test_results_that_cannot_be_right_are_refused() -> None:
 
 
 def test_a_pass_of_another_row_is_refused() -> None:
-    x, params = micro_batch()
-    model = Model("selective", keep=True)
+    model, (x, params) = Model("selective"), micro_batch()
     out = model(x, params)
-    kept = params.kept
     with pytest.raises(RecomputeError, match=r"layer 1: .*\(130, 4, 8\).* after \(131, 4, 8\)"):
-        kept.take(0, tuple(torch.zeros(130, heads, HEAD_DIM) for heads in (HEADS, GROUPS, GROUPS)))
+        params.kept.take(
+            0, tuple(torch.zeros(130, heads, HEAD_DIM) for heads in (HEADS, GROUPS, GROUPS))
+        )
     assert out.requires_grad
 
 
 def test_selective_recomputation_shares_the_output_with_the_projection() -> None:
     """So that keeping it costs the log-sum-exp and the lists alone."""
-    model = Model("selective", keep=True)
-    x, params = micro_batch()
+    model, (x, params) = Model("selective"), micro_batch()
     taken: list[int] = []
 
     def saved(tensor: Tensor) -> Tensor:
@@ -302,8 +270,7 @@ def test_selective_recomputation_shares_the_output_with_the_projection() -> None
 
 
 def test_rows_without_a_carrier_attend_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model("selective", keep=True)
-    x, params = micro_batch()
+    model, (x, params) = Model("selective"), micro_batch()
     monkeypatch.setattr(core_attention, "in_first_pass", None)  # not even asked
     params.kept = None
     model(x, params).sum().backward()

@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import (
-    BALANCE_FLAGS,
-    MODEL_FLAGS,
-    PROGRAMS,
-    TRAINING_FLAGS,
-    run_training,
-    write_documents,
-)
+from harness import PROGRAMS, train
 
 from sparsebalance_megatron.attention.kernels import tokens
 from sparsebalance_megatron.attention.self_check import CheckedCase
@@ -111,11 +104,9 @@ def test_a_cache_that_cannot_be_written_stops_nothing(cache: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_all_ranks_stop_where_the_kernels_of_one_are_wrong(tmp_path: Path) -> None:
-    documents = write_documents(tmp_path / "train", [100, 60, 200, 30] * 4)
-    flags = (*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, "--data-path", str(documents))
-    program = (str(PROGRAMS / "wrong_kernel_rank.py"),)
-    run = run_training(2, flags, program=program, timeout_s=120)
+def test_all_ranks_stop_where_the_kernels_of_one_are_wrong(documents: Path) -> None:
+    program = (str(PROGRAMS / "failing_rank.py"), "kernels", "0")
+    run = train(2, documents, "--sparse-balance-device", "cpu", program=program, timeout_s=120)
     assert run.exit_code != 0
     assert "KernelCheckError: kernel check" in run.output
     assert "(rank 1)" in run.output

@@ -7,23 +7,15 @@ import json
 
 import numpy as np
 import pytest
-from forked_ranks import run_ranks
-from harness import PROGRAMS, free_port, python_environment
+from harness import PROGRAMS, run_training
 
 pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize("stages", [2, 4])
 def test_a_step_in_segments_learns_what_a_step_in_one_piece_learns(stages, tmp_path):
-    exit_code = run_ranks(
-        stages,
-        (str(PROGRAMS / "segmented_rank.py"), str(tmp_path)),
-        environment=python_environment(),
-        master_port=free_port(),
-        output=tmp_path / "output",
-        timeout_s=120.0,
-    )
-    assert exit_code == 0, (tmp_path / "output").read_text()[-4000:]
+    program = (str(PROGRAMS / "segmented_rank.py"), str(tmp_path))
+    run_training(stages, (), program=program).require_success()
     for stage in range(stages):
         for run in json.loads((tmp_path / f"rank{stage}.json").read_text()):
             cut, whole = run["cut"], run["whole"]

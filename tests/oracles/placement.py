@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 
-from oracles.plan import _input_time, stage_program
+from oracles.plan import input_of, stage_program
 
 UNITS_PER_MS = 1000
 
@@ -56,7 +56,7 @@ def best_makespan_ms(forward_SP, backward_SP, constant_2P, ranks, micro_batches,
             duration = _units(constant_2P[kind == "B"][p]) + sum(
                 _units(times[s][p]) * where[s, d, m] for s in range(len(times))
             )
-            for source in (before.get((p, kind, c, m)), _source(p, kind, m, stages, keys)):
+            for source in (before.get((p, kind, c, m)), input_of(stages, 1, p, kind, c, m)):
                 start = 0 if source is None else ends[source]
                 model.add(ends[p, kind, c, m] >= start + duration)
     model.minimize(makespan)
@@ -70,11 +70,3 @@ def best_makespan_ms(forward_SP, backward_SP, constant_2P, ranks, micro_batches,
 
 def _units(ms):
     return round(ms * UNITS_PER_MS)
-
-
-def _source(p, kind, m, stages, keys):
-    """Which operation's end the naive simulator waits for: found by asking it."""
-    for key in keys:
-        if _input_time({key: (0.0, 1.0)}, stages, 1, p, kind, 0, m) == 1.0:
-            return key
-    return None

@@ -44,8 +44,7 @@ def job_shape(ranks, micro_batches, stages=1, chunks=1, layers_per_chunk=2):
             tuple(
                 tuple(
                     range(
-                        (v * stages + p) * layers_per_chunk,
-                        (v * stages + p + 1) * layers_per_chunk,
+                        (v * stages + p) * layers_per_chunk, (v * stages + p + 1) * layers_per_chunk
                     )
                 )
                 for v in range(chunks)

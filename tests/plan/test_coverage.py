@@ -8,7 +8,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import plan as oracle
 
@@ -31,7 +31,6 @@ def random_curves(seed, layers=3, max_blocks=40, decay=0.9):
     return curves
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5000))
 def test_grid(max_blocks):
     grid = budget_grid(max_blocks)
@@ -82,7 +81,6 @@ def test_broken_updates():
         curves.observe(np.ones(curves.mean_LUK.shape), -counts)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 999), st.lists(st.integers(1, 40), min_size=1, max_size=6))
 def test_lookup_matches_naive(seed, blocks):
     curves = random_curves(seed)
@@ -106,7 +104,6 @@ def test_unobserved_is_nan_but_dense_is_one():
     assert curves.coverage(1, 16, 16) == 1.0
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.integers(0, 999),
     st.lists(st.integers(1, 40), min_size=1, max_size=6),

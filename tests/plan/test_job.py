@@ -10,12 +10,7 @@ from hypothesis import strategies as st
 
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
-from sparsebalance_megatron.plan.job import (
-    Job,
-    check_cp_sizes,
-    default_max_cp_size,
-    whole_parts,
-)
+from sparsebalance_megatron.plan.job import Job, check_cp_sizes, default_max_cp_size, whole_parts
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 4))

@@ -13,7 +13,6 @@ from oracles import plan as oracle
 from plan.plan_cases import (
     cost_model,
     coverage_curves,
-    flat,
     job_shape,
     placed,
     planned,
@@ -22,9 +21,7 @@ from plan.plan_cases import (
 )
 
 from sparsebalance_megatron.cost.stage_scales import StageScales
-from sparsebalance_megatron.plan import planner
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.placement.balance import arrival
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import PlanError
@@ -54,7 +51,6 @@ def arguments(
     }
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     SHAPES,
     SEEDS,
@@ -89,7 +85,7 @@ def test_plan_invariants(shape, seed, kind, size, batching, tuning, observed, un
         assert 0 <= expected.coverage_min <= expected.coverage_mean <= 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(SHAPES, SEEDS, KINDS, st.sampled_from(["off", "anchor", "makespan"]), st.booleans())
 def test_makespan_never_loses_to_simpler_batching(shape, seed, kind, tuning, uneven):
     times = {
@@ -101,29 +97,7 @@ def test_makespan_never_loses_to_simpler_batching(shape, seed, kind, tuning, une
     assert times["makespan"] <= min(times.values()) * (1 + 1e-8)
 
 
-@settings(max_examples=25, deadline=None)
-@given(SHAPES, SEEDS, KINDS, st.booleans())
-def test_makespan_tuning_never_costs_time(shape, seed, kind, uneven):
-    untuned = planned(**arguments(shape, seed, kind, uneven=uneven, tuning="off"))
-    tuned = planned(**arguments(shape, seed, kind, uneven=uneven, tuning="makespan"))
-    assert tuned.expectation.makespan_ms <= untuned.expectation.makespan_ms * (1 + 1e-8)
-
-
-def test_search_improves_a_pipeline():
-    lengths = np.random.default_rng(4).integers(1000, 20000, 16).tolist()
-    found = {
-        batching: planned(
-            **arguments((2, 8, 4, 1), size=1, tuning="off", batching=batching)
-            | {"lengths_tokens": lengths}
-        )
-        for batching in ("arrival", "length", "latency", "makespan")
-    }
-    times = {name: plan.expectation.makespan_ms for name, plan in found.items()}
-    assert found["makespan"].batching == "makespan"
-    assert times["makespan"] < 0.95 * min(times["arrival"], times["length"])
-
-
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(SHAPES, SEEDS)
 def test_expectation_is_what_a_naive_simulation_finds(shape, seed):
     given_ = arguments(shape, seed, size=1, tuning="makespan")
@@ -161,7 +135,7 @@ def test_groups_of_micro_batches_are_planned_as_they_run(tuning):
     assert plan.expectation.lower_bound_ms <= plan.expectation.makespan_ms * (1 + 1e-9)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(SHAPES, SEEDS, st.sampled_from(["off", "makespan"]))
 def test_times_contain_how_slow_a_device_is_and_work_does_not(shape, seed, tuning):
     given_ = arguments(shape, seed, uneven=True, tuning=tuning)
@@ -182,31 +156,6 @@ def test_times_contain_how_slow_a_device_is_and_work_does_not(shape, seed, tunin
     base_work = costs.micro_batch_ms(costs.sample_ms(base_LS), where).ms_OR
     ratio = work.sum() / base_work.sum()
     assert plan.expectation.work_ratio == pytest.approx(ratio)
-
-
-@pytest.mark.parametrize("stages", [1, 4])
-@pytest.mark.parametrize("tuning", ["off", "makespan"])
-def test_a_slow_device_gets_less_to_do(stages, tuning):
-    """Ranks finish together, sooner than where nobody knows of the slow one."""
-    given_ = arguments((4, 8, stages, 1), seed=3, size=4, tuning=tuning)
-    given_["lengths_tokens"] = np.random.default_rng(0).integers(500, 4000, 128).tolist()
-    slowness_RP = np.ones((4, stages))
-    slowness_RP[1, -1] = 1.5
-    known = planned(**given_ | {"scales": replace(given_["scales"], slowness_RP=slowness_RP)})
-    unknown = planned(**given_).expectation
-    slowed = unknown.times_2RPVM * slowness_RP[..., None, None]
-    assert known.expectation.makespan_ms < 0.8 * makespans_ms(flat(slowed)).max()
-    assert known.expectation.imbalance_makespans < 1.02
-
-
-def test_work_ratio_compares_with_the_base_budgets():
-    assert planned(**arguments(tuning="off")).expectation.work_ratio == pytest.approx(1.0)
-    given_ = arguments(tuning="makespan", coverage_threshold=0.3)
-    tuned = planned(**given_).expectation
-    base = planned(**(given_ | {"policy": replace(given_["policy"], tuning="off")})).expectation
-    work = [e.times_2RPVM.sum() for e in (tuned, base)]
-    assert tuned.work_ratio == pytest.approx(work[0] / work[1])
-    assert tuned.work_ratio != pytest.approx(1.0, abs=1e-3)
 
 
 def test_digest_sees_every_change():
@@ -259,7 +208,6 @@ def test_contradicting_inputs():
         planned(**arguments((1, 3, 2, 2)))
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     SHAPES,
     st.integers(1, 3),
@@ -306,16 +254,6 @@ def test_published_latency_batching_is_not_searched():
     for rank in (0, 1):
         firsts = [micro_batch.samples[0] for micro_batch in plan.for_rank(rank).micro_batches]
         assert firsts == sorted(firsts), "slots run in the order of their first sample"
-
-
-def test_packed_micro_batches_are_searched_beyond_the_best_moves(monkeypatch):
-    lengths = np.random.default_rng(1).integers(200, 9000, 64).tolist()
-    given_ = arguments((2, 8, 4, 1), tuning="off", plan_ms=200.0) | {"lengths_tokens": lengths}
-    found = planned(**given_)
-    found.validate(lengths, given_["job"], given_["policy"])
-    monkeypatch.setattr(planner, "improve_packed", lambda where, *_, **__: where)
-    first = planned(**given_).expectation.makespan_ms
-    assert found.expectation.makespan_ms < 0.997 * first
 
 
 def test_search_follows_the_step_that_it_is_for():

@@ -41,7 +41,7 @@ def naive_micro_batch_ms(samples, lengths, budgets, job, stage, chunk):
     return total
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([(1, 1), (3, 1), (2, 2)]))
 def test_matches_naive_sum(seed, pipeline):
     generator = np.random.default_rng(seed)

@@ -160,9 +160,7 @@ def test_digest_covers_placement_and_budgets(plan):
     budgets_LS[1, 0] += 1
     swapped = replace(
         plan,
-        micro_batches=tuple(
-            replace(micro_batch, rank=1 - micro_batch.rank) for micro_batch in plan.micro_batches
-        ),
+        micro_batches=tuple(replace(each, rank=1 - each.rank) for each in plan.micro_batches),
     )
     variants = [plan, replace(plan, step=4), swapped, with_first(plan, budgets_LS=budgets_LS)]
     assert len({variant.digest() for variant in variants}) == len(variants)

@@ -35,8 +35,7 @@ def save_logits(
     from sparsebalance_megatron.convert import megatron_model
     from sparsebalance_megatron.convert.hf_config import read_config
     from sparsebalance_megatron.convert.mapping import parameters
-    from sparsebalance_megatron.convert.transfer import read_weights
-    from sparsebalance_megatron.convert.weight_files import WeightFiles
+    from sparsebalance_megatron.convert.transfer import WeightFiles, read_weights
     from sparsebalance_megatron.megatron.core_attention import (
         AttentionOptions,
         sparse_balance_layer_spec,

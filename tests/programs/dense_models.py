@@ -12,7 +12,7 @@ import contextlib
 import io
 import json
 import sys
-from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,10 +20,12 @@ import torch
 from sparsebalance_megatron.megatron import cpu
 
 cpu.install()
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.training.arguments import parse_args, validate_args  # noqa: E402
+from micro_batches import BLOCK, params_with  # noqa: E402
 
 from sparsebalance_megatron.config import SparseBalanceConfig  # noqa: E402
 from sparsebalance_megatron.megatron.arguments import args_provider  # noqa: E402
@@ -32,15 +34,9 @@ from sparsebalance_megatron.megatron.core_attention import (  # noqa: E402
     AttentionOptions,
     sparse_balance_layer_spec,
 )
-from sparsebalance_megatron.megatron.packed_seq_params import (  # noqa: E402
-    micro_batch_context,
-    packed_params,
-)
-from sparsebalance_megatron.plan.step_plan import MicroBatchPlan  # noqa: E402
 
 LENGTHS = (100, 37, 192)
-VOCABULARY, BLOCK = 256, 16
-CPU = torch.device("cpu")
+VOCABULARY = 256
 
 
 def main(variants: dict[str, list[str]]) -> None:
@@ -121,23 +117,9 @@ def on_documents(model):
 
 def packed(model):
     """The plugin's attention, all documents in one row, budgets that cover everything."""
-    plan = MicroBatchPlan(
-        samples=tuple(range(len(LENGTHS))),
-        lengths_tokens=LENGTHS,
-        budgets_LS=np.full((model.config.num_layers, len(LENGTHS)), 1000),
-        rank=0,
-        position=0,
-    )
-    context = micro_batch_context(
-        plan,
-        tuple(accumulate(LENGTHS, initial=0)),
-        block_size=BLOCK,
-        observe=True,
-        device=CPU,
-    )
     tokens, labels = (torch.cat(rows)[None] for rows in zip(*token_rows(), strict=True))
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    params = packed_params(context, max_seqlen_tokens=max(LENGTHS), device=CPU)
+    params = params_with(LENGTHS, np.full((model.config.num_layers, len(LENGTHS)), 1000))
     return model(tokens, positions, None, labels=labels, packed_seq_params=params).flatten()
 
 

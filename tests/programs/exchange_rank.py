@@ -26,6 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from attention.cases import NAMES, SCALE, Case, make_case
 from attention.sequence.slices import BLOCK, local_selection, random_owners, slices_of
 from torch import Tensor

@@ -6,6 +6,7 @@
 it there, as a hang does, and lets collectives time out after 20 s. ``reader STEP`` and
 ``plan STEP`` let what reads its rows, or plans its steps, raise; ``digest STEP`` lets it execute
 another plan; ``nan STEP`` makes its loss NaN from there on.
+``flags 0`` gives it another budget, ``kernels 0`` kernels whose gradients of values are wrong.
 ``exchange-kill STEP``, ``-term``, ``-leave`` and ``-exit`` end it inside the first exchange of that
 step: by SIGKILL, SIGTERM, os._exit and sys.exit.
 ``clock STEP`` sets its wall clock two hours back there, and at each later call four hours forward
@@ -29,6 +30,7 @@ cpu.install()
 
 import torch  # noqa: E402
 
+from sparsebalance_megatron.attention.kernels import tokens  # noqa: E402
 from sparsebalance_megatron.errors import DataError  # noqa: E402
 from sparsebalance_megatron.learn import step_planner  # noqa: E402
 from sparsebalance_megatron.plan.step_plan import StepPlan  # noqa: E402
@@ -112,6 +114,19 @@ def set_clock_from(step: int) -> None:
     at(step, set_anew)
 
 
+def change_flags(_: int) -> None:
+    if FAULTY:
+        sys.argv += ["--sparse-balance-base-budget", "2"]
+
+
+def change_kernels(_: int) -> None:
+    if FAULTY:
+        # Not the verdict of rank 0, which has other kernels here.
+        os.environ["XDG_CACHE_HOME"] += "/rank1"
+        right = tokens.backward
+        tokens.backward = lambda dout, saved: (*right(dout, saved)[:2], 1.1 * saved.v_TGD)
+
+
 def limit_files(size_bytes: int) -> None:
     _, hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard_limit))
@@ -152,6 +167,8 @@ FAULTS = {
     "digest": differ_in,
     "nan": lose_numbers_from,
     "clock": set_clock_from,
+    "flags": change_flags,
+    "kernels": change_kernels,
     "file-size": limit_files,
 }
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from own_loop import (  # noqa: E402
     Losses,
     balance_config,
+    error_of,
     load_trainer,
     pipeline,
     transformer_config,
@@ -126,10 +126,7 @@ def as_placed(ended: Any) -> Any:
     """Each rank knows its own micro-batches; the plan is that of both."""
     rank = parallel_state.get_data_parallel_rank()
     plan = ended.plan_as_placed([[10 + rank, 20], [30]]).plan
-    return [
-        [micro_batch.rank, micro_batch.position, micro_batch.lengths_tokens]
-        for micro_batch in plan.micro_batches
-    ]
+    return [[each.rank, each.position, each.lengths_tokens] for each in plan.micro_batches]
 
 
 def _by_layer(planned: Any, rank: int) -> list[list[int]]:
@@ -164,22 +161,14 @@ def mistakes(host: Any, ended: Any, model: Any) -> dict[str, str]:
         host.run_schedule(ended, model, ended.planner.plan([9] * 4), [batch[0][:10]] * 4)
 
     return {
-        "wrong row": _message(wrong_row),
-        "no row": _message(lambda: integration.attach(ended, planned, 0, None)),
-        "no such micro-batch": _message(lambda: integration.attach(ended, planned, 99, None)),
-        "one rank only": _message(half_a_step),
-        "other plans": _message(other_plans),
-        "step never ended": _message(never_ended),
-        "step log": _message(lambda: run(host, 1, Losses(), (), log_dir="here")),
+        "wrong row": error_of(wrong_row),
+        "no row": error_of(lambda: integration.attach(ended, planned, 0, None)),
+        "no such micro-batch": error_of(lambda: integration.attach(ended, planned, 99, None)),
+        "one rank only": error_of(half_a_step),
+        "other plans": error_of(other_plans),
+        "step never ended": error_of(never_ended),
+        "step log": error_of(lambda: run(host, 1, Losses(), (), log_dir="here")),
     }
-
-
-def _message(mistake: Callable[[], Any]) -> str:
-    try:
-        mistake()
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
 
 
 def main(host_path: str, output: str) -> None:

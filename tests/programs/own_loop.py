@@ -100,8 +100,7 @@ def balance_config(log_dir: Path | None = None, **changes: Any) -> SparseBalance
 @contextmanager
 def pipeline(stages: int, virtual_stages: int | None = None) -> Any:
     parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=stages,
-        virtual_pipeline_model_parallel_size=virtual_stages,
+        pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=virtual_stages
     )
     model_parallel_cuda_manual_seed(1234)
     yield
@@ -164,10 +163,7 @@ def train_chunks(trainer: Any, data: dict[str, Any], directory: Path) -> dict[st
     with pipeline(2, virtual_stages=2):
         # Gloo matches messages between two peers by order, which batched exchanges would break.
         config = transformer_config(
-            2,
-            virtual_pipeline_model_parallel_size=2,
-            overlap_p2p_comm=True,
-            batch_p2p_comm=False,
+            2, virtual_pipeline_model_parallel_size=2, overlap_p2p_comm=True, batch_p2p_comm=False
         )
         balance = balance_config(directory / "chunks", base_budget=DENSE, tuning="off")
         run = integration.begin_run(balance, config, **data)
@@ -331,7 +327,7 @@ def bare(trainer: Any, data: dict[str, Any], directory: Path) -> dict[str, Any]:
         }
         return {
             "figures": figures,
-            "mistakes": {name: _message(mistake) for name, mistake in mistakes.items()},
+            "mistakes": {name: error_of(mistake) for name, mistake in mistakes.items()},
         }
 
 
@@ -378,10 +374,10 @@ def _resume(state: dict[str, Any], data: dict[str, Any], consumed_samples: int) 
     integration.train_data_iterator(run, consumed_samples=consumed_samples)
 
 
-def _message(mistake: Callable[[], Any]) -> str:
+def error_of(mistake: Callable[[], Any]) -> str:
     try:
         mistake()
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "accepted"
 

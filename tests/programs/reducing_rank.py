@@ -56,11 +56,7 @@ def reduce_on_rank(rank: int, digest: bytes) -> StepMeasurement:
         world_size=RANKS,
     )
     reducer = StepReducer(
-        JOB,
-        place,
-        buckets=BUCKETS,
-        grid_size=len(GRID),
-        device=torch.device("cpu"),
+        JOB, place, buckets=BUCKETS, grid_size=len(GRID), device=torch.device("cpu")
     )
     spans = [("forward", 0, 1.0 + rank), ("backward", 0, 10.0 + rank), ("backward", 1, 20.0 + rank)]
     if rank == 0:

@@ -43,8 +43,7 @@ def plan_with_drawn_cp_sizes(step: int, inputs: PlanInputs) -> StepPlan:
     plan = plan_step(step, replace(inputs, job=narrow, policy=roomy, scales=scales))
     generator = np.random.default_rng(step)
     micro_batches = [
-        replace(micro_batch, rank=micro_batch.rank * group, cp_size=group)
-        for micro_batch in plan.micro_batches
+        replace(each, rank=each.rank * group, cp_size=group) for each in plan.micro_batches
     ]
     if policy.context_parallel == "dynamic":
         micro_batches = [

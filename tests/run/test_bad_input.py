@@ -6,29 +6,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import train, write_documents
+from harness import train
 
 pytestmark = pytest.mark.distributed
 
 
-@pytest.fixture(scope="module")
-def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_documents(tmp_path_factory.mktemp("documents") / "train", [100, 60, 200, 30] * 4)
-
-
-@pytest.fixture(scope="module")
-def damaged(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def damaged(documents: Path, tmp_path: Path) -> Path:
     """A directory with an index file cut short, and a cost table that is no table."""
-    directory = tmp_path_factory.mktemp("damaged")
-    (directory / "train.bin").write_bytes(documents.with_suffix(".bin").read_bytes())
-    (directory / "train.idx").write_bytes(documents.with_suffix(".idx").read_bytes()[:-9])
-    (directory / "costs.json").write_text('{"format_version": 1, "rows": [')
-    return directory
+    for suffix, end in ((".bin", None), (".idx", -9)):
+        raw = documents.with_suffix(suffix).read_bytes()[:end]
+        (tmp_path / "train").with_suffix(suffix).write_bytes(raw)
+    (tmp_path / "costs.json").write_text('{"format_version": 1, "rows": [')
+    return tmp_path
 
 
 CASES = {
     "block size 0": (("--sparse-balance-block-size", "0"), "--sparse-balance-block-size 0"),
-    "missing data": (("--data-path", "/nonexistent/prefix"), "/nonexistent/prefix"),
     "index file cut short": (("--data-path", "{damaged}/train"), "train.idx"),
     "corrupt cost table": (("--sparse-balance-cost-table", "{damaged}/costs.json"), "costs.json"),
     "global batch too small": (

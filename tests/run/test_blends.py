@@ -15,6 +15,7 @@ from harness import (
     TrainingRun,
     long_tailed_lengths,
     run_training,
+    train,
     write_documents,
 )
 
@@ -24,8 +25,6 @@ STEPS, SAVED = 4, 2
 DOCUMENTS = {"web": 6, "books": 5, "chat": 20}
 """Of the first, two steps take 8 samples: the checkpoint lies in the middle of its second epoch."""
 WEIGHTS = {"web": 0.5, "books": 0.3, "chat": 0.2}
-SUMS_OF_FLOAT32 = 64 * 2.0**-23
-"""Token losses are added by source, and once more all together."""
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +45,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def flags(directory: Path, weights: dict[str, float] = WEIGHTS) -> tuple[str, ...]:
     words = [word for name in weights for word in (str(weights[name]), str(directory / name))]
     return (
-        *(*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, "--data-path", *words),
-        *("--sparse-balance-missing-loss-mask", "train"),
+        *("--data-path", *words, "--sparse-balance-missing-loss-mask", "train"),
         *("--train-iters", str(STEPS), "--pipeline-model-parallel-size", "2"),
         *("--ckpt-format", "torch_dist", "--override-opt-param-scheduler"),
     )
@@ -57,17 +55,17 @@ def flags(directory: Path, weights: dict[str, float] = WEIGHTS) -> tuple[str, ..
 def whole(directory: Path) -> TrainingRun:
     """Never stops."""
     save = ("--save", str(directory / "checkpoints"), "--save-interval", str(SAVED))
-    return run_training(2, (*flags(directory), *save), log_dir=directory / "log").require_success()
+    return train(
+        2, directory, *flags(directory), *save, log_dir=directory / "log"
+    ).require_success()
 
 
 def test_three_sources_train_and_a_resumed_run_equals_one_that_never_stopped(
     directory: Path, whole: TrainingRun
 ) -> None:
     load = ("--load", str(directory / "checkpoints"), "--ckpt-step", str(SAVED))
-    resumed = run_training(
-        2, (*flags(directory), *load), log_dir=directory / "resumed"
-    ).require_success()
-    assert resumed.grad_norms == whole.grad_norms[SAVED:]
+    resumed = train(2, directory, *flags(directory), *load, log_dir=directory / "resumed")
+    assert resumed.require_success().grad_norms == whole.grad_norms[SAVED:]
     expected = [step for step in whole.steps if step["iteration"] > SAVED]
     assert [step["iteration"] for step in resumed.steps] == [3, 4]
     for step, other in zip(resumed.steps, expected, strict=True):
@@ -84,7 +82,8 @@ def test_the_start_says_what_is_mixed(directory: Path, whole: TrainingRun) -> No
 def test_a_changed_blend_is_refused_by_name(directory: Path, whole: TrainingRun) -> None:
     load = ("--load", str(directory / "checkpoints"), "--train-iters", str(STEPS + 2))
     changed = flags(directory, WEIGHTS | {"web": 0.7, "books": 0.1})
-    run = run_training(1, (*changed, *load, "--pipeline-model-parallel-size", "1"), timeout_s=120)
+    one_stage = ("--pipeline-model-parallel-size", "1")
+    run = train(1, directory, *changed, *load, *one_stage, timeout_s=120)
     assert run.exit_code == 2, run.output[-4000:]
     (line,) = {each for each in run.output.splitlines() if "sparse balance: error:" in each}
     for number, words in enumerate(("web, weight 0.7", "books, weight 0.1"), start=1):
@@ -96,13 +95,8 @@ def test_splits_may_have_sources_of_their_own(directory: Path, tmp_path: Path) -
     web, books, chat = (str(directory / name) for name in DOCUMENTS)
     path.write_text(json.dumps({"train": [web, books], "valid": f"1 {chat} 2 {web}", "test": None}))
     words = [word for word in TRAINING_FLAGS if word not in ("--split", "100,0,0")]
-    run = run_training(
-        1,
-        (
-            *(*MODEL_FLAGS, *words, *BALANCE_FLAGS, "--per-split-data-args-path", str(path)),
-            *("--sparse-balance-missing-loss-mask", "train"),
-            *("--train-iters", "1", "--eval-iters", "1", "--eval-interval", "1"),
-        ),
-    ).require_success()
-    assert "sparse balance: 2 sources: 11 documents gave" in run.output
+    evaluated = ("--train-iters", "1", "--eval-iters", "1", "--eval-interval", "1")
+    masks = ("--sparse-balance-missing-loss-mask", "train", "--per-split-data-args-path", str(path))
+    run = run_training(1, (*MODEL_FLAGS, *words, *BALANCE_FLAGS, *masks, *evaluated))
+    assert "sparse balance: 2 sources: 11 documents gave" in run.require_success().output
     assert "validation loss at iteration 1" in run.output

@@ -145,12 +145,12 @@ def test_another_global_batch_size_must_continue_a_whole_batch(
     ("fault", "message"),
     [
         ("reader", "ended in iteration 3 by DataError: train.bin: cannot be read"),
-        ("plan", "ended in iteration 3 by ArithmeticError: no plan for this step"),
-        ("digest", "PlanMismatchError: step 2: ranks [1] executed another plan than rank 0"),
-        (
-            "stop",
-            "nothing was heard from rank 1, which hang, were killed, or cannot",
+        pytest.param(
+            *("plan", "ended in iteration 3 by ArithmeticError: no plan for this step"),
+            marks=pytest.mark.nightly,
         ),
+        ("digest", "PlanMismatchError: step 2: ranks [1] executed another plan than rank 0"),
+        ("stop", "nothing was heard from rank 1, which hang, were killed, or cannot"),
     ],
 )
 def test_a_fault_in_the_middle_of_a_step(directory: Path, fault: str, message: str) -> None:

@@ -11,46 +11,44 @@ import pytest
 import torch
 from torch.distributed import DistBackendError, HashStore
 
-from sparsebalance_megatron.run.failure_report import (
-    Failure,
-    describe,
-    failure_of,
-    failure_report,
-)
+from sparsebalance_megatron.run.failure_report import Failure, describe, failure_of, failure_report
+
+ECHO = ("RuntimeError: Timed out", True)
+DESCRIBED = {
+    "the cause, not its echo": (
+        {0: ECHO, 3: ("DataError: no file", False)},
+        *(4, ["rank 3 on node3 ended in iteration 7 by DataError: no file"]),
+    ),
+    "alike": ({rank: ("OSError: x", False) for rank in (2, 0, 1)}, 3, ["(so did ranks 0, 1)"]),
+    "silent": (
+        {0: ECHO},
+        *(12, ["from ranks 1, 2, 3, 4, 5, 6, 7, 8, ..., which hang", "Timed out, waiting for"]),
+    ),
+    "all waited": ({0: ECHO, 1: ECHO}, 2, ["look at the network"]),
+    "terminated": ({1: ("Terminated", True), 0: ECHO}, 2, ["rank 1", "by Terminated"]),
+    "terminated, others silent": (
+        {1: ("Terminated", True)},
+        *(3, ["SIGTERM came to rank 1 in iteration 7; nothing was heard from ranks 0, 2"]),
+    ),
+}
+"""Rank -> its error, and whether it waited; all ranks; what is said."""
 
 
-def failure(rank: int, error: str, *, waited: bool = False, iteration: int = 7) -> Failure:
-    return Failure(rank=rank, host=f"node{rank}", iteration=iteration, error=error, waited=waited)
-
-
-def test_the_cause_is_told_and_not_its_echo() -> None:
+@pytest.mark.parametrize("case", DESCRIBED)
+def test_the_ranks_to_blame_are_named(case: str) -> None:
+    errors, ranks, parts = DESCRIBED[case]
     failures = [
-        failure(0, "RuntimeError: Connection closed", waited=True),
-        failure(3, "DataError: no file"),
+        Failure(rank=rank, host=f"node{rank}", iteration=7, error=error, waited=waited)
+        for rank, (error, waited) in errors.items()
     ]
-    assert describe(failures, 4) == "rank 3 on node3 ended in iteration 7 by DataError: no file"
+    told = describe(failures, ranks)
+    assert all(part in told for part in parts), told
+    assert ("Timed out" in told) == (case in ("silent", "all waited")), "echoes are not told"
 
 
-def test_ranks_that_ended_alike_are_named_together() -> None:
-    failures = [failure(rank, "PlanMismatchError: other", iteration=0) for rank in (2, 0, 1)]
-    assert describe(failures, 3) == (
-        "rank 2 on node2 ended before the first iteration by PlanMismatchError: other "
-        "(so did ranks 0, 1)"
-    )
-
-
-def test_silent_ranks_are_named() -> None:
-    failures = [failure(0, "RuntimeError: Timed out", waited=True)]
-    found = describe(failures, 12)
-    assert found.startswith("nothing was heard from ranks 1, 2, 3, 4, 5, 6, 7, 8, ..., which hang")
-    assert found.endswith(
-        "rank 0 on node0 ended in iteration 7 by RuntimeError: Timed out, waiting for others"
-    )
-
-
-def test_where_all_waited_the_network_is_suspected() -> None:
-    failures = [failure(rank, "RuntimeError: Timed out", waited=True) for rank in range(2)]
-    assert "look at the network" in describe(failures, 2)
+def test_a_failure_before_the_first_iteration() -> None:
+    failure = Failure(rank=0, host="node", iteration=0, error="ValueError: x", waited=False)
+    assert "before the first iteration" in describe([failure], 1)
 
 
 @pytest.mark.parametrize(
@@ -111,14 +109,6 @@ def test_a_rank_that_reaches_nobody_reports_itself(capfd: pytest.CaptureFixture[
     asked, told = capfd.readouterr().err.splitlines()
     assert asked == "sparse balance: other ranks cannot be asked: connection refused"
     assert "rank 1 on" in told
-
-
-def test_a_rank_that_was_terminated_is_named_and_its_echo_is_not() -> None:
-    failures = [failure(1, "Terminated", waited=True), failure(0, "RuntimeError: ", waited=True)]
-    assert describe(failures, 2) == "rank 1 on node1 ended in iteration 7 by Terminated"
-    assert describe(failures[:1], 3).startswith(
-        "SIGTERM came to rank 1 in iteration 7; nothing was heard from ranks 0, 2"
-    )
 
 
 def test_sigterm_is_reported_and_ends_the_process(capfd: pytest.CaptureFixture[str]) -> None:

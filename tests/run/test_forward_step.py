@@ -48,33 +48,32 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("member", "context_ranks", "times"), [(None, 1, 1), (0, 1, 1), (1, 1, 0), (0, 4, 4), (3, 4, 0)]
+    ("member", "context_ranks", "changes", "counted"),
+    [
+        *(
+            (None, 1, {}, 10.0),
+            (0, 1, {}, 10.0),
+            (1, 1, {}, 0.0),
+            (0, 4, {}, 40.0),
+            (3, 4, {}, 0.0),
+        ),
+        # Of sequences of 3 and 7 tokens the second is padding.
+        (None, 1, {"padding_documents": 1}, 3.0),
+        # With several segments, the member is the segment: the last one counts.
+        *((segment, 1, {"segment_count": 3}, 10.0 * (segment == 2)) for segment in range(3)),
+    ],
 )
 def test_a_sequence_is_counted_as_often_as_megatron_divides(
     monkeypatch: pytest.MonkeyPatch,
     fed: list[float],
     member: int | None,
     context_ranks: int,
-    times: int,
+    changes: dict[str, int],
+    counted: float,
 ) -> None:
     """Every rank feeds something, or it would leave out the collective that adds up."""
     monkeypatch.setattr(
         hooks.parallel_state, "get_context_parallel_world_size", lambda: context_ranks
     )
-    hooks.count_sequences(packed(member))
-    assert fed == ([10.0] * times or [0.0])
-
-
-def test_padding_is_no_useful_work(fed: list[float]) -> None:
-    """Of sequences of 3 and 7 tokens the second is padding."""
-    hooks.count_sequences(packed(None, padding_documents=1))
-    assert fed == [3.0]
-
-
-@pytest.mark.parametrize(("segment", "counted"), [(0, 0.0), (1, 0.0), (2, 10.0)])
-def test_the_last_segment_counts_the_sequence(
-    monkeypatch: pytest.MonkeyPatch, fed: list[float], segment: int, counted: float
-) -> None:
-    monkeypatch.setattr(hooks.parallel_state, "get_context_parallel_world_size", lambda: 1)
-    hooks.count_sequences(packed(segment, segment_count=3))
-    assert fed == [counted]
+    hooks.count_sequences(packed(member, **changes))
+    assert fed == ([counted / context_ranks] * context_ranks if counted else [0.0])

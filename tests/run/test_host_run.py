@@ -9,22 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import PROGRAMS, REPOSITORY, run_training
+from harness import PROGRAMS, python_block, run_training
 
 pytestmark = pytest.mark.distributed
 
-DOCUMENT = REPOSITORY / "docs" / "INTEGRATION.md"
 FEW_ROUNDINGS = 8 * 2.0**-23
 """Placements and layouts differ in the order of float32 sums only."""
 
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The document's second Python block, as it stands."""
-    _, block = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text("utf-8"), re.M | re.S)
-    path = tmp_path_factory.mktemp("host") / "host.py"
-    path.write_text(block, "utf-8")
-    return path
+    return python_block("INTEGRATION.md", 1, tmp_path_factory.mktemp("host") / "host.py")
 
 
 @pytest.fixture(scope="module")

@@ -178,8 +178,7 @@ SHARED_ROWS = {
     "context-bf16": Layout("llama bf16", 2, CONTEXT),
     "context-vertical-slash": Layout("vertical-slash", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
     "wide-vertical-slash-ring": Layout(
-        *("vertical-slash", 2),
-        f"{WIDE} {PLANNED_WIDTHS} --sparse-balance-exchange ring {CAPPED}",
+        *("vertical-slash", 2), f"{WIDE} {PLANNED_WIDTHS} --sparse-balance-exchange ring {CAPPED}"
     ),
 }
 """Rows lie on several ranks, as wide as the plan says or as a lot says."""
@@ -282,7 +281,7 @@ def one_rank(
     return dict(zip(models, runs, strict=True))
 
 
-@pytest.mark.parametrize("name", tiered(LAYOUTS))
+@pytest.mark.parametrize("name", tiered(LAYOUTS | SHARED_ROWS | SEGMENTS))
 def test_layout_trains_to_the_losses_of_one_rank(
     name: str,
     documents: Path,
@@ -290,44 +289,29 @@ def test_layout_trains_to_the_losses_of_one_rank(
     one_rank: dict[str, TrainingRun],
     tmp_path: Path,
 ) -> None:
-    layout = LAYOUTS[name]
-    run = _train_layout(layout, documents, weights, tmp_path)
-    _assert_trains_alike(run, one_rank[layout.model], MODELS[layout.model])
-    pads = MODELS[layout.model].padded and "--sequence-parallel" in layout.flags
-    assert any(step["padded_tokens"] for step in run.steps) == pads
+    """Ranks that share rows, and segments, see the same coverage, too, and count it once."""
+    layout = (LAYOUTS | SHARED_ROWS | SEGMENTS)[name]
+    model, expected = MODELS[layout.model], one_rank[layout.model]
+    run = _train(
+        *(layout.ranks, layout.model, tuple(layout.flags.split()), documents, weights),
+        *(model.batching, tmp_path, layout.program),
+    )
+    _assert_trains_alike(run, expected, model)
+    if name in LAYOUTS:
+        pads = model.padded and "--sequence-parallel" in layout.flags
+        assert any(step["padded_tokens"] for step in run.steps) == pads
+        return
+    for step, other in zip(run.steps, expected.steps, strict=True):
+        mean = other["coverage"]["mean"]
+        assert step["coverage"]["mean"] == pytest.approx(mean, rel=model.tolerance)
+    if name in SHARED_ROWS:
+        assert max(_cp_sizes(tmp_path)) > 1
+    else:
+        _assert_runs_in_segments(run)
 
 
-@pytest.mark.parametrize("name", tiered(SHARED_ROWS))
-def test_ranks_that_share_rows_train_to_the_losses_of_one_rank(
-    name: str,
-    documents: Path,
-    weights: dict[str, Path],
-    one_rank: dict[str, TrainingRun],
-    tmp_path: Path,
-) -> None:
-    """They see the same coverage, too, and count it once; and rows were shared."""
-    layout = SHARED_ROWS[name]
-    expected = one_rank[layout.model]
-    run = _train_layout(layout, documents, weights, tmp_path)
-    _assert_trains_alike(run, expected, MODELS[layout.model])
-    _assert_covers_alike(run, expected, MODELS[layout.model])
-    assert max(_cp_sizes(tmp_path)) > 1
-
-
-@pytest.mark.parametrize("name", tiered(SEGMENTS))
-def test_segments_train_to_the_losses_of_one_rank(
-    name: str,
-    documents: Path,
-    weights: dict[str, Path],
-    one_rank: dict[str, TrainingRun],
-    tmp_path: Path,
-) -> None:
-    """They see the coverage of whole micro-batches, count it once, and log what stages ran."""
-    layout = SEGMENTS[name]
-    expected = one_rank[layout.model]
-    run = _train_layout(layout, documents, weights, tmp_path)
-    _assert_trains_alike(run, expected, MODELS[layout.model])
-    _assert_covers_alike(run, expected, MODELS[layout.model])
+def _assert_runs_in_segments(run: TrainingRun) -> None:
+    """Segments differ between micro-batches and ranks, and the log has times of what ran."""
     for step in run.steps:
         forward_RPVM = np.array(step["measured"]["forward_ms"])
         for of_rank, forward_PVM in zip(step["segments"], forward_RPVM, strict=True):
@@ -336,21 +320,6 @@ def test_segments_train_to_the_losses_of_one_rank(
     counts = {tuple(map(len, step["segments"])) for step in run.steps}
     assert max(map(max, run.steps[0]["segments"])) > 1
     assert any(len(set(of_ranks)) > 1 for of_ranks in counts) == (len(run.steps[0]["segments"]) > 1)
-
-
-def _train_layout(
-    layout: Layout, documents: Path, weights: dict[str, Path], log_dir: Path
-) -> TrainingRun:
-    return _train(
-        *(layout.ranks, layout.model, tuple(layout.flags.split()), documents, weights),
-        *(MODELS[layout.model].batching, log_dir, layout.program),
-    )
-
-
-def _assert_covers_alike(run: TrainingRun, expected: TrainingRun, model: Model) -> None:
-    for step, other in zip(run.steps, expected.steps, strict=True):
-        mean = other["coverage"]["mean"]
-        assert step["coverage"]["mean"] == pytest.approx(mean, rel=model.tolerance)
 
 
 def _cp_sizes(log_dir: Path) -> set[int]:

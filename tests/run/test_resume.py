@@ -69,17 +69,14 @@ def test_checkpoints_go_from_megatron_to_the_plugin_to_two_ranks_and_back(
     assert len(back.losses) == 2
 
 
-WAYS_OF_MAIN = ("--ckpt-fully-parallel-load-per-rank-objects", "--ckpt-pg-tensors-cache-path")
-"""Flags of checkpoints that only Megatron's main branch has."""
-
-
 @pytest.mark.distributed
 def test_ways_of_main_to_load_change_nothing(documents: Path, tmp_path: Path) -> None:
     """Objects, of which the plugin's state is one, read by every rank; distributions cached.
 
     Losses are those of the step log: main prints the mean of a run's first two as its second.
     """
-    per_rank, cache = WAYS_OF_MAIN
+    per_rank = "--ckpt-fully-parallel-load-per-rank-objects"
+    cache = "--ckpt-pg-tensors-cache-path"
     if megatron_version() < "0.20":
         pytest.skip(f"megatron-core {megatron_version()} has no {per_rank}")
     common = ("--sparse-balance-tuning", "off", "--ckpt-format", "torch_dist")
@@ -200,11 +197,6 @@ def test_other_blocks_keep_corrections_and_say_that_coverage_starts_afresh(
     assert note.startswith("coverage starts afresh: ") and "block size" in note
     assert resumed.state_dict()["calibration"] == state["calibration"]
     assert not resumed.coverage.observed_LU.any()
-
-
-def test_state_of_another_release_is_refused(index: SampleIndex) -> None:
-    with pytest.raises(StateError, match="version 1"):
-        scheduler(index).load_state_dict(learnt(index, 8) | {"version": 1})
 
 
 def test_other_settings_are_said_and_other_samples_refused() -> None:

@@ -7,25 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import (
-    BALANCE_FLAGS,
-    MODEL_FLAGS,
-    PROGRAMS,
-    TRAINING_FLAGS,
-    run_training,
-    write_documents,
-)
+from harness import PROGRAMS, train
 
 from sparsebalance_megatron.run.agreement import RankDisagreementError, check_ranks_agree
-from sparsebalance_megatron.run.inputs import processor
 
 
 @pytest.mark.distributed
-def test_ranks_with_different_flags_stop_at_start_and_name_the_flag(tmp_path: Path) -> None:
-    documents = write_documents(tmp_path / "train", [100, 60, 200, 30] * 4)
-    flags = (*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, "--data-path", str(documents))
-    program = (str(PROGRAMS / "disagreeing_rank.py"),)
-    run = run_training(2, flags, program=program, timeout_s=120)
+def test_ranks_with_different_flags_stop_at_start_and_name_the_flag(documents: Path) -> None:
+    program = (str(PROGRAMS / "failing_rank.py"), "flags", "0")
+    run = train(2, documents, "--sparse-balance-device", "cpu", program=program, timeout_s=120)
     assert run.exit_code != 0
     assert "flag base_budget: rank 0 has '4', rank 1 has '2'" in run.output
     assert not run.losses
@@ -58,7 +48,3 @@ def test_everything_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(message) < 700
     for part in ("1.25cost", "1.26cost", "'2.1'", "'2.2'", "'AMD EPYC'", "'Intel Xeon'"):
         assert part in message
-
-
-def test_this_hosts_processor_has_a_name() -> None:
-    assert processor()

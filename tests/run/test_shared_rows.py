@@ -64,7 +64,9 @@ def test_evaluation_and_a_checkpoint_do_not_depend_on_cp_sizes(
     ("micro_batch_size", "cap"),
     [
         (1, (*WIDE, "--sparse-balance-max-tokens-per-micro-batch", "128")),
-        (2, ("--sparse-balance-max-tokens-per-micro-batch", "256")),
+        pytest.param(
+            *(2, ("--sparse-balance-max-tokens-per-micro-batch", "256")), marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_evaluation_keeps_the_cap_of_training(

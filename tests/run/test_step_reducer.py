@@ -15,12 +15,7 @@ from harness import PROGRAMS, run_training
 from programs.reducing_rank import BUCKETS, GRID, RANKS, seen
 
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.learn.measurement import (
-    Piece,
-    RankPlace,
-    StepMeasurement,
-    StepTimes,
-)
+from sparsebalance_megatron.learn.measurement import Piece, RankPlace, StepMeasurement, StepTimes
 from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, MicroBatchContext
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
@@ -106,10 +101,7 @@ def test_observations_keep_their_place_without_padding() -> None:
     assert ObservedCoverage.gather([]).group_O(BUCKETS).shape == (0,)
 
 
-def reduced(
-    coverage_SK: list[list[float]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> StepMeasurement:
+def reduced(coverage_SK: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> StepMeasurement:
     """What a job of one rank and one layer learns from one row of documents of 4 blocks."""
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda flat: None)
     observed_SK = torch.tensor(coverage_SK)

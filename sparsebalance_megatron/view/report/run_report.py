@@ -13,7 +13,6 @@ import numpy as np
 from sparsebalance_megatron.log.log_directory import rank_folder
 from sparsebalance_megatron.log.reader import RankLogs, RunLog, read_rank_logs, read_run_log
 from sparsebalance_megatron.log.records import StepRecord
-from sparsebalance_megatron.view.report.chart import COLOURS, Chart
 from sparsebalance_megatron.view.report.numbers import (
     Comparison,
     RunSummary,
@@ -23,7 +22,14 @@ from sparsebalance_megatron.view.report.numbers import (
     split_time,
     summarize,
 )
-from sparsebalance_megatron.view.report.pictures import StepView, rank_bars, step_chart, waterfall
+from sparsebalance_megatron.view.report.pictures import (
+    COLOURS,
+    Chart,
+    StepView,
+    rank_bars,
+    step_chart,
+    waterfall,
+)
 from sparsebalance_megatron.view.report.plots import Plot, coverage_plots, loss_plots
 from sparsebalance_megatron.view.report.timeline import (
     Timeline,

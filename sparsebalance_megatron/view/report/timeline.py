@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -38,11 +37,13 @@ class Timeline:
     """One step of one run: forwards and backwards of every stage, in ms since the step began.
 
     ``source``: how starts are known, :data:`PREDICTED`, :data:`SIMULATED` or :data:`MEASURED`.
-    ``remarks``: what is not in it.
+    ``segments``: of the micro-batches of every rank; none where they run whole. ``remarks``: what
+    is not in it.
     """
 
     spans: Mapping[Place, Sequence[Span]]
     source: str
+    segments: Sequence[Sequence[int]] = ()
     remarks: tuple[str, ...] = ()
 
     @property
@@ -58,18 +59,10 @@ class Timeline:
 
     def segment_words(self, place: Place, span: Span) -> str:
         """``" segment 2 of 4"``; empty where the micro-batch has one segment."""
-        segments = self._segments[place, span.position]
+        # A rank's own log may say more than the step's.
+        known = self.segments[place[0]] if place[0] < len(self.segments) else ()
+        segments = known[span.position] if span.position < len(known) else 1
         return f" segment {span.segment + 1} of {segments}" if segments > 1 else ""
-
-    @cached_property
-    def _segments(self) -> dict[tuple[Place, int], int]:
-        """Segments of every place's micro-batches."""
-        found: dict[tuple[Place, int], int] = {}
-        for place, spans in self.spans.items():
-            for span in spans:
-                key = place, span.position
-                found[key] = max(found.get(key, 1), span.segment + 1)
-        return found
 
     def waiting_ms(self) -> Iterator[tuple[Place, float, float]]:
         """Place, start and end of all time until the step's end in which a stage computes
@@ -106,7 +99,8 @@ def simulated_timeline(
             spans[rank, event.stage].append(
                 Span(*what, event.start_ms, event.end_ms, event.segment)
             )
-    return Timeline(spans=spans, source=PREDICTED if side == "predicted" else SIMULATED)
+    source = PREDICTED if side == "predicted" else SIMULATED
+    return Timeline(spans=spans, source=source, segments=record.segments or ())
 
 
 def _simulated(record: StepRecord, side: str, schedule: Schedule) -> Sequence[Sequence[Event]]:
@@ -165,7 +159,9 @@ def measured_timeline(
             span._replace(start_ms=offset_ms + span.start_ms, end_ms=offset_ms + span.end_ms)
             for span in step.spans
         ]
-    return Timeline(spans=spans, source=MEASURED, remarks=tuple(remarks))
+    return Timeline(
+        spans=spans, source=MEASURED, segments=record.segments or (), remarks=tuple(remarks)
+    )
 
 
 def named_places(places: Sequence[Place]) -> str:

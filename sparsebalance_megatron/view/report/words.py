@@ -121,23 +121,27 @@ _ROWS: tuple[tuple[str, str, Callable[[RunSummary], str]], ...] = (
     ("  of it computing, ms", "measured", lambda run: _part(run, "compute_ms")),
     ("  of it waiting, ms", "measured", lambda run: _part(run, "waiting_ms")),
     ("  of it the rest, ms", "measured", lambda run: _part(run, "rest_ms")),
-    ("imbalance of ranks, max/mean", "measured", lambda run: _text(run.rank_imbalance, ".3f")),
+    ("imbalance of ranks, max/mean", "measured", lambda run: text_of(run.rank_imbalance, ".3f")),
     ("busiest rank, ms: measured", "measured", lambda run: ms_text(run.measured_ms)),
     ("busiest rank, ms: predicted", "predicted", lambda run: ms_text(run.predicted_ms)),
     ("step, ms: predicted lower bound", "predicted", lambda run: ms_text(run.lower_bound_ms)),
-    ("error of predicted rank times", "both", lambda run: _text(run.predicted_error, ".1%")),
-    ("computing, relative to fixed budgets", "predicted", lambda run: _text(run.work_ratio, ".1%")),
-    ("score coverage (mean)", "measured", lambda run: _text(run.coverage_mean, ".4f")),
+    ("error of predicted rank times", "both", lambda run: text_of(run.predicted_error, ".1%")),
+    (
+        "computing, relative to fixed budgets",
+        "predicted",
+        lambda run: text_of(run.work_ratio, ".1%"),
+    ),
+    ("score coverage (mean)", "measured", lambda run: text_of(run.coverage_mean, ".4f")),
     (
         *("  above fixed budgets, by samples", "measured"),
-        lambda run: _text(run.coverage_gain, "+.4f"),
+        lambda run: text_of(run.coverage_gain, "+.4f"),
     ),
     (
         *("  above fixed budgets, by tokens", "measured"),
-        lambda run: _text(run.coverage_gain_by_token, "+.4f"),
+        lambda run: text_of(run.coverage_gain_by_token, "+.4f"),
     ),
-    ("loss, first step", "measured", lambda run: _text(run.loss_first, ".4f")),
-    ("loss, last step", "measured", lambda run: _text(run.loss_last, ".4f")),
+    ("loss, first step", "measured", lambda run: text_of(run.loss_first, ".4f")),
+    ("loss, last step", "measured", lambda run: text_of(run.loss_last, ".4f")),
     ("steps, of them warm-up", "logged", lambda run: f"{run.steps}, {run.warm_up_steps}"),
 )
 """What a number is, where it comes from, and its text."""
@@ -146,8 +150,8 @@ _ROWS: tuple[tuple[str, str, Callable[[RunSummary], str]], ...] = (
 def ms_text(value: float | None) -> str:
     """A time without its unit. Relative times can be far below a millisecond."""
     if value is not None and value >= 100.0:
-        return _text(value, ",.0f")
-    return _text(value, ".1f" if value is None or value >= 1.0 else ".3g")
+        return text_of(value, ",.0f")
+    return text_of(value, ".1f" if value is None or value >= 1.0 else ".3g")
 
 
 def _part(run: RunSummary, name: str) -> str:
@@ -155,7 +159,8 @@ def _part(run: RunSummary, name: str) -> str:
     return ms_text(None if run.split is None else getattr(run.split, name))
 
 
-def _text(value: float | None, layout: str) -> str:
+def text_of(value: float | None, layout: str) -> str:
+    """A number in a layout."""
     return "not measured" if value is None else format(value, layout)
 
 

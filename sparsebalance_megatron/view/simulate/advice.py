@@ -2,8 +2,6 @@
 """What a job would take under several block sizes, budgets, micro-batches and context groups.
 
 Everything is counted or predicted by the code that plans training; nothing is run.
-
-Shape legend: S samples of a micro-batch.
 """
 
 from __future__ import annotations
@@ -18,11 +16,12 @@ from sparsebalance_megatron.cost.memory import StageMemory
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.table import ModelShape
+from sparsebalance_megatron.cost.work_model import features
 from sparsebalance_megatron.learn.prediction import Workload, planned_memory
 from sparsebalance_megatron.plan.job import Job, check_cp_sizes, default_max_cp_size, whole_parts
-from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, PlanError, StepPlan
+from sparsebalance_megatron.plan.step_plan import PlanError, StepPlan
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError
-from sparsebalance_megatron.view.simulate.setups import RANKS_PER_NODE, workload
+from sparsebalance_megatron.view.simulate.variants import RANKS_PER_NODE, workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,11 +218,10 @@ def _without_router(cost: CostModel) -> CostModel:
 def _router_ms(cost: CostModel, layers: int, plan: StepPlan) -> float:
     """Selecting blocks, forward and backward, on all ranks and layers of a step."""
     forward, backward = (cost.coefficients_ms(Part.ROUTER, each) for each in Direction)
-    per_unit = forward + backward
-    return layers * sum(float(per_unit @ _router_work(cost, each)) for each in plan.micro_batches)
-
-
-def _router_work(cost: CostModel, micro_batch: MicroBatchPlan) -> np.ndarray:
-    blocks_S = np.array(micro_batch.lengths_tokens) / cost.block_size
-    visible = cost.work.visible_pairs(blocks_S).sum()
-    return np.array([1.0, len(blocks_S), micro_batch.tokens, 0.0, visible])
+    return layers * sum(
+        float(
+            (forward + backward)
+            @ features(each.lengths_tokens, 1, block_size=cost.block_size, work=cost.work)
+        )
+        for each in plan.micro_batches
+    )

@@ -51,15 +51,17 @@ def counted_cost(
     tensor_parallel_size: int = 1,
     selection: str = DEFAULT_SELECTION,
     device: CountedDevice = DEFAULT_COUNTED_DEVICE,
+    gigabytes_per_second: float | None = None,
 ) -> CostModel:
-    """A model's counted operations at a device's rates.
+    """A model's counted operations at a device's rates, and an exchange at a bandwidth.
 
     Raises:
         WorkloadError: the tensor-parallel ranks do not divide the heads.
     """
     shape = model.on_ranks(tensor_parallel_size)
     cost = CostModel.analytic(shape, block_size, selection=selection, device=device)
-    return replace(cost, source=f"{model.name}: {cost.source}")
+    cost = replace(cost, source=f"{model.name}: {cost.source}")
+    return cost if gigabytes_per_second is None else cost.with_bandwidth(gigabytes_per_second)
 
 
 _SIZES = {

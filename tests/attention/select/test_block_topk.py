@@ -11,18 +11,14 @@ import itertools
 import pytest
 import torch
 from attention.cases import SELECTORS
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import attention as oracle
 from oracles import router as at_once
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.select import (
-    rank_sequence,
-    selector_named,
-    streaming,
-)
+from sparsebalance_megatron.attention.select import rank_sequence, selector_named, streaming
 from sparsebalance_megatron.attention.select.block_topk import BlockTopK
 from sparsebalance_megatron.attention.select.ranking import Ranking
 from sparsebalance_megatron.attention.selection import Selection
@@ -96,7 +92,6 @@ lengths = st.lists(st.integers(1, 90), min_size=1, max_size=5)
     chunk_elements=st.sampled_from([1, 100, 1 << 18]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=60, deadline=None)
 def test_chunks_give_what_all_at_once_gives(
     lengths: list[int],
     granularity: str,

@@ -28,11 +28,7 @@ def _ranking(
         for heads in (4, 2)
     )
     return rank_sequence(
-        selector,
-        *(q_THD, k_TGD, LAYOUT),
-        softmax_scale=0.8,
-        max_budget=max_budget,
-        observe=observe,
+        selector, *(q_THD, k_TGD, LAYOUT), softmax_scale=0.8, max_budget=max_budget, observe=observe
     )
 
 

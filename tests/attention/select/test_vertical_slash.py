@@ -13,7 +13,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles import vertical_slash as oracle
 from torch import Tensor
@@ -116,7 +116,6 @@ def test_lists_and_coverage_are_the_definitions(
     chunk_elements=st.sampled_from([1, 1 << 12, 1 << 21]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=40, deadline=None)
 def test_a_budget_buys_the_keys_of_so_many_blocks_and_no_key_twice(
     lengths: list[int],
     name: str,
@@ -197,9 +196,7 @@ def test_nothing_falls_back_silently() -> None:
         CAUSAL.rank(inputs[0][:9], keys, LayoutPair.within(layout), **options)
 
 
-def test_coverage_between_measured_budgets_lies_on_a_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_coverage_between_measured_budgets_lies_on_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = _inputs(20 * BLOCK)
     exact = CAUSAL.coverage(_ranking(CAUSAL, inputs, [0, 20 * BLOCK], observe=True))[0]
     monkeypatch.setattr(vertical_slash, "_EXACT_BUDGETS", 8)

@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 import torch
 from attention.cases import make_case
-from attention.sequence.slices import (
-    BLOCK,
-    local_selection,
-    sliced_sequences,
-    slices_of,
-)
+from attention.sequence.slices import BLOCK, local_selection, sliced_sequences, slices_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.context_parallel import tokens_of_members

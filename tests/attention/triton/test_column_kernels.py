@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels over blocks and single columns; where they run, test_kernels.py says.
+"""Triton kernels over blocks and single columns.
 
 Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, N blocks, K
 places of a list.
@@ -11,31 +11,17 @@ import dataclasses
 
 import pytest
 import torch
-from attention.cases import (
-    Case,
-    assert_identical,
-    assert_right,
-    with_lists,
-)
-from attention.column_cases import (
-    ColumnCase,
-    make_column_case,
-    with_columns,
-    with_random_columns,
-)
+from attention.cases import Case, assert_identical, assert_right, with_lists
+from attention.column_cases import ColumnCase, make_column_case, with_columns, with_random_columns
+from attention.triton.where import DEVICE, pytestmark  # noqa: F401
 from torch import Tensor
 
-triton = pytest.importorskip("triton")
-from sparsebalance_megatron.attention.kernels.triton import (  # noqa: E402
+from sparsebalance_megatron.attention.kernels.triton import (
     column_gradient_kernels,
     key_block_kernel,
     query_block_kernel,
 )
-from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, Tiles  # noqa: E402
-
-INTERPRETED = triton.knobs.runtime.interpret
-DEVICE = "cpu" if INTERPRETED else "cuda"
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, Tiles
 
 
 def _case(cu_seqlens: list[int], budgets: list[int], **settings) -> ColumnCase:

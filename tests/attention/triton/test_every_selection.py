@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Triton kernels promise for every kind of list; where they run, test_kernels.py says."""
+"""What Triton kernels promise for every kind of list."""
 
 from __future__ import annotations
 
@@ -24,15 +24,12 @@ from attention.cases import (
 )
 from attention.column_cases import any_case
 from attention.sequence.slices import in_parts, slices_of
+from attention.triton.where import DEVICE, INTERPRETED, pytestmark  # noqa: F401
 from torch import Tensor
 
 from sparsebalance_megatron.attention.kernels import triton as implementation
 from sparsebalance_megatron.attention.selection import Selection
 
-triton = pytest.importorskip("triton")
-INTERPRETED = triton.knobs.runtime.interpret
-DEVICE = "cpu" if INTERPRETED else "cuda"
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 KINDS = ("previous-block", "token-kv-head", "vertical-slash")
 every_kind = pytest.mark.parametrize("kind", KINDS)
 

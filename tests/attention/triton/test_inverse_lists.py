@@ -8,22 +8,18 @@ import itertools
 import pytest
 import torch
 from attention.cases import on_device, selection_by_scores, sharded
+from attention.triton.where import DEVICE, pytestmark  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparsebalance_megatron.attention.layout import packed_layout
-from sparsebalance_megatron.attention.selection import Selection
-
-triton = pytest.importorskip("triton")
-from sparsebalance_megatron.attention.kernels.triton import index  # noqa: E402
-from sparsebalance_megatron.attention.kernels.triton.index import (  # noqa: E402
+from sparsebalance_megatron.attention.kernels.triton import index
+from sparsebalance_megatron.attention.kernels.triton.index import (
     inverse_lists,
     readers_of,
 )
+from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.selection import Selection
 
-INTERPRETED = triton.knobs.runtime.interpret
-DEVICE = "cpu" if INTERPRETED else "cuda"
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 PLENTY = 1 << 20
 
 
@@ -54,7 +50,7 @@ def _expected(selection: Selection, kv_heads: int) -> list[list[int]]:
 
 
 @given(_selections(), st.sampled_from([1, 3, 20, 1000]), st.integers(0, 3))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_lists_and_items_are_as_defined(
     selection: Selection, wanted_items: int, other_rows: int
 ) -> None:
@@ -126,10 +122,7 @@ def test_readers_lie_by_block_and_tile(
             chosen = block - torch.randperm(visible, generator=generator)[:count]
             indices_TCK[token, head, :count], counts_TC[token, head] = chosen.short(), count
     selection = Selection.within(
-        layout,
-        indices_QCK=indices_TCK.to(DEVICE),
-        counts_QC=counts_TC.to(DEVICE),
-        by_token=True,
+        layout, indices_QCK=indices_TCK.to(DEVICE), counts_QC=counts_TC.to(DEVICE), by_token=True
     )
     entries = readers_of(selection, kv_heads)
     bounds = entries.bounds_J.tolist()

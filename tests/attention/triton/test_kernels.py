@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels against float64: by Triton's interpreter on the CPU, compiled on a GPU.
-
-With ``TRITON_INTERPRET=1`` in the environment (see ../test_triton_interpreted.py) these tests run
-on the CPU; without it they need a CUDA device.
-"""
+"""Triton kernels against float64: by Triton's interpreter on the CPU, compiled on a GPU."""
 
 from __future__ import annotations
 
@@ -23,20 +19,15 @@ from attention.cases import (
     on_device,
     with_lists,
 )
+from attention.triton.where import DEVICE, INTERPRETED, pytestmark  # noqa: F401
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
-
-triton = pytest.importorskip("triton")
-from sparsebalance_megatron.attention.kernels.triton import (  # noqa: E402
+from sparsebalance_megatron.attention.kernels.triton import (
     device_functions,
     key_block_kernel,
     query_block_kernel,
 )
-from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, Tiles  # noqa: E402
-
-INTERPRETED = triton.knobs.runtime.interpret
-DEVICE = "cpu" if INTERPRETED else "cuda"
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, Tiles
 
 
 def _case(cu_seqlens: list[int], budgets: list[int], block: int = 32, **settings) -> Case:

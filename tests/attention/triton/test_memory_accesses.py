@@ -186,23 +186,3 @@ def test_a_missing_barrier_is_found(
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_barrier", missing)
     with pytest.raises(Exception, match="since the last barrier"):
         _layer("token-query-head", [0, 83], 16)
-
-
-@pytest.mark.parametrize("wrong", ["bounds", "reader"])
-def test_wrong_addresses_are_found(
-    wrong: str, accesses: _Accesses, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Readers and lists that do not exist."""
-    right = token_query_kernels.readers_of
-
-    def changed(*arguments: Any) -> Any:
-        entries = right(*arguments)
-        if wrong == "reader":
-            entries.readers_E.add_(10_000)
-        else:
-            entries.bounds_J.add_(10_000_000)
-        return entries
-
-    monkeypatch.setattr(token_query_kernels, "readers_of", changed)
-    with pytest.raises(Exception, match="outside of all tensors"):
-        _layer("token-query-head", [0, 83], 16)

@@ -16,29 +16,24 @@ import math
 
 import pytest
 import torch
+from attention.triton.where import DEVICE, pytestmark  # noqa: F401
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout, packed_layout
-from sparsebalance_megatron.attention.select import rank_sequence, selector_named
+from sparsebalance_megatron.attention.select import (
+    rank_sequence,
+    row_ranking_kernel,
+    selector_named,
+)
 from sparsebalance_megatron.attention.select.block_topk import BlockTopK
+from sparsebalance_megatron.attention.select.pooling_kernel import pooled_means
 from sparsebalance_megatron.attention.select.ranking import Ranking, RankingSelector
 from sparsebalance_megatron.attention.select.summaries import block_means
 from sparsebalance_megatron.config import Router
 
-triton = pytest.importorskip("triton")
-from sparsebalance_megatron.attention.select import row_ranking_kernel  # noqa: E402
-from sparsebalance_megatron.attention.select.pooling_kernel import pooled_means  # noqa: E402
-
 BLOCK = 8
-INTERPRETED = triton.knobs.runtime.interpret
-DEVICE = "cpu" if INTERPRETED else "cuda"
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
-SELECTIONS = [
-    "token-query-head",
-    "token-kv-head",
-    "previous-block",
-]
+SELECTIONS = ["token-query-head", "token-kv-head", "previous-block"]
 ROUTERS: tuple[Router, Router] = ("triton", "torch")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels for selections by token, against float64; where they run, test_kernels.py says."""
+"""Triton kernels for selections by token, against float64."""
 
 from __future__ import annotations
 
@@ -15,21 +15,17 @@ from attention.cases import (
     make_case,
     with_lists,
 )
+from attention.triton.where import DEVICE, pytestmark  # noqa: F401
 
 from sparsebalance_megatron.attention.kernels import triton as implementation
-
-triton = pytest.importorskip("triton")
-from sparsebalance_megatron.attention.kernels.triton import (  # noqa: E402
+from sparsebalance_megatron.attention.kernels.triton import (
     device_functions,
     index,
     token_key_kernel,
     token_query_kernels,
 )
-from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, Tiles  # noqa: E402
+from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, Tiles
 
-INTERPRETED = triton.knobs.runtime.interpret
-DEVICE = "cpu" if INTERPRETED else "cuda"
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 BY_KV_HEAD, BY_QUERY_HEAD = "token-kv-head", "token-query-head"
 
 

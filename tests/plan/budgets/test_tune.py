@@ -58,7 +58,7 @@ SHAPES = st.sampled_from([(2, 4, 2, 1), (3, 2, 1, 1), (1, 4, 2, 2), (2, 3, 4, 1)
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(SEEDS, SHAPES, st.sampled_from([0.0, 1.0]))
 def test_off_keeps_the_base_budget(seed, shape, observed):
     case = Case(seed, "off", shape=shape, observed=observed)
@@ -66,7 +66,6 @@ def test_off_keeps_the_base_budget(seed, shape, observed):
     assert not (case.tuned.cut_S | case.tuned.raised_S | case.tuned.clamped_S).any()
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     SEEDS,
     SHAPES,
@@ -88,7 +87,6 @@ def test_floors_hold_and_unknown_curves_do_not_move(seed, shape, tuning, observe
     assert (case.tuned.raised_S == (effective_LS > case.allowed.base_LS).any(axis=0)).all()
 
 
-@settings(max_examples=40, deadline=None)
 @given(SEEDS, SHAPES, st.sampled_from(["mean", "min", "max"]))
 def test_anchor_moves_nobody_away(seed, shape, anchor):
     case = Case(seed, "anchor", shape=shape, anchor=anchor)
@@ -125,7 +123,6 @@ def test_micro_batches_end_within_a_step_of_the_anchor(seed):
         ].max() * (1 + 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
 @given(SEEDS, SHAPES)
 def test_makespan_is_the_least_above_the_floors(seed, shape):
     case = Case(seed, "makespan", shape=shape)
@@ -136,7 +133,6 @@ def test_makespan_is_the_least_above_the_floors(seed, shape):
     assert gained.min() >= -1e-12
 
 
-@settings(max_examples=60, deadline=None)
 @given(SEEDS, SHAPES, st.sampled_from([0.5, 1.0]), st.sampled_from(["samples", "tokens"]))
 def test_base_target_keeps_mean_coverage_and_is_never_slower_than_base_budgets(
     seed, shape, observed, mean_over
@@ -157,7 +153,6 @@ def test_base_target_keeps_mean_coverage_and_is_never_slower_than_base_budgets(
     assert reached >= fastest.makespan(fastest.tuned.budgets_LS) * (1 - 1e-8)
 
 
-@settings(max_examples=40, deadline=None)
 @given(SEEDS, SHAPES, st.floats(0.0, 0.05))
 def test_owed_coverage_is_paid_as_far_as_base_budgets_have_time(seed, shape, owed):
     case = Case(seed, "makespan", shape=shape, coverage_target="base")
@@ -173,36 +168,6 @@ def test_owed_coverage_is_paid_as_far_as_base_budgets_have_time(seed, shape, owe
     assert paid >= min(owed, most) - 1e-8 or not has_time
 
 
-def test_base_target_costs_less_than_base_budgets_where_samples_bear_cuts_unequally():
-    """Two equal ranks leave nothing to balance: what is gained, better chosen budgets gain."""
-    lengths = [16000, 6000, 16000, 6000]
-    case = Case(5, "makespan", shape=(2, 2, 1, 1), lengths=lengths, coverage_target="base")
-    assert case.makespan(case.tuned.budgets_LS) < 0.99 * case.makespan(case.allowed.base_LS)
-    expected_LS = price(case.problem).expected_LS
-    assert case.covered(expected_LS).mean() >= case.covered(case.allowed.base_LS).mean()
-    assert case.makespan(case.tuned.budgets_LS) <= case.makespan(expected_LS) * (1 + 1e-9)
-
-
-def test_a_mean_over_tokens_keeps_more_of_long_samples():
-    """With the same curves, what a mean over samples saves on long samples it may not save here."""
-    lengths = [16000, 6000, 16000, 6000]
-    by_sample, by_token = (
-        Case(
-            *(5, "makespan"),
-            shape=(2, 2, 1, 1),
-            lengths=lengths,
-            coverage_target="base",
-            coverage_mean_over=mean_over,
-        )
-        for mean_over in ("samples", "tokens")
-    )
-    long_S = np.array(lengths) == 16000
-    kept, given_up = (
-        case.covered(case.tuned.budgets_LS)[:, long_S].mean() for case in (by_token, by_sample)
-    )
-    assert kept > given_up
-
-
 def test_where_base_budgets_have_no_time_for_what_is_owed_their_time_is_spent_well():
     """Not on base budgets themselves: others cover more in the same time."""
     case = Case(5, "makespan", shape=(2, 4, 2, 1), coverage_target="base")
@@ -214,18 +179,7 @@ def test_where_base_budgets_have_no_time_for_what_is_owed_their_time_is_spent_we
     assert case.makespan(tuned_LS) <= case.makespan(base_LS) * (1 + 1e-8)
 
 
-def test_makespan_raises_what_waits():
-    case = Case(5, "makespan", shape=(2, 2, 1, 1, 24), lengths=[16000, 16000, 9000, 9000])
-    makespans = makespans_ms(case.times(case.tuned.budgets_LS))
-    floors = makespans_ms(case.times(case.allowed.floor_LS))
-    assert floors[1] < 0.8 * floors[0]
-    assert makespans[0] == pytest.approx(floors[0])
-    full = (case.tuned.budgets_LS >= case.costs.blocks_S)[:, 2:].all()
-    assert full or makespans[1] > 0.97 * makespans[0]
-    assert case.tuned.clamped_S.tolist() == [True, True, False, False]
-
-
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(SEEDS, st.floats(0.05, 0.95))
 def test_coverage_is_within_one_step_of_the_best(seed, share):
     """Greedy on concave curves loses at most the gain of the first step that does not fit."""
@@ -268,10 +222,7 @@ def test_coverage_is_within_one_step_of_the_best(seed, share):
         length = int(costs.lengths_tokens_S[sample])
         chains.append(
             [
-                (
-                    per_pair * oracle.pairs(length, k, 64),
-                    float(coverage.coverage(0, n, k)),
-                )
+                (per_pair * oracle.pairs(length, k, 64), float(coverage.coverage(0, n, k)))
                 for k in points
             ]
         )

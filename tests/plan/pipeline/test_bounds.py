@@ -38,7 +38,6 @@ def bounds_and_costs(lengths, job):
     return step_bounds(sample_2SC, costs), costs, sample_2SC
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from([(2, 4, 2, 1), (3, 2, 1, 1), (1, 4, 2, 2), (2, 3, 4, 1), (1, 1, 2, 1)]),
     st.integers(0, 2**32 - 1),
@@ -57,19 +56,6 @@ def test_no_placement_of_samples_beats_the_bound(shape, seed, kind, size):
             costs.micro_batch_ms(sample_2SC, placed(micro_batch_of_S, job))
         ).max()
         assert slowest >= bounds.bound_ms * (1 - 1e-12)
-
-
-@pytest.mark.parametrize(("stages", "micro_batches"), [(4, 4), (2, 8), (4, 8)])
-def test_unhideable_limit_against_every_order(stages, micro_batches):
-    """Beyond the limit no order reaches perfect balance, however the rest is cut up."""
-    largest = 1.05 * (micro_batches + stages - 1) / stages
-    rest = (micro_batches - largest) / (micro_batches - 1)
-    perfect = 3.0 * (micro_batches + stages - 1)
-    for place in range(micro_batches):
-        sizes = np.full(micro_batches, rest)
-        sizes[place] = largest
-        forward = np.broadcast_to(sizes, (1, stages, 1, micro_batches))
-        assert makespans_ms(flat(np.stack([forward, 2 * forward])))[0] > perfect
 
 
 def test_the_chain_of_a_sample_by_hand():
@@ -151,7 +137,7 @@ def profile(stages: int, virtual_stages: int, heavy: float) -> np.ndarray:
     return work_2PV
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.sampled_from(SHAPES), st.integers(0, 2**32 - 1))
 def test_no_pipeline_is_shorter_than_the_mixture(shape: tuple[int, int, int], seed: int) -> None:
     """Whatever the times, those of another profile included."""

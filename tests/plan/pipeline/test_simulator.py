@@ -18,6 +18,7 @@ from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes,
 from sparsebalance_megatron.plan.pipeline.orders import (
     Operation,
     PipelineOrder,
+    SegmentedSchedule,
     megatron_order,
     schedule_name,
 )
@@ -45,7 +46,7 @@ def pipelines(draw):
     return np.round(times) if draw(st.booleans()) else times
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(pipelines())
 def test_events_match_naive_simulation(times):
     name = schedule_name(*times.shape[1:3])
@@ -58,35 +59,6 @@ def test_events_match_naive_simulation(times):
     ends = [end for _, end in naive.values()]
     fast = makespans_ms(flat(times[:, None]))
     assert fast == pytest.approx(max(ends), abs=1e-9)
-
-
-@settings(max_examples=40, deadline=None)
-@given(pipelines(), st.integers(0, 2**32 - 1))
-def test_makespan_grows_with_every_duration(times, seed):
-    generator = np.random.default_rng(seed)
-    more = generator.exponential(1.0, times.shape) * (generator.random(times.shape) < 0.3)
-    before, after = makespans_ms(flat(np.stack([times, times + more], axis=1)))
-    assert after >= before
-
-
-@settings(max_examples=60, deadline=None)
-@given(pipelines(), st.integers(1, 3), st.integers(0, 2**32 - 1))
-def test_no_arrangement_beats_the_lower_bound(times, ranks, seed):
-    stages, chunks, micro_batches = times.shape[1:]
-    generator = np.random.default_rng(seed)
-    skew = generator.exponential(1.0, (1, stages, chunks, 1))
-    shape = (2, ranks, stages, chunks, micro_batches)
-    times = generator.exponential(np.array([1.0, 2.0]).reshape(2, 1, 1, 1, 1), shape) * skew
-    bound = bounds_of(times).bound_ms
-    for _ in range(8):
-        order = generator.permutation(ranks * micro_batches)
-        mixed = (
-            np.moveaxis(times, 4, 2)
-            .reshape(2, -1, stages, chunks)[:, order]
-            .reshape(2, ranks, micro_batches, stages, chunks)
-            .transpose(0, 1, 3, 4, 2)
-        )
-        assert makespans_ms(flat(mixed)).max() >= bound * (1 - 1e-12)
 
 
 def bounds_of(times):
@@ -111,7 +83,6 @@ def test_bounds_are_attained():
     assert bounds_of(giant).bound_ms == pytest.approx(80.0, rel=1e-3)
 
 
-@settings(max_examples=40, deadline=None)
 @given(pipelines())
 def test_every_operation_of_the_longest_chain_delays_the_next(times):
     operations = flat(times[:, None])
@@ -135,22 +106,6 @@ def test_every_operation_of_the_longest_chain_delays_the_next(times):
     for earlier, later in itertools.pairwise(path):
         assert later.start_ms == earlier.end_ms
     assert times[chain].sum() == pytest.approx(path[-1].end_ms, rel=1e-12)
-
-
-@settings(max_examples=30, deadline=None)
-@given(pipelines(), st.floats(0.0, 2.0))
-def test_a_micro_batch_may_grow_by_what_its_longest_chain_leaves(times, share):
-    """What it grows beyond that delays the step, by no more."""
-    makespan = makespans_ms(flat(times[:, None]))[0]
-    through_PVM = longest_through_ms(flat(times[:, None]))[0]
-    slack_PVM = makespan - through_PVM
-    assert slack_PVM.min() == pytest.approx(0.0, abs=1e-9)
-    place = np.unravel_index(slack_PVM.argmax(), slack_PVM.shape)
-    for direction in (0, 1):
-        grown = times.copy()
-        grown[(direction, *place)] += share * slack_PVM[place]
-        after = makespans_ms(flat(grown[:, None]))[0]
-        assert after <= makespan + max(0.0, share - 1.0) * slack_PVM[place] + 1e-9
 
 
 def all_forwards_first(stages, micro_batches, chunks):
@@ -205,51 +160,19 @@ def test_bad_times():
         OperationTimes.of_micro_batches(np.ones((2, 2, 3)), unshared(1, 3))
 
 
-def test_large_pipeline_is_exact():
-    times = np.random.default_rng(0).random((2, 1, 16, 1, 64))
-    expected = oracle.makespan(*times[:, 0].tolist(), "1f1b")
-    assert makespans_ms(flat(times))[0] == pytest.approx(expected, rel=1e-12)
-
-
 SEGMENTS = (3, 1, 2, 1)
 """Number of segments of each micro-batch."""
-
-
-def in_segments(stages, micro_batches, chunks):
-    """1F1B over segments: backwards run each micro-batch's segments in reverse order."""
-    assert micro_batches == len(SEGMENTS) and chunks == 1
-    forwards = [
-        Operation(Direction.FORWARD, 0, m, s) for m, n in enumerate(SEGMENTS) for s in range(n)
-    ]
-    backwards = [
-        Operation(Direction.BACKWARD, 0, m, s)
-        for m, n in enumerate(SEGMENTS)
-        for s in reversed(range(n))
-    ]
-    by_stage, inputs = [], {}
-    for stage in range(stages):
-        ahead = min(max(SEGMENTS) - 1 + stages - 1 - stage, len(forwards))
-        order = forwards[:ahead]
-        for index, backward in enumerate(backwards):
-            order += [*forwards[ahead + index : ahead + index + 1], backward]
-        by_stage.append(tuple(order))
-        last = stage == stages - 1
-        for forward in forwards:
-            inputs[stage, forward] = ((stage - 1, forward),) if stage else ()
-            backward = forward._replace(direction=Direction.BACKWARD)
-            inputs[stage, backward] = ((stage, forward) if last else (stage + 1, backward),)
-    return PipelineOrder(by_stage=tuple(by_stage), inputs=inputs)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_segments_of_a_micro_batch_are_operations_of_their_own(seed):
     """Against ends that follow from the definition, operation by operation."""
     stages, ranks = 3, 2
-    graph = graph_of(in_segments, stages, 1, len(SEGMENTS))
+    graph = graph_of(SegmentedSchedule(SEGMENTS), stages, 1, len(SEGMENTS))
     assert len(graph.operations) == 2 * stages * sum(SEGMENTS)
     ms_OR = np.random.default_rng(seed).exponential(1.0, (len(graph.operations), ranks))
     times = OperationTimes(graph=graph, ms_OR=ms_OR, cp_sizes_RM=unshared(ranks, len(SEGMENTS)))
-    order = in_segments(stages, len(SEGMENTS), 1)
+    order = SegmentedSchedule(SEGMENTS)(stages, len(SEGMENTS), 1)
     for rank in range(ranks):
         ms = dict(zip(graph.operations, ms_OR[:, rank], strict=True))
         ends = {}
@@ -281,7 +204,7 @@ def test_segments_of_a_micro_batch_are_operations_of_their_own(seed):
 
 def test_a_shared_micro_batch_is_shared_in_every_segment():
     """Both ranks take as long then, the one with little before waits for the other."""
-    graph = graph_of(in_segments, 2, 1, len(SEGMENTS))
+    graph = graph_of(SegmentedSchedule(SEGMENTS), 2, 1, len(SEGMENTS))
     ms_OR = np.ones((len(graph.operations), 2))
     segment_O = np.array([operation.segment for _, operation in graph.operations])
     ms_OR[(graph.micro_batch_O == 0) & (segment_O == 0), 1] = 4.0

@@ -80,7 +80,6 @@ def test_tokens_in_flight_are_counted(segments_M, stages, seed):
     assert most_tokens_in_flight([cut.tokens_U for cut in cuts], stages) == most
 
 
-@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 4000), min_size=1, max_size=4),
     segments=st.integers(1, 9),
@@ -129,7 +128,7 @@ def inputs(lengths, *, ranks=2, micro_batches=4, max_segments=8, segment_tokens=
     }
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 999),
     kind=st.sampled_from(["spread", "giant", "equal", "tiny"]),

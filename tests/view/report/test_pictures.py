@@ -12,9 +12,14 @@ from view.report.sample_run import SampleRun
 
 from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.log.reader import read_run_log
-from sparsebalance_megatron.view.report.chart import Panel
 from sparsebalance_megatron.view.report.numbers import Explanation, TimeSplit
-from sparsebalance_megatron.view.report.pictures import StepView, rank_bars, step_chart, waterfall
+from sparsebalance_megatron.view.report.pictures import (
+    Panel,
+    StepView,
+    rank_bars,
+    step_chart,
+    waterfall,
+)
 from sparsebalance_megatron.view.report.timeline import MEASURED, Timeline
 
 

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from sparsebalance_megatron.config import SparseBalanceConfig
-from sparsebalance_megatron.view.simulate.setups import SETUPS, workload_of
 from sparsebalance_megatron.view.simulate.variants import (
     ALL_ROWS,
     BASELINE,
     OURS,
+    SETUPS,
     evaluate,
     unhideable_steps,
+    workload_of,
 )
 
 

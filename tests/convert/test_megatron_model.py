@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsebalance_megatron.convert.hf_config import read_config
-from sparsebalance_megatron.convert.megatron_flags import (
+from sparsebalance_megatron.convert.megatron_model import (
     bash_array,
     default_divisor,
     model_flags,

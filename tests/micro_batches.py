@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Micro-batches as Megatron's attention gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from sparsebalance_megatron.megatron.packed_seq_params import (
+    BudgetedPackedSeqParams,
+    micro_batch_context,
+    packed_params,
+)
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
+
+CPU = torch.device("cpu")
+BLOCK = 16
+
+
+def params_with(
+    lengths: Sequence[int],
+    budgets_LS: np.ndarray,
+    *,
+    padding: int = 0,
+    device: torch.device = CPU,
+) -> BudgetedPackedSeqParams:
+    """A sequence of all samples, observed; ``padding`` tokens are one more document."""
+    plan = MicroBatchPlan(
+        samples=tuple(range(len(lengths))),
+        lengths_tokens=tuple(lengths),
+        budgets_LS=budgets_LS,
+        rank=0,
+        position=0,
+    )
+    boundaries = tuple(accumulate([*lengths, *([padding] if padding else [])], initial=0))
+    context = micro_batch_context(plan, boundaries, block_size=BLOCK, observe=True, device=device)
+    return packed_params(context, max_seqlen_tokens=256, device=device)
