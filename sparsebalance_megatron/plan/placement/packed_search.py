@@ -6,7 +6,7 @@ at once and takes the best of each pair, if it is better or hardly worse; what c
 falls to nothing. So all ranks improve, not only the slowest: what others save is room for it.
 
 Shape legend: R data-parallel ranks, M micro-batches of a rank, J = R x M, S samples, C chunks,
-F = 2 C: forward, then backward of every chunk; X moves, H pairs of ranks, 2 the ranks of a pair.
+F = 2 C: forward, then backward of every chunk; X moves, E pairs of ranks, 2 the ranks of a pair.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ class _PackedSearch:
         pairs = max(1, self.ranks // 2)
         order_R = np.argsort(self.numbers.draw(self.ranks))
         # A single rank is a pair with itself; of an odd number one waits for the next round.
-        ranks_H2 = order_R[np.arange(2 * pairs) % self.ranks].reshape(pairs, 2)
-        moves = self._drawn(ranks_H2)
-        ranks_X2 = ranks_H2[moves.pair_X]
+        ranks_E2 = order_R[np.arange(2 * pairs) % self.ranks].reshape(pairs, 2)
+        moves = self._drawn(ranks_E2)
+        ranks_X2 = ranks_E2[moves.pair_X]
         ms_X2MF = self._ms_RMF[ranks_X2]
         for place_X, sign in ((moves.a_X, 1.0), (moves.b_X, -1.0)):
             rank_X, position_X = np.divmod(place_X, self.many)
@@ -132,21 +132,21 @@ class _PackedSearch:
         ms_XMF = ms_X2MF.reshape(-1, *ms_X2MF.shape[2:])
         ms_X2 = self._simulate(ms_XMF, ranks_X2.ravel()).reshape(-1, 2)
         score_X = _score(ms_X2)
-        limit_H = _score(self.ms_R[ranks_H2]) * (1.0 + self._tolerance())
+        limit_E = _score(self.ms_R[ranks_E2]) * (1.0 + self._tolerance())
         order_X = np.lexsort((score_X, moves.pair_X))
-        best_H = order_X[np.unique(moves.pair_X[order_X], return_index=True)[1]]
-        best_H = best_H[score_X[best_H] < limit_H[moves.pair_X[best_H]]]
-        self.ms_R[ranks_X2[best_H]] = ms_X2[best_H]
-        self._apply(moves.of(best_H))
+        best_E = order_X[np.unique(moves.pair_X[order_X], return_index=True)[1]]
+        best_E = best_E[score_X[best_E] < limit_E[moves.pair_X[best_E]]]
+        self.ms_R[ranks_X2[best_E]] = ms_X2[best_E]
+        self._apply(moves.of(best_E))
 
-    def _drawn(self, ranks_H2: np.ndarray) -> _Moves:
+    def _drawn(self, ranks_E2: np.ndarray) -> _Moves:
         """Moves that obey the cap and leave no micro-batch empty."""
         pair_R = np.full(self.ranks, -1)
-        pair_R[ranks_H2] = np.arange(len(ranks_H2))[:, None]
+        pair_R[ranks_E2] = np.arange(len(ranks_E2))[:, None]
         pair_S = pair_R[self.place_S // self.many]
         order_S = np.argsort(pair_S, kind="stable")
-        edges = np.searchsorted(pair_S[order_S], np.arange(len(ranks_H2) + 1))
-        pair_X = np.repeat(np.arange(len(ranks_H2)), _DRAWN)
+        edges = np.searchsorted(pair_S[order_S], np.arange(len(ranks_E2) + 1))
+        pair_X = np.repeat(np.arange(len(ranks_E2)), _DRAWN)
         size_X = np.diff(edges)[pair_X]
         x_X, y_X = (
             order_S[edges[pair_X] + self.numbers.below(size_X, len(pair_X))] for _ in range(2)
