@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what the source knows into two documents: ``python scripts/generate_support.py``.
+"""Writes what the source knows into documents: ``python scripts/generate_support.py``.
 
-The refusals in docs/SUPPORT.md, and the errors in docs/TROUBLESHOOTING.md, each between two marks.
+The refusals in docs/SUPPORT.md, and the errors in docs/TROUBLESHOOTING.md, each between two marks;
+and docs/support.json, the tables of docs/SUPPORT.md for programs.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -27,7 +29,22 @@ _MARKED = re.compile(
 def pages() -> dict[Path, str]:
     """The documents as they should be."""
     parts = {"SUPPORT.md": refusals(), "TROUBLESHOOTING.md": errors()}
-    return {DOCS / name: _filled(DOCS / name, part) for name, part in parts.items()}
+    filled = {DOCS / name: _filled(DOCS / name, part) for name, part in parts.items()}
+    support = tables(filled[DOCS / "SUPPORT.md"])
+    return filled | {DOCS / "support.json": json.dumps(support, indent=1) + "\n"}
+
+
+def tables(page: str) -> dict[str, list[dict[str, str]]]:
+    """The rows of a page's tables by section, by the columns' names."""
+    found: dict[str, list[dict[str, str]]] = {}
+    for title, text in re.findall(r"^##+ (.+)\n((?:(?!##).*\n)*)", page, re.MULTILINE):
+        for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+            head, _, *rows = (
+                [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+                for line in table.splitlines()
+            )
+            found.setdefault(title, []).extend(dict(zip(head, row, strict=True)) for row in rows)
+    return found
 
 
 def refusals() -> str:

@@ -5,23 +5,27 @@
 # DIRECTORY; a stage that is cut off leaves what it has found, and goes on there when started again.
 # A failed stage stops no other. `--check` lists the stages and their limits, and runs nothing.
 #
-#   scripts/gpu_check.sh DIRECTORY [tests] [quickstart] [profile] [kernels] [sanitizer] [tiles]
+#   scripts/gpu_check.sh DIRECTORY [STAGE...]
 #
+#   environment  versions, device, the kernels' check of themselves at five head dims: environment.json
 #   tests        pytest -m gpu: tests.jsonl, a line per test
 #   quickstart   Megatron's loop over NCCL, one rank per GPU: quickstart.json
 #   profile      a cost table for layers with the attention of Qwen2.5-3B, checked: cost_table.json
 #   kernels      benchmarks/kernels.py: kernels.json
+#   end_to_end   benchmarks/end_to_end.py --layout gpu-dp4: end_to_end.json
 #   sanitizer    compute-sanitizer's memcheck and racecheck on small cases: sanitizer_*.jsonl
 #   tiles        benchmarks/kernels.py --tune: tiles.json
 #
+# environment.json has date, device and versions of what the others leave.
 # Where nothing can be downloaded, install megatron-core from a wheel and this package with pip's
 # --no-index --no-deps, and set SETUP=skip.
 
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
 declare -A LIMIT_MINUTES=(
-    [tests]=8 [quickstart]=3 [profile]=4 [kernels]=8 [sanitizer]=3 [tiles]=4
+    [environment]=1 [tests]=6 [quickstart]=3 [profile]=4 [kernels]=6 [end_to_end]=5 [sanitizer]=2
+    [tiles]=3
 )
-ORDER=(tests quickstart profile kernels sanitizer tiles)
+ORDER=(environment tests quickstart profile kernels end_to_end sanitizer tiles)
 (($#)) || fail "name a directory for logs and results: $0 DIRECTORY [STAGE...]"
 if [[ "$1" == --check ]]; then
     for name in "${ORDER[@]}"; do printf '%s %s\n' "${name}" "${LIMIT_MINUTES[${name}]}"; done
@@ -72,11 +76,25 @@ LAYER_ARGS=(
     --sparse-balance-base-budget 32
 )
 
+REQUIRE_KERNELS='
+import json, sys
+attention = json.load(open(sys.argv[1]))["attention"]
+tried = attention["head_dims"] | attention["implementations"] | attention["routers"]
+wrong = [f"{name}: {each[\"because\"]}" for name, each in tried.items() if not each["usable"]]
+sys.exit("\n".join(wrong))
+'
+
 stage() {
     local minutes="${LIMIT_MINUTES[$1]}"
     case "$1" in
+        environment)
+            limited "${minutes}m" sparse-balance env --json >"${OUT}/environment.json" &&
+                python -c "${REQUIRE_KERNELS}" "${OUT}/environment.json"
+            ;;
         tests)
-            limited "${minutes}m" python -m pytest -m gpu -q -p no:cacheprovider \
+            # Their files alone: to import all others takes a minute.
+            mapfile -t files < <(grep -rl --include='test_*.py' 'mark\.gpu' tests)
+            limited "${minutes}m" python -m pytest "${files[@]}" -m gpu -q -p no:cacheprovider \
                 --outcomes "${OUT}/tests.jsonl"
             ;;
         quickstart)
@@ -90,6 +108,10 @@ stage() {
         kernels)
             limited "${minutes}m" python benchmarks/kernels.py --json "${OUT}/kernels.json" \
                 --resume --minutes "$((minutes - 1))"
+            ;;
+        end_to_end)
+            limited "${minutes}m" python benchmarks/end_to_end.py --layout gpu-dp4 \
+                --batches 10 --warm-up 4 --json "${OUT}/end_to_end.json" --directory "${OUT}/end_to_end"
             ;;
         sanitizer)
             if ! command -v compute-sanitizer >/dev/null; then

@@ -9,7 +9,7 @@
 #   scripts/test.sh -n 0 --pdb               one after another, in this process
 
 source "$(dirname "${BASH_SOURCE[0]}")/_setup.sh"
-set_up tools data evaluate test
+set_up tools data docs evaluate test
 export OMP_NUM_THREADS=1 # files and training ranks run side by side
 TIER=(-m "not nightly")
 case "${1:-}" in

@@ -9,6 +9,12 @@ from dataclasses import dataclass, field, fields
 from typing import Literal, get_args, get_origin
 
 from sparsebalance_megatron.errors import ConfigError as ConfigError
+from sparsebalance_megatron.layer_budgets import (
+    MAX_BLOCKS,
+    has_dense_layers,
+    layer_budgets_text,
+    parse_layer_budgets,
+)
 from sparsebalance_megatron.selector_registry import check_name, flag_help
 
 Batching = Literal["arrival", "length", "latency", "makespan"]
@@ -32,9 +38,6 @@ CountedDevice = Literal["a100", "h100", "h200", "b200"]
 
 DEFAULT_SELECTION = "token-query-head"
 DEFAULT_COUNTED_DEVICE: CountedDevice = "h200"
-
-MAX_BLOCKS = 2**24
-"""Largest budget: beyond any document, and far from where 32-bit indices of blocks overflow."""
 
 RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "coverage_slack": (lambda slack: 0.0 <= slack < 1.0, "must lie in [0, 1)"),
@@ -85,6 +88,12 @@ class SparseBalanceConfig:
     base_budget: int = 32
     """KV blocks that a query may read before tuning, its own block included (MoBA's top-k). Raise
     it for more coverage, at more time for every long document."""
+
+    layer_budgets: str | None = field(
+        default=None, metadata={"argparse_meta": {"nargs": "+", "metavar": "BUDGET:LAYERS"}}
+    )
+    """Layers, from 0, with base budgets of their own, or dense: for instance dense:0-1,33-35
+    16:2-32. Raise budgets where a layer's coverage is low, or keep the last dense as MoBA does."""
 
     selection: str = field(
         default=DEFAULT_SELECTION,
@@ -229,6 +238,17 @@ class SparseBalanceConfig:
             if each.name in RANGES and value is not None:
                 check_range(each.name, value, flag_name(each.name))
         check_name(self.selection)
+        if self.layer_budgets is not None:
+            # A command line gives words; equal budgets have one text.
+            given: object = self.layer_budgets
+            words = given if isinstance(given, list | tuple) else [given]
+            text = " ".join(map(str, words))
+            self.layer_budgets = layer_budgets_text(parse_layer_budgets(text))
+        if self.attention == "tokens" and has_dense_layers(self.layer_budgets):
+            raise ConfigError(
+                f"{flag_name('attention')} tokens: serves no dense layers, which "
+                f"{flag_name('layer_budgets')} {self.layer_budgets} asks for; use auto"
+            )
         if self.max_context_parallel is not None and self.context_parallel != "dynamic":
             raise ConfigError(
                 f"{flag_name('max_context_parallel')} {self.max_context_parallel}: is for dynamic "

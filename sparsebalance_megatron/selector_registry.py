@@ -2,7 +2,7 @@
 """Every selection by its name: this package's and those that other packages bring.
 
 Both are entry points, "module:OBJECT", and are loaded when they are asked for. Other packages
-declare theirs in the group :data:`GROUP`; docs/SELECTORS.md shows how.
+declare theirs in the group :data:`GROUP`; docs/EXTENDING.md shows how.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def flag_help() -> str:
     each = "; ".join(f"{name}: {entry.summary}" for name, entry in BUILT_IN.items())
     return (
         "Who selects the blocks that a token reads; docs/TUNING.md says which one when. "
-        f"{each}. Other packages bring further names (docs/SELECTORS.md)."
+        f"{each}. Other packages bring further names (docs/EXTENDING.md)."
     )
 
 
@@ -121,7 +121,7 @@ def load_selector(name: str) -> Any:
     if missing:
         raise ConfigError(
             f"{place} gives {type(selector).__name__} without {', '.join(missing)}; "
-            "docs/SELECTORS.md says what a selector has"
+            "docs/EXTENDING.md says what a selector has"
         )
     return selector
 

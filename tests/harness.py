@@ -71,6 +71,10 @@ class TrainingRun:
     def grad_norms(self) -> list[str]:
         return [match[2] for match in self._iterations()]
 
+    def logged(self, name: str) -> list[Any]:
+        """A value of every step record."""
+        return [step[name] for step in self.steps]
+
     def _iterations(self) -> list[tuple[str, str, str]]:
         return _ITERATION.findall(self.output)
 
@@ -192,10 +196,29 @@ def python_block(page: str, number: int, path: Path) -> Path:
     return path
 
 
-def read_steps(log_dir: Path) -> list[dict[str, Any]]:
-    """The step records of a run's log."""
-    path = log_dir / "steps.jsonl"
-    if not path.exists():
-        return []
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    return [record for record in records if record["type"] == "step"]
+def read_records(path: Path, kind: str = "step") -> list[dict[str, Any]]:
+    """Records of one kind of a log file; none where there is no file."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [record for record in map(json.loads, lines) if record["type"] == kind]
+
+
+def read_steps(log_dir: Path, rank: int | None = None) -> list[dict[str, Any]]:
+    """The step records of a run's log, or of the log of a rank."""
+    name = "steps.jsonl" if rank is None else f"ranks/rank-{rank:05d}.jsonl"
+    return read_records(log_dir / name)
+
+
+def measured_ms(step: dict[str, Any]) -> np.ndarray:
+    """Forward and backward times [2, R, P, V, M] of a step record; NaN what was not measured."""
+    return np.array([step["measured"][f"{name}_ms"] for name in ("forward", "backward")], float)
+
+
+def assert_same_steps(
+    found: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]], *, loss: bool = True
+) -> None:
+    """Every step has the loss, plan and coverage of the expected step of its iteration."""
+    by_iteration = {step["iteration"]: step for step in expected}
+    assert found
+    for step in found:
+        for quantity in ("predicted", "coverage", "tokens", *(["lm_loss"] if loss else [])):
+            assert step[quantity] == by_iteration[step["iteration"]][quantity], quantity

@@ -20,7 +20,8 @@ SPDX = "# SPDX-License-Identifier: Apache-2.0"
 
 
 OPEN_TO_ALL = (
-    *("config", "errors", "json_file", "selector_registry", "supported", "text_table"),
+    *("config", "errors", "json_file", "layer_budgets", "selector_registry", "supported"),
+    "text_table",
     "__version__",
 )
 
@@ -48,7 +49,7 @@ class ImportRule:
 
 IMPORT_RULES = {
     "plan": ImportRule(outside=("numpy",), inside=("plan", "cost")),
-    "learn": ImportRule(outside=("numpy",), inside=("learn", "plan", "cost")),
+    "learn": ImportRule(outside=("msgspec", "numpy"), inside=("learn", "plan", "cost")),
     "cost": ImportRule(outside=("msgspec", "numpy", "scipy"), inside=("cost",)),
     "attention": ImportRule(outside=("numpy", "torch", "triton"), inside=("attention",)),
     "megatron": ImportRule(
@@ -101,6 +102,7 @@ IMPORT_RULES = {
     "integration.py": ImportRule(outside=("torch",), inside=("learn", "megatron", "plan", "run")),
     "config.py": ImportRule(),
     "errors.py": ImportRule(),
+    "layer_budgets.py": ImportRule(),
     "selector_registry.py": ImportRule(),
     "json_file.py": ImportRule(outside=("msgspec",)),
     "text_table.py": ImportRule(),

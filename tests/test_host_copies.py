@@ -12,31 +12,35 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "sparsebalance_megatron"
 WAITING = {"cpu", "cuda", "item", "nonzero", "pin_memory", "synchronize"}
 """Methods that wait for the device, copy to the host, or copy to the device elsewhere than in
-``host_copy.copied_to``."""
+``host_copy.copied_to``. ``torch.tensor`` with a device does too."""
 STEP = ("attention", "megatron", "run")
 """Packages whose code runs in a step."""
 ALLOWED = {
     "attention/host_copy.py": {"non_blocking", "pin_memory"},
     # Rows of Megatron's own data loader, which pins them.
     "megatron/plain_gpt.py": {"cuda", "non_blocking"},
-    # The only copy of a step that the host waits for.
+    # The copy of a step that the host waits for: the next plan but one is made of it.
     "run/step_reducer.py": {"cpu"},
     # The digest that all ranks compare once a step, and before the first.
-    "run/agreement.py": {"cpu"},
+    "run/agreement.py": {"cpu", "tensor"},
     # Before training, or by whoever tests a selector.
-    "attention/self_check.py": {"cpu"},
-    "attention/selector_check.py": {"cpu", "nonzero"},
+    "attention/self_check.py": {"cpu", "tensor"},
+    "attention/selector_check.py": {"cpu", "nonzero", "tensor"},
 }
 
 
 def waiting_calls(source: str) -> Iterator[tuple[int, str]]:
-    """Line and name of every call of a method of ``WAITING``, and of ``to(non_blocking=...)``."""
+    """Line and name of every call of a method of ``WAITING``, of ``to(non_blocking=...)``, and of
+    ``tensor(device=...)``."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             if node.func.attr in WAITING:
                 yield node.lineno, node.func.attr
-            if any(keyword.arg == "non_blocking" for keyword in node.keywords):
+            keywords = {keyword.arg for keyword in node.keywords}
+            if "non_blocking" in keywords:
                 yield node.lineno, "non_blocking"
+            if node.func.attr in ("tensor", "as_tensor") and "device" in keywords:
+                yield node.lineno, "tensor"
 
 
 def step_files() -> list[str]:

@@ -19,7 +19,9 @@ from harness import (
     REPOSITORY,
     TRAINING_FLAGS,
     TrainingRun,
+    assert_same_steps,
     long_tailed_lengths,
+    measured_ms,
     run_training,
     write_documents,
 )
@@ -216,15 +218,10 @@ class TestRealCheckout:
         own = run(unpatched, *flags, log_dir=directory / "own", module=entry_point)
         assert len(on.losses) == 3
         assert (on.losses, on.grad_norms) == (own.losses, own.grad_norms)
-        for quantity in ("lm_loss", "predicted", "coverage", "tokens"):
-            assert [step[quantity] for step in on.steps] == [
-                step[quantity] for step in own.steps
-            ], quantity
+        assert_same_steps(on.steps, own.steps)
         predicted = on.steps[-1]["predicted"]
         assert predicted["samples_cut"] + predicted["samples_raised"] > 0
-        for step in on.steps:
-            (stages,) = step["measured"]["forward_ms"]
-            assert all(time > 0 for (chunk,) in stages for time in chunk)
+        assert all((measured_ms(step)[0] > 0).all() for step in on.steps)
 
 
 def saved_tensors(checkpoint: Path, scratch: Path) -> dict[str, Any]:

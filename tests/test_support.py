@@ -38,6 +38,8 @@ print(__version__.partition("+")[0], *parser._option_string_actions)
 def test_generated_pages_are_up_to_date() -> None:
     flags = runpy.run_path(str(REPOSITORY / "scripts" / "generate_flags.py"))["page"]()
     assert (DOCS / "FLAGS.md").read_text("utf-8") == flags, "run scripts/generate_flags.py"
+    commands = runpy.run_path(str(REPOSITORY / "scripts" / "generate_commands.py"))["page"]()
+    assert (DOCS / "COMMANDS.md").read_text("utf-8") == commands, "run scripts/generate_commands.py"
     pages = runpy.run_path(str(REPOSITORY / "scripts" / "generate_support.py"))["pages"]()
     for path, page in pages.items():
         assert path.read_text("utf-8") == page, "run scripts/generate_support.py"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
+import numpy as np
 from end_to_end.attention import PeerAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
@@ -106,9 +106,11 @@ def arm_layer_spec(
     return spec
 
 
-def executed_budgets(experiment: Experiment) -> Tensor | None:
-    """[L, S] of the micro-batch that was run last, None where it was dense."""
+def executed_budgets(experiment: Experiment, planned_LS: np.ndarray) -> np.ndarray | None:
+    """[L, S] of the micro-batch that was run last, None where it was dense throughout."""
     if not experiment.executed:
         return None
-    layers = sorted(experiment.executed)
-    return torch.stack([experiment.executed[layer] for layer in layers])
+    budgets_LS = planned_LS.copy()
+    for layer, budgets_S in experiment.executed.items():
+        budgets_LS[layer] = budgets_S.numpy()
+    return budgets_LS

@@ -102,10 +102,10 @@ class ArmScheduler:
         return self._scheduler.state_dict()
 
     def finish_step(self, step: int, measured: StepMeasurement) -> None:
-        budgets_LS = executed_budgets(self._experiment)
+        (micro_batch,) = self.planned(step).plan.for_rank(self._rank).micro_batches
+        budgets_LS = executed_budgets(self._experiment, micro_batch.budgets_LS)
         if budgets_LS is not None:
-            (micro_batch,) = self.planned(step).plan.for_rank(self._rank).micro_batches
-            self.executed_TLS[step][:, list(micro_batch.samples)] = budgets_LS.numpy()
+            self.executed_TLS[step][:, list(micro_batch.samples)] = budgets_LS
             self._experiment.executed.clear()
         self._scheduler.finish_step(step, measured)
 

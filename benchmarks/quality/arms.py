@@ -23,6 +23,7 @@ class Arm:
         dense_from: share of the steps after which attention is dense; 0 is dense throughout,
             infinity never, nor when the trained model is read.
         budget_share: of the study's base budget.
+        dense_last_layers: how many of the last layers are dense.
         replays: the arm whose executed budgets this one gives to other samples of the same step.
     """
 
@@ -36,6 +37,7 @@ class Arm:
     coverage_mean_over: CoverageMeanOver = "samples"
     budget_share: float = 1.0
     dense_from: float = math.inf
+    dense_last_layers: int = 0
     replays: str | None = None
 
     def base_budget(self, study_budget: int) -> int:
@@ -46,15 +48,17 @@ class Arm:
         """Whether a step of training, or evaluation after it, reads everything."""
         return step >= self.dense_from * steps
 
-    def flags(self, study_budget: int) -> list[str]:
+    def flags(self, study_budget: int, layers: int) -> list[str]:
         """Of the plugin."""
         prefix = "--sparse-balance"
+        dense = f"dense:{layers - self.dense_last_layers}-{layers - 1}"
         return [
             *(f"{prefix}-selection", self.selection, f"{prefix}-batching", self.batching),
             *(f"{prefix}-tuning", self.tuning, f"{prefix}-anchor", self.anchor),
             *(f"{prefix}-coverage-threshold", str(self.coverage_threshold)),
             *(f"{prefix}-coverage-mean-over", self.coverage_mean_over),
             *(f"{prefix}-base-budget", str(self.base_budget(study_budget))),
+            *((f"{prefix}-layer-budgets", dense) if self.dense_last_layers else ()),
         ]
 
 
@@ -134,6 +138,11 @@ ARMS: Mapping[str, Arm] = {
             name="fixed-then-dense",
             title="fixed budget, dense for the last tenth of the steps",
             dense_from=0.9,
+        ),
+        Arm(
+            name="fixed-last-dense",
+            title="fixed budget, the last layer dense",
+            dense_last_layers=1,
         ),
     )
 }

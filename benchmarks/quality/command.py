@@ -170,6 +170,8 @@ def planned_runs(options: argparse.Namespace, directory: Path) -> Iterator[RunSp
     for seed in options.seeds:
         for arm in in_order(options.arms):
             for study in studies.values():
+                if arm.dense_last_layers >= study.layers:
+                    continue  # that is the dense arm
                 spec = RunSpec(
                     study_name=study.name,
                     arm_name=arm.name,

@@ -104,7 +104,7 @@ class RunSpec:
             *("--sparse-balance-block-size", str(study.block_size)),
             *("--sparse-balance-calibration", "off", "--sparse-balance-planning", "on-demand"),
             *("--sparse-balance-log-dir", str(self.folder)),
-            *self.arm.flags(budget),
+            *self.arm.flags(budget, study.layers),
             *self._saving(),
         ]
 

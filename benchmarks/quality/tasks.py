@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -131,6 +131,10 @@ NEEDLE = Task(
     documents=1500,
     chance=STACKED.chance,
 )
+TWO_LAYERS = tuple(
+    replace(task, name=f"{task.name}-two-layers", title=f"{task.title}, two layers")
+    for task in (RECALL, NEEDLE)
+)
 MQAR = Task(
     name="mqar",
     title="multi-query associative recall, keys and values in turn",
@@ -158,6 +162,19 @@ STUDIES: Mapping[str, Study] = {
             vocabulary=STACKED.vocabulary,
             longest_tokens=STACKED.longest_tokens,
             layers=1,
+            block_size=8,
+            base_budget=6,
+            batch_size=16,
+            steps=650,
+            attention_weight=40.0,
+            training=_lookup_training(STACKED),
+        ),
+        Study(
+            name="lookup-two-layers",
+            tasks=TWO_LAYERS,
+            vocabulary=STACKED.vocabulary,
+            longest_tokens=STACKED.longest_tokens,
+            layers=2,
             block_size=8,
             base_budget=6,
             batch_size=16,

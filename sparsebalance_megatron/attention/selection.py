@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.layout import PackedLayout
+from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,6 +83,22 @@ class Selection:
             kv_layout=layout,
             own_block_N=layout.number_N,
             columns=columns,
+        )
+
+    @classmethod
+    def of_everything(cls, layouts: LayoutPair, kv_heads: int) -> Selection:
+        """Every block of queries reads all blocks of its document up to itself: dense attention."""
+        own_N, kv_layout = layouts.own_block_N, layouts.kv_layout
+        past_K = torch.arange(kv_layout.max_blocks, device=own_N.device)
+        indices_NK = (own_N[:, None] - past_K).clamp_(min=0).int()
+        counts_N = kv_layout.index_N[own_N].int() + 1
+        return cls(
+            indices_QCK=indices_NK[:, None].expand(-1, kv_heads, -1).contiguous(),
+            counts_QC=counts_N[:, None].expand(-1, kv_heads).contiguous(),
+            by_token=False,
+            query_layout=layouts.query_layout,
+            kv_layout=kv_layout,
+            own_block_N=own_N,
         )
 
     @classmethod

@@ -21,7 +21,6 @@ try:
     from typing import Any, NoReturn
 
     from sparsebalance_megatron import __version__
-    from sparsebalance_megatron.cli.help_formatter import HelpFormatter
     from sparsebalance_megatron.text_table import printable
 except KeyboardInterrupt:
     # Before main can say so.
@@ -53,6 +52,24 @@ _CLOSED_PIPE = 141
 
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 _LONGEST_LINE_CHARACTERS = 1000
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Ends the help of a flag with its default, unless the help already speaks of one.
+
+    Switches and flags whose default is None, which every such flag explains itself, get no ending.
+    """
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help or ""
+        says_nothing = action.default in (None, False, argparse.SUPPRESS)
+        if says_nothing or not action.option_strings or "default:" in text:
+            return action.help
+        return f"{text} (default: %(default)s)".lstrip()
+
+
+class ParagraphsHelpFormatter(HelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of a description as they are written."""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -12,10 +12,12 @@ from pathlib import Path
 
 from sparsebalance_megatron.cli.output import progress_bar
 from sparsebalance_megatron.cli.workload_flags import (
+    add_layer_budgets_flag,
     add_lengths_flags,
     add_model_flag,
     add_output_flags,
     check_flags,
+    checked_layer_budgets,
     lengths_in_order,
     print_json,
     print_wrapped,
@@ -60,6 +62,7 @@ def add_flags(parser: ArgumentParser) -> None:
         ("--context-parallel-sizes", [1], "ranks that share a sample, as --context-parallel-size"),
     ):
         parser.add_argument(flag, type=int, nargs="+", default=default, metavar="N", help=text)
+    add_layer_budgets_flag(parser)
     parser.add_argument(
         "--recompute", choices=("none", "attention", "full"), default="none", help="in backward"
     )
@@ -127,6 +130,7 @@ def _inputs(arguments: Namespace) -> tuple[AdviceInputs, list[int]]:
         ),
         costs=costs,
         selection=selection,
+        layer_budgets=checked_layer_budgets(arguments, model.layers),
         seq_length=arguments.seq_length,
         recompute_all=arguments.recompute == "full",
         recompute_attention=arguments.recompute == "attention",
@@ -155,9 +159,7 @@ def _costs(
     table = CostTable.load(arguments.cost_table)
     for block_size in arguments.block_sizes or [table.identity.block_size]:
         table.check_matches(run | {"block_size": block_size})
-    cost = fit_cost_model(table)
-    if arguments.gigabytes_per_second is not None:
-        cost = cost.with_bandwidth(arguments.gigabytes_per_second)
+    cost = fit_cost_model(table).with_bandwidth(arguments.gigabytes_per_second)
     return lambda _: cost, table.identity.selection, [cost.block_size]
 
 

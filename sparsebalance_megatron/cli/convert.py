@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparsebalance_megatron.cli.help_formatter import HelpFormatter
+from sparsebalance_megatron.cli import HelpFormatter
 from sparsebalance_megatron.cli.output import OutputError, progress_bar
 from sparsebalance_megatron.errors import ConfigError, ConvertError
 from sparsebalance_megatron.megatron.datasets import quiet_imports

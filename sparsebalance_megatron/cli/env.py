@@ -9,6 +9,7 @@ import os
 import platform
 import re
 from argparse import ArgumentParser, Namespace
+from datetime import UTC, datetime
 from typing import Any, get_args
 
 from sparsebalance_megatron import supported
@@ -51,6 +52,7 @@ def environment() -> Facts:
         notes = ["apex has no amp_C: it is not NVIDIA's, or was built without CUDA extensions"]
     path, megatron, problem = supported.find_megatron()
     return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "sparsebalance_megatron": supported.installed_version("sparsebalance-megatron"),
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -17,6 +17,7 @@ from sparsebalance_megatron.cli.workload_flags import (
     add_planning_flags,
     check_flags,
     check_seq_length_splits,
+    checked_layer_budgets,
     lengths_in_order,
     max_cp_size,
     planned_outcomes,
@@ -130,6 +131,7 @@ def _workload(arguments: Namespace) -> Workload:
         config=SparseBalanceConfig(
             block_size=cost.block_size,
             base_budget=arguments.base_budget,
+            layer_budgets=checked_layer_budgets(arguments, layers),
             coverage_threshold=arguments.coverage_threshold,
             anchor=arguments.anchor,
             plan_ms=arguments.plan_ms,
@@ -165,6 +167,4 @@ def _costs(arguments: Namespace) -> tuple[CostModel, int]:
     given = {"block_size": arguments.block_size, "shape.tensor_parallel_size": arguments.tp}
     run = {name: value for name, value in given.items() if value is not None}
     cost = measured_cost_model(arguments.cost_table, run)
-    if arguments.gigabytes_per_second is not None:
-        cost = cost.with_bandwidth(arguments.gigabytes_per_second)
-    return cost, arguments.layers
+    return cost.with_bandwidth(arguments.gigabytes_per_second), arguments.layers

@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from sparsebalance_megatron.cli.help_formatter import ParagraphsHelpFormatter
+from sparsebalance_megatron.cli import ParagraphsHelpFormatter
 from sparsebalance_megatron.data.documents import LOSS_MASK_SUFFIX
 from sparsebalance_megatron.data.prepare import counts_text, prepare
 from sparsebalance_megatron.data.records import PythonStandardLibrary, RecordFiles

@@ -15,6 +15,7 @@ from sparsebalance_megatron.cli.workload_flags import (
     add_planning_flags,
     check_flags,
     check_seq_length_splits,
+    checked_layer_budgets,
     lengths_in_order,
     max_cp_size,
     planned_outcomes,
@@ -23,7 +24,7 @@ from sparsebalance_megatron.cli.workload_flags import (
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.learn.prediction import Workload
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError
-from sparsebalance_megatron.view.simulate.models import model_named
+from sparsebalance_megatron.view.simulate.models import MODELS, model_named
 from sparsebalance_megatron.view.simulate.variants import (
     BASELINE,
     PAPER_ABLATION,
@@ -78,6 +79,8 @@ def run(arguments: Namespace) -> int:
     check_seq_length_splits(arguments)
     setup = SETUPS[arguments.setup]
     model = None if arguments.model is None else model_named(arguments.model)
+    layers = (model or MODELS[setup.model]).layers
+    layer_budgets = checked_layer_budgets(arguments, layers)
     found = {}
     for data, lengths in _lengths(arguments, setup).items():
         workload = workload_of(
@@ -89,6 +92,7 @@ def run(arguments: Namespace) -> int:
                 coverage_threshold=arguments.coverage_threshold,
                 gigabytes_per_second=arguments.gigabytes_per_second,
                 counted_device=arguments.counted_device,
+                layer_budgets=layer_budgets,
                 max_segments=arguments.max_segments,
                 segment_tokens=arguments.segment_tokens,
             ),

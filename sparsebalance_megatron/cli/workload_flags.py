@@ -13,12 +13,8 @@ from typing import Any, get_args
 
 import numpy as np
 
-from sparsebalance_megatron.config import (
-    DEFAULT_COUNTED_DEVICE,
-    RANGES,
-    CountedDevice,
-    check_range,
-)
+from sparsebalance_megatron.config import DEFAULT_COUNTED_DEVICE, RANGES, CountedDevice, check_range
+from sparsebalance_megatron.layer_budgets import base_budgets
 from sparsebalance_megatron.learn.prediction import Workload
 from sparsebalance_megatron.plan.job import check_cp_sizes, default_max_cp_size
 from sparsebalance_megatron.text_table import terminal_columns, wrapped
@@ -104,8 +100,32 @@ def add_output_flags(parser: ArgumentParser, *, steps: int) -> None:
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
 
 
+def add_layer_budgets_flag(parser: ArgumentParser) -> None:
+    """Add ``--layer-budgets``, which :func:`checked_layer_budgets` reads."""
+    parser.add_argument(
+        "--layer-budgets",
+        nargs="+",
+        metavar="BUDGET:LAYERS",
+        help="layers with base budgets of their own, or dense: such as dense:0-1,33-35 16:2-32",
+    )
+
+
+def checked_layer_budgets(arguments: Namespace, layers: int) -> str | None:
+    """The text of ``--layer-budgets``; None where it is not given.
+
+    Raises:
+        ConfigError: it cannot be read, or names a layer that a model of ``layers`` does not have.
+    """
+    if arguments.layer_budgets is None:
+        return None
+    text = " ".join(arguments.layer_budgets)
+    base_budgets(1, text, layers, "--layer-budgets")
+    return text
+
+
 def add_planning_flags(parser: ArgumentParser) -> None:
-    """Add the flags of how variants are planned: coverage and context parallelism."""
+    """Add the flags of how variants are planned: budgets, coverage and context parallelism."""
+    add_layer_budgets_flag(parser)
     parser.add_argument(
         "--coverage-threshold",
         type=float,

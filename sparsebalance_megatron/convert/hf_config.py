@@ -17,11 +17,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from sparsebalance_megatron.errors import ConvertError
 from sparsebalance_megatron.json_file import UnreadableFileError, checked, read_json
 
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 """Names of config.json for the dtypes that weights may have."""
 
 _REMEDY = (

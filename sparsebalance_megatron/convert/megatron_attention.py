@@ -11,6 +11,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.convert.hf_config import DenseModel
 from sparsebalance_megatron.convert.megatron_model import Flag
@@ -18,6 +20,7 @@ from sparsebalance_megatron.convert.transfer import CONFIG
 from sparsebalance_megatron.errors import ConvertError
 from sparsebalance_megatron.evaluate.settings import KEY, SparseAttention, checked_settings
 from sparsebalance_megatron.json_file import read_json
+from sparsebalance_megatron.layer_budgets import DENSE, base_budgets, layer_budgets_text
 from sparsebalance_megatron.megatron.arguments import config_from_args, destination
 
 
@@ -36,18 +39,15 @@ def read_settings(directory: Path, model: DenseModel) -> SparseAttention | None:
         SparseBalanceConfig(**_fields(settings))
     except ConfigError as error:
         raise ConvertError(f"{path}: {error}") from error
-    budget = settings.sparse_topk_blocks
-    always_whole_tokens = settings.sparse_block_size * budget
-    for name, followed in (
-        ("sparse_layer_topk_blocks", set(settings.sparse_layer_topk_blocks or ()) <= {budget}),
-        ("sparse_dense_up_to_tokens", settings.sparse_dense_up_to_tokens <= always_whole_tokens),
-    ):
-        if not followed:
-            raise ConvertError(
-                f"{path}: {KEY}: {name}: training has one base budget for all layers and lengths, "
-                f"sparse_topk_blocks, here {budget}; remove {name}, and set it again in the model "
-                "that is evaluated"
-            )
+    whole_tokens = settings.sparse_dense_up_to_tokens
+    always_whole = structs.replace(settings, sparse_dense_up_to_tokens=0).whole_up_to_tokens(
+        model.num_hidden_layers
+    )
+    if always_whole is not None and whole_tokens > always_whole:
+        raise ConvertError(
+            f"{path}: {KEY}: sparse_dense_up_to_tokens {whole_tokens}: training has no budgets by "
+            "length; remove it, and set it again in the model that is evaluated"
+        )
     return settings
 
 
@@ -56,10 +56,13 @@ def trained_settings(args: Namespace | None) -> SparseAttention | None:
     if args is None or not getattr(args, destination("enabled"), False):
         return None
     trained = config_from_args(args)
+    base_L = base_budgets(trained.base_budget, trained.layer_budgets, args.num_layers)
+    by_layer = tuple(None if budget == DENSE else budget for budget in base_L)
     return SparseAttention(
         sparse_block_size=trained.block_size,
         sparse_topk_blocks=trained.base_budget,
         sparse_selection=trained.selection,
+        sparse_layer_topk_blocks=None if trained.layer_budgets is None else by_layer,
     )
 
 
@@ -80,15 +83,21 @@ def set_arguments(args: Namespace, settings: SparseAttention) -> None:
 def training_flags(settings: SparseAttention) -> tuple[Flag, ...]:
     """What ``pretrain_gpt`` must be told to train on with this attention."""
     return tuple(
-        (flag_name(name),) if value is True else (flag_name(name), str(value))
+        (flag_name(name),) if value is True else (flag_name(name), *str(value).split())
         for name, value in _fields(settings).items()
+        if value is not None
     )
 
 
 def _fields(settings: SparseAttention) -> dict[str, Any]:
+    base = settings.sparse_topk_blocks
+    layers = range(len(settings.sparse_layer_topk_blocks or ()))
+    named = {layer: settings.base_budget(layer) for layer in layers}
+    own = {layer: budget for layer, budget in named.items() if budget != base}
     return {
         "enabled": True,
         "block_size": settings.sparse_block_size,
-        "base_budget": settings.sparse_topk_blocks,
+        "base_budget": base,
+        "layer_budgets": layer_budgets_text(own) if own else None,
         "selection": settings.sparse_selection,
     }

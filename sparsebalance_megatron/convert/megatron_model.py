@@ -58,10 +58,7 @@ _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def parse_model_flags(
-    model: DenseModel,
-    passed_on: Sequence[str],
-    *,
-    dtype: torch.dtype,
+    model: DenseModel, passed_on: Sequence[str], *, dtype: torch.dtype
 ) -> Namespace:
     """Megatron's validated arguments: the model's own flags, and what the user adds.
 

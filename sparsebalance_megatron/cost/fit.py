@@ -14,7 +14,7 @@ import numpy as np
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.model import CostModel, exchange_of
-from sparsebalance_megatron.cost.parts import Direction, Part
+from sparsebalance_megatron.cost.parts import OF_EVERY_MODEL, Direction, Part
 from sparsebalance_megatron.cost.segments import SegmentCost
 from sparsebalance_megatron.cost.table import (
     CostRow,
@@ -24,6 +24,7 @@ from sparsebalance_megatron.cost.table import (
     ModelShape,
 )
 from sparsebalance_megatron.cost.work_model import FEATURES, WorkModel, work_model_named
+from sparsebalance_megatron.layer_budgets import has_dense_layers
 
 _FOLDS = 5
 _DOUBTFUL_ERROR = 0.4
@@ -31,7 +32,10 @@ _DOUBTFUL_ERROR = 0.4
 where the work grows do not."""
 
 _COMMON_FEATURES = ("micro_batches", "sequences", "tokens")
-_PAIRS = {Part.ATTENTION: "block_pairs", Part.ROUTER: "visible_block_pairs"}
+_PAIRS = {
+    Part.ATTENTION: "block_pairs",
+    **dict.fromkeys((Part.DENSE_ATTENTION, Part.ROUTER), "visible_block_pairs"),
+}
 """The feature besides the common ones that a part's time depends on."""
 
 
@@ -63,10 +67,16 @@ def configured_cost_model(
     """The costs of a configured run: those of its table, else counted operations, with a warning.
 
     ``run`` is what the table must have been measured for, besides the configuration and the shape.
+
+    Raises:
+        CostTableError: the table was measured for something else, or without dense layers.
     """
     if config.cost_table is not None:
         configured = {"block_size": config.block_size, "selection": config.selection}
-        return measured_cost_model(config.cost_table, {**configured, **shape.flat(), **run})
+        cost = measured_cost_model(config.cost_table, {**configured, **shape.flat(), **run})
+        if has_dense_layers(config.layer_budgets):
+            cost.coefficients_ms(Part.DENSE_ATTENTION, Direction.BACKWARD)
+        return cost
     warnings.warn(
         f"no {flag_name('cost_table')}: latencies are counted operations of "
         f"{config.counted_device.upper()}, not measurements; plans will be worse. Run "
@@ -88,8 +98,9 @@ def fit_cost_model(table: CostTable) -> CostModel:
     identity, work = table.identity, _work_of(table)
     fitted = {
         direction: {
-            part: _fit_rows(_rows_of(table, part, direction), part, identity.block_size, work)
+            part: _fit_rows(rows, part, identity.block_size, work)
             for part in Part
+            if (rows := _rows_of(table, part, direction)) or part in OF_EVERY_MODEL
         }
         for direction in Direction
     }

@@ -17,15 +17,16 @@ from sparsebalance_megatron.config import (
     DEFAULT_COUNTED_DEVICE,
     DEFAULT_SELECTION,
     CountedDevice,
+    flag_name,
 )
 from sparsebalance_megatron.cost.exchange import Exchange, ms_per_byte
-from sparsebalance_megatron.cost.parts import Direction, Part
+from sparsebalance_megatron.cost.parts import OF_EVERY_MODEL, Direction, Part
 from sparsebalance_megatron.cost.segments import SegmentCost
-from sparsebalance_megatron.cost.table import ModelShape
+from sparsebalance_megatron.cost.table import CostTableError, ModelShape
 from sparsebalance_megatron.cost.work_model import FEATURES, WorkModel, work_model_named
 
-_FULL_RECOMPUTE = frozenset({Part.ATTENTION, Part.ROUTER, Part.LINEAR})
-_ATTENTION_RECOMPUTE = frozenset({Part.ATTENTION, Part.ROUTER})
+_ATTENTION_RECOMPUTE = frozenset({Part.ATTENTION, Part.DENSE_ATTENTION, Part.ROUTER})
+_FULL_RECOMPUTE = _ATTENTION_RECOMPUTE | {Part.LINEAR}
 _NOTHING: frozenset[Part] = frozenset()
 
 COUNTED = "counted operations"
@@ -61,8 +62,9 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for direction in Direction:
-            for part in Part:
-                row = self._of(direction).get(part, ())
+            known = self._of(direction)
+            for part in dict.fromkeys((*OF_EVERY_MODEL, *known)):
+                row = known.get(part, ())
                 if len(row) != len(FEATURES) or not all(
                     math.isfinite(value) and value >= 0.0 for value in row
                 ):
@@ -75,7 +77,17 @@ class CostModel:
         return self.forward_ms if direction is Direction.FORWARD else self.backward_ms
 
     def coefficients_ms(self, part: Part, direction: Direction) -> np.ndarray:
-        """[5] ms per unit of every feature."""
+        """[5] ms per unit of every feature.
+
+        Raises:
+            CostTableError: nothing is known of the part.
+        """
+        if part not in self._of(direction):
+            raise CostTableError(
+                f"{self.source}: nothing was measured of {part}, which "
+                f"{flag_name('layer_budgets')} asks for; measure again with `sparse-balance "
+                "profile` and that flag"
+            )
         return np.array(self._of(direction)[part], dtype=np.float64)
 
     def with_recompute(
@@ -92,7 +104,7 @@ class CostModel:
         if attention_kept:
             repeated -= _ATTENTION_RECOMPUTE
         backward_ms = dict(self.backward_ms)
-        for part in repeated:
+        for part in repeated & backward_ms.keys():
             pairs = zip(self.backward_ms[part], self.forward_ms[part], strict=True)
             backward_ms[part] = tuple(backward + forward for backward, forward in pairs)
         return replace(self, backward_ms=backward_ms)
@@ -112,8 +124,11 @@ class CostModel:
         }
         return replace(self, backward_ms=backward_ms)
 
-    def with_bandwidth(self, gigabytes_per_second: float) -> CostModel:
-        """A model whose ranks receive keys and values at one bandwidth, at every cp_size."""
+    def with_bandwidth(self, gigabytes_per_second: float | None) -> CostModel:
+        """A model whose ranks receive keys and values at one bandwidth, at every cp_size; itself
+        where that is None."""
+        if gigabytes_per_second is None:
+            return self
         rate = ms_per_byte(gigabytes_per_second)
         exchange = replace(self.exchange, ms_per_byte=rate, cp_size_slowness=())
         return replace(self, exchange=exchange)
@@ -139,8 +154,10 @@ class CostModel:
         scores = work.scores_per_visible_pair(heads, groups, block_size)
         share = 1.0 / shape.tensor_parallel_size
         # Operations by the feature that they are counted per, in the order of FEATURES.
+        of_pair = 4.0 * heads * head_dim * block_size**2 * share
         counted = {
-            Part.ATTENTION: (0.0, 0.0, 0.0, 4.0 * heads * head_dim * block_size**2 * share, 0.0),
+            Part.ATTENTION: (0.0, 0.0, 0.0, of_pair, 0.0),
+            Part.DENSE_ATTENTION: (0.0, 0.0, 0.0, 0.0, of_pair),
             Part.ROUTER: (
                 *(0.0, 0.0, head_dim * (heads + groups) * share),
                 *(0.0, 2.0 * scores * head_dim * share),
@@ -150,7 +167,8 @@ class CostModel:
             Part.HEAD: (0.0, 0.0, 2.0 * shape.vocabulary_weights * share, 0.0, 0.0),
         }
         slowness = dict.fromkeys(_ATTENTION_RECOMPUTE, LINEAR_EFFICIENCY / ATTENTION_EFFICIENCY)
-        backward = {Part.ATTENTION: 2.5, Part.ROUTER: 0.0, Part.EMBEDDING: 1.0}
+        backward = {Part.ROUTER: 0.0, Part.EMBEDDING: 1.0}
+        backward |= dict.fromkeys((Part.ATTENTION, Part.DENSE_ATTENTION), 2.5)
         forward_ms, backward_ms = (
             {
                 part: tuple(

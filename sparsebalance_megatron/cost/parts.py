@@ -7,13 +7,15 @@ from enum import StrEnum
 
 
 class Part(StrEnum):
-    """A part of the model; the first three are per transformer layer.
+    """A part of the model; the first four are per transformer layer.
 
-    ``LINEAR`` is the rest of a layer: norms, projections, rotary embedding, MLP, residuals.
-    ``HEAD`` is the final norm, the vocabulary projection and the loss.
+    ``DENSE_ATTENTION`` is in dense layers, in place of ``ATTENTION`` and ``ROUTER``. ``LINEAR`` is
+    the rest of a layer: norms, projections, rotary embedding, MLP, residuals. ``HEAD`` is the final
+    norm, the vocabulary projection and the loss.
     """
 
     ATTENTION = "attention"
+    DENSE_ATTENTION = "dense_attention"
     ROUTER = "router"
     LINEAR = "linear"
     EMBEDDING = "embedding"
@@ -29,3 +31,5 @@ class Direction(StrEnum):
 
 NEVER_TIMED = frozenset({(Part.ROUTER, Direction.BACKWARD)})
 """Selection carries no gradient, so a table without these rows is complete and their cost is 0."""
+OF_EVERY_MODEL = tuple(part for part in Part if part is not Part.DENSE_ATTENTION)
+"""Parts whose costs are always known; those of dense layers only where they were measured."""

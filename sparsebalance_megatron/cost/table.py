@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from sparsebalance_megatron.config import check_range
-from sparsebalance_megatron.cost.parts import NEVER_TIMED, Direction, Part
+from sparsebalance_megatron.cost.parts import NEVER_TIMED, OF_EVERY_MODEL, Direction, Part
 from sparsebalance_megatron.cost.segments import SegmentCost
 from sparsebalance_megatron.cost.work_model import WorkModel, features
 from sparsebalance_megatron.errors import ConfigError
@@ -182,7 +182,7 @@ class CostTable:
                 f"{shape.num_attention_heads} attention heads; {_REMEDY}"
             )
         measured = {(row.part, row.direction) for row in self.rows}
-        for pair in ((part, direction) for part in Part for direction in Direction):
+        for pair in ((part, direction) for part in OF_EVERY_MODEL for direction in Direction):
             if pair not in measured | NEVER_TIMED:
                 raise CostTableError(f"{self.place}: no row for {pair[0]} {pair[1]}; {_REMEDY}")
 

@@ -145,10 +145,7 @@ class DataSet:
             check_tokens(tokens, self._vocab_size, place)
         if mask is not None:
             check_mask(mask, f"{place}, loss mask")
-        return Sample(
-            tokens=tokens,
-            loss_mask=None if mask is None else mask.astype(np.float32),
-        )
+        return Sample(tokens=tokens, loss_mask=None if mask is None else mask.astype(np.float32))
 
     def digest(self) -> str:
         """Hexadecimal SHA-256 of what order and lengths depend on."""

@@ -67,10 +67,7 @@ class Documents:
         prefix = str(prefix)
         starts, tokens = _open_checked(prefix)
         return cls(
-            prefix=prefix,
-            starts=starts,
-            tokens=tokens,
-            loss_mask=_open_loss_mask(prefix, starts),
+            prefix=prefix, starts=starts, tokens=tokens, loss_mask=_open_loss_mask(prefix, starts)
         )
 
     @classmethod

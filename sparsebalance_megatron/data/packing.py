@@ -100,10 +100,7 @@ def packed_cu_seqlens(
 
 
 def pack(
-    samples: Sequence[Sample],
-    *,
-    pad_to_multiple_of: int = 1,
-    padding_documents: int = 0,
+    samples: Sequence[Sample], *, pad_to_multiple_of: int = 1, padding_documents: int = 0
 ) -> PackedSequence:
     """Pack samples, at least one, in the order given; arguments as of :func:`packed_cu_seqlens`.
 

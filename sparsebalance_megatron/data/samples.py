@@ -233,12 +233,7 @@ def open_samples(
         )
     data_sets = [
         DataSet(
-            each,
-            range_,
-            max_tokens=max_tokens,
-            overlong=overlong,
-            seed=seed,
-            vocab_size=vocab_size,
+            each, range_, max_tokens=max_tokens, overlong=overlong, seed=seed, vocab_size=vocab_size
         )
         for each, range_ in zip(documents, ranges, strict=True)
     ]

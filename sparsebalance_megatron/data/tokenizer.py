@@ -72,9 +72,7 @@ def render_conversation(messages: Sequence[Message], render: Render) -> Rendered
             raise RenderError(f"the chat template does not render turn {position + 1} as a suffix")
         spans.append((len(before), len(through)))
     return RenderedDocument(
-        text=text,
-        trained_spans=tuple(spans),
-        ends_trained=messages[-1]["role"] == "assistant",
+        text=text, trained_spans=tuple(spans), ends_trained=messages[-1]["role"] == "assistant"
     )
 
 

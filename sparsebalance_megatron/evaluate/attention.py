@@ -20,8 +20,10 @@ from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
 from sparsebalance_megatron.attention.select import Selector, selector_named
 from sparsebalance_megatron.attention.select.summaries import BlockSummaries
+from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.evaluate.settings import SparseAttention, settings_of
+from sparsebalance_megatron.layer_budgets import DENSE
 
 
 def sparse_balance_attention(
@@ -70,18 +72,21 @@ def sparse_balance_attention(
     q_THD, k_TGD, v_TGD = (x.flatten(0, 1)[part.kept_T] for x in (q_BTHD, k_BTGD, v_BTGD))
     kv_layout = part.rows.kv_layout
     softmax_scale = q_THD.shape[-1] ** -0.5 if scaling is None else scaling
-    lengths_tokens = (end - begin for begin, end in itertools.pairwise(kv_layout.cu_seqlens))
     layer = cast("int", module.layer_idx)
-    budgets = [settings.budget_blocks(layer, length) for length in lengths_tokens]
-    ranking = selector.rank(
-        q_THD[part.asking_T],
-        selector.summaries(q_THD, k_TGD, kv_layout),
-        part.rows,
-        softmax_scale=softmax_scale,
-        max_budget=max(budgets),
-        observe=False,
-    )
-    selection = selector.select(ranking, torch.tensor(budgets, device=q_THD.device))
+    if settings.base_budget(layer) == DENSE:
+        selection = Selection.of_everything(part.rows, k_TGD.shape[1])
+    else:
+        lengths_tokens = (end - begin for begin, end in itertools.pairwise(kv_layout.cu_seqlens))
+        budgets = [settings.budget_blocks(layer, length) for length in lengths_tokens]
+        ranking = selector.rank(
+            q_THD[part.asking_T],
+            selector.summaries(q_THD, k_TGD, kv_layout),
+            part.rows,
+            softmax_scale=softmax_scale,
+            max_budget=max(budgets),
+            observe=False,
+        )
+        selection = selector.select(ranking, torch.tensor(budgets, device=q_THD.device))
     out_THD, _ = block_sparse_attention(
         q_THD[part.asking_T], k_TGD, v_TGD, selection, softmax_scale=softmax_scale
     )

@@ -14,6 +14,7 @@ import msgspec
 from sparsebalance_megatron.cost.work_model import work_model_named
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.json_file import UnreadableFileError, checked
+from sparsebalance_megatron.layer_budgets import DENSE
 from sparsebalance_megatron.selector_registry import check_name
 
 KEY = "sparse_attention_config"
@@ -51,23 +52,26 @@ class SparseAttention(
         fixed = {"sparse_local_block": 1, "sparse_init_block": 0}
         return msgspec.to_builtins(self) | fixed
 
+    def base_budget(self, layer: int) -> int:
+        """Blocks that a query of a layer may read; :data:`.DENSE` for a dense layer."""
+        if self.sparse_layer_topk_blocks is None:
+            return self.sparse_topk_blocks
+        budget = self.sparse_layer_topk_blocks[layer]
+        return DENSE if budget is None else budget
+
     def whole_up_to_tokens(self, layers: int) -> int | None:
         """The longest document that all layers read whole; None where they read every one so."""
-        by_layer = self.sparse_layer_topk_blocks or (self.sparse_topk_blocks,) * layers
-        budgets = [budget for budget in by_layer if budget is not None]
-        if not budgets:
+        budget = min(map(self.base_budget, range(layers)))
+        if budget == DENSE:
             return None
-        return max(self.sparse_dense_up_to_tokens, self.sparse_block_size * min(budgets))
+        return max(self.sparse_dense_up_to_tokens, self.sparse_block_size * budget)
 
     def budget_blocks(self, layer: int, tokens: int) -> int:
         """Blocks that a query of a layer reads in a document of this length."""
-        budget: int | None = self.sparse_topk_blocks
-        if self.sparse_layer_topk_blocks is not None:
-            budget = self.sparse_layer_topk_blocks[layer]
         all_blocks = max(1, -(-tokens // self.sparse_block_size))
-        if budget is None or tokens <= self.sparse_dense_up_to_tokens:
+        if tokens <= self.sparse_dense_up_to_tokens:
             return all_blocks
-        return min(budget, all_blocks)
+        return min(self.base_budget(layer), all_blocks)
 
     def density(self, tokens: int, layers: int) -> float:
         """The share of causal attention that is computed for a document of this length.

@@ -10,7 +10,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -134,7 +134,7 @@ class Workload:
     def _base_coverage(self, batch: Sequence[int]) -> float:
         """Mean over the samples and layers whose curves are known."""
         blocks_S = -(-np.array(batch) // self.policy.block_size)
-        base_LS = np.full((self.job.layers, len(batch)), self.policy.base_budget)
+        base_LS = np.minimum(self.policy.base_L(self.job.layers)[:, None], blocks_S)
         return float(np.nanmean(self.coverage.coverage_LS(blocks_S, base_LS)))
 
 
@@ -158,30 +158,44 @@ def planned_memory(
     *,
     selection: str,
     block_size: int,
+    dense_L: np.ndarray,
     **model: Any,
 ) -> tuple[StageMemory, ...]:
     """Memory of every pipeline stage in the step that needs most of it.
 
     Args:
+        dense_L: which layers are dense.
         model: the fields of :class:`.MemoryModel` that neither the job nor the plans say.
     """
+    layers_P = [[layer for chunk in stage for layer in chunk] for stage in job.stage_layers]
+    memory = MemoryModel(
+        shape=shape,
+        layers_per_stage=tuple(map(len, layers_P)),
+        virtual_stages=job.virtual_stages,
+        micro_batch_group_size=job.micro_batch_group_size,
+        selected_blocks_per_token=0.0,
+        **model,
+    )
     steps = []
     for plan in plans:
-        most_blocks = max(int(micro_batch.budgets_LS.max()) for micro_batch in plan.micro_batches)
-        memory = MemoryModel(
-            shape=shape,
-            layers_per_stage=tuple(sum(map(len, chunks)) for chunks in job.stage_layers),
-            virtual_stages=job.virtual_stages,
-            micro_batch_group_size=job.micro_batch_group_size,
-            selected_blocks_per_token=work_model_named(selection).list_entries_per_token(
-                heads=shape.num_attention_heads,
-                groups=shape.num_query_groups,
-                block_size=block_size,
-                budget_blocks=most_blocks,
-            ),
-            **model,
+        most_L = np.max([each.budgets_LS.max(axis=1) for each in plan.micro_batches], axis=0)
+        of_sparse = work_model_named(selection).list_entries_per_token(
+            heads=shape.num_attention_heads,
+            groups=shape.num_query_groups,
+            block_size=block_size,
+            budget_blocks=int(most_L[~dense_L].max(initial=1)),
         )
-        steps.append(stage_memory(memory, *_tokens_held(plan, job, block_size)))
+        # A dense layer lists all blocks for each block of queries and KV head.
+        of_dense = shape.num_query_groups * int(most_L[dense_L].max(initial=0)) / block_size
+        entries_L = np.where(dense_L, of_dense, of_sparse)
+        held = _tokens_held(plan, job, block_size)
+        lists_P = [float(entries_L[own].mean()) if own else 0.0 for own in layers_P]
+        steps.append(
+            [
+                stage_memory(replace(memory, selected_blocks_per_token=lists), *held)[stage]
+                for stage, lists in enumerate(lists_P)
+            ]
+        )
     return tuple(
         max(of_stage, key=lambda each: each.total_bytes) for of_stage in zip(*steps, strict=True)
     )

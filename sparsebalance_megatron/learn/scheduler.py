@@ -251,10 +251,11 @@ def evaluation_scheduler(
     Args:
         dense: whether budgets cover all blocks of the longest sample, in place of base budgets.
     """
-    base_budget = coverage.max_blocks if dense else policy.base_budget
+    if dense:
+        policy = replace(policy, base_budget=coverage.max_blocks, layer_budgets=None)
     planner = EvaluationPlanner(
         job=job,
-        policy=replace(policy, tuning="off", base_budget=base_budget, max_segments=1),
+        policy=replace(policy, tuning="off", max_segments=1),
         cost=cost,
         coverage=coverage,
         global_batch_size=global_batch_size,

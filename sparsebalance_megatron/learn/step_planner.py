@@ -100,6 +100,7 @@ class StepPlanner:
         self._calibration = Calibration(job.pipeline_stages, job.virtual_stages)
         self._device_speed = DeviceSlowness(job.data_parallel_size, job.pipeline_stages)
         self._calibrate = calibrate
+        self._dense_L = policy.dense_L(job.layers)
 
     def knowledge(self) -> Knowledge:
         """What has been learnt, as known now; later steps do not change it."""
@@ -157,7 +158,9 @@ class StepPlanner:
     def learn(self, planned: PlannedStep, measured: StepMeasurement) -> None:
         """Learn from a step that this planner planned, or another that knew the same."""
         self._account.update(planned, measured)
-        self.coverage.observe(measured.coverage.sums_LUK, measured.coverage.counts_LU)
+        # Dense layers rank no blocks, so that they have no curves.
+        counts_LU = np.where(self._dense_L[:, None], 0, measured.coverage.counts_LU)
+        self.coverage.observe(measured.coverage.sums_LUK, counts_LU)
         if self._calibrate != "off":
             self._calibration.update(planned, measured)
         if self._calibrate == "measured":

@@ -95,10 +95,7 @@ class _LogReader[R: Record]:
     """
 
     def __init__(
-        self,
-        path: Path,
-        decoder: msgspec.json.Decoder[R],
-        wanted: Collection[int] | None = None,
+        self, path: Path, decoder: msgspec.json.Decoder[R], wanted: Collection[int] | None = None
     ) -> None:
         self.problems: list[str] = []
         self._path = path
@@ -250,10 +247,7 @@ def read_hosts(directory: Path) -> dict[Place, str]:
     """
     hosts: dict[Place, str] = {}
     for path in rank_files(directory):
-        with (
-            suppress(OSError, UnreadableFileError, DamagedLineError),
-            open_regular(path) as stream,
-        ):
+        with suppress(OSError, UnreadableFileError, DamagedLineError), open_regular(path) as stream:
             header = decode(stream.readline(_MAX_HEADER_BYTES), RANK_LOG)
             if isinstance(header, RankHeader) and header.host:
                 hosts.setdefault(header.place, header.host)

@@ -14,12 +14,7 @@ from typing import Any
 import numpy as np
 from msgspec import UNSET
 
-from sparsebalance_megatron.learn.measurement import (
-    Piece,
-    RankPlace,
-    StepMeasurement,
-    StepTimes,
-)
+from sparsebalance_megatron.learn.measurement import Piece, RankPlace, StepMeasurement, StepTimes
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.records import (
     CoverageRecord,

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.coverage import coverage_at, guard_budgets
+from sparsebalance_megatron.attention.host_copy import copied_to
+from sparsebalance_megatron.attention.layout import LayoutPair
 from sparsebalance_megatron.attention.precision import undisturbed
 from sparsebalance_megatron.attention.select import Selector, rank_sequence, selector_named
 from sparsebalance_megatron.attention.selection import Selection
@@ -31,6 +33,7 @@ from sparsebalance_megatron.config import (
     ConfigError,
     SparseBalanceConfig,
 )
+from sparsebalance_megatron.layer_budgets import DENSE, base_budgets
 from sparsebalance_megatron.megatron.compat import default_layer_spec
 from sparsebalance_megatron.megatron.kept_attention import (
     KeptAttention,
@@ -50,8 +53,9 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 class AttentionOptions:
     """What the layers of one model share; coverage is observed at the budgets in ``grid``.
 
-    ``keep`` is whether a first forward's attention serves the recomputed pass too. ``layouts``
-    holds the last row that came without a carrier.
+    ``layer_budgets``: of the layers whose base budget is not ``base_budget``. ``keep`` is whether a
+    first forward's attention serves the recomputed pass too. ``layouts`` holds the last row that
+    came without a carrier.
     """
 
     block_size: int
@@ -60,6 +64,7 @@ class AttentionOptions:
     coverage_threshold: float
     implementation: AttentionImplementation
     grid: tuple[int, ...]
+    layer_budgets: str | None = None
     keep: bool = False
     layouts: LayoutCache = field(default_factory=LayoutCache, compare=False, repr=False)
 
@@ -68,6 +73,7 @@ class AttentionOptions:
         return cls(
             block_size=config.block_size,
             base_budget=config.base_budget,
+            layer_budgets=config.layer_budgets,
             selector=selector_named(config.selection, config.router),
             coverage_threshold=config.coverage_threshold,
             implementation=config.attention,
@@ -104,6 +110,8 @@ class BudgetedCoreAttention(MegatronModule):
             raise ConfigError(f"--sparse-balance: {attention_type} attention is not supported")
         self._layer_index = layer_number - 1
         self._options = options
+        base_L = base_budgets(options.base_budget, options.layer_budgets, config.num_layers)
+        self._base_budget = base_L[self._layer_index]
         # Query-key layer scaling needs nothing: Megatron divides scores by the layer's number, for
         # fp16's sake, and multiplies them back inside the softmax.
         self._softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
@@ -174,7 +182,7 @@ class BudgetedCoreAttention(MegatronModule):
 
     def _base_context(self, cu_seqlens: tuple[int, ...], device: torch.device) -> MicroBatchContext:
         samples = len(cu_seqlens) - 1
-        base = self._options.base_budget
+        base = self._base_budget
         return MicroBatchContext(
             layout=self._options.layouts.layout(cu_seqlens, self._options.block_size, device),
             budgets_LS=torch.full(
@@ -219,11 +227,13 @@ class BudgetedCoreAttention(MegatronModule):
     def select(self, q_THD: Tensor, k_TGD: Tensor, context: MicroBatchContext) -> Selection:
         """The blocks that this rank's queries read, by guarded budgets."""
         options, sequence = self._options, context.sequence
+        if self._base_budget == DENSE:
+            return self._everything(k_TGD, context)
         budgets_S = context.budgets_LS[self._layer_index]
         max_budget = context.max_budgets[self._layer_index]
         if context.observe:
             # A guarded sample never needs more than the base budget.
-            max_budget = max(max_budget, options.base_budget)
+            max_budget = max(max_budget, self._base_budget)
         how: dict[str, Any] = {
             "softmax_scale": self._softmax_scale,
             "max_budget": max_budget,
@@ -237,6 +247,20 @@ class BudgetedCoreAttention(MegatronModule):
         if context.observe:
             budgets_S = self.guard_and_observe(ranking, budgets_S, context)
         return options.selector.select(ranking, budgets_S)
+
+    def _everything(self, k_TGD: Tensor, context: MicroBatchContext) -> Selection:
+        """All blocks that may be read, unranked. A dense layer covers everything at any budget."""
+        if context.observe:
+            all_S = k_TGD.new_ones(context.layout.documents, dtype=torch.float32)
+            context.observations[self._layer_index] = CoverageObservation(
+                grid_SK=all_S[:, None].expand(-1, len(self._options.grid)),
+                executed_S=all_S,
+                base_S=all_S,
+                grown_S=torch.zeros_like(all_S, dtype=torch.bool),
+            )
+        sequence = context.sequence
+        layouts = LayoutPair.within(context.layout) if sequence is None else sequence.layouts
+        return Selection.of_everything(layouts, k_TGD.shape[1])
 
     def guard_and_observe(
         self, ranking: Any, budgets_S: Tensor, context: MicroBatchContext
@@ -252,7 +276,7 @@ class BudgetedCoreAttention(MegatronModule):
         guarded_S, grown_S = guard_budgets(
             curves_SK,
             budgets_S,
-            base_budget=options.base_budget,
+            base_budget=self._base_budget,
             threshold=options.coverage_threshold,
         )
         if context.pinned_S is not None:
@@ -272,8 +296,9 @@ class BudgetedCoreAttention(MegatronModule):
     def _grid_and_base_on(self, curves_SK: Tensor) -> Tensor:
         """[S, K + 1] budgets of the grid, then the base budget; copied to the device once."""
         if self._observed_at_K is None or self._observed_at_K.device != curves_SK.device:
-            budgets = (*self._options.grid, self._options.base_budget)
-            self._observed_at_K = torch.tensor(budgets, dtype=torch.int32, device=curves_SK.device)
+            budgets = (*self._options.grid, self._base_budget)
+            host_K = torch.tensor(budgets, dtype=torch.int32)
+            self._observed_at_K = copied_to(host_K, curves_SK.device)
         return self._observed_at_K.expand(curves_SK.shape[0], -1)
 
     def _mean_over_tensor_parallel(self, curves_SK: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.attention.self_check import CheckedCase, check_case, ptxas
 from sparsebalance_megatron.config import SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.table import ModelShape
+from sparsebalance_megatron.layer_budgets import has_dense_layers
 from sparsebalance_megatron.supported import installed_version
 
 
@@ -35,18 +36,25 @@ def check_kernels(
     config: SparseBalanceConfig, shape: ModelShape, dtype: str, device: torch.device
 ) -> str:
     """Check the kernels that this run's layers will use; see :func:`ensure_checked`."""
-    return ensure_checked(
-        CheckedCase(
-            selection=config.selection,
-            implementation=config.attention,
-            router=config.router,
-            query_heads=max(1, shape.num_attention_heads // shape.tensor_parallel_size),
-            kv_heads=max(1, shape.num_query_groups // shape.tensor_parallel_size),
-            head_dim=shape.head_dim,
-            block_size=config.block_size,
-            dtype=dtype,
-        ),
-        device,
+    selections = [config.selection]
+    if has_dense_layers(config.layer_budgets):
+        # Lists by block of queries and KV head, as dense layers have them.
+        selections.append("previous-block")
+    return "; ".join(
+        ensure_checked(
+            CheckedCase(
+                selection=selection,
+                implementation=config.attention,
+                router=config.router,
+                query_heads=max(1, shape.num_attention_heads // shape.tensor_parallel_size),
+                kv_heads=max(1, shape.num_query_groups // shape.tensor_parallel_size),
+                head_dim=shape.head_dim,
+                block_size=config.block_size,
+                dtype=dtype,
+            ),
+            device,
+        )
+        for selection in dict.fromkeys(selections)
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.layer_budgets import base_budgets
 from sparsebalance_megatron.megatron.compat import has_yarn_flags
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
 from sparsebalance_megatron.plan.job import whole_parts
@@ -259,6 +260,7 @@ def check_supported(args: Namespace, config: SparseBalanceConfig) -> None:
     """Refuse combinations of Megatron flags with ``--sparse-balance`` that would go wrong."""
     get = Settings(args, config)
     _refuse(MODEL | TRAINING, get)
+    _check_layers(get)
     cp_size = get("context_parallel_size", 1)
     check_sharing(get("seq_length", 0), config, context_parallel_size=cp_size)
     check_segments(get)
@@ -280,7 +282,15 @@ def check_segments(get: Settings) -> None:
 
 def check_model(transformer_config: object, config: SparseBalanceConfig) -> None:
     """Refuse a model that budgets would go wrong in."""
-    _refuse(MODEL, Settings(transformer_config, config))
+    get = Settings(transformer_config, config)
+    _refuse(MODEL, get)
+    _check_layers(get)
+
+
+def _check_layers(get: Settings) -> None:
+    """Refuse budgets of layers that the model does not have."""
+    if get("num_layers"):
+        base_budgets(get.config.base_budget, get.config.layer_budgets, get("num_layers"))
 
 
 def _refuse(refusals: Mapping[str, str], get: Settings) -> None:

@@ -169,18 +169,18 @@ class CoverageCurves:
 
 
 def least_feasible_budget(
-    curves: CoverageCurves, blocks_S: np.ndarray, base_budget: int, threshold: float
+    curves: CoverageCurves, blocks_S: np.ndarray, base_L: np.ndarray, threshold: float
 ) -> np.ndarray:
     """Least budget k with C(k) >= C(k0) - p for every layer and sample (the paper's C_i(k) bound).
 
-    ``k0 = min(base_budget, blocks)`` is always feasible, so the set is never empty. Where the
+    ``k0 = min(base budget, blocks)`` is always feasible, so the set is never empty. Where the
     curve was never observed the result is k0: no cut without evidence.
 
     Returns:
-        int64 [L, S], between 1 and ``min(base_budget, blocks)``.
+        int64 [L, S], between 1 and ``min(base_L, blocks)``.
     """
     blocks_S = np.asarray(blocks_S)
-    base_LS = np.broadcast_to(np.minimum(base_budget, blocks_S), (curves.layers, len(blocks_S)))
+    base_LS = np.minimum(base_L[:, None], blocks_S)
     observed_LS = curves.observed_LS(blocks_S)
     target_LS = np.nan_to_num(curves.coverage_LS(blocks_S, base_LS)) - threshold
     curves_LSK = curves.curves_LSK(blocks_S)

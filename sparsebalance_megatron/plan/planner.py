@@ -89,13 +89,13 @@ def _best_candidate(problem: StepProblem) -> tuple[Batching, Arrangement, TunedB
 
 
 def _best_with_segments(problem: StepProblem) -> tuple[Batching, Arrangement, TunedBudgets]:
-    """Segments where they give the shorter step. Micro-batches in one piece are searched only where
-    they may win."""
-    cut = best_segments(problem)
+    """Segments where they give the shorter step. Budgets of micro-batches in one piece are tuned
+    only where those may win."""
+    batching, placement = _best_placement(problem)
+    cut = best_segments(problem, placement)
     if cut is not None and cut.makespan_ms < LEAST_GAIN * one_piece_bound_ms(problem):
         return "makespan", cut.arrangement, cut.tuned
-    batching, placement, tuned = _best_of_groups(problem)
-    whole = Arrangement.of_groups(placement)
+    tuned, whole = problem.tuned(placement), Arrangement.of_groups(placement)
     whole_ms = problem.makespans_ms(whole, problem.costs.sample_ms(tuned.budgets_LS)).max()
     if cut is not None and rounded_ms(cut.makespan_ms) < rounded_ms(LEAST_GAIN * whole_ms):
         return "makespan", cut.arrangement, cut.tuned
@@ -108,19 +108,20 @@ def _as_placed(problem: StepProblem, placement: Placement) -> tuple[Arrangement,
     Raises:
         PlanError: it is not one of this job, or does not hold every sample once.
     """
-    job = problem.job
+    job, groups = problem.job, problem.job.groups
     shape = [len(rank) for rank in placement]
-    if job.context_parallel_size > 1 or shape != [job.micro_batches] * job.data_parallel_size:
+    if shape != [job.micro_batches] * groups.data_parallel_size:
         raise PlanError(
-            f"placement: ranks have {shape} micro-batches, the job {job.data_parallel_size} ranks "
-            f"of {job.micro_batches}, without context parallelism"
+            f"placement: ranks have {shape} micro-batches, the job {groups.data_parallel_size} "
+            f"ranks of {job.micro_batches}; context-parallel ranks are not counted"
         )
     placed = sorted(sample for rank in placement for micro_batch in rank for sample in micro_batch)
     if placed != list(range(len(problem.lengths_tokens))):
         raise PlanError(
             f"placement: must hold each of the {len(problem.lengths_tokens)} samples exactly once"
         )
-    return Arrangement.of_groups(placement), problem.tuned(placement)
+    arrangement = Arrangement.of_groups(placement, job.context_parallel_size)
+    return arrangement, problem.of_groups.tuned(placement)
 
 
 def _best_of_groups(problem: StepProblem) -> tuple[Batching, Placement, TunedBudgets]:

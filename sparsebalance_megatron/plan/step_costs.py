@@ -32,6 +32,7 @@ from sparsebalance_megatron.plan.placement.arrangement import Arrangement
 from sparsebalance_megatron.plan.step_plan import PlanError
 
 _LAYER_PARTS = (Part.ATTENTION, Part.ROUTER, Part.LINEAR)
+_DENSE_LAYER_PARTS = (Part.DENSE_ATTENTION, Part.LINEAR)
 _MICRO_BATCHES, _SEQUENCES, _TOKENS, _PAIRS, _VISIBLE = range(len(FEATURES))
 
 
@@ -41,8 +42,9 @@ class StepCosts:
 
     ``constant_2C``: ms of a micro-batch whatever it holds. ``sequence_2C``: of every sample in it,
     on every rank that shares it. ``fixed_2SC``: ms of a sample whatever its budgets, on a rank by
-    itself; ``token_2C`` of it per token and ``visible_2C`` per visible block pair. ``pair_2C``: ms
-    of a block pair in one layer of the chunk. ``exchange_2SC``: ms of
+    itself, attention of dense layers included; ``token_2C`` of it per token and ``visible_2C`` per
+    visible block pair. ``pair_2C``: ms of a block pair in one sparse layer of the chunk.
+    ``dense_L``: which layers are dense. ``exchange_2SC``: ms of
     receiving all of a sample's keys and values. ``exchange``: how ranks share. ``segments``: what
     passing the pipeline in segments costs. ``slowness_RP``:
     factors on all times of a rank in a stage. ``work``: how block pairs follow from budgets.
@@ -63,6 +65,7 @@ class StepCosts:
     exchange: Exchange
     segments: SegmentCost
     chunk_of_layer_L: np.ndarray
+    dense_L: np.ndarray
     slowness_RP: np.ndarray
 
     def of(self, samples: slice) -> StepCosts:
@@ -142,12 +145,18 @@ class StepCosts:
         """Block pairs of every sample at budgets of shape [..., S]."""
         return self.work.attended_pairs(self.length_blocks_S, budgets)
 
+    @cached_property
+    def sparse_layers(self) -> list[int]:
+        """Layers whose time depends on budgets."""
+        return np.flatnonzero(~self.dense_L).tolist()
+
     def sample_ms(self, budgets_LS: np.ndarray) -> np.ndarray:
         """[2, S, C] ms of every sample on every chunk."""
         pairs_CS = np.zeros((self.chunks, len(self.lengths_tokens_S)))
         # Layer by layer: numpy.add.at does the same several times slower.
-        for chunk, pairs_S in zip(self.chunk_of_layer_L, self.block_pairs(budgets_LS), strict=True):
-            pairs_CS[chunk] += pairs_S
+        pairs_LS = self.block_pairs(budgets_LS)
+        for layer in self.sparse_layers:
+            pairs_CS[self.chunk_of_layer_L[layer]] += pairs_LS[layer]
         return self.fixed_2SC + pairs_CS.T * self.pair_2C[:, None]
 
     def micro_batch_ms(self, sample_2SC: np.ndarray, where: Arrangement) -> OperationTimes:
@@ -212,10 +221,15 @@ def step_costs(
     job: Job,
     cost: CostModel,
     scales: StageScales,
+    dense_L: np.ndarray | None = None,
 ) -> StepCosts:
     """Cost terms of the samples of one step in this job.
 
+    Args:
+        dense_L: which layers are dense; None for no layer.
+
     Raises:
+        CostTableError: layers are dense, and the costs know none such.
         PlanError: a length is not positive, ``stage_layers`` is not a partition of the layers, or
             the calibration belongs to another pipeline.
     """
@@ -236,8 +250,16 @@ def step_costs(
             "stages)"
         )
     layer_2F = np.sum([_coefficients_2F(cost, part) for part in _LAYER_PARTS], axis=0)
-    layers_C = np.bincount(chunk_of_layer_L, minlength=chunks)
-    coefficients_2CF = layers_C[:, None] * layer_2F[:, None]
+    if dense_L is None:
+        dense_L = np.zeros(job.layers, dtype=bool)
+    layers_C, dense_C = (
+        np.bincount(some, minlength=chunks)
+        for some in (chunk_of_layer_L, chunk_of_layer_L[dense_L])
+    )
+    coefficients_2CF = (layers_C - dense_C)[:, None] * layer_2F[:, None]
+    if dense_L.any():
+        dense_2F = np.sum([_coefficients_2F(cost, part) for part in _DENSE_LAYER_PARTS], axis=0)
+        coefficients_2CF += dense_C[:, None] * dense_2F[:, None]
     coefficients_2CF[:, 0] += _coefficients_2F(cost, Part.EMBEDDING)
     coefficients_2CF[:, -1] += _coefficients_2F(cost, Part.HEAD)
     visible_S = cost.work.visible_pairs(lengths_S / cost.block_size)
@@ -265,6 +287,7 @@ def step_costs(
         exchange=cost.exchange,
         segments=cost.segments,
         chunk_of_layer_L=chunk_of_layer_L,
+        dense_L=dense_L,
         slowness_RP=np.broadcast_to(scales.device_slowness_RP, devices),
     )
 

@@ -26,6 +26,7 @@ from sparsebalance_megatron.config import (
     SparseBalanceConfig,
     Tuning,
 )
+from sparsebalance_megatron.layer_budgets import DENSE, base_budgets
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.plan_error import PlanError
@@ -39,7 +40,8 @@ class PlanPolicy:
     step.
     ``context_parallel``: whether every micro-batch has the job's context-parallel size
     (``static``), or a cp_size from the plan (``dynamic``): 1, 2, 4, ... up to
-    ``max_context_parallel``. ``segment_tokens``: least of a segment.
+    ``max_context_parallel``. ``segment_tokens``: least of a segment. ``layer_budgets``: of the
+    layers whose base budget is not ``base_budget``.
     """
 
     batching: Batching
@@ -57,12 +59,28 @@ class PlanPolicy:
     max_context_parallel: int = 1
     max_segments: int = 1
     segment_tokens: int = 1
+    layer_budgets: str | None = None
+
+    def base_L(self, layers: int) -> np.ndarray:
+        """int64 base budgets of a model's layers in blocks, :data:`.DENSE` where one is dense.
+
+        Raises:
+            ConfigError: ``layer_budgets`` names a layer that the model does not have.
+        """
+        return np.array(base_budgets(self.base_budget, self.layer_budgets, layers))
+
+    def dense_L(self, layers: int) -> np.ndarray:
+        """Which layers read all visible blocks, whatever the tuning."""
+        return self.base_L(layers) == DENSE
 
     @classmethod
     def from_config(
-        cls, config: SparseBalanceConfig, max_tokens_per_micro_batch: int
+        cls,
+        config: SparseBalanceConfig,
+        max_tokens_per_micro_batch: int,
+        max_context_parallel: int = 1,
     ) -> PlanPolicy:
-        """The choices of a configuration, with the cap that holds for this job."""
+        """The choices of a configuration, with the cap and the largest cp_size of this job."""
         return cls(
             batching=config.batching,
             tuning=config.tuning,
@@ -72,9 +90,12 @@ class PlanPolicy:
             coverage_slack=config.coverage_slack,
             coverage_mean_over=config.coverage_mean_over,
             base_budget=config.base_budget,
+            layer_budgets=config.layer_budgets,
             block_size=config.block_size,
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
             plan_ms=config.plan_ms,
+            context_parallel=config.context_parallel,
+            max_context_parallel=max_context_parallel,
             max_segments=config.max_segments,
             segment_tokens=config.segment_tokens,
         )

@@ -99,7 +99,9 @@ class StepProblem:
         own = slice(len(inputs.lengths_tokens))
         budgets = budget_policy(policy)
         later = inputs.later_lengths_tokens if budgets.looks_ahead(policy) else ()
-        costs = step_costs((*inputs.lengths_tokens, *later), job, inputs.cost, inputs.scales)
+        lengths_tokens = *inputs.lengths_tokens, *later
+        dense_L = policy.dense_L(job.layers)
+        costs = step_costs(lengths_tokens, job, inputs.cost, inputs.scales, dense_L)
         pinned_LS = _pinned(inputs.pinned_LS, job.layers, len(inputs.lengths_tokens), len(later))
         horizon = budget_problem(policy, costs, coverage, pinned_LS)
         return cls(

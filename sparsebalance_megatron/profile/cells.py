@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.config import SparseBalanceConfig
-from sparsebalance_megatron.cost.parts import Direction, Part
+from sparsebalance_megatron.cost.parts import OF_EVERY_MODEL, Direction, Part
 from sparsebalance_megatron.cost.table import CostRow
+from sparsebalance_megatron.layer_budgets import has_dense_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +80,11 @@ def plan_cells(
 ) -> list[Cell]:
     """What to measure, short sequences first, so that they pay for what the first runs do once.
 
-    Attention runs at powers of four, at the base budget, and densely where that is affordable;
-    other parts run at the base budget only.
+    Attention runs at powers of four, at the base budget, and at all blocks where that is
+    affordable; other parts run at the base budget only. Attention of dense layers is measured where
+    the model has some.
     """
+    dense_layers = has_dense_layers(config.layer_budgets)
     cuts = [_cut(longest_tokens // divisor, 1) for divisor in thoroughness.divisors]
     cuts += [_cut(max(cuts)[0] // 2, documents) for documents in thoroughness.documents]
     cells = []
@@ -90,7 +93,11 @@ def plan_cells(
         base = min(config.base_budget, blocks)
         dense = {blocks} if blocks <= thoroughness.most_dense_blocks else set()
         fours = {4**power for power in range(8) if 4**power <= min(blocks, 2 * config.base_budget)}
-        cells.append(Cell(parts=tuple(Part), lengths_tokens=lengths, budget_blocks=base))
+        cells.append(Cell(parts=OF_EVERY_MODEL, lengths_tokens=lengths, budget_blocks=base))
+        if dense and dense_layers:
+            cells.append(
+                Cell(parts=(Part.DENSE_ATTENTION,), lengths_tokens=lengths, budget_blocks=blocks)
+            )
         cells += [
             Cell(parts=(Part.ATTENTION,), lengths_tokens=lengths, budget_blocks=budget)
             for budget in sorted((fours | dense) - {base})

@@ -10,15 +10,21 @@ size, S samples.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
-from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
+from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.sequence.earlier_segments import (
+    MicroBatchSegments,
+    segment_slice,
+)
 from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.megatron.compat import enable_variable_lengths, gpt_model
 from sparsebalance_megatron.megatron.core_attention import (
@@ -28,12 +34,11 @@ from sparsebalance_megatron.megatron.core_attention import (
 from sparsebalance_megatron.megatron.packed_seq_params import (
     BudgetedPackedSeqParams,
     MicroBatchContext,
+    micro_batch_context,
     packed_params,
 )
-from sparsebalance_megatron.megatron.single_process import (
-    start_single_process,
-    transformer_config,
-)
+from sparsebalance_megatron.megatron.single_process import start_single_process, transformer_config
+from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.profile.cells import Timed, backward_from
 
 
@@ -50,7 +55,8 @@ class ProfiledModel:
         enable_variable_lengths(self._config)
         self._model = _build(args, self._config, options, device)
         self._layer = self._model.decoder.layers[0]
-        self._select = self._layer.self_attention.core_attention.select
+        self._core_attention = self._layer.self_attention.core_attention
+        self._select = self._core_attention.select
         # What the layer costs without attention, which is timed by itself.
         self._layer.self_attention.core_attention = _PassQueries()
         self._generator = torch.Generator(device=device).manual_seed(args.seed)
@@ -61,7 +67,17 @@ class ProfiledModel:
         tokens = context.layout.tokens
         match part:
             case Part.ATTENTION:
-                return self._attention(tokens, context)
+                # The guard would raise budgets that random scores make lose coverage.
+                context.pinned_S = torch.ones_like(context.budgets_LS[0], dtype=torch.bool)
+                q_THD, k_TGD, v_TGD = self._queries_keys_values(tokens)
+                selection = self._select(q_THD, k_TGD, context)
+                return self._attention((q_THD, k_TGD, v_TGD), lambda: selection)
+            case Part.DENSE_ATTENTION:
+                layouts, groups = LayoutPair.within(context.layout), self._config.num_query_groups
+                return self._attention(
+                    self._queries_keys_values(tokens),
+                    lambda: Selection.of_everything(layouts, groups),
+                )
             case Part.ROUTER:
                 return self._router(tokens, context)
             case Part.LINEAR:
@@ -83,25 +99,72 @@ class ProfiledModel:
             observe=True,
         )
 
-    def _attention(self, tokens: int, context: MicroBatchContext) -> Timed:
-        q_THD, k_TGD, v_TGD = self._queries_keys_values(tokens)
-        # The guard would raise budgets that random scores make lose coverage.
-        context.pinned_S = torch.ones_like(context.budgets_LS[0], dtype=torch.bool)
-        selection = self._select(q_THD, k_TGD, context)
+    def _attention(
+        self, inputs: tuple[Tensor, Tensor, Tensor], selection: Callable[[], Selection]
+    ) -> Timed:
+        q_THD, *_ = inputs
 
         def attend() -> Tensor:
             out_THD, _ = block_sparse_attention(
-                q_THD,
-                k_TGD,
-                v_TGD,
-                selection,
+                *inputs,
+                selection(),
                 softmax_scale=q_THD.shape[-1] ** -0.5,
                 implementation=self._options.implementation,
             )
             return out_THD
 
-        backward = backward_from(torch.ones_like(q_THD), inputs=(q_THD, k_TGD, v_TGD))
+        backward = backward_from(torch.ones_like(q_THD), inputs=inputs)
         return Timed(forward=attend, backward=backward)
+
+    def attention_in_segments(self, tokens: int, budget_blocks: int, segments: int) -> Timed:
+        """Selection and attention of a sample: forwards of segments in order, then backwards in
+        reverse."""
+        cu_seqlens, block_size = (0, tokens), self._options.block_size
+        blocks = -(-tokens // block_size)
+        plan = MicroBatchPlan(
+            samples=(0,),
+            lengths_tokens=(tokens,),
+            budgets_LS=np.full((1, 1), budget_blocks, dtype=np.int32),
+            rank=0,
+            position=0,
+            pinned=(True,),
+            first_blocks=tuple(blocks * segment // segments for segment in range(segments)),
+        )
+        slices = [
+            segment_slice(cu_seqlens, plan.first_blocks, segment, block_size=block_size)
+            if segments > 1
+            else None
+            for segment in range(segments)
+        ]
+        inputs = [
+            self._queries_keys_values(tokens if held is None else len(held.tokens_T))
+            for held in slices
+        ]
+
+        def forward() -> list[Tensor]:
+            kept = MicroBatchSegments(count=segments) if segments > 1 else None
+            outputs = []
+            for held, qkv in zip(slices, inputs, strict=True):
+                context = micro_batch_context(
+                    *(plan, cu_seqlens if held is None else held.cu_seqlens),
+                    block_size=block_size,
+                    observe=True,
+                    device=self._device,
+                    sequence=held,
+                    segments=kept,
+                )
+                params = packed_params(
+                    context, max_seqlen_tokens=self._max_seqlen_tokens, device=self._device
+                )
+                batched = qkv if held is None else [x[:, None] for x in qkv]
+                outputs.append(self._core_attention(*batched, packed_seq_params=params))
+            return outputs
+
+        def backward(outputs: list[Tensor]) -> None:
+            for output, qkv in zip(reversed(outputs), reversed(inputs), strict=True):
+                torch.autograd.grad(output, qkv, torch.ones_like(output))
+
+        return Timed(forward=forward, backward=backward)
 
     def _router(self, tokens: int, context: MicroBatchContext) -> Timed:
         q_THD, k_TGD, _ = self._queries_keys_values(tokens)

@@ -222,6 +222,7 @@ def _memory(args: Namespace, inputs: Inputs, plans: Sequence[StepPlan]) -> list[
         settings.shape,
         selection=config.selection,
         block_size=config.block_size,
+        dense_L=inputs.policy.dense_L(inputs.job.layers),
         tied_embeddings=not args.untie_embeddings_and_output_weights,
         sequence_parallel=settings.sequence_parallel,
         optimizer_ranks=args.data_parallel_size if args.use_distributed_optimizer else 1,

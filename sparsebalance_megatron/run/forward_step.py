@@ -94,17 +94,12 @@ class ForwardStep:
                 row_T = torch.as_tensor(getattr(micro_batch.row, name))
                 batch[name] = copied_to(row_T, self._device)[None]
         batch["packed_seq_params"] = packed_params(
-            context,
-            max_seqlen_tokens=self._inputs.settings.seq_length,
-            device=self._device,
+            context, max_seqlen_tokens=self._inputs.settings.seq_length, device=self._device
         )
         return batch
 
     def _loss(
-        self,
-        loss_function: LossFunction,
-        training: bool,
-        output: Tensor,
+        self, loss_function: LossFunction, training: bool, output: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         values = loss_function(output)
         if len(values) != 3:

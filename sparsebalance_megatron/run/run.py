@@ -56,10 +56,7 @@ class Loop:
     """Whoever owns the training loop; as it stands, a trainer that ends its steps itself."""
 
     def follow(
-        self,
-        model_config: Any,
-        recorder: MicroBatchRecorder,
-        end_step: Callable[[], object],
+        self, model_config: Any, recorder: MicroBatchRecorder, end_step: Callable[[], object]
     ) -> None:
         """Let the recorder hear the timers of a forward that begins.
 

@@ -22,12 +22,7 @@ from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check
 from sparsebalance_megatron.megatron.sequence_groups import rank_place
 from sparsebalance_megatron.profile.profile import shared_cost_table
 from sparsebalance_megatron.run.agreement import check_ranks_agree, gather_or_raise
-from sparsebalance_megatron.run.inputs import (
-    CostedInputs,
-    Inputs,
-    fingerprint,
-    processor,
-)
+from sparsebalance_megatron.run.inputs import CostedInputs, Inputs, fingerprint, processor
 from sparsebalance_megatron.run.run import Loop, Run
 from sparsebalance_megatron.run.samples import DataSamples, make_scheduler
 from sparsebalance_megatron.run.sinks import open_sinks
@@ -139,7 +134,6 @@ class Session:
             print_rank_0(f"sparse balance: {line}")
         place = rank_place()
         self._samples = samples = DataSamples(inputs, scheduler, place)
-        groups = samples.packing.groups
         return Run(
             inputs.job,
             scheduler,
@@ -147,7 +141,7 @@ class Session:
             self.device,
             extra_steps=extra_steps,
             sinks=open_sinks(inputs, place, scheduler.coverage, self.device, resumed=resumed),
-            agreement=None if groups is None else groups.agreement,
+            agreement=samples.packing.agreement,
             after_step=self._after_step,
             token_counts=samples.token_counts,
         )
@@ -158,10 +152,7 @@ class Session:
             state = self.samples.scheduler.state_dict()
             steps = self.inputs.settings.batch_sizes.step_at(state["consumed_samples"])
             assert steps is not None, "the scheduler counts by the same sizes"
-            return state | {
-                "run": self._record,
-                "iteration": steps + self._run.extra_steps,
-            }
+            return state | {"run": self._record, "iteration": steps + self._run.extra_steps}
         if self._loaded_state is None:
             raise StateError("nothing to save: the training iterator has not been asked for yet")
         return self._loaded_state

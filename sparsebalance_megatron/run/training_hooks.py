@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsebalance_megatron.attention.host_copy import copied_to
 from sparsebalance_megatron.config import flag_name
 from sparsebalance_megatron.megatron.arguments import destination
 from sparsebalance_megatron.megatron.compat import (
@@ -64,7 +65,7 @@ class MegatronLoop(Loop):
         """
         if not reports:
             return
-        values = torch.tensor(list(figures.values()), dtype=torch.float, device=self._device)
+        values = copied_to(torch.tensor(list(figures.values()), dtype=torch.float), self._device)
         for report in reports:
             report.update(zip(figures, values.unbind(), strict=True))
 

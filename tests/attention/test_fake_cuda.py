@@ -59,7 +59,7 @@ def test_nothing_waits_and_nothing_lies_elsewhere(selection: str, tokens: list[i
 
 
 def test_guarded_budgets_in_megatrons_core_attention() -> None:
-    """The grid of budgets is copied once in a layer's life; after that nothing is."""
+    """Nothing but layouts and grids of budgets is copied."""
     options = AttentionOptions(
         block_size=128,
         base_budget=8,
@@ -69,7 +69,9 @@ def test_guarded_budgets_in_megatrons_core_attention() -> None:
         grid=(1, 2, 4),
     )
     attention = BudgetedCoreAttention(
-        SimpleNamespace(kv_channels=128), 1, AttnMaskType.padding_causal, "self", options=options
+        SimpleNamespace(kv_channels=128, num_layers=1),
+        *(1, AttnMaskType.padding_causal, "self"),
+        options=options,
     )
     with fake_cuda(), torch.no_grad():
         context = MicroBatchContext(
@@ -81,7 +83,6 @@ def test_guarded_budgets_in_megatrons_core_attention() -> None:
         inputs = [
             torch.empty(4096, heads, 128, dtype=torch.bfloat16, device=CUDA) for heads in (16, 4)
         ]
-        attention.select(*inputs, context)
         with NoTraffic():
             selected = attention.select(*inputs, context)
     assert {x.device for x in selected.tensors()} == {CUDA}

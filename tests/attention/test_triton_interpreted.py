@@ -17,6 +17,8 @@ import pytest
 from older_releases import needs_interpreter
 
 KERNEL_TESTS = Path(__file__).parent / "triton"
+TIMEOUT_S = 580
+"""Less than the test's own, so that the interpreted process ends with it."""
 
 
 PER_PUSH = (
@@ -45,7 +47,11 @@ def test_every_kernel_on_the_cpu() -> None:
 @needs_interpreter
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "file", sorted({"test_memory_accesses.py", *(test.partition("::")[0] for test in PER_PUSH)})
+    "file",
+    sorted(
+        {"test_memory_accesses.py", "test_self_check_mutants.py"}
+        | {test.partition("::")[0] for test in PER_PUSH}
+    ),
 )
 def test_kernels_on_the_cpu(file: str) -> None:
     run_interpreted(file)
@@ -57,7 +63,12 @@ def run_interpreted(*tests: str) -> None:
     paths = [os.fspath(KERNEL_TESTS / test) for test in tests]
     command = [sys.executable, "-m", "pytest", *paths, "-q", "-p", "no:cacheprovider"]
     result = subprocess.run(
-        command, env=environment, cwd=KERNEL_TESTS.parents[2], capture_output=True, text=True
+        command,
+        env=environment,
+        cwd=KERNEL_TESTS.parents[2],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert re.search(r"\d+ passed", result.stdout), result.stdout

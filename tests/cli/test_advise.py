@@ -38,6 +38,22 @@ def test_json(lengths: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["left_out"] == [] and found["advice"]
 
 
+def test_dense_layers_take_time_and_no_router(
+    lengths: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {}
+    for layers in ((), ("--layer-budgets", "dense:12-23")):
+        words = ["advise", "--lengths", str(lengths), *JOB, *ONE, "--json", *layers]
+        assert cli.main(words) == 0
+        (found[layers],) = json.loads(capsys.readouterr().out)["choices"]
+    sparse, half_dense = found.values()
+    assert half_dense["speedup_over_dense"] < sparse["speedup_over_dense"]
+    assert 0 < half_dense["router_share"] < sparse["router_share"]
+    # Stage 1 lists blocks for blocks of queries, not for tokens.
+    lists_bytes = [each["stages"][1]["lists_bytes"] for each in (sparse, half_dense)]
+    assert 0 < lists_bytes[1] < lists_bytes[0] / 10
+
+
 def test_table_fits_eighty_columns(
     lengths: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,20 +60,28 @@ EARLIER = {
     "sparse_block_size": 32,
     "sparse_topk_blocks": 5,
     "sparse_selection": "token-kv-head",
+    "sparse_layer_topk_blocks": [5, None],
 }
 """What the config.json of qwen2-tied asks for."""
-UNTRAINABLE = {
-    "layer budgets": {"sparse_layer_topk_blocks": [5, None]},
-    "dense lengths": {"sparse_dense_up_to_tokens": 161},
-}
+UNTRAINABLE = {"dense lengths": {"sparse_dense_up_to_tokens": 161}}
 """More settings, which training cannot follow."""
 TRAINED_ATTENTION = {
     "sparse_block_size": 16,
     "sparse_topk_blocks": 1000,
     "sparse_selection": "token-query-head",
 }
+TRAINED_LAYERS = {
+    "llama-llama3": ({}, ()),
+    "qwen2-tied": (
+        {"sparse_layer_topk_blocks": [None, 1000]},
+        ("--sparse-balance-layer-budgets", "dense:0"),
+    ),
+}
+"""Model -> what its config.json says besides once it is trained with these flags."""
 FIXED_ATTENTION = {"sparse_local_block": 1, "sparse_init_block": 0}
 SPARSE_MODEL, SPARSE_BUDGET = "llama-llama3", 3
+SPARSE_READINGS = [*((selection, "") for selection in CAUSAL), (CAUSAL[0], "dense:1")]
+"""Selection and budgets by layer."""
 PADDING_ROWS = {"llama-llama3": 6, "qwen2-tied": 0}
 
 
@@ -117,14 +125,15 @@ class Work:
         commands: dict[str, Sequence[str]] = {
             f"logits of {variant}": (
                 *("logits", str(self.root / f"{variant}.pt"), str(self.hf(variant))),
-                *(str(self.root / "tokens.json"), "1000", "token-query-head"),
+                *(str(self.root / "tokens.json"), "1000", "token-query-head", ""),
             )
             for variant in VARIANTS
         }
-        for selection in CAUSAL:
-            commands[f"logits by {selection}"] = (
-                *("logits", str(self.root / f"{selection}.pt"), str(self.hf(SPARSE_MODEL))),
-                *(str(self.root / "tokens.json"), str(SPARSE_BUDGET), selection),
+        for selection, layers in SPARSE_READINGS:
+            commands[f"logits by {selection} {layers}"] = (
+                *("logits", str(self.root / f"{selection} {layers}.pt")),
+                *(str(self.hf(SPARSE_MODEL)), str(self.root / "tokens.json")),
+                *(str(SPARSE_BUDGET), selection, layers),
             )
         for variant, (flags, _) in TRAINED.items():
             commands[f"convert {variant}"] = (
@@ -176,9 +185,9 @@ class Work:
                 *("convert", "to-hf", trained, "--output", str(self.root / "no")),
                 *("--hf-config", str(self.hf(name))),
             )
-        commands["layer budgets, exported"] = (
+        commands["dense lengths, exported"] = (
             *("convert", "to-hf", str(self.trained("qwen2-tied"))),
-            *("--output", str(self.root / "no"), "--hf-config", str(self.hf("layer budgets"))),
+            *("--output", str(self.root / "no"), "--hf-config", str(self.hf("dense lengths"))),
         )
         commands["in bfloat16"] = (
             *("convert", "to-hf", trained, "--output", str(self.exported("bfloat16"))),
@@ -206,6 +215,7 @@ class Work:
             *("--load", str(self.checkpoint(variant)), "--finetune", "--ckpt-format", "torch_dist"),
             *("--save", str(self.trained(variant)), "--save-interval", "1"),
             *TRAINED[variant][1],
+            *TRAINED_LAYERS[variant][1],
         )
         return run_training(2, flags, log_dir=self.trained(variant) / "log").require_success()
 
@@ -254,11 +264,13 @@ def test_logits_are_those_of_transformers(variant: str, work: Work) -> None:
     assert error <= TOLERANCE
 
 
-@pytest.mark.parametrize("selection", CAUSAL)
-def test_sparse_logits_are_those_of_the_model_in_transformers(selection: str, work: Work) -> None:
+@pytest.mark.parametrize(("selection", "layers"), SPARSE_READINGS)
+def test_sparse_logits_are_those_of_the_model_in_transformers(
+    selection: str, layers: str, work: Work
+) -> None:
     """What training computes at base budgets is what the converted model computes."""
-    succeeded(work.before[f"logits by {selection}"])
-    ours = torch.load(work.root / f"{selection}.pt")
+    succeeded(work.before[f"logits by {selection} {layers}"])
+    ours = torch.load(work.root / f"{selection} {layers}.pt")
     model = tiny_model(SPARSE_MODEL)
     dense = reference_logits(model.double(), work.tokens)
     evaluate.configure(
@@ -266,6 +278,7 @@ def test_sparse_logits_are_those_of_the_model_in_transformers(selection: str, wo
         sparse_block_size=16,
         sparse_topk_blocks=SPARSE_BUDGET,
         sparse_selection=selection,
+        sparse_layer_topk_blocks=(SPARSE_BUDGET, None) if layers else None,
     )
     model.set_attn_implementation(evaluate.NAME)
     exact = reference_logits(model, work.tokens)
@@ -350,7 +363,8 @@ def test_what_training_saved_is_what_came_in_to_the_bit(variant: str, work: Work
     for name in ("config.json", "generation_config.json"):
         copied = json.loads((work.exported(variant) / name).read_text())
         if name == "config.json":
-            assert copied.pop(KEY) == TRAINED_ATTENTION | FIXED_ATTENTION
+            attention = TRAINED_ATTENTION | FIXED_ATTENTION | TRAINED_LAYERS[variant][0]
+            assert copied.pop(KEY) == attention
         expected = json.loads((work.hf(variant) / name).read_text())
         expected.pop(KEY, None)
         assert copied == expected
@@ -382,7 +396,8 @@ def test_the_attention_of_config_json_comes_as_flags(work: Work) -> None:
     array = text.partition("SPARSE_BALANCE_ARGS=(")[2].partition(")")[0]
     assert array.split() == [
         *("--sparse-balance", "--sparse-balance-block-size", "32"),
-        *("--sparse-balance-base-budget", "5", "--sparse-balance-selection", "token-kv-head"),
+        *("--sparse-balance-base-budget", "5", "--sparse-balance-layer-budgets", "dense:1"),
+        *("--sparse-balance-selection", "token-kv-head"),
     ]
     assert "SPARSE_BALANCE_ARGS" not in succeeded(work.before["convert llama-llama3"])
 
@@ -402,9 +417,8 @@ REFUSED = {
     "experts": "flags after -- make num_experts 2, ",
     "output in use": "hf: not an empty directory",
     "sliding window": "config.json: sliding_window is 64: not supported",
-    "layer budgets": "config.json: sparse_attention_config: sparse_layer_topk_blocks",
-    "layer budgets, exported": "config.json: sparse_attention_config: sparse_layer_topk_blocks",
     "dense lengths": "config.json: sparse_attention_config: sparse_dense_up_to_tokens",
+    "dense lengths, exported": "config.json: sparse_attention_config: sparse_dense_up_to_tokens",
     "flags of to-hf": "convert to-hf takes no flags after --",
     "no checkpoint": "the latest iteration is not a torch_dist checkpoint",
     "no iteration": "iteration 7 is not a torch_dist checkpoint",

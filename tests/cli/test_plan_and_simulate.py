@@ -69,6 +69,21 @@ def test_simulate_prints_the_papers_numbers(capsys, monkeypatch):
     assert "1.34" in row.split()
 
 
+def test_layers_with_budgets_of_their_own(lengths, capsys):
+    """A model whose layers are all dense loses no coverage, and takes longer."""
+    found = {}
+    for layers in ("dense:0-23", "8:0 dense:1"):
+        assert plan(lengths, "--json", "--steps", "1", "--layer-budgets", *layers.split()) == 0
+        found[layers] = json.loads(capsys.readouterr().out)["variants"]["ours"]
+    assert found["dense:0-23"]["coverage_mean"] == found["dense:0-23"]["work_ratio"] == 1.0
+    assert found["dense:0-23"]["makespan_ms"] > found["8:0 dense:1"]["makespan_ms"]
+    assert plan(lengths, "--layer-budgets", "dense:24") == 2
+    assert "--layer-budgets dense:24: names layer 24" in capsys.readouterr().err
+    setup = ("simulate", "--setup", "paper-ablation", "--steps", "1", "--layer-budgets")
+    assert cli.main([*setup, "dense:99"]) == 2
+    assert "--layer-budgets dense:99: names layer 99" in capsys.readouterr().err
+
+
 def test_rows_of_shared_micro_batches(lengths, capsys):
     shared = ("--dp", "4", "--context-parallel-size", "2", "--gigabytes-per-second", "100")
     assert plan(lengths, "--json", "--steps", "1", "--global-batch", "16", *shared) == 0

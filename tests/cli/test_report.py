@@ -142,9 +142,7 @@ def test_log_texts_are_no_markup(runs: tuple[Path, Path], tmp_path: Path) -> Non
     _Reader(page)
 
 
-def test_the_default_step_is_the_nearest_to_the_means_of_both_runs(
-    runs: tuple[Path, Path],
-) -> None:
+def test_the_default_step_is_the_nearest_to_the_means_of_both_runs(runs: tuple[Path, Path]) -> None:
     run, baseline = (read_run_log(each) for each in runs)
     chosen = choose_iteration(run, baseline, None)
     distances = dict.fromkeys(range(2, 7), 0.0)

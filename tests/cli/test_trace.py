@@ -92,9 +92,7 @@ def slices(events: list[Event], category: str, iteration: int) -> list[Event]:
     ]
 
 
-def test_arrows_join_what_was_predicted_and_measured_of_the_same_work(
-    events: list[Event],
-) -> None:
+def test_arrows_join_what_was_predicted_and_measured_of_the_same_work(events: list[Event]) -> None:
     arrows: dict[int, list[Event]] = defaultdict(list)
     for event in events:
         if event["ph"] in ("s", "f"):

@@ -32,10 +32,7 @@ def flags_of(variant: str, directory: Path, **changes) -> dict[str, tuple[str, .
 @pytest.mark.parametrize(
     ("variant", "expected"),
     [
-        (
-            "llama-llama3",
-            {"--use-rope-scaling": (), "--rope-scaling-factor": ("32.0",)},
-        ),
+        ("llama-llama3", {"--use-rope-scaling": (), "--rope-scaling-factor": ("32.0",)}),
         ("llama-linear", {"--rotary-seq-len-interpolation-factor": ("4",)}),
         (
             "qwen2-yarn",

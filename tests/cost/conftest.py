@@ -43,6 +43,7 @@ def planted() -> CostModel:
     per_row = (0.05, 0.002, 1e-3, 0.0, 0.0)
     forward_ms = {
         Part.ATTENTION: (0.1, 0.01, 1e-4, 0.03, 0.0),
+        Part.DENSE_ATTENTION: (0.1, 0.01, 1e-4, 0.0, 0.02),
         Part.ROUTER: (0.02, 0.003, 2e-5, 0.0, 1e-4),
         Part.LINEAR: per_row,
         Part.EMBEDDING: (0.01, 0.0, 1e-5, 0.0, 0.0),

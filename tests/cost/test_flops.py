@@ -3,24 +3,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import step_cases
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsebalance_megatron.cost.flops import attended_token_pairs, training_flops
-from sparsebalance_megatron.cost.table import ModelShape
 
-SHAPE = ModelShape(
-    hidden_size=24,
-    ffn_hidden_size=40,
-    num_attention_heads=6,
-    num_query_groups=2,
-    head_dim=5,
-    vocab_size=77,
-    gated_linear_unit=True,
-    tensor_parallel_size=1,
-)
+SMALL = {"hidden_size": 24, "ffn_hidden_size": 40, "num_attention_heads": 6, "head_dim": 5}
+SHAPE = replace(step_cases.SHAPE, **SMALL, vocab_size=77)
 
 
 def naive_pairs(tokens: int, budget: int, block_size: int) -> int:
@@ -42,7 +36,7 @@ def test_pairs_are_those_of_a_loop_over_queries(tokens: int, budget: int, block_
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_flops_of_a_small_model_counted_matrix_by_matrix(gated: bool) -> None:
-    shape = ModelShape(**(vars(SHAPE) | {"gated_linear_unit": gated}))
+    shape = replace(SHAPE, gated_linear_unit=gated)
     lengths, layers, block_size = [5, 33, 64], 2, 8
     budgets_LS = np.array([[1, 3, 2], [4, 1, 8]])
     forward = 0
@@ -69,7 +63,7 @@ def test_dense_flops_are_those_of_the_largest_budgets_on_any_tensor_parallel_siz
     dense = training_flops(
         SHAPE, layers=4, lengths_tokens_S=lengths, budgets_LS=None, block_size=16
     )
-    split = ModelShape(**(vars(SHAPE) | {"tensor_parallel_size": 2}))
+    split = replace(SHAPE, tensor_parallel_size=2)
     assert dense == training_flops(
         split, layers=4, lengths_tokens_S=lengths, budgets_LS=all_blocks, block_size=16
     )

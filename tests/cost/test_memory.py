@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import step_cases
 
 from sparsebalance_megatron.cost.memory import (
     GIBIBYTE,
@@ -20,19 +21,10 @@ from sparsebalance_megatron.cost.memory import (
     memory_lines,
     stage_memory,
 )
-from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.cost.work_model import work_model_named
 
-SHAPE = ModelShape(
-    hidden_size=64,
-    ffn_hidden_size=160,
-    num_attention_heads=8,
-    num_query_groups=2,
-    head_dim=16,
-    vocab_size=1000,
-    gated_linear_unit=True,
-    tensor_parallel_size=2,
-)
+SIZES = {"ffn_hidden_size": 160, "num_attention_heads": 8, "vocab_size": 1000}
+SHAPE = replace(step_cases.SHAPE, **SIZES, tensor_parallel_size=2)
 
 
 def model(**changes: Any) -> MemoryModel:

@@ -41,10 +41,11 @@ def test_prediction_equals_the_oracles_sum(
 
 
 def test_recompute_adds_the_forward_it_repeats(planted: CostModel) -> None:
+    attention = {Part.ATTENTION, Part.DENSE_ATTENTION, Part.ROUTER}
     for full, attention_only, attention_kept, repeated in (
         (False, False, False, set()),
-        (True, False, False, {Part.ATTENTION, Part.ROUTER, Part.LINEAR}),
-        (False, True, False, {Part.ATTENTION, Part.ROUTER}),
+        (True, False, False, {*attention, Part.LINEAR}),
+        (False, True, False, attention),
         (False, False, True, set()),
         (True, False, True, {Part.LINEAR}),
         (False, True, True, set()),
@@ -95,9 +96,8 @@ def test_counted_operations_of_a_layer(identity: RunIdentity) -> None:
     causal_pairs = 8 * 9 / 2 * 128**2
     attention = predict_ms(model, Part.ATTENTION, Direction.FORWARD, row)
     assert attention == pytest.approx(4 * causal_pairs * 8 * 32 / attention_rate)
-    assert predict_ms(model, Part.ATTENTION, Direction.BACKWARD, row) == pytest.approx(
-        2.5 * attention
-    )
+    for part in (Part.ATTENTION, Part.DENSE_ATTENTION):
+        assert predict_ms(model, part, Direction.BACKWARD, row) == pytest.approx(2.5 * attention)
     assert predict_ms(model, Part.ROUTER, Direction.BACKWARD, row) == 0.0
 
 

@@ -66,10 +66,7 @@ def open_blend(
     return found
 
 
-@given(
-    weights=st.lists(st.floats(0.01, 10.0), min_size=2, max_size=6),
-    places=st.integers(1, 200),
-)
+@given(weights=st.lists(st.floats(0.01, 10.0), min_size=2, max_size=6), places=st.integers(1, 200))
 @settings(max_examples=40, deadline=None)
 def test_the_order_equals_the_naive_one(weights: list[float], places: int) -> None:
     sources, numbers = BlendingOrder(weights).places(0, places)

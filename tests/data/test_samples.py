@@ -183,12 +183,7 @@ def test_split_without_documents_is_none(tmp_path: Path, write_dataset: WriteDat
     for weights in ("1,0,0", "99,1,0"):
         assert (
             SampleIndex.open(
-                prefix,
-                max_tokens=8,
-                overlong="split",
-                seed=1,
-                split_weights=weights,
-                split="valid",
+                prefix, max_tokens=8, overlong="split", seed=1, split_weights=weights, split="valid"
             )
             is None
         )

@@ -128,6 +128,16 @@ def test_packed_documents_are_documents_alone():
     same(packed, torch.cat(alone, 1))
 
 
+@pytest.mark.parametrize("selection", CAUSAL)
+def test_dense_layers_read_after_a_cache_what_they_read_in_one_pass(selection):
+    model = make_model(selection=selection, sparse_layer_topk_blocks=(2, None))
+    tokens = make_tokens(2, TOKENS)
+    whole = model(tokens).logits
+    first = model(tokens[:, :40], use_cache=True)
+    rest = model(tokens[:, 40:], past_key_values=first.past_key_values)
+    same(torch.cat([first.logits, rest.logits], 1), whole)
+
+
 def test_a_layer_may_be_dense_and_short_documents_too():
     tokens = make_tokens(1, TOKENS)
     model = make_model(sparse_layer_topk_blocks=(None, None))

@@ -16,12 +16,7 @@ from view.report.sample_run import SampleRun
 
 from sparsebalance_megatron.cli.trace import traced_step
 from sparsebalance_megatron.log.reader import RunLogError, read_run_log
-from sparsebalance_megatron.view.report.run_report import (
-    Evidence,
-    ReportError,
-    gather,
-    make_report,
-)
+from sparsebalance_megatron.view.report.run_report import Evidence, ReportError, gather, make_report
 from sparsebalance_megatron.view.report.trace import Tracer
 
 FILES = ("steps.jsonl", "ranks/rank-00000.jsonl", "ranks/rank-00001.jsonl")

@@ -198,9 +198,7 @@ def append(number):
 
 def start(program: str, path: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", PREAMBLE + program, str(path)],
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", PREAMBLE + program, str(path)], stderr=subprocess.PIPE, text=True
     )
 
 

@@ -27,16 +27,9 @@ from sparsebalance_megatron.log.reader import (
     read_rank_logs,
     read_run_log,
 )
-from sparsebalance_megatron.log.recording import (
-    FinishedStep,
-    coverage_record,
-    step_record,
-)
+from sparsebalance_megatron.log.recording import FinishedStep, coverage_record, step_record
 from sparsebalance_megatron.log.records import encode
-from sparsebalance_megatron.plan.pipeline.orders import (
-    MegatronSchedule,
-    megatron_order,
-)
+from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule, megatron_order
 
 ONES = np.ones((1, 2, 2))
 

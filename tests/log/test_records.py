@@ -37,11 +37,7 @@ PLACE = RankPlace(
     data_parallel_rank=1, pipeline_rank=1, tensor_parallel_rank=0, world_rank=3, world_size=4
 )
 LAYERS = (2, 3, 6, 7)
-UNTIMED = StepTimes(
-    schedule_ms=math.nan,
-    start_unix_s=None,
-    spans=(),
-)
+UNTIMED = StepTimes(schedule_ms=math.nan, start_unix_s=None, spans=())
 
 
 def as_json(record: Record) -> dict[str, Any]:
@@ -199,11 +195,7 @@ def test_a_rank_says_what_it_ran_when_and_with_which_coverage() -> None:
             pieces.append(Piece(position, layer, samples))
             rows += [(0.1 * layer + 0.01 * i, float(layer == 7 and i == 0)) for i in range(samples)]
     spans = (Span("forward", 0, 0, 1.00004, 2.0), Span("backward", 1, 1, 3.0, 4.5))
-    times = StepTimes(
-        schedule_ms=5.0,
-        start_unix_s=1.75e9,
-        spans=spans,
-    )
+    times = StepTimes(schedule_ms=5.0, start_unix_s=1.75e9, spans=spans)
     record = rank_step(
         iteration=9,
         planned=planned,

@@ -26,7 +26,13 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 LENGTHS = (100, 16, 230)
 
 
-def attention(*, base_budget: int = 3, threshold: float = 0.1, layer: int = 1):
+def attention(
+    *,
+    base_budget: int = 3,
+    threshold: float = 0.1,
+    layer: int = 1,
+    layer_budgets: str | None = None,
+):
     config = TransformerConfig(
         num_layers=2,
         hidden_size=HEADS * HEAD_DIM,
@@ -37,6 +43,7 @@ def attention(*, base_budget: int = 3, threshold: float = 0.1, layer: int = 1):
     options = AttentionOptions(
         block_size=BLOCK,
         base_budget=base_budget,
+        layer_budgets=layer_budgets,
         selector=selector_named("previous-block"),
         coverage_threshold=threshold,
         implementation="auto",
@@ -81,6 +88,29 @@ def test_each_layer_reads_its_own_budgets_and_grows_them_to_the_floor() -> None:
     assert cut.grown_S.tolist() == [True, False, True]
     assert (cut.executed_S >= cut.base_S - 0.1).all()
     assert (cut.executed_S <= cut.base_S).all()
+
+
+def test_layers_have_base_budgets_of_their_own() -> None:
+    """The guard holds a layer to its own; a dense layer reads everything and ranks nothing."""
+    qkv = packed_qkv(sum(LENGTHS))
+
+    def both_layers(text: str) -> tuple[list[torch.Tensor], dict[int, CoverageObservation]]:
+        params = params_of(1)
+        layers = [attention(layer=layer, layer_budgets=text) for layer in (1, 2)]
+        outputs = [layer(*qkv, None, packed_seq_params=params) for layer in layers]
+        return outputs, params.micro_batch.observations
+
+    _, seen = both_layers("1:0")
+    assert [seen[layer].grown_S.tolist() for layer in (0, 1)] == [[False] * 3, [True, False, True]]
+    outputs, seen = both_layers("dense:0-1")
+    boundaries = (0, *np.cumsum(LENGTHS).tolist())
+    exact = dense(*(x.double() for x in qkv), boundaries)
+    plain_error = (dense(*qkv, boundaries) - exact).abs().max()
+    rounding = torch.finfo(torch.float32).eps * exact.abs().max()
+    for layer, out in enumerate(outputs):
+        assert (out - exact).abs().max() <= 2 * plain_error + 4 * rounding
+        assert (seen[layer].executed_S == 1).all() and (seen[layer].base_S == 1).all()
+        assert not seen[layer].grown_S.any()
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from attention import test_self_check
 from harness import PROGRAMS, train
 
 from sparsebalance_megatron.attention.kernels import tokens
-from sparsebalance_megatron.attention.self_check import CheckedCase
 from sparsebalance_megatron.megatron.kernel_check import (
     KernelCheckError,
     cache_directory,
@@ -20,16 +20,8 @@ from sparsebalance_megatron.megatron.kernel_check import (
 )
 
 CPU = torch.device("cpu")
-CASE = CheckedCase(
-    selection="token-query-head",
-    implementation="auto",
-    router="auto",
-    query_heads=4,
-    kv_heads=2,
-    head_dim=16,
-    block_size=16,
-    dtype="float32",
-)
+SMALL = {"query_heads": 4, "head_dim": 16, "block_size": 16, "dtype": "float32"}
+CASE = dataclasses.replace(test_self_check.CASE, **SMALL)
 
 
 @pytest.fixture(autouse=True)

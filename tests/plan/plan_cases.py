@@ -22,6 +22,7 @@ from sparsebalance_megatron.plan.step_problem import PlanInputs
 
 FORWARD_MS = {
     Part.ATTENTION: (0.02, 0.005, 2e-5, 2.5e-3, 0.0),
+    Part.DENSE_ATTENTION: (0.02, 0.004, 1e-5, 0.0, 1.5e-3),
     Part.ROUTER: (0.01, 0.002, 1e-6, 0.0, 1e-5),
     Part.LINEAR: (0.05, 0.0, 2e-4, 0.0, 0.0),
     Part.EMBEDDING: (0.01, 0.0, 1e-5, 0.0, 0.0),

@@ -112,7 +112,7 @@ def test_unobserved_is_nan_but_dense_is_one():
 )
 def test_floor_is_the_least_feasible(seed, blocks, base, threshold):
     curves = random_curves(seed)
-    floor = least_feasible_budget(curves, np.array(blocks), base, threshold)
+    floor = least_feasible_budget(curves, np.array(blocks), np.full(3, base), threshold)
     for layer in range(3):
         for sample, n in enumerate(blocks):
             values = curves.mean_LUK[layer, int(np.log2(n))].tolist()
@@ -129,7 +129,7 @@ def test_no_cut_without_evidence():
     counts = np.zeros(curves.observed_LU.shape)
     counts[0] = 1
     curves.observe(np.ones(curves.mean_LUK.shape), counts)
-    floor = least_feasible_budget(curves, np.array([3, 64]), 16, 0.1)
+    floor = least_feasible_budget(curves, np.array([3, 64]), np.full(2, 16), 0.1)
     assert floor.tolist() == [[1, 1], [3, 16]]
 
 

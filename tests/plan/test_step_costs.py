@@ -19,7 +19,7 @@ from sparsebalance_megatron.plan.step_plan import PlanError
 BLOCK = 64
 
 
-def naive_micro_batch_ms(samples, lengths, budgets, job, stage, chunk):
+def naive_micro_batch_ms(samples, lengths, budgets, dense, job, stage, chunk):
     """Forward ms of one slot on one chunk, part by part."""
     layers = job.stage_layers[stage][chunk]
     tokens = [lengths[s] for s in samples]
@@ -33,7 +33,8 @@ def naive_micro_batch_ms(samples, lengths, budgets, job, stage, chunk):
     total = 0.0
     for layer in layers:
         pairs = sum(oracle.pairs(lengths[s], budgets[layer][s], BLOCK) for s in samples)
-        total += sum(affine(part, pairs) for part in (Part.ATTENTION, Part.ROUTER, Part.LINEAR))
+        attention = (Part.DENSE_ATTENTION,) if dense[layer] else (Part.ATTENTION, Part.ROUTER)
+        total += sum(affine(part, pairs) for part in (*attention, Part.LINEAR))
     if (stage, chunk) == (0, 0):
         total += affine(Part.EMBEDDING, 0.0)
     if (stage, chunk) == (job.pipeline_stages - 1, job.virtual_stages - 1):
@@ -52,14 +53,16 @@ def test_matches_naive_sum(seed, pipeline):
     scale = generator.uniform(0.5, 2.0, (2, *pipeline))
     slowness = generator.uniform(0.5, 2.0, (2, pipeline[0]))
     scales = StageScales.of(scale, slowness)
-    costs = step_costs(lengths, job, cost_model(BLOCK), scales)
+    dense_L = generator.random(job.layers) < 0.3
+    costs = step_costs(lengths, job, cost_model(BLOCK), scales, dense_L)
     times = costs.micro_batch_ms(costs.sample_ms(budgets), placed(micro_batch_of, job))
     forward, backward = times.by_micro_batch_2RPVM
     assert forward.shape == (2, *pipeline, 2)
     for d, p, v, m in np.ndindex(forward.shape):
         samples = np.flatnonzero(micro_batch_of == d * 2 + m).tolist()
         expected = (
-            naive_micro_batch_ms(samples, lengths, budgets.tolist(), job, p, v) * slowness[d, p]
+            naive_micro_batch_ms(samples, lengths, budgets.tolist(), dense_L, job, p, v)
+            * slowness[d, p]
         )
         assert forward[d, p, v, m] == pytest.approx(expected * scale[0, p, v], rel=1e-9)
         assert backward[d, p, v, m] == pytest.approx(2 * expected * scale[1, p, v], rel=1e-9)

@@ -22,7 +22,7 @@ from harness import (
 
 from sparsebalance_megatron.config import DEFAULT_SELECTION, SparseBalanceConfig
 from sparsebalance_megatron.cost.fit import fit_cost_model
-from sparsebalance_megatron.cost.parts import NEVER_TIMED, Direction, Part
+from sparsebalance_megatron.cost.parts import NEVER_TIMED, OF_EVERY_MODEL, Direction, Part
 from sparsebalance_megatron.cost.table import CostTable, ModelShape, RunIdentity
 from sparsebalance_megatron.cost.work_model import features
 from sparsebalance_megatron.profile.cells import (
@@ -64,10 +64,17 @@ def run_profile(output: Path, flags: Sequence[str]) -> subprocess.CompletedProce
     return run_program((*PROFILE, str(output), "--", *flags), output.parents[1])
 
 
-@pytest.mark.parametrize("selection", [DEFAULT_SELECTION, "vertical-slash"])
-def test_a_tiny_model_gives_a_table_that_fits_and_predicts(selection: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("selection", "layer_budgets"), [(DEFAULT_SELECTION, ()), ("vertical-slash", ("dense:3",))]
+)
+def test_a_tiny_model_gives_a_table_that_fits_and_predicts(
+    selection: str, layer_budgets: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Attention of dense layers is measured where the model has some."""
     output = tmp_path / "new" / "table.json"
-    selects = "--sparse-balance-selection", selection
+    selects = ["--sparse-balance-selection", selection, "--sparse-balance-max-segments", "3"]
+    selects += ["--sparse-balance-segment-tokens", "32"]
+    selects += ["--sparse-balance-layer-budgets", *layer_budgets] if layer_budgets else []
     process = run_profile(output, [*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS, *selects])
     assert process.returncode == 0, process.stderr[-4000:]
     assert f"{output}: " in process.stdout
@@ -82,9 +89,11 @@ def test_a_tiny_model_gives_a_table_that_fits_and_predicts(selection: str, tmp_p
     assert (table.threads, table.exchanges) == (1, ())
     assert set(table.versions) == {"sparsebalance-megatron", "megatron-core", "torch"}
     model = fit_cost_model(table)
+    assert table.segments is not None and model.segments.slowness >= 1.0
+    assert {row.part for row in table.rows} == {*(Part if layer_budgets else OF_EVERY_MODEL)}
     short, long = (features([tokens], 4, BLOCK_SIZE, model.work) for tokens in (64, 4096))
     for direction in Direction:
-        for part in Part:
+        for part in model.forward_ms:
             if (part, direction) in NEVER_TIMED:
                 continue
             before, after = np.stack([short, long]) @ model.coefficients_ms(part, direction)
@@ -167,7 +176,7 @@ def test_the_plan_times_every_part_on_rows_short_to_long(
     rows = [cell.lengths_tokens for cell in cells]
     assert rows == sorted(rows, key=sum)
     assert all(min(row) >= 1 and sum(row) <= longest_tokens for row in rows)
-    everything = [cell for cell in cells if cell.parts == tuple(Part)]
+    everything = [cell for cell in cells if cell.parts == OF_EVERY_MODEL]
     assert {cell.lengths_tokens for cell in everything} == set(rows)
     assert len(everything) == len(set(rows))
     assert len({(cell.lengths_tokens, cell.budget_blocks) for cell in cells}) == len(cells)

@@ -15,6 +15,7 @@ import traceback
 from contextlib import redirect_stderr, redirect_stdout
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,9 +26,7 @@ from sparsebalance_megatron.megatron import cpu
 BLOCK_SIZE = 16
 
 
-def save_logits(
-    output: Path, hf_dir: Path, tokens: list[list[int]], budget: int, selection: str
-) -> None:
+def save_logits(output: Path, hf_dir: Path, tokens: list[list[int]], **budgets: Any) -> None:
     """Our float32 logits [T, V] of documents packed into one row, from weights in ``hf_dir``.
 
     Every parameter is filled with NaN before the weights are read.
@@ -45,8 +44,8 @@ def save_logits(
     model = read_config(hf_dir)
     args = megatron_model.parse_model_flags(model, (), dtype=torch.float32)
     start_single_process(args.seed, torch.device("cpu"))
-    config = SparseBalanceConfig(block_size=BLOCK_SIZE, base_budget=budget, selection=selection)
-    options = AttentionOptions.from_config(config, grid=(1, budget))
+    config = SparseBalanceConfig(block_size=BLOCK_SIZE, **budgets)
+    options = AttentionOptions.from_config(config, grid=(1, config.base_budget))
     built = megatron_model.build_model(args, sparse_balance_layer_spec(options))
     megatron_model.check_names(built, parameters(model))
     targets = dict(built.named_parameters())
@@ -77,9 +76,13 @@ def _packed_logits(model, tokens: list[list[int]]) -> torch.Tensor:
 
 def run_command(words: list[str]) -> int:
     match words:
-        case ["logits", output, hf_dir, tokens, budget, selection]:
-            documents = json.loads(Path(tokens).read_text())
-            save_logits(Path(output), Path(hf_dir), documents, int(budget), selection)
+        case ["logits", output, hf_dir, tokens, budget, selection, layers]:
+            save_logits(
+                *(Path(output), Path(hf_dir), json.loads(Path(tokens).read_text())),
+                base_budget=int(budget),
+                selection=selection,
+                layer_budgets=layers or None,
+            )
             return 0
         case _:
             return cli.main(words)

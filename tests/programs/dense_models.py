@@ -3,7 +3,8 @@
 
 Run in a process of its own: the CPU adapter stays installed. The argument is a JSON object, variant
 -> Megatron's flags. Prints another: variant -> how far float32 losses and gradients lie from
-Megatron's float64, as root mean square, for Megatron itself and for the plugin on packed documents.
+Megatron's float64, as root mean square, for Megatron itself, and for the plugin on packed
+documents with covering budgets and with dense layers.
 """
 
 from __future__ import annotations
@@ -65,13 +66,16 @@ def compare(flags: list[str]) -> dict[str, dict[str, float]]:
                 parameter.mul_(8)
     models = {
         "megatron": build(args, default_layer_spec),
-        "plugin": build(args, plugin_layer_spec(), variable_lengths=True),
+        "plugin": build(args, plugin_layer_spec(base_budget=1000), variable_lengths=True),
+        "dense layers": build(
+            args, plugin_layer_spec(layer_budgets="dense:1-2 1000:0"), variable_lengths=True
+        ),
     }
     truth = losses_and_gradients(exact, on_documents)
     result = {}
     for name, model in models.items():
         model.load_state_dict(exact.state_dict())
-        run = packed if name == "plugin" else on_documents
+        run = on_documents if name == "megatron" else packed
         found = losses_and_gradients(model, run)
         result[name] = {
             "losses": root_mean_square(found[0] - truth[0]),
@@ -84,8 +88,8 @@ def build(args, layer_spec, variable_lengths=False):
     return model_provider(args, layer_spec, variable_lengths)().float().train()
 
 
-def plugin_layer_spec():
-    config = SparseBalanceConfig(block_size=BLOCK, base_budget=1000)
+def plugin_layer_spec(**budgets):
+    config = SparseBalanceConfig(block_size=BLOCK, **budgets)
     return sparse_balance_layer_spec(AttentionOptions.from_config(config, grid=(1, 1000)))
 
 

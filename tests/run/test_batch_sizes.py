@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -13,7 +12,9 @@ from harness import (
     MODEL_FLAGS,
     TRAINING_FLAGS,
     TrainingRun,
+    assert_same_steps,
     long_tailed_lengths,
+    read_steps,
     run_training,
     write_documents,
 )
@@ -42,7 +43,7 @@ def test_growing_batches_are_megatrons_in_every_log_and_resume(tmp_path: Path) -
         )
         return run_training(2, flags, log_dir=tmp_path / name).require_success()
 
-    checkpoints = str(tmp_path / "checkpoints")
+    checkpoints, log_dir = str(tmp_path / "checkpoints"), tmp_path / "whole"
     whole = train("whole", "--save", checkpoints, "--save-interval", str(SAVED))
     resumed = train("resumed", "--load", checkpoints, "--ckpt-step", str(SAVED))
 
@@ -58,29 +59,13 @@ def test_growing_batches_are_megatrons_in_every_log_and_resume(tmp_path: Path) -
             for stage in rank
             for chunk in stage
         )
-    ranks = [rank_steps(tmp_path / "whole", rank) for rank in range(2)]
-    assert all(sorted(steps) == [1, 2, 3, 4, 5] for steps in ranks)
-    for iteration, size in enumerate(SIZES, start=1):
-        samples = {sample for steps in ranks for sample in steps[iteration]}
-        assert len(samples) == size
+    for number, steps in enumerate(zip(*(read_steps(log_dir, r) for r in (0, 1)), strict=True)):
+        assert [step["iteration"] for step in steps] == [number + 1] * 2
+        held = [each for step in steps for each in step["micro_batches"]]
+        assert len({sample for each in held for sample in each["samples"]}) == SIZES[number]
     events = EventAccumulator(str(tmp_path / "whole-board")).Reload()
     assert [each.step for each in events.Scalars("sparse-balance/coverage-mean")] == [1, 2, 3, 4, 5]
 
     assert [step["iteration"] for step in resumed.steps] == [3, 4, 5]
     assert resumed.grad_norms == whole.grad_norms[SAVED:]
-    for step, other in zip(resumed.steps, whole.steps[SAVED:], strict=True):
-        for quantity in ("lm_loss", "predicted", "coverage", "tokens"):
-            assert step[quantity] == other[quantity], quantity
-
-
-def rank_steps(directory: Path, rank: int) -> dict[int, list[int]]:
-    """Iteration -> samples of one rank's log."""
-    lines = (directory / "ranks" / f"rank-{rank:05d}.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return {
-        record["iteration"]: [
-            sample for micro_batch in record["micro_batches"] for sample in micro_batch["samples"]
-        ]
-        for record in records
-        if record["type"] == "step"
-    }
+    assert_same_steps(resumed.steps, whole.steps)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import PROGRAMS, TrainingRun, train
+from harness import PROGRAMS, TrainingRun, assert_same_steps, train
 
 from sparsebalance_megatron.log.reader import read_rank_logs, read_run_log
 from sparsebalance_megatron.view.report.timeline import measured_timeline
@@ -95,12 +95,8 @@ def test_the_finished_run_equals_one_that_never_stopped(
     The log has the steps of every attempt.
     """
     assert finished.grad_norms == whole.grad_norms[SAVE_INTERVAL:]
-    iterations = [step["iteration"] for step in finished.steps]
-    assert iterations == [1, 2, 3, 4, 4, 5, 6, 4, 5, 6]
-    expected = {step["iteration"]: step for step in whole.steps}
-    for step in finished.steps:
-        for quantity in ("lm_loss", "predicted", "coverage", "tokens"):
-            assert step[quantity] == expected[step["iteration"]][quantity], quantity
+    assert finished.logged("iteration") == [1, 2, 3, 4, 4, 5, 6, 4, 5, 6]
+    assert_same_steps(finished.steps, whole.steps)
 
 
 def test_wall_clocks_that_jump_change_nothing(directory: Path, whole: TrainingRun) -> None:
@@ -112,7 +108,7 @@ def test_wall_clocks_that_jump_change_nothing(directory: Path, whole: TrainingRu
         program=(FAULTS, "clock", "1"),
     ).require_success()
     assert (run.losses, run.grad_norms) == (whole.losses, whole.grad_norms)
-    assert [step["iteration"] for step in run.steps] == [1, 2, 3, 4, 5, 6]
+    assert run.logged("iteration") == [1, 2, 3, 4, 5, 6]
     assert all(0.0 < step["iteration_ms"] < 1e3 * ENDS_WITHIN_S for step in run.steps[1:])
     last = read_rank_logs(directory / "clock", [STEPS]).steps[STEPS]
     starts_s = [step.start_unix_s for step in last.values()]
@@ -160,7 +156,7 @@ def test_a_fault_in_the_middle_of_a_step(directory: Path, fault: str, message: s
     told = [line for line in run.output.splitlines() if line.startswith("sparse balance: ")]
     assert len([line for line in told if "ended" in line]) == 1, told
     assert len(run.losses) == FAULT_STEP
-    assert [step["iteration"] for step in run.steps] == [1, 2]
+    assert run.logged("iteration") == [1, 2]
 
 
 @pytest.mark.nightly

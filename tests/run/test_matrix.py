@@ -9,6 +9,7 @@ docs/SUPPORT.md names the run of each.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from harness import (
     VOCABULARY,
     TrainingRun,
     long_tailed_lengths,
+    read_steps,
     run_training,
     write_documents,
 )
@@ -109,6 +111,9 @@ MODELS = {
     "vertical-slash": Model(
         (*LLAMA, "--sparse-balance-selection", "vertical-slash"), weights="llama"
     ),
+    "layers": Model(
+        (*LLAMA, "--sparse-balance-layer-budgets", "dense:0,3", "2:1"), weights="llama"
+    ),
     # The balancing loss of experts is taken per micro-batch, padding included.
     "experts": Model((*LLAMA_YARN, *EXPERTS.split()), "arrival", padded=False),
     # Several micro-batches of a rank, or segments of one, balance experts otherwise than one.
@@ -144,6 +149,8 @@ LAYOUTS = {
     "tensor-pipeline": Layout(
         "gpt2", 4, f"{TENSOR} {PIPELINE} --account-for-loss-in-pipeline-split"
     ),
+    "layers-pipeline": Layout("layers", 2, f"{PIPELINE} {RECOMPUTE} uniform {KEEP}"),
+    "layers-interleaved": Layout("layers", 4, INTERLEAVED),
     "experts-pipeline": Layout("experts", 4, f"--expert-model-parallel-size 2 {PIPELINE}"),
     "experts-tensor-sequence": Layout("experts", 2, f"{TENSOR} {SEQUENCE}", WITH_NORMS),
 }
@@ -175,6 +182,15 @@ SHARED_ROWS = {
     "context-tensor-sequence": Layout(
         "llama", 4, f"{CONTEXT} {TENSOR} {SEQUENCE} {PLANNED_WIDTHS}", WITH_NORMS
     ),
+    "wide-experts": Layout(
+        *("experts unbalanced", 4, f"{WIDER} {ON_CPU} --expert-model-parallel-size 2"), DRAWN_WIDTHS
+    ),
+    "context-experts": Layout(
+        "experts unbalanced", 4, f"{CONTEXT} --expert-model-parallel-size 2 {PLANNED_WIDTHS}"
+    ),
+    "context-layers-ring": Layout(
+        "layers", 2, f"{CONTEXT} {PLANNED_WIDTHS} --sparse-balance-exchange ring"
+    ),
     "context-bf16": Layout("llama bf16", 2, CONTEXT),
     "context-vertical-slash": Layout("vertical-slash", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
     "wide-vertical-slash-ring": Layout(
@@ -196,6 +212,7 @@ CUTS = {
     "segments-tied": ("gpt2", 2, "--account-for-embedding-in-pipeline-split"),
     "segments-tied-tensor": ("gpt2", 4, f"{TENSOR} --account-for-loss-in-pipeline-split"),
     "segments-vertical-slash": ("vertical-slash", 2, ""),
+    "segments-layers": ("layers", 2, ""),
     "segments-experts": ("experts unbalanced", 4, ""),
     "segments-experts-tensor-sequence": ("experts unbalanced", 4, f"{TENSOR} --sequence-parallel"),
 }
@@ -211,6 +228,7 @@ PER_PUSH = frozenset(
         "segments-recompute-keep",
         "segments-tensor-sequence",
         "tensor-pipeline",
+        "layers-pipeline",
         "experts-tensor-sequence",
         "wide",
         "wide-pipeline",
@@ -300,12 +318,19 @@ def test_layout_trains_to_the_losses_of_one_rank(
     if name in LAYOUTS:
         pads = model.padded and "--sequence-parallel" in layout.flags
         assert any(step["padded_tokens"] for step in run.steps) == pads
+        if layout.model == "layers":
+            logged = _logged_budgets(tmp_path)
+            assert all(blocks == budget for layer in (0, 3) for blocks, budget in logged[layer])
+            assert [{budget for _, budget in logged[layer]} for layer in (1, 2)] == [{2}, {4}]
         return
     for step, other in zip(run.steps, expected.steps, strict=True):
         mean = other["coverage"]["mean"]
         assert step["coverage"]["mean"] == pytest.approx(mean, rel=model.tolerance)
     if name in SHARED_ROWS:
-        assert max(_cp_sizes(tmp_path)) > 1
+        logs = [read_steps(tmp_path, rank) for rank in range(layout.ranks)]
+        assert (
+            max(row["width"] for log in logs for step in log for row in step["micro_batches"]) > 1
+        )
     else:
         _assert_runs_in_segments(run)
 
@@ -322,17 +347,21 @@ def _assert_runs_in_segments(run: TrainingRun) -> None:
     assert any(len(set(of_ranks)) > 1 for of_ranks in counts) == (len(run.steps[0]["segments"]) > 1)
 
 
-def _cp_sizes(log_dir: Path) -> set[int]:
-    """Of all rows that any rank ran."""
-    lines = [line for path in rank_files(log_dir) for line in path.read_text().splitlines()]
-    steps = [record for record in map(json.loads, lines) if record["type"] == "step"]
-    return {row["width"] for step in steps for row in step["micro_batches"]}
+def _logged_budgets(log_dir: Path) -> dict[int, set[tuple[int, int]]]:
+    """Layer -> (blocks, budget) of every sample that ranks logged."""
+    found: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    for path in rank_files(log_dir):
+        header, *steps = map(json.loads, path.read_text().splitlines())
+        layers = [layer for chunk in header["layers"] for layer in chunk]
+        for row in [row for step in steps for row in step["micro_batches"]]:
+            for layer, budgets in zip(layers, row["budgets"], strict=True):
+                for tokens, budget in zip(row["lengths_tokens"], budgets, strict=True):
+                    found[layer].add((-(-tokens // 16), budget))
+    return found
 
 
 def _assert_trains_alike(run: TrainingRun, expected: TrainingRun, model: Model) -> None:
-    losses, expected_losses = (
-        [step["lm_loss"] for step in steps] for steps in (run.steps, expected.steps)
-    )
+    losses, expected_losses = run.logged("lm_loss"), expected.logged("lm_loss")
     assert len(losses) == len(expected_losses) == STEPS
     assert losses[0] == pytest.approx(expected_losses[0], rel=FEW_ROUNDINGS)
     assert losses == pytest.approx(expected_losses, rel=model.tolerance)
@@ -343,7 +372,7 @@ def _assert_trains_alike(run: TrainingRun, expected: TrainingRun, model: Model) 
         abs(norm - other) <= limit
         for norm, other, limit in zip(norms, expected_norms, allowed, strict=True)
     ), (norms, expected_norms)
-    assert [step["tokens"] for step in run.steps] == [step["tokens"] for step in expected.steps]
+    assert run.logged("tokens") == expected.logged("tokens")
 
 
 def _train(

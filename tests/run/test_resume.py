@@ -60,12 +60,9 @@ def test_checkpoints_go_from_megatron_to_the_plugin_to_two_ranks_and_back(
     assert "resumed: job shape is" in two_ranks.output
     assert "start afresh" not in two_ranks.output and "starts afresh" not in two_ranks.output
     assert "resumed:" not in one_rank.output
-    steps, expected = two_ranks.steps, one_rank.steps
-    assert [step["iteration"] for step in steps] == [5, 6]
-    assert [step["tokens"] for step in steps] == [step["tokens"] for step in expected]
-    assert [step["lm_loss"] for step in steps] == pytest.approx(
-        [step["lm_loss"] for step in expected], rel=FEW_ROUNDINGS
-    )
+    assert two_ranks.logged("iteration") == [5, 6]
+    assert two_ranks.logged("tokens") == one_rank.logged("tokens")
+    assert two_ranks.logged("lm_loss") == pytest.approx(one_rank.logged("lm_loss"), FEW_ROUNDINGS)
     assert len(back.losses) == 2
 
 
@@ -92,12 +89,10 @@ def test_ways_of_main_to_load_change_nothing(documents: Path, tmp_path: Path) ->
     load = ("--load", str(tmp_path / "checkpoint"), "--ckpt-step", "2", per_rank)
     resumed = train("resumed", 4, *load)
     assert any((tmp_path / "cache").iterdir())
-    assert [step["iteration"] for step in resumed.steps] == [3, 4]
+    assert resumed.logged("iteration") == [3, 4]
     assert resumed.grad_norms == whole.grad_norms[2:]
     for quantity in ("lm_loss", "tokens"):
-        assert [step[quantity] for step in resumed.steps] == [
-            step[quantity] for step in whole.steps[2:]
-        ], quantity
+        assert resumed.logged(quantity) == whole.logged(quantity)[2:], quantity
 
 
 @pytest.mark.distributed
@@ -118,14 +113,14 @@ def test_iterations_are_megatrons_after_a_resume_with_another_batch_size(
 
     train(2, 8)
     resumed = train(4, 16, "--load", str(tmp_path / "checkpoint"))
-    assert [step["iteration"] for step in resumed.steps] == [1, 2, 3, 4]
+    assert resumed.logged("iteration") == [1, 2, 3, 4]
     assert read_run_log(log_dir).problems == ()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     written = events.Scalars("sparse-balance/coverage-mean")
     assert [scalar.step for scalar in written] == [1, 2, 3, 4]
     fresh = train(1, 8)
     assert f"logs of an earlier run are kept in {log_dir / 'earlier' / '1'}" in fresh.output
-    assert [step["iteration"] for step in fresh.steps] == [1]
+    assert fresh.logged("iteration") == [1]
     kept = read_run_log(log_dir / "earlier" / "1")
     assert [step.iteration for step in kept.steps] == [1, 2, 3, 4]
 

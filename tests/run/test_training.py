@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import TrainingRun, train
+from harness import TrainingRun, assert_same_steps, measured_ms, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = pytest.mark.distributed
@@ -41,9 +41,7 @@ def test_tuned_training_measures_every_micro_batch_and_holds_coverage(
     ranks, extra = LAYOUTS[layout]
     run = _train(ranks, documents, "latency", "makespan", *extra.split(), log_dir=tmp_path)
     for step in run.steps[1:]:
-        forward = _flatten(step["measured"]["forward_ms"])
-        backward = _flatten(step["measured"]["backward_ms"])
-        assert all(time > 0 for time in forward + backward)
+        assert (measured_ms(step) > 0).all()
         assert step["coverage"]["mean"] >= step["coverage"]["base_mean"] - 0.1
     assert run.steps[-1]["predicted"]["samples_cut"] + run.steps[-1]["predicted"]["samples_raised"]
 
@@ -70,10 +68,8 @@ def test_evaluation_between_steps_leaves_training_as_it_was(
     with_evaluation = _train(2, documents, "latency", "makespan", *extra, log_dir=tmp_path / "with")
     without = _train(2, documents, "latency", "makespan", *extra[:2], log_dir=tmp_path / "without")
     assert "validation loss at iteration 2" in with_evaluation.output
-    assert [step["lm_loss"] for step in with_evaluation.steps] == [
-        step["lm_loss"] for step in without.steps
-    ]
-    assert all(time > 0 for time in _flatten(with_evaluation.steps[-1]["measured"]["forward_ms"]))
+    assert with_evaluation.logged("lm_loss") == without.logged("lm_loss")
+    assert (measured_ms(with_evaluation.steps[-1])[0] > 0).all()
 
 
 def test_dense_evaluation_is_that_of_budgets_that_cover_everything(
@@ -96,10 +92,7 @@ def test_dense_evaluation_is_that_of_budgets_that_cover_everything(
     differences = [abs(a - b) for a, b in zip(_evaluated(dense), _evaluated(sparse), strict=True)]
     # Two rounded losses may differ by one last digit where nothing else does.
     assert min(differences) > 5 * LAST_PRINTED_LOSS_DIGIT * max(_evaluated(dense))
-    for quantity in ("lm_loss", "predicted", "coverage", "tokens"):
-        assert [step[quantity] for step in dense.steps] == [
-            step[quantity] for step in sparse.steps
-        ], quantity
+    assert_same_steps(dense.steps, sparse.steps)
 
 
 def _evaluated(run: TrainingRun) -> list[float]:
@@ -112,9 +105,3 @@ def _train(
 ) -> TrainingRun:
     policy = ("--sparse-balance-batching", batching, "--sparse-balance-tuning", tuning)
     return train(ranks, documents, *policy, *extra, **options).require_success()
-
-
-def _flatten(nested: list) -> list[float]:
-    if not isinstance(nested, list):
-        return [nested]
-    return [leaf for item in nested for leaf in _flatten(item)]

@@ -18,7 +18,7 @@ from sparsebalance_megatron.selector_registry import load_selector
 
 
 class Selector[Summarised, Ranked](Protocol):
-    """Lists of KV blocks under a budget, from queries and keys; docs/SELECTORS.md is its guide.
+    """Lists of KV blocks under a budget, from queries and keys; docs/EXTENDING.md is its guide.
 
     Three steps, so that a rank may hold some of a sequence's blocks: summaries of what it holds,
     which are gathered; ranking for its own queries; and, once a document's mass is known, the cut.

@@ -12,7 +12,6 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.layout import LayoutPair
 from sparsebalance_megatron.attention.select import Selector
 from sparsebalance_megatron.attention.select.summaries import SharedSummaries
 from sparsebalance_megatron.attention.sequence.slice import SequenceExchange, SequenceSlice
@@ -60,16 +59,10 @@ def rank_slice[Summarised: SharedSummaries, Ranked: RankingWithMass](
     summaries = own.parts(sequence.local_layout)
     if exchange is not None:
         summaries = exchange.summaries(summaries, sequence)
-    layouts = LayoutPair(
-        query_layout=sequence.local_layout,
-        kv_layout=sequence.whole_layout,
-        own_blocks=sequence.blocks_W[sequence.group.member].tolist(),
-        own_block_N=sequence.own_block_N,
-    )
     ranking = selector.rank(
         q_THD,
         own.joined(summaries, sequence.whole_layout),
-        layouts,
+        sequence.layouts,
         softmax_scale=softmax_scale,
         max_budget=max_budget,
         observe=observe,

@@ -45,8 +45,8 @@ _TARGET_HALVINGS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class TunedBudgets:
-    """``budgets_LS`` int32; where nothing was tuned it is the base budget itself, and
-    where budgets are pinned the pinned one.
+    """``budgets_LS`` int32; where nothing was tuned it is the base budget itself, in dense
+    layers all blocks of the sample, and where budgets are pinned the pinned one.
 
     ``cut_S``, ``raised_S``: some layer is below, above the base budget. ``clamped_S``: the sample
     could not follow: its micro-batch did not reach the anchor, or all its layers lie at their
@@ -246,8 +246,7 @@ class MakespanPolicy(BudgetPolicy):
                     least_ms = middle_ms
         waited_for_R = floor_ms_R * ROUNDING >= floor_ms_R.max()
         waited_for_S = waited_for_R[micro_batch_of_S // costs.job.micro_batches]
-        stuck_S = ((tuned_LS == allowed.floor_LS) & (tuned_LS < allowed.top_LS)).all(axis=0)
-        return tuned_LS, waited_for_S & stuck_S
+        return tuned_LS, waited_for_S & problem.stuck_S(tuned_LS)
 
 
 BUDGET_POLICIES: Mapping[Tuning, BudgetPolicy] = {
@@ -312,9 +311,10 @@ def tuned_budgets(
 ) -> TunedBudgets:
     """Budgets as plans hold them, with what tuning did to every sample."""
     allowed = problem.allowed
-    same_LS = (tuned_LS == allowed.base_LS) & ~problem.pinned_S
+    same_LS = (tuned_LS == allowed.base_LS) & ~problem.pinned_S & ~problem.costs.dense_L[:, None]
+    base_L1 = problem.policy.base_L(len(tuned_LS))[:, None]
     return TunedBudgets(
-        budgets_LS=np.where(same_LS, problem.policy.base_budget, tuned_LS).astype(np.int32),
+        budgets_LS=np.where(same_LS, base_L1, tuned_LS).astype(np.int32),
         cut_S=(tuned_LS < allowed.base_LS).any(axis=0),
         raised_S=(tuned_LS > allowed.base_LS).any(axis=0),
         clamped_S=clamped_S,

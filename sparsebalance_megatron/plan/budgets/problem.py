@@ -24,7 +24,7 @@ ROUNDING = 1.0 + 1e-9
 class BudgetRange:
     """Feasible budgets of every (layer, sample), int64 [L, S]: floor <= base <= top.
 
-    Never observed curves allow no move: floor = base = top.
+    Never observed curves allow no move: floor = base = top; nor do dense layers.
     """
 
     floor_LS: np.ndarray
@@ -53,8 +53,9 @@ def feasible_range(costs: StepCosts, coverage: CoverageCurves, policy: PlanPolic
     base_LS = base_budgets_LS(costs, coverage, policy)
     blocks_Z, size_S = np.unique(costs.blocks_S, return_inverse=True)
     floor_LS = least_feasible_budget(
-        coverage, blocks_Z, policy.base_budget, policy.coverage_threshold
+        coverage, blocks_Z, policy.base_L(coverage.layers), policy.coverage_threshold
     )[:, size_S]
+    floor_LS = np.where(costs.dense_L[:, None], base_LS, floor_LS)
     observed_LS = coverage.observed_LS(costs.blocks_S)
     top_LS = np.where(observed_LS, np.maximum(costs.blocks_S, base_LS), base_LS)
     return BudgetRange(floor_LS=floor_LS, base_LS=base_LS, top_LS=top_LS)
@@ -62,8 +63,7 @@ def feasible_range(costs: StepCosts, coverage: CoverageCurves, policy: PlanPolic
 
 def base_budgets_LS(costs: StepCosts, coverage: CoverageCurves, policy: PlanPolicy) -> np.ndarray:
     """Base budgets, no more than a sample has blocks."""
-    base_S = np.minimum(policy.base_budget, costs.blocks_S)
-    return np.broadcast_to(base_S, (coverage.layers, len(base_S)))
+    return np.minimum(policy.base_L(coverage.layers)[:, None], costs.blocks_S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +111,11 @@ class BudgetProblem:
     def covers(self, budgets_LS: np.ndarray, wanted_coverage: float) -> bool:
         """Whether :meth:`covered` is at least what is wanted."""
         return self.covered(budgets_LS) * ROUNDING >= wanted_coverage
+
+    def stuck_S(self, budgets_LS: np.ndarray) -> np.ndarray:
+        """Whether all layers that have a choice lie at their floors, [S]."""
+        low_LS = (budgets_LS == self.allowed.floor_LS) & (budgets_LS < self.allowed.top_LS)
+        return np.asarray((low_LS | self.costs.dense_L[:, None]).all(axis=0) & low_LS.any(axis=0))
 
     def micro_batch_ms(self, budgets_LS: np.ndarray, where: Arrangement) -> OperationTimes:
         """Times of the micro-batches of placed samples."""

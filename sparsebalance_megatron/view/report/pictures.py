@@ -299,10 +299,7 @@ def _rows(view: StepView, shown: tuple[Place, ...]) -> tuple[Row, ...]:
             for span in view.timeline.spans.get(place, ())
         ]
         rows.append(
-            Row(
-                label=label if first[rank] == stage else str(stage),
-                pieces=(waiting, *pieces),
-            )
+            Row(label=label if first[rank] == stage else str(stage), pieces=(waiting, *pieces))
         )
     return tuple(rows)
 

@@ -66,7 +66,8 @@ def _coverage_plot(record: CoverageRecord, bucket: int, config: Mapping[str, Any
     )
     base, threshold = config.get("base_budget"), config.get("coverage_threshold")
     base_x = least_y = None
-    if isinstance(base, int) and 1 <= base <= budgets_K[-1]:
+    alike = config.get("layer_budgets") is None
+    if alike and isinstance(base, int) and 1 <= base <= budgets_K[-1]:
         base_x = float(np.interp(np.log2(base), np.log2(budgets_K), x_K))
         if isinstance(threshold, float):
             least_y = height * (1.0 - float(np.interp(base, budgets_K, mean_K)) + threshold)

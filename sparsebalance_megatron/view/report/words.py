@@ -24,7 +24,7 @@ _WORST_HEADINGS = (
     *("iteration", "lost, ms", "rank, stage", "host", "micro-batch", "tokens"),
     *("predicted, ms", "measured, ms", "ratio"),
 )
-_SETTINGS = ("block_size", "base_budget", "batching", "tuning")
+_SETTINGS = ("block_size", "base_budget", "layer_budgets", "batching", "tuning")
 
 
 def headline(numbers: RunSummary | Comparison) -> str:
@@ -93,7 +93,8 @@ def run_facts(header: RunHeader | None) -> str:
     if header is None:
         return "The log has no header: the run's shape is unknown."
     known = {name: getattr(header, name) for name in _SIZES}
-    known |= {name: header.config[name] for name in _SETTINGS if name in header.config}
+    config = header.config
+    known |= {name: config[name] for name in _SETTINGS if config.get(name) is not None}
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in known.items())
 
 

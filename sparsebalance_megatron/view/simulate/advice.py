@@ -30,8 +30,9 @@ class AdviceInputs:
 
     ``job``: of one micro-batch, whose ranks share none. ``shape`` names the tensor-parallel size.
     ``batches``: lengths in tokens of global batches in order, alike in size. ``costs``: block size
-    -> cost model, without recomputation. ``seq_length``: the longest sample that training takes;
-    None stands for the longest of the batches.
+    -> cost model, without recomputation. ``layer_budgets``: of layers that keep theirs in every
+    choice. ``seq_length``: the longest sample that training takes; None stands for the longest of
+    the batches.
     """
 
     job: Job
@@ -40,6 +41,7 @@ class AdviceInputs:
     batches: tuple[tuple[int, ...], ...]
     costs: Callable[[int], CostModel]
     selection: str
+    layer_budgets: str | None = None
     seq_length: int | None = None
     recompute_all: bool = False
     recompute_attention: bool = False
@@ -140,7 +142,7 @@ def _outlook(inputs: AdviceInputs, choice: Choice) -> Outlook:
     blocks = -(-max(map(max, inputs.batches)) // choice.block_size)
     dense = replace(
         sparse,
-        policy=replace(sparse.policy, base_budget=blocks, tuning="off"),
+        policy=replace(sparse.policy, base_budget=blocks, layer_budgets=None, tuning="off"),
         cost=_without_router(sparse.cost),
     )
     plans, dense_plans = ([step.plan for step in each.planned_steps()] for each in (sparse, dense))
@@ -149,7 +151,8 @@ def _outlook(inputs: AdviceInputs, choice: Choice) -> Outlook:
     )
     job = inputs.job
     busy_ms = sum(float(plan.expectation.times_2RPVM.sum()) for plan in plans)
-    router_ms = sum(_router_ms(inputs.costs(choice.block_size), job.layers, plan) for plan in plans)
+    dense_L, cost = sparse.policy.dense_L(job.layers), inputs.costs(choice.block_size)
+    router_ms = sum(_router_ms(cost, int((~dense_L).sum()), plan) for plan in plans)
     lengths = np.concatenate(inputs.batches)
     is_dense = lengths <= choice.block_size * choice.base_budget
     coverages = [plan.expectation.coverage_mean for plan in plans]
@@ -169,6 +172,7 @@ def _outlook(inputs: AdviceInputs, choice: Choice) -> Outlook:
             inputs.shape,
             selection=inputs.selection,
             block_size=choice.block_size,
+            dense_L=dense_L,
             tied_embeddings=inputs.tied_embeddings,
             sequence_parallel=True,
             optimizer_ranks=job.data_parallel_size // choice.context_parallel_size,
@@ -198,7 +202,11 @@ def _workload(inputs: AdviceInputs, choice: Choice) -> Workload:
     return workload(
         inputs.batches,
         job=replace(inputs.job, micro_batches=choice.micro_batches, context_parallel_size=size),
-        config=SparseBalanceConfig(block_size=choice.block_size, base_budget=choice.base_budget),
+        config=SparseBalanceConfig(
+            block_size=choice.block_size,
+            base_budget=choice.base_budget,
+            layer_budgets=inputs.layer_budgets,
+        ),
         cap_tokens=-(-samples * longest // size),
         max_cp_size=max_cp_size,
         cost=cost,
@@ -209,9 +217,7 @@ def _workload(inputs: AdviceInputs, choice: Choice) -> Workload:
 def _without_router(cost: CostModel) -> CostModel:
     nothing = {Part.ROUTER: (0.0,) * len(cost.forward_ms[Part.ROUTER])}
     return replace(
-        cost,
-        forward_ms={**cost.forward_ms, **nothing},
-        backward_ms={**cost.backward_ms, **nothing},
+        cost, forward_ms={**cost.forward_ms, **nothing}, backward_ms={**cost.backward_ms, **nothing}
     )
 
 

@@ -10,11 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from sparsebalance_megatron.config import (
-    DEFAULT_COUNTED_DEVICE,
-    DEFAULT_SELECTION,
-    CountedDevice,
-)
+from sparsebalance_megatron.config import DEFAULT_COUNTED_DEVICE, DEFAULT_SELECTION, CountedDevice
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.json_file import UnreadableFileError, read_json
@@ -61,7 +57,7 @@ def counted_cost(
     shape = model.on_ranks(tensor_parallel_size)
     cost = CostModel.analytic(shape, block_size, selection=selection, device=device)
     cost = replace(cost, source=f"{model.name}: {cost.source}")
-    return cost if gigabytes_per_second is None else cost.with_bandwidth(gigabytes_per_second)
+    return cost.with_bandwidth(gigabytes_per_second)
 
 
 _SIZES = {
@@ -85,10 +81,7 @@ _SIZES = {
 huggingface.co."""
 
 _TIED = frozenset(
-    {
-        *("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b"),
-        *("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"),
-    }
+    {*("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b"), *("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b")}
 )
 """Embedding and output are one matrix."""
 

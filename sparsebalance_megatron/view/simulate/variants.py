@@ -99,13 +99,10 @@ def workload(
         cap_tokens: of a micro-batch on one rank.
         longest_tokens: the longest sample that coverage is known of.
     """
-    policy = PlanPolicy.from_config(config, cap_tokens)
     return Workload(
         batches=batches,
         job=job,
-        policy=replace(
-            policy, context_parallel=config.context_parallel, max_context_parallel=max_cp_size
-        ),
+        policy=PlanPolicy.from_config(config, cap_tokens, max_cp_size),
         cost=cost,
         coverage=prior_coverage(job.layers, max(1, -(-longest_tokens // cost.block_size))),
     )
@@ -214,7 +211,7 @@ SHARED_ROWS: Mapping[str, Variant] = {
 for all, and with a planned cp_size for each."""
 
 SEGMENTED_ROWS: Mapping[str, Variant] = {
-    "ours-segments": Variant("makespan", "makespan", "base", segments=True),
+    "ours-segments": Variant("makespan", "makespan", "base", segments=True)
 }
 """Rows whose micro-batches may pass the pipeline in segments."""
 
@@ -320,7 +317,7 @@ def _outcome(
 def _unhideable(workload: Workload, batch: tuple[int, ...]) -> bool:
     job = _apart(workload.job)
     scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
-    costs = step_costs(batch, job, workload.cost, scales)
+    costs = step_costs(batch, job, workload.cost, scales, workload.policy.dense_L(job.layers))
     floor_LS = feasible_range(costs, workload.coverage, workload.policy).floor_LS
     bounds = step_bounds(costs.sample_ms(floor_LS), costs)
     return bool(bounds.unhideable_S.any())
@@ -330,7 +327,7 @@ def _largest_drop(workload: Workload, plan: StepPlan) -> float:
     lengths_S = np.concatenate([each.lengths_tokens for each in plan.micro_batches])
     blocks_S = -(-lengths_S // workload.policy.block_size)
     budgets_LS = np.concatenate([each.budgets_LS for each in plan.micro_batches], axis=1)
-    base_LS = np.full_like(budgets_LS, workload.policy.base_budget)
+    base_LS = np.broadcast_to(workload.policy.base_L(len(budgets_LS))[:, None], budgets_LS.shape)
     drop_LS = workload.coverage.coverage_LS(blocks_S, base_LS) - workload.coverage.coverage_LS(
         blocks_S, budgets_LS
     )

@@ -159,11 +159,12 @@ def _layer(selection: str, lengths: list[int], head_dim: int) -> None:
     implementation.backward(dout, saved(q, k, v, out, lse, selected))
 
 
-@pytest.mark.parametrize("lengths", [[0, 83], [0, 1, 20, 36, 90]], ids=["one", "several"])
-@pytest.mark.parametrize("head_dim", [16, 20])
+@pytest.mark.parametrize(
+    ("lengths", "head_dim"), [([0, 83], 16), ([0, 1, 20, 36, 90], 20)], ids=["one", "several"]
+)
 @pytest.mark.parametrize("selection", sorted(SELECTORS))
 def test_programs_stay_in_their_tensors_and_meet_nowhere(
-    selection: str, head_dim: int, lengths: list[int], accesses: _Accesses
+    selection: str, lengths: list[int], head_dim: int, accesses: _Accesses
 ) -> None:
     _layer(selection, lengths, head_dim)
 

@@ -179,6 +179,17 @@ def test_where_base_budgets_have_no_time_for_what_is_owed_their_time_is_spent_we
     assert case.makespan(tuned_LS) <= case.makespan(base_LS) * (1 + 1e-8)
 
 
+def test_makespan_raises_what_waits():
+    case = Case(5, "makespan", shape=(2, 2, 1, 1, 24), lengths=[16000, 16000, 9000, 9000])
+    makespans = makespans_ms(case.times(case.tuned.budgets_LS))
+    floors = makespans_ms(case.times(case.allowed.floor_LS))
+    assert floors[1] < 0.8 * floors[0]
+    assert makespans[0] == pytest.approx(floors[0])
+    full = (case.tuned.budgets_LS >= case.costs.blocks_S)[:, 2:].all()
+    assert full or makespans[1] > 0.97 * makespans[0]
+    assert case.tuned.clamped_S.tolist() == [True, True, False, False]
+
+
 @settings(max_examples=25)
 @given(SEEDS, st.floats(0.05, 0.95))
 def test_coverage_is_within_one_step_of_the_best(seed, share):

@@ -32,13 +32,7 @@ from sparsebalance_megatron.log.recording import (
     run_header,
     step_record,
 )
-from sparsebalance_megatron.log.records import (
-    CoverageRecord,
-    RankStep,
-    Record,
-    RunHeader,
-    encode,
-)
+from sparsebalance_megatron.log.records import CoverageRecord, RankStep, Record, RunHeader, encode
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.simulator import simulate
@@ -242,10 +236,7 @@ class SampleRun:
         observed_LU = np.ones((self.layers, curves.buckets), dtype=bool)
         observed_LU[:, 0] = False
         return coverage_record(
-            iteration=iteration,
-            grid=curves.grid,
-            mean_LUK=curves.mean_LUK,
-            observed_LU=observed_LU,
+            iteration=iteration, grid=curves.grid, mean_LUK=curves.mean_LUK, observed_LU=observed_LU
         )
 
 

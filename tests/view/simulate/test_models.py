@@ -11,10 +11,7 @@ import pytest
 
 from sparsebalance_megatron.learn.prediction import prior_coverage
 from sparsebalance_megatron.view.simulate.lengths import WorkloadError
-from sparsebalance_megatron.view.simulate.models import (
-    MODELS,
-    model_named,
-)
+from sparsebalance_megatron.view.simulate.models import MODELS, model_named
 
 PUBLISHED_BILLIONS = {
     "qwen2.5-0.5b": 0.49,

@@ -188,6 +188,8 @@ def _take_block_in(
                 q_YD, dout_YD, k_CD, v_CD, visible_YC, peak_Y, total_Y, result_YD, score_scale,
                 OWN, PRECISION,
             )  # fmt: skip
+        # A thread may load what another one stores: the compiler chooses a layout for each access.
+        tl.debug_barrier()
         tl.store(rows + place_YD, result_YD, mask=inside_YD)
         if dout is not None:
             tl.store(totals + place_Y, tl.full([TILE_ROWS], 1.0, tl.float32), mask=valid_Y)

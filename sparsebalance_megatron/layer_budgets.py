@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Base budgets by layer: the text of the flag, and from it one number for every layer.
+
+Shape legend: L layers of the whole model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import groupby
+
+from sparsebalance_megatron.errors import ConfigError
+
+MAX_BLOCKS = 2**24
+"""Largest budget: beyond any document, and far from where 32-bit indices of blocks overflow."""
+DENSE = MAX_BLOCKS + 1
+"""Stands for the budget of a dense layer, whose queries read all visible blocks, unranked."""
+
+FLAG = "--sparse-balance-layer-budgets"
+_LAYERS = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?", re.ASCII)
+_BLOCKS = re.compile(r"\d{1,8}", re.ASCII)
+
+
+@lru_cache(maxsize=8)
+def parse_layer_budgets(text: str, flag: str = FLAG) -> Mapping[int, int]:
+    """Layer, from 0, -> base budget in blocks or :data:`DENSE`, of the layers that are named.
+
+    >>> dict(parse_layer_budgets("16:2 8:0,3-4"))
+    {2: 16, 0: 8, 3: 8, 4: 8}
+
+    Args:
+        flag: how messages name the text.
+
+    Raises:
+        ConfigError: a part is wrong, or a layer is named twice.
+    """
+    budgets: dict[int, int] = {}
+    for part in text.split():
+        word, _, layers = part.partition(":")
+        blocks = DENSE if word == "dense" else int(word) if _BLOCKS.fullmatch(word) else 0
+        if word != "dense" and not 1 <= blocks <= MAX_BLOCKS:
+            raise ConfigError(
+                f"{flag} {part[:40]}: must begin with dense, or with 1 to {MAX_BLOCKS} blocks, and "
+                "a colon"
+            )
+        for piece in layers.split(","):
+            found = _LAYERS.fullmatch(piece)
+            first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
+            if last < first:
+                raise ConfigError(
+                    f"{flag} {part[:40]}: must name layers, from 0, after the colon, such as 0-3,7"
+                )
+            for layer in range(first, last + 1):
+                if layer in budgets:
+                    raise ConfigError(f"{flag} {part[:40]}: layer {layer} is named twice; once")
+                budgets[layer] = blocks
+    if not budgets:
+        raise ConfigError(f"{flag} {text!r}: names no layers; name some, or drop the flag")
+    return budgets
+
+
+def layer_budgets_text(budgets: Mapping[int, int]) -> str:
+    """What :func:`parse_layer_budgets` reads as these budgets; equal texts for equal budgets."""
+    ranges: dict[int, list[str]] = {}
+    # Neighbours keep their distance to their places among the layers that are named.
+    numbered = enumerate(sorted(budgets.items()))
+    for (_, blocks), run in groupby(numbered, lambda each: (each[1][0] - each[0], each[1][1])):
+        first, *rest = (layer for _, (layer, _) in run)
+        ranges.setdefault(blocks, []).append(f"{first}-{rest[-1]}" if rest else str(first))
+    words = {blocks: "dense" if blocks == DENSE else str(blocks) for blocks in ranges}
+    return " ".join(f"{words[blocks]}:{','.join(found)}" for blocks, found in ranges.items())
+
+
+@lru_cache(maxsize=8)
+def base_budgets(
+    base_budget: int, layer_budgets: str | None, layers: int, flag: str = FLAG
+) -> tuple[int, ...]:
+    """Base budget of every layer of a model, in blocks, :data:`DENSE` where a layer is dense.
+
+    Args:
+        base_budget: of the layers that ``layer_budgets`` does not name.
+        layer_budgets: what :func:`parse_layer_budgets` reads, or None.
+
+    Raises:
+        ConfigError: a named layer is not one of the model's.
+    """
+    named = {} if layer_budgets is None else parse_layer_budgets(layer_budgets, flag)
+    if named and max(named) >= layers:
+        raise ConfigError(
+            f"{flag} {layer_budgets}: names layer {max(named)}; the model's layers are 0 to "
+            f"{layers - 1}"
+        )
+    return tuple(named.get(layer, base_budget) for layer in range(layers))
+
+
+def has_dense_layers(layer_budgets: str | None) -> bool:
+    """Whether some layer is dense."""
+    return layer_budgets is not None and DENSE in parse_layer_budgets(layer_budgets).values()
